@@ -1,0 +1,3 @@
+//! `headwater`: the binary. For now it shows the stream substrate at work.
+
+fn main() {}

@@ -1,0 +1,3 @@
+//! Set-up, tests, demo and benchmarks.
+
+fn main() {}
