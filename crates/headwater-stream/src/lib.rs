@@ -1,1 +1,51 @@
-//! Streams.
+#![doc = include_str!("../README.md")]
+
+// In dependency order: each module uses only those above it.
+mod error;
+pub mod limits;
+mod name;
+
+pub mod clock;
+mod entry;
+
+mod dedup;
+mod delays;
+mod leases;
+mod registry;
+mod streams;
+
+mod check;
+
+mod backend;
+mod keeper;
+
+#[cfg(feature = "embedded")]
+mod embedded;
+#[cfg(feature = "redis")]
+mod redis;
+
+mod connect;
+
+#[cfg(feature = "conformance")]
+pub mod conformance;
+
+pub use backend::{Backend, Description};
+pub use connect::{Options, connect};
+pub use dedup::{Begin, Dedup};
+pub use delays::{DelayId, DelayStats, Delayed, Delays, Due, PutAside, Returned};
+pub use entry::{Delivery, Entry, EntryId, Fields, ParseEntryIdError};
+pub use error::{BoxError, Result, StreamError};
+pub use keeper::{HeldLease, KeeperConfig, LeaseKeeper, LostLease};
+pub use leases::{
+    Acquire, Epoch, Fence, HintKind, LeaseHint, LeaseInfo, LeaseWatch, Leases, Renewal, WatchMode,
+};
+pub use name::{
+    ConsumerName, DedupScope, DelayName, GroupName, HolderName, LeaseName, MapName, SetName,
+    StreamName,
+};
+pub use registry::{Registry, RegistryMap};
+pub use streams::{
+    Batch, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Pending, PendingQuery,
+    Range, Reclaim, ReclaimFrom, Reclaimed, Retention, Settle, Settled, Settlement, StreamStats,
+    Streams, TailReader, Then, TrimGuard, Trimmed,
+};

@@ -1,0 +1,181 @@
+//! The checks that every backend makes before a call has any effect, one function per call.
+
+use std::time::Duration;
+
+use crate::delays::{Due, PutAside};
+use crate::entry::{EntryId, Fields};
+use crate::error::{Result, StreamError};
+use crate::leases::Fence;
+use crate::limits::*;
+use crate::name::StreamName;
+use crate::registry::RegistryMap;
+use crate::streams::{Reclaim, ReclaimFrom, Retention, Settle, Then};
+
+pub(crate) fn append(entries: &[Fields], retention: &Retention) -> Result<()> {
+    fields_of("entries", entries.iter())?;
+    self::retention(retention)
+}
+
+pub(crate) fn retention(retention: &Retention) -> Result<()> {
+    if retention.max_age.is_some_and(|age| age.is_zero()) {
+        return Err(StreamError::invalid("max_age", "it is zero; leave it out to keep every age"));
+    }
+    if retention.max_bytes == Some(0) {
+        return Err(StreamError::invalid(
+            "max_bytes",
+            "it is zero; leave it out to keep every size",
+        ));
+    }
+    Ok(())
+}
+
+pub(crate) fn read(streams: &[StreamName], count: usize, wait: Duration) -> Result<()> {
+    if streams.is_empty() {
+        return Err(StreamError::invalid("streams", "the list is empty; name at least one"));
+    }
+    at_most("streams", streams.len(), READ_STREAMS_MAX, "streams in one read")?;
+    self::count(count)?;
+    self::wait(wait)
+}
+
+pub(crate) fn settle(settle: &Settle<'_>) -> Result<()> {
+    at_most("entries", settle.entries.len(), BATCH_MAX, "entries in one settle")?;
+    let mut bytes = 0;
+    for settlement in settle.entries {
+        match &settlement.then {
+            Then::Done | Then::Delete | Then::Release => {}
+            Then::Append { fields, .. } => bytes += self::fields(fields)?,
+            Then::PutAside { due, fields, .. } => {
+                self::due(*due)?;
+                bytes += self::fields(fields)?;
+            }
+        }
+    }
+    at_most("entries", bytes, BATCH_BYTES_MAX, "bytes in one settle")
+}
+
+pub(crate) fn ids(ids: &[EntryId]) -> Result<()> {
+    at_most("ids", ids.len(), COUNT_MAX, "entries in one call")
+}
+
+pub(crate) fn reclaim(reclaim: &Reclaim<'_>) -> Result<()> {
+    if let ReclaimFrom::Ids(list) = reclaim.from {
+        ids(list)?;
+    }
+    count(reclaim.count)
+}
+
+pub(crate) fn count(count: usize) -> Result<()> {
+    if count == 0 {
+        return Err(StreamError::invalid("count", "it is 0; ask for at least 1"));
+    }
+    at_most("count", count, COUNT_MAX, "items in one call")
+}
+
+pub(crate) fn wait(wait: Duration) -> Result<()> {
+    within("wait", wait, Duration::ZERO, WAIT_MAX)
+}
+
+pub(crate) fn put_aside(items: &[PutAside]) -> Result<()> {
+    items.iter().try_for_each(|item| due(item.due))?;
+    fields_of("items", items.iter().map(|item| &item.fields))
+}
+
+pub(crate) fn lease_ttl(ttl: Duration) -> Result<()> {
+    within("ttl", ttl, LEASE_TTL_MIN, LEASE_TTL_MAX)
+}
+
+pub(crate) fn leases(len: usize) -> Result<()> {
+    at_most("leases", len, LEASES_MAX, "leases in one call")
+}
+
+pub(crate) fn renew(leases: &[Fence], ttl: Duration) -> Result<()> {
+    self::leases(leases.len())?;
+    lease_ttl(ttl)
+}
+
+pub(crate) fn members(members: &[&str], ttl: Option<Duration>) -> Result<()> {
+    at_most("members", members.len(), BATCH_MAX, "members in one call")?;
+    members.iter().try_for_each(|member| value("a member", member.as_bytes()))?;
+    ttl.map_or(Ok(()), |ttl| keep("ttl", ttl))
+}
+
+pub(crate) fn map(fields: &RegistryMap) -> Result<()> {
+    if fields.is_empty() {
+        return Err(StreamError::invalid("fields", "the map is empty; give at least one field"));
+    }
+    at_most("fields", fields.len(), FIELDS_MAX, "fields in one map")?;
+    fields.iter().try_for_each(|(name, bytes)| {
+        value("a field name", name.as_bytes())?;
+        value("a field", bytes)
+    })
+}
+
+pub(crate) fn dedup<'a>(
+    ids: impl ExactSizeIterator<Item = (&'a str, &'a [u8])>,
+    keep_for: Option<Duration>,
+) -> Result<()> {
+    at_most("ids", ids.len(), BATCH_MAX, "ids in one call")?;
+    for (id, bytes) in ids {
+        if id.is_empty() {
+            return Err(StreamError::invalid("a de-duplication id", "it is empty"));
+        }
+        at_most("a de-duplication id", id.len(), NAME_BYTES_MAX, "bytes")?;
+        value("a de-duplication value", bytes)?;
+    }
+    keep_for.map_or(Ok(()), |duration| keep("the time to remember", duration))
+}
+
+fn keep(what: &str, duration: Duration) -> Result<()> {
+    within(what, duration, Duration::from_millis(1), KEEP_MAX)
+}
+
+fn due(due: Due) -> Result<()> {
+    match due {
+        Due::After(delay) => within("the delay", delay, Duration::ZERO, DELAY_MAX),
+        // Redis keeps due times as 64-bit floating point: beyond 2^53 they would no longer be exact.
+        Due::At(at) if at.as_millis() > (1 << 53) => {
+            Err(StreamError::invalid("the due time", format!("{at} ms is beyond the year 280 000")))
+        }
+        Due::At(_) => Ok(()),
+    }
+}
+
+fn value(what: &str, bytes: &[u8]) -> Result<()> {
+    at_most(what, bytes.len(), VALUE_BYTES_MAX, "bytes")
+}
+
+fn fields_of<'a>(what: &str, all: impl ExactSizeIterator<Item = &'a Fields>) -> Result<()> {
+    at_most(what, all.len(), BATCH_MAX, "entries in one call")?;
+    let mut bytes = 0;
+    for fields in all {
+        bytes += self::fields(fields)?;
+    }
+    at_most(what, bytes, BATCH_BYTES_MAX, "bytes in one call")
+}
+
+/// Checks the fields of one entry and returns their bytes.
+fn fields(fields: &Fields) -> Result<usize> {
+    if fields.is_empty() {
+        return Err(StreamError::invalid("an entry", "it has no fields; give at least one"));
+    }
+    let bytes = fields.bytes();
+    at_most("an entry", fields.len(), FIELDS_MAX, "fields")?;
+    at_most("an entry", bytes, ENTRY_BYTES_MAX, "bytes")?;
+    Ok(bytes)
+}
+
+fn within(what: &str, value: Duration, min: Duration, max: Duration) -> Result<()> {
+    if value < min || value > max {
+        let problem = format!("{value:?} is outside of {min:?} to {max:?}");
+        return Err(StreamError::invalid(what, problem));
+    }
+    Ok(())
+}
+
+fn at_most(what: &str, value: usize, max: usize, unit: &str) -> Result<()> {
+    if value > max {
+        return Err(StreamError::invalid(what, format!("{value} {unit}; the limit is {max}")));
+    }
+    Ok(())
+}

@@ -1,0 +1,125 @@
+//! Time as a backend sees it, injected so that tests can move it.
+//!
+//! The embedded backend takes every time from its [`Clock`]. On Redis the server's own clock decides; processes with
+//! skewed clocks then still agree.
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use async_trait::async_trait;
+use tokio::sync::Notify;
+
+/// Milliseconds since 1970-01-01 UTC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct Timestamp(u64);
+
+impl Timestamp {
+    /// From milliseconds since 1970-01-01 UTC.
+    pub const fn from_millis(ms: u64) -> Self {
+        Self(ms)
+    }
+
+    /// Milliseconds since 1970-01-01 UTC.
+    pub const fn as_millis(self) -> u64 {
+        self.0
+    }
+
+    /// This long after `self`; stays at the end of time instead of overflowing.
+    pub fn after(self, duration: Duration) -> Self {
+        Self(self.0.saturating_add(u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)))
+    }
+
+    /// This long before `self`; stays at 1970 instead of underflowing.
+    pub fn before(self, duration: Duration) -> Self {
+        Self(self.0.saturating_sub(u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)))
+    }
+
+    /// How long after `earlier` this is; zero if it is not.
+    pub fn since(self, earlier: Self) -> Duration {
+        Duration::from_millis(self.0.saturating_sub(earlier.0))
+    }
+}
+
+impl fmt::Display for Timestamp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// Tells the time and waits for it.
+#[async_trait]
+pub trait Clock: fmt::Debug + Send + Sync {
+    /// The time now.
+    fn now(&self) -> Timestamp;
+
+    /// Returns when `duration` has passed on this clock. Cancel-safe.
+    async fn sleep(&self, duration: Duration);
+}
+
+/// The clock of the machine.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SystemClock;
+
+#[async_trait]
+impl Clock for SystemClock {
+    fn now(&self) -> Timestamp {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Timestamp::default().after(since_1970)
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        tokio::time::sleep(duration).await;
+    }
+}
+
+/// A clock that stands still until a test moves it. Clones share the time.
+#[derive(Clone, Debug)]
+pub struct TestClock {
+    now: Arc<Mutex<Timestamp>>,
+    moved: Arc<Notify>,
+}
+
+impl TestClock {
+    /// A clock that shows `now`.
+    pub fn at(now: Timestamp) -> Self {
+        Self { now: Arc::new(Mutex::new(now)), moved: Arc::new(Notify::new()) }
+    }
+
+    /// Moves time on and wakes those whose time has come.
+    pub fn advance(&self, duration: Duration) {
+        {
+            let mut now = self.now.lock().expect("no code panics while it holds the time");
+            *now = now.after(duration);
+        }
+        self.moved.notify_waiters();
+    }
+}
+
+impl Default for TestClock {
+    /// A clock that shows the first second of 2026.
+    fn default() -> Self {
+        Self::at(Timestamp::from_millis(1_767_225_600_000))
+    }
+}
+
+#[async_trait]
+impl Clock for TestClock {
+    fn now(&self) -> Timestamp {
+        *self.now.lock().expect("no code panics while it holds the time")
+    }
+
+    async fn sleep(&self, duration: Duration) {
+        let until = self.now().after(duration);
+        loop {
+            // Registered before the time is read, so that no move in between goes unseen.
+            let moved = self.moved.notified();
+            tokio::pin!(moved);
+            moved.as_mut().enable();
+            if self.now() >= until {
+                return;
+            }
+            moved.await;
+        }
+    }
+}

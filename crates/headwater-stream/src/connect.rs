@@ -1,0 +1,75 @@
+//! The one place where a URL becomes a backend.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::backend::Backend;
+use crate::clock::{Clock, SystemClock};
+use crate::error::{Result, StreamError};
+
+/// How to open a backend.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The time, for backends that have no server's clock to go by. Default: the machine's.
+    pub clock: Arc<dyn Clock>,
+    /// How long any call may take before it fails with `Unavailable`; the wait of a read comes on top. Default: 5 s.
+    pub call_deadline: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { clock: Arc::new(SystemClock), call_deadline: Duration::from_secs(5) }
+    }
+}
+
+/// Opens the backend that `url` names.
+///
+/// | URL | backend |
+/// |---|---|
+/// | `embedded:memory` | in this process, gone with it |
+/// | `embedded:DIR` | in this process, durable in a directory; `?sync=always` (default) or `?sync=interval` |
+/// | `redis://[user:password@]host:port/[database]` | one Redis server |
+/// | `rediss://…` | the same over TLS; `?ca=FILE` trusts this certificate |
+/// | `redis-sentinel://host:port,host:port/service[/database]` | the primary that Sentinel names |
+/// | `redis-cluster://host:port,host:port` | a Redis Cluster |
+pub async fn connect(url: &str, options: &Options) -> Result<Arc<dyn Backend>> {
+    if options.call_deadline.is_zero() {
+        return Err(StreamError::invalid("call_deadline", "it is zero; no call could succeed"));
+    }
+    match url.split_once(':') {
+        Some(("embedded", location)) => open_embedded(location, options).await,
+        Some(("redis" | "rediss" | "redis-sentinel" | "redis-cluster", _)) => {
+            open_redis(url, options).await
+        }
+        _ => Err(StreamError::invalid(
+            "the stream URL",
+            "it must begin with embedded:, redis://, rediss://, redis-sentinel:// or redis-cluster://",
+        )),
+    }
+}
+
+#[cfg(feature = "embedded")]
+async fn open_embedded(location: &str, options: &Options) -> Result<Arc<dyn Backend>> {
+    crate::embedded::open(location, options).await
+}
+
+#[cfg(not(feature = "embedded"))]
+async fn open_embedded(_location: &str, _options: &Options) -> Result<Arc<dyn Backend>> {
+    Err(StreamError::invalid(
+        "the stream URL",
+        "this program was built without the feature `embedded`",
+    ))
+}
+
+#[cfg(feature = "redis")]
+async fn open_redis(url: &str, options: &Options) -> Result<Arc<dyn Backend>> {
+    crate::redis::open(url, options).await
+}
+
+#[cfg(not(feature = "redis"))]
+async fn open_redis(_url: &str, _options: &Options) -> Result<Arc<dyn Backend>> {
+    Err(StreamError::invalid(
+        "the stream URL",
+        "this program was built without the feature `redis`",
+    ))
+}

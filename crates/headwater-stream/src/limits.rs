@@ -1,0 +1,53 @@
+//! The maximum of everything.
+//!
+//! A call that breaks a limit is refused with [`StreamError::Invalid`](crate::StreamError::Invalid) before it has any effect.
+
+use std::time::Duration;
+
+/// Bytes of a name (stream, group, consumer, lease and so on).
+pub const NAME_BYTES_MAX: usize = 512;
+
+/// Bytes of a payload that the layers above promise to carry.
+pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
+
+/// Bytes of one entry, all field names and values together: a payload and 64 KiB for what surrounds it.
+pub const ENTRY_BYTES_MAX: usize = PAYLOAD_BYTES_MAX + 64 * 1024;
+
+/// Fields of one entry.
+pub const FIELDS_MAX: usize = 256;
+
+/// Entries in one append, settlements in one settle, items in one put-aside.
+pub const BATCH_MAX: usize = 4096;
+
+/// Bytes of all entries in one append, settle or put-aside.
+pub const BATCH_BYTES_MAX: usize = 32 * 1024 * 1024;
+
+/// The largest `count` a read, range, reclaim or listing accepts.
+pub const COUNT_MAX: usize = 10_000;
+
+/// Streams in one read.
+pub const READ_STREAMS_MAX: usize = 1024;
+
+/// The longest time a read waits for something to arrive.
+pub const WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// The longest life of a lease.
+pub const LEASE_TTL_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The shortest life of a lease: below it, one slow round trip loses it.
+pub const LEASE_TTL_MIN: Duration = Duration::from_millis(50);
+
+/// Leases renewed, released or looked up in one call.
+pub const LEASES_MAX: usize = 100_000;
+
+/// The farthest time an entry can be put aside for.
+pub const DELAY_MAX: Duration = Duration::from_secs(10 * 366 * 24 * 60 * 60);
+
+/// The longest a de-duplication mark or a set is kept.
+pub const KEEP_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
+/// Bytes of a registry value, a set member or a de-duplication id or value.
+pub const VALUE_BYTES_MAX: usize = 64 * 1024;
+
+const _: () = assert!(ENTRY_BYTES_MAX <= BATCH_BYTES_MAX);
+const _: () = assert!(LEASE_TTL_MIN.as_millis() < LEASE_TTL_MAX.as_millis());
