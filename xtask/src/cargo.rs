@@ -1,0 +1,134 @@
+//! The inner cargo: where it runs, where it builds, and how its end becomes ours.
+//!
+//! Promises: every inner command builds into the same cache with the same environment, so none
+//! undoes the work of another.
+
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+
+use crate::failure::Failure;
+
+/// The root of the checkout.
+pub(crate) fn workspace_root() -> Result<PathBuf, Failure> {
+    // Asked at run time: a path compiled in would be wrong where two checkouts share a target
+    // directory.
+    env::var_os("CARGO_MANIFEST_DIR")
+        .and_then(|folder| Path::new(&folder).parent().map(Path::to_owned))
+        .ok_or_else(|| Failure::new("start this program as `cargo xtask`"))
+}
+
+/// A cargo command at the root of the checkout that builds into the shared cache.
+pub(crate) fn cargo<A: AsRef<OsStr>>(
+    arguments: impl IntoIterator<Item = A>,
+) -> Result<Command, Failure> {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(arguments).current_dir(workspace_root()?);
+    if let Some(folder) = target_dir(|name| env::var_os(name)) {
+        // A relative path means relative to the caller, who may stand in a subfolder.
+        let folder = std::path::absolute(&folder)
+            .map_err(|error| Failure::new(format!("no usable target directory: {error}")))?;
+        command.env("CARGO_TARGET_DIR", folder);
+    }
+    // `cargo run` describes xtask in these. Build scripts that watch them would run again each time
+    // cargo is called through xtask after it was called without, and the other way round.
+    for (name, _) in env::vars_os() {
+        if describes_this_package(&name.to_string_lossy()) {
+            command.env_remove(name);
+        }
+    }
+    Ok(command)
+}
+
+/// Runs `command` to its end; `step` names it in the sentence about a failure.
+pub(crate) fn run(step: &str, command: &mut Command) -> Result<(), Failure> {
+    let status = command.status().map_err(|error| cannot_start(step, command, &error))?;
+    ended(step, status)
+}
+
+/// Whether `command` runs and succeeds, without showing its output.
+pub(crate) fn succeeds(command: &mut Command) -> bool {
+    command.output().is_ok_and(|output| output.status.success())
+}
+
+pub(crate) fn cannot_start(step: &str, command: &Command, error: &std::io::Error) -> Failure {
+    let program = command.get_program().to_string_lossy();
+    Failure::new(format!("{step}: `{program}` could not be started: {error}"))
+}
+
+/// Turns the end of a step into ours.
+pub(crate) fn ended(step: &str, status: ExitStatus) -> Result<(), Failure> {
+    if status.success() {
+        return Ok(());
+    }
+    // As the shell does it: a step that died of a signal counts as 128 plus the signal.
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    let code = code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
+    Err(Failure::with_code(format!("the step `{step}` failed ({status})"), code))
+}
+
+fn describes_this_package(variable: &str) -> bool {
+    variable.starts_with("CARGO_PKG_") || variable.starts_with("CARGO_MANIFEST_")
+}
+
+/// The target directory that all checkouts share, or `None` where there is no place for a cache.
+fn target_dir(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let folder = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    if let Some(chosen) = folder("CARGO_TARGET_DIR") {
+        return Some(chosen);
+    }
+    // The XDG specification asks to ignore a relative path.
+    let cache = folder("XDG_CACHE_HOME")
+        .filter(|cache| cache.is_absolute())
+        .or_else(|| folder("HOME").map(|home| home.join(".cache")))?;
+    Some(cache.join("headwater").join("target"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn target_dir_with(variables: &[(&str, &str)]) -> Option<PathBuf> {
+        target_dir(|name| {
+            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into())
+        })
+    }
+
+    #[test]
+    fn a_chosen_target_directory_wins() {
+        let chosen = target_dir_with(&[("CARGO_TARGET_DIR", "/t"), ("XDG_CACHE_HOME", "/c")]);
+        assert_eq!(chosen, Some("/t".into()));
+    }
+
+    #[test]
+    fn the_cache_directory_comes_before_the_home_directory() {
+        let both = target_dir_with(&[("XDG_CACHE_HOME", "/c"), ("HOME", "/h")]);
+        assert_eq!(both, Some("/c/headwater/target".into()));
+
+        let home = target_dir_with(&[("HOME", "/h")]);
+        assert_eq!(home, Some("/h/.cache/headwater/target".into()));
+    }
+
+    #[test]
+    fn empty_and_relative_settings_count_as_unset() {
+        let variables = [("CARGO_TARGET_DIR", ""), ("XDG_CACHE_HOME", "c"), ("HOME", "/h")];
+        assert_eq!(target_dir_with(&variables), Some("/h/.cache/headwater/target".into()));
+        assert_eq!(target_dir_with(&[]), None);
+    }
+
+    #[test]
+    fn a_step_ends_with_its_own_exit_code() {
+        assert_eq!(ended("any", ExitStatus::from_raw(0)), Ok(()));
+        assert_eq!(ended("any", ExitStatus::from_raw(101 << 8)).unwrap_err().code, 101);
+        assert_eq!(ended("any", ExitStatus::from_raw(9)).unwrap_err().code, 137);
+    }
+
+    #[test]
+    fn the_variables_that_describe_xtask_are_kept_from_the_inner_cargo() {
+        assert!(describes_this_package("CARGO_PKG_NAME"));
+        assert!(describes_this_package("CARGO_MANIFEST_DIR"));
+        assert!(!describes_this_package("CARGO_HOME"));
+    }
+}

@@ -1,0 +1,114 @@
+//! `cargo xtask chaos`: the crash and differential tests with more work, under a time limit.
+//!
+//! Promises: the run ends soon after its limit, and servers that tests started end with it,
+//! because the test runner is asked to stop before it is made to.
+
+use std::env;
+use std::process::{Child, Command, ExitStatus};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::cargo::{self, cargo};
+use crate::failure::Failure;
+use crate::setup;
+
+/// Work per minute of the limit: the variable that the tests read, and their own default.
+const WORK: [(&str, u32); 2] = [("HEADWATER_SEQUENCES", 2000), ("HEADWATER_KILLS", 200)];
+
+const FILTER: &str = "binary(/differential|crash/) | test(/differential|crash/)";
+
+/// The exit code of a run that was stopped, as that of `timeout`.
+const STOPPED: u8 = 124;
+
+const POLL_EVERY: Duration = Duration::from_millis(200);
+/// How long the test runner may take to end its tests before it is killed.
+const GRACE: Duration = Duration::from_secs(30);
+
+pub(crate) fn run(minutes: u32) -> Result<(), Failure> {
+    setup::system(&[setup::C_COMPILER, setup::REDIS])?;
+    setup::nextest()?;
+
+    // Building first keeps the compiler out of the time limit.
+    let nextest =
+        ["nextest", "run", "-p", "headwater-stream", "--all-features", "--profile", "chaos"];
+    cargo::run("build", cargo(nextest)?.arg("--no-run"))?;
+
+    let mut tests = cargo(nextest)?;
+    tests.args(["-E", FILTER]);
+    for (variable, per_minute) in WORK {
+        let amount = amount(env::var(variable).ok(), per_minute, minutes);
+        eprintln!("{variable}={amount}");
+        tests.env(variable, amount);
+    }
+    let child = tests.spawn().map_err(|error| cargo::cannot_start("chaos", &tests, &error))?;
+    match wait(child, Duration::from_secs(60 * u64::from(minutes)))? {
+        Some(status) => cargo::ended("chaos", status),
+        None => Err(Failure::with_code(
+            format!("the run was stopped at its limit of {minutes} minutes, before it was done"),
+            STOPPED,
+        )),
+    }
+}
+
+/// An amount that the caller chose stays as it is.
+fn amount(chosen: Option<String>, per_minute: u32, minutes: u32) -> String {
+    chosen.unwrap_or_else(|| (u64::from(per_minute) * u64::from(minutes)).to_string())
+}
+
+/// Waits for the end of `child`, or ends it after `limit` and returns `None`.
+fn wait(mut child: Child, limit: Duration) -> Result<Option<ExitStatus>, Failure> {
+    if let Some(status) = poll(&mut child, limit)? {
+        return Ok(Some(status));
+    }
+    // The shell has `kill` built in; a small machine need not have it as a program.
+    let terminate = format!("kill -TERM {}", child.id());
+    let _ = Command::new("sh").args(["-c", &terminate]).status();
+    if poll(&mut child, GRACE)?.is_none() {
+        child.kill().and_then(|()| child.wait()).map_err(|error| lost(&error))?;
+    }
+    Ok(None)
+}
+
+fn poll(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>, Failure> {
+    let started = Instant::now();
+    loop {
+        let status = child.try_wait().map_err(|error| lost(&error))?;
+        if status.is_some() || started.elapsed() >= limit {
+            return Ok(status);
+        }
+        thread::sleep(POLL_EVERY);
+    }
+}
+
+fn lost(error: &std::io::Error) -> Failure {
+    Failure::new(format!("the test run could not be waited for: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Child {
+        Command::new("sh").args(["-c", script]).spawn().unwrap()
+    }
+
+    #[test]
+    fn the_work_grows_with_the_limit_unless_the_caller_chose_it() {
+        assert_eq!(amount(None, 200, 10), "2000");
+        assert_eq!(amount(Some("7".to_owned()), 200, 10), "7");
+    }
+
+    #[test]
+    fn a_run_within_its_limit_keeps_its_verdict() {
+        let status = wait(shell("exit 3"), Duration::from_secs(60)).unwrap();
+        assert_eq!(status.and_then(|status| status.code()), Some(3));
+    }
+
+    #[test]
+    fn a_run_past_its_limit_is_ended() {
+        let started = Instant::now();
+        let status = wait(shell("exec sleep 60"), Duration::from_millis(1)).unwrap();
+        assert_eq!(status, None);
+        assert!(started.elapsed() < GRACE, "the polite way was enough");
+    }
+}

@@ -1,0 +1,153 @@
+//! The command line: raw arguments in, one validated command out.
+
+use crate::failure::{Failure, USAGE};
+
+pub(crate) const HELP: &str = "\
+Usage: cargo xtask <command>
+
+  test [-- ARGS]       install what is missing, then run every check and every test;
+                       ARGS go to `cargo nextest run`
+  demo [-- ARGS]       build and run the demo, which needs no server
+  bench [-- ARGS]      measure the streams; ARGS go to the benchmark
+  chaos [--minutes N]  the crash and differential tests with N times the work,
+                       stopped after N minutes (10 unless told)
+  tidy                 check what the compiler cannot: paths, file sizes, crate order
+  setup                only install what the tests need
+  help                 this list
+
+Builds share one cache between checkouts: $CARGO_TARGET_DIR if it is set, else
+headwater/target below $XDG_CACHE_HOME or ~/.cache.
+";
+
+const CHAOS_MINUTES_DEFAULT: u32 = 10;
+const CHAOS_MINUTES_MAX: u32 = 24 * 60;
+
+/// What to do.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Command {
+    Help,
+    Setup,
+    Test { nextest_arguments: Vec<String> },
+    Tidy,
+    Demo { arguments: Vec<String> },
+    Bench { arguments: Vec<String> },
+    Chaos { minutes: u32 },
+}
+
+impl Command {
+    pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, Failure> {
+        let mut arguments = arguments.into_iter();
+        let Some(name) = arguments.next() else { return Ok(Self::Help) };
+        let rest: Vec<String> = arguments.collect();
+
+        if rest.first().is_some_and(|first| is_help(first)) {
+            return Ok(Self::Help);
+        }
+        match name.as_str() {
+            name if is_help(name) => Ok(Self::Help),
+            "setup" => without_arguments(Self::Setup, &rest),
+            "tidy" => without_arguments(Self::Tidy, &rest),
+            "test" => Ok(Self::Test { nextest_arguments: passed_on(rest)? }),
+            "demo" => Ok(Self::Demo { arguments: passed_on(rest)? }),
+            "bench" => Ok(Self::Bench { arguments: passed_on(rest)? }),
+            "chaos" => Ok(Self::Chaos { minutes: minutes(&rest)? }),
+            unknown => Err(usage(&format!("there is no command `{unknown}`"))),
+        }
+    }
+}
+
+fn is_help(argument: &str) -> bool {
+    matches!(argument, "help" | "--help" | "-h")
+}
+
+fn usage(sentence: &str) -> Failure {
+    Failure::with_code(format!("{sentence}; `cargo xtask help` lists what there is"), USAGE)
+}
+
+fn without_arguments(command: Command, rest: &[String]) -> Result<Command, Failure> {
+    match rest.first() {
+        None => Ok(command),
+        Some(first) => {
+            Err(usage(&format!("`{first}` was not expected, the command takes nothing")))
+        }
+    }
+}
+
+/// The arguments after `--`, which belong to the inner program.
+fn passed_on(mut rest: Vec<String>) -> Result<Vec<String>, Failure> {
+    match rest.first().map(String::as_str) {
+        None => Ok(rest),
+        Some("--") => {
+            rest.remove(0);
+            Ok(rest)
+        }
+        Some(first) => {
+            Err(usage(&format!("`{first}` was not expected, arguments to pass on come after `--`")))
+        }
+    }
+}
+
+fn minutes(rest: &[String]) -> Result<u32, Failure> {
+    let value = match rest {
+        [] => return Ok(CHAOS_MINUTES_DEFAULT),
+        [flag, value] if flag == "--minutes" => value,
+        _ => return Err(usage("chaos takes only `--minutes N`")),
+    };
+    match value.parse() {
+        Ok(minutes) if (1..=CHAOS_MINUTES_MAX).contains(&minutes) => Ok(minutes),
+        _ => Err(usage(&format!("minutes go from 1 to {CHAOS_MINUTES_MAX}, not `{value}`"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Command, Failure> {
+        Command::parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn nothing_and_every_spelling_of_help_show_the_list() {
+        for line in ["", "help", "--help", "-h", "test --help"] {
+            assert_eq!(parse(line), Ok(Command::Help), "for `{line}`");
+        }
+    }
+
+    #[test]
+    fn every_command_of_the_list_is_understood() {
+        let commands = HELP.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
+        for name in commands.filter(|name| !name.is_empty()) {
+            assert!(parse(name).is_ok(), "`{name}` is in the list");
+        }
+    }
+
+    #[test]
+    fn what_stands_after_two_dashes_is_passed_on_untouched() {
+        let expected = ["-p", "headwater-stream", "--", "--nocapture"].map(str::to_owned).to_vec();
+        assert_eq!(
+            parse("test -- -p headwater-stream -- --nocapture"),
+            Ok(Command::Test { nextest_arguments: expected })
+        );
+        assert_eq!(
+            parse("bench -- --help"),
+            Ok(Command::Bench { arguments: vec!["--help".to_owned()] })
+        );
+    }
+
+    #[test]
+    fn what_is_not_understood_ends_with_the_usage_code() {
+        for line in ["tset", "test some_name", "tidy now", "chaos --hours 1", "chaos --minutes"] {
+            assert_eq!(parse(line).unwrap_err().code, USAGE, "for `{line}`");
+        }
+    }
+
+    #[test]
+    fn chaos_has_a_default_and_limits() {
+        assert_eq!(parse("chaos"), Ok(Command::Chaos { minutes: CHAOS_MINUTES_DEFAULT }));
+        assert_eq!(parse("chaos --minutes 3"), Ok(Command::Chaos { minutes: 3 }));
+        assert!(parse("chaos --minutes 0").is_err());
+        assert!(parse("chaos --minutes 1441").is_err());
+        assert!(parse("chaos --minutes ten").is_err());
+    }
+}

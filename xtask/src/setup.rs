@@ -1,0 +1,162 @@
+//! What the tests need from the machine, and how it gets there.
+//!
+//! On Debian and its relatives, as root, missing packages are installed; for everybody else the
+//! answer is the one line to run. Promises: a machine that has everything is not touched.
+//! Not here: starting servers; tests do that on free ports through `headwater-testkit`.
+
+use std::env;
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::cargo::{cargo, run, succeeds};
+use crate::failure::Failure;
+
+/// A program that comes from the packages of the system.
+#[derive(Clone, Copy)]
+pub(crate) struct Tool {
+    binary: &'static str,
+    package: &'static str,
+}
+
+pub(crate) const C_COMPILER: Tool = Tool { binary: "cc", package: "build-essential" };
+pub(crate) const REDIS: Tool = Tool { binary: "redis-server", package: "redis-server" };
+pub(crate) const POSTGRES: Tool = Tool { binary: "initdb", package: "postgresql" };
+
+/// Fixed, because a later release may ask for a later Rust than ours.
+const NEXTEST_VERSION: &str = "0.9.143";
+
+/// Debian keeps the server programs of PostgreSQL out of PATH, one folder per version.
+const POSTGRES_VERSIONS: &str = "/usr/lib/postgresql";
+
+/// Provides all that `cargo xtask test` needs.
+pub(crate) fn everything() -> Result<(), Failure> {
+    system(&[C_COMPILER, REDIS, POSTGRES])?;
+    components()?;
+    nextest()
+}
+
+/// Provides programs of the system.
+pub(crate) fn system(tools: &[Tool]) -> Result<(), Failure> {
+    let absent = missing(tools, is_present);
+    if absent.is_empty() {
+        return Ok(());
+    }
+    if !succeeds(Command::new("apt-get").arg("--version")) {
+        return Err(Failure::new(format!(
+            "install these programs and put them into PATH: {}",
+            list(&absent, |tool| tool.binary)
+        )));
+    }
+    let packages = list(&absent, |tool| tool.package);
+    if !is_root() {
+        return Err(Failure::new(format!(
+            "some programs are missing, run this line and try again:\n\n    {}\n",
+            apt_line(&packages)
+        )));
+    }
+
+    eprintln!("installing {packages}");
+    // A package source that is down does no harm if the others have what we need, so the
+    // installation decides.
+    if run("apt-get update", &mut apt_get(&["update"])).is_err() {
+        eprintln!("warning: the package lists could not be updated, trying with the old ones");
+    }
+    let mut arguments = vec!["install", "-y", "--no-install-recommends"];
+    arguments.extend(packages.split(' '));
+    run("apt-get install", &mut apt_get(&arguments))?;
+
+    let absent = missing(tools, is_present);
+    if absent.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::new(format!(
+        "the packages are installed, but these programs were not found: {}",
+        list(&absent, |tool| tool.binary)
+    )))
+}
+
+/// Provides the parts of the Rust toolchain that a minimal installation lacks.
+fn components() -> Result<(), Failure> {
+    for (subcommand, component) in [("fmt", "rustfmt"), ("clippy", "clippy")] {
+        if !succeeds(&mut cargo([subcommand, "--version"])?) {
+            eprintln!("installing {component}");
+            run(
+                &format!("rustup component add {component}"),
+                Command::new("rustup").args(["component", "add", component]),
+            )?;
+        }
+    }
+    Ok(())
+}
+
+/// Provides the test runner.
+pub(crate) fn nextest() -> Result<(), Failure> {
+    if succeeds(&mut cargo(["nextest", "--version"])?) {
+        return Ok(());
+    }
+    eprintln!("building the test runner cargo-nextest, which takes some minutes, once per machine");
+    let install = ["install", "cargo-nextest", "--locked", "--version", NEXTEST_VERSION];
+    run("cargo install cargo-nextest", &mut cargo(install)?)
+}
+
+fn missing(tools: &[Tool], is_present: impl Fn(&str) -> bool) -> Vec<Tool> {
+    tools.iter().copied().filter(|tool| !is_present(tool.binary)).collect()
+}
+
+fn list(tools: &[Tool], name: impl Fn(&Tool) -> &'static str) -> String {
+    tools.iter().map(name).collect::<Vec<_>>().join(" ")
+}
+
+fn is_present(binary: &str) -> bool {
+    program_folders().iter().any(|folder| folder.join(binary).is_file())
+}
+
+fn program_folders() -> Vec<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let postgres = fs::read_dir(POSTGRES_VERSIONS).into_iter().flatten().flatten();
+    env::split_paths(&path).chain(postgres.map(|version| version.path().join("bin"))).collect()
+}
+
+fn is_root() -> bool {
+    Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout == b"0\n")
+}
+
+fn apt_line(packages: &str) -> String {
+    format!("sudo apt-get update && sudo apt-get install -y --no-install-recommends {packages}")
+}
+
+fn apt_get(arguments: &[&str]) -> Command {
+    let mut command = Command::new("apt-get");
+    command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
+    // Keep the packages from starting their servers, under sysvinit and under systemd, without
+    // leaving a policy file behind. Where it has no effect the servers idle on their usual ports,
+    // which no test uses.
+    command.env("RUNLEVEL", "1").env("SYSTEMD_OFFLINE", "1");
+    command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_absent_is_asked_for() {
+        let tools = [C_COMPILER, REDIS, POSTGRES];
+
+        let absent = missing(&tools, |binary| binary == "redis-server");
+        assert_eq!(list(&absent, |tool| tool.package), "build-essential postgresql");
+        assert_eq!(list(&absent, |tool| tool.binary), "cc initdb");
+
+        assert!(missing(&tools, |_| true).is_empty());
+    }
+
+    #[test]
+    fn the_line_for_people_without_root_can_be_pasted() {
+        assert_eq!(
+            apt_line("redis-server postgresql"),
+            "sudo apt-get update && \
+             sudo apt-get install -y --no-install-recommends redis-server postgresql"
+        );
+    }
+}

@@ -1,0 +1,90 @@
+//! `cargo xtask tidy`: what the compiler does not check.
+//!
+//! `text` looks at one file, `order` at the manifests of all crates. Both are pure: text in,
+//! findings out. This file collects the files of the checkout and reports what was found.
+
+mod order;
+mod text;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::cargo::workspace_root;
+use crate::failure::Failure;
+
+pub(crate) fn run() -> Result<(), Failure> {
+    let root = workspace_root()?;
+    let mut findings = Vec::new();
+    let mut manifests = Vec::new();
+    for path in tracked_files(&root)? {
+        // A file may be deleted and not yet committed, and an image is not text.
+        let Ok(text) = fs::read_to_string(root.join(&path)) else { continue };
+        findings.extend(text::check(&path, &text));
+        if path.ends_with("/Cargo.toml") {
+            manifests.push((path, text));
+        }
+    }
+    findings.extend(order::check(&manifests));
+
+    if findings.is_empty() {
+        return Ok(());
+    }
+    for finding in &findings {
+        eprintln!("{finding}");
+    }
+    Err(Failure::new(format!("tidy found {} thing(s) to mend", findings.len())))
+}
+
+/// The paths of all files under version control, relative to the root.
+fn tracked_files(root: &Path) -> Result<Vec<String>, Failure> {
+    // A checkout that belongs to another user, as in a container, is read all the same.
+    let listing = Command::new("git")
+        .args(["-c", "safe.directory=*", "ls-files", "-z"])
+        .current_dir(root)
+        .output()
+        .ok()
+        .filter(|output| output.status.success());
+    match listing {
+        Some(output) => Ok(String::from_utf8_lossy(&output.stdout)
+            .split_terminator('\0')
+            .map(str::to_owned)
+            .collect()),
+        // A source archive has no history, and a fresh machine may have no git.
+        None => files_below(root)
+            .map_err(|error| Failure::new(format!("the checkout could not be read: {error}"))),
+    }
+}
+
+/// The paths of all files below `root` except build output and history.
+fn files_below(root: &Path) -> std::io::Result<Vec<String>> {
+    let mut files = Vec::new();
+    let mut folders = vec![PathBuf::new()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(root.join(&folder))? {
+            let entry = entry?;
+            let path = folder.join(entry.file_name());
+            let kind = entry.file_type()?;
+            if kind.is_dir() && path != Path::new(".git") && path != Path::new("target") {
+                folders.push(path);
+            } else if kind.is_file() {
+                files.push(path.to_string_lossy().into_owned());
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_version_control_the_same_files_are_found() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let files = files_below(root).unwrap();
+        assert!(files.contains(&"Cargo.toml".to_owned()));
+        assert!(files.contains(&"src/tidy/text.rs".to_owned()));
+    }
+}
