@@ -44,7 +44,7 @@ pub(crate) fn run(minutes: u32) -> Result<(), Failure> {
     match wait(child, Duration::from_secs(60 * u64::from(minutes)))? {
         Some(status) => cargo::ended("chaos", status),
         None => Err(Failure::with_code(
-            format!("the run was stopped at its limit of {minutes} minutes, before it was done"),
+            format!("the run was stopped at its limit of {minutes} min, before it was done"),
             STOPPED,
         )),
     }
