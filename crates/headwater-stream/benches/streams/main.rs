@@ -1,0 +1,218 @@
+//! Measures every backend beside a raw pipelined RESP loop on the same server, in one run.
+//!
+//! Machines are noisy, so the figures that count are ratios: raw and ours take turns, round by round, and the median
+//! of each is compared. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look.
+
+mod latency;
+mod ours;
+mod raw;
+mod report;
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use headwater_stream::{Options, connect};
+use headwater_testkit::{Persistence, Redis};
+
+use crate::ours::Ours;
+use crate::raw::Raw;
+use crate::report::{Report, median};
+
+/// Bytes of the payload of every entry.
+pub(crate) const PAYLOAD_BYTES: usize = 256;
+/// Entries in one batched append, and in one pipeline of the raw loop.
+const APPEND_BATCH: usize = 100;
+/// Callers that append one entry each at the same time, and the pipeline they are compared with.
+const CALLERS: usize = 64;
+/// Entries in one read and one settle.
+pub(crate) const READ_BATCH: usize = 256;
+
+/// How much to do.
+#[derive(Clone, Copy)]
+struct Effort {
+    rounds: usize,
+    entries: usize,
+    durable_entries: usize,
+    wake_ups: usize,
+    many: usize,
+    pending: usize,
+}
+
+const FULL: Effort = Effort {
+    rounds: 7,
+    entries: 51_200,
+    durable_entries: 6_400,
+    wake_ups: 2_000,
+    many: 1_000_000,
+    pending: 100_000,
+};
+const QUICK: Effort = Effort {
+    rounds: 3,
+    entries: 12_800,
+    durable_entries: 1_280,
+    wake_ups: 300,
+    many: 100_000,
+    pending: 10_000,
+};
+
+#[tokio::main]
+async fn main() -> Result<()> {
+    let quick = std::env::args().any(|argument| argument == "--quick");
+    let effort = if quick { QUICK } else { FULL };
+    let mut report = Report::default();
+
+    let redis = Redis::start()?;
+    let directory = tempfile::tempdir()?;
+    let memory = Ours::new(connect("embedded:memory", &Options::default()).await?);
+    let on_redis = Ours::new(connect(&redis.url(), &Options::default()).await?);
+
+    report.heading("Redis without persistence: ours beside the raw loop (1.00 = raw)");
+    beside_raw(&mut report, &on_redis, &redis, effort, effort.entries).await?;
+    latency::compare(&mut report, &on_redis, &redis, effort.wake_ups).await?;
+
+    report.heading("embedded:memory beside Redis without persistence, both through us");
+    beside_redis(&mut report, &memory, &on_redis, effort, effort.entries).await?;
+    latency::embedded(&mut report, &memory, effort.wake_ups).await?;
+
+    for (sync, persistence) in
+        [("interval", Persistence::EverySecond), ("always", Persistence::Always)]
+    {
+        let redis = Redis::builder().persistence(persistence).start()?;
+        let on_redis = Ours::new(connect(&redis.url(), &Options::default()).await?);
+        let url = format!("embedded:{}?sync={sync}", directory.path().join(sync).display());
+        let embedded = Ours::new(connect(&url, &Options::default()).await?);
+        report.heading(&format!("embedded sync={sync} beside Redis at the same durability"));
+        let entries = if sync == "always" { effort.durable_entries } else { effort.entries };
+        beside_redis(&mut report, &embedded, &on_redis, effort, entries).await?;
+    }
+
+    report.heading("cost per message as work grows (1.00 = the small case)");
+    growth(&mut report, "redis", &on_redis, effort).await?;
+    growth(&mut report, "embedded:memory", &memory, effort).await?;
+    Ok(())
+}
+
+async fn beside_raw(
+    report: &mut Report,
+    ours: &Ours,
+    redis: &Redis,
+    effort: Effort,
+    entries: usize,
+) -> Result<()> {
+    let mut raw = Raw::connect(redis.addr())?;
+    let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+    for round in 0..effort.rounds {
+        let key = format!("raw-batch-{round}");
+        theirs.push(timed(|| raw.append(&key, entries, APPEND_BATCH))?);
+        let stream = format!("our-batch-{round}");
+        mine.push(ours.append_batches(&stream, entries, APPEND_BATCH).await?);
+        raw.delete(&[&key, &stream])?;
+    }
+    report.throughput("append, batches of 100", entries, &theirs, &mine);
+
+    let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+    for round in 0..effort.rounds {
+        let key = format!("raw-callers-{round}");
+        theirs.push(timed(|| raw.append(&key, entries, CALLERS))?);
+        let stream = format!("our-callers-{round}");
+        mine.push(ours.append_callers(&stream, entries, CALLERS).await?);
+        raw.delete(&[&key, &stream])?;
+    }
+    report.throughput("append, 64 callers in flight", entries, &theirs, &mine);
+
+    let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+    for round in 0..effort.rounds {
+        let key = format!("raw-consume-{round}");
+        raw.append(&key, entries, APPEND_BATCH)?;
+        raw.create_group(&key)?;
+        theirs.push(timed(|| raw.consume(&key, entries))?);
+        let stream = format!("our-consume-{round}");
+        raw.append(&stream, entries, APPEND_BATCH)?;
+        mine.push(ours.consume(&stream, entries).await?);
+        raw.delete(&[&key, &stream])?;
+    }
+    report.throughput("read + settle, batches of 256", entries, &theirs, &mine);
+    Ok(())
+}
+
+async fn beside_redis(
+    report: &mut Report,
+    embedded: &Ours,
+    redis: &Ours,
+    effort: Effort,
+    entries: usize,
+) -> Result<()> {
+    let mut rows = [(); 3].map(|()| (Vec::new(), Vec::new()));
+    for round in 0..effort.rounds {
+        for (batch, callers, consume) in
+            [(true, false, false), (false, true, false), (true, false, true)]
+        {
+            let stream = format!("equal-{round}-{batch}-{callers}-{consume}");
+            for (backend, is_redis) in [(redis, true), (embedded, false)] {
+                let mut took = if callers {
+                    backend.append_callers(&stream, entries, CALLERS).await?
+                } else {
+                    backend.append_batches(&stream, entries, APPEND_BATCH).await?
+                };
+                if consume {
+                    took = backend.consume(&stream, entries).await?;
+                }
+                backend.delete(&stream).await?;
+                let row = &mut rows[usize::from(callers) + 2 * usize::from(consume)];
+                if is_redis { row.0.push(took) } else { row.1.push(took) }
+            }
+        }
+    }
+    for (name, (theirs, mine)) in
+        ["append, batches of 100", "append, 64 callers in flight", "read + settle, batches of 256"]
+            .iter()
+            .zip(&rows)
+    {
+        report.throughput(name, entries, theirs, mine);
+    }
+    Ok(())
+}
+
+/// The same work on a short and a long stream, with nothing and with much pending.
+async fn growth(report: &mut Report, backend: &str, ours: &Ours, effort: Effort) -> Result<()> {
+    let few = effort.many / 100;
+    let mut took = Vec::new();
+    for (stream, entries, pending) in [
+        ("short", few, 0),
+        ("long", effort.many, 0),
+        ("pending", few + effort.pending, effort.pending),
+    ] {
+        ours.append_batches(stream, entries, 1_000).await?;
+        ours.leave_pending(stream, pending).await?;
+        ours.skip_to_end(stream).await?;
+        took.push((stream, Vec::new(), Vec::new()));
+    }
+    let entries = effort.entries / 4;
+    for _ in 0..effort.rounds {
+        for (stream, appends, consumes) in &mut took {
+            appends.push(ours.append_batches(stream, entries, APPEND_BATCH).await?);
+            consumes.push(ours.consume(stream, entries).await?);
+        }
+    }
+    let (_, append, consume) = &took[0];
+    let (append, consume) = (median(append), median(consume));
+    for (stream, appends, consumes) in &took[1..] {
+        let size = if *stream == "long" {
+            format!("{few} -> {} entries", effort.many)
+        } else {
+            format!("0 -> {} pending", effort.pending)
+        };
+        report.cost(&format!("{backend}: append, {size}"), append, median(appends));
+        report.cost(&format!("{backend}: read + settle, {size}"), consume, median(consumes));
+    }
+    for (stream, ..) in took {
+        ours.delete(stream).await?;
+    }
+    Ok(())
+}
+
+fn timed(work: impl FnOnce() -> Result<()>) -> Result<Duration> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed())
+}
