@@ -1,1 +1,31 @@
-//! Starts real servers for tests.
+#![doc = include_str!("../README.md")]
+
+mod wait;
+
+mod random;
+
+mod ports;
+
+mod home;
+
+mod process;
+
+mod shared;
+
+mod resp;
+
+mod tls;
+
+mod redis;
+
+mod proxy;
+
+mod child;
+
+pub use child::Child;
+pub use process::is_alive;
+pub use proxy::Proxy;
+pub use random::unique;
+pub use redis::{Persistence, Redis, RedisBuilder};
+pub use resp::{Connection, Reply};
+pub use wait::wait_until;

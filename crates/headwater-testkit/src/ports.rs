@@ -1,0 +1,89 @@
+//! Free loopback ports, reserved for as long as the test process lives.
+//!
+//! Ports come from below the ephemeral range, so that no outgoing connection takes one by chance.
+//! A reservation is a socket that is bound and never listens: without `SO_REUSEADDR` nobody else
+//! could take the port, so two test processes never choose the same one; with it, switched on
+//! afterwards, our own server can bind it, again and again after each `kill -9`.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+
+use anyhow::{Result, bail};
+use rustix::net::{self, AddressFamily, SocketFlags, SocketType, sockopt};
+
+use crate::random::Random;
+
+/// Where single servers listen.
+const SERVER_PORTS: Range<u64> = 23_000..30_000;
+/// Where the nodes of a cluster listen for clients; they talk to each other 10,000 higher.
+const CLUSTER_PORTS: Range<u64> = 20_000..22_700;
+const BUS_OFFSET: u16 = 10_000;
+/// Where Linux begins to give out ports for outgoing connections.
+const EPHEMERAL_START: u64 = 32_768;
+
+const _: () = assert!(CLUSTER_PORTS.end <= SERVER_PORTS.start);
+const _: () = assert!(SERVER_PORTS.end <= CLUSTER_PORTS.start + BUS_OFFSET as u64);
+const _: () = assert!(CLUSTER_PORTS.end + BUS_OFFSET as u64 <= EPHEMERAL_START);
+
+const CHOICES_MAX: usize = 1_000;
+const STARTS_MAX: usize = 5;
+
+/// A port that is ours until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Port {
+    pub(crate) number: u16,
+    _reservations: Vec<OwnedFd>,
+}
+
+impl Port {
+    /// A port for one server.
+    pub(crate) fn for_server() -> Result<Port> {
+        choose(SERVER_PORTS, &[0])
+    }
+
+    /// A port for a cluster node, with its bus port.
+    pub(crate) fn for_cluster_node() -> Result<Port> {
+        choose(CLUSTER_PORTS, &[0, BUS_OFFSET])
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        loopback(self.number)
+    }
+}
+
+/// Tries again with other ports when a program outside the tests was quicker.
+pub(crate) fn with_free_ports<T>(mut start: impl FnMut() -> Result<T>) -> Result<T> {
+    for _ in 1..STARTS_MAX {
+        match start() {
+            Err(error) if format!("{error:#}").contains("Address already in use") => {}
+            outcome => return outcome,
+        }
+    }
+    start()
+}
+
+pub(crate) fn loopback(port: u16) -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::LOCALHOST, port))
+}
+
+fn choose(range: Range<u64>, offsets: &[u16]) -> Result<Port> {
+    let mut random = Random::from_entropy();
+    for _ in 0..CHOICES_MAX {
+        let number = u16::try_from(random.between(range.clone()))?;
+        let reservations: rustix::io::Result<Vec<OwnedFd>> =
+            offsets.iter().map(|offset| reserve(number + offset)).collect();
+        if let Ok(_reservations) = reservations {
+            return Ok(Port { number, _reservations });
+        }
+    }
+    bail!("found no free port in {range:?} after {CHOICES_MAX} tries")
+}
+
+fn reserve(port: u16) -> rustix::io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = net::socket_with(AddressFamily::INET, SocketType::STREAM, flags, None)?;
+    net::bind(&socket, &loopback(port))?;
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    Ok(socket)
+}

@@ -1,0 +1,270 @@
+//! One server process: started, killed, paused, resumed and started again in the same directory.
+//!
+//! Upstream: `redis`, `postgres` and `child` say what to run. Downstream: `home` gives the directory and
+//! clears up after us.
+//! Promises: `kill9` and `pause` are complete when they return, for the forks of a server, too.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::home::Home;
+use crate::wait::{SERVER_LIMIT, lock, poll, wait_until};
+
+/// Writes the pid file for the guard, then becomes the server, under the same process id.
+/// By rename: the guard must never see half a pid file, and must not be bypassed by a slow start.
+const LAUNCHER: &str = r#"echo $$ >"$0/pid.new" && mv "$0/pid.new" "$0/pid" && exec "$@""#;
+
+const LOG_TAIL_LINES: usize = 20;
+
+/// What to run, as whom, and where its output goes.
+#[derive(Debug)]
+pub(crate) struct Launch {
+    pub(crate) program: PathBuf,
+    pub(crate) arguments: Vec<OsString>,
+    pub(crate) environment: Vec<(String, String)>,
+    pub(crate) user: Option<User>,
+    pub(crate) output: Output,
+}
+
+/// The numeric user and group of a process.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct User {
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
+}
+
+/// Where standard output and standard error go.
+#[derive(Debug)]
+pub(crate) enum Output {
+    /// Both into the file `log` of the directory.
+    Log,
+    /// Standard output to us, standard error to where ours goes.
+    Pipe,
+}
+
+/// A server process and its directory; killed with -9 when dropped.
+#[derive(Debug)]
+pub(crate) struct Process {
+    launch: Launch,
+    directory: PathBuf,
+    running: Mutex<Option<Child>>,
+    // Last, so that the guard clears the home after the process is dead.
+    _home: Arc<Home>,
+}
+
+impl Process {
+    pub(crate) fn spawn(home: &Arc<Home>, directory: &Path, launch: Launch) -> Result<Process> {
+        let process = Process {
+            launch,
+            directory: directory.to_path_buf(),
+            running: Mutex::new(None),
+            _home: Arc::clone(home),
+        };
+        process.respawn()?;
+        Ok(process)
+    }
+
+    /// Runs the same command in the same directory once more.
+    pub(crate) fn respawn(&self) -> Result<()> {
+        let mut running = lock(&self.running);
+        if running.is_some() {
+            bail!("{} still runs", self.launch.program.display());
+        }
+        let mut command = Command::new("sh");
+        command.args(["-c", LAUNCHER]).arg(&self.directory).arg(&self.launch.program);
+        command.args(&self.launch.arguments).envs(self.launch.environment.iter().cloned());
+        command.process_group(0).stdin(Stdio::null());
+        if let Some(user) = self.launch.user {
+            command.uid(user.uid).gid(user.gid);
+        }
+        match self.launch.output {
+            Output::Log => {
+                let log = File::options().create(true).append(true).open(self.log_path())?;
+                command.current_dir(&self.directory).stdout(log.try_clone()?).stderr(log);
+            }
+            Output::Pipe => {
+                command.stdout(Stdio::piped());
+            }
+        }
+        *running = Some(command.spawn().context("cannot run sh")?);
+        Ok(())
+    }
+
+    /// The process id, if it was not killed or stopped.
+    pub(crate) fn pid(&self) -> Result<u32> {
+        match lock(&self.running).as_ref() {
+            Some(child) => Ok(child.id()),
+            None => bail!("{} does not run", self.launch.program.display()),
+        }
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        lock(&self.running).is_some()
+    }
+
+    /// An error with the end of the log if the process has ended by itself.
+    pub(crate) fn check(&self) -> Result<()> {
+        let ended = match lock(&self.running).as_mut() {
+            Some(child) => child.try_wait()?.map(|status| status.to_string()),
+            None => Some("it was stopped".to_string()),
+        };
+        match ended {
+            None => Ok(()),
+            Some(how) => bail!("{} has ended: {how}\n{}", self.name(), self.log_tail()),
+        }
+    }
+
+    /// Takes the pipe of `Output::Pipe`.
+    pub(crate) fn take_stdout(&self) -> Option<std::process::ChildStdout> {
+        lock(&self.running).as_mut()?.stdout.take()
+    }
+
+    /// Kills the process and its forks with SIGKILL and waits until they are gone.
+    pub(crate) fn kill9(&self) -> Result<()> {
+        let mut running = lock(&self.running);
+        let Some(mut child) = running.take() else { return Ok(()) };
+        let forks = forks_of(child.id());
+        // Not yet waited for, so the process id cannot belong to anybody else.
+        signal(child.id(), Signal::KILL);
+        forks.iter().for_each(|pid| signal(*pid, Signal::KILL));
+        self.forget_pid();
+        child.wait()?;
+        wait_until("the killed forks of the server to be gone", SERVER_LIMIT, || {
+            !forks.iter().any(|pid| is_alive(*pid))
+        })
+    }
+
+    /// Asks the process to end by `how`, and waits until it has.
+    pub(crate) fn stop(&self, how: Signal) -> Result<()> {
+        if let Ok(pid) = self.pid() {
+            self.resume()?;
+            signal(pid, how);
+            poll("the server to stop", SERVER_LIMIT, || self.try_wait())?;
+        }
+        Ok(())
+    }
+
+    /// The exit status, once the process has ended.
+    pub(crate) fn try_wait(&self) -> Result<Option<ExitStatus>> {
+        let mut running = lock(&self.running);
+        let Some(child) = running.as_mut() else { bail!("{} does not run", self.name()) };
+        let status = child.try_wait()?;
+        if status.is_some() {
+            self.forget_pid();
+            *running = None;
+        }
+        Ok(status)
+    }
+
+    /// Stops the process and its forks in their tracks, and waits until they stand.
+    pub(crate) fn pause(&self) -> Result<()> {
+        let pid = self.pid()?;
+        signal(pid, Signal::STOP);
+        wait_until("the server to stand still", SERVER_LIMIT, || stands_still(pid))?;
+        let forks = forks_of(pid);
+        forks.iter().for_each(|fork| signal(*fork, Signal::STOP));
+        wait_until("the forks of the server to stand still", SERVER_LIMIT, || {
+            forks.iter().all(|fork| stands_still(*fork))
+        })
+    }
+
+    /// Lets a paused process go on.
+    pub(crate) fn resume(&self) -> Result<()> {
+        let pid = self.pid()?;
+        forks_of(pid).into_iter().chain([pid]).for_each(|pid| signal(pid, Signal::CONT));
+        Ok(())
+    }
+
+    /// Leaves the process to the guard of its shared home.
+    pub(crate) fn detach(&self) {
+        *lock(&self.running) = None;
+    }
+
+    /// The last lines the server wrote.
+    pub(crate) fn log_tail(&self) -> String {
+        let log = fs::read(self.log_path()).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log);
+        let lines: Vec<&str> = log.lines().collect();
+        let tail = &lines[lines.len().saturating_sub(LOG_TAIL_LINES)..];
+        format!("--- end of its log ---\n{}", tail.join("\n"))
+    }
+
+    fn log_path(&self) -> PathBuf {
+        self.directory.join("log")
+    }
+
+    fn name(&self) -> std::path::Display<'_> {
+        self.launch.program.display()
+    }
+
+    /// The guard kills what the pid file names, and a process id may be used again by others.
+    fn forget_pid(&self) {
+        let _ = fs::remove_file(self.directory.join("pid"));
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.kill9();
+    }
+}
+
+/// Whether the process `pid` runs; one that has ended and was not yet waited for does not.
+pub fn is_alive(pid: u32) -> bool {
+    look_at(pid).is_some_and(|process| !matches!(process.state, 'Z' | 'X'))
+}
+
+fn stands_still(pid: u32) -> bool {
+    look_at(pid).is_none_or(|process| matches!(process.state, 'T' | 't' | 'Z' | 'X'))
+}
+
+/// The children of a server that run the same program: the backends of Postgres. Children that run
+/// another program, as the guards a test process has started, are not part of the server.
+fn forks_of(server: u32) -> Vec<u32> {
+    let Some(Look { name, .. }) = look_at(server) else { return Vec::new() };
+    let is_fork = |process: Look| process.parent == server && process.name == name;
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(|pid| look_at(*pid).is_some_and(is_fork)).collect()
+}
+
+/// What `/proc/PID/stat` says: `PID (NAME) STATE PARENT ...`.
+struct Look {
+    name: String,
+    state: char,
+    parent: u32,
+}
+
+fn look_at(pid: u32) -> Option<Look> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name may contain blanks and brackets itself.
+    let (start, rest) = stat.rsplit_once(") ")?;
+    let (_, name) = start.split_once(" (")?;
+    let mut fields = rest.split(' ');
+    let state = fields.next()?.chars().next()?;
+    Some(Look { name: name.to_string(), state, parent: fields.next()?.parse().ok()? })
+}
+
+/// A process that is gone already needs no signal, so failure is not an error.
+fn signal(pid: u32, signal: Signal) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        let _ = kill_process(pid, signal);
+    }
+}
+
+/// The path of a program in PATH or one of `more`; an error that says how to install it.
+pub(crate) fn find_program(name: &str, more: &[PathBuf]) -> Result<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let directories = std::env::split_paths(&path).chain(more.iter().cloned());
+    directories
+        .map(|directory| directory.join(name))
+        .find(|program| program.is_file())
+        .with_context(|| format!("`{name}` was not found: run `cargo xtask test`, it installs it"))
+}

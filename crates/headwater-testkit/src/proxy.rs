@@ -1,0 +1,233 @@
+//! A TCP proxy that breaks connections on demand.
+//!
+//! It runs on a thread of its own, so it neither needs nor blocks the runtime of a test.
+//! Promises: an order holds from the moment its call returns. What was forwarded before stays forwarded.
+//! Not here: what happens to a single chunk of bytes (see `link`).
+
+mod faults;
+mod link;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc as blocking;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+
+use self::faults::{Faults, OneShots};
+use crate::ports::Port;
+use crate::wait::lock;
+
+/// A proxy in front of one server; all its connections close when it is dropped.
+#[derive(Debug)]
+pub struct Proxy {
+    port: Port,
+    orders: Option<mpsc::UnboundedSender<(Order, blocking::Sender<Result<()>>)>>,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the handle, the accepting loop and the links have in common.
+#[derive(Debug)]
+struct Shared {
+    target: SocketAddr,
+    faults: watch::Sender<Faults>,
+    one_shots: std::sync::Mutex<OneShots>,
+    accepted: AtomicU64,
+    open: AtomicUsize,
+}
+
+#[derive(Debug)]
+enum Order {
+    Cut,
+    CutOnce,
+    Stall,
+    Delay(Duration),
+    DropAfter(usize),
+    DropReply,
+    Heal,
+}
+
+impl Proxy {
+    /// Forwards everything to `target` until told otherwise.
+    pub fn start(target: SocketAddr) -> Result<Proxy> {
+        Proxy::start_with(target, OneShots::default())
+    }
+
+    /// Delays chunks by 0 to 5 ms, and every 50 to 200 chunks cuts a connection or drops a reply.
+    pub fn flaky(target: SocketAddr, seed: u64) -> Result<Proxy> {
+        Proxy::start_with(target, OneShots::flaky(seed))
+    }
+
+    fn start_with(target: SocketAddr, one_shots: OneShots) -> Result<Proxy> {
+        let port = Port::for_server()?;
+        let shared = Arc::new(Shared {
+            target,
+            faults: watch::Sender::default(),
+            one_shots: one_shots.into(),
+            accepted: AtomicU64::new(0),
+            open: AtomicUsize::new(0),
+        });
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        // Not `block_on`: the caller may be inside a runtime, where that panics.
+        let listener = std::net::TcpListener::bind(port.address())?;
+        listener.set_nonblocking(true)?;
+        let listener = {
+            let _inside = runtime.enter();
+            TcpListener::from_std(listener)?
+        };
+        let (orders, received) = mpsc::unbounded_channel();
+        let worker = Worker {
+            address: port.address(),
+            listener: Some(listener),
+            connections: JoinSet::new(),
+            shared: Arc::clone(&shared),
+        };
+        let thread = thread::Builder::new()
+            .name("headwater-testkit-proxy".to_string())
+            .spawn(move || runtime.block_on(worker.run(received)))?;
+        Ok(Proxy { port, orders: Some(orders), shared, thread: Some(thread) })
+    }
+
+    /// The address to give to the client.
+    pub fn addr(&self) -> SocketAddr {
+        self.port.address()
+    }
+
+    /// Closes all connections and refuses new ones, until `heal`.
+    pub fn cut(&self) -> Result<()> {
+        self.order(Order::Cut)
+    }
+
+    /// Closes all connections; new ones are accepted.
+    pub fn cut_once(&self) -> Result<()> {
+        self.order(Order::CutOnce)
+    }
+
+    /// Accepts and keeps connections, but forwards nothing either way, until `heal`.
+    pub fn stall(&self) -> Result<()> {
+        self.order(Order::Stall)
+    }
+
+    /// Holds each chunk back for this long, either way.
+    pub fn delay(&self, delay: Duration) -> Result<()> {
+        self.order(Order::Delay(delay))
+    }
+
+    /// Once: forwards this many more bytes to the server, then closes that connection.
+    pub fn drop_after(&self, bytes: usize) -> Result<()> {
+        self.order(Order::DropAfter(bytes))
+    }
+
+    /// Once: forwards the next request, then closes its connection instead of forwarding a reply.
+    pub fn drop_reply(&self) -> Result<()> {
+        self.order(Order::DropReply)
+    }
+
+    /// Forwards everything again; what was stalled goes on. A flaky proxy stops being flaky.
+    pub fn heal(&self) -> Result<()> {
+        self.order(Order::Heal)
+    }
+
+    /// How many connections were accepted so far.
+    pub fn connections(&self) -> u64 {
+        self.shared.accepted.load(Ordering::SeqCst)
+    }
+
+    /// How many connections are open now.
+    pub fn open_connections(&self) -> usize {
+        self.shared.open.load(Ordering::SeqCst)
+    }
+
+    /// How many connections were closed by `drop_after`, `drop_reply` or at random.
+    pub fn faults(&self) -> u64 {
+        lock(&self.shared.one_shots).fired
+    }
+
+    fn order(&self, order: Order) -> Result<()> {
+        let gone = "the proxy thread has ended";
+        let (done, wait) = blocking::channel();
+        self.orders.as_ref().context(gone)?.send((order, done)).ok().context(gone)?;
+        wait.recv().context(gone)?
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.orders = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The accepting loop. Orders and links share its one thread, so an order cannot overtake a write.
+struct Worker {
+    address: SocketAddr,
+    listener: Option<TcpListener>,
+    connections: JoinSet<()>,
+    shared: Arc<Shared>,
+}
+
+impl Worker {
+    async fn run(
+        mut self,
+        mut orders: mpsc::UnboundedReceiver<(Order, blocking::Sender<Result<()>>)>,
+    ) {
+        loop {
+            // All three are cancel-safe: what they have not returned they have not taken.
+            tokio::select! {
+                order = orders.recv() => {
+                    let Some((order, done)) = order else { return };
+                    let outcome = self.obey(order).await;
+                    let _ = done.send(outcome);
+                }
+                client = accept(self.listener.as_ref()) => self.serve(client),
+                Some(_) = self.connections.join_next() => {}
+            }
+        }
+    }
+
+    async fn obey(&mut self, order: Order) -> Result<()> {
+        match order {
+            Order::Cut => {
+                self.listener = None;
+                self.connections.shutdown().await;
+            }
+            Order::CutOnce => self.connections.shutdown().await,
+            Order::Stall => self.shared.faults.send_modify(|faults| faults.stalled = true),
+            Order::Delay(delay) => self.shared.faults.send_modify(|faults| faults.delay = delay),
+            Order::DropAfter(bytes) => lock(&self.shared.one_shots).drop_after = Some(bytes),
+            Order::DropReply => lock(&self.shared.one_shots).drop_reply = true,
+            Order::Heal => {
+                if self.listener.is_none() {
+                    self.listener = Some(TcpListener::bind(self.address).await?);
+                }
+                lock(&self.shared.one_shots).clear();
+                self.shared.faults.send_replace(Faults::default());
+            }
+        }
+        Ok(())
+    }
+
+    fn serve(&mut self, client: TcpStream) {
+        self.shared.accepted.fetch_add(1, Ordering::SeqCst);
+        self.connections.spawn(link::run(client, Arc::clone(&self.shared)));
+    }
+}
+
+async fn accept(listener: Option<&TcpListener>) -> TcpStream {
+    let Some(listener) = listener else { return std::future::pending().await };
+    loop {
+        match listener.accept().await {
+            Ok((client, _)) => return client,
+            // Out of file descriptors, most likely; trying at once would only burn time.
+            Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! What goes wrong next: lasting faults, and faults that happen once.
+
+use std::time::Duration;
+
+use crate::random::Random;
+
+const FLAKY_DELAY_MS: std::ops::Range<u64> = 0..6;
+const FLAKY_CHUNKS: std::ops::Range<u64> = 50..201;
+
+/// Faults that last until the proxy is healed.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Faults {
+    pub(super) stalled: bool,
+    pub(super) delay: Duration,
+}
+
+/// Faults that happen once, to whichever connection comes first.
+#[derive(Debug, Default)]
+pub(super) struct OneShots {
+    pub(super) drop_after: Option<usize>,
+    pub(super) drop_reply: bool,
+    /// How many connections were closed on purpose.
+    pub(super) fired: u64,
+    flaky: Option<Flaky>,
+}
+
+/// A source of faults at random.
+#[derive(Debug)]
+struct Flaky {
+    random: Random,
+    chunks_left: u64,
+}
+
+/// What to do with a chunk from the client.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Forward,
+    /// Forward the first bytes, then close the connection.
+    CutAfter(usize),
+    /// Forward it, and close the connection instead of forwarding a reply.
+    DropReply,
+}
+
+impl OneShots {
+    pub(super) fn flaky(seed: u64) -> OneShots {
+        let mut random = Random::seeded(seed);
+        let chunks_left = random.between(FLAKY_CHUNKS);
+        OneShots { flaky: Some(Flaky { random, chunks_left }), ..OneShots::default() }
+    }
+
+    /// Nothing goes wrong any more.
+    pub(super) fn clear(&mut self) {
+        *self = OneShots { fired: self.fired, ..OneShots::default() };
+    }
+
+    /// How long to hold the next chunk back, at random.
+    pub(super) fn delay(&mut self) -> Duration {
+        let flaky = self.flaky.as_mut();
+        Duration::from_millis(flaky.map_or(0, |flaky| flaky.random.between(FLAKY_DELAY_MS)))
+    }
+
+    /// Decides about the next chunk of `length` bytes from a client.
+    pub(super) fn judge(&mut self, length: usize) -> Verdict {
+        if let Some(left) = self.drop_after {
+            if left > length {
+                self.drop_after = Some(left - length);
+                return Verdict::Forward;
+            }
+            self.drop_after = None;
+            self.fired += 1;
+            return Verdict::CutAfter(left);
+        }
+        if std::mem::take(&mut self.drop_reply) {
+            self.fired += 1;
+            return Verdict::DropReply;
+        }
+        let Some(flaky) = &mut self.flaky else { return Verdict::Forward };
+        flaky.chunks_left -= 1;
+        if flaky.chunks_left > 0 {
+            return Verdict::Forward;
+        }
+        self.fired += 1;
+        flaky.chunks_left = flaky.random.between(FLAKY_CHUNKS);
+        match flaky.random.between(0..2) {
+            0 => Verdict::CutAfter(length / 2),
+            _ => Verdict::DropReply,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn faults_of(seed: u64) -> Vec<Verdict> {
+        let mut one_shots = OneShots::flaky(seed);
+        (0..1_000).map(|_| one_shots.judge(10)).collect()
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_faults() {
+        assert_eq!(faults_of(7), faults_of(7));
+        assert_ne!(faults_of(7), faults_of(8));
+    }
+
+    #[test]
+    fn a_flaky_proxy_both_cuts_and_drops_replies() {
+        let faults = faults_of(7);
+
+        assert!(faults.contains(&Verdict::CutAfter(5)));
+        assert!(faults.contains(&Verdict::DropReply));
+        assert!(faults.iter().filter(|fault| **fault != Verdict::Forward).count() <= 20);
+    }
+}

@@ -1,0 +1,42 @@
+//! Random numbers: a small seeded generator for faults, entropy for ports and unique names.
+
+use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
+use std::process;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// An xorshift generator: the same seed gives the same faults.
+#[derive(Debug)]
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn seeded(seed: u64) -> Random {
+        // Zero is the one state xorshift never leaves; multiplying spreads small seeds.
+        Random(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub(crate) fn from_entropy() -> Random {
+        Random::seeded(entropy())
+    }
+
+    pub(crate) fn between(&mut self, range: Range<u64>) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        range.start + self.0 % (range.end - range.start)
+    }
+}
+
+/// A name that no other test uses, in this process or another one: `prefix_PID_RANDOM_COUNT`.
+pub fn unique(prefix: &str) -> String {
+    static START: LazyLock<u32> = LazyLock::new(|| entropy() as u32);
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    format!("{prefix}_{:x}_{:x}_{count}", process::id(), *START)
+}
+
+/// The standard library draws the keys of its hash maps from the operating system.
+fn entropy() -> u64 {
+    RandomState::new().hash_one(process::id())
+}

@@ -1,0 +1,162 @@
+//! How a Redis server is to be set up, and its configuration file.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::{Access, Redis, Server};
+use crate::home::Home;
+use crate::ports::{Port, with_free_ports};
+use crate::process::{Launch, Output, Process, find_program};
+use crate::tls;
+
+/// What a server keeps when it dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Persistence {
+    /// Nothing.
+    #[default]
+    None,
+    /// An append-only file, written to disk every second.
+    EverySecond,
+    /// An append-only file, written to disk before each reply.
+    Always,
+}
+
+/// Sets up a [`Redis`] server; made by [`Redis::builder`].
+#[derive(Debug, Clone, Default)]
+pub struct RedisBuilder {
+    persistence: Persistence,
+    settings: Vec<(String, String)>,
+    user: Option<(String, String, String)>,
+    password: Option<String>,
+    tls: bool,
+    sentinel: bool,
+}
+
+impl RedisBuilder {
+    /// What survives a restart; nothing by default.
+    pub fn persistence(mut self, persistence: Persistence) -> Self {
+        self.persistence = persistence;
+        self
+    }
+
+    /// The flags of `notify-keyspace-events`, such as `Ex`.
+    pub fn notify(self, flags: &str) -> Self {
+        self.setting("notify-keyspace-events", &format!("\"{flags}\""))
+    }
+
+    /// Adds an ACL user, which `url()` then names; the default user stays open for `command()`.
+    pub fn user(mut self, name: &str, password: &str, rules: &str) -> Self {
+        self.user = Some((name.to_string(), password.to_string(), rules.to_string()));
+        self
+    }
+
+    /// Asks the default user for a password, which `url()` and `command()` then give.
+    pub fn password(mut self, password: &str) -> Self {
+        self.password = Some(password.to_string());
+        self
+    }
+
+    /// Speaks only TLS on the port, with a certificate made for this server.
+    pub fn tls(mut self) -> Self {
+        self.tls = true;
+        self
+    }
+
+    /// Refuses writes beyond this much memory (policy `noeviction`).
+    pub fn maxmemory(self, bytes: u64) -> Self {
+        self.setting("maxmemory", &bytes.to_string()).setting("maxmemory-policy", "noeviction")
+    }
+
+    /// Any line of `redis.conf`, quoted by the caller where the value needs it.
+    pub fn setting(mut self, name: &str, value: &str) -> Self {
+        self.settings.push((name.to_string(), value.to_string()));
+        self
+    }
+
+    /// Starts the server and waits until it answers.
+    pub fn start(self) -> Result<Redis> {
+        self.start_in(&Arc::new(Home::private()?))
+    }
+
+    pub(crate) fn sentinel(mut self) -> Self {
+        self.sentinel = true;
+        self
+    }
+
+    pub(crate) fn start_in(&self, home: &Arc<Home>) -> Result<Redis> {
+        with_free_ports(|| {
+            let redis = self.launch(home, Port::for_server()?)?;
+            redis.wait_until_ready()?;
+            Ok(redis)
+        })
+    }
+
+    /// Starts the server on this port and does not wait.
+    pub(crate) fn launch(&self, home: &Arc<Home>, port: Port) -> Result<Redis> {
+        let program = find_program("redis-server", &[])?;
+        let directory = home.new_directory("redis")?;
+        let tls = if self.tls { Some(tls::write(&directory)?) } else { None };
+        let socket = self.tls.then(|| directory.join("socket"));
+        let file = directory.join("redis.conf");
+        fs::write(&file, self.configuration(&directory, port.number, tls.as_ref()))?;
+
+        let mut arguments = vec![file.into_os_string()];
+        if self.sentinel {
+            arguments.push("--sentinel".into());
+        }
+        let launch =
+            Launch { program, arguments, environment: vec![], user: None, output: Output::Log };
+        Ok(Redis {
+            server: Server::Own(Process::spawn(home, &directory, launch)?),
+            address: port.address(),
+            access: Access {
+                user: self.user.as_ref().map(|(name, word, _)| (name.clone(), word.clone())),
+                password: self.password.clone(),
+                authority: tls.map(|files| files.authority),
+                socket,
+            },
+            _port: Some(port),
+        })
+    }
+
+    fn configuration(&self, directory: &Path, port: u16, tls: Option<&tls::Files>) -> String {
+        let quoted = |path: &Path| format!("\"{}\"", path.display());
+        let mut lines = vec![
+            "bind 127.0.0.1".to_string(),
+            format!("dir {}", quoted(directory)),
+            "protected-mode no".to_string(),
+            // Without this, the first replica waits five seconds for company.
+            "repl-diskless-sync-delay 0".to_string(),
+        ];
+        match tls {
+            None => lines.push(format!("port {port}")),
+            Some(files) => lines.extend([
+                format!("port 0\ntls-port {port}\ntls-auth-clients no"),
+                format!("tls-ca-cert-file {}", quoted(&files.authority)),
+                format!("tls-cert-file {}", quoted(&files.certificate)),
+                format!("tls-key-file {}", quoted(&files.key)),
+                // How `command()` gets in without a TLS library.
+                format!("unixsocket {}", quoted(&directory.join("socket"))),
+            ]),
+        }
+        if !self.sentinel {
+            lines.push("save \"\"".to_string());
+            lines.push(match self.persistence {
+                Persistence::None => "appendonly no".to_string(),
+                Persistence::EverySecond => "appendonly yes\nappendfsync everysec".to_string(),
+                Persistence::Always => "appendonly yes\nappendfsync always".to_string(),
+            });
+        }
+        if let Some((name, password, rules)) = &self.user {
+            lines.push(format!("user {name} on >{password} {rules}"));
+        }
+        if let Some(password) = &self.password {
+            lines.push(format!("requirepass \"{password}\""));
+        }
+        lines.extend(self.settings.iter().map(|(name, value)| format!("{name} {value}")));
+        lines.join("\n") + "\n"
+    }
+}

@@ -1,0 +1,89 @@
+//! Servers shared by all test processes of one run.
+//!
+//! Under `cargo nextest` every test is a process. The first one that needs a server starts it while holding a
+//! file lock and writes a `ready` file; the others read that. The guard of the home stops the
+//! server when the runner is gone (see `home`).
+
+use std::env;
+use std::fs::{self, File};
+use std::os::unix::process::parent_id;
+use std::path::PathBuf;
+use std::process;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+
+use crate::home::Home;
+
+/// Tells a child of a test which run it belongs to: `KEY:PID`.
+pub(crate) const RUN_VARIABLE: &str = "HEADWATER_TESTKIT_RUN";
+
+/// The test run this process belongs to.
+pub(crate) struct Run {
+    key: String,
+    /// When this process is gone, the run is over.
+    watched: u32,
+}
+
+impl Run {
+    pub(crate) fn current() -> Run {
+        if let Ok(run) = env::var(RUN_VARIABLE)
+            && let Some((key, watched)) = run.rsplit_once(':')
+            && let Ok(watched) = watched.parse()
+        {
+            return Run { key: key.to_string(), watched };
+        }
+        match env::var("NEXTEST_RUN_ID") {
+            Ok(id) => Run { key: id, watched: parent_id() },
+            Err(_) => Run { key: own_key(), watched: process::id() },
+        }
+    }
+
+    /// The value of `RUN_VARIABLE` for children.
+    pub(crate) fn to_variable(&self) -> String {
+        format!("{}:{}", self.key, self.watched)
+    }
+
+    fn home_path(&self, kind: &str) -> PathBuf {
+        env::temp_dir().join(format!("headwater-testkit-{}-{kind}", self.key))
+    }
+}
+
+/// Opens the server of this `kind` that the run shares, after starting it if nobody has.
+///
+/// `start` runs the server in the home, leaves it running and returns the text of the `ready` file.
+/// `open` makes a handle from that text and fails if the server does not answer.
+pub(crate) fn server<T>(
+    kind: &str,
+    start: impl FnOnce(&Arc<Home>) -> Result<String>,
+    open: impl Fn(&str) -> Result<T>,
+) -> Result<T> {
+    let run = Run::current();
+    let path = run.home_path(kind);
+    let ready = path.join("ready");
+    let open_ready = || open(&fs::read_to_string(&ready).ok()?).ok();
+    if let Some(server) = open_ready() {
+        return Ok(server);
+    }
+
+    fs::create_dir_all(&path)?;
+    let lock = File::create(path.join("lock"))?;
+    lock.lock()?;
+    if let Some(server) = open_ready() {
+        return Ok(server);
+    }
+    let home = Arc::new(Home::shared(&path, run.watched)?);
+    let text = start(&home).with_context(|| format!("cannot start the shared {kind}"))?;
+    // By rename, because others read without the lock.
+    let unfinished = path.join("ready.new");
+    fs::write(&unfinished, &text)?;
+    fs::rename(&unfinished, &ready)?;
+    open(&text)
+}
+
+/// A process id is used again some day, together with its start time it is not.
+fn own_key() -> String {
+    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let started = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(19));
+    format!("{}-{}", process::id(), started.unwrap_or_default())
+}
