@@ -4,6 +4,7 @@
 # Private servers: standard input is a pipe from the test process, and its end of file comes with
 # the death of that process, however it died. Shared servers: $2 is the process id of the runner.
 trap '' HUP INT QUIT TERM
+PATH=$PATH:/usr/bin:/bin
 
 if [ -n "$2" ]; then
     while kill -0 "$2" 2>/dev/null; do sleep 0.2; done
@@ -11,8 +12,8 @@ else
     while read -r _; do :; done
 fi
 
-# Renaming is the point of no return: a server writes its pid file before it becomes a server, and
-# cannot write it any more from here on. What is not found below never starts.
+# Renaming is the point of no return: a server opens its pid file before it becomes a server, and
+# cannot open it any more from here on. What is not found below never starts.
 home=$1.gone
 mv "$1" "$home" 2>/dev/null || exit 0
 
@@ -26,7 +27,14 @@ look_at() {
 }
 
 for file in "$home"/*/pid; do
-    [ -f "$file" ] && read -r server <"$file" && look_at "$server" || continue
+    [ -f "$file" ] || continue
+    # Opened, but perhaps not yet written.
+    tries=0
+    until read -r server <"$file" || [ "$tries" -ge 20 ]; do
+        tries=$((tries + 1))
+        sleep 0.05
+    done
+    look_at "$server" || continue
     # A paused Postgres has paused forks, which would never notice that their parent is gone.
     server_name=$name
     forks=
@@ -35,6 +43,13 @@ for file in "$home"/*/pid; do
         if [ "$parent $name" = "$server $server_name" ]; then forks="$forks ${process#/proc/}"; fi
     done
     kill -9 "$server" $forks 2>/dev/null
+done
+
+# A killed Postgres leaves a small piece of shared memory behind. Line 7 of its pid file: KEY ID.
+for file in "$home"/*/data/postmaster.pid; do
+    [ -f "$file" ] || continue
+    set -- $(sed -n 7p "$file")
+    if [ -n "$2" ]; then ipcrm -m "$2" 2>/dev/null; fi
 done
 
 # A dying server may still create a file while its directory is being removed.

@@ -15,6 +15,9 @@ use anyhow::{Context, Result};
 
 use crate::process::is_alive;
 
+/// By its full path: a test may run without PATH.
+pub(crate) const SHELL: &str = "/bin/sh";
+
 const GUARD: &str = include_str!("guard.sh");
 
 /// The directory of some servers and, if they are private, the guard that waits for us.
@@ -30,7 +33,7 @@ impl Home {
         let path = tempfile::Builder::new().prefix("headwater-testkit-").tempdir()?.keep();
         open_to_other_users(&path)?;
         let guard = guard(&path, "").stdin(Stdio::piped()).spawn();
-        Ok(Home { guard: Some(guard.context("cannot run sh")?), path })
+        Ok(Home { guard: Some(guard.context("cannot run the shell")?), path })
     }
 
     /// The home at `path`, which is cleared when the process `watched` is gone.
@@ -40,7 +43,8 @@ impl Home {
         let guarded =
             fs::read_to_string(&pid_file).is_ok_and(|pid| pid.parse().is_ok_and(is_alive));
         if !guarded {
-            let guard = guard(path, &watched.to_string()).spawn().context("cannot run sh")?;
+            let guard =
+                guard(path, &watched.to_string()).spawn().context("cannot run the shell")?;
             fs::write(&pid_file, guard.id().to_string())?;
         }
         Ok(Home { path: path.to_path_buf(), guard: None })
@@ -70,7 +74,7 @@ fn open_to_other_users(path: &Path) -> Result<()> {
 /// In a process group of its own, the signals to a test (Ctrl-C, a time-out) spare its guard.
 /// With none of the test's output pipes, it does not look like a leak to the runner.
 fn guard(home: &Path, watched: &str) -> Command {
-    let mut command = Command::new("sh");
+    let mut command = Command::new(SHELL);
     command.args(["-c", GUARD, "headwater-testkit-guard"]).arg(home).arg(watched);
     command.current_dir("/").process_group(0);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());

@@ -18,14 +18,23 @@ mod tls;
 
 mod redis;
 
+mod cluster;
+
+mod sentinel;
+
+mod postgres;
+
 mod proxy;
 
 mod child;
 
 pub use child::Child;
+pub use cluster::{Cluster, ClusterBuilder};
+pub use postgres::{Database, Postgres};
 pub use process::is_alive;
 pub use proxy::Proxy;
 pub use random::unique;
 pub use redis::{Persistence, Redis, RedisBuilder};
 pub use resp::{Connection, Reply};
+pub use sentinel::Sentinel;
 pub use wait::wait_until;

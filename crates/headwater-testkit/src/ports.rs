@@ -87,3 +87,47 @@ fn reserve(port: u16) -> rustix::io::Result<OwnedFd> {
     sockopt::set_socket_reuseaddr(&socket, true)?;
     Ok(socket)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use anyhow::anyhow;
+
+    use super::*;
+
+    #[test]
+    fn a_reserved_port_is_ours_alone_and_can_be_bound_again_and_again() {
+        let port = Port::for_cluster_node().unwrap();
+        let bus = loopback(port.number + BUS_OFFSET);
+
+        assert!(reserve(port.number).is_err());
+        assert!(reserve(bus.port()).is_err());
+        for _ in 0..3 {
+            let _server = TcpListener::bind(port.address()).unwrap();
+            let _bus = TcpListener::bind(bus).unwrap();
+            assert!(TcpListener::bind(port.address()).is_err());
+        }
+        drop(port);
+        reserve(bus.port()).unwrap();
+    }
+
+    #[test]
+    fn a_taken_port_is_tried_again_a_few_times_and_other_errors_are_not() {
+        let mut tries = 0;
+        let outcome: Result<()> = with_free_ports(|| {
+            tries += 1;
+            Err(anyhow!("bind: Address already in use"))
+        });
+        assert!(outcome.is_err());
+        assert_eq!(tries, STARTS_MAX);
+
+        let mut tries = 0;
+        let outcome: Result<()> = with_free_ports(|| {
+            tries += 1;
+            Err(anyhow!("out of memory"))
+        });
+        assert!(outcome.is_err());
+        assert_eq!(tries, 1);
+    }
+}

@@ -14,12 +14,12 @@ use std::sync::{Arc, Mutex};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::home::Home;
+use crate::home::{Home, SHELL};
 use crate::wait::{SERVER_LIMIT, lock, poll, wait_until};
 
 /// Writes the pid file for the guard, then becomes the server, under the same process id.
-/// By rename: the guard must never see half a pid file, and must not be bypassed by a slow start.
-const LAUNCHER: &str = r#"echo $$ >"$0/pid.new" && mv "$0/pid.new" "$0/pid" && exec "$@""#;
+/// If the guard has already begun to clear the home, the file cannot be opened, and nothing starts.
+const LAUNCHER: &str = r#"echo $$ >"$0/pid" && exec "$@""#;
 
 const LOG_TAIL_LINES: usize = 20;
 
@@ -77,7 +77,7 @@ impl Process {
         if running.is_some() {
             bail!("{} still runs", self.launch.program.display());
         }
-        let mut command = Command::new("sh");
+        let mut command = Command::new(SHELL);
         command.args(["-c", LAUNCHER]).arg(&self.directory).arg(&self.launch.program);
         command.args(&self.launch.arguments).envs(self.launch.environment.iter().cloned());
         command.process_group(0).stdin(Stdio::null());
@@ -93,7 +93,7 @@ impl Process {
                 command.stdout(Stdio::piped());
             }
         }
-        *running = Some(command.spawn().context("cannot run sh")?);
+        *running = Some(command.spawn().context("cannot run the shell")?);
         Ok(())
     }
 
@@ -111,14 +111,12 @@ impl Process {
 
     /// An error with the end of the log if the process has ended by itself.
     pub(crate) fn check(&self) -> Result<()> {
-        let ended = match lock(&self.running).as_mut() {
-            Some(child) => child.try_wait()?.map(|status| status.to_string()),
-            None => Some("it was stopped".to_string()),
+        let how = match self.try_wait() {
+            Ok(None) => return Ok(()),
+            Ok(Some(status)) => status.to_string(),
+            Err(_) => "it was stopped".to_string(),
         };
-        match ended {
-            None => Ok(()),
-            Some(how) => bail!("{} has ended: {how}\n{}", self.name(), self.log_tail()),
-        }
+        bail!("{} has ended: {how}\n{}", self.name(), self.log_tail())
     }
 
     /// Takes the pipe of `Output::Pipe`.
@@ -230,7 +228,7 @@ fn stands_still(pid: u32) -> bool {
 fn forks_of(server: u32) -> Vec<u32> {
     let Some(Look { name, .. }) = look_at(server) else { return Vec::new() };
     let is_fork = |process: Look| process.parent == server && process.name == name;
-    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     pids.filter(|pid| look_at(*pid).is_some_and(is_fork)).collect()
 }

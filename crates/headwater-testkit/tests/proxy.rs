@@ -1,5 +1,7 @@
 //! The proxy breaks connections as told.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
+
 use std::time::{Duration, Instant};
 
 use headwater_testkit::{Connection, Proxy, Redis, wait_until};

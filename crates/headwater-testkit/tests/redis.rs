@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use headwater_testkit::{Connection, Persistence, Redis, Reply, is_alive, wait_until};
+use headwater_testkit::{Child, Connection, Persistence, Redis, Reply, is_alive, wait_until};
 
 #[test]
 fn a_server_starts_and_answers() {
@@ -205,6 +205,23 @@ fn a_server_that_cannot_start_says_why() {
 
     let message = format!("{error:#}");
     assert!(message.contains("no-such-setting"), "{message}");
+}
+
+#[test]
+fn a_program_that_is_not_installed_is_an_error_with_advice() {
+    let environment = [("PATH", "/nonexistent")];
+    let child = Child::spawn_self("child_starts_a_server", &environment).unwrap();
+
+    let message = child.line_after("ERROR ", Duration::from_secs(20)).unwrap();
+
+    assert!(message.contains("`redis-server` was not found"), "{message}");
+    assert!(message.contains("run `cargo xtask test`, it installs it"), "{message}");
+}
+
+#[test]
+#[ignore = "run as a child"]
+fn child_starts_a_server() {
+    println!("ERROR {:#}", Redis::start().unwrap_err());
 }
 
 #[test]

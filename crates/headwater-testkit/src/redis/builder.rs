@@ -48,6 +48,8 @@ impl RedisBuilder {
     }
 
     /// Adds an ACL user, which `url()` then names; the default user stays open for `command()`.
+    ///
+    /// Name and password go into the URL as they are, so keep to letters and digits.
     pub fn user(mut self, name: &str, password: &str, rules: &str) -> Self {
         self.user = Some((name.to_string(), password.to_string(), rules.to_string()));
         self

@@ -1,0 +1,220 @@
+//! A real Redis Cluster: three primaries, each with one replica.
+//!
+//! Upstream: tests. Downstream: the nodes are `redis` servers in one home.
+//! Promises: a cluster that was started covers all slots, and every node knows every other, with its role.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::home::Home;
+use crate::ports::{Port, with_free_ports};
+use crate::redis::{Redis, RedisBuilder};
+use crate::resp::{Connection, Reply};
+use crate::shared;
+use crate::wait::wait_until;
+
+const PRIMARIES: usize = 3;
+const NODES: usize = 2 * PRIMARIES;
+const SLOTS: usize = 16_384;
+const FORM_LIMIT: Duration = Duration::from_secs(60);
+
+/// A cluster of six nodes, killed and removed when dropped, unless it is the shared one.
+#[derive(Debug)]
+pub struct Cluster {
+    nodes: Vec<Redis>,
+}
+
+/// Sets up a [`Cluster`]; made by [`Cluster::builder`].
+#[derive(Debug, Clone)]
+pub struct ClusterBuilder {
+    node: RedisBuilder,
+}
+
+impl Cluster {
+    /// Starts a cluster of your own, without persistence.
+    pub fn start() -> Result<Cluster> {
+        Cluster::builder().start()
+    }
+
+    /// Sets up a cluster of your own.
+    pub fn builder() -> ClusterBuilder {
+        let node = Redis::builder()
+            .setting("cluster-enabled", "yes")
+            .setting("cluster-node-timeout", "2000")
+            .setting("cluster-announce-ip", "127.0.0.1")
+            // CLUSTER SLOTS hides a replica until it has received something, if only a ping.
+            .setting("repl-ping-replica-period", "1")
+            // A replica that has lost its primary for long is still a good one in a test.
+            .setting("cluster-replica-validity-factor", "0");
+        ClusterBuilder { node }
+    }
+
+    /// The cluster all tests of this run share; use [`unique`](crate::unique) names in it.
+    pub fn shared() -> Result<Cluster> {
+        let start = |home: &Arc<Home>| {
+            let nodes = Cluster::builder().start_in(home)?.nodes.into_iter();
+            Ok(nodes.map(Redis::detach).collect::<Vec<_>>().join("\n"))
+        };
+        shared::server("cluster", start, |text| {
+            let nodes = text.lines().map(Redis::open_shared).collect::<Result<Vec<_>>>()?;
+            ensure!(nodes.len() == NODES, "the ready file names {} nodes", nodes.len());
+            Ok(Cluster { nodes })
+        })
+    }
+
+    /// The URL to give to a client: the first three nodes, which begin as primaries.
+    pub fn url(&self) -> String {
+        let seeds: Vec<String> =
+            self.nodes[..PRIMARIES].iter().map(|node| node.addr().to_string()).collect();
+        format!("redis-cluster://{}", seeds.join(","))
+    }
+
+    /// All six nodes: first those that begin as primaries, then their replicas in the same order.
+    pub fn nodes(&self) -> &[Redis] {
+        &self.nodes
+    }
+
+    /// The slot of a key.
+    pub fn slot_of(&self, key: &str) -> Result<u16> {
+        let reply = self.any(&["CLUSTER", "KEYSLOT", key])?.int();
+        Ok(u16::try_from(reply.context("CLUSTER KEYSLOT gave no number")?)?)
+    }
+
+    /// The node that serves this slot now.
+    pub fn primary_of_slot(&self, slot: u16) -> Result<&Redis> {
+        self.member_of_slot(slot, 0)
+    }
+
+    /// The node that stands by for this slot now.
+    pub fn replica_of_slot(&self, slot: u16) -> Result<&Redis> {
+        self.member_of_slot(slot, 1)
+    }
+
+    /// Waits until all running nodes agree that all slots are served.
+    pub fn wait_until_ok(&self, limit: Duration) -> Result<()> {
+        wait_until("all running nodes to say cluster_state:ok", limit, || {
+            let mut running = self.nodes.iter().filter(|node| node.pid().is_ok());
+            running.all(|node| says(node, &["CLUSTER", "INFO"], "cluster_state:ok"))
+        })
+    }
+
+    /// Asks the first node that runs and answers.
+    fn any(&self, words: &[&str]) -> Result<Reply> {
+        let running = self.nodes.iter().filter(|node| node.pid().is_ok());
+        running
+            .filter_map(|node| node.command(words).ok()?.ok().ok())
+            .next()
+            .with_context(|| format!("no node answers {}", words.join(" ")))
+    }
+
+    fn member_of_slot(&self, slot: u16, position: usize) -> Result<&Redis> {
+        let port = ranges(&self.any(&["CLUSTER", "SLOTS"])?)
+            .into_iter()
+            .find(|range| range.first <= slot.into() && i64::from(slot) <= range.last)
+            .and_then(|range| range.ports.get(position).copied())
+            .with_context(|| format!("slot {slot} has no such node"))?;
+        let node = self.nodes.iter().find(|node| i64::from(node.port()) == port);
+        node.with_context(|| format!("port {port} is not one of our nodes"))
+    }
+
+    /// Introduces the nodes to each other and waits until all of them see the finished cluster.
+    fn form(&self) -> Result<()> {
+        let mut connections =
+            self.nodes.iter().map(Redis::connect).collect::<Result<Vec<Connection>>>()?;
+        for (number, connection) in connections.iter_mut().enumerate() {
+            let epoch = (number + 1).to_string();
+            connection.command(&["CLUSTER", "SET-CONFIG-EPOCH", &epoch])?.ok()?;
+            if number < PRIMARIES {
+                let first = (SLOTS * number / PRIMARIES).to_string();
+                let last = (SLOTS * (number + 1) / PRIMARIES - 1).to_string();
+                connection.command(&["CLUSTER", "ADDSLOTSRANGE", &first, &last])?.ok()?;
+            }
+            // Everybody meets everybody; left to themselves, they would gossip for seconds.
+            for other in &self.nodes[..number] {
+                let port = other.port().to_string();
+                connection.command(&["CLUSTER", "MEET", "127.0.0.1", &port])?.ok()?;
+            }
+        }
+
+        let mut ids = Vec::new();
+        for connection in &mut connections {
+            ids.push(connection.command(&["CLUSTER", "MYID"])?.ok()?.text());
+        }
+        for (number, replica) in connections.iter_mut().enumerate().skip(PRIMARIES) {
+            wait_until("a replica to know its primary", FORM_LIMIT, || {
+                let primary = &ids[number - PRIMARIES];
+                replica
+                    .command(&["CLUSTER", "REPLICATE", primary])
+                    .is_ok_and(|reply| reply.text() == "OK")
+            })?;
+        }
+        wait_until("the cluster to form", FORM_LIMIT, || self.nodes.iter().all(sees_all))
+    }
+}
+
+impl ClusterBuilder {
+    /// Any line of `redis.conf`, for every node.
+    pub fn setting(mut self, name: &str, value: &str) -> Self {
+        self.node = self.node.setting(name, value);
+        self
+    }
+
+    /// Starts the nodes and waits until the cluster is complete.
+    pub fn start(self) -> Result<Cluster> {
+        self.start_in(&Arc::new(Home::private()?))
+    }
+
+    fn start_in(&self, home: &Arc<Home>) -> Result<Cluster> {
+        with_free_ports(|| {
+            let nodes = (0..NODES)
+                .map(|_| self.node.launch(home, Port::for_cluster_node()?))
+                .collect::<Result<Vec<_>>>()?;
+            for node in &nodes {
+                node.wait_until_ready()?;
+            }
+            let cluster = Cluster { nodes };
+            cluster.form()?;
+            Ok(cluster)
+        })
+    }
+}
+
+/// Whether this node sees three ranges of slots with two nodes each, and is in order itself.
+fn sees_all(node: &Redis) -> bool {
+    let complete = node.command(&["CLUSTER", "SLOTS"]).is_ok_and(|slots| {
+        let ranges = ranges(&slots);
+        ranges.len() == PRIMARIES && ranges.iter().all(|range| range.ports.len() == 2)
+    });
+    let no_strangers = node.command(&["CLUSTER", "NODES"]).is_ok_and(|nodes| {
+        let nodes = nodes.text();
+        let known = |line: &str| !line.contains("handshake") && !line.contains("fail");
+        nodes.lines().count() == NODES && nodes.lines().all(known)
+    });
+    let linked = || {
+        says(node, &["INFO", "replication"], "role:master")
+            || says(node, &["INFO", "replication"], "master_link_status:up")
+    };
+    complete && no_strangers && says(node, &["CLUSTER", "INFO"], "cluster_state:ok") && linked()
+}
+
+fn says(node: &Redis, words: &[&str], line: &str) -> bool {
+    node.command(words).is_ok_and(|reply| reply.text().lines().any(|said| said == line))
+}
+
+/// A range of slots and the ports that serve it, the primary first.
+struct SlotRange {
+    first: i64,
+    last: i64,
+    ports: Vec<i64>,
+}
+
+/// Reads the reply of CLUSTER SLOTS.
+fn ranges(slots: &Reply) -> Vec<SlotRange> {
+    let range = |items: &[Reply]| {
+        let ports = items.iter().skip(2).filter_map(|node| node.items().get(1)?.int()).collect();
+        Some(SlotRange { first: items.first()?.int()?, last: items.get(1)?.int()?, ports })
+    };
+    slots.items().iter().filter_map(|reply| range(reply.items())).collect()
+}

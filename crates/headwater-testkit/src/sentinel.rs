@@ -1,0 +1,116 @@
+//! A real Redis primary and replica, watched by three sentinels.
+//!
+//! Upstream: tests. Downstream: all five are `redis` servers in one home.
+//! Promises: when started, each sentinel knows the replica and the two others, and can start a failover.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use crate::home::Home;
+use crate::ports::{Port, with_free_ports};
+use crate::redis::Redis;
+use crate::wait::wait_until;
+
+const SERVICE: &str = "mymaster";
+const SENTINELS: usize = 3;
+const FORM_LIMIT: Duration = Duration::from_secs(60);
+
+/// A primary, a replica and three sentinels, killed and removed when dropped.
+#[derive(Debug)]
+pub struct Sentinel {
+    primary: Redis,
+    replica: Redis,
+    sentinels: Vec<Redis>,
+}
+
+impl Sentinel {
+    /// Starts the five servers and waits until they know each other.
+    pub fn start() -> Result<Sentinel> {
+        let home = Arc::new(Home::private()?);
+        let primary = Redis::builder().start_in(&home)?;
+        let follow = format!("127.0.0.1 {}", primary.port());
+        let replica = Redis::builder().setting("replicaof", &follow).start_in(&home)?;
+        let sentinels = with_free_ports(|| start_sentinels(&home, &primary, &replica))?;
+        let group = Sentinel { primary, replica, sentinels };
+        wait_until("the sentinels to know each other", FORM_LIMIT, || group.is_complete())?;
+        Ok(group)
+    }
+
+    /// The URL to give to a client: the sentinels and the name of the service.
+    pub fn url(&self) -> String {
+        let addresses: Vec<String> =
+            self.sentinels.iter().map(|sentinel| sentinel.addr().to_string()).collect();
+        format!("redis-sentinel://{}/{SERVICE}", addresses.join(","))
+    }
+
+    /// The server that began as the primary.
+    pub fn primary(&self) -> &Redis {
+        &self.primary
+    }
+
+    /// The server that began as the replica.
+    pub fn replica(&self) -> &Redis {
+        &self.replica
+    }
+
+    /// The three sentinels.
+    pub fn sentinels(&self) -> &[Redis] {
+        &self.sentinels
+    }
+
+    /// The primary's address according to the first sentinel that runs.
+    pub fn current_primary(&self) -> Result<SocketAddr> {
+        let running = self.sentinels.iter().find(|sentinel| sentinel.pid().is_ok());
+        let sentinel = running.context("no sentinel runs")?;
+        let reply = sentinel.command(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE])?.ok()?;
+        let address: Vec<String> = reply.items().iter().map(|item| item.text()).collect();
+        Ok(address.join(":").parse()?)
+    }
+
+    fn is_complete(&self) -> bool {
+        let count = |sentinel: &Redis, what| {
+            sentinel.command(&["SENTINEL", what, SERVICE]).map_or(0, |list| list.items().len())
+        };
+        let linked = self.replica.command(&["INFO", "replication"]);
+        linked.is_ok_and(|info| info.text().contains("master_link_status:up"))
+            && self.sentinels.iter().all(|sentinel| {
+                let quorum = sentinel.command(&["SENTINEL", "CKQUORUM", SERVICE]);
+                quorum.is_ok_and(|reply| reply.text().starts_with("OK 3 usable"))
+                    && count(sentinel, "SENTINELS") == SENTINELS - 1
+                    && count(sentinel, "REPLICAS") == 1
+            })
+    }
+}
+
+/// Each sentinel is told about the others, as if it had met them in an earlier life: to find out
+/// by itself takes it several seconds.
+fn start_sentinels(home: &Arc<Home>, primary: &Redis, replica: &Redis) -> Result<Vec<Redis>> {
+    let ports = (0..SENTINELS).map(|_| Port::for_server()).collect::<Result<Vec<_>>>()?;
+    let identities: Vec<(u16, String)> =
+        ports.iter().map(|port| (port.number, format!("{:040x}", port.number))).collect();
+
+    let mut sentinels = Vec::new();
+    for (port, (_, identity)) in ports.into_iter().zip(&identities) {
+        let monitor = format!("monitor {SERVICE} 127.0.0.1 {} 2", primary.port());
+        let known_replica = format!("known-replica {SERVICE} 127.0.0.1 {}", replica.port());
+        let mut builder = Redis::builder()
+            .sentinel()
+            .setting("sentinel", &format!("myid {identity}"))
+            .setting("sentinel", &monitor)
+            .setting("sentinel", &format!("down-after-milliseconds {SERVICE} 1000"))
+            .setting("sentinel", &format!("failover-timeout {SERVICE} 3000"))
+            .setting("sentinel", &known_replica);
+        for (number, other) in identities.iter().filter(|(number, _)| *number != port.number) {
+            let known = format!("known-sentinel {SERVICE} 127.0.0.1 {number} {other}");
+            builder = builder.setting("sentinel", &known);
+        }
+        sentinels.push(builder.launch(home, port)?);
+    }
+    for sentinel in &sentinels {
+        sentinel.wait_until_ready()?;
+    }
+    Ok(sentinels)
+}
