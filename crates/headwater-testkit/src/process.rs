@@ -234,13 +234,13 @@ fn forks_of(server: u32) -> Vec<u32> {
 }
 
 /// What `/proc/PID/stat` says: `PID (NAME) STATE PARENT ...`.
-struct Look {
-    name: String,
+pub(crate) struct Look {
+    pub(crate) name: String,
     state: char,
-    parent: u32,
+    pub(crate) parent: u32,
 }
 
-fn look_at(pid: u32) -> Option<Look> {
+pub(crate) fn look_at(pid: u32) -> Option<Look> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name may contain blanks and brackets itself.
     let (start, rest) = stat.rsplit_once(") ")?;

@@ -6,7 +6,6 @@
 
 use std::env;
 use std::fs::{self, File};
-use std::os::unix::process::parent_id;
 use std::path::PathBuf;
 use std::process;
 use std::sync::Arc;
@@ -14,9 +13,13 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 
 use crate::home::Home;
+use crate::process::look_at;
 
 /// Tells a child of a test which run it belongs to: `KEY:PID`.
 pub(crate) const RUN_VARIABLE: &str = "HEADWATER_TESTKIT_RUN";
+
+/// The program that runs each test as a process.
+const RUNNER: &str = "cargo-nextest";
 
 /// The test run this process belongs to.
 pub(crate) struct Run {
@@ -33,9 +36,9 @@ impl Run {
         {
             return Run { key: key.to_string(), watched };
         }
-        match env::var("NEXTEST_RUN_ID") {
-            Ok(id) => Run { key: id, watched: parent_id() },
-            Err(_) => Run { key: own_key(), watched: process::id() },
+        match (env::var("NEXTEST_RUN_ID"), runner()) {
+            (Ok(key), Some(watched)) => Run { key, watched },
+            _ => Run { key: own_key(), watched: process::id() },
         }
     }
 
@@ -79,6 +82,19 @@ pub(crate) fn server<T>(
     fs::write(&unfinished, &text)?;
     fs::rename(&unfinished, &ready)?;
     open(&text)
+}
+
+/// The runner above us, past a wrapper that may stand in between. An orphan has none.
+fn runner() -> Option<u32> {
+    let mut process = look_at(process::id())?;
+    while process.parent != 0 {
+        let parent = look_at(process.parent)?;
+        if parent.name == RUNNER {
+            return Some(process.parent);
+        }
+        process = parent;
+    }
+    None
 }
 
 /// A process id is used again some day, together with its start time it is not.
