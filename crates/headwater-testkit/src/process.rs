@@ -75,7 +75,7 @@ impl Process {
     pub(crate) fn respawn(&self) -> Result<()> {
         let mut running = lock(&self.running);
         if running.is_some() {
-            bail!("{} still runs", self.launch.program.display());
+            bail!("{} still runs", self.name());
         }
         let mut command = Command::new(SHELL);
         command.args(["-c", LAUNCHER]).arg(&self.directory).arg(&self.launch.program);
@@ -101,7 +101,7 @@ impl Process {
     pub(crate) fn pid(&self) -> Result<u32> {
         match lock(&self.running).as_ref() {
             Some(child) => Ok(child.id()),
-            None => bail!("{} does not run", self.launch.program.display()),
+            None => bail!("{} does not run", self.name()),
         }
     }
 
@@ -132,8 +132,8 @@ impl Process {
         // Not yet waited for, so the process id cannot belong to anybody else.
         signal(child.id(), Signal::KILL);
         forks.iter().for_each(|pid| signal(*pid, Signal::KILL));
-        self.forget_pid();
         child.wait()?;
+        self.forget_pid();
         wait_until("the killed forks of the server to be gone", SERVER_LIMIT, || {
             !forks.iter().any(|pid| is_alive(*pid))
         })
