@@ -12,11 +12,6 @@ else
     while read -r _; do :; done
 fi
 
-# Renaming is the point of no return: a server opens its pid file before it becomes a server, and
-# cannot open it any more from here on. What is not found below never starts.
-home=$1.gone
-mv "$1" "$home" 2>/dev/null || exit 0
-
 # Reads the line of a process: "PID (NAME) STATE PARENT ...".
 look_at() {
     { read -r line <"/proc/$1/stat"; } 2>/dev/null || return 1
@@ -25,6 +20,21 @@ look_at() {
     set -- ${line##*) }
     parent=$2
 }
+
+# Whoever takes the directory away from `initdb` makes it leave shared memory behind; it ends soon.
+tries=0
+for file in "$1"/*/pid; do
+    [ -f "$file" ] && read -r server <"$file" || continue
+    while look_at "$server" && [ "$name" = initdb ] && [ "$tries" -lt 200 ]; do
+        tries=$((tries + 1))
+        sleep 0.05
+    done
+done
+
+# Renaming is the point of no return: a server opens its pid file before it becomes a server, and
+# cannot open it any more from here on. What is not found below never starts.
+home=$1.gone
+mv "$1" "$home" 2>/dev/null || exit 0
 
 for file in "$home"/*/pid; do
     [ -f "$file" ] || continue
