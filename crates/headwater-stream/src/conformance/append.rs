@@ -1,0 +1,178 @@
+//! Appending: ids that grow, bytes that nobody changes.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::env::Env;
+use super::failure::TestResult;
+use super::steps::{contents, fields_in, numbered, numbers};
+use crate::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
+use crate::{Entry, EntryId, Fields, Range, Retention, StreamName};
+
+const KEEP: &Retention = &Retention::KEEP_ALL;
+
+/// Appends one entry and reads it back by its id.
+async fn there_and_back(env: &Env, fields: Fields) -> TestResult {
+    let stream = env.stream("orders");
+    let ids = env.backend.append(&stream, std::slice::from_ref(&fields), KEEP).await?;
+    let [id] = ids[..] else { panic!("expected one id, found {ids:?}") };
+    let found = env.second.range(&stream, Range { from: id, to: id, ..Range::first(2) }).await?;
+    assert!(found == [Entry { id, fields }], "expected the entry unchanged, found {found:?}");
+    Ok(())
+}
+
+pub async fn ids_grow_within_a_call_and_over_calls(env: Env) -> TestResult {
+    let stream = env.stream("orders");
+    let mut all = Vec::new();
+    for count in [1, 3, 100, 1] {
+        let ids = env.backend.append(&stream, &numbers(count), KEEP).await?;
+        assert_eq!(ids.len(), count, "one id for each entry");
+        all.extend(ids);
+    }
+    assert!(all.is_sorted_by(|a, b| a < b), "expected ids that grow, found {all:?}");
+    Ok(())
+}
+
+pub async fn ids_grow_over_two_connections(env: Env) -> TestResult {
+    let stream = env.stream("orders");
+    let mut all = Vec::new();
+    for _ in 0..10 {
+        for backend in [&env.backend, &env.second] {
+            all.extend(backend.append(&stream, &numbers(1), KEEP).await?);
+        }
+    }
+    assert!(all.is_sorted_by(|a, b| a < b), "expected ids that grow, found {all:?}");
+    Ok(())
+}
+
+pub async fn ids_go_on_growing_after_the_newest_entry_was_deleted(env: Env) -> TestResult {
+    let stream = env.stream("orders");
+    let ids = env.backend.append(&stream, &numbers(3), KEEP).await?;
+    env.second.delete_entries(&stream, &ids).await?;
+
+    let next = env.backend.append(&stream, &numbers(1), KEEP).await?;
+
+    assert!(next[0] > ids[2], "expected an id after {}, found {}", ids[2], next[0]);
+    Ok(())
+}
+
+pub async fn an_id_carries_the_time_of_the_backends_clock(env: Env) -> TestResult {
+    let stream = env.stream("orders");
+    let before = env.second.now().await?.as_millis();
+    let ids = env.backend.append(&stream, &numbers(1), KEEP).await?;
+    let after = env.second.now().await?.as_millis();
+
+    let found = ids[0].ms;
+    assert!((before..=after).contains(&found), "expected {before} to {after}, found {found}");
+    Ok(())
+}
+
+pub async fn a_batch_keeps_its_order(env: Env) -> TestResult {
+    let stream = env.stream("orders");
+    let ids = env.backend.append(&stream, &numbers(500), KEEP).await?;
+
+    let expected: Vec<Entry> =
+        ids.into_iter().zip(numbers(500)).map(|(id, fields)| Entry { id, fields }).collect();
+    assert_eq!(contents(&*env.second, &stream).await?, expected);
+    Ok(())
+}
+
+pub async fn a_batch_of_the_largest_size_is_taken_whole(env: Env) -> TestResult {
+    let stream = env.stream("orders");
+    let ids = env.backend.append(&stream, &numbers(BATCH_MAX), KEEP).await?;
+    assert_eq!(ids.len(), BATCH_MAX, "one id for each entry");
+
+    let found: std::collections::HashMap<EntryId, Fields> =
+        contents(&*env.second, &stream).await?.into_iter().map(|e| (e.id, e.fields)).collect();
+    for (number, id) in ids.iter().enumerate() {
+        assert_eq!(found.get(id), Some(&numbered(number)), "the entry {id}");
+    }
+    Ok(())
+}
+
+pub async fn an_empty_batch_appends_nothing(env: Env) -> TestResult {
+    let stream = env.stream("orders");
+    assert_eq!(env.backend.append(&stream, &[], KEEP).await?, []);
+    assert_eq!(env.second.stats(&stream).await?, None, "no stream came into being");
+    Ok(())
+}
+
+pub async fn every_byte_value_survives_in_names_and_values(env: Env) -> TestResult {
+    let bytes: Bytes = (0..=u8::MAX).collect();
+    there_and_back(&env, Fields::new([(bytes.clone(), bytes)])).await
+}
+
+pub async fn empty_names_and_values_survive(env: Env) -> TestResult {
+    there_and_back(&env, Fields::new([("", ""), ("name", ""), ("", "value")])).await
+}
+
+pub async fn repeated_field_names_survive_in_order(env: Env) -> TestResult {
+    there_and_back(&env, Fields::new([("a", "2"), ("b", "x"), ("a", "1"), ("a", "2")])).await
+}
+
+pub async fn as_many_fields_as_allowed_survive(env: Env) -> TestResult {
+    let fields = (0..FIELDS_MAX).map(|field| (format!("f{field}"), field.to_string()));
+    there_and_back(&env, Fields::new(fields)).await
+}
+
+pub async fn an_entry_of_the_largest_size_survives(env: Env) -> TestResult {
+    let value: Vec<u8> = (0..ENTRY_BYTES_MAX - 1).map(|at| (at * 31 >> 3) as u8).collect();
+    there_and_back(&env, Fields::new([(Bytes::from_static(b"p"), Bytes::from(value))])).await
+}
+
+pub async fn streams_do_not_mix(env: Env) -> TestResult {
+    let streams = [env.stream("a"), env.stream("b"), env.stream_elsewhere("c")];
+    for (number, stream) in streams.iter().enumerate() {
+        env.second.append(stream, &[numbered(number)], KEEP).await?;
+    }
+    for (number, stream) in streams.iter().enumerate() {
+        assert_eq!(fields_in(&*env.backend, stream).await?, [numbered(number)], "{stream}");
+    }
+    Ok(())
+}
+
+pub async fn entries_appended_by_64_tasks_at_once_are_all_there(env: Env) -> TestResult {
+    const TASKS: usize = 64;
+    const EACH: usize = 10;
+    let stream = env.stream("orders");
+    let tasks = (0..TASKS).map(|task| {
+        let (backend, stream) = (Arc::clone(&env.backend), stream.clone());
+        tokio::spawn(async move { append_one_by_one(&*backend, &stream, task * EACH, EACH).await })
+    });
+    let mut expected = Vec::new();
+    for task in tasks.collect::<Vec<_>>() {
+        let ids = task.await??;
+        assert!(ids.is_sorted_by(|a, b| a.0 < b.0), "expected ids that grow, found {ids:?}");
+        expected.extend(ids);
+    }
+    assert_eq!(expected.iter().map(|(id, _)| id).collect::<HashSet<_>>().len(), TASKS * EACH);
+    expected.sort();
+
+    let found = contents(&*env.second, &stream).await?;
+    if !env.is_faulty() {
+        assert_eq!(found.len(), TASKS * EACH, "nothing was doubled");
+    }
+    let found: HashSet<(EntryId, String)> =
+        found.into_iter().map(|entry| (entry.id, format!("{:?}", entry.fields))).collect();
+    for (id, number) in expected {
+        let entry = (id, format!("{:?}", numbered(number)));
+        assert!(found.contains(&entry), "expected {entry:?} in the stream, found it not");
+    }
+    Ok(())
+}
+
+async fn append_one_by_one(
+    backend: &dyn crate::Backend,
+    stream: &StreamName,
+    first: usize,
+    count: usize,
+) -> crate::Result<Vec<(EntryId, usize)>> {
+    let mut ids = Vec::new();
+    for number in first..first + count {
+        let new = backend.append(stream, &[numbered(number)], KEEP).await?;
+        ids.extend(new.into_iter().map(|id| (id, number)));
+    }
+    Ok(ids)
+}

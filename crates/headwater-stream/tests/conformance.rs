@@ -1,0 +1,139 @@
+//! The conformance suite on every backend there is, in five set-ups.
+#![cfg(all(feature = "conformance", any(feature = "embedded", feature = "redis")))]
+
+use std::sync::Arc;
+
+use headwater_stream::conformance::{Env, TestResult};
+use headwater_stream::{Backend, Options, conformance_suite, connect};
+
+async fn open(url: &str) -> TestResult<Arc<dyn Backend>> {
+    Ok(connect(url, &Options::default()).await?)
+}
+
+/// An error of the testkit, as the suite knows errors.
+#[cfg(feature = "redis")]
+fn testkit<T>(answer: anyhow::Result<T>) -> TestResult<T> {
+    Ok(answer.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
+}
+
+#[cfg(feature = "embedded")]
+mod embedded_memory {
+    use super::*;
+
+    async fn setup() -> TestResult<Env> {
+        let backend = open("embedded:memory").await?;
+        Ok(Env::new(Arc::clone(&backend), backend))
+    }
+
+    conformance_suite!(setup());
+}
+
+#[cfg(feature = "embedded")]
+mod embedded_directory {
+    use super::*;
+
+    async fn setup() -> TestResult<Env> {
+        let directory = tempfile::tempdir()?;
+        let backend = open(&format!("embedded:{}", directory.path().display())).await?;
+        Ok(Env::new(Arc::clone(&backend), backend).keep(directory))
+    }
+
+    conformance_suite!(setup());
+}
+
+#[cfg(feature = "redis")]
+mod redis {
+    use headwater_testkit::Redis;
+
+    use super::*;
+
+    async fn setup() -> TestResult<Env> {
+        let redis = testkit(Redis::shared())?;
+        let url = redis.url();
+        Ok(Env::new(open(&url).await?, open(&url).await?).keep(redis))
+    }
+
+    conformance_suite!(setup());
+}
+
+#[cfg(feature = "redis")]
+mod redis_cluster {
+    use headwater_testkit::Cluster;
+
+    use super::*;
+
+    async fn setup() -> TestResult<Env> {
+        let cluster = testkit(Cluster::shared())?;
+        let url = cluster.url();
+        Ok(Env::new(open(&url).await?, open(&url).await?).keep(cluster))
+    }
+
+    conformance_suite!(setup());
+}
+
+/// Each test has a proxy of its own that loses replies and cuts connections: some at random, and one before every few
+/// calls. The seed is printed; `HEADWATER_FAULT_SEED` sets it.
+#[cfg(feature = "redis")]
+mod redis_faulty {
+    use std::env;
+    use std::hash::{BuildHasher, RandomState};
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use headwater_stream::conformance::Retrying;
+    use headwater_testkit::{Proxy, Redis};
+
+    use super::*;
+
+    /// One call in so many meets a dropped reply or a cut connection.
+    const FAULT_EVERY: u64 = 6;
+
+    async fn setup() -> TestResult<Env> {
+        let seed = match env::var("HEADWATER_FAULT_SEED") {
+            Ok(seed) => seed.parse()?,
+            Err(_) => RandomState::new().hash_one(std::process::id()) >> 32,
+        };
+        println!("HEADWATER_FAULT_SEED={seed}");
+        let redis = testkit(Redis::shared())?;
+        let proxy = Arc::new(testkit(Proxy::flaky(redis.addr(), seed))?);
+        let second = open(&redis.url()).await?;
+        let raw = open_in_spite_of_faults(&redis.url_at(proxy.addr())).await?;
+
+        let disturbed = Arc::clone(&proxy);
+        let random = AtomicU64::new(seed);
+        let before = move || disturb(&disturbed, next(&random));
+        let backend = Arc::new(Retrying::new(Arc::clone(&raw), before));
+        let counted = Arc::clone(&proxy);
+        let faults = move || counted.faults();
+        Ok(Env::faulty(backend, second, raw, faults).keep(proxy).keep(redis))
+    }
+
+    async fn open_in_spite_of_faults(url: &str) -> TestResult<Arc<dyn Backend>> {
+        for _ in 0..20 {
+            if let Ok(backend) = open(url).await {
+                return Ok(backend);
+            }
+        }
+        open(url).await
+    }
+
+    fn disturb(proxy: &Proxy, random: u64) {
+        if random.is_multiple_of(FAULT_EVERY) {
+            let order = match random / FAULT_EVERY % 3 {
+                0 => proxy.drop_reply(),
+                1 => proxy.drop_after((random / 64 % 200) as usize),
+                _ => proxy.cut_once(),
+            };
+            order.expect("the proxy runs as long as the test");
+        }
+    }
+
+    /// SplitMix64: every number comes from its place in the sequence, so tasks may share it.
+    fn next(state: &AtomicU64) -> u64 {
+        let mut z = state.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    conformance_suite!(setup(), faulty);
+}
