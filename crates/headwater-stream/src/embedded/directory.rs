@@ -1,0 +1,104 @@
+//! The directory of a durable backend: which files there are, and who may use it.
+//!
+//! `lock` is held by the process that has the directory open. `00000001.log` and so on are the log;
+//! `snapshot-00000007` stands for all that the log held before `00000007.log`. Files with other names are left alone.
+
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Result, StreamError};
+
+/// A directory that this process alone has open, for as long as the lock lives.
+#[derive(Debug)]
+pub(super) struct Directory {
+    path: PathBuf,
+}
+
+/// The numbers of the files that were found, sorted.
+#[derive(Debug, Default)]
+pub(super) struct Listing {
+    pub(super) logs: Vec<u64>,
+    pub(super) snapshots: Vec<u64>,
+    /// Snapshots that were being written when the process ended.
+    pub(super) unfinished: Vec<PathBuf>,
+}
+
+impl Directory {
+    /// Creates the directory if it is missing, and locks it.
+    pub(super) fn open(path: &Path) -> Result<(Self, File)> {
+        let directory = Self { path: path.to_owned() };
+        let failed = |error| unavailable(path, "could not be opened", error);
+        if !path.is_dir() {
+            fs::create_dir_all(path).map_err(failed)?;
+            if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+                sync_directory(parent).map_err(failed)?;
+            }
+        }
+        let lock = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(path.join("lock"))
+            .map_err(failed)?;
+        match lock.try_lock() {
+            Ok(()) => Ok((directory, lock)),
+            Err(TryLockError::WouldBlock) => {
+                Err(StreamError::Locked { directory: path.display().to_string() })
+            }
+            Err(TryLockError::Error(error)) => Err(unavailable(path, "could not be locked", error)),
+        }
+    }
+
+    pub(super) fn log(&self, number: u64) -> PathBuf {
+        self.path.join(format!("{number:08}.log"))
+    }
+
+    pub(super) fn snapshot(&self, number: u64) -> PathBuf {
+        self.path.join(format!("snapshot-{number:08}"))
+    }
+
+    pub(super) fn unfinished_snapshot(&self, number: u64) -> PathBuf {
+        self.path.join(format!("snapshot-{number:08}.tmp"))
+    }
+
+    pub(super) fn list(&self) -> Result<Listing> {
+        let mut listing = Listing::default();
+        let failed = |error| unavailable(&self.path, "could not be listed", error);
+        for file in fs::read_dir(&self.path).map_err(failed)? {
+            let path = file.map_err(failed)?.path();
+            let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+            if let Some(number) = name.strip_suffix(".log").and_then(number) {
+                listing.logs.push(number);
+            } else if let Some(rest) = name.strip_prefix("snapshot-") {
+                if let Some(number) = number(rest) {
+                    listing.snapshots.push(number);
+                } else if rest.strip_suffix(".tmp").and_then(self::number).is_some() {
+                    listing.unfinished.push(path);
+                }
+            }
+        }
+        listing.logs.sort_unstable();
+        listing.snapshots.sort_unstable();
+        Ok(listing)
+    }
+
+    /// Makes the names of created, renamed and removed files durable.
+    pub(super) fn sync(&self) -> io::Result<()> {
+        sync_directory(&self.path)
+    }
+}
+
+fn sync_directory(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()
+}
+
+fn number(digits: &str) -> Option<u64> {
+    let is_ours = digits.len() >= 8 && digits.bytes().all(|byte| byte.is_ascii_digit());
+    is_ours.then(|| digits.parse().ok()).flatten()
+}
+
+/// An error about a file or directory, with its name.
+pub(super) fn unavailable(path: &Path, problem: &str, error: io::Error) -> StreamError {
+    StreamError::unavailable(format!("`{}` {problem}: {error}", path.display()), error)
+}

@@ -1,0 +1,376 @@
+//! The engine: the state behind one lock, the buffer of the log, and those who wait for something to happen.
+//!
+//! Upstream: every call, through [`Shared::change`] and [`Shared::look`]. Downstream: `state`, `log`, `writer`.
+//! Promises: a call decides and changes under the lock, in the order of the log; it returns when its effects, and all
+//! that its answer shows, are durable. So no answer tells of something that a crash could take back. Deliveries are
+//! different: they return when they are written, since losing one only means that the entry is delivered again.
+
+use std::fs::File;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+
+use super::codec;
+use super::effect::Effect;
+use super::hints::{Ears, Watchers};
+use super::log::{Log, closed};
+use super::segment::FRAME_HEADER_BYTES;
+use super::state::State;
+use crate::clock::{Clock, Timestamp};
+use crate::entry::EntryId;
+use crate::error::{Result, StreamError};
+use crate::leases::HintKind;
+
+/// When the buffer of the log holds this much, calls wait until it is written.
+const BUFFER_BYTES_MAX: usize = 64 * 1024 * 1024;
+
+/// What the calls and the threads of the log share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) clock: Arc<dyn Clock>,
+    /// The most bytes of memory that the state may take.
+    pub(super) max_bytes: u64,
+    call_deadline: Duration,
+    inner: Mutex<Inner>,
+    /// Signalled when the buffer is no longer empty, or the log shall stop.
+    pub(super) to_write: Condvar,
+    /// `None` in memory.
+    pub(super) log: Option<Arc<Log>>,
+}
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) state: State,
+    pub(super) watchers: Watchers,
+    pub(super) ears: Ears,
+    pub(super) buffer: Buffer,
+    pub(super) is_closed: bool,
+}
+
+/// What is not written yet.
+#[derive(Debug)]
+pub(super) struct Buffer {
+    /// Effects of all calls since the last write, behind room for the header of a frame.
+    pub(super) bytes: Vec<u8>,
+    /// The number of the newest commit.
+    pub(super) commit: u64,
+    /// The newest commit that an answer may not show before it is durable.
+    pub(super) must: u64,
+    pub(super) is_stopping: bool,
+}
+
+/// When a change is done, from the caller's point of view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Until {
+    /// When it cannot be lost.
+    Durable,
+    /// When it survives the process: enough for what only says who works on what.
+    Written,
+}
+
+impl Buffer {
+    pub(super) fn empty() -> Vec<u8> {
+        vec![0; FRAME_HEADER_BYTES]
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.bytes.len() == FRAME_HEADER_BYTES
+    }
+}
+
+/// A call that changes something, under the lock.
+pub(super) struct Change<'a> {
+    pub(super) now: Timestamp,
+    pub(super) max_bytes: u64,
+    inner: &'a mut Inner,
+    log: Option<&'a Log>,
+    commit: u64,
+    /// How long the buffer was before.
+    began_at: usize,
+    woken: Vec<Arc<Notify>>,
+    /// The commit that must be durable before the answer may be seen.
+    pub(super) shows: u64,
+}
+
+impl Change<'_> {
+    pub(super) fn state(&self) -> &State {
+        &self.inner.state
+    }
+
+    /// Carries out one effect and puts it into the log.
+    pub(super) fn apply(&mut self, effect: &Effect<'_>) {
+        self.inner.state.apply(effect).expect("an effect fits the state it was decided on");
+        if self.log.is_some() {
+            codec::encode(effect, &mut self.inner.buffer.bytes);
+        }
+        match effect {
+            Effect::Append { stream, first, .. } => {
+                self.note_commit(stream, *first);
+                self.wake(stream);
+            }
+            Effect::RemoveGroup { stream: name, .. }
+            | Effect::Remove { name }
+            | Effect::PutAside { delays: name, .. } => self.wake(name),
+            _ => {}
+        }
+    }
+
+    /// The number of this commit; 0 if nothing has changed so far.
+    pub(super) fn commit(&self) -> u64 {
+        match self.log {
+            Some(_) if self.inner.buffer.bytes.len() > self.began_at => self.commit,
+            _ => 0,
+        }
+    }
+
+    /// Remembers which commit brought entries into a stream.
+    pub(super) fn note_commit(&mut self, stream: &str, first: EntryId) {
+        if let Some(log) = self.log {
+            self.inner.state.note_commit(stream, first, self.commit, log.durable());
+        }
+    }
+
+    /// Wakes those who wait for something to happen to this name.
+    pub(super) fn wake(&mut self, name: &str) {
+        self.woken.extend(self.inner.watchers.of(name).iter().cloned());
+    }
+
+    /// A consumer did something.
+    pub(super) fn saw(&mut self, stream: &str, group: &str, consumer: &str) {
+        self.inner.state.saw(stream, group, consumer, self.now);
+    }
+
+    /// Makes a name free if the time of what it stood for is over.
+    pub(super) fn vacate(&mut self, name: &str) {
+        if self.inner.state.has_ended(name, self.now) {
+            self.apply(&Effect::Remove { name });
+        }
+    }
+
+    /// Ends leases whose time is over, and tells those who watch.
+    pub(super) fn end_leases(&mut self) {
+        while let Some(lease) = self.inner.state.ended_lease(self.now) {
+            self.apply(&Effect::Remove { name: lease.as_str() });
+            self.inner.ears.tell(&lease, HintKind::Expired);
+        }
+    }
+
+    pub(super) fn ears(&mut self) -> &mut Ears {
+        &mut self.inner.ears
+    }
+
+    pub(super) fn watchers(&mut self) -> &mut Watchers {
+        &mut self.inner.watchers
+    }
+
+    /// Fails with `Full` if the memory has no room for this many bytes more than now.
+    pub(super) fn room_for(&self, bytes: u64) -> Result<()> {
+        let taken = self.state().bytes();
+        if bytes == 0 || taken.saturating_add(bytes) <= self.max_bytes {
+            return Ok(());
+        }
+        Err(StreamError::Full {
+            problem: format!(
+                "{bytes} bytes more than the {taken} there are would exceed max_bytes, which is {}",
+                self.max_bytes
+            ),
+        })
+    }
+}
+
+/// A call that changes nothing, under the lock.
+pub(super) struct Look<'a> {
+    pub(super) now: Timestamp,
+    pub(super) state: &'a State,
+    /// The commit that must be durable before the answer may be seen.
+    pub(super) shows: u64,
+}
+
+impl Shared {
+    pub(super) fn new(
+        clock: Arc<dyn Clock>,
+        max_bytes: u64,
+        call_deadline: Duration,
+        state: State,
+        log: Option<Arc<Log>>,
+    ) -> Self {
+        let buffer = Buffer { bytes: Buffer::empty(), commit: 0, must: 0, is_stopping: false };
+        let (watchers, ears) = Default::default();
+        let inner = Mutex::new(Inner { state, watchers, ears, buffer, is_closed: false });
+        Self { clock, max_bytes, call_deadline, inner, to_write: Condvar::new(), log }
+    }
+
+    /// Decides and changes under the lock, then waits until that is done.
+    ///
+    /// What `decide` returns as an error must have had no effect. If the future is dropped while it waits, the change
+    /// stands.
+    pub(super) async fn change<T>(
+        &self,
+        until: Until,
+        decide: impl FnOnce(&mut Change<'_>) -> Result<T>,
+    ) -> Result<T> {
+        self.room_in_buffer().await?;
+        let (answer, written, shows) = self.change_now(until, decide)?;
+        self.wait(written, shows).await?;
+        Ok(answer)
+    }
+
+    fn change_now<T>(
+        &self,
+        until: Until,
+        decide: impl FnOnce(&mut Change<'_>) -> Result<T>,
+    ) -> Result<(T, u64, u64)> {
+        let mut guard = self.lock()?;
+        let inner = &mut *guard;
+        let now = self.clock.now();
+        let (was_empty, before) = (inner.buffer.is_empty(), inner.buffer.bytes.len());
+        let (commit, must) = (inner.buffer.commit + 1, inner.buffer.must);
+        let log = self.log.as_deref();
+        let (max_bytes, woken) = (self.max_bytes, Vec::new());
+        let mut change = Change {
+            now,
+            max_bytes,
+            inner: &mut *inner,
+            log,
+            commit,
+            began_at: before,
+            woken,
+            shows: must,
+        };
+        let answer = decide(&mut change);
+        let (woken, mut shows) = (change.woken, change.shows);
+        let mut written = 0;
+        if inner.buffer.bytes.len() > before {
+            inner.buffer.commit = commit;
+            written = commit;
+            if until == Until::Durable {
+                inner.buffer.must = commit;
+                shows = commit;
+            }
+        }
+        drop(guard);
+        if was_empty && written > 0 {
+            self.to_write.notify_one();
+        }
+        woken.iter().for_each(|waiting| waiting.notify_one());
+        Ok((answer?, written, shows))
+    }
+
+    /// Decides and changes under the lock without waiting. The caller waits where it hands out what it got.
+    pub(super) fn deliver<T>(
+        &self,
+        decide: impl FnOnce(&mut Change<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let (answer, ..) = self.change_now(Until::Written, decide)?;
+        Ok(answer)
+    }
+
+    /// Looks at the state under the lock, then waits until what was seen is durable.
+    pub(super) async fn look<T>(&self, look: impl FnOnce(&mut Look<'_>) -> Result<T>) -> Result<T> {
+        let (answer, shows) = {
+            let guard = self.lock()?;
+            let (now, state, shows) = (self.clock.now(), &guard.state, guard.buffer.must);
+            let mut view = Look { now, state, shows };
+            (look(&mut view)?, view.shows)
+        };
+        self.wait(0, shows).await?;
+        Ok(answer)
+    }
+
+    /// Waits until one commit is written and another is durable. Cancel-safe.
+    pub(super) async fn wait(&self, written: u64, durable: u64) -> Result<()> {
+        match &self.log {
+            Some(log) => log.wait(written, durable, self.call_deadline).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Waits while the buffer is full, so that a slow disk does not fill the memory.
+    async fn room_in_buffer(&self) -> Result<()> {
+        loop {
+            let full_at = {
+                let inner = self.lock()?;
+                (inner.buffer.bytes.len() > BUFFER_BYTES_MAX).then_some(inner.buffer.commit)
+            };
+            match full_at {
+                Some(commit) => self.wait(commit, 0).await?,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Fails if the backend is closed or broken.
+    pub(super) fn ensure_open(&self) -> Result<()> {
+        self.lock().map(drop)
+    }
+
+    /// The lock, unless the backend is closed or broken.
+    pub(super) fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
+        if let Some(failure) = self.log.as_ref().and_then(|log| log.failure()) {
+            return Err(failure);
+        }
+        let inner = self.inner.lock().map_err(|_| StreamError::Unavailable {
+            problem: "an earlier call panicked and left the state unknown".to_owned(),
+            source: None,
+        })?;
+        if inner.is_closed { Err(closed()) } else { Ok(inner) }
+    }
+
+    /// The lock for the writer; `None` if a call panicked, since half of its effects must not reach the log.
+    pub(super) fn lock_for_writing(&self) -> Option<MutexGuard<'_, Inner>> {
+        self.inner.lock().ok()
+    }
+
+    /// The lock for those who only clean up, whatever the state is.
+    pub(super) fn lock_anyway(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The engine with its threads. They end, and the directory is free, when it is closed or dropped.
+#[derive(Debug)]
+pub(super) struct Engine {
+    pub(super) shared: Arc<Shared>,
+    running: Mutex<Option<Running>>,
+}
+
+/// What ends with the engine.
+#[derive(Debug)]
+pub(super) struct Running {
+    pub(super) threads: Vec<JoinHandle<()>>,
+    /// The lock on the directory, given back after the last thread has ended.
+    pub(super) lock: File,
+}
+
+impl Engine {
+    pub(super) fn new(shared: Arc<Shared>, running: Option<Running>) -> Self {
+        Self { shared, running: Mutex::new(running) }
+    }
+
+    /// Accepts no more calls, writes what is left and ends the threads. Blocks.
+    pub(super) fn stop(&self) {
+        {
+            let mut inner = self.shared.lock_anyway();
+            inner.is_closed = true;
+            inner.buffer.is_stopping = true;
+            inner.watchers.wake_all();
+        }
+        self.shared.to_write.notify_all();
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(Running { threads, lock }) = running {
+            for thread in threads {
+                // A thread that panicked has said so in the log's failure.
+                let _ = thread.join();
+            }
+            drop(lock);
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

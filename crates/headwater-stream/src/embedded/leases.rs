@@ -1,0 +1,191 @@
+//! The calls of [`Leases`].
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::Embedded;
+use super::effect::Effect;
+use super::engine::{Change, Engine, Until};
+use super::hints::Ear;
+use super::state::State;
+use super::state::lease_book::Lease;
+use crate::check;
+use crate::clock::Timestamp;
+use crate::error::{Result, StreamError};
+use crate::leases::{
+    Acquire, Epoch, Fence, HintKind, LeaseHint, LeaseInfo, LeaseWatch, Leases, Renewal, WatchMode,
+};
+use crate::name::{HolderName, LeaseName};
+
+#[async_trait]
+impl Leases for Embedded {
+    async fn acquire(
+        &self,
+        lease: &LeaseName,
+        holder: &HolderName,
+        ttl: Duration,
+    ) -> Result<Acquire> {
+        check::lease_ttl(ttl)?;
+        let acquire = self.shared().change(Until::Durable, |change| {
+            change.end_leases();
+            let held = change.state().lease(lease.as_str(), change.now)?;
+            let epoch = match held {
+                Some(held) if held.holder == *holder => held.epoch,
+                Some(held) => {
+                    let remaining = held.until.since(change.now);
+                    return Ok(Acquire::Held { by: held.holder.clone(), remaining });
+                }
+                None => next_epoch(change.state(), lease, change.now),
+            };
+            change.vacate(lease.as_str());
+            hold(change, lease, holder, epoch, ttl);
+            Ok(Acquire::Won(Epoch(epoch)))
+        });
+        acquire.await
+    }
+
+    async fn renew(
+        &self,
+        holder: &HolderName,
+        leases: &[Fence],
+        ttl: Duration,
+    ) -> Result<Vec<Renewal>> {
+        check::renew(leases, ttl)?;
+        // A renewal that a power failure takes back belonged to a process that is gone, too.
+        let renew = self.shared().change(Until::Written, |change| {
+            change.end_leases();
+            let held = held_by(change, holder, leases)?;
+            let mut renewals = Vec::with_capacity(leases.len());
+            for (fence, is_held) in leases.iter().zip(held) {
+                if is_held {
+                    hold(change, &fence.lease, holder, fence.epoch.0, ttl);
+                }
+                renewals.push(if is_held { Renewal::Kept } else { Renewal::Lost });
+            }
+            Ok(renewals)
+        });
+        renew.await
+    }
+
+    async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize> {
+        check::leases(leases.len())?;
+        let release = self.shared().change(Until::Durable, |change| {
+            change.end_leases();
+            held_by(change, holder, leases)?;
+            let mut released = 0;
+            for fence in leases {
+                // Looked at one by one: a lease that is named twice is released once.
+                let held = change.state().lease(fence.lease.as_str(), change.now)?;
+                if held.is_some_and(|held| is_held(held, holder, fence)) {
+                    change.apply(&Effect::Remove { name: fence.lease.as_str() });
+                    change.ears().tell(&fence.lease, HintKind::Released);
+                    released += 1;
+                }
+            }
+            Ok(released)
+        });
+        release.await
+    }
+
+    async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>> {
+        check::leases(leases.len())?;
+        let look = self.shared().look(|look| {
+            let info = |held: &Lease| LeaseInfo {
+                holder: held.holder.clone(),
+                epoch: Epoch(held.epoch),
+                remaining: held.until.since(look.now),
+            };
+            let held = leases.iter().map(|lease| look.state.lease(lease.as_str(), look.now));
+            held.map(|held| Ok(held?.map(info))).collect()
+        });
+        look.await
+    }
+
+    async fn watch(&self, prefix: &str) -> Result<Box<dyn LeaseWatch>> {
+        let ear = self.shared().lock()?.ears.add(prefix);
+        Ok(Box::new(Watch { engine: Arc::clone(&self.engine), ear }))
+    }
+}
+
+/// Fails with `Fenced` unless the fence, if there is one, holds the newest epoch of its lease.
+pub(super) fn check_fence(state: &State, fence: Option<&Fence>, now: Timestamp) -> Result<()> {
+    let Some(Fence { lease, epoch }) = fence else { return Ok(()) };
+    state.lease(lease.as_str(), now)?;
+    if state.epochs.get(lease.as_str()) == Some(epoch.0) {
+        return Ok(());
+    }
+    Err(StreamError::Fenced { lease: lease.to_string(), epoch: epoch.0 })
+}
+
+fn next_epoch(state: &State, lease: &LeaseName, now: Timestamp) -> u64 {
+    let last = state.epochs.get(lease.as_str()).unwrap_or(0);
+    last.saturating_add(1).max(now.as_millis())
+}
+
+fn hold(
+    change: &mut Change<'_>,
+    lease: &LeaseName,
+    holder: &HolderName,
+    epoch: u64,
+    ttl: Duration,
+) {
+    let (at, until) = (change.now, change.now.after(ttl));
+    let is_next = change.state().next_lease_end().is_none_or(|next| until < next);
+    let (lease, holder) = (lease.as_str(), holder.as_str());
+    change.apply(&Effect::Hold { lease, holder, epoch, until, at });
+    if is_next {
+        change.ears().wake_all();
+    }
+}
+
+fn is_held(held: &Lease, holder: &HolderName, fence: &Fence) -> bool {
+    held.holder == *holder && held.epoch == fence.epoch.0
+}
+
+/// Whether each lease is held; fails before anything has happened if a name is not that of a lease.
+fn held_by(change: &Change<'_>, holder: &HolderName, leases: &[Fence]) -> Result<Vec<bool>> {
+    let held = leases.iter().map(|fence| {
+        let held = change.state().lease(fence.lease.as_str(), change.now)?;
+        Ok(held.is_some_and(|held| is_held(held, holder, fence)))
+    });
+    held.collect()
+}
+
+struct Watch {
+    engine: Arc<Engine>,
+    ear: Arc<Ear>,
+}
+
+#[async_trait]
+impl LeaseWatch for Watch {
+    fn mode(&self) -> &WatchMode {
+        &WatchMode::All
+    }
+
+    async fn next(&mut self) -> LeaseHint {
+        let shared = &self.engine.shared;
+        loop {
+            if let Some(hint) = self.ear.take() {
+                return hint;
+            }
+            let ends = shared.deliver(|change| {
+                change.end_leases();
+                let next = change.state().next_lease_end();
+                Ok(next.map(|end| end.since(change.now)))
+            });
+            let end = async {
+                match ends {
+                    Ok(Some(wait)) => shared.clock.sleep(wait).await,
+                    // Nothing ends, or the backend is closed and nothing ever will.
+                    Ok(None) | Err(_) => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = self.ear.told.notified() => {}
+                () = end => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! The calls of [`Registry`].
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::Embedded;
+use super::effect::Effect;
+use super::engine::{Change, Until};
+use super::state::{PER_ITEM_BYTES, field_bytes};
+use crate::check;
+use crate::error::Result;
+use crate::name::{MapName, SetName};
+use crate::registry::{Registry, RegistryMap};
+
+#[async_trait]
+impl Registry for Embedded {
+    async fn set_add(
+        &self,
+        set: &SetName,
+        members: &[&str],
+        ttl: Option<Duration>,
+    ) -> Result<usize> {
+        check::members(members, ttl)?;
+        let add = self.shared().change(Until::Durable, |change| {
+            let found = change.state().set(set.as_str(), change.now)?;
+            if members.is_empty() && found.is_none() {
+                return Ok(0);
+            }
+            let is_new = |member: &&str| found.is_none_or(|set| !set.members.contains(*member));
+            let new: HashSet<&str> = members.iter().copied().filter(is_new).collect();
+            let count = new.len();
+            change.room_for(new.iter().map(|new| new.len() as u64 + PER_ITEM_BYTES).sum())?;
+            if count > 0 || ttl.is_some() {
+                change.vacate(set.as_str());
+                let until = ttl.map(|ttl| change.now.after(ttl));
+                let (set, members, at) = (set.as_str(), new.into_iter().collect(), change.now);
+                change.apply(&Effect::AddMembers { set, members, until, at });
+            }
+            Ok(count)
+        });
+        add.await
+    }
+
+    async fn set_remove(&self, set: &SetName, members: &[&str]) -> Result<usize> {
+        check::members(members, None)?;
+        let remove = self.shared().change(Until::Durable, |change| {
+            let Some(found) = change.state().set(set.as_str(), change.now)? else { return Ok(0) };
+            let is_member = |member: &&str| found.members.contains(*member);
+            let there: HashSet<&str> = members.iter().copied().filter(is_member).collect();
+            let count = there.len();
+            if count > 0 {
+                let (set, members) = (set.as_str(), there.into_iter().collect());
+                change.apply(&Effect::RemoveMembers { set, members });
+            }
+            Ok(count)
+        });
+        remove.await
+    }
+
+    async fn set_members(&self, set: &SetName) -> Result<Vec<String>> {
+        let look = self.shared().look(|look| {
+            let found = look.state.set(set.as_str(), look.now)?;
+            let members = found.into_iter().flat_map(|set| &set.members);
+            Ok(members.map(|member| member.to_string()).collect())
+        });
+        look.await
+    }
+
+    async fn set_contains(&self, set: &SetName, members: &[&str]) -> Result<Vec<bool>> {
+        check::members(members, None)?;
+        let look = self.shared().look(|look| {
+            let found = look.state.set(set.as_str(), look.now)?;
+            let is_member = |member: &&str| found.is_some_and(|set| set.members.contains(*member));
+            Ok(members.iter().map(is_member).collect())
+        });
+        look.await
+    }
+
+    async fn map_create(&self, map: &MapName, fields: &RegistryMap) -> Result<bool> {
+        check::map(fields)?;
+        let create = self.shared().change(Until::Durable, |change| {
+            if change.state().map(map.as_str(), change.now)?.is_some() {
+                return Ok(false);
+            }
+            put_fields(change, map, fields)?;
+            Ok(true)
+        });
+        create.await
+    }
+
+    async fn map_update(
+        &self,
+        map: &MapName,
+        expect: Option<(&str, &[u8])>,
+        fields: &RegistryMap,
+    ) -> Result<bool> {
+        check::map(fields)?;
+        let update = self.shared().change(Until::Durable, |change| {
+            let Some(found) = change.state().map(map.as_str(), change.now)? else {
+                return Ok(false);
+            };
+            let as_expected = expect
+                .is_none_or(|(field, value)| found.get(field).is_some_and(|found| found == value));
+            if as_expected {
+                put_fields(change, map, fields)?;
+            }
+            Ok(as_expected)
+        });
+        update.await
+    }
+
+    async fn map_get(&self, map: &MapName) -> Result<Option<RegistryMap>> {
+        let look = self.shared().look(|look| Ok(look.state.map(map.as_str(), look.now)?.cloned()));
+        look.await
+    }
+
+    async fn map_delete(&self, map: &MapName) -> Result<bool> {
+        let delete = self.shared().change(Until::Durable, |change| {
+            let exists = change.state().map(map.as_str(), change.now)?.is_some();
+            if exists {
+                change.apply(&Effect::Remove { name: map.as_str() });
+            }
+            Ok(exists)
+        });
+        delete.await
+    }
+}
+
+fn put_fields(change: &mut Change<'_>, map: &MapName, fields: &RegistryMap) -> Result<()> {
+    let found = change.state().map(map.as_str(), change.now)?;
+    let more = |(name, value): (&String, &bytes::Bytes)| {
+        let old = found.and_then(|map| map.get(name)).map_or(0, |old| field_bytes(name, old));
+        field_bytes(name, value).saturating_sub(old)
+    };
+    change.room_for(fields.iter().map(more).sum())?;
+    change.vacate(map.as_str());
+    let fields = fields.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
+    change.apply(&Effect::PutFields { map: map.as_str(), fields });
+    Ok(())
+}

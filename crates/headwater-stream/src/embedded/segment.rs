@@ -1,0 +1,222 @@
+//! The files of the log: a header, then frames.
+//!
+//! A frame holds the effects of one or more calls and is whole or void. Its header has a checksum of its own that
+//! covers the number of the file and the place in it, so bytes that merely look like a frame (a log file that somebody
+//! sent as a payload) are not taken for one.
+//!
+//! Every frame also says up to where the file was synced when the frame was written. That tells an unfinished write
+//! from damage: behind a power failure, frames that were never synced may be missing or torn in any order, but nothing
+//! that a later frame calls synced may be.
+//! Not here: what the effects mean (see `codec`), which files there are (see `directory`).
+
+use std::fs::File;
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::path::Path;
+
+/// The version of this format.
+const VERSION: u32 = 1;
+pub(super) const FILE_HEADER_BYTES: usize = 24;
+pub(super) const FRAME_HEADER_BYTES: usize = 24;
+const FRAME_MAGIC: [u8; 4] = *b"\xF5HWf";
+
+/// The largest frame: a full buffer and the largest call on top of it.
+pub(super) const FRAME_BYTES_MAX: usize = 768 * 1024 * 1024;
+
+/// What a file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Log,
+    Snapshot,
+}
+
+impl Kind {
+    fn magic(self) -> [u8; 8] {
+        match self {
+            Self::Log => *b"HEADWLOG",
+            Self::Snapshot => *b"HEADWSNP",
+        }
+    }
+}
+
+/// Why a file cannot be read.
+#[derive(Debug)]
+pub(super) enum Unreadable {
+    /// The bytes from this place on are not what was written.
+    Damaged {
+        offset: u64,
+        problem: String,
+    },
+    /// The file is of another version.
+    Version(u32),
+    /// The file is shorter than its header: it was being created.
+    Unborn,
+    Io(io::Error),
+}
+
+impl From<io::Error> for Unreadable {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+pub(super) fn file_header(kind: Kind, number: u64) -> [u8; FILE_HEADER_BYTES] {
+    let mut header = [0; FILE_HEADER_BYTES];
+    header[..8].copy_from_slice(&kind.magic());
+    header[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    header[12..20].copy_from_slice(&number.to_le_bytes());
+    let checksum = crc32fast::hash(&header[..20]);
+    header[20..].copy_from_slice(&checksum.to_le_bytes());
+    header
+}
+
+/// Fills in the header of a frame: its first bytes, in front of what it holds.
+pub(super) fn seal_frame(frame: &mut [u8], number: u64, offset: u64, synced: u64) {
+    let (header, payload) = frame.split_at_mut(FRAME_HEADER_BYTES);
+    let length = u32::try_from(payload.len()).expect("a frame is bounded by the buffer");
+    header[..4].copy_from_slice(&FRAME_MAGIC);
+    header[4..8].copy_from_slice(&length.to_le_bytes());
+    header[8..16].copy_from_slice(&synced.to_le_bytes());
+    header[16..20].copy_from_slice(&crc32fast::hash(payload).to_le_bytes());
+    let checksum = header_checksum(&header[..20], number, offset);
+    header[20..].copy_from_slice(&checksum.to_le_bytes());
+}
+
+fn header_checksum(header: &[u8], number: u64, offset: u64) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&number.to_le_bytes());
+    hasher.update(&offset.to_le_bytes());
+    hasher.update(header);
+    hasher.finalize()
+}
+
+struct FrameHeader {
+    length: u64,
+    synced: u64,
+    checksum: u32,
+}
+
+impl FrameHeader {
+    fn parse(bytes: &[u8; FRAME_HEADER_BYTES], number: u64, offset: u64) -> Option<Self> {
+        let is_ours = bytes[..4] == FRAME_MAGIC
+            && u32_at(bytes, 20) == header_checksum(&bytes[..20], number, offset);
+        is_ours.then(|| Self {
+            length: u64::from(u32_at(bytes, 4)),
+            synced: u64_at(bytes, 8),
+            checksum: u32_at(bytes, 16),
+        })
+    }
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(std::array::from_fn(|index| bytes[at + index]))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]))
+}
+
+/// Reads the frames of one file in order.
+#[derive(Debug)]
+pub(super) struct FrameReader {
+    file: BufReader<File>,
+    number: u64,
+    offset: u64,
+    length: u64,
+}
+
+impl FrameReader {
+    /// Opens a file and checks its header.
+    pub(super) fn open(path: &Path, kind: Kind, number: u64) -> Result<Self, Unreadable> {
+        let file = File::open(path)?;
+        let length = file.metadata()?.len();
+        if length < FILE_HEADER_BYTES as u64 {
+            return Err(Unreadable::Unborn);
+        }
+        let mut file = BufReader::with_capacity(256 * 1024, file);
+        let mut header = [0; FILE_HEADER_BYTES];
+        file.read_exact(&mut header)?;
+        let damaged = |offset, problem: String| Err(Unreadable::Damaged { offset, problem });
+        if header[..8] != kind.magic() {
+            return damaged(0, "it does not begin like a file of Headwater".to_owned());
+        }
+        if u32_at(&header, 20) != crc32fast::hash(&header[..20]) {
+            return damaged(0, "the checksum of its header does not match".to_owned());
+        }
+        if u32_at(&header, 8) != VERSION {
+            return Err(Unreadable::Version(u32_at(&header, 8)));
+        }
+        if u64_at(&header, 12) != number {
+            return damaged(0, format!("it is number {} by its header", u64_at(&header, 12)));
+        }
+        Ok(Self { file, number, offset: FILE_HEADER_BYTES as u64, length })
+    }
+
+    /// Where the next frame begins.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How long the file is.
+    pub(super) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Reads the next frame into `payload`. Returns `false` at the end.
+    pub(super) fn next(&mut self, payload: &mut Vec<u8>) -> Result<bool, Unreadable> {
+        let damaged = |problem: &str| Unreadable::Damaged {
+            offset: self.offset,
+            problem: problem.to_owned(),
+        };
+        let left = self.length - self.offset;
+        if left == 0 {
+            return Ok(false);
+        }
+        if left < FRAME_HEADER_BYTES as u64 {
+            return Err(damaged("the file ends within the header of a frame"));
+        }
+        let mut header = [0; FRAME_HEADER_BYTES];
+        self.file.read_exact(&mut header)?;
+        let Some(header) = FrameHeader::parse(&header, self.number, self.offset) else {
+            return Err(damaged("this is not the header of a frame"));
+        };
+        let length = header.length as usize;
+        // Checked before anything is reserved for it.
+        if header.length > left - FRAME_HEADER_BYTES as u64 {
+            return Err(damaged("the file ends within a frame"));
+        }
+        if length > FRAME_BYTES_MAX {
+            return Err(damaged("a frame is longer than any frame can be"));
+        }
+        payload.resize(length, 0);
+        self.file.read_exact(payload)?;
+        if crc32fast::hash(payload) != header.checksum {
+            return Err(damaged("the checksum of a frame does not match"));
+        }
+        self.offset += (FRAME_HEADER_BYTES + length) as u64;
+        Ok(true)
+    }
+
+    /// Looks behind a damaged place for a frame that calls that place synced, and returns where it is.
+    pub(super) fn synced_evidence(mut self) -> io::Result<Option<u64>> {
+        const STEP: usize = 1024 * 1024;
+        let damaged_at = self.offset;
+        let mut offset = damaged_at + 1;
+        let mut window = Vec::new();
+        while offset + FRAME_HEADER_BYTES as u64 <= self.length {
+            window.clear();
+            self.file.seek(SeekFrom::Start(offset))?;
+            self.file.by_ref().take((STEP + FRAME_HEADER_BYTES) as u64).read_to_end(&mut window)?;
+            let candidates = window.windows(FRAME_HEADER_BYTES).zip(offset..);
+            for (bytes, at) in candidates.filter(|(bytes, _)| bytes[..4] == FRAME_MAGIC) {
+                let header = std::array::from_fn(|index| bytes[index]);
+                if FrameHeader::parse(&header, self.number, at)
+                    .is_some_and(|header| header.synced > damaged_at)
+                {
+                    return Ok(Some(at));
+                }
+            }
+            offset += STEP as u64;
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,197 @@
+//! A snapshot: the whole state as effects that build it, in one file.
+//!
+//! It is written beside the log while the log goes on, and takes the place of all log before it.
+//! Promises: under its final name it is whole and durable. A crash at any point leaves either the old files or the new.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::mem;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::codec;
+use super::directory::Directory;
+use super::effect::Effect;
+use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, Kind, file_header, seal_frame};
+use super::state::stream::Stream;
+use super::state::{State, Value};
+use crate::entry::EntryId;
+
+/// A frame is closed when it holds this many bytes.
+const FRAME_BYTES: usize = 1024 * 1024;
+/// Items of a list that go into one effect.
+const ITEMS_PER_EFFECT: usize = 256;
+
+/// Writes the snapshot that stands for all log before number `number`, then removes that log. Returns its size;
+/// `None` if `stop` said so before it was done.
+pub(super) fn write(
+    directory: &Directory,
+    number: u64,
+    state: &State,
+    stop: &AtomicBool,
+) -> io::Result<Option<u64>> {
+    let unfinished = directory.unfinished_snapshot(number);
+    let written = File::create(&unfinished).and_then(|file| {
+        let mut writer = SnapshotWriter::new(file, number, stop)?;
+        write_state(state, &mut writer)?;
+        writer.finish()
+    });
+    let bytes = match written {
+        Ok(bytes) => bytes,
+        Err(error) => {
+            // Half a snapshot is of no use to anybody; the next start would remove it, too.
+            let _ = fs::remove_file(&unfinished);
+            return match stop.load(Ordering::Relaxed) {
+                true => Ok(None),
+                false => Err(error),
+            };
+        }
+    };
+    fs::rename(&unfinished, directory.snapshot(number))?;
+    directory.sync()?;
+    remove_before(directory, number)?;
+    Ok(Some(bytes))
+}
+
+/// Removes the files that a durable snapshot replaces.
+fn remove_before(directory: &Directory, number: u64) -> io::Result<()> {
+    let listing = directory.list().map_err(io::Error::other)?;
+    for old in listing.snapshots.into_iter().filter(|old| *old < number) {
+        fs::remove_file(directory.snapshot(old))?;
+    }
+    // Oldest first: what is left after a crash in between has no gap.
+    for old in listing.logs.into_iter().filter(|old| *old < number) {
+        fs::remove_file(directory.log(old))?;
+    }
+    Ok(())
+}
+
+fn write_state(state: &State, to: &mut SnapshotWriter<'_>) -> io::Result<()> {
+    to.effect(&Effect::RestoreCounters { next_delay: state.next_delay })?;
+    for (lease, epoch, until) in state.epochs.iter() {
+        to.effect(&Effect::RestoreEpoch { lease, epoch, until })?;
+    }
+    for (name, value) in &state.names {
+        match value {
+            Value::Stream(stream) => write_stream(name, stream, to)?,
+            Value::Delays(delays) => {
+                for (due, id, waiting) in delays.iter() {
+                    let (to_stream, fields) = (waiting.to.as_str(), waiting.fields.clone());
+                    to.effect(&Effect::PutAside { delays: name, id, due, to: to_stream, fields })?;
+                }
+            }
+            Value::Map(map) => {
+                let fields = map.iter().map(|(name, value)| (name.as_str(), value.clone()));
+                for fields in fields.collect::<Vec<_>>().chunks(ITEMS_PER_EFFECT) {
+                    to.effect(&Effect::PutFields { map: name, fields: fields.to_vec() })?;
+                }
+            }
+            Value::Set(set) => {
+                let members: Vec<&str> = set.members.iter().map(|member| &**member).collect();
+                for members in members.chunks(ITEMS_PER_EFFECT) {
+                    let (members, at) = (members.to_vec(), Default::default());
+                    to.effect(&Effect::AddMembers { set: name, members, until: set.until, at })?;
+                }
+            }
+            Value::Lease(lease) => to.effect(&Effect::RestoreLease {
+                lease: name,
+                holder: lease.holder.as_str(),
+                epoch: lease.epoch,
+                until: lease.until,
+            })?,
+        }
+    }
+    for (scope, id, mark) in state.marks.iter() {
+        let (done, until, at) = (mark.done.clone(), mark.until, Default::default());
+        to.effect(&Effect::Mark { scope, id, done, until, at })?;
+    }
+    Ok(())
+}
+
+fn write_stream(name: &str, stream: &Stream, to: &mut SnapshotWriter<'_>) -> io::Result<()> {
+    to.effect(&Effect::RestoreStream { stream: name, last_id: stream.last_id })?;
+    let mut entries = Vec::new();
+    let mut bytes = 0;
+    for (id, fields) in stream.entries.from(EntryId::MIN) {
+        bytes += fields.bytes();
+        entries.push((*id, fields.clone()));
+        if entries.len() == ITEMS_PER_EFFECT || bytes >= FRAME_BYTES {
+            to.effect(&Effect::RestoreEntries { stream: name, entries: mem::take(&mut entries) })?;
+            bytes = 0;
+        }
+    }
+    to.effect(&Effect::RestoreEntries { stream: name, entries })?;
+    for (group_name, group) in &stream.groups {
+        let after = group.last_delivered;
+        to.effect(&Effect::CreateGroup { stream: name, group: group_name, after })?;
+        for (consumer_name, consumer) in &group.consumers {
+            let at = consumer.seen_at;
+            to.effect(&Effect::See {
+                stream: name,
+                group: group_name,
+                consumer: consumer_name,
+                at,
+            })?;
+            let pending: Vec<_> = consumer
+                .pending
+                .iter()
+                .filter_map(|id| Some((*id, group.pending.get(id)?)))
+                .map(|(id, delivered)| (id, delivered.at, delivered.deliveries))
+                .collect();
+            for pending in pending.chunks(ITEMS_PER_EFFECT) {
+                to.effect(&Effect::RestorePending {
+                    stream: name,
+                    group: group_name,
+                    consumer: consumer_name,
+                    pending: pending.to_vec(),
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+struct SnapshotWriter<'a> {
+    file: File,
+    number: u64,
+    offset: u64,
+    /// The frame that is being filled; its header is reserved in front.
+    frame: Vec<u8>,
+    stop: &'a AtomicBool,
+}
+
+impl<'a> SnapshotWriter<'a> {
+    fn new(mut file: File, number: u64, stop: &'a AtomicBool) -> io::Result<Self> {
+        file.write_all(&file_header(Kind::Snapshot, number))?;
+        let frame = vec![0; FRAME_HEADER_BYTES];
+        Ok(Self { file, number, offset: FILE_HEADER_BYTES as u64, frame, stop })
+    }
+
+    fn effect(&mut self, effect: &Effect<'_>) -> io::Result<()> {
+        codec::encode(effect, &mut self.frame);
+        if self.frame.len() < FRAME_BYTES {
+            return Ok(());
+        }
+        if self.stop.load(Ordering::Relaxed) {
+            return Err(io::Error::other("the backend is closing"));
+        }
+        self.write_frame()
+    }
+
+    fn write_frame(&mut self) -> io::Result<()> {
+        seal_frame(&mut self.frame, self.number, self.offset, 0);
+        self.file.write_all(&self.frame)?;
+        self.offset += self.frame.len() as u64;
+        self.frame.truncate(FRAME_HEADER_BYTES);
+        Ok(())
+    }
+
+    fn finish(mut self) -> io::Result<u64> {
+        if self.frame.len() > FRAME_HEADER_BYTES {
+            self.write_frame()?;
+        }
+        // An empty frame says that all others are there.
+        self.write_frame()?;
+        self.file.sync_all()?;
+        Ok(self.offset)
+    }
+}

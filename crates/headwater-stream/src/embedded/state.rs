@@ -1,0 +1,438 @@
+//! All that the embedded backend knows, in memory.
+//!
+//! Upstream: the calls look at it and decide. Downstream: nothing; `snapshot` writes it to a file.
+//! Promises: it changes by [`State::apply`] and by nothing else, so reading the log gives the same state again. The one
+//! exception is [`State::saw`], which is not worth a place in the log.
+//! A clone is cheap: everything large is behind shared pointers and is copied part by part when it changes.
+
+pub(super) mod delay_set;
+pub(super) mod entries;
+pub(super) mod group;
+pub(super) mod lease_book;
+pub(super) mod marks;
+pub(super) mod stream;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use self::delay_set::{DelaySet, Waiting};
+use self::lease_book::{Epochs, Lease};
+use self::marks::{Mark, Marks};
+use self::stream::Stream;
+use super::codec::Problem;
+use super::effect::Effect;
+use crate::clock::Timestamp;
+use crate::entry::EntryId;
+use crate::error::{Result, StreamError};
+use crate::name::{HolderName, LeaseName, StreamName};
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct State {
+    /// One key space for all kinds, as on Redis.
+    pub(super) names: HashMap<Arc<str>, Value>,
+    pub(super) epochs: Epochs,
+    pub(super) marks: Marks,
+    /// Leases that are held, and those whose end nobody has noticed yet, by the time they end.
+    lease_ends: BTreeSet<(Timestamp, Arc<str>)>,
+    /// Sets that do not live for ever, by the time they end.
+    set_ends: BTreeSet<(Timestamp, Arc<str>)>,
+    pub(super) next_delay: u64,
+    /// About how many bytes of memory all of it takes.
+    bytes: u64,
+}
+
+/// What a name stands for.
+#[derive(Clone, Debug)]
+pub(super) enum Value {
+    Stream(Arc<Stream>),
+    Delays(Arc<DelaySet>),
+    Map(Arc<BTreeMap<String, Bytes>>),
+    Set(Arc<Set>),
+    Lease(Lease),
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Set {
+    pub(super) members: BTreeSet<Arc<str>>,
+    pub(super) until: Option<Timestamp>,
+}
+
+/// How many ended sets one new one clears away.
+const SETS_CLEARED_AT_ONCE: usize = 2;
+
+/// About how many bytes of memory a member of a set, or a field of a map, takes beside its text.
+pub(super) const PER_ITEM_BYTES: u64 = 64;
+
+macro_rules! kind {
+    ($look:ident, $kind:ident, $type:ty, $what:literal) => {
+        #[doc = concat!("The ", $what, " of this name; `WrongType` if the name stands for something else.")]
+        pub(super) fn $look(&self, name: &str, now: Timestamp) -> Result<Option<&$type>> {
+            match self.get(name, now) {
+                None => Ok(None),
+                Some(Value::$kind(value)) => Ok(Some(value)),
+                Some(_) => Err(StreamError::WrongType { name: name.to_owned() }),
+            }
+        }
+    };
+}
+
+impl State {
+    kind!(stream, Stream, Stream, "stream");
+    kind!(delays, Delays, DelaySet, "set of delayed entries");
+    kind!(map, Map, BTreeMap<String, Bytes>, "map");
+    kind!(set, Set, Set, "set");
+    kind!(lease, Lease, Lease, "lease");
+
+    /// What a name stands for, unless its time is over.
+    pub(super) fn get(&self, name: &str, now: Timestamp) -> Option<&Value> {
+        self.names.get(name).filter(|value| !value.has_ended(now))
+    }
+
+    /// Whether something lies under this name whose time is over.
+    pub(super) fn has_ended(&self, name: &str, now: Timestamp) -> bool {
+        self.names.get(name).is_some_and(|value| value.has_ended(now))
+    }
+
+    /// About how many bytes of memory all of it takes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Carries out one effect. A problem means that the effect does not belong to this state.
+    pub(super) fn apply(&mut self, effect: &Effect<'_>) -> Result<(), Problem> {
+        match effect {
+            Effect::Append { stream, first, entries } => {
+                self.create_stream(stream)?;
+                self.with_stream(stream, |stream| stream.append(*first, entries))?;
+            }
+            Effect::CreateGroup { stream, group, after } => {
+                self.create_stream(stream)?;
+                self.with_stream(stream, |stream| stream.create_group(group, *after))?;
+            }
+            Effect::RemoveGroup { stream, group } => self.with_stream(stream, |stream| {
+                stream.groups.remove(*group).map(|_| ()).ok_or("a group is unknown")
+            })?,
+            Effect::See { stream, group, consumer, at } => self.with_stream(stream, |stream| {
+                stream.group_mut(group)?.see(consumer, *at).map(|_| ())
+            })?,
+            Effect::Deliver { stream, group, consumer, through, at } => {
+                self.with_stream(stream, |stream| stream.deliver(group, consumer, *through, *at))?;
+            }
+            Effect::Acknowledge { stream, group, ids } => self.with_stream(stream, |stream| {
+                let group = stream.group_mut(group)?;
+                ids.iter().for_each(|id| {
+                    group.acknowledge(*id);
+                });
+                Ok(())
+            })?,
+            Effect::Claim { stream, group, consumer, ids, at } => {
+                self.with_stream(stream, |stream| {
+                    let group = stream.group_mut(group)?;
+                    ids.iter().try_for_each(|id| group.claim(*id, consumer, *at))
+                })?;
+            }
+            Effect::Release { stream, group, ids, at } => self.with_stream(stream, |stream| {
+                let group = stream.group_mut(group)?;
+                ids.iter().try_for_each(|id| group.release(*id, *at))
+            })?,
+            Effect::KeepAlive { stream, group, ids, at } => self.with_stream(stream, |stream| {
+                let group = stream.group_mut(group)?;
+                ids.iter().try_for_each(|id| group.keep_alive(*id, *at))
+            })?,
+            Effect::RemoveConsumer { stream, group, consumer } => {
+                self.with_stream(stream, |stream| {
+                    let group = stream.group_mut(group)?;
+                    match group.consumers.remove(*consumer) {
+                        Some(gone) if gone.pending.is_empty() => Ok(()),
+                        _ => Err("a consumer is removed that is unknown or has pending entries"),
+                    }
+                })?;
+            }
+            Effect::Trim { stream, before } => self.with_stream(stream, |stream| {
+                stream.trim(*before);
+                Ok(())
+            })?,
+            Effect::DeleteEntries { stream, ids } => self.with_stream(stream, |stream| {
+                stream.delete(ids);
+                Ok(())
+            })?,
+            Effect::PutAside { delays, id, due, to, fields } => {
+                let to = StreamName::new(to).map_err(|_| "a stream name is invalid")?;
+                let waiting = Waiting { to, fields: fields.clone() };
+                self.put_aside(delays, *id, *due, waiting)?;
+            }
+            Effect::Cancel { delays, id } => {
+                self.take_out(delays, *id)?;
+            }
+            Effect::Return { delays, id, entry } => {
+                let Waiting { to, fields } = self.take_out(delays, *id)?;
+                self.create_stream(to.as_str())?;
+                self.with_stream(to.as_str(), |stream| stream.append(*entry, &[fields]))?;
+            }
+            Effect::Hold { lease, holder, epoch, until, at } => {
+                self.hold(lease, holder, *epoch, *until)?;
+                self.epochs.note(lease, *epoch, *until, *at);
+            }
+            Effect::AddMembers { set, members, until, at } => {
+                self.clear_ended_sets(*at);
+                self.add_members(set, members, *until)?;
+            }
+            Effect::RemoveMembers { set, members } => self.remove_members(set, members)?,
+            Effect::PutFields { map, fields } => self.put_fields(map, fields)?,
+            Effect::Mark { scope, id, done, until, at } => {
+                let mark = Mark { done: done.clone(), until: *until };
+                let (added, freed) = self.marks.set(scope, id, mark, *at);
+                self.bytes = (self.bytes + added).saturating_sub(freed);
+            }
+            Effect::Unmark { scope, id } => {
+                let freed = self.marks.remove(scope, id);
+                self.bytes = self.bytes.saturating_sub(freed);
+            }
+            Effect::Remove { name } => self.remove(name)?,
+            Effect::RestoreCounters { next_delay } => self.next_delay = *next_delay,
+            Effect::RestoreStream { stream, last_id } => {
+                self.create_stream(stream)?;
+                self.with_stream(stream, |stream| {
+                    stream.last_id = *last_id;
+                    Ok(())
+                })?;
+            }
+            Effect::RestoreEntries { stream, entries } => self.with_stream(stream, |stream| {
+                entries.iter().try_for_each(|(id, fields)| stream.restore(*id, fields.clone()))
+            })?,
+            Effect::RestorePending { stream, group, consumer, pending } => {
+                self.with_stream(stream, |stream| {
+                    let group = stream.group_mut(group)?;
+                    pending.iter().try_for_each(|(id, at, deliveries)| {
+                        group.restore(*id, consumer, *at, *deliveries)
+                    })
+                })?;
+            }
+            Effect::RestoreLease { lease, holder, epoch, until } => {
+                self.hold(lease, holder, *epoch, *until)?;
+            }
+            Effect::RestoreEpoch { lease, epoch, until } => {
+                self.epochs.restore(lease, *epoch, *until);
+            }
+        }
+        Ok(())
+    }
+
+    /// A consumer did something. Not worth a place in the log: it only keeps an idle consumer from being removed.
+    pub(super) fn saw(&mut self, stream: &str, group: &str, consumer: &str, at: Timestamp) {
+        if let Some(Value::Stream(stream)) = self.names.get_mut(stream)
+            && let Some(group) = Arc::make_mut(stream).groups.get_mut(group)
+            && let Some(consumer) = group.consumers.get_mut(consumer)
+        {
+            consumer.seen_at = at;
+        }
+    }
+
+    /// Remembers which commit brought entries into a stream.
+    pub(super) fn note_commit(&mut self, stream: &str, first: EntryId, commit: u64, durable: u64) {
+        if let Some(Value::Stream(stream)) = self.names.get_mut(stream) {
+            Arc::make_mut(stream).note_commit(first, commit, durable);
+        }
+    }
+
+    /// The lease that ends first, if its time is over.
+    pub(super) fn ended_lease(&self, now: Timestamp) -> Option<LeaseName> {
+        let (end, name) = self.lease_ends.first()?;
+        match self.names.get(name)? {
+            Value::Lease(lease) if *end <= now => Some(lease.name.clone()),
+            _ => None,
+        }
+    }
+
+    /// When the next lease ends.
+    pub(super) fn next_lease_end(&self) -> Option<Timestamp> {
+        self.lease_ends.first().map(|(end, _)| *end)
+    }
+
+    fn create_stream(&mut self, name: &str) -> Result<(), Problem> {
+        if !self.names.contains_key(name) {
+            StreamName::new(name).map_err(|_| "a stream name is invalid")?;
+            self.names.insert(name.into(), Value::Stream(Arc::default()));
+        }
+        Ok(())
+    }
+
+    fn with_stream(
+        &mut self,
+        name: &str,
+        change: impl FnOnce(&mut Stream) -> Result<(), Problem>,
+    ) -> Result<(), Problem> {
+        let Some(Value::Stream(stream)) = self.names.get_mut(name) else {
+            return Err("a stream is unknown");
+        };
+        let stream = Arc::make_mut(stream);
+        let before = stream.entries.bytes();
+        let done = change(stream);
+        self.bytes = self.bytes - before + stream.entries.bytes();
+        done
+    }
+
+    fn put_aside(
+        &mut self,
+        name: &str,
+        id: u64,
+        due: Timestamp,
+        waiting: Waiting,
+    ) -> Result<(), Problem> {
+        let value = self.names.entry(name.into()).or_insert_with(|| Value::Delays(Arc::default()));
+        let Value::Delays(delays) = value else {
+            return Err("a name is not that of delayed entries");
+        };
+        let delays = Arc::make_mut(delays);
+        let before = delays.bytes();
+        if !delays.insert(id, due, waiting) {
+            return Err("a delayed entry has the number of another");
+        }
+        self.bytes = self.bytes - before + delays.bytes();
+        self.next_delay = self.next_delay.max(id.saturating_add(1));
+        Ok(())
+    }
+
+    fn take_out(&mut self, name: &str, id: u64) -> Result<Waiting, Problem> {
+        let Some(Value::Delays(delays)) = self.names.get_mut(name) else {
+            return Err("a set of delayed entries is unknown");
+        };
+        let delays = Arc::make_mut(delays);
+        let before = delays.bytes();
+        let waiting = delays.remove(id).ok_or("a delayed entry is unknown")?;
+        self.bytes = self.bytes - before + delays.bytes();
+        if delays.is_empty() {
+            self.names.remove(name);
+        }
+        Ok(waiting)
+    }
+
+    fn hold(
+        &mut self,
+        name: &str,
+        holder: &str,
+        epoch: u64,
+        until: Timestamp,
+    ) -> Result<(), Problem> {
+        let key: Arc<str> = name.into();
+        let lease = Lease {
+            name: LeaseName::new(name).map_err(|_| "a lease name is invalid")?,
+            holder: HolderName::new(holder).map_err(|_| "a holder name is invalid")?,
+            epoch,
+            until,
+        };
+        match self.names.insert(key.clone(), Value::Lease(lease)) {
+            None => {}
+            Some(Value::Lease(old)) => {
+                self.lease_ends.remove(&(old.until, key.clone()));
+            }
+            Some(_) => return Err("a name is not that of a lease"),
+        }
+        self.lease_ends.insert((until, key));
+        Ok(())
+    }
+
+    fn add_members(
+        &mut self,
+        name: &str,
+        members: &[&str],
+        until: Option<Timestamp>,
+    ) -> Result<(), Problem> {
+        let key: Arc<str> = name.into();
+        let value = self.names.entry(key.clone()).or_insert_with(|| Value::Set(Arc::default()));
+        let Value::Set(set) = value else { return Err("a name is not that of a set") };
+        let set = Arc::make_mut(set);
+        for member in members {
+            if !set.members.contains(*member) {
+                set.members.insert((*member).into());
+                self.bytes += member.len() as u64 + PER_ITEM_BYTES;
+            }
+        }
+        if until.is_some() {
+            if let Some(old) = set.until {
+                self.set_ends.remove(&(old, key.clone()));
+            }
+            set.until = until;
+            self.set_ends.extend(until.map(|until| (until, key)));
+        }
+        Ok(())
+    }
+
+    fn remove_members(&mut self, name: &str, members: &[&str]) -> Result<(), Problem> {
+        let Some(Value::Set(set)) = self.names.get_mut(name) else {
+            return Err("a set is unknown");
+        };
+        let set = Arc::make_mut(set);
+        for member in members {
+            if set.members.remove(*member) {
+                self.bytes -= member.len() as u64 + PER_ITEM_BYTES;
+            }
+        }
+        if set.members.is_empty() {
+            self.remove(name)?;
+        }
+        Ok(())
+    }
+
+    fn put_fields(&mut self, name: &str, fields: &[(&str, Bytes)]) -> Result<(), Problem> {
+        let value = self.names.entry(name.into()).or_insert_with(|| Value::Map(Arc::default()));
+        let Value::Map(map) = value else { return Err("a name is not that of a map") };
+        let map = Arc::make_mut(map);
+        for (field, value) in fields {
+            self.bytes += field_bytes(field, value);
+            if let Some(old) = map.insert((*field).to_owned(), value.clone()) {
+                self.bytes -= field_bytes(field, &old);
+            }
+        }
+        Ok(())
+    }
+
+    fn clear_ended_sets(&mut self, now: Timestamp) {
+        for _ in 0..SETS_CLEARED_AT_ONCE {
+            let Some((_, name)) = self.set_ends.first().filter(|(end, _)| *end <= now).cloned()
+            else {
+                break;
+            };
+            if self.remove(&name).is_err() {
+                self.set_ends.pop_first();
+            }
+        }
+    }
+
+    fn remove(&mut self, name: &str) -> Result<(), Problem> {
+        let (name, value) = self.names.remove_entry(name).ok_or("a name is unknown")?;
+        let freed = match value {
+            Value::Stream(stream) => stream.entries.bytes(),
+            Value::Delays(delays) => delays.bytes(),
+            Value::Map(map) => map.iter().map(|(field, value)| field_bytes(field, value)).sum(),
+            Value::Set(set) => {
+                if let Some(until) = set.until {
+                    self.set_ends.remove(&(until, name));
+                }
+                set.members.iter().map(|member| member.len() as u64 + PER_ITEM_BYTES).sum()
+            }
+            Value::Lease(lease) => {
+                self.lease_ends.remove(&(lease.until, name));
+                0
+            }
+        };
+        self.bytes = self.bytes.saturating_sub(freed);
+        Ok(())
+    }
+}
+
+impl Value {
+    fn has_ended(&self, now: Timestamp) -> bool {
+        match self {
+            Self::Lease(lease) => lease.until <= now,
+            Self::Set(set) => set.until.is_some_and(|until| until <= now),
+            _ => false,
+        }
+    }
+}
+
+pub(super) fn field_bytes(field: &str, value: &Bytes) -> u64 {
+    field.len() as u64 + value.len() as u64 + PER_ITEM_BYTES
+}

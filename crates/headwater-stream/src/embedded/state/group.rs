@@ -1,0 +1,170 @@
+//! A consumer group on one stream: how far it has read, and who has what in hand.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::clock::Timestamp;
+use crate::embedded::codec::Problem;
+use crate::entry::EntryId;
+use crate::name::{ConsumerName, GroupName};
+use crate::streams::Then;
+
+#[derive(Clone, Debug)]
+pub(in crate::embedded) struct Group {
+    pub(in crate::embedded) name: GroupName,
+    pub(in crate::embedded) last_delivered: EntryId,
+    /// How many entries of the stream come after `last_delivered`; kept up to date, since counting would be slow.
+    pub(super) unread: u64,
+    pub(in crate::embedded) pending: BTreeMap<EntryId, Delivered>,
+    pub(in crate::embedded) consumers: BTreeMap<Box<str>, Consumer>,
+}
+
+/// The last delivery of a pending entry.
+#[derive(Clone, Debug)]
+pub(in crate::embedded) struct Delivered {
+    pub(in crate::embedded) consumer: ConsumerName,
+    pub(in crate::embedded) at: Timestamp,
+    pub(in crate::embedded) deliveries: u64,
+}
+
+impl Delivered {
+    /// Whether it was given back: then anyone may take it, whatever idle time they ask for.
+    pub(in crate::embedded) fn is_released(&self) -> bool {
+        self.consumer.as_str() == Then::RELEASED
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(in crate::embedded) struct Consumer {
+    pub(in crate::embedded) name: ConsumerName,
+    pub(in crate::embedded) seen_at: Timestamp,
+    /// The ids in the group's `pending` that are this consumer's, so that listing them costs what it lists.
+    pub(in crate::embedded) pending: BTreeSet<EntryId>,
+}
+
+impl Group {
+    pub(super) fn new(name: GroupName, last_delivered: EntryId, unread: u64) -> Self {
+        let (pending, consumers) = Default::default();
+        Self { name, last_delivered, unread, pending, consumers }
+    }
+
+    /// How many entries are not delivered yet.
+    pub(in crate::embedded) fn unread(&self) -> u64 {
+        self.unread
+    }
+
+    /// The oldest id that this group still needs.
+    pub(in crate::embedded) fn oldest_needed(&self) -> EntryId {
+        let unread = self.last_delivered.next();
+        self.pending.keys().next().map_or(unread, |oldest| unread.min(*oldest))
+    }
+
+    pub(super) fn see(&mut self, consumer: &str, at: Timestamp) -> Result<&mut Consumer, Problem> {
+        see(&mut self.consumers, consumer, at)
+    }
+
+    /// Entries are pending for `consumer` from now on. They were not pending before.
+    pub(super) fn deliver(
+        &mut self,
+        ids: impl Iterator<Item = EntryId>,
+        consumer: &str,
+        at: Timestamp,
+    ) -> Result<(), Problem> {
+        let consumer = see(&mut self.consumers, consumer, at)?;
+        for id in ids {
+            let delivered = Delivered { consumer: consumer.name.clone(), at, deliveries: 1 };
+            if self.pending.insert(id, delivered).is_some() {
+                return Err("an entry is delivered that is pending already");
+            }
+            consumer.pending.insert(id);
+            self.last_delivered = id;
+            self.unread = self.unread.saturating_sub(1);
+        }
+        Ok(())
+    }
+
+    /// An entry that is pending for `consumer`, read from a snapshot.
+    pub(super) fn restore(
+        &mut self,
+        id: EntryId,
+        consumer: &str,
+        at: Timestamp,
+        deliveries: u64,
+    ) -> Result<(), Problem> {
+        let owner = self.consumers.get_mut(consumer).ok_or("a consumer is unknown")?;
+        let delivered = Delivered { consumer: owner.name.clone(), at, deliveries };
+        owner.pending.insert(id);
+        match self.pending.insert(id, delivered) {
+            None => Ok(()),
+            Some(_) => Err("an entry is pending twice"),
+        }
+    }
+
+    /// The entry is pending no longer. Returns whether it was.
+    pub(super) fn acknowledge(&mut self, id: EntryId) -> bool {
+        let Some(delivered) = self.pending.remove(&id) else { return false };
+        if let Some(owner) = self.consumers.get_mut(delivered.consumer.as_str()) {
+            owner.pending.remove(&id);
+        }
+        true
+    }
+
+    /// A pending entry changes hands and counts as one more delivery.
+    pub(super) fn claim(
+        &mut self,
+        id: EntryId,
+        consumer: &str,
+        at: Timestamp,
+    ) -> Result<(), Problem> {
+        self.pass_on(id, consumer, at)?.deliveries += 1;
+        Ok(())
+    }
+
+    /// A pending entry is nobody's, and its last delivery does not count.
+    pub(super) fn release(&mut self, id: EntryId, at: Timestamp) -> Result<(), Problem> {
+        let delivered = self.pass_on(id, Then::RELEASED, at)?;
+        delivered.deliveries = delivered.deliveries.saturating_sub(1);
+        // Idle since the beginning of time.
+        delivered.at = Timestamp::default();
+        Ok(())
+    }
+
+    /// The idle time of a pending entry starts anew.
+    pub(super) fn keep_alive(&mut self, id: EntryId, at: Timestamp) -> Result<(), Problem> {
+        self.pending.get_mut(&id).ok_or(NOT_PENDING)?.at = at;
+        Ok(())
+    }
+
+    fn pass_on(
+        &mut self,
+        id: EntryId,
+        consumer: &str,
+        at: Timestamp,
+    ) -> Result<&mut Delivered, Problem> {
+        let delivered = self.pending.get_mut(&id).ok_or(NOT_PENDING)?;
+        if let Some(owner) = self.consumers.get_mut(delivered.consumer.as_str()) {
+            owner.pending.remove(&id);
+        }
+        let taker = see(&mut self.consumers, consumer, at)?;
+        taker.pending.insert(id);
+        delivered.consumer = taker.name.clone();
+        delivered.at = at;
+        Ok(delivered)
+    }
+}
+
+const NOT_PENDING: Problem = "an entry changes hands that is not pending";
+
+fn see<'a>(
+    consumers: &'a mut BTreeMap<Box<str>, Consumer>,
+    consumer: &str,
+    at: Timestamp,
+) -> Result<&'a mut Consumer, Problem> {
+    if !consumers.contains_key(consumer) {
+        let name = ConsumerName::new(consumer).map_err(|_| "a consumer name is invalid")?;
+        let new = Consumer { name, seen_at: at, pending: BTreeSet::new() };
+        consumers.insert(consumer.into(), new);
+    }
+    let consumer = consumers.get_mut(consumer).ok_or("a consumer is unknown")?;
+    consumer.seen_at = at;
+    Ok(consumer)
+}

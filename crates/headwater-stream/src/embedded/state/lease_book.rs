@@ -1,0 +1,70 @@
+//! Who holds which lease until when, and the epochs of leases that nobody holds.
+//!
+//! Promises: the epoch of a lease outlives the lease by a day, so that the next holder gets a larger one and an older
+//! fence is refused; after that, epochs that begin at the time keep growing by themselves.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::clock::Timestamp;
+use crate::name::{HolderName, LeaseName};
+
+/// How long an epoch is remembered after its lease ended.
+const EPOCH_KEPT: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// How many forgotten epochs one new lease clears away.
+const CLEARED_AT_ONCE: usize = 4;
+
+/// A lease that is held, unless its time has run out.
+#[derive(Clone, Debug)]
+pub(in crate::embedded) struct Lease {
+    pub(in crate::embedded) name: LeaseName,
+    pub(in crate::embedded) holder: HolderName,
+    pub(in crate::embedded) epoch: u64,
+    pub(in crate::embedded) until: Timestamp,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(in crate::embedded) struct Epochs {
+    kept: HashMap<Arc<str>, (u64, Timestamp)>,
+    by_end: BTreeSet<(Timestamp, Arc<str>)>,
+}
+
+impl Epochs {
+    /// The last epoch of a lease, held or not.
+    pub(in crate::embedded) fn get(&self, lease: &str) -> Option<u64> {
+        self.kept.get(lease).map(|(epoch, _)| *epoch)
+    }
+
+    /// Remembers the epoch of a lease that is held until `until`, and forgets some whose time is over.
+    pub(super) fn note(&mut self, lease: &str, epoch: u64, until: Timestamp, now: Timestamp) {
+        for _ in 0..CLEARED_AT_ONCE {
+            let Some((end, name)) = self.by_end.first() else { break };
+            if *end > now {
+                break;
+            }
+            self.kept.remove(name);
+            self.by_end.pop_first();
+        }
+        self.restore(lease, epoch, until.after(EPOCH_KEPT));
+    }
+
+    pub(super) fn restore(&mut self, lease: &str, epoch: u64, end: Timestamp) {
+        let name = match self.kept.get_key_value(lease) {
+            Some((name, (_, end))) => {
+                let name = name.clone();
+                self.by_end.remove(&(*end, name.clone()));
+                name
+            }
+            None => lease.into(),
+        };
+        self.by_end.insert((end, name.clone()));
+        self.kept.insert(name, (epoch, end));
+    }
+
+    /// All epochs, each with the time it is remembered until.
+    pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (&str, u64, Timestamp)> {
+        self.kept.iter().map(|(lease, (epoch, end))| (&**lease, *epoch, *end))
+    }
+}

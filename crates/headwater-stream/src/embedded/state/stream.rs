@@ -1,0 +1,124 @@
+//! One stream: its entries, the last id it gave out, and its groups.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use super::entries::Entries;
+use super::group::Group;
+use crate::clock::Timestamp;
+use crate::embedded::codec::Problem;
+use crate::entry::{EntryId, Fields};
+use crate::name::GroupName;
+
+#[derive(Clone, Debug, Default)]
+pub(in crate::embedded) struct Stream {
+    pub(in crate::embedded) entries: Entries,
+    /// The newest id ever given out; ids keep growing from it when entries are gone and when the clock jumps back.
+    pub(in crate::embedded) last_id: EntryId,
+    pub(in crate::embedded) groups: BTreeMap<Box<str>, Group>,
+    /// The first id of each recent append and its commit, so that a reader can wait until what it read is durable.
+    recent: VecDeque<(EntryId, u64)>,
+}
+
+impl Stream {
+    /// The id that the next entry gets; `None` when there is none left.
+    pub(in crate::embedded) fn next_id(last: EntryId, now: Timestamp) -> Option<EntryId> {
+        if now.as_millis() > last.ms {
+            return Some(EntryId::new(now.as_millis(), 0));
+        }
+        (last < EntryId::MAX).then(|| last.next())
+    }
+
+    pub(super) fn append(&mut self, first: EntryId, entries: &[Fields]) -> Result<(), Problem> {
+        if first <= self.last_id {
+            return Err("an entry has an id that does not grow");
+        }
+        let mut id = first;
+        for (index, fields) in entries.iter().enumerate() {
+            if index > 0 {
+                id = id.next();
+            }
+            self.entries.push(id, fields.clone());
+        }
+        self.last_id = id;
+        for group in self.groups.values_mut() {
+            if group.last_delivered < first {
+                group.unread += entries.len() as u64;
+            } else {
+                // The group begins after an id that no entry had reached.
+                group.unread = self.entries.count_after(group.last_delivered);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn restore(&mut self, id: EntryId, fields: Fields) -> Result<(), Problem> {
+        if self.entries.last_id().is_some_and(|last| last >= id) || id > self.last_id {
+            return Err("entries are out of order");
+        }
+        self.entries.push(id, fields);
+        Ok(())
+    }
+
+    pub(super) fn create_group(&mut self, name: &str, after: EntryId) -> Result<(), Problem> {
+        let group = GroupName::new(name).map_err(|_| "a group name is invalid")?;
+        let unread = self.entries.count_after(after);
+        match self.groups.insert(name.into(), Group::new(group, after, unread)) {
+            None => Ok(()),
+            Some(_) => Err("a group is created that exists"),
+        }
+    }
+
+    pub(super) fn group_mut(&mut self, name: &str) -> Result<&mut Group, Problem> {
+        self.groups.get_mut(name).ok_or("a group is unknown")
+    }
+
+    pub(super) fn deliver(
+        &mut self,
+        group: &str,
+        consumer: &str,
+        through: EntryId,
+        at: Timestamp,
+    ) -> Result<(), Problem> {
+        let group = self.groups.get_mut(group).ok_or("a group is unknown")?;
+        let ids = self.entries.after(group.last_delivered).map(|(id, _)| *id);
+        group.deliver(ids.take_while(|id| *id <= through), consumer, at)
+    }
+
+    pub(super) fn trim(&mut self, before: EntryId) {
+        self.entries.remove_before(before);
+        // A forced trim takes unread entries, too.
+        let is_cut = |group: &&mut Group| group.unread > 0 && group.last_delivered.next() < before;
+        for group in self.groups.values_mut().filter(is_cut) {
+            group.unread = self.entries.count_after(group.last_delivered);
+        }
+    }
+
+    pub(super) fn delete(&mut self, ids: &[EntryId]) {
+        for id in ids {
+            if self.entries.remove(*id) {
+                for group in self.groups.values_mut().filter(|group| group.last_delivered < *id) {
+                    group.unread = group.unread.saturating_sub(1);
+                }
+            }
+        }
+    }
+
+    /// Everything before this id is read and acknowledged by every group; `None` without groups.
+    pub(in crate::embedded) fn needed_from(&self) -> Option<EntryId> {
+        self.groups.values().map(Group::oldest_needed).min()
+    }
+
+    /// Remembers which commit the entries from `first` on came with, and forgets commits that are durable by now.
+    pub(in crate::embedded) fn note_commit(&mut self, first: EntryId, commit: u64, durable: u64) {
+        while self.recent.front().is_some_and(|(_, commit)| *commit <= durable) {
+            self.recent.pop_front();
+        }
+        self.recent.push_back((first, commit));
+    }
+
+    /// The commit that must be durable before the entry `id`, and all before it, cannot be lost.
+    pub(in crate::embedded) fn commit_of(&self, id: EntryId) -> u64 {
+        let after = self.recent.partition_point(|(first, _)| *first <= id);
+        after.checked_sub(1).map_or(0, |index| self.recent[index].1)
+    }
+}

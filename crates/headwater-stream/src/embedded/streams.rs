@@ -1,0 +1,235 @@
+//! The calls of [`Streams`]. What is longer than a few lines lives in `append`, `settle`, `pending` and `reader`.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::effect::Effect;
+use super::engine::{Look, Until};
+use super::state::group::Group;
+use super::{Embedded, append, pending, reader, settle};
+use crate::check;
+use crate::clock::Timestamp;
+use crate::entry::{Entry, EntryId, Fields};
+use crate::error::Result;
+use crate::name::{ConsumerName, GroupName, StreamName};
+use crate::streams::{
+    ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Pending, PendingQuery, Range,
+    Reclaim, Reclaimed, Retention, Settle, Settled, StreamStats, Streams, TailReader, TrimGuard,
+    Trimmed,
+};
+
+#[async_trait]
+impl Streams for Embedded {
+    async fn append(
+        &self,
+        stream: &StreamName,
+        entries: &[Fields],
+        retention: &Retention,
+    ) -> Result<Vec<EntryId>> {
+        check::append(entries, retention)?;
+        if entries.is_empty() {
+            self.shared().ensure_open()?;
+            return Ok(Vec::new());
+        }
+        let append = self
+            .shared()
+            .change(Until::Durable, |change| append::append(change, stream, entries, retention));
+        append.await
+    }
+
+    async fn ensure_group(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+    ) -> Result<bool> {
+        let ensure = self.shared().change(Until::Durable, |change| {
+            let found = change.state().stream(stream.as_str(), change.now)?;
+            if found.is_some_and(|stream| stream.groups.contains_key(group.as_str())) {
+                return Ok(false);
+            }
+            let after = match start {
+                GroupStart::Beginning => EntryId::MIN,
+                GroupStart::End => found.map_or(EntryId::MIN, |stream| stream.last_id),
+                GroupStart::After(id) => id,
+            };
+            change.vacate(stream.as_str());
+            let (stream, group) = (stream.as_str(), group.as_str());
+            change.apply(&Effect::CreateGroup { stream, group, after });
+            Ok(true)
+        });
+        ensure.await
+    }
+
+    async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool> {
+        let remove = self.shared().change(Until::Durable, |change| {
+            let found = change.state().stream(stream.as_str(), change.now)?;
+            let exists = found.is_some_and(|stream| stream.groups.contains_key(group.as_str()));
+            if exists {
+                let (stream, group) = (stream.as_str(), group.as_str());
+                change.apply(&Effect::RemoveGroup { stream, group });
+            }
+            Ok(exists)
+        });
+        remove.await
+    }
+
+    async fn reader(
+        &self,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<Box<dyn GroupReader>> {
+        self.shared().ensure_open()?;
+        Ok(Box::new(reader::Reader::new(Arc::clone(&self.engine), group, consumer)))
+    }
+
+    async fn tail(&self) -> Result<Box<dyn TailReader>> {
+        self.shared().ensure_open()?;
+        Ok(Box::new(reader::Tail::new(Arc::clone(&self.engine))))
+    }
+
+    async fn settle(&self, settle: Settle<'_>) -> Result<Settled> {
+        check::settle(&settle)?;
+        self.shared().change(Until::Durable, |change| settle::settle(change, &settle)).await
+    }
+
+    async fn keep_alive(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+        ids: &[EntryId],
+    ) -> Result<Vec<EntryId>> {
+        check::ids(ids)?;
+        let keep = self.shared().change(Until::Written, |change| {
+            pending::keep_alive(change, stream, group, consumer, ids)
+        });
+        keep.await
+    }
+
+    async fn reclaim(&self, reclaim: Reclaim<'_>) -> Result<Reclaimed> {
+        check::reclaim(&reclaim)?;
+        self.shared().change(Until::Written, |change| pending::reclaim(change, &reclaim)).await
+    }
+
+    async fn pending(&self, query: PendingQuery<'_>) -> Result<Vec<Pending>> {
+        check::count(query.count)?;
+        self.shared().look(|look| pending::list(look, &query)).await
+    }
+
+    async fn range(&self, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
+        check::count(range.count)?;
+        self.shared().look(|look| entries_of(look, stream, range)).await
+    }
+
+    async fn trim(
+        &self,
+        stream: &StreamName,
+        retention: &Retention,
+        guard: TrimGuard,
+    ) -> Result<Trimmed> {
+        check::retention(retention)?;
+        let trim = self
+            .shared()
+            .change(Until::Durable, |change| append::trim(change, stream, retention, guard));
+        trim.await
+    }
+
+    async fn delete_entries(&self, stream: &StreamName, ids: &[EntryId]) -> Result<usize> {
+        check::ids(ids)?;
+        let delete = self.shared().change(Until::Durable, |change| {
+            let Some(found) = change.state().stream(stream.as_str(), change.now)? else {
+                return Ok(0);
+            };
+            let mut there: Vec<EntryId> =
+                ids.iter().copied().filter(|id| found.entries.contains(*id)).collect();
+            there.sort_unstable();
+            there.dedup();
+            let count = there.len();
+            if count > 0 {
+                let (stream, ids) = (stream.as_str(), Cow::Owned(there));
+                change.apply(&Effect::DeleteEntries { stream, ids });
+            }
+            Ok(count)
+        });
+        delete.await
+    }
+
+    async fn delete_stream(&self, stream: &StreamName) -> Result<bool> {
+        let delete = self.shared().change(Until::Durable, |change| {
+            let exists = change.state().stream(stream.as_str(), change.now)?.is_some();
+            if exists {
+                change.apply(&Effect::Remove { name: stream.as_str() });
+            }
+            Ok(exists)
+        });
+        delete.await
+    }
+
+    async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
+        let stats = self.shared().look(|look| {
+            let Some(stream) = look.state.stream(stream.as_str(), look.now)? else {
+                return Ok(None);
+            };
+            Ok(Some(StreamStats {
+                length: stream.entries.len() as u64,
+                first_id: stream.entries.first_id(),
+                last_id: stream.entries.last_id(),
+                bytes: Some(stream.entries.bytes()),
+                groups: stream.groups.values().map(|group| group_stats(group, look.now)).collect(),
+            }))
+        });
+        stats.await
+    }
+
+    async fn remove_idle_consumers(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        idle: Duration,
+    ) -> Result<Vec<ConsumerName>> {
+        let remove = self.shared().change(Until::Durable, |change| {
+            pending::remove_idle_consumers(change, stream, group, idle)
+        });
+        remove.await
+    }
+}
+
+fn entries_of(look: &mut Look<'_>, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
+    let Some(stream) = look.state.stream(stream.as_str(), look.now)? else {
+        return Ok(Vec::new());
+    };
+    let entry = |(id, fields): &(EntryId, Fields)| Entry { id: *id, fields: fields.clone() };
+    let found: Vec<Entry> = match range.direction {
+        Direction::Forward => {
+            let entries = stream.entries.from(range.from).take_while(|(id, _)| *id <= range.to);
+            entries.take(range.count).map(entry).collect()
+        }
+        Direction::Backward => {
+            let entries =
+                stream.entries.down_from(range.to).take_while(|(id, _)| *id >= range.from);
+            entries.take(range.count).map(entry).collect()
+        }
+    };
+    let newest = found.iter().map(|entry| entry.id).max();
+    look.shows = newest.map_or(0, |newest| stream.commit_of(newest));
+    Ok(found)
+}
+
+fn group_stats(group: &Group, now: Timestamp) -> GroupStats {
+    let consumers = group.consumers.values().map(|consumer| ConsumerStats {
+        name: consumer.name.clone(),
+        pending: consumer.pending.len() as u64,
+        idle: now.since(consumer.seen_at),
+    });
+    GroupStats {
+        name: group.name.clone(),
+        pending: group.pending.len() as u64,
+        lag: Some(group.unread()),
+        last_delivered: group.last_delivered,
+        consumers: consumers.collect(),
+    }
+}
