@@ -1,0 +1,84 @@
+//! The one place that spells the keys and channels of this backend.
+//!
+//! A name is its key. What belongs to a name lies under a derived key in the slot of that name.
+
+use crate::name::{DedupScope, DelayName, LeaseName, hash_tag};
+
+/// Slots of a Redis Cluster.
+pub(super) const SLOTS: usize = 16_384;
+
+/// How the key of a lease's epoch ends.
+const EPOCH: &str = ":epoch";
+
+/// The epoch of a lease: a number, kept longer than the lease.
+pub(super) fn epoch(lease: &LeaseName) -> String {
+    derived(lease.as_str(), EPOCH)
+}
+
+/// Whether this key is the epoch of some lease.
+pub(super) fn is_epoch(key: &str) -> bool {
+    key.ends_with(EPOCH)
+}
+
+/// What the entries of a delay set carry: a hash by number.
+pub(super) fn delay_entries(delays: &DelayName) -> String {
+    derived(delays.as_str(), ":entries")
+}
+
+/// The doorbell of a delay set: a stream that rings when a new entry is due before all others.
+pub(super) fn delay_wake(delays: &DelayName) -> String {
+    derived(delays.as_str(), ":wake")
+}
+
+/// The mark of one de-duplicated id.
+pub(super) fn dedup(scope: &DedupScope, id: &str) -> String {
+    derived(scope.as_str(), &format!(":{id}"))
+}
+
+/// The channel that tells of released leases; channels belong to no database, so it says which one.
+pub(super) fn released_channel(database: u32) -> String {
+    format!("headwater:released@{database}")
+}
+
+/// The channel on which a server tells of expired keys.
+pub(super) fn expired_channel(database: u32) -> String {
+    format!("__keyevent@{database}__:expired")
+}
+
+fn derived(name: &str, suffix: &str) -> String {
+    match hash_tag(name) {
+        Some(_) => format!("{name}{suffix}"),
+        None => format!("{{{name}}}{suffix}"),
+    }
+}
+
+/// The slot of a key in a Redis Cluster.
+pub(super) fn slot(key: &str) -> u16 {
+    let tag = hash_tag(key).unwrap_or(key);
+    let crc = tag.bytes().fold(0_u16, |crc, byte| {
+        (0..8).fold(crc ^ (u16::from(byte) << 8), |crc, _| {
+            if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 }
+        })
+    });
+    crc % SLOTS as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slot_is_the_one_of_the_cluster_specification() {
+        assert_eq!(slot("123456789"), 0x31C3);
+        assert_eq!(slot("{user1000}.following"), slot("user1000"));
+        assert_eq!(slot("foo"), 12_182);
+    }
+
+    #[test]
+    fn a_derived_key_lives_in_the_slot_of_its_name() {
+        for name in ["orders", "a{b", "stream:{t:0}", "{a}{b}", "键"] {
+            let lease = LeaseName::new(name).unwrap();
+            assert_eq!(slot(&epoch(&lease)), slot(name), "{name}");
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! A lane is a connection on which a read may wait at the server, without holding up anybody else.
+//!
+//! Upstream: `lanes`. Downstream: `connection`.
+//! Promises: a question that was sent is remembered until its answer is taken, whoever stops waiting for it meanwhile;
+//! so nothing that the server delivered is lost by a dropped future.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::time::{Instant, timeout_at};
+
+use super::command::{Commands, Packed};
+use super::connection::Connection;
+use super::error::{Refusal, Remedy};
+use super::reply::{Replies, Value};
+use super::servers::{Backoff, Servers};
+use crate::error::{Result, StreamError};
+
+/// The longest wait at a server that does not let us end it early.
+const WAIT_SLICE: Duration = Duration::from_millis(500);
+/// How often one read mends what it asks for, before it gives up.
+const MENDS_MAX: u32 = 5;
+
+/// Something to read, that may have to be waited for.
+#[async_trait]
+pub(super) trait Question: Clone + PartialEq + Send + Sync {
+    /// The command; with `block` it waits that many milliseconds for something to arrive.
+    fn command(&self, block_ms: Option<u64>) -> Commands;
+
+    /// Mends what the server lacks to answer. Returns whether asking again makes sense.
+    async fn mend(&self, servers: &Servers, slot: u16, refusal: &Refusal) -> Result<bool>;
+
+    /// The error for the caller.
+    async fn refused(&self, servers: &Servers, slot: u16, refusal: Refusal) -> StreamError;
+}
+
+/// One connection that waits for answers of one slot.
+pub(super) struct Lane<Q> {
+    slot: u16,
+    connection: Option<Connection>,
+    outstanding: Option<Outstanding<Q>>,
+    /// Whether the slot is on its way here, so that every command needs permission.
+    asking: bool,
+}
+
+struct Outstanding<Q> {
+    question: Q,
+    /// When the server has answered at the latest, if all is well.
+    until: Instant,
+}
+
+impl<Q: Question> Lane<Q> {
+    pub(super) fn new(slot: u16) -> Self {
+        Self { slot, connection: None, outstanding: None, asking: false }
+    }
+
+    /// The question that is still to be answered, and until when.
+    pub(super) fn outstanding(&self) -> Option<(&Q, Instant)> {
+        self.outstanding.as_ref().map(|outstanding| (&outstanding.question, outstanding.until))
+    }
+
+    /// The connection, if it can be used by others.
+    pub(super) fn into_connection(self) -> Option<Connection> {
+        self.connection.filter(|connection| !connection.is_busy() && !self.asking)
+    }
+
+    /// Asks, and waits for an answer until `wait_until`; `None` if there is nothing. An outstanding question must be
+    /// the same one. Cancel-safe.
+    pub(super) async fn ask(
+        &mut self,
+        servers: &Servers,
+        question: &Q,
+        wait_until: Option<Instant>,
+    ) -> Result<Option<Replies>> {
+        let deadline = wait_until.unwrap_or_else(Instant::now) + servers.call_deadline();
+        let (mut backoff, mut mends) = (Backoff::default(), 0);
+        loop {
+            if self.outstanding.is_none() {
+                self.send(servers, question, wait_until, deadline).await?;
+            }
+            let replies = self.answer(deadline).await?;
+            let refusal = match self.read(&replies)? {
+                Answer::Something => return Ok(Some(replies)),
+                Answer::Nothing => {
+                    if wait_until.is_some_and(|until| block_ms(until).is_some()) {
+                        continue;
+                    }
+                    return Ok(None);
+                }
+                Answer::Refused(refusal) => refusal,
+            };
+            if self.redirected(servers, &refusal, deadline).await? {
+                mends += 1;
+                if mends <= MENDS_MAX || backoff.pause(deadline).await {
+                    continue;
+                }
+            } else if refusal.is_unblocked() || question.mend(servers, self.slot, &refusal).await? {
+                mends += 1;
+                if mends <= MENDS_MAX {
+                    continue;
+                }
+            } else if refusal.remedy() == Remedy::Wait || refusal.remedy() == Remedy::FindPrimary {
+                self.connection = None;
+                servers.demoted(deadline).await;
+                if backoff.pause(deadline).await {
+                    continue;
+                }
+            }
+            return Err(question.refused(servers, self.slot, refusal).await);
+        }
+    }
+
+    /// Ends the wait for an outstanding answer and takes what came of it.
+    pub(super) async fn end(&mut self, servers: &Servers) -> Result<Option<Replies>> {
+        let Some(outstanding) = &self.outstanding else { return Ok(None) };
+        let Some(connection) = &self.connection else {
+            self.outstanding = None;
+            return Ok(None);
+        };
+        if outstanding.until > Instant::now()
+            && let Some(id) = connection.id()
+        {
+            // If this fails the answer comes when the wait is over, which is soon where it cannot be ended.
+            servers.unblock(connection.address(), id).await;
+        }
+        let deadline = servers.deadline();
+        let deadline =
+            if servers.can_unblock() { deadline } else { deadline.max(outstanding.until) };
+        let replies = self.answer(deadline).await?;
+        match self.read(&replies)? {
+            Answer::Something => Ok(Some(replies)),
+            // Refused or not: nothing was delivered.
+            Answer::Nothing | Answer::Refused(_) => Ok(None),
+        }
+    }
+
+    async fn send(
+        &mut self,
+        servers: &Servers,
+        question: &Q,
+        wait_until: Option<Instant>,
+        deadline: Instant,
+    ) -> Result<()> {
+        if self.connection.is_none() {
+            self.asking = false;
+            self.connection = Some(servers.dedicated(self.slot, true, deadline).await?);
+        }
+        let Some(connection) = &mut self.connection else { return Ok(()) };
+        let mut block = wait_until.and_then(block_ms);
+        if !servers.can_unblock() || connection.id().is_none() {
+            block = block.map(|ms| ms.min(WAIT_SLICE.as_millis() as u64));
+        }
+        let packed: Packed = question.command(block).pack();
+        if self.asking {
+            connection.start(&[ASKING, &packed.bytes].concat(), 2);
+        } else {
+            connection.start(&packed.bytes, 1);
+        }
+        let until = Instant::now() + Duration::from_millis(block.unwrap_or(0));
+        self.outstanding = Some(Outstanding { question: question.clone(), until });
+        Ok(())
+    }
+
+    /// Waits for the answer; a server that is silent beyond its time ends the lane.
+    async fn answer(&mut self, deadline: Instant) -> Result<Replies> {
+        let Some(connection) = &mut self.connection else {
+            self.outstanding = None;
+            return Err(broken(io::ErrorKind::NotConnected.into()));
+        };
+        let error = match timeout_at(deadline, connection.finish()).await {
+            Ok(Ok(replies)) => {
+                self.outstanding = None;
+                return Ok(replies);
+            }
+            Ok(Err(error)) => error,
+            Err(_) => io::Error::new(io::ErrorKind::TimedOut, "no reply within the deadline"),
+        };
+        self.connection = None;
+        self.outstanding = None;
+        Err(broken(error))
+    }
+
+    fn read(&self, replies: &Replies) -> Result<Answer> {
+        let mut cursor = replies.cursor();
+        let value =
+            if self.asking { cursor.skip(1).and_then(|()| cursor.value()) } else { cursor.value() };
+        match value.map_err(|failure| failure.about("a read"))? {
+            Value::Nil | Value::Array(0) => Ok(Answer::Nothing),
+            Value::Error(text) => Ok(Answer::Refused(Refusal::new(text))),
+            _ => Ok(Answer::Something),
+        }
+    }
+
+    /// Follows a redirection, if it is one.
+    async fn redirected(
+        &mut self,
+        servers: &Servers,
+        refusal: &Refusal,
+        deadline: Instant,
+    ) -> Result<bool> {
+        match refusal.remedy() {
+            Remedy::Moved { address } => {
+                self.connection = None;
+                servers.moved(self.slot, &address);
+                Ok(true)
+            }
+            Remedy::Ask { address } => {
+                self.connection = None;
+                let Some(node) = servers.elsewhere(&address) else { return Ok(false) };
+                let opened = node.dedicated(true, deadline).await;
+                self.connection =
+                    Some(opened.map_err(|error| {
+                        StreamError::unavailable("no connection in time", error)
+                    })?);
+                self.asking = true;
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Where the replies of this lane begin: behind the permission, if one was asked for.
+    pub(super) fn skips(&self) -> usize {
+        usize::from(self.asking)
+    }
+}
+
+const ASKING: &[u8] = b"*1\r\n$6\r\nASKING\r\n";
+
+enum Answer {
+    Something,
+    Nothing,
+    Refused(Refusal),
+}
+
+/// How long to wait at the server; `None` when there is no time left.
+fn block_ms(until: Instant) -> Option<u64> {
+    let left = until.saturating_duration_since(Instant::now());
+    // The server counts whole milliseconds, and 0 means for ever.
+    let ms = (left + Duration::from_micros(500)).as_millis() as u64;
+    (ms > 0).then_some(ms)
+}
+
+fn broken(error: io::Error) -> StreamError {
+    StreamError::unavailable("a read broke off; what it fetched is pending", Arc::new(error))
+}

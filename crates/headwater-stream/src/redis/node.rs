@@ -1,0 +1,212 @@
+//! A node is one server, or the primary that Sentinel names: its shared link, and connections of their own.
+//!
+//! Upstream: `servers`. Promises: a broken link is replaced on the next call; only one task connects at a time.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use bytes::Bytes;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout_at};
+
+use super::command::Commands;
+use super::connection::{ConnectError, Connection};
+use super::link::{Broken, Link, Outcome};
+use super::reply::Value;
+use super::sentinel::Sentinels;
+use super::url::{Access, Address};
+use super::wire::Tls;
+
+/// Connections that wait to be used again.
+const IDLE_MAX: usize = 16;
+
+/// How to speak to servers: the same for all of them.
+#[derive(Clone)]
+pub(super) struct Manners {
+    pub(super) access: Arc<Access>,
+    pub(super) tls: Tls,
+}
+
+/// Where a node is.
+pub(super) enum Target {
+    /// Always there.
+    Fixed(Address),
+    /// Wherever Sentinel says.
+    Primary(Sentinels),
+}
+
+/// One server.
+pub(super) struct Node {
+    target: Target,
+    manners: Manners,
+    shared: Mutex<Shared>,
+    connecting: tokio::sync::Mutex<()>,
+}
+
+#[derive(Default)]
+struct Shared {
+    link: Option<Link>,
+    task: Option<JoinHandle<()>>,
+    idle: Vec<Connection>,
+}
+
+impl Node {
+    pub(super) fn new(target: Target, manners: Manners) -> Self {
+        Self {
+            target,
+            manners,
+            shared: Mutex::default(),
+            connecting: tokio::sync::Mutex::default(),
+        }
+    }
+
+    /// Where the node is, if it is always there.
+    pub(super) fn address(&self) -> Option<&Address> {
+        match &self.target {
+            Target::Fixed(address) => Some(address),
+            Target::Primary(_) => None,
+        }
+    }
+
+    /// Sends commands over the shared link.
+    pub(super) async fn send(
+        &self,
+        bytes: Bytes,
+        replies: usize,
+        deadline: Instant,
+    ) -> Result<Outcome, ConnectError> {
+        let link = match self.current() {
+            Some(link) => link,
+            None => self.connect(deadline).await?,
+        };
+        let outcome = link.send(bytes, replies, deadline).await;
+        if let Err(Broken::NotSent(_) | Broken::Lost(_)) = &outcome {
+            self.forget(&link);
+        }
+        Ok(outcome)
+    }
+
+    /// A connection for one caller. Old ones are used again; `fresh` insists on a new one.
+    pub(super) async fn dedicated(
+        &self,
+        fresh: bool,
+        deadline: Instant,
+    ) -> Result<Connection, ConnectError> {
+        let idle = if fresh { None } else { self.lock().idle.pop() };
+        match idle {
+            Some(connection) => Ok(connection),
+            None => self.open(deadline).await,
+        }
+    }
+
+    /// Takes a connection back to be used again.
+    pub(super) fn give_back(&self, connection: Connection) {
+        let mut shared = self.lock();
+        if !connection.is_busy() && shared.idle.len() < IDLE_MAX {
+            shared.idle.push(connection);
+        }
+    }
+
+    /// Forgets all connections: the server is not the one it was.
+    pub(super) fn reset(&self) {
+        let mut shared = self.lock();
+        shared.link = None;
+        shared.idle.clear();
+    }
+
+    /// Ends the link after what is under way, by the deadline.
+    pub(super) async fn close(&self, deadline: Instant) {
+        let task = {
+            let mut shared = self.lock();
+            shared.link = None;
+            shared.idle.clear();
+            shared.task.take()
+        };
+        if let Some(mut task) = task
+            && timeout_at(deadline, &mut task).await.is_err()
+        {
+            task.abort();
+        }
+    }
+
+    fn current(&self) -> Option<Link> {
+        self.lock().link.clone().filter(Link::is_open)
+    }
+
+    fn forget(&self, broken: &Link) {
+        let mut shared = self.lock();
+        if shared.link.as_ref().is_some_and(|link| link.is_same(broken)) {
+            shared.link = None;
+            shared.idle.clear();
+        }
+    }
+
+    async fn connect(&self, deadline: Instant) -> Result<Link, ConnectError> {
+        let Ok(_guard) = timeout_at(deadline, self.connecting.lock()).await else {
+            let address = self.address().cloned().unwrap_or_else(|| self.somewhere());
+            return Err(ConnectError::Unreachable {
+                address,
+                error: io::ErrorKind::TimedOut.into(),
+            });
+        };
+        if let Some(link) = self.current() {
+            return Ok(link);
+        }
+        let connection = self.open(deadline).await?;
+        let (link, task) = Link::new(connection);
+        let mut shared = self.lock();
+        shared.link = Some(link.clone());
+        shared.task = Some(task);
+        Ok(link)
+    }
+
+    async fn open(&self, deadline: Instant) -> Result<Connection, ConnectError> {
+        let Manners { access, tls } = &self.manners;
+        match &self.target {
+            Target::Fixed(address) => Connection::open(address, access, tls, deadline).await,
+            Target::Primary(sentinels) => {
+                let address = sentinels.primary(&self.manners, deadline).await?;
+                let mut connection = Connection::open(&address, access, tls, deadline).await?;
+                must_be_primary(&mut connection, deadline).await?;
+                Ok(connection)
+            }
+        }
+    }
+
+    fn somewhere(&self) -> Address {
+        match &self.target {
+            Target::Fixed(address) => address.clone(),
+            Target::Primary(sentinels) => sentinels.first().clone(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+/// Sentinel may still name the old primary for a moment; a replica would refuse every write.
+async fn must_be_primary(
+    connection: &mut Connection,
+    deadline: Instant,
+) -> Result<(), ConnectError> {
+    let address = connection.address().clone();
+    let role = Commands::one(&["ROLE"]).pack();
+    let replies = match timeout_at(deadline, connection.ask(&role)).await {
+        Ok(Ok(replies)) => replies,
+        Ok(Err(error)) => return Err(ConnectError::Unreachable { address, error }),
+        Err(_) => {
+            let error = io::ErrorKind::TimedOut.into();
+            return Err(ConnectError::Unreachable { address, error });
+        }
+    };
+    let mut cursor = replies.cursor();
+    match (cursor.value(), cursor.value()) {
+        (Ok(Value::Array(_)), Ok(Value::Text(role))) if role != b"master" => {
+            let problem = "it is not the primary (yet)".to_owned();
+            Err(ConnectError::NotYet { address, problem })
+        }
+        // A user who may not ask for the role finds out with the first write.
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,342 @@
+//! Replies as they come from a server: found in a buffer, then read where they lie.
+//!
+//! There is no tree of values in between: a cursor walks over the bytes once and makes what the caller asked for.
+//! Promises: whatever a server sends is an answer or an error, never a panic; no buffer grows without a limit.
+
+use bytes::Bytes;
+
+use super::error::{Failure, Refusal};
+use crate::entry::{EntryId, Fields};
+
+/// Bytes of all replies to one request.
+const REPLIES_BYTES_MAX: usize = 2 * 1024 * 1024 * 1024;
+
+/// Bytes of a line: an error text or a number.
+const LINE_BYTES_MAX: usize = 64 * 1024;
+
+/// Values in all replies to one request.
+const VALUES_MAX: usize = 64 * 1024 * 1024;
+
+/// Entries of a reply this small share its memory; those of larger ones are copied out, so that one entry in hand
+/// does not keep a whole batch alive.
+const SHARED_BYTES_MAX: usize = 64 * 1024;
+
+/// The bytes are no replies.
+#[derive(Debug, thiserror::Error)]
+#[error("the server's bytes are no reply: {0}")]
+pub(super) struct Malformed(&'static str);
+
+/// Finds where replies end, over as many reads as it takes, and looks at no byte twice.
+#[derive(Debug, Default)]
+pub(super) struct Scanner {
+    at: usize,
+    missing: usize,
+    refusals: bool,
+}
+
+impl Scanner {
+    /// Begins to look for this many replies at the start of the buffer.
+    pub(super) fn begin(&mut self, replies: usize) {
+        *self = Self { at: 0, missing: replies, refusals: false };
+    }
+
+    /// How many bytes the replies take, once they are all there.
+    pub(super) fn scan(&mut self, buffer: &[u8]) -> Result<Option<usize>, Malformed> {
+        while self.missing > 0 {
+            let Some(rest) = buffer.get(self.at..) else { return Ok(None) };
+            let Some(end) = rest.iter().take(LINE_BYTES_MAX).position(|byte| *byte == b'\n') else {
+                if rest.len() >= LINE_BYTES_MAX {
+                    return Err(Malformed("a line without an end"));
+                }
+                return Ok(None);
+            };
+            let (kind, text) = line(&rest[..=end])?;
+            self.at += end + 1;
+            self.missing -= 1;
+            match kind {
+                b'+' | b':' => {}
+                b'-' => self.refusals = true,
+                b'$' => {
+                    if let Some(bytes) = length(text)? {
+                        self.at += bytes + 2;
+                    }
+                }
+                b'*' => {
+                    self.missing += length(text)?.unwrap_or(0);
+                    if self.missing > VALUES_MAX {
+                        return Err(Malformed("an array without measure"));
+                    }
+                }
+                _ => return Err(Malformed("an unknown kind of value")),
+            }
+            if self.at > REPLIES_BYTES_MAX {
+                return Err(Malformed("replies of more than 2 GiB"));
+            }
+        }
+        Ok((self.at <= buffer.len()).then_some(self.at))
+    }
+
+    /// Up to which length the buffer must grow before it is worth scanning again.
+    pub(super) fn wanted(&self) -> usize {
+        self.at
+    }
+
+    /// Whether an error was among what was scanned.
+    pub(super) fn refusals(&self) -> bool {
+        self.refusals
+    }
+}
+
+fn line(line: &[u8]) -> Result<(u8, &[u8]), Malformed> {
+    match line {
+        [kind, text @ .., b'\r', b'\n'] => Ok((*kind, text)),
+        _ => Err(Malformed("a line without a kind or an end")),
+    }
+}
+
+/// The length in a header; `None` for nil.
+fn length(text: &[u8]) -> Result<Option<usize>, Malformed> {
+    match number(text) {
+        Some(-1) => Ok(None),
+        Some(length) if (0..=REPLIES_BYTES_MAX as i64).contains(&length) => {
+            Ok(Some(length as usize))
+        }
+        _ => Err(Malformed("a length that is none")),
+    }
+}
+
+fn number(text: &[u8]) -> Option<i64> {
+    let (negative, digits) = match text {
+        [b'-', digits @ ..] => (true, digits),
+        digits => (false, digits),
+    };
+    if digits.is_empty() {
+        return None;
+    }
+    let magnitude = digits.iter().try_fold(0_i64, |sum, digit| {
+        let digit = digit.checked_sub(b'0').filter(|digit| *digit < 10)?;
+        sum.checked_mul(10)?.checked_add(i64::from(digit))
+    })?;
+    Some(if negative { -magnitude } else { magnitude })
+}
+
+/// The replies to one request, complete, one after the other.
+#[derive(Clone, Debug)]
+pub(super) struct Replies {
+    bytes: Bytes,
+    refusals: bool,
+}
+
+impl Replies {
+    pub(super) fn new(bytes: Bytes, refusals: bool) -> Self {
+        Self { bytes, refusals }
+    }
+
+    /// Whether an error may be among them.
+    pub(super) fn may_refuse(&self) -> bool {
+        self.refusals
+    }
+
+    pub(super) fn cursor(&self) -> Cursor<'_> {
+        Cursor { source: &self.bytes, at: 0 }
+    }
+
+    /// Each reply by itself, with the error it is, if it is one.
+    pub(super) fn split(&self, count: usize) -> Result<Vec<(Bytes, Option<Refusal>)>, Failure> {
+        let mut cursor = self.cursor();
+        (0..count)
+            .map(|_| {
+                let start = cursor.at;
+                let refusal = match cursor.value()? {
+                    Value::Error(text) => Some(Refusal::new(text)),
+                    Value::Array(values) => {
+                        cursor.skip(values)?;
+                        None
+                    }
+                    _ => None,
+                };
+                Ok((self.bytes.slice(start..cursor.at), refusal))
+            })
+            .collect()
+    }
+}
+
+/// One value, or the head of an array.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Value<'a> {
+    Nil,
+    Number(i64),
+    Text(&'a [u8]),
+    Error(&'a [u8]),
+    Array(usize),
+}
+
+/// Walks over replies.
+#[derive(Clone, Debug)]
+pub(super) struct Cursor<'a> {
+    source: &'a Bytes,
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    /// The next value, whatever it is.
+    pub(super) fn value(&mut self) -> Result<Value<'a>, Failure> {
+        let short = || Failure::shape("a reply that ends too early");
+        let rest = self.source.get(self.at..).ok_or_else(short)?;
+        let end = rest.iter().position(|byte| *byte == b'\n').ok_or_else(short)?;
+        let (kind, text) = line(&rest[..=end]).map_err(Failure::shape)?;
+        self.at += end + 1;
+        match kind {
+            b'+' => Ok(Value::Text(text)),
+            b'-' => Ok(Value::Error(text)),
+            b':' => number(text).map(Value::Number).ok_or_else(|| Failure::shape("no number")),
+            b'*' => Ok(length(text).map_err(Failure::shape)?.map_or(Value::Nil, Value::Array)),
+            b'$' => match length(text).map_err(Failure::shape)? {
+                None => Ok(Value::Nil),
+                Some(bytes) => {
+                    let start = self.at;
+                    self.at += bytes + 2;
+                    let text = self.source.get(start..start + bytes).ok_or_else(short)?;
+                    Ok(Value::Text(text))
+                }
+            },
+            _ => Err(Failure::shape("an unknown kind of value")),
+        }
+    }
+
+    /// The number of values in an array; `None` for nil.
+    pub(super) fn array_or_nil(&mut self) -> Result<Option<usize>, Failure> {
+        match self.value()? {
+            Value::Array(values) => Ok(Some(values)),
+            Value::Nil => Ok(None),
+            other => Err(unexpected("an array", other)),
+        }
+    }
+
+    pub(super) fn array(&mut self) -> Result<usize, Failure> {
+        self.array_or_nil()?.ok_or_else(|| unexpected("an array", Value::Nil))
+    }
+
+    /// An array that must have this many values.
+    pub(super) fn array_of(&mut self, values: usize) -> Result<(), Failure> {
+        match self.array()? {
+            found if found == values => Ok(()),
+            found => Err(Failure::shape(format!("{found} values instead of {values}"))),
+        }
+    }
+
+    pub(super) fn number(&mut self) -> Result<i64, Failure> {
+        match self.value()? {
+            Value::Number(number) => Ok(number),
+            other => Err(unexpected("a number", other)),
+        }
+    }
+
+    /// A number that cannot be negative.
+    pub(super) fn count(&mut self) -> Result<u64, Failure> {
+        let number = self.number()?;
+        u64::try_from(number).map_err(|_| Failure::shape(format!("{number} instead of a count")))
+    }
+
+    pub(super) fn text_or_nil(&mut self) -> Result<Option<&'a [u8]>, Failure> {
+        match self.value()? {
+            Value::Text(text) => Ok(Some(text)),
+            Value::Nil => Ok(None),
+            other => Err(unexpected("text", other)),
+        }
+    }
+
+    pub(super) fn text(&mut self) -> Result<&'a [u8], Failure> {
+        self.text_or_nil()?.ok_or_else(|| unexpected("text", Value::Nil))
+    }
+
+    pub(super) fn string(&mut self) -> Result<String, Failure> {
+        Ok(String::from_utf8_lossy(self.text()?).into_owned())
+    }
+
+    pub(super) fn bytes(&mut self) -> Result<Bytes, Failure> {
+        Ok(Bytes::copy_from_slice(self.text()?))
+    }
+
+    /// A number written as text.
+    pub(super) fn digits(&mut self) -> Result<u64, Failure> {
+        let text = self.text()?;
+        parse_digits(text).ok_or_else(|| unexpected("digits", Value::Text(text)))
+    }
+
+    pub(super) fn id(&mut self) -> Result<EntryId, Failure> {
+        let text = self.text()?;
+        parse_id(text).ok_or_else(|| unexpected("an entry id", Value::Text(text)))
+    }
+
+    /// Passes over this many values with all that is in them.
+    pub(super) fn skip(&mut self, values: usize) -> Result<(), Failure> {
+        let mut missing = values;
+        while missing > 0 {
+            missing -= 1;
+            if let Value::Array(values) = self.value()? {
+                missing += values;
+            }
+        }
+        Ok(())
+    }
+
+    /// An entry; without fields if it was deleted meanwhile.
+    pub(super) fn entry(&mut self) -> Result<(EntryId, Option<Fields>), Failure> {
+        self.array_of(2)?;
+        let id = self.id()?;
+        let start = self.at;
+        let Some(values) = self.array_or_nil()? else { return Ok((id, None)) };
+        if values % 2 != 0 {
+            return Err(Failure::shape("a field without a value"));
+        }
+        let mut ranges = Vec::with_capacity(values / 2);
+        for _ in 0..values / 2 {
+            ranges.push((self.range()?, self.range()?));
+        }
+        let (memory, start) = if self.source.len() <= SHARED_BYTES_MAX {
+            (self.source.clone(), 0)
+        } else {
+            (Bytes::copy_from_slice(&self.source[start..self.at]), start)
+        };
+        let take = |range: (usize, usize)| memory.slice(range.0 - start..range.1 - start);
+        let pairs = ranges.into_iter().map(|(name, value)| (take(name), take(value)));
+        Ok((id, Some(Fields::new(pairs))))
+    }
+
+    /// Where the bytes of the next text lie.
+    fn range(&mut self) -> Result<(usize, usize), Failure> {
+        let text = self.text()?;
+        let end = self.at - 2;
+        // A text that came as a line instead of counted bytes ends before its own line end, too.
+        Ok((end - text.len(), end))
+    }
+}
+
+pub(super) fn parse_digits(text: &[u8]) -> Option<u64> {
+    if text.is_empty() {
+        return None;
+    }
+    text.iter().try_fold(0_u64, |sum, digit| {
+        let digit = digit.checked_sub(b'0').filter(|digit| *digit < 10)?;
+        sum.checked_mul(10)?.checked_add(u64::from(digit))
+    })
+}
+
+pub(super) fn parse_id(text: &[u8]) -> Option<EntryId> {
+    let dash = text.iter().position(|byte| *byte == b'-')?;
+    Some(EntryId { ms: parse_digits(&text[..dash])?, seq: parse_digits(&text[dash + 1..])? })
+}
+
+fn unexpected(wanted: &str, found: Value<'_>) -> Failure {
+    match found {
+        Value::Error(text) => Failure::Refused(Refusal::new(text)),
+        Value::Nil => Failure::shape(format!("nothing instead of {wanted}")),
+        Value::Number(number) => Failure::shape(format!("{number} instead of {wanted}")),
+        Value::Array(values) => Failure::shape(format!("an array of {values} instead of {wanted}")),
+        Value::Text(text) => {
+            let text: String = String::from_utf8_lossy(text).chars().take(64).collect();
+            Failure::shape(format!("{text:?} instead of {wanted}"))
+        }
+    }
+}

@@ -1,0 +1,13 @@
+-- Writes into an existing map. KEYS: map. ARGV: 0 or 1 expectation (name, value), names and values.
+-- Answers: whether it did.
+local map = KEYS[1]
+local problem = foreign('hash', map)
+if problem then return problem end
+if redis.call('EXISTS', map) == 0 then return 0 end
+local first = 2
+if ARGV[1] == '1' then
+  if redis.call('HGET', map, ARGV[2]) ~= ARGV[3] then return 0 end
+  first = 4
+end
+redis.call('HSET', map, unpack(ARGV, first))
+return 1

@@ -1,0 +1,55 @@
+-- Takes pending entries over.
+-- KEYS: stream, then lease and its record (with an epoch).
+-- ARGV: group, consumer, epoch or '', least idle time in ms, cursor or '', count, then
+--   anyone | others | consumer NAME | ids ID...
+-- Answers: entries, their delivery counts, ids that exist no more, the new cursor or nil.
+local stream, group, consumer, epoch = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+local min_idle, cursor, count, from = tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6]), ARGV[7]
+local problem = foreign('stream', stream) or fenced(epoch, KEYS[2], KEYS[3])
+if problem then return problem end
+
+local rows, next_cursor = {}, false
+if from == 'ids' then
+  -- Tells a missing group apart from an entry that is not pending.
+  local none = redis.pcall('XPENDING', stream, group, '-', '+', 1)
+  if none.err then return none end
+  for i = 8, math.min(#ARGV, 7 + count) do
+    local row = redis.call('XPENDING', stream, group, ARGV[i], ARGV[i], 1)[1]
+    if row then rows[#rows + 1] = row end
+  end
+else
+  local start = cursor == '' and '-' or '(' .. cursor
+  if from == 'consumer' then
+    rows = redis.pcall('XPENDING', stream, group, start, '+', count, ARGV[8])
+  else
+    rows = redis.pcall('XPENDING', stream, group, start, '+', count)
+  end
+  if rows.err then return rows end
+  if #rows == count then next_cursor = rows[#rows][1] end
+end
+
+local ids, deliveries = {}, {}
+for _, row in ipairs(rows) do
+  if row[3] >= min_idle and not (from == 'others' and row[2] == consumer) and not deliveries[row[1]] then
+    ids[#ids + 1] = row[1]
+    deliveries[row[1]] = row[4] + 1
+  end
+end
+
+local entries, counts, found = {}, {}, {}
+with_ids(ids, function(...)
+  for _, entry in ipairs(redis.call('XCLAIM', stream, group, consumer, 0, ...)) do
+    -- Servers before 7 name an entry that exists no more by nothing.
+    if entry then
+      entries[#entries + 1] = entry
+      counts[#counts + 1] = deliveries[entry[1]]
+      found[entry[1]] = true
+    end
+  end
+end)
+local deleted = {}
+for _, id in ipairs(ids) do
+  if not found[id] then deleted[#deleted + 1] = id end
+end
+with_ids(deleted, function(...) redis.call('XACK', stream, group, ...) end)
+return {entries, counts, deleted, next_cursor}

@@ -1,0 +1,17 @@
+-- Removes consumers that have nothing pending and were idle for long.
+-- KEYS: stream. ARGV: group, least idle time in ms. Answers: their names.
+local stream, group, min_idle = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local problem = foreign('stream', stream)
+if problem then return problem end
+local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
+if consumers.err then return consumers end
+local removed = {}
+for _, list in ipairs(consumers) do
+  local consumer = {}
+  for i = 1, #list, 2 do consumer[list[i]] = list[i + 1] end
+  if consumer.pending == 0 and consumer.idle >= min_idle then
+    redis.call('XGROUP', 'DELCONSUMER', stream, group, consumer.name)
+    removed[#removed + 1] = consumer.name
+  end
+end
+return removed

@@ -1,0 +1,35 @@
+-- What there is to know of a stream.
+-- KEYS: stream. Answers: nil, or length, first id, last id, bytes, groups
+--   (each: name, pending, lag, last delivered id, consumers (each: name, pending, idle in ms)).
+local stream = KEYS[1]
+local problem = foreign('stream', stream)
+if problem then return problem end
+if redis.call('EXISTS', stream) == 0 then return false end
+
+local function fields(list)
+  local map = {}
+  for i = 1, #list, 2 do map[list[i]] = list[i + 1] end
+  return map
+end
+
+local info = fields(redis.call('XINFO', 'STREAM', stream))
+local bytes = redis.pcall('MEMORY', 'USAGE', stream)
+local groups = {}
+for _, list in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
+  local group = fields(list)
+  local consumers = {}
+  for _, each in ipairs(redis.call('XINFO', 'CONSUMERS', stream, group.name)) do
+    local consumer = fields(each)
+    consumers[#consumers + 1] = {consumer.name, consumer.pending, consumer.idle}
+  end
+  groups[#groups + 1] =
+    {group.name, group.pending, group.lag or false, group['last-delivered-id'], consumers}
+end
+local first, last = info['first-entry'], info['last-entry']
+return {
+  info.length,
+  first and first[1],
+  last and last[1],
+  type(bytes) == 'number' and bytes,
+  groups,
+}

@@ -1,0 +1,264 @@
+//! The servers of a backend, and which of them is the right one for a slot.
+//!
+//! Upstream: every call. Downstream: `call` sends and sends again; `node` and `cluster` know where to.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::call::Call;
+use super::cluster::Cluster;
+use super::command::Commands;
+use super::connection::{ConnectError, Connection};
+use super::keys;
+use super::node::{Manners, Node, Target};
+use super::reply::Replies;
+use super::sentinel::Sentinels;
+use super::url::{Address, Place};
+use crate::error::{Result, StreamError};
+
+const BACKOFF_MIN: Duration = Duration::from_millis(10);
+const BACKOFF_MAX: Duration = Duration::from_secs(1);
+
+/// Whether a call may happen twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    /// Twice is as good as once.
+    Repeatable,
+    /// Twice is not: after a lost reply, the caller decides.
+    Once,
+}
+
+/// All servers of a backend.
+pub(super) struct Servers {
+    topology: Topology,
+    call_deadline: Duration,
+    closed: watch::Sender<bool>,
+    /// Whether waits at the server can be ended early.
+    can_unblock: AtomicBool,
+}
+
+enum Topology {
+    One(Arc<Node>),
+    Cluster(Cluster),
+}
+
+impl Servers {
+    pub(super) fn new(place: &Place, manners: Manners, call_deadline: Duration) -> Self {
+        let topology = match place.clone() {
+            Place::Single(address) => {
+                Topology::One(Arc::new(Node::new(Target::Fixed(address), manners)))
+            }
+            Place::Sentinel { sentinels, service } => {
+                let target = Target::Primary(Sentinels::new(sentinels, service));
+                Topology::One(Arc::new(Node::new(target, manners)))
+            }
+            Place::Cluster { seeds } => Topology::Cluster(Cluster::new(seeds, manners)),
+        };
+        Self {
+            topology,
+            call_deadline,
+            closed: watch::Sender::new(false),
+            can_unblock: true.into(),
+        }
+    }
+
+    pub(super) fn is_cluster(&self) -> bool {
+        matches!(self.topology, Topology::Cluster(_))
+    }
+
+    /// The slot of a key; always 0 without a cluster.
+    pub(super) fn slot(&self, key: &str) -> u16 {
+        if self.is_cluster() { keys::slot(key) } else { 0 }
+    }
+
+    pub(super) fn call_deadline(&self) -> Duration {
+        self.call_deadline
+    }
+
+    /// When a call that begins now has to end.
+    pub(super) fn deadline(&self) -> Instant {
+        Instant::now() + self.call_deadline
+    }
+
+    /// Refuses calls to a backend that was closed.
+    pub(super) fn check_open(&self) -> Result<()> {
+        if *self.closed.borrow() { Err(closed()) } else { Ok(()) }
+    }
+
+    /// Returns when the backend is closed. Cancel-safe.
+    pub(super) async fn until_closed(&self) {
+        // The sender lives as long as `self`, so this cannot fail.
+        let _ = self.closed.subscribe().wait_for(|closed| *closed).await;
+    }
+
+    /// Ends all shared links after what is under way.
+    pub(super) async fn close(&self) {
+        self.closed.send_replace(true);
+        let deadline = self.deadline();
+        match &self.topology {
+            Topology::One(node) => node.close(deadline).await,
+            Topology::Cluster(cluster) => {
+                let nodes = cluster.primaries();
+                futures_util::future::join_all(nodes.iter().map(|node| node.close(deadline))).await;
+            }
+        }
+    }
+
+    /// Sends commands of one slot and returns their replies, errors included.
+    pub(super) async fn call(
+        &self,
+        slot: u16,
+        commands: Commands,
+        effect: Effect,
+    ) -> Result<Replies> {
+        self.check_open()?;
+        Call::new(self, slot, commands.pack(), effect).run().await
+    }
+
+    /// A connection of one's own to the server of this slot, by the deadline. `fresh` insists on a new one.
+    pub(super) async fn dedicated(
+        &self,
+        slot: u16,
+        fresh: bool,
+        deadline: Instant,
+    ) -> Result<Connection> {
+        let mut backoff = Backoff::default();
+        loop {
+            self.check_open()?;
+            let opened = match self.owner(slot, deadline).await {
+                Ok(node) => node.dedicated(fresh, deadline).await,
+                Err(error) => Err(error),
+            };
+            match opened {
+                Ok(connection) => return Ok(connection),
+                Err(ConnectError::Refused(error)) => return Err(error),
+                Err(error) => {
+                    self.look_around(None, deadline).await;
+                    if !backoff.pause(deadline).await {
+                        return Err(StreamError::unavailable("no connection in time", error));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes a connection back that has nothing outstanding.
+    pub(super) fn give_back(&self, slot: u16, connection: Connection) {
+        let node = match &self.topology {
+            Topology::One(node) => Some(Arc::clone(node)),
+            Topology::Cluster(cluster) => cluster.owner(slot),
+        };
+        let fits = |node: &Arc<Node>| node.address().is_none_or(|at| at == connection.address());
+        if let Some(node) = node.filter(fits) {
+            node.give_back(connection);
+        }
+    }
+
+    /// The server of this slot.
+    pub(super) async fn owner(
+        &self,
+        slot: u16,
+        deadline: Instant,
+    ) -> Result<Arc<Node>, ConnectError> {
+        match &self.topology {
+            Topology::One(node) => Ok(Arc::clone(node)),
+            Topology::Cluster(cluster) => match cluster.owner(slot) {
+                Some(node) => Ok(node),
+                None => {
+                    cluster.refresh(None, deadline).await?;
+                    cluster.owner(slot).ok_or_else(|| ConnectError::Nobody { slot })
+                }
+            },
+        }
+    }
+
+    pub(super) fn can_unblock(&self) -> bool {
+        self.can_unblock.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_can_unblock(&self, can: bool) {
+        self.can_unblock.store(can, Ordering::Relaxed);
+    }
+
+    /// Ends the wait of the connection with this number, if it still waits.
+    pub(super) async fn unblock(&self, address: &Address, connection: u64) {
+        let node = match &self.topology {
+            Topology::One(node) => Arc::clone(node),
+            Topology::Cluster(cluster) => cluster.node(address),
+        };
+        let unblock = Commands::one(&["CLIENT", "UNBLOCK", &connection.to_string()]).pack();
+        let _ = node.send(unblock.bytes, 1, self.deadline()).await;
+    }
+
+    /// All primaries, as far as is known.
+    pub(super) fn primaries(&self) -> Vec<Arc<Node>> {
+        match &self.topology {
+            Topology::One(node) => vec![Arc::clone(node)],
+            Topology::Cluster(cluster) => cluster.primaries(),
+        }
+    }
+
+    /// Asks who owns what, after something went wrong with `suspect`.
+    pub(super) async fn look_around(&self, suspect: Option<&Address>, deadline: Instant) {
+        if let Topology::Cluster(cluster) = &self.topology {
+            // If nobody can tell, the map stays as it is, and the next call asks again.
+            let _ = cluster.refresh(suspect, deadline).await;
+        }
+    }
+
+    /// Learns that the slot is elsewhere.
+    pub(super) fn moved(&self, slot: u16, address: &str) {
+        if let (Topology::Cluster(cluster), Ok(address)) =
+            (&self.topology, Address::parse(address, 0))
+        {
+            cluster.moved(slot, &address);
+        }
+    }
+
+    /// The node at this address, for one call that a server asks us to make there.
+    pub(super) fn elsewhere(&self, address: &str) -> Option<Arc<Node>> {
+        match (&self.topology, Address::parse(address, 0)) {
+            (Topology::Cluster(cluster), Ok(address)) => Some(cluster.node(&address)),
+            _ => None,
+        }
+    }
+
+    /// Learns that the server is no longer the primary.
+    pub(super) async fn demoted(&self, deadline: Instant) {
+        match &self.topology {
+            Topology::One(node) => node.reset(),
+            Topology::Cluster(_) => self.look_around(None, deadline).await,
+        }
+    }
+}
+
+/// Pauses that grow.
+pub(super) struct Backoff(Duration);
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self(BACKOFF_MIN)
+    }
+}
+
+impl Backoff {
+    /// Pauses; `false` if the deadline would come first.
+    pub(super) async fn pause(&mut self, deadline: Instant) -> bool {
+        let until = Instant::now() + self.0;
+        if until >= deadline {
+            return false;
+        }
+        self.0 = (self.0 * 2).min(BACKOFF_MAX);
+        tokio::time::sleep_until(until).await;
+        true
+    }
+}
+
+/// The error of every call to a backend that was closed.
+pub(super) fn closed() -> StreamError {
+    StreamError::Unavailable { problem: "the backend was closed".to_owned(), source: None }
+}

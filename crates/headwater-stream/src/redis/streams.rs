@@ -1,0 +1,340 @@
+//! Streams and consumer groups on Redis.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tracing::warn;
+
+use super::RedisBackend;
+use super::command::Commands;
+use super::error::Failure;
+use super::foreign_name;
+use super::reader::RedisGroupReader;
+use super::reply::{Cursor, Replies};
+use super::scripts;
+use super::servers::Effect;
+use super::tail::RedisTailReader;
+use crate::check;
+use crate::entry::{Delivery, Entry, EntryId, Fields};
+use crate::error::{Result, StreamError};
+use crate::name::{ConsumerName, GroupName, StreamName};
+use crate::streams::{
+    Direction, GroupReader, GroupStart, Pending, PendingQuery, Range, Reclaim, ReclaimFrom,
+    Reclaimed, Retention, Settle, Settled, StreamStats, Streams, TailReader, TrimGuard, Trimmed,
+};
+
+#[async_trait]
+impl Streams for RedisBackend {
+    async fn append(
+        &self,
+        stream: &StreamName,
+        entries: &[Fields],
+        retention: &Retention,
+    ) -> Result<Vec<EntryId>> {
+        check::append(entries, retention)?;
+        if entries.is_empty() {
+            return self.servers.check_open().map(|()| Vec::new());
+        }
+        let bytes: usize = entries.iter().map(|fields| packed_bytes(stream, fields)).sum();
+        let mut commands = Commands::with_capacity(entries.len() + 1, bytes);
+        for fields in entries {
+            add_append(&mut commands, stream, fields);
+        }
+        let trims = self.trims.is_due(stream, entries.len(), retention);
+        if trims {
+            super::trim::add(&mut commands, stream, retention, TrimGuard::Safe, true);
+        }
+        let replies = self.call(stream, commands, Effect::Once).await?;
+        let mut cursor = replies.cursor();
+        let ids = (0..entries.len()).map(|_| cursor.id()).collect::<Result<_, _>>();
+        let ids = ids.map_err(|failure: Failure| failure.about(stream))?;
+        // The entries are in the stream: an error now would only make the caller append them twice.
+        if trims && let Err(failure) = cursor.array() {
+            warn!(%stream, error = %failure.about(stream), "stream not trimmed while appending");
+        }
+        Ok(ids)
+    }
+
+    async fn ensure_group(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+    ) -> Result<bool> {
+        let commands = create_group(stream, group, start);
+        let replies = self.call(stream, commands, Effect::Repeatable).await?;
+        match replies.cursor().text() {
+            Ok(_) => Ok(true),
+            Err(Failure::Refused(refusal)) if refusal.code() == "BUSYGROUP" => Ok(false),
+            Err(failure) => Err(failure.about(stream)),
+        }
+    }
+
+    async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool> {
+        let commands = Commands::one(&["XGROUP", "DESTROY", stream.as_str(), group.as_str()]);
+        let replies = self.call(stream, commands, Effect::Once).await?;
+        match replies.cursor().number() {
+            Ok(removed) => Ok(removed > 0),
+            Err(Failure::Refused(refusal)) if refusal.is_no_key() => Ok(false),
+            Err(failure) => Err(failure.about(stream)),
+        }
+    }
+
+    async fn reader(
+        &self,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<Box<dyn GroupReader>> {
+        self.servers.check_open()?;
+        Ok(Box::new(RedisGroupReader::new(&self.servers, group, consumer)))
+    }
+
+    async fn tail(&self) -> Result<Box<dyn TailReader>> {
+        self.servers.check_open()?;
+        Ok(Box::new(RedisTailReader::new(&self.servers)))
+    }
+
+    async fn settle(&self, settle: Settle<'_>) -> Result<Settled> {
+        check::settle(&settle)?;
+        self.settle_entries(settle).await
+    }
+
+    async fn keep_alive(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+        ids: &[EntryId],
+    ) -> Result<Vec<EntryId>> {
+        check::ids(ids)?;
+        let mut commands = Commands::new();
+        commands.script(&scripts::KEEP_ALIVE, &[stream], 2 + ids.len());
+        commands.arg(group.as_str());
+        commands.arg(consumer.as_str());
+        ids.iter().for_each(|id| commands.arg_id(*id));
+        let replies = self.call(stream, commands, Effect::Repeatable).await?;
+        list(&replies, |cursor| cursor.id()).map_err(|failure| failure.about(stream))
+    }
+
+    async fn reclaim(&self, reclaim: Reclaim<'_>) -> Result<Reclaimed> {
+        check::reclaim(&reclaim)?;
+        let Reclaim { stream, group, .. } = reclaim;
+        if reclaim.after == Some(EntryId::MAX) && !matches!(reclaim.from, ReclaimFrom::Ids(_)) {
+            return Ok(Reclaimed::default());
+        }
+        let keys = self.keys_with_fence(stream, reclaim.fence)?;
+        let from: &[&str] = match reclaim.from {
+            ReclaimFrom::Anyone => &["anyone"],
+            ReclaimFrom::Others => &["others"],
+            ReclaimFrom::Consumer(consumer) => &["consumer", consumer.as_str()],
+            ReclaimFrom::Ids(_) => &["ids"],
+        };
+        let ids = if let ReclaimFrom::Ids(ids) = reclaim.from { ids } else { &[] };
+        let mut commands = Commands::new();
+        commands.script(&scripts::RECLAIM, &keys, 6 + from.len() + ids.len());
+        commands.arg(group.as_str());
+        commands.arg(reclaim.consumer.as_str());
+        commands.arg(epoch_text(reclaim.fence));
+        commands.arg_number(millis(reclaim.min_idle));
+        commands.arg(reclaim.after.map_or(String::new(), |id| id.to_string()));
+        commands.arg_number(reclaim.count as u64);
+        from.iter().for_each(|word| commands.arg(word));
+        ids.iter().for_each(|id| commands.arg_id(*id));
+        let replies = self.call(stream, commands, Effect::Once).await?;
+        read_reclaimed(&replies).map_err(|failure| match failure {
+            Failure::Refused(refusal) if refusal.is_fenced() => fenced(reclaim.fence),
+            failure => failure.in_group(stream, group),
+        })
+    }
+
+    async fn pending(&self, query: PendingQuery<'_>) -> Result<Vec<Pending>> {
+        check::count(query.count)?;
+        if query.after == Some(EntryId::MAX) {
+            return Ok(Vec::new());
+        }
+        let mut words =
+            vec!["XPENDING".to_owned(), query.stream.to_string(), query.group.to_string()];
+        if !query.min_idle.is_zero() {
+            words.extend(["IDLE".to_owned(), millis(query.min_idle).to_string()]);
+        }
+        words.push(query.after.map_or("-".to_owned(), |id| format!("({id}")));
+        words.extend(["+".to_owned(), query.count.to_string()]);
+        words.extend(query.consumer.map(ToString::to_string));
+        let commands = Commands::one(&words);
+        let replies = self.call(query.stream, commands, Effect::Repeatable).await?;
+        list(&replies, |cursor| {
+            cursor.array_of(4)?;
+            Ok(Pending {
+                id: cursor.id()?,
+                consumer: foreign_name(cursor.text()?, ConsumerName::new)?,
+                idle: Duration::from_millis(cursor.count()?),
+                deliveries: cursor.count()?,
+            })
+        })
+        .map_err(|failure| failure.in_group(query.stream, query.group))
+    }
+
+    async fn range(&self, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
+        check::count(range.count)?;
+        let (from, to, count) =
+            (range.from.to_string(), range.to.to_string(), range.count.to_string());
+        let commands = match range.direction {
+            Direction::Forward => {
+                Commands::one(&["XRANGE", stream.as_str(), &from, &to, "COUNT", &count])
+            }
+            Direction::Backward => {
+                Commands::one(&["XREVRANGE", stream.as_str(), &to, &from, "COUNT", &count])
+            }
+        };
+        let replies = self.call(stream, commands, Effect::Repeatable).await?;
+        let entries =
+            list(&replies, |cursor| cursor.entry()).map_err(|failure| failure.about(stream))?;
+        Ok(entries
+            .into_iter()
+            .filter_map(|(id, fields)| Some(Entry { id, fields: fields? }))
+            .collect())
+    }
+
+    async fn trim(
+        &self,
+        stream: &StreamName,
+        retention: &Retention,
+        guard: TrimGuard,
+    ) -> Result<Trimmed> {
+        check::retention(retention)?;
+        let mut commands = Commands::new();
+        super::trim::add(&mut commands, stream, retention, guard, false);
+        let replies = self.call(stream, commands, Effect::Once).await?;
+        let mut cursor = replies.cursor();
+        let mut read = || {
+            cursor.array_of(2)?;
+            Ok(Trimmed { removed: cursor.count()?, held_back: cursor.number()? == 1 })
+        };
+        read().map_err(|failure: Failure| failure.about(stream))
+    }
+
+    async fn delete_entries(&self, stream: &StreamName, ids: &[EntryId]) -> Result<usize> {
+        check::ids(ids)?;
+        if ids.is_empty() {
+            return self.servers.check_open().map(|()| 0);
+        }
+        let mut commands = Commands::new();
+        commands.begin(2 + ids.len());
+        commands.arg("XDEL");
+        commands.arg(stream.as_str());
+        ids.iter().for_each(|id| commands.arg_id(*id));
+        let replies = self.call(stream, commands, Effect::Once).await?;
+        let deleted = replies.cursor().count().map_err(|failure| failure.about(stream))?;
+        Ok(deleted as usize)
+    }
+
+    async fn delete_stream(&self, stream: &StreamName) -> Result<bool> {
+        self.delete(stream.as_str(), "stream").await
+    }
+
+    async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
+        self.stream_stats(stream).await
+    }
+
+    async fn remove_idle_consumers(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        idle: Duration,
+    ) -> Result<Vec<ConsumerName>> {
+        let args = [group.to_string(), millis(idle).to_string()];
+        let commands = Commands::run(&scripts::REMOVE_IDLE, &[stream], &args);
+        let replies = self.call(stream, commands, Effect::Once).await?;
+        let mut names = list(&replies, |cursor| foreign_name(cursor.text()?, ConsumerName::new))
+            .map_err(|failure| failure.in_group(stream, group))?;
+        names.sort();
+        Ok(names)
+    }
+}
+
+impl RedisBackend {
+    /// Removes a key if it holds what it should. Returns whether there was one.
+    pub(super) async fn delete(&self, key: &str, kind: &str) -> Result<bool> {
+        let commands = Commands::run(&scripts::DELETE, &[key], &[kind]);
+        let replies = self.call(key, commands, Effect::Once).await?;
+        let deleted = replies.cursor().number().map_err(|failure| failure.about(key))?;
+        Ok(deleted > 0)
+    }
+}
+
+/// Adds a command that appends one entry.
+pub(super) fn add_append(commands: &mut Commands, stream: &StreamName, fields: &Fields) {
+    commands.begin(3 + 2 * fields.len());
+    commands.arg("XADD");
+    commands.arg(stream.as_str());
+    commands.arg("*");
+    for (name, value) in fields {
+        commands.arg(name);
+        commands.arg(value);
+    }
+}
+
+/// A command that creates a group, and its stream if it is missing.
+pub(super) fn create_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> Commands {
+    let start = match start {
+        GroupStart::Beginning => "0".to_owned(),
+        GroupStart::End => "$".to_owned(),
+        GroupStart::After(id) => id.to_string(),
+    };
+    Commands::one(&["XGROUP", "CREATE", stream.as_str(), group.as_str(), &start, "MKSTREAM"])
+}
+
+/// The error of a call that presented a lease that is not current.
+pub(super) fn fenced(fence: Option<&crate::leases::Fence>) -> StreamError {
+    match fence {
+        Some(fence) => StreamError::Fenced { lease: fence.lease.to_string(), epoch: fence.epoch.0 },
+        None => StreamError::Protocol { problem: "fenced without a fence".to_owned() },
+    }
+}
+
+/// The epoch to present; empty for none.
+pub(super) fn epoch_text(fence: Option<&crate::leases::Fence>) -> String {
+    fence.map_or(String::new(), |fence| fence.epoch.to_string())
+}
+
+/// Whole milliseconds, as the server counts.
+pub(super) fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// An array of things of one kind; nil is an empty one.
+pub(super) fn list<T>(
+    replies: &Replies,
+    mut read: impl FnMut(&mut Cursor<'_>) -> Result<T, Failure>,
+) -> Result<Vec<T>, Failure> {
+    let mut cursor = replies.cursor();
+    let values = cursor.array_or_nil()?.unwrap_or(0);
+    (0..values).map(|_| read(&mut cursor)).collect()
+}
+
+/// About how many bytes an append of these fields takes on the wire.
+fn packed_bytes(stream: &StreamName, fields: &Fields) -> usize {
+    64 + stream.as_str().len() + fields.bytes() + fields.len() * 24
+}
+
+fn read_reclaimed(replies: &Replies) -> Result<Reclaimed, Failure> {
+    let mut cursor = replies.cursor();
+    cursor.array_of(4)?;
+    let entries = (0..cursor.array()?).map(|_| cursor.entry()).collect::<Result<Vec<_>, _>>()?;
+    cursor.array_of(entries.len())?;
+    let mut taken = Vec::with_capacity(entries.len());
+    for (id, fields) in entries {
+        let deliveries = cursor.count()?;
+        let fields = fields.ok_or_else(|| Failure::shape("an entry without fields"))?;
+        taken.push(Delivery { id, fields, deliveries });
+    }
+    let deleted = (0..cursor.array()?).map(|_| cursor.id()).collect::<Result<Vec<_>, _>>()?;
+    let next = match cursor.text_or_nil()? {
+        None => None,
+        Some(text) => Some(
+            super::reply::parse_id(text).ok_or_else(|| Failure::shape("a cursor that is no id"))?,
+        ),
+    };
+    taken.sort_by_key(|delivery| delivery.id);
+    Ok(Reclaimed { entries: taken, deleted, next })
+}
