@@ -110,14 +110,26 @@ pub async fn a_settle_with_an_old_fence_changes_nothing(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn an_expired_lease_fences_even_if_nobody_took_it(env: Env) -> TestResult {
+pub async fn a_lease_that_ran_out_fences_even_if_nobody_took_it(env: Env) -> TestResult {
     let (flow, ids) = env.flow_in_hand(1).await?;
     let fence = hold(&env, "ann", ms(80)).await?;
     sleep_ms(160).await;
 
     let answer = flow.settle_under("ann", Some(&fence), &done(&ids)).await;
 
-    assert_fenced("an expired lease", &fence, answer);
+    assert_fenced("a lease that ran out", &fence, answer);
+    assert_eq!(flow.pending_ids().await?, ids);
+    Ok(())
+}
+
+pub async fn a_lease_given_up_fences_even_if_nobody_took_it(env: Env) -> TestResult {
+    let (flow, ids) = env.flow_in_hand(1).await?;
+    let fence = hold(&env, "ann", HOUR).await?;
+    env.second.release(&holder("ann"), std::slice::from_ref(&fence)).await?;
+
+    let answer = flow.settle_under("ann", Some(&fence), &done(&ids)).await;
+
+    assert_fenced("a lease given up", &fence, answer);
     assert_eq!(flow.pending_ids().await?, ids);
     Ok(())
 }

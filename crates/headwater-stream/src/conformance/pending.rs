@@ -121,7 +121,6 @@ pub async fn a_missing_group_has_no_list_of_pending_entries(env: Env) -> TestRes
         let query = PendingQuery { stream, group, ..flow.pending_query() };
         let calls = [
             ("pending", env.backend.pending(query).await.map(drop)),
-            ("keep_alive", env.backend.keep_alive(stream, group, &ann, &ids).await.map(drop)),
             (
                 "reclaim",
                 env.backend
@@ -146,6 +145,17 @@ pub async fn a_missing_group_has_no_list_of_pending_entries(env: Env) -> TestRes
                 other => panic!("{call}: expected {expected}, found {other:?}"),
             }
         }
+    }
+    assert_eq!(env.second.stats(&missing).await?, None, "no stream came into being");
+    Ok(())
+}
+
+pub async fn keep_alive_finds_nothing_in_hand_where_the_group_is_gone(env: Env) -> TestResult {
+    let (flow, ids) = env.flow_in_hand(2).await?;
+    let (missing, nobody) = (env.stream("missing"), group("nobody"));
+    let ann = consumer("ann");
+    for (stream, group) in [(&missing, &flow.group), (&flow.stream, &nobody)] {
+        assert_eq!(env.backend.keep_alive(stream, group, &ann, &ids).await?, ids);
     }
     assert_eq!(env.second.stats(&missing).await?, None, "no stream came into being");
     Ok(())
