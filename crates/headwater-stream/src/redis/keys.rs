@@ -30,9 +30,13 @@ pub(super) fn delay_wake(delays: &DelayName) -> String {
     derived(delays.as_str(), ":wake")
 }
 
-/// The mark of one de-duplicated id.
+/// The mark of one de-duplicated id. An id may hold anything, so the key says where the scope ends: with its brace, or
+/// with its length in front.
 pub(super) fn dedup(scope: &DedupScope, id: &str) -> String {
-    derived(scope.as_str(), &format!(":{id}"))
+    match hash_tag(scope.as_str()) {
+        Some(_) => format!("{}:{scope}:{id}", scope.as_str().len()),
+        None => format!("{{{scope}}}:{id}"),
+    }
 }
 
 /// The channel that tells of released leases; channels belong to no database, so it says which one.
@@ -75,10 +79,19 @@ mod tests {
     }
 
     #[test]
+    fn ids_of_two_scopes_never_share_a_mark() {
+        let mark = |scope: &str, id: &str| dedup(&DedupScope::new(scope).unwrap(), id);
+        assert_ne!(mark("a", "b:c"), mark("a:b", "c"));
+        assert_ne!(mark("{t}a", "b:c"), mark("{t}a:b", "c"));
+    }
+
+    #[test]
     fn a_derived_key_lives_in_the_slot_of_its_name() {
         for name in ["orders", "a{b", "stream:{t:0}", "{a}{b}", "键"] {
             let lease = LeaseName::new(name).unwrap();
             assert_eq!(slot(&epoch(&lease)), slot(name), "{name}");
+            let scope = DedupScope::new(name).unwrap();
+            assert_eq!(slot(&dedup(&scope, "{x}")), slot(name), "{name}");
         }
     }
 }

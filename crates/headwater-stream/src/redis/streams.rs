@@ -14,6 +14,7 @@ use super::reply::{Cursor, Replies};
 use super::scripts;
 use super::servers::Effect;
 use super::tail::RedisTailReader;
+use super::trim;
 use crate::check;
 use crate::entry::{Delivery, Entry, EntryId, Fields};
 use crate::error::{Result, StreamError};
@@ -42,15 +43,21 @@ impl Streams for RedisBackend {
         }
         let trims = self.trims.is_due(stream, entries.len(), retention);
         if trims {
-            super::trim::add(&mut commands, stream, retention, TrimGuard::Safe, true);
+            trim::add(&mut commands, stream, retention, TrimGuard::Safe, true);
         }
         let replies = self.call(stream, commands, Effect::Once).await?;
         let mut cursor = replies.cursor();
         let ids = (0..entries.len()).map(|_| cursor.id()).collect::<Result<_, _>>();
         let ids = ids.map_err(|failure: Failure| failure.about(stream))?;
         // The entries are in the stream: an error now would only make the caller append them twice.
-        if trims && let Err(failure) = cursor.array() {
-            warn!(%stream, error = %failure.about(stream), "stream not trimmed while appending");
+        if trims {
+            match trim::read(&mut cursor) {
+                Ok(trimmed) => self.trims.held_back(stream, trimmed.held_back),
+                Err(failure) => {
+                    let error = failure.about(stream);
+                    warn!(%stream, %error, "stream not trimmed while appending");
+                }
+            }
         }
         Ok(ids)
     }
@@ -203,14 +210,9 @@ impl Streams for RedisBackend {
     ) -> Result<Trimmed> {
         check::retention(retention)?;
         let mut commands = Commands::new();
-        super::trim::add(&mut commands, stream, retention, guard, false);
+        trim::add(&mut commands, stream, retention, guard, false);
         let replies = self.call(stream, commands, Effect::Once).await?;
-        let mut cursor = replies.cursor();
-        let mut read = || {
-            cursor.array_of(2)?;
-            Ok(Trimmed { removed: cursor.count()?, held_back: cursor.number()? == 1 })
-        };
-        read().map_err(|failure: Failure| failure.about(stream))
+        trim::read(&mut replies.cursor()).map_err(|failure| failure.about(stream))
     }
 
     async fn delete_entries(&self, stream: &StreamName, ids: &[EntryId]) -> Result<usize> {
