@@ -11,6 +11,7 @@ use super::state::Value;
 use super::state::delay_set::footprint_aside;
 use super::state::entries::footprint;
 use super::state::group::Group;
+use super::state::stream::Stream;
 use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::StreamName;
@@ -18,6 +19,9 @@ use crate::streams::{Retention, Settle, Settled, Settlement, Then};
 
 pub(super) fn settle(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Settled> {
     check_fence(change.state(), settle.fence, change.now)?;
+    if settle.entries.iter().all(|settlement| matches!(settlement.then, Then::Done)) {
+        return acknowledge_all(change, settle);
+    }
     let plan = Plan::new(change, settle)?;
     plan.check_kinds(change)?;
     change.room_for(plan.bytes_more())?;
@@ -40,6 +44,35 @@ pub(super) fn settle(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Set
         follow_up(change, then)?;
     }
     Ok(settled)
+}
+
+/// The common case, without a look at each entry: those that are not pending are left alone by the effect itself.
+fn acknowledge_all(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Settled> {
+    let pending = |change: &Change<'_>| -> Result<usize> {
+        Ok(group_of(change, settle)?.map_or(0, |(_, group)| group.pending.len()))
+    };
+    let known = group_of(change, settle)?;
+    let is_pending = |settlement: &Settlement| {
+        known.is_some_and(|(_, group)| group.pending.contains_key(&settlement.id))
+    };
+    let is_any_pending = settle.entries.iter().any(is_pending);
+    let (stream, group) = (settle.stream.as_str(), settle.group.as_str());
+    let before = pending(change)?;
+    change.saw(stream, group, settle.consumer.as_str());
+    if is_any_pending {
+        let ids = settle.entries.iter().map(|settlement| settlement.id).collect();
+        change.apply(&Effect::Acknowledge { stream, group, ids: Cow::Owned(ids) });
+    }
+    let applied = before - pending(change)?;
+    Ok(Settled { applied, stale: settle.entries.len() - applied })
+}
+
+fn group_of<'a>(
+    change: &'a Change<'_>,
+    settle: &Settle<'_>,
+) -> Result<Option<(&'a Stream, &'a Group)>> {
+    let stream = change.state().stream(settle.stream.as_str(), change.now)?;
+    Ok(stream.and_then(|stream| Some((stream, stream.groups.get(settle.group.as_str())?))))
 }
 
 fn follow_up(change: &mut Change<'_>, then: &Then) -> Result<()> {
@@ -74,9 +107,7 @@ struct Plan<'a> {
 impl<'a> Plan<'a> {
     fn new(change: &Change<'_>, settle: &Settle<'a>) -> Result<Self> {
         let mut plan = Self::default();
-        let stream = change.state().stream(settle.stream.as_str(), change.now)?;
-        let group = stream.and_then(|stream| stream.groups.get(settle.group.as_str()));
-        let (Some(stream), Some(group)) = (stream, group) else { return Ok(plan) };
+        let Some((stream, group)) = group_of(change, settle)? else { return Ok(plan) };
         let is_ascending = settle.entries.is_sorted_by(|one, next| one.id < next.id);
         let mut seen = HashSet::new();
         for settlement in settle.entries {

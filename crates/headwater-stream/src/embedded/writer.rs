@@ -174,7 +174,6 @@ impl Writer {
             && let Ok(Some(bytes)) = snapshot.join()
         {
             self.compaction.snapshot_bytes = bytes;
-            self.log.compactions.fetch_add(1, Ordering::Relaxed);
         }
         let Compaction { after_bytes, log_bytes, snapshot_bytes } = self.compaction;
         self.snapshot.is_none() && log_bytes > after_bytes.max(snapshot_bytes)
@@ -199,7 +198,12 @@ impl Writer {
         self.compaction.log_bytes = 0;
         let directory = Arc::clone(&self.directory);
         let stop = Arc::clone(&self.stop_snapshot);
-        let compact = move || compact(&directory, number, &state, &stop);
+        let log = Arc::clone(&self.log);
+        let compact = move || {
+            let bytes = compact(&directory, number, &state, &stop)?;
+            log.compactions.fetch_add(1, Ordering::Relaxed);
+            Some(bytes)
+        };
         match thread::Builder::new().name("headwater-compact".to_owned()).spawn(compact) {
             Ok(snapshot) => self.snapshot = Some(snapshot),
             Err(error) => error!(%error, "no thread for a snapshot, the log keeps growing"),

@@ -1,0 +1,549 @@
+//! What happens to the files: torn ends, damage, crashes during compaction, two processes, full disks.
+#![cfg(feature = "embedded")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::*;
+use headwater_testkit::Child;
+
+const FILE_HEADER_BYTES: usize = 24;
+
+fn stream(name: &str) -> StreamName {
+    StreamName::new(name).unwrap()
+}
+
+fn url(directory: &Path, parameters: &str) -> String {
+    format!("embedded:{}?{parameters}", directory.display())
+}
+
+async fn open(directory: &Path, parameters: &str) -> Result<Arc<dyn Backend>> {
+    connect(&url(directory, parameters), &Options::default()).await
+}
+
+fn fields(number: usize) -> Fields {
+    Fields::new([("number", number.to_string()), ("more", "x".repeat(number % 40))])
+}
+
+async fn append(backend: &dyn Backend, number: usize) -> EntryId {
+    backend.append(&stream("s"), &[fields(number)], &Retention::KEEP_ALL).await.unwrap()[0]
+}
+
+async fn entries(backend: &dyn Backend) -> Vec<Entry> {
+    backend.range(&stream("s"), Range::first(10_000)).await.unwrap()
+}
+
+/// What is in the directory, by file name.
+fn files(directory: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut files: Vec<_> = fs::read_dir(directory)
+        .unwrap()
+        .map(|file| file.unwrap().path())
+        .map(|path| {
+            (path.file_name().unwrap().to_str().unwrap().to_owned(), fs::read(&path).unwrap())
+        })
+        .collect();
+    files.sort();
+    files
+}
+
+fn write_files(directory: &Path, files: &[(String, Vec<u8>)]) {
+    fs::create_dir_all(directory).unwrap();
+    for (name, bytes) in files {
+        fs::write(directory.join(name), bytes).unwrap();
+    }
+}
+
+/// A directory as a killed process leaves it: nine appends, one frame each. Returns where each frame ends.
+async fn nine_appends(directory: &Path) -> (Vec<Entry>, Vec<usize>) {
+    let source = tempfile::tempdir().unwrap();
+    let backend = open(source.path(), "").await.unwrap();
+    let mut ends = Vec::new();
+    for number in 0..9 {
+        append(&*backend, number).await;
+        ends.push(fs::metadata(source.path().join("00000001.log")).unwrap().len() as usize);
+    }
+    let all = entries(&*backend).await;
+    // Copied while it is open: what lies there now is what a crash would leave.
+    write_files(directory, &files(source.path()));
+    (all, ends)
+}
+
+#[tokio::test]
+async fn an_end_torn_at_any_byte_is_cut_off_and_everything_before_it_is_there() {
+    let original = tempfile::tempdir().unwrap();
+    let (all, ends) = nine_appends(original.path()).await;
+    let log = fs::read(original.path().join("00000001.log")).unwrap();
+    assert_eq!(log.len(), ends[8]);
+
+    for length in 0..log.len() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("00000001.log"), &log[..length]).unwrap();
+        let backend = open(directory.path(), "").await.unwrap();
+        let whole = ends.iter().filter(|end| **end <= length).count();
+        assert_eq!(entries(&*backend).await, all[..whole], "torn at {length}");
+        // It goes on from there, and the next start finds both.
+        let id = append(&*backend, 99).await;
+        drop(backend);
+        let backend = open(directory.path(), "").await.unwrap();
+        let found = entries(&*backend).await;
+        assert_eq!(found[..whole], all[..whole]);
+        assert_eq!(found[whole..].iter().map(|entry| entry.id).collect::<Vec<_>>(), [id]);
+    }
+}
+
+#[tokio::test]
+async fn garbage_or_zeros_behind_the_last_frame_are_cut_off() {
+    let original = tempfile::tempdir().unwrap();
+    let (all, _) = nine_appends(original.path()).await;
+    let log = fs::read(original.path().join("00000001.log")).unwrap();
+    // The last one looks like the header of a frame that is longer than the file.
+    let absurd = [&log[FILE_HEADER_BYTES..FILE_HEADER_BYTES + 4], &[0xff; 60]].concat();
+    for garbage in [vec![0; 10_000], vec![0xff; 100], log[FILE_HEADER_BYTES..].to_vec(), absurd] {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("00000001.log"), [&log[..], &garbage].concat()).unwrap();
+        let backend = open(directory.path(), "").await.unwrap();
+        assert_eq!(entries(&*backend).await, all);
+        let cut = backend
+            .describe()
+            .facts
+            .iter()
+            .find(|(name, _)| *name == "cut_bytes")
+            .unwrap()
+            .1
+            .clone();
+        assert_eq!(cut, garbage.len().to_string());
+    }
+}
+
+#[tokio::test]
+async fn a_changed_byte_anywhere_is_an_error_that_names_the_place_or_an_end_that_is_cut_off() {
+    let original = tempfile::tempdir().unwrap();
+    let (all, ends) = nine_appends(original.path()).await;
+    let log = fs::read(original.path().join("00000001.log")).unwrap();
+
+    for place in 0..log.len() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("00000001.log");
+        let mut changed = log.clone();
+        changed[place] ^= 0x10;
+        fs::write(&path, &changed).unwrap();
+        let frame_begins = ends.iter().rev().find(|end| **end <= place).copied();
+        let frame_begins =
+            frame_begins.unwrap_or(if place < FILE_HEADER_BYTES { 0 } else { FILE_HEADER_BYTES });
+        match open(directory.path(), "").await {
+            // Of the last frame nobody can say whether it was ever whole.
+            Ok(backend) => {
+                assert!(place >= ends[7], "byte {place} changed unnoticed");
+                assert_eq!(entries(&*backend).await, all[..8], "byte {place}");
+            }
+            Err(StreamError::Corrupt { file, offset, .. }) => {
+                assert!(place < ends[7], "byte {place}");
+                assert_eq!(
+                    (Path::new(&file), offset),
+                    (&*path, frame_begins as u64),
+                    "byte {place}"
+                );
+                assert_eq!(fs::read(&path).unwrap(), changed, "nothing is changed");
+            }
+            Err(error) => panic!("byte {place}: {error}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn after_a_clean_end_a_changed_byte_in_any_frame_with_data_is_an_error() {
+    let original = tempfile::tempdir().unwrap();
+    let backend = open(original.path(), "sync=interval").await.unwrap();
+    for number in 0..5 {
+        append(&*backend, number).await;
+    }
+    let all = entries(&*backend).await;
+    backend.close().await.unwrap();
+    let log = fs::read(original.path().join("00000001.log")).unwrap();
+    const CLOSING_FRAME_BYTES: usize = 24;
+
+    for place in 0..log.len() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut changed = log.clone();
+        changed[place] ^= 1;
+        fs::write(directory.path().join("00000001.log"), &changed).unwrap();
+        match open(directory.path(), "").await {
+            Err(StreamError::Corrupt { .. }) => assert!(place < log.len() - CLOSING_FRAME_BYTES),
+            Ok(backend) => {
+                assert!(place >= log.len() - CLOSING_FRAME_BYTES, "byte {place}");
+                assert_eq!(entries(&*backend).await, all);
+            }
+            Err(error) => panic!("byte {place}: {error}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_power_failure_that_drops_unsynced_frames_in_any_order_leaves_a_whole_beginning() {
+    // Given frames of which none says that one before it was synced.
+    let original = tempfile::tempdir().unwrap();
+    let backend = open(original.path(), "sync=interval").await.unwrap();
+    let mut ends = vec![FILE_HEADER_BYTES];
+    for number in 0..6 {
+        append(&*backend, number).await;
+        ends.push(fs::metadata(original.path().join("00000001.log")).unwrap().len() as usize);
+    }
+    let all = entries(&*backend).await;
+    let log = fs::read(original.path().join("00000001.log")).unwrap();
+
+    // When the disk has lost one of them and kept those behind it.
+    for lost in 0..6 {
+        let directory = tempfile::tempdir().unwrap();
+        let mut torn = log.clone();
+        torn[ends[lost]..ends[lost + 1]].fill(0);
+        fs::write(directory.path().join("00000001.log"), &torn).unwrap();
+
+        // Then what came before it is there, and nothing else.
+        let backend = open(directory.path(), "").await.unwrap();
+        assert_eq!(entries(&*backend).await, all[..lost]);
+    }
+}
+
+/// A directory with a snapshot, a log before the last one and the last one. Returns all entries.
+async fn with_snapshot(directory: &Path) -> Vec<Entry> {
+    let backend = open(directory, "compact_bytes=2000").await.unwrap();
+    for number in 0..100 {
+        append(&*backend, number).await;
+    }
+    let all = entries(&*backend).await;
+    backend.close().await.unwrap();
+    assert!(files(directory).iter().any(|(name, _)| name.starts_with("snapshot-")));
+    all
+}
+
+#[tokio::test]
+async fn a_changed_byte_in_a_snapshot_is_an_error() {
+    let original = tempfile::tempdir().unwrap();
+    with_snapshot(original.path()).await;
+    let all_files = files(original.path());
+    let (name, bytes) = all_files.iter().find(|(name, _)| name.starts_with("snapshot-")).unwrap();
+    for place in (0..bytes.len()).step_by(3) {
+        let directory = tempfile::tempdir().unwrap();
+        write_files(directory.path(), &all_files);
+        let mut changed = bytes.clone();
+        changed[place] ^= 0x80;
+        fs::write(directory.path().join(name), &changed).unwrap();
+        let error =
+            open(directory.path(), "").await.err().unwrap_or_else(|| panic!("byte {place}"));
+        let StreamError::Corrupt { file, .. } = &error else { panic!("byte {place}: {error}") };
+        assert!(file.ends_with(name.as_str()));
+    }
+    for length in (0..bytes.len()).step_by(7) {
+        let directory = tempfile::tempdir().unwrap();
+        write_files(directory.path(), &all_files);
+        fs::write(directory.path().join(name), &bytes[..length]).unwrap();
+        let opened = open(directory.path(), "").await;
+        assert!(matches!(opened, Err(StreamError::Corrupt { .. })), "cut at {length}");
+    }
+}
+
+#[tokio::test]
+async fn a_damaged_log_that_is_not_the_last_is_an_error_even_at_its_end() {
+    let directory = tempfile::tempdir().unwrap();
+    let (all, ends) = nine_appends(directory.path()).await;
+    drop(open(directory.path(), "").await.unwrap());
+    let first = fs::read(directory.path().join("00000001.log")).unwrap();
+
+    // A second log, which is what a rotation leaves.
+    let other = tempfile::tempdir().unwrap();
+    let backend = open(other.path(), "compact_bytes=1").await.unwrap();
+    append(&*backend, 1).await;
+    backend.close().await.unwrap();
+    let second = fs::read(other.path().join("00000002.log")).unwrap();
+
+    let whole = tempfile::tempdir().unwrap();
+    let two = |first: &[u8]| {
+        [("00000001.log".to_owned(), first.to_vec()), ("00000002.log".to_owned(), second.clone())]
+    };
+    write_files(whole.path(), &two(&first));
+    assert_eq!(entries(&*open(whole.path(), "").await.unwrap()).await, all);
+
+    let torn = tempfile::tempdir().unwrap();
+    write_files(torn.path(), &two(&first[..ends[8] - 1]));
+    let error = open(torn.path(), "").await.err().unwrap();
+    let StreamError::Corrupt { offset, .. } = error else { panic!("{error}") };
+    assert_eq!(offset as usize, ends[7]);
+}
+
+#[tokio::test]
+async fn a_missing_log_is_an_error_that_names_it() {
+    let original = tempfile::tempdir().unwrap();
+    with_snapshot(original.path()).await;
+    let all_files = files(original.path());
+    let last_log = all_files.iter().rfind(|(name, _)| name.ends_with(".log")).unwrap().0.clone();
+
+    // Without the log that follows the snapshot.
+    let directory = tempfile::tempdir().unwrap();
+    write_files(directory.path(), &all_files);
+    fs::remove_file(directory.path().join(&last_log)).unwrap();
+    let error = open(directory.path(), "").await.err().unwrap();
+    assert!(
+        matches!(&error, StreamError::Corrupt { file, .. } if file.ends_with(&last_log)),
+        "{error}"
+    );
+
+    // Without the snapshot that the log follows.
+    let directory = tempfile::tempdir().unwrap();
+    write_files(directory.path(), &all_files);
+    for (name, _) in all_files.iter().filter(|(name, _)| name.starts_with("snapshot-")) {
+        fs::remove_file(directory.path().join(name)).unwrap();
+    }
+    let error = open(directory.path(), "").await.err().unwrap();
+    assert!(
+        matches!(&error, StreamError::Corrupt { file, .. } if file.ends_with("00000001.log")),
+        "{error}"
+    );
+}
+
+#[tokio::test]
+async fn a_foreign_file_or_one_of_another_version_is_refused_with_a_clear_word() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("00000001.log");
+    fs::write(&path, "2026-01-01 12:00:00 something happened\n").unwrap();
+    let error = open(directory.path(), "").await.err().unwrap().to_string();
+    assert!(error.contains("does not begin like a file of Headwater"), "{error}");
+
+    // A header of version 2 with a right checksum.
+    let mut header = b"HEADWLOG\x02\0\0\0\x01\0\0\0\0\0\0\0".to_vec();
+    let checksum = crc32(&header);
+    header.extend(checksum.to_le_bytes());
+    fs::write(&path, &header).unwrap();
+    let error = open(directory.path(), "").await.err().unwrap().to_string();
+    assert!(error.contains("version 2") && error.contains("00000001.log"), "{error}");
+    assert_eq!(fs::read(&path).unwrap(), header, "nothing is changed");
+}
+
+fn crc32(bytes: &[u8]) -> u32 {
+    let step = |crc: u32, byte: &u8| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
+            (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg())
+        })
+    };
+    !bytes.iter().fold(!0, step)
+}
+
+#[tokio::test]
+async fn other_files_in_the_directory_are_left_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("README"), "mine").unwrap();
+    fs::write(directory.path().join("1.log"), "mine, too").unwrap();
+    let backend = open(directory.path(), "compact_bytes=1").await.unwrap();
+    append(&*backend, 1).await;
+    backend.close().await.unwrap();
+    assert_eq!(entries(&*open(directory.path(), "").await.unwrap()).await.len(), 1);
+    assert_eq!(fs::read(directory.path().join("README")).unwrap(), b"mine");
+    assert_eq!(fs::read(directory.path().join("1.log")).unwrap(), b"mine, too");
+}
+
+#[tokio::test]
+async fn a_crash_at_any_point_of_a_compaction_keeps_everything_and_leaves_no_waste() {
+    let original = tempfile::tempdir().unwrap();
+    let all = with_snapshot(original.path()).await;
+    let all_files = files(original.path());
+    let number =
+        |name: &str| name.trim_matches(|c: char| !c.is_ascii_digit()).parse::<u64>().unwrap();
+    let snapshot = all_files.iter().find(|(name, _)| name.starts_with("snapshot-")).unwrap();
+    let before = number(&snapshot.0);
+
+    // The snapshot is there, and the files it replaces are not all removed yet.
+    let directory = tempfile::tempdir().unwrap();
+    write_files(directory.path(), &all_files);
+    let old_log = format!("{:08}.log", before - 1);
+    let old_snapshot = format!("snapshot-{:08}", before - 1);
+    fs::write(directory.path().join(&old_log), "whatever was in it").unwrap();
+    fs::write(directory.path().join(&old_snapshot), "whatever was in it").unwrap();
+    // And the next one was begun.
+    let unfinished = format!("snapshot-{:08}.tmp", before + 1);
+    fs::write(directory.path().join(&unfinished), &snapshot.1[..snapshot.1.len() / 2]).unwrap();
+    // And its log was created, but not its header.
+    let last = all_files
+        .iter()
+        .filter(|(name, _)| name.ends_with(".log"))
+        .map(|(name, _)| number(name))
+        .max()
+        .unwrap();
+    fs::write(directory.path().join(format!("{:08}.log", last + 1)), "HEADW").unwrap();
+
+    let backend = open(directory.path(), "").await.unwrap();
+    assert_eq!(entries(&*backend).await, all);
+    for gone in [&old_log, &old_snapshot, &unfinished] {
+        assert!(!directory.path().join(gone).exists(), "{gone}");
+    }
+    let id = append(&*backend, 100).await;
+    backend.close().await.unwrap();
+    let backend = open(directory.path(), "").await.unwrap();
+    assert_eq!(entries(&*backend).await.last().unwrap().id, id);
+}
+
+#[tokio::test]
+async fn compaction_goes_on_beside_the_calls_and_bounds_the_files() {
+    let directory = tempfile::tempdir().unwrap();
+    let backend = open(directory.path(), "sync=interval&compact_bytes=100000").await.unwrap();
+    let mut last = Vec::new();
+    for number in 0..3_000 {
+        let entries = vec![fields(number); 10];
+        last = backend.append(&stream("s"), &entries, &Retention::max_len(50)).await.unwrap();
+    }
+    backend.close().await.unwrap();
+    let compactions: u64 = backend
+        .describe()
+        .facts
+        .iter()
+        .find(|(name, _)| *name == "compactions")
+        .unwrap()
+        .1
+        .parse()
+        .unwrap();
+    assert!(compactions >= 2, "{compactions}");
+    let bytes: usize = files(directory.path()).iter().map(|(_, bytes)| bytes.len()).sum();
+    assert!(bytes < 1_000_000, "{bytes} bytes for 50 entries");
+    let found = entries(&*open(directory.path(), "").await.unwrap()).await;
+    assert_eq!((found.len(), found.last().unwrap().id), (50, last[9]));
+}
+
+#[tokio::test]
+async fn a_directory_that_is_open_cannot_be_opened_again_until_it_is_closed_or_dropped() {
+    let directory = tempfile::tempdir().unwrap();
+    let backend = open(directory.path(), "").await.unwrap();
+    let again = open(directory.path(), "").await;
+    assert!(matches!(again, Err(StreamError::Locked { .. })));
+    backend.close().await.unwrap();
+    let second = open(directory.path(), "").await.unwrap();
+    drop(second);
+    open(directory.path(), "").await.unwrap();
+    drop(backend);
+}
+
+const DIRECTORY: &str = "HEADWATER_TEST_DIRECTORY";
+
+#[tokio::test]
+async fn a_directory_that_another_process_has_open_is_locked() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().to_str().unwrap();
+    let child =
+        Child::spawn_self("child_that_holds_a_directory_open", &[(DIRECTORY, path)]).unwrap();
+    child.line_after("opened", Duration::from_secs(20)).unwrap();
+    let error = open(directory.path(), "").await.err().unwrap();
+    assert!(matches!(&error, StreamError::Locked { directory } if directory == path), "{error}");
+    child.kill9().unwrap();
+    open(directory.path(), "").await.unwrap();
+}
+
+#[tokio::test]
+#[ignore = "run by a_directory_that_another_process_has_open_is_locked"]
+async fn child_that_holds_a_directory_open() {
+    let Ok(path) = std::env::var(DIRECTORY) else { return };
+    let _backend = open(Path::new(&path), "").await.unwrap();
+    println!("\nopened");
+    tokio::time::sleep(Duration::from_secs(60)).await;
+}
+
+#[tokio::test]
+async fn what_is_closed_says_so_and_keeps_nothing_waiting() {
+    let directory = tempfile::tempdir().unwrap();
+    let backend = open(directory.path(), "").await.unwrap();
+    append(&*backend, 1).await;
+    let group = GroupName::new("g").unwrap();
+    let consumer = ConsumerName::new("c").unwrap();
+    let mut reader = backend.reader(&group, &consumer).await.unwrap();
+    reader.read(&[stream("s")], 10, Duration::ZERO).await.unwrap();
+    let waiting =
+        tokio::spawn(async move { reader.read(&[stream("s")], 10, Duration::from_secs(60)).await });
+    let other = Arc::clone(&backend);
+    let due = tokio::spawn(async move {
+        other.wait_due(&DelayName::new("d").unwrap(), Duration::from_secs(60)).await
+    });
+    tokio::time::sleep(Duration::from_millis(50)).await;
+
+    backend.close().await.unwrap();
+
+    for error in [
+        waiting.await.unwrap().err().unwrap(),
+        due.await.unwrap().err().unwrap(),
+        backend.append(&stream("s"), &[fields(1)], &Retention::KEEP_ALL).await.err().unwrap(),
+        backend.now().await.err().unwrap(),
+        backend.stats(&stream("s")).await.err().unwrap(),
+    ] {
+        assert!(
+            matches!(&error, StreamError::Unavailable { problem, .. } if problem.contains("closed")),
+            "{error}"
+        );
+    }
+    backend.close().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_directory_that_cannot_be_made_is_an_error_with_its_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("file");
+    fs::write(&file, "").unwrap();
+    let error = open(&file.join("below"), "").await.err().unwrap();
+    assert!(
+        matches!(&error, StreamError::Unavailable { problem, .. } if problem.contains("file/below")),
+        "{error}"
+    );
+}
+
+/// A small file system, if we may mount one.
+struct SmallDisk {
+    path: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl SmallDisk {
+    fn mount(bytes: usize) -> Option<Self> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk");
+        fs::create_dir(&path).unwrap();
+        let mounted = std::process::Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"])
+            .arg(&path)
+            .output();
+        mounted
+            .is_ok_and(|output| output.status.success())
+            .then_some(Self { path, _directory: directory })
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("-l").arg(&self.path).output();
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_stops_everything_with_a_clear_word_and_loses_nothing_that_was_acknowledged() {
+    let Some(disk) = SmallDisk::mount(1024 * 1024) else {
+        eprintln!("skipped: mounting a small file system needs privileges");
+        return;
+    };
+    let backend = open(&disk.path.join("d"), "").await.unwrap();
+    let mut acknowledged = Vec::new();
+    let error = loop {
+        let entry = Fields::new([("data", vec![1; 10_000])]);
+        match backend.append(&stream("s"), &[entry], &Retention::KEEP_ALL).await {
+            Ok(ids) => acknowledged.extend(ids),
+            Err(error) => break error,
+        }
+    };
+    assert!(
+        matches!(&error, StreamError::Full { problem } if problem.contains("00000001.log")),
+        "{error}"
+    );
+    // Nothing pretends to work any more.
+    let later = backend.stats(&stream("s")).await.err().unwrap();
+    assert!(matches!(later, StreamError::Full { .. }), "{later}");
+    assert!(backend.close().await.is_err());
+    drop(backend);
+
+    let backend = open(&disk.path.join("d"), "").await.unwrap();
+    let found: Vec<EntryId> = entries(&*backend).await.into_iter().map(|entry| entry.id).collect();
+    assert_eq!(found[..acknowledged.len()], acknowledged);
+}
