@@ -2,7 +2,8 @@
 //!
 //! Upstream: partition ownership and stream assignment, through [`LeaseKeeper`](crate::LeaseKeeper). Downstream: a backend.
 //! Promises: one holder at a time; epochs only grow, also across expiry, restart and a flush of the server
-//! (an epoch is at least the millisecond it began in); an effect with an older epoch is refused.
+//! (an epoch is at least the millisecond it began in); an effect is refused unless the lease is held now, in the epoch
+//! that it presents.
 //! Not here: which leases to want (see `headwater-queue`).
 
 use std::fmt;
