@@ -122,7 +122,7 @@ impl Cluster {
         last.map_or(Ok(()), Err)
     }
 
-    async fn ask(&self, node: &Node, deadline: Instant) -> Result<(), ConnectError> {
+    async fn ask(&self, node: &Arc<Node>, deadline: Instant) -> Result<(), ConnectError> {
         let Some(address) = node.address() else { return Ok(()) };
         let question = Commands::one(&["CLUSTER", "SLOTS"]).pack();
         let not_yet = |problem: String| ConnectError::NotYet { address: address.clone(), problem };

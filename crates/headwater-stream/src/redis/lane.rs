@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
 use super::command::{Commands, Packed};
@@ -40,6 +41,8 @@ pub(super) trait Question: Clone + PartialEq + Send + Sync {
 pub(super) struct Lane<Q> {
     slot: u16,
     connection: Option<Connection>,
+    /// The attempt to connect, which goes on when the read that began it is dropped.
+    opening: Option<Opening>,
     outstanding: Option<Outstanding<Q>>,
     /// Whether the slot is on its way here, so that every command needs permission.
     asking: bool,
@@ -53,7 +56,7 @@ struct Outstanding<Q> {
 
 impl<Q: Question> Lane<Q> {
     pub(super) fn new(slot: u16) -> Self {
-        Self { slot, connection: None, outstanding: None, asking: false }
+        Self { slot, connection: None, opening: None, outstanding: None, asking: false }
     }
 
     /// The question that is still to be answered, and until when.
@@ -70,7 +73,7 @@ impl<Q: Question> Lane<Q> {
     /// the same one. Cancel-safe.
     pub(super) async fn ask(
         &mut self,
-        servers: &Servers,
+        servers: &Arc<Servers>,
         question: &Q,
         wait_until: Option<Instant>,
     ) -> Result<Option<Replies>> {
@@ -138,14 +141,13 @@ impl<Q: Question> Lane<Q> {
 
     async fn send(
         &mut self,
-        servers: &Servers,
+        servers: &Arc<Servers>,
         question: &Q,
         wait_until: Option<Instant>,
         deadline: Instant,
     ) -> Result<()> {
         if self.connection.is_none() {
-            self.asking = false;
-            self.connection = Some(servers.dedicated(self.slot, true, deadline).await?);
+            self.connect(servers, deadline).await?;
         }
         let Some(connection) = &mut self.connection else { return Ok(()) };
         let mut block = wait_until.and_then(block_ms);
@@ -160,6 +162,19 @@ impl<Q: Question> Lane<Q> {
         }
         let until = Instant::now() + Duration::from_millis(block.unwrap_or(0));
         self.outstanding = Some(Outstanding { question: question.clone(), until });
+        Ok(())
+    }
+
+    async fn connect(&mut self, servers: &Arc<Servers>, deadline: Instant) -> Result<()> {
+        let opening = self.opening.get_or_insert_with(|| {
+            let (servers, slot) = (Arc::clone(servers), self.slot);
+            Opening(tokio::spawn(async move { servers.dedicated(slot, true, deadline).await }))
+        });
+        let opened = (&mut opening.0).await;
+        self.opening = None;
+        self.asking = false;
+        let ended = |error| StreamError::unavailable("the attempt to connect was ended", error);
+        self.connection = Some(opened.map_err(ended)??);
         Ok(())
     }
 
@@ -224,6 +239,15 @@ impl<Q: Question> Lane<Q> {
     /// Where the replies of this lane begin: behind the permission, if one was asked for.
     pub(super) fn skips(&self) -> usize {
         usize::from(self.asking)
+    }
+}
+
+/// A connection on its way; given up with the lane.
+struct Opening(JoinHandle<Result<Connection>>);
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 

@@ -40,7 +40,7 @@ pub(super) struct Node {
     target: Target,
     manners: Manners,
     shared: Mutex<Shared>,
-    connecting: tokio::sync::Mutex<()>,
+    connecting: Arc<tokio::sync::Mutex<()>>,
 }
 
 #[derive(Default)]
@@ -56,7 +56,7 @@ impl Node {
             target,
             manners,
             shared: Mutex::default(),
-            connecting: tokio::sync::Mutex::default(),
+            connecting: Arc::default(),
         }
     }
 
@@ -70,7 +70,7 @@ impl Node {
 
     /// Sends commands over the shared link.
     pub(super) async fn send(
-        &self,
+        self: &Arc<Self>,
         bytes: Bytes,
         replies: usize,
         deadline: Instant,
@@ -141,23 +141,26 @@ impl Node {
         }
     }
 
-    async fn connect(&self, deadline: Instant) -> Result<Link, ConnectError> {
-        let Ok(_guard) = timeout_at(deadline, self.connecting.lock()).await else {
-            let address = self.address().cloned().unwrap_or_else(|| self.somewhere());
-            return Err(ConnectError::Unreachable {
-                address,
-                error: io::ErrorKind::TimedOut.into(),
-            });
+    /// Makes the shared link. The attempt goes on when the call that began it is dropped, for the next one to use.
+    async fn connect(self: &Arc<Self>, deadline: Instant) -> Result<Link, ConnectError> {
+        let connecting = Arc::clone(&self.connecting);
+        let Ok(guard) = timeout_at(deadline, connecting.lock_owned()).await else {
+            return Err(self.unreachable(io::ErrorKind::TimedOut.into()));
         };
         if let Some(link) = self.current() {
             return Ok(link);
         }
-        let connection = self.open(deadline).await?;
-        let (link, task) = Link::new(connection);
-        let mut shared = self.lock();
-        shared.link = Some(link.clone());
-        shared.task = Some(task);
-        Ok(link)
+        let node = Arc::clone(self);
+        let attempt = tokio::spawn(async move {
+            let _guard = guard;
+            let connection = node.open(deadline).await?;
+            let (link, task) = Link::new(connection);
+            let mut shared = node.lock();
+            shared.link = Some(link.clone());
+            shared.task = Some(task);
+            Ok(link)
+        });
+        attempt.await.unwrap_or_else(|ended| Err(self.unreachable(io::Error::other(ended))))
     }
 
     async fn open(&self, deadline: Instant) -> Result<Connection, ConnectError> {
@@ -173,11 +176,12 @@ impl Node {
         }
     }
 
-    fn somewhere(&self) -> Address {
-        match &self.target {
+    fn unreachable(&self, error: io::Error) -> ConnectError {
+        let address = match &self.target {
             Target::Fixed(address) => address.clone(),
             Target::Primary(sentinels) => sentinels.first().clone(),
-        }
+        };
+        ConnectError::Unreachable { address, error }
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared> {

@@ -2,6 +2,8 @@
 //!
 //! Flags that somebody else set are never removed; what is missing is added.
 
+use std::sync::Arc;
+
 use tokio::time::Instant;
 
 use super::command::Commands;
@@ -12,7 +14,7 @@ use super::reply::{Cursor, Value};
 pub(super) const SETTING: &str = "notify-keyspace-events";
 
 /// Makes sure that this server tells of expired keys; the error says why it does not.
-pub(super) async fn prepare(node: &Node, deadline: Instant) -> Result<(), String> {
+pub(super) async fn prepare(node: &Arc<Node>, deadline: Instant) -> Result<(), String> {
     let get = Commands::one(&["CONFIG", "GET", SETTING]).pack();
     let replies = match node.send(get.bytes, 1, deadline).await {
         Ok(Ok(replies)) => replies,
