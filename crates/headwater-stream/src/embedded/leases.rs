@@ -109,11 +109,11 @@ impl Leases for Embedded {
     }
 }
 
-/// Fails with `Fenced` unless the fence, if there is one, holds the newest epoch of its lease.
+/// Fails with `Fenced` unless the lease of the fence, if there is one, is held now, in the epoch of the fence.
 pub(super) fn check_fence(state: &State, fence: Option<&Fence>, now: Timestamp) -> Result<()> {
     let Some(Fence { lease, epoch }) = fence else { return Ok(()) };
-    state.lease(lease.as_str(), now)?;
-    if state.epochs.get(lease.as_str()) == Some(epoch.0) {
+    let held = state.lease(lease.as_str(), now)?;
+    if held.is_some_and(|held| held.epoch == epoch.0) {
         return Ok(());
     }
     Err(StreamError::Fenced { lease: lease.to_string(), epoch: epoch.0 })

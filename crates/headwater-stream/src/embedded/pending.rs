@@ -50,6 +50,7 @@ pub(super) fn keep_alive(
 }
 
 pub(super) fn reclaim(change: &mut Change<'_>, reclaim: &Reclaim<'_>) -> Result<Reclaimed> {
+    change.state().stream(reclaim.stream.as_str(), change.now)?;
     check_fence(change.state(), reclaim.fence, change.now)?;
     let (stream, group) = group_of(change.state(), reclaim.stream, reclaim.group, change.now)?;
     let (looked_at, next) = candidates(group, reclaim);
@@ -87,9 +88,10 @@ pub(super) fn reclaim(change: &mut Change<'_>, reclaim: &Reclaim<'_>) -> Result<
 /// The pending entries to look at, in id order, and where to go on after them.
 fn candidates(group: &Group, reclaim: &Reclaim<'_>) -> (Vec<EntryId>, Option<EntryId>) {
     let after = after(reclaim.after);
+    // A full page is not yet the end: as on Redis, only a look behind it tells.
     let take = |ids: &mut dyn Iterator<Item = &EntryId>| {
         let looked_at: Vec<EntryId> = ids.take(reclaim.count).copied().collect();
-        let next = looked_at.last().copied().filter(|_| ids.next().is_some());
+        let next = looked_at.last().copied().filter(|_| looked_at.len() == reclaim.count);
         (looked_at, next)
     };
     match reclaim.from {
@@ -101,10 +103,9 @@ fn candidates(group: &Group, reclaim: &Reclaim<'_>) -> (Vec<EntryId>, Option<Ent
             None => (Vec::new(), None),
         },
         ReclaimFrom::Ids(ids) => {
-            let mut ids = ids.to_vec();
+            let mut ids = ids[..ids.len().min(reclaim.count)].to_vec();
             ids.sort_unstable();
             ids.dedup();
-            ids.truncate(reclaim.count);
             (ids, None)
         }
     }

@@ -130,8 +130,8 @@ fn take(
                 change.apply(&Effect::Deliver { stream, group, consumer, through, at });
                 taken.batches.push(Batch { stream: name.clone(), entries });
             }
-            None if known.consumers.contains_key(consumer) => change.saw(stream, group, consumer),
-            None => change.apply(&Effect::See { stream, group, consumer, at }),
+            // As on Redis 7.0, a consumer comes into being with the first entry it gets.
+            None => change.saw(stream, group, consumer),
         }
     }
     taken.written = change.commit();

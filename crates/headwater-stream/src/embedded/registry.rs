@@ -45,6 +45,9 @@ impl Registry for Embedded {
 
     async fn set_remove(&self, set: &SetName, members: &[&str]) -> Result<usize> {
         check::members(members, None)?;
+        if members.is_empty() {
+            return self.shared().ensure_open().map(|()| 0);
+        }
         let remove = self.shared().change(Until::Durable, |change| {
             let Some(found) = change.state().set(set.as_str(), change.now)? else { return Ok(0) };
             let is_member = |member: &&str| found.members.contains(*member);
@@ -70,6 +73,9 @@ impl Registry for Embedded {
 
     async fn set_contains(&self, set: &SetName, members: &[&str]) -> Result<Vec<bool>> {
         check::members(members, None)?;
+        if members.is_empty() {
+            return self.shared().ensure_open().map(|()| Vec::new());
+        }
         let look = self.shared().look(|look| {
             let found = look.state.set(set.as_str(), look.now)?;
             let is_member = |member: &&str| found.is_some_and(|set| set.members.contains(*member));

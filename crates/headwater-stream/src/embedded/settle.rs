@@ -18,27 +18,27 @@ use crate::name::StreamName;
 use crate::streams::{Retention, Settle, Settled, Settlement, Then};
 
 pub(super) fn settle(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Settled> {
+    change.state().stream(settle.stream.as_str(), change.now)?;
     check_fence(change.state(), settle.fence, change.now)?;
     if settle.entries.iter().all(|settlement| matches!(settlement.then, Then::Done)) {
         return acknowledge_all(change, settle);
     }
+    check_kinds(change, settle)?;
     let plan = Plan::new(change, settle)?;
-    plan.check_kinds(change)?;
     change.room_for(plan.bytes_more())?;
     let (stream, group) = (settle.stream.as_str(), settle.group.as_str());
-    let applied = plan.acknowledged.len() + plan.released.len();
-    let settled = Settled { applied, stale: settle.entries.len() - applied };
+    let settled = Settled { applied: plan.applied, stale: settle.entries.len() - plan.applied };
     change.saw(stream, group, settle.consumer.as_str());
+    if !plan.released.is_empty() {
+        let (ids, at) = (Cow::Owned(plan.released), change.now);
+        change.apply(&Effect::Release { stream, group, ids, at });
+    }
     if !plan.acknowledged.is_empty() {
         let ids = Cow::Owned(plan.acknowledged);
         change.apply(&Effect::Acknowledge { stream, group, ids });
     }
     if !plan.deleted.is_empty() {
         change.apply(&Effect::DeleteEntries { stream, ids: Cow::Owned(plan.deleted) });
-    }
-    if !plan.released.is_empty() {
-        let (ids, at) = (Cow::Owned(plan.released), change.now);
-        change.apply(&Effect::Release { stream, group, ids, at });
     }
     for then in plan.follow_ups {
         follow_up(change, then)?;
@@ -93,9 +93,33 @@ fn append_one(change: &mut Change<'_>, to: &StreamName, fields: &Fields) -> Resu
     append::append(change, to, entries, &Retention::KEEP_ALL).map(|_| ())
 }
 
+/// Fails if a follow-up, whether it will take effect or not, goes to a name that stands for something else, or will by
+/// then.
+fn check_kinds(change: &Change<'_>, settle: &Settle<'_>) -> Result<()> {
+    let mut will_be_stream = HashMap::new();
+    for settlement in settle.entries {
+        let (name, is_stream) = match &settlement.then {
+            Then::Append { to, .. } => (to.as_str(), true),
+            Then::PutAside { delays, .. } => (delays.as_str(), false),
+            Then::Done | Then::Delete | Then::Release => continue,
+        };
+        let fits = match change.state().get(name, change.now) {
+            None => *will_be_stream.entry(name).or_insert(is_stream) == is_stream,
+            Some(Value::Stream(_)) => is_stream,
+            Some(Value::Delays(_)) => !is_stream,
+            Some(_) => false,
+        };
+        if !fits {
+            return Err(StreamError::WrongType { name: name.to_owned() });
+        }
+    }
+    Ok(())
+}
+
 /// What a settle will do. Made before anything is done, so that a settle that fails has no effect.
 #[derive(Default)]
 struct Plan<'a> {
+    applied: usize,
     acknowledged: Vec<EntryId>,
     deleted: Vec<EntryId>,
     released: Vec<EntryId>,
@@ -108,67 +132,84 @@ impl<'a> Plan<'a> {
     fn new(change: &Change<'_>, settle: &Settle<'a>) -> Result<Self> {
         let mut plan = Self::default();
         let Some((stream, group)) = group_of(change, settle)? else { return Ok(plan) };
-        let is_ascending = settle.entries.is_sorted_by(|one, next| one.id < next.id);
-        let mut seen = HashSet::new();
-        for settlement in settle.entries {
-            // The second settlement of one entry comes too late.
-            if !is_ascending && !seen.insert(settlement.id) {
-                continue;
+        let mut spent = Spent::new(settle);
+        let rank = |settlement: &Settlement| match settlement.then {
+            Then::Append { .. } | Then::PutAside { .. } | Then::Release => 0,
+            Then::Done => 1,
+            Then::Delete => 2,
+        };
+        // Of two settlements of one entry, the first by rank counts: writing something, being done, being removed.
+        for ends in 0..=2 {
+            for settlement in settle.entries.iter().filter(|settlement| rank(settlement) == ends) {
+                let Some(delivered) = group.pending.get(&settlement.id) else { continue };
+                let holds = ends > 0 || delivered.consumer == *settle.consumer;
+                if holds && spent.insert(settlement.id) {
+                    plan.add(stream, settlement);
+                }
             }
-            if plan.add(group, settle, settlement) && matches!(settlement.then, Then::Delete) {
-                let deleted = stream.entries.get(settlement.id);
-                plan.deleted.extend(deleted.map(|_| settlement.id));
-                plan.bytes_freed += deleted.map_or(0, footprint);
+            if ends == 0 {
+                spent.forget(&plan.released);
             }
         }
         Ok(plan)
     }
 
-    /// Returns whether the settlement takes effect.
-    fn add(&mut self, group: &Group, settle: &Settle<'_>, settlement: &'a Settlement) -> bool {
-        let Some(delivered) = group.pending.get(&settlement.id) else { return false };
-        let is_ours = delivered.consumer == *settle.consumer;
-        match &settlement.then {
-            Then::Done | Then::Delete => {}
-            _ if !is_ours => return false,
-            Then::Release => {
-                self.released.push(settlement.id);
-                return true;
+    fn add(&mut self, stream: &Stream, settlement: &'a Settlement) {
+        let Settlement { id, then } = settlement;
+        let fields = stream.entries.get(*id);
+        self.applied += 1;
+        if matches!(then, Then::Release) && fields.is_some() {
+            self.released.push(*id);
+            return;
+        }
+        // Of an entry that exists no more nothing is left to give back: as on Redis, it stops being pending.
+        self.acknowledged.push(*id);
+        match then {
+            Then::Done | Then::Release => {}
+            Then::Delete => {
+                self.deleted.extend(fields.map(|_| *id));
+                self.bytes_freed += fields.map_or(0, footprint);
             }
-            Then::Append { fields, .. } => self.bytes_added += footprint(fields),
-            Then::PutAside { fields, .. } => self.bytes_added += footprint_aside(fields),
+            Then::Append { fields, .. } => {
+                self.follow_ups.push(then);
+                self.bytes_added += footprint(fields);
+            }
+            Then::PutAside { fields, .. } => {
+                self.follow_ups.push(then);
+                self.bytes_added += footprint_aside(fields);
+            }
         }
-        self.acknowledged.push(settlement.id);
-        if matches!(settlement.then, Then::Append { .. } | Then::PutAside { .. }) {
-            self.follow_ups.push(&settlement.then);
-        }
-        true
     }
 
     /// How many bytes of memory it takes on balance.
     fn bytes_more(&self) -> u64 {
         self.bytes_added.saturating_sub(self.bytes_freed)
     }
+}
 
-    /// Fails if a follow-up goes to a name that stands, or will stand by then, for something else.
-    fn check_kinds(&self, change: &Change<'_>) -> Result<()> {
-        let mut will_be_stream = HashMap::new();
-        for then in &self.follow_ups {
-            let (name, is_stream) = match then {
-                Then::Append { to, .. } => (to.as_str(), true),
-                Then::PutAside { delays, .. } => (delays.as_str(), false),
-                Then::Done | Then::Delete | Then::Release => continue,
-            };
-            let fits = match change.state().get(name, change.now) {
-                None => *will_be_stream.entry(name).or_insert(is_stream) == is_stream,
-                Some(Value::Stream(_)) => is_stream,
-                Some(Value::Delays(_)) => !is_stream,
-                Some(_) => false,
-            };
-            if !fits {
-                return Err(StreamError::WrongType { name: name.to_owned() });
-            }
+/// The entries that a settlement of this call has used up: the second one comes too late.
+struct Spent {
+    /// `None` while ids grow, so that none can come twice.
+    ids: Option<HashSet<EntryId>>,
+}
+
+impl Spent {
+    fn new(settle: &Settle<'_>) -> Self {
+        let is_ascending = settle.entries.is_sorted_by(|one, next| one.id < next.id);
+        Self { ids: (!is_ascending).then(HashSet::new) }
+    }
+
+    /// Returns whether the entry was not used up before.
+    fn insert(&mut self, id: EntryId) -> bool {
+        self.ids.as_mut().is_none_or(|ids| ids.insert(id))
+    }
+
+    /// What was given back can still be done by whoever says so.
+    fn forget(&mut self, released: &[EntryId]) {
+        if let Some(ids) = &mut self.ids {
+            released.iter().for_each(|id| {
+                ids.remove(id);
+            });
         }
-        Ok(())
     }
 }

@@ -93,6 +93,10 @@ impl Streams for Embedded {
 
     async fn settle(&self, settle: Settle<'_>) -> Result<Settled> {
         check::settle(&settle)?;
+        if settle.entries.is_empty() && settle.fence.is_none() {
+            self.shared().ensure_open()?;
+            return Ok(Settled::default());
+        }
         self.shared().change(Until::Durable, |change| settle::settle(change, &settle)).await
     }
 
@@ -140,6 +144,9 @@ impl Streams for Embedded {
 
     async fn delete_entries(&self, stream: &StreamName, ids: &[EntryId]) -> Result<usize> {
         check::ids(ids)?;
+        if ids.is_empty() {
+            return self.shared().ensure_open().map(|()| 0);
+        }
         let delete = self.shared().change(Until::Durable, |change| {
             let Some(found) = change.state().stream(stream.as_str(), change.now)? else {
                 return Ok(0);
