@@ -77,7 +77,8 @@ mod redis_cluster {
 mod redis_faulty {
     use std::env;
     use std::hash::{BuildHasher, RandomState};
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::Mutex;
+    use std::time::{Duration, Instant};
 
     use headwater_stream::conformance::Retrying;
     use headwater_testkit::{Proxy, Redis};
@@ -85,7 +86,9 @@ mod redis_faulty {
     use super::*;
 
     /// One call in so many meets a dropped reply or a cut connection.
-    const FAULT_EVERY: u64 = 6;
+    const FAULT_EVERY: u64 = 3;
+    /// Without a pause between faults, tests that make many calls at once would get nowhere.
+    const FAULT_PAUSE: Duration = Duration::from_millis(60);
 
     async fn setup() -> TestResult<Env> {
         let seed = match env::var("HEADWATER_FAULT_SEED") {
@@ -99,8 +102,8 @@ mod redis_faulty {
         let raw = open_in_spite_of_faults(&redis.url_at(proxy.addr())).await?;
 
         let disturbed = Arc::clone(&proxy);
-        let random = AtomicU64::new(seed);
-        let before = move || disturb(&disturbed, next(&random));
+        let state = Mutex::new((seed, None));
+        let before = move || disturb(&disturbed, &state);
         let backend = Arc::new(Retrying::new(Arc::clone(&raw), before));
         let counted = Arc::clone(&proxy);
         let faults = move || counted.faults();
@@ -116,20 +119,28 @@ mod redis_faulty {
         open(url).await
     }
 
-    fn disturb(proxy: &Proxy, random: u64) {
-        if random.is_multiple_of(FAULT_EVERY) {
-            let order = match random / FAULT_EVERY % 3 {
-                0 => proxy.drop_reply(),
-                1 => proxy.drop_after((random / 64 % 200) as usize),
-                _ => proxy.cut_once(),
-            };
-            order.expect("the proxy runs as long as the test");
+    /// Breaks the network for the next call, now and then.
+    fn disturb(proxy: &Proxy, state: &Mutex<(u64, Option<Instant>)>) {
+        let mut state = state.lock().expect("no code panics while it holds this lock");
+        let (seed, last) = &mut *state;
+        let random = next(seed);
+        if !random.is_multiple_of(FAULT_EVERY) || last.is_some_and(|at| at.elapsed() < FAULT_PAUSE)
+        {
+            return;
         }
+        *last = Some(Instant::now());
+        let order = match random / FAULT_EVERY % 3 {
+            0 => proxy.drop_reply(),
+            1 => proxy.drop_after((random / 64 % 200) as usize),
+            _ => proxy.cut_once(),
+        };
+        order.expect("the proxy runs as long as the test");
     }
 
-    /// SplitMix64: every number comes from its place in the sequence, so tasks may share it.
-    fn next(state: &AtomicU64) -> u64 {
-        let mut z = state.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
+    /// SplitMix64.
+    fn next(state: &mut u64) -> u64 {
+        *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = *state;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)

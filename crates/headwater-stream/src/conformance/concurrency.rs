@@ -202,6 +202,7 @@ pub async fn entries_released_while_others_read_are_all_handled(env: Env) -> Tes
                 ids.extend(ids_of(&env.second.reclaim(reclaim).await?.entries));
                 flow.settle(name, &done(&ids)).await?;
             }
+            super::steps::sleep_ms(5).await;
             let stats = flow.group_stats().await?;
             if ann.is_finished() && stats.pending == 0 && stats.lag == Some(0) {
                 return TestResult::Ok(());

@@ -113,7 +113,7 @@ pub async fn a_listing_touches_nothing(env: Env) -> TestResult {
 }
 
 pub async fn a_missing_group_has_no_list_of_pending_entries(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+    let (flow, _) = env.flow_in_hand(1).await?;
     let (missing, nobody) = (env.stream("missing"), group("nobody"));
     let ann = consumer("ann");
     for (stream, group) in [(&missing, &flow.group), (&flow.stream, &nobody)] {

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::{GIVE_UP_AFTER, PAUSE, Retrying};
@@ -16,17 +17,21 @@ const SUSPICION: Duration = Duration::from_secs(1);
 /// A group reader that shows every entry it was given once, also those of failed reads.
 pub(super) struct RetryingReader {
     inner: Box<dyn GroupReader>,
-    streams: Vec<StreamName>,
     shown: Shown,
+    /// The search for what was never shown, which goes on when the read that began it is dropped.
+    search: Option<JoinHandle<Result<Vec<Batch<Delivery>>>>>,
+    last_failure: Option<Instant>,
 }
 
 /// What a consumer has seen, to tell it from what it was given.
+#[derive(Clone)]
 struct Shown {
     backend: Retrying,
     group: GroupName,
     consumer: ConsumerName,
+    streams: Vec<StreamName>,
     ids: HashSet<(StreamName, EntryId)>,
-    failed_at: Option<Instant>,
+    has_failed: bool,
 }
 
 impl RetryingReader {
@@ -36,17 +41,43 @@ impl RetryingReader {
         group: &GroupName,
         consumer: &ConsumerName,
     ) -> Self {
-        let (group, consumer) = (group.clone(), consumer.clone());
-        let shown = Shown { backend, group, consumer, ids: HashSet::new(), failed_at: None };
-        Self { inner, streams: Vec::new(), shown }
+        let shown = Shown {
+            backend,
+            group: group.clone(),
+            consumer: consumer.clone(),
+            streams: Vec::new(),
+            ids: HashSet::new(),
+            has_failed: false,
+        };
+        Self { inner, shown, search: None, last_failure: None }
+    }
+
+    fn failed(&mut self) {
+        self.last_failure = Some(Instant::now());
+        self.shown.has_failed = true;
+    }
+
+    /// Whether a request whose reply was lost may still be on its way.
+    fn is_suspicious(&self) -> bool {
+        self.last_failure.is_some_and(|at| at.elapsed() < SUSPICION)
+    }
+
+    /// What is pending for this consumer and was never shown. Cancel-safe.
+    async fn find_others(&mut self, count: usize) -> Result<Vec<Batch<Delivery>>> {
+        let search = self.search.get_or_insert_with(|| {
+            let shown = self.shown.clone();
+            tokio::spawn(async move { shown.others(count).await })
+        });
+        let found = search.await;
+        self.search = None;
+        Ok(self.shown.show(found.expect("a search does not panic")?))
     }
 }
 
 impl Shown {
-    /// What is pending for this consumer and was never shown.
-    async fn others(&self, streams: &[StreamName], count: usize) -> Result<Vec<Batch<Delivery>>> {
+    async fn others(&self, count: usize) -> Result<Vec<Batch<Delivery>>> {
         let mut batches = Vec::new();
-        for stream in streams {
+        for stream in &self.streams {
             let query = PendingQuery {
                 stream,
                 group: &self.group,
@@ -79,9 +110,7 @@ impl Shown {
         let mut fresh = Vec::new();
         for Batch { stream, mut entries } in batches {
             // Without a failure, an entry that comes again was delivered again.
-            entries.retain(|entry| {
-                self.ids.insert((stream.clone(), entry.id)) || self.failed_at.is_none()
-            });
+            entries.retain(|entry| self.ids.insert((stream.clone(), entry.id)) || !self.has_failed);
             if !entries.is_empty() {
                 fresh.push(Batch { stream, entries });
             }
@@ -99,21 +128,19 @@ impl GroupReader for RetryingReader {
         wait: Duration,
     ) -> Result<Vec<Batch<Delivery>>> {
         let started = Instant::now();
-        self.streams = streams.to_vec();
+        self.shown.streams = streams.to_vec();
         (self.shown.backend.before)();
         loop {
             // Before new entries, so that order is kept.
-            if self.shown.failed_at.is_some() {
-                let found = self.shown.others(streams, count).await?;
+            if self.is_suspicious() || self.search.is_some() {
+                let found = self.find_others(count).await?;
                 if !found.is_empty() {
-                    return Ok(self.shown.show(found));
+                    return Ok(found);
                 }
             }
             match self.inner.read(streams, count, wait).await {
                 Ok(batches) if batches.is_empty() => {
-                    let failed_at = self.shown.failed_at;
-                    let suspicious = failed_at.is_some_and(|at| at.elapsed() < SUSPICION);
-                    if !suspicious || started.elapsed() > wait + SUSPICION {
+                    if !self.is_suspicious() || started.elapsed() > wait + SUSPICION {
                         return Ok(batches);
                     }
                 }
@@ -124,7 +151,7 @@ impl GroupReader for RetryingReader {
                     }
                 }
                 Err(StreamError::Unavailable { .. }) if started.elapsed() < GIVE_UP_AFTER => {
-                    self.shown.failed_at = Some(Instant::now());
+                    self.failed();
                     tokio::time::sleep(PAUSE).await;
                 }
                 Err(error) => return Err(error),
@@ -132,20 +159,25 @@ impl GroupReader for RetryingReader {
         }
     }
 
-    async fn close(self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
-        let Self { inner, streams, mut shown } = *self;
-        let mut left = match inner.close().await {
-            Err(StreamError::Unavailable { .. }) => {
-                shown.failed_at = Some(Instant::now());
-                tokio::time::sleep(PAUSE).await;
-                Vec::new()
-            }
-            answer => answer?,
+    async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
+        let mut left = match self.search.take() {
+            Some(search) => search.await.expect("a search does not panic")?,
+            None => Vec::new(),
         };
-        if shown.failed_at.is_some() {
-            left.extend(shown.others(&streams, COUNT_MAX).await?);
+        match self.inner.close().await {
+            Ok(fetched) => left.extend(fetched),
+            Err(StreamError::Unavailable { .. }) => {
+                self.shown.has_failed = true;
+                tokio::time::sleep(PAUSE).await;
+            }
+            Err(error) => return Err(error),
         }
-        Ok(shown.show(left))
+        let mut left = self.shown.show(left);
+        if self.shown.has_failed {
+            let others = self.shown.others(COUNT_MAX).await?;
+            left.extend(self.shown.show(others));
+        }
+        Ok(left)
     }
 }
 
