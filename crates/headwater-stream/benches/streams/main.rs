@@ -26,8 +26,10 @@ const APPEND_BATCH: usize = 100;
 const CALLERS: usize = 64;
 /// Entries in one read and one settle.
 pub(crate) const READ_BATCH: usize = 256;
+/// A multiple of all batch sizes above.
+const BATCHES: usize = 6_400;
 
-/// How much to do.
+/// How much to do. Entries come in multiples of every batch size.
 #[derive(Clone, Copy)]
 struct Effort {
     rounds: usize,
@@ -49,11 +51,16 @@ const FULL: Effort = Effort {
 const QUICK: Effort = Effort {
     rounds: 3,
     entries: 12_800,
-    durable_entries: 1_280,
+    durable_entries: 6_400,
     wake_ups: 300,
     many: 100_000,
     pending: 10_000,
 };
+
+const _: () =
+    assert!(FULL.entries.is_multiple_of(BATCHES) && QUICK.entries.is_multiple_of(BATCHES));
+const _: () = assert!(FULL.durable_entries.is_multiple_of(BATCHES));
+const _: () = assert!(QUICK.durable_entries.is_multiple_of(BATCHES));
 
 #[tokio::main]
 async fn main() -> Result<()> {
