@@ -12,7 +12,6 @@ use super::reader::Watch;
 use super::state::delay_set::footprint_aside;
 use super::{Embedded, append};
 use crate::check;
-use crate::clock::Timestamp;
 use crate::delays::{DelayId, DelayStats, Delayed, Delays, Due, PutAside, Returned};
 use crate::entry::Fields;
 use crate::error::Result;
@@ -146,26 +145,41 @@ pub(super) fn put_aside(
     DelayId(id)
 }
 
+/// Due entries that a call passes over because their streams cannot take them; more hold up those behind them.
+const PASSED_OVER_MAX: usize = 10_000;
+
 fn take_due(change: &mut Change<'_>, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
     let now = change.now;
     let Some(set) = change.state().delays(delays.as_str(), now)? else { return Ok(Vec::new()) };
-    let is_due = |due: Timestamp| due <= now;
-    let due: Vec<(u64, StreamName)> = set
-        .iter()
-        .take_while(|(due, ..)| is_due(*due))
-        // An entry whose stream is something else stays, and holds up nobody behind it.
-        .filter(|(.., waiting)| change.state().stream(waiting.to.as_str(), now).is_ok())
-        .take(count)
-        .map(|(_, id, waiting)| (id, waiting.to.clone()))
-        .collect();
+    let mut due = Vec::new();
+    let mut refused = Vec::new();
+    for (_, id, waiting) in set.iter().take_while(|(due, ..)| *due <= now) {
+        match change.state().stream(waiting.to.as_str(), now) {
+            Ok(_) => due.push((id, waiting.to.clone())),
+            Err(error) => refused.push(error),
+        }
+        if due.len() == count || refused.len() == PASSED_OVER_MAX {
+            break;
+        }
+    }
     let mut returned = Vec::with_capacity(due.len());
     for (id, stream) in due {
-        let Ok(entry) = append::next_id(change, &stream) else { continue };
+        let entry = match append::next_id(change, &stream) {
+            Ok(entry) => entry,
+            Err(error) => {
+                refused.push(error);
+                continue;
+            }
+        };
         change.vacate(stream.as_str());
         change.apply(&Effect::Return { delays: delays.as_str(), id, entry });
         change.note_commit(stream.as_str(), entry);
         change.wake(stream.as_str());
         returned.push(Returned { delay: DelayId(id), stream, id: entry });
     }
-    Ok(returned)
+    // When nothing at all could move, the caller hears why instead of being told that nothing is due.
+    match refused.into_iter().next() {
+        Some(error) if returned.is_empty() => Err(error),
+        _ => Ok(returned),
+    }
 }

@@ -7,7 +7,6 @@ use super::append;
 use super::effect::Effect;
 use super::engine::Change;
 use super::leases::check_fence;
-use super::state::Value;
 use super::state::delay_set::footprint_aside;
 use super::state::entries::footprint;
 use super::state::group::Group;
@@ -25,6 +24,7 @@ pub(super) fn settle(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Set
     }
     check_kinds(change, settle)?;
     let plan = Plan::new(change, settle)?;
+    plan.check_new_names()?;
     change.room_for(plan.bytes_more())?;
     let (stream, group) = (settle.stream.as_str(), settle.group.as_str());
     let settled = Settled { applied: plan.applied, stale: settle.entries.len() - plan.applied };
@@ -93,24 +93,17 @@ fn append_one(change: &mut Change<'_>, to: &StreamName, fields: &Fields) -> Resu
     append::append(change, to, entries, &Retention::KEEP_ALL).map(|_| ())
 }
 
-/// Fails if a follow-up, whether it will take effect or not, goes to a name that stands for something else, or will by
-/// then.
+/// Fails if a follow-up, whether it will take effect or not, goes to a name that stands for something else.
 fn check_kinds(change: &Change<'_>, settle: &Settle<'_>) -> Result<()> {
-    let mut will_be_stream = HashMap::new();
     for settlement in settle.entries {
-        let (name, is_stream) = match &settlement.then {
-            Then::Append { to, .. } => (to.as_str(), true),
-            Then::PutAside { delays, .. } => (delays.as_str(), false),
-            Then::Done | Then::Delete | Then::Release => continue,
-        };
-        let fits = match change.state().get(name, change.now) {
-            None => *will_be_stream.entry(name).or_insert(is_stream) == is_stream,
-            Some(Value::Stream(_)) => is_stream,
-            Some(Value::Delays(_)) => !is_stream,
-            Some(_) => false,
-        };
-        if !fits {
-            return Err(StreamError::WrongType { name: name.to_owned() });
+        match &settlement.then {
+            Then::Append { to, .. } => {
+                change.state().stream(to.as_str(), change.now)?;
+            }
+            Then::PutAside { delays, .. } => {
+                change.state().delays(delays.as_str(), change.now)?;
+            }
+            Then::Done | Then::Delete | Then::Release => {}
         }
     }
     Ok(())
@@ -179,6 +172,22 @@ impl<'a> Plan<'a> {
                 self.bytes_added += footprint_aside(fields);
             }
         }
+    }
+
+    /// Fails if one follow-up would create a stream and another a set of delayed entries under the same name.
+    fn check_new_names(&self) -> Result<()> {
+        let mut is_stream = HashMap::new();
+        for then in &self.follow_ups {
+            let (name, wants_stream) = match then {
+                Then::Append { to, .. } => (to.as_str(), true),
+                Then::PutAside { delays, .. } => (delays.as_str(), false),
+                Then::Done | Then::Delete | Then::Release => continue,
+            };
+            if *is_stream.entry(name).or_insert(wants_stream) != wants_stream {
+                return Err(StreamError::WrongType { name: name.to_owned() });
+            }
+        }
+        Ok(())
     }
 
     /// How many bytes of memory it takes on balance.
