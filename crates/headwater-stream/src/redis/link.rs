@@ -70,6 +70,8 @@ impl Link {
             accepted: 0,
             scanner: Scanner::default(),
             alarm: None,
+            crowded: false,
+            yielded: false,
         };
         (Self { queue }, tokio::spawn(driver.run()))
     }
@@ -124,6 +126,10 @@ struct Driver {
     scanner: Scanner,
     /// Rings when the oldest request may be overdue; never later than that.
     alarm: Option<Pin<Box<Sleep>>>,
+    /// Whether several callers had replies at once, so that several requests are about to come.
+    crowded: bool,
+    /// Whether the driver has let them come before it writes.
+    yielded: bool,
 }
 
 impl Driver {
@@ -146,6 +152,14 @@ impl Driver {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
             let closing = self.take_requests(cx);
+            // The first caller that got its reply wakes us before the others could run. Waiting for them, without
+            // waiting for time, is what makes one write of many.
+            if self.crowded && !self.yielded && !self.wire.outbox.is_empty() {
+                self.yielded = true;
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            self.yielded = false;
             let written = self.wire.poll_write(cx)?.is_ready();
             if written && closing && self.waiting.is_empty() {
                 return Poll::Ready(Ok(()));
@@ -202,8 +216,11 @@ impl Driver {
     }
 
     fn hand_out_replies(&mut self) -> io::Result<()> {
+        let mut handed_out = 0;
         while let Some(first) = self.waiting.front() {
             debug_assert_ne!(first.replies, 0, "a request has a reply");
+            self.crowded = handed_out + self.waiting.len() > 1;
+            handed_out += 1;
             let Some(length) = self.scanner.scan(&self.wire.inbox).map_err(io::Error::other)?
             else {
                 return Ok(());

@@ -52,12 +52,7 @@ struct Shared {
 
 impl Node {
     pub(super) fn new(target: Target, manners: Manners) -> Self {
-        Self {
-            target,
-            manners,
-            shared: Mutex::default(),
-            connecting: Arc::default(),
-        }
+        Self { target, manners, shared: Mutex::default(), connecting: Arc::default() }
     }
 
     /// Where the node is, if it is always there.
