@@ -1,0 +1,408 @@
+//! A process that works on an embedded directory is killed again and again: nothing it was told is done comes undone.
+//!
+//! `HEADWATER_KILLS` sets how many kills there are in all (default 200), `HEADWATER_SEED` the seed of the moments.
+#![cfg(feature = "embedded")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::env;
+use std::hash::{BuildHasher, RandomState};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use headwater_stream::*;
+use headwater_testkit::Child;
+
+const KILLS_DEFAULT: u64 = 200;
+const LOCATION: &str = "HEADWATER_TEST_LOCATION";
+const LIFE: &str = "HEADWATER_TEST_LIFE";
+const CHILD: &str = "child_that_works_until_it_is_killed";
+
+/// Ends every line that the child prints, so that a line cut off by the kill is not taken for a whole one.
+const END: &str = " .";
+
+#[test]
+fn what_was_acknowledged_with_sync_always_survives_every_kill() {
+    die_and_check("always", "sync=always", 45);
+}
+
+#[test]
+fn what_was_acknowledged_survives_kills_while_snapshots_are_written() {
+    die_and_check("compacting", "sync=always&compact_bytes=3000", 35);
+}
+
+#[test]
+fn what_was_acknowledged_with_sync_interval_survives_every_kill() {
+    die_and_check("interval", "sync=interval&compact_bytes=50000", 20);
+}
+
+fn stream(name: &str) -> StreamName {
+    StreamName::new(name).unwrap()
+}
+
+fn group() -> GroupName {
+    GroupName::new("g").unwrap()
+}
+
+fn delays() -> DelayName {
+    DelayName::new("delays").unwrap()
+}
+
+fn number_of(fields: &Fields) -> u64 {
+    std::str::from_utf8(fields.get("n").unwrap()).unwrap().parse().unwrap()
+}
+
+fn fields(number: u64) -> Fields {
+    Fields::new([("n", number.to_string()), ("padding", "x".repeat((number % 60) as usize))])
+}
+
+/// What becomes of an entry is decided by its number, so that the parent knows what the child wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    Delete,
+    Done,
+    Move,
+    Keep,
+}
+
+fn fate(number: u64) -> Fate {
+    match number % 10 {
+        0..=5 => Fate::Delete,
+        6 | 7 => Fate::Done,
+        8 => Fate::Move,
+        _ => Fate::Keep,
+    }
+}
+
+fn say(line: &str) {
+    println!("\n{line}{END}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "run and killed by the other tests"]
+async fn child_that_works_until_it_is_killed() {
+    let (Ok(location), Ok(life)) = (env::var(LOCATION), env::var(LIFE)) else { return };
+    let backend = connect(&format!("embedded:{location}"), &Options::default()).await.unwrap();
+    say("ready");
+    let life: u64 = life.parse().unwrap();
+    let numbers = Arc::new(AtomicU64::new(life * 1_000_000));
+    let mut tasks = Vec::new();
+    for _ in 0..3 {
+        tasks.push(tokio::spawn(appends(Arc::clone(&backend), Arc::clone(&numbers))));
+    }
+    for consumer in ["c0", "c1"] {
+        tasks.push(tokio::spawn(consumes(Arc::clone(&backend), consumer)));
+    }
+    tasks.push(tokio::spawn(puts_aside(Arc::clone(&backend), numbers)));
+    tasks.push(tokio::spawn(returns(Arc::clone(&backend))));
+    tasks.push(tokio::spawn(holds_a_lease(backend, life)));
+    for task in tasks {
+        task.await.unwrap();
+    }
+}
+
+async fn appends(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
+    loop {
+        let number = numbers.fetch_add(3, Ordering::Relaxed);
+        let batch: Vec<Fields> = (number..=number + number % 3).map(fields).collect();
+        let ids = backend.append(&stream("s"), &batch, &Retention::KEEP_ALL).await.unwrap();
+        for (id, number) in ids.iter().zip(number..) {
+            say(&format!("appended {number} {id}"));
+        }
+    }
+}
+
+async fn consumes(backend: Arc<dyn Backend>, name: &str) {
+    let (s, group, consumer) = (stream("s"), group(), ConsumerName::new(name).unwrap());
+    let mut reader = backend.reader(&group, &consumer).await.unwrap();
+    backend.ensure_group(&s, &group, GroupStart::Beginning).await.unwrap();
+    let reclaim = Reclaim {
+        stream: &s,
+        group: &group,
+        consumer: &consumer,
+        fence: None,
+        from: ReclaimFrom::Consumer(&consumer),
+        min_idle: Duration::ZERO,
+        after: None,
+        count: 10_000,
+    };
+    let mut in_hand = backend.reclaim(reclaim).await.unwrap().entries;
+    loop {
+        for entry in &in_hand {
+            assert!(entry.deliveries > 0);
+            settle(&*backend, &s, &consumer, entry).await;
+        }
+        let batches =
+            reader.read(std::slice::from_ref(&s), 16, Duration::from_millis(20)).await.unwrap();
+        in_hand = batches.into_iter().flat_map(|batch| batch.entries).collect();
+    }
+}
+
+async fn settle(backend: &dyn Backend, s: &StreamName, consumer: &ConsumerName, entry: &Delivery) {
+    let number = number_of(&entry.fields);
+    let then = match fate(number) {
+        Fate::Delete => Then::Delete,
+        Fate::Done => Then::Done,
+        Fate::Move => Then::Append { to: stream("t"), fields: entry.fields.clone() },
+        Fate::Keep => return,
+    };
+    say(&format!("intends {number} {}", entry.id));
+    let entries = [Settlement { id: entry.id, then }];
+    let settle = Settle { stream: s, group: &group(), consumer, fence: None, entries: &entries };
+    assert_eq!(backend.settle(settle).await.unwrap(), Settled { applied: 1, stale: 0 });
+    say(&format!("settled {number} {}", entry.id));
+}
+
+async fn puts_aside(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
+    loop {
+        let number = numbers.fetch_add(3, Ordering::Relaxed);
+        let due = Due::After(Duration::from_millis(number % 30));
+        let items = [PutAside { to: stream("s"), due, fields: fields(number) }];
+        backend.put_aside(&delays(), &items).await.unwrap();
+        say(&format!("aside {number} 0-0"));
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+async fn returns(backend: Arc<dyn Backend>) {
+    loop {
+        if backend.wait_due(&delays(), Duration::from_millis(50)).await.unwrap() {
+            backend.take_due(&delays(), 16).await.unwrap();
+        }
+    }
+}
+
+async fn holds_a_lease(backend: Arc<dyn Backend>, life: u64) {
+    let lease = LeaseName::new("lease").unwrap();
+    for round in 0.. {
+        let holder = HolderName::new(format!("{life}-{round}")).unwrap();
+        if let Acquire::Won(epoch) =
+            backend.acquire(&lease, &holder, Duration::from_millis(50)).await.unwrap()
+        {
+            say(&format!("epoch {} 0-0", epoch.0));
+            backend.release(&holder, &[Fence { lease: lease.clone(), epoch }]).await.unwrap();
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// What the children have said so far.
+#[derive(Default)]
+struct Told {
+    appended: BTreeMap<EntryId, u64>,
+    aside: BTreeSet<u64>,
+    intended: BTreeSet<u64>,
+    settled: BTreeMap<EntryId, u64>,
+    newest: EntryId,
+    epoch: u64,
+}
+
+impl Told {
+    /// Takes in one line of this life; ids and epochs must be larger than all before it.
+    fn hear(&mut self, line: &str, newest_before: EntryId) {
+        let Some(line) = line.strip_suffix(END) else { return };
+        let words: Vec<&str> = line.split(' ').collect();
+        let [what, number, id] = words[..] else { return };
+        let (number, id): (u64, EntryId) = (number.parse().unwrap(), id.parse().unwrap());
+        match what {
+            "appended" => {
+                assert!(id > newest_before, "{id} was given out before {newest_before}");
+                assert_eq!(self.appended.insert(id, number), None, "{id} was given out twice");
+                self.newest = self.newest.max(id);
+            }
+            "aside" => assert!(self.aside.insert(number)),
+            "intends" => {
+                assert!(!self.settled.contains_key(&id), "{id} was delivered after it was settled");
+                self.intended.insert(number);
+            }
+            "settled" => assert_eq!(self.settled.insert(id, number), None),
+            "epoch" => {
+                assert!(number > self.epoch, "epoch {number} follows {}", self.epoch);
+                self.epoch = number;
+            }
+            _ => {}
+        }
+    }
+}
+
+/// A small generator: the same seed gives the same moments.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % end
+    }
+}
+
+fn from_environment(variable: &str) -> Option<u64> {
+    env::var(variable).ok().map(|text| text.parse().expect("a number"))
+}
+
+fn die_and_check(name: &str, parameters: &str, percent: u64) {
+    let kills =
+        (from_environment("HEADWATER_KILLS").unwrap_or(KILLS_DEFAULT) * percent).div_ceil(100);
+    let seed = from_environment("HEADWATER_SEED")
+        .unwrap_or_else(|| RandomState::new().hash_one("seed") >> 32);
+    println!("{name}: {kills} kills, HEADWATER_SEED={seed}");
+    let mut random = Random(seed.wrapping_add(percent));
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_time()
+        .build()
+        .unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let location = format!("{}?{parameters}", directory.path().join("d").display());
+    let mut told = Told::default();
+    let mut acknowledged = 0;
+    for life in 1..=kills {
+        let newest_before = told.newest;
+        let child =
+            Child::spawn_self(CHILD, &[(LOCATION, &location), (LIFE, &life.to_string())]).unwrap();
+        // Some die while they open the directory, most while they work.
+        if random.below(8) == 0 {
+            std::thread::sleep(Duration::from_millis(random.below(60)));
+        } else {
+            child.line_after("ready", Duration::from_secs(30)).unwrap();
+            std::thread::sleep(Duration::from_micros(random.below(120_000)));
+        }
+        child.kill9().unwrap();
+        while let Ok(line) = child.line(Duration::from_secs(10)) {
+            told.hear(&line, newest_before);
+        }
+        acknowledged += told.appended.len() + told.aside.len() + told.settled.len();
+        runtime.block_on(check(&location, &mut told, life));
+    }
+    println!("{name}: {acknowledged} acknowledgements checked");
+    assert!(acknowledged as u64 > kills, "the children did no work");
+    assert!(Path::new(location.split('?').next().unwrap()).exists());
+}
+
+/// Opens what the killed process left, compares it with what was told, and clears what is done.
+async fn check(location: &str, told: &mut Told, life: u64) {
+    let backend = connect(&format!("embedded:{location}"), &Options::default()).await.unwrap();
+    let found = all_of(&*backend, "s").await;
+    let moved = all_of(&*backend, "t").await;
+    let aside = backend.delayed(&delays(), 0, 10_000).await.unwrap();
+    let stats = backend.stats(&stream("s")).await.unwrap();
+    let last_delivered =
+        stats.and_then(|stats| stats.groups.first().map(|group| group.last_delivered));
+    let last_delivered = last_delivered.unwrap_or(EntryId::MIN);
+    let pending = pending_of(&*backend).await;
+
+    // Everything has one place: no number is doubled, none that was acknowledged is lost.
+    let mut places: BTreeMap<u64, usize> = BTreeMap::new();
+    let numbers = found.iter().map(|entry| number_of(&entry.fields));
+    for number in numbers.chain(aside.iter().map(|delayed| number_of(&delayed.fields))) {
+        *places.entry(number).or_default() += 1;
+        assert_eq!(places[&number], 1, "life {life}: {number} is there twice");
+    }
+    let is_there: BTreeMap<EntryId, u64> =
+        found.iter().map(|entry| (entry.id, number_of(&entry.fields))).collect();
+    for (id, number) in &told.appended {
+        let may_be_gone = told.intended.contains(number) && fate(*number) == Fate::Delete;
+        match is_there.get(id) {
+            Some(found) => assert_eq!(found, number, "life {life}: {id} has changed"),
+            None => assert!(may_be_gone, "life {life}: {id} with {number} is lost"),
+        }
+    }
+    for number in &told.aside {
+        let may_be_gone = told.intended.contains(number) && fate(*number) == Fate::Delete;
+        assert!(places.contains_key(number) || may_be_gone, "life {life}: {number} is lost");
+    }
+
+    // What was settled stays settled, with what followed from it.
+    let mut moved_numbers: BTreeMap<u64, usize> = BTreeMap::new();
+    moved.iter().for_each(|entry| *moved_numbers.entry(number_of(&entry.fields)).or_default() += 1);
+    assert!(moved_numbers.values().all(|count| *count == 1), "life {life}: moved twice");
+    for (id, number) in &told.settled {
+        assert!(!pending.contains(id), "life {life}: {id} is pending after it was settled");
+        assert!(*id <= last_delivered, "life {life}: {id} will be delivered again");
+        match fate(*number) {
+            Fate::Delete => assert!(!is_there.contains_key(id), "life {life}: {id} is back"),
+            Fate::Done => assert!(is_there.contains_key(id), "life {life}: {id} is lost"),
+            Fate::Move => {
+                assert!(moved_numbers.contains_key(number), "life {life}: {number} is lost")
+            }
+            Fate::Keep => unreachable!("it is never settled"),
+        }
+    }
+    // What is not settled is pending or unread: it will be delivered.
+    for (id, number) in is_there {
+        let may_be_settled = told.intended.contains(&number);
+        let will_come = pending.contains(&id) || id > last_delivered;
+        assert!(may_be_settled || will_come, "life {life}: {id} will never be delivered");
+    }
+    forget_what_is_done(&*backend, told, &found, &moved, &pending).await;
+    if life % 2 == 0 {
+        backend.close().await.unwrap();
+    }
+}
+
+/// Entries that a check leaves behind for the next life.
+const LEFT_MAX: u64 = 400;
+
+/// Deletes entries that are settled, so that the check of a life costs what that life did.
+async fn forget_what_is_done(
+    backend: &dyn Backend,
+    told: &mut Told,
+    found: &[Entry],
+    moved: &[Entry],
+    pending: &BTreeSet<EntryId>,
+) {
+    let is_done = |entry: &&Entry| {
+        told.intended.contains(&number_of(&entry.fields)) && !pending.contains(&entry.id)
+    };
+    let done: Vec<EntryId> = found.iter().filter(is_done).map(|entry| entry.id).collect();
+    let moved: Vec<EntryId> = moved.iter().map(|entry| entry.id).collect();
+    for (name, ids) in [("s", &done), ("t", &moved)] {
+        for ids in ids.chunks(10_000) {
+            assert_eq!(backend.delete_entries(&stream(name), ids).await.unwrap(), ids.len());
+        }
+    }
+    // Producers are faster than consumers: what is far behind is given up.
+    backend.trim(&stream("s"), &Retention::max_len(LEFT_MAX), TrimGuard::Force).await.unwrap();
+    let left: BTreeSet<EntryId> =
+        all_of(backend, "s").await.into_iter().map(|entry| entry.id).collect();
+    let waiting = backend.delayed(&delays(), 0, 10_000).await.unwrap();
+    told.appended.retain(|id, _| left.contains(id));
+    told.aside = waiting.iter().map(|delayed| number_of(&delayed.fields)).collect();
+    told.settled.clear();
+    told.intended.clear();
+}
+
+async fn all_of(backend: &dyn Backend, name: &str) -> Vec<Entry> {
+    let mut all: Vec<Entry> = Vec::new();
+    loop {
+        let from = all.last().map_or(EntryId::MIN, |entry| entry.id.next());
+        let page =
+            backend.range(&stream(name), Range { from, ..Range::first(10_000) }).await.unwrap();
+        if page.is_empty() {
+            return all;
+        }
+        all.extend(page);
+    }
+}
+
+async fn pending_of(backend: &dyn Backend) -> BTreeSet<EntryId> {
+    let (s, group) = (stream("s"), group());
+    let mut all = BTreeSet::new();
+    loop {
+        let query = PendingQuery {
+            stream: &s,
+            group: &group,
+            consumer: None,
+            min_idle: Duration::ZERO,
+            after: all.last().copied(),
+            count: 10_000,
+        };
+        match backend.pending(query).await {
+            Ok(page) if page.is_empty() => return all,
+            Ok(page) => all.extend(page.into_iter().map(|pending| pending.id)),
+            Err(StreamError::NoGroup { .. }) => return all,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
