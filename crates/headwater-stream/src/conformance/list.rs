@@ -216,6 +216,7 @@ macro_rules! __every_promise {
                 always groups_and_consumers_are_sorted_by_name,
                 always pending_lag_and_position_follow_the_work,
                 always lag_is_right_or_untold_after_deletes_and_odd_starts,
+                always lag_counts_only_entries_that_exist,
                 always consumers_show_what_they_have_in_hand_and_since_when_they_rest,
                 always idle_consumers_are_removed_if_they_have_nothing_in_hand,
                 always consumers_that_did_something_lately_stay,

@@ -3,7 +3,7 @@
 use super::env::{Env, consumer, group};
 use super::failure::TestResult;
 use super::steps::{ALL, HOUR, done, ms, numbers, sleep_ms};
-use crate::{ConsumerStats, EntryId, GroupStart, Retention};
+use crate::{ConsumerStats, EntryId, GroupStart, Retention, TrimGuard};
 
 fn names(consumers: &[ConsumerStats]) -> Vec<(&str, u64)> {
     consumers.iter().map(|consumer| (consumer.name.as_str(), consumer.pending)).collect()
@@ -105,6 +105,30 @@ pub async fn lag_is_right_or_untold_after_deletes_and_odd_starts(env: Env) -> Te
             "{name}: expected {expected}, found {lag:?}"
         );
     }
+    Ok(())
+}
+
+pub async fn lag_counts_only_entries_that_exist(env: Env) -> TestResult {
+    let lag = async |stream| {
+        let stats = env.backend.stats(stream).await?.expect("the stream exists");
+        TestResult::Ok(stats.groups[0].lag)
+    };
+    let flow = env.flow().await?;
+    let ids = flow.append(10).await?;
+    flow.deliver("ann", 3).await?;
+
+    env.second.delete_entries(&flow.stream, &ids[4..6]).await?;
+    assert_eq!(lag(&flow.stream).await?, Some(5), "unread entries were deleted");
+    flow.deliver("ann", 2).await?;
+    assert_eq!(lag(&flow.stream).await?, Some(3), "and reading went on behind them");
+    env.second.trim(&flow.stream, &Retention::max_len(2), TrimGuard::Force).await?;
+    assert_eq!(lag(&flow.stream).await?, Some(2), "unread entries were trimmed by force");
+    flow.deliver("ann", 1).await?;
+    assert_eq!(lag(&flow.stream).await?, Some(1), "and reading went on behind them");
+    env.second.delete_entries(&flow.stream, &ids).await?;
+    assert_eq!(lag(&flow.stream).await?, Some(0), "the stream is empty");
+    flow.append(1).await?;
+    assert_eq!(lag(&flow.stream).await?, Some(1), "a new entry");
     Ok(())
 }
 
