@@ -1,0 +1,451 @@
+//! What the embedded backend promises beyond the suite for all backends: injected time, bounded memory, shared syncs,
+//! readers that wake at once and lose nothing.
+#![cfg(feature = "embedded")]
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::clock::{Clock, TestClock, Timestamp};
+use headwater_stream::*;
+use tokio::time::timeout;
+
+/// Long enough for a slow machine; nothing here waits for it unless it fails.
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn stream(name: &str) -> StreamName {
+    StreamName::new(name).unwrap()
+}
+
+fn group() -> GroupName {
+    GroupName::new("g").unwrap()
+}
+
+fn consumer(name: &str) -> ConsumerName {
+    ConsumerName::new(name).unwrap()
+}
+
+fn fields(number: usize) -> Fields {
+    Fields::new([("n", number.to_string())])
+}
+
+fn large() -> Fields {
+    Fields::new([("data", vec![0; 10_000])])
+}
+
+async fn open(url: &str) -> Arc<dyn Backend> {
+    connect(url, &Options::default()).await.unwrap()
+}
+
+async fn open_at(url: &str, clock: &TestClock) -> Arc<dyn Backend> {
+    connect(url, &Options { clock: Arc::new(clock.clone()), ..Options::default() }).await.unwrap()
+}
+
+fn url(directory: &Path, parameters: &str) -> String {
+    format!("embedded:{}?{parameters}", directory.display())
+}
+
+async fn append(backend: &dyn Backend, entries: &[Fields]) -> Result<Vec<EntryId>> {
+    backend.append(&stream("s"), entries, &Retention::KEEP_ALL).await
+}
+
+async fn length(backend: &dyn Backend, name: &str) -> u64 {
+    backend.stats(&stream(name)).await.unwrap().map_or(0, |stats| stats.length)
+}
+
+fn fact(backend: &dyn Backend, name: &str) -> u64 {
+    let facts = backend.describe().facts;
+    facts.iter().find(|(fact, _)| *fact == name).unwrap().1.parse().unwrap()
+}
+
+#[tokio::test]
+async fn many_callers_share_syncs() {
+    let directory = tempfile::tempdir().unwrap();
+    let backend = open(&url(directory.path(), "sync=always")).await;
+    let callers = (0..64).map(|caller| {
+        let backend = Arc::clone(&backend);
+        tokio::spawn(async move {
+            for number in 0..20 {
+                append(&*backend, &[fields(caller * 100 + number)]).await.unwrap();
+            }
+        })
+    });
+    for caller in callers.collect::<Vec<_>>() {
+        caller.await.unwrap();
+    }
+    assert_eq!(length(&*backend, "s").await, 64 * 20);
+    let syncs = fact(&*backend, "syncs");
+    assert!((1..64 * 20 / 4).contains(&syncs), "{syncs} syncs for {} appends", 64 * 20);
+}
+
+#[tokio::test]
+async fn with_sync_interval_no_call_waits_for_a_sync_and_the_log_is_synced_all_the_same() {
+    let directory = tempfile::tempdir().unwrap();
+    let backend = open(&url(directory.path(), "sync=interval")).await;
+    for number in 0..200 {
+        append(&*backend, &[fields(number)]).await.unwrap();
+    }
+    assert!(fact(&*backend, "syncs") < 100, "calls wait for syncs");
+    let synced = async {
+        while fact(&*backend, "syncs") == 0 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(LIMIT, synced).await.expect("the log is synced though nobody waits for it");
+}
+
+#[tokio::test]
+async fn ids_keep_growing_when_the_clock_jumps_back_across_a_restart() {
+    let directory = tempfile::tempdir().unwrap();
+    let late = TestClock::at(Timestamp::from_millis(2_000_000));
+    let backend = open_at(&url(directory.path(), ""), &late).await;
+    let before = append(&*backend, &[fields(1), fields(2)]).await.unwrap();
+    assert_eq!(before, [EntryId::new(2_000_000, 0), EntryId::new(2_000_000, 1)]);
+    backend.delete_entries(&stream("s"), &before).await.unwrap();
+    backend.close().await.unwrap();
+
+    let early = TestClock::at(Timestamp::from_millis(1_000_000));
+    let backend = open_at(&url(directory.path(), ""), &early).await;
+    assert_eq!(append(&*backend, &[fields(3)]).await.unwrap(), [EntryId::new(2_000_000, 2)]);
+    early.advance(Duration::from_millis(1_000_001));
+    assert_eq!(append(&*backend, &[fields(4)]).await.unwrap(), [EntryId::new(2_000_001, 0)]);
+}
+
+#[tokio::test]
+async fn a_waiting_read_ends_by_an_append_or_by_the_injected_clock_and_by_nothing_else() {
+    let clock = TestClock::default();
+    let backend = open_at("embedded:memory", &clock).await;
+    let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
+    let mut tail = backend.tail().await.unwrap();
+    let wait = Duration::from_secs(30);
+    let streams = [stream("other"), stream("s")];
+
+    // By an append, with the clock standing still.
+    let read = async { reader.read(&streams, 10, wait).await.unwrap() };
+    let positions = [(stream("s"), EntryId::MIN)];
+    let tailed = async { tail.read(&positions, 10, wait).await.unwrap() };
+    let late = async {
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        append(&*backend, &[fields(1)]).await.unwrap()
+    };
+    let (batches, tailed, ids) =
+        timeout(LIMIT, async { tokio::join!(read, tailed, late) }).await.unwrap();
+    assert_eq!((&batches[0].stream, batches[0].entries[0].id), (&streams[1], ids[0]));
+    assert_eq!(tailed[0].entries[0].id, ids[0]);
+
+    // By the clock.
+    let read = async { reader.read(&streams, 10, wait).await.unwrap() };
+    let positions = [(stream("s"), ids[0])];
+    let tailed = async { tail.read(&positions, 10, wait).await.unwrap() };
+    let later = async {
+        clock.advance(wait - Duration::from_millis(1));
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        clock.advance(Duration::from_millis(1));
+    };
+    let (batches, tailed, ()) =
+        timeout(LIMIT, async { tokio::join!(read, tailed, later) }).await.unwrap();
+    assert_eq!((batches.len(), tailed.len()), (0, 0));
+}
+
+#[tokio::test]
+async fn a_group_that_is_removed_under_a_waiting_read_comes_back_from_the_beginning() {
+    let clock = TestClock::default();
+    let backend = open_at("embedded:memory", &clock).await;
+    let ids = append(&*backend, &[fields(1)]).await.unwrap();
+    backend.ensure_group(&stream("s"), &group(), GroupStart::End).await.unwrap();
+    let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
+    let streams = [stream("s")];
+    let read = async { reader.read(&streams, 10, LIMIT).await.unwrap() };
+    let remove = async {
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        assert!(backend.remove_group(&stream("s"), &group()).await.unwrap());
+    };
+    let (batches, ()) = timeout(LIMIT, async { tokio::join!(read, remove) }).await.unwrap();
+    assert_eq!(batches[0].entries[0].id, ids[0]);
+}
+
+/// Readers of one group wait without a time-out while others append: each entry reaches exactly one of them.
+async fn race(backend: Arc<dyn Backend>, rounds: usize) {
+    const READERS: usize = 4;
+    const WRITERS: usize = 3;
+    backend.ensure_group(&stream("s"), &group(), GroupStart::Beginning).await.unwrap();
+    let (sender, mut numbers) = tokio::sync::mpsc::unbounded_channel();
+    let mut readers = Vec::new();
+    for number in 0..READERS {
+        let (backend, sender) = (Arc::clone(&backend), sender.clone());
+        readers.push(tokio::spawn(async move {
+            let mut reader =
+                backend.reader(&group(), &consumer(&number.to_string())).await.unwrap();
+            loop {
+                let batches = reader.read(&[stream("s")], 1 + number, LIMIT).await.unwrap();
+                for entry in batches.into_iter().flat_map(|batch| batch.entries) {
+                    sender.send(entry.fields).unwrap();
+                }
+            }
+        }));
+    }
+    for writer in 0..WRITERS {
+        let backend = Arc::clone(&backend);
+        tokio::spawn(async move {
+            for round in 0..rounds {
+                append(&*backend, &[fields(writer * rounds + round)]).await.unwrap();
+                if round % 3 == 0 {
+                    tokio::task::yield_now().await;
+                }
+            }
+        });
+    }
+    let mut seen = BTreeSet::new();
+    for _ in 0..WRITERS * rounds {
+        let fields =
+            timeout(LIMIT, numbers.recv()).await.expect("a reader sleeps over an entry").unwrap();
+        let number = fields.get("n").unwrap().clone();
+        assert!(seen.insert(number), "an entry was delivered twice");
+    }
+    readers.iter().for_each(|reader| reader.abort());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn no_waiting_reader_sleeps_over_an_entry() {
+    let clock = TestClock::default();
+    for _ in 0..20 {
+        race(open_at("embedded:memory", &clock).await, 50).await;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    for (round, sync) in ["always", "interval", "always", "interval"].into_iter().enumerate() {
+        let url = url(&directory.path().join(round.to_string()), &format!("sync={sync}"));
+        race(open_at(&url, &clock).await, 50).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn reads_that_are_dropped_at_any_moment_lose_and_double_nothing() {
+    const ENTRIES: usize = 400;
+    let directory = tempfile::tempdir().unwrap();
+    for (round, sync) in ["always", "interval"].into_iter().enumerate() {
+        let url = url(&directory.path().join(round.to_string()), &format!("sync={sync}"));
+        let backend = open(&url).await;
+        backend.ensure_group(&stream("s"), &group(), GroupStart::Beginning).await.unwrap();
+        let writer = Arc::clone(&backend);
+        let appends = tokio::spawn(async move {
+            for number in 0..ENTRIES {
+                append(&*writer, &[fields(number)]).await.unwrap();
+            }
+        });
+        let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
+        let mut taken = Vec::new();
+        let mut dropped = 0;
+        while !appends.is_finished() {
+            let patience = Duration::from_micros(taken.len() as u64 * 37 % 900);
+            match timeout(patience, reader.read(&[stream("s")], 7, LIMIT)).await {
+                Ok(batches) => taken.extend(batches.unwrap()),
+                Err(_) => dropped += 1,
+            }
+        }
+        appends.await.unwrap();
+        taken.extend(reader.close().await.unwrap());
+        let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
+        taken.extend(reader.read(&[stream("s")], ENTRIES, Duration::ZERO).await.unwrap());
+
+        let ids: Vec<EntryId> =
+            taken.into_iter().flat_map(|batch| batch.entries).map(|entry| entry.id).collect();
+        let all = backend.range(&stream("s"), Range::first(ENTRIES)).await.unwrap();
+        assert_eq!(
+            ids,
+            all.iter().map(|entry| entry.id).collect::<Vec<_>>(),
+            "{dropped} reads dropped"
+        );
+        assert!(dropped > 0, "nothing was dropped, so nothing was tested");
+    }
+}
+
+#[tokio::test]
+async fn an_append_beyond_the_memory_fails_without_effect_and_retention_makes_room() {
+    let backend = open("embedded:memory?max_bytes=100000").await;
+    let ten = vec![large(); 9];
+    append(&*backend, &ten).await.unwrap();
+
+    let error = append(&*backend, &ten).await.err().unwrap();
+    assert!(
+        matches!(&error, StreamError::Full { problem } if problem.contains("max_bytes")),
+        "{error}"
+    );
+    assert_eq!(length(&*backend, "s").await, 9, "nothing was appended");
+
+    // The retention of the call itself makes room, unless a group needs the entries.
+    let retention = Retention::max_len(9);
+    backend.append(&stream("s"), &ten, &retention).await.unwrap();
+    assert_eq!(length(&*backend, "s").await, 9);
+    backend.ensure_group(&stream("s"), &group(), GroupStart::Beginning).await.unwrap();
+    let error = backend.append(&stream("s"), &ten, &retention).await.err().unwrap();
+    assert!(matches!(error, StreamError::Full { .. }), "{error}");
+
+    // So does whoever trims.
+    backend.trim(&stream("s"), &Retention::max_len(0), TrimGuard::Force).await.unwrap();
+    append(&*backend, &ten).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_settle_whose_follow_up_finds_no_room_has_no_effect_and_one_without_always_works() {
+    let backend = open("embedded:memory?max_bytes=100000").await;
+    let ids = append(&*backend, &vec![large(); 9]).await.unwrap();
+    let (s, group, c) = (stream("s"), group(), consumer("c"));
+    let mut reader = backend.reader(&group, &c).await.unwrap();
+    reader.read(std::slice::from_ref(&s), 100, Duration::ZERO).await.unwrap();
+    let settle = async |entries: Vec<Settlement>| {
+        let settle =
+            Settle { stream: &s, group: &group, consumer: &c, fence: None, entries: &entries };
+        backend.settle(settle).await
+    };
+    let follow_up = Then::Append { to: stream("dead"), fields: large() };
+    let aside = Then::PutAside {
+        delays: DelayName::new("d").unwrap(),
+        to: stream("s"),
+        due: Due::After(LIMIT),
+        fields: large(),
+    };
+
+    for then in [follow_up.clone(), aside] {
+        let entries = vec![Settlement::done(ids[0]), Settlement { id: ids[1], then }];
+        let error = settle(entries).await.err().unwrap();
+        assert!(matches!(error, StreamError::Full { .. }), "{error}");
+    }
+    let pending = backend.stats(&s).await.unwrap().unwrap().groups[0].pending;
+    assert_eq!((pending, length(&*backend, "dead").await), (9, 0), "nothing happened");
+
+    // What makes room goes together with what needs it.
+    let entries = vec![
+        Settlement { id: ids[0], then: Then::Delete },
+        Settlement { id: ids[1], then: follow_up },
+    ];
+    assert_eq!(settle(entries).await.unwrap(), Settled { applied: 2, stale: 0 });
+    assert_eq!(settle(vec![Settlement::done(ids[2])]).await.unwrap().applied, 1);
+}
+
+#[tokio::test]
+async fn lapsed_marks_and_sets_give_their_memory_back() {
+    let clock = TestClock::default();
+    let backend = open_at("embedded:memory?max_bytes=200000", &clock).await;
+    let scope = DedupScope::new("scope").unwrap();
+    for round in 0..400 {
+        let ids: Vec<String> = (0..50).map(|number| format!("{round}-{number}")).collect();
+        let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
+        let answers = backend.dedup_begin(&scope, &ids, Duration::from_secs(1)).await.unwrap();
+        assert!(answers.iter().all(|answer| *answer == Begin::Fresh));
+        let set = SetName::new(format!("set {round}")).unwrap();
+        backend.set_add(&set, &ids, Some(Duration::from_secs(1))).await.unwrap();
+        clock.advance(Duration::from_millis(500));
+    }
+}
+
+#[tokio::test]
+async fn due_entries_are_noticed_by_the_clock_and_by_an_earlier_one() {
+    let clock = TestClock::default();
+    let backend = open_at("embedded:memory", &clock).await;
+    let delays = DelayName::new("d").unwrap();
+    let put = async |after: u64| {
+        let due = Due::After(Duration::from_secs(after));
+        let item = PutAside { to: stream("s"), due, fields: fields(after as usize) };
+        backend.put_aside(&delays, &[item]).await.unwrap()
+    };
+    put(50).await;
+
+    // By one that is put aside meanwhile and due at once.
+    let wait = async { backend.wait_due(&delays, LIMIT).await.unwrap() };
+    let earlier = async {
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        put(0).await;
+    };
+    let (due, ()) = timeout(LIMIT, async { tokio::join!(wait, earlier) }).await.unwrap();
+    assert!(due);
+    assert_eq!(backend.take_due(&delays, 10).await.unwrap().len(), 1);
+
+    // By the clock, at the moment it is due and not before.
+    let wait = async { backend.wait_due(&delays, LIMIT).await.unwrap() };
+    let later = async {
+        clock.advance(Duration::from_millis(49_999));
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        assert!(backend.take_due(&delays, 10).await.unwrap().is_empty());
+        clock.advance(Duration::from_millis(1));
+    };
+    let (due, ()) = timeout(LIMIT, async { tokio::join!(wait, later) }).await.unwrap();
+    assert!(due);
+    let returned = backend.take_due(&delays, 10).await.unwrap();
+    assert_eq!(returned[0].id.ms, clock.now().as_millis());
+
+    // By nothing: the wait is over.
+    let wait = async { backend.wait_due(&delays, Duration::from_secs(9)).await.unwrap() };
+    let later = async { clock.advance(Duration::from_secs(9)) };
+    let (due, ()) = timeout(LIMIT, async { tokio::join!(wait, later) }).await.unwrap();
+    assert!(!due);
+}
+
+#[tokio::test]
+async fn a_watch_hears_of_expiry_by_the_clock_and_of_release_at_once() {
+    let clock = TestClock::default();
+    let backend = open_at("embedded:memory", &clock).await;
+    let mut watch = backend.watch("p:").await.unwrap();
+    assert_eq!(watch.mode(), &WatchMode::All);
+    let lease = |name: &str| LeaseName::new(name).unwrap();
+    let holder = HolderName::new("me").unwrap();
+    let acquire = async |name: &str, seconds: u64| match backend
+        .acquire(&lease(name), &holder, Duration::from_secs(seconds))
+        .await
+        .unwrap()
+    {
+        Acquire::Won(epoch) => Fence { lease: lease(name), epoch },
+        held => panic!("{held:?}"),
+    };
+    acquire("p:long", 60).await;
+    acquire("other", 1).await;
+
+    // A lease that ends earlier than all others is taken while the watch waits.
+    let next = async { watch.next().await };
+    let work = async {
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        acquire("p:short", 10).await;
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        clock.advance(Duration::from_secs(10));
+    };
+    let (hint, ()) = timeout(LIMIT, async { tokio::join!(next, work) }).await.unwrap();
+    assert_eq!(hint, LeaseHint { lease: Some(lease("p:short")), kind: HintKind::Expired });
+
+    let fence = acquire("p:given", 10).await;
+    assert_eq!(backend.release(&holder, &[fence]).await.unwrap(), 1);
+    let hint = timeout(LIMIT, watch.next()).await.unwrap();
+    assert_eq!(hint, LeaseHint { lease: Some(lease("p:given")), kind: HintKind::Released });
+
+    // One who does not listen is told that hints were lost, instead of all of them.
+    for number in 0..3_000 {
+        let fence = acquire(&format!("p:{number}"), 10).await;
+        backend.release(&holder, &[fence]).await.unwrap();
+    }
+    let first = timeout(LIMIT, watch.next()).await.unwrap();
+    assert_eq!(first, LeaseHint { lease: None, kind: HintKind::Missed });
+    for _ in 0..1024 {
+        let next = watch.next();
+        if timeout(Duration::from_millis(50), next).await.is_err() {
+            return;
+        }
+    }
+    panic!("more hints are kept than there is room for");
+}
+
+#[tokio::test]
+async fn what_a_dropped_backend_was_told_is_there_again() {
+    let directory = tempfile::tempdir().unwrap();
+    for sync in ["always", "interval"] {
+        let url = url(&directory.path().join(sync), &format!("sync={sync}"));
+        let backend = open(&url).await;
+        append(&*backend, &[fields(1)]).await.unwrap();
+        let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
+        reader.read(&[stream("s")], 1, Duration::ZERO).await.unwrap();
+        // The reader keeps it open; dropping it, too, is enough.
+        drop(backend);
+        drop(reader);
+        let backend = open(&url).await;
+        let stats = backend.stats(&stream("s")).await.unwrap().unwrap();
+        assert_eq!((stats.length, stats.groups[0].pending), (1, 1));
+    }
+}
