@@ -234,13 +234,19 @@ async fn reads_that_are_dropped_at_any_moment_lose_and_double_nothing() {
             }
         });
         let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
+        let streams = [stream("s")];
         let mut taken = Vec::new();
         let mut dropped = 0;
         while !appends.is_finished() {
-            let patience = Duration::from_micros(taken.len() as u64 * 37 % 900);
-            match timeout(patience, reader.read(&[stream("s")], 7, LIMIT)).await {
-                Ok(batches) => taken.extend(batches.unwrap()),
-                Err(_) => dropped += 1,
+            let patience = async {
+                for _ in 0..(taken.len() + dropped) % 9 {
+                    tokio::task::yield_now().await;
+                }
+            };
+            tokio::select! {
+                biased;
+                batches = reader.read(&streams, 7, LIMIT) => taken.extend(batches.unwrap()),
+                () = patience => dropped += 1,
             }
         }
         appends.await.unwrap();
