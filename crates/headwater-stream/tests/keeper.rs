@@ -1,6 +1,7 @@
 //! The lease keeper: whoever holds a lease learns that it must stop before anybody else can have it.
 //!
 //! Time is tokio's paused clock, and the server of leases a small one of our own that can be slow, deaf or forgetful.
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -118,7 +118,7 @@ pub async fn as_many_fields_as_allowed_survive(env: Env) -> TestResult {
 }
 
 pub async fn an_entry_of_the_largest_size_survives(env: Env) -> TestResult {
-    let value: Vec<u8> = (0..ENTRY_BYTES_MAX - 1).map(|at| (at * 31 >> 3) as u8).collect();
+    let value: Vec<u8> = (0..ENTRY_BYTES_MAX - 1).map(|at| ((at * 31) >> 3) as u8).collect();
     there_and_back(&env, Fields::new([(Bytes::from_static(b"p"), Bytes::from(value))])).await
 }
 

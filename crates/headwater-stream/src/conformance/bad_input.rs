@@ -1,6 +1,6 @@
 //! Bad input: what breaks a limit is refused with the argument and the limit, before it has any effect.
 
-use std::fmt::Debug;
+use std::fmt::{Debug, Display};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Fails unless the call was refused because of the argument `what`, with a reason that tells `limit`.
-fn assert_invalid<T: Debug>(call: &str, answer: Result<T>, what: &str, limit: impl ToString) {
+fn assert_invalid<T: Debug>(call: &str, answer: Result<T>, what: &str, limit: &dyn Display) {
     let limit = limit.to_string();
     match answer {
         Err(StreamError::Invalid { what: argument, problem }) => {
@@ -55,7 +55,7 @@ pub async fn entries_beyond_a_limit_are_not_appended(env: Env) -> TestResult {
     let stream = env.stream("orders");
     for (case, entries, what, limit) in bad_entries() {
         let answer = env.backend.append(&stream, &entries, &Retention::KEEP_ALL).await;
-        assert_invalid(case, answer, what, limit);
+        assert_invalid(case, answer, what, &limit);
     }
     assert_eq!(env.second.stats(&stream).await?, None, "nothing was appended");
     Ok(())
@@ -80,13 +80,13 @@ pub async fn a_retention_of_nothing_is_refused(env: Env) -> TestResult {
     ];
     for (what, retention) in cases {
         let answer = env.backend.append(&stream, &numbers(1), &retention).await;
-        assert_invalid("append", answer, what, "zero");
+        assert_invalid("append", answer, what, &"zero");
         for guard in [TrimGuard::Safe, TrimGuard::Force] {
             assert_invalid(
                 "trim",
                 env.backend.trim(&stream, &retention, guard).await,
                 what,
-                "zero",
+                &"zero",
             );
         }
     }
@@ -128,7 +128,7 @@ pub async fn a_settle_beyond_a_limit_changes_nothing(env: Env) -> TestResult {
     let (flow, ids) = env.flow_in_hand(3).await?;
     let dead = env.stream("dead");
     let too_many = vec![Settlement::done(ids[0]); BATCH_MAX + 1];
-    assert_invalid("many", flow.settle("ann", &too_many).await, "entries", BATCH_MAX);
+    assert_invalid("many", flow.settle("ann", &too_many).await, "entries", &BATCH_MAX);
 
     for (case, entries, what, limit) in bad_entries() {
         if entries.len() > BATCH_MAX {
@@ -139,14 +139,14 @@ pub async fn a_settle_beyond_a_limit_changes_nothing(env: Env) -> TestResult {
             let then = Then::Append { to: dead.clone(), fields };
             Settlement { id: ids[1], then }
         }));
-        assert_invalid(case, flow.settle("ann", &settlements).await, what, limit);
+        assert_invalid(case, flow.settle("ann", &settlements).await, what, &limit);
     }
 
     for (what, due, limit) in bad_due_times() {
         let (delays, to) = (env.delays("later"), flow.stream.clone());
         let then = Then::PutAside { delays, to, due, fields: numbered(1) };
         let settlements = [Settlement::done(ids[0]), Settlement { id: ids[1], then }];
-        assert_invalid("a due time", flow.settle("ann", &settlements).await, what, limit);
+        assert_invalid("a due time", flow.settle("ann", &settlements).await, what, &limit);
     }
     assert_eq!(flow.pending_ids().await?, ids);
     assert_eq!(env.second.stats(&dead).await?, None);
@@ -167,12 +167,12 @@ pub async fn calls_by_id_are_limited(env: Env) -> TestResult {
     let many = vec![ids[0]; COUNT_MAX + 1];
     let (ann, bob) = (consumer("ann"), consumer("bob"));
     let answer = env.backend.keep_alive(&flow.stream, &flow.group, &ann, &many).await;
-    assert_invalid("keep_alive", answer, "ids", COUNT_MAX);
+    assert_invalid("keep_alive", answer, "ids", &COUNT_MAX);
     let answer = env.backend.delete_entries(&flow.stream, &many).await;
-    assert_invalid("delete_entries", answer, "ids", COUNT_MAX);
+    assert_invalid("delete_entries", answer, "ids", &COUNT_MAX);
     let from = ReclaimFrom::Ids(&many);
     let answer = env.backend.reclaim(Reclaim { from, ..flow.reclaim_any(&bob) }).await;
-    assert_invalid("reclaim", answer, "ids", COUNT_MAX);
+    assert_invalid("reclaim", answer, "ids", &COUNT_MAX);
 
     assert_eq!(flow.ids().await?, ids);
     assert!(flow.in_hand().await?.iter().all(|(_, owner, _)| owner == "ann"));
@@ -209,14 +209,14 @@ pub async fn entries_beyond_a_limit_are_not_put_aside(env: Env) -> TestResult {
     for (case, entries, what, limit) in bad_entries() {
         let answer = env.backend.put_aside(&delays, &items(entries, Due::After(HOUR))).await;
         let what = if what == "entries" { "items" } else { what };
-        assert_invalid(case, answer, what, limit);
+        assert_invalid(case, answer, what, &limit);
     }
     for (what, due, limit) in bad_due_times() {
         let answer = env.backend.put_aside(&delays, &items(numbers(1), due)).await;
-        assert_invalid("put_aside", answer, what, limit);
+        assert_invalid("put_aside", answer, what, &limit);
     }
     let wait = WAIT_MAX + Duration::from_millis(1);
-    assert_invalid("wait_due", env.backend.wait_due(&delays, wait).await, "wait", "60s");
+    assert_invalid("wait_due", env.backend.wait_due(&delays, wait).await, "wait", &"60s");
     assert_eq!(env.second.delay_stats(&delays).await?.waiting, 0, "nothing was put aside");
     Ok(())
 }
@@ -259,9 +259,9 @@ pub async fn leases_in_one_call_are_limited(env: Env) -> TestResult {
     let fences = vec![Fence { lease, epoch: Epoch(1) }; LEASES_MAX + 1];
     let ann = holder("ann");
     let answer = env.backend.renew(&ann, &fences, HOUR).await;
-    assert_invalid("renew", answer, "leases", LEASES_MAX);
-    assert_invalid("release", env.backend.release(&ann, &fences).await, "leases", LEASES_MAX);
-    assert_invalid("leases", env.backend.leases(&names).await, "leases", LEASES_MAX);
+    assert_invalid("renew", answer, "leases", &LEASES_MAX);
+    assert_invalid("release", env.backend.release(&ann, &fences).await, "leases", &LEASES_MAX);
+    assert_invalid("leases", env.backend.leases(&names).await, "leases", &LEASES_MAX);
     Ok(())
 }
 
@@ -300,13 +300,13 @@ pub async fn set_members_beyond_a_limit_are_not_added(env: Env) -> TestResult {
     for (members, what, limit) in
         [(vec!["a", &long], "a member", VALUE_BYTES_MAX), (many, "members", BATCH_MAX)]
     {
-        assert_invalid("add", env.backend.set_add(&set, &members, None).await, what, limit);
-        assert_invalid("remove", env.backend.set_remove(&set, &members).await, what, limit);
-        assert_invalid("contains", env.backend.set_contains(&set, &members).await, what, limit);
+        assert_invalid("add", env.backend.set_add(&set, &members, None).await, what, &limit);
+        assert_invalid("remove", env.backend.set_remove(&set, &members).await, what, &limit);
+        assert_invalid("contains", env.backend.set_contains(&set, &members).await, what, &limit);
     }
     for ttl in [Duration::ZERO, KEEP_MAX + Duration::from_millis(1)] {
         let answer = env.backend.set_add(&set, &["a"], Some(ttl)).await;
-        assert_invalid("add", answer, "ttl", format!("{KEEP_MAX:?}"));
+        assert_invalid("add", answer, "ttl", &format!("{KEEP_MAX:?}"));
     }
     assert_eq!(env.second.set_members(&set).await?, [""; 0]);
     Ok(())
@@ -329,7 +329,7 @@ pub async fn ids_beyond_a_limit_are_not_marked(env: Env) -> TestResult {
     }
     let large = [("m1", Bytes::from(vec![0; VALUE_BYTES_MAX + 1]))];
     let answer = env.backend.dedup_finish(&scope, &large, HOUR).await;
-    assert_invalid("finish", answer, "a de-duplication value", VALUE_BYTES_MAX);
+    assert_invalid("finish", answer, "a de-duplication value", &VALUE_BYTES_MAX);
     for time in [Duration::ZERO, KEEP_MAX + Duration::from_millis(1)] {
         let limit = format!("{KEEP_MAX:?}");
         let what = "the time to remember";

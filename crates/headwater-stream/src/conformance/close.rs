@@ -8,7 +8,7 @@ use super::failure::TestResult;
 use super::steps::{HOUR, LONG, numbers, sleep_ms, soon};
 use crate::{Range, RegistryMap, Result, Retention, StreamError};
 
-fn assert_unavailable<T: Debug>(call: &str, answer: Result<T>) {
+fn assert_unavailable<T: Debug>(call: &str, answer: &Result<T>) {
     let unavailable = matches!(answer, Err(StreamError::Unavailable { .. }));
     assert!(unavailable, "{call}: expected Unavailable, found {answer:?}");
 }
@@ -40,23 +40,23 @@ pub async fn a_closed_backend_is_unavailable(env: Env) -> TestResult {
 
     let calls = async {
         let keep = Retention::KEEP_ALL;
-        assert_unavailable("append", backend.append(&stream, &numbers(1), &keep).await);
-        assert_unavailable("range", backend.range(&stream, Range::first(1)).await);
-        assert_unavailable("stats", backend.stats(&stream).await);
+        assert_unavailable("append", &backend.append(&stream, &numbers(1), &keep).await);
+        assert_unavailable("range", &backend.range(&stream, Range::first(1)).await);
+        assert_unavailable("stats", &backend.stats(&stream).await);
         let streams = std::slice::from_ref(&stream);
-        assert_unavailable("read", reader.read(streams, 1, LONG).await);
+        assert_unavailable("read", &reader.read(streams, 1, LONG).await);
         let position = [(stream.clone(), crate::EntryId::MIN)];
-        assert_unavailable("tail", tail.read(&position, 1, LONG).await);
-        assert_unavailable("reader", backend.reader(&group, &ann).await.map(drop));
-        assert_unavailable("delays", backend.delay_stats(&env.delays("later")).await);
-        assert_unavailable("wait_due", backend.wait_due(&env.delays("later"), LONG).await);
-        assert_unavailable("leases", backend.acquire(&env.lease("a"), &holder("ann"), HOUR).await);
-        assert_unavailable("registry", backend.map_get(&env.map("a")).await);
+        assert_unavailable("tail", &tail.read(&position, 1, LONG).await);
+        assert_unavailable("reader", &backend.reader(&group, &ann).await.map(drop));
+        assert_unavailable("delays", &backend.delay_stats(&env.delays("later")).await);
+        assert_unavailable("wait_due", &backend.wait_due(&env.delays("later"), LONG).await);
+        assert_unavailable("leases", &backend.acquire(&env.lease("a"), &holder("ann"), HOUR).await);
+        assert_unavailable("registry", &backend.map_get(&env.map("a")).await);
         let fields = RegistryMap::from([("a".to_owned(), bytes::Bytes::new())]);
-        assert_unavailable("map_create", backend.map_create(&env.map("a"), &fields).await);
-        assert_unavailable("sets", backend.set_members(&env.set("a")).await);
-        assert_unavailable("dedup", backend.dedup_begin(&env.scope("a"), &["x"], HOUR).await);
-        assert_unavailable("now", backend.now().await);
+        assert_unavailable("map_create", &backend.map_create(&env.map("a"), &fields).await);
+        assert_unavailable("sets", &backend.set_members(&env.set("a")).await);
+        assert_unavailable("dedup", &backend.dedup_begin(&env.scope("a"), &["x"], HOUR).await);
+        assert_unavailable("now", &backend.now().await);
     };
     soon("calls on a closed backend to fail", calls).await;
     Ok(())

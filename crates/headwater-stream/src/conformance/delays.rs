@@ -165,7 +165,7 @@ pub async fn bytes_survive_the_wait(env: Env) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let bytes: Bytes = (0..=u8::MAX).collect();
     let large: Vec<u8> =
-        (0..crate::limits::PAYLOAD_BYTES_MAX).map(|at| (at * 13 >> 5) as u8).collect();
+        (0..crate::limits::PAYLOAD_BYTES_MAX).map(|at| ((at * 13) >> 5) as u8).collect();
     let awkward = [
         Fields::new([(bytes.clone(), Bytes::new()), (Bytes::new(), bytes)]),
         Fields::new([("a", "1"), ("a", "2"), ("", "")]),

@@ -144,7 +144,7 @@ pub async fn follow_ups_keep_their_bytes(env: Env) -> TestResult {
 pub async fn a_follow_up_of_one_mebibyte_is_kept_whole(env: Env) -> TestResult {
     let (flow, ids) = env.flow_in_hand(2).await?;
     let value: Vec<u8> =
-        (0..crate::limits::PAYLOAD_BYTES_MAX).map(|at| (at * 7 >> 4) as u8).collect();
+        (0..crate::limits::PAYLOAD_BYTES_MAX).map(|at| ((at * 7) >> 4) as u8).collect();
     let large = Fields::new([(Bytes::from_static(b"payload"), Bytes::from(value))]);
     let dead = env.stream("dead");
 

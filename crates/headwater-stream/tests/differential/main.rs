@@ -4,7 +4,9 @@
 //! printed. A sequence that shows a difference is cut down to a small one. Time stands aside: idle times are zero or an
 //! hour, entries are due at once or far in the future.
 #![cfg(all(feature = "embedded", feature = "redis"))]
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
+mod calls;
 mod operations;
 mod world;
 

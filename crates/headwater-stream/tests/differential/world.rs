@@ -8,15 +8,14 @@ use std::time::Duration;
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Backend, ConsumerName, DedupScope, DelayId, DelayName, Direction, Due, Entry, EntryId, Epoch,
-    Fence, Fields, GroupName, GroupReader, GroupStart, HolderName, LeaseName, MapName,
-    PendingQuery, Range, ReclaimFrom, RegistryMap, Result, Retention, SetName, Settlement,
-    StreamName, TailReader, Then, TrimGuard,
+    Backend, ConsumerName, DedupScope, DelayId, DelayName, Due, Entry, EntryId, Epoch, Fence,
+    Fields, GroupName, GroupReader, HolderName, LeaseName, MapName, Range, RegistryMap, Result,
+    SetName, StreamName, TailReader,
 };
 
 use crate::operations::*;
 
-const HOUR: Duration = Duration::from_secs(3600);
+pub(crate) const HOUR: Duration = Duration::from_secs(3600);
 /// Far in the past and far in the future, in milliseconds since 1970.
 const PAST_MS: u64 = 1_000;
 const FUTURE_MS: u64 = 4_000_000_000_000;
@@ -42,8 +41,8 @@ impl Answer {
 /// A connection that many sequences use, one after the other.
 pub(crate) struct Connection {
     backend: Arc<dyn Backend>,
-    readers: HashMap<(u8, u8), Box<dyn GroupReader>>,
-    tail: Box<dyn TailReader>,
+    pub(crate) readers: HashMap<(u8, u8), Box<dyn GroupReader>>,
+    pub(crate) tail: Box<dyn TailReader>,
 }
 
 impl Connection {
@@ -55,50 +54,50 @@ impl Connection {
 
 /// What one sequence has seen.
 pub(crate) struct World<'a> {
-    connection: &'a mut Connection,
+    pub(crate) connection: &'a mut Connection,
     prefix: String,
     /// The ids of each stream's entries, in the order they came into being.
-    entries: HashMap<u8, Vec<EntryId>>,
-    delayed: HashMap<u8, Vec<DelayId>>,
-    epochs: HashMap<u8, Vec<Epoch>>,
+    pub(crate) entries: HashMap<u8, Vec<EntryId>>,
+    pub(crate) delayed: HashMap<u8, Vec<DelayId>>,
+    pub(crate) epochs: HashMap<u8, Vec<Epoch>>,
     appended: usize,
     /// Streams from which unread entries may be gone: there a server may not know what a group has not read.
-    holes: [bool; STREAMS as usize + 1],
+    pub(crate) holes: [bool; STREAMS as usize + 1],
 }
 
-fn consumer(number: u8) -> ConsumerName {
+pub(crate) fn consumer(number: u8) -> ConsumerName {
     ConsumerName::new(format!("consumer{number}")).unwrap()
 }
 
-fn group(number: u8) -> GroupName {
+pub(crate) fn group(number: u8) -> GroupName {
     GroupName::new(format!("group{number}")).unwrap()
 }
 
-fn holder(number: u8) -> HolderName {
+pub(crate) fn holder(number: u8) -> HolderName {
     HolderName::new(format!("holder{number}")).unwrap()
 }
 
-fn registry_map(fields: &[(u8, u8)]) -> RegistryMap {
+pub(crate) fn registry_map(fields: &[(u8, u8)]) -> RegistryMap {
     fields.iter().map(|(name, value)| (format!("f{name}"), value_of(*value))).collect()
 }
 
-fn value_of(value: u8) -> Bytes {
+pub(crate) fn value_of(value: u8) -> Bytes {
     Bytes::from("v".repeat(usize::from(value)))
 }
 
-fn nth<T: Copy>(all: Option<&Vec<T>>, nth: Nth) -> Option<T> {
+pub(crate) fn nth<T: Copy>(all: Option<&Vec<T>>, nth: Nth) -> Option<T> {
     let all = all.filter(|all| !all.is_empty())?;
     Some(all[usize::from(nth) % all.len()])
 }
 
-fn place<T: PartialEq + Debug>(all: Option<&Vec<T>>, one: &T) -> String {
+pub(crate) fn place<T: PartialEq + Debug>(all: Option<&Vec<T>>, one: &T) -> String {
     match all.and_then(|all| all.iter().position(|known| known == one)) {
         Some(place) => format!("#{place}"),
         None => "never seen".to_owned(),
     }
 }
 
-fn errors<T>(answer: Result<T>, text: impl FnOnce(T) -> String) -> String {
+pub(crate) fn errors<T>(answer: Result<T>, text: impl FnOnce(T) -> String) -> String {
     match answer {
         Ok(value) => text(value),
         // The variant: names and reasons differ by backend.
@@ -109,7 +108,7 @@ fn errors<T>(answer: Result<T>, text: impl FnOnce(T) -> String) -> String {
     }
 }
 
-fn idle(long: bool) -> Duration {
+pub(crate) fn idle(long: bool) -> Duration {
     if long { HOUR } else { Duration::ZERO }
 }
 
@@ -127,7 +126,7 @@ impl<'a> World<'a> {
         }
     }
 
-    fn backend(&self) -> Arc<dyn Backend> {
+    pub(crate) fn backend(&self) -> Arc<dyn Backend> {
         Arc::clone(&self.connection.backend)
     }
 
@@ -138,61 +137,61 @@ impl<'a> World<'a> {
         }
     }
 
-    fn stream(&self, number: u8) -> StreamName {
+    pub(crate) fn stream(&self, number: u8) -> StreamName {
         StreamName::new(self.name("stream", number, STREAMS)).unwrap()
     }
 
-    fn delays(&self, number: u8) -> DelayName {
+    pub(crate) fn delays(&self, number: u8) -> DelayName {
         DelayName::new(self.name("delays", number, DELAYS)).unwrap()
     }
 
-    fn lease(&self, number: u8) -> LeaseName {
+    pub(crate) fn lease(&self, number: u8) -> LeaseName {
         LeaseName::new(self.name("lease", number, LEASES)).unwrap()
     }
 
-    fn map(&self, number: u8) -> MapName {
+    pub(crate) fn map(&self, number: u8) -> MapName {
         MapName::new(self.name("map", number, MAPS)).unwrap()
     }
 
-    fn set(&self, number: u8) -> SetName {
+    pub(crate) fn set(&self, number: u8) -> SetName {
         SetName::new(self.name("set", number, SETS)).unwrap()
     }
 
-    fn scope(&self) -> DedupScope {
+    pub(crate) fn scope(&self) -> DedupScope {
         DedupScope::new(format!("{{{}}}:dedup", self.prefix)).unwrap()
     }
 
     /// The id of an entry seen before, or one that never was.
-    fn id(&self, stream: u8, which: Nth) -> EntryId {
+    pub(crate) fn id(&self, stream: u8, which: Nth) -> EntryId {
         nth(self.entries.get(&stream), which).unwrap_or(EntryId::new(1, 1))
     }
 
-    fn ids(&self, stream: u8, which: &[Nth]) -> Vec<EntryId> {
+    pub(crate) fn ids(&self, stream: u8, which: &[Nth]) -> Vec<EntryId> {
         which.iter().map(|which| self.id(stream, *which)).collect()
     }
 
-    fn show_id(&self, stream: u8, id: EntryId) -> String {
+    pub(crate) fn show_id(&self, stream: u8, id: EntryId) -> String {
         if id == EntryId::MIN {
             return "MIN".to_owned();
         }
         place(self.entries.get(&stream), &id)
     }
 
-    fn show_ids(&self, stream: u8, ids: &[EntryId]) -> String {
+    pub(crate) fn show_ids(&self, stream: u8, ids: &[EntryId]) -> String {
         ids.iter().map(|id| self.show_id(stream, *id)).collect::<Vec<_>>().join(" ")
     }
 
-    fn show_entries(&self, stream: u8, entries: &[Entry]) -> String {
+    pub(crate) fn show_entries(&self, stream: u8, entries: &[Entry]) -> String {
         let show = |e: &Entry| format!("{}={:?}", self.show_id(stream, e.id), e.fields);
         entries.iter().map(show).collect::<Vec<_>>().join(" ")
     }
 
-    fn fence(&self, (lease, which): (u8, Nth)) -> Fence {
+    pub(crate) fn fence(&self, (lease, which): (u8, Nth)) -> Fence {
         let epoch = nth(self.epochs.get(&lease), which).unwrap_or(Epoch(1));
         Fence { lease: self.lease(lease), epoch }
     }
 
-    fn show_epoch(&mut self, lease: u8, epoch: Epoch) -> String {
+    pub(crate) fn show_epoch(&mut self, lease: u8, epoch: Epoch) -> String {
         let known = self.epochs.entry(lease).or_default();
         if !known.contains(&epoch) {
             known.push(epoch);
@@ -201,7 +200,7 @@ impl<'a> World<'a> {
         format!("{} grows={grows}", place(Some(known), &epoch))
     }
 
-    fn due(when: When) -> Due {
+    pub(crate) fn due(when: When) -> Due {
         match when {
             When::Past(ms) => Due::At(Timestamp::from_millis(PAST_MS + u64::from(ms))),
             When::AtOnce => Due::After(Duration::ZERO),
@@ -210,20 +209,20 @@ impl<'a> World<'a> {
         }
     }
 
-    fn show_due(at: Timestamp) -> String {
+    pub(crate) fn show_due(at: Timestamp) -> String {
         match at.as_millis() {
-            ms if ms < 2 * PAST_MS || ms >= FUTURE_MS => ms.to_string(),
+            ms if !(2 * PAST_MS..FUTURE_MS).contains(&ms) => ms.to_string(),
             _ => "around now".to_owned(),
         }
     }
 
-    fn next_fields(&mut self) -> Fields {
+    pub(crate) fn next_fields(&mut self) -> Fields {
         self.appended += 1;
         Fields::new([("number", self.appended.to_string())])
     }
 
     /// Learns the ids of entries that came into being without being told.
-    async fn discover(&mut self) {
+    pub(crate) async fn discover(&mut self) {
         let backend = self.backend();
         for number in 0..=STREAMS {
             let known = self.entries.entry(number).or_default();
@@ -244,419 +243,6 @@ impl<'a> World<'a> {
                 known.extend(new);
             }
         }
-    }
-
-    /// Runs one call and tells its answer.
-    pub(crate) async fn run(&mut self, operation: &Operation) -> Answer {
-        use Operation::*;
-        let backend = self.backend();
-        let text = match operation {
-            Append { stream, count } => {
-                let entries: Vec<Fields> = (0..*count).map(|_| self.next_fields()).collect();
-                let name = self.stream(*stream);
-                let answer = backend.append(&name, &entries, &Retention::KEEP_ALL).await;
-                if let Ok(ids) = &answer {
-                    self.entries.entry(*stream).or_default().extend(ids);
-                }
-                errors(answer, |ids| format!("{} ids", ids.len()))
-            }
-            EnsureGroup { stream, group: g, start } => {
-                let start = match start {
-                    Start::Beginning => GroupStart::Beginning,
-                    Start::End => GroupStart::End,
-                    Start::After(which) => GroupStart::After(self.id(*stream, *which)),
-                };
-                let answer = backend.ensure_group(&self.stream(*stream), &group(*g), start).await;
-                errors(answer, |new| format!("new={new}"))
-            }
-            RemoveGroup { stream, group: g } => {
-                let answer = backend.remove_group(&self.stream(*stream), &group(*g)).await;
-                errors(answer, |was| format!("was={was}"))
-            }
-            Read { streams, group, consumer, count } => {
-                self.read(streams, *group, *consumer, *count).await
-            }
-            Tail { stream, after, count } => {
-                let after = after.map_or(EntryId::MIN, |which| self.id(*stream, which));
-                let positions = [(self.stream(*stream), after)];
-                let tail = &mut self.connection.tail;
-                let answer = tail.read(&positions, usize::from(*count), Duration::ZERO).await;
-                errors(answer, |batches| {
-                    let entries: Vec<Entry> = batches.into_iter().flat_map(|b| b.entries).collect();
-                    self.show_entries(*stream, &entries)
-                })
-            }
-            Settle { stream, group, consumer, guard, entries } => {
-                self.settle(*stream, *group, *consumer, *guard, entries).await
-            }
-            KeepAlive { stream, group: g, consumer: c, ids } => {
-                let ids = self.ids(*stream, ids);
-                let name = self.stream(*stream);
-                let answer = backend.keep_alive(&name, &group(*g), &consumer(*c), &ids).await;
-                errors(answer, |lost| self.show_ids(*stream, &lost))
-            }
-            Reclaim { .. } => self.reclaim(operation).await,
-            Pending { stream, group: g, consumer: c, long_idle, after, count } => {
-                let c = c.map(consumer);
-                let query = PendingQuery {
-                    stream: &self.stream(*stream),
-                    group: &group(*g),
-                    consumer: c.as_ref(),
-                    min_idle: idle(*long_idle),
-                    after: after.map(|which| self.id(*stream, which)),
-                    count: usize::from(*count),
-                };
-                errors(backend.pending(query).await, |all| {
-                    let show = |p: &headwater_stream::Pending| {
-                        format!("{} {} {}", self.show_id(*stream, p.id), p.consumer, p.deliveries)
-                    };
-                    all.iter().map(show).collect::<Vec<_>>().join(", ")
-                })
-            }
-            Range { stream, from, to, backward, count } => {
-                let range = headwater_stream::Range {
-                    from: from.map_or(EntryId::MIN, |which| self.id(*stream, which)),
-                    to: to.map_or(EntryId::MAX, |which| self.id(*stream, which)),
-                    direction: if *backward { Direction::Backward } else { Direction::Forward },
-                    count: usize::from(*count),
-                };
-                let answer = backend.range(&self.stream(*stream), range).await;
-                errors(answer, |entries| self.show_entries(*stream, &entries))
-            }
-            Trim { stream, len, force } => {
-                let guard = if *force { TrimGuard::Force } else { TrimGuard::Safe };
-                self.holes[usize::from(*stream)] |= *force;
-                let retention = Retention::max_len(u64::from(*len));
-                let answer = backend.trim(&self.stream(*stream), &retention, guard).await;
-                errors(answer, |trimmed| format!("{trimmed:?}"))
-            }
-            DeleteEntries { stream, ids } => {
-                self.holes[usize::from(*stream)] = true;
-                let ids = self.ids(*stream, ids);
-                let answer = backend.delete_entries(&self.stream(*stream), &ids).await;
-                errors(answer, |deleted| format!("{deleted} deleted"))
-            }
-            DeleteStream { stream } => {
-                let answer = backend.delete_stream(&self.stream(*stream)).await;
-                // Or a new stream of that name could use an id that an old one had.
-                tokio::time::sleep(Duration::from_millis(2)).await;
-                errors(answer, |was| format!("was={was}"))
-            }
-            Stats { stream } => return self.stats(*stream).await,
-            RemoveIdle { stream, group: g, long_idle } => {
-                let name = self.stream(*stream);
-                let min_idle = idle(*long_idle);
-                let answer = backend.remove_idle_consumers(&name, &group(*g), min_idle).await;
-                errors(answer, |names| format!("{names:?}"))
-            }
-            PutAside { delays, items } => {
-                let items: Vec<headwater_stream::PutAside> = (items.iter())
-                    .map(|(to, when)| headwater_stream::PutAside {
-                        to: self.stream(*to),
-                        due: Self::due(*when),
-                        fields: self.next_fields(),
-                    })
-                    .collect();
-                let answer = backend.put_aside(&self.delays(*delays), &items).await;
-                if let Ok(ids) = &answer {
-                    self.delayed.entry(*delays).or_default().extend(ids);
-                }
-                errors(answer, |ids| format!("{} ids, growing={}", ids.len(), ids.is_sorted()))
-            }
-            Cancel { delays, id } => {
-                let id = nth(self.delayed.get(delays), *id).unwrap_or(DelayId(1));
-                errors(backend.cancel(&self.delays(*delays), id).await, |was| format!("was={was}"))
-            }
-            TakeDue { delays, count } => {
-                let answer = backend.take_due(&self.delays(*delays), usize::from(*count)).await;
-                self.discover().await;
-                errors(answer, |returned| {
-                    let show = |r: &headwater_stream::Returned| {
-                        let stream = (0..=STREAMS).find(|number| self.stream(*number) == r.stream);
-                        let stream = stream.expect("only to streams of this sequence");
-                        let delay = place(self.delayed.get(delays), &r.delay);
-                        format!("{delay} to {stream} as {}", self.show_id(stream, r.id))
-                    };
-                    returned.iter().map(show).collect::<Vec<_>>().join(", ")
-                })
-            }
-            WaitDue { delays } => {
-                let answer = backend.wait_due(&self.delays(*delays), Duration::ZERO).await;
-                errors(answer, |due| format!("due={due}"))
-            }
-            DelayStats { delays } => {
-                errors(backend.delay_stats(&self.delays(*delays)).await, |stats| {
-                    format!(
-                        "{} waiting, next {:?}",
-                        stats.waiting,
-                        stats.next_due.map(Self::show_due)
-                    )
-                })
-            }
-            Delayed { delays, offset, count } => {
-                self.list_delayed(*delays, usize::from(*offset), usize::from(*count)).await
-            }
-            DeleteDelays { delays } => {
-                errors(backend.delete_delays(&self.delays(*delays)).await, |was| {
-                    format!("was={was}")
-                })
-            }
-            Acquire { lease, holder: h } => {
-                let answer = backend.acquire(&self.lease(*lease), &holder(*h), HOUR).await;
-                errors(answer, |acquired| match acquired {
-                    headwater_stream::Acquire::Won(epoch) => {
-                        format!("won {}", self.show_epoch(*lease, epoch))
-                    }
-                    headwater_stream::Acquire::Held { by, .. } => format!("held by {by}"),
-                })
-            }
-            Renew { holder: h, leases } => {
-                let fences: Vec<Fence> = leases.iter().map(|which| self.fence(*which)).collect();
-                let answer = backend.renew(&holder(*h), &fences, HOUR).await;
-                errors(answer, |renewed| format!("{renewed:?}"))
-            }
-            Release { holder: h, leases } => {
-                let fences: Vec<Fence> = leases.iter().map(|which| self.fence(*which)).collect();
-                let answer = backend.release(&holder(*h), &fences).await;
-                errors(answer, |released| format!("{released} released"))
-            }
-            Leases => {
-                let names: Vec<LeaseName> = (0..=LEASES).map(|n| self.lease(n)).collect();
-                errors(backend.leases(&names).await, |found| {
-                    let shown = found.into_iter().zip(0..).map(|(info, lease)| {
-                        info.map(|i| format!("{} {}", i.holder, self.show_epoch(lease, i.epoch)))
-                    });
-                    format!("{:?}", shown.collect::<Vec<_>>())
-                })
-            }
-            Begin { ids } => {
-                let ids: Vec<String> = ids.iter().map(|id| format!("id{id}")).collect();
-                let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-                let answer = backend.dedup_begin(&self.scope(), &ids, HOUR).await;
-                errors(answer, |begun| format!("{begun:?}"))
-            }
-            Finish { ids } => {
-                let ids: Vec<(String, Bytes)> =
-                    ids.iter().map(|(id, value)| (format!("id{id}"), value_of(*value))).collect();
-                let done: Vec<(&str, Bytes)> =
-                    ids.iter().map(|(id, value)| (id.as_str(), value.clone())).collect();
-                let answer = backend.dedup_finish(&self.scope(), &done, HOUR).await;
-                errors(answer, |()| "finished".to_owned())
-            }
-            Abandon { ids } => {
-                let ids: Vec<String> = ids.iter().map(|id| format!("id{id}")).collect();
-                let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-                let answer = backend.dedup_abandon(&self.scope(), &ids).await;
-                errors(answer, |()| "abandoned".to_owned())
-            }
-            _ => self.registry(operation).await,
-        };
-        Answer { text, lags: Vec::new() }
-    }
-
-    async fn registry(&self, operation: &Operation) -> String {
-        use Operation::*;
-        let backend = self.backend();
-        let texts = |members: &[u8]| -> Vec<String> {
-            members.iter().map(|member| format!("m{member}")).collect()
-        };
-        fn refs(texts: &[String]) -> Vec<&str> {
-            texts.iter().map(String::as_str).collect()
-        }
-        match operation {
-            SetAdd { set, members } => {
-                let members = texts(members);
-                let answer = backend.set_add(&self.set(*set), &refs(&members), None).await;
-                errors(answer, |new| format!("{new} new"))
-            }
-            SetRemove { set, members } => {
-                let members = texts(members);
-                let answer = backend.set_remove(&self.set(*set), &refs(&members)).await;
-                errors(answer, |removed| format!("{removed} removed"))
-            }
-            SetMembers { set } => {
-                errors(backend.set_members(&self.set(*set)).await, |all| format!("{all:?}"))
-            }
-            SetContains { set, members } => {
-                let members = texts(members);
-                let answer = backend.set_contains(&self.set(*set), &refs(&members)).await;
-                errors(answer, |found| format!("{found:?}"))
-            }
-            MapCreate { map, fields } => {
-                let answer = backend.map_create(&self.map(*map), &registry_map(fields)).await;
-                errors(answer, |created| format!("created={created}"))
-            }
-            MapUpdate { map, expect, fields } => {
-                let expect = expect.map(|(name, value)| (format!("f{name}"), value_of(value)));
-                let expect = expect.as_ref().map(|(name, value)| (name.as_str(), &value[..]));
-                let fields = registry_map(fields);
-                let answer = backend.map_update(&self.map(*map), expect, &fields).await;
-                errors(answer, |updated| format!("updated={updated}"))
-            }
-            MapGet { map } => {
-                errors(backend.map_get(&self.map(*map)).await, |fields| format!("{fields:?}"))
-            }
-            MapDelete { map } => {
-                errors(backend.map_delete(&self.map(*map)).await, |was| format!("was={was}"))
-            }
-            other => unreachable!("{other:?} is not about the registry"),
-        }
-    }
-
-    async fn read(&mut self, streams: &[u8], g: u8, c: u8, count: u8) -> String {
-        let names: Vec<StreamName> = streams.iter().map(|number| self.stream(*number)).collect();
-        let backend = self.backend();
-        let readers = &mut self.connection.readers;
-        if !readers.contains_key(&(g, c)) {
-            match backend.reader(&group(g), &consumer(c)).await {
-                Ok(reader) => readers.insert((g, c), reader),
-                Err(error) => return errors::<()>(Err(error), |()| String::new()),
-            };
-        }
-        let reader = readers.get_mut(&(g, c)).expect("it was made above");
-        let answer = reader.read(&names, usize::from(count), Duration::ZERO).await;
-        errors(answer, |batches| {
-            let mut shown = String::new();
-            for batch in batches {
-                let at = names.iter().position(|name| *name == batch.stream);
-                let stream = streams[at.expect("only what was asked for")];
-                for entry in batch.entries {
-                    let id = self.show_id(stream, entry.id);
-                    shown += &format!("{stream}:{id} {:?} x{}, ", entry.fields, entry.deliveries);
-                }
-            }
-            shown
-        })
-    }
-
-    async fn settle(
-        &mut self,
-        stream: u8,
-        g: u8,
-        c: u8,
-        guard: Guard,
-        entries: &[(Nth, End)],
-    ) -> String {
-        self.holes[usize::from(stream)] |=
-            entries.iter().any(|(_, end)| matches!(end, End::Delete));
-        let settlements: Vec<Settlement> = (entries.iter())
-            .map(|(which, end)| {
-                let then = match end {
-                    End::Done => Then::Done,
-                    End::Delete => Then::Delete,
-                    End::Release => Then::Release,
-                    End::Append(to) => {
-                        Then::Append { to: self.stream(*to), fields: self.next_fields() }
-                    }
-                    End::PutAside(delays, to, when) => Then::PutAside {
-                        delays: self.delays(*delays),
-                        to: self.stream(*to),
-                        due: Self::due(*when),
-                        fields: self.next_fields(),
-                    },
-                };
-                Settlement { id: self.id(stream, *which), then }
-            })
-            .collect();
-        let fence = guard.map(|guard| self.fence(guard));
-        let settle = headwater_stream::Settle {
-            stream: &self.stream(stream),
-            group: &group(g),
-            consumer: &consumer(c),
-            fence: fence.as_ref(),
-            entries: &settlements,
-        };
-        let answer = self.backend().settle(settle).await;
-        self.discover().await;
-        errors(answer, |settled| format!("{settled:?}"))
-    }
-
-    async fn reclaim(&mut self, operation: &Operation) -> String {
-        let Operation::Reclaim {
-            stream,
-            group: g,
-            consumer: c,
-            guard,
-            from,
-            long_idle,
-            after,
-            count,
-        } = operation
-        else {
-            unreachable!("{operation:?} is no reclaim");
-        };
-        let fence = guard.map(|guard| self.fence(guard));
-        let (other, ids);
-        let from = match from {
-            From::Anyone => ReclaimFrom::Anyone,
-            From::Others => ReclaimFrom::Others,
-            From::Consumer(number) => {
-                other = consumer(*number);
-                ReclaimFrom::Consumer(&other)
-            }
-            From::Ids(which) => {
-                ids = self.ids(*stream, which);
-                ReclaimFrom::Ids(&ids)
-            }
-        };
-        let reclaim = headwater_stream::Reclaim {
-            stream: &self.stream(*stream),
-            group: &group(*g),
-            consumer: &consumer(*c),
-            fence: fence.as_ref(),
-            from,
-            min_idle: idle(*long_idle),
-            after: after.map(|which| self.id(*stream, which)),
-            count: usize::from(*count),
-        };
-        let answer = self.backend().reclaim(reclaim).await;
-        errors(answer, |mut found| {
-            // Nobody promises an order of what exists no more.
-            found.deleted.sort();
-            let show = |entry: &headwater_stream::Delivery| {
-                let id = self.show_id(*stream, entry.id);
-                format!("{id} {:?} x{}", entry.fields, entry.deliveries)
-            };
-            let entries: Vec<String> = found.entries.iter().map(show).collect();
-            let deleted = self.show_ids(*stream, &found.deleted);
-            let next = found.next.map(|id| self.show_id(*stream, id));
-            format!("{entries:?}, deleted [{deleted}], next {next:?}")
-        })
-    }
-
-    async fn stats(&self, stream: u8) -> Answer {
-        let mut lags = Vec::new();
-        let text = errors(self.backend().stats(&self.stream(stream)).await, |stats| {
-            let Some(stats) = stats else { return "none".to_owned() };
-            let show = |id: Option<EntryId>| id.map(|id| self.show_id(stream, id));
-            let mut text = format!(
-                "{} from {:?} to {:?}",
-                stats.length,
-                show(stats.first_id),
-                show(stats.last_id)
-            );
-            for group in stats.groups {
-                lags.push(group.lag.filter(|_| !self.holes[usize::from(stream)]));
-                let last = self.show_id(stream, group.last_delivered);
-                text += &format!("; {} {} pending, last {last}:", group.name, group.pending);
-                for consumer in group.consumers {
-                    text += &format!(" {}={}", consumer.name, consumer.pending);
-                }
-            }
-            text
-        });
-        Answer { text, lags }
-    }
-
-    async fn list_delayed(&self, delays: u8, offset: usize, count: usize) -> String {
-        errors(self.backend().delayed(&self.delays(delays), offset, count).await, |all| {
-            let show = |d: &headwater_stream::Delayed| {
-                let id = place(self.delayed.get(&delays), &d.id);
-                let to = d.to.as_str().rsplit(':').next().unwrap_or_default().to_owned();
-                format!("{id} to {to} {} {:?}", Self::show_due(d.due_at), d.fields)
-            };
-            all.iter().map(show).collect::<Vec<_>>().join(", ")
-        })
     }
 
     /// Everything there is at the end of a sequence.
