@@ -1,6 +1,7 @@
 //! What the embedded backend promises beyond the suite for all backends: injected time, bounded memory, shared syncs,
 //! readers that wake at once and lose nothing.
 #![cfg(feature = "embedded")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::BTreeSet;
 use std::path::Path;

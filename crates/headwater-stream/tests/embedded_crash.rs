@@ -2,6 +2,7 @@
 //!
 //! `HEADWATER_KILLS` sets how many kills there are in all (default 200), `HEADWATER_SEED` the seed of the moments.
 #![cfg(feature = "embedded")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
@@ -324,7 +325,7 @@ async fn check(location: &str, told: &mut Told, life: u64) {
             Fate::Delete => assert!(!is_there.contains_key(id), "life {life}: {id} is back"),
             Fate::Done => assert!(is_there.contains_key(id), "life {life}: {id} is lost"),
             Fate::Move => {
-                assert!(moved_numbers.contains_key(number), "life {life}: {number} is lost")
+                assert!(moved_numbers.contains_key(number), "life {life}: {number} is lost");
             }
             Fate::Keep => unreachable!("it is never settled"),
         }
@@ -336,7 +337,7 @@ async fn check(location: &str, told: &mut Told, life: u64) {
         assert!(may_be_settled || will_come, "life {life}: {id} will never be delivered");
     }
     forget_what_is_done(&*backend, told, &found, &moved, &pending).await;
-    if life % 2 == 0 {
+    if life.is_multiple_of(2) {
         backend.close().await.unwrap();
     }
 }

@@ -1,5 +1,6 @@
 //! What happens to the files: torn ends, damage, crashes during compaction, two processes, full disks.
 #![cfg(feature = "embedded")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -105,15 +106,7 @@ async fn garbage_or_zeros_behind_the_last_frame_are_cut_off() {
         fs::write(directory.path().join("00000001.log"), [&log[..], &garbage].concat()).unwrap();
         let backend = open(directory.path(), "").await.unwrap();
         assert_eq!(entries(&*backend).await, all);
-        let cut = backend
-            .describe()
-            .facts
-            .iter()
-            .find(|(name, _)| *name == "cut_bytes")
-            .unwrap()
-            .1
-            .clone();
-        assert_eq!(cut, garbage.len().to_string());
+        assert_eq!(fact(&*backend, "cut_bytes"), garbage.len() as u64);
     }
 }
 
@@ -386,26 +379,26 @@ async fn a_crash_at_any_point_of_a_compaction_keeps_everything_and_leaves_no_was
 async fn compaction_goes_on_beside_the_calls_and_bounds_the_files() {
     let directory = tempfile::tempdir().unwrap();
     let backend = open(directory.path(), "sync=interval&compact_bytes=100000").await.unwrap();
+    let compactions = || fact(&*backend, "compactions");
     let mut last = Vec::new();
-    for number in 0..3_000 {
+    for number in 0.. {
         let entries = vec![fields(number); 10];
         last = backend.append(&stream("s"), &entries, &Retention::max_len(50)).await.unwrap();
+        if compactions() >= 3 {
+            break;
+        }
     }
     backend.close().await.unwrap();
-    let compactions: u64 = backend
-        .describe()
-        .facts
-        .iter()
-        .find(|(name, _)| *name == "compactions")
-        .unwrap()
-        .1
-        .parse()
-        .unwrap();
-    assert!(compactions >= 2, "{compactions}");
-    let bytes: usize = files(directory.path()).iter().map(|(_, bytes)| bytes.len()).sum();
-    assert!(bytes < 1_000_000, "{bytes} bytes for 50 entries");
+    let names: Vec<String> = files(directory.path()).into_iter().map(|(name, _)| name).collect();
+    let logs: Vec<&String> = names.iter().filter(|name| name.ends_with(".log")).collect();
+    assert!(logs.len() <= 2 && logs[0].as_str() > "00000003.log", "{names:?}");
     let found = entries(&*open(directory.path(), "").await.unwrap()).await;
     assert_eq!((found.len(), found.last().unwrap().id), (50, last[9]));
+}
+
+fn fact(backend: &dyn Backend, name: &str) -> u64 {
+    let facts = backend.describe().facts;
+    facts.iter().find(|(fact, _)| *fact == name).unwrap().1.parse().unwrap()
 }
 
 #[tokio::test]

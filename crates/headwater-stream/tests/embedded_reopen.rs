@@ -1,5 +1,6 @@
 //! What is closed or dropped and opened again is what it was, after any calls in any order, with snapshots in between.
 #![cfg(feature = "embedded")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;

@@ -28,7 +28,7 @@ pub(super) fn keep_alive(
     let Some((found, known)) = pending else { return Ok(ids.to_vec()) };
     let (mut kept, mut gone, mut lost) = (Vec::new(), Vec::new(), Vec::new());
     for id in ids {
-        match known.pending.get(id) {
+        match known.pending.get(*id) {
             Some(delivered) if delivered.consumer == *consumer => {
                 // There is nothing left to work on; as on Redis, such an entry stops being pending.
                 let exists = found.entries.contains(*id);
@@ -56,7 +56,7 @@ pub(super) fn reclaim(change: &mut Change<'_>, reclaim: &Reclaim<'_>) -> Result<
     let (looked_at, next) = candidates(group, reclaim);
     let mut reclaimed = Reclaimed { next, ..Reclaimed::default() };
     for id in looked_at {
-        let Some(delivered) = group.pending.get(&id) else { continue };
+        let Some(delivered) = group.pending.get(id) else { continue };
         if !is_idle(delivered, reclaim.min_idle, change.now) || !is_from(delivered, reclaim) {
             continue;
         }
@@ -95,9 +95,7 @@ fn candidates(group: &Group, reclaim: &Reclaim<'_>) -> (Vec<EntryId>, Option<Ent
         (looked_at, next)
     };
     match reclaim.from {
-        ReclaimFrom::Anyone | ReclaimFrom::Others => {
-            take(&mut group.pending.range(after).map(|(id, _)| id))
-        }
+        ReclaimFrom::Anyone | ReclaimFrom::Others => take(&mut pending_after(group, reclaim.after)),
         ReclaimFrom::Consumer(consumer) => match group.consumers.get(consumer.as_str()) {
             Some(consumer) => take(&mut consumer.pending.range(after)),
             None => (Vec::new(), None),
@@ -121,7 +119,7 @@ fn is_from(delivered: &Delivered, reclaim: &Reclaim<'_>) -> bool {
 pub(super) fn list(look: &Look<'_>, query: &PendingQuery<'_>) -> Result<Vec<Pending>> {
     let (_, group) = group_of(look.state, query.stream, query.group, look.now)?;
     let pending = |id: &EntryId| {
-        let delivered = group.pending.get(id)?;
+        let delivered = group.pending.get(*id)?;
         is_idle(delivered, query.min_idle, look.now).then(|| Pending {
             id: *id,
             consumer: delivered.consumer.clone(),
@@ -132,7 +130,7 @@ pub(super) fn list(look: &Look<'_>, query: &PendingQuery<'_>) -> Result<Vec<Pend
     let after = after(query.after);
     let listed = match query.consumer {
         None => {
-            let all = group.pending.range(after).map(|(id, _)| id);
+            let all = pending_after(group, query.after);
             all.filter_map(pending).take(query.count).collect()
         }
         Some(consumer) => match group.consumers.get(consumer.as_str()) {
@@ -167,6 +165,14 @@ pub(super) fn remove_idle_consumers(
 
 fn is_idle(delivered: &Delivered, min_idle: Duration, now: Timestamp) -> bool {
     delivered.is_released() || now.since(delivered.at) >= min_idle
+}
+
+fn pending_after(group: &Group, after: Option<EntryId>) -> impl Iterator<Item = &EntryId> {
+    let (none, some) = match after {
+        None => (Some(group.pending.from(EntryId::MIN)), None),
+        Some(id) => (None, Some(group.pending.after(id))),
+    };
+    none.into_iter().flatten().chain(some.into_iter().flatten()).map(|(id, _)| id)
 }
 
 fn after(id: Option<EntryId>) -> (Bound<EntryId>, Bound<EntryId>) {

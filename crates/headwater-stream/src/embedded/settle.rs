@@ -53,7 +53,7 @@ fn acknowledge_all(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Settl
     };
     let known = group_of(change, settle)?;
     let is_pending = |settlement: &Settlement| {
-        known.is_some_and(|(_, group)| group.pending.contains_key(&settlement.id))
+        known.is_some_and(|(_, group)| group.pending.contains(settlement.id))
     };
     let is_any_pending = settle.entries.iter().any(is_pending);
     let (stream, group) = (settle.stream.as_str(), settle.group.as_str());
@@ -134,7 +134,7 @@ impl<'a> Plan<'a> {
         // Of two settlements of one entry, the first by rank counts: writing something, being done, being removed.
         for ends in 0..=2 {
             for settlement in settle.entries.iter().filter(|settlement| rank(settlement) == ends) {
-                let Some(delivered) = group.pending.get(&settlement.id) else { continue };
+                let Some(delivered) = group.pending.get(settlement.id) else { continue };
                 let holds = ends > 0 || delivered.consumer == *settle.consumer;
                 if holds && spent.insert(settlement.id) {
                     plan.add(stream, settlement);

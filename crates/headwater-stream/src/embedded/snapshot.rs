@@ -12,6 +12,7 @@ use super::codec;
 use super::directory::Directory;
 use super::effect::Effect;
 use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, Kind, file_header, seal_frame};
+use super::state::group::Group;
 use super::state::stream::Stream;
 use super::state::{State, Value};
 use crate::entry::EntryId;
@@ -131,21 +132,31 @@ fn write_stream(name: &str, stream: &Stream, to: &mut SnapshotWriter<'_>) -> io:
                 consumer: consumer_name,
                 at,
             })?;
-            let pending: Vec<_> = consumer
-                .pending
-                .iter()
-                .filter_map(|id| Some((*id, group.pending.get(id)?)))
-                .map(|(id, delivered)| (id, delivered.at, delivered.deliveries))
-                .collect();
-            for pending in pending.chunks(ITEMS_PER_EFFECT) {
-                to.effect(&Effect::RestorePending {
-                    stream: name,
-                    group: group_name,
-                    consumer: consumer_name,
-                    pending: pending.to_vec(),
-                })?;
+        }
+        write_pending(name, group_name, group, to)?;
+    }
+    Ok(())
+}
+
+/// In id order, as it grew; those of one consumer that follow each other go into one effect.
+fn write_pending(
+    stream: &str,
+    group_name: &str,
+    group: &Group,
+    to: &mut SnapshotWriter<'_>,
+) -> io::Result<()> {
+    let mut all = group.pending.from(EntryId::MIN).peekable();
+    while let Some((_, first)) = all.peek() {
+        let consumer = &first.consumer;
+        let mut pending = Vec::new();
+        while let Some((id, delivered)) = all.next_if(|(_, next)| next.consumer == *consumer) {
+            pending.push((*id, delivered.at, delivered.deliveries));
+            if pending.len() == ITEMS_PER_EFFECT {
+                break;
             }
         }
+        let (group, consumer) = (group_name, consumer.as_str());
+        to.effect(&Effect::RestorePending { stream, group, consumer, pending })?;
     }
     Ok(())
 }

@@ -5,6 +5,7 @@
 //! exception is [`State::saw`], which is not worth a place in the log.
 //! A clone is cheap: everything large is behind shared pointers and is copied part by part when it changes.
 
+pub(super) mod chunks;
 pub(super) mod delay_set;
 pub(super) mod entries;
 pub(super) mod group;

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::chunks::Chunks;
 use crate::clock::Timestamp;
 use crate::embedded::codec::Problem;
 use crate::entry::EntryId;
@@ -14,7 +15,8 @@ pub(in crate::embedded) struct Group {
     pub(in crate::embedded) last_delivered: EntryId,
     /// How many entries of the stream come after `last_delivered`; kept up to date, since counting would be slow.
     pub(super) unread: u64,
-    pub(in crate::embedded) pending: BTreeMap<EntryId, Delivered>,
+    /// Entries are delivered in id order, so what is pending grows at its end.
+    pub(in crate::embedded) pending: Chunks<Delivered>,
     pub(in crate::embedded) consumers: BTreeMap<Box<str>, Consumer>,
 }
 
@@ -55,7 +57,7 @@ impl Group {
     /// The oldest id that this group still needs.
     pub(in crate::embedded) fn oldest_needed(&self) -> EntryId {
         let unread = self.last_delivered.next();
-        self.pending.keys().next().map_or(unread, |oldest| unread.min(*oldest))
+        self.pending.first_id().map_or(unread, |oldest| unread.min(oldest))
     }
 
     pub(super) fn see(&mut self, consumer: &str, at: Timestamp) -> Result<&mut Consumer, Problem> {
@@ -72,8 +74,8 @@ impl Group {
         let consumer = see(&mut self.consumers, consumer, at)?;
         for id in ids {
             let delivered = Delivered { consumer: consumer.name.clone(), at, deliveries: 1 };
-            if self.pending.insert(id, delivered).is_some() {
-                return Err("an entry is delivered that is pending already");
+            if !self.pending.push(id, delivered) {
+                return Err(DOES_NOT_GROW);
             }
             consumer.pending.insert(id);
             self.last_delivered = id;
@@ -93,15 +95,15 @@ impl Group {
         let owner = self.consumers.get_mut(consumer).ok_or("a consumer is unknown")?;
         let delivered = Delivered { consumer: owner.name.clone(), at, deliveries };
         owner.pending.insert(id);
-        match self.pending.insert(id, delivered) {
-            None => Ok(()),
-            Some(_) => Err("an entry is pending twice"),
+        match self.pending.push(id, delivered) {
+            true => Ok(()),
+            false => Err(DOES_NOT_GROW),
         }
     }
 
     /// The entry is pending no longer. Returns whether it was.
     pub(super) fn acknowledge(&mut self, id: EntryId) -> bool {
-        let Some(delivered) = self.pending.remove(&id) else { return false };
+        let Some(delivered) = self.pending.remove(id) else { return false };
         if let Some(owner) = self.consumers.get_mut(delivered.consumer.as_str()) {
             owner.pending.remove(&id);
         }
@@ -130,7 +132,7 @@ impl Group {
 
     /// The idle time of a pending entry starts anew.
     pub(super) fn keep_alive(&mut self, id: EntryId, at: Timestamp) -> Result<(), Problem> {
-        self.pending.get_mut(&id).ok_or(NOT_PENDING)?.at = at;
+        self.pending.get_mut(id).ok_or(NOT_PENDING)?.at = at;
         Ok(())
     }
 
@@ -140,7 +142,7 @@ impl Group {
         consumer: &str,
         at: Timestamp,
     ) -> Result<&mut Delivered, Problem> {
-        let delivered = self.pending.get_mut(&id).ok_or(NOT_PENDING)?;
+        let delivered = self.pending.get_mut(id).ok_or(NOT_PENDING)?;
         if let Some(owner) = self.consumers.get_mut(delivered.consumer.as_str()) {
             owner.pending.remove(&id);
         }
@@ -152,6 +154,7 @@ impl Group {
     }
 }
 
+const DOES_NOT_GROW: Problem = "entries become pending in an order that does not grow";
 const NOT_PENDING: Problem = "an entry changes hands that is not pending";
 
 fn see<'a>(

@@ -9,6 +9,8 @@ use crate::embedded::codec::Problem;
 use crate::entry::{EntryId, Fields};
 use crate::name::GroupName;
 
+const DOES_NOT_GROW: Problem = "an entry has an id that does not grow";
+
 #[derive(Clone, Debug, Default)]
 pub(in crate::embedded) struct Stream {
     pub(in crate::embedded) entries: Entries,
@@ -30,14 +32,16 @@ impl Stream {
 
     pub(super) fn append(&mut self, first: EntryId, entries: &[Fields]) -> Result<(), Problem> {
         if first <= self.last_id {
-            return Err("an entry has an id that does not grow");
+            return Err(DOES_NOT_GROW);
         }
         let mut id = first;
         for (index, fields) in entries.iter().enumerate() {
             if index > 0 {
                 id = id.next();
             }
-            self.entries.push(id, fields.clone());
+            if !self.entries.push(id, fields.clone()) {
+                return Err(DOES_NOT_GROW);
+            }
         }
         self.last_id = id;
         for group in self.groups.values_mut() {
@@ -52,10 +56,9 @@ impl Stream {
     }
 
     pub(super) fn restore(&mut self, id: EntryId, fields: Fields) -> Result<(), Problem> {
-        if self.entries.last_id().is_some_and(|last| last >= id) || id > self.last_id {
-            return Err("entries are out of order");
+        if id > self.last_id || !self.entries.push(id, fields) {
+            return Err(DOES_NOT_GROW);
         }
-        self.entries.push(id, fields);
         Ok(())
     }
 
