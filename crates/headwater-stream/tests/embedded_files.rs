@@ -519,6 +519,12 @@ async fn a_full_disk_stops_everything_with_a_clear_word_and_loses_nothing_that_w
     };
     let backend = open(&disk.path.join("d"), "").await.unwrap();
     let mut acknowledged = Vec::new();
+    let (group, consumer) = (GroupName::new("g").unwrap(), ConsumerName::new("c").unwrap());
+    let mut reader = backend.reader(&group, &consumer).await.unwrap();
+    let waiting =
+        tokio::spawn(
+            async move { reader.read(&[stream("another")], 1, Duration::from_secs(60)).await },
+        );
     let error = loop {
         let entry = Fields::new([("data", vec![1; 10_000])]);
         match backend.append(&stream("s"), &[entry], &Retention::KEEP_ALL).await {
@@ -533,6 +539,8 @@ async fn a_full_disk_stops_everything_with_a_clear_word_and_loses_nothing_that_w
     // Nothing pretends to work any more.
     let later = backend.stats(&stream("s")).await.err().unwrap();
     assert!(matches!(later, StreamError::Full { .. }), "{later}");
+    let waited = tokio::time::timeout(Duration::from_secs(20), waiting).await.unwrap();
+    assert!(matches!(waited.unwrap(), Err(StreamError::Full { .. })), "a waiting reader is told");
     assert!(backend.close().await.is_err());
     drop(backend);
 

@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
+use super::change::Change;
 use super::effect::Effect;
-use super::engine::Change;
 use super::state::entries::footprint;
 use super::state::stream::Stream;
 use crate::clock::Timestamp;

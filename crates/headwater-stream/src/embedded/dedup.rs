@@ -6,8 +6,8 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::Embedded;
+use super::change::Until;
 use super::effect::Effect;
-use super::engine::Until;
 use super::state::marks::footprint_mark;
 use crate::check;
 use crate::dedup::{Begin, Dedup};

@@ -6,8 +6,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::Notify;
 
+use super::change::{Change, Until};
 use super::effect::Effect;
-use super::engine::{Change, Until};
 use super::reader::Watch;
 use super::state::delay_set::footprint_aside;
 use super::{Embedded, append};

@@ -10,18 +10,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use tokio::sync::Notify;
-
-use super::codec;
-use super::effect::Effect;
+use super::change::{Change, Ended, Look, Until};
 use super::hints::{Ears, Watchers};
 use super::log::{Log, closed};
 use super::segment::FRAME_HEADER_BYTES;
 use super::state::State;
-use crate::clock::{Clock, Timestamp};
-use crate::entry::EntryId;
+use crate::clock::Clock;
 use crate::error::{Result, StreamError};
-use crate::leases::HintKind;
 
 /// When the buffer of the log holds this much, calls wait until it is written.
 const BUFFER_BYTES_MAX: usize = 64 * 1024 * 1024;
@@ -61,15 +56,6 @@ pub(super) struct Buffer {
     pub(super) is_stopping: bool,
 }
 
-/// When a change is done, from the caller's point of view.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Until {
-    /// When it cannot be lost.
-    Durable,
-    /// When it survives the process: enough for what only says who works on what.
-    Written,
-}
-
 impl Buffer {
     pub(super) fn empty() -> Vec<u8> {
         vec![0; FRAME_HEADER_BYTES]
@@ -78,114 +64,6 @@ impl Buffer {
     pub(super) fn is_empty(&self) -> bool {
         self.bytes.len() == FRAME_HEADER_BYTES
     }
-}
-
-/// A call that changes something, under the lock.
-pub(super) struct Change<'a> {
-    pub(super) now: Timestamp,
-    pub(super) max_bytes: u64,
-    inner: &'a mut Inner,
-    log: Option<&'a Log>,
-    commit: u64,
-    /// How long the buffer was before.
-    began_at: usize,
-    woken: Vec<Arc<Notify>>,
-    /// The commit that must be durable before the answer may be seen.
-    pub(super) shows: u64,
-}
-
-impl Change<'_> {
-    pub(super) fn state(&self) -> &State {
-        &self.inner.state
-    }
-
-    /// Carries out one effect and puts it into the log.
-    pub(super) fn apply(&mut self, effect: &Effect<'_>) {
-        self.inner.state.apply(effect).expect("an effect fits the state it was decided on");
-        if self.log.is_some() {
-            codec::encode(effect, &mut self.inner.buffer.bytes);
-        }
-        match effect {
-            Effect::Append { stream, first, .. } => {
-                self.note_commit(stream, *first);
-                self.wake(stream);
-            }
-            Effect::RemoveGroup { stream: name, .. }
-            | Effect::Remove { name }
-            | Effect::PutAside { delays: name, .. } => self.wake(name),
-            _ => {}
-        }
-    }
-
-    /// The number of this commit; 0 if nothing has changed so far.
-    pub(super) fn commit(&self) -> u64 {
-        match self.log {
-            Some(_) if self.inner.buffer.bytes.len() > self.began_at => self.commit,
-            _ => 0,
-        }
-    }
-
-    /// Remembers which commit brought entries into a stream.
-    pub(super) fn note_commit(&mut self, stream: &str, first: EntryId) {
-        if let Some(log) = self.log {
-            self.inner.state.note_commit(stream, first, self.commit, log.durable());
-        }
-    }
-
-    /// Wakes those who wait for something to happen to this name.
-    pub(super) fn wake(&mut self, name: &str) {
-        self.woken.extend(self.inner.watchers.of(name).iter().cloned());
-    }
-
-    /// A consumer did something.
-    pub(super) fn saw(&mut self, stream: &str, group: &str, consumer: &str) {
-        self.inner.state.saw(stream, group, consumer, self.now);
-    }
-
-    /// Makes a name free if the time of what it stood for is over.
-    pub(super) fn vacate(&mut self, name: &str) {
-        if self.inner.state.has_ended(name, self.now) {
-            self.apply(&Effect::Remove { name });
-        }
-    }
-
-    /// Ends leases whose time is over, and tells those who watch.
-    pub(super) fn end_leases(&mut self) {
-        while let Some(lease) = self.inner.state.ended_lease(self.now) {
-            self.apply(&Effect::Remove { name: lease.as_str() });
-            self.inner.ears.tell(&lease, HintKind::Expired);
-        }
-    }
-
-    pub(super) fn ears(&mut self) -> &mut Ears {
-        &mut self.inner.ears
-    }
-
-    pub(super) fn watchers(&mut self) -> &mut Watchers {
-        &mut self.inner.watchers
-    }
-
-    /// Fails with `Full` if the memory has no room for this many bytes more than now.
-    pub(super) fn room_for(&self, bytes: u64) -> Result<()> {
-        let taken = self.state().bytes();
-        if bytes == 0 || taken.saturating_add(bytes) <= self.max_bytes {
-            return Ok(());
-        }
-        Err(StreamError::Full {
-            problem: format!(
-                "{bytes} bytes more than the {taken} there are would exceed max_bytes, which is {}",
-                self.max_bytes
-            ),
-        })
-    }
-}
-
-/// A call that changes nothing, under the lock.
-pub(super) struct Look<'a> {
-    pub(super) now: Timestamp,
-    pub(super) state: &'a State,
-    /// The commit that must be durable before the answer may be seen.
-    pub(super) shows: u64,
 }
 
 impl Shared {
@@ -212,8 +90,8 @@ impl Shared {
         decide: impl FnOnce(&mut Change<'_>) -> Result<T>,
     ) -> Result<T> {
         self.room_in_buffer().await?;
-        let (answer, written, shows) = self.change_now(until, decide)?;
-        self.wait(written, shows).await?;
+        let (answer, written, durable) = self.change_now(until, decide)?;
+        self.wait(written, durable).await?;
         Ok(answer)
     }
 
@@ -222,43 +100,22 @@ impl Shared {
         until: Until,
         decide: impl FnOnce(&mut Change<'_>) -> Result<T>,
     ) -> Result<(T, u64, u64)> {
-        let mut guard = self.lock()?;
-        let inner = &mut *guard;
+        let mut inner = self.lock()?;
+        let was_empty = inner.buffer.is_empty();
         let now = self.clock.now();
-        let (was_empty, before) = (inner.buffer.is_empty(), inner.buffer.bytes.len());
-        let (commit, must) = (inner.buffer.commit + 1, inner.buffer.must);
-        let log = self.log.as_deref();
-        let (max_bytes, woken) = (self.max_bytes, Vec::new());
-        let mut change = Change {
-            now,
-            max_bytes,
-            inner: &mut *inner,
-            log,
-            commit,
-            began_at: before,
-            woken,
-            shows: must,
-        };
+        let mut change = Change::begin(&mut inner, self.log.as_deref(), now, self.max_bytes);
         let answer = decide(&mut change);
-        let (woken, mut shows) = (change.woken, change.shows);
-        let mut written = 0;
-        if inner.buffer.bytes.len() > before {
-            inner.buffer.commit = commit;
-            written = commit;
-            if until == Until::Durable {
-                inner.buffer.must = commit;
-                shows = commit;
-            }
-        }
-        drop(guard);
+        let Ended { written, durable, woken } = change.end(until);
+        drop(inner);
         if was_empty && written > 0 {
             self.to_write.notify_one();
         }
         woken.iter().for_each(|waiting| waiting.notify_one());
-        Ok((answer?, written, shows))
+        Ok((answer?, written, durable))
     }
 
-    /// Decides and changes under the lock without waiting. The caller waits where it hands out what it got.
+    /// Decides and changes under the lock without waiting. The caller waits where it hands out what it got; its effects
+    /// are small, so they need no room in the buffer.
     pub(super) fn deliver<T>(
         &self,
         decide: impl FnOnce(&mut Change<'_>) -> Result<T>,
@@ -289,16 +146,17 @@ impl Shared {
 
     /// Waits while the buffer is full, so that a slow disk does not fill the memory.
     async fn room_in_buffer(&self) -> Result<()> {
-        loop {
+        while self.log.is_some() {
             let full_at = {
                 let inner = self.lock()?;
                 (inner.buffer.bytes.len() > BUFFER_BYTES_MAX).then_some(inner.buffer.commit)
             };
             match full_at {
                 Some(commit) => self.wait(commit, 0).await?,
-                None => return Ok(()),
+                None => break,
             }
         }
+        Ok(())
     }
 
     /// Fails if the backend is closed or broken.

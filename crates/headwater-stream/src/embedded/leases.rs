@@ -6,8 +6,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::Embedded;
+use super::change::{Change, Until};
 use super::effect::Effect;
-use super::engine::{Change, Engine, Until};
+use super::engine::Engine;
 use super::hints::Ear;
 use super::state::State;
 use super::state::lease_book::Lease;

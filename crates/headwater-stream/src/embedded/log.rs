@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 use tracing::error;
@@ -175,9 +175,9 @@ impl Log {
         }
         let (done, receiver) = oneshot::channel();
         waiters.push(Waiter { commit, done });
-        let something_to_sync = progress.written > progress.synced;
+        let is_wanted = progress.wanted > progress.synced && progress.written > progress.synced;
         drop(progress);
-        if something_to_sync {
+        if is_wanted {
             self.to_sync.notify_one();
         }
         Ok(Some(receiver))
@@ -259,25 +259,25 @@ impl Log {
 
     /// Waits until there is something to sync: the tail and the commit it holds. `None` when the log stops.
     pub(super) fn next_sync(&self) -> Option<(Tail, u64)> {
+        let mut deadline = Instant::now() + SYNC_EVERY;
         let mut progress = self.lock();
         loop {
             if progress.is_stopping || progress.failure.is_some() {
                 return None;
             }
             let is_behind = progress.written > progress.synced;
-            if is_behind && self.mode == SyncMode::Always && progress.wanted > progress.synced {
-                break;
+            let is_wanted = progress.wanted > progress.synced;
+            // Under load, too: whoever wakes us early must not put the deadline off.
+            let left = deadline.saturating_duration_since(Instant::now());
+            if is_behind && (is_wanted || left.is_zero()) {
+                return Some((progress.tail.clone(), progress.written));
             }
-            let (guard, waited) = self
-                .to_sync
-                .wait_timeout(progress, SYNC_EVERY)
-                .unwrap_or_else(PoisonError::into_inner);
-            progress = guard;
-            if waited.timed_out() && progress.written > progress.synced {
-                break;
+            if left.is_zero() {
+                deadline = Instant::now() + SYNC_EVERY;
             }
+            let wait = self.to_sync.wait_timeout(progress, left.max(Duration::from_millis(1)));
+            (progress, _) = wait.unwrap_or_else(PoisonError::into_inner);
         }
-        Some((progress.tail.clone(), progress.written))
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Progress> {

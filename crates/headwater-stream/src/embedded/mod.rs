@@ -3,7 +3,8 @@
 //! All state is in memory, behind one lock. Durable state is also a log of effects in a directory:
 //!
 //! `streams` `settle` `pending` `reader` `delays` `leases` `registry` `dedup`: decide what a call does
-//! -> `effect`: each change as data -> `state`: carries it out -> `codec`: its bytes -> `engine`: the lock and the buffer
+//! -> `effect`: each change as data -> `change`, `state`: carry it out -> `codec`: its bytes -> `engine`: the lock and the
+//! buffer
 //! -> `log`, `writer`: written and synced by two threads -> `segment`, `directory`: the files
 //! -> `snapshot`: a short form of a long log -> `recovery`: all of it backwards, when it is opened.
 //!
@@ -23,6 +24,7 @@ mod state;
 mod recovery;
 mod snapshot;
 
+mod change;
 mod engine;
 mod writer;
 

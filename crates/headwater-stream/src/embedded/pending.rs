@@ -4,8 +4,8 @@ use std::borrow::Cow;
 use std::ops::Bound;
 use std::time::Duration;
 
+use super::change::{Change, Look};
 use super::effect::Effect;
-use super::engine::{Change, Look};
 use super::leases::check_fence;
 use super::state::State;
 use super::state::group::{Delivered, Group};

@@ -9,8 +9,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::Notify;
 
+use super::change::Change;
 use super::effect::Effect;
-use super::engine::{Change, Engine, Shared};
+use super::engine::{Engine, Shared};
 use crate::check;
 use crate::entry::{Delivery, Entry, EntryId};
 use crate::error::Result;

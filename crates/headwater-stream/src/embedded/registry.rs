@@ -6,9 +6,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::Embedded;
+use super::change::{Change, Until};
 use super::effect::Effect;
-use super::engine::{Change, Until};
-use super::state::{PER_ITEM_BYTES, field_bytes};
+use super::state::registry::{field_bytes, member_bytes};
 use crate::check;
 use crate::error::Result;
 use crate::name::{MapName, SetName};
@@ -31,7 +31,7 @@ impl Registry for Embedded {
             let is_new = |member: &&str| found.is_none_or(|set| !set.members.contains(*member));
             let new: HashSet<&str> = members.iter().copied().filter(is_new).collect();
             let count = new.len();
-            change.room_for(new.iter().map(|new| new.len() as u64 + PER_ITEM_BYTES).sum())?;
+            change.room_for(new.iter().map(|new| member_bytes(new)).sum())?;
             if count > 0 || ttl.is_some() {
                 change.vacate(set.as_str());
                 let until = ttl.map(|ttl| change.now.after(ttl));

@@ -4,8 +4,8 @@ use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 
 use super::append;
+use super::change::Change;
 use super::effect::Effect;
-use super::engine::Change;
 use super::leases::check_fence;
 use super::state::delay_set::footprint_aside;
 use super::state::entries::footprint;

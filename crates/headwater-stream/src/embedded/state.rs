@@ -11,6 +11,7 @@ pub(super) mod entries;
 pub(super) mod group;
 pub(super) mod lease_book;
 pub(super) mod marks;
+pub(super) mod registry;
 pub(super) mod stream;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -21,6 +22,7 @@ use bytes::Bytes;
 use self::delay_set::{DelaySet, Waiting};
 use self::lease_book::{Epochs, Lease};
 use self::marks::{Mark, Marks};
+use self::registry::{Set, field_bytes, member_bytes};
 use self::stream::Stream;
 use super::codec::Problem;
 use super::effect::Effect;
@@ -53,18 +55,6 @@ pub(super) enum Value {
     Set(Arc<Set>),
     Lease(Lease),
 }
-
-#[derive(Clone, Debug, Default)]
-pub(super) struct Set {
-    pub(super) members: BTreeSet<Arc<str>>,
-    pub(super) until: Option<Timestamp>,
-}
-
-/// How many ended sets one new one clears away.
-const SETS_CLEARED_AT_ONCE: usize = 2;
-
-/// About how many bytes of memory a member of a set, or a field of a map, takes beside its text.
-pub(super) const PER_ITEM_BYTES: u64 = 64;
 
 macro_rules! kind {
     ($look:ident, $kind:ident, $type:ty, $what:literal) => {
@@ -275,41 +265,6 @@ impl State {
         done
     }
 
-    fn put_aside(
-        &mut self,
-        name: &str,
-        id: u64,
-        due: Timestamp,
-        waiting: Waiting,
-    ) -> Result<(), Problem> {
-        let value = self.names.entry(name.into()).or_insert_with(|| Value::Delays(Arc::default()));
-        let Value::Delays(delays) = value else {
-            return Err("a name is not that of delayed entries");
-        };
-        let delays = Arc::make_mut(delays);
-        let before = delays.bytes();
-        if !delays.insert(id, due, waiting) {
-            return Err("a delayed entry has the number of another");
-        }
-        self.bytes = self.bytes - before + delays.bytes();
-        self.next_delay = self.next_delay.max(id.saturating_add(1));
-        Ok(())
-    }
-
-    fn take_out(&mut self, name: &str, id: u64) -> Result<Waiting, Problem> {
-        let Some(Value::Delays(delays)) = self.names.get_mut(name) else {
-            return Err("a set of delayed entries is unknown");
-        };
-        let delays = Arc::make_mut(delays);
-        let before = delays.bytes();
-        let waiting = delays.remove(id).ok_or("a delayed entry is unknown")?;
-        self.bytes = self.bytes - before + delays.bytes();
-        if delays.is_empty() {
-            self.names.remove(name);
-        }
-        Ok(waiting)
-    }
-
     fn hold(
         &mut self,
         name: &str,
@@ -335,73 +290,6 @@ impl State {
         Ok(())
     }
 
-    fn add_members(
-        &mut self,
-        name: &str,
-        members: &[&str],
-        until: Option<Timestamp>,
-    ) -> Result<(), Problem> {
-        let key: Arc<str> = name.into();
-        let value = self.names.entry(key.clone()).or_insert_with(|| Value::Set(Arc::default()));
-        let Value::Set(set) = value else { return Err("a name is not that of a set") };
-        let set = Arc::make_mut(set);
-        for member in members {
-            if !set.members.contains(*member) {
-                set.members.insert((*member).into());
-                self.bytes += member.len() as u64 + PER_ITEM_BYTES;
-            }
-        }
-        if until.is_some() {
-            if let Some(old) = set.until {
-                self.set_ends.remove(&(old, key.clone()));
-            }
-            set.until = until;
-            self.set_ends.extend(until.map(|until| (until, key)));
-        }
-        Ok(())
-    }
-
-    fn remove_members(&mut self, name: &str, members: &[&str]) -> Result<(), Problem> {
-        let Some(Value::Set(set)) = self.names.get_mut(name) else {
-            return Err("a set is unknown");
-        };
-        let set = Arc::make_mut(set);
-        for member in members {
-            if set.members.remove(*member) {
-                self.bytes -= member.len() as u64 + PER_ITEM_BYTES;
-            }
-        }
-        if set.members.is_empty() {
-            self.remove(name)?;
-        }
-        Ok(())
-    }
-
-    fn put_fields(&mut self, name: &str, fields: &[(&str, Bytes)]) -> Result<(), Problem> {
-        let value = self.names.entry(name.into()).or_insert_with(|| Value::Map(Arc::default()));
-        let Value::Map(map) = value else { return Err("a name is not that of a map") };
-        let map = Arc::make_mut(map);
-        for (field, value) in fields {
-            self.bytes += field_bytes(field, value);
-            if let Some(old) = map.insert((*field).to_owned(), value.clone()) {
-                self.bytes -= field_bytes(field, &old);
-            }
-        }
-        Ok(())
-    }
-
-    fn clear_ended_sets(&mut self, now: Timestamp) {
-        for _ in 0..SETS_CLEARED_AT_ONCE {
-            let Some((_, name)) = self.set_ends.first().filter(|(end, _)| *end <= now).cloned()
-            else {
-                break;
-            };
-            if self.remove(&name).is_err() {
-                self.set_ends.pop_first();
-            }
-        }
-    }
-
     fn remove(&mut self, name: &str) -> Result<(), Problem> {
         let (name, value) = self.names.remove_entry(name).ok_or("a name is unknown")?;
         let freed = match value {
@@ -412,7 +300,7 @@ impl State {
                 if let Some(until) = set.until {
                     self.set_ends.remove(&(until, name));
                 }
-                set.members.iter().map(|member| member.len() as u64 + PER_ITEM_BYTES).sum()
+                set.members.iter().map(|member| member_bytes(member)).sum()
             }
             Value::Lease(lease) => {
                 self.lease_ends.remove(&(lease.until, name));
@@ -432,8 +320,4 @@ impl Value {
             _ => false,
         }
     }
-}
-
-pub(super) fn field_bytes(field: &str, value: &Bytes) -> u64 {
-    field.len() as u64 + value.len() as u64 + PER_ITEM_BYTES
 }

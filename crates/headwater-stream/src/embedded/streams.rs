@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+use super::change::{Look, Until};
 use super::effect::Effect;
-use super::engine::{Look, Until};
 use super::state::group::Group;
 use super::{Embedded, append, pending, reader, settle};
 use crate::check;

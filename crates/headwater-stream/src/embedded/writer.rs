@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -54,27 +54,29 @@ pub(super) fn start(
         snapshot: None,
         stop_snapshot: Arc::default(),
     };
-    let syncing = Arc::clone(log);
-    let path = writer.path();
+    let path = Arc::clone(&writer.tail.path);
+    let (syncing, sync_path) = (Arc::clone(shared), Arc::clone(&path));
+    let sync_log = Arc::clone(log);
     let syncer = thread::Builder::new().name("headwater-sync".to_owned()).spawn(move || {
-        guarded(&syncing, &path, sync_until_stopped);
+        guarded(&syncing, &sync_log, &sync_path, || sync_until_stopped(&sync_log));
     })?;
-    let writing = Arc::clone(log);
-    let path = writer.path();
+    let (writing, write_log) = (Arc::clone(shared), Arc::clone(log));
     let writer = thread::Builder::new().name("headwater-log".to_owned()).spawn(move || {
-        guarded(&writing, &path, |_| writer.run());
+        guarded(&writing, &write_log, &path, || writer.run());
     })?;
     Ok(vec![writer, syncer])
 }
 
-/// A thread that panics would leave callers waiting; they get an error instead.
-fn guarded(log: &Log, path: &std::path::Path, run: impl FnOnce(&Log) -> Result<(), Failure>) {
-    let outcome = panic::catch_unwind(panic::AssertUnwindSafe(|| run(log)));
-    match outcome {
-        Ok(Ok(())) => {}
-        Ok(Err(failure)) => log.fail(failure),
-        Err(_) => log.fail(Failure::new(path, "written", io::Error::other("a thread panicked"))),
-    }
+/// A thread that fails or panics would leave callers waiting; they get an error instead.
+fn guarded(shared: &Shared, log: &Log, path: &Path, run: impl FnOnce() -> Result<(), Failure>) {
+    let outcome = panic::catch_unwind(panic::AssertUnwindSafe(run));
+    let failure = match outcome {
+        Ok(Ok(())) => return,
+        Ok(Err(failure)) => failure,
+        Err(_) => Failure::new(path, "written", io::Error::other("a thread panicked")),
+    };
+    log.fail(failure);
+    shared.lock_anyway().watchers.wake_all();
 }
 
 fn sync_until_stopped(log: &Log) -> Result<(), Failure> {
@@ -155,7 +157,7 @@ impl Writer {
         self.tail.synced = self.log.lock().tail.synced;
         seal_frame(frame, self.tail.number, self.tail.offset, self.tail.synced);
         let written = (&*self.tail.file).write_all(frame);
-        written.map_err(|error| Failure::new(&self.path(), "written", error))?;
+        written.map_err(|error| Failure::new(&self.tail.path, "written", error))?;
         self.tail.offset += frame.len() as u64;
         self.compaction.log_bytes += frame.len() as u64;
         self.log.publish_written(commit, self.tail.offset);
@@ -164,7 +166,7 @@ impl Writer {
 
     fn sync(&self, commit: u64) -> Result<(), Failure> {
         let synced = self.tail.file.sync_data();
-        synced.map_err(|error| Failure::new(&self.path(), "synced", error))?;
+        synced.map_err(|error| Failure::new(&self.tail.path, "synced", error))?;
         self.log.publish_synced(commit, &self.tail);
         Ok(())
     }
@@ -230,10 +232,6 @@ impl Writer {
         self.sync(commit)?;
         self.log.stop();
         Ok(())
-    }
-
-    fn path(&self) -> Arc<PathBuf> {
-        Arc::clone(&self.tail.path)
     }
 }
 

@@ -1,9 +1,12 @@
 //! Entries that wait for their time, in the order they are due.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use super::entries::footprint;
+use super::{State, Value};
 use crate::clock::Timestamp;
+use crate::embedded::codec::Problem;
 use crate::entry::Fields;
 use crate::name::StreamName;
 
@@ -70,5 +73,42 @@ impl DelaySet {
         let waiting = self.waiting.remove(&(due, id))?;
         self.bytes -= footprint_aside(&waiting.fields);
         Some(waiting)
+    }
+}
+
+impl State {
+    pub(super) fn put_aside(
+        &mut self,
+        name: &str,
+        id: u64,
+        due: Timestamp,
+        waiting: Waiting,
+    ) -> Result<(), Problem> {
+        let value = self.names.entry(name.into()).or_insert_with(|| Value::Delays(Arc::default()));
+        let Value::Delays(delays) = value else {
+            return Err("a name is not that of delayed entries");
+        };
+        let delays = Arc::make_mut(delays);
+        let before = delays.bytes();
+        if !delays.insert(id, due, waiting) {
+            return Err("a delayed entry has the number of another");
+        }
+        self.bytes = self.bytes - before + delays.bytes();
+        self.next_delay = self.next_delay.max(id.saturating_add(1));
+        Ok(())
+    }
+
+    pub(super) fn take_out(&mut self, name: &str, id: u64) -> Result<Waiting, Problem> {
+        let Some(Value::Delays(delays)) = self.names.get_mut(name) else {
+            return Err("a set of delayed entries is unknown");
+        };
+        let delays = Arc::make_mut(delays);
+        let before = delays.bytes();
+        let waiting = delays.remove(id).ok_or("a delayed entry is unknown")?;
+        self.bytes = self.bytes - before + delays.bytes();
+        if delays.is_empty() {
+            self.names.remove(name);
+        }
+        Ok(waiting)
     }
 }

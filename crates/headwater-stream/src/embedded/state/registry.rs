@@ -1,0 +1,104 @@
+//! Sets and maps: small, and here only to say what exists.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::{State, Value};
+use crate::clock::Timestamp;
+use crate::embedded::codec::Problem;
+
+#[derive(Clone, Debug, Default)]
+pub(in crate::embedded) struct Set {
+    pub(in crate::embedded) members: BTreeSet<Arc<str>>,
+    pub(in crate::embedded) until: Option<Timestamp>,
+}
+
+/// How many ended sets one new one clears away.
+const CLEARED_AT_ONCE: usize = 2;
+
+/// About how many bytes of memory a member of a set takes.
+pub(in crate::embedded) fn member_bytes(member: &str) -> u64 {
+    member.len() as u64 + PER_ITEM_BYTES
+}
+
+/// About how many bytes of memory a field of a map takes.
+pub(in crate::embedded) fn field_bytes(field: &str, value: &Bytes) -> u64 {
+    field.len() as u64 + value.len() as u64 + PER_ITEM_BYTES
+}
+
+const PER_ITEM_BYTES: u64 = 64;
+
+impl State {
+    pub(super) fn add_members(
+        &mut self,
+        name: &str,
+        members: &[&str],
+        until: Option<Timestamp>,
+    ) -> Result<(), Problem> {
+        let key: Arc<str> = name.into();
+        let value = self.names.entry(key.clone()).or_insert_with(|| Value::Set(Arc::default()));
+        let Value::Set(set) = value else { return Err("a name is not that of a set") };
+        let set = Arc::make_mut(set);
+        for member in members {
+            if !set.members.contains(*member) {
+                set.members.insert((*member).into());
+                self.bytes += member_bytes(member);
+            }
+        }
+        if until.is_some() {
+            if let Some(old) = set.until {
+                self.set_ends.remove(&(old, key.clone()));
+            }
+            set.until = until;
+            self.set_ends.extend(until.map(|until| (until, key)));
+        }
+        Ok(())
+    }
+
+    pub(super) fn remove_members(&mut self, name: &str, members: &[&str]) -> Result<(), Problem> {
+        let Some(Value::Set(set)) = self.names.get_mut(name) else {
+            return Err("a set is unknown");
+        };
+        let set = Arc::make_mut(set);
+        for member in members {
+            if set.members.remove(*member) {
+                self.bytes -= member_bytes(member);
+            }
+        }
+        if set.members.is_empty() {
+            self.remove(name)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn put_fields(
+        &mut self,
+        name: &str,
+        fields: &[(&str, Bytes)],
+    ) -> Result<(), Problem> {
+        let value = self.names.entry(name.into()).or_insert_with(|| Value::Map(Arc::default()));
+        let Value::Map(map) = value else { return Err("a name is not that of a map") };
+        let map = Arc::make_mut(map);
+        for (field, value) in fields {
+            self.bytes += field_bytes(field, value);
+            if let Some(old) = map.insert((*field).to_owned(), value.clone()) {
+                self.bytes -= field_bytes(field, &old);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn clear_ended_sets(&mut self, now: Timestamp) {
+        for _ in 0..CLEARED_AT_ONCE {
+            let Some((_, name)) = self.set_ends.first().filter(|(end, _)| *end <= now).cloned()
+            else {
+                break;
+            };
+            if self.remove(&name).is_err() {
+                self.set_ends.pop_first();
+            }
+        }
+    }
+}
