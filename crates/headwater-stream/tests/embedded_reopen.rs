@@ -12,6 +12,11 @@ use headwater_stream::clock::{Clock, TestClock, Timestamp};
 use headwater_stream::*;
 use proptest::prelude::*;
 
+/// `HEADWATER_CASES` sets how many sequences are tried.
+fn cases() -> u32 {
+    std::env::var("HEADWATER_CASES").map_or(60, |cases| cases.parse().unwrap())
+}
+
 /// Names are shared by all kinds, so that they get into each other's way.
 const NAMES: [&str; 4] = ["a", "b", "c", "{t}:d"];
 const GROUPS: [&str; 2] = ["g", "h"];
@@ -42,7 +47,7 @@ enum Restart {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     #[test]
     fn a_reopened_backend_answers_like_one_that_never_stopped(
