@@ -9,7 +9,7 @@ use super::env::Env;
 use super::failure::TestResult;
 use super::steps::{contents, fields_in, numbered, numbers};
 use crate::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
-use crate::{Entry, EntryId, Fields, Range, Retention, StreamName};
+use crate::{Entry, EntryId, Fields, Range, Retention, StreamName, TrimGuard};
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 
@@ -55,6 +55,27 @@ pub async fn ids_go_on_growing_after_the_newest_entry_was_deleted(env: Env) -> T
     let next = env.backend.append(&stream, &numbers(1), KEEP).await?;
 
     assert!(next[0] > ids[2], "expected an id after {}, found {}", ids[2], next[0]);
+    Ok(())
+}
+
+pub async fn ids_go_on_growing_when_the_stream_was_emptied(env: Env) -> TestResult {
+    let flow = env.flow().await?;
+    let mut newest = EntryId::MIN;
+    // Many rounds, so that some of them fall into one millisecond.
+    for round in 0..60 {
+        let ids = flow.append(20).await?;
+        assert!(newest < ids[0], "round {round}: expected more than {newest}, found {}", ids[0]);
+        newest = ids[19];
+        if round % 2 == 0 {
+            env.second.trim(&flow.stream, &Retention::max_len(0), TrimGuard::Force).await?;
+        } else {
+            env.second.delete_entries(&flow.stream, &ids).await?;
+        }
+        let next = env.backend.append(&flow.stream, &numbers(1), KEEP).await?[0];
+        assert!(newest < next, "round {round}: expected more than {newest}, found {next}");
+        newest = next;
+        env.second.trim(&flow.stream, &Retention::max_len(0), TrimGuard::Force).await?;
+    }
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! Reading for a group: how much, how long, and what becomes of reads that are dropped.
 
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::time::{Instant, timeout};
@@ -265,6 +266,39 @@ pub async fn what_a_dropped_read_was_given_comes_with_the_next(env: Env) -> Test
     assert_eq!(all_ids(&read_all(&mut *reader, streams, 3).await?), ids);
     assert_eq!(flow.pending_ids().await?, ids, "and they are pending once");
     Ok(())
+}
+
+pub async fn a_read_dropped_after_a_few_steps_loses_nothing(env: Env) -> TestResult {
+    let flow = env.flow().await?;
+    let streams = std::slice::from_ref(&flow.stream);
+    let mut reader = ann(&env).await?;
+    for round in 0..64 {
+        let steps = round % 8;
+        let ids = flow.append(3).await?;
+        let mut found = {
+            let mut read = reader.read(streams, 10, LONG);
+            poll_some(&mut read, steps).await.transpose()?.unwrap_or_default()
+        };
+        if found.is_empty() {
+            // Meanwhile the server may deliver to nobody. The next read is the same one, or another one.
+            sleep_ms(2).await;
+            let wait = if round % 16 < 8 { LONG } else { ms(100) };
+            found = soon("the entries", reader.read(streams, 10, wait)).await?;
+        }
+        assert_eq!(all_ids(&found), ids, "after {steps} steps");
+    }
+    Ok(())
+}
+
+/// Polls a future so many times; what it returns, if it does.
+async fn poll_some<T>(mut future: impl Future<Output = T> + Unpin, steps: usize) -> Option<T> {
+    for _ in 0..steps {
+        if let Poll::Ready(value) = futures_util::poll!(&mut future) {
+            return Some(value);
+        }
+        tokio::task::yield_now().await;
+    }
+    None
 }
 
 pub async fn reads_dropped_at_random_points_lose_and_repeat_nothing(env: Env) -> TestResult {
