@@ -29,6 +29,9 @@ pub(super) enum SyncMode {
 /// How often the log is synced when nobody waits for it.
 pub(super) const SYNC_EVERY: Duration = Duration::from_secs(1);
 
+/// The longest time that a sync is put off so that more callers can share it.
+const PATIENCE_MAX: Duration = Duration::from_micros(500);
+
 /// The shared knowledge about the log.
 #[derive(Debug)]
 pub(super) struct Log {
@@ -50,6 +53,11 @@ pub(super) struct Progress {
     synced: u64,
     /// The newest commit that somebody wants synced.
     wanted: u64,
+    /// How many callers took part lately: those whom the last sync served, and those who waited for the next one.
+    expected: usize,
+    /// The syncer gives those who were just served a moment to come back.
+    is_patient: bool,
+    last_sync_took: Duration,
     write_waiters: Vec<Waiter>,
     sync_waiters: Vec<Waiter>,
     failure: Option<Failure>,
@@ -118,6 +126,9 @@ impl Log {
                 written: 0,
                 synced: 0,
                 wanted: 0,
+                expected: 0,
+                is_patient: false,
+                last_sync_took: Duration::ZERO,
                 write_waiters: Vec::new(),
                 sync_waiters: Vec::new(),
                 failure: None,
@@ -175,9 +186,9 @@ impl Log {
         }
         let (done, receiver) = oneshot::channel();
         waiters.push(Waiter { commit, done });
-        let is_wanted = progress.wanted > progress.synced && progress.written > progress.synced;
+        let is_ready = progress.is_ready_to_sync();
         drop(progress);
-        if is_wanted {
+        if is_ready {
             self.to_sync.notify_one();
         }
         Ok(Some(receiver))
@@ -215,17 +226,18 @@ impl Log {
         self.written.store(commit, Ordering::Release);
         self.writes.fetch_add(1, Ordering::Relaxed);
         let done = take_reached(&mut progress.write_waiters, commit);
-        let wanted = progress.wanted > progress.synced;
+        let is_ready = progress.is_ready_to_sync();
         drop(progress);
-        if wanted {
+        if is_ready {
             self.to_sync.notify_one();
         }
         wake(done);
     }
 
     /// What lay in `tail` when the sync began is durable, and with it all commits up to this one.
-    pub(super) fn publish_synced(&self, commit: u64, tail: &Tail) {
+    pub(super) fn publish_synced(&self, commit: u64, tail: &Tail, took: Duration) {
         let mut progress = self.lock();
+        progress.last_sync_took = took;
         self.syncs.fetch_add(1, Ordering::Relaxed);
         if progress.tail.number == tail.number {
             progress.tail.synced = progress.tail.synced.max(tail.offset);
@@ -233,6 +245,7 @@ impl Log {
         progress.synced = progress.synced.max(commit);
         self.synced.store(progress.synced, Ordering::Release);
         let reached = progress.synced;
+        progress.expected = progress.sync_waiters.len();
         let done = take_reached(&mut progress.sync_waiters, reached);
         drop(progress);
         wake(done);
@@ -260,22 +273,30 @@ impl Log {
     /// Waits until there is something to sync: the tail and the commit it holds. `None` when the log stops.
     pub(super) fn next_sync(&self) -> Option<(Tail, u64)> {
         let mut deadline = Instant::now() + SYNC_EVERY;
+        let mut patient_until = None;
         let mut progress = self.lock();
         loop {
             if progress.is_stopping || progress.failure.is_some() {
                 return None;
             }
-            let is_behind = progress.written > progress.synced;
-            let is_wanted = progress.wanted > progress.synced;
-            // Under load, too: whoever wakes us early must not put the deadline off.
-            let left = deadline.saturating_duration_since(Instant::now());
-            if is_behind && (is_wanted || left.is_zero()) {
-                return Some((progress.tail.clone(), progress.written));
+            let now = Instant::now();
+            let mut left = deadline.saturating_duration_since(now);
+            if progress.written > progress.synced {
+                if progress.wanted > progress.synced {
+                    let until = *patient_until.get_or_insert(now + progress.patience());
+                    left = until.saturating_duration_since(now);
+                    progress.is_patient = !left.is_zero();
+                }
+                // Under load, too: whoever wakes us early must not put the deadline off.
+                if left.is_zero() || progress.is_ready_to_sync() {
+                    progress.is_patient = false;
+                    return Some((progress.tail.clone(), progress.written));
+                }
+            } else if left.is_zero() {
+                deadline = now + SYNC_EVERY;
+                left = SYNC_EVERY;
             }
-            if left.is_zero() {
-                deadline = Instant::now() + SYNC_EVERY;
-            }
-            let wait = self.to_sync.wait_timeout(progress, left.max(Duration::from_millis(1)));
+            let wait = self.to_sync.wait_timeout(progress, left);
             (progress, _) = wait.unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -283,6 +304,24 @@ impl Log {
     pub(super) fn lock(&self) -> MutexGuard<'_, Progress> {
         // Nothing in here is left half done by a panic.
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Progress {
+    /// Whether a sync would serve somebody, and all who can be expected.
+    fn is_ready_to_sync(&self) -> bool {
+        let is_wanted = self.wanted > self.synced && self.written > self.synced;
+        let all_are_here = self.sync_waiters.len() >= self.expected && self.written >= self.wanted;
+        is_wanted && (all_are_here || !self.is_patient)
+    }
+
+    /// How long the next sync waits for those whom the last one served. Without it, callers fall into two halves that
+    /// take turns: each sync serves one half while the other waits for the next.
+    fn patience(&self) -> Duration {
+        if self.sync_waiters.len() >= self.expected && self.written >= self.wanted {
+            return Duration::ZERO;
+        }
+        (self.last_sync_took / 2).min(PATIENCE_MAX)
     }
 }
 

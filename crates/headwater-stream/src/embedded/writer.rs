@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 use std::{mem, panic};
 
 use tracing::{error, info};
@@ -81,9 +82,10 @@ fn guarded(shared: &Shared, log: &Log, path: &Path, run: impl FnOnce() -> Result
 
 fn sync_until_stopped(log: &Log) -> Result<(), Failure> {
     while let Some((tail, commit)) = log.next_sync() {
+        let begun = Instant::now();
         let synced = tail.file.sync_data();
         synced.map_err(|error| Failure::new(&tail.path, "synced", error))?;
-        log.publish_synced(commit, &tail);
+        log.publish_synced(commit, &tail, begun.elapsed());
     }
     Ok(())
 }
@@ -165,9 +167,10 @@ impl Writer {
     }
 
     fn sync(&self, commit: u64) -> Result<(), Failure> {
+        let begun = Instant::now();
         let synced = self.tail.file.sync_data();
         synced.map_err(|error| Failure::new(&self.tail.path, "synced", error))?;
-        self.log.publish_synced(commit, &self.tail);
+        self.log.publish_synced(commit, &self.tail, begun.elapsed());
         Ok(())
     }
 
