@@ -68,7 +68,7 @@ impl Server {
         *state ^= *state << 13;
         *state ^= *state >> 7;
         *state ^= *state << 17;
-        let delay = |shift: u64| MS * ((*state >> shift) % 1_500) as u32;
+        let delay = |shift: u64| MS * ((*state >> shift) % 4_000) as u32;
         match *state % 10 {
             0 => Network::Deaf,
             1 => Network::AnswerLost,
@@ -248,6 +248,21 @@ async fn trust_is_counted_from_the_moment_the_request_was_sent() {
     held.lost().await;
 
     assert_eq!(sent.elapsed(), trust(), "a slow answer shortens the trust and never stretches it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn trust_in_a_renewed_lease_is_counted_from_the_moment_the_renewal_was_sent() {
+    let server = Server::new();
+    let keeper = keeper(&server, "ann");
+    let held = acquire(&keeper, 1).await;
+    advance(SECOND * 5).await;
+    server.network(Network::Slow(MS, SECOND * 4));
+    let sent = Instant::now();
+    assert_eq!(keeper.run_once().await.unwrap(), []);
+
+    held.lost().await;
+
+    assert_eq!(sent.elapsed(), trust());
 }
 
 #[tokio::test(start_paused = true)]
