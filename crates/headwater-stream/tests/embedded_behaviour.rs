@@ -239,7 +239,7 @@ async fn reads_that_are_dropped_at_any_moment_lose_and_double_nothing() {
         let streams = [stream("s")];
         let mut taken = Vec::new();
         let mut dropped = 0;
-        while !appends.is_finished() {
+        while dropped < 100 || !appends.is_finished() {
             let patience = async {
                 for _ in 0..(taken.len() + dropped) % 9 {
                     tokio::task::yield_now().await;
@@ -264,7 +264,6 @@ async fn reads_that_are_dropped_at_any_moment_lose_and_double_nothing() {
             all.iter().map(|entry| entry.id).collect::<Vec<_>>(),
             "{dropped} reads dropped"
         );
-        assert!(dropped > 0, "nothing was dropped, so nothing was tested");
     }
 }
 
