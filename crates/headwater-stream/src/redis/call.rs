@@ -4,9 +4,10 @@
 //! if that does no harm. A command that the server refused without effect (moved, loading, unknown script, no longer
 //! primary) is sent again until the deadline: alone, whatever its neighbours did.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::command::{Commands, Packed};
@@ -55,13 +56,19 @@ struct Refused {
 }
 
 impl<'a> Call<'a> {
-    pub(super) fn new(servers: &'a Servers, slot: u16, packed: Packed, effect: Effect) -> Self {
+    pub(super) fn new(
+        servers: &'a Servers,
+        slot: u16,
+        packed: Packed,
+        effect: Effect,
+        deadline: Instant,
+    ) -> Self {
         Self {
             servers,
             slot,
             packed,
             effect,
-            deadline: servers.deadline(),
+            deadline,
             backoff: Backoff::default(),
             redirections: 0,
             answers: Vec::new(),
@@ -69,9 +76,14 @@ impl<'a> Call<'a> {
         }
     }
 
-    pub(super) async fn run(mut self) -> Result<Replies> {
+    /// Goes on from the outcome of a first attempt, if there was one.
+    pub(super) async fn run(mut self, mut first: Option<Outcome>) -> Result<Replies> {
         loop {
-            let trouble: BoxError = match self.send().await {
+            let sent = match first.take() {
+                Some(outcome) => Ok(outcome),
+                None => self.send().await,
+            };
+            let trouble: BoxError = match sent {
                 Ok(Ok(replies)) => {
                     if self.round.commands.is_none() && !replies.may_refuse() {
                         return Ok(replies);
@@ -107,15 +119,15 @@ impl<'a> Call<'a> {
             Some(node) => node,
             None => self.servers.owner(self.slot, self.deadline).await?,
         };
-        node.send(bytes, replies, self.deadline).await
+        node.send(&bytes, replies, self.deadline).await
     }
 
     /// The bytes of this round and how many replies they get.
-    fn assemble(&self) -> (Bytes, usize) {
+    fn assemble(&self) -> (Cow<'_, [u8]>, usize) {
         let Some(indexes) = &self.round.commands else {
-            return (self.packed.bytes.clone(), self.packed.len());
+            return (Cow::Borrowed(&self.packed.bytes), self.packed.len());
         };
-        let (mut bytes, mut replies) = (BytesMut::new(), 0);
+        let (mut bytes, mut replies) = (Vec::new(), 0);
         let mut add = |command: &[u8]| {
             bytes.extend_from_slice(command);
             replies += 1;
@@ -129,7 +141,7 @@ impl<'a> Call<'a> {
             }
             add(self.packed.command(*index));
         }
-        (bytes.freeze(), replies)
+        (bytes.into(), replies)
     }
 
     /// Sorts the replies of a round: answers are kept, refused commands go into the next one.

@@ -126,7 +126,7 @@ impl Cluster {
         let Some(address) = node.address() else { return Ok(()) };
         let question = Commands::one(&["CLUSTER", "SLOTS"]).pack();
         let not_yet = |problem: String| ConnectError::NotYet { address: address.clone(), problem };
-        let replies = match node.send(question.bytes, 1, deadline).await? {
+        let replies = match node.send(&question.bytes, 1, deadline).await? {
             Ok(replies) => replies,
             Err(broken) => return Err(not_yet(broken.to_string())),
         };

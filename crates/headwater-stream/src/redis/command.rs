@@ -2,7 +2,7 @@
 //!
 //! Upstream: every call of this backend. Downstream: `link` and `connection`, which only move the bytes.
 
-use bytes::Bytes;
+use std::ops::Range;
 
 use super::scripts::Script;
 use crate::entry::EntryId;
@@ -20,9 +20,9 @@ pub(super) struct Commands {
 }
 
 /// Commands that are ready to be sent, and sent again if the server refused them.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Packed {
-    pub(super) bytes: Bytes,
+    pub(super) bytes: Vec<u8>,
     ends: Vec<usize>,
     scripts: Vec<(usize, &'static Script)>,
 }
@@ -99,6 +99,18 @@ impl Commands {
         }
     }
 
+    /// How many bytes there are so far: the place of what comes next.
+    pub(super) fn position(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Begins a command with the same bytes as an earlier one; `words` follow by `arg`.
+    pub(super) fn begin_like(&mut self, earlier: Range<usize>, words: usize) {
+        debug_assert_eq!(self.missing, 0, "the command before is complete");
+        self.bytes.extend_from_within(earlier);
+        self.missing = words;
+    }
+
     pub(super) fn arg_number(&mut self, number: u64) {
         let mut digits = Digits::default();
         self.arg(digits.write(number));
@@ -115,14 +127,20 @@ impl Commands {
 
     pub(super) fn pack(self) -> Packed {
         debug_assert_eq!(self.missing, 0, "the last command is complete");
-        Packed { bytes: self.bytes.into(), ends: self.ends, scripts: self.scripts }
+        Packed { bytes: self.bytes, ends: self.ends, scripts: self.scripts }
     }
 
     fn head(&mut self, kind: u8, number: usize) {
+        if let number @ 0..10 = number {
+            self.bytes.extend_from_slice(&[kind, b'0' + number as u8, b'\r', b'\n']);
+            return;
+        }
         let mut digits = Digits::default();
-        self.bytes.push(kind);
-        self.bytes.extend_from_slice(digits.write(number as u64));
-        self.bytes.extend_from_slice(b"\r\n");
+        let digits = digits.write(number as u64);
+        let mut line = [kind; 23];
+        line[1..=digits.len()].copy_from_slice(digits);
+        line[digits.len() + 1..][..2].copy_from_slice(b"\r\n");
+        self.bytes.extend_from_slice(&line[..digits.len() + 3]);
     }
 }
 

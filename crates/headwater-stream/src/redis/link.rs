@@ -1,34 +1,38 @@
 //! A link is one connection shared by many callers.
 //!
-//! Upstream: `node`. Requests that are made at the same time leave in one write, and their replies arrive in few reads:
-//! this is what makes 64 callers as fast as one that packs its commands together.
+//! Upstream: `node`. A caller puts its bytes into the common outbox. It writes them itself when nobody else is about, or when
+//! enough have gathered; else the link's task does, after it let those run who were woken with it. So requests made at
+//! the same time leave in few writes, a lone caller pays no detour, and the server has work while callers prepare more.
+//! Replies are read by the task.
 //!
 //! Promises: replies go to whom they belong; a caller that is gone disturbs nobody; a request that got no reply by its
 //! deadline ends the link, and every caller learns whether its request can have reached the server.
 
-use std::collections::VecDeque;
+mod driver;
+
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Waker};
 
-use bytes::Bytes;
-use tokio::sync::{mpsc, oneshot};
+use bytes::{Buf, BytesMut};
+use tokio::net::TcpStream;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, Sleep};
+use tokio::time::{Instant, timeout_at};
 
+use self::driver::Driver;
 use super::connection::Connection;
-use super::reply::{Replies, Scanner};
-use super::wire::Wire;
+use super::reply::Replies;
 
-/// Requests that wait to be written.
-const QUEUE_MAX: usize = 1024;
-/// Requests that wait for their replies.
-const IN_FLIGHT_MAX: usize = 4096;
-/// Bytes that wait to be written, before the next request is taken.
-const OUTBOX_BYTES_MAX: usize = 1024 * 1024;
-/// Requests taken from the queue at once.
-const TAKE_MAX: usize = 256;
+/// KiB of requests that are waiting to be written or to be answered; each counts as one at least.
+const ROOM_KIB: usize = 64 * 1024;
+/// When this much has gathered, the next caller writes it.
+const WRITE_BYTES: usize = 8 * 1024;
+
+// The largest request there is must fit, or it would wait for ever.
+const _: () = assert!(ROOM_KIB * 1024 > crate::limits::BATCH_BYTES_MAX * 3 / 2);
 
 /// What a link makes of a request.
 pub(super) type Outcome = Result<Replies, Broken>;
@@ -44,214 +48,214 @@ pub(super) enum Broken {
     Lost(Arc<io::Error>),
 }
 
-/// One caller's commands.
-pub(super) struct Request {
-    pub(super) bytes: Bytes,
-    pub(super) replies: usize,
-    pub(super) deadline: Instant,
-    pub(super) outcome: oneshot::Sender<Outcome>,
-}
-
 /// The callers' end of a link.
 #[derive(Clone)]
 pub(super) struct Link {
-    queue: mpsc::Sender<Request>,
+    handle: Arc<Handle>,
+}
+
+/// Ends the link with its last user.
+struct Handle {
+    shared: Arc<Shared>,
+}
+
+/// What callers and the task have in common.
+struct Shared {
+    state: Mutex<State>,
+    room: Semaphore,
+    open: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    /// What is to be written; whoever has set `writing` writes what came before it.
+    outbox: BytesMut,
+    writing: bool,
+    /// What a caller could not write at once. The task goes on with it, and has taken over `writing`.
+    leftover: BytesMut,
+    /// Requests that the task does not know yet, in the order of their bytes.
+    incoming: Vec<Waiting>,
+    /// Requests without a reply, those that the task knows included.
+    in_flight: usize,
+    /// Bytes of all requests ever accepted, and of those that were handed to a writer.
+    accepted: u64,
+    handed_to_writer: u64,
+    /// Whether several callers got replies at once, so that several requests are about to come.
+    crowded: bool,
+    /// Whether the task will look at the outbox without being woken again.
+    woken: bool,
+    /// Whether the task watches the deadlines.
+    alarm_set: bool,
+    task: Option<Waker>,
+    /// The socket, where callers may write to it: not with TLS, which cannot be shared.
+    socket: Option<Arc<TcpStream>>,
+    closing: bool,
+    dead: Option<Arc<io::Error>>,
+}
+
+/// A request that waits for its replies.
+struct Waiting {
+    replies: usize,
+    /// How many bytes of other requests come before it on this connection.
+    starts_at: u64,
+    kib: u32,
+    deadline: Instant,
+    outcome: oneshot::Sender<Outcome>,
 }
 
 impl Link {
     /// Makes a connection shared; the task ends when the last clone is dropped and the last reply is in.
     pub(super) fn new(connection: Connection) -> (Self, JoinHandle<()>) {
-        let (queue, requests) = mpsc::channel(QUEUE_MAX);
-        let driver = Driver {
-            wire: connection.into_wire(),
-            requests,
-            taken: Vec::with_capacity(TAKE_MAX),
-            waiting: VecDeque::new(),
-            accepted: 0,
-            scanner: Scanner::default(),
-            alarm: None,
-            crowded: false,
-            yielded: false,
-        };
-        (Self { queue }, tokio::spawn(driver.run()))
+        let wire = connection.into_wire();
+        let state = State { socket: wire.socket(), ..State::default() };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            room: Semaphore::new(ROOM_KIB),
+            open: AtomicBool::new(true),
+        });
+        let driver = Driver::new(wire, Arc::clone(&shared));
+        let task = tokio::spawn(driver.run());
+        (Self { handle: Arc::new(Handle { shared }) }, task)
     }
 
-    /// Sends commands and waits for their replies, which come by the deadline or not at all. Cancel-safe in that a
-    /// dropped call disturbs nobody; whether it had its effect is then unknown.
-    pub(super) async fn send(&self, bytes: Bytes, replies: usize, deadline: Instant) -> Outcome {
-        let (outcome, answer) = oneshot::channel();
-        let request = Request { bytes, replies, deadline, outcome };
-        match self.queue.try_send(request) {
-            Ok(()) => {}
-            Err(mpsc::error::TrySendError::Closed(_)) => return Err(not_sent()),
-            Err(mpsc::error::TrySendError::Full(request)) => {
-                match tokio::time::timeout_at(deadline, self.queue.send(request)).await {
-                    Ok(Ok(())) => {}
-                    Ok(Err(_)) => return Err(not_sent()),
-                    Err(_) => return Err(Broken::NotSent(Arc::new(timed_out()))),
-                }
-            }
+    /// Sends commands and waits for their replies, which come by the deadline or not at all. A dropped call disturbs
+    /// nobody; whether it had its effect is then unknown.
+    pub(super) async fn send(&self, bytes: &[u8], replies: usize, deadline: Instant) -> Outcome {
+        let shared = &self.handle.shared;
+        let kib = kib_of(bytes);
+        match timeout_at(deadline, shared.room.acquire_many(kib)).await {
+            Ok(Ok(permit)) => permit.forget(),
+            Ok(Err(_)) => return Err(not_sent(closed())),
+            Err(_) => return Err(not_sent(timed_out())),
         }
-        // The driver keeps the deadline, for all callers with one timer.
-        answer.await.unwrap_or_else(|_| Err(not_sent_or_lost()))
+        shared.accept(bytes, replies, kib, deadline)?.await
+    }
+
+    /// Sends commands if the link is open and has room.
+    pub(super) fn try_send(
+        &self,
+        bytes: &[u8],
+        replies: usize,
+        deadline: Instant,
+    ) -> Option<Answer> {
+        let shared = &self.handle.shared;
+        let kib = kib_of(bytes);
+        shared.room.try_acquire_many(kib).ok()?.forget();
+        shared.accept(bytes, replies, kib, deadline).ok()
     }
 
     /// Whether the link still takes requests.
     pub(super) fn is_open(&self) -> bool {
-        !self.queue.is_closed()
-    }
-
-    pub(super) fn is_same(&self, other: &Self) -> bool {
-        self.queue.same_channel(&other.queue)
+        self.handle.shared.open.load(Ordering::Acquire)
     }
 }
 
-/// A request that is being written or waits for its replies.
-struct Waiting {
-    replies: usize,
-    /// How many bytes of other requests come before it on this connection.
-    starts_at: u64,
-    deadline: Instant,
-    outcome: oneshot::Sender<Outcome>,
+/// The outcome of a request, when it is there. The task keeps the deadline, for all callers with one timer.
+pub(super) struct Answer(oneshot::Receiver<Outcome>);
+
+impl Future for Answer {
+    type Output = Outcome;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Outcome> {
+        // The task is gone without a word only if its runtime is.
+        let gone = |_| Err(Broken::Lost(Arc::new(closed())));
+        Pin::new(&mut self.0).poll(cx).map(|answer| answer.unwrap_or_else(gone))
+    }
 }
 
-/// The connection's end of a link.
-struct Driver {
-    wire: Wire,
-    requests: mpsc::Receiver<Request>,
-    taken: Vec<Request>,
-    waiting: VecDeque<Waiting>,
-    /// Bytes of all requests ever accepted.
-    accepted: u64,
-    scanner: Scanner,
-    /// Rings when the oldest request may be overdue; never later than that.
-    alarm: Option<Pin<Box<Sleep>>>,
-    /// Whether several callers had replies at once, so that several requests are about to come.
-    crowded: bool,
-    /// Whether the driver has let them come before it writes.
-    yielded: bool,
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.closing = true;
+        let task = state.task.clone();
+        drop(state);
+        if let Some(task) = task {
+            task.wake();
+        }
+    }
 }
 
-impl Driver {
-    async fn run(mut self) {
-        let end = std::future::poll_fn(|cx| self.poll(cx)).await;
-        let error = Arc::new(end.err().unwrap_or_else(closed));
-        // No more requests from now on; those in the queue were not sent.
-        self.requests.close();
-        for waiting in self.waiting {
-            let sent = waiting.starts_at < self.wire.written;
-            let broken = if sent { Broken::Lost } else { Broken::NotSent };
-            let _ = waiting.outcome.send(Err(broken(Arc::clone(&error))));
+impl Shared {
+    /// Puts a request into the outbox, and sees to it that somebody writes it.
+    fn accept(
+        &self,
+        bytes: &[u8],
+        replies: usize,
+        kib: u32,
+        deadline: Instant,
+    ) -> Result<Answer, Broken> {
+        let (outcome, answer) = oneshot::channel();
+        let mut state = self.lock();
+        if let Some(error) = &state.dead {
+            return Err(Broken::NotSent(Arc::clone(error)));
         }
-        while let Ok(request) = self.requests.try_recv() {
-            let _ = request.outcome.send(Err(Broken::NotSent(Arc::clone(&error))));
+        let starts_at = state.accepted;
+        state.accepted += bytes.len() as u64;
+        state.outbox.extend_from_slice(bytes);
+        state.incoming.push(Waiting { replies, starts_at, kib, deadline, outcome });
+        state.in_flight += 1;
+        let alone = state.in_flight == 1 && !state.crowded;
+        if (alone || state.outbox.len() >= WRITE_BYTES)
+            && !state.writing
+            && let Some(socket) = state.socket.clone()
+        {
+            state = self.write(state, &socket);
         }
+        let needs_task = !state.outbox.is_empty() || !state.leftover.is_empty() || !state.alarm_set;
+        if needs_task && !state.woken {
+            state.woken = true;
+            let task = state.task.clone();
+            drop(state);
+            if let Some(task) = task {
+                task.wake();
+            }
+        }
+        Ok(Answer(answer))
     }
 
-    /// Ready when the link is at its end: in good order, or by an error.
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        loop {
-            let closing = self.take_requests(cx);
-            // The first caller that got its reply wakes us before the others could run. Waiting for them, without
-            // waiting for time, is what makes one write of many.
-            if self.crowded && !self.yielded && !self.wire.outbox.is_empty() {
-                self.yielded = true;
-                cx.waker().wake_by_ref();
-                return Poll::Pending;
-            }
-            self.yielded = false;
-            let written = self.wire.poll_write(cx)?.is_ready();
-            if written && closing && self.waiting.is_empty() {
-                return Poll::Ready(Ok(()));
-            }
-            match self.wire.poll_read(cx, self.scanner.wanted()) {
-                Poll::Ready(read) => {
-                    read?;
-                    self.hand_out_replies()?;
-                }
-                Poll::Pending => {
-                    if self.overdue(cx) {
-                        return Poll::Ready(Err(timed_out()));
-                    }
-                    return Poll::Pending;
-                }
+    /// Writes the outbox from the task of a caller. What does not fit into the system's buffer is left to our task.
+    fn write<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        socket: &TcpStream,
+    ) -> MutexGuard<'a, State> {
+        let mut bytes = state.take_outbox();
+        drop(state);
+        while !bytes.is_empty() {
+            match socket.try_write(&bytes) {
+                Ok(0) | Err(_) => break,
+                Ok(written) => bytes.advance(written),
             }
         }
+        let mut state = self.lock();
+        if bytes.is_empty() {
+            state.writing = false;
+            // Its memory serves for the next requests.
+            if state.outbox.is_empty() && state.outbox.capacity() < bytes.capacity() {
+                state.outbox = bytes;
+            }
+        } else {
+            state.leftover = bytes;
+        }
+        state
     }
 
-    /// Takes what callers want to send. Returns whether nobody can want anything any more.
-    fn take_requests(&mut self, cx: &mut Context<'_>) -> bool {
-        while self.wire.outbox.len() < OUTBOX_BYTES_MAX && self.waiting.len() < IN_FLIGHT_MAX {
-            match self.requests.poll_recv_many(cx, &mut self.taken, TAKE_MAX) {
-                Poll::Pending => return false,
-                Poll::Ready(0) => return true,
-                Poll::Ready(_) => {}
-            }
-            let mut taken = std::mem::take(&mut self.taken);
-            for request in taken.drain(..) {
-                self.accept(request);
-            }
-            self.taken = taken;
-        }
-        false
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no code panics while it holds this lock")
     }
+}
 
-    fn accept(&mut self, request: Request) {
-        // Nobody waits for it any more, and nothing was sent: it need not happen.
-        if request.outcome.is_closed() {
-            return;
-        }
-        let starts_at = self.accepted;
-        self.accepted += request.bytes.len() as u64;
-        self.wire.outbox.extend_from_slice(&request.bytes);
-        if self.waiting.is_empty() {
-            self.scanner.begin(request.replies);
-        }
-        let Request { replies, deadline, outcome, .. } = request;
-        match &mut self.alarm {
-            Some(alarm) if alarm.deadline() <= deadline => {}
-            alarm => *alarm = Some(Box::pin(tokio::time::sleep_until(deadline))),
-        }
-        self.waiting.push_back(Waiting { replies, starts_at, deadline, outcome });
+impl State {
+    /// Takes the bytes to write and the right to do so. From now on they count as sent.
+    fn take_outbox(&mut self) -> BytesMut {
+        self.writing = true;
+        self.handed_to_writer = self.accepted;
+        std::mem::take(&mut self.outbox)
     }
+}
 
-    fn hand_out_replies(&mut self) -> io::Result<()> {
-        let mut handed_out = 0;
-        while let Some(first) = self.waiting.front() {
-            debug_assert_ne!(first.replies, 0, "a request has a reply");
-            self.crowded = handed_out + self.waiting.len() > 1;
-            handed_out += 1;
-            let Some(length) = self.scanner.scan(&self.wire.inbox).map_err(io::Error::other)?
-            else {
-                return Ok(());
-            };
-            let bytes = self.wire.inbox.split_to(length).freeze();
-            let replies = Replies::new(bytes, self.scanner.refusals());
-            if let Some(done) = self.waiting.pop_front() {
-                let _ = done.outcome.send(Ok(replies));
-            }
-            self.scanner.begin(self.waiting.front().map_or(0, |next| next.replies));
-        }
-        if self.wire.inbox.is_empty() {
-            return Ok(());
-        }
-        Err(io::Error::new(io::ErrorKind::InvalidData, "a reply that nobody asked for"))
-    }
-
-    /// Whether a request waits beyond its deadline. Sets the alarm for the next one.
-    fn overdue(&mut self, cx: &mut Context<'_>) -> bool {
-        while let Some(alarm) = &mut self.alarm {
-            if alarm.as_mut().poll(cx).is_pending() {
-                return false;
-            }
-            match self.waiting.iter().map(|waiting| waiting.deadline).min() {
-                None => self.alarm = None,
-                Some(earliest) if earliest <= Instant::now() => return true,
-                Some(earliest) => alarm.as_mut().reset(earliest),
-            }
-        }
-        false
-    }
+fn kib_of(bytes: &[u8]) -> u32 {
+    u32::try_from(bytes.len() / 1024 + 1).unwrap_or(u32::MAX)
 }
 
 fn timed_out() -> io::Error {
@@ -262,11 +266,6 @@ fn closed() -> io::Error {
     io::Error::new(io::ErrorKind::NotConnected, "the connection is closed")
 }
 
-fn not_sent() -> Broken {
-    Broken::NotSent(Arc::new(closed()))
-}
-
-/// The task is gone without a word, which only the end of its runtime explains.
-fn not_sent_or_lost() -> Broken {
-    Broken::Lost(Arc::new(closed()))
+fn not_sent(error: io::Error) -> Broken {
+    Broken::NotSent(Arc::new(error))
 }

@@ -5,13 +5,12 @@
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use bytes::Bytes;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
 use super::command::Commands;
 use super::connection::{ConnectError, Connection};
-use super::link::{Broken, Link, Outcome};
+use super::link::{Answer, Link, Outcome};
 use super::reply::Value;
 use super::sentinel::Sentinels;
 use super::url::{Access, Address};
@@ -66,7 +65,7 @@ impl Node {
     /// Sends commands over the shared link.
     pub(super) async fn send(
         self: &Arc<Self>,
-        bytes: Bytes,
+        bytes: &[u8],
         replies: usize,
         deadline: Instant,
     ) -> Result<Outcome, ConnectError> {
@@ -74,11 +73,17 @@ impl Node {
             Some(link) => link,
             None => self.connect(deadline).await?,
         };
-        let outcome = link.send(bytes, replies, deadline).await;
-        if let Err(Broken::NotSent(_) | Broken::Lost(_)) = &outcome {
-            self.forget(&link);
-        }
-        Ok(outcome)
+        Ok(link.send(bytes, replies, deadline).await)
+    }
+
+    /// Sends commands at once, if there is an open link with room.
+    pub(super) fn try_send(
+        &self,
+        bytes: &[u8],
+        replies: usize,
+        deadline: Instant,
+    ) -> Option<Answer> {
+        self.lock().link.as_ref()?.try_send(bytes, replies, deadline)
     }
 
     /// A connection for one caller. Old ones are used again; `fresh` insists on a new one.
@@ -124,16 +129,14 @@ impl Node {
         }
     }
 
+    /// The link, if it is open. A broken one takes the idle connections with it.
     fn current(&self) -> Option<Link> {
-        self.lock().link.clone().filter(Link::is_open)
-    }
-
-    fn forget(&self, broken: &Link) {
         let mut shared = self.lock();
-        if shared.link.as_ref().is_some_and(|link| link.is_same(broken)) {
+        if shared.link.as_ref().is_some_and(|link| !link.is_open()) {
             shared.link = None;
             shared.idle.clear();
         }
+        shared.link.clone()
     }
 
     /// Makes the shared link. The attempt goes on when the call that began it is dropped, for the next one to use.

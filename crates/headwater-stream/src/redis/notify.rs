@@ -16,7 +16,7 @@ pub(super) const SETTING: &str = "notify-keyspace-events";
 /// Makes sure that this server tells of expired keys; the error says why it does not.
 pub(super) async fn prepare(node: &Arc<Node>, deadline: Instant) -> Result<(), String> {
     let get = Commands::one(&["CONFIG", "GET", SETTING]).pack();
-    let replies = match node.send(get.bytes, 1, deadline).await {
+    let replies = match node.send(&get.bytes, 1, deadline).await {
         Ok(Ok(replies)) => replies,
         Ok(Err(broken)) => return Err(broken.to_string()),
         Err(error) => return Err(error.to_string()),
@@ -24,7 +24,7 @@ pub(super) async fn prepare(node: &Arc<Node>, deadline: Instant) -> Result<(), S
     let flags = read_flags(&mut replies.cursor())?;
     let Some(wanted) = with_expired(&flags) else { return Ok(()) };
     let set = Commands::one(&["CONFIG", "SET", SETTING, &wanted]).pack();
-    match node.send(set.bytes, 1, deadline).await {
+    match node.send(&set.bytes, 1, deadline).await {
         Ok(Ok(replies)) => match replies.cursor().value() {
             Ok(Value::Text(_)) => Ok(()),
             Ok(Value::Error(text)) => Err(String::from_utf8_lossy(text).into_owned()),

@@ -37,6 +37,8 @@ pub(super) struct Servers {
     topology: Topology,
     call_deadline: Duration,
     closed: watch::Sender<bool>,
+    /// The same, for the many calls that only look.
+    is_closed: AtomicBool,
     /// Whether waits at the server can be ended early.
     can_unblock: AtomicBool,
 }
@@ -62,6 +64,7 @@ impl Servers {
             topology,
             call_deadline,
             closed: watch::Sender::new(false),
+            is_closed: false.into(),
             can_unblock: true.into(),
         }
     }
@@ -86,7 +89,7 @@ impl Servers {
 
     /// Refuses calls to a backend that was closed.
     pub(super) fn check_open(&self) -> Result<()> {
-        if *self.closed.borrow() { Err(closed()) } else { Ok(()) }
+        if self.is_closed.load(Ordering::Acquire) { Err(closed()) } else { Ok(()) }
     }
 
     /// Returns when the backend is closed. Cancel-safe.
@@ -97,6 +100,7 @@ impl Servers {
 
     /// Ends all shared links after what is under way.
     pub(super) async fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
         self.closed.send_replace(true);
         let deadline = self.deadline();
         match &self.topology {
@@ -116,7 +120,21 @@ impl Servers {
         effect: Effect,
     ) -> Result<Replies> {
         self.check_open()?;
-        Call::new(self, slot, commands.pack(), effect).run().await
+        let (packed, deadline) = (commands.pack(), self.deadline());
+        // The usual case, without any bookkeeping.
+        let send = |node: &Node| node.try_send(&packed.bytes, packed.len(), deadline);
+        let answer = match &self.topology {
+            Topology::One(node) => send(node),
+            Topology::Cluster(cluster) => cluster.owner(slot).and_then(|node| send(&node)),
+        };
+        let outcome = match answer {
+            Some(answer) => Some(answer.await),
+            None => None,
+        };
+        match outcome {
+            Some(Ok(replies)) if !replies.may_refuse() => Ok(replies),
+            outcome => Box::pin(Call::new(self, slot, packed, effect, deadline).run(outcome)).await,
+        }
     }
 
     /// A connection of one's own to the server of this slot, by the deadline. `fresh` insists on a new one.
@@ -191,7 +209,7 @@ impl Servers {
             Topology::Cluster(cluster) => cluster.node(address),
         };
         let unblock = Commands::one(&["CLIENT", "UNBLOCK", &connection.to_string()]).pack();
-        let _ = node.send(unblock.bytes, 1, self.deadline()).await;
+        let _ = node.send(&unblock.bytes, 1, self.deadline()).await;
     }
 
     /// All primaries, as far as is known.

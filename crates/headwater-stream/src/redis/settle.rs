@@ -10,7 +10,7 @@ use super::RedisBackend;
 use super::command::Commands;
 use super::error::Failure;
 use super::servers::Effect;
-use super::streams::{add_append, epoch_text, fenced, list, millis};
+use super::streams::{add_appends, epoch_text, fenced, list, millis};
 use super::{keys, msgpack, scripts};
 use crate::delays::Due;
 use crate::entry::{EntryId, Fields};
@@ -157,7 +157,7 @@ impl RedisBackend {
         }
         for (target, all) in targets {
             let mut commands = Commands::new();
-            all.iter().for_each(|fields| add_append(&mut commands, target, fields));
+            add_appends(&mut commands, target, all.iter().copied());
             let replies = self.call(target, commands, Effect::Once).await?;
             let mut cursor = replies.cursor();
             for _ in all {

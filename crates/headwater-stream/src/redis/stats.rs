@@ -27,26 +27,20 @@ impl RedisBackend {
             return Ok(None);
         };
         for index in 0..stats.groups.len() {
-            if stats.groups[index].lag.is_none() {
-                stats.groups[index].lag = self.count_lag(stream, &stats, index).await?;
-            }
+            let GroupStats { lag, last_delivered, .. } = stats.groups[index];
+            // Servers err in their own count after deletes, so what the ends of the stream tell comes first.
+            let lag = match (lag_by_ends(&stats, last_delivered), lag) {
+                (Some(lag), _) => Some(lag),
+                (None, Some(lag)) if lag < stats.length => Some(lag),
+                _ => self.count_lag(stream, last_delivered).await?,
+            };
+            stats.groups[index].lag = lag;
         }
         Ok(Some(stats))
     }
 
-    /// How many entries the group has not read; `None` if they are too many to count.
-    async fn count_lag(
-        &self,
-        stream: &StreamName,
-        stats: &StreamStats,
-        group: usize,
-    ) -> Result<Option<u64>> {
-        let read_to = stats.groups[group].last_delivered;
-        match (stats.first_id, stats.last_id) {
-            (Some(first), _) if read_to < first => return Ok(Some(stats.length)),
-            (_, Some(last)) if read_to < last => {}
-            _ => return Ok(Some(0)),
-        }
+    /// How many entries there are after `read_to`; `None` if they are too many to count.
+    async fn count_lag(&self, stream: &StreamName, read_to: EntryId) -> Result<Option<u64>> {
         let mut counted = 0;
         let mut from = read_to.next();
         loop {
@@ -61,6 +55,15 @@ impl RedisBackend {
                 return Ok(None);
             }
         }
+    }
+}
+
+/// How many entries a group has not read, if it has read none or all of them.
+fn lag_by_ends(stats: &StreamStats, read_to: EntryId) -> Option<u64> {
+    match (stats.first_id, stats.last_id) {
+        (Some(first), _) if read_to < first => Some(stats.length),
+        (_, Some(last)) if read_to < last => None,
+        _ => Some(0),
     }
 }
 

@@ -38,9 +38,7 @@ impl Streams for RedisBackend {
         }
         let bytes: usize = entries.iter().map(|fields| packed_bytes(stream, fields)).sum();
         let mut commands = Commands::with_capacity(entries.len() + 1, bytes);
-        for fields in entries {
-            add_append(&mut commands, stream, fields);
-        }
+        add_appends(&mut commands, stream, entries);
         let trims = self.trims.is_due(stream, entries.len(), retention);
         if trims {
             trim::add(&mut commands, stream, retention, TrimGuard::Safe, true);
@@ -264,15 +262,32 @@ impl RedisBackend {
     }
 }
 
-/// Adds a command that appends one entry.
-pub(super) fn add_append(commands: &mut Commands, stream: &StreamName, fields: &Fields) {
-    commands.begin(3 + 2 * fields.len());
-    commands.arg("XADD");
-    commands.arg(stream.as_str());
-    commands.arg("*");
-    for (name, value) in fields {
-        commands.arg(name);
-        commands.arg(value);
+/// Adds a command for each entry that appends it.
+pub(super) fn add_appends<'a>(
+    commands: &mut Commands,
+    stream: &StreamName,
+    entries: impl IntoIterator<Item = &'a Fields>,
+) {
+    // Entries of one stream mostly have as many fields: their commands begin with the same bytes.
+    let mut last: Option<(usize, std::ops::Range<usize>)> = None;
+    for fields in entries {
+        match &last {
+            Some((len, head)) if *len == fields.len() => {
+                commands.begin_like(head.clone(), 2 * fields.len());
+            }
+            _ => {
+                let start = commands.position();
+                commands.begin(3 + 2 * fields.len());
+                commands.arg("XADD");
+                commands.arg(stream.as_str());
+                commands.arg("*");
+                last = Some((fields.len(), start..commands.position()));
+            }
+        }
+        for (name, value) in fields {
+            commands.arg(name);
+            commands.arg(value);
+        }
     }
 }
 

@@ -28,13 +28,11 @@ pub(super) struct Wire {
     stream: Stream,
     pub(super) inbox: BytesMut,
     pub(super) outbox: BytesMut,
-    /// How many bytes were ever handed to the system.
-    pub(super) written: u64,
     flushed: bool,
 }
 
 enum Stream {
-    Tcp(TcpStream),
+    Tcp(Arc<TcpStream>),
     Tls(Box<TlsStream<TcpStream>>),
 }
 
@@ -93,7 +91,7 @@ impl Wire {
         let tcp = TcpStream::connect((address.host.as_str(), address.port)).await?;
         tcp.set_nodelay(true)?;
         let stream = match tls {
-            None => Stream::Tcp(tcp),
+            None => Stream::Tcp(Arc::new(tcp)),
             Some(config) => {
                 let name = ServerName::try_from(address.host.clone())
                     .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
@@ -102,21 +100,28 @@ impl Wire {
             }
         };
         let (inbox, outbox) = (BytesMut::with_capacity(READ_BYTES), BytesMut::new());
-        Ok(Self { stream, inbox, outbox, written: 0, flushed: true })
+        Ok(Self { stream, inbox, outbox, flushed: true })
+    }
+
+    /// The socket, where others may write to it, too.
+    pub(super) fn socket(&self) -> Option<Arc<TcpStream>> {
+        match &self.stream {
+            Stream::Tcp(stream) => Some(Arc::clone(stream)),
+            Stream::Tls(_) => None,
+        }
     }
 
     /// Writes what is in the outbox; ready when all of it is with the system.
     pub(super) fn poll_write(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while !self.outbox.is_empty() {
             let written = ready!(match &mut self.stream {
-                Stream::Tcp(stream) => Pin::new(stream).poll_write(cx, &self.outbox),
+                Stream::Tcp(stream) => poll_write(stream, cx, &self.outbox),
                 Stream::Tls(stream) => Pin::new(stream.as_mut()).poll_write(cx, &self.outbox),
             })?;
             if written == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
             self.outbox.advance(written);
-            self.written += written as u64;
             self.flushed = false;
         }
         if let (Stream::Tls(stream), false) = (&mut self.stream, self.flushed) {
@@ -138,12 +143,36 @@ impl Wire {
         }
         // A read that is not ready has taken nothing, so its future need not be kept.
         let read = ready!(match &mut self.stream {
-            Stream::Tcp(stream) => pin!(stream.read_buf(&mut self.inbox)).poll(cx),
+            Stream::Tcp(stream) => poll_read(stream, cx, &mut self.inbox),
             Stream::Tls(stream) => pin!(stream.read_buf(&mut self.inbox)).poll(cx),
         })?;
         if read == 0 {
             return Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into()));
         }
         Poll::Ready(Ok(()))
+    }
+}
+
+fn poll_write(stream: &TcpStream, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    loop {
+        ready!(stream.poll_write_ready(cx))?;
+        match stream.try_write(bytes) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            written => return Poll::Ready(written),
+        }
+    }
+}
+
+fn poll_read(
+    stream: &TcpStream,
+    cx: &mut Context<'_>,
+    buffer: &mut BytesMut,
+) -> Poll<io::Result<usize>> {
+    loop {
+        ready!(stream.poll_read_ready(cx))?;
+        match stream.try_read_buf(buffer) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            read => return Poll::Ready(read),
+        }
     }
 }
