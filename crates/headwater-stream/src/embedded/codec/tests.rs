@@ -1,3 +1,5 @@
+//! What is encoded reads as it was written, and no bytes can make the reader panic.
+
 use proptest::prelude::*;
 
 use super::*;
