@@ -66,7 +66,7 @@ const _: () = assert!(QUICK.durable_entries.is_multiple_of(BATCHES));
 async fn main() -> Result<()> {
     let quick = std::env::args().any(|argument| argument == "--quick");
     let effort = if quick { QUICK } else { FULL };
-    let mut report = Report::default();
+    let mut report = Report;
 
     let redis = Redis::start()?;
     let directory = tempfile::tempdir()?;

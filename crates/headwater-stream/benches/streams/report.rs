@@ -15,7 +15,6 @@ pub(crate) fn percentile(times: &[Duration], percent: usize) -> Duration {
 }
 
 /// Writes rows as they come, so that a long run can be watched.
-#[derive(Default)]
 pub(crate) struct Report;
 
 impl Report {
