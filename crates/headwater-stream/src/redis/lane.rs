@@ -21,8 +21,8 @@ use crate::error::{Result, StreamError};
 
 /// The longest wait at a server that does not let us end it early.
 const WAIT_SLICE: Duration = Duration::from_millis(500);
-/// How often one read mends what it asks for, before it gives up.
-const MENDS_MAX: u32 = 5;
+/// How often a read is sent again at once, before it looks for another server.
+const MENDS_AT_ONCE: u32 = 3;
 
 /// Something to read, that may have to be waited for.
 #[async_trait]
@@ -94,17 +94,16 @@ impl<Q: Question> Lane<Q> {
                 }
                 Answer::Refused(refusal) => refusal,
             };
-            if self.redirected(servers, &refusal, deadline).await? {
+            let goes_on = self.redirected(servers, &refusal, deadline).await?
+                || refusal.is_unblocked()
+                || question.mend(servers, self.slot, &refusal).await?;
+            if goes_on && mends < MENDS_AT_ONCE {
                 mends += 1;
-                if mends <= MENDS_MAX || backoff.pause(deadline).await {
-                    continue;
-                }
-            } else if refusal.is_unblocked() || question.mend(servers, self.slot, &refusal).await? {
-                mends += 1;
-                if mends <= MENDS_MAX {
-                    continue;
-                }
-            } else if refusal.remedy() == Remedy::Wait || refusal.remedy() == Remedy::FindPrimary {
+                continue;
+            }
+            // What does not help on this connection may on another: perhaps the server is no longer the primary.
+            let waits = matches!(refusal.remedy(), Remedy::Wait | Remedy::FindPrimary);
+            if goes_on || waits {
                 self.connection = None;
                 servers.demoted(deadline).await;
                 if backoff.pause(deadline).await {

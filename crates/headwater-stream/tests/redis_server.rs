@@ -1,0 +1,512 @@
+//! What a Redis backend does with the settings, users, data and limits of a real server.
+#![cfg(feature = "redis")]
+
+mod redis_steps;
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use headwater_stream::{
+    Acquire, Due, Epoch, Fence, Fields, GroupStart, HintKind, LeaseWatch, PutAside, Range,
+    Retention, Settle, Settlement, StreamError, Then, TrimGuard, WatchMode,
+};
+use headwater_testkit::{Redis, RedisBuilder};
+
+use crate::redis_steps::*;
+
+const HOUR: Duration = Duration::from_secs(3600);
+const KEEP: Retention = Retention::KEEP_ALL;
+
+/// The next hint, within a few seconds.
+async fn hint(watch: &mut dyn LeaseWatch) -> Result<(Option<String>, HintKind)> {
+    let hint = tokio::time::timeout(Duration::from_secs(5), watch.next()).await?;
+    Ok((hint.lease.map(|lease| lease.to_string()), hint.kind))
+}
+
+/// Everything a plain program does, once.
+async fn a_day_of_work(url: &str) -> Result<()> {
+    let backend = open(url).await?;
+    let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
+    let later = delays("later");
+    backend.ensure_group(&orders, &workers, GroupStart::Beginning).await?;
+    backend.append(&orders, &[one(), one()], &Retention::max_len(1000)).await?;
+    let mut reader = backend.reader(&workers, &ann).await?;
+    let ids = read_ids(&mut *reader, &orders).await?;
+    let Acquire::Won(epoch) = backend.acquire(&lease("lease:a"), &holder("h"), HOUR).await? else {
+        bail!("the lease is held");
+    };
+    let fence = Fence { lease: lease("lease:a"), epoch };
+    let then = Then::PutAside {
+        delays: later.clone(),
+        to: orders.clone(),
+        due: Due::After(Duration::ZERO),
+        fields: one(),
+    };
+    let entries = [Settlement::done(ids[0]), Settlement { id: ids[1], then }];
+    let settle = Settle {
+        stream: &orders,
+        group: &workers,
+        consumer: &ann,
+        fence: Some(&fence),
+        entries: &entries,
+    };
+    assert_eq!(backend.settle(settle).await?.applied, 2);
+    assert!(backend.wait_due(&later, Duration::from_secs(1)).await?);
+    assert_eq!(backend.take_due(&later, 10).await?.len(), 1);
+    assert_eq!(read_ids(&mut *reader, &orders).await?.len(), 1);
+    assert_eq!(backend.stats(&orders).await?.map(|stats| stats.length), Some(3));
+    // A read that is given up, and one of another kind after it.
+    let given_up = reader.read(std::slice::from_ref(&orders), 1, Duration::from_secs(20));
+    assert!(tokio::time::timeout(Duration::from_millis(50), given_up).await.is_err());
+    assert_eq!(reader.read(std::slice::from_ref(&orders), 2, Duration::ZERO).await?, []);
+    reader.close().await?;
+    backend.release(&holder("h"), &[fence]).await?;
+    backend.set_add(&set("topics"), &["orders"], Some(HOUR)).await?;
+    backend.trim(&orders, &Retention::max_len(1), TrimGuard::Safe).await?;
+    backend.close().await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_day_of_work_goes_well_over_tls() -> Result<()> {
+    let redis = Redis::builder().tls().start()?;
+    let certificate = redis.ca_certificate().expect("it speaks TLS").display();
+
+    a_day_of_work(&format!("{}?ca={certificate}", redis.url())).await?;
+
+    // A server that nobody vouches for is no server.
+    let answer = open(&redis.url()).await.map(drop);
+    assert!(answer.is_err(), "{answer:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn many_callers_share_one_tls_connection() -> Result<()> {
+    let redis = Redis::builder().tls().start()?;
+    let certificate = redis.ca_certificate().expect("it speaks TLS").display();
+    let backend = open(&format!("{}?ca={certificate}", redis.url())).await?;
+    let tasks: Vec<_> = (0..32)
+        .map(|number| {
+            let backend = backend.clone();
+            tokio::spawn(async move {
+                let big = Fields::new([("payload", vec![b'x'; 10_000 + number])]);
+                for _ in 0..20 {
+                    backend.append(&stream("orders"), std::slice::from_ref(&big), &KEEP).await?;
+                }
+                anyhow::Ok(())
+            })
+        })
+        .collect();
+    for task in tasks {
+        task.await??;
+    }
+    assert_eq!(backend.stats(&stream("orders")).await?.map(|stats| stats.length), Some(640));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_day_of_work_goes_well_for_a_user_without_dangerous_commands() -> Result<()> {
+    let redis =
+        Redis::builder().user("worker", "secret", "~* &* +@all -@dangerous -@admin").start()?;
+
+    a_day_of_work(&redis.url()).await?;
+
+    let backend = open(&redis.url()).await?;
+    let description = backend.describe();
+    assert_eq!(description.version, None, "INFO is dangerous");
+    assert!(!format!("{description:?}").contains("secret"), "{description:?}");
+    let fact = description.facts.iter().find(|(name, _)| *name == "waiting reads");
+    assert!(fact.is_some_and(|(_, how)| how.contains("500 ms")), "{fact:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_day_of_work_goes_well_in_another_database() -> Result<()> {
+    let redis = Redis::start()?;
+    a_day_of_work(&format!("{}7", redis.url())).await?;
+    let mut connection = redis.connect()?;
+    assert_eq!(connection.command(&["DBSIZE"])?.int(), Some(0), "nothing in database 0");
+    connection.command(&["SELECT", "7"])?.ok()?;
+    assert_eq!(connection.command(&["TYPE", "orders"])?.text(), "stream");
+
+    let answer = open(&format!("{}99", redis.url())).await.map(drop);
+    let error = answer.expect_err("there is no such database").to_string();
+    assert!(error.contains("database"), "{error}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_password_is_denied_at_once() -> Result<()> {
+    let redis = Redis::builder().password("secret").start()?;
+    a_day_of_work(&redis.url()).await?;
+    for url in [
+        format!("redis://{}/", redis.addr()),
+        format!("redis://:hush@{}/", redis.addr()),
+        format!("redis://ann:hush@{}/", redis.addr()),
+    ] {
+        let start = std::time::Instant::now();
+        match headwater_stream::connect(&url, &headwater_stream::Options::default()).await {
+            Err(error @ StreamError::Denied { .. }) => {
+                assert!(!error.to_string().contains("hush"), "{error}");
+            }
+            Err(error) => bail!("{url}: {error}"),
+            Ok(_) => bail!("{url}: let in"),
+        }
+        assert!(start.elapsed() < Duration::from_secs(2));
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_the_user_may_not_make_is_denied() -> Result<()> {
+    let redis =
+        Redis::builder().user("reader", "secret", "~allowed* +@read +@connection").start()?;
+    let backend = open(&redis.url()).await?;
+    let answer = backend.append(&stream("allowed"), &[one()], &KEEP).await;
+    assert!(matches!(answer, Err(StreamError::Denied { .. })), "{answer:?}");
+    let answer = backend.range(&stream("other"), Range::first(1)).await;
+    assert!(matches!(answer, Err(StreamError::Denied { .. })), "{answer:?}");
+    assert_eq!(backend.range(&stream("allowed"), Range::first(1)).await?, []);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_of_the_wrong_kind_is_refused_with_advice() -> Result<()> {
+    let redis = Redis::start()?;
+    let url = format!("redis-cluster://{}", redis.addr());
+    let error = open(&url).await.map(drop).expect_err("it is no cluster").to_string();
+    assert!(error.contains("redis://"), "{error}");
+
+    let redis = Redis::builder().setting("cluster-enabled", "yes").start()?;
+    let error = open(&redis.url()).await.map(drop).expect_err("it is a cluster").to_string();
+    assert!(error.contains("redis-cluster://"), "{error}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn scripts_that_the_server_forgot_are_loaded_again() -> Result<()> {
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    for _ in 0..3 {
+        redis.command(&["SCRIPT", "FLUSH"])?.ok()?;
+        let retention = Retention::max_len(1);
+        backend.append(&stream("orders"), &[one(), one(), one()], &retention).await?;
+        backend.trim(&stream("orders"), &retention, TrimGuard::Safe).await?;
+        assert_eq!(backend.stats(&stream("orders")).await?.map(|stats| stats.length), Some(1));
+        let leases: Vec<_> = (0..1200).map(|number| lease(&format!("lease:{number}"))).collect();
+        redis.command(&["SCRIPT", "FLUSH"])?.ok()?;
+        assert_eq!(backend.leases(&leases).await?.len(), 1200, "several scripts in one call");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn after_a_flush_a_waiting_reader_creates_its_group_and_goes_on() -> Result<()> {
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
+    let mut reader = backend.reader(&workers, &ann).await?;
+    backend.append(&orders, &[one()], &KEEP).await?;
+    assert_eq!(read_ids(&mut *reader, &orders).await?.len(), 1);
+    let waiting = tokio::spawn(async move {
+        let ids = read_ids(&mut *reader, &stream("orders")).await;
+        (reader, ids)
+    });
+    tokio::time::sleep(Duration::from_millis(200)).await;
+
+    redis.command(&["FLUSHALL"])?.ok()?;
+    let id = backend.append(&orders, &[one()], &KEEP).await?[0];
+
+    let (mut reader, ids) = waiting.await?;
+    assert_eq!(ids?, [id]);
+    redis.command(&["FLUSHALL"])?.ok()?;
+    let id = backend.append(&orders, &[one()], &KEEP).await?[0];
+    assert_eq!(read_ids(&mut *reader, &orders).await?, [id], "also when it did not wait");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_server_says_so_and_loses_nothing() -> Result<()> {
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
+    let (dead, later) = (stream("dead"), delays("later"));
+    backend.append(&orders, &vec![one(); 6], &KEEP).await?;
+    let mut reader = backend.reader(&workers, &ann).await?;
+    let ids = read_ids(&mut *reader, &orders).await?;
+    let due = [PutAside { to: dead.clone(), due: Due::After(Duration::ZERO), fields: one() }];
+    backend.put_aside(&later, &due).await?;
+    // Scripts are known already, so that it is the write that is refused.
+    let settle = async |entries: &[Settlement]| {
+        let (stream, group, consumer) = (&orders, &workers, &ann);
+        backend.settle(Settle { stream, group, consumer, fence: None, entries }).await
+    };
+    let append = |id| Settlement { id, then: Then::Append { to: dead.clone(), fields: one() } };
+    let aside = |id| Settlement {
+        id,
+        then: Then::PutAside {
+            delays: later.clone(),
+            to: orders.clone(),
+            due: Due::After(HOUR),
+            fields: one(),
+        },
+    };
+    assert_eq!(settle(&[append(ids[0]), aside(ids[1])]).await?.applied, 2);
+
+    redis.command(&["CONFIG", "SET", "maxmemory", "1000"])?.ok()?;
+    let full = |what: &str, error: StreamError| {
+        assert!(matches!(error, StreamError::Full { .. }), "{what}: {error}");
+    };
+    full("append", backend.append(&orders, &[one()], &KEEP).await.unwrap_err());
+    full("settle", settle(&[append(ids[2])]).await.unwrap_err());
+    full("settle", settle(&[aside(ids[3])]).await.unwrap_err());
+    full("put_aside", backend.put_aside(&later, &due).await.unwrap_err());
+    full("take_due", backend.take_due(&later, 10).await.unwrap_err());
+    let answer = backend.acquire(&lease("l"), &holder("h"), HOUR).await;
+    full("acquire", answer.unwrap_err());
+    assert_eq!(settle(&[Settlement::done(ids[4])]).await?.applied, 1);
+
+    redis.command(&["CONFIG", "SET", "maxmemory", "0"])?.ok()?;
+    assert_eq!(backend.delay_stats(&later).await?.waiting, 2, "what was put aside before");
+    let entries = [append(ids[2]), aside(ids[3]), Settlement::done(ids[5])];
+    assert_eq!(settle(&entries).await?.applied, 3, "all were still pending");
+    assert_eq!(backend.take_due(&later, 10).await?.len(), 1);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_bad_append_fails_alone() -> Result<()> {
+    let redis = Redis::start()?;
+    redis.command(&["SET", "foreign", "x"])?.ok()?;
+    let backend = open(&redis.url()).await?;
+    let tasks: Vec<_> = (0..200)
+        .map(|number| {
+            let backend = backend.clone();
+            tokio::spawn(async move {
+                let name = if number % 3 == 0 { "foreign" } else { "orders" };
+                (name, backend.append(&stream(name), &[one(), one()], &Retention::max_len(5)).await)
+            })
+        })
+        .collect();
+    for task in tasks {
+        match task.await? {
+            ("foreign", Err(StreamError::WrongType { name })) => assert_eq!(name, "foreign"),
+            ("orders", Ok(ids)) => assert_eq!(ids.len(), 2),
+            (name, answer) => bail!("{name}: {answer:?}"),
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_foreign_value_under_a_derived_key_is_named_and_left_alone() -> Result<()> {
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    let later = delays("later");
+    let due = [PutAside { to: stream("orders"), due: Due::After(HOUR), fields: one() }];
+    let foreign = |what: &str, key: &str, error: StreamError| match error {
+        StreamError::WrongType { name } => assert_eq!(name, key, "{what}"),
+        error => panic!("{what}: {error}"),
+    };
+    for key in ["{later}:entries", "{later}:wake"] {
+        redis.command(&["SET", key, "x"])?.ok()?;
+        foreign("put_aside", key, backend.put_aside(&later, &due).await.unwrap_err());
+        foreign("delete", key, backend.delete_delays(&later).await.unwrap_err());
+        assert_eq!(redis.command(&["GET", key])?.text(), "x");
+        redis.command(&["DEL", key])?.ok()?;
+    }
+    redis.command(&["LPUSH", "{lease}:epoch", "x"])?.ok()?;
+    let answer = backend.acquire(&lease("lease"), &holder("ann"), HOUR).await;
+    foreign("acquire", "{lease}:epoch", answer.unwrap_err());
+    redis.command(&["LPUSH", "{mail}:a", "x"])?.ok()?;
+    let answer = backend.dedup_begin(&scope("mail"), &["b", "a"], HOUR).await;
+    foreign("begin", "{mail}:a", answer.unwrap_err());
+    assert_eq!(redis.command(&["EXISTS", "{mail}:b"])?.int(), Some(0), "no effect");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_of_a_foreign_program_has_no_epoch_and_fences_ours() -> Result<()> {
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    let name = lease("mutex:orders");
+    redis.command(&["SET", "mutex:orders", "other"])?.ok()?;
+
+    let info = backend.leases(std::slice::from_ref(&name)).await?.remove(0).expect("it is held");
+    assert_eq!((info.holder.as_str(), info.epoch), ("other", Epoch(0)));
+    assert!(info.remaining > HOUR, "it does not end by itself");
+    assert!(matches!(
+        backend.acquire(&name, &holder("ann"), HOUR).await?,
+        Acquire::Held { by, .. } if by.as_str() == "other"
+    ));
+
+    redis.command(&["DEL", "mutex:orders"])?.ok()?;
+    let Acquire::Won(epoch) = backend.acquire(&name, &holder("ann"), HOUR).await? else {
+        bail!("it is free");
+    };
+    redis.command(&["SET", "mutex:orders", "other"])?.ok()?;
+    let fence = Fence { lease: name.clone(), epoch };
+    let settle = Settle {
+        stream: &stream("orders"),
+        group: &group("workers"),
+        consumer: &consumer("ann"),
+        fence: Some(&fence),
+        entries: &[],
+    };
+    assert!(matches!(backend.settle(settle).await, Err(StreamError::Fenced { .. })));
+    assert_eq!(backend.release(&holder("ann"), &[fence]).await?, 0);
+    Ok(())
+}
+
+async fn watch_with(builder: RedisBuilder) -> Result<(Redis, WatchMode, String)> {
+    let redis = builder.start()?;
+    let backend = open(&redis.url()).await?;
+    let mut watch = backend.watch("lease:").await?;
+    let mode = watch.mode().clone();
+    if mode == WatchMode::All {
+        let ttl = Duration::from_millis(80);
+        backend.acquire(&lease("lease:a"), &holder("ann"), ttl).await?;
+        backend.acquire(&lease("other:a"), &holder("ann"), ttl).await?;
+        let expected = (Some("lease:a".to_owned()), HintKind::Expired);
+        assert_eq!(hint(&mut *watch).await?, expected);
+    }
+    let Acquire::Won(epoch) = backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
+    else {
+        bail!("it is free");
+    };
+    backend.release(&holder("ann"), &[Fence { lease: lease("lease:b"), epoch }]).await?;
+    assert_eq!(hint(&mut *watch).await?, (Some("lease:b".to_owned()), HintKind::Released));
+    let flags = redis.command(&["CONFIG", "GET", "notify-keyspace-events"])?;
+    let flags = flags.items().get(1).map(|flags| flags.text()).unwrap_or_default();
+    Ok((redis, mode, flags))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_flags_for_expiry_are_set_where_they_are_missing() -> Result<()> {
+    let (_redis, mode, flags) = watch_with(Redis::builder()).await?;
+    assert_eq!(mode, WatchMode::All);
+    assert!(flags.contains('E') && flags.contains('x'), "{flags}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn flags_that_suffice_are_left_alone() -> Result<()> {
+    for given in ["Ex", "AKE", "KEA"] {
+        let (redis, mode, flags) = watch_with(Redis::builder().notify(given)).await?;
+        assert_eq!(mode, WatchMode::All);
+        let mut expected: Vec<char> = given.chars().collect();
+        let mut found: Vec<char> = flags.chars().collect();
+        expected.sort_unstable();
+        found.sort_unstable();
+        assert_eq!(found, expected);
+        drop(redis);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn foreign_flags_stay_when_ours_are_added() -> Result<()> {
+    let (_redis, mode, flags) = watch_with(Redis::builder().notify("Kg")).await?;
+    assert_eq!(mode, WatchMode::All);
+    assert!("KgEx".chars().all(|flag| flags.contains(flag)), "{flags}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_forbids_its_settings_tells_of_releases_only() -> Result<()> {
+    let builder = Redis::builder().user("worker", "secret", "~* &* +@all -config");
+    let (_redis, mode, flags) = watch_with(builder).await?;
+    assert!(matches!(mode, WatchMode::ReleasesOnly { reason } if reason.contains("NOPERM")));
+    assert_eq!(flags, "");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_without_channels_cannot_watch() -> Result<()> {
+    let redis = Redis::builder().user("worker", "secret", "~* resetchannels +@all").start()?;
+    let backend = open(&redis.url()).await?;
+    let answer = backend.watch("lease:").await.map(drop);
+    assert!(matches!(answer, Err(StreamError::Denied { .. })), "{answer:?}");
+    let Acquire::Won(epoch) = backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
+    else {
+        bail!("it is free");
+    };
+    let fence = Fence { lease: lease("lease:b"), epoch };
+    assert_eq!(backend.release(&holder("ann"), &[fence]).await?, 1, "releasing still works");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_watch_in_another_database_hears_only_of_its_own() -> Result<()> {
+    let redis = Redis::start()?;
+    let here = open(&format!("{}3", redis.url())).await?;
+    let there = open(&format!("{}4", redis.url())).await?;
+    let mut watch = here.watch("lease:").await?;
+    let ttl = Duration::from_millis(60);
+    there.acquire(&lease("lease:there"), &holder("ann"), ttl).await?;
+    here.acquire(&lease("lease:here"), &holder("ann"), ttl).await?;
+    assert_eq!(hint(&mut *watch).await?, (Some("lease:here".to_owned()), HintKind::Expired));
+    let Acquire::Won(epoch) = there.acquire(&lease("lease:x"), &holder("ann"), HOUR).await? else {
+        bail!("it is free");
+    };
+    there.release(&holder("ann"), &[Fence { lease: lease("lease:x"), epoch }]).await?;
+    let quiet = tokio::time::timeout(Duration::from_millis(300), watch.next()).await;
+    assert!(quiet.is_err(), "{quiet:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_watch_whose_connection_broke_says_that_it_missed_something_and_goes_on() -> Result<()> {
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    let mut watch = backend.watch("lease:").await?;
+
+    redis.kill9()?;
+    redis.restart()?;
+
+    assert_eq!(hint(&mut *watch).await?, (None, HintKind::Missed));
+    // Flags are gone with the server; the watch sets them again when it is back.
+    let heard = async {
+        loop {
+            let ttl = Duration::from_millis(60);
+            backend.acquire(&lease("lease:a"), &holder("ann"), ttl).await?;
+            let next = tokio::time::timeout(Duration::from_millis(400), watch.next()).await;
+            if let Ok(hint) = next
+                && hint.kind == HintKind::Expired
+            {
+                return anyhow::Ok(());
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), heard).await??;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_watch_that_nobody_listens_to_keeps_a_bounded_number_of_hints() -> Result<()> {
+    let redis = Redis::builder().notify("Ex").start()?;
+    let backend = open(&redis.url()).await?;
+    let mut watch = backend.watch("lease:").await?;
+    let names: Vec<_> = (0..3000).map(|number| lease(&format!("lease:{number}"))).collect();
+    let mut fences = Vec::new();
+    for name in &names {
+        let Acquire::Won(epoch) = backend.acquire(name, &holder("ann"), HOUR).await? else {
+            bail!("it is free");
+        };
+        fences.push(Fence { lease: name.clone(), epoch });
+    }
+    assert_eq!(backend.release(&holder("ann"), &fences).await?, 3000);
+    tokio::time::sleep(Duration::from_millis(300)).await;
+
+    let (mut released, mut missed) = (0, 0);
+    while let Ok(hint) = tokio::time::timeout(Duration::from_millis(300), watch.next()).await {
+        match hint.kind {
+            HintKind::Released => released += 1,
+            HintKind::Missed => missed += 1,
+            HintKind::Expired => bail!("{hint:?}"),
+        }
+    }
+    assert!((1000..3000).contains(&released), "{released}");
+    assert_eq!(missed, 1);
+    Ok(())
+}
