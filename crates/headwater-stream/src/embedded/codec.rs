@@ -7,7 +7,7 @@
 
 mod parts;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::borrow::Cow;
 
@@ -25,7 +25,7 @@ type Decoded<T> = Result<T, Problem>;
 const APPEND: u8 = 1;
 const CREATE_GROUP: u8 = 2;
 const REMOVE_GROUP: u8 = 3;
-const SEE: u8 = 4;
+const RESTORE_CONSUMER: u8 = 4;
 const DELIVER: u8 = 5;
 const ACKNOWLEDGE: u8 = 6;
 const CLAIM: u8 = 7;
@@ -65,8 +65,8 @@ pub(super) fn encode(effect: &Effect<'_>, to: &mut Vec<u8>) {
         Effect::RemoveGroup { stream, group } => {
             out.tag(REMOVE_GROUP).text(stream).text(group);
         }
-        Effect::See { stream, group, consumer, at } => {
-            out.tag(SEE).text(stream).text(group).text(consumer).time(*at);
+        Effect::RestoreConsumer { stream, group, consumer, at } => {
+            out.tag(RESTORE_CONSUMER).text(stream).text(group).text(consumer).time(*at);
         }
         Effect::Deliver { stream, group, consumer, through, at } => {
             out.tag(DELIVER).text(stream).text(group).text(consumer).id(*through).time(*at);
@@ -179,7 +179,7 @@ fn effect<'a>(input: &mut Decoder<'a>) -> Decoded<Effect<'a>> {
             Effect::CreateGroup { stream: input.text()?, group: input.text()?, after: input.id()? }
         }
         REMOVE_GROUP => Effect::RemoveGroup { stream: input.text()?, group: input.text()? },
-        SEE => Effect::See {
+        RESTORE_CONSUMER => Effect::RestoreConsumer {
             stream: input.text()?,
             group: input.text()?,
             consumer: input.text()?,

@@ -21,8 +21,6 @@ pub(super) enum Effect<'a> {
     CreateGroup { stream: &'a str, group: &'a str, after: EntryId },
     /// A group goes with all it knows.
     RemoveGroup { stream: &'a str, group: &'a str },
-    /// A consumer shows up.
-    See { stream: &'a str, group: &'a str, consumer: &'a str, at: Timestamp },
     /// All that the group has not read yet, up to an id, is pending for a consumer.
     Deliver { stream: &'a str, group: &'a str, consumer: &'a str, through: EntryId, at: Timestamp },
     /// Entries are pending no longer.
@@ -77,6 +75,8 @@ pub(super) enum Effect<'a> {
     RestoreStream { stream: &'a str, last_id: EntryId },
     /// Entries of a stream, in id order.
     RestoreEntries { stream: &'a str, entries: Vec<(EntryId, Fields)> },
+    /// A consumer that a group knows, and when it last did something.
+    RestoreConsumer { stream: &'a str, group: &'a str, consumer: &'a str, at: Timestamp },
     /// What is pending for a consumer: id, time and number of deliveries.
     RestorePending {
         stream: &'a str,

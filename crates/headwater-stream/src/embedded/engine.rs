@@ -216,8 +216,9 @@ impl Engine {
             inner.watchers.wake_all();
         }
         self.shared.to_write.notify_all();
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(Running { threads, lock }) = running {
+        // Held until all is done: whoever closes a second time waits, too.
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Running { threads, lock }) = running.take() {
             for thread in threads {
                 // A thread that panicked has said so in the log's failure.
                 let _ = thread.join();

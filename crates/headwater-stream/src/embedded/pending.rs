@@ -64,7 +64,7 @@ pub(super) fn reclaim(change: &mut Change<'_>, reclaim: &Reclaim<'_>) -> Result<
             Some(fields) => reclaimed.entries.push(Delivery {
                 id,
                 fields: fields.clone(),
-                deliveries: delivered.deliveries + 1,
+                deliveries: delivered.deliveries.saturating_add(1),
             }),
             None => reclaimed.deleted.push(id),
         }

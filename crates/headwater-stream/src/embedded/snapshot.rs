@@ -126,7 +126,7 @@ fn write_stream(name: &str, stream: &Stream, to: &mut SnapshotWriter<'_>) -> io:
         to.effect(&Effect::CreateGroup { stream: name, group: group_name, after })?;
         for (consumer_name, consumer) in &group.consumers {
             let at = consumer.seen_at;
-            to.effect(&Effect::See {
+            to.effect(&Effect::RestoreConsumer {
                 stream: name,
                 group: group_name,
                 consumer: consumer_name,

@@ -13,6 +13,8 @@ pub(super) mod lease_book;
 pub(super) mod marks;
 pub(super) mod registry;
 pub(super) mod stream;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -105,9 +107,10 @@ impl State {
             Effect::RemoveGroup { stream, group } => self.with_stream(stream, |stream| {
                 stream.groups.remove(*group).map(|_| ()).ok_or("a group is unknown")
             })?,
-            Effect::See { stream, group, consumer, at } => self.with_stream(stream, |stream| {
-                stream.group_mut(group)?.see(consumer, *at).map(|_| ())
-            })?,
+            Effect::RestoreConsumer { stream, group, consumer, at } => self
+                .with_stream(stream, |stream| {
+                    stream.group_mut(group)?.see(consumer, *at).map(|_| ())
+                })?,
             Effect::Deliver { stream, group, consumer, through, at } => {
                 self.with_stream(stream, |stream| stream.deliver(group, consumer, *through, *at))?;
             }

@@ -6,7 +6,7 @@ use super::*;
 use crate::entry::{EntryId, Fields};
 
 /// One of each kind; a new kind without an example here does not compile.
-fn examples() -> Vec<Effect<'static>> {
+pub(in crate::embedded) fn examples() -> Vec<Effect<'static>> {
     let (stream, group, consumer, at) = ("s", "group", "消费者", Timestamp::from_millis(1 << 41));
     let id = EntryId::new(1_767_225_600_000, 7);
     let ids: Cow<'_, [EntryId]> = vec![id, EntryId::MIN, EntryId::MAX, id.next()].into();
@@ -15,7 +15,7 @@ fn examples() -> Vec<Effect<'static>> {
         Effect::Append { stream, first: id, entries: vec![fields.clone(), fields.clone()].into() },
         Effect::CreateGroup { stream, group, after: EntryId::MAX },
         Effect::RemoveGroup { stream, group },
-        Effect::See { stream, group, consumer, at },
+        Effect::RestoreConsumer { stream, group, consumer, at },
         Effect::Deliver { stream, group, consumer, through: id, at },
         Effect::Acknowledge { stream, group, ids: ids.clone() },
         Effect::Claim { stream, group, consumer, ids: ids.clone(), at },
@@ -46,7 +46,9 @@ fn examples() -> Vec<Effect<'static>> {
     for example in &examples {
         match example {
             Effect::Append { .. } | Effect::CreateGroup { .. } | Effect::RemoveGroup { .. } => {}
-            Effect::See { .. } | Effect::Deliver { .. } | Effect::Acknowledge { .. } => {}
+            Effect::RestoreConsumer { .. }
+            | Effect::Deliver { .. }
+            | Effect::Acknowledge { .. } => {}
             Effect::Claim { .. } | Effect::Release { .. } | Effect::KeepAlive { .. } => {}
             Effect::RemoveConsumer { .. } | Effect::Trim { .. } => {}
             Effect::DeleteEntries { .. } | Effect::PutAside { .. } | Effect::Cancel { .. } => {}
@@ -61,7 +63,7 @@ fn examples() -> Vec<Effect<'static>> {
     examples
 }
 
-fn encoded(effects: &[Effect<'_>]) -> Vec<u8> {
+pub(in crate::embedded) fn encoded(effects: &[Effect<'_>]) -> Vec<u8> {
     let mut bytes = Vec::new();
     effects.iter().for_each(|effect| encode(effect, &mut bytes));
     bytes

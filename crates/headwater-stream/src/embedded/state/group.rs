@@ -117,7 +117,8 @@ impl Group {
         consumer: &str,
         at: Timestamp,
     ) -> Result<(), Problem> {
-        self.pass_on(id, consumer, at)?.deliveries += 1;
+        let delivered = self.pass_on(id, consumer, at)?;
+        delivered.deliveries = delivered.deliveries.saturating_add(1);
         Ok(())
     }
 
