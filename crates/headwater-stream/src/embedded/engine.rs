@@ -5,6 +5,9 @@
 //! that its answer shows, are durable. So no answer tells of something that a crash could take back. Deliveries are
 //! different: they return when they are written, since losing one only means that the entry is delivered again.
 
+#[cfg(test)]
+mod tests;
+
 use std::fs::File;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
