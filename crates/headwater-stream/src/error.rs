@@ -104,6 +104,7 @@ impl StreamError {
     }
 
     /// An unavailable backend with its cause.
+    #[cfg(any(feature = "embedded", feature = "redis"))]
     pub(crate) fn unavailable(problem: impl Into<String>, source: impl Into<BoxError>) -> Self {
         Self::Unavailable { problem: problem.into(), source: Some(source.into()) }
     }
