@@ -198,7 +198,9 @@ impl<'a> Call<'a> {
                 Remedy::None => {}
                 Remedy::Wait => refused.wait = true,
                 Remedy::FindPrimary => refused.demoted = true,
-                Remedy::Moved { address } => self.servers.moved(self.slot, &address),
+                Remedy::Moved { address } => {
+                    refused.wait |= !self.servers.moved(self.slot, &address);
+                }
                 Remedy::Ask { address } => refused.next.asked_by = Some(address),
                 Remedy::LoadScript => {
                     if let Some(script) = self.packed.script(*index)

@@ -63,46 +63,12 @@ impl Delays for RedisBackend {
 
     async fn take_due(&self, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
         check::count(count)?;
-        let (mut returned, mut stuck) = (Vec::new(), 0);
-        let mut problem = None;
-        while returned.len() < count && stuck < PASSED_OVER_MAX {
-            let wanted = (count - returned.len()).min(MOVED_AT_ONCE);
-            let members = self.due_members(delays, stuck, wanted).await?;
-            let last = members.len() < wanted;
-            if !members.is_empty() {
-                let (moved, refused) = self.move_due(delays, &members).await?;
-                returned.extend(moved);
-                stuck += refused.len();
-                problem = problem.or(refused.into_iter().next());
-            }
-            if last {
-                break;
-            }
-        }
-        match problem {
-            Some(problem) if returned.is_empty() => Err(problem),
-            _ => Ok(returned),
-        }
+        self.servers.in_time(Duration::ZERO, self.take_all_due(delays, count)).await
     }
 
     async fn wait_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
         check::wait(wait)?;
-        let until = Instant::now() + wait;
-        loop {
-            let next = self.next_due(delays).await?;
-            if next.is_due() {
-                return Ok(true);
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(false);
-            }
-            let pause = left.min(next.remaining()).min(LOOK_EVERY);
-            tokio::select! {
-                heard = self.listen(delays, next.last_ring, pause) => heard?,
-                () = self.servers.until_closed() => return Err(closed()),
-            }
-        }
+        self.servers.in_time(wait, self.wait_until_due(delays, wait)).await
     }
 
     async fn delay_stats(&self, delays: &DelayName) -> Result<DelayStats> {
@@ -165,6 +131,48 @@ impl RedisBackend {
         let commands = Commands::run(&scripts::NEXT_DUE, &keys, &[""; 0]);
         let replies = self.call(delays, commands, Effect::Repeatable).await?;
         read_next(&replies).map_err(|failure| failure.about(delays))
+    }
+
+    async fn take_all_due(&self, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
+        let (mut returned, mut stuck) = (Vec::new(), 0);
+        let mut problem = None;
+        while returned.len() < count && stuck < PASSED_OVER_MAX {
+            let wanted = (count - returned.len()).min(MOVED_AT_ONCE);
+            let members = self.due_members(delays, stuck, wanted).await?;
+            let last = members.len() < wanted;
+            if !members.is_empty() {
+                let (moved, refused) = self.move_due(delays, &members).await?;
+                returned.extend(moved);
+                stuck += refused.len();
+                problem = problem.or(refused.into_iter().next());
+            }
+            if last {
+                break;
+            }
+        }
+        match problem {
+            Some(problem) if returned.is_empty() => Err(problem),
+            _ => Ok(returned),
+        }
+    }
+
+    async fn wait_until_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
+        let until = Instant::now() + wait;
+        loop {
+            let next = self.next_due(delays).await?;
+            if next.is_due() {
+                return Ok(true);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            let pause = left.min(next.remaining()).min(LOOK_EVERY);
+            tokio::select! {
+                heard = self.listen(delays, next.last_ring, pause) => heard?,
+                () = self.servers.until_closed() => return Err(closed()),
+            }
+        }
     }
 
     /// Waits for the doorbell. It changes nothing, so a connection that breaks is only replaced.

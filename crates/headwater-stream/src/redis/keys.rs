@@ -59,13 +59,27 @@ fn derived(name: &str, suffix: &str) -> String {
 /// The slot of a key in a Redis Cluster.
 pub(super) fn slot(key: &str) -> u16 {
     let tag = hash_tag(key).unwrap_or(key);
-    let crc = tag.bytes().fold(0_u16, |crc, byte| {
-        (0..8).fold(crc ^ (u16::from(byte) << 8), |crc, _| {
-            if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 }
-        })
-    });
+    let crc =
+        tag.bytes().fold(0_u16, |crc, byte| (crc << 8) ^ CRC[usize::from((crc >> 8) as u8 ^ byte)]);
     crc % SLOTS as u16
 }
+
+/// CRC-16 of every byte, by the polynomial of the cluster specification.
+const CRC: [u16; 256] = {
+    let mut table = [0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let mut crc = (byte as u16) << 8;
+        let mut bit = 0;
+        while bit < 8 {
+            crc = if crc & 0x8000 == 0 { crc << 1 } else { (crc << 1) ^ 0x1021 };
+            bit += 1;
+        }
+        table[byte] = crc;
+        byte += 1;
+    }
+    table
+};
 
 #[cfg(test)]
 mod tests {

@@ -96,7 +96,9 @@ impl<Q: Question> Lane<Q> {
             };
             let goes_on = self.redirected(servers, &refusal, deadline).await?
                 || refusal.is_unblocked()
-                || question.mend(servers, self.slot, &refusal).await?;
+                || timeout_at(deadline, question.mend(servers, self.slot, &refusal))
+                    .await
+                    .unwrap_or(Ok(false))?;
             if goes_on && mends < MENDS_AT_ONCE {
                 mends += 1;
                 continue;
@@ -217,7 +219,9 @@ impl<Q: Question> Lane<Q> {
         match refusal.remedy() {
             Remedy::Moved { address } => {
                 self.connection = None;
-                servers.moved(self.slot, &address);
+                if !servers.moved(self.slot, &address) {
+                    servers.look_around(None, deadline).await;
+                }
                 Ok(true)
             }
             Remedy::Ask { address } => {

@@ -15,6 +15,7 @@ use super::streams::create_group;
 use crate::check;
 use crate::entry::Delivery;
 use crate::error::{Result, StreamError};
+use crate::limits::COUNT_MAX;
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{Batch, GroupReader, GroupStart};
 
@@ -188,7 +189,7 @@ fn read_batches(
             .find(|stream| stream.as_str().as_bytes() == name)
             .ok_or_else(|| Failure::shape("a stream that nobody asked for"))?;
         let count = cursor.array()?;
-        let mut entries = Vec::with_capacity(count);
+        let mut entries = Vec::with_capacity(count.min(COUNT_MAX));
         for _ in 0..count {
             let (id, fields) = cursor.entry()?;
             let fields = fields.ok_or_else(|| Failure::shape("a new entry without fields"))?;

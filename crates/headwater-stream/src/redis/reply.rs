@@ -7,6 +7,7 @@ use bytes::Bytes;
 
 use super::error::{Failure, Refusal};
 use crate::entry::{EntryId, Fields};
+use crate::limits::FIELDS_MAX;
 
 /// Bytes of all replies to one request.
 const REPLIES_BYTES_MAX: usize = 2 * 1024 * 1024 * 1024;
@@ -290,7 +291,7 @@ impl<'a> Cursor<'a> {
         if values % 2 != 0 {
             return Err(Failure::shape("a field without a value"));
         }
-        let mut ranges = Vec::with_capacity(values / 2);
+        let mut ranges = Vec::with_capacity((values / 2).min(FIELDS_MAX));
         for _ in 0..values / 2 {
             ranges.push((self.range()?, self.range()?));
         }
@@ -337,6 +338,115 @@ fn unexpected(wanted: &str, found: Value<'_>) -> Failure {
         Value::Text(text) => {
             let text: String = String::from_utf8_lossy(text).chars().take(64).collect();
             Failure::shape(format!("{text:?} instead of {wanted}"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn replies(text: &[u8]) -> Replies {
+        Replies::new(Bytes::copy_from_slice(text), true)
+    }
+
+    const READ: &[u8] =
+        b"*1\r\n*2\r\n$6\r\norders\r\n*2\r\n*2\r\n$3\r\n1-2\r\n*2\r\n$1\r\na\r\n$2\r\n\r\n\r\n\
+        *2\r\n$3\r\n1-3\r\n*-1\r\n";
+
+    #[test]
+    fn an_entry_is_read_where_it_lies() {
+        let replies = replies(READ);
+        let mut cursor = replies.cursor();
+        assert_eq!(cursor.array().unwrap(), 1);
+        assert_eq!(cursor.array().unwrap(), 2);
+        assert_eq!(cursor.text().unwrap(), b"orders");
+        assert_eq!(cursor.array().unwrap(), 2);
+        let fields = Fields::new([("a", "\r\n")]);
+        assert_eq!(cursor.entry().unwrap(), (EntryId::new(1, 2), Some(fields)));
+        assert_eq!(cursor.entry().unwrap(), (EntryId::new(1, 3), None));
+        assert!(cursor.value().is_err(), "there is nothing more");
+    }
+
+    #[test]
+    fn an_entry_of_a_large_reply_has_memory_of_its_own() {
+        let value = "x".repeat(SHARED_BYTES_MAX);
+        let text = format!("*2\r\n$3\r\n1-2\r\n*2\r\n$1\r\na\r\n${}\r\n{value}\r\n", value.len());
+        let (_, fields) = replies(text.as_bytes()).cursor().entry().unwrap();
+        assert_eq!(fields, Some(Fields::new([("a", value)])));
+    }
+
+    #[test]
+    fn an_error_among_replies_is_found_and_told_apart() {
+        let text = b"$1\r\na\r\n-ERR no\r\n*1\r\n:7\r\n";
+        let mut scanner = Scanner::default();
+        scanner.begin(3);
+        assert_eq!(scanner.scan(text).unwrap(), Some(text.len()));
+        assert!(scanner.refusals());
+        let parts = replies(text).split(3).unwrap();
+        assert_eq!(parts[0], (Bytes::from_static(b"$1\r\na\r\n"), None));
+        assert_eq!(parts[1].1.as_ref().map(Refusal::code), Some("ERR"));
+        assert_eq!(parts[2], (Bytes::from_static(b"*1\r\n:7\r\n"), None));
+    }
+
+    #[test]
+    fn what_is_no_reply_is_refused() {
+        for bad in [
+            &b"x\r\n"[..],
+            b"\r\n",
+            b"\n",
+            b"$x\r\n",
+            b"$-2\r\n",
+            b"*99999999999\r\n",
+            b"$9999999999\r\n",
+        ] {
+            let mut scanner = Scanner::default();
+            scanner.begin(1);
+            assert!(scanner.scan(bad).is_err(), "{:?}", String::from_utf8_lossy(bad));
+        }
+        let mut scanner = Scanner::default();
+        scanner.begin(1);
+        assert!(scanner.scan(&vec![b'+'; LINE_BYTES_MAX]).is_err(), "a line has an end");
+    }
+
+    proptest! {
+        #[test]
+        fn replies_are_found_however_they_are_cut(cuts in prop::collection::vec(0..READ.len(), 0..5)) {
+            let mut scanner = Scanner::default();
+            scanner.begin(1);
+            let mut cuts = cuts;
+            cuts.sort_unstable();
+            for cut in cuts {
+                prop_assert_eq!(scanner.scan(&READ[..cut]).unwrap(), None);
+            }
+            prop_assert_eq!(scanner.scan(READ).unwrap(), Some(READ.len()));
+        }
+
+        #[test]
+        fn no_bytes_make_us_panic(
+            mutations in prop::collection::vec((0..READ.len(), any::<u8>()), 0..6),
+            random in prop::collection::vec(any::<u8>(), 0..64),
+        ) {
+            let mut text = READ.to_vec();
+            for (at, byte) in mutations {
+                text[at] = byte;
+            }
+            for text in [text, random] {
+                let mut scanner = Scanner::default();
+                scanner.begin(1);
+                if let Ok(Some(length)) = scanner.scan(&text) {
+                    let replies = replies(&text[..length]);
+                    let _ = replies.split(1);
+                    let mut cursor = replies.cursor();
+                    for _ in 0..4 {
+                        let _ = cursor.clone().entry();
+                        let _ = cursor.clone().skip(2);
+                        let _ = cursor.value();
+                    }
+                }
+            }
         }
     }
 }

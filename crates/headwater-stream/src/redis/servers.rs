@@ -228,13 +228,28 @@ impl Servers {
         }
     }
 
-    /// Learns that the slot is elsewhere.
-    pub(super) fn moved(&self, slot: u16, address: &str) {
-        if let (Topology::Cluster(cluster), Ok(address)) =
-            (&self.topology, Address::parse(address, 0))
-        {
-            cluster.moved(slot, &address);
+    /// Learns that the slot is elsewhere. Returns whether it is known where.
+    pub(super) fn moved(&self, slot: u16, address: &str) -> bool {
+        match (&self.topology, Address::parse(address, 0)) {
+            (Topology::Cluster(cluster), Ok(address)) => {
+                cluster.moved(slot, &address);
+                true
+            }
+            _ => false,
         }
+    }
+
+    /// Keeps the deadline of a call that is made of several; `wait` comes on top.
+    pub(super) async fn in_time<T>(
+        &self,
+        wait: Duration,
+        call: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let limit = wait + self.call_deadline;
+        tokio::time::timeout(limit, call).await.unwrap_or_else(|_| {
+            let problem = "no answer within the deadline, the call may have happened".to_owned();
+            Err(StreamError::Unavailable { problem, source: None })
+        })
     }
 
     /// The node at this address, for one call that a server asks us to make there.

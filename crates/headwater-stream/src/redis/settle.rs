@@ -5,6 +5,7 @@
 //! duplicate, never a loss.
 
 use std::collections::HashSet;
+use std::time::Duration;
 
 use super::RedisBackend;
 use super::command::Commands;
@@ -33,8 +34,11 @@ impl RedisBackend {
             _ => false,
         };
         if settle.entries.iter().any(|entry| elsewhere(&entry)) {
-            let copied = self.append_elsewhere(&settle, elsewhere).await?;
-            return self.run_script(&settle, Some(&copied)).await;
+            let both = async {
+                let copied = self.append_elsewhere(&settle, elsewhere).await?;
+                self.run_script(&settle, Some(&copied)).await
+            };
+            return self.servers.in_time(Duration::ZERO, both).await;
         }
         self.run_script(&settle, None).await
     }
@@ -103,16 +107,17 @@ impl RedisBackend {
                     }
                     return Ok(());
                 }
-                let key = position(keys, to.as_str(), 1, || vec![to.to_string()]);
+                let key = position(keys, vec![to.to_string()]);
                 let packed = Arg::Packed(msgpack::fields(fields));
                 args.extend([Arg::Word("append"), id, Arg::Number(key), packed]);
             }
             Then::PutAside { delays, to, due, fields } => {
                 self.must_share_slot("delays", settle.stream.as_str(), delays.as_str())?;
                 self.must_share_slot("the stream it returns to", delays.as_str(), to.as_str())?;
-                let key = position(keys, delays.as_str(), 3, || {
-                    vec![delays.to_string(), keys::delay_entries(delays), keys::delay_wake(delays)]
-                });
+                let key = position(
+                    keys,
+                    vec![delays.to_string(), keys::delay_entries(delays), keys::delay_wake(delays)],
+                );
                 let (kind, ms) = due_words(*due);
                 args.extend([Arg::Word("aside"), id, Arg::Number(key), Arg::Word(kind)]);
                 args.extend([Arg::Number(ms), Arg::Word(to.as_str())]);
@@ -211,15 +216,9 @@ pub(super) fn due_words(due: Due) -> (&'static str, u64) {
     }
 }
 
-/// The number, from 1, of the first of `len` keys, which are added if they are not there yet.
-fn position(
-    keys: &mut Vec<String>,
-    first: &str,
-    len: usize,
-    all: impl FnOnce() -> Vec<String>,
-) -> u64 {
-    let wanted = all();
-    debug_assert!(wanted.len() == len && wanted[0] == first);
+/// The number, from 1, of the first of these keys, which are added if they are not there yet.
+fn position(keys: &mut Vec<String>, wanted: Vec<String>) -> u64 {
+    let len = wanted.len();
     let found = keys.windows(len).position(|window| window == wanted.as_slice());
     let index = found.unwrap_or_else(|| {
         keys.extend(wanted);

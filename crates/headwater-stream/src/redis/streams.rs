@@ -233,7 +233,7 @@ impl Streams for RedisBackend {
     }
 
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
-        self.stream_stats(stream).await
+        self.servers.in_time(Duration::ZERO, self.stream_stats(stream)).await
     }
 
     async fn remove_idle_consumers(
