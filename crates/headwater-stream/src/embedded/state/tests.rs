@@ -1,3 +1,5 @@
+//! Effects in any order, fitting or not: the state takes them or names the problem, and never panics.
+
 use proptest::prelude::*;
 
 use super::*;
