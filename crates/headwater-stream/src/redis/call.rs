@@ -135,11 +135,12 @@ impl<'a> Call<'a> {
         for script in &self.round.load {
             add(&Commands::one(&["SCRIPT", "LOAD", script.text()]).pack().bytes);
         }
-        for index in indexes {
+        let commands = self.packed.commands();
+        for command in indexes.iter().filter_map(|index| commands.get(*index)) {
             if self.round.asked_by.is_some() {
                 add(&Commands::one(&["ASKING"]).pack().bytes);
             }
-            add(self.packed.command(*index));
+            add(command);
         }
         (bytes.into(), replies)
     }

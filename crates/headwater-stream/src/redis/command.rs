@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use super::reply::Scanner;
 use super::scripts::Script;
 use crate::entry::EntryId;
 
@@ -11,8 +12,8 @@ use crate::entry::EntryId;
 #[derive(Debug, Default)]
 pub(super) struct Commands {
     bytes: Vec<u8>,
-    /// Where each command ends in `bytes`.
-    ends: Vec<usize>,
+    /// How many commands are complete.
+    count: usize,
     /// Which of them run a script.
     scripts: Vec<(usize, &'static Script)>,
     /// How many arguments of the last command are still to come.
@@ -23,7 +24,7 @@ pub(super) struct Commands {
 #[derive(Debug)]
 pub(super) struct Packed {
     pub(super) bytes: Vec<u8>,
-    ends: Vec<usize>,
+    count: usize,
     scripts: Vec<(usize, &'static Script)>,
 }
 
@@ -32,12 +33,8 @@ impl Commands {
         Self::default()
     }
 
-    pub(super) fn with_capacity(commands: usize, bytes: usize) -> Self {
-        Self {
-            bytes: Vec::with_capacity(bytes),
-            ends: Vec::with_capacity(commands),
-            ..Self::default()
-        }
+    pub(super) fn with_capacity(bytes: usize) -> Self {
+        Self { bytes: Vec::with_capacity(bytes), ..Self::default() }
     }
 
     /// One command whose words are all at hand.
@@ -79,7 +76,7 @@ impl Commands {
         keys: &[K],
         args: usize,
     ) {
-        self.scripts.push((self.ends.len(), script));
+        self.scripts.push((self.count, script));
         self.begin(3 + keys.len() + args);
         self.arg("EVALSHA");
         self.arg(script.digest());
@@ -95,7 +92,7 @@ impl Commands {
         debug_assert_ne!(self.missing, 0, "no more words than announced");
         self.missing = self.missing.saturating_sub(1);
         if self.missing == 0 {
-            self.ends.push(self.bytes.len());
+            self.count += 1;
         }
     }
 
@@ -127,7 +124,7 @@ impl Commands {
 
     pub(super) fn pack(self) -> Packed {
         debug_assert_eq!(self.missing, 0, "the last command is complete");
-        Packed { bytes: self.bytes, ends: self.ends, scripts: self.scripts }
+        Packed { bytes: self.bytes, count: self.count, scripts: self.scripts }
     }
 
     fn head(&mut self, kind: u8, number: usize) {
@@ -146,13 +143,21 @@ impl Commands {
 
 impl Packed {
     pub(super) fn len(&self) -> usize {
-        self.ends.len()
+        self.count
     }
 
-    /// The bytes of one command.
-    pub(super) fn command(&self, index: usize) -> &[u8] {
-        let start = if index == 0 { 0 } else { self.ends[index - 1] };
-        &self.bytes[start..self.ends[index]]
+    /// The bytes of each command. They are looked for only here, for most commands are sent once and as one.
+    pub(super) fn commands(&self) -> Vec<&[u8]> {
+        let mut rest = self.bytes.as_slice();
+        let mut scanner = Scanner::default();
+        (0..self.count)
+            .map_while(|_| {
+                scanner.begin(1);
+                let (command, tail) = rest.split_at_checked(scanner.scan(rest).ok()??)?;
+                rest = tail;
+                Some(command)
+            })
+            .collect()
     }
 
     /// The script that one command runs, if it does.
@@ -195,10 +200,11 @@ mod tests {
         let packed = commands.pack();
 
         assert_eq!(packed.len(), 2);
-        assert_eq!(packed.command(0), b"*2\r\n$3\r\nGET\r\n$3\r\na b\r\n");
+        let commands = packed.commands();
+        assert_eq!(commands[0], b"*2\r\n$3\r\nGET\r\n$3\r\na b\r\n");
         let max = u64::MAX;
         let text = format!("*3\r\n$1\r\nX\r\n$20\r\n{max}\r\n$41\r\n{max}-{max}\r\n");
-        assert_eq!(packed.command(1), text.as_bytes());
+        assert_eq!(commands[1], text.as_bytes());
     }
 
     #[test]

@@ -8,13 +8,16 @@
 //! Promises: every call ends by its deadline, with `Unavailable` if need be; a command whose reply was lost is not sent
 //! again unless twice is as good as once; connections come back by themselves.
 
-mod command;
 mod error;
 mod keys;
-mod msgpack;
-mod reply;
-mod scripts;
 mod url;
+
+mod reply;
+
+mod msgpack;
+mod scripts;
+
+mod command;
 
 mod wire;
 

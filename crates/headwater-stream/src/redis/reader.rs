@@ -92,7 +92,7 @@ impl Question for GroupQuestion {
     fn command(&self, block_ms: Option<u64>) -> Commands {
         let blocks = if block_ms.is_some() { 2 } else { 0 };
         let bytes: usize = self.streams.iter().map(|stream| stream.as_str().len() + 24).sum();
-        let mut commands = Commands::with_capacity(1, 160 + bytes);
+        let mut commands = Commands::with_capacity(160 + bytes);
         commands.begin(7 + blocks + self.streams.len() * 2);
         commands.arg("XREADGROUP");
         commands.arg("GROUP");

@@ -45,7 +45,7 @@ impl RedisBackend {
 
     /// The usual case: everything is done, and nobody asks under which lease.
     async fn acknowledge(&self, settle: &Settle<'_>) -> Result<Settled> {
-        let mut commands = Commands::with_capacity(1, 64 + settle.entries.len() * 28);
+        let mut commands = Commands::with_capacity(64 + settle.entries.len() * 28);
         commands.begin(3 + settle.entries.len());
         commands.arg("XACK");
         commands.arg(settle.stream.as_str());

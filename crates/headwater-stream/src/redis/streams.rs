@@ -37,7 +37,7 @@ impl Streams for RedisBackend {
             return self.servers.check_open().map(|()| Vec::new());
         }
         let bytes: usize = entries.iter().map(|fields| packed_bytes(stream, fields)).sum();
-        let mut commands = Commands::with_capacity(entries.len() + 1, bytes);
+        let mut commands = Commands::with_capacity(bytes);
         add_appends(&mut commands, stream, entries);
         let trims = self.trims.is_due(stream, entries.len(), retention);
         if trims {
