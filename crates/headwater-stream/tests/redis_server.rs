@@ -10,7 +10,7 @@ use headwater_stream::{
     Acquire, Due, Epoch, Fence, Fields, GroupStart, HintKind, LeaseWatch, PutAside, Range,
     Retention, Settle, Settlement, StreamError, Then, TrimGuard, WatchMode,
 };
-use headwater_testkit::{Redis, RedisBuilder};
+use headwater_testkit::{Cluster, Redis, RedisBuilder};
 
 use crate::redis_steps::*;
 
@@ -171,14 +171,14 @@ async fn a_call_that_the_user_may_not_make_is_denied() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_of_the_wrong_kind_is_refused_with_advice() -> Result<()> {
+async fn what_is_a_cluster_or_not_is_refused_with_advice_when_taken_for_the_other() -> Result<()> {
     let redis = Redis::start()?;
     let url = format!("redis-cluster://{}", redis.addr());
     let error = open(&url).await.map(drop).expect_err("it is no cluster").to_string();
     assert!(error.contains("redis://"), "{error}");
 
-    let redis = Redis::builder().setting("cluster-enabled", "yes").start()?;
-    let error = open(&redis.url()).await.map(drop).expect_err("it is a cluster").to_string();
+    let url = Cluster::shared()?.nodes()[0].url();
+    let error = open(&url).await.map(drop).expect_err("it is a cluster").to_string();
     assert!(error.contains("redis-cluster://"), "{error}");
     Ok(())
 }
