@@ -19,6 +19,8 @@ mod check;
 mod backend;
 mod keeper;
 
+pub mod assignment;
+
 #[cfg(feature = "embedded")]
 mod embedded;
 #[cfg(feature = "redis")]

@@ -153,7 +153,7 @@ pub async fn membership_is_told_in_the_order_asked_for(env: Env) -> TestResult {
     env.second.set_add(&set, &["a", "b"], None).await?;
     let found = env.backend.set_contains(&set, &["x", "b", "a", "b"]).await?;
     assert_eq!(found, [false, true, true, true]);
-    assert_eq!(env.backend.set_contains(&set, &[]).await?, []);
+    assert!(env.backend.set_contains(&set, &[]).await?.is_empty());
     Ok(())
 }
 

@@ -1,0 +1,266 @@
+//! This process as a member of a service: what all its parts share.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tracing::warn;
+
+use super::config::AssignmentConfig;
+use super::input;
+use super::known::Known;
+use super::metrics::Metrics;
+use super::names::{Identity, Names};
+use super::notification::Broker;
+use super::slots::Slots;
+use crate::backend::Backend;
+use crate::entry::{EntryId, Fields};
+use crate::error::{Result, StreamError};
+use crate::keeper::{HeldLease, LeaseKeeper};
+use crate::leases::{Epoch, Fence};
+use crate::limits::BATCH_MAX;
+use crate::name::{LeaseName, StreamName};
+use crate::streams::{GroupStart, Settle, Settled, Settlement, Then};
+
+pub(super) struct Member {
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) names: Names,
+    pub(super) identity: Identity,
+    pub(super) config: AssignmentConfig,
+    pub(super) keeper: LeaseKeeper,
+    /// Shows others that this process is alive.
+    pub(super) member_lease: LeaseName,
+    pub(super) slots: Arc<Slots>,
+    pub(super) broker: Arc<Broker>,
+    pub(super) metrics: Metrics,
+    known: Mutex<Known>,
+    /// Leases that belong to no stream of ours any more and are still to be released.
+    forsaken: Mutex<Vec<(StreamName, LeaseName)>>,
+    /// What we gave back and when, so that we do not take it again at once.
+    given_back: Mutex<HashMap<StreamName, Instant>>,
+}
+
+impl Member {
+    pub(super) fn new(
+        backend: Arc<dyn Backend>,
+        names: Names,
+        identity: Identity,
+        config: AssignmentConfig,
+    ) -> Result<Self> {
+        let metrics = Metrics::new(&names.service);
+        let leases = Arc::clone(&backend);
+        let keeper = LeaseKeeper::new(leases, identity.holder.clone(), config.keeper())?;
+        Ok(Self {
+            keeper,
+            member_lease: names.member_lease(identity.holder.as_str())?,
+            slots: Slots::new(config.streams_max),
+            broker: Broker::new(config.notifications_max, config.streams_max, metrics.clone()),
+            metrics,
+            known: Mutex::default(),
+            forsaken: Mutex::default(),
+            given_back: Mutex::default(),
+            backend,
+            names,
+            identity,
+            config,
+        })
+    }
+
+    /// Creates the input with its group, and makes sure that leases can guard it.
+    pub(super) async fn prepare(&self) -> Result<()> {
+        self.ensure_group().await?;
+        // A settle that can only be refused: by its fence where lease and input fit together, else for the reason that
+        // would otherwise stop the first `done`.
+        let lease = self.names.lease(&self.names.input)?;
+        let fence = Fence { lease, epoch: Epoch(0) };
+        match self.settle(Some(&fence), &[Settlement::done(EntryId::MIN)]).await {
+            Ok(_) | Err(StreamError::Fenced { .. }) => Ok(()),
+            Err(error) if error.is_transient() => Err(error),
+            Err(error) => Err(StreamError::invalid(
+                format!("the service name `{}`", self.names.service),
+                format!(
+                    "leases cannot guard its input stream; on a Redis Cluster give it a hash tag, such as \
+                     `{{{}}}` ({error})",
+                    self.names.service
+                ),
+            )),
+        }
+    }
+
+    /// Creates the group from the beginning, also after it was lost.
+    pub(super) async fn ensure_group(&self) -> Result<()> {
+        let (input, group) = (&self.names.input, &self.names.group);
+        if self.backend.ensure_group(input, group, GroupStart::Beginning).await? {
+            self.known().clear();
+        }
+        Ok(())
+    }
+
+    /// Shows others that this process is alive. The lease first: a member without one is taken for dead.
+    pub(super) async fn join(&self) -> Result<()> {
+        if self.keeper.acquire(&self.member_lease).await?.is_none() {
+            warn!(lease = %self.member_lease, "somebody else holds our member lease");
+        }
+        let member = self.identity.holder.as_str();
+        self.backend.set_add(&self.names.members, &[member], None).await?;
+        Ok(())
+    }
+
+    /// The opposite of `join`.
+    pub(super) async fn leave(&self) -> Result<()> {
+        let member = self.identity.holder.as_str();
+        self.backend.set_remove(&self.names.members, &[member]).await?;
+        self.keeper.release(std::slice::from_ref(&self.member_lease)).await?;
+        Ok(())
+    }
+
+    /// Ends deliveries of input entries.
+    pub(super) async fn settle(
+        &self,
+        fence: Option<&Fence>,
+        entries: &[Settlement],
+    ) -> Result<Settled> {
+        let settle = Settle {
+            stream: &self.names.input,
+            group: &self.names.group,
+            consumer: &self.identity.consumer,
+            fence,
+            entries,
+        };
+        self.backend.settle(settle).await
+    }
+
+    /// Gives entries back unhandled. Needs no fence: what is pending for another consumer stays as it is.
+    pub(super) async fn give_back_entries(&self, ids: &[EntryId]) -> Result<()> {
+        for chunk in ids.chunks(BATCH_MAX) {
+            let entries: Vec<Settlement> =
+                chunk.iter().map(|id| Settlement { id: *id, then: Then::Release }).collect();
+            self.settle(None, &entries).await?;
+        }
+        Ok(())
+    }
+
+    /// Moves an input entry to the dead letters, once: whoever has it in hand.
+    pub(super) async fn bury(
+        &self,
+        id: EntryId,
+        fields: &Fields,
+        reason: &str,
+        fence: Option<&Fence>,
+    ) -> Result<()> {
+        let (letter, removable) = input::dead_letter(id, fields, reason);
+        let then = Then::Append { to: self.names.dead_letters.clone(), fields: letter };
+        let settled = self.settle(fence, &[Settlement { id, then }]).await?;
+        // The letter holds it all. Were we to die here, an entry stays that nobody is given again.
+        if settled.applied > 0 && removable {
+            self.backend.delete_entries(&self.names.input, &[id]).await?;
+        }
+        self.known().forget(id);
+        Ok(())
+    }
+
+    /// Takes the lease of a stream; `None` if somebody else holds it.
+    pub(super) async fn lock(&self, stream: &StreamName) -> Result<Option<Locked<'_>>> {
+        let lease = self.names.lease(stream)?;
+        let Some(held) = self.keeper.acquire(&lease).await? else { return Ok(None) };
+        self.metrics.locks_acquired(1);
+        Ok(Some(Locked { member: self, stream: stream.clone(), held, kept: false }))
+    }
+
+    /// Releases leases so that others hear of it at once. If that fails they run out.
+    pub(super) async fn unlock(&self, leases: &[LeaseName]) {
+        match self.keeper.release(leases).await {
+            Ok(count) => self.metrics.locks_released(count),
+            Err(error) => {
+                warn!(count = leases.len(), %error, "leases were not released, they run out");
+            }
+        }
+    }
+
+    /// Leaves the release of a lease to the next heartbeat.
+    pub(super) fn forsake(&self, stream: StreamName, lease: LeaseName) {
+        lock(&self.forsaken).push((stream, lease));
+    }
+
+    /// Releases what was left to the heartbeat, except for streams that are ours again.
+    pub(super) async fn unlock_forsaken(&self) {
+        let forsaken = std::mem::take(&mut *lock(&self.forsaken));
+        let leases: Vec<LeaseName> = forsaken
+            .into_iter()
+            .filter(|(stream, _)| !self.slots.contains(stream))
+            .map(|(_, lease)| lease)
+            .collect();
+        if !leases.is_empty() {
+            self.unlock(&leases).await;
+        }
+    }
+
+    pub(super) fn known(&self) -> MutexGuard<'_, Known> {
+        lock(&self.known)
+    }
+
+    pub(super) fn given_back(&self) -> MutexGuard<'_, HashMap<StreamName, Instant>> {
+        lock(&self.given_back)
+    }
+
+    pub(super) fn count_owned(&self) {
+        self.metrics.owned(self.slots.len());
+    }
+}
+
+/// How far the assignment is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Stage {
+    /// Everything runs.
+    Running,
+    /// Nothing new is taken; what is owned is kept.
+    Closing,
+    /// Nothing runs.
+    Stopped,
+}
+
+/// Returns when the assignment has got that far. Cancel-safe.
+pub(super) async fn reached(stage: &mut watch::Receiver<Stage>, wanted: Stage) {
+    // An error means that nobody is left to set the stage: everything has stopped.
+    let _ = stage.wait_for(|stage| *stage >= wanted).await;
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("no code panics while it holds this lock")
+}
+
+/// A lease that belongs to no stream of ours yet. Dropped without a word, it is released by the next heartbeat, so
+/// that a caller who went away leaves nothing locked.
+pub(super) struct Locked<'a> {
+    member: &'a Member,
+    stream: StreamName,
+    held: HeldLease,
+    kept: bool,
+}
+
+impl Locked<'_> {
+    pub(super) fn fence(&self) -> &Fence {
+        self.held.fence()
+    }
+
+    /// The stream is ours; the lease stays.
+    pub(super) fn keep(mut self) -> HeldLease {
+        self.kept = true;
+        self.held.clone()
+    }
+
+    /// Releases the lease now.
+    pub(super) async fn unlock(mut self) {
+        self.kept = true;
+        self.member.unlock(std::slice::from_ref(&self.held.fence().lease)).await;
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.member.forsake(self.stream.clone(), self.held.fence().lease.clone());
+        }
+    }
+}

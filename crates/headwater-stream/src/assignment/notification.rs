@@ -1,0 +1,290 @@
+//! Notifications: one bounded, ordered channel between the assignment and its program.
+//!
+//! Promises: nothing that tells of them ever waits, so a slow or absent reader cannot stop a heartbeat or a shutdown.
+//! What waits is bounded: `Added` needs a place before a stream is taken, so no stream is taken that nobody hears of;
+//! `Disowned` has places of its own, one for each stream that can have been heard of; `Expired` waits once per stream,
+//! and with `Quarantined` it is dropped and counted when there is no place (the sweep announces the former again);
+//! `Terminated` has the last place.
+
+use std::collections::{HashSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use tokio::sync::Notify;
+
+use super::metrics::Metrics;
+use super::owned::Owned;
+use crate::name::StreamName;
+
+/// Something the program should know.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Notification {
+    /// A stream is ours from now on: a new one, one that its owner gave back, or a dead owner's that was claimed for us.
+    Added(Owned),
+    /// A stream's owner died and the stream is free: claim it. Said again with each sweep until somebody has it.
+    Expired(StreamName),
+    /// A stream is no longer ours. Stop working on it.
+    Disowned {
+        /// The stream.
+        stream: StreamName,
+        /// Why.
+        reason: Disowned,
+    },
+    /// A stream wore out too many owners; its input entry is in the dead letters.
+    Quarantined {
+        /// The stream.
+        stream: StreamName,
+        /// How many owners it had.
+        owners: u64,
+    },
+    /// The assignment has ended; this is the last notification.
+    Terminated(Terminated),
+}
+
+/// Why a stream is no longer ours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Disowned {
+    /// The lease ran out or has another holder.
+    LeaseLost,
+    /// The lease could not be renewed in time: the backend did not answer, or this process stood still.
+    LeaseUnconfirmed,
+    /// The input entry is gone: somebody deleted it, or the streams were flushed.
+    EntryGone,
+    /// It was given to a consumer with fewer streams.
+    Rebalanced,
+    /// It was not done when a shutdown had drained long enough.
+    Shutdown,
+}
+
+/// Why the assignment has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Terminated {
+    /// By [`shutdown`](super::Assignment::shutdown).
+    Shutdown,
+    /// It was dropped without a shutdown; its leases run out.
+    Dropped,
+    /// It cannot go on.
+    Failed {
+        /// What went wrong.
+        problem: String,
+    },
+}
+
+/// The reading end of the channel. Once it is dropped, no more streams are taken.
+#[derive(Debug)]
+pub struct Notifications {
+    broker: Arc<Broker>,
+}
+
+impl Notifications {
+    pub(super) fn new(broker: &Arc<Broker>) -> Self {
+        Self { broker: Arc::clone(broker) }
+    }
+
+    /// The next notification; waits for it. `None` after [`Notification::Terminated`]. Cancel-safe.
+    pub async fn recv(&mut self) -> Option<Notification> {
+        loop {
+            if let Some(next) = self.broker.take() {
+                return next;
+            }
+            // Keeps a wake-up that came since `take`, so none is lost.
+            self.broker.arrived.notified().await;
+        }
+    }
+
+    /// The next notification if one waits.
+    pub fn try_recv(&mut self) -> Option<Notification> {
+        self.broker.take().flatten()
+    }
+}
+
+impl Drop for Notifications {
+    fn drop(&mut self) {
+        let mut queue = self.broker.lock();
+        queue.abandoned = true;
+        queue.items.clear();
+        queue.disowned = 0;
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Broker {
+    queue: Mutex<Queue>,
+    max: usize,
+    disowned_max: usize,
+    arrived: Notify,
+    /// A notification was taken, so there is a place.
+    pub(super) taken: Notify,
+    metrics: Metrics,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    items: VecDeque<Notification>,
+    /// Streams with an `Expired` in `items`.
+    expired: HashSet<StreamName>,
+    /// `Disowned` in `items`: they have places of their own.
+    disowned: usize,
+    /// Places kept for streams that are being taken.
+    reserved: usize,
+    closed: bool,
+    abandoned: bool,
+}
+
+impl Broker {
+    /// A channel for `max` notifications and as many `Disowned` as there can be streams to lose.
+    pub(super) fn new(max: usize, streams_max: usize, metrics: Metrics) -> Arc<Self> {
+        Arc::new(Self {
+            queue: Mutex::default(),
+            max,
+            // Streams in hand, and those whose `Added` still waits.
+            disowned_max: streams_max + max,
+            arrived: Notify::new(),
+            taken: Notify::new(),
+            metrics,
+        })
+    }
+
+    /// A place for an `Added`; `None` if the channel is full or nobody reads it.
+    pub(super) fn reserve(self: &Arc<Self>) -> Option<Place> {
+        let mut queue = self.lock();
+        if queue.room(self.max) == 0 {
+            return None;
+        }
+        queue.reserved += 1;
+        Some(Place { broker: Arc::clone(self) })
+    }
+
+    /// How many places there are.
+    pub(super) fn room(&self) -> usize {
+        self.lock().room(self.max)
+    }
+
+    pub(super) fn expired(&self, stream: &StreamName) {
+        let mut queue = self.lock();
+        if queue.closed || queue.expired.contains(stream) {
+            return;
+        }
+        if queue.room(self.max) == 0 {
+            self.metrics.notification_dropped("expired");
+            return;
+        }
+        queue.expired.insert(stream.clone());
+        self.push(queue, Notification::Expired(stream.clone()), "expired");
+    }
+
+    /// Takes an `Expired` back that is no longer true.
+    pub(super) fn no_longer_expired(&self, stream: &StreamName) {
+        let mut queue = self.lock();
+        if queue.expired.remove(stream) {
+            queue.items.retain(|item| !matches!(item, Notification::Expired(s) if s == stream));
+        }
+    }
+
+    pub(super) fn quarantined(&self, stream: &StreamName, owners: u64) {
+        let queue = self.lock();
+        if queue.room(self.max) == 0 {
+            self.metrics.notification_dropped("quarantined");
+            return;
+        }
+        let notification = Notification::Quarantined { stream: stream.clone(), owners };
+        self.push(queue, notification, "quarantined");
+    }
+
+    pub(super) fn disowned(&self, stream: &StreamName, reason: Disowned) {
+        let mut queue = self.lock();
+        if queue.closed || queue.abandoned || queue.disowned >= self.disowned_max {
+            self.metrics.notification_dropped("disowned");
+            return;
+        }
+        queue.disowned += 1;
+        let notification = Notification::Disowned { stream: stream.clone(), reason };
+        self.push(queue, notification, "disowned");
+    }
+
+    /// The last notification; what comes later is dropped.
+    pub(super) fn terminated(&self, reason: Terminated) {
+        let mut queue = self.lock();
+        if queue.closed {
+            return;
+        }
+        queue.closed = true;
+        if queue.abandoned {
+            return;
+        }
+        self.push(queue, Notification::Terminated(reason), "terminated");
+    }
+
+    fn push(
+        &self,
+        mut queue: MutexGuard<'_, Queue>,
+        notification: Notification,
+        kind: &'static str,
+    ) {
+        queue.items.push_back(notification);
+        drop(queue);
+        self.metrics.notification(kind);
+        self.arrived.notify_one();
+    }
+
+    /// The next notification: `None` if none waits, `Some(None)` if none will come.
+    fn take(&self) -> Option<Option<Notification>> {
+        let mut queue = self.lock();
+        let Some(next) = queue.items.pop_front() else { return queue.closed.then_some(None) };
+        match &next {
+            Notification::Expired(stream) => {
+                queue.expired.remove(stream);
+            }
+            Notification::Disowned { .. } => queue.disowned -= 1,
+            _ => {}
+        }
+        drop(queue);
+        self.taken.notify_one();
+        Some(Some(next))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+impl Queue {
+    fn room(&self, max: usize) -> usize {
+        if self.closed || self.abandoned {
+            return 0;
+        }
+        max.saturating_sub(self.items.len() - self.disowned + self.reserved)
+    }
+}
+
+/// A place in the channel for the `Added` of a stream that is being taken; free again when dropped.
+#[derive(Debug)]
+pub(super) struct Place {
+    broker: Arc<Broker>,
+}
+
+impl Place {
+    pub(super) fn added(self, owned: Owned) {
+        let broker = Arc::clone(&self.broker);
+        {
+            let mut queue = broker.lock();
+            if queue.closed || queue.abandoned {
+                broker.metrics.notification_dropped("added");
+                return;
+            }
+            queue.items.push_back(Notification::Added(owned));
+        }
+        // `self` still counts as reserved until it is dropped below, so nobody got the place in between.
+        broker.metrics.notification("added");
+        broker.arrived.notify_one();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.broker.lock().reserved -= 1;
+        self.broker.taken.notify_one();
+    }
+}
