@@ -21,6 +21,10 @@ const READ_WAIT: Duration = Duration::from_secs(5);
 /// Room is looked for again after this, should a wake-up be missed.
 const ROOM_CHECK: Duration = Duration::from_secs(1);
 
+/// A pause after a full batch, so that others who read at the same time get their turn: without it, whoever is awake
+/// first takes everything.
+const TURN: Duration = Duration::from_millis(2);
+
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
@@ -89,8 +93,12 @@ impl Intake {
     async fn take(&mut self, read: Vec<Batch<Delivery>>) {
         let mut deliveries = std::mem::take(&mut self.backlog);
         deliveries.extend(read.into_iter().flat_map(|batch| batch.entries));
+        let full = deliveries.len() >= self.member.config.read_batch;
         if !deliveries.is_empty() {
             self.backlog = self.member.take_new(deliveries).await;
+        }
+        if full {
+            sleep(TURN).await;
         }
         if self.backlog.is_empty() {
             self.backoff = BACKOFF_MIN;

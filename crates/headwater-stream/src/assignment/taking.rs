@@ -33,6 +33,11 @@ impl Member {
     /// Takes over a stream that was handed out before. One caller wins, in whatever process.
     pub(super) async fn claim(&self, stream: &StreamName) -> Result<Owned, ClaimError> {
         let result = self.try_claim(stream).await;
+        // Told when nothing of it is left here, so that whoever hears of it finds it gone.
+        if let Err(ClaimError::Quarantined { owners, .. }) = &result {
+            self.broker.no_longer_expired(stream);
+            self.broker.quarantined(stream, *owners);
+        }
         self.metrics.claim(match &result {
             Ok(_) => "won",
             Err(ClaimError::AlreadyClaimed { .. }) => "already_claimed",
@@ -176,8 +181,6 @@ impl Member {
         self.bury(delivery.id, &delivery.fields, &reason, Some(locked.fence())).await?;
         warn!(%stream, entry_id = %delivery.id, owners, "stream quarantined");
         self.metrics.quarantined();
-        self.broker.no_longer_expired(stream);
-        self.broker.quarantined(stream, owners);
         Ok(())
     }
 

@@ -10,6 +10,7 @@ use crate::place::{Place, QUIET, quick};
 
 everywhere!(
     a_killed_consumers_stream_is_claimed_by_exactly_one_survivor_in_time,
+    of_all_who_claim_at_once_one_wins,
     a_partial_set_is_recovered_without_what_is_done,
     a_crash_between_read_and_lock_is_found,
     a_crash_between_lock_and_takeover_is_found,
@@ -33,32 +34,62 @@ async fn a_killed_consumers_stream_is_claimed_by_exactly_one_survivor_in_time(pl
     }
     sleep(QUIET).await;
 
-    // When the owner dies, then all hear of it, and one wins.
+    // When the owner dies, then somebody hears of it and claims the stream ...
     owner.die();
     let died = Instant::now();
-    let claims = survivors.iter_mut().map(|survivor| async {
-        assert_eq!(survivor.expired().await, stream);
-        let claim = survivor.assignment.claim(&stream).await;
-        (claim, died.elapsed())
-    });
-    let claims = futures_util::future::join_all(claims).await;
+    let (new, after) = {
+        let claims = survivors.iter_mut().map(|survivor| {
+            Box::pin(async {
+                loop {
+                    assert_eq!(survivor.expired().await, stream);
+                    match survivor.assignment.claim(&stream).await {
+                        Ok(new) => return (new, died.elapsed()),
+                        Err(ClaimError::AlreadyClaimed { .. }) => {}
+                        Err(other) => panic!("{other}"),
+                    }
+                }
+            })
+        });
+        futures_util::future::select_all(claims).await.0
+    };
 
-    let mut winners = 0;
-    for (claim, after) in claims {
-        assert!(after < config.lease_ttl() + Duration::from_millis(250), "after {after:?}");
-        match claim {
-            Ok(new) => {
-                winners += 1;
-                assert!(new.epoch() > owned.epoch());
-                assert_eq!((new.stream(), new.owners()), (&stream, 2));
-                assert!(new.guard().is_trusted());
-            }
-            Err(ClaimError::AlreadyClaimed { .. }) => {}
-            Err(other) => panic!("{other}"),
+    // ... in time, and nobody else has it.
+    assert!(after < config.lease_ttl() + Duration::from_millis(250), "after {after:?}");
+    assert!(new.epoch() > owned.epoch());
+    assert_eq!((new.stream(), new.owners()), (&stream, 2));
+    assert!(new.guard().is_trusted());
+    sleep(QUIET).await;
+    assert_eq!(survivors.iter().map(|s| s.assignment.owned().len()).sum::<usize>(), 1);
+    for survivor in &survivors {
+        let claim = survivor.assignment.claim(&stream).await;
+        assert!(matches!(claim, Err(ClaimError::AlreadyClaimed { .. })), "{claim:?}");
+    }
+}
+
+async fn of_all_who_claim_at_once_one_wins(place: &Place) {
+    let mut owner = place.consumer("owner", quick()).await;
+    let names: Vec<String> = (0..20).map(|i| i.to_string()).collect();
+    let streams = place.add(&names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    owner.added_many(streams.len()).await;
+    owner.die();
+    let mut claimants = Vec::new();
+    for _ in 0..4 {
+        claimants.push(place.consumer("claimant", quick()).await);
+    }
+    claimants[0].expired().await;
+
+    for stream in &streams {
+        // Four processes, and two callers in each of them.
+        let claims = claimants.iter().chain(&claimants).map(|c| c.assignment.claim(stream));
+        let claims = futures_util::future::join_all(claims).await;
+        let won: Vec<_> = claims.iter().flatten().collect();
+        assert_eq!(won.len(), 1, "{claims:?}");
+        assert_eq!(won[0].owners(), 2);
+        for claim in claims.iter().filter_map(|claim| claim.as_ref().err()) {
+            assert!(matches!(claim, ClaimError::AlreadyClaimed { .. }), "{claim}");
         }
     }
-    assert_eq!(winners, 1);
-    assert_eq!(survivors.iter().map(|s| s.assignment.owned().len()).sum::<usize>(), 1);
+    assert_eq!(claimants.iter().map(|c| c.assignment.owned().len()).sum::<usize>(), streams.len());
 }
 
 async fn a_partial_set_is_recovered_without_what_is_done(place: &Place) {

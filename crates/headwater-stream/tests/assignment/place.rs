@@ -171,7 +171,7 @@ impl Place {
 /// Fast enough for a test, slow enough for a busy machine.
 pub(crate) fn quick() -> AssignmentConfig {
     AssignmentConfig {
-        heartbeat_every: Duration::from_millis(500),
+        heartbeat_every: Duration::from_secs(1),
         sweep_every: Duration::from_millis(500),
         ..Default::default()
     }
