@@ -94,7 +94,9 @@ impl Assignment {
         member.prepare().await?;
         let lease_watch = member.backend.watch(&member.names.lease_prefix).await?;
         if let WatchMode::ReleasesOnly { reason } = lease_watch.mode() {
-            warn!(service, reason, "expired leases are found by the sweep alone");
+            // The backend has warned; this is what it means here.
+            let sweep_every = member.config.sweep_every;
+            info!(service, reason, ?sweep_every, "expired leases are found by the sweep alone");
         }
         let reader = member.backend.reader(&member.names.group, &member.identity.consumer).await?;
         member.join().await?;

@@ -144,17 +144,17 @@ impl Sweep {
         let started_at = self.after;
         let listing = self.member.list(self.after).await?;
         self.after = listing.next;
-        let ttl = self.member.config.lease_ttl();
+        // Owners keep their entries alive, so a lease is worth a look only where nobody did for more than an interval.
+        let late = self.member.config.heartbeat_every * 3 / 2;
         let mut firsts: HashMap<StreamName, Pending> = HashMap::new();
         for (pending, stream) in listing.entries {
             firsts.entry(stream).or_insert(pending);
         }
-        // Owners keep their entries alive, so a lease is worth a look only where nobody did for its whole life.
         let suspects = firsts
             .iter()
             .filter(|(stream, pending)| {
                 let suspect =
-                    is_released(pending) || pending.idle >= ttl || hinted.contains(*stream);
+                    is_released(pending) || pending.idle >= late || hinted.contains(*stream);
                 suspect && !self.member.slots.contains(stream)
             })
             .map(|(stream, _)| stream.clone())

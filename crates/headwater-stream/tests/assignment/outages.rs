@@ -1,1 +1,166 @@
-//! To come.
+//! What happens when the server is away, forgets everything, or loses a reply.
+
+use std::time::Duration;
+
+use headwater_stream::assignment::{AssignmentConfig, Disowned, EndError, Notification};
+use headwater_testkit::{Persistence, Proxy, Redis};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::place::{LIMIT, Place, QUIET, quick};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_restarted_server_keeps_streams_and_owners() {
+    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
+    let place = Place::at(redis.url());
+    let config = AssignmentConfig { heartbeat_every: Duration::from_secs(4), ..quick() };
+    let mut dies = place.consumer("dies", config.clone()).await;
+    let lost = place.add(&["lost"]).await.remove(0);
+    dies.added().await;
+    let mut lives = place.consumer("lives", config).await;
+    drop(dies.notifications);
+    place.add(&["kept"]).await;
+    let kept = lives.added().await;
+
+    // When one owner dies together with the server, and nobody can hear of it ...
+    drop(dies.assignment);
+    redis.kill9().unwrap();
+    redis.restart().unwrap();
+
+    // ... then the other owner goes on, and finds the stream.
+    assert_eq!(lives.expired().await, lost);
+    let claimed = lives.assignment.claim(&lost).await.unwrap();
+    assert!(kept.guard().is_trusted());
+    lives.assignment.done(&kept).await.unwrap();
+    lives.assignment.done(&claimed).await.unwrap();
+    assert_eq!(place.pending().await, []);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_flush_owners_are_disowned_and_new_streams_are_taken() {
+    let redis = Redis::start().unwrap();
+    let place = Place::at(redis.url());
+    let mut consumer = place.consumer("c", quick()).await;
+    let stream = place.add(&["s"]).await.remove(0);
+    let owned = consumer.added().await;
+
+    redis.command(&["FLUSHALL"]).unwrap();
+
+    assert_eq!(consumer.disowned().await, (stream.clone(), Disowned::LeaseLost));
+    assert!(owned.work().is_none());
+    let done = consumer.assignment.done(&owned).await;
+    assert!(matches!(done, Err(EndError::NotOwner { .. })), "{done:?}");
+    // The group is made anew, from the beginning; the same stream may come again, with a larger epoch.
+    place.add(&["s"]).await;
+    let again = consumer.added().await;
+    assert_eq!(again.stream(), &stream);
+    assert!(again.epoch() > owned.epoch());
+    consumer.assignment.done(&again).await.unwrap();
+    consumer.hears_nothing_for(QUIET).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_short_outage_costs_no_ownership() {
+    let redis = Redis::start().unwrap();
+    let place = Place::at(redis.url());
+    let config = AssignmentConfig { heartbeat_every: Duration::from_secs(2), ..quick() };
+    let mut consumer = place.consumer("c", config.clone()).await;
+    place.add(&["s"]).await;
+    let owned = consumer.added().await;
+
+    for _ in 0..3 {
+        redis.pause().unwrap();
+        sleep(config.heartbeat_every / 2).await;
+        redis.resume().unwrap();
+        sleep(config.heartbeat_every).await;
+    }
+
+    assert!(owned.guard().is_trusted());
+    consumer.assignment.done(&owned).await.unwrap();
+    consumer.hears_nothing_for(QUIET).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_long_outage_disowns_before_the_lease_can_expire() {
+    let redis = Redis::start().unwrap();
+    let place = Place::at(redis.url());
+    let mut consumer = place.consumer("c", quick()).await;
+    let stream = place.add(&["s"]).await.remove(0);
+    let owned = consumer.added().await;
+
+    redis.pause().unwrap();
+    let paused = Instant::now();
+    timeout(LIMIT, owned.guard().lost()).await.unwrap();
+    assert!(paused.elapsed() < quick().lease_ttl(), "after {:?}", paused.elapsed());
+    assert_eq!(consumer.disowned().await, (stream.clone(), Disowned::LeaseUnconfirmed));
+    redis.resume().unwrap();
+
+    // The stream is free again when the server is back, and one disowning is all that is heard.
+    loop {
+        match consumer.next().await {
+            Notification::Expired(expired) => {
+                assert_eq!(expired, stream);
+                break;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let again = consumer.assignment.claim(&stream).await.unwrap();
+    assert!(again.epoch() > owned.epoch());
+    assert!(matches!(consumer.assignment.done(&owned).await, Err(EndError::NotOwner { .. })));
+    consumer.assignment.done(&again).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_end_whose_reply_is_lost_can_be_repeated() {
+    // Given nothing else that talks to the server, so that the lost reply is the one of the end.
+    let redis = Redis::start().unwrap();
+    let proxy = Proxy::start(redis.addr()).unwrap();
+    let place = Place::at(redis.url_at(proxy.addr()));
+    let config = AssignmentConfig {
+        heartbeat_every: Duration::from_secs(60),
+        sweep_every: Duration::from_secs(60),
+        ..Default::default()
+    };
+    let mut consumer = place.consumer("c", config).await;
+    place.add(&["done", "released"]).await;
+    let owned = consumer.added_many(2).await;
+    sleep(QUIET).await;
+
+    proxy.drop_reply().unwrap();
+    let mut done = consumer.assignment.done(&owned[0]).await;
+    for _ in 0..50 {
+        match &done {
+            Ok(()) => break,
+            Err(EndError::Backend(error)) => assert!(error.is_transient(), "{error}"),
+            Err(other) => panic!("{other}"),
+        }
+        sleep(Duration::from_millis(100)).await;
+        done = consumer.assignment.done(&owned[0]).await;
+    }
+    done.unwrap();
+
+    assert_eq!(place.pending().await.len(), 1);
+    assert_eq!(place.entries(&place.input()).await.len(), 1);
+    assert_eq!(consumer.assignment.owned().len(), 1);
+    consumer.assignment.release(&owned[1]).await.unwrap();
+    consumer.hears_nothing_for(QUIET).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shutdown_ends_even_if_the_server_is_gone() {
+    let redis = Redis::start().unwrap();
+    let place = Place::at(redis.url());
+    let mut consumer = place.consumer("c", quick()).await;
+    place.add(&["s"]).await;
+    let owned = consumer.added().await;
+    redis.kill9().unwrap();
+
+    let ended =
+        timeout(Duration::from_secs(40), consumer.assignment.shutdown(Duration::ZERO)).await;
+
+    assert!(ended.is_ok(), "it hangs");
+    timeout(LIMIT, owned.guard().lost()).await.unwrap();
+    while let Some(notification) = consumer.notifications.recv().await {
+        drop(notification);
+    }
+}
