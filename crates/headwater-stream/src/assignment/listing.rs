@@ -15,7 +15,6 @@ use super::member::Member;
 use super::names::Names;
 use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
-use crate::limits::COUNT_MAX;
 use crate::name::StreamName;
 use crate::streams::{Direction, Pending, PendingQuery, Range, Reclaim, ReclaimFrom};
 
@@ -27,6 +26,9 @@ const PAGES_MAX: usize = 100;
 
 /// Entries in one read: each can be a megabyte.
 const RANGE_PAGE: usize = 500;
+
+/// Entries kept alive in one call; the calls are made together. More would hold up a server that does one thing at a time.
+const KEEP_AT_ONCE: usize = 1000;
 
 /// One pass over pending entries.
 pub(super) struct Listing {
@@ -92,8 +94,9 @@ impl Member {
     pub(super) async fn keep_entries(&self, ids: &[EntryId]) -> Result<HashSet<EntryId>> {
         let Names { input, group, .. } = &self.names;
         let consumer = &self.identity.consumer;
-        let calls =
-            ids.chunks(COUNT_MAX).map(|ids| self.backend.keep_alive(input, group, consumer, ids));
+        let calls = ids
+            .chunks(KEEP_AT_ONCE)
+            .map(|ids| self.backend.keep_alive(input, group, consumer, ids));
         Ok(try_join_all(calls).await?.into_iter().flatten().collect())
     }
 
