@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use headwater_stream::assignment::{AssignmentConfig, Disowned, EndError, Notification};
+use headwater_stream::assignment::{AssignmentConfig, Disowned, EndError};
 use headwater_testkit::{Persistence, Proxy, Redis};
 use tokio::time::{Instant, sleep, timeout};
 
@@ -95,15 +95,7 @@ async fn a_long_outage_disowns_before_the_lease_can_expire() {
     redis.resume().unwrap();
 
     // The stream is free again when the server is back, and one disowning is all that is heard.
-    loop {
-        match consumer.next().await {
-            Notification::Expired(expired) => {
-                assert_eq!(expired, stream);
-                break;
-            }
-            other => panic!("{other:?}"),
-        }
-    }
+    assert_eq!(consumer.expired().await, stream);
     let again = consumer.assignment.claim(&stream).await.unwrap();
     assert!(again.epoch() > owned.epoch());
     assert!(matches!(consumer.assignment.done(&owned).await, Err(EndError::NotOwner { .. })));
