@@ -14,7 +14,8 @@ pub struct AssignmentConfig {
     pub streams_max: usize,
     /// How often ownership is renewed; a lease lives twice as long. Default: 5 s. Limits: 25 ms to 12 h.
     pub heartbeat_every: Duration,
-    /// How often everything pending is looked through for what notifications missed. Default: 5 s. Limits: 10 ms to 1 h.
+    /// How often everything pending is looked through for what notifications missed. Up to `heartbeat_every`, fail-over
+    /// needs no notifications to be in time. Default: 5 s. Limits: 10 ms to 1 h.
     pub sweep_every: Duration,
     /// What to do with a stream whose owner died. Default: announce it.
     pub on_expired: OnExpired,

@@ -288,3 +288,82 @@ impl Drop for Place {
         self.broker.taken.notify_one();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn channel(max: usize, streams_max: usize) -> (Arc<Broker>, Notifications) {
+        let broker = Broker::new(max, streams_max, Metrics::new("svc"));
+        let notifications = Notifications::new(&broker);
+        (broker, notifications)
+    }
+
+    fn stream(name: &str) -> StreamName {
+        StreamName::new(name).unwrap()
+    }
+
+    #[test]
+    fn what_waits_is_bounded_whatever_is_told() {
+        let (broker, mut notifications) = channel(3, 2);
+        let place = broker.reserve().unwrap();
+        for i in 0..100 {
+            broker.expired(&stream(&format!("e{i}")));
+            broker.quarantined(&stream("q"), 5);
+            broker.disowned(&stream(&format!("d{i}")), Disowned::LeaseLost);
+        }
+        assert!(broker.reserve().is_none());
+        broker.terminated(Terminated::Shutdown);
+        broker.disowned(&stream("late"), Disowned::LeaseLost);
+
+        let heard: Vec<_> = std::iter::from_fn(|| notifications.try_recv()).collect();
+        // One place is reserved, two are for others, five for what can be lost, one for the end.
+        assert_eq!(heard.len(), 2 + 5 + 1, "{heard:?}");
+        assert!(matches!(heard.last(), Some(Notification::Terminated(Terminated::Shutdown))));
+        drop(place);
+    }
+
+    #[test]
+    fn an_expired_stream_waits_once_and_can_be_taken_back() {
+        let (broker, mut notifications) = channel(10, 1);
+        for name in ["a", "b", "a"] {
+            broker.expired(&stream(name));
+        }
+        broker.no_longer_expired(&stream("a"));
+        assert!(
+            matches!(notifications.try_recv(), Some(Notification::Expired(s)) if s == stream("b"))
+        );
+        assert!(notifications.try_recv().is_none());
+        // Once heard, it can be said again.
+        broker.expired(&stream("b"));
+        assert!(notifications.try_recv().is_some());
+    }
+
+    #[test]
+    fn a_reserved_place_is_free_again_when_it_is_not_used() {
+        let (broker, notifications) = channel(1, 1);
+        let place = broker.reserve().unwrap();
+        assert!(broker.reserve().is_none());
+        drop(place);
+        assert!(broker.reserve().is_some());
+        drop(notifications);
+        assert!(broker.reserve().is_none(), "nobody reads");
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_waits_is_woken_and_the_end_is_the_end() {
+        let (broker, mut notifications) = channel(1, 1);
+        let reader = tokio::spawn(async move {
+            let mut heard = 0;
+            while notifications.recv().await.is_some() {
+                heard += 1;
+            }
+            heard
+        });
+        tokio::task::yield_now().await;
+        broker.expired(&stream("a"));
+        tokio::task::yield_now().await;
+        broker.terminated(Terminated::Dropped);
+        assert_eq!(reader.await.unwrap(), 2);
+    }
+}

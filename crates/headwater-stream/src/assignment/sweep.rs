@@ -2,15 +2,15 @@
 //!
 //! Upstream: time, and hints of the backend about leases. Downstream: `offers` decides what becomes of them.
 //! Promises: whatever crashed between any two steps, its input entry is still pending, without a live lease, and not kept
-//! alive; that is what the sweep looks for. It also finds what hints told while a connection was broken.
+//! alive; that is what the sweep looks for. With a pass per heartbeat interval or more, it is as fast as hints are.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use tokio::sync::watch;
-use tokio::time::{Instant, interval, timeout_at};
+use tokio::time::{Instant, interval, sleep_until, timeout_at};
 use tracing::{debug, info, warn};
 
 use super::member::{Member, Stage, reached};
@@ -28,6 +28,10 @@ const HINTS_GATHER: Duration = Duration::from_millis(10);
 /// Hints looked at one by one; more of them are worth a sweep.
 const HINTS_MAX: usize = 256;
 
+/// A look at a lease comes this long after its end, and a pass comes at most this much later than its interval says.
+const END_PASSED: Duration = Duration::from_millis(2);
+const SWEEP_LATE: Duration = Duration::from_millis(250);
+
 /// How often consumers of past process starts are removed from the group, and after which idle time.
 const CONSUMERS_CLEARED_EVERY: Duration = Duration::from_secs(10 * 60);
 const CONSUMERS_IDLE: Duration = Duration::from_secs(60 * 60);
@@ -39,6 +43,18 @@ pub(super) struct Sweep {
     passes: u64,
     consumers_cleared: Option<Instant>,
     offers: Offers,
+    /// Leases that end before the next pass unless they are renewed, and when.
+    ends: BTreeSet<(Instant, StreamName)>,
+}
+
+/// What there is to do.
+enum WakeUp {
+    /// A whole pass.
+    Interval,
+    /// A look at leases that should have ended.
+    End,
+    /// A look at leases that somebody spoke of.
+    Hint(LeaseHint),
 }
 
 impl Sweep {
@@ -49,6 +65,7 @@ impl Sweep {
             after: None,
             passes: 0,
             consumers_cleared: None,
+            ends: BTreeSet::new(),
         }
     }
 
@@ -60,17 +77,17 @@ impl Sweep {
     ) {
         let mut ticks = interval(self.member.config.sweep_every);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut wake_up = WakeUp::Interval;
+        ticks.tick().await;
         loop {
-            let hint = tokio::select! {
-                () = reached(&mut stage, Stage::Closing) => return,
-                _ = ticks.tick() => None,
-                // Cancel-safe, as its trait says.
-                hint = watch.next() => Some(hint),
-            };
             // Outside of `select!`: what has begun is finished.
-            let result = match hint {
-                None => self.run_once(&HashSet::new()).await,
-                Some(hint) => {
+            let result = match wake_up {
+                WakeUp::Interval => self.run_once(&HashSet::new()).await,
+                WakeUp::End => {
+                    let ended = self.take_ended();
+                    self.look(Some(ended)).await
+                }
+                WakeUp::Hint(hint) => {
                     let hinted = self.gather(hint, &mut *watch).await;
                     self.look(hinted).await
                 }
@@ -78,6 +95,38 @@ impl Sweep {
             if let Err(error) = result {
                 warn!(%error, "sweep failed, the next one tries again");
             }
+            wake_up = tokio::select! {
+                () = reached(&mut stage, Stage::Closing) => return,
+                _ = ticks.tick() => WakeUp::Interval,
+                () = self.first_end() => WakeUp::End,
+                // Cancel-safe, as its trait says.
+                hint = watch.next() => WakeUp::Hint(hint),
+            };
+        }
+    }
+
+    /// Returns when the first lease should have ended. Cancel-safe.
+    async fn first_end(&self) {
+        match self.ends.first() {
+            Some((end, _)) => sleep_until(*end).await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// The streams whose leases should have ended by now, or will in a moment.
+    fn take_ended(&mut self) -> HashSet<StreamName> {
+        let until = Instant::now() + HINTS_GATHER;
+        let mut ended = HashSet::new();
+        while self.ends.first().is_some_and(|(end, _)| *end <= until) {
+            ended.extend(self.ends.pop_first().map(|(_, stream)| stream));
+        }
+        ended
+    }
+
+    /// Remembers to look at a lease when it ends, if that is before the next pass.
+    fn expect_end(&mut self, stream: &StreamName, remaining: Duration) {
+        if remaining < self.member.config.sweep_every + SWEEP_LATE {
+            self.ends.insert((Instant::now() + remaining + END_PASSED, stream.clone()));
         }
     }
 
@@ -122,20 +171,24 @@ impl Sweep {
             self.member.list_new().await?;
         }
         hinted.retain(|stream| self.member.known().knows(stream));
-        let streams = self.without_lease(hinted.into_iter().collect()).await?;
-        // A stream that is done had its entry deleted before its lease was released.
+        // First the entry, then the lease: a stream that is done had its entry deleted before its lease was released, and
+        // one that was taken in between is found locked.
+        let streams: Vec<StreamName> = hinted.into_iter().collect();
         let member = &*self.member;
         let entries = try_join_all(streams.iter().map(|stream| async {
             let ids = member.known().ids_of(stream);
             member.first_pending(&ids).await
         }))
         .await?;
-        let free = streams
-            .into_iter()
-            .zip(entries)
-            .filter_map(|(stream, pending)| Some(Free::new(stream, &pending?)))
-            .collect();
-        self.offers.handle(free).await;
+        let found = streams.into_iter().zip(entries);
+        let mut firsts: HashMap<StreamName, Pending> =
+            found.filter_map(|(stream, pending)| Some((stream, pending?))).collect();
+        let free = self.without_lease(firsts.keys().cloned().collect()).await?;
+        let free = free.into_iter().filter_map(|stream| {
+            let pending = firsts.remove(&stream)?;
+            Some(Free::new(stream, &pending))
+        });
+        self.offers.handle(free.collect()).await;
         Ok(())
     }
 
@@ -144,30 +197,19 @@ impl Sweep {
         let started_at = self.after;
         let listing = self.member.list(self.after).await?;
         self.after = listing.next;
-        // Owners keep their entries alive, so a lease is worth a look only where nobody did for more than an interval.
-        let late = self.member.config.heartbeat_every * 3 / 2;
+        if started_at.is_none() {
+            self.ends.clear();
+        }
         let mut firsts: HashMap<StreamName, Pending> = HashMap::new();
         for (pending, stream) in listing.entries {
             firsts.entry(stream).or_insert(pending);
         }
-        let suspects = firsts
-            .iter()
-            .filter(|(stream, pending)| {
-                let suspect =
-                    is_released(pending) || pending.idle >= late || hinted.contains(*stream);
-                suspect && !self.member.slots.contains(stream)
-            })
-            .map(|(stream, _)| stream.clone())
-            .collect();
-        let free: Vec<Free> = self
-            .without_lease(suspects)
-            .await?
-            .into_iter()
-            .filter_map(|stream| {
-                let pending = firsts.get(&stream)?;
-                Some(Free::new(stream, pending))
-            })
-            .collect();
+        let suspects = self.suspects(&firsts, hinted);
+        let free = self.without_lease(suspects).await?.into_iter().filter_map(|stream| {
+            let pending = firsts.get(&stream)?;
+            Some(Free::new(stream, pending))
+        });
+        let free: Vec<Free> = free.collect();
         if self.passes == 0 {
             self.member.metrics.startup_recovered(free.len());
             if !free.is_empty() {
@@ -178,14 +220,40 @@ impl Sweep {
         self.offers.forget_old(&free);
         // The whole has to be known before it can be shared.
         if started_at.is_none() && self.after.is_none() {
-            self.offers.share = self.member.rebalance(firsts.len()).await?;
+            // What became ours since the listing counts as well, or it would seem to be above our share.
+            let owned = self.member.slots.owned();
+            let new = owned.iter().filter(|owned| !firsts.contains_key(owned.stream())).count();
+            self.offers.share = self.member.rebalance(firsts.len() + new).await?;
         }
         self.offers.handle(free).await;
         self.clear_consumers().await
     }
 
+    /// Streams whose lease is worth a look: owners keep their entries alive, so where nobody did for more than an interval
+    /// there may be none. A lease that will end before the next pass is looked at when it does: a server tells of an
+    /// expired key only when it comes across it, which takes long if it has many, or when somebody asks.
+    fn suspects(
+        &mut self,
+        firsts: &HashMap<StreamName, Pending>,
+        hinted: &HashSet<StreamName>,
+    ) -> Vec<StreamName> {
+        let late = self.member.config.heartbeat_every * 3 / 2;
+        let mut suspects = Vec::new();
+        for (stream, pending) in firsts {
+            if self.member.slots.contains(stream) {
+                continue;
+            }
+            if is_released(pending) || pending.idle >= late || hinted.contains(stream) {
+                suspects.push(stream.clone());
+            } else {
+                self.expect_end(stream, self.member.config.lease_ttl() - pending.idle);
+            }
+        }
+        suspects
+    }
+
     /// Those of the streams whose lease nobody holds.
-    async fn without_lease(&self, streams: Vec<StreamName>) -> Result<Vec<StreamName>> {
+    async fn without_lease(&mut self, streams: Vec<StreamName>) -> Result<Vec<StreamName>> {
         let mut free = Vec::new();
         for chunk in streams.chunks(LEASES_MAX) {
             let leases: Vec<LeaseName> = chunk
@@ -193,10 +261,12 @@ impl Sweep {
                 .map(|stream| self.member.names.lease(stream))
                 .collect::<Result<_>>()?;
             let holders = self.member.backend.leases(&leases).await?;
-            let pairs = chunk.iter().zip(holders);
-            free.extend(
-                pairs.filter(|(_, holder)| holder.is_none()).map(|(stream, _)| stream.clone()),
-            );
+            for (stream, holder) in chunk.iter().zip(holders) {
+                match holder {
+                    Some(holder) => self.expect_end(stream, holder.remaining),
+                    None => free.push(stream.clone()),
+                }
+            }
         }
         Ok(free)
     }

@@ -22,8 +22,8 @@ everywhere!(
 );
 
 async fn a_killed_consumers_stream_is_claimed_by_exactly_one_survivor_in_time(place: &Place) {
-    // Given an owner and three others who wait. The sweep is slow: only hints can be in time.
-    let config = AssignmentConfig { sweep_every: Duration::from_secs(30), ..quick() };
+    // Given an owner and three others who wait.
+    let config = quick();
     let mut owner = place.consumer("owner", config.clone()).await;
     let stream = place.add(&["s"]).await.remove(0);
     let owned = owner.added().await;

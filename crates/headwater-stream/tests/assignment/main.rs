@@ -13,6 +13,7 @@ mod notifications;
 mod sharing;
 
 mod cluster_layout;
+mod metrics;
 mod notify_flags;
 mod outages;
 mod processes;

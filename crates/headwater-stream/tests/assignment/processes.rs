@@ -28,8 +28,7 @@ async fn child_consumer(config: AssignmentConfig) -> (Place, Consumer) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_stream_of_a_process_killed_with_9_is_claimed_in_time() {
-    // The sweep is slow: only hints can be in time.
-    let config = AssignmentConfig { sweep_every: Duration::from_secs(30), ..quick() };
+    let config = quick();
     let url = Redis::shared().unwrap().url();
     let place = Place::at(url.clone());
     let stream = place.add(&["s"]).await.remove(0);
