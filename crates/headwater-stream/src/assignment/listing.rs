@@ -15,7 +15,9 @@ use super::member::Member;
 use super::names::Names;
 use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
-use crate::name::StreamName;
+use crate::leases::LeaseInfo;
+use crate::limits::LEASES_MAX;
+use crate::name::{LeaseName, StreamName};
 use crate::streams::{Direction, Pending, PendingQuery, Range, Reclaim, ReclaimFrom};
 
 /// Pending entries in one call.
@@ -98,6 +100,17 @@ impl Member {
             .chunks(KEEP_AT_ONCE)
             .map(|ids| self.backend.keep_alive(input, group, consumer, ids));
         Ok(try_join_all(calls).await?.into_iter().flatten().collect())
+    }
+
+    /// Who holds the leases of streams, in order.
+    pub(super) async fn holders(&self, streams: &[StreamName]) -> Result<Vec<Option<LeaseInfo>>> {
+        let mut holders = Vec::with_capacity(streams.len());
+        for chunk in streams.chunks(LEASES_MAX) {
+            let leases: Vec<LeaseName> =
+                chunk.iter().map(|stream| self.names.lease(stream)).collect::<Result<_>>()?;
+            holders.extend(self.backend.leases(&leases).await?);
+        }
+        Ok(holders)
     }
 
     async fn pending(&self, after: Option<EntryId>, count: usize) -> Result<Vec<Pending>> {

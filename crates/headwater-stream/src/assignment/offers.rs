@@ -96,21 +96,35 @@ impl Offers {
             left.append(&mut above);
         }
         debug!(wanted = wanted.len(), left = left.len(), "streams on offer");
-        let mut wanted = wanted.into_iter().peekable();
         let this = &*self;
-        while wanted.peek().is_some() {
-            let room = self.member.slots.room().min(TAKE_AT_ONCE);
-            let places: Vec<_> = (0..room).map_while(|_| self.member.broker.reserve()).collect();
-            if places.is_empty() {
-                return;
-            }
-            let takes = places.into_iter().zip(wanted.by_ref()).map(|(place, stream)| async move {
-                match this.member.claim(&stream).await {
+        for (round, streams) in wanted.chunks(TAKE_AT_ONCE).enumerate() {
+            // Others take from the same streams. One look at many is cheaper than a try at each.
+            let streams =
+                if round == 0 { streams.to_vec() } else { self.still_free(streams).await };
+            let room = self.member.slots.room();
+            let places = (0..room).map_while(|_| self.member.broker.reserve());
+            let takes = streams.iter().zip(places).map(|(stream, place)| async move {
+                match this.member.claim(stream).await {
                     Ok(owned) => place.added(owned),
-                    Err(error) => this.report(&stream, Some(error)),
+                    Err(error) => this.report(stream, Some(error)),
                 }
             });
             join_all(takes).await;
+            if self.member.slots.room().min(self.member.broker.room()) == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Those of the streams that nobody has taken meanwhile.
+    async fn still_free(&self, streams: &[StreamName]) -> Vec<StreamName> {
+        match self.member.holders(streams).await {
+            Ok(holders) => {
+                let pairs = streams.iter().zip(holders);
+                pairs.filter(|(_, holder)| holder.is_none()).map(|(s, _)| s.clone()).collect()
+            }
+            // A hint is all we wanted.
+            Err(_) => streams.to_vec(),
         }
     }
 

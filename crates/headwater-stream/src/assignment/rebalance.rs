@@ -3,27 +3,29 @@
 //! Members show that they live by a lease each. Everybody computes the share from the same lists, so no coordinator is
 //! needed; what is given back is taken by those below their share (see `sweep`).
 
+use std::collections::HashSet;
+
 use tracing::{debug, info};
 
 use super::config::Rebalance;
 use super::member::Member;
 use super::notification::Disowned;
 use crate::error::Result;
-use crate::name::{HolderName, LeaseName};
+use crate::name::{HolderName, LeaseName, StreamName};
 
 impl Member {
-    /// Gives away what is above our share of `streams`. Returns the share, if a rebalance is wanted.
-    pub(super) async fn rebalance(&self, streams: usize) -> Result<Option<usize>> {
+    /// Gives away what is above our share of the `listed` streams. Returns the share, if a rebalance is wanted.
+    pub(super) async fn rebalance(&self, listed: &HashSet<&StreamName>) -> Result<Option<usize>> {
         let Rebalance::Idle { per_sweep } = self.config.rebalance else { return Ok(None) };
         let members = self.live_members().await?.len().max(1);
-        let share = streams.div_ceil(members);
-        let excess = self.slots.len().saturating_sub(share);
-        if excess == 0 {
-            return Ok(Some(share));
-        }
+        // What became ours since the listing counts as well, or it would seem to be above our share.
+        let owned = self.slots.owned();
+        let new = owned.iter().filter(|owned| !listed.contains(owned.stream())).count();
+        let share = (listed.len() + new).div_ceil(members);
+        let leave_max = owned.len().saturating_sub(share).min(per_sweep);
         let mut leaving = Vec::new();
-        for owned in self.slots.owned() {
-            if leaving.len() == excess.min(per_sweep) {
+        for owned in owned {
+            if leaving.len() == leave_max {
                 break;
             }
             if let Ok(ending) = owned.begin_give_back_if_idle() {

@@ -18,8 +18,7 @@ use super::offers::{Free, Offers, is_released};
 use crate::entry::EntryId;
 use crate::error::Result;
 use crate::leases::{HintKind, LeaseHint, LeaseWatch};
-use crate::limits::LEASES_MAX;
-use crate::name::{LeaseName, StreamName};
+use crate::name::StreamName;
 use crate::streams::Pending;
 
 /// Hints that come together are looked at together.
@@ -220,10 +219,8 @@ impl Sweep {
         self.offers.forget_old(&free);
         // The whole has to be known before it can be shared.
         if started_at.is_none() && self.after.is_none() {
-            // What became ours since the listing counts as well, or it would seem to be above our share.
-            let owned = self.member.slots.owned();
-            let new = owned.iter().filter(|owned| !firsts.contains_key(owned.stream())).count();
-            self.offers.share = self.member.rebalance(firsts.len() + new).await?;
+            let listed = firsts.keys().collect();
+            self.offers.share = self.member.rebalance(&listed).await?;
         }
         self.offers.handle(free).await;
         self.clear_consumers().await
@@ -254,18 +251,12 @@ impl Sweep {
 
     /// Those of the streams whose lease nobody holds.
     async fn without_lease(&mut self, streams: Vec<StreamName>) -> Result<Vec<StreamName>> {
+        let holders = self.member.holders(&streams).await?;
         let mut free = Vec::new();
-        for chunk in streams.chunks(LEASES_MAX) {
-            let leases: Vec<LeaseName> = chunk
-                .iter()
-                .map(|stream| self.member.names.lease(stream))
-                .collect::<Result<_>>()?;
-            let holders = self.member.backend.leases(&leases).await?;
-            for (stream, holder) in chunk.iter().zip(holders) {
-                match holder {
-                    Some(holder) => self.expect_end(stream, holder.remaining),
-                    None => free.push(stream.clone()),
-                }
+        for (stream, holder) in streams.into_iter().zip(holders) {
+            match holder {
+                Some(holder) => self.expect_end(&stream, holder.remaining),
+                None => free.push(stream),
             }
         }
         Ok(free)

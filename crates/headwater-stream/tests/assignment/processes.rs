@@ -110,7 +110,7 @@ async fn every_stream_is_done_however_often_processes_are_killed() {
         (0..3).map(|_| spawn("victim_works_until_killed", &place, &url)).collect();
     for round in 0..KILLS {
         let worker = workers.remove(0);
-        worker.line_after("WORKING", LIMIT).unwrap();
+        worker.line_after("READY", LIMIT).unwrap();
         sleep(Duration::from_millis(40 * round as u64)).await;
         worker.kill9().unwrap();
         workers.push(spawn("victim_works_until_killed", &place, &url));
@@ -144,11 +144,11 @@ async fn victim_works_until_killed() {
         ..quick()
     };
     let (place, consumer) = child_consumer(config).await;
+    println!("READY");
     let Consumer { assignment, mut notifications } = consumer;
     let (assignment, log) = (Arc::new(assignment), done_log(&place));
     while let Some(notification) = notifications.recv().await {
         if let Notification::Added(owned) = notification {
-            println!("WORKING");
             tokio::spawn(work(Arc::clone(&assignment), owned, place.connect().await, log.clone()));
         }
     }
