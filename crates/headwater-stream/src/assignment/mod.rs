@@ -55,6 +55,9 @@ mod sweep;
 
 mod client;
 
+#[cfg(all(test, feature = "embedded"))]
+mod steps;
+
 pub use client::{Assignment, add};
 pub use config::{AssignmentConfig, OnExpired, Rebalance, STREAMS_MAX};
 pub use error::{ClaimError, EndError};
