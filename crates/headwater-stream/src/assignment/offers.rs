@@ -60,6 +60,10 @@ impl Offers {
             } else {
                 debug!(%stream, "stream has no owner");
                 self.member.broker.expired(&stream);
+                // Claimed by the program in this very moment: what it has is not free.
+                if self.member.slots.contains(&stream) {
+                    self.member.broker.no_longer_expired(&stream);
+                }
             }
         }
         for stream in worn_out {

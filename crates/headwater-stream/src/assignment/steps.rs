@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::config::AssignmentConfig;
 use super::member::Member;
 use super::names::{Identity, Names};
-use super::notification::{Notification, Notifications};
+use super::notification::{Disowned, Notification, Notifications};
 use super::owned::{Owned, Phase, Wish};
 use crate::backend::Backend;
 use crate::connect::{Options, connect};
@@ -118,6 +118,20 @@ async fn an_end_that_did_not_happen_leaves_the_stream_to_its_owner() {
 
     assert!(owned.work().is_some());
     member.end(&owned, Wish::Done).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_loss_is_told_once_however_many_find_out() {
+    let backend = backend().await;
+    let (member, mut heard) = member(&backend).await;
+    let owned = own(&member, &mut heard).await;
+    for reason in [Disowned::LeaseLost, Disowned::LeaseUnconfirmed, Disowned::EntryGone] {
+        member.disown(&owned, reason);
+    }
+    let told = heard.try_recv();
+    let first = matches!(told, Some(Notification::Disowned { reason: Disowned::LeaseLost, .. }));
+    assert!(first && heard.try_recv().is_none(), "{told:?}");
+    assert!(owned.work().is_none());
 }
 
 #[tokio::test]

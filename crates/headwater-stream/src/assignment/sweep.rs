@@ -122,9 +122,11 @@ impl Sweep {
         ended
     }
 
-    /// Remembers to look at a lease when it ends, if that is before the next pass.
-    fn expect_end(&mut self, stream: &StreamName, remaining: Duration) {
-        if remaining < self.member.config.sweep_every + SWEEP_LATE {
+    /// Remembers to look at a lease when it ends, if it is overdue and ends before the next pass.
+    fn expect_end(&mut self, stream: &StreamName, pending: &Pending, remaining: Duration) {
+        let config = &self.member.config;
+        let overdue = pending.idle + SWEEP_LATE >= config.heartbeat_every;
+        if overdue && remaining < config.sweep_every + SWEEP_LATE {
             self.ends.insert((Instant::now() + remaining + END_PASSED, stream.clone()));
         }
     }
@@ -182,7 +184,7 @@ impl Sweep {
         let found = streams.into_iter().zip(entries);
         let mut firsts: HashMap<StreamName, Pending> =
             found.filter_map(|(stream, pending)| Some((stream, pending?))).collect();
-        let free = self.without_lease(firsts.keys().cloned().collect()).await?;
+        let free = self.without_lease(firsts.keys().cloned().collect(), &firsts).await?;
         let free = free.into_iter().filter_map(|stream| {
             let pending = firsts.remove(&stream)?;
             Some(Free::new(stream, &pending))
@@ -204,11 +206,14 @@ impl Sweep {
             firsts.entry(stream).or_insert(pending);
         }
         let suspects = self.suspects(&firsts, hinted);
-        let free = self.without_lease(suspects).await?.into_iter().filter_map(|stream| {
-            let pending = firsts.get(&stream)?;
-            Some(Free::new(stream, pending))
-        });
-        let free: Vec<Free> = free.collect();
+        let free = self.without_lease(suspects, &firsts).await?;
+        let free: Vec<Free> = free
+            .into_iter()
+            .filter_map(|stream| {
+                let pending = firsts.get(&stream)?;
+                Some(Free::new(stream, pending))
+            })
+            .collect();
         if self.passes == 0 {
             self.member.metrics.startup_recovered(free.len());
             if !free.is_empty() {
@@ -227,7 +232,7 @@ impl Sweep {
     }
 
     /// Streams whose lease is worth a look: owners keep their entries alive, so where nobody did for more than an interval
-    /// there may be none. A lease that will end before the next pass is looked at when it does: a server tells of an
+    /// there may be none. An overdue lease that ends before the next pass is looked at when it does: a server tells of an
     /// expired key only when it comes across it, which takes long if it has many, or when somebody asks.
     fn suspects(
         &mut self,
@@ -243,20 +248,26 @@ impl Sweep {
             if is_released(pending) || pending.idle >= late || hinted.contains(stream) {
                 suspects.push(stream.clone());
             } else {
-                self.expect_end(stream, self.member.config.lease_ttl() - pending.idle);
+                let remaining = self.member.config.lease_ttl() - pending.idle;
+                self.expect_end(stream, pending, remaining);
             }
         }
         suspects
     }
 
     /// Those of the streams whose lease nobody holds.
-    async fn without_lease(&mut self, streams: Vec<StreamName>) -> Result<Vec<StreamName>> {
+    async fn without_lease(
+        &mut self,
+        streams: Vec<StreamName>,
+        firsts: &HashMap<StreamName, Pending>,
+    ) -> Result<Vec<StreamName>> {
         let holders = self.member.holders(&streams).await?;
         let mut free = Vec::new();
         for (stream, holder) in streams.into_iter().zip(holders) {
-            match holder {
-                Some(holder) => self.expect_end(&stream, holder.remaining),
-                None => free.push(stream),
+            match (holder, firsts.get(&stream)) {
+                (None, _) => free.push(stream),
+                (Some(held), Some(pending)) => self.expect_end(&stream, pending, held.remaining),
+                (Some(_), None) => {}
             }
         }
         Ok(free)

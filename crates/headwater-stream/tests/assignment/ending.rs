@@ -31,6 +31,8 @@ async fn done_ends_a_stream_for_good(place: &Place) {
     consumer.assignment.done(&owned).await.unwrap();
 
     drop(work);
+    let lease = place.lease(owned.stream());
+    assert_eq!(place.connect().await.leases(&[lease]).await.unwrap(), [None]);
     assert!(owned.work().is_none());
     assert!(!owned.guard().is_trusted());
     timeout(LIMIT, owned.guard().lost()).await.unwrap();
