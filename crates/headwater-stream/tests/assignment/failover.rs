@@ -1,5 +1,6 @@
 //! What happens when an owner dies, at whatever step.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use headwater_stream::assignment::{AssignmentConfig, ClaimError, Notification, OnExpired};
@@ -76,7 +77,11 @@ async fn of_all_who_claim_at_once_one_wins(place: &Place) {
     for _ in 0..4 {
         claimants.push(place.consumer("claimant", quick()).await);
     }
-    claimants[0].expired().await;
+    // All leases have run out when all streams are announced.
+    let mut expired = BTreeSet::new();
+    while expired.len() < streams.len() {
+        expired.insert(claimants[0].expired().await);
+    }
 
     for stream in &streams {
         // Four processes, and two callers in each of them.
