@@ -94,13 +94,15 @@ impl Member {
     }
 
     /// Gives streams back so that others get them, all in two round trips. Returns how many.
+    ///
+    /// They are ours no longer even if that fails: what is left of them then is what a dead owner leaves.
     pub(super) async fn give_back(
         &self,
         streams: Vec<(Owned, Ending)>,
         reason: Disowned,
     ) -> crate::Result<usize> {
         let ids: Vec<_> = streams.iter().map(|(owned, _)| owned.entry()).collect();
-        self.give_back_entries(&ids).await?;
+        let settled = self.give_back_entries(&ids).await;
         let mut leases: Vec<LeaseName> = Vec::with_capacity(streams.len());
         for (owned, ending) in streams {
             self.finish(&owned, ending, Wish::GiveBack);
@@ -108,6 +110,6 @@ impl Member {
             leases.push(owned.guard().fence().lease.clone());
         }
         self.unlock(&leases).await;
-        Ok(leases.len())
+        settled.map(|()| leases.len())
     }
 }

@@ -8,6 +8,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use crate::entry::EntryId;
 use crate::name::StreamName;
 
+/// Entries remembered at most: some hundred bytes each.
+const KNOWN_MAX: usize = 1_000_000;
+
 #[derive(Debug, Default)]
 pub(super) struct Known {
     /// `None` for an entry that names no stream.
@@ -41,7 +44,13 @@ impl Known {
         self.listed_to = self.listed_to.max(Some(id));
     }
 
+    /// Remembers an entry; beyond the maximum the oldest is forgotten, and read again when it is listed.
     pub(super) fn learn(&mut self, id: EntryId, stream: Option<StreamName>) {
+        if self.entries.len() >= KNOWN_MAX
+            && let Some((oldest, _)) = self.entries.first_key_value()
+        {
+            self.forget(*oldest);
+        }
         if let Some(stream) = &stream {
             self.ids.entry(stream.clone()).or_default().insert(id);
         }

@@ -3,7 +3,7 @@
 //! A whole listing costs as much as there are pending entries, so only the sweep makes one; a hint about a stream that is
 //! not known yet lists what was delivered since.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
@@ -138,30 +138,35 @@ impl Member {
         page: Vec<Pending>,
         entries: &mut Vec<(Pending, StreamName)>,
     ) -> Result<()> {
-        let unseen: Vec<EntryId> = {
-            let known = self.known();
-            page.iter().map(|pending| pending.id).filter(|id| known.get(*id).is_none()).collect()
-        };
-        self.read(&unseen).await?;
-        let mut nameless = Vec::new();
+        let mut names: HashMap<EntryId, Option<StreamName>> = HashMap::new();
+        let mut unseen = Vec::new();
         {
             let known = self.known();
-            for pending in page {
-                match known.get(pending.id) {
-                    Some(Some(stream)) => {
-                        let stream = stream.clone();
-                        entries.push((pending, stream));
-                    }
-                    // It names no stream, or does not exist any more.
-                    Some(None) | None => nameless.push(pending.id),
+            for Pending { id, .. } in &page {
+                match known.get(*id) {
+                    Some(stream) => drop(names.insert(*id, stream.cloned())),
+                    None => unseen.push(*id),
                 }
+            }
+        }
+        self.read(&unseen, &mut names).await?;
+        let mut nameless = Vec::new();
+        for pending in page {
+            match names.remove(&pending.id).flatten() {
+                Some(stream) => entries.push((pending, stream)),
+                // It names no stream, or does not exist any more.
+                None => nameless.push(pending.id),
             }
         }
         self.clear_away(&nameless).await
     }
 
-    /// Reads entries and remembers which streams they name. `ids` grow.
-    async fn read(&self, ids: &[EntryId]) -> Result<()> {
+    /// Reads entries, and remembers and returns which streams they name. `ids` grow.
+    async fn read(
+        &self,
+        ids: &[EntryId],
+        names: &mut HashMap<EntryId, Option<StreamName>>,
+    ) -> Result<()> {
         let (mut ids, Some(to)) = (ids, ids.last().copied()) else { return Ok(()) };
         while let Some(from) = ids.first().copied() {
             let range = Range { from, to, direction: Direction::Forward, count: RANGE_PAGE };
@@ -172,8 +177,10 @@ impl Member {
             for entry in entries {
                 // Between those asked for lie others, which are known or not pending.
                 if ids.binary_search(&entry.id).is_ok() {
-                    let stream = input::parse(&entry.fields, &self.names).ok();
-                    known.learn(entry.id, stream.map(|input| input.stream));
+                    let input = input::parse(&entry.fields, &self.names).ok();
+                    let stream = input.map(|input| input.stream);
+                    known.learn(entry.id, stream.clone());
+                    names.insert(entry.id, stream);
                 }
             }
             if !full {

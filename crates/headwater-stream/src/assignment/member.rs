@@ -109,9 +109,10 @@ impl Member {
 
     /// The opposite of `join`.
     pub(super) async fn leave(&self) -> Result<()> {
+        // The lease first: it is what counts, the list is tidied by whoever looks.
+        self.keeper.release(std::slice::from_ref(&self.member_lease)).await?;
         let member = self.identity.holder.as_str();
         self.backend.set_remove(&self.names.members, &[member]).await?;
-        self.keeper.release(std::slice::from_ref(&self.member_lease)).await?;
         Ok(())
     }
 

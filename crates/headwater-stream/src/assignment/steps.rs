@@ -1,5 +1,7 @@
 //! Tests of single steps, at interleavings that no test from outside can bring about.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,7 +40,7 @@ async fn read(member: &Member) -> Vec<Delivery> {
     super::add(&*member.backend, "svc", &stream(), None).await.unwrap();
     let reader = member.backend.reader(&member.names.group, &member.identity.consumer).await;
     let mut reader = reader.unwrap();
-    let batches = reader.read(&[member.names.input.clone()], 1, LIMIT).await.unwrap();
+    let batches = reader.read(std::slice::from_ref(&member.names.input), 1, LIMIT).await.unwrap();
     reader.close().await.unwrap();
     batches.into_iter().flat_map(|batch| batch.entries).collect()
 }

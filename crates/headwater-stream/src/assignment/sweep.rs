@@ -248,7 +248,7 @@ impl Sweep {
             if is_released(pending) || pending.idle >= late || hinted.contains(stream) {
                 suspects.push(stream.clone());
             } else {
-                let remaining = self.member.config.lease_ttl() - pending.idle;
+                let remaining = self.member.config.lease_ttl().saturating_sub(pending.idle);
                 self.expect_end(stream, pending, remaining);
             }
         }

@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use headwater_stream::assignment::{AssignmentConfig, Disowned, EndError};
-use headwater_testkit::{Persistence, Proxy, Redis};
+use headwater_stream::assignment::{
+    AssignmentConfig, Disowned, EndError, Notification, Terminated,
+};
+use headwater_testkit::{Persistence, Proxy, Redis, Sentinel};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::place::{LIMIT, Place, QUIET, quick};
@@ -136,6 +138,70 @@ async fn an_end_whose_reply_is_lost_can_be_repeated() {
     assert_eq!(consumer.assignment.owned().len(), 1);
     consumer.assignment.release(&owned[1]).await.unwrap();
     consumer.hears_nothing_for(QUIET).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_no_retry_mends_ends_the_assignment_and_says_why() {
+    let redis = Redis::start().unwrap();
+    let place = Place::at(redis.url());
+    let mut consumer = place.consumer("c", quick()).await;
+    let stream = place.add(&["s"]).await.remove(0);
+    let owned = consumer.added().await;
+
+    // When somebody puts something else in the place of the input ...
+    redis.command(&["DEL", place.input().as_str()]).unwrap();
+    redis.command(&["SET", place.input().as_str(), "foreign"]).unwrap();
+
+    // ... then the program is told, and nothing goes on as if all were well.
+    let mut heard = Vec::new();
+    while let Some(notification) = timeout(LIMIT, consumer.notifications.recv()).await.unwrap() {
+        heard.push(notification);
+    }
+    let disowned = heard.iter().filter(|notification| {
+        matches!(notification, Notification::Disowned { stream: s, .. } if *s == stream)
+    });
+    assert_eq!(disowned.count(), 1, "{heard:?}");
+    match heard.last() {
+        Some(Notification::Terminated(Terminated::Failed { problem })) => {
+            assert!(problem.contains(place.input().as_str()), "{problem}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(owned.work().is_none());
+    assert!(consumer.assignment.shutdown(LIMIT).await.is_err());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_sentinel_fail_over_goes_on_with_the_new_primary() {
+    let sentinel = Sentinel::start().unwrap();
+    let place = Place::at(sentinel.url());
+    let mut consumer = place.consumer("c", quick()).await;
+    place.add(&["before"]).await;
+    let before = consumer.added().await;
+    consumer.assignment.done(&before).await.unwrap();
+
+    sentinel.primary().kill9().unwrap();
+
+    // A new primary takes a while; then new streams are taken as before, and expiry is heard from it.
+    let stream = place.stream("after");
+    let limit = Instant::now() + 3 * LIMIT;
+    while consumer.assignment.add(&stream, None).await.is_err() {
+        assert!(Instant::now() < limit, "no new primary");
+        sleep(Duration::from_millis(200)).await;
+    }
+    let owned = loop {
+        match timeout(2 * LIMIT, consumer.notifications.recv()).await.unwrap() {
+            Some(Notification::Added(owned)) => break owned,
+            Some(_) => {}
+            None => panic!("the assignment has ended"),
+        }
+    };
+    assert_eq!(owned.stream(), &stream);
+    consumer.die();
+    let mut survivor = place.consumer("survivor", quick()).await;
+    assert_eq!(survivor.expired().await, stream);
+    let owned = survivor.assignment.claim(&stream).await.unwrap();
+    survivor.assignment.done(&owned).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
