@@ -52,17 +52,17 @@ async fn main() -> Result<()> {
     let backend = connect(&redis.url_at(wire), &Options::default()).await?;
     let owner = Owner::start(Arc::clone(&backend), streams).await?;
     let far = owner.watch(every * INTERVALS).await?;
-    // What one round trip takes on this wire, and on this machine as busy as it is.
+    // What one round trip takes on this wire.
     let mut round_trips = Vec::new();
     for _ in 0..5 {
         let started = Instant::now();
         backend.now().await?;
         round_trips.push(started.elapsed().as_secs_f64());
     }
-    let round_trip = mean(&round_trips);
+    let round_trip = fastest(&round_trips);
     println!("\nover a wire with a round trip of {:.0} ms", round_trip * 1000.0);
     println!("one heartbeat   {:8.1} ms", mean(&far) * 1000.0);
-    println!("round trips     {:8.2} per heartbeat", (mean(&far) - mean(&near)) / round_trip);
+    println!("round trips     {:8.2} per heartbeat", (fastest(&far) - fastest(&near)) / round_trip);
     owner.stop().await
 }
 
@@ -178,6 +178,11 @@ fn server_seconds(redis: &Redis) -> Result<f64> {
 
 fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
+}
+
+/// Without what a busy machine adds.
+fn fastest(values: &[f64]) -> f64 {
+    values.iter().copied().fold(f64::INFINITY, f64::min)
 }
 
 static BEATS: LazyLock<Mutex<Vec<f64>>> = LazyLock::new(Mutex::default);
