@@ -171,7 +171,8 @@ impl Assignment {
         let supervisor = lock(&self.supervisor).take();
         match supervisor {
             Some(supervisor) => supervisor.await.unwrap_or_else(|error| {
-                Err(StreamError::unavailable("the assignment was cut short", error))
+                let problem = "the assignment was cut short".to_owned();
+                Err(StreamError::Unavailable { problem, source: Some(error.into()) })
             }),
             None => {
                 // Another call is at it, or was.
