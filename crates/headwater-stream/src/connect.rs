@@ -27,7 +27,7 @@ impl Default for Options {
 /// | URL | backend |
 /// |---|---|
 /// | `embedded:memory` | in this process, gone with it |
-/// | `embedded:DIR` | in this process, durable in a directory; `?sync=always` (default) or `?sync=interval` |
+/// | `embedded:DIR` | in this process, durable in a directory; `?sync=always` (default) or `?sync=interval`, `?max_bytes=` of memory, `?compact_bytes=` of log between snapshots |
 /// | `redis://[user:password@]host:port/[database]` | one Redis server |
 /// | `rediss://…` | the same over TLS; `?ca=FILE` trusts this certificate |
 /// | `redis-sentinel://host:port,host:port/service[/database]` | the primary that Sentinel names |
