@@ -510,3 +510,21 @@ async fn a_watch_that_nobody_listens_to_keeps_a_bounded_number_of_hints() -> Res
     assert_eq!(missed, 1);
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_given_up_at_any_moment_does_not_hold_up_the_next_one() -> Result<()> {
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    let (orders, other) = ([stream("orders")], [stream("other")]);
+    let mut reader = backend.reader(&group("workers"), &consumer("ann")).await?;
+    for round in 0..200_u64 {
+        let given_up = reader.read(&orders, 10, Duration::from_secs(50));
+        let _ = tokio::time::timeout(Duration::from_micros(round * 5), given_up).await;
+        let start = std::time::Instant::now();
+        assert_eq!(reader.read(&other, 10, Duration::ZERO).await?, []);
+        assert!(start.elapsed() < Duration::from_secs(2), "round {round}: {:?}", start.elapsed());
+    }
+    let id = backend.append(&orders[0], &[one()], &KEEP).await?[0];
+    assert_eq!(read_ids(&mut *reader, &orders[0]).await?, [id], "and nothing was delivered to it");
+    Ok(())
+}

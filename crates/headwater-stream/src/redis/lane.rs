@@ -24,6 +24,9 @@ const WAIT_SLICE: Duration = Duration::from_millis(500);
 /// How often a read is sent again at once, before it looks for another server.
 const MENDS_AT_ONCE: u32 = 3;
 
+/// How soon the wish to end a wait is repeated.
+const UNBLOCK_AGAIN_AFTER: Duration = Duration::from_millis(10);
+
 /// Something to read, that may have to be waited for.
 #[async_trait]
 pub(super) trait Question: Clone + PartialEq + Send + Sync {
@@ -118,26 +121,35 @@ impl<Q: Question> Lane<Q> {
 
     /// Ends the wait for an outstanding answer and takes what came of it.
     pub(super) async fn end(&mut self, servers: &Servers) -> Result<Option<Replies>> {
-        let Some(outstanding) = &self.outstanding else { return Ok(None) };
-        let Some(connection) = &self.connection else {
-            self.outstanding = None;
-            return Ok(None);
-        };
-        if outstanding.until > Instant::now()
-            && let Some(id) = connection.id()
-        {
-            // If this fails the answer comes when the wait is over, which is soon where it cannot be ended.
-            servers.unblock(connection.address(), id).await;
+        let mut deadline = servers.deadline();
+        let mut pause = UNBLOCK_AGAIN_AFTER;
+        while let Some(until) = self.outstanding.as_ref().map(|outstanding| outstanding.until) {
+            let Some(connection) = &mut self.connection else { break };
+            if !servers.can_unblock() {
+                deadline = deadline.max(until + servers.call_deadline());
+            } else if let Some(id) = connection.id()
+                && until > Instant::now()
+            {
+                servers.unblock(connection.address(), id, deadline).await;
+            }
+            // The server may get to know our question after our wish to end it, for they take different ways: it
+            // is wished again until there is an answer.
+            let soon = deadline.min(Instant::now() + pause);
+            pause *= 2;
+            if let Ok(answer) = timeout_at(soon, connection.finish()).await {
+                let replies = self.taken(answer)?;
+                return match self.read(&replies)? {
+                    Answer::Something => Ok(Some(replies)),
+                    // Refused or not: nothing was delivered.
+                    Answer::Nothing | Answer::Refused(_) => Ok(None),
+                };
+            }
+            if Instant::now() >= deadline {
+                self.taken(Err(silent()))?;
+            }
         }
-        let deadline = servers.deadline();
-        let deadline =
-            if servers.can_unblock() { deadline } else { deadline.max(outstanding.until) };
-        let replies = self.answer(deadline).await?;
-        match self.read(&replies)? {
-            Answer::Something => Ok(Some(replies)),
-            // Refused or not: nothing was delivered.
-            Answer::Nothing | Answer::Refused(_) => Ok(None),
-        }
+        self.outstanding = None;
+        Ok(None)
     }
 
     async fn send(
@@ -185,17 +197,17 @@ impl<Q: Question> Lane<Q> {
             self.outstanding = None;
             return Err(broken(io::ErrorKind::NotConnected.into()));
         };
-        let error = match timeout_at(deadline, connection.finish()).await {
-            Ok(Ok(replies)) => {
-                self.outstanding = None;
-                return Ok(replies);
-            }
-            Ok(Err(error)) => error,
-            Err(_) => io::Error::new(io::ErrorKind::TimedOut, "no reply within the deadline"),
-        };
-        self.connection = None;
+        let answer = timeout_at(deadline, connection.finish()).await;
+        self.taken(answer.unwrap_or_else(|_| Err(silent())))
+    }
+
+    /// An answer was taken, or there will be none.
+    fn taken(&mut self, answer: io::Result<Replies>) -> Result<Replies> {
         self.outstanding = None;
-        Err(broken(error))
+        answer.map_err(|error| {
+            self.connection = None;
+            broken(error)
+        })
     }
 
     fn read(&self, replies: &Replies) -> Result<Answer> {
@@ -268,6 +280,10 @@ fn block_ms(until: Instant) -> Option<u64> {
     // The server counts whole milliseconds, and 0 means for ever.
     let ms = (left + Duration::from_micros(500)).as_millis() as u64;
     (ms > 0).then_some(ms)
+}
+
+fn silent() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "no reply within the deadline")
 }
 
 fn broken(error: io::Error) -> StreamError {

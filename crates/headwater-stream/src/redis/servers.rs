@@ -203,13 +203,14 @@ impl Servers {
     }
 
     /// Ends the wait of the connection with this number, if it still waits.
-    pub(super) async fn unblock(&self, address: &Address, connection: u64) {
+    pub(super) async fn unblock(&self, address: &Address, connection: u64, deadline: Instant) {
         let node = match &self.topology {
             Topology::One(node) => Arc::clone(node),
             Topology::Cluster(cluster) => cluster.node(address),
         };
         let unblock = Commands::one(&["CLIENT", "UNBLOCK", &connection.to_string()]).pack();
-        let _ = node.send(&unblock.bytes, 1, self.deadline()).await;
+        // If this fails, the wait is over when its time is.
+        let _ = node.send(&unblock.bytes, 1, deadline).await;
     }
 
     /// All primaries, as far as is known.
