@@ -8,20 +8,22 @@
 //! Promises: replies go to whom they belong; a caller that is gone disturbs nobody; a request that got no reply by its
 //! deadline ends the link, and every caller learns whether its request can have reached the server.
 
+mod answer;
 mod driver;
 
 use std::io;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::task::{Context, Poll, Waker};
+use std::task::Waker;
 
 use bytes::{Buf, BytesMut};
 use tokio::net::TcpStream;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
+pub(super) use self::answer::Answer;
+use self::answer::{Promise, answer};
 use self::driver::Driver;
 use super::connection::Connection;
 use super::reply::Replies;
@@ -100,7 +102,7 @@ struct Waiting {
     starts_at: u64,
     kib: u32,
     deadline: Instant,
-    outcome: oneshot::Sender<Outcome>,
+    promise: Promise,
 }
 
 impl Link {
@@ -150,19 +152,6 @@ impl Link {
     }
 }
 
-/// The outcome of a request, when it is there. The task keeps the deadline, for all callers with one timer.
-pub(super) struct Answer(oneshot::Receiver<Outcome>);
-
-impl Future for Answer {
-    type Output = Outcome;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Outcome> {
-        // The task is gone without a word only if its runtime is.
-        let gone = |_| Err(Broken::Lost(Arc::new(closed())));
-        Pin::new(&mut self.0).poll(cx).map(|answer| answer.unwrap_or_else(gone))
-    }
-}
-
 impl Drop for Handle {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
@@ -184,7 +173,7 @@ impl Shared {
         kib: u32,
         deadline: Instant,
     ) -> Result<Answer, Broken> {
-        let (outcome, answer) = oneshot::channel();
+        let (promise, answer) = answer();
         let mut state = self.lock();
         if let Some(error) = &state.dead {
             return Err(Broken::NotSent(Arc::clone(error)));
@@ -192,7 +181,7 @@ impl Shared {
         let starts_at = state.accepted;
         state.accepted += bytes.len() as u64;
         state.outbox.extend_from_slice(bytes);
-        state.incoming.push(Waiting { replies, starts_at, kib, deadline, outcome });
+        state.incoming.push(Waiting { replies, starts_at, kib, deadline, promise });
         state.in_flight += 1;
         let alone = state.in_flight == 1 && !state.crowded;
         if (alone || state.outbox.len() >= WRITE_BYTES)
@@ -210,7 +199,7 @@ impl Shared {
                 task.wake();
             }
         }
-        Ok(Answer(answer))
+        Ok(answer)
     }
 
     /// Writes the outbox from the task of a caller. What does not fit into the system's buffer is left to our task.

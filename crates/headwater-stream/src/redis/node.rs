@@ -83,7 +83,9 @@ impl Node {
         replies: usize,
         deadline: Instant,
     ) -> Option<Answer> {
-        self.lock().link.as_ref()?.try_send(bytes, replies, deadline)
+        // Not under the lock: sending may be a call to the system, and others would queue up behind it.
+        let link = self.lock().link.clone()?;
+        link.try_send(bytes, replies, deadline)
     }
 
     /// A connection for one caller. Old ones are used again; `fresh` insists on a new one.

@@ -5,10 +5,11 @@ use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
 use tokio::time::{Instant, Sleep};
 
+use super::answer::wake_all;
 use super::{Broken, Shared, State, Waiting, closed, timed_out};
 use crate::redis::reply::{Replies, Scanner};
 use crate::redis::wire::Wire;
@@ -27,6 +28,8 @@ pub(super) struct Driver {
     yielded: bool,
     /// Room for requests whose replies are in.
     done: Vec<(Waiting, Replies)>,
+    /// Room for those who wait for them.
+    callers: Vec<Waker>,
 }
 
 /// What is to be done with the outbox.
@@ -47,6 +50,7 @@ impl Driver {
             writing: false,
             yielded: false,
             done: Vec::new(),
+            callers: Vec::new(),
         }
     }
 
@@ -65,7 +69,9 @@ impl Driver {
         for waiting in self.waiting {
             let sent = waiting.starts_at < handed_to_writer;
             let broken = if sent { Broken::Lost } else { Broken::NotSent };
-            let _ = waiting.outcome.send(Err(broken(Arc::clone(&error))));
+            if let Some(caller) = waiting.promise.keep(Err(broken(Arc::clone(&error)))) {
+                caller.wake();
+            }
         }
     }
 
@@ -174,10 +180,10 @@ impl Driver {
         }
         let kib = done.iter().map(|(waiting, _)| waiting.kib as usize).sum();
         self.shared.room.add_permits(kib);
-        for (waiting, replies) in done.drain(..) {
-            let _ = waiting.outcome.send(Ok(replies));
-        }
+        let kept = |(waiting, replies): (Waiting, Replies)| waiting.promise.keep(Ok(replies));
+        self.callers.extend(done.drain(..).filter_map(kept));
         self.done = done;
+        wake_all(&mut self.callers);
         Ok(())
     }
 

@@ -1,0 +1,93 @@
+//! A place for one outcome: the link's task puts it there, the caller takes it.
+//!
+//! It differs from a oneshot channel in that whoever puts the outcome there decides when the caller is woken. The
+//! runtime tells another worker of each task that is woken; with a crowd of callers on few cores, their threads
+//! then push each other off the core at every reply. So a crowd is woken as one: see [`wake_all`].
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Waker};
+
+use super::{Broken, Outcome, closed};
+
+/// The caller's end.
+pub(in crate::redis) struct Answer(Arc<Place>);
+
+/// The task's end. If it is dropped, the outcome is lost.
+pub(super) struct Promise(Option<Arc<Place>>);
+
+#[derive(Default)]
+struct Place(Mutex<Content>);
+
+#[derive(Default)]
+struct Content {
+    outcome: Option<Outcome>,
+    caller: Option<Waker>,
+}
+
+/// Both ends of a new place.
+pub(super) fn answer() -> (Promise, Answer) {
+    let place = Arc::<Place>::default();
+    (Promise(Some(Arc::clone(&place))), Answer(place))
+}
+
+impl Promise {
+    /// Puts the outcome there. Returns whom to wake, if somebody waits already.
+    #[must_use = "the caller sleeps until it is woken"]
+    pub(super) fn keep(mut self, outcome: Outcome) -> Option<Waker> {
+        self.0.take().and_then(|place| place.put(outcome))
+    }
+}
+
+impl Drop for Promise {
+    fn drop(&mut self) {
+        let lost = || Err(Broken::Lost(Arc::new(closed())));
+        if let Some(caller) = self.0.take().and_then(|place| place.put(lost())) {
+            caller.wake();
+        }
+    }
+}
+
+impl Place {
+    fn put(&self, outcome: Outcome) -> Option<Waker> {
+        let mut content = self.lock();
+        content.outcome = Some(outcome);
+        content.caller.take()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Content> {
+        self.0.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+impl Future for Answer {
+    type Output = Outcome;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Outcome> {
+        let mut content = self.0.lock();
+        if let Some(outcome) = content.outcome.take() {
+            return Poll::Ready(outcome);
+        }
+        match &mut content.caller {
+            Some(caller) => caller.clone_from(cx.waker()),
+            caller => *caller = Some(cx.waker().clone()),
+        }
+        Poll::Pending
+    }
+}
+
+/// Wakes callers: one at once, a crowd when this worker has run what it has, with one word to the other workers.
+pub(super) fn wake_all(callers: &mut Vec<Waker>) {
+    if let [caller] = callers.as_slice() {
+        caller.wake_by_ref();
+    } else {
+        for caller in &*callers {
+            // The runtime wakes all tasks that yield together. So we yield in the names of the callers.
+            let yielding = std::pin::pin!(tokio::task::yield_now());
+            if yielding.poll(&mut Context::from_waker(caller)).is_ready() {
+                caller.wake_by_ref();
+            }
+        }
+    }
+    callers.clear();
+}
