@@ -16,6 +16,10 @@ pub trait Backend: Streams + Delays + Leases + Registry + Dedup {
     /// What this backend is and which ways it chose when it was opened.
     fn describe(&self) -> Description;
 
+    /// The hash slot of a key in a Redis Cluster; `None` where keys are not spread over servers. Things that one atomic
+    /// step touches must share a slot.
+    fn cluster_slot(&self, key: &str) -> Option<u16>;
+
     /// The time by the clock that decides here: the server's, or the injected one.
     async fn now(&self) -> Result<Timestamp>;
 

@@ -3,6 +3,8 @@
 //! The embedded backend takes every time from its [`Clock`]. On Redis the server's own clock decides; processes with
 //! skewed clocks then still agree.
 
+mod calendar;
+
 use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -33,6 +35,16 @@ impl Timestamp {
     /// This long before `self`; stays at 1970 instead of underflowing.
     pub fn before(self, duration: Duration) -> Self {
         Self(self.0.saturating_sub(u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)))
+    }
+
+    /// From an instant as in RFC 3339, such as `2026-01-01T00:00:00.250Z`. Finer than milliseconds is cut off.
+    pub fn from_rfc3339(text: &str) -> Option<Self> {
+        calendar::parse(text).map(Self)
+    }
+
+    /// As an instant of RFC 3339 with milliseconds, in UTC. Years after 9999 are written as the last moment of it.
+    pub fn to_rfc3339(self) -> String {
+        calendar::format(self.0)
     }
 
     /// How long after `earlier` this is; zero if it is not.

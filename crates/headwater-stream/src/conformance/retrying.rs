@@ -65,6 +65,10 @@ impl Backend for Retrying {
         self.inner.describe()
     }
 
+    fn cluster_slot(&self, key: &str) -> Option<u16> {
+        self.inner.cluster_slot(key)
+    }
+
     async fn now(&self) -> Result<Timestamp> {
         self.repeat(|| self.inner.now()).await
     }

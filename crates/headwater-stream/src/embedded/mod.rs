@@ -146,6 +146,10 @@ impl Backend for Embedded {
         Description { kind: "embedded", address: self.address.clone(), version: None, facts }
     }
 
+    fn cluster_slot(&self, _key: &str) -> Option<u16> {
+        None
+    }
+
     async fn now(&self) -> Result<Timestamp> {
         self.shared().ensure_open()?;
         Ok(self.shared().clock.now())

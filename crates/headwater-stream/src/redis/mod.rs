@@ -95,6 +95,10 @@ impl Backend for RedisBackend {
         self.description.clone()
     }
 
+    fn cluster_slot(&self, key: &str) -> Option<u16> {
+        self.servers.is_cluster().then(|| keys::slot(key))
+    }
+
     async fn now(&self) -> Result<Timestamp> {
         let replies = self.servers.call(0, Commands::one(&["TIME"]), Effect::Repeatable).await?;
         let mut cursor = replies.cursor();
