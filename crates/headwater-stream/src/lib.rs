@@ -17,6 +17,7 @@ mod streams;
 mod check;
 
 mod backend;
+mod coalescer;
 mod keeper;
 
 pub mod assignment;
@@ -32,6 +33,7 @@ mod connect;
 pub mod conformance;
 
 pub use backend::{Backend, Description};
+pub use coalescer::{Coalescer, CoalescerConfig, Gone};
 pub use connect::{Options, connect};
 pub use dedup::{Begin, Dedup};
 pub use delays::{DelayId, DelayStats, Delayed, Delays, Due, PutAside, Returned};
