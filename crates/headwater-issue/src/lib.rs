@@ -1,4 +1,43 @@
 //! Issue-centric processing: inbox, nudge, claim, worker, complete, outbox and sweeper, with SQL as the truth.
 //!
-//! Upstream: `headwater`. Downstream: `headwater-bus` and a SQL store.
-//! Not here yet: everything. The crate holds its place in the workspace; see CHANGELOG.md for what works.
+//! Upstream: `headwater`. Downstream: `headwater-queue`, `headwater-stream` and a SQL store.
+
+// In dependency order: each module uses only those above it.
+mod error;
+mod issue;
+pub mod limits;
+
+mod claim;
+mod delivery;
+mod retry;
+
+mod json;
+
+#[allow(dead_code, reason = "for the stores")]
+mod check;
+#[allow(dead_code, reason = "for the stores")]
+mod dedup;
+
+mod operator;
+mod store;
+
+mod connect;
+
+pub use claim::{
+    AfterFailure, Beat, Claim, ClaimOptions, ClaimedIssue, Completed, Completion, Failed, Failure,
+    GiveBack, GiveBackReason, GivenBack, Nudge, SweepOptions, Swept,
+};
+pub use connect::{StoreOptions, connect};
+pub use dedup::dedup_key;
+pub use delivery::{Delivery, NewOutbox, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement};
+pub use error::{IssueError, Result, SharedError};
+pub use issue::{
+    ClaimEpoch, EventLog, EventLogId, IntegrationId, Issue, IssueId, NewEvent, OutboxId,
+    ProcessingStatus, Quiet, Recorded,
+};
+pub use operator::{
+    Audit, Backlog, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter, Operator,
+    Released, Retried, WhyFacts, WorkerInfo,
+};
+pub use retry::RetryPolicy;
+pub use store::Store;

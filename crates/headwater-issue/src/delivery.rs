@@ -1,0 +1,117 @@
+//! The data of the outbox: replies and events that were committed with a run and wait to be delivered.
+//!
+//! Upstream: `store` speaks in these types. Promises: the idempotency key of a row never changes.
+//! Not here: how something is delivered (see `outbox`).
+
+use std::time::Duration;
+
+use headwater_stream::clock::Timestamp;
+
+use crate::issue::{IssueId, OutboxId};
+
+/// What an outbox row is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OutboxKind {
+    /// An answer for the provider.
+    Reply,
+    /// A fact for the bus.
+    Event,
+}
+
+impl OutboxKind {
+    /// The name in SQL.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Reply => "reply",
+            Self::Event => "event",
+        }
+    }
+
+    /// The kind of this name, if there is one.
+    pub fn parse(name: &str) -> Option<Self> {
+        [Self::Reply, Self::Event].into_iter().find(|one| one.as_str() == name)
+    }
+}
+
+/// A reply or event to commit with the end of a claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewOutbox {
+    /// What it is.
+    pub kind: OutboxKind,
+    /// Where it goes, in words the deliverer knows: a topic, an event type, a channel. May be empty.
+    pub target: String,
+    /// JSON.
+    pub payload: String,
+}
+
+/// A row of the outbox in the hands of one deliverer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutboxRow {
+    /// Its id.
+    pub id: OutboxId,
+    /// The issue it belongs to. Of one issue only the oldest undelivered row is ever in hand.
+    pub issue_id: IssueId,
+    /// The integration of that issue, by name.
+    pub integration: String,
+    /// The provider of that integration.
+    pub provider: String,
+    /// The project of that issue, in the provider's words.
+    pub external_project_id: String,
+    /// That issue, in the provider's words.
+    pub external_issue_id: String,
+    /// What it is.
+    pub kind: OutboxKind,
+    /// Where it goes.
+    pub target: String,
+    /// The same at every try, and never used for anything else.
+    pub idempotency_key: String,
+    /// JSON.
+    pub payload: String,
+    /// How often it was taken, this time included; presented when it is settled.
+    pub deliveries: u32,
+    /// Failed tries.
+    pub attempts: u32,
+    /// When it was committed.
+    pub created_at: Timestamp,
+}
+
+/// How a delivery ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Delivery {
+    /// It arrived.
+    Delivered,
+    /// It failed and counts as an attempt; the issue's later rows wait for it.
+    Retry {
+        /// After this long.
+        after: Duration,
+        /// What went wrong.
+        error: String,
+    },
+    /// It failed for good. Kept for an operator; later rows go on.
+    Dead {
+        /// What went wrong.
+        error: String,
+    },
+    /// It was not tried: give it back without counting an attempt.
+    Release,
+}
+
+/// The end of one delivery.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutboxSettlement {
+    /// The row.
+    pub id: OutboxId,
+    /// [`OutboxRow::deliveries`] of the row in hand; an old one changes nothing.
+    pub deliveries: u32,
+    /// How it ended.
+    pub delivery: Delivery,
+}
+
+/// What became of an [`OutboxSettlement`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutboxSettled {
+    /// It is so.
+    Done,
+    /// The row was taken by somebody else meanwhile, or is settled. Nothing was changed.
+    Fenced,
+}

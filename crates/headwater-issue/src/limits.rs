@@ -1,0 +1,65 @@
+//! The maximum of everything.
+//!
+//! A call that breaks a limit is refused with [`IssueError::Invalid`](crate::IssueError::Invalid) before it has any
+//! effect.
+
+use std::time::Duration;
+
+/// Bytes of the payload of one event, of one outbox row, and of the changed fields of one completion.
+pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
+
+/// Levels of arrays and objects in any JSON we take. Readers of JSON stop at 128, and a payload may be wrapped.
+pub const JSON_DEPTH_MAX: usize = 100;
+
+/// Bytes of a name: integration, provider, project, issue, event type, source, de-duplication key, worker.
+pub const NAME_BYTES_MAX: usize = 512;
+
+/// Bytes of an error text that is kept; longer ones are cut.
+pub const ERROR_BYTES_MAX: usize = 8 * 1024;
+
+/// Records, claims, heartbeats, completions, failures or settlements in one call.
+pub const BATCH_MAX: usize = 256;
+
+/// Bytes of all payloads in one call.
+pub const BATCH_BYTES_MAX: usize = 32 * 1024 * 1024;
+
+/// The most event logs one claim can ask for.
+pub const RUN_EVENTS_MAX: usize = 1000;
+
+/// Event logs of one claim if nobody says otherwise.
+pub const RUN_EVENTS_DEFAULT: usize = 200;
+
+/// Bytes of all payloads that one claim brings; the first event log comes however large it is.
+pub const RUN_BYTES_MAX: usize = 8 * 1024 * 1024;
+
+/// Replies and events that one completion writes to the outbox.
+pub const OUTBOX_PER_RUN_MAX: usize = 100;
+
+/// Rows of the outbox taken in one call.
+pub const OUTBOX_TAKE_MAX: usize = 256;
+
+/// Issues nudged, and issues requeued, in one sweep.
+pub const SWEEP_MAX: usize = 1000;
+
+/// Rows in one page of a listing.
+pub const PAGE_MAX: usize = 1000;
+
+/// The shortest life of a claim: below it, one slow round trip loses it.
+pub const CLAIM_TTL_MIN: Duration = Duration::from_millis(50);
+
+/// The longest life of a claim without a heartbeat.
+pub const CLAIM_TTL_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The life of a claim if nobody says otherwise.
+pub const CLAIM_TTL_DEFAULT: Duration = Duration::from_secs(60);
+
+/// The farthest a quiet window or a backoff can put work off.
+pub const DELAY_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
+/// The longest one wait for the outbox lasts.
+pub const WAIT_MAX: Duration = Duration::from_secs(60);
+
+const _: () = assert!(PAYLOAD_BYTES_MAX <= RUN_BYTES_MAX);
+const _: () = assert!(RUN_BYTES_MAX <= BATCH_BYTES_MAX);
+const _: () = assert!(RUN_EVENTS_DEFAULT <= RUN_EVENTS_MAX);
+const _: () = assert!(JSON_DEPTH_MAX < 128);
