@@ -1,4 +1,35 @@
 //! Partitioned topics: producers, consumers, rebalance, retry, dead letters and inspection.
 //!
 //! Upstream: applications and `headwater-bus`. Downstream: `headwater-stream`.
-//! Not here yet: everything. The crate holds its place in the workspace; see CHANGELOG.md for what works.
+
+// Until producer and consumer use all of it.
+#![allow(dead_code)]
+
+// In dependency order: each module uses only those above it.
+mod error;
+pub mod limits;
+pub mod metrics;
+
+mod keys;
+mod partitioner;
+mod topic;
+
+mod dead_letter;
+mod message;
+mod retry;
+
+mod config;
+mod queue;
+
+mod topics;
+
+pub use config::{ConsumerConfig, Mode, Order, QueueConfig};
+pub use dead_letter::DeadLetter;
+pub use error::{QueueError, Result};
+pub use keys::Layout;
+pub use message::{Headers, Malformed, Message, NewMessage};
+pub use partitioner::{ConsistentHash, HashPartitioner, Partitioner, RoundRobin, hash_code};
+pub use queue::Queue;
+pub use retry::{Backoff, Handler, Outcome, RetryPolicy};
+pub use topic::{GroupName, Growth, Partition, Policies, Topic, TopicName};
+pub use topics::{Described, DescribedPartition, Topics};

@@ -1,0 +1,175 @@
+//! Settings of a queue and of its subscriptions.
+
+use std::time::Duration;
+
+use headwater_stream::limits::{COUNT_MAX, WAIT_MAX};
+use headwater_stream::{GroupStart, KeeperConfig};
+
+use crate::error::{QueueError, Result};
+use crate::limits::{GROUP_BYTES_MAX, IN_FLIGHT_MAX};
+use crate::retry::RetryPolicy;
+
+/// Settings of a process's part in all its groups.
+#[derive(Clone, Debug)]
+pub struct QueueConfig {
+    /// How leases are kept: those of partitions, and the one that shows that this process lives. Default: 15 s, renewed
+    /// every 5 s.
+    pub lease: KeeperConfig,
+    /// How often members and partitions are looked at, besides when something is heard of them. Default: 5 s.
+    pub rebalance_every: Duration,
+    /// How this process is called. Its consumers bear the name with a start id after it. Default: `worker:HOST:PID`.
+    pub name: Option<String>,
+}
+
+impl Default for QueueConfig {
+    fn default() -> Self {
+        Self { lease: KeeperConfig::default(), rebalance_every: Duration::from_secs(5), name: None }
+    }
+}
+
+impl QueueConfig {
+    pub(crate) fn validate(&self) -> Result<()> {
+        self.lease.validate()?;
+        if self.rebalance_every.is_zero() {
+            return Err(QueueError::invalid("rebalance_every", "it is zero"));
+        }
+        if let Some(name) = &self.name {
+            check_name("name", name)?;
+        }
+        Ok(())
+    }
+}
+
+/// How a group shares the partitions of a topic.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// Each partition has one effective owner, by lease.
+    #[default]
+    Owned,
+    /// Consumers compete for the messages of all partitions; no order.
+    Shared,
+}
+
+/// Which messages wait for each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Order {
+    /// None: one that fails is put aside and comes back later, behind others.
+    #[default]
+    Relaxed,
+    /// Those of one key: while one is tried again, the key's later ones wait. Needs [`Mode::Owned`].
+    PerKey,
+}
+
+/// Settings of a subscription.
+#[derive(Clone, Debug)]
+pub struct ConsumerConfig {
+    /// How the group shares partitions. Default: [`Mode::Owned`]. The same for all members of a group.
+    pub mode: Mode,
+    /// Which messages wait for each other. Default: [`Order::Relaxed`].
+    pub order: Order,
+    /// Where a group that is new begins. Default: at the oldest message.
+    pub start: GroupStart,
+    /// Messages per partition and read. Default: 256.
+    pub batch: usize,
+    /// How long a read waits for messages. Default: 5 s.
+    pub poll: Duration,
+    /// Messages in hand at once, read ahead included. Default: 1000.
+    pub in_flight_max: usize,
+    /// Messages of one partition that are handled at once; with [`Order::PerKey`], of different keys. Default: 1.
+    pub concurrency: usize,
+    /// When and how often a failed message is tried again.
+    pub retry: RetryPolicy,
+    /// How long a handler may take; then it is a failure. Default: none.
+    pub handler_timeout: Option<Duration>,
+    /// How long stopping and handing over wait for handlers; what is left is released. Default: 25 s.
+    pub drain: Duration,
+    /// A name that stays the same over restarts: while the lease of a stopped process runs, its partitions are kept for
+    /// it. Default: none.
+    pub member: Option<String>,
+    /// [`Mode::Shared`]: after this time without a sign, messages of consumers that send no heartbeat (other programs)
+    /// are taken over. Default: 5 min.
+    pub reclaim_idle: Duration,
+}
+
+impl Default for ConsumerConfig {
+    fn default() -> Self {
+        Self {
+            mode: Mode::Owned,
+            order: Order::Relaxed,
+            start: GroupStart::Beginning,
+            batch: 256,
+            poll: Duration::from_secs(5),
+            in_flight_max: 1000,
+            concurrency: 1,
+            retry: RetryPolicy::default(),
+            handler_timeout: None,
+            drain: Duration::from_secs(25),
+            member: None,
+            reclaim_idle: Duration::from_secs(5 * 60),
+        }
+    }
+}
+
+impl ConsumerConfig {
+    pub(crate) fn validate(&self) -> Result<()> {
+        let counts = [
+            ("batch", self.batch, COUNT_MAX),
+            ("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX),
+            ("concurrency", self.concurrency, IN_FLIGHT_MAX),
+        ];
+        for (name, count, max) in counts {
+            if !(1..=max).contains(&count) {
+                return Err(QueueError::invalid(name, format!("{count}; 1 to {max}")));
+            }
+        }
+        if self.poll.is_zero() || self.poll > WAIT_MAX {
+            let problem = format!("{:?}; more than zero, at most {WAIT_MAX:?}", self.poll);
+            return Err(QueueError::invalid("poll", problem));
+        }
+        if self.handler_timeout.is_some_and(|time| time.is_zero()) {
+            return Err(QueueError::invalid("handler_timeout", "it is zero"));
+        }
+        if self.mode == Mode::Shared && self.order == Order::PerKey {
+            let problem = "`PerKey` needs `Mode::Owned`: competing consumers keep no order";
+            return Err(QueueError::invalid("order", problem));
+        }
+        if let Some(member) = &self.member {
+            check_name("member", member)?;
+        }
+        self.retry.validate()
+    }
+}
+
+/// Names of members and processes become part of keys and of a space-separated list.
+fn check_name(what: &str, name: &str) -> Result<()> {
+    let odd = |c: char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}');
+    if name.is_empty() || name.len() > GROUP_BYTES_MAX || name.contains(odd) {
+        let problem = format!(
+            "`{name}`; 1 to {GROUP_BYTES_MAX} bytes without spaces, braces and control characters"
+        );
+        return Err(QueueError::invalid(what, problem));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_that_make_no_sense_are_refused_by_name() {
+        let default = ConsumerConfig::default;
+        for (name, config) in [
+            ("batch", ConsumerConfig { batch: 0, ..default() }),
+            ("in_flight_max", ConsumerConfig { in_flight_max: 0, ..default() }),
+            ("concurrency", ConsumerConfig { concurrency: 0, ..default() }),
+            ("poll", ConsumerConfig { poll: Duration::from_secs(61), ..default() }),
+            ("order", ConsumerConfig { mode: Mode::Shared, order: Order::PerKey, ..default() }),
+            ("member", ConsumerConfig { member: Some("a b".into()), ..default() }),
+        ] {
+            assert!(config.validate().unwrap_err().to_string().starts_with(name), "{name}");
+        }
+        assert!(default().validate().is_ok());
+        assert!(QueueConfig::default().validate().is_ok());
+    }
+}

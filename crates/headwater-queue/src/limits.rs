@@ -1,0 +1,51 @@
+//! The maximum of everything.
+//!
+//! A call that breaks a limit is refused with [`QueueError::Invalid`](crate::QueueError::Invalid) before it has any effect.
+
+use std::time::Duration;
+
+use headwater_stream::limits as stream;
+
+/// Bytes of a topic's name: keys are made of it.
+pub const TOPIC_BYTES_MAX: usize = 200;
+
+/// Bytes of a group's name.
+pub const GROUP_BYTES_MAX: usize = 100;
+
+/// Partitions of a topic: one read serves them all.
+pub const PARTITIONS_MAX: u16 = 1024;
+
+/// Bytes of a payload.
+pub const PAYLOAD_BYTES_MAX: usize = stream::PAYLOAD_BYTES_MAX;
+
+/// Bytes of a key.
+pub const KEY_BYTES_MAX: usize = 4096;
+
+/// Bytes of all headers of a message, written as JSON.
+pub const HEADERS_BYTES_MAX: usize = 32 * 1024;
+
+/// Bytes of the reason in a dead letter; longer ones are cut.
+pub const REASON_BYTES_MAX: usize = 4096;
+
+/// Growths of a topic that are remembered.
+pub const GROWTHS_MAX: usize = 64;
+
+/// The longest and shortest time a producer may rely on what it knows of a topic.
+pub const REFRESH_MAX: Duration = Duration::from_secs(60);
+/// See [`REFRESH_MAX`].
+pub const REFRESH_MIN: Duration = Duration::from_millis(20);
+
+/// Tries of a message.
+pub const ATTEMPTS_MAX: u32 = 1000;
+
+/// Messages in the hands of one subscription.
+pub const IN_FLIGHT_MAX: usize = 100_000;
+
+// What surrounds a payload fits into an entry: key, headers, a dead letter's reason and some small fields.
+const _: () = assert!(
+    PAYLOAD_BYTES_MAX + KEY_BYTES_MAX + HEADERS_BYTES_MAX + REASON_BYTES_MAX + 8192
+        <= stream::ENTRY_BYTES_MAX
+);
+const _: () = assert!(PARTITIONS_MAX as usize <= stream::READ_STREAMS_MAX);
+// The longest key has a topic, a group, a member and a prefix in it.
+const _: () = assert!(TOPIC_BYTES_MAX + 3 * GROUP_BYTES_MAX < stream::NAME_BYTES_MAX);

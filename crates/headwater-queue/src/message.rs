@@ -1,0 +1,408 @@
+//! Messages: what a producer sends, what a consumer sees, and how both lie in an entry.
+//!
+//! Upstream: applications. Downstream: entries of `headwater-stream`, with the field names of WIRE.
+//! Promises: payload bytes are never re-encoded; an entry of another program is readable with all its fields; one that is
+//! malformed says why and keeps its bytes.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use bytes::Bytes;
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{Delivery, EntryId, Fields};
+
+use crate::error::{QueueError, Result};
+use crate::limits::{HEADERS_BYTES_MAX, KEY_BYTES_MAX};
+use crate::topic::{Partition, Topic, TopicName};
+
+/// Headers of a message: names and values.
+pub type Headers = BTreeMap<String, String>;
+
+pub(crate) const PAYLOAD: &str = "payload";
+pub(crate) const TIMESTAMP: &str = "timestamp";
+pub(crate) const RETRY_COUNT: &str = "retryCount";
+pub(crate) const MAX_RETRIES: &str = "maxRetries";
+pub(crate) const TOPIC: &str = "topic";
+pub(crate) const PARTITION_ID: &str = "partitionId";
+pub(crate) const KEY: &str = "key";
+pub(crate) const HEADERS: &str = "headers";
+pub(crate) const ORIGINAL_MESSAGE_ID: &str = "originalMessageId";
+pub(crate) const REPLAYED_FROM: &str = "replayedFrom";
+
+/// A message to send.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NewMessage {
+    /// What decides its partition and its order; `None` for neither.
+    pub key: Option<String>,
+    /// What it carries.
+    pub payload: Bytes,
+    /// Names and values beside the payload.
+    pub headers: Headers,
+    /// The partition, if it is not to be chosen by the key.
+    pub partition: Option<Partition>,
+    /// An id of the caller's: a second message with it, sent within the producer's window, is not sent again.
+    pub id: Option<String>,
+    /// How often to try again after a failure; `None` leaves it to the topic.
+    pub max_retries: Option<u32>,
+}
+
+impl NewMessage {
+    /// A message without a key.
+    pub fn new(payload: impl Into<Bytes>) -> Self {
+        Self { payload: payload.into(), ..Default::default() }
+    }
+
+    /// A message with a key.
+    pub fn keyed(key: impl Into<String>, payload: impl Into<Bytes>) -> Self {
+        Self { key: Some(key.into()), ..Self::new(payload) }
+    }
+
+    /// Adds a header.
+    pub fn header(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.headers.insert(name.into(), value.into());
+        self
+    }
+
+    /// Sends to this partition.
+    pub fn to_partition(mut self, partition: Partition) -> Self {
+        self.partition = Some(partition);
+        self
+    }
+
+    /// Counts once however often it is sent.
+    pub fn with_id(mut self, id: impl Into<String>) -> Self {
+        self.id = Some(id.into());
+        self
+    }
+
+    /// Checks it against the limits of its topic.
+    pub(crate) fn validate(&self, topic: &Topic) -> Result<()> {
+        let limit = topic.policies.payload_bytes_max;
+        if self.payload.len() > limit {
+            let problem =
+                format!("{} bytes; topic `{}` allows {limit}", self.payload.len(), topic.name);
+            return Err(QueueError::invalid("a payload", problem));
+        }
+        let key_bytes = self.key.as_ref().map_or(0, String::len);
+        if key_bytes > KEY_BYTES_MAX {
+            let problem = format!("{key_bytes} bytes; the limit is {KEY_BYTES_MAX}");
+            return Err(QueueError::invalid("a key", problem));
+        }
+        if let Some(partition) = self.partition.filter(|p| *p >= topic.partitions) {
+            let problem = format!(
+                "{partition}; topic `{}` has partitions 0 to {}",
+                topic.name,
+                topic.partitions - 1
+            );
+            return Err(QueueError::invalid("a partition", problem));
+        }
+        Ok(())
+    }
+
+    /// The fields of its entry.
+    pub(crate) fn to_fields(
+        &self,
+        topic: &Topic,
+        partition: Partition,
+        now: Timestamp,
+    ) -> Result<Fields> {
+        let headers = headers_to_json(&self.headers);
+        if headers.len() > HEADERS_BYTES_MAX {
+            let problem =
+                format!("{} bytes as JSON; the limit is {HEADERS_BYTES_MAX}", headers.len());
+            return Err(QueueError::invalid("headers", problem));
+        }
+        let max_retries = self.max_retries.unwrap_or(topic.policies.max_retries);
+        let mut pairs: Vec<(Bytes, Bytes)> = Vec::with_capacity(8);
+        let mut put = |name: &'static str, value: Bytes| {
+            pairs.push((Bytes::from_static(name.as_bytes()), value));
+        };
+        put(PAYLOAD, self.payload.clone());
+        put(TIMESTAMP, now.to_rfc3339().into());
+        put(RETRY_COUNT, Bytes::from_static(b"0"));
+        put(MAX_RETRIES, max_retries.to_string().into());
+        put(TOPIC, Bytes::copy_from_slice(topic.name.as_str().as_bytes()));
+        put(PARTITION_ID, partition.to_string().into());
+        if let Some(key) = &self.key {
+            put(KEY, Bytes::copy_from_slice(key.as_bytes()));
+        }
+        put(HEADERS, headers.into());
+        Ok(Fields::new(pairs))
+    }
+}
+
+/// A message as a handler sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// The id of its entry.
+    pub id: EntryId,
+    /// Its topic.
+    pub topic: TopicName,
+    /// Its partition.
+    pub partition: Partition,
+    /// What decides its order.
+    pub key: Option<String>,
+    /// What it carries. For an entry of another program without a field `payload`, it is empty: see `fields`.
+    pub payload: Bytes,
+    /// Names and values beside the payload.
+    pub headers: Headers,
+    /// Which try this is, from 1.
+    pub attempt: u32,
+    /// How often the group has delivered this entry, deliveries to processes that died included.
+    pub deliveries: u64,
+    /// How often to try again after a failure; `None` leaves it to subscription and topic.
+    pub max_retries: Option<u32>,
+    /// When it was sent, if the entry says so.
+    pub sent_at: Option<Timestamp>,
+    /// The entry it first was, if it was retried or replayed since.
+    pub original_id: Option<EntryId>,
+    /// The dead letter it was replayed from.
+    pub replayed_from: Option<EntryId>,
+    /// All fields of its entry as they are.
+    pub fields: Fields,
+}
+
+/// Why an entry is no message. Its bytes go to the dead letters as they are.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("field `{field}` {problem}")]
+pub struct Malformed {
+    /// The field that makes no sense.
+    pub field: &'static str,
+    /// What is wrong with it.
+    pub problem: String,
+}
+
+impl Message {
+    /// Reads an entry.
+    pub(crate) fn read(
+        topic: &TopicName,
+        partition: Partition,
+        delivery: Delivery,
+    ) -> std::result::Result<Self, (Malformed, Delivery)> {
+        match Self::parse(topic, partition, &delivery) {
+            Ok(message) => Ok(message),
+            Err(malformed) => Err((malformed, delivery)),
+        }
+    }
+
+    fn parse(
+        topic: &TopicName,
+        partition: Partition,
+        delivery: &Delivery,
+    ) -> std::result::Result<Self, Malformed> {
+        let Delivery { id, fields, deliveries } = delivery;
+        let mut message = Self {
+            id: *id,
+            topic: topic.clone(),
+            partition,
+            key: None,
+            payload: Bytes::new(),
+            headers: Headers::new(),
+            attempt: 1,
+            deliveries: *deliveries,
+            max_retries: None,
+            sent_at: None,
+            original_id: None,
+            replayed_from: None,
+            fields: fields.clone(),
+        };
+        for (name, value) in fields {
+            match name.as_ref() {
+                b"payload" => message.payload = value.clone(),
+                b"key" => message.key = Some(text(KEY, value)?.to_owned()),
+                b"headers" => message.headers = headers_from_json(text(HEADERS, value)?)?,
+                b"retryCount" => {
+                    let failures: u32 = number(RETRY_COUNT, value)?;
+                    message.attempt = failures.saturating_add(1);
+                }
+                b"maxRetries" => message.max_retries = Some(number(MAX_RETRIES, value)?),
+                // Of no consequence here: an odd value is left in `fields`.
+                b"timestamp" => message.sent_at = read_timestamp(value),
+                b"originalMessageId" => message.original_id = read_id(value),
+                b"replayedFrom" => message.replayed_from = read_id(value),
+                _ => {}
+            }
+        }
+        Ok(message)
+    }
+
+    /// How often it failed before.
+    pub fn failures(&self) -> u32 {
+        self.attempt - 1
+    }
+
+    /// The entry it first was.
+    pub fn first_id(&self) -> EntryId {
+        self.original_id.unwrap_or(self.id)
+    }
+
+    /// The fields of the entry that it is when it is tried again after one more failure.
+    pub(crate) fn to_retry(&self) -> Fields {
+        self.replaced(&[
+            (RETRY_COUNT, Some(self.attempt.to_string())),
+            (ORIGINAL_MESSAGE_ID, Some(self.first_id().to_string())),
+        ])
+    }
+
+    fn replaced(&self, changes: &[(&'static str, Option<String>)]) -> Fields {
+        replace_fields(&self.fields, changes)
+    }
+}
+
+/// The fields with some replaced, added (`Some`) or left out (`None`). All other bytes stay as they are.
+pub(crate) fn replace_fields(
+    fields: &Fields,
+    changes: &[(&'static str, Option<String>)],
+) -> Fields {
+    let kept = fields
+        .iter()
+        .filter(|(name, _)| changes.iter().all(|(changed, _)| name != changed.as_bytes()))
+        .cloned();
+    let new = changes.iter().filter_map(|(name, value)| {
+        let value = value.clone()?;
+        Some((Bytes::from_static(name.as_bytes()), Bytes::from(value)))
+    });
+    Fields::new(kept.chain(new))
+}
+
+pub(crate) fn read_id(value: &Bytes) -> Option<EntryId> {
+    std::str::from_utf8(value).ok()?.parse().ok()
+}
+
+pub(crate) fn read_timestamp(value: &Bytes) -> Option<Timestamp> {
+    let text = std::str::from_utf8(value).ok()?;
+    Timestamp::from_rfc3339(text).or_else(|| text.parse().ok().map(Timestamp::from_millis))
+}
+
+fn text<'a>(field: &'static str, value: &'a Bytes) -> std::result::Result<&'a str, Malformed> {
+    std::str::from_utf8(value)
+        .map_err(|_| Malformed { field, problem: "is not UTF-8 text".to_owned() })
+}
+
+fn number(field: &'static str, value: &Bytes) -> std::result::Result<u32, Malformed> {
+    let parsed = std::str::from_utf8(value).ok().and_then(|text| text.parse().ok());
+    parsed.ok_or_else(|| {
+        let shown: String = String::from_utf8_lossy(value).chars().take(40).collect();
+        Malformed { field, problem: format!("is not a number: `{shown}`") }
+    })
+}
+
+/// Headers as a JSON object; an empty one for none.
+pub(crate) fn headers_to_json(headers: &Headers) -> String {
+    if headers.is_empty() {
+        return "{}".to_owned();
+    }
+    let mut json = String::with_capacity(headers.len() * 32);
+    for (name, value) in headers {
+        let separator = if json.is_empty() { '{' } else { ',' };
+        // Writing to a string cannot fail, nor can writing a string as JSON.
+        let _ = write!(
+            json,
+            "{separator}{}:{}",
+            serde_json::Value::from(name.as_str()),
+            serde_json::Value::from(value.as_str())
+        );
+    }
+    json.push('}');
+    json
+}
+
+/// Values of other kinds than text are kept as their JSON.
+pub(crate) fn headers_from_json(json: &str) -> std::result::Result<Headers, Malformed> {
+    if matches!(json, "" | "{}" | "null") {
+        return Ok(Headers::new());
+    }
+    let object: serde_json::Map<String, serde_json::Value> = serde_json::from_str(json)
+        .map_err(|_| Malformed { field: HEADERS, problem: "is not a JSON object".to_owned() })?;
+    let text = |value| match value {
+        serde_json::Value::String(text) => text,
+        other => other.to_string(),
+    };
+    Ok(object.into_iter().map(|(name, value)| (name, text(value))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keys::Layout;
+
+    fn topic() -> Topic {
+        Topic::plain(TopicName::new("orders").unwrap(), Layout::Partitioned)
+    }
+
+    fn delivery(fields: Fields) -> Delivery {
+        Delivery { id: EntryId::new(5, 0), fields, deliveries: 1 }
+    }
+
+    #[test]
+    fn what_is_sent_is_what_is_read() {
+        let bytes = Bytes::from_static(b"\x00\xff{}");
+        let new = NewMessage::keyed("键", bytes.clone()).header("a\"b", "c\nd").header("e", "");
+        let now = Timestamp::from_millis(1_767_225_600_250);
+        let fields = new.to_fields(&topic(), 3, now).unwrap();
+        assert_eq!(fields.get(TIMESTAMP).unwrap(), "2026-01-01T00:00:00.250Z");
+        assert_eq!(fields.get(PARTITION_ID).unwrap(), "3");
+        let message = Message::read(&topic().name, 3, delivery(fields)).unwrap();
+        assert_eq!((message.key.as_deref(), &message.payload), (Some("键"), &bytes));
+        assert_eq!((message.headers, message.attempt), (new.headers, 1));
+        assert_eq!((message.max_retries, message.sent_at), (Some(4), Some(now)));
+    }
+
+    #[test]
+    fn a_retry_counts_the_failure_and_keeps_the_rest() {
+        let new = NewMessage::keyed("k", "p").header("h", "1");
+        let fields = new.to_fields(&topic(), 0, Timestamp::from_millis(1)).unwrap();
+        let message = Message::read(&topic().name, 0, delivery(fields)).unwrap();
+        let again = Delivery { id: EntryId::new(6, 0), fields: message.to_retry(), deliveries: 1 };
+        let again = Message::read(&topic().name, 0, again).unwrap();
+        assert_eq!((again.attempt, again.first_id()), (2, message.id));
+        let third = Delivery { id: EntryId::new(7, 0), fields: again.to_retry(), deliveries: 1 };
+        let third = Message::read(&topic().name, 0, third).unwrap();
+        assert_eq!((third.attempt, third.first_id()), (3, message.id));
+        assert_eq!(
+            (third.payload, third.key, third.headers),
+            (message.payload, message.key, message.headers)
+        );
+    }
+
+    #[test]
+    fn an_entry_of_another_program_is_readable() {
+        let fields = Fields::new([("data", "{}"), ("issue_id", "7")]);
+        let message = Message::read(&topic().name, 0, delivery(fields.clone())).unwrap();
+        assert_eq!((message.payload.len(), message.attempt, message.fields), (0, 1, fields));
+        let fields = Fields::new([("headers", r#"{"n":1,"t":"x"}"#)]);
+        let message = Message::read(&topic().name, 0, delivery(fields)).unwrap();
+        assert_eq!((message.headers["n"].as_str(), message.headers["t"].as_str()), ("1", "x"));
+    }
+
+    #[test]
+    fn an_entry_that_makes_no_sense_says_why_and_keeps_its_bytes() {
+        for (field, value) in [
+            ("retryCount", &b"many"[..]),
+            ("retryCount", b"-1"),
+            ("maxRetries", b""),
+            ("key", b"\xff"),
+            ("headers", b"[1]"),
+            ("headers", b"{"),
+            ("headers", b"\xff"),
+        ] {
+            let fields = Fields::new([(field, Bytes::copy_from_slice(value))]);
+            let (malformed, kept) =
+                Message::read(&topic().name, 0, delivery(fields.clone())).unwrap_err();
+            assert_eq!((malformed.field, kept.fields), (field, fields));
+        }
+    }
+
+    #[test]
+    fn what_breaks_a_limit_is_refused() {
+        let topic = topic();
+        let too_large = NewMessage::new(vec![0; crate::limits::PAYLOAD_BYTES_MAX + 1]);
+        let long_key = NewMessage::keyed("k".repeat(KEY_BYTES_MAX + 1), "");
+        let no_partition = NewMessage::new("").to_partition(1);
+        for message in [too_large, long_key, no_partition] {
+            assert!(matches!(message.validate(&topic), Err(QueueError::Invalid { .. })));
+        }
+        let headers = NewMessage::new("").header("h", "x".repeat(HEADERS_BYTES_MAX));
+        assert!(headers.to_fields(&topic, 0, Timestamp::from_millis(1)).is_err());
+    }
+}

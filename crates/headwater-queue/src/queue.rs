@@ -1,0 +1,107 @@
+//! A queue: topics on one backend, as one process sees them.
+//!
+//! Upstream: applications. Downstream: the backend. Everything else of this crate begins here.
+//! Promises: what it knows of a topic is at most `refresh` old when it is relied on.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use headwater_stream::Backend;
+use tokio::time::Instant;
+
+use crate::config::QueueConfig;
+use crate::error::Result;
+use crate::keys::{self, Layout};
+use crate::topic::{Topic, TopicName};
+
+/// Topics on one backend. Clones are the same queue.
+#[derive(Clone)]
+pub struct Queue {
+    pub(crate) inner: Arc<Inner>,
+}
+
+pub(crate) struct Inner {
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) config: QueueConfig,
+    known: Mutex<HashMap<TopicName, (Instant, Arc<Topic>)>>,
+}
+
+/// Topics that are remembered; beyond it, those that nobody refreshed go first.
+const KNOWN_MAX: usize = 100_000;
+
+impl fmt::Debug for Queue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Queue").field("backend", &self.inner.backend.describe()).finish()
+    }
+}
+
+impl Queue {
+    /// A queue on a backend, with default settings.
+    pub fn new(backend: Arc<dyn Backend>) -> Self {
+        Self::with_config(backend, QueueConfig::default()).expect("the default settings are valid")
+    }
+
+    /// A queue with settings of its own.
+    pub fn with_config(backend: Arc<dyn Backend>, config: QueueConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self { inner: Arc::new(Inner { backend, config, known: Mutex::default() }) })
+    }
+
+    /// The backend it lives on.
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.inner.backend
+    }
+
+    /// The layout of topics that are created here.
+    pub(crate) fn layout(&self) -> Layout {
+        if self.is_clustered() { Layout::Clustered } else { Layout::Partitioned }
+    }
+
+    fn is_clustered(&self) -> bool {
+        self.inner.backend.cluster_slot("").is_some()
+    }
+
+    /// A topic, as it was at most its `refresh` ago. One that nobody created is plain.
+    pub(crate) async fn topic(&self, name: &TopicName) -> Result<Arc<Topic>> {
+        let now = Instant::now();
+        if let Some((read_at, topic)) = self.inner.known().get(name)
+            && now.duration_since(*read_at) < topic.policies.refresh
+        {
+            return Ok(topic.clone());
+        }
+        self.read_topic(name).await
+    }
+
+    /// A topic as it is now.
+    pub(crate) async fn read_topic(&self, name: &TopicName) -> Result<Arc<Topic>> {
+        // Age counts from before the question: the answer may be as old as that.
+        let asked_at = Instant::now();
+        let topic = Arc::new(match self.inner.backend.map_get(&keys::meta(name)).await? {
+            Some(meta) => Topic::from_meta(name.clone(), &meta)?,
+            None => self.plain_topic(name),
+        });
+        let mut known = self.inner.known();
+        if known.len() >= KNOWN_MAX {
+            known.retain(|_, (at, topic)| asked_at.duration_since(*at) < topic.policies.refresh);
+        }
+        known.insert(name.clone(), (asked_at, topic.clone()));
+        Ok(topic)
+    }
+
+    fn plain_topic(&self, name: &TopicName) -> Topic {
+        let layout = if self.is_clustered() { Layout::PlainClustered } else { Layout::Plain };
+        Topic::plain(name.clone(), layout)
+    }
+
+    /// Forgets what is known of a topic, after it was changed here.
+    pub(crate) fn forget(&self, name: &TopicName) {
+        self.inner.known().remove(name);
+    }
+}
+
+impl Inner {
+    fn known(&self) -> std::sync::MutexGuard<'_, HashMap<TopicName, (Instant, Arc<Topic>)>> {
+        self.known.lock().expect("no code panics while it holds this lock")
+    }
+}

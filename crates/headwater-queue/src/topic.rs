@@ -1,0 +1,400 @@
+//! What a topic is: its name, how many partitions it has, what it keeps, how it grew.
+//!
+//! Upstream: everybody. Downstream: `keys` for where it lies.
+//! Promises: a topic that was read from the registry is valid, or reading it was an error that says which field is not.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{EntryId, RegistryMap, Retention};
+use serde_json::{Value, json};
+
+pub use headwater_stream::GroupName;
+
+use crate::error::{QueueError, Result};
+use crate::keys::Layout;
+use crate::limits::{
+    GROUP_BYTES_MAX, GROWTHS_MAX, PARTITIONS_MAX, PAYLOAD_BYTES_MAX, REFRESH_MAX, REFRESH_MIN,
+    TOPIC_BYTES_MAX,
+};
+
+/// The number of a partition, from 0.
+pub type Partition = u16;
+
+/// The name of a topic: 1 to 200 bytes of text without control characters and braces.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TopicName(Arc<str>);
+
+impl TopicName {
+    /// Checks the name and keeps it; clones share the text.
+    pub fn new(name: impl AsRef<str>) -> Result<Self> {
+        let name = name.as_ref();
+        let problem = if name.is_empty() {
+            "it is empty".to_owned()
+        } else if name.len() > TOPIC_BYTES_MAX {
+            format!("{} bytes; the limit is {TOPIC_BYTES_MAX}", name.len())
+        } else if let Some(odd) = name.chars().find(|c| c.is_control() || matches!(c, '{' | '}')) {
+            format!("it holds {odd:?}; control characters and braces are not allowed")
+        } else {
+            return Ok(Self(name.into()));
+        };
+        Err(QueueError::invalid("a topic name", problem))
+    }
+
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for TopicName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for TopicName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", &*self.0)
+    }
+}
+
+/// Checks a group's name.
+pub(crate) fn group_name(name: &str) -> Result<GroupName> {
+    if name.len() > GROUP_BYTES_MAX {
+        let problem = format!("{} bytes; the limit is {GROUP_BYTES_MAX}", name.len());
+        return Err(QueueError::invalid("a group name", problem));
+    }
+    Ok(GroupName::new(name)?)
+}
+
+/// What a topic keeps and how it is used. Kept with the topic, the same for every process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Policies {
+    /// How much of each partition is kept once every group is done with it. Default: everything.
+    pub retention: Retention,
+    /// Bytes the topic may hold before sends are refused; `None` (default) = no limit of ours.
+    pub byte_budget: Option<u64>,
+    /// Bytes of a payload. Default and limit: 1 MiB.
+    pub payload_bytes_max: usize,
+    /// How often a failed message is tried again, if neither it nor the subscription says otherwise. Default: 4.
+    pub max_retries: u32,
+    /// How long a process may rely on what it knows of the topic; growing takes twice as long. Default: 5 s.
+    pub refresh: Duration,
+}
+
+impl Default for Policies {
+    fn default() -> Self {
+        Self {
+            retention: Retention::KEEP_ALL,
+            byte_budget: None,
+            payload_bytes_max: PAYLOAD_BYTES_MAX,
+            max_retries: 4,
+            refresh: Duration::from_secs(5),
+        }
+    }
+}
+
+impl Policies {
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.payload_bytes_max == 0 || self.payload_bytes_max > PAYLOAD_BYTES_MAX {
+            let problem = format!("{}; 1 to {PAYLOAD_BYTES_MAX}", self.payload_bytes_max);
+            return Err(QueueError::invalid("payload_bytes_max", problem));
+        }
+        if !(REFRESH_MIN..=REFRESH_MAX).contains(&self.refresh) {
+            let problem = format!("{:?}; {REFRESH_MIN:?} to {REFRESH_MAX:?}", self.refresh);
+            return Err(QueueError::invalid("refresh", problem));
+        }
+        if self.max_retries >= crate::limits::ATTEMPTS_MAX {
+            let problem = format!("{}; below {}", self.max_retries, crate::limits::ATTEMPTS_MAX);
+            return Err(QueueError::invalid("max_retries", problem));
+        }
+        Ok(())
+    }
+}
+
+/// One growth of a topic: keys whose partition it changed wait for the older messages in their old partition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Growth {
+    /// Partitions before.
+    pub from: u16,
+    /// Partitions after.
+    pub to: u16,
+    /// When it began, by the backend's clock. Until `settling` has passed, some producers may not know of it.
+    pub began: Timestamp,
+    /// The last entry of each old partition that can have been sent before everybody knew. `None` while the growth
+    /// settles: then moved keys wait.
+    pub last_ids: Option<Vec<EntryId>>,
+}
+
+impl Growth {
+    /// How long after `began` every producer knows of the growth.
+    pub fn settling(refresh: Duration) -> Duration {
+        refresh * 2
+    }
+}
+
+/// A topic as the registry describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Topic {
+    /// Its name.
+    pub name: TopicName,
+    /// How many partitions it has.
+    pub partitions: u16,
+    /// How its keys are spelled; a plain layout for a topic that nobody created.
+    pub layout: Layout,
+    /// When it was created; `None` for a plain topic.
+    pub created_at: Option<Timestamp>,
+    /// What it keeps and how it is used.
+    pub policies: Policies,
+    /// How it grew, oldest first.
+    pub growths: Vec<Growth>,
+}
+
+pub(crate) const PARTITION_COUNT: &str = "partitionCount";
+const CREATED_AT: &str = "createdAt";
+const LAYOUT: &str = "layout";
+const RETENTION_COUNT: &str = "retentionCount";
+const RETENTION_AGE_MS: &str = "retentionAgeMs";
+const RETENTION_BYTES: &str = "retentionBytes";
+const BYTE_BUDGET: &str = "byteBudget";
+const PAYLOAD_BYTES: &str = "payloadBytesMax";
+const MAX_RETRIES: &str = "maxRetries";
+const REFRESH_MS: &str = "refreshMs";
+/// The field that changes with each growth: what an update of it must expect.
+pub(crate) const GROWTHS: &str = "growths";
+
+impl Topic {
+    /// A topic without meta: one partition, whose stream has the topic's name.
+    pub(crate) fn plain(name: TopicName, layout: Layout) -> Self {
+        Self {
+            name,
+            partitions: 1,
+            layout,
+            created_at: None,
+            policies: Policies::default(),
+            growths: Vec::new(),
+        }
+    }
+
+    /// The meta as the registry keeps it.
+    pub(crate) fn to_meta(&self) -> RegistryMap {
+        let mut meta = RegistryMap::new();
+        let mut put = |name: &str, value: String| meta.insert(name.to_owned(), value.into());
+        put(PARTITION_COUNT, self.partitions.to_string());
+        put(LAYOUT, self.layout.as_str().to_owned());
+        put(GROWTHS, growths_to_json(&self.growths));
+        put(PAYLOAD_BYTES, self.policies.payload_bytes_max.to_string());
+        put(MAX_RETRIES, self.policies.max_retries.to_string());
+        put(REFRESH_MS, self.policies.refresh.as_millis().to_string());
+        let retention = self.policies.retention;
+        let age_ms = retention.max_age.map(|age| age.as_millis() as u64);
+        for (name, value) in [
+            (RETENTION_COUNT, retention.max_len),
+            (RETENTION_AGE_MS, age_ms),
+            (RETENTION_BYTES, retention.max_bytes),
+            (BYTE_BUDGET, self.policies.byte_budget),
+        ] {
+            if let Some(value) = value {
+                put(name, value.to_string());
+            }
+        }
+        if let Some(at) = self.created_at {
+            put(CREATED_AT, at.to_rfc3339());
+        }
+        meta
+    }
+
+    /// Reads the meta. What a foreign program left out has its default; what it wrote wrongly is an error.
+    pub(crate) fn from_meta(name: TopicName, meta: &RegistryMap) -> Result<Self> {
+        let read = Reading { topic: &name, meta };
+        let partitions = read.number(PARTITION_COUNT)?.unwrap_or(1);
+        let partitions = u16::try_from(partitions)
+            .ok()
+            .filter(|count| (1..=PARTITIONS_MAX).contains(count))
+            .ok_or_else(|| read.wrong(PARTITION_COUNT, &format!("1 to {PARTITIONS_MAX}")))?;
+        let layout = match read.text(LAYOUT)? {
+            None => Layout::Partitioned,
+            Some(text) => Layout::parse(text)
+                .ok_or_else(|| read.wrong(LAYOUT, "`partitioned` or `clustered`"))?,
+        };
+        let defaults = Policies::default();
+        let policies = Policies {
+            retention: Retention {
+                max_len: read.number(RETENTION_COUNT)?,
+                max_age: read.number(RETENTION_AGE_MS)?.map(Duration::from_millis),
+                max_bytes: read.number(RETENTION_BYTES)?,
+            },
+            byte_budget: read.number(BYTE_BUDGET)?,
+            payload_bytes_max: read
+                .number(PAYLOAD_BYTES)?
+                .map_or(defaults.payload_bytes_max, |bytes| bytes as usize),
+            max_retries: read
+                .number(MAX_RETRIES)?
+                .map_or(defaults.max_retries, |count| u32::try_from(count).unwrap_or(u32::MAX)),
+            refresh: read.number(REFRESH_MS)?.map_or(defaults.refresh, Duration::from_millis),
+        };
+        policies.validate()?;
+        let created_at = read.created_at()?;
+        let growths = match read.text(GROWTHS)? {
+            None => Vec::new(),
+            Some(text) => growths_from_json(text).ok_or_else(|| {
+                read.wrong(GROWTHS, "a list of growths as this program writes it")
+            })?,
+        };
+        Ok(Self { name, partitions, layout, created_at, policies, growths })
+    }
+}
+
+/// Reads fields of a topic's meta; names topic and field when one is wrong.
+struct Reading<'a> {
+    topic: &'a TopicName,
+    meta: &'a RegistryMap,
+}
+
+impl<'a> Reading<'a> {
+    fn text(&self, field: &str) -> Result<Option<&'a str>> {
+        let Some(value) = self.meta.get(field) else { return Ok(None) };
+        std::str::from_utf8(value).map(Some).map_err(|_| self.wrong(field, "text"))
+    }
+
+    fn number(&self, field: &str) -> Result<Option<u64>> {
+        let Some(text) = self.text(field)? else { return Ok(None) };
+        text.parse().map(Some).map_err(|_| self.wrong(field, "a number"))
+    }
+
+    /// Our instant, or the epoch milliseconds that other programs write.
+    fn created_at(&self) -> Result<Option<Timestamp>> {
+        let Some(text) = self.text(CREATED_AT)? else { return Ok(None) };
+        Timestamp::from_rfc3339(text)
+            .or_else(|| text.parse().ok().map(Timestamp::from_millis))
+            .map(Some)
+            .ok_or_else(|| self.wrong(CREATED_AT, "an instant such as 2026-01-01T00:00:00Z"))
+    }
+
+    fn wrong(&self, field: &str, allowed: &str) -> QueueError {
+        let found = self.meta.get(field).map(Bytes::as_ref).unwrap_or_default();
+        let found: String = String::from_utf8_lossy(found).chars().take(64).collect();
+        QueueError::invalid(
+            format!("`{field}` in the meta of topic `{}`", self.topic),
+            format!("it is `{found}`; allowed: {allowed}"),
+        )
+    }
+}
+
+pub(crate) fn growths_to_json(growths: &[Growth]) -> String {
+    let growth = |growth: &Growth| {
+        let ids = |ids: &Vec<EntryId>| ids.iter().map(EntryId::to_string).collect::<Vec<_>>();
+        json!({
+            "from": growth.from,
+            "to": growth.to,
+            "beganMs": growth.began.as_millis(),
+            "lastIds": growth.last_ids.as_ref().map(ids),
+        })
+    };
+    Value::Array(growths.iter().map(growth).collect()).to_string()
+}
+
+fn growths_from_json(text: &str) -> Option<Vec<Growth>> {
+    let growth = |value: &Value| {
+        let count = |name: &str| u16::try_from(value.get(name)?.as_u64()?).ok();
+        let last_ids = match value.get("lastIds")? {
+            Value::Null => None,
+            ids => Some(
+                ids.as_array()?
+                    .iter()
+                    .map(|id| id.as_str()?.parse().ok())
+                    .collect::<Option<Vec<EntryId>>>()?,
+            ),
+        };
+        let (from, to) = (count("from")?, count("to")?);
+        let fits = last_ids.as_ref().is_none_or(|ids| ids.len() == usize::from(from));
+        (from < to && fits).then_some(Growth {
+            from,
+            to,
+            began: Timestamp::from_millis(value.get("beganMs")?.as_u64()?),
+            last_ids,
+        })
+    };
+    let growths: Value = serde_json::from_str(text).ok()?;
+    let growths = growths.as_array().filter(|growths| growths.len() <= GROWTHS_MAX)?;
+    growths.iter().map(growth).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn orders() -> Topic {
+        Topic {
+            name: TopicName::new("orders").unwrap(),
+            partitions: 5,
+            layout: Layout::Clustered,
+            created_at: Some(Timestamp::from_millis(1_767_225_600_250)),
+            policies: Policies {
+                retention: Retention {
+                    max_len: Some(10),
+                    max_age: Some(Duration::from_secs(60)),
+                    max_bytes: None,
+                },
+                byte_budget: Some(1 << 30),
+                ..Default::default()
+            },
+            growths: vec![
+                Growth {
+                    from: 1,
+                    to: 2,
+                    began: Timestamp::from_millis(1),
+                    last_ids: Some(vec![EntryId::new(7, 8)]),
+                },
+                Growth { from: 2, to: 5, began: Timestamp::from_millis(2), last_ids: None },
+            ],
+        }
+    }
+
+    #[test]
+    fn a_topic_survives_the_registry() {
+        let topic = orders();
+        assert_eq!(Topic::from_meta(topic.name.clone(), &topic.to_meta()).unwrap(), topic);
+    }
+
+    #[test]
+    fn the_meta_of_another_program_is_read_with_defaults() {
+        let meta = [("partitionCount", "3"), ("createdAt", "1767225600250")]
+            .map(|(name, value)| (name.to_owned(), Bytes::from_static(value.as_bytes())));
+        let topic = Topic::from_meta(TopicName::new("t").unwrap(), &meta.into()).unwrap();
+        assert_eq!((topic.partitions, topic.layout), (3, Layout::Partitioned));
+        assert_eq!(topic.created_at, Some(Timestamp::from_millis(1_767_225_600_250)));
+        assert_eq!(topic.policies, Policies::default());
+    }
+
+    #[test]
+    fn meta_that_makes_no_sense_is_an_error_that_names_topic_and_field() {
+        for (field, value) in [
+            (PARTITION_COUNT, "0"),
+            (PARTITION_COUNT, "many"),
+            (PARTITION_COUNT, "70000"),
+            (LAYOUT, "round"),
+            (CREATED_AT, "yesterday"),
+            (RETENTION_COUNT, "-1"),
+            (GROWTHS, "{}"),
+            (GROWTHS, r#"[{"from":2,"to":3,"beganMs":1,"lastIds":["0-0"]}]"#),
+        ] {
+            let mut meta = orders().to_meta();
+            meta.insert(field.to_owned(), Bytes::from_static(value.as_bytes()));
+            let error = Topic::from_meta(TopicName::new("orders").unwrap(), &meta).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains("orders") && text.contains(field), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_topic_name_is_refused_when_a_key_could_not_be_made_of_it() {
+        for bad in ["", "a\nb", "a{b", "a}b", &"x".repeat(TOPIC_BYTES_MAX + 1)] {
+            assert!(matches!(TopicName::new(bad), Err(QueueError::Invalid { .. })), "{bad:?}");
+        }
+    }
+}
