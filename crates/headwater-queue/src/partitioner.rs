@@ -3,7 +3,9 @@
 //! Promises: the hash is the one other programs use (WIRE: `String.hashCode` of Java), so they and we agree on the
 //! partition of a key.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock};
 
 use crate::topic::Partition;
 
@@ -67,11 +69,15 @@ impl Partitioner for RoundRobin {
     }
 }
 
+/// Points and their partitions, in the order of the points.
+type Ring = Arc<[(u32, Partition)]>;
+
 /// Points on a ring: when a topic grows from P to Q partitions, only about (Q - P) / Q of the keys move.
 #[derive(Debug)]
 pub struct ConsistentHash {
     virtual_nodes: u32,
-    ring: std::sync::RwLock<std::collections::HashMap<u16, std::sync::Arc<[(u32, Partition)]>>>,
+    /// One per partition count this process has seen.
+    rings: RwLock<HashMap<u16, Ring>>,
     keyless: RoundRobin,
 }
 
@@ -80,23 +86,23 @@ impl ConsistentHash {
     pub fn new(virtual_nodes: u32) -> Self {
         Self {
             virtual_nodes: virtual_nodes.clamp(1, 1000),
-            ring: Default::default(),
+            rings: RwLock::default(),
             keyless: RoundRobin::default(),
         }
     }
 
-    fn ring(&self, partitions: u16) -> std::sync::Arc<[(u32, Partition)]> {
+    fn ring(&self, partitions: u16) -> Ring {
         const WHY: &str = "no code panics while it holds the ring";
-        if let Some(ring) = self.ring.read().expect(WHY).get(&partitions) {
+        if let Some(ring) = self.rings.read().expect(WHY).get(&partitions) {
             return ring.clone();
         }
         let mut points: Vec<(u32, Partition)> = (0..partitions)
             .flat_map(|p| (0..self.virtual_nodes).map(move |node| (mix(&format!("{p}#{node}")), p)))
             .collect();
         points.sort_unstable();
-        let ring: std::sync::Arc<[_]> = points.into();
+        let ring: Ring = points.into();
         // One ring per partition count a process sees; topics grow a bounded number of times.
-        self.ring.write().expect(WHY).insert(partitions, ring.clone());
+        self.rings.write().expect(WHY).insert(partitions, ring.clone());
         ring
     }
 }
