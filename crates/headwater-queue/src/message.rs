@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{Delivery, EntryId, Fields};
+use headwater_stream::{Delivery, EntryId, Epoch, Fields};
 
 use crate::error::{QueueError, Result};
 use crate::limits::{HEADERS_BYTES_MAX, KEY_BYTES_MAX};
@@ -150,6 +150,9 @@ pub struct Message {
     pub attempt: u32,
     /// How often the group has delivered this entry, deliveries to processes that died included.
     pub deliveries: u64,
+    /// With `Mode::Owned`, the epoch of the partition's owner: a store that remembers the highest epoch it saw per
+    /// partition and refuses lower ones is safe from an owner that was paused and lost its partition meanwhile.
+    pub epoch: Option<Epoch>,
     /// How often to try again after a failure; `None` leaves it to subscription and topic.
     pub max_retries: Option<u32>,
     /// When it was sent, if the entry says so.
@@ -200,6 +203,7 @@ impl Message {
             headers: Headers::new(),
             attempt: 1,
             deliveries: *deliveries,
+            epoch: None,
             max_retries: None,
             sent_at: None,
             original_id: None,
