@@ -56,16 +56,17 @@ impl From<()> for Outcome {
 }
 
 /// An error is a retry, whose reason is the error with its sources.
-impl<E: fmt::Display> From<Result<(), E>> for Outcome {
-    fn from(result: Result<(), E>) -> Self {
+impl<T: Into<Outcome>, E: fmt::Display> From<Result<T, E>> for Outcome {
+    fn from(result: Result<T, E>) -> Self {
         match result {
-            Ok(()) => Self::Done,
+            Ok(outcome) => outcome.into(),
             Err(error) => Self::retry(format!("{error:#}")),
         }
     }
 }
 
-/// Handles messages. Any `Fn(Message) -> impl Future` whose output is an [`Outcome`], `()` or a `Result<(), E>` is one.
+/// Handles messages. Any `Fn(Message) -> impl Future` whose output is an [`Outcome`], `()`, or a
+/// `Result` of one of them is one.
 #[async_trait]
 pub trait Handler: Send + Sync + 'static {
     /// Handles one message. A panic counts as a failure.
@@ -208,6 +209,7 @@ mod tests {
     fn what_handlers_return_becomes_an_outcome() {
         assert_eq!(Outcome::from(()), Outcome::Done);
         assert_eq!(Outcome::from(Ok::<(), String>(())), Outcome::Done);
-        assert_eq!(Outcome::from(Err("no route")), Outcome::retry("no route"));
+        assert_eq!(Outcome::from(Err::<(), _>("no route")), Outcome::retry("no route"));
+        assert_eq!(Outcome::from(Ok::<_, String>(Outcome::Release)), Outcome::Release);
     }
 }
