@@ -9,11 +9,23 @@ use crate::leases::Fence;
 use crate::limits::*;
 use crate::name::StreamName;
 use crate::registry::RegistryMap;
-use crate::streams::{Reclaim, ReclaimFrom, Retention, Settle, Then};
+use crate::streams::{Once, Reclaim, ReclaimFrom, Retention, Settle, Then};
 
 pub(crate) fn append(entries: &[Fields], retention: &Retention) -> Result<()> {
     fields_of("entries", entries.iter())?;
     self::retention(retention)
+}
+
+pub(crate) fn append_once(entries: &[Once], keep: Duration, retention: &Retention) -> Result<()> {
+    fields_of("entries", entries.iter().map(|entry| &entry.fields))?;
+    entries.iter().try_for_each(|entry| known_id("an entry's id", &entry.id))?;
+    self::keep("the time to remember", keep)?;
+    self::retention(retention)
+}
+
+pub(crate) fn known_ids(ids: &[&str]) -> Result<()> {
+    at_most("ids", ids.len(), BATCH_MAX, "ids in one call")?;
+    ids.iter().try_for_each(|id| known_id("an entry's id", id))
 }
 
 pub(crate) fn retention(retention: &Retention) -> Result<()> {
@@ -117,13 +129,17 @@ pub(crate) fn dedup<'a>(
 ) -> Result<()> {
     at_most("ids", ids.len(), BATCH_MAX, "ids in one call")?;
     for (id, bytes) in ids {
-        if id.is_empty() {
-            return Err(StreamError::invalid("a de-duplication id", "it is empty"));
-        }
-        at_most("a de-duplication id", id.len(), NAME_BYTES_MAX, "bytes")?;
+        known_id("a de-duplication id", id)?;
         value("a de-duplication value", bytes)?;
     }
     keep_for.map_or(Ok(()), |duration| keep("the time to remember", duration))
+}
+
+fn known_id(what: &str, id: &str) -> Result<()> {
+    if id.is_empty() {
+        return Err(StreamError::invalid(what, "it is empty"));
+    }
+    at_most(what, id.len(), NAME_BYTES_MAX, "bytes")
 }
 
 fn keep(what: &str, duration: Duration) -> Result<()> {

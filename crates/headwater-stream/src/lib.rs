@@ -49,7 +49,7 @@ pub use name::{
 };
 pub use registry::{Registry, RegistryMap};
 pub use streams::{
-    Batch, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Pending, PendingQuery,
-    Range, Reclaim, ReclaimFrom, Reclaimed, Retention, Settle, Settled, Settlement, StreamStats,
-    Streams, TailReader, Then, TrimGuard, Trimmed,
+    Appended, Batch, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Once, Pending,
+    PendingQuery, Range, Reclaim, ReclaimFrom, Reclaimed, Retention, Settle, Settled, Settlement,
+    StreamStats, Streams, TailReader, Then, TrimGuard, Trimmed,
 };

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-/// Bytes of a name (stream, group, consumer, lease and so on).
+/// Bytes of a name (stream, group, consumer, lease and so on), and of an id that is to be remembered.
 pub const NAME_BYTES_MAX: usize = 512;
 
 /// Bytes of a payload that the layers above promise to carry.

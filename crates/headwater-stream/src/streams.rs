@@ -30,6 +30,24 @@ pub trait Streams: Send + Sync {
         retention: &Retention,
     ) -> Result<Vec<EntryId>>;
 
+    /// Appends entries that are not in the stream yet, in order and in one atomic step. Returns where each one is.
+    ///
+    /// An id that was appended to this stream within `keep` is a duplicate: nothing is appended for it, and the id of
+    /// its first entry is returned, also if that entry is trimmed or deleted by now. The same holds for an id that
+    /// stands twice in one call. A duplicate does not prolong `keep`.
+    ///
+    /// The call may be repeated after any error. `keep` must be longer than whoever repeats it does so.
+    async fn append_once(
+        &self,
+        stream: &StreamName,
+        entries: &[Once],
+        keep: Duration,
+        retention: &Retention,
+    ) -> Result<Vec<Appended>>;
+
+    /// Where the entries with these ids are, if [`append_once`](Self::append_once) remembers them.
+    async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>>;
+
     /// Creates the group, and the stream if it is missing. Returns whether the group is new; an old one keeps its position.
     async fn ensure_group(
         &self,
@@ -133,6 +151,24 @@ pub trait TailReader: Send {
         count: usize,
         wait: Duration,
     ) -> Result<Vec<Batch<Entry>>>;
+}
+
+/// An entry to append once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Once {
+    /// What it is known by, for as long as it is remembered; unique within its stream.
+    pub id: String,
+    /// What it carries.
+    pub fields: Fields,
+}
+
+/// Where an entry is that was to be appended once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Appended {
+    /// Its id in the stream.
+    pub id: EntryId,
+    /// Whether it was there before: by an earlier call, or by this one if its reply was lost and it was sent again.
+    pub duplicate: bool,
 }
 
 /// Entries of one stream.

@@ -22,6 +22,7 @@ const CHILD: &str = "child_that_works_until_it_is_killed";
 
 /// Ends every line that the child prints, so that a line cut off by the kill is not taken for a whole one.
 const END: &str = " .";
+const HOUR: Duration = Duration::from_secs(3600);
 
 #[test]
 fn what_was_acknowledged_with_sync_always_survives_every_kill() {
@@ -92,6 +93,7 @@ async fn child_that_works_until_it_is_killed() {
     for _ in 0..3 {
         tasks.push(tokio::spawn(appends(Arc::clone(&backend), Arc::clone(&numbers))));
     }
+    tasks.push(tokio::spawn(appends_once(Arc::clone(&backend), Arc::clone(&numbers))));
     for consumer in ["c0", "c1"] {
         tasks.push(tokio::spawn(consumes(Arc::clone(&backend), consumer)));
     }
@@ -110,6 +112,26 @@ async fn appends(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
         let ids = backend.append(&stream("s"), &batch, &Retention::KEEP_ALL).await.unwrap();
         for (id, number) in ids.iter().zip(number..) {
             say(&format!("appended {number} {id}"));
+        }
+    }
+}
+
+fn once(number: u64) -> Once {
+    Once { id: number.to_string(), fields: fields(number) }
+}
+
+async fn appends_once(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
+    loop {
+        let number = numbers.fetch_add(3, Ordering::Relaxed);
+        let batch: Vec<Once> = (number..=number + number % 3).map(once).collect();
+        for number in number..=number + number % 3 {
+            say(&format!("tries {number} 0-0"));
+        }
+        let (s, keep) = (stream("s"), &Retention::KEEP_ALL);
+        let appended = backend.append_once(&s, &batch, HOUR, keep).await.unwrap();
+        for (appended, number) in appended.iter().zip(number..) {
+            assert!(!appended.duplicate);
+            say(&format!("appended {number} {}", appended.id));
         }
     }
 }
@@ -192,6 +214,8 @@ async fn holds_a_lease(backend: Arc<dyn Backend>, life: u64) {
 #[derive(Default)]
 struct Told {
     appended: BTreeMap<EntryId, u64>,
+    /// What was to be appended once, whether it was or not.
+    tried: BTreeSet<u64>,
     aside: BTreeSet<u64>,
     intended: BTreeSet<u64>,
     settled: BTreeMap<EntryId, u64>,
@@ -212,6 +236,7 @@ impl Told {
                 assert_eq!(self.appended.insert(id, number), None, "{id} was given out twice");
                 self.newest = self.newest.max(id);
             }
+            "tries" => assert!(self.tried.insert(number)),
             "aside" => assert!(self.aside.insert(number)),
             "intends" => {
                 assert!(!self.settled.contains_key(&id), "{id} was delivered after it was settled");
@@ -284,6 +309,7 @@ fn die_and_check(name: &str, parameters: &str, percent: u64) {
 /// Opens what the killed process left, compares it with what was told, and clears what is done.
 async fn check(location: &str, told: &mut Told, life: u64) {
     let backend = connect(&format!("embedded:{location}"), &Options::default()).await.unwrap();
+    append_again(&*backend, told, life).await;
     let found = all_of(&*backend, "s").await;
     let moved = all_of(&*backend, "t").await;
     let aside = backend.delayed(&delays(), 0, 10_000).await.unwrap();
@@ -339,6 +365,24 @@ async fn check(location: &str, told: &mut Told, life: u64) {
     forget_what_is_done(&*backend, told, &found, &moved, &pending).await;
     if life.is_multiple_of(2) {
         backend.close().await.unwrap();
+    }
+}
+
+/// Repeats what the killed process had begun to append once. Below, no number is there twice.
+async fn append_again(backend: &dyn Backend, told: &mut Told, life: u64) {
+    let tried: Vec<u64> = std::mem::take(&mut told.tried).into_iter().collect();
+    let places: BTreeMap<u64, EntryId> =
+        told.appended.iter().map(|(id, number)| (*number, *id)).collect();
+    for numbers in tried.chunks(1000) {
+        let batch: Vec<Once> = numbers.iter().copied().map(once).collect();
+        let (s, keep) = (stream("s"), &Retention::KEEP_ALL);
+        let again = backend.append_once(&s, &batch, HOUR, keep).await.unwrap();
+        for (number, again) in numbers.iter().zip(again) {
+            if let Some(id) = places.get(number) {
+                let known = Appended { id: *id, duplicate: true };
+                assert_eq!(again, known, "life {life}: {number} was forgotten");
+            }
+        }
     }
 }
 

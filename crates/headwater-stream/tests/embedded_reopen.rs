@@ -34,7 +34,7 @@ struct Step {
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step =
-        (0u8..30, 0..NAMES.len(), 0..NAMES.len(), 0u64..10, prop::collection::vec(0u64..12, 0..5));
+        (0u8..32, 0..NAMES.len(), 0..NAMES.len(), 0u64..10, prop::collection::vec(0u64..12, 0..5));
     let step =
         step.prop_map(|(what, name, other, number, list)| Step { what, name, other, number, list });
     prop::collection::vec(step, 1..120)
@@ -247,6 +247,12 @@ async fn call(backend: &dyn Backend, step: &Step, clock: &TestClock) -> String {
                 _ => answer(backend.map_update(&map, None, &fields).await),
             }
         }
+        29 | 30 => {
+            let retention = if number == 0 { Retention::max_len(3) } else { Retention::KEEP_ALL };
+            let once = |number: &u64| Once { id: number.to_string(), fields: fields(*number) };
+            let entries: Vec<Once> = list.iter().map(once).collect();
+            answer(backend.append_once(&stream, &entries, short * 3, &retention).await)
+        }
         _ => {
             let scope = name(DedupScope::new, index);
             let done: Vec<(&str, Bytes)> =
@@ -283,6 +289,9 @@ async fn dump(backend: &dyn Backend, clock: &TestClock) -> BTreeMap<String, Stri
         let mut put = |what: &str, answer: String| all.insert(format!("{text} {what}"), answer);
         put("stats", answer(stats));
         put("range", answer(backend.range(&stream, Range::first(10_000)).await));
+        let known: Vec<String> = (0..12).map(|number| number.to_string()).collect();
+        let known: Vec<&str> = known.iter().map(String::as_str).collect();
+        put("appended", answer(backend.appended(&stream, &known).await));
         put("delayed", answer(backend.delayed(&delays, 0, 10_000).await));
         put("delay stats", answer(backend.delay_stats(&delays).await));
         put("lease", answer(backend.leases(&[name(LeaseName::new, index)]).await));

@@ -11,9 +11,9 @@ use super::steps::{HOUR, numbered, numbers};
 use crate::clock::Timestamp;
 use crate::limits::*;
 use crate::{
-    Delays, Due, EntryId, Epoch, Fence, Fields, LeaseName, PendingQuery, PutAside, Range, Reclaim,
-    ReclaimFrom, RegistryMap, Result, Retention, Settlement, StreamError, StreamName, Then,
-    TrimGuard,
+    Delays, Due, EntryId, Epoch, Fence, Fields, LeaseName, Once, PendingQuery, PutAside, Range,
+    Reclaim, ReclaimFrom, RegistryMap, Result, Retention, Settlement, StreamError, StreamName,
+    Then, TrimGuard,
 };
 
 /// Fails unless the call was refused because of the argument `what`, with a reason that tells `limit`.
@@ -57,6 +57,38 @@ pub async fn entries_beyond_a_limit_are_not_appended(env: Env) -> TestResult {
         let answer = env.backend.append(&stream, &entries, &Retention::KEEP_ALL).await;
         assert_invalid(case, answer, what, &limit);
     }
+    assert_eq!(env.second.stats(&stream).await?, None, "nothing was appended");
+    Ok(())
+}
+
+pub async fn entries_beyond_a_limit_are_not_appended_once(env: Env) -> TestResult {
+    let stream = env.stream("orders");
+    let keep = &Retention::KEEP_ALL;
+    let once = |(number, fields): (usize, Fields)| Once { id: number.to_string(), fields };
+    for (case, entries, what, limit) in bad_entries() {
+        let entries: Vec<Once> = entries.into_iter().enumerate().map(once).collect();
+        let answer = env.backend.append_once(&stream, &entries, HOUR, keep).await;
+        assert_invalid(case, answer, what, &limit);
+    }
+    let long = "i".repeat(NAME_BYTES_MAX + 1);
+    for (id, limit) in [("", "empty".to_owned()), (&long, NAME_BYTES_MAX.to_string())] {
+        let entries = ["0", id].map(|id| Once { id: id.to_owned(), fields: numbered(0) });
+        let answer = env.backend.append_once(&stream, &entries, HOUR, keep).await;
+        assert_invalid("append", answer, "an entry's id", &limit);
+        let answer = env.backend.appended(&stream, &["0", id]).await;
+        assert_invalid("ask", answer, "an entry's id", &limit);
+    }
+    let answer = env.backend.appended(&stream, &vec!["i"; BATCH_MAX + 1]).await;
+    assert_invalid("ask", answer, "ids", &BATCH_MAX);
+    let entries = [once((0, numbered(0)))];
+    for time in [Duration::ZERO, KEEP_MAX + Duration::from_millis(1)] {
+        let answer = env.backend.append_once(&stream, &entries, time, keep).await;
+        assert_invalid("append", answer, "the time to remember", &format!("{KEEP_MAX:?}"));
+    }
+    let never = Retention { max_bytes: Some(0), ..Retention::KEEP_ALL };
+    let answer = env.backend.append_once(&stream, &entries, HOUR, &never).await;
+    assert_invalid("append", answer, "max_bytes", &"zero");
+    assert_eq!(env.second.appended(&stream, &["0"]).await?, [None], "nothing is remembered");
     assert_eq!(env.second.stats(&stream).await?, None, "nothing was appended");
     Ok(())
 }

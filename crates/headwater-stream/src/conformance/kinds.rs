@@ -10,8 +10,8 @@ use super::failure::TestResult;
 use super::steps::{HOUR, contents, numbered, numbers};
 use crate::{
     Acquire, Backend, DelayId, DelayName, Due, EntryId, Fence, GroupStart, LeaseName, MapName,
-    PendingQuery, PutAside, Range, Reclaim, ReclaimFrom, RegistryMap, Result, Retention, SetName,
-    Settle, Settlement, StreamError, StreamName, TrimGuard,
+    Once, PendingQuery, PutAside, Range, Reclaim, ReclaimFrom, RegistryMap, Result, Retention,
+    SetName, Settle, Settlement, StreamError, StreamName, TrimGuard,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,10 +132,12 @@ pub async fn calls_on_streams_are_refused_by_other_kinds(env: Env) -> TestResult
         };
         let streams = std::slice::from_ref(stream);
         let position = [(stream.clone(), EntryId::MIN)];
+        let once = [Once { id: "1".to_owned(), fields: numbered(1) }];
         let mut reader = backend.reader(group, ann).await?;
         let mut tail = backend.tail().await?;
         Ok(vec![
             ("append", backend.append(stream, &numbers(1), keep).await.map(drop)),
+            ("append_once", backend.append_once(stream, &once, HOUR, keep).await.map(drop)),
             (
                 "append with retention",
                 backend.append(stream, &numbers(1), &Retention::max_len(1)).await.map(drop),

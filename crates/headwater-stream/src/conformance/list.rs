@@ -50,6 +50,23 @@ macro_rules! __every_promise {
                 always streams_do_not_mix,
                 always entries_appended_by_64_tasks_at_once_are_all_there,
             }
+            once {
+                always a_new_id_is_appended_and_a_known_one_is_not,
+                always an_id_that_stands_twice_in_one_call_is_appended_once,
+                always a_call_repeated_as_a_whole_changes_nothing,
+                always of_32_who_append_an_id_at_once_one_does,
+                always batches_that_overlap_and_run_at_once_append_each_id_once,
+                always a_lapsed_id_is_new_again,
+                always a_duplicate_does_not_prolong_the_time_an_id_is_known,
+                always where_an_id_is_can_be_asked_without_appending,
+                always an_id_is_known_after_its_entry_is_gone,
+                always ids_of_two_streams_and_of_other_scopes_do_not_mix,
+                always ids_and_fields_keep_their_bytes,
+                always the_largest_batch_is_taken_whole_and_once,
+                always no_entries_are_no_work,
+                always a_retention_trims_what_was_appended_once,
+                always what_was_appended_once_is_delivered_like_any_entry,
+            }
             groups {
                 always a_group_from_the_beginning_gets_every_entry,
                 always a_group_from_the_end_gets_what_comes_after,
@@ -324,6 +341,7 @@ macro_rules! __every_promise {
                 always leases_in_one_call_are_limited,
                 always a_map_beyond_a_limit_is_not_written,
                 always set_members_beyond_a_limit_are_not_added,
+                always entries_beyond_a_limit_are_not_appended_once,
                 always ids_beyond_a_limit_are_not_marked,
             }
             close {

@@ -39,6 +39,7 @@ pub mod fences;
 pub mod groups;
 pub mod kinds;
 pub mod leases;
+pub mod once;
 pub mod pending;
 pub mod range;
 pub mod read;

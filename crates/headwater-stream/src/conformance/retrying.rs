@@ -89,6 +89,20 @@ impl Streams for Retrying {
         self.repeat(|| self.inner.append(stream, entries, retention)).await
     }
 
+    async fn append_once(
+        &self,
+        stream: &StreamName,
+        entries: &[Once],
+        keep: Duration,
+        retention: &Retention,
+    ) -> Result<Vec<Appended>> {
+        self.repeat(|| self.inner.append_once(stream, entries, keep, retention)).await
+    }
+
+    async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>> {
+        self.repeat(|| self.inner.appended(stream, ids)).await
+    }
+
     async fn ensure_group(
         &self,
         stream: &StreamName,

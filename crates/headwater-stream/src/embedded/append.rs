@@ -1,16 +1,21 @@
 //! Appending to a stream and trimming it: the part that append, settle and due delays share.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
+use std::time::Duration;
 
-use super::change::Change;
+use bytes::Bytes;
+
+use super::change::{Change, Look};
 use super::effect::Effect;
 use super::state::entries::footprint;
+use super::state::marks::{Mark, footprint_mark, once_scope};
 use super::state::stream::Stream;
 use crate::clock::Timestamp;
 use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::StreamName;
-use crate::streams::{Retention, TrimGuard, Trimmed};
+use crate::streams::{Appended, Once, Retention, TrimGuard, Trimmed};
 
 /// Appends entries and trims what the retention no longer covers.
 pub(super) fn append(
@@ -19,8 +24,19 @@ pub(super) fn append(
     entries: &[Fields],
     retention: &Retention,
 ) -> Result<Vec<EntryId>> {
+    append_beside(change, name, entries, retention, 0)
+}
+
+/// The same, if there is room for so many bytes beside the entries.
+fn append_beside(
+    change: &mut Change<'_>,
+    name: &StreamName,
+    entries: &[Fields],
+    retention: &Retention,
+    beside: u64,
+) -> Result<Vec<EntryId>> {
     let first = next_id(change, name)?;
-    let bytes = entries.iter().map(footprint).sum();
+    let bytes = beside + entries.iter().map(footprint).sum::<u64>();
     make_room(change, name, retention, entries.len(), bytes)?;
     change.vacate(name.as_str());
     let (stream, entries) = (name.as_str(), Cow::Borrowed(entries));
@@ -31,6 +47,81 @@ pub(super) fn append(
         trim(change, name, retention, TrimGuard::Safe)?;
     }
     Ok(ids)
+}
+
+/// Appends entries that are not known yet, and remembers them.
+pub(super) fn append_once(
+    change: &mut Change<'_>,
+    name: &StreamName,
+    entries: &[Once],
+    keep: Duration,
+    retention: &Retention,
+) -> Result<Vec<Appended>> {
+    change.state().stream(name.as_str(), change.now)?;
+    let scope = once_scope(name.as_str());
+    // What is known is known by its id in the stream, what is new by its place among the new.
+    let mut new: Vec<&Once> = Vec::new();
+    let mut places: HashMap<&str, usize> = HashMap::new();
+    let mut known = Vec::with_capacity(entries.len());
+    for entry in entries {
+        let mark = change.state().marks.get(&scope, &entry.id, change.now);
+        known.push(mark.map(entry_of).transpose()?);
+        if mark.is_none() && !places.contains_key(entry.id.as_str()) {
+            places.insert(&entry.id, new.len());
+            new.push(entry);
+        }
+    }
+    let mut ids = Vec::new();
+    if !new.is_empty() {
+        let fields: Vec<Fields> = new.iter().map(|entry| entry.fields.clone()).collect();
+        let value = mark_of(EntryId::MAX);
+        let marks = new.iter().map(|entry| footprint_mark(&scope, &entry.id, Some(&value))).sum();
+        ids = append_beside(change, name, &fields, retention, marks)?;
+        let (at, until) = (change.now, change.now.after(keep));
+        for (entry, id) in new.iter().zip(&ids) {
+            let (scope, id, done) = (scope.as_str(), entry.id.as_str(), Some(mark_of(*id)));
+            change.apply(&Effect::Mark { scope, id, done, until, at });
+        }
+    }
+    let mut first_of = vec![true; ids.len()];
+    let answer = |(entry, known): (&Once, Option<EntryId>)| match known {
+        Some(id) => Appended { id, duplicate: true },
+        None => {
+            let place = places[entry.id.as_str()];
+            let duplicate = !std::mem::replace(&mut first_of[place], false);
+            Appended { id: ids[place], duplicate }
+        }
+    };
+    Ok(entries.iter().zip(known).map(answer).collect())
+}
+
+/// Where the entries with these ids are, if they are remembered.
+pub(super) fn appended(
+    look: &Look<'_>,
+    name: &StreamName,
+    ids: &[&str],
+) -> Result<Vec<Option<EntryId>>> {
+    let scope = once_scope(name.as_str());
+    let find = |id: &&str| look.state.marks.get(&scope, id, look.now).map(entry_of).transpose();
+    ids.iter().map(find).collect()
+}
+
+/// A mark that says where an entry is.
+fn mark_of(id: EntryId) -> Bytes {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&id.ms.to_be_bytes());
+    bytes[8..].copy_from_slice(&id.seq.to_be_bytes());
+    Bytes::copy_from_slice(&bytes)
+}
+
+fn entry_of(mark: &Mark) -> Result<EntryId> {
+    let bytes = mark.done.as_deref().unwrap_or_default();
+    let read = |bytes: &[u8]| Some(u64::from_be_bytes(bytes.try_into().ok()?));
+    let id = bytes.split_at_checked(8).and_then(|(ms, seq)| Some((read(ms)?, read(seq)?)));
+    let (ms, seq) = id.ok_or_else(|| StreamError::Protocol {
+        problem: "a mark that tells of no entry".to_owned(),
+    })?;
+    Ok(EntryId::new(ms, seq))
 }
 
 /// The id that the next entry of a stream gets, whether the stream exists or not.

@@ -16,9 +16,9 @@ use crate::entry::{Entry, EntryId, Fields};
 use crate::error::Result;
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
-    ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Pending, PendingQuery, Range,
-    Reclaim, Reclaimed, Retention, Settle, Settled, StreamStats, Streams, TailReader, TrimGuard,
-    Trimmed,
+    Appended, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Once, Pending,
+    PendingQuery, Range, Reclaim, Reclaimed, Retention, Settle, Settled, StreamStats, Streams,
+    TailReader, TrimGuard, Trimmed,
 };
 
 #[async_trait]
@@ -38,6 +38,28 @@ impl Streams for Embedded {
             .shared()
             .change(Until::Durable, |change| append::append(change, stream, entries, retention));
         append.await
+    }
+
+    async fn append_once(
+        &self,
+        stream: &StreamName,
+        entries: &[Once],
+        keep: Duration,
+        retention: &Retention,
+    ) -> Result<Vec<Appended>> {
+        check::append_once(entries, keep, retention)?;
+        if entries.is_empty() {
+            return self.shared().ensure_open().map(|()| Vec::new());
+        }
+        let append = self.shared().change(Until::Durable, |change| {
+            append::append_once(change, stream, entries, keep, retention)
+        });
+        append.await
+    }
+
+    async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>> {
+        check::known_ids(ids)?;
+        self.shared().look(|look| append::appended(look, stream, ids)).await
     }
 
     async fn ensure_group(

@@ -2,7 +2,7 @@
 //!
 //! A name is its key. What belongs to a name lies under a derived key in the slot of that name.
 
-use crate::name::{DedupScope, DelayName, LeaseName, hash_tag};
+use crate::name::{DedupScope, DelayName, LeaseName, StreamName, hash_tag};
 
 /// Slots of a Redis Cluster.
 pub(super) const SLOTS: usize = 16_384;
@@ -36,6 +36,14 @@ pub(super) fn dedup(scope: &DedupScope, id: &str) -> String {
     match hash_tag(scope.as_str()) {
         Some(_) => format!("{}:{scope}:{id}", scope.as_str().len()),
         None => format!("{{{scope}}}:{id}"),
+    }
+}
+
+/// The mark of an entry that was appended once: its id in the stream. The same goes for what it is known by.
+pub(super) fn once(stream: &StreamName, id: &str) -> String {
+    match hash_tag(stream.as_str()) {
+        Some(_) => format!("once:{}:{stream}:{id}", stream.as_str().len()),
+        None => format!("once:{{{stream}}}:{id}"),
     }
 }
 
@@ -97,6 +105,10 @@ mod tests {
         let mark = |scope: &str, id: &str| dedup(&DedupScope::new(scope).unwrap(), id);
         assert_ne!(mark("a", "b:c"), mark("a:b", "c"));
         assert_ne!(mark("{t}a", "b:c"), mark("{t}a:b", "c"));
+        let once = |stream: &str, id: &str| once(&StreamName::new(stream).unwrap(), id);
+        assert_ne!(once("a", "b:c"), once("a:b", "c"));
+        assert_ne!(once("{t}a", "b:c"), once("{t}a:b", "c"));
+        assert_ne!(once("a", "x"), once("{a}", "x"));
     }
 
     #[test]
@@ -106,6 +118,8 @@ mod tests {
             assert_eq!(slot(&epoch(&lease)), slot(name), "{name}");
             let scope = DedupScope::new(name).unwrap();
             assert_eq!(slot(&dedup(&scope, "{x}")), slot(name), "{name}");
+            let stream = StreamName::new(name).unwrap();
+            assert_eq!(slot(&once(&stream, "{x}")), slot(name), "{name}");
         }
     }
 }

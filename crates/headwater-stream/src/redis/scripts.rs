@@ -42,6 +42,7 @@ macro_rules! scripts {
 }
 
 scripts! {
+    APPEND_ONCE = "append_once";
     TRIM = "trim";
     SETTLE = "settle";
     HELD = "held";

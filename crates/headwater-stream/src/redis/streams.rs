@@ -10,18 +10,18 @@ use super::command::Commands;
 use super::error::Failure;
 use super::foreign_name;
 use super::reader::RedisGroupReader;
-use super::reply::{Cursor, Replies};
-use super::scripts;
+use super::reply::{Cursor, Replies, parse_id};
 use super::servers::Effect;
 use super::tail::RedisTailReader;
-use super::trim;
+use super::{keys, msgpack, scripts, trim};
 use crate::check;
 use crate::entry::{Delivery, Entry, EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
-    Direction, GroupReader, GroupStart, Pending, PendingQuery, Range, Reclaim, ReclaimFrom,
-    Reclaimed, Retention, Settle, Settled, StreamStats, Streams, TailReader, TrimGuard, Trimmed,
+    Appended, Direction, GroupReader, GroupStart, Once, Pending, PendingQuery, Range, Reclaim,
+    ReclaimFrom, Reclaimed, Retention, Settle, Settled, StreamStats, Streams, TailReader,
+    TrimGuard, Trimmed,
 };
 
 #[async_trait]
@@ -39,25 +39,63 @@ impl Streams for RedisBackend {
         let bytes: usize = entries.iter().map(|fields| packed_bytes(stream, fields)).sum();
         let mut commands = Commands::with_capacity(bytes);
         add_appends(&mut commands, stream, entries);
-        let trims = self.trims.is_due(stream, entries.len(), retention);
-        if trims {
-            trim::add(&mut commands, stream, retention, TrimGuard::Safe, true);
-        }
+        let trims = self.add_trim(&mut commands, stream, entries.len(), retention);
         let replies = self.call(stream, commands, Effect::Once).await?;
         let mut cursor = replies.cursor();
         let ids = (0..entries.len()).map(|_| cursor.id()).collect::<Result<_, _>>();
         let ids = ids.map_err(|failure: Failure| failure.about(stream))?;
-        // The entries are in the stream: an error now would only make the caller append them twice.
         if trims {
-            match trim::read(&mut cursor) {
-                Ok(trimmed) => self.trims.held_back(stream, trimmed.held_back),
-                Err(failure) => {
-                    let error = failure.about(stream);
-                    warn!(%stream, %error, "stream not trimmed while appending");
-                }
-            }
+            self.read_trim(&mut cursor, stream);
         }
         Ok(ids)
+    }
+
+    async fn append_once(
+        &self,
+        stream: &StreamName,
+        entries: &[Once],
+        keep: Duration,
+        retention: &Retention,
+    ) -> Result<Vec<Appended>> {
+        check::append_once(entries, keep, retention)?;
+        if entries.is_empty() {
+            return self.servers.check_open().map(|()| Vec::new());
+        }
+        let mut keys = vec![stream.to_string()];
+        keys.extend(entries.iter().map(|entry| keys::once(stream, &entry.id)));
+        let mut commands = Commands::new();
+        commands.script(&scripts::APPEND_ONCE, &keys, 1 + entries.len());
+        commands.arg_number(millis(keep));
+        entries.iter().for_each(|entry| commands.arg(msgpack::fields(&entry.fields)));
+        let trims = self.add_trim(&mut commands, stream, entries.len(), retention);
+        let replies = self.call(stream, commands, Effect::Repeatable).await?;
+        let mut cursor = replies.cursor();
+        let appended = read_appended(&mut cursor, entries.len());
+        let appended = appended.map_err(|failure| failure.about(stream))?;
+        if trims {
+            self.read_trim(&mut cursor, stream);
+        }
+        Ok(appended)
+    }
+
+    async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>> {
+        check::known_ids(ids)?;
+        if ids.is_empty() {
+            return self.servers.check_open().map(|()| Vec::new());
+        }
+        let keys: Vec<String> = ids.iter().map(|id| keys::once(stream, id)).collect();
+        let mut commands = Commands::new();
+        commands.begin(1 + keys.len());
+        commands.arg("MGET");
+        keys.iter().for_each(|key| commands.arg(key));
+        let replies = self.call(stream, commands, Effect::Repeatable).await?;
+        let mut keys = keys.into_iter();
+        let found = list(&replies, |cursor| {
+            let (key, mark) = (keys.next().unwrap_or_default(), cursor.text_or_nil()?);
+            let id = mark.map(|mark| parse_id(mark).ok_or(StreamError::WrongType { name: key }));
+            Ok(id.transpose())
+        });
+        found.map_err(|failure| failure.about(stream))?.into_iter().collect()
     }
 
     async fn ensure_group(
@@ -253,6 +291,33 @@ impl Streams for RedisBackend {
 }
 
 impl RedisBackend {
+    /// Adds a trim to an append now and then. Returns whether it did.
+    fn add_trim(
+        &self,
+        commands: &mut Commands,
+        stream: &StreamName,
+        entries: usize,
+        retention: &Retention,
+    ) -> bool {
+        let trims = self.trims.is_due(stream, entries, retention);
+        if trims {
+            trim::add(commands, stream, retention, TrimGuard::Safe, true);
+        }
+        trims
+    }
+
+    /// Reads what became of the trim. The entries are in the stream: an error now would only make the caller append
+    /// them twice.
+    fn read_trim(&self, cursor: &mut Cursor<'_>, stream: &StreamName) {
+        match trim::read(cursor) {
+            Ok(trimmed) => self.trims.held_back(stream, trimmed.held_back),
+            Err(failure) => {
+                let error = failure.about(stream);
+                warn!(%stream, %error, "stream not trimmed while appending");
+            }
+        }
+    }
+
     /// Removes a key if it holds what it should. Returns whether there was one.
     pub(super) async fn delete(&self, key: &str, kind: &str) -> Result<bool> {
         let commands = Commands::run(&scripts::DELETE, &[key], &[kind]);
@@ -334,6 +399,12 @@ fn packed_bytes(stream: &StreamName, fields: &Fields) -> usize {
     64 + stream.as_str().len() + fields.bytes() + fields.len() * 24
 }
 
+fn read_appended(cursor: &mut Cursor<'_>, entries: usize) -> Result<Vec<Appended>, Failure> {
+    cursor.array_of(entries * 2)?;
+    let mut read = || Ok(Appended { id: cursor.id()?, duplicate: cursor.number()? == 1 });
+    (0..entries).map(|_| read()).collect()
+}
+
 fn read_reclaimed(replies: &Replies) -> Result<Reclaimed, Failure> {
     let mut cursor = replies.cursor();
     cursor.array_of(4)?;
@@ -348,9 +419,7 @@ fn read_reclaimed(replies: &Replies) -> Result<Reclaimed, Failure> {
     let deleted = (0..cursor.array()?).map(|_| cursor.id()).collect::<Result<Vec<_>, _>>()?;
     let next = match cursor.text_or_nil()? {
         None => None,
-        Some(text) => Some(
-            super::reply::parse_id(text).ok_or_else(|| Failure::shape("a cursor that is no id"))?,
-        ),
+        Some(text) => Some(parse_id(text).ok_or_else(|| Failure::shape("a cursor that is no id"))?),
     };
     taken.sort_by_key(|delivery| delivery.id);
     Ok(Reclaimed { entries: taken, deleted, next })

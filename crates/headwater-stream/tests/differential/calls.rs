@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use headwater_stream::{
-    DelayId, Direction, Entry, EntryId, Fence, Fields, GroupStart, LeaseName, PendingQuery,
+    DelayId, Direction, Entry, EntryId, Fence, Fields, GroupStart, LeaseName, Once, PendingQuery,
     ReclaimFrom, Retention, Settlement, StreamName, Then, TrimGuard,
 };
 
@@ -26,6 +26,31 @@ impl World<'_> {
                     self.entries.entry(*stream).or_default().extend(ids);
                 }
                 errors(answer, |ids| format!("{} ids", ids.len()))
+            }
+            AppendOnce { stream, ids } => {
+                let once = |id: &u8| Once { id: format!("once{id}"), fields: self.next_fields() };
+                let entries: Vec<Once> = ids.iter().map(once).collect();
+                let name = self.stream(*stream);
+                let keep = &Retention::KEEP_ALL;
+                let answer = backend.append_once(&name, &entries, HOUR, keep).await;
+                if let Ok(appended) = &answer {
+                    let new = appended.iter().filter(|one| !one.duplicate).map(|one| one.id);
+                    self.entries.entry(*stream).or_default().extend(new);
+                }
+                errors(answer, |appended| {
+                    let show = |one: &headwater_stream::Appended| {
+                        format!("{} {}", self.show_id(*stream, one.id), one.duplicate)
+                    };
+                    appended.iter().map(show).collect::<Vec<_>>().join(", ")
+                })
+            }
+            Appended { stream, ids } => {
+                let ids: Vec<String> = ids.iter().map(|id| format!("once{id}")).collect();
+                let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
+                errors(backend.appended(&self.stream(*stream), &ids).await, |found| {
+                    let show = |id: Option<EntryId>| id.map(|id| self.show_id(*stream, id));
+                    format!("{:?}", found.into_iter().map(show).collect::<Vec<_>>())
+                })
             }
             EnsureGroup { stream, group: g, start } => {
                 let start = match start {

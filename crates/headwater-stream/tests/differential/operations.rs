@@ -60,6 +60,14 @@ pub(crate) enum Operation {
         stream: u8,
         count: u8,
     },
+    AppendOnce {
+        stream: u8,
+        ids: Vec<u8>,
+    },
+    Appended {
+        stream: u8,
+        ids: Vec<u8>,
+    },
     EnsureGroup {
         stream: u8,
         group: u8,
@@ -280,6 +288,8 @@ fn on_streams() -> impl Strategy<Value = Operation> {
     let settlements = prop::collection::vec((nth(), end()), 0..6);
     prop_oneof![
         8 => (name(STREAMS), 1..5u8).prop_map(|(stream, count)| Append { stream, count }),
+        3 => (name(STREAMS), few(0..6u8)).prop_map(|(stream, ids)| AppendOnce { stream, ids }),
+        1 => (0..STREAMS, few(0..6u8)).prop_map(|(stream, ids)| Appended { stream, ids }),
         3 => (at(), start).prop_map(|((stream, group), start)| EnsureGroup { stream, group, start }),
         1 => at().prop_map(|(stream, group)| RemoveGroup { stream, group }),
         10 => (streams, 0..GROUPS, 0..CONSUMERS, count())

@@ -34,6 +34,12 @@ pub(in crate::embedded) struct Mark {
     pub(in crate::embedded) until: Timestamp,
 }
 
+/// The scope of entries that were appended once to a stream. No scope of de-duplication begins like this, for names
+/// hold no control characters.
+pub(in crate::embedded) fn once_scope(stream: &str) -> String {
+    format!("\u{1}{stream}")
+}
+
 /// About how many bytes of memory a mark takes.
 pub(in crate::embedded) fn footprint_mark(scope: &str, id: &str, done: Option<&Bytes>) -> u64 {
     const PER_MARK: usize = 160;
