@@ -23,6 +23,8 @@ mod queue;
 
 mod topics;
 
+mod consumer;
+
 pub use config::{ConsumerConfig, Mode, Order, QueueConfig};
 pub use dead_letter::DeadLetter;
 pub use error::{QueueError, Result};
