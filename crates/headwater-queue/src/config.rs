@@ -1,12 +1,15 @@
-//! Settings of a queue and of its subscriptions.
+//! Settings of a queue, of its producers and of its subscriptions.
 
+use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::limits::{COUNT_MAX, WAIT_MAX};
+use headwater_stream::limits::{COUNT_MAX, KEEP_MAX, WAIT_MAX};
 use headwater_stream::{GroupStart, KeeperConfig};
 
 use crate::error::{QueueError, Result};
-use crate::limits::{GROUP_BYTES_MAX, IN_FLIGHT_MAX};
+use crate::limits::{DEADLINE_MAX, GROUP_BYTES_MAX, IN_FLIGHT_MAX};
+use crate::partitioner::{HashPartitioner, Partitioner};
 use crate::retry::RetryPolicy;
 
 /// Settings of a process's part in all its groups.
@@ -35,6 +38,54 @@ impl QueueConfig {
         }
         if let Some(name) = &self.name {
             check_name("name", name)?;
+        }
+        Ok(())
+    }
+}
+
+/// Settings of a producer.
+#[derive(Clone)]
+pub struct ProducerConfig {
+    /// How long a send may take, everything included; then it fails and may still arrive. Default: 10 s.
+    pub deadline: Duration,
+    /// Chooses the partition of a message that names none. Default: [`HashPartitioner`].
+    pub partitioner: Arc<dyn Partitioner>,
+    /// How long ids of messages are remembered: a second message with an id counts as the first one. Default: 10 min.
+    pub idempotence_window: Duration,
+}
+
+impl Default for ProducerConfig {
+    fn default() -> Self {
+        Self {
+            deadline: Duration::from_secs(10),
+            partitioner: Arc::new(HashPartitioner::default()),
+            idempotence_window: Duration::from_secs(10 * 60),
+        }
+    }
+}
+
+impl fmt::Debug for ProducerConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ProducerConfig")
+            .field("deadline", &self.deadline)
+            .field("idempotence_window", &self.idempotence_window)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ProducerConfig {
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.deadline.is_zero() || self.deadline > DEADLINE_MAX {
+            let problem = format!("{:?}; more than zero, at most {DEADLINE_MAX:?}", self.deadline);
+            return Err(QueueError::invalid("deadline", problem));
+        }
+        // A shorter window would forget a message while its send is repeated.
+        if self.idempotence_window < self.deadline || self.idempotence_window > KEEP_MAX {
+            let problem = format!(
+                "{:?}; at least the deadline ({:?}), at most {KEEP_MAX:?}",
+                self.idempotence_window, self.deadline
+            );
+            return Err(QueueError::invalid("idempotence_window", problem));
         }
         Ok(())
     }
@@ -169,6 +220,17 @@ mod tests {
         ] {
             assert!(config.validate().unwrap_err().to_string().starts_with(name), "{name}");
         }
+        let producer = ProducerConfig::default;
+        for (name, config) in [
+            ("deadline", ProducerConfig { deadline: Duration::ZERO, ..producer() }),
+            (
+                "idempotence_window",
+                ProducerConfig { idempotence_window: Duration::from_secs(1), ..producer() },
+            ),
+        ] {
+            assert!(config.validate().unwrap_err().to_string().starts_with(name), "{name}");
+        }
+        assert!(producer().validate().is_ok());
         assert!(default().validate().is_ok());
         assert!(QueueConfig::default().validate().is_ok());
     }

@@ -88,6 +88,31 @@ impl QueueError {
         Self::Invalid { what: what.into(), problem: problem.into() }
     }
 
+    /// The same error for one more caller of a shared call.
+    pub(crate) fn again(&self) -> Self {
+        match self {
+            Self::Invalid { what, problem } => Self::invalid(what, problem),
+            Self::NoTopic { topic } => Self::NoTopic { topic: topic.clone() },
+            Self::TopicExists { topic, difference } => {
+                Self::TopicExists { topic: topic.clone(), difference: difference.clone() }
+            }
+            Self::NoGroup { topic, group } => {
+                Self::NoGroup { topic: topic.clone(), group: group.clone() }
+            }
+            Self::Backlogged { topic, bytes, budget, retry_after } => Self::Backlogged {
+                topic: topic.clone(),
+                bytes: *bytes,
+                budget: *budget,
+                retry_after: *retry_after,
+            },
+            Self::DeadlineExceeded { topic, deadline } => {
+                Self::DeadlineExceeded { topic: topic.clone(), deadline: *deadline }
+            }
+            Self::Stopped { what } => Self::Stopped { what: what.clone() },
+            Self::Backend(error) => Self::Backend(backend_again(error)),
+        }
+    }
+
     /// Whether the same call may succeed later without anybody mending anything.
     pub fn is_transient(&self) -> bool {
         match self {
@@ -95,5 +120,32 @@ impl QueueError {
             Self::Backend(error) => error.is_transient(),
             _ => false,
         }
+    }
+}
+
+fn backend_again(error: &StreamError) -> StreamError {
+    match error {
+        StreamError::Invalid { what, problem } => {
+            StreamError::Invalid { what: what.clone(), problem: problem.clone() }
+        }
+        StreamError::WrongType { name } => StreamError::WrongType { name: name.clone() },
+        StreamError::NoGroup { stream, group } => {
+            StreamError::NoGroup { stream: stream.clone(), group: group.clone() }
+        }
+        StreamError::Fenced { lease, epoch } => {
+            StreamError::Fenced { lease: lease.clone(), epoch: *epoch }
+        }
+        StreamError::Full { problem } => StreamError::Full { problem: problem.clone() },
+        StreamError::Denied { problem } => StreamError::Denied { problem: problem.clone() },
+        StreamError::Protocol { problem } => StreamError::Protocol { problem: problem.clone() },
+        StreamError::Unavailable { problem, source } => StreamError::Unavailable {
+            // The cause belongs to the first caller; the others are told of it.
+            problem: match source {
+                Some(source) => format!("{problem}: {source}"),
+                None => problem.clone(),
+            },
+            source: None,
+        },
+        other => StreamError::Unavailable { problem: other.to_string(), source: None },
     }
 }

@@ -23,14 +23,17 @@ mod queue;
 
 mod topics;
 
+mod producer;
+
 mod consumer;
 
-pub use config::{ConsumerConfig, Mode, Order, QueueConfig};
+pub use config::{ConsumerConfig, Mode, Order, ProducerConfig, QueueConfig};
 pub use dead_letter::DeadLetter;
 pub use error::{QueueError, Result};
 pub use keys::Layout;
 pub use message::{Headers, Malformed, Message, NewMessage};
 pub use partitioner::{ConsistentHash, HashPartitioner, Partitioner, RoundRobin, hash_code};
+pub use producer::{Producer, Sent};
 pub use queue::Queue;
 pub use retry::{Backoff, Handler, Outcome, RetryPolicy};
 pub use topic::{GroupName, Growth, Partition, Policies, Topic, TopicName};

@@ -35,6 +35,18 @@ pub const REFRESH_MAX: Duration = Duration::from_secs(60);
 /// See [`REFRESH_MAX`].
 pub const REFRESH_MIN: Duration = Duration::from_millis(20);
 
+/// The longest deadline of a send.
+pub const DEADLINE_MAX: Duration = Duration::from_secs(60 * 60);
+
+/// Messages in one batch of a producer.
+pub const SEND_BATCH_MAX: usize = 100_000;
+
+/// Bytes of the id of a message.
+pub const MESSAGE_ID_BYTES_MAX: usize = stream::NAME_BYTES_MAX;
+
+/// Topics whose partitions a producer remembers.
+pub const PRODUCER_TOPICS_MAX: usize = 10_000;
+
 /// Tries of a message.
 pub const ATTEMPTS_MAX: u32 = 1000;
 

@@ -12,7 +12,7 @@ use headwater_stream::clock::Timestamp;
 use headwater_stream::{Delivery, EntryId, Epoch, Fields};
 
 use crate::error::{QueueError, Result};
-use crate::limits::{HEADERS_BYTES_MAX, KEY_BYTES_MAX};
+use crate::limits::{ATTEMPTS_MAX, HEADERS_BYTES_MAX, KEY_BYTES_MAX, MESSAGE_ID_BYTES_MAX};
 use crate::topic::{Partition, Topic, TopicName};
 
 /// Headers of a message: names and values.
@@ -88,6 +88,15 @@ impl NewMessage {
             let problem = format!("{key_bytes} bytes; the limit is {KEY_BYTES_MAX}");
             return Err(QueueError::invalid("a key", problem));
         }
+        let id_bytes = self.id.as_ref().map_or(1, String::len);
+        if !(1..=MESSAGE_ID_BYTES_MAX).contains(&id_bytes) {
+            let problem = format!("{id_bytes} bytes; 1 to {MESSAGE_ID_BYTES_MAX}");
+            return Err(QueueError::invalid("an id", problem));
+        }
+        if let Some(count) = self.max_retries.filter(|count| *count >= ATTEMPTS_MAX) {
+            let problem = format!("{count}; below {ATTEMPTS_MAX}");
+            return Err(QueueError::invalid("max_retries", problem));
+        }
         if let Some(partition) = self.partition.filter(|p| *p >= topic.partitions) {
             let problem = format!(
                 "{partition}; topic `{}` has partitions 0 to {}",
@@ -100,34 +109,60 @@ impl NewMessage {
     }
 
     /// The fields of its entry.
-    pub(crate) fn to_fields(
-        &self,
-        topic: &Topic,
-        partition: Partition,
-        now: Timestamp,
-    ) -> Result<Fields> {
-        let headers = headers_to_json(&self.headers);
+    pub(crate) fn into_fields(self, envelope: &Envelope, timestamp: Bytes) -> Result<Fields> {
+        let headers = if self.headers.is_empty() {
+            Bytes::from_static(b"{}")
+        } else {
+            headers_to_json(&self.headers).into()
+        };
         if headers.len() > HEADERS_BYTES_MAX {
             let problem =
                 format!("{} bytes as JSON; the limit is {HEADERS_BYTES_MAX}", headers.len());
             return Err(QueueError::invalid("headers", problem));
         }
-        let max_retries = self.max_retries.unwrap_or(topic.policies.max_retries);
-        let mut pairs: Vec<(Bytes, Bytes)> = Vec::with_capacity(8);
-        let mut put = |name: &'static str, value: Bytes| {
-            pairs.push((Bytes::from_static(name.as_bytes()), value));
+        let max_retries = match self.max_retries {
+            Some(count) => count.to_string().into(),
+            None => envelope.max_retries.clone(),
         };
-        put(PAYLOAD, self.payload.clone());
-        put(TIMESTAMP, now.to_rfc3339().into());
-        put(RETRY_COUNT, Bytes::from_static(b"0"));
-        put(MAX_RETRIES, max_retries.to_string().into());
-        put(TOPIC, Bytes::copy_from_slice(topic.name.as_str().as_bytes()));
-        put(PARTITION_ID, partition.to_string().into());
-        if let Some(key) = &self.key {
-            put(KEY, Bytes::copy_from_slice(key.as_bytes()));
+        let name = |name: &'static str| Bytes::from_static(name.as_bytes());
+        let first = [
+            (name(PAYLOAD), self.payload),
+            (name(TIMESTAMP), timestamp),
+            (name(RETRY_COUNT), Bytes::from_static(b"0")),
+            (name(MAX_RETRIES), max_retries),
+            (name(TOPIC), envelope.topic.clone()),
+            (name(PARTITION_ID), envelope.partition.clone()),
+        ];
+        let headers = (name(HEADERS), headers);
+        // Arrays, not a list that grows: their length is known, so the fields are written where they stay.
+        let [a, b, c, d, e, f] = first;
+        Ok(match self.key {
+            Some(key) => Fields::new([a, b, c, d, e, f, (name(KEY), key.into()), headers]),
+            None => Fields::new([a, b, c, d, e, f, headers]),
+        })
+    }
+
+    #[cfg(test)]
+    fn to_fields(&self, topic: &Topic, partition: Partition, now: Timestamp) -> Result<Fields> {
+        self.clone().into_fields(&Envelope::new(topic, partition), now.to_rfc3339().into())
+    }
+}
+
+/// What all messages of a partition have in common, written once.
+#[derive(Clone, Debug)]
+pub(crate) struct Envelope {
+    topic: Bytes,
+    partition: Bytes,
+    max_retries: Bytes,
+}
+
+impl Envelope {
+    pub(crate) fn new(topic: &Topic, partition: Partition) -> Self {
+        Self {
+            topic: Bytes::copy_from_slice(topic.name.as_str().as_bytes()),
+            partition: partition.to_string().into(),
+            max_retries: topic.policies.max_retries.to_string().into(),
         }
-        put(HEADERS, headers.into());
-        Ok(Fields::new(pairs))
     }
 }
 

@@ -20,6 +20,12 @@ pub trait Partitioner: Send + Sync {
     fn is_hash(&self) -> bool {
         false
     }
+
+    /// Whether a key always has the same partition among the same `partitions`. If not, the partition of a message with
+    /// an id comes from its id, so that a repeat meets the first one.
+    fn is_stable(&self) -> bool {
+        true
+    }
 }
 
 /// Java's `String.hashCode`: over UTF-16 units, 32 bits, wrapping.
@@ -66,6 +72,10 @@ impl Partitioner for RoundRobin {
     fn partition(&self, _key: Option<&str>, partitions: u16) -> Partition {
         let turn = self.next.fetch_add(1, Ordering::Relaxed) % usize::from(partitions);
         u16::try_from(turn).expect("the remainder is below a u16")
+    }
+
+    fn is_stable(&self) -> bool {
+        false
     }
 }
 

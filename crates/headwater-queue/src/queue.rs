@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use headwater_stream::Backend;
@@ -25,6 +26,8 @@ pub(crate) struct Inner {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) config: QueueConfig,
     known: Mutex<HashMap<TopicName, (Instant, Arc<Topic>)>>,
+    /// Grows whenever something that is known was forgotten, for those who keep what they know elsewhere.
+    forgotten: AtomicU64,
 }
 
 /// Topics that are remembered; beyond it, those that nobody refreshed go first.
@@ -45,7 +48,14 @@ impl Queue {
     /// A queue with settings of its own.
     pub fn with_config(backend: Arc<dyn Backend>, config: QueueConfig) -> Result<Self> {
         config.validate()?;
-        Ok(Self { inner: Arc::new(Inner { backend, config, known: Mutex::default() }) })
+        Ok(Self {
+            inner: Arc::new(Inner {
+                backend,
+                config,
+                known: Mutex::default(),
+                forgotten: AtomicU64::new(0),
+            }),
+        })
     }
 
     /// The backend it lives on.
@@ -64,17 +74,26 @@ impl Queue {
 
     /// A topic, as it was at most its `refresh` ago. One that nobody created is plain.
     pub(crate) async fn topic(&self, name: &TopicName) -> Result<Arc<Topic>> {
+        Ok(self.topic_since(name).await?.1)
+    }
+
+    /// The same, with the time it was so.
+    pub(crate) async fn topic_since(&self, name: &TopicName) -> Result<(Instant, Arc<Topic>)> {
         let now = Instant::now();
         if let Some((read_at, topic)) = self.inner.known().get(name)
             && now.duration_since(*read_at) < topic.policies.refresh
         {
-            return Ok(topic.clone());
+            return Ok((*read_at, topic.clone()));
         }
-        self.read_topic(name).await
+        self.read_topic_now(name).await
     }
 
     /// A topic as it is now.
     pub(crate) async fn read_topic(&self, name: &TopicName) -> Result<Arc<Topic>> {
+        Ok(self.read_topic_now(name).await?.1)
+    }
+
+    async fn read_topic_now(&self, name: &TopicName) -> Result<(Instant, Arc<Topic>)> {
         // Age counts from before the question: the answer may be as old as that.
         let asked_at = Instant::now();
         let topic = Arc::new(match self.inner.backend.map_get(&keys::meta(name)).await? {
@@ -86,7 +105,7 @@ impl Queue {
             known.retain(|_, (at, topic)| asked_at.duration_since(*at) < topic.policies.refresh);
         }
         known.insert(name.clone(), (asked_at, topic.clone()));
-        Ok(topic)
+        Ok((asked_at, topic))
     }
 
     fn plain_topic(&self, name: &TopicName) -> Topic {
@@ -97,6 +116,12 @@ impl Queue {
     /// Forgets what is known of a topic, after it was changed here.
     pub(crate) fn forget(&self, name: &TopicName) {
         self.inner.known().remove(name);
+        self.inner.forgotten.fetch_add(1, Ordering::Release);
+    }
+
+    /// Another number than before if something was forgotten since.
+    pub(crate) fn forgotten(&self) -> u64 {
+        self.inner.forgotten.load(Ordering::Acquire)
     }
 }
 

@@ -3,6 +3,7 @@
 //! Upstream: everybody. Downstream: `keys` for where it lies.
 //! Promises: a topic that was read from the registry is valid, or reading it was an error that says which field is not.
 
+use std::borrow::Borrow;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -50,6 +51,13 @@ impl TopicName {
     }
 }
 
+/// Looked up by text, without a name being made for it.
+impl Borrow<str> for TopicName {
+    fn borrow(&self) -> &str {
+        &self.0
+    }
+}
+
 impl fmt::Display for TopicName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
@@ -76,7 +84,9 @@ pub(crate) fn group_name(name: &str) -> Result<GroupName> {
 pub struct Policies {
     /// How much of each partition is kept once every group is done with it. Default: everything.
     pub retention: Retention,
-    /// Bytes the topic may hold before sends are refused; `None` (default) = no limit of ours.
+    /// Bytes the topic may hold; `None` (default) = no limit of ours. When it is reached, messages that every group is
+    /// done with make room, oldest first; sends are refused while that is not enough. Kept to within what is sent in
+    /// about 200 ms.
     pub byte_budget: Option<u64>,
     /// Bytes of a payload. Default and limit: 1 MiB.
     pub payload_bytes_max: usize,

@@ -1,0 +1,111 @@
+//! The way to a topic: what is known of it, and an outlet for each of its partitions.
+//!
+//! Upstream: `producer`. Downstream: the queue's knowledge of topics.
+//! Promises: a route that is handed out was true at most `refresh` ago; when it has to be read again, one caller does
+//! so and the others wait for it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
+
+use tokio::time::Instant;
+
+use super::outlet::Outlet;
+use crate::error::Result;
+use crate::limits::PRODUCER_TOPICS_MAX;
+use crate::queue::Queue;
+use crate::topic::{Growth, Partition, Topic, TopicName};
+
+/// A topic as it was at one moment.
+pub(super) struct Route {
+    /// What is known of it.
+    pub(super) topic: Arc<Topic>,
+    /// When it was so.
+    known_at: Instant,
+    /// What the queue had forgotten by then.
+    forgotten: u64,
+    outlets: Arc<Outlets>,
+}
+
+/// The ways into the partitions, made when they are first used and kept while the topic stays as it is.
+type Outlets = Vec<OnceLock<Outlet>>;
+
+impl Route {
+    /// The way into a partition, which exists.
+    pub(super) fn outlet(&self, partition: Partition) -> &Outlet {
+        let make = || Outlet::new(&self.topic, partition);
+        self.outlets[usize::from(partition)].get_or_init(make)
+    }
+
+    /// Whether the topic may have grown without this route knowing, and old messages may be waited for no longer.
+    pub(super) fn is_overdue(&self) -> bool {
+        self.known_at.elapsed() >= Growth::settling(self.topic.policies.refresh)
+    }
+}
+
+/// The routes of a producer.
+pub(super) struct Routes {
+    queue: Queue,
+    known: RwLock<HashMap<TopicName, Arc<Place>>>,
+}
+
+/// The latest route to one topic.
+#[derive(Default)]
+struct Place {
+    latest: Mutex<Option<Arc<Route>>>,
+    reading: tokio::sync::Mutex<()>,
+}
+
+const WHY: &str = "no code panics while it holds a route";
+
+impl Routes {
+    pub(super) fn new(queue: Queue) -> Self {
+        Self { queue, known: RwLock::default() }
+    }
+
+    /// The route, if it can still be relied on.
+    pub(super) fn fresh(&self, topic: &str) -> Option<Arc<Route>> {
+        let known = self.known.read().expect(WHY);
+        let route = known.get(topic)?.latest.lock().expect(WHY).clone()?;
+        self.is_fresh(&route).then_some(route)
+    }
+
+    fn is_fresh(&self, route: &Route) -> bool {
+        route.forgotten == self.queue.forgotten()
+            && route.known_at.elapsed() < route.topic.policies.refresh
+    }
+
+    /// The route, read again unless somebody else does so just now.
+    pub(super) async fn read(&self, topic: &str) -> Result<Arc<Route>> {
+        let name = TopicName::new(topic)?;
+        let place = self.place(&name);
+        let _reading = place.reading.lock().await;
+        let latest = place.latest.lock().expect(WHY).clone();
+        if let Some(route) = latest.as_ref().filter(|route| self.is_fresh(route)) {
+            return Ok(route.clone());
+        }
+        // Looked at before the question, so that what is forgotten meanwhile is asked for again.
+        let forgotten = self.queue.forgotten();
+        let (known_at, topic) = self.queue.topic_since(&name).await?;
+        let outlets = match latest {
+            Some(route) if route.topic == topic => route.outlets.clone(),
+            _ => Arc::new((0..topic.partitions).map(|_| OnceLock::new()).collect()),
+        };
+        let route = Arc::new(Route { topic, known_at, forgotten, outlets });
+        *place.latest.lock().expect(WHY) = Some(route.clone());
+        Ok(route)
+    }
+
+    fn place(&self, name: &TopicName) -> Arc<Place> {
+        let mut known = self.known.write().expect(WHY);
+        if known.len() >= PRODUCER_TOPICS_MAX && !known.contains_key(name) {
+            // Those that nobody sends to now; if all are in use, all are read again, once.
+            known.retain(|_, place| {
+                place.latest.lock().expect(WHY).as_ref().is_some_and(|route| self.is_fresh(route))
+            });
+            if known.len() >= PRODUCER_TOPICS_MAX {
+                known.clear();
+            }
+        }
+        known.entry(name.clone()).or_default().clone()
+    }
+}

@@ -1,0 +1,99 @@
+//! Queues to test on, and a look at what lies in them.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use headwater_queue::{Producer, ProducerConfig, Queue};
+use headwater_stream::{Backend, Entry, Options, Range, StreamName, connect};
+use headwater_testkit::{Cluster, Redis, unique};
+
+/// A queue on some backend, and names that no other test uses.
+pub(crate) struct Setup {
+    pub(crate) queue: Queue,
+    pub(crate) producer: Producer,
+    pub(crate) topic: String,
+}
+
+impl Setup {
+    pub(crate) async fn embedded() -> Result<Self> {
+        Self::at("embedded:memory").await
+    }
+
+    pub(crate) async fn redis() -> Result<Self> {
+        Self::at(&Redis::shared()?.url()).await
+    }
+
+    pub(crate) async fn cluster() -> Result<Self> {
+        Self::at(&Cluster::shared()?.url()).await
+    }
+
+    pub(crate) async fn at(url: &str) -> Result<Self> {
+        Self::on(connect(url, &Options::default()).await?)
+    }
+
+    pub(crate) fn on(backend: Arc<dyn Backend>) -> Result<Self> {
+        let queue = Queue::new(backend);
+        let producer = queue.producer(ProducerConfig::default())?;
+        Ok(Self { queue, producer, topic: unique("orders") })
+    }
+
+    pub(crate) fn backend(&self) -> &Arc<dyn Backend> {
+        self.queue.backend()
+    }
+
+    /// The stream of a partition, by the key that `describe` shows.
+    pub(crate) async fn stream(&self, partition: u16) -> Result<StreamName> {
+        let described = self.queue.topics().describe(&self.topic).await?;
+        let found =
+            described.partitions.get(usize::from(partition)).context("no such partition")?;
+        Ok(StreamName::new(&found.stream_key)?)
+    }
+
+    /// What lies in a partition.
+    pub(crate) async fn entries(&self, partition: u16) -> Result<Vec<Entry>> {
+        let stream = self.stream(partition).await?;
+        Ok(self.backend().range(&stream, Range::first(10_000)).await?)
+    }
+
+    /// What lies in all partitions together.
+    pub(crate) async fn count(&self) -> Result<usize> {
+        let described = self.queue.topics().describe(&self.topic).await?;
+        let mut count = 0;
+        for partition in described.partitions {
+            count += self.entries(partition.partition).await?.len();
+        }
+        Ok(count)
+    }
+}
+
+/// The text of a field.
+pub(crate) fn text<'a>(entry: &'a Entry, field: &str) -> Option<&'a str> {
+    entry.fields.get(field).map(|value| std::str::from_utf8(value).expect("text"))
+}
+
+/// The same test on every backend.
+macro_rules! on_every_backend {
+    ($($name:ident)*) => {
+        $(
+            mod $name {
+                use crate::setup::Setup;
+
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn embedded() -> anyhow::Result<()> {
+                    super::bodies::$name(Setup::embedded().await?).await
+                }
+
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn on_redis() -> anyhow::Result<()> {
+                    super::bodies::$name(Setup::redis().await?).await
+                }
+
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn on_a_cluster() -> anyhow::Result<()> {
+                    super::bodies::$name(Setup::cluster().await?).await
+                }
+            }
+        )*
+    };
+}
+pub(crate) use on_every_backend;
