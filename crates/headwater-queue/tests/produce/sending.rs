@@ -149,7 +149,9 @@ mod bodies {
         for partition in 0..4 {
             for entry in setup.entries(partition).await? {
                 assert!(told.contains_key(&(partition, entry.id)), "nobody was told of it");
-                *payloads.entry(text(&entry, "payload").unwrap().to_owned()).or_insert(0) += 1;
+                *payloads
+                    .entry(text(&entry, "payload").context("no payload")?.to_owned())
+                    .or_insert(0) += 1;
             }
         }
         assert_eq!(payloads.len(), 32 * 25);
@@ -182,7 +184,8 @@ mod bodies {
         setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
         let mut batch: Vec<_> = (0..10).map(|n| NewMessage::new(n.to_string())).collect();
         batch[7].partition = Some(3);
-        let error = setup.producer.send_batch(&setup.topic, batch).await.unwrap_err();
+        let error =
+            setup.producer.send_batch(&setup.topic, batch).await.expect_err("it is refused");
         assert!(matches!(error, QueueError::Invalid { .. }));
         assert!(error.to_string().contains("message 7 of the batch"), "{error}");
         assert_eq!(setup.count().await?, 0);
@@ -204,13 +207,15 @@ mod bodies {
             (with_id(&"i".repeat(513)), "an id is invalid"),
             (NewMessage { max_retries: Some(1000), ..Default::default() }, "max_retries"),
         ] {
-            let error = setup.producer.send(&setup.topic, message).await.unwrap_err();
+            let error =
+                setup.producer.send(&setup.topic, message).await.expect_err("it is refused");
             assert!(matches!(error, QueueError::Invalid { .. }), "{error:?}");
             assert!(error.to_string().contains(complaint), "{error}");
             assert!(!error.is_transient());
         }
         for name in ["", "a{b}", "line\nbreak"] {
-            let error = setup.producer.send(name, NewMessage::new("p")).await.unwrap_err();
+            let error =
+                setup.producer.send(name, NewMessage::new("p")).await.expect_err("it is refused");
             assert!(error.to_string().starts_with("a topic name is invalid"), "{error}");
         }
         let picky =
@@ -257,7 +262,11 @@ mod bodies {
         let meta = MapName::new(format!("streaming:mq:topic:{}:meta", setup.topic))?;
         let fields: RegistryMap = [("partitionCount".to_owned(), "many".into())].into();
         setup.backend().map_create(&meta, &fields).await?;
-        let error = setup.producer.send(&setup.topic, NewMessage::new("p")).await.unwrap_err();
+        let error = setup
+            .producer
+            .send(&setup.topic, NewMessage::new("p"))
+            .await
+            .expect_err("it is refused");
         assert!(error.to_string().contains("`partitionCount` in the meta of topic"), "{error}");
         setup.backend().map_delete(&meta).await?;
 
