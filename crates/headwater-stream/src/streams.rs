@@ -59,6 +59,15 @@ pub trait Streams: Send + Sync {
     /// Removes the group with all it knows, pending entries included. Returns whether there was one.
     async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool>;
 
+    /// Gives a group a new position, and forgets its consumers and what was pending, in one atomic step: no reader that
+    /// waits meanwhile sees the group gone. Returns whether there was such a group; nothing happens if not.
+    async fn reset_group(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+    ) -> Result<bool>;
+
     /// A reader of new entries for one consumer of a group, on connections of its own.
     async fn reader(
         &self,

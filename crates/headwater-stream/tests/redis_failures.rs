@@ -68,6 +68,7 @@ async fn every_call(
     ask!("append", backend.append(&stream, &[one()], &keep));
     ask!("ensure_group", backend.ensure_group(&stream, &group, GroupStart::Beginning));
     ask!("remove_group", backend.remove_group(&stream, &group));
+    ask!("reset_group", backend.reset_group(&stream, &group, GroupStart::Beginning));
     ask!("settle", backend.settle(settle));
     ask!("settle with a fence", backend.settle(Settle { fence: Some(&fence), ..settle }));
     ask!("keep_alive", backend.keep_alive(&stream, &group, &ann, &ids));

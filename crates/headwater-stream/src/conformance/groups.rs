@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::env::{Env, consumer, group};
 use super::failure::TestResult;
-use super::steps::{ALL, ids_of, ms, numbers, read_all};
+use super::steps::{ALL, ids_of, ms, numbers, read_all, sleep_ms};
 use crate::{EntryId, GroupStart, Retention};
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
@@ -176,5 +176,70 @@ pub async fn there_is_nothing_to_remove_from_a_missing_stream(env: Env) -> TestR
     let (stream, group) = (env.stream("orders"), group("workers"));
     assert!(!env.backend.remove_group(&stream, &group).await?, "there is no such group");
     assert!(!env.backend.delete_stream(&stream).await?, "there is no such stream");
+    Ok(())
+}
+
+pub async fn a_reset_group_goes_on_from_its_new_position_with_nothing_pending(
+    env: Env,
+) -> TestResult {
+    let flow = env.flow().await?;
+    let ids = flow.append(6).await?;
+    for (start, expected) in [
+        (GroupStart::Beginning, &ids[..]),
+        (GroupStart::After(ids[3]), &ids[4..]),
+        (GroupStart::End, &ids[6..]),
+        (GroupStart::Beginning, &ids[..]),
+    ] {
+        flow.deliver("ann", 4).await?;
+
+        let reset = env.backend.reset_group(&flow.stream, &flow.group, start).await?;
+
+        assert!(reset, "{start:?}: there is such a group");
+        assert_eq!(flow.pending_ids().await?, [], "{start:?}");
+        let found = flow.deliver("bob", ALL).await?;
+        assert_eq!(ids_of(&found), expected, "{start:?}");
+        assert!(found.iter().all(|delivery| delivery.deliveries == 1), "{start:?}: {found:?}");
+    }
+    Ok(())
+}
+
+pub async fn resetting_a_group_leaves_the_others_alone(env: Env) -> TestResult {
+    let (flow, ids) = env.flow_in_hand(3).await?;
+    let audit = group("audit");
+    env.second.ensure_group(&flow.stream, &audit, GroupStart::Beginning).await?;
+
+    env.backend.reset_group(&flow.stream, &audit, GroupStart::End).await?;
+
+    assert_eq!(flow.pending_ids().await?, ids);
+    assert_eq!(flow.ids().await?, ids, "the entries stay");
+    Ok(())
+}
+
+pub async fn a_reader_that_waits_goes_on_where_its_group_was_reset_to(env: Env) -> TestResult {
+    let flow = env.flow().await?;
+    let ids = flow.append(4).await?;
+    flow.deliver("bob", ALL).await?;
+    let mut reader = env.backend.reader(&flow.group, &consumer("ann")).await?;
+
+    let reading = read_all(&mut *reader, std::slice::from_ref(&flow.stream), 2);
+    let resetting = async {
+        sleep_ms(100).await;
+        env.second.reset_group(&flow.stream, &flow.group, GroupStart::After(ids[1])).await
+    };
+    let (found, reset) = tokio::join!(reading, resetting);
+
+    assert!(reset?, "there is such a group");
+    assert_eq!(ids_of(&found?[0].entries), ids[2..], "and not from the beginning");
+    Ok(())
+}
+
+pub async fn a_group_that_does_not_exist_is_not_reset(env: Env) -> TestResult {
+    let (flow, _) = env.flow_in_hand(1).await?;
+    let unknown = group("unknown");
+    assert!(!env.backend.reset_group(&flow.stream, &unknown, GroupStart::End).await?);
+    assert!(!env.backend.reset_group(&env.stream("no"), &unknown, GroupStart::End).await?);
+    let stats = env.second.stats(&flow.stream).await?.expect("the stream exists");
+    assert_eq!(stats.groups.len(), 1, "no group was created");
+    assert_eq!(env.second.stats(&env.stream("no")).await?, None, "nor a stream");
     Ok(())
 }

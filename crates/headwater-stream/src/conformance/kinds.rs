@@ -147,6 +147,7 @@ pub async fn calls_on_streams_are_refused_by_other_kinds(env: Env) -> TestResult
                 backend.ensure_group(stream, group, GroupStart::Beginning).await.map(drop),
             ),
             ("remove_group", backend.remove_group(stream, group).await.map(drop)),
+            ("reset_group", backend.reset_group(stream, group, GroupStart::End).await.map(drop)),
             ("read", reader.read(streams, 1, Duration::ZERO).await.map(drop)),
             ("tail", tail.read(&position, 1, Duration::ZERO).await.map(drop)),
             ("settle", backend.settle(settle(&[Settlement::done(id[0])])).await.map(drop)),

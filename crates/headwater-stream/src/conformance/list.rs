@@ -81,6 +81,10 @@ macro_rules! __every_promise {
                 always a_removed_group_forgets_what_was_pending,
                 always removing_a_group_leaves_the_others_alone,
                 always there_is_nothing_to_remove_from_a_missing_stream,
+                always a_reset_group_goes_on_from_its_new_position_with_nothing_pending,
+                always resetting_a_group_leaves_the_others_alone,
+                always a_reader_that_waits_goes_on_where_its_group_was_reset_to,
+                always a_group_that_does_not_exist_is_not_reset,
             }
             read {
                 always a_first_delivery_brings_the_entry_and_counts_one,

@@ -116,6 +116,15 @@ impl Streams for Retrying {
         self.repeat(|| self.inner.remove_group(stream, group)).await
     }
 
+    async fn reset_group(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+    ) -> Result<bool> {
+        self.repeat(|| self.inner.reset_group(stream, group, start)).await
+    }
+
     async fn reader(
         &self,
         group: &GroupName,

@@ -73,11 +73,7 @@ impl Streams for Embedded {
             if found.is_some_and(|stream| stream.groups.contains_key(group.as_str())) {
                 return Ok(false);
             }
-            let after = match start {
-                GroupStart::Beginning => EntryId::MIN,
-                GroupStart::End => found.map_or(EntryId::MIN, |stream| stream.last_id),
-                GroupStart::After(id) => id,
-            };
+            let after = start_after(start, found.map_or(EntryId::MIN, |stream| stream.last_id));
             change.vacate(stream.as_str());
             let (stream, group) = (stream.as_str(), group.as_str());
             change.apply(&Effect::CreateGroup { stream, group, after });
@@ -97,6 +93,27 @@ impl Streams for Embedded {
             Ok(exists)
         });
         remove.await
+    }
+
+    async fn reset_group(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+    ) -> Result<bool> {
+        let reset = self.shared().change(Until::Durable, |change| {
+            let found = change.state().stream(stream.as_str(), change.now)?;
+            let Some(found) = found.filter(|stream| stream.groups.contains_key(group.as_str()))
+            else {
+                return Ok(false);
+            };
+            let after = start_after(start, found.last_id);
+            let (stream, group) = (stream.as_str(), group.as_str());
+            change.apply(&Effect::RemoveGroup { stream, group });
+            change.apply(&Effect::CreateGroup { stream, group, after });
+            Ok(true)
+        });
+        reset.await
     }
 
     async fn reader(
@@ -224,6 +241,14 @@ impl Streams for Embedded {
             pending::remove_idle_consumers(change, stream, group, idle)
         });
         remove.await
+    }
+}
+
+fn start_after(start: GroupStart, last_id: EntryId) -> EntryId {
+    match start {
+        GroupStart::Beginning => EntryId::MIN,
+        GroupStart::End => last_id,
+        GroupStart::After(id) => id,
     }
 }
 

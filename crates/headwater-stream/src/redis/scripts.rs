@@ -49,6 +49,7 @@ scripts! {
     KEEP_ALIVE = "keep_alive";
     RECLAIM = "reclaim";
     STATS = "stats";
+    RESET_GROUP = "reset_group";
     REMOVE_IDLE = "remove_idle";
     DELETE = "delete";
     PUT_ASIDE = "put_aside";

@@ -123,6 +123,19 @@ impl Streams for RedisBackend {
         }
     }
 
+    async fn reset_group(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        start: GroupStart,
+    ) -> Result<bool> {
+        let args = [group.to_string(), start_id(start)];
+        let commands = Commands::run(&scripts::RESET_GROUP, &[stream], &args);
+        let replies = self.call(stream, commands, Effect::Once).await?;
+        let reset = replies.cursor().number().map_err(|failure| failure.about(stream))?;
+        Ok(reset > 0)
+    }
+
     async fn reader(
         &self,
         group: &GroupName,
@@ -358,12 +371,16 @@ pub(super) fn add_appends<'a>(
 
 /// A command that creates a group, and its stream if it is missing.
 pub(super) fn create_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> Commands {
-    let start = match start {
+    let start = start_id(start);
+    Commands::one(&["XGROUP", "CREATE", stream.as_str(), group.as_str(), &start, "MKSTREAM"])
+}
+
+fn start_id(start: GroupStart) -> String {
+    match start {
         GroupStart::Beginning => "0".to_owned(),
         GroupStart::End => "$".to_owned(),
         GroupStart::After(id) => id.to_string(),
-    };
-    Commands::one(&["XGROUP", "CREATE", stream.as_str(), group.as_str(), &start, "MKSTREAM"])
+    }
 }
 
 /// The error of a call that presented a lease that is not current.

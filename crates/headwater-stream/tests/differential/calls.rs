@@ -13,6 +13,14 @@ use crate::operations::*;
 use crate::world::*;
 
 impl World<'_> {
+    fn start(&self, stream: u8, start: &Start) -> GroupStart {
+        match start {
+            Start::Beginning => GroupStart::Beginning,
+            Start::End => GroupStart::End,
+            Start::After(which) => GroupStart::After(self.id(stream, *which)),
+        }
+    }
+
     /// Runs one call and tells its answer.
     pub(crate) async fn run(&mut self, operation: &Operation) -> Answer {
         use Operation::*;
@@ -53,13 +61,14 @@ impl World<'_> {
                 })
             }
             EnsureGroup { stream, group: g, start } => {
-                let start = match start {
-                    Start::Beginning => GroupStart::Beginning,
-                    Start::End => GroupStart::End,
-                    Start::After(which) => GroupStart::After(self.id(*stream, *which)),
-                };
+                let start = self.start(*stream, start);
                 let answer = backend.ensure_group(&self.stream(*stream), &group(*g), start).await;
                 errors(answer, |new| format!("new={new}"))
+            }
+            ResetGroup { stream, group: g, start } => {
+                let start = self.start(*stream, start);
+                let answer = backend.reset_group(&self.stream(*stream), &group(*g), start).await;
+                errors(answer, |was| format!("was={was}"))
             }
             RemoveGroup { stream, group: g } => {
                 let answer = backend.remove_group(&self.stream(*stream), &group(*g)).await;

@@ -77,6 +77,11 @@ pub(crate) enum Operation {
         stream: u8,
         group: u8,
     },
+    ResetGroup {
+        stream: u8,
+        group: u8,
+        start: Start,
+    },
     Read {
         streams: Vec<u8>,
         group: u8,
@@ -277,11 +282,13 @@ fn count() -> impl Strategy<Value = u8> {
 
 fn on_streams() -> impl Strategy<Value = Operation> {
     use Operation::*;
-    let start = prop_oneof![
-        3 => Just(Start::Beginning),
-        1 => Just(Start::End),
-        1 => nth().prop_map(Start::After)
-    ];
+    let start = || {
+        prop_oneof![
+            3 => Just(Start::Beginning),
+            1 => Just(Start::End),
+            1 => nth().prop_map(Start::After)
+        ]
+    };
     let at = || (name(STREAMS), 0..GROUPS);
     let hand = || (name(STREAMS), 0..GROUPS, 0..CONSUMERS);
     let streams = prop_oneof![4 => Just(vec![0]), 2 => Just(vec![1, 0]), 1 => Just(vec![2, 0, 1]), 1 => name(STREAMS).prop_map(|s| vec![s])];
@@ -290,8 +297,9 @@ fn on_streams() -> impl Strategy<Value = Operation> {
         8 => (name(STREAMS), 1..5u8).prop_map(|(stream, count)| Append { stream, count }),
         3 => (name(STREAMS), few(0..6u8)).prop_map(|(stream, ids)| AppendOnce { stream, ids }),
         1 => (0..STREAMS, few(0..6u8)).prop_map(|(stream, ids)| Appended { stream, ids }),
-        3 => (at(), start).prop_map(|((stream, group), start)| EnsureGroup { stream, group, start }),
+        3 => (at(), start()).prop_map(|((stream, group), start)| EnsureGroup { stream, group, start }),
         1 => at().prop_map(|(stream, group)| RemoveGroup { stream, group }),
+        1 => (at(), start()).prop_map(|((stream, group), start)| ResetGroup { stream, group, start }),
         10 => (streams, 0..GROUPS, 0..CONSUMERS, count())
             .prop_map(|(streams, group, consumer, count)| Read { streams, group, consumer, count }),
         1 => (name(STREAMS), prop::option::of(nth()), count())
