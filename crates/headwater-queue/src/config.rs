@@ -11,6 +11,7 @@ use crate::error::{QueueError, Result};
 use crate::limits::{DEADLINE_MAX, GROUP_BYTES_MAX, IN_FLIGHT_MAX};
 use crate::partitioner::{HashPartitioner, Partitioner};
 use crate::retry::RetryPolicy;
+use crate::trace::TraceBridge;
 
 /// Settings of a process's part in all its groups.
 #[derive(Clone, Debug)]
@@ -22,11 +23,18 @@ pub struct QueueConfig {
     pub rebalance_every: Duration,
     /// How this process is called. Its consumers bear the name with a start id after it. Default: `worker:HOST:PID`.
     pub name: Option<String>,
+    /// What ties spans to the ids of a collector. Default: none; ids are made here and recorded in the spans.
+    pub trace: Option<Arc<dyn TraceBridge>>,
 }
 
 impl Default for QueueConfig {
     fn default() -> Self {
-        Self { lease: KeeperConfig::default(), rebalance_every: Duration::from_secs(5), name: None }
+        Self {
+            lease: KeeperConfig::default(),
+            rebalance_every: Duration::from_secs(5),
+            name: None,
+            trace: None,
+        }
     }
 }
 

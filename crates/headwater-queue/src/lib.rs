@@ -17,6 +17,7 @@ mod topic;
 mod dead_letter;
 mod message;
 mod retry;
+mod trace;
 
 mod config;
 mod queue;
@@ -33,8 +34,9 @@ pub use error::{QueueError, Result};
 pub use keys::Layout;
 pub use message::{Headers, Malformed, Message, NewMessage};
 pub use partitioner::{ConsistentHash, HashPartitioner, Partitioner, RoundRobin, hash_code};
-pub use producer::{Producer, Sent};
+pub use producer::{DelayedMessage, Producer, Sent};
 pub use queue::Queue;
 pub use retry::{Backoff, Handler, Outcome, RetryPolicy};
 pub use topic::{GroupName, Growth, Partition, Policies, Topic, TopicName};
 pub use topics::{Described, DescribedPartition, Topics};
+pub use trace::{TRACEPARENT, TraceBridge, TraceContext};

@@ -14,6 +14,7 @@ use headwater_stream::{Delivery, EntryId, Epoch, Fields};
 use crate::error::{QueueError, Result};
 use crate::limits::{ATTEMPTS_MAX, HEADERS_BYTES_MAX, KEY_BYTES_MAX, MESSAGE_ID_BYTES_MAX};
 use crate::topic::{Partition, Topic, TopicName};
+use crate::trace::{TRACEPARENT, TraceContext};
 
 /// Headers of a message: names and values.
 pub type Headers = BTreeMap<String, String>;
@@ -108,18 +109,19 @@ impl NewMessage {
         Ok(())
     }
 
-    /// The fields of its entry.
-    pub(crate) fn into_fields(self, envelope: &Envelope, timestamp: Bytes) -> Result<Fields> {
-        let headers = if self.headers.is_empty() {
-            Bytes::from_static(b"{}")
-        } else {
-            headers_to_json(&self.headers).into()
+    /// The fields of its entry. A trace is added to its headers unless they have one.
+    pub(crate) fn into_fields(
+        self,
+        envelope: &Envelope,
+        timestamp: Bytes,
+        trace: Option<TraceContext>,
+    ) -> Result<Fields> {
+        let trace = trace.filter(|_| !self.headers.contains_key(TRACEPARENT));
+        let headers = match (self.headers.is_empty(), trace) {
+            (true, None) => Bytes::from_static(b"{}"),
+            (true, Some(trace)) => format!(r#"{{"{TRACEPARENT}":"{trace}"}}"#).into(),
+            (false, trace) => headers_within_limit(&self.headers, trace)?,
         };
-        if headers.len() > HEADERS_BYTES_MAX {
-            let problem =
-                format!("{} bytes as JSON; the limit is {HEADERS_BYTES_MAX}", headers.len());
-            return Err(QueueError::invalid("headers", problem));
-        }
         let max_retries = match self.max_retries {
             Some(count) => count.to_string().into(),
             None => envelope.max_retries.clone(),
@@ -144,7 +146,8 @@ impl NewMessage {
 
     #[cfg(test)]
     fn to_fields(&self, topic: &Topic, partition: Partition, now: Timestamp) -> Result<Fields> {
-        self.clone().into_fields(&Envelope::new(topic, partition), now.to_rfc3339().into())
+        let envelope = Envelope::new(topic, partition);
+        self.clone().into_fields(&envelope, now.to_rfc3339().into(), None)
     }
 }
 
@@ -324,6 +327,20 @@ fn number(field: &'static str, value: &Bytes) -> std::result::Result<u32, Malfor
         let shown: String = String::from_utf8_lossy(value).chars().take(40).collect();
         Malformed { field, problem: format!("is not a number: `{shown}`") }
     })
+}
+
+/// Headers that are not empty, as JSON. The limit is for what the application says, without the trace.
+fn headers_within_limit(headers: &Headers, trace: Option<TraceContext>) -> Result<Bytes> {
+    let mut json = headers_to_json(headers);
+    if json.len() > HEADERS_BYTES_MAX {
+        let problem = format!("{} bytes as JSON; the limit is {HEADERS_BYTES_MAX}", json.len());
+        return Err(QueueError::invalid("headers", problem));
+    }
+    if let Some(trace) = trace {
+        json.pop();
+        let _ = write!(json, r#","{TRACEPARENT}":"{trace}"}}"#);
+    }
+    Ok(json.into())
 }
 
 /// Headers as a JSON object; an empty one for none.

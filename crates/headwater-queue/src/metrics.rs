@@ -1,6 +1,6 @@
 //! Every metric of this crate: its name, its labels, its meaning. All names are here and nowhere else.
 
-/// Messages sent. Labels: topic, partition, result (`ok`, `duplicate`, `error`).
+/// Messages sent. Labels: topic, partition, result (`ok`, `duplicate`, `delayed`, `error`).
 pub const PRODUCED: &str = "headwater_produced_total";
 /// Messages handled. Labels: topic, partition, group, consumer, result (`done`, `retry`, `release`, `dead_letter`).
 pub const CONSUMED: &str = "headwater_consumed_total";

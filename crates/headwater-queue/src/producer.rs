@@ -6,7 +6,9 @@
 //! Not here: repeating a send that failed. Whoever does so gives the message an id, so that it counts once.
 
 mod batch;
-
+mod budget;
+mod delayed;
+mod once;
 mod outlet;
 mod route;
 mod stamp;
@@ -14,16 +16,23 @@ mod stamp;
 use std::fmt;
 use std::sync::Arc;
 
-use headwater_stream::EntryId;
+use headwater_stream::{EntryId, Fields, StreamError};
+use metrics::counter;
 use tokio::time::{Instant, timeout_at};
+use tracing::{Instrument, Span, warn};
 
+pub use self::delayed::DelayedMessage;
+use self::once::KnownId;
+use self::outlet::Outlet;
 use self::route::{Route, Routes};
 use self::stamp::Stamp;
 use crate::config::ProducerConfig;
 use crate::error::{QueueError, Result};
 use crate::message::NewMessage;
+use crate::metrics::ANOMALIES;
 use crate::queue::Queue;
 use crate::topic::Partition;
+use crate::trace::{self, TraceBridge, TraceContext};
 
 /// Sends messages to topics. Clones are the same producer; their concurrent sends share round trips.
 #[derive(Clone)]
@@ -47,6 +56,13 @@ pub struct Sent {
     pub partition: Partition,
     /// Whether a message with its id was sent before, within the window; then nothing was sent now.
     pub duplicate: bool,
+}
+
+/// A message that is ready for its partition.
+struct Sealed {
+    partition: Partition,
+    known_id: Option<KnownId>,
+    fields: Fields,
 }
 
 impl Queue {
@@ -76,17 +92,81 @@ impl Producer {
     pub async fn send(&self, topic: &str, message: NewMessage) -> Result<Sent> {
         let until = Instant::now() + self.inner.config.deadline;
         let route = self.route(topic, until).await?;
-        message.validate(&route.topic)?;
-        let partition = self.partition_of(&route, &message)?;
+        let (Sealed { partition, known_id, fields }, span) = self.prepare(&route, message)?;
         let outlet = route.outlet(partition);
-        let fields = message.into_fields(&outlet.envelope, self.inner.stamp.now())?;
-        let sending = outlet.append(&self.inner.queue, &route.topic, fields);
-        let sent = match timeout_at(until, sending).await {
-            Ok(sent) => sent,
-            Err(_) => Err(self.too_late(topic)),
+        let sending = async {
+            self.admit(&route, fields.bytes()).await?;
+            let sent = match known_id {
+                None => self.append(&route, outlet, fields).await?,
+                Some(known_id) => self.append_once(&route, outlet, known_id, fields).await?,
+            };
+            self.confirm(&route).await;
+            Ok(sent)
         };
+        let sent = timeout_at(until, sending.instrument(span))
+            .await
+            .unwrap_or_else(|_| Err(self.too_late(topic)));
         outlet.count(&sent);
         sent
+    }
+
+    /// Checks a message and makes it ready for its partition. Nothing happened yet.
+    fn prepare(&self, route: &Route, message: NewMessage) -> Result<(Sealed, Span)> {
+        message.validate(&route.topic)?;
+        let partition = self.partition_of(route, &message)?;
+        let traced =
+            trace::sending(self.bridge(), &route.topic.name, Some(partition), &message.headers);
+        let sealed = self.seal(route, message, partition, traced.context)?;
+        Ok((sealed, traced.span))
+    }
+
+    /// Writes the fields of a valid message.
+    fn seal(
+        &self,
+        route: &Route,
+        mut message: NewMessage,
+        partition: Partition,
+        trace: Option<TraceContext>,
+    ) -> Result<Sealed> {
+        let known_id = self.take_id(route, &mut message, partition);
+        let envelope = &route.outlet(partition).envelope;
+        let fields = message.into_fields(envelope, self.inner.stamp.now(), trace)?;
+        Ok(Sealed { partition, known_id, fields })
+    }
+
+    fn bridge(&self) -> Option<&dyn TraceBridge> {
+        self.inner.queue.inner.config.trace.as_deref()
+    }
+
+    async fn append(&self, route: &Route, outlet: &Outlet, fields: Fields) -> Result<Sent> {
+        let retention = &route.topic.policies.retention;
+        // Those of other callers go with it: the backend sees to that.
+        let backend = self.inner.queue.backend();
+        let id = only(backend.append(&outlet.stream, &[fields], retention).await?)?;
+        Ok(Sent { id, partition: outlet.partition, duplicate: false })
+    }
+
+    /// Refuses a send if the topic holds as much as it may.
+    async fn admit(&self, route: &Route, bytes: usize) -> Result<()> {
+        match &route.budget {
+            None => Ok(()),
+            Some(budget) => budget.admit(&self.inner.queue, &route.topic, bytes).await,
+        }
+    }
+
+    /// A message that arrived so late that a growth may be settled without it is safe, but perhaps out of order.
+    async fn confirm(&self, route: &Route) {
+        if !route.is_overdue() {
+            return;
+        }
+        let topic = &route.topic.name;
+        let now = self.inner.queue.topic(topic).await;
+        if now.is_ok_and(|now| now.partitions != route.topic.partitions) {
+            let name = topic.to_string();
+            counter!(ANOMALIES, "topic" => name, "group" => "", "result" => "late_send")
+                .increment(1);
+            warn!(%topic, "the topic grew while a message was sent, keys may be out of order");
+        }
     }
 
     /// What is known of the topic, read again if it is too old.
@@ -100,14 +180,11 @@ impl Producer {
 
     /// The partition a valid message goes to.
     fn partition_of(&self, route: &Route, message: &NewMessage) -> Result<Partition> {
-        if message.id.is_some() {
-            return Err(QueueError::invalid("an id", "ids of messages are not supported yet"));
-        }
         if let Some(partition) = message.partition {
             return Ok(partition);
         }
         let partitions = route.topic.partitions;
-        let chosen = self.inner.config.partitioner.partition(message.key.as_deref(), partitions);
+        let chosen = self.chosen_partition(message, partitions);
         if chosen >= partitions {
             let problem = format!(
                 "the partitioner chose {chosen}; topic `{}` has partitions 0 to {}",
@@ -123,4 +200,11 @@ impl Producer {
         let deadline = self.inner.config.deadline;
         QueueError::DeadlineExceeded { topic: topic.to_owned(), deadline }
     }
+}
+
+/// What the backend tells of the one thing it was given.
+fn only<T>(told: Vec<T>) -> Result<T> {
+    let problem =
+        || StreamError::Protocol { problem: "a message was sent, its id is missing".into() };
+    told.into_iter().next().ok_or_else(|| problem().into())
 }

@@ -6,22 +6,27 @@
 use std::collections::BTreeMap;
 
 use futures_util::future::join_all;
+use headwater_stream::Fields;
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX};
-use headwater_stream::{EntryId, Fields};
 use tokio::time::{Instant, timeout_at};
+use tracing::Instrument;
 
+use super::once::KnownId;
 use super::outlet::Outlet;
 use super::route::Route;
 use super::{Producer, Sent};
 use crate::error::{QueueError, Result};
 use crate::limits::SEND_BATCH_MAX;
-use crate::message::NewMessage;
+use crate::message::{Headers, NewMessage};
 use crate::topic::Partition;
+use crate::trace::{self, Traced};
 
 /// The messages of one partition, in order.
 #[derive(Default)]
 struct Share {
     entries: Vec<Fields>,
+    /// Those that have an id, by their number among the entries.
+    known_ids: BTreeMap<usize, KnownId>,
     /// Where each of them stands in the batch.
     places: Vec<usize>,
 }
@@ -43,12 +48,10 @@ impl Producer {
             return Err(QueueError::invalid("a batch", problem));
         }
         let route = self.route(topic, until).await?;
-        let shares = self.share_out(&route, messages)?;
-        let sending = shares
-            .into_iter()
-            .map(|(partition, share)| self.send_share(&route, partition, share, until));
-        let mut results: Vec<(usize, Result<Sent>)> =
-            join_all(sending).await.into_iter().flatten().collect();
+        let traced = trace::sending(self.bridge(), &route.topic.name, None, &Headers::new());
+        let shares = self.share_out(&route, messages, &traced)?;
+        let sending = self.send_shares(&route, shares, until);
+        let mut results = sending.instrument(traced.span).await?;
         results.sort_unstable_by_key(|(place, _)| *place);
         Ok(results.into_iter().map(|(_, result)| result).collect())
     }
@@ -58,46 +61,64 @@ impl Producer {
         &self,
         route: &Route,
         messages: Vec<NewMessage>,
+        traced: &Traced,
     ) -> Result<BTreeMap<Partition, Share>> {
         let mut shares: BTreeMap<Partition, Share> = BTreeMap::new();
-        let timestamp = self.inner.stamp.now();
         for (place, message) in messages.into_iter().enumerate() {
-            let checked = message.validate(&route.topic).and_then(|()| {
+            let prepared = message.validate(&route.topic).and_then(|()| {
                 let partition = self.partition_of(route, &message)?;
-                let envelope = &route.outlet(partition).envelope;
-                Ok((partition, message.into_fields(envelope, timestamp.clone())?))
+                self.seal(route, message, partition, traced.context)
             });
-            let (partition, fields) = checked.map_err(|error| at_place(place, error))?;
-            let share = shares.entry(partition).or_default();
-            share.entries.push(fields);
+            let prepared = prepared.map_err(|error| at_place(place, error))?;
+            let share = shares.entry(prepared.partition).or_default();
+            if let Some(known_id) = prepared.known_id {
+                share.known_ids.insert(share.entries.len(), known_id);
+            }
+            share.entries.push(prepared.fields);
             share.places.push(place);
         }
         Ok(shares)
+    }
+
+    /// Sends all shares at once. Each minds the deadline, so that it can be told which messages made it.
+    async fn send_shares(
+        &self,
+        route: &Route,
+        shares: BTreeMap<Partition, Share>,
+        until: Instant,
+    ) -> Result<Vec<(usize, Result<Sent>)>> {
+        let bytes = shares.values().flat_map(|share| &share.entries).map(Fields::bytes).sum();
+        timeout_at(until, self.admit(route, bytes))
+            .await
+            .unwrap_or_else(|_| Err(self.too_late(route.topic.name.as_str())))?;
+        let sending = shares
+            .into_iter()
+            .map(|(partition, share)| self.send_share(route, partition, share, until));
+        let results = join_all(sending).await.into_iter().flatten().collect();
+        // If there is no time left to look, there was none to warn in either.
+        let _ = timeout_at(until, self.confirm(route)).await;
+        Ok(results)
     }
 
     async fn send_share(
         &self,
         route: &Route,
         partition: Partition,
-        share: Share,
+        mut share: Share,
         until: Instant,
     ) -> Vec<(usize, Result<Sent>)> {
         let outlet = route.outlet(partition);
         let mut results = Vec::with_capacity(share.places.len());
         while results.len() < share.entries.len() {
             let done = results.len();
-            let now = &share.entries[done..][..fitting(&share.entries[done..])];
-            let sending = self.append_all(route, outlet, now);
-            let sent = timeout_at(until, sending)
-                .await
-                .unwrap_or_else(|_| Err(self.too_late(route.topic.name.as_str())));
-            match sent {
-                Ok(ids) => {
-                    results.extend(
-                        ids.into_iter().map(|id| Ok(Sent { id, partition, duplicate: false })),
-                    );
-                }
-                Err(error) => {
+            let run = self.send_run(route, outlet, &mut share, done);
+            match timeout_at(until, run).await {
+                Ok(Ok(sent)) => results.extend(sent.into_iter().map(Ok)),
+                failed => {
+                    let error = match failed {
+                        Ok(Err(error)) => error,
+                        _ => self.too_late(route.topic.name.as_str()),
+                    };
                     results.extend(share.entries[done..].iter().map(|_| Err(error.again())));
                 }
             }
@@ -106,14 +127,30 @@ impl Producer {
         share.places.into_iter().zip(results).collect()
     }
 
-    async fn append_all(
+    /// Sends as many as go together, from this one on: all with ids, or all without.
+    async fn send_run(
         &self,
         route: &Route,
         outlet: &Outlet,
-        entries: &[Fields],
-    ) -> Result<Vec<EntryId>> {
+        share: &mut Share,
+        from: usize,
+    ) -> Result<Vec<Sent>> {
+        let has_id = share.known_ids.contains_key(&from);
+        let mut count = fitting(&share.entries[from..]);
+        if !share.known_ids.is_empty() {
+            let alike = |at: &usize| share.known_ids.contains_key(at) == has_id;
+            count = (from..from + count).take_while(alike).count();
+        }
+        let entries = &share.entries[from..from + count];
+        if has_id {
+            let ids = (from..from + count).filter_map(|at| share.known_ids.remove(&at));
+            let entries = ids.zip(entries.iter().cloned()).collect();
+            return self.append_once_all(route, outlet, entries).await;
+        }
         let retention = &route.topic.policies.retention;
-        Ok(self.inner.queue.backend().append(&outlet.stream, entries, retention).await?)
+        let ids = self.inner.queue.backend().append(&outlet.stream, entries, retention).await?;
+        let sent = |id| Sent { id, partition: outlet.partition, duplicate: false };
+        Ok(ids.into_iter().map(sent).collect())
     }
 }
 

@@ -1,14 +1,16 @@
 //! The way into one partition: its stream, what its messages have in common, its counters.
 
-use headwater_stream::{Fields, StreamName};
+use std::sync::OnceLock;
+
+use headwater_stream::StreamName;
 use metrics::{Counter, counter};
 
 use super::Sent;
+use super::once::OnceSends;
 use crate::error::Result;
 use crate::keys;
 use crate::message::Envelope;
 use crate::metrics::PRODUCED;
-use crate::queue::Queue;
 use crate::topic::{Partition, Topic};
 
 /// The way into one partition.
@@ -16,9 +18,11 @@ pub(super) struct Outlet {
     pub(super) partition: Partition,
     pub(super) stream: StreamName,
     pub(super) envelope: Envelope,
+    pub(super) delayed: Counter,
+    pub(super) errors: Counter,
     sent: Counter,
     duplicates: Counter,
-    errors: Counter,
+    once_sends: OnceLock<OnceSends>,
 }
 
 impl Outlet {
@@ -31,22 +35,17 @@ impl Outlet {
             partition,
             stream: keys::stream(topic, partition),
             envelope: Envelope::new(topic, partition),
+            delayed: produced("delayed"),
+            errors: produced("error"),
             sent: produced("ok"),
             duplicates: produced("duplicate"),
-            errors: produced("error"),
+            once_sends: OnceLock::new(),
         }
     }
 
-    /// Appends one entry. Those of other callers go with it.
-    pub(super) async fn append(
-        &self,
-        queue: &Queue,
-        topic: &Topic,
-        fields: Fields,
-    ) -> Result<Sent> {
-        let retention = &topic.policies.retention;
-        let ids = queue.backend().append(&self.stream, &[fields], retention).await?;
-        Ok(Sent { id: ids[0], partition: self.partition, duplicate: false })
+    /// What carries out sends with ids, started by the first of them.
+    pub(super) fn once_sends(&self, start: impl FnOnce() -> OnceSends) -> &OnceSends {
+        self.once_sends.get_or_init(start)
     }
 
     /// Counts what became of a message.

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, RwLock};
 
 use tokio::time::Instant;
 
+use super::budget::Budget;
 use super::outlet::Outlet;
 use crate::error::Result;
 use crate::limits::PRODUCER_TOPICS_MAX;
@@ -24,6 +25,8 @@ pub(super) struct Route {
     /// What the queue had forgotten by then.
     forgotten: u64,
     outlets: Arc<Outlets>,
+    /// What it may hold, if that is limited.
+    pub(super) budget: Option<Arc<Budget>>,
 }
 
 /// The ways into the partitions, made when they are first used and kept while the topic stays as it is.
@@ -86,11 +89,15 @@ impl Routes {
         // Looked at before the question, so that what is forgotten meanwhile is asked for again.
         let forgotten = self.queue.forgotten();
         let (known_at, topic) = self.queue.topic_since(&name).await?;
-        let outlets = match latest {
-            Some(route) if route.topic == topic => route.outlets.clone(),
-            _ => Arc::new((0..topic.partitions).map(|_| OnceLock::new()).collect()),
+        let (outlets, budget) = match latest {
+            Some(route) if route.topic == topic => (route.outlets.clone(), route.budget.clone()),
+            _ => {
+                let outlets = (0..topic.partitions).map(|_| OnceLock::new()).collect();
+                let budget = topic.policies.byte_budget.map(Budget::new).map(Arc::new);
+                (Arc::new(outlets), budget)
+            }
         };
-        let route = Arc::new(Route { topic, known_at, forgotten, outlets });
+        let route = Arc::new(Route { topic, known_at, forgotten, outlets, budget });
         *place.latest.lock().expect(WHY) = Some(route.clone());
         Ok(route)
     }

@@ -71,24 +71,30 @@ pub(crate) fn text<'a>(entry: &'a Entry, field: &str) -> Option<&'a str> {
     entry.fields.get(field).map(|value| std::str::from_utf8(value).expect("text"))
 }
 
-/// The same test on every backend.
+/// The same test on every backend. With `in one thread`, what the thread is told of metrics and spans is all there is.
 macro_rules! on_every_backend {
     ($($name:ident)*) => {
+        $crate::setup::on_every_backend!(flavor = "multi_thread", $($name)*);
+    };
+    (in one thread: $($name:ident)*) => {
+        $crate::setup::on_every_backend!(flavor = "current_thread", $($name)*);
+    };
+    (flavor = $flavor:literal, $($name:ident)*) => {
         $(
             mod $name {
                 use crate::setup::Setup;
 
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                #[tokio::test(flavor = $flavor)]
                 async fn embedded() -> anyhow::Result<()> {
                     super::bodies::$name(Setup::embedded().await?).await
                 }
 
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                #[tokio::test(flavor = $flavor)]
                 async fn on_redis() -> anyhow::Result<()> {
                     super::bodies::$name(Setup::redis().await?).await
                 }
 
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                #[tokio::test(flavor = $flavor)]
                 async fn on_a_cluster() -> anyhow::Result<()> {
                     super::bodies::$name(Setup::cluster().await?).await
                 }

@@ -1,0 +1,267 @@
+//! Traces: who sent what while doing what, over process boundaries, as W3C trace context says.
+//!
+//! Upstream: `producer` opens a span per send, `consumer` one per handling. Downstream: `tracing`, and through a
+//! [`TraceBridge`] whatever collects spans.
+//! Promises: a message carries the context of the span that sent it, in the header `traceparent`; one that the
+//! application set is left as it is. A send inside a handler belongs to the trace of the message that is handled. Where
+//! nobody listens and there is no trace to go on with, a message carries nothing and a send costs nothing more.
+
+use std::cell::Cell;
+use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+use tracing::field::{Empty, display};
+use tracing::{Span, debug_span};
+
+use crate::message::{Headers, Message};
+use crate::topic::{GroupName, Partition, TopicName};
+
+/// The header that carries a [`TraceContext`].
+pub const TRACEPARENT: &str = "traceparent";
+
+const SAMPLED: u8 = 1;
+
+/// One span in one trace, as the header `traceparent` names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TraceContext {
+    trace_id: u128,
+    span_id: u64,
+    flags: u8,
+}
+
+impl TraceContext {
+    /// The context with these ids; `None` if one of them is zero, which names nothing.
+    pub fn new(trace_id: u128, span_id: u64, is_sampled: bool) -> Option<Self> {
+        let flags = if is_sampled { SAMPLED } else { 0 };
+        (trace_id != 0 && span_id != 0).then_some(Self { trace_id, span_id, flags })
+    }
+
+    /// The first span of a new trace.
+    pub fn root() -> Self {
+        let trace_id = u128::from(random()) << 64 | u128::from(random());
+        Self { trace_id, span_id: random(), flags: SAMPLED }
+    }
+
+    /// A new span of the same trace.
+    pub fn child(self) -> Self {
+        Self { span_id: random(), ..self }
+    }
+
+    /// The context of the message that is handled by the current task, if it is in a handler.
+    pub fn current() -> Option<Self> {
+        CURRENT.try_with(|context| *context).ok()
+    }
+
+    /// The trace.
+    pub fn trace_id(self) -> u128 {
+        self.trace_id
+    }
+
+    /// The span.
+    pub fn span_id(self) -> u64 {
+        self.span_id
+    }
+
+    /// Whether whoever began the trace records it.
+    pub fn is_sampled(self) -> bool {
+        self.flags & SAMPLED != 0
+    }
+
+    /// Reads a `traceparent`; `None` if it is not one, or names nothing.
+    pub fn parse(text: &str) -> Option<Self> {
+        let bytes = text.as_bytes();
+        let dashes = [2, 35, 52].iter().all(|at| bytes.get(*at) == Some(&b'-'));
+        let hex = |from: usize, to: usize| {
+            let digits = bytes.get(from..to)?;
+            let is_hex = |b: &u8| matches!(b, b'0'..=b'9' | b'a'..=b'f');
+            digits.iter().all(is_hex).then(|| u128::from_str_radix(&text[from..to], 16).ok())?
+        };
+        let version = hex(0, 2)?;
+        // Later versions may say more after what this one says; ff is none.
+        let ends_well = match version {
+            0xff => false,
+            0 => bytes.len() == 55,
+            _ => bytes.len() == 55 || bytes.get(55) == Some(&b'-'),
+        };
+        if !(dashes && ends_well) {
+            return None;
+        }
+        let (span_id, flags) =
+            (u64::try_from(hex(36, 52)?).ok()?, u8::try_from(hex(53, 55)?).ok()?);
+        Self::new(hex(3, 35)?, span_id, flags & SAMPLED != 0)
+    }
+}
+
+impl fmt::Display for TraceContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "00-{:032x}-{:016x}-{:02x}", self.trace_id, self.span_id, self.flags)
+    }
+}
+
+/// Ties spans of `tracing` to the ids that a collector gives them. Without one, this crate makes ids of its own and
+/// records them in the spans' fields.
+pub trait TraceBridge: fmt::Debug + Send + Sync {
+    /// The context of a span, if the collector knows it.
+    fn context(&self, span: &Span) -> Option<TraceContext>;
+
+    /// Makes a span of another process the parent of this one.
+    fn adopt(&self, span: &Span, parent: TraceContext);
+}
+
+/// A span, and the context that goes with what happens in it.
+#[derive(Clone, Debug)]
+pub(crate) struct Traced {
+    pub(crate) span: Span,
+    /// What a message sent now carries, and a handler goes on with.
+    pub(crate) context: Option<TraceContext>,
+}
+
+/// The span of a send; its context is for the messages that do not carry one already.
+pub(crate) fn sending(
+    bridge: Option<&dyn TraceBridge>,
+    topic: &TopicName,
+    partition: Option<Partition>,
+    headers: &Headers,
+) -> Traced {
+    let span = debug_span!(
+        "send",
+        %topic,
+        partition,
+        trace_id = Empty,
+        span_id = Empty,
+        parent_span_id = Empty
+    );
+    let given = if headers.is_empty() { None } else { headers.get(TRACEPARENT) };
+    let parent = match given {
+        Some(text) => TraceContext::parse(text),
+        None => TraceContext::current()
+            .or_else(|| bridge.and_then(|bridge| bridge.context(&Span::current()))),
+    };
+    trace(bridge, span, parent)
+}
+
+/// The span of a handling, tied to the send.
+pub(crate) fn handling(
+    bridge: Option<&dyn TraceBridge>,
+    message: &Message,
+    group: &GroupName,
+) -> Traced {
+    let span = debug_span!(
+        "handle",
+        topic = %message.topic,
+        partition = message.partition,
+        %group,
+        entry_id = %message.id,
+        attempt = message.attempt,
+        trace_id = Empty,
+        span_id = Empty,
+        parent_span_id = Empty
+    );
+    let parent = message.headers.get(TRACEPARENT).and_then(|text| TraceContext::parse(text));
+    trace(bridge, span, parent)
+}
+
+fn trace(bridge: Option<&dyn TraceBridge>, span: Span, parent: Option<TraceContext>) -> Traced {
+    if span.is_disabled() {
+        // Nobody sees this span, but those before and after it may be seen.
+        return Traced { span, context: parent.map(TraceContext::child) };
+    }
+    if let (Some(bridge), Some(parent)) = (bridge, parent) {
+        bridge.adopt(&span, parent);
+    }
+    let known = bridge.and_then(|bridge| bridge.context(&span));
+    let context =
+        known.unwrap_or_else(|| parent.map_or_else(TraceContext::root, TraceContext::child));
+    span.record("trace_id", display(format_args!("{:032x}", context.trace_id)));
+    span.record("span_id", display(format_args!("{:016x}", context.span_id)));
+    if let Some(parent) = parent {
+        span.record("parent_span_id", display(format_args!("{:016x}", parent.span_id)));
+    }
+    Traced { span, context: Some(context) }
+}
+
+tokio::task_local! {
+    static CURRENT: TraceContext;
+}
+
+/// Runs a handler so that what it sends belongs to the trace.
+pub(crate) async fn within<F: Future>(context: Option<TraceContext>, handling: F) -> F::Output {
+    match context {
+        Some(context) => CURRENT.scope(context, handling).await,
+        None => handling.await,
+    }
+}
+
+/// A number that is not zero. Ids of traces must differ, nobody must be unable to guess them.
+fn random() -> u64 {
+    thread_local! {
+        static STATE: Cell<u64> = Cell::new(RandomState::new().build_hasher().finish());
+    }
+    STATE.with(|state| {
+        // SplitMix64: one step and a finaliser.
+        let next = state.get().wrapping_add(0x9e37_79b9_7f4a_7c15);
+        state.set(next);
+        let mixed = (next ^ (next >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)).max(1)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EXAMPLE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
+    #[test]
+    fn a_context_reads_what_it_writes() {
+        let context = TraceContext::parse(EXAMPLE).unwrap();
+        assert_eq!(context.trace_id(), 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736);
+        assert_eq!((context.span_id(), context.is_sampled()), (0x00f0_67aa_0ba9_02b7, true));
+        assert_eq!(context.to_string(), EXAMPLE);
+        let (root, other) = (TraceContext::root(), TraceContext::root());
+        assert_eq!(TraceContext::parse(&root.to_string()), Some(root));
+        assert_ne!(root.trace_id(), other.trace_id());
+        assert_eq!(root.child().trace_id(), root.trace_id());
+        assert_ne!(root.child().span_id(), root.span_id());
+    }
+
+    #[test]
+    fn what_is_no_traceparent_is_none() {
+        for text in [
+            "",
+            "00",
+            "no such",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-more",
+            "ff-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            "00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01",
+            "00-00000000000000000000000000000000-00f067aa0ba902b7-01",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01",
+            "00_4bf92f3577b34da6a3ce929d0e0e4736_00f067aa0ba902b7_01",
+            "00-4bf92f3577b34da6a3ce929d0e0e473键-0f067aa0ba902b7-01",
+            "01-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01x",
+        ] {
+            assert_eq!(TraceContext::parse(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_later_version_is_read_as_far_as_it_is_known() {
+        let later = EXAMPLE.replacen("00", "cc", 1) + "-what the future holds";
+        assert_eq!(TraceContext::parse(&later), TraceContext::parse(EXAMPLE));
+    }
+
+    #[tokio::test]
+    async fn a_send_inside_a_handler_goes_on_with_its_trace_and_others_carry_nothing() {
+        let topic = TopicName::new("orders").unwrap();
+        let send = |headers: Headers| sending(None, &topic, None, &headers).context;
+        assert_eq!(send(Headers::new()), None);
+        let handled = TraceContext::root();
+        let sent = within(Some(handled), async { send(Headers::new()) }).await.unwrap();
+        assert_eq!(sent.trace_id(), handled.trace_id());
+        assert_ne!(sent.span_id(), handled.span_id());
+        assert_eq!(TraceContext::current(), None);
+    }
+}

@@ -1,0 +1,140 @@
+//! Back-pressure: a topic takes no more than its budget, and loses nothing for it.
+
+use crate::setup::on_every_backend;
+
+on_every_backend! {
+    over_its_budget_a_topic_refuses_sends_until_consumers_catch_up
+    a_topic_without_a_group_loses_nothing_to_its_budget
+    another_producer_sees_the_backlog_at_once
+}
+
+mod bodies {
+    use std::time::Duration;
+
+    use anyhow::{Result, bail};
+    use headwater_queue::{NewMessage, Policies, ProducerConfig, Queue, QueueError};
+    use headwater_stream::{ConsumerName, GroupName, GroupStart, Settle, Settlement, StreamName};
+
+    use crate::setup::Setup;
+
+    const BUDGET: u64 = 200_000;
+    const PAYLOAD_BYTES: usize = 2_000;
+    /// More than enough to fill the budget.
+    const TRIES: usize = 1_000;
+
+    async fn create(setup: &Setup) -> Result<()> {
+        let policies = Policies { byte_budget: Some(BUDGET), ..Default::default() };
+        setup.queue.topics().create(&setup.topic, 2, policies).await?;
+        Ok(())
+    }
+
+    fn message() -> NewMessage {
+        NewMessage::new(vec![b'x'; PAYLOAD_BYTES])
+    }
+
+    /// Sends until it is refused. Returns how many were not.
+    async fn fill(setup: &Setup) -> Result<usize> {
+        for sent in 0..TRIES {
+            match setup.producer.send(&setup.topic, message()).await {
+                Ok(_) => {}
+                Err(QueueError::Backlogged { topic, bytes, budget, retry_after }) => {
+                    assert_eq!((topic.as_str(), budget), (setup.topic.as_str(), BUDGET));
+                    assert!(bytes >= BUDGET);
+                    assert!(retry_after > Duration::ZERO && retry_after < Duration::from_secs(60));
+                    return Ok(sent);
+                }
+                Err(error) => bail!(error),
+            }
+        }
+        bail!("{TRIES} messages were taken");
+    }
+
+    /// Reads and settles everything, as a consumer that catches up does.
+    async fn consume(setup: &Setup, streams: &[StreamName]) -> Result<usize> {
+        let (group, consumer) = (GroupName::new("group")?, ConsumerName::new("ann")?);
+        let mut reader = setup.backend().reader(&group, &consumer).await?;
+        let mut seen = 0;
+        loop {
+            let batches = reader.read(streams, 100, Duration::ZERO).await?;
+            if batches.is_empty() {
+                return Ok(seen);
+            }
+            for batch in batches {
+                let entries: Vec<_> =
+                    batch.entries.iter().map(|entry| Settlement::done(entry.id)).collect();
+                let settle = Settle {
+                    stream: &batch.stream,
+                    group: &group,
+                    consumer: &consumer,
+                    fence: None,
+                    entries: &entries,
+                };
+                seen += setup.backend().settle(settle).await?.applied;
+            }
+        }
+    }
+
+    pub(super) async fn over_its_budget_a_topic_refuses_sends_until_consumers_catch_up(
+        setup: Setup,
+    ) -> Result<()> {
+        create(&setup).await?;
+        let streams = [setup.stream(0).await?, setup.stream(1).await?];
+        for stream in &streams {
+            let group = GroupName::new("group")?;
+            setup.backend().ensure_group(stream, &group, GroupStart::Beginning).await?;
+        }
+        let sent = fill(&setup).await?;
+        assert!(sent > 10, "{sent} were taken");
+        assert_eq!(setup.count().await?, sent, "what was taken is there, what was refused is not");
+
+        // A batch is refused as a whole, and so is a delayed message.
+        let refused = setup.producer.send_batch(&setup.topic, vec![message(); 3]).await;
+        assert!(matches!(refused, Err(QueueError::Backlogged { .. })), "{refused:?}");
+        let refused = setup.producer.send_after(&setup.topic, message(), Duration::ZERO).await;
+        assert!(matches!(refused, Err(QueueError::Backlogged { .. })), "{refused:?}");
+        assert_eq!(setup.count().await?, sent);
+
+        // Nobody has read them, so waiting does not help.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert!(setup.producer.send(&setup.topic, message()).await.is_err());
+
+        // What is done makes room.
+        assert_eq!(consume(&setup, &streams).await?, sent);
+        let patience = tokio::time::Instant::now() + Duration::from_secs(20);
+        loop {
+            match setup.producer.send(&setup.topic, message()).await {
+                Ok(_) => break,
+                Err(QueueError::Backlogged { retry_after, .. }) => {
+                    assert!(tokio::time::Instant::now() < patience, "it never makes room");
+                    tokio::time::sleep(retry_after).await;
+                }
+                Err(error) => bail!(error),
+            }
+        }
+        assert!(setup.count().await? < sent);
+        assert_eq!(consume(&setup, &streams).await?, 1, "the new one is there");
+        Ok(())
+    }
+
+    pub(super) async fn a_topic_without_a_group_loses_nothing_to_its_budget(
+        setup: Setup,
+    ) -> Result<()> {
+        create(&setup).await?;
+        let sent = fill(&setup).await?;
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert!(setup.producer.send(&setup.topic, message()).await.is_err());
+        assert_eq!(setup.count().await?, sent);
+        Ok(())
+    }
+
+    pub(super) async fn another_producer_sees_the_backlog_at_once(setup: Setup) -> Result<()> {
+        create(&setup).await?;
+        fill(&setup).await?;
+        let other = Queue::new(setup.backend().clone()).producer(ProducerConfig::default())?;
+        let refused = other.send(&setup.topic, message()).await;
+        let error = refused.expect_err("it is refused");
+        assert!(matches!(error, QueueError::Backlogged { .. }), "{error:?}");
+        assert!(error.is_transient());
+        Ok(())
+    }
+}
