@@ -51,6 +51,12 @@ pub async fn connect(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>
     }
 }
 
+#[cfg(feature = "sqlite")]
+async fn open_sqlite(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> {
+    crate::sqlite::open(url, options).await
+}
+
+#[cfg(not(feature = "sqlite"))]
 async fn open_sqlite(_url: &str, _options: &StoreOptions) -> Result<Arc<dyn Store>> {
     Err(IssueError::invalid(
         "the database URL",

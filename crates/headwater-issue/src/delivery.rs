@@ -115,3 +115,13 @@ pub enum OutboxSettled {
     /// The row was taken by somebody else meanwhile, or is settled. Nothing was changed.
     Fenced,
 }
+
+/// The key of the row that a run writes at this place: made of what no other run of any issue has.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) fn idempotency_key(
+    issue_id: IssueId,
+    epoch: crate::issue::ClaimEpoch,
+    place: usize,
+) -> String {
+    format!("issue-{issue_id}-{epoch}-{place}")
+}

@@ -13,15 +13,35 @@ mod retry;
 
 mod json;
 
-#[allow(dead_code, reason = "for the stores")]
+#[cfg_attr(
+    not(any(feature = "sqlite", feature = "postgres")),
+    allow(dead_code, reason = "only the stores use all of it")
+)]
 mod check;
-#[allow(dead_code, reason = "for the stores")]
+#[cfg_attr(
+    not(any(feature = "sqlite", feature = "postgres")),
+    allow(dead_code, reason = "only the stores use all of it")
+)]
 mod dedup;
+
+pub mod state;
 
 mod operator;
 mod store;
 
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod deadline;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod prepared;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod rows;
+#[cfg(feature = "sqlite")]
+pub mod sqlite;
+
 mod connect;
+
+#[cfg(feature = "conformance")]
+pub mod conformance;
 
 pub use claim::{
     AfterFailure, Beat, Claim, ClaimOptions, ClaimedIssue, Completed, Completion, Failed, Failure,

@@ -1,0 +1,136 @@
+//! What is refused, and that it has no effect.
+
+use std::time::Duration;
+
+use super::env::{Env, TTL, TestResult, completion, event, options, reply};
+use crate::limits::{
+    BATCH_MAX, CLAIM_TTL_MAX, DELAY_MAX, JSON_DEPTH_MAX, NAME_BYTES_MAX, OUTBOX_PER_RUN_MAX,
+    PAYLOAD_BYTES_MAX,
+};
+use crate::{
+    AfterFailure, ClaimOptions, Completion, Failure, IssueError, NewEvent, NewOutbox, Quiet,
+    SweepOptions,
+};
+
+fn is_invalid<T: std::fmt::Debug>(answer: &Result<T, IssueError>) -> bool {
+    matches!(answer, Err(IssueError::Invalid { .. }))
+}
+
+pub async fn a_bad_event_does_not_fail_its_neighbours(env: Env) -> TestResult {
+    let deep = format!("{}{}", "[".repeat(JSON_DEPTH_MAX + 1), "]".repeat(JSON_DEPTH_MAX + 1));
+    let large = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX));
+    let long = "x".repeat(NAME_BYTES_MAX + 1);
+    let bad = [
+        NewEvent { payload: "not json".into(), ..event("1", "a") },
+        NewEvent { payload: String::new(), ..event("1", "b") },
+        NewEvent { payload: deep, ..event("1", "c") },
+        NewEvent { payload: large, ..event("1", "d") },
+        NewEvent { payload: r#"{"a":"\u0000"}"#.into(), ..event("1", "e") },
+        NewEvent { payload: r#"{"a":1e999}"#.into(), ..event("1", "f") },
+        NewEvent { payload: r#"{"a":"\ud800"}"#.into(), ..event("1", "g") },
+        NewEvent { external_issue_id: "a\0b".into(), ..event("1", "h") },
+        NewEvent { external_issue_id: String::new(), ..event("1", "i") },
+        NewEvent { external_project_id: "\0".into(), ..event("1", "j") },
+        NewEvent { source: long.clone(), ..event("1", "k") },
+        NewEvent { event_type: String::new(), ..event("1", "l") },
+        NewEvent { dedup_key: Some("\0".into()), ..event("1", "m") },
+        NewEvent { dedup_key: Some(String::new()), ..event("1", "n") },
+    ];
+    let unknown = NewEvent { integration: "nobody".into(), ..event("1", "o") };
+    let mut events = vec![event("1", "good-1")];
+    events.extend(bad.iter().cloned());
+    events.extend([unknown, event("1", "good-2")]);
+
+    let recorded = env.store.record(&events, &Quiet::default()).await;
+    assert_eq!(recorded.len(), events.len());
+    let (first, last) = (recorded[0].clone()?, recorded[events.len() - 1].clone()?);
+    assert_eq!(first.issue_id, last.issue_id);
+    for (answer, event) in recorded[1..=bad.len()].iter().zip(&bad) {
+        assert!(is_invalid(answer), "{answer:?} for {:.80}", event.payload);
+    }
+    let answer = &recorded[bad.len() + 1];
+    assert!(matches!(answer, Err(IssueError::UnknownIntegration { .. })), "{answer:?}");
+    assert_eq!(env.claim(first.issue_id).await?.events.len(), 2);
+    assert_eq!(env.store.audit(10).await?.issues, 1);
+    env.assert_sound().await
+}
+
+pub async fn batches_beyond_a_limit_are_refused_whole(env: Env) -> TestResult {
+    let many: Vec<NewEvent> = (0..=BATCH_MAX).map(|n| event("1", &n.to_string())).collect();
+    let recorded = env.store.record(&many, &Quiet::default()).await;
+    assert_eq!(recorded.len(), BATCH_MAX + 1);
+    assert!(recorded.iter().all(is_invalid));
+    assert_eq!(env.store.audit(10).await?.recorded, 0);
+
+    let issue = env.record("1", "a").await?.issue_id;
+    let issues = vec![issue; BATCH_MAX + 1];
+    assert!(is_invalid(&env.store.claim(&issues, &options("a")).await));
+    let claimed = env.claim(issue).await?;
+    let claims = vec![(issue, claimed.epoch); BATCH_MAX + 1];
+    assert!(is_invalid(&env.store.heartbeat(&claims, TTL).await));
+    let runs = vec![completion(&claimed); BATCH_MAX + 1];
+    assert!(is_invalid(&env.store.complete(&runs).await));
+    Ok(())
+}
+
+pub async fn a_completion_that_cannot_be_kept_is_refused(env: Env) -> TestResult {
+    let issue = env.record("1", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    let before = env.issue(issue).await?;
+    let run = completion(&claimed);
+    let payload = |payload: String| NewOutbox { payload, ..reply("") };
+    let bad = [
+        Completion { outbox: vec![reply("x"); OUTBOX_PER_RUN_MAX + 1], ..run.clone() },
+        Completion { outbox: vec![payload("x".into())], ..run.clone() },
+        Completion { outbox: vec![payload(r#""\u0000""#.into())], ..run.clone() },
+        Completion {
+            outbox: vec![payload(format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX)))],
+            ..run.clone()
+        },
+        Completion { outbox: vec![NewOutbox { target: "\0".into(), ..reply("") }], ..run.clone() },
+        Completion { fields: Some("[]".into()), ..run.clone() },
+        Completion { fields: Some("{".into()), ..run.clone() },
+        Completion { discussions: Some("{".into()), ..run.clone() },
+    ];
+    for completion in bad {
+        assert!(is_invalid(&completion.check()));
+        assert!(is_invalid(&env.store.complete(&[completion]).await));
+    }
+    assert_eq!(env.issue(issue).await?, before);
+    let many = Completion { outbox: vec![reply("x"); OUTBOX_PER_RUN_MAX], ..run };
+    env.complete(many).await?;
+    env.assert_sound().await
+}
+
+pub async fn options_that_make_no_sense_are_refused(env: Env) -> TestResult {
+    let issue = env.record("1", "a").await?.issue_id;
+    let too_long = Duration::from_secs(1) + CLAIM_TTL_MAX;
+    for bad in [
+        ClaimOptions { worker: String::new(), ..options("a") },
+        ClaimOptions { worker: "\0".into(), ..options("a") },
+        ClaimOptions { ttl: Duration::ZERO, ..options("a") },
+        ClaimOptions { ttl: too_long, ..options("a") },
+        ClaimOptions { events_max: 0, ..options("a") },
+        ClaimOptions { crashes_max: 0, ..options("a") },
+    ] {
+        assert!(is_invalid(&env.store.claim(&[issue], &bad).await), "{bad:?}");
+    }
+    let far = DELAY_MAX + Duration::from_secs(1);
+    let quiet = Quiet { quiet: far, max_wait: far };
+    assert!(is_invalid(&env.store.record(&[event("1", "b")], &quiet).await[0]));
+    let sweep = SweepOptions { limit: 0, ..SweepOptions::default() };
+    assert!(is_invalid(&env.store.sweep(&sweep).await));
+    assert!(is_invalid(&env.store.take_outbox("", 1, TTL).await));
+    assert!(is_invalid(&env.store.beat_worker("", TTL).await));
+    assert!(is_invalid(&env.store.issues(&Default::default(), 0).await));
+    assert!(is_invalid(&env.store.ensure_integration("", "x").await));
+    let claimed = env.claim(issue).await?;
+    let failure = Failure {
+        issue_id: issue,
+        epoch: claimed.epoch,
+        error: String::new(),
+        then: AfterFailure::Retry { after: far },
+    };
+    assert!(is_invalid(&env.store.fail(&[failure], 5).await));
+    env.assert_sound().await
+}

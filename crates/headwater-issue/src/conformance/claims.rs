@@ -1,0 +1,149 @@
+//! Who works on an issue, and for how long.
+
+use std::time::Duration;
+
+use super::env::{Env, TTL, TestResult, event, ids, options, won};
+use crate::limits::{PAYLOAD_BYTES_MAX, RUN_BYTES_MAX};
+use crate::{Beat, Claim, ClaimEpoch, ClaimOptions, IssueId, NewEvent, ProcessingStatus, Quiet};
+
+pub async fn a_claim_brings_all_pending_events_in_order(env: Env) -> TestResult {
+    let mut recorded = Vec::new();
+    for key in ["a", "b", "c"] {
+        recorded.push(env.record("42", key).await?);
+    }
+    let claimed = env.claim(recorded[0].issue_id).await?;
+    assert_eq!(ids(&claimed), recorded.iter().map(|one| one.event_log_id).collect::<Vec<_>>());
+    assert_eq!(claimed.epoch, ClaimEpoch(1));
+    assert_eq!(
+        (claimed.issue.status, claimed.issue.pending_events),
+        (ProcessingStatus::Processing, 3)
+    );
+    assert_eq!(claimed.issue.claim_owner.as_deref(), Some("a"));
+    assert!(claimed.issue.processing_started_at.is_some());
+    assert!(claimed.expires_at > claimed.issue.updated_at);
+    env.assert_sound().await
+}
+
+pub async fn a_claim_brings_at_most_as_many_events_as_asked_for(env: Env) -> TestResult {
+    let mut recorded = Vec::new();
+    for key in ["a", "b", "c"] {
+        recorded.push(env.record("42", key).await?);
+    }
+    let options = ClaimOptions { events_max: 2, ..options("a") };
+    let claimed = won(env.store.claim(&[recorded[0].issue_id], &options).await?.remove(0));
+    assert_eq!(ids(&claimed), [recorded[0].event_log_id, recorded[1].event_log_id]);
+    Ok(())
+}
+
+pub async fn a_run_is_bounded_in_bytes_and_never_empty(env: Env) -> TestResult {
+    let payload = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX - 2));
+    let most = RUN_BYTES_MAX / PAYLOAD_BYTES_MAX;
+    let events: Vec<NewEvent> = (0..most + 3)
+        .map(|n| NewEvent { payload: payload.clone(), ..event("42", &n.to_string()) })
+        .collect();
+    let issue = env.record_all(&events).await?[0].issue_id;
+    assert_eq!(env.claim(issue).await?.events.len(), most);
+    Ok(())
+}
+
+pub async fn a_second_worker_is_told_who_has_the_issue(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    let second = env.second.claim(&[issue], &options("b")).await?.remove(0);
+    assert_eq!(second, Claim::Taken { owner: "a".into(), expires_at: claimed.expires_at });
+    Ok(())
+}
+
+pub async fn an_issue_that_is_missing_or_idle_says_so(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    env.complete(super::env::completion(&claimed)).await?;
+    let claims = env.store.claim(&[issue, IssueId(987_654)], &options("a")).await?;
+    assert_eq!(claims, [Claim::Idle, Claim::Missing]);
+    Ok(())
+}
+
+pub async fn an_issue_named_twice_is_won_once(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claims = env.store.claim(&[issue, issue], &options("a")).await?;
+    assert!(matches!(claims[0], Claim::Won(_)), "{claims:?}");
+    assert!(matches!(claims[1], Claim::Taken { .. }), "{claims:?}");
+    Ok(())
+}
+
+pub async fn issues_are_claimed_in_one_call_and_answered_in_order(env: Env) -> TestResult {
+    let mut issues = Vec::new();
+    for name in ["1", "2", "3"] {
+        issues.push(env.record(name, name).await?.issue_id);
+    }
+    env.claim(issues[1]).await?;
+    let asked = [issues[2], IssueId(987_654), issues[1], issues[0]];
+    let claims = env.second.claim(&asked, &options("b")).await?;
+    assert_eq!(won(claims[0].clone()).issue.id, issues[2]);
+    assert_eq!(claims[1], Claim::Missing);
+    assert!(matches!(claims[2], Claim::Taken { .. }));
+    assert_eq!(won(claims[3].clone()).issue.id, issues[0]);
+    assert_eq!(won(claims[3].clone()).events.len(), 1);
+    Ok(())
+}
+
+pub async fn a_claim_that_ran_out_goes_to_the_next_worker_with_a_new_epoch(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let first = env.claim(issue).await?;
+    env.pass(TTL).await?;
+    let second = won(env.second.claim(&[issue], &options("b")).await?.remove(0));
+    assert!(second.epoch > first.epoch);
+    assert_eq!(ids(&second), ids(&first));
+    assert_eq!((second.issue.crashes, second.issue.attempts), (1, 0));
+    assert_eq!(second.issue.last_error.as_deref(), Some("the claim of worker a ran out"));
+    env.assert_sound().await
+}
+
+pub async fn too_many_claims_that_ran_out_quarantine_the_issue(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let options = ClaimOptions { crashes_max: 2, ..options("a") };
+    for _ in 0..2 {
+        won(env.store.claim(&[issue], &options).await?.remove(0));
+        env.pass(TTL).await?;
+    }
+    let claim = env.store.claim(&[issue], &options).await?.remove(0);
+    assert!(matches!(claim, Claim::Quarantined { just_now: true, .. }), "{claim:?}");
+    let claim = env.store.claim(&[issue], &options).await?.remove(0);
+    assert!(matches!(claim, Claim::Quarantined { just_now: false, .. }), "{claim:?}");
+    env.assert_sound().await
+}
+
+pub async fn a_heartbeat_keeps_a_claim_and_tells_of_newer_events(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    env.pass(TTL / 2).await?;
+    let beat = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
+    let Beat::Kept { expires_at, pending_events } = beat else { panic!("{beat:?}") };
+    assert!(!claimed.has_newer(pending_events));
+    assert_eq!(env.issue(issue).await?.claim_expires_at, Some(expires_at));
+    env.pass(TTL / 2 + Duration::from_secs(10)).await?;
+    let second = env.second.claim(&[issue], &options("b")).await?.remove(0);
+    assert!(matches!(second, Claim::Taken { .. }), "{second:?}");
+
+    env.store.record(&[event("42", "b")], &Quiet::default()).await.remove(0)?;
+    let beat = env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?.remove(0);
+    let Beat::Kept { pending_events, .. } = beat else { panic!("{beat:?}") };
+    assert!(claimed.has_newer(pending_events));
+    Ok(())
+}
+
+pub async fn a_heartbeat_of_a_lost_claim_says_so_and_changes_nothing(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let other = env.record("43", "b").await?.issue_id;
+    let lost = env.claim(issue).await?;
+    env.pass(TTL).await?;
+    won(env.second.claim(&[issue], &options("b")).await?.remove(0));
+    let kept = env.claim(other).await?;
+    let before = env.issue(issue).await?;
+    let claims = [(issue, lost.epoch), (other, kept.epoch), (IssueId(987_654), ClaimEpoch(1))];
+    let beats = env.store.heartbeat(&claims, TTL).await?;
+    assert_eq!((beats[0], beats[2]), (Beat::Lost, Beat::Lost));
+    assert!(matches!(beats[1], Beat::Kept { .. }));
+    assert_eq!(env.issue(issue).await?, before);
+    Ok(())
+}

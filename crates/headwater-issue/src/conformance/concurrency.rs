@@ -1,0 +1,185 @@
+//! Many at once: nothing is lost, nothing happens twice, and nobody blocks anybody for good.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use tokio::task::JoinSet;
+
+use super::env::{Env, TestResult, completion, event, options, won};
+use super::random::{Random, seed};
+use crate::{Claim, Completed, Completion, IssueId, NewEvent, Quiet, Store};
+
+/// The store under test and the other process, in turn.
+fn store(env: &Env, n: usize) -> Arc<dyn Store> {
+    Arc::clone(if n.is_multiple_of(2) { &env.store } else { &env.second })
+}
+
+pub async fn events_recorded_by_64_at_once_are_all_there_once(env: Env) -> TestResult {
+    let mut tasks = JoinSet::new();
+    for n in 0..64 {
+        let store = store(&env, n);
+        tasks.spawn(async move {
+            // Every event is sent twice, by two senders, and the issues are few.
+            let sender = n / 2;
+            let events: Vec<NewEvent> = (0..8)
+                .map(|k| event(&((sender + k) % 5).to_string(), &format!("{sender}-{k}")))
+                .collect();
+            store.record(&events, &Quiet::default()).await
+        });
+    }
+    let mut new = 0;
+    while let Some(recorded) = tasks.join_next().await {
+        for one in recorded? {
+            new += usize::from(!one?.duplicate);
+        }
+    }
+    assert_eq!(new, 32 * 8);
+    assert_eq!(env.store.audit(10).await?.recorded, 32 * 8);
+    env.assert_sound().await
+}
+
+pub async fn twins_recorded_at_once_are_stored_once(env: Env) -> TestResult {
+    for round in 0..20 {
+        let mut tasks = JoinSet::new();
+        for n in 0..4 {
+            let (store, event) = (store(&env, n), event(&round.to_string(), &round.to_string()));
+            tasks.spawn(async move { store.record(&[event], &Quiet::default()).await.remove(0) });
+        }
+        let mut new = 0;
+        while let Some(recorded) = tasks.join_next().await {
+            new += usize::from(!recorded??.duplicate);
+        }
+        assert_eq!(new, 1, "round {round}");
+    }
+    env.assert_sound().await
+}
+
+pub async fn of_eight_workers_one_wins_the_claim(env: Env) -> TestResult {
+    for round in 0..20 {
+        let issue = env.record(&round.to_string(), &round.to_string()).await?.issue_id;
+        let mut tasks = JoinSet::new();
+        for n in 0..8 {
+            let store = store(&env, n);
+            tasks.spawn(async move { store.claim(&[issue], &options(&format!("w{n}"))).await });
+        }
+        let mut wins = 0;
+        while let Some(claims) = tasks.join_next().await {
+            wins += usize::from(matches!(claims??[0], Claim::Won(_)));
+        }
+        assert_eq!(wins, 1);
+    }
+    Ok(())
+}
+
+pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(env: Env) -> TestResult {
+    const ISSUES: u64 = 6;
+    const EVENTS: usize = 240;
+    let seed = seed();
+    let mut recorders = JoinSet::new();
+    for n in 0..4 {
+        let store = store(&env, n);
+        recorders.spawn(async move {
+            let mut random = Random::seeded(seed.wrapping_add(n as u64));
+            for k in 0..EVENTS / 4 {
+                let issue = random.below(ISSUES).to_string();
+                let event = event(&issue, &format!("{n}-{k}"));
+                store.record(&[event], &Quiet::default()).await.remove(0)?;
+            }
+            Ok::<_, crate::IssueError>(())
+        });
+    }
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    let mut workers = JoinSet::new();
+    for n in 0..4 {
+        let (store, stopped) = (store(&env, n), stopped.clone());
+        workers.spawn(async move { work(&*store, n, &stopped).await });
+    }
+    while let Some(done) = recorders.join_next().await {
+        done??;
+    }
+    // Nobody nudges here: workers look at everything, until all is processed.
+    loop {
+        let audit = env.store.audit(1).await?;
+        if audit.processed == EVENTS as u64 {
+            break;
+        }
+        tokio::task::yield_now().await;
+    }
+    stop.send_replace(true);
+    let mut handled: HashMap<String, u32> = HashMap::new();
+    while let Some(keys) = workers.join_next().await {
+        for key in keys?? {
+            *handled.entry(key).or_default() += 1;
+        }
+    }
+    assert_eq!(handled.len(), EVENTS);
+    assert!(handled.values().all(|times| *times == 1));
+    env.assert_sound().await
+}
+
+/// Claims and completes whatever is queued; returns the keys of the events whose run was committed.
+async fn work(
+    store: &dyn Store,
+    n: usize,
+    stopped: &tokio::sync::watch::Receiver<bool>,
+) -> crate::Result<Vec<String>> {
+    let mut handled = Vec::new();
+    while !*stopped.borrow() {
+        let issues: Vec<IssueId> =
+            store.issues(&Default::default(), 100).await?.iter().map(|issue| issue.id).collect();
+        let mut runs: Vec<Completion> = Vec::new();
+        let mut keys = Vec::new();
+        for claim in store.claim(&issues, &options(&format!("w{n}"))).await? {
+            if let Claim::Won(claimed) = claim {
+                keys.push(
+                    claimed.events.iter().map(|log| log.dedup_key.clone()).collect::<Vec<_>>(),
+                );
+                runs.push(completion(&claimed));
+            }
+        }
+        for (completed, keys) in store.complete(&runs).await?.into_iter().zip(keys) {
+            assert!(matches!(completed, Completed::Committed { repeated: false, .. }));
+            handled.extend(keys);
+        }
+    }
+    Ok(handled)
+}
+
+pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult {
+    const ISSUES: u64 = 24;
+    let seed = seed();
+    let events: Vec<NewEvent> =
+        (0..ISSUES).map(|n| event(&n.to_string(), &format!("first-{n}"))).collect();
+    let issues: Vec<IssueId> =
+        env.record_all(&events).await?.iter().map(|one| one.issue_id).collect();
+    let mut tasks = JoinSet::new();
+    for n in 0..8 {
+        let (store, mut issues) = (store(&env, n), issues.clone());
+        tasks.spawn(async move {
+            let mut random = Random::seeded(seed.wrapping_add(n as u64));
+            for round in 0..15 {
+                random.shuffle(&mut issues);
+                // Old issues and new ones, in any order.
+                let mut events: Vec<NewEvent> = (0..ISSUES * 2)
+                    .map(|k| event(&(k + round).to_string(), &format!("{n}-{round}-{k}")))
+                    .collect();
+                random.shuffle(&mut events);
+                for recorded in store.record(&events, &Quiet::default()).await {
+                    recorded?;
+                }
+                let claims = store.claim(&issues, &options(&format!("w{n}"))).await?;
+                let claims = claims.into_iter().filter(|claim| matches!(claim, Claim::Won(_)));
+                let mut runs: Vec<Completion> =
+                    claims.map(|claim| completion(&won(claim))).collect();
+                random.shuffle(&mut runs);
+                store.sweep(&Default::default()).await?;
+                store.complete(&runs).await?;
+            }
+            Ok::<_, crate::IssueError>(())
+        });
+    }
+    while let Some(done) = tasks.join_next().await {
+        done??;
+    }
+    env.assert_sound().await
+}

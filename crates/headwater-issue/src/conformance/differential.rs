@@ -1,0 +1,405 @@
+//! Random sequences of calls, each answer and each state compared with the state machine.
+//!
+//! `HEADWATER_SEQUENCES` sets how many (a tenth of it, for each call is a transaction; default 2000), `HEADWATER_SEED` the
+//! seed, which is printed. Time passes in steps of ten minutes, so that the moments which real time adds decide nothing.
+
+use std::time::Duration;
+
+use headwater_stream::clock::Timestamp;
+
+use super::env::{Env, Failure as Unexpected, TTL, TestResult, event};
+use super::random::{Random, from_environment, seed};
+use crate::state::{Effect, IssueState, Transition, step};
+use crate::{
+    AfterFailure, Beat, Claim, ClaimEpoch, ClaimOptions, Completed, Completion, EventLogId, Failed,
+    Failure, GiveBack, GiveBackReason, GivenBack, IssueId, ProcessingStatus, Quiet, Released,
+    Retried, SweepOptions,
+};
+
+const SEQUENCES_DEFAULT: u64 = 2000;
+const CALLS: usize = 40;
+const ISSUES: usize = 3;
+const MINUTE: Duration = Duration::from_secs(60);
+/// What real time may add to a sequence, and what a comparison of times therefore forgives.
+const SLACK: Duration = Duration::from_secs(240);
+const CRASHES_MAX: u32 = 3;
+const ATTEMPTS_MAX: u32 = 3;
+
+/// What the state machine says about one issue.
+#[derive(Debug, Default)]
+struct Model {
+    id: IssueId,
+    name: String,
+    state: IssueState,
+    /// Every event ever recorded: its key, its id, and whether it is processed.
+    events: Vec<(String, EventLogId, bool)>,
+    /// Every claim ever won.
+    claims: Vec<(ClaimEpoch, Vec<EventLogId>)>,
+}
+
+impl Model {
+    fn step(&mut self, transition: &Transition, now: Timestamp) -> Effect {
+        let (state, effect) = step(&self.state, transition, now);
+        state.check().unwrap_or_else(|problem| panic!("{problem}: {state:?}"));
+        self.state = state;
+        effect
+    }
+
+    fn unprocessed(&self) -> impl Iterator<Item = EventLogId> {
+        self.events.iter().filter(|(.., processed)| !processed).map(|(_, id, _)| *id)
+    }
+
+    /// A claim to present: mostly the newest, sometimes one of long ago.
+    fn any_claim(&self, random: &mut Random) -> (ClaimEpoch, Vec<EventLogId>) {
+        match self.claims.last() {
+            None => (ClaimEpoch(1), vec![]),
+            Some(newest) if random.below(4) > 0 => newest.clone(),
+            Some(_) => random.pick(&self.claims).clone(),
+        }
+    }
+}
+
+/// One sequence: its issues, and the time as the state machine has it.
+struct Sequence<'a> {
+    env: &'a Env,
+    random: Random,
+    now: Timestamp,
+    issues: Vec<Model>,
+    /// What was called, for the message of a failed comparison.
+    calls: Vec<String>,
+}
+
+pub async fn random_sequences_of_calls_follow_the_state_machine(env: Env) -> TestResult {
+    let sequences = from_environment("HEADWATER_SEQUENCES").unwrap_or(SEQUENCES_DEFAULT) / 10;
+    let seed = seed();
+    for number in 0..sequences.max(1) {
+        let mut sequence = Sequence::new(&env, number, seed).await?;
+        for _ in 0..CALLS {
+            sequence.call().await?;
+            sequence.compare().await?;
+        }
+        sequence.drain().await?;
+    }
+    env.assert_sound().await
+}
+
+impl<'a> Sequence<'a> {
+    async fn new(env: &'a Env, number: u64, seed: u64) -> TestResult<Self> {
+        let random = Random::seeded(seed.wrapping_add(number.wrapping_mul(0x1234_5678_9abc)));
+        let now = Timestamp::from_millis(1_800_000_000_000);
+        let mut sequence = Self {
+            env,
+            random,
+            now,
+            issues: Vec::new(),
+            calls: vec![format!("sequence {number}")],
+        };
+        for issue in 0..ISSUES {
+            let name = format!("{seed}-{number}-{issue}");
+            sequence.issues.push(Model { name, ..Model::default() });
+            sequence.record(issue).await?;
+        }
+        Ok(sequence)
+    }
+
+    async fn call(&mut self) -> TestResult {
+        let issue = usize::try_from(self.random.below(ISSUES as u64)).unwrap_or(0);
+        match self.random.below(20) {
+            0..4 => self.record(issue).await,
+            4..8 => self.claim(issue).await,
+            8 => self.heartbeat(issue).await,
+            9..12 => self.complete(issue).await,
+            12..14 => self.fail(issue).await,
+            14 => self.give_back(issue).await,
+            15 => self.sweep().await,
+            16 => self.operate(issue).await,
+            _ => self.pass().await,
+        }
+    }
+
+    async fn pass(&mut self) -> TestResult {
+        let time = MINUTE * 10 * u32::try_from(1 + self.random.below(8)).unwrap_or(1);
+        self.calls.push(format!("pass {time:?}"));
+        self.now = self.now.after(time);
+        self.env.pass(time).await
+    }
+
+    async fn record(&mut self, issue: usize) -> TestResult {
+        let model = &mut self.issues[issue];
+        let quiet = match self.random.below(2) {
+            0 => Quiet::default(),
+            _ => Quiet { quiet: MINUTE * 20, max_wait: MINUTE * 40 },
+        };
+        let count = 1 + self.random.below(3);
+        let mut keys = Vec::new();
+        for n in 0..count {
+            let new = format!("{}/{}/{n}", model.name, model.events.len());
+            let old = self.random.below(4) == 0 && !model.events.is_empty();
+            keys.push(if old { self.random.pick(&model.events).0.clone() } else { new });
+        }
+        keys.dedup();
+        self.calls.push(format!("record {issue} {keys:?} {quiet:?}"));
+        let known =
+            |model: &Model, key: &str| model.events.iter().find(|one| one.0 == key).cloned();
+
+        let events: Vec<_> = keys.iter().map(|key| event(&model.name, key)).collect();
+        let recorded = self.env.store.record(&events, &quiet).await;
+        let fresh = keys.iter().filter(|key| known(model, key).is_none()).count() as u64;
+        let effect = match fresh {
+            0 => Effect::Nothing,
+            events => model.step(&Transition::Record { events, quiet }, self.now),
+        };
+        let mut nudged = false;
+        for (key, recorded) in keys.iter().zip(recorded) {
+            let recorded = recorded?;
+            model.id = recorded.issue_id;
+            let before = known(model, key);
+            assert_eq!(recorded.duplicate, before.is_some(), "{:?}", self.calls);
+            let queued = model.state.status == ProcessingStatus::Queued;
+            let wanted = before.as_ref().map_or(effect == Effect::Queued, |one| !one.2 && queued);
+            assert_eq!(recorded.nudge, wanted && !nudged, "{:?}", self.calls);
+            nudged |= wanted;
+            match before {
+                Some((_, id, _)) => assert_eq!(recorded.event_log_id, id),
+                None => model.events.push((key.clone(), recorded.event_log_id, false)),
+            }
+        }
+        Ok(())
+    }
+
+    async fn claim(&mut self, issue: usize) -> TestResult {
+        let model = &mut self.issues[issue];
+        let worker = (*self.random.pick(&["a", "b"])).to_owned();
+        let events_max = usize::try_from(1 + self.random.below(4)).unwrap_or(1);
+        self.calls.push(format!("claim {issue} by {worker}, {events_max} events"));
+        let (ttl, crashes_max) = (TTL, CRASHES_MAX);
+        let options = ClaimOptions { worker: worker.clone(), ttl, events_max, crashes_max };
+        let claim = self.env.store.claim(&[model.id], &options).await?.remove(0);
+        let effect = model.step(&Transition::Claim { owner: worker, ttl, crashes_max }, self.now);
+        let state = &model.state;
+        let fits = match (&claim, &effect) {
+            (Claim::Won(claimed), Effect::Won(epoch)) => {
+                let events: Vec<_> = claimed.events.iter().map(|event| event.id).collect();
+                let expected: Vec<_> = model.unprocessed().take(events_max).collect();
+                assert_eq!(events, expected, "{:?}", self.calls);
+                model.claims.push((*epoch, events));
+                claimed.epoch == *epoch
+            }
+            (Claim::NotYet { wait, .. }, Effect::NotYet(not_before)) => {
+                wait.abs_diff(not_before.since(self.now)) < SLACK
+            }
+            (Claim::Quarantined { just_now, .. }, effect) => {
+                state.quarantined_at.is_some() && *just_now == (*effect == Effect::Quarantined)
+            }
+            (Claim::Taken { owner, .. }, Effect::Nothing) => {
+                Some(owner) == state.claim_owner.as_ref()
+            }
+            (Claim::Idle, Effect::Nothing) => {
+                state.status == ProcessingStatus::Idle && state.quarantined_at.is_none()
+            }
+            _ => false,
+        };
+        assert!(fits, "{claim:?} is not {effect:?} after {:?}", self.calls);
+        Ok(())
+    }
+
+    async fn heartbeat(&mut self, issue: usize) -> TestResult {
+        let model = &mut self.issues[issue];
+        let (epoch, _) = model.any_claim(&mut self.random);
+        self.calls.push(format!("heartbeat {issue} {epoch}"));
+        let beat = self.env.store.heartbeat(&[(model.id, epoch)], TTL).await?.remove(0);
+        let effect = model.step(&Transition::Heartbeat { epoch, ttl: TTL }, self.now);
+        let kept = match beat {
+            Beat::Kept { pending_events, .. } => {
+                assert_eq!(pending_events, model.state.pending_events, "{:?}", self.calls);
+                true
+            }
+            Beat::Lost => false,
+        };
+        assert_eq!(kept, effect == Effect::Kept, "{:?}", self.calls);
+        Ok(())
+    }
+
+    async fn complete(&mut self, issue: usize) -> TestResult {
+        let model = &mut self.issues[issue];
+        let (epoch, event_log_ids) = model.any_claim(&mut self.random);
+        self.calls.push(format!("complete {issue} {epoch}"));
+        let issue_id = model.id;
+        let run = Completion { issue_id, epoch, event_log_ids, ..Completion::default() };
+        let completed = self.env.store.complete(std::slice::from_ref(&run)).await?.remove(0);
+        let done = |one: &(String, EventLogId, bool)| !one.2 && run.event_log_ids.contains(&one.1);
+        let processed = model.events.iter().filter(|one| done(one)).count() as u64;
+        let effect = model.step(&Transition::Complete { epoch, processed }, self.now);
+        if matches!(effect, Effect::Queued | Effect::Finished) {
+            model.events.iter_mut().filter(|one| done(one)).for_each(|one| one.2 = true);
+        }
+        let fits = match (completed, &effect) {
+            (Completed::Fenced, Effect::Fenced) => true,
+            (Completed::Committed { repeated: true, .. }, Effect::Repeated) => true,
+            (Completed::Committed { requeued, repeated: false, .. }, effect) => {
+                matches!(effect, Effect::Queued | Effect::Finished)
+                    && requeued == (*effect == Effect::Queued)
+            }
+            _ => false,
+        };
+        assert!(fits, "{completed:?} is not {effect:?} after {:?}", self.calls);
+        Ok(())
+    }
+
+    async fn fail(&mut self, issue: usize) -> TestResult {
+        let model = &mut self.issues[issue];
+        let (epoch, _) = model.any_claim(&mut self.random);
+        let then = match self.random.below(5) {
+            0 => AfterFailure::Quarantine,
+            n => AfterFailure::Retry { after: MINUTE * 10 * u32::try_from(n).unwrap_or(1) },
+        };
+        let error = format!("failed after {} calls", self.calls.len());
+        self.calls.push(format!("fail {issue} {epoch} {then:?}"));
+        let failure = Failure { issue_id: model.id, epoch, error: error.clone(), then };
+        let failed = self.env.store.fail(&[failure], ATTEMPTS_MAX).await?.remove(0);
+        let transition = Transition::Fail { epoch, error, then, attempts_max: ATTEMPTS_MAX };
+        let effect = model.step(&transition, self.now);
+        let fits = match (failed, &effect) {
+            (Failed::Fenced, Effect::Fenced) => true,
+            (Failed::Requeued { attempts, .. }, Effect::Queued)
+            | (Failed::Quarantined { attempts }, Effect::Quarantined) => {
+                attempts == model.state.attempts
+            }
+            _ => false,
+        };
+        assert!(fits, "{failed:?} is not {effect:?} after {:?}", self.calls);
+        Ok(())
+    }
+
+    async fn give_back(&mut self, issue: usize) -> TestResult {
+        let model = &mut self.issues[issue];
+        let (epoch, _) = model.any_claim(&mut self.random);
+        let reason = *self.random.pick(&[GiveBackReason::Shutdown, GiveBackReason::Superseded]);
+        self.calls.push(format!("give back {issue} {epoch} {reason:?}"));
+        let give = GiveBack { issue_id: model.id, epoch, reason };
+        let given = self.env.store.give_back(&[give]).await?.remove(0);
+        let effect = model.step(&Transition::GiveBack { epoch, reason }, self.now);
+        assert_eq!(given == GivenBack::Fenced, effect == Effect::Fenced, "{:?}", self.calls);
+        Ok(())
+    }
+
+    async fn sweep(&mut self) -> TestResult {
+        self.calls.push("sweep".into());
+        let overdue = MINUTE * 20;
+        let options = SweepOptions { limit: 256, nudge_overdue: overdue, crashes_max: CRASHES_MAX };
+        let swept = self.env.store.sweep(&options).await?;
+        for model in &mut self.issues {
+            let expired = model.step(&Transition::Expire { crashes_max: CRASHES_MAX }, self.now);
+            let due = model.state.not_before.is_none_or(|not_before| not_before <= self.now);
+            let mut nudge = expired == Effect::Queued && due;
+            if expired == Effect::Nothing {
+                nudge |= model.step(&Transition::Nudge { overdue }, self.now) == Effect::Queued;
+            }
+            let told = swept.nudges.iter().find(|one| one.issue_id == model.id);
+            assert_eq!(told.is_some(), nudge, "{:?}", self.calls);
+            assert_eq!(
+                told.map(|one| one.event_log_id),
+                model.unprocessed().next().filter(|_| nudge),
+                "{:?}",
+                self.calls
+            );
+            let quarantined = swept.quarantined.contains(&model.id);
+            assert_eq!(quarantined, expired == Effect::Quarantined, "{:?}", self.calls);
+        }
+        Ok(())
+    }
+
+    async fn operate(&mut self, issue: usize) -> TestResult {
+        let model = &mut self.issues[issue];
+        if self.random.below(2) == 0 {
+            self.calls.push(format!("release {issue}"));
+            let released = self.env.store.release(model.id).await?;
+            let expected = match model.step(&Transition::Release, self.now) {
+                Effect::Queued => Released::Queued,
+                Effect::Finished => Released::Idle,
+                _ => Released::NotQuarantined,
+            };
+            assert_eq!(released, expected, "{:?}", self.calls);
+        } else {
+            self.calls.push(format!("retry {issue}"));
+            let retried = self.env.store.retry(model.id).await?;
+            let expected = match (model.step(&Transition::Retry, self.now), model.state.status) {
+                (Effect::Queued, _) => Retried::Queued,
+                (_, ProcessingStatus::Processing) => Retried::Processing,
+                _ => Retried::Idle,
+            };
+            assert_eq!(retried, expected, "{:?}", self.calls);
+        }
+        Ok(())
+    }
+
+    /// Compares every issue with its model, times by how far they are from now.
+    async fn compare(&self) -> TestResult {
+        for model in &self.issues {
+            let facts = self.env.store.facts_for_why(model.id).await?;
+            let facts = facts.unwrap_or_else(|| panic!("{model:?} is gone"));
+            let (issue, state) = (&facts.issue, &model.state);
+            let found = IssueState {
+                status: issue.status,
+                pending_events: issue.pending_events,
+                claim_epoch: issue.claim_epoch,
+                claim_owner: issue.claim_owner.clone(),
+                attempts: issue.attempts,
+                crashes: issue.crashes,
+                superseded: issue.superseded,
+                last_error: issue.last_error.clone(),
+                ..IssueState::default()
+            };
+            let expected = IssueState {
+                completed_epoch: ClaimEpoch::default(),
+                claim_expires_at: None,
+                not_before: None,
+                first_pending_at: None,
+                quarantined_at: None,
+                nudged_at: None,
+                ..state.clone()
+            };
+            assert_eq!(found, expected, "{:?}", self.calls);
+            let times = [
+                ("claim_expires_at", issue.claim_expires_at, state.claim_expires_at),
+                ("not_before", issue.not_before, state.not_before),
+                ("quarantined_at", issue.quarantined_at, state.quarantined_at),
+                ("nudged_at", issue.nudged_at, state.nudged_at),
+            ];
+            for (what, found, expected) in times {
+                let fits = match (found, expected) {
+                    (Some(found), Some(expected)) => {
+                        let from_now = |time: Timestamp, now: Timestamp| {
+                            i128::from(time.as_millis()) - i128::from(now.as_millis())
+                        };
+                        let apart = from_now(found, facts.now) - from_now(expected, self.now);
+                        apart.unsigned_abs() < SLACK.as_millis()
+                    }
+                    (None, None) => true,
+                    _ => false,
+                };
+                assert!(fits, "{what} is {found:?}, not {expected:?}, after {:?}", self.calls);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whatever happened, an operator and a worker can bring everything to its end.
+    async fn drain(mut self) -> TestResult {
+        self.env.pass(MINUTE * 600).await?;
+        for model in &mut self.issues {
+            self.env.store.release(model.id).await?;
+            for _ in 0..CALLS {
+                let options =
+                    ClaimOptions { ttl: TTL, crashes_max: 99, ..ClaimOptions::new("last") };
+                let claim = self.env.store.claim(&[model.id], &options).await?.remove(0);
+                let Claim::Won(claimed) = claim else { break };
+                self.env.complete(super::env::completion(&claimed)).await?;
+            }
+            let after = self.env.issue(model.id).await?;
+            assert_eq!(after.status, ProcessingStatus::Idle, "{:?}", self.calls);
+            assert_eq!((after.pending_events, after.quarantined_at), (0, None), "{:?}", self.calls);
+        }
+        Ok::<_, Unexpected>(())
+    }
+}

@@ -1,0 +1,146 @@
+//! The ends of a run that did not go well.
+
+use std::time::Duration;
+
+use super::env::{Env, TTL, TestResult, completion, options, won};
+use crate::limits::ERROR_BYTES_MAX;
+use crate::{
+    AfterFailure, Claim, ClaimedIssue, Failed, Failure, GiveBack, GiveBackReason, GivenBack,
+    ProcessingStatus, Released,
+};
+
+const BACKOFF: Duration = Duration::from_secs(600);
+
+fn failure(claimed: &ClaimedIssue, then: AfterFailure) -> Failure {
+    let error = "the model is down".to_owned();
+    Failure { issue_id: claimed.issue.id, epoch: claimed.epoch, error, then }
+}
+
+fn retry(claimed: &ClaimedIssue) -> Failure {
+    failure(claimed, AfterFailure::Retry { after: BACKOFF })
+}
+
+pub async fn a_failed_run_is_tried_again_after_its_backoff(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    let failed = env.store.fail(&[retry(&claimed)], 3).await?.remove(0);
+    assert!(matches!(failed, Failed::Requeued { attempts: 1, .. }), "{failed:?}");
+    let Claim::NotYet { wait, .. } = env.try_claim(issue).await? else { panic!("it backs off") };
+    assert!(wait <= BACKOFF);
+
+    // An event that comes now does not cut the backoff short.
+    env.record("42", "b").await?;
+    assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
+    env.pass(BACKOFF).await?;
+    let again = env.claim(issue).await?;
+    assert_eq!((again.events.len(), again.issue.attempts), (2, 1));
+    assert_eq!(again.issue.last_error.as_deref(), Some("the model is down"));
+    assert_eq!(again.events[0].processing_error.as_deref(), Some("the model is down"));
+    env.assert_sound().await
+}
+
+pub async fn the_last_failure_quarantines_and_keeps_the_error(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    env.store.fail(&[retry(&claimed)], 2).await?;
+    env.pass(BACKOFF).await?;
+    let claimed = env.claim(issue).await?;
+    let failed = env.store.fail(&[retry(&claimed)], 2).await?.remove(0);
+    assert_eq!(failed, Failed::Quarantined { attempts: 2 });
+
+    let after = env.issue(issue).await?;
+    assert_eq!((after.status, after.pending_events), (ProcessingStatus::Idle, 1));
+    assert!(after.quarantined_at.is_some());
+    assert_eq!(after.last_error.as_deref(), Some("the model is down"));
+    let log = env.store.event_logs(issue, &Default::default(), 1).await?.remove(0);
+    assert_eq!(log.processing_error.as_deref(), Some("the model is down"));
+    let claim = env.try_claim(issue).await?;
+    assert!(matches!(claim, Claim::Quarantined { just_now: false, .. }), "{claim:?}");
+    env.assert_sound().await
+}
+
+pub async fn a_hopeless_failure_quarantines_at_once(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    let hopeless = failure(&claimed, AfterFailure::Quarantine);
+    let failed = env.store.fail(&[hopeless], 5).await?.remove(0);
+    assert_eq!(failed, Failed::Quarantined { attempts: 1 });
+    env.assert_sound().await
+}
+
+pub async fn events_for_a_quarantined_issue_wait_for_its_release(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    env.store.fail(&[failure(&claimed, AfterFailure::Quarantine)], 5).await?;
+    let recorded = env.record("42", "b").await?;
+    assert!(!recorded.nudge && !recorded.duplicate);
+    assert_eq!(env.issue(issue).await?.status, ProcessingStatus::Idle);
+    env.assert_sound().await?;
+
+    assert_eq!(env.second.release(issue).await?, Released::Queued);
+    let claimed = env.claim(issue).await?;
+    assert_eq!((claimed.events.len(), claimed.issue.attempts), (2, 0));
+    env.complete(completion(&claimed)).await?;
+    env.assert_sound().await
+}
+
+pub async fn a_zombie_cannot_fail_a_run(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let other = env.record("43", "b").await?.issue_id;
+    let zombie = env.claim(issue).await?;
+    env.pass(TTL).await?;
+    won(env.second.claim(&[issue], &options("b")).await?.remove(0));
+    let live = env.claim(other).await?;
+    let before = env.issue(issue).await?;
+
+    let give = |claimed: &ClaimedIssue| GiveBack {
+        issue_id: claimed.issue.id,
+        epoch: claimed.epoch,
+        reason: GiveBackReason::Shutdown,
+    };
+    assert_eq!(env.store.give_back(&[give(&zombie)]).await?, [GivenBack::Fenced]);
+    let failed = env.store.fail(&[retry(&zombie), retry(&live), retry(&live)], 5).await?;
+    assert_eq!((failed[0], failed[2]), (Failed::Fenced, Failed::Fenced));
+    assert!(matches!(failed[1], Failed::Requeued { attempts: 1, .. }));
+    assert_eq!(env.issue(issue).await?, before);
+    let log = env.store.event_logs(issue, &Default::default(), 1).await?.remove(0);
+    assert_eq!(log.processing_error, None);
+    Ok(())
+}
+
+pub async fn a_claim_given_back_counts_no_attempt(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    for (reason, superseded) in [(GiveBackReason::Shutdown, 0), (GiveBackReason::Superseded, 1)] {
+        let claimed = env.claim(issue).await?;
+        let give = GiveBack { issue_id: issue, epoch: claimed.epoch, reason };
+        let given = env.store.give_back(&[give, give]).await?;
+        assert_eq!(given, [GivenBack::Requeued { not_before: None }, GivenBack::Fenced]);
+        let after = env.issue(issue).await?;
+        assert_eq!((after.status, after.attempts), (ProcessingStatus::Queued, 0));
+        assert_eq!((after.crashes, after.superseded), (0, superseded));
+    }
+    env.assert_sound().await
+}
+
+pub async fn a_success_forgets_the_failures_before_it(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    env.store.fail(&[failure(&claimed, AfterFailure::Retry { after: Duration::ZERO })], 5).await?;
+    let claimed = env.claim(issue).await?;
+    env.complete(completion(&claimed)).await?;
+    let after = env.issue(issue).await?;
+    assert_eq!((after.attempts, after.last_error), (0, None));
+    let log = env.store.event_logs(issue, &Default::default(), 1).await?.remove(0);
+    assert_eq!(log.processing_error, None);
+    Ok(())
+}
+
+pub async fn an_error_text_of_any_kind_is_kept(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    let error = format!("nul \0 {}", "é".repeat(ERROR_BYTES_MAX));
+    env.store.fail(&[Failure { error, ..retry(&claimed) }], 5).await?;
+    let kept = env.issue(issue).await?.last_error.expect("an error is kept");
+    assert!(kept.starts_with("nul \u{fffd} éé") && kept.len() <= ERROR_BYTES_MAX + 2);
+    Ok(())
+}

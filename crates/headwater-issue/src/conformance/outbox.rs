@@ -1,0 +1,189 @@
+//! Replies and events on their way out.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use super::env::{Env, TTL, TestResult, completion, reply, text_of};
+use crate::{Completion, Delivery, IssueError, OutboxRow, OutboxSettled, OutboxSettlement};
+
+const LATER: Duration = Duration::from_secs(600);
+
+fn settle(row: &OutboxRow, delivery: Delivery) -> OutboxSettlement {
+    OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery }
+}
+
+async fn take(env: &Env) -> TestResult<Vec<OutboxRow>> {
+    Ok(env.store.take_outbox("deliverer", 10, TTL).await?)
+}
+
+async fn end(env: &Env, row: &OutboxRow, delivery: Delivery) -> TestResult<OutboxSettled> {
+    Ok(env.store.settle_outbox(&[settle(row, delivery)]).await?.remove(0))
+}
+
+fn texts(rows: &[OutboxRow]) -> Vec<String> {
+    rows.iter().map(|row| text_of(&row.payload)).collect()
+}
+
+pub async fn replies_come_in_order_one_issue_at_a_time(env: Env) -> TestResult {
+    let issue = env.replied("1", &["a", "b"]).await?;
+    env.replied("2", &["c"]).await?;
+    let first = take(&env).await?;
+    assert_eq!(texts(&first), ["a", "c"]);
+    let row = &first[0];
+    assert_eq!((row.issue_id, row.deliveries, row.attempts), (issue, 1, 0));
+    assert_eq!((row.integration.as_str(), row.provider.as_str()), ("main", "github"));
+    assert_eq!(
+        (row.external_project_id.as_str(), row.external_issue_id.as_str()),
+        ("project", "1")
+    );
+    assert_eq!(row.target, "comment");
+    assert!(take(&env).await?.is_empty(), "b waits for a");
+    assert_eq!(end(&env, row, Delivery::Delivered).await?, OutboxSettled::Done);
+    assert_eq!(texts(&take(&env).await?), ["b"]);
+    Ok(())
+}
+
+pub async fn a_reply_that_failed_holds_back_the_later_ones_of_its_issue_only(
+    env: Env,
+) -> TestResult {
+    env.replied("1", &["a", "b"]).await?;
+    let row = take(&env).await?.remove(0);
+    let failed = Delivery::Retry { after: LATER, error: "busy".into() };
+    assert_eq!(end(&env, &row, failed).await?, OutboxSettled::Done);
+    env.replied("2", &["c"]).await?;
+    assert_eq!(texts(&take(&env).await?), ["c"]);
+    env.pass(LATER).await?;
+    let again = take(&env).await?;
+    assert_eq!(texts(&again), ["a"]);
+    assert_eq!((again[0].attempts, again[0].deliveries), (1, 2));
+    assert_eq!(again[0].idempotency_key, row.idempotency_key);
+    Ok(())
+}
+
+pub async fn a_dead_reply_lets_the_later_ones_go_on(env: Env) -> TestResult {
+    env.replied("1", &["a", "b"]).await?;
+    let row = take(&env).await?.remove(0);
+    end(&env, &row, Delivery::Dead { error: "no such issue".into() }).await?;
+    assert_eq!(texts(&take(&env).await?), ["b"]);
+    let dead = env.second.dead_outbox(None, 10).await?;
+    assert_eq!(dead.len(), 1);
+    assert_eq!((dead[0].row.id, dead[0].error.as_str()), (row.id, "no such issue"));
+    assert!(env.store.dead_outbox(Some(row.id), 10).await?.is_empty());
+    Ok(())
+}
+
+pub async fn a_dead_reply_can_be_tried_again(env: Env) -> TestResult {
+    env.replied("1", &["a"]).await?;
+    let row = take(&env).await?.remove(0);
+    end(&env, &row, Delivery::Dead { error: "gone".into() }).await?;
+    env.second.retry_outbox(row.id).await?;
+    let again = take(&env).await?.remove(0);
+    assert_eq!((again.id, again.attempts), (row.id, 0));
+    assert_eq!(again.idempotency_key, row.idempotency_key);
+    let missing = env.store.retry_outbox(row.id).await;
+    assert!(matches!(missing, Err(IssueError::NotFound { .. })), "{missing:?}");
+    Ok(())
+}
+
+pub async fn a_reply_of_a_dead_deliverer_comes_back_with_the_same_key(env: Env) -> TestResult {
+    env.replied("1", &["a"]).await?;
+    let lost = take(&env).await?.remove(0);
+    env.pass(TTL).await?;
+    let row = env.second.take_outbox("other", 10, TTL).await?.remove(0);
+    assert_eq!((row.id, row.deliveries, row.attempts), (lost.id, 2, 0));
+    assert_eq!(row.idempotency_key, lost.idempotency_key);
+    assert_eq!(end(&env, &lost, Delivery::Delivered).await?, OutboxSettled::Fenced);
+    assert_eq!(end(&env, &row, Delivery::Delivered).await?, OutboxSettled::Done);
+    assert!(take(&env).await?.is_empty());
+    Ok(())
+}
+
+pub async fn a_released_reply_counts_no_attempt(env: Env) -> TestResult {
+    env.replied("1", &["a"]).await?;
+    let row = take(&env).await?.remove(0);
+    assert_eq!(end(&env, &row, Delivery::Release).await?, OutboxSettled::Done);
+    let again = take(&env).await?.remove(0);
+    assert_eq!((again.id, again.attempts), (row.id, 0));
+    Ok(())
+}
+
+pub async fn two_deliverers_never_have_the_same_reply(env: Env) -> TestResult {
+    for n in 0..40 {
+        env.replied(&n.to_string(), &["x"]).await?;
+    }
+    let takers = (0..8).map(|n| {
+        let store = if n % 2 == 0 { &env.store } else { &env.second };
+        let store = std::sync::Arc::clone(store);
+        tokio::spawn(async move { store.take_outbox(&format!("d{n}"), 10, TTL).await })
+    });
+    let mut seen = HashSet::new();
+    for taker in takers.collect::<Vec<_>>() {
+        for row in taker.await?? {
+            assert!(seen.insert(row.id), "taken twice: {row:?}");
+        }
+    }
+    for row in take(&env).await? {
+        assert!(seen.insert(row.id));
+    }
+    while let Some(row) = take(&env).await?.pop() {
+        assert!(seen.insert(row.id));
+    }
+    Ok(())
+}
+
+pub async fn a_row_settled_twice_is_settled_once(env: Env) -> TestResult {
+    env.replied("1", &["a"]).await?;
+    let row = take(&env).await?.remove(0);
+    let failed = Delivery::Retry { after: Duration::ZERO, error: "x".into() };
+    let both = [settle(&row, Delivery::Delivered), settle(&row, failed)];
+    let settled = env.store.settle_outbox(&both).await?;
+    assert_eq!(settled, [OutboxSettled::Done, OutboxSettled::Fenced]);
+    assert_eq!(end(&env, &row, Delivery::Delivered).await?, OutboxSettled::Fenced);
+    assert!(take(&env).await?.is_empty());
+    Ok(())
+}
+
+pub async fn an_entry_in_the_outbox_wakes_who_waits_for_it(env: Env) -> TestResult {
+    // The wait is bounded only so that a broken promise ends; it is far longer than any wake takes.
+    let store = std::sync::Arc::clone(&env.store);
+    let waiter = tokio::spawn(async move {
+        let started = tokio::time::Instant::now();
+        store.outbox_wake(Duration::from_secs(60)).await;
+        started.elapsed()
+    });
+    env.replied("1", &["a"]).await?;
+    assert!(waiter.await? < Duration::from_secs(30));
+    Ok(())
+}
+
+pub async fn idempotency_keys_are_never_used_twice(env: Env) -> TestResult {
+    let mut keys = HashSet::new();
+    for round in 0..3 {
+        for issue in ["1", "2"] {
+            env.record(issue, &format!("{issue}-{round}")).await?;
+            let found = env.store.find_issue("main", "project", issue).await?.expect("it exists");
+            let claimed = env.claim(found.id).await?;
+            let outbox = vec![reply("a"), reply("a")];
+            env.complete(Completion { outbox, ..completion(&claimed) }).await?;
+        }
+    }
+    loop {
+        let rows = take(&env).await?;
+        if rows.is_empty() {
+            break;
+        }
+        for row in rows {
+            assert!(keys.insert(row.idempotency_key.clone()));
+            end(&env, &row, Delivery::Delivered).await?;
+        }
+    }
+    assert_eq!(keys.len(), 12);
+    Ok(())
+}
+
+pub async fn a_wait_for_the_outbox_ends(env: Env) -> TestResult {
+    // What came before may end the first wait at once; the second runs its time.
+    env.store.outbox_wake(Duration::from_millis(10)).await;
+    env.store.outbox_wake(Duration::from_millis(10)).await;
+    Ok(())
+}

@@ -1,0 +1,224 @@
+//! Events on their way in.
+
+use std::time::Duration;
+
+use super::env::{Env, INTEGRATION, TestResult, completion, event};
+use crate::limits::{BATCH_MAX, JSON_DEPTH_MAX, PAYLOAD_BYTES_MAX};
+use crate::{Claim, Completed, IssueError, NewEvent, ProcessingStatus, Quiet};
+
+pub async fn an_event_creates_its_issue_and_queues_it(env: Env) -> TestResult {
+    let recorded = env.record("42", "delivery-1").await?;
+    assert!(!recorded.duplicate && recorded.nudge);
+    assert_eq!(recorded.not_before, None);
+
+    let issue = env.issue(recorded.issue_id).await?;
+    assert_eq!((issue.integration.as_str(), issue.provider.as_str()), (INTEGRATION, "github"));
+    assert_eq!(
+        (issue.external_project_id.as_str(), issue.external_issue_id.as_str()),
+        ("project", "42")
+    );
+    assert_eq!((issue.status, issue.pending_events), (ProcessingStatus::Queued, 1));
+    assert_eq!((issue.fields.as_str(), issue.discussions.as_str()), ("{}", "[]"));
+
+    let logs = env.store.event_logs(recorded.issue_id, &Default::default(), 10).await?;
+    assert_eq!(logs.len(), 1);
+    assert_eq!(logs[0].id, recorded.event_log_id);
+    assert_eq!((logs[0].source.as_str(), logs[0].event_type.as_str()), ("github", "comment"));
+    assert_eq!((logs[0].dedup_key.as_str(), logs[0].processed_at), ("delivery-1", None));
+    env.assert_sound().await
+}
+
+pub async fn the_same_event_again_is_a_duplicate_that_nudges_while_it_waits(
+    env: Env,
+) -> TestResult {
+    let first = env.record("42", "delivery-1").await?;
+    let again = env.record("42", "delivery-1").await?;
+    assert_eq!((again.issue_id, again.event_log_id), (first.issue_id, first.event_log_id));
+    assert!(again.duplicate && again.nudge);
+    assert_eq!(env.issue(first.issue_id).await?.pending_events, 1);
+
+    // A nudge would do nothing for an issue in hand.
+    env.claim(first.issue_id).await?;
+    assert!(!env.record("42", "delivery-1").await?.nudge);
+    env.assert_sound().await
+}
+
+pub async fn a_duplicate_of_a_processed_event_changes_nothing(env: Env) -> TestResult {
+    let first = env.record("42", "delivery-1").await?;
+    let claimed = env.claim(first.issue_id).await?;
+    env.complete(completion(&claimed)).await?;
+    let before = env.issue(first.issue_id).await?;
+
+    let again = env.record("42", "delivery-1").await?;
+    assert!(again.duplicate && !again.nudge);
+    assert_eq!(env.issue(first.issue_id).await?, before);
+    env.assert_sound().await
+}
+
+pub async fn events_of_one_issue_share_one_nudge(env: Env) -> TestResult {
+    let events = [event("1", "a"), event("2", "b"), event("1", "c"), event("1", "a")];
+    let recorded = env.record_all(&events).await?;
+    let nudges: Vec<bool> = recorded.iter().map(|one| one.nudge).collect();
+    assert_eq!(nudges, [true, true, false, false]);
+    assert!(!env.record("1", "d").await?.nudge, "it is queued already");
+    assert_eq!(env.issue(recorded[0].issue_id).await?.pending_events, 3);
+    env.assert_sound().await
+}
+
+pub async fn issue_numbers_repeat_between_projects_and_integrations(env: Env) -> TestResult {
+    env.store.ensure_integration("other", "gitlab").await?;
+    let events = [
+        event("42", "a"),
+        NewEvent { external_project_id: "elsewhere".into(), ..event("42", "b") },
+        NewEvent { integration: "other".into(), ..event("42", "c") },
+        NewEvent { external_project_id: String::new(), ..event("42", "d") },
+    ];
+    let recorded = env.record_all(&events).await?;
+    let mut issues: Vec<_> = recorded.iter().map(|one| one.issue_id).collect();
+    issues.sort();
+    issues.dedup();
+    assert_eq!(issues.len(), 4);
+    Ok(())
+}
+
+pub async fn a_key_used_for_another_event_is_refused_and_stores_nothing(env: Env) -> TestResult {
+    let first = env.record("42", "delivery-1").await?;
+    let others = [
+        NewEvent { payload: "{}".into(), ..event("42", "delivery-1") },
+        NewEvent { event_type: "closed".into(), ..event("42", "delivery-1") },
+        event("43", "delivery-1"),
+    ];
+    for other in others {
+        let refused = env.store.record(&[other], &Quiet::default()).await.remove(0);
+        assert!(matches!(refused, Err(IssueError::DedupConflict { .. })), "{refused:?}");
+    }
+    assert_eq!(env.issue(first.issue_id).await?.pending_events, 1);
+    assert_eq!(env.store.find_issue(INTEGRATION, "project", "43").await?, None);
+    env.assert_sound().await
+}
+
+pub async fn one_key_serves_two_integrations(env: Env) -> TestResult {
+    env.store.ensure_integration("other", "gitlab").await?;
+    let there = NewEvent { integration: "other".into(), ..event("42", "delivery-1") };
+    let recorded = env.record_all(&[event("42", "delivery-1"), there]).await?;
+    assert!(recorded.iter().all(|one| !one.duplicate));
+    Ok(())
+}
+
+pub async fn twins_in_one_batch_are_stored_once(env: Env) -> TestResult {
+    let other = NewEvent { payload: "{}".into(), ..event("42", "a") };
+    let events = [event("42", "a"), event("42", "a"), other];
+    let recorded = env.store.record(&events, &Quiet::default()).await;
+    let first = recorded[0].clone()?;
+    let second = recorded[1].clone()?;
+    assert!(!first.duplicate && first.nudge && second.duplicate && !second.nudge);
+    assert_eq!(first.event_log_id, second.event_log_id);
+    assert!(matches!(recorded[2], Err(IssueError::DedupConflict { .. })));
+    assert_eq!(env.issue(first.issue_id).await?.pending_events, 1);
+    env.assert_sound().await
+}
+
+pub async fn an_event_without_a_key_is_stored_once_by_what_it_says(env: Env) -> TestResult {
+    let event =
+        NewEvent { dedup_key: None, payload: r#"{"action": "open"}"#.into(), ..event("42", "") };
+    let spaced = NewEvent { payload: "{ \"action\":\"open\" }".into(), ..event.clone() };
+    let other = NewEvent { payload: r#"{"action": "close"}"#.into(), ..event.clone() };
+    let recorded = env.record_all(&[event, spaced, other]).await?;
+    let duplicates: Vec<bool> = recorded.iter().map(|one| one.duplicate).collect();
+    assert_eq!(duplicates, [false, true, false]);
+    Ok(())
+}
+
+pub async fn a_burst_in_a_quiet_window_is_one_run_with_all_its_events(env: Env) -> TestResult {
+    let quiet = Quiet { quiet: Duration::from_secs(600), max_wait: Duration::from_secs(6000) };
+    let mut issue = Default::default();
+    for key in ["a", "b", "c"] {
+        let recorded = env.store.record(&[event("42", key)], &quiet).await.remove(0)?;
+        assert!(recorded.not_before.is_some());
+        issue = recorded.issue_id;
+        env.pass(Duration::from_secs(400)).await?;
+        assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
+    }
+    env.pass(Duration::from_secs(400)).await?;
+    let claimed = env.claim(issue).await?;
+    assert_eq!(claimed.events.len(), 3);
+
+    // What comes during the run waits for its own quiet.
+    env.store.record(&[event("42", "d")], &quiet).await.remove(0)?;
+    let completed = env.complete(completion(&claimed)).await?;
+    assert!(matches!(completed, Completed::Committed { requeued: true, not_before: Some(_), .. }));
+    assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
+    env.assert_sound().await
+}
+
+pub async fn no_event_waits_longer_than_the_longest_wait(env: Env) -> TestResult {
+    let quiet = Quiet { quiet: Duration::from_secs(600), max_wait: Duration::from_secs(1000) };
+    let first = env.store.record(&[event("42", "a")], &quiet).await.remove(0)?;
+    env.pass(Duration::from_secs(500)).await?;
+    env.store.record(&[event("42", "b")], &quiet).await.remove(0)?;
+    let Claim::NotYet { wait, .. } = env.try_claim(first.issue_id).await? else {
+        panic!("the window is open")
+    };
+    assert!(wait <= Duration::from_secs(500), "{wait:?}");
+    env.pass(Duration::from_secs(510)).await?;
+    assert_eq!(env.claim(first.issue_id).await?.events.len(), 2);
+    Ok(())
+}
+
+pub async fn the_largest_and_the_deepest_payloads_come_back(env: Env) -> TestResult {
+    let largest = format!("\"{}\"", "x".repeat(PAYLOAD_BYTES_MAX - 2));
+    let deepest = format!("{}{}", "[".repeat(JSON_DEPTH_MAX), "]".repeat(JSON_DEPTH_MAX));
+    for (issue, payload) in [("1", largest), ("2", deepest)] {
+        let event = NewEvent { payload: payload.clone(), ..event(issue, issue) };
+        let recorded = env.record_all(&[event]).await?.remove(0);
+        assert_eq!(env.claim(recorded.issue_id).await?.events[0].payload, payload);
+    }
+    Ok(())
+}
+
+pub async fn as_many_events_as_allowed_are_taken_in_one_call(env: Env) -> TestResult {
+    let events: Vec<NewEvent> =
+        (0..BATCH_MAX).map(|n| event(&(n % 10).to_string(), &n.to_string())).collect();
+    let recorded = env.record_all(&events).await?;
+    assert_eq!(recorded.iter().filter(|one| one.nudge).count(), 10);
+    // Ids grow in the order of recording, within each issue.
+    for (n, one) in recorded.iter().enumerate().skip(10) {
+        assert_eq!(one.issue_id, recorded[n - 10].issue_id);
+        assert!(one.event_log_id > recorded[n - 10].event_log_id);
+    }
+    env.assert_sound().await
+}
+
+pub async fn text_in_any_script_comes_back(env: Env) -> TestResult {
+    let text = "ключ 键 😀 \" \\ ' % _ \n\t\u{1} \u{7f} \u{2028} {} , NULL";
+    let payload = serde_json::json!({ text: text }).to_string();
+    let event = NewEvent {
+        external_project_id: text.into(),
+        external_issue_id: text.into(),
+        source: text.into(),
+        event_type: text.into(),
+        dedup_key: Some(text.into()),
+        payload: payload.clone(),
+        ..event("", "")
+    };
+    let recorded = env.record_all(&[event]).await?.remove(0);
+    let claimed = env.claim(recorded.issue_id).await?;
+    let log = &claimed.events[0];
+    assert_eq!(claimed.issue.external_project_id, text);
+    assert_eq!(claimed.issue.external_issue_id, text);
+    assert_eq!([&log.source, &log.event_type, &log.dedup_key], [text; 3]);
+    let value = |text: &str| serde_json::from_str::<serde_json::Value>(text);
+    assert_eq!(value(&log.payload)?, value(&payload)?);
+    Ok(())
+}
+
+pub async fn no_events_are_no_work(env: Env) -> TestResult {
+    assert!(env.store.record(&[], &Quiet::default()).await.is_empty());
+    assert!(env.store.claim(&[], &super::env::options("a")).await?.is_empty());
+    assert!(env.store.complete(&[]).await?.is_empty());
+    assert!(env.store.fail(&[], 5).await?.is_empty());
+    assert!(env.store.give_back(&[]).await?.is_empty());
+    assert!(env.store.heartbeat(&[], super::env::TTL).await?.is_empty());
+    assert!(env.store.settle_outbox(&[]).await?.is_empty());
+    Ok(())
+}

@@ -1,0 +1,105 @@
+//! The guarantee behind every nudge.
+
+use std::time::Duration;
+
+use super::env::{Env, TTL, TestResult, options, won};
+use crate::{AfterFailure, Failure, Nudge, SweepOptions, Swept};
+
+const OVERDUE: Duration = Duration::from_secs(600);
+
+fn sweep() -> SweepOptions {
+    SweepOptions { nudge_overdue: OVERDUE, crashes_max: 2, ..SweepOptions::default() }
+}
+
+pub async fn an_overdue_nudge_is_sent_again_and_only_once(env: Env) -> TestResult {
+    let recorded = env.record("42", "a").await?;
+    env.record("42", "b").await?;
+    assert_eq!(env.store.sweep(&sweep()).await?, Swept::default());
+    env.pass(OVERDUE).await?;
+    let nudge = Nudge { issue_id: recorded.issue_id, event_log_id: recorded.event_log_id };
+    assert_eq!(env.second.sweep(&sweep()).await?.nudges, [nudge]);
+    assert_eq!(env.store.sweep(&sweep()).await?, Swept::default());
+    env.pass(OVERDUE).await?;
+    assert_eq!(env.store.sweep(&sweep()).await?.nudges, [nudge]);
+    Ok(())
+}
+
+pub async fn an_issue_that_is_not_due_is_not_nudged(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    let then = AfterFailure::Retry { after: OVERDUE * 3 };
+    let (epoch, error) = (claimed.epoch, "broken".to_owned());
+    env.store.fail(&[Failure { issue_id: issue, epoch, error, then }], 5).await?;
+    env.pass(OVERDUE * 2).await?;
+    assert_eq!(env.store.sweep(&sweep()).await?, Swept::default());
+    env.pass(OVERDUE * 2).await?;
+    assert_eq!(env.store.sweep(&sweep()).await?.nudges.len(), 1);
+    Ok(())
+}
+
+pub async fn a_claim_that_ran_out_is_requeued_and_nudged(env: Env) -> TestResult {
+    let recorded = env.record("42", "a").await?;
+    env.claim(recorded.issue_id).await?;
+    env.pass(TTL).await?;
+    let swept = env.store.sweep(&sweep()).await?;
+    assert_eq!((swept.requeued, swept.more), (1, false));
+    let nudge = Nudge { issue_id: recorded.issue_id, event_log_id: recorded.event_log_id };
+    assert_eq!(swept.nudges, [nudge]);
+    assert_eq!(env.store.sweep(&sweep()).await?, Swept::default());
+    assert_eq!(env.claim(recorded.issue_id).await?.issue.crashes, 1);
+    env.assert_sound().await
+}
+
+pub async fn claims_that_run_out_again_and_again_are_quarantined(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    env.claim(issue).await?;
+    env.pass(TTL).await?;
+    env.store.sweep(&sweep()).await?;
+    env.claim(issue).await?;
+    env.pass(TTL).await?;
+    let swept = env.store.sweep(&sweep()).await?;
+    assert_eq!((swept.requeued, swept.quarantined), (0, vec![issue]));
+    assert_eq!(swept.nudges, []);
+    assert!(env.issue(issue).await?.quarantined_at.is_some());
+    env.assert_sound().await
+}
+
+pub async fn a_sweep_stops_at_its_limit_and_says_so(env: Env) -> TestResult {
+    let mut issues = Vec::new();
+    for n in 0..5 {
+        issues.push(env.record(&n.to_string(), &n.to_string()).await?.issue_id);
+    }
+    env.store.claim(&issues[..3], &options("a")).await?;
+    env.pass(TTL + OVERDUE).await?;
+    let options = SweepOptions { limit: 2, ..sweep() };
+    let mut nudged = Vec::new();
+    let mut sweeps = 0;
+    loop {
+        let swept = env.store.sweep(&options).await?;
+        assert!(swept.requeued <= 2 && swept.nudges.len() <= 4);
+        nudged.extend(swept.nudges.iter().map(|nudge| nudge.issue_id));
+        sweeps += 1;
+        if !swept.more {
+            break;
+        }
+    }
+    assert_eq!(sweeps, 2, "the first left something");
+    nudged.sort();
+    nudged.dedup();
+    assert_eq!(nudged.len(), 5, "every issue was nudged");
+    Ok(())
+}
+
+pub async fn a_live_claim_is_left_alone(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    env.pass(TTL - Duration::from_secs(600)).await?;
+    env.store.heartbeat(&[(issue, claimed.epoch)], TTL).await?;
+    env.pass(Duration::from_secs(1200)).await?;
+    assert_eq!(env.store.sweep(&sweep()).await?, Swept::default());
+    let taken = env.second.claim(&[issue], &options("b")).await?.remove(0);
+    assert!(matches!(taken, crate::Claim::Taken { .. }), "{taken:?}");
+    env.pass(TTL).await?;
+    won(env.second.claim(&[issue], &options("b")).await?.remove(0));
+    Ok(())
+}

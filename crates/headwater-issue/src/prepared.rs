@@ -1,0 +1,99 @@
+//! Events made ready for a store: checked, with their keys and digests, before any transaction begins.
+//!
+//! Upstream: `record` and `record_in` of both dialects. Promises: one bad event has its own error and its neighbours none; a
+//! key used twice in one batch is settled here, so that SQL sees each key once.
+
+use std::collections::HashMap;
+
+use crate::check;
+use crate::dedup;
+use crate::error::{IssueError, Result};
+use crate::issue::{NewEvent, Recorded};
+use crate::limits::BATCH_MAX;
+
+/// An event that may be stored.
+#[derive(Debug)]
+pub(crate) struct Prepared<'a> {
+    pub(crate) event: &'a NewEvent,
+    pub(crate) key: String,
+    pub(crate) digest: Vec<u8>,
+}
+
+/// What is to become of each event of a batch.
+#[derive(Debug)]
+enum Place {
+    Refused(IssueError),
+    /// The event stands here among those to store.
+    Stored(usize),
+    /// The same event stands there.
+    Repeats(usize),
+}
+
+/// A batch of which each event has its place.
+#[derive(Debug)]
+pub(crate) struct Batch<'a> {
+    places: Vec<Place>,
+    pub(crate) events: Vec<Prepared<'a>>,
+}
+
+impl<'a> Batch<'a> {
+    /// Checks all events. A batch that is too large is refused as a whole.
+    pub(crate) fn prepare(events: &'a [NewEvent]) -> Result<Self> {
+        check::count("events", events.len(), BATCH_MAX)?;
+        check::batch_bytes(events.iter().map(|event| event.payload.len()).sum())?;
+        let mut batch = Self { places: Vec::with_capacity(events.len()), events: Vec::new() };
+        let mut seen: HashMap<(&str, String), usize> = HashMap::new();
+        for event in events {
+            let place = match event.check() {
+                Err(error) => Place::Refused(error),
+                Ok(()) => batch.place(event, &mut seen),
+            };
+            batch.places.push(place);
+        }
+        Ok(batch)
+    }
+
+    fn place(
+        &mut self,
+        event: &'a NewEvent,
+        seen: &mut HashMap<(&'a str, String), usize>,
+    ) -> Place {
+        let (key, digest) = dedup::key_and_digest(event);
+        match seen.get(&(event.integration.as_str(), key.clone())) {
+            Some(first) if self.events[*first].digest == digest => Place::Repeats(*first),
+            Some(_) => Place::Refused(conflict(event, &key)),
+            None => {
+                seen.insert((&event.integration, key.clone()), self.events.len());
+                self.events.push(Prepared { event, key, digest });
+                Place::Stored(self.events.len() - 1)
+            }
+        }
+    }
+
+    /// The answers at the places of their questions, from those for the events to store.
+    pub(crate) fn answer(self, stored: &[Result<Recorded>]) -> Vec<Result<Recorded>> {
+        let again =
+            |recorded: &Recorded| Recorded { duplicate: true, nudge: false, ..recorded.clone() };
+        let answer = |place| match place {
+            Place::Refused(error) => Err(error),
+            Place::Stored(index) => stored[index].clone(),
+            Place::Repeats(index) => stored[index].as_ref().map(again).map_err(Clone::clone),
+        };
+        self.places.into_iter().map(answer).collect()
+    }
+}
+
+/// The key was used for another event.
+pub(crate) fn conflict(event: &NewEvent, key: &str) -> IssueError {
+    IssueError::DedupConflict { integration: event.integration.clone(), dedup_key: key.to_owned() }
+}
+
+/// Nobody has created the integration.
+pub(crate) fn unknown(event: &NewEvent) -> IssueError {
+    IssueError::UnknownIntegration { integration: event.integration.clone() }
+}
+
+/// The same error for every event of a batch.
+pub(crate) fn refuse_all(count: usize, error: &IssueError) -> Vec<Result<Recorded>> {
+    (0..count).map(|_| Err(error.clone())).collect()
+}

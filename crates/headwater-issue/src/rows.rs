@@ -1,0 +1,163 @@
+//! Rows as data: what both dialects read alike.
+//!
+//! Upstream: `sqlite` and `postgres`, whose statements give these columns in this order, times as milliseconds and JSON as
+//! text. Promises: a value that does not fit is an error about the schema, never a panic.
+
+use headwater_stream::clock::Timestamp;
+
+use crate::error::IssueError;
+use crate::issue::ProcessingStatus;
+
+/// A time from a column.
+pub(crate) fn time(ms: i64) -> Timestamp {
+    Timestamp::from_millis(u64::try_from(ms).unwrap_or(0))
+}
+
+/// A time that may be absent.
+pub(crate) fn maybe_time(ms: Option<i64>) -> Option<Timestamp> {
+    ms.map(time)
+}
+
+/// A count from a column.
+pub(crate) fn count<T: TryFrom<i64>>(value: i64) -> Result<T, sqlx::Error> {
+    T::try_from(value).map_err(|_| sqlx::Error::Decode(format!("a count is {value}").into()))
+}
+
+/// A name from a column that only has certain ones.
+pub(crate) fn known<T>(name: &str, parsed: Option<T>) -> Result<T, sqlx::Error> {
+    parsed.ok_or_else(|| sqlx::Error::Decode(format!("`{name}` is none of our names").into()))
+}
+
+/// Milliseconds for a column.
+#[cfg(feature = "postgres")]
+pub(crate) fn ms(duration: std::time::Duration) -> i64 {
+    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
+}
+
+/// What became of a call to the database, as an error of ours. `what` is what was tried.
+pub(crate) fn database_error(what: &str, error: sqlx::Error) -> IssueError {
+    let problem = format!("{what}: {error}");
+    let code = error.as_database_error().and_then(|error| error.code()).unwrap_or_default();
+    match (&error, code.as_ref()) {
+        // Classes 22 and 23 of SQL states: the data is at fault. 42: the tables are not ours.
+        (sqlx::Error::Database(_), code) if code.len() == 5 && code.starts_with("22") => {
+            IssueError::Invalid { what: "a value".into(), problem }
+        }
+        (sqlx::Error::Database(_), code) if code.len() == 5 && code.starts_with("23") => {
+            IssueError::Invalid { what: "a value".into(), problem }
+        }
+        (sqlx::Error::Database(_), code) if code.len() == 5 && code.starts_with("42") => {
+            IssueError::Schema { problem }
+        }
+        (sqlx::Error::Database(database), _)
+            if !database.kind().eq(&sqlx::error::ErrorKind::Other) =>
+        {
+            IssueError::Invalid { what: "a value".into(), problem }
+        }
+        (
+            sqlx::Error::ColumnDecode { .. }
+            | sqlx::Error::ColumnNotFound(_)
+            | sqlx::Error::Decode(_),
+            _,
+        ) => IssueError::Schema { problem },
+        _ => IssueError::Unavailable { problem, source: Some(std::sync::Arc::new(error)) },
+    }
+}
+
+/// Reads an issue from the columns of `issue_columns!`.
+macro_rules! read_issue {
+    ($row:expr) => {{
+        let row = $row;
+        let status: String = row.try_get(5)?;
+        $crate::issue::Issue {
+            id: $crate::issue::IssueId(row.try_get(0)?),
+            integration: row.try_get(1)?,
+            provider: row.try_get(2)?,
+            external_project_id: row.try_get(3)?,
+            external_issue_id: row.try_get(4)?,
+            status: $crate::rows::known(&status, $crate::issue::ProcessingStatus::parse(&status))?,
+            pending_events: $crate::rows::count(row.try_get(6)?)?,
+            claim_epoch: $crate::issue::ClaimEpoch(row.try_get(7)?),
+            claim_owner: row.try_get(8)?,
+            claim_expires_at: $crate::rows::maybe_time(row.try_get(9)?),
+            not_before: $crate::rows::maybe_time(row.try_get(10)?),
+            attempts: $crate::rows::count(row.try_get(11)?)?,
+            crashes: $crate::rows::count(row.try_get(12)?)?,
+            superseded: $crate::rows::count(row.try_get(13)?)?,
+            quarantined_at: $crate::rows::maybe_time(row.try_get(14)?),
+            last_error: row.try_get(15)?,
+            fields: row.try_get(16)?,
+            discussions: row.try_get(17)?,
+            processing_started_at: $crate::rows::maybe_time(row.try_get(18)?),
+            last_processed_at: $crate::rows::maybe_time(row.try_get(19)?),
+            nudged_at: $crate::rows::maybe_time(row.try_get(20)?),
+            created_at: $crate::rows::time(row.try_get(21)?),
+            updated_at: $crate::rows::time(row.try_get(22)?),
+        }
+    }};
+}
+pub(crate) use read_issue;
+
+/// Reads an event log from the columns of `event_log_columns!`.
+macro_rules! read_event_log {
+    ($row:expr) => {{
+        let row = $row;
+        $crate::issue::EventLog {
+            id: $crate::issue::EventLogId(row.try_get(0)?),
+            issue_id: $crate::issue::IssueId(row.try_get(1)?),
+            source: row.try_get(2)?,
+            event_type: row.try_get(3)?,
+            dedup_key: row.try_get(4)?,
+            payload: row.try_get(5)?,
+            created_at: $crate::rows::time(row.try_get(6)?),
+            processed_at: $crate::rows::maybe_time(row.try_get(7)?),
+            processing_error: row.try_get(8)?,
+        }
+    }};
+}
+pub(crate) use read_event_log;
+
+/// Reads an outbox row from the columns of `outbox_columns!`.
+macro_rules! read_outbox {
+    ($row:expr) => {{
+        let row = $row;
+        let kind: String = row.try_get(6)?;
+        $crate::delivery::OutboxRow {
+            id: $crate::issue::OutboxId(row.try_get(0)?),
+            issue_id: $crate::issue::IssueId(row.try_get(1)?),
+            integration: row.try_get(2)?,
+            provider: row.try_get(3)?,
+            external_project_id: row.try_get(4)?,
+            external_issue_id: row.try_get(5)?,
+            kind: $crate::rows::known(&kind, $crate::delivery::OutboxKind::parse(&kind))?,
+            target: row.try_get(7)?,
+            idempotency_key: row.try_get(8)?,
+            payload: row.try_get(9)?,
+            deliveries: $crate::rows::count(row.try_get(10)?)?,
+            attempts: $crate::rows::count(row.try_get(11)?)?,
+            created_at: $crate::rows::time(row.try_get(12)?),
+        }
+    }};
+}
+pub(crate) use read_outbox;
+
+/// The problem of an issue whose books do not balance, in words; none if they do.
+pub(crate) fn imbalance(
+    status: ProcessingStatus,
+    pending_events: i64,
+    unprocessed: i64,
+    quarantined: bool,
+) -> Option<String> {
+    if pending_events != unprocessed {
+        return Some(format!(
+            "it counts {pending_events} pending event logs, but {unprocessed} are unprocessed"
+        ));
+    }
+    let idle = status == ProcessingStatus::Idle;
+    match (idle, quarantined, unprocessed > 0) {
+        (true, false, true) => Some("it is idle with unprocessed event logs".into()),
+        (false, true, _) => Some(format!("it is quarantined and {status}")),
+        (false, _, false) => Some(format!("it is {status} with nothing to process")),
+        _ => None,
+    }
+}

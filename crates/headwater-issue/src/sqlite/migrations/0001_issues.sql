@@ -1,0 +1,93 @@
+-- Times are milliseconds since 1970, from the clock of the machine that holds the file.
+
+CREATE TABLE integrations (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL UNIQUE,
+    provider TEXT NOT NULL,
+    created_at INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE issues (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    integration_id INTEGER NOT NULL REFERENCES integrations (id),
+    external_project_id TEXT NOT NULL,
+    external_issue_id TEXT NOT NULL,
+    processing_status TEXT NOT NULL DEFAULT 'idle'
+        CONSTRAINT chk_issues_processing_status
+        CHECK (processing_status IN ('idle', 'queued', 'processing')),
+    processing_started_at INTEGER,
+    last_processed_at INTEGER,
+    discussions TEXT NOT NULL DEFAULT '[]',
+    fields TEXT NOT NULL DEFAULT '{}',
+    pending_events INTEGER NOT NULL DEFAULT 0 CHECK (pending_events >= 0),
+    claim_epoch INTEGER NOT NULL DEFAULT 0,
+    completed_epoch INTEGER NOT NULL DEFAULT 0,
+    claim_owner TEXT,
+    claim_expires_at INTEGER,
+    not_before INTEGER,
+    first_pending_at INTEGER,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    crashes INTEGER NOT NULL DEFAULT 0,
+    superseded INTEGER NOT NULL DEFAULT 0,
+    quarantined_at INTEGER,
+    last_error TEXT,
+    nudged_at INTEGER,
+    created_at INTEGER NOT NULL,
+    updated_at INTEGER NOT NULL,
+    UNIQUE (integration_id, external_project_id, external_issue_id)
+) STRICT;
+
+CREATE INDEX idx_issues_status_id ON issues (processing_status, id) WHERE processing_status != 'idle';
+CREATE INDEX idx_issues_claim_expires_at ON issues (claim_expires_at) WHERE processing_status = 'processing';
+CREATE INDEX idx_issues_nudge_since ON issues (max(coalesce(nudged_at, 0), coalesce(not_before, 0)))
+    WHERE processing_status = 'queued';
+CREATE INDEX idx_issues_quarantined ON issues (id) WHERE quarantined_at IS NOT NULL;
+
+CREATE TABLE event_logs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    issue_id INTEGER NOT NULL REFERENCES issues (id),
+    integration_id INTEGER NOT NULL REFERENCES integrations (id),
+    source TEXT NOT NULL,
+    event_type TEXT NOT NULL,
+    dedup_key TEXT NOT NULL,
+    digest BLOB NOT NULL,
+    payload TEXT NOT NULL,
+    payload_bytes INTEGER NOT NULL,
+    processed_at INTEGER,
+    processing_error TEXT,
+    created_at INTEGER NOT NULL,
+    UNIQUE (integration_id, dedup_key)
+) STRICT;
+
+CREATE INDEX idx_event_logs_issue_id ON event_logs (issue_id, id);
+CREATE INDEX idx_event_logs_unprocessed ON event_logs (issue_id, id) WHERE processed_at IS NULL;
+
+CREATE TABLE outbox (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    issue_id INTEGER NOT NULL REFERENCES issues (id),
+    kind TEXT NOT NULL CHECK (kind IN ('reply', 'event')),
+    target TEXT NOT NULL,
+    idempotency_key TEXT NOT NULL UNIQUE,
+    payload TEXT NOT NULL,
+    status TEXT NOT NULL DEFAULT 'pending'
+        CHECK (status IN ('pending', 'taken', 'delivered', 'dead')),
+    deliveries INTEGER NOT NULL DEFAULT 0,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    due_at INTEGER NOT NULL,
+    taken_by TEXT,
+    last_error TEXT,
+    created_at INTEGER NOT NULL,
+    delivered_at INTEGER
+) STRICT;
+
+-- While a row is taken, due_at is when the taker's right to it ends.
+CREATE INDEX idx_outbox_due ON outbox (due_at, id) WHERE status IN ('pending', 'taken');
+CREATE INDEX idx_outbox_order ON outbox (issue_id, id) WHERE status IN ('pending', 'taken');
+CREATE INDEX idx_outbox_dead ON outbox (id) WHERE status = 'dead';
+
+CREATE TABLE workers (
+    worker TEXT PRIMARY KEY,
+    started_at INTEGER NOT NULL,
+    seen_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL
+) STRICT;

@@ -1,0 +1,329 @@
+//! Issues in one SQLite file: nothing to install.
+//!
+//! Upstream: `connect` opens it. Downstream: `state` decides every step; the files here load, save and list.
+//!
+//! Promises: what a call has returned survives `kill -9` and a power cut (WAL, `synchronous = FULL`). All writes of a process go
+//! through one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait for each other up to
+//! the deadline of a call. Refuses: a file on a network share, where SQLite's locks do not hold, is the user's mistake.
+
+mod migrate;
+mod operator;
+mod outbox;
+mod record;
+mod runs;
+mod statements;
+mod states;
+mod sweep;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use headwater_stream::clock::{Clock, SystemClock, Timestamp};
+use sqlx::sqlite::{
+    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous,
+};
+use sqlx::{Sqlite, SqlitePool, Transaction};
+use tokio::sync::Notify;
+
+use crate::check;
+use crate::claim::{
+    Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
+    SweepOptions, Swept,
+};
+use crate::connect::StoreOptions;
+use crate::deadline::within;
+use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::error::{IssueError, Result};
+use crate::issue::{ClaimEpoch, IssueId, NewEvent, Quiet, Recorded};
+use crate::limits::{OUTBOX_TAKE_MAX, WAIT_MAX};
+use crate::prepared::{Batch, refuse_all};
+use crate::rows::database_error;
+use crate::store::Store;
+
+/// Connections that read beside the one that writes.
+const READERS_MAX: u32 = 8;
+
+/// A store in a SQLite file.
+#[derive(Debug)]
+pub(crate) struct SqliteStore {
+    /// One connection, so the pool is the queue of all writers of this process.
+    writer: SqlitePool,
+    readers: SqlitePool,
+    clock: Arc<dyn Clock>,
+    deadline: Duration,
+    wake: Notify,
+}
+
+/// Opens the file, or a database in memory, and brings its tables up to date.
+pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> {
+    let in_memory = url.contains(":memory:");
+    let connect: SqliteConnectOptions =
+        url.parse().map_err(|error| IssueError::invalid("the database URL", format!("{error}")))?;
+    let mut connect = connect
+        .create_if_missing(true)
+        .foreign_keys(true)
+        .busy_timeout(options.call_deadline)
+        .synchronous(SqliteSynchronous::Full)
+        .pragma("temp_store", "memory")
+        .pragma("cache_size", "-65536");
+    if !in_memory {
+        connect = connect.journal_mode(SqliteJournalMode::Wal);
+    }
+    let pool = |connections| {
+        SqlitePoolOptions::new()
+            .max_connections(connections)
+            .min_connections(u32::from(in_memory))
+            .acquire_timeout(options.call_deadline)
+            .test_before_acquire(false)
+            // A database in memory lives in its one connection.
+            .max_lifetime(None)
+            .idle_timeout(None)
+    };
+    let opening = async {
+        let writer = migrate::open_and_migrate(pool(1), &connect, &*options.clock).await?;
+        let readers = if in_memory {
+            writer.clone()
+        } else {
+            let readers = options.connections_max.min(READERS_MAX);
+            pool(readers)
+                .connect_lazy_with(connect.clone().read_only(true).create_if_missing(false))
+        };
+        Ok::<_, IssueError>((writer, readers))
+    };
+    let (writer, readers) =
+        within(options.call_deadline, "opening the SQLite database", opening).await?;
+    Ok(Arc::new(SqliteStore {
+        writer,
+        readers,
+        clock: Arc::clone(&options.clock),
+        deadline: options.call_deadline,
+        wake: Notify::new(),
+    }))
+}
+
+/// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
+///
+/// The transaction should have begun with `BEGIN IMMEDIATE`; else SQLite may refuse the first write with "busy". Roll
+/// back on `Unavailable`; other errors concern single events and leave the transaction usable.
+pub async fn record_in(
+    connection: &mut SqliteConnection,
+    events: &[NewEvent],
+    quiet: &Quiet,
+) -> Vec<Result<Recorded>> {
+    let prepared = quiet.check().and_then(|()| Batch::prepare(events));
+    let batch = match prepared {
+        Ok(batch) => batch,
+        Err(error) => return refuse_all(events.len(), &error),
+    };
+    match record::record(connection, &batch.events, quiet, SystemClock.now()).await {
+        Ok(stored) => batch.answer(&stored),
+        Err(error) => refuse_all(events.len(), &database_error("recording events", error)),
+    }
+}
+
+/// A transaction that writes, and its time: read when the right to write was there, so that times grow with changes.
+struct Writing {
+    transaction: Transaction<'static, Sqlite>,
+    now: Timestamp,
+}
+
+impl SqliteStore {
+    async fn begin(&self) -> Result<Writing, sqlx::Error> {
+        let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
+        Ok(Writing { transaction, now: self.clock.now() })
+    }
+
+    /// Runs `call` to its end or to the deadline; its error says what was tried.
+    async fn limited<T>(
+        &self,
+        what: &str,
+        call: impl Future<Output = Result<T, sqlx::Error>> + Send,
+    ) -> Result<T> {
+        within(self.deadline, what, async {
+            call.await.map_err(|error| database_error(what, error))
+        })
+        .await
+    }
+}
+
+#[async_trait]
+impl Store for SqliteStore {
+    async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
+        let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+            Ok(batch) => batch,
+            Err(error) => return refuse_all(events.len(), &error),
+        };
+        if batch.events.is_empty() {
+            return batch.answer(&[]);
+        }
+        let call = async {
+            let mut writing = self.begin().await?;
+            let now = writing.now;
+            let stored =
+                record::record(&mut writing.transaction, &batch.events, quiet, now).await?;
+            writing.transaction.commit().await?;
+            Ok(stored)
+        };
+        match self.limited("recording events", call).await {
+            Ok(stored) => batch.answer(&stored),
+            Err(error) => refuse_all(events.len(), &error),
+        }
+    }
+
+    async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
+        check::batch("issues", issues.len())?;
+        options.check()?;
+        if issues.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("claiming issues", async {
+            let mut writing = self.begin().await?;
+            let claims = runs::claim(&mut writing, issues, options).await?;
+            writing.transaction.commit().await?;
+            Ok(claims)
+        })
+        .await
+    }
+
+    async fn heartbeat(
+        &self,
+        claims: &[(IssueId, ClaimEpoch)],
+        ttl: Duration,
+    ) -> Result<Vec<Beat>> {
+        check::batch("claims", claims.len())?;
+        check::ttl("ttl", ttl)?;
+        if claims.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("extending claims", async {
+            let mut writing = self.begin().await?;
+            let beats = runs::heartbeat(&mut writing, claims, ttl).await?;
+            writing.transaction.commit().await?;
+            Ok(beats)
+        })
+        .await
+    }
+
+    async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
+        check::completions(completions)?;
+        if completions.is_empty() {
+            return Ok(vec![]);
+        }
+        let completed = self
+            .limited("completing runs", async {
+                let mut writing = self.begin().await?;
+                let completed = runs::complete(&mut writing, completions).await?;
+                writing.transaction.commit().await?;
+                Ok(completed)
+            })
+            .await?;
+        if completions.iter().any(|completion| !completion.outbox.is_empty()) {
+            self.wake.notify_one();
+        }
+        Ok(completed)
+    }
+
+    async fn fail(&self, failures: &[Failure], attempts_max: u32) -> Result<Vec<Failed>> {
+        check::failures(failures, attempts_max)?;
+        if failures.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("failing runs", async {
+            let mut writing = self.begin().await?;
+            let failed = runs::fail(&mut writing, failures, attempts_max).await?;
+            writing.transaction.commit().await?;
+            Ok(failed)
+        })
+        .await
+    }
+
+    async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>> {
+        check::batch("claims", claims.len())?;
+        if claims.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("giving claims back", async {
+            let mut writing = self.begin().await?;
+            let given = runs::give_back(&mut writing, claims).await?;
+            writing.transaction.commit().await?;
+            Ok(given)
+        })
+        .await
+    }
+
+    async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
+        options.check()?;
+        self.limited("sweeping", async {
+            // Most sweeps find nothing, and those must not stand in the way of writers.
+            let mut reader = self.readers.acquire().await?;
+            if !sweep::is_needed(&mut reader, options, self.clock.now()).await? {
+                return Ok(Swept::default());
+            }
+            drop(reader);
+            let mut writing = self.begin().await?;
+            let swept = sweep::sweep(&mut writing, options).await?;
+            writing.transaction.commit().await?;
+            Ok(swept)
+        })
+        .await
+    }
+
+    async fn take_outbox(
+        &self,
+        worker: &str,
+        limit: usize,
+        ttl: Duration,
+    ) -> Result<Vec<OutboxRow>> {
+        check::name("worker", worker)?;
+        check::count("limit", limit, OUTBOX_TAKE_MAX)?;
+        check::ttl("ttl", ttl)?;
+        self.limited("taking from the outbox", async {
+            let mut reader = self.readers.acquire().await?;
+            if !outbox::is_due(&mut reader, self.clock.now()).await? {
+                return Ok(vec![]);
+            }
+            drop(reader);
+            let mut writing = self.begin().await?;
+            let rows = outbox::take(&mut writing, worker, limit, ttl).await?;
+            writing.transaction.commit().await?;
+            Ok(rows)
+        })
+        .await
+    }
+
+    async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
+        check::settlements(settlements)?;
+        if settlements.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("settling deliveries", async {
+            let mut writing = self.begin().await?;
+            let settled = outbox::settle(&mut writing, settlements).await?;
+            writing.transaction.commit().await?;
+            Ok(settled)
+        })
+        .await
+    }
+
+    async fn outbox_wake(&self, wait: Duration) {
+        // Running out of time is one of the two ways to return.
+        let _ = tokio::time::timeout(wait.min(WAIT_MAX), self.wake.notified()).await;
+    }
+
+    async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
+        check::name("worker", worker)?;
+        check::delay("ttl", ttl)?;
+        self.limited("showing that a worker is alive", async {
+            let mut writing = self.begin().await?;
+            operator::beat_worker(&mut writing, worker, ttl).await?;
+            writing.transaction.commit().await
+        })
+        .await
+    }
+
+    async fn close(&self) {
+        self.readers.close().await;
+        self.writer.close().await;
+    }
+}

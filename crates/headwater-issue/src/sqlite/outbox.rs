@@ -1,0 +1,112 @@
+//! The outbox: rows taken for delivery, oldest of each issue first, and the ends of deliveries.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use headwater_stream::clock::Timestamp;
+use serde_json::{Value, json};
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{Error, Row};
+
+use super::Writing;
+use super::statements::{column, outbox_columns, table};
+use crate::check::error_text;
+use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::error::Result;
+use crate::rows::read_outbox;
+
+/// Whether any row may be due.
+pub(super) async fn is_due(
+    connection: &mut SqliteConnection,
+    now: Timestamp,
+) -> Result<bool, Error> {
+    let row = sqlx::query(
+        "SELECT EXISTS (SELECT 1 FROM outbox WHERE status IN ('pending', 'taken') AND due_at <= ?1)",
+    )
+    .bind(column(now))
+    .fetch_one(connection)
+    .await?;
+    row.try_get(0)
+}
+
+pub(super) async fn take(
+    writing: &mut Writing,
+    worker: &str,
+    limit: usize,
+    ttl: Duration,
+) -> Result<Vec<OutboxRow>, Error> {
+    let taken = sqlx::query(
+        "UPDATE outbox SET status = 'taken', deliveries = deliveries + 1, taken_by = ?1, due_at = ?2
+         WHERE id IN (
+             SELECT o.id FROM outbox AS o
+             WHERE o.status IN ('pending', 'taken') AND o.due_at <= ?3
+                 AND NOT EXISTS (SELECT 1 FROM outbox AS earlier
+                     WHERE earlier.issue_id = o.issue_id AND earlier.id < o.id
+                         AND earlier.status IN ('pending', 'taken'))
+             ORDER BY o.due_at, o.id LIMIT ?4)
+         RETURNING id",
+    )
+    .bind(worker)
+    .bind(column(writing.now.after(ttl)))
+    .bind(column(writing.now))
+    .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+    .fetch_all(&mut *writing.transaction)
+    .await?;
+    let ids = taken.iter().map(|row| row.try_get::<i64, _>(0).map(Value::from));
+    let ids = ids.collect::<Result<_, Error>>()?;
+    let rows = sqlx::query(concat!(
+        "SELECT ",
+        outbox_columns!(),
+        " FROM outbox o JOIN issues i ON i.id = o.issue_id
+              JOIN integrations g ON g.id = i.integration_id
+          WHERE o.id IN (SELECT value FROM json_each(?1)) ORDER BY o.id"
+    ))
+    .bind(table(ids))
+    .fetch_all(&mut *writing.transaction)
+    .await?;
+    rows.iter().map(|row| Ok(read_outbox!(row))).collect()
+}
+
+pub(super) async fn settle(
+    writing: &mut Writing,
+    settlements: &[OutboxSettlement],
+) -> Result<Vec<OutboxSettled>, Error> {
+    // Of a row named twice the first settlement counts.
+    let mut named = HashSet::new();
+    let first: Vec<bool> = settlements.iter().map(|one| named.insert(one.id)).collect();
+    let rows = settlements.iter().zip(&first).filter(|(_, first)| **first);
+    let rows = rows.map(|(one, _)| write(one, writing.now)).collect();
+    let done = sqlx::query(
+        "UPDATE outbox SET
+             status = new.row ->> 2, attempts = attempts + (new.row ->> 3),
+             due_at = coalesce(new.row ->> 4, due_at),
+             last_error = coalesce(new.row ->> 5, last_error), taken_by = NULL,
+             delivered_at = iif(new.row ->> 2 = 'delivered', ?2, NULL)
+         FROM (SELECT value AS row FROM json_each(?1)) AS new
+         WHERE outbox.id = new.row ->> 0 AND outbox.deliveries = new.row ->> 1
+             AND outbox.status = 'taken'
+         RETURNING outbox.id",
+    )
+    .bind(table(rows))
+    .bind(column(writing.now))
+    .fetch_all(&mut *writing.transaction)
+    .await?;
+    let done = done.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<i64>, Error>>()?;
+    let settled = settlements.iter().zip(first).map(|(one, first)| {
+        if first && done.contains(&one.id.0) { OutboxSettled::Done } else { OutboxSettled::Fenced }
+    });
+    Ok(settled.collect())
+}
+
+/// Id, deliveries, and what becomes of status, attempts, due time and error.
+fn write(settlement: &OutboxSettlement, now: Timestamp) -> Value {
+    let (id, deliveries) = (settlement.id.0, settlement.deliveries);
+    match &settlement.delivery {
+        Delivery::Delivered => json!([id, deliveries, "delivered", 0, null, null]),
+        Delivery::Retry { after, error } => {
+            json!([id, deliveries, "pending", 1, column(now.after(*after)), error_text(error)])
+        }
+        Delivery::Dead { error } => json!([id, deliveries, "dead", 1, null, error_text(error)]),
+        Delivery::Release => json!([id, deliveries, "pending", 0, column(now), null]),
+    }
+}

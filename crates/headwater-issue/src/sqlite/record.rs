@@ -1,0 +1,242 @@
+//! Events on their way into the file: found by their keys, or stored and counted on their issues.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use headwater_stream::clock::Timestamp;
+use serde_json::{Value, json};
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{Error, Row};
+
+use super::statements::{column, table};
+use super::states::States;
+use crate::error::Result;
+use crate::issue::{EventLogId, IntegrationId, IssueId, ProcessingStatus, Quiet, Recorded};
+use crate::prepared::{Prepared, conflict, unknown};
+use crate::state::{Effect, Transition};
+
+/// An event log that has the key of an event.
+struct Known {
+    id: EventLogId,
+    issue_id: IssueId,
+    digest: Vec<u8>,
+    processed: bool,
+}
+
+/// What became of an event, before it is known whether to nudge.
+enum Found {
+    Unknown,
+    Conflict,
+    Duplicate(Known),
+    Stored(IssueId, EventLogId),
+}
+
+/// Stores events whose keys differ, in the transaction of `connection`.
+pub(super) async fn record(
+    connection: &mut SqliteConnection,
+    events: &[Prepared<'_>],
+    quiet: &Quiet,
+    now: Timestamp,
+) -> Result<Vec<Result<Recorded>>, Error> {
+    let integrations = integrations(connection, events).await?;
+    let integration = |event: &Prepared<'_>| integrations.get(&event.event.integration).copied();
+    let mut known = known_keys(connection, events, &integration).await?;
+    let mut issues = known_issues(connection, events, &integration).await?;
+
+    let mut found = Vec::with_capacity(events.len());
+    let mut counts: BTreeMap<IssueId, u64> = BTreeMap::new();
+    for (index, event) in events.iter().enumerate() {
+        found.push(match (integration(event), known.remove(&index)) {
+            (None, _) => Found::Unknown,
+            (_, Some(known)) if known.digest != event.digest => Found::Conflict,
+            (_, Some(known)) => Found::Duplicate(known),
+            (Some(integration), None) => {
+                let (project, issue) = outside_names(event);
+                let names = (integration, project, issue);
+                let issue_id = match issues.get(&names) {
+                    Some(issue_id) => *issue_id,
+                    None => {
+                        let created = create_issue(connection, names, now).await?;
+                        issues.insert(names, created);
+                        created
+                    }
+                };
+                *counts.entry(issue_id).or_default() += 1;
+                let id = insert(connection, event, integration, issue_id, now).await?;
+                Found::Stored(issue_id, id)
+            }
+        });
+    }
+    count_and_answer(connection, events, found, &counts, quiet, now).await
+}
+
+/// Counts what was stored on its issues, and says of each event what became of it.
+async fn count_and_answer(
+    connection: &mut SqliteConnection,
+    events: &[Prepared<'_>],
+    found: Vec<Found>,
+    counts: &BTreeMap<IssueId, u64>,
+    quiet: &Quiet,
+    now: Timestamp,
+) -> Result<Vec<Result<Recorded>>, Error> {
+    let touched = found.iter().filter_map(|found| match found {
+        Found::Stored(issue_id, _) => Some(*issue_id),
+        Found::Duplicate(known) => Some(known.issue_id),
+        Found::Unknown | Found::Conflict => None,
+    });
+    let mut states = States::load(connection, touched, now).await?;
+    let mut queued = HashSet::new();
+    for (issue_id, events) in counts {
+        let effect = states.step(*issue_id, &Transition::Record { events: *events, quiet: *quiet });
+        if effect == Some(Effect::Queued) {
+            queued.insert(*issue_id);
+        }
+    }
+
+    let mut nudged = HashSet::new();
+    let mut recorded = |issue_id, event_log_id, duplicate, processed: bool| {
+        let state = states.get(issue_id);
+        let is_queued = state.is_some_and(|state| state.status == ProcessingStatus::Queued);
+        let wanted = if duplicate { is_queued && !processed } else { queued.contains(&issue_id) };
+        Recorded {
+            issue_id,
+            event_log_id,
+            duplicate,
+            nudge: wanted && nudged.insert(issue_id),
+            not_before: state.and_then(|state| state.not_before),
+        }
+    };
+    let answers = found.into_iter().zip(events).map(|(found, event)| match found {
+        Found::Unknown => Err(unknown(event.event)),
+        Found::Conflict => Err(conflict(event.event, &event.key)),
+        Found::Duplicate(known) => Ok(recorded(known.issue_id, known.id, true, known.processed)),
+        Found::Stored(issue_id, id) => Ok(recorded(issue_id, id, false, false)),
+    });
+    let answers = answers.collect();
+    states.save(connection).await?;
+    Ok(answers)
+}
+
+async fn integrations(
+    connection: &mut SqliteConnection,
+    events: &[Prepared<'_>],
+) -> Result<HashMap<String, IntegrationId>, Error> {
+    let names: HashSet<&str> =
+        events.iter().map(|event| event.event.integration.as_str()).collect();
+    let rows = sqlx::query(
+        "SELECT name, id FROM integrations WHERE name IN (SELECT value FROM json_each(?1))",
+    )
+    .bind(table(names.into_iter().map(Value::from).collect()))
+    .fetch_all(connection)
+    .await?;
+    rows.iter().map(|row| Ok((row.try_get(0)?, IntegrationId(row.try_get(1)?)))).collect()
+}
+
+/// The event logs that have the keys of these events, by the place of the event.
+async fn known_keys(
+    connection: &mut SqliteConnection,
+    events: &[Prepared<'_>],
+    integration: &impl Fn(&Prepared<'_>) -> Option<IntegrationId>,
+) -> Result<HashMap<usize, Known>, Error> {
+    let keys = events.iter().map(|event| json!([integration(event).map(|id| id.0), event.key]));
+    let rows = sqlx::query(
+        "SELECT asked.key, e.id, e.issue_id, e.digest, e.processed_at IS NOT NULL
+         FROM json_each(?1) AS asked
+         CROSS JOIN event_logs AS e
+             ON e.integration_id = asked.value ->> 0 AND e.dedup_key = asked.value ->> 1",
+    )
+    .bind(table(keys.collect()))
+    .fetch_all(connection)
+    .await?;
+    let read = |row: &sqlx::sqlite::SqliteRow| {
+        let known = Known {
+            id: EventLogId(row.try_get(1)?),
+            issue_id: IssueId(row.try_get(2)?),
+            digest: row.try_get(3)?,
+            processed: row.try_get(4)?,
+        };
+        Ok((crate::rows::count(row.try_get(0)?)?, known))
+    };
+    rows.iter().map(read).collect()
+}
+
+/// The issues of these events that exist, by their outside names.
+async fn known_issues<'a>(
+    connection: &mut SqliteConnection,
+    events: &[Prepared<'a>],
+    integration: &impl Fn(&Prepared<'_>) -> Option<IntegrationId>,
+) -> Result<HashMap<(IntegrationId, &'a str, &'a str), IssueId>, Error> {
+    let names = events.iter().map(|event| {
+        let (project, issue) = outside_names(event);
+        json!([integration(event).map(|id| id.0), project, issue])
+    });
+    let rows = sqlx::query(
+        "SELECT asked.key, i.id FROM json_each(?1) AS asked
+         CROSS JOIN issues AS i ON i.integration_id = asked.value ->> 0
+             AND i.external_project_id = asked.value ->> 1
+             AND i.external_issue_id = asked.value ->> 2",
+    )
+    .bind(table(names.collect()))
+    .fetch_all(connection)
+    .await?;
+    let mut issues = HashMap::new();
+    for row in &rows {
+        let index: usize = crate::rows::count(row.try_get(0)?)?;
+        if let Some(event) = events.get(index)
+            && let Some(integration) = integration(event)
+        {
+            let (project, issue) = outside_names(event);
+            issues.insert((integration, project, issue), IssueId(row.try_get(1)?));
+        }
+    }
+    Ok(issues)
+}
+
+/// Project and issue of an event, in the provider's words.
+fn outside_names<'a>(event: &Prepared<'a>) -> (&'a str, &'a str) {
+    (&event.event.external_project_id, &event.event.external_issue_id)
+}
+
+async fn create_issue(
+    connection: &mut SqliteConnection,
+    (integration, project, issue): (IntegrationId, &str, &str),
+    now: Timestamp,
+) -> Result<IssueId, Error> {
+    let row = sqlx::query(
+        "INSERT INTO issues
+             (integration_id, external_project_id, external_issue_id, created_at, updated_at)
+         VALUES (?1, ?2, ?3, ?4, ?4) RETURNING id",
+    )
+    .bind(integration.0)
+    .bind(project)
+    .bind(issue)
+    .bind(column(now))
+    .fetch_one(connection)
+    .await?;
+    Ok(IssueId(row.try_get(0)?))
+}
+
+async fn insert(
+    connection: &mut SqliteConnection,
+    event: &Prepared<'_>,
+    integration: IntegrationId,
+    issue_id: IssueId,
+    now: Timestamp,
+) -> Result<EventLogId, Error> {
+    let row = sqlx::query(
+        "INSERT INTO event_logs (issue_id, integration_id, source, event_type, dedup_key, digest,
+             payload, payload_bytes, created_at)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) RETURNING id",
+    )
+    .bind(issue_id.0)
+    .bind(integration.0)
+    .bind(event.event.source.as_str())
+    .bind(event.event.event_type.as_str())
+    .bind(event.key.as_str())
+    .bind(event.digest.as_slice())
+    .bind(event.event.payload.as_str())
+    .bind(i64::try_from(event.event.payload.len()).unwrap_or(i64::MAX))
+    .bind(column(now))
+    .fetch_one(connection)
+    .await?;
+    Ok(EventLogId(row.try_get(0)?))
+}

@@ -1,0 +1,353 @@
+//! The life of a run: claim, heartbeat, and its three ends.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::time::Duration;
+
+use headwater_stream::clock::Timestamp;
+use serde_json::{Map, Value, json};
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{Error, Row};
+
+use super::Writing;
+use super::statements::{column, event_log_columns, issue_columns, table};
+use super::states::States;
+use crate::check::error_text;
+use crate::claim::{
+    Beat, Claim, ClaimOptions, ClaimedIssue, Completed, Completion, Failed, Failure, GiveBack,
+    GivenBack,
+};
+use crate::delivery::idempotency_key;
+use crate::error::Result;
+use crate::issue::{ClaimEpoch, EventLog, Issue, IssueId, ProcessingStatus};
+use crate::limits::{RUN_BYTES_MAX, RUN_EVENTS_MAX};
+use crate::rows::{count, read_event_log, read_issue};
+use crate::state::{Effect, IssueState, Transition};
+
+pub(super) async fn claim(
+    writing: &mut Writing,
+    issues: &[IssueId],
+    options: &ClaimOptions,
+) -> Result<Vec<Claim>, Error> {
+    let now = writing.now;
+    let mut states = States::load(&mut writing.transaction, issues.iter().copied(), now).await?;
+    let transition = Transition::Claim {
+        owner: options.worker.clone(),
+        ttl: options.ttl,
+        crashes_max: options.crashes_max,
+    };
+    let mut claims = Vec::with_capacity(issues.len());
+    let mut won = HashMap::new();
+    for (index, issue) in issues.iter().enumerate() {
+        let effect = states.step(*issue, &transition);
+        if let Some(Effect::Won(_)) = effect {
+            won.insert(*issue, index);
+        }
+        claims.push(match (effect, states.get(*issue)) {
+            (Some(effect), Some(state)) => not_won(&effect, state, now),
+            _ => Claim::Missing,
+        });
+    }
+    states.save(&mut writing.transaction).await?;
+
+    let mut events = load_events(&mut writing.transaction, won.keys(), options.events_max).await?;
+    for issue in load_issues(&mut writing.transaction, won.keys()).await? {
+        let claimed = ClaimedIssue {
+            epoch: issue.claim_epoch,
+            expires_at: issue.claim_expires_at.unwrap_or_default(),
+            events: events.remove(&issue.id).unwrap_or_default(),
+            issue,
+        };
+        if let Some(index) = won.get(&claimed.issue.id) {
+            claims[*index] = Claim::Won(Box::new(claimed));
+        }
+    }
+    Ok(claims)
+}
+
+/// Why a claim was not won. One that was is replaced when its event logs are there.
+fn not_won(effect: &Effect, state: &IssueState, now: Timestamp) -> Claim {
+    match (effect, state.quarantined_at, &state.claim_owner, state.claim_expires_at) {
+        (Effect::NotYet(not_before), ..) => {
+            Claim::NotYet { not_before: *not_before, wait: not_before.since(now) }
+        }
+        (effect, Some(since), ..) => {
+            Claim::Quarantined { since, just_now: *effect == Effect::Quarantined }
+        }
+        (_, _, Some(owner), Some(expires_at)) => Claim::Taken { owner: owner.clone(), expires_at },
+        _ => Claim::Idle,
+    }
+}
+
+async fn load_issues(
+    connection: &mut SqliteConnection,
+    issues: impl Iterator<Item = &IssueId>,
+) -> Result<Vec<Issue>, Error> {
+    let rows = sqlx::query(concat!(
+        "SELECT ",
+        issue_columns!(),
+        " FROM issues i JOIN integrations g ON g.id = i.integration_id
+          WHERE i.id IN (SELECT value FROM json_each(?1))"
+    ))
+    .bind(table(issues.map(|issue| issue.0.into()).collect()))
+    .fetch_all(connection)
+    .await?;
+    rows.iter().map(|row| Ok(read_issue!(row))).collect()
+}
+
+/// The oldest unprocessed event logs of each issue, as many as a run may have.
+async fn load_events(
+    connection: &mut SqliteConnection,
+    issues: impl Iterator<Item = &IssueId>,
+    events_max: usize,
+) -> Result<HashMap<IssueId, Vec<EventLog>>, Error> {
+    let sizes = sqlx::query(
+        "SELECT e.issue_id, e.id, e.payload_bytes FROM json_each(?1) AS asked
+         CROSS JOIN event_logs AS e ON e.id IN (
+             SELECT x.id FROM event_logs AS x
+             WHERE x.issue_id = asked.value AND x.processed_at IS NULL ORDER BY x.id LIMIT ?2)
+         ORDER BY e.issue_id, e.id",
+    )
+    .bind(table(issues.map(|issue| issue.0.into()).collect()))
+    .bind(i64::try_from(events_max).unwrap_or(i64::MAX))
+    .fetch_all(&mut *connection)
+    .await?;
+    // Sizes first, payloads second: a run is bounded in bytes, too.
+    let mut bytes: HashMap<i64, usize> = HashMap::new();
+    let mut wanted = Vec::with_capacity(sizes.len());
+    for row in &sizes {
+        let (issue, id): (i64, i64) = (row.try_get(0)?, row.try_get(1)?);
+        let before = bytes.get(&issue).copied().unwrap_or(0);
+        let with_this = before + count::<usize>(row.try_get(2)?)?;
+        bytes.insert(issue, with_this);
+        if before == 0 || with_this <= RUN_BYTES_MAX {
+            wanted.push(id.into());
+        }
+    }
+    let rows = sqlx::query(concat!(
+        "SELECT ",
+        event_log_columns!(),
+        " FROM event_logs e WHERE e.id IN (SELECT value FROM json_each(?1)) ORDER BY e.id"
+    ))
+    .bind(table(wanted))
+    .fetch_all(connection)
+    .await?;
+    let mut events: HashMap<IssueId, Vec<EventLog>> = HashMap::new();
+    for row in &rows {
+        let event: EventLog = read_event_log!(row);
+        events.entry(event.issue_id).or_default().push(event);
+    }
+    Ok(events)
+}
+
+pub(super) async fn heartbeat(
+    writing: &mut Writing,
+    claims: &[(IssueId, ClaimEpoch)],
+    ttl: Duration,
+) -> Result<Vec<Beat>, Error> {
+    let issues = claims.iter().map(|(issue, _)| *issue);
+    let mut states = States::load(&mut writing.transaction, issues, writing.now).await?;
+    let mut beats = Vec::with_capacity(claims.len());
+    for (issue, epoch) in claims {
+        let effect = states.step(*issue, &Transition::Heartbeat { epoch: *epoch, ttl });
+        beats.push(match (effect, states.get(*issue)) {
+            (Some(Effect::Kept), Some(state)) => Beat::Kept {
+                expires_at: state.claim_expires_at.unwrap_or_default(),
+                pending_events: state.pending_events,
+            },
+            _ => Beat::Lost,
+        });
+    }
+    states.save(&mut writing.transaction).await?;
+    Ok(beats)
+}
+
+pub(super) async fn complete(
+    writing: &mut Writing,
+    completions: &[Completion],
+) -> Result<Vec<Completed>, Error> {
+    let issues = completions.iter().map(|completion| completion.issue_id);
+    let mut states = States::load(&mut writing.transaction, issues, writing.now).await?;
+    // Of an issue named twice only the first completion can hold the claim.
+    let mut named = HashSet::new();
+    let held: Vec<&Completion> = completions
+        .iter()
+        .filter(|one| states.is_held(one.issue_id, one.epoch) && named.insert(one.issue_id))
+        .collect();
+    let processed = mark_processed(writing, &held).await?;
+    change_fields(writing, &held).await?;
+    write_outbox(writing, &held).await?;
+
+    let mut completed = Vec::with_capacity(completions.len());
+    for Completion { issue_id, epoch, .. } in completions {
+        let processed = processed.get(issue_id).copied().unwrap_or(0);
+        let transition = Transition::Complete { epoch: *epoch, processed };
+        let effect = states.step(*issue_id, &transition).unwrap_or(Effect::Fenced);
+        let state = states.get(*issue_id);
+        let queued = state.is_some_and(|state| state.status == ProcessingStatus::Queued);
+        completed.push(match effect {
+            Effect::Fenced => Completed::Fenced,
+            effect => Completed::Committed {
+                requeued: queued,
+                not_before: state.filter(|_| queued).and_then(|state| state.not_before),
+                repeated: effect == Effect::Repeated,
+            },
+        });
+    }
+    states.save(&mut writing.transaction).await?;
+    Ok(completed)
+}
+
+/// Marks the event logs of these runs, and returns how many there were of each issue.
+async fn mark_processed(
+    writing: &mut Writing,
+    held: &[&Completion],
+) -> Result<BTreeMap<IssueId, u64>, Error> {
+    let rows = held.iter().flat_map(|completion| {
+        completion.event_log_ids.iter().map(|log| json!([log.0, completion.issue_id.0]))
+    });
+    let rows = sqlx::query(
+        "UPDATE event_logs SET processed_at = ?2, processing_error = NULL
+         FROM (SELECT DISTINCT value ->> 0 AS id, value ->> 1 AS issue_id FROM json_each(?1)) AS done
+         WHERE event_logs.id = done.id AND event_logs.issue_id = done.issue_id
+             AND event_logs.processed_at IS NULL
+         RETURNING event_logs.issue_id",
+    )
+    .bind(table(rows.collect()))
+    .bind(column(writing.now))
+    .fetch_all(&mut *writing.transaction)
+    .await?;
+    let mut processed = BTreeMap::new();
+    for row in &rows {
+        *processed.entry(IssueId(row.try_get(0)?)).or_default() += 1;
+    }
+    Ok(processed)
+}
+
+async fn change_fields(writing: &mut Writing, held: &[&Completion]) -> Result<(), Error> {
+    for completion in held {
+        if let Some(fields) = &completion.fields {
+            let row = sqlx::query("SELECT fields FROM issues WHERE id = ?1")
+                .bind(completion.issue_id.0)
+                .fetch_one(&mut *writing.transaction)
+                .await?;
+            let merged = merge(&row.try_get::<String, _>(0)?, fields)?;
+            sqlx::query("UPDATE issues SET fields = ?2 WHERE id = ?1")
+                .bind(completion.issue_id.0)
+                .bind(merged)
+                .execute(&mut *writing.transaction)
+                .await?;
+        }
+        if let Some(discussions) = &completion.discussions {
+            sqlx::query("UPDATE issues SET discussions = ?2 WHERE id = ?1")
+                .bind(completion.issue_id.0)
+                .bind(discussions.as_str())
+                .execute(&mut *writing.transaction)
+                .await?;
+        }
+    }
+    Ok(())
+}
+
+/// The members of `changes` in place of those of `fields`; null removes one.
+fn merge(fields: &str, changes: &str) -> Result<String, Error> {
+    let parse = |text: &str| {
+        serde_json::from_str::<Map<String, Value>>(text)
+            .map_err(|error| Error::Decode(error.into()))
+    };
+    let mut fields = parse(fields)?;
+    for (name, value) in parse(changes)? {
+        match value {
+            Value::Null => fields.remove(&name),
+            value => fields.insert(name, value),
+        };
+    }
+    Ok(Value::Object(fields).to_string())
+}
+
+async fn write_outbox(writing: &mut Writing, held: &[&Completion]) -> Result<(), Error> {
+    for completion in held {
+        for (place, row) in completion.outbox.iter().enumerate() {
+            sqlx::query(
+                "INSERT INTO outbox
+                     (issue_id, kind, target, idempotency_key, payload, due_at, created_at)
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?6)",
+            )
+            .bind(completion.issue_id.0)
+            .bind(row.kind.as_str())
+            .bind(row.target.as_str())
+            .bind(idempotency_key(completion.issue_id, completion.epoch, place))
+            .bind(row.payload.as_str())
+            .bind(column(writing.now))
+            .execute(&mut *writing.transaction)
+            .await?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) async fn fail(
+    writing: &mut Writing,
+    failures: &[Failure],
+    attempts_max: u32,
+) -> Result<Vec<Failed>, Error> {
+    let issues = failures.iter().map(|failure| failure.issue_id);
+    let mut states = States::load(&mut writing.transaction, issues, writing.now).await?;
+    let mut failed = Vec::with_capacity(failures.len());
+    for Failure { issue_id, epoch, error, then } in failures {
+        let error = error_text(error);
+        let transition =
+            Transition::Fail { epoch: *epoch, error: error.clone(), then: *then, attempts_max };
+        let effect = states.step(*issue_id, &transition);
+        failed.push(match (effect, states.get(*issue_id)) {
+            (Some(Effect::Queued | Effect::Finished), Some(state)) => Failed::Requeued {
+                attempts: state.attempts,
+                not_before: state.not_before.unwrap_or(writing.now),
+            },
+            (Some(Effect::Quarantined), Some(state)) => {
+                Failed::Quarantined { attempts: state.attempts }
+            }
+            _ => Failed::Fenced,
+        });
+        if failed.last() != Some(&Failed::Fenced) {
+            keep_error(writing, *issue_id, &error).await?;
+        }
+    }
+    states.save(&mut writing.transaction).await?;
+    Ok(failed)
+}
+
+/// Keeps what went wrong on the oldest unprocessed event logs; no run has more of them.
+async fn keep_error(writing: &mut Writing, issue_id: IssueId, error: &str) -> Result<(), Error> {
+    sqlx::query(
+        "UPDATE event_logs SET processing_error = ?2 WHERE id IN (
+             SELECT id FROM event_logs WHERE issue_id = ?1 AND processed_at IS NULL
+             ORDER BY id LIMIT ?3)",
+    )
+    .bind(issue_id.0)
+    .bind(error)
+    .bind(i64::try_from(RUN_EVENTS_MAX).unwrap_or(i64::MAX))
+    .execute(&mut *writing.transaction)
+    .await?;
+    Ok(())
+}
+
+pub(super) async fn give_back(
+    writing: &mut Writing,
+    claims: &[GiveBack],
+) -> Result<Vec<GivenBack>, Error> {
+    let issues = claims.iter().map(|claim| claim.issue_id);
+    let mut states = States::load(&mut writing.transaction, issues, writing.now).await?;
+    let mut given = Vec::with_capacity(claims.len());
+    for GiveBack { issue_id, epoch, reason } in claims {
+        let effect =
+            states.step(*issue_id, &Transition::GiveBack { epoch: *epoch, reason: *reason });
+        given.push(match (effect, states.get(*issue_id)) {
+            (Some(Effect::Queued | Effect::Finished), Some(state)) => {
+                GivenBack::Requeued { not_before: state.not_before }
+            }
+            _ => GivenBack::Fenced,
+        });
+    }
+    states.save(&mut writing.transaction).await?;
+    Ok(given)
+}

@@ -1,0 +1,140 @@
+//! The states of a batch of issues: loaded together, stepped one by one, saved together.
+//!
+//! Upstream: every transition in this folder. Downstream: `state::step` decides. Promises: an issue named twice in a batch
+//! takes its steps in the order of the batch; two statements serve any number of issues.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use headwater_stream::clock::Timestamp;
+use serde_json::{Value, json};
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+use sqlx::{Error, Row};
+
+use super::statements::{column, maybe, table};
+use crate::issue::{ClaimEpoch, IssueId, ProcessingStatus};
+use crate::rows::{count, known, maybe_time};
+use crate::state::{Effect, IssueState, Transition, step};
+
+/// The states of some issues, at one time.
+#[derive(Debug)]
+pub(super) struct States {
+    now: Timestamp,
+    states: BTreeMap<IssueId, IssueState>,
+    changed: BTreeSet<IssueId>,
+}
+
+impl States {
+    /// Loads what exists of these issues.
+    pub(super) async fn load(
+        connection: &mut SqliteConnection,
+        issues: impl IntoIterator<Item = IssueId>,
+        now: Timestamp,
+    ) -> Result<Self, Error> {
+        let issues: BTreeSet<i64> = issues.into_iter().map(|issue| issue.0).collect();
+        let rows = sqlx::query(
+            "SELECT id, processing_status, pending_events, claim_epoch, completed_epoch, claim_owner,
+                 claim_expires_at, not_before, first_pending_at, attempts, crashes, superseded,
+                 quarantined_at, nudged_at, last_error
+             FROM issues WHERE id IN (SELECT value FROM json_each(?1))",
+        )
+        .bind(table(issues.into_iter().map(Value::from).collect()))
+        .fetch_all(connection)
+        .await?;
+        let states = rows.iter().map(read).collect::<Result<_, Error>>()?;
+        Ok(Self { now, states, changed: BTreeSet::new() })
+    }
+
+    /// The state as it is now; none if there is no such issue.
+    pub(super) fn get(&self, issue: IssueId) -> Option<&IssueState> {
+        self.states.get(&issue)
+    }
+
+    /// Takes a step; none if there is no such issue.
+    pub(super) fn step(&mut self, issue: IssueId, transition: &Transition) -> Option<Effect> {
+        let before = self.states.get_mut(&issue)?;
+        let (after, effect) = step(before, transition, self.now);
+        if after != *before {
+            *before = after;
+            self.changed.insert(issue);
+        }
+        Some(effect)
+    }
+
+    /// Whether the issue is claimed with this epoch.
+    pub(super) fn is_held(&self, issue: IssueId, epoch: ClaimEpoch) -> bool {
+        let held = |state: &IssueState| {
+            state.status == ProcessingStatus::Processing && state.claim_epoch == epoch
+        };
+        self.get(issue).is_some_and(held)
+    }
+
+    /// Writes what has changed.
+    pub(super) async fn save(self, connection: &mut SqliteConnection) -> Result<(), Error> {
+        if self.changed.is_empty() {
+            return Ok(());
+        }
+        let rows = self.changed.iter().map(|id| write(*id, &self.states[id])).collect();
+        sqlx::query(
+            "UPDATE issues SET
+                 processing_status = new.row ->> 1, pending_events = new.row ->> 2,
+                 processing_started_at =
+                     iif(new.row ->> 3 > claim_epoch, ?2, processing_started_at),
+                 last_processed_at =
+                     iif(new.row ->> 4 > completed_epoch, ?2, last_processed_at),
+                 claim_epoch = new.row ->> 3, completed_epoch = new.row ->> 4,
+                 claim_owner = new.row ->> 5, claim_expires_at = new.row ->> 6,
+                 not_before = new.row ->> 7, first_pending_at = new.row ->> 8,
+                 attempts = new.row ->> 9, crashes = new.row ->> 10, superseded = new.row ->> 11,
+                 quarantined_at = new.row ->> 12, nudged_at = new.row ->> 13,
+                 last_error = new.row ->> 14, updated_at = ?2
+             FROM (SELECT value AS row FROM json_each(?1)) AS new
+             WHERE issues.id = new.row ->> 0",
+        )
+        .bind(table(rows))
+        .bind(column(self.now))
+        .execute(connection)
+        .await?;
+        Ok(())
+    }
+}
+
+fn read(row: &SqliteRow) -> Result<(IssueId, IssueState), Error> {
+    let status: String = row.try_get(1)?;
+    let state = IssueState {
+        status: known(&status, ProcessingStatus::parse(&status))?,
+        pending_events: count(row.try_get(2)?)?,
+        claim_epoch: ClaimEpoch(row.try_get(3)?),
+        completed_epoch: ClaimEpoch(row.try_get(4)?),
+        claim_owner: row.try_get(5)?,
+        claim_expires_at: maybe_time(row.try_get(6)?),
+        not_before: maybe_time(row.try_get(7)?),
+        first_pending_at: maybe_time(row.try_get(8)?),
+        attempts: count(row.try_get(9)?)?,
+        crashes: count(row.try_get(10)?)?,
+        superseded: count(row.try_get(11)?)?,
+        quarantined_at: maybe_time(row.try_get(12)?),
+        nudged_at: maybe_time(row.try_get(13)?),
+        last_error: row.try_get(14)?,
+    };
+    Ok((IssueId(row.try_get(0)?), state))
+}
+
+fn write(id: IssueId, state: &IssueState) -> Value {
+    json!([
+        id.0,
+        state.status.as_str(),
+        state.pending_events,
+        state.claim_epoch.0,
+        state.completed_epoch.0,
+        state.claim_owner,
+        maybe(state.claim_expires_at),
+        maybe(state.not_before),
+        maybe(state.first_pending_at),
+        state.attempts,
+        state.crashes,
+        state.superseded,
+        maybe(state.quarantined_at),
+        maybe(state.nudged_at),
+        state.last_error,
+    ])
+}

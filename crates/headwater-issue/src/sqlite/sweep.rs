@@ -1,0 +1,108 @@
+//! The sweep: claims that have run out, and nudges that are overdue.
+
+use headwater_stream::clock::Timestamp;
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{Error, Row};
+
+use super::Writing;
+use super::statements::{column, table};
+use super::states::States;
+use crate::claim::{Nudge, SweepOptions, Swept};
+use crate::error::Result;
+use crate::issue::{EventLogId, IssueId};
+use crate::state::{Effect, Transition};
+
+/// Whether there is anything to sweep.
+pub(super) async fn is_needed(
+    connection: &mut SqliteConnection,
+    options: &SweepOptions,
+    now: Timestamp,
+) -> Result<bool, Error> {
+    let options = SweepOptions { limit: 1, ..*options };
+    Ok(!expired(connection, &options, now).await?.is_empty()
+        || !overdue(connection, &options, now).await?.is_empty())
+}
+
+pub(super) async fn sweep(writing: &mut Writing, options: &SweepOptions) -> Result<Swept, Error> {
+    let now = writing.now;
+    let expired = expired(&mut writing.transaction, options, now).await?;
+    let overdue = overdue(&mut writing.transaction, options, now).await?;
+    let issues = expired.iter().chain(&overdue).copied();
+    let mut states = States::load(&mut writing.transaction, issues, now).await?;
+
+    let mut swept = Swept {
+        more: expired.len() == options.limit || overdue.len() == options.limit,
+        ..Swept::default()
+    };
+    let mut nudged = Vec::new();
+    for issue in &expired {
+        match states.step(*issue, &Transition::Expire { crashes_max: options.crashes_max }) {
+            Some(Effect::Queued) => {
+                swept.requeued += 1;
+                let not_before = states.get(*issue).and_then(|state| state.not_before);
+                if not_before.is_none_or(|not_before| not_before <= now) {
+                    nudged.push(issue.0);
+                }
+            }
+            Some(Effect::Quarantined) => swept.quarantined.push(*issue),
+            _ => {}
+        }
+    }
+    for issue in &overdue {
+        let transition = Transition::Nudge { overdue: options.nudge_overdue };
+        if states.step(*issue, &transition) == Some(Effect::Queued) {
+            nudged.push(issue.0);
+        }
+    }
+    states.save(&mut writing.transaction).await?;
+    swept.nudges = nudges(&mut writing.transaction, nudged).await?;
+    Ok(swept)
+}
+
+async fn expired(
+    connection: &mut SqliteConnection,
+    options: &SweepOptions,
+    now: Timestamp,
+) -> Result<Vec<IssueId>, Error> {
+    let rows = sqlx::query(
+        "SELECT id FROM issues WHERE processing_status = 'processing' AND claim_expires_at <= ?1
+         ORDER BY claim_expires_at LIMIT ?2",
+    )
+    .bind(column(now))
+    .bind(i64::try_from(options.limit).unwrap_or(i64::MAX))
+    .fetch_all(connection)
+    .await?;
+    rows.iter().map(|row| Ok(IssueId(row.try_get(0)?))).collect()
+}
+
+async fn overdue(
+    connection: &mut SqliteConnection,
+    options: &SweepOptions,
+    now: Timestamp,
+) -> Result<Vec<IssueId>, Error> {
+    let rows = sqlx::query(
+        "SELECT id FROM issues WHERE processing_status = 'queued'
+             AND max(coalesce(nudged_at, 0), coalesce(not_before, 0)) <= ?1
+         ORDER BY max(coalesce(nudged_at, 0), coalesce(not_before, 0)) LIMIT ?2",
+    )
+    .bind(column(now.before(options.nudge_overdue)))
+    .bind(i64::try_from(options.limit).unwrap_or(i64::MAX))
+    .fetch_all(connection)
+    .await?;
+    rows.iter().map(|row| Ok(IssueId(row.try_get(0)?))).collect()
+}
+
+async fn nudges(connection: &mut SqliteConnection, issues: Vec<i64>) -> Result<Vec<Nudge>, Error> {
+    let rows = sqlx::query(
+        "SELECT asked.value, coalesce((SELECT min(e.id) FROM event_logs AS e
+             WHERE e.issue_id = asked.value AND e.processed_at IS NULL), 0)
+         FROM json_each(?1) AS asked",
+    )
+    .bind(table(issues.into_iter().map(Into::into).collect()))
+    .fetch_all(connection)
+    .await?;
+    let read = |row: &sqlx::sqlite::SqliteRow| {
+        Ok(Nudge { issue_id: IssueId(row.try_get(0)?), event_log_id: EventLogId(row.try_get(1)?) })
+    };
+    rows.iter().map(read).collect()
+}
