@@ -116,7 +116,7 @@ pub(crate) fn lease(topic: &Topic, group: &GroupName, partition: Partition) -> L
     })
 }
 
-/// Who belongs to a group: members of this set are `member topic`, see `consumer`.
+/// Who belongs to a group; `group/members.rs` says how they are written.
 pub(crate) fn members(group: &GroupName) -> SetName {
     fits(SetName::new(format!("streaming:mq:members:{}", escape(group.as_str()))))
 }
@@ -126,9 +126,19 @@ pub(crate) fn member(group: &GroupName, member: &str) -> LeaseName {
     fits(LeaseName::new(format!("{WATCHED}~member:{}:{member}", escape(group.as_str()))))
 }
 
-/// A lease that is taken and released at once, to be heard by those who watch: somebody joined, a topic grew.
+/// The lease that keeps the partitions of a member that stopped and will be back. Nobody renews it.
+pub(crate) fn resting(group: &GroupName, member: &str) -> LeaseName {
+    fits(LeaseName::new(format!("{WATCHED}~resting:{}:{member}", escape(group.as_str()))))
+}
+
+/// A lease that is taken and released at once, to be heard by those who watch: somebody joined the group.
 pub(crate) fn bell(group: &GroupName) -> LeaseName {
     fits(LeaseName::new(format!("{WATCHED}~bell:{}", escape(group.as_str()))))
+}
+
+/// The same for a topic: it was created, grown or deleted.
+pub(crate) fn topic_bell(topic: &TopicName) -> LeaseName {
+    fits(LeaseName::new(format!("{WATCHED}~topic:{topic}")))
 }
 
 /// A group's name inside a key: without the colon that separates the parts, so that no two keys are spelled alike.

@@ -20,6 +20,7 @@ mod retry;
 mod trace;
 
 mod config;
+mod group;
 mod queue;
 
 mod topics;

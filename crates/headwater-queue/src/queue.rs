@@ -13,7 +13,8 @@ use tokio::time::Instant;
 
 use crate::config::QueueConfig;
 use crate::error::Result;
-use crate::keys::{self, Layout};
+use crate::group::Coordinator;
+use crate::keys::Layout;
 use crate::topic::{Topic, TopicName};
 
 /// Topics on one backend. Clones are the same queue.
@@ -25,6 +26,7 @@ pub struct Queue {
 pub(crate) struct Inner {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) config: QueueConfig,
+    pub(crate) coordinator: Coordinator,
     known: Mutex<HashMap<TopicName, (Instant, Arc<Topic>)>>,
     /// Grows whenever something that is known was forgotten, for those who keep what they know elsewhere.
     forgotten: AtomicU64,
@@ -48,14 +50,9 @@ impl Queue {
     /// A queue with settings of its own.
     pub fn with_config(backend: Arc<dyn Backend>, config: QueueConfig) -> Result<Self> {
         config.validate()?;
-        Ok(Self {
-            inner: Arc::new(Inner {
-                backend,
-                config,
-                known: Mutex::default(),
-                forgotten: AtomicU64::new(0),
-            }),
-        })
+        let coordinator = Coordinator::new(Arc::clone(&backend), config.clone());
+        let (known, forgotten) = (Mutex::default(), AtomicU64::new(0));
+        Ok(Self { inner: Arc::new(Inner { backend, config, coordinator, known, forgotten }) })
     }
 
     /// The backend it lives on.
@@ -65,11 +62,8 @@ impl Queue {
 
     /// The layout of topics that are created here.
     pub(crate) fn layout(&self) -> Layout {
-        if self.is_clustered() { Layout::Clustered } else { Layout::Partitioned }
-    }
-
-    fn is_clustered(&self) -> bool {
-        self.inner.backend.cluster_slot("").is_some()
+        let is_clustered = self.inner.backend.cluster_slot("").is_some();
+        if is_clustered { Layout::Clustered } else { Layout::Partitioned }
     }
 
     /// A topic, as it was at most its `refresh` ago. One that nobody created is plain.
@@ -96,21 +90,13 @@ impl Queue {
     async fn read_topic_now(&self, name: &TopicName) -> Result<(Instant, Arc<Topic>)> {
         // Age counts from before the question: the answer may be as old as that.
         let asked_at = Instant::now();
-        let topic = Arc::new(match self.inner.backend.map_get(&keys::meta(name)).await? {
-            Some(meta) => Topic::from_meta(name.clone(), &meta)?,
-            None => self.plain_topic(name),
-        });
+        let topic = Arc::new(Topic::read(&*self.inner.backend, name).await?);
         let mut known = self.inner.known();
         if known.len() >= KNOWN_MAX {
             known.retain(|_, (at, topic)| asked_at.duration_since(*at) < topic.policies.refresh);
         }
         known.insert(name.clone(), (asked_at, topic.clone()));
         Ok((asked_at, topic))
-    }
-
-    fn plain_topic(&self, name: &TopicName) -> Topic {
-        let layout = if self.is_clustered() { Layout::PlainClustered } else { Layout::Plain };
-        Topic::plain(name.clone(), layout)
     }
 
     /// Forgets what is known of a topic, after it was changed here.

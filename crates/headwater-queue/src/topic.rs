@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{EntryId, RegistryMap, Retention};
+use headwater_stream::{Backend, EntryId, RegistryMap, Retention};
 use serde_json::{Value, json};
 
 pub use headwater_stream::GroupName;
 
 use crate::error::{QueueError, Result};
-use crate::keys::Layout;
+use crate::keys::{self, Layout};
 use crate::limits::{
     GROUP_BYTES_MAX, GROWTHS_MAX, PARTITIONS_MAX, PAYLOAD_BYTES_MAX, REFRESH_MAX, REFRESH_MIN,
     TOPIC_BYTES_MAX,
@@ -188,6 +188,17 @@ impl Topic {
             policies: Policies::default(),
             growths: Vec::new(),
         }
+    }
+
+    /// A topic as the registry has it now. One that nobody created is plain.
+    pub(crate) async fn read(backend: &dyn Backend, name: &TopicName) -> Result<Self> {
+        Ok(match backend.map_get(&keys::meta(name)).await? {
+            Some(meta) => Self::from_meta(name.clone(), &meta)?,
+            None if backend.cluster_slot("").is_some() => {
+                Self::plain(name.clone(), Layout::PlainClustered)
+            }
+            None => Self::plain(name.clone(), Layout::Plain),
+        })
     }
 
     /// The meta as the registry keeps it.

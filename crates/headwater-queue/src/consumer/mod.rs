@@ -1,6 +1,3 @@
-//! Consumers: who works on which partition, and how messages are handled.
+//! Consumers: how the messages of the partitions of this process are handled.
 //!
-//! Upstream: applications subscribe. Downstream: the backend.
-
-// In dependency order: each module uses only those above it.
-mod seam;
+//! Upstream: applications subscribe. Downstream: `group` says which partitions, the backend has the messages.

@@ -12,10 +12,26 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use headwater_stream::{ConsumerName, HeldLease};
+use headwater_stream::{ConsumerName, GroupName, HeldLease};
 use tokio::sync::Notify;
 
+use crate::config::Mode;
 use crate::topic::{Partition, Topic};
+
+/// A wish to take part in a group.
+#[derive(Clone)]
+pub(crate) struct Joining {
+    /// The group.
+    pub(crate) group: GroupName,
+    /// The topic, as it was a moment ago.
+    pub(crate) topic: Arc<Topic>,
+    /// How the group shares it.
+    pub(crate) mode: Mode,
+    /// An id that stays the same over restarts.
+    pub(crate) member: Option<String>,
+    /// Who does the work.
+    pub(crate) workplace: Arc<dyn Workplace>,
+}
 
 /// What a subscription does with the partitions it is given.
 #[async_trait]

@@ -1,0 +1,209 @@
+//! What a session does with the backend, one step each. Every step may be repeated after an error.
+//!
+//! Upstream: `session` and `stay`, which run them beside each other. Downstream: leases and registry of the backend.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::{
+    Backend, ConsumerName, Fence, GroupName, HeldLease, HolderName, KeeperConfig, LeaseKeeper,
+    LeaseName, StreamName,
+};
+use tokio::time::sleep;
+use tracing::warn;
+
+use super::members::{Entry, Stand, View};
+use super::placement::Me;
+use crate::config::Mode;
+use crate::error::Result;
+use crate::keys;
+
+/// How long a bell can be held by one who died while ringing it.
+const BELL_TTL: Duration = Duration::from_secs(1);
+/// How long to wait between two tries of what must not be left undone.
+const AGAIN_AFTER: Duration = Duration::from_millis(250);
+
+/// What became of the wish to be a member.
+pub(super) enum Entering {
+    /// We are.
+    Entered(LeaseKeeper, HeldLease),
+    /// Somebody bears our id, for this long at least.
+    Taken { by: HolderName, remaining: Duration },
+}
+
+/// Takes the lease that shows that this member lives.
+pub(super) async fn enter(
+    backend: Arc<dyn Backend>,
+    group: &GroupName,
+    me: &Me,
+    config: KeeperConfig,
+) -> Result<Entering> {
+    let lease = keys::member(group, &me.member);
+    let leases = Arc::clone(&backend);
+    let keeper = LeaseKeeper::new(leases, me.holder.clone(), config)?;
+    loop {
+        if let Some(held) = keeper.acquire(&lease).await? {
+            return Ok(Entering::Entered(keeper, held));
+        }
+        if let Some(Some(info)) = backend.leases(std::slice::from_ref(&lease)).await?.pop() {
+            return Ok(Entering::Taken { by: info.holder, remaining: info.remaining });
+        }
+        // It became free in between.
+    }
+}
+
+/// Tells the group of new entries. Returns, for those that cannot be, a member that shares the topic in another way.
+///
+/// Looked at before, so that members who are there are not disturbed, and after: of two who come at the same time, the
+/// second to write sees the first, and perhaps both see each other. Whoever sees another gives way.
+pub(super) async fn announce(
+    backend: &dyn Backend,
+    group: &GroupName,
+    me: &Me,
+    entries: &[Entry],
+) -> Result<Vec<Option<Entry>>> {
+    let before = View::look(backend, group, Vec::new()).await?;
+    let rival = |view: &View, entry: &Entry| view.disagrees(&entry.topic, entry.mode).cloned();
+    let mut refused: Vec<Option<Entry>> =
+        entries.iter().map(|entry| rival(&before, entry)).collect();
+    let accepted = |refused: &[Option<Entry>]| -> Vec<String> {
+        let accepted = entries.iter().zip(refused).filter(|(_, rival)| rival.is_none());
+        accepted.map(|(entry, _)| entry.to_string()).collect()
+    };
+    let announced = accepted(&refused);
+    if announced.is_empty() {
+        return Ok(refused);
+    }
+    write(backend, group, &announced).await?;
+    let after = View::look(backend, group, Vec::new()).await?;
+    for (entry, refused) in entries.iter().zip(&mut refused) {
+        *refused = refused.take().or_else(|| rival(&after, entry));
+    }
+    let staying = accepted(&refused);
+    let withdrawn: Vec<String> =
+        announced.into_iter().filter(|text| !staying.contains(text)).collect();
+    remove(backend, group, &withdrawn).await?;
+    ring(backend, &keys::bell(group), &me.holder).await;
+    Ok(refused)
+}
+
+/// Writes entries into the members' set.
+pub(super) async fn write(
+    backend: &dyn Backend,
+    group: &GroupName,
+    entries: &[String],
+) -> Result<()> {
+    let entries: Vec<&str> = entries.iter().map(String::as_str).collect();
+    backend.set_add(&keys::members(group), &entries, None).await?;
+    Ok(())
+}
+
+/// Removes entries from the members' set.
+pub(super) async fn remove(
+    backend: &dyn Backend,
+    group: &GroupName,
+    entries: &[String],
+) -> Result<()> {
+    if !entries.is_empty() {
+        let entries: Vec<&str> = entries.iter().map(String::as_str).collect();
+        backend.set_remove(&keys::members(group), &entries).await?;
+    }
+    Ok(())
+}
+
+/// Rings a bell: whoever watches looks soon. If it fails, they look a little later by themselves.
+pub(crate) async fn ring(backend: &dyn Backend, bell: &LeaseName, holder: &HolderName) {
+    let rung = async {
+        let acquired = backend.acquire(bell, holder, BELL_TTL).await?;
+        // If somebody else rings at this moment, they stop after us, and that is heard.
+        if let headwater_stream::Acquire::Won(epoch) = acquired {
+            backend.release(holder, &[Fence { lease: bell.clone(), epoch }]).await?;
+        }
+        Ok::<_, headwater_stream::StreamError>(())
+    };
+    if let Err(error) = rung.await {
+        warn!(%bell, %error, "the bell was not rung, others will notice later");
+    }
+}
+
+/// Takes the lease of a partition; `None` if somebody else has it.
+///
+/// `alive` are the consumers of members that live. Any other that ever read this stream for the group is silenced before
+/// anybody works under the new lease: a process that stands still may have a read waiting at the server.
+pub(super) async fn take(
+    backend: &dyn Backend,
+    keeper: &LeaseKeeper,
+    lease: &LeaseName,
+    (stream, group): (&StreamName, &GroupName),
+    alive: &[ConsumerName],
+) -> Result<Option<HeldLease>> {
+    let Some(held) = keeper.acquire(lease).await? else { return Ok(None) };
+    if let Err(error) = silence(backend, stream, group, alive).await {
+        // Not ours without it. Released, so that it is not renewed for nothing.
+        release(keeper, std::slice::from_ref(lease)).await;
+        return Err(error);
+    }
+    Ok(Some(held))
+}
+
+/// Ends what dead consumers of the group wait for at this stream. SILENCE: to be done by `Streams::silence`.
+async fn silence(
+    _backend: &dyn Backend,
+    _stream: &StreamName,
+    _group: &GroupName,
+    _alive: &[ConsumerName],
+) -> Result<()> {
+    Ok(())
+}
+
+/// Releases leases. If that fails they run out, or are found held for nothing.
+pub(super) async fn release(keeper: &LeaseKeeper, leases: &[LeaseName]) {
+    if let Err(error) = keeper.release(leases).await {
+        warn!(count = leases.len(), %error, "leases were not released, they run out");
+    }
+}
+
+/// What is left to do when nothing of a topic is in hand any more.
+pub(super) struct Parting {
+    /// What others read of us.
+    pub(super) entry: Entry,
+    /// What is kept for us, if we have an id that stays, and the leases behind it.
+    pub(super) resting: Option<(Entry, Vec<LeaseName>)>,
+    /// How long it is kept.
+    pub(super) rest: Duration,
+}
+
+/// Takes a topic out of the group. Tries until it is done, or dropped: others would keep partitions for us.
+pub(super) async fn part(
+    backend: &dyn Backend,
+    group: &GroupName,
+    keeper: &LeaseKeeper,
+    parting: &Parting,
+) {
+    while let Err(error) = try_part(backend, group, keeper, parting).await {
+        warn!(topic = %parting.entry.topic, %group, %error, "leaving did not succeed, trying again");
+        sleep(AGAIN_AFTER).await;
+    }
+}
+
+async fn try_part(
+    backend: &dyn Backend,
+    group: &GroupName,
+    keeper: &LeaseKeeper,
+    parting: &Parting,
+) -> Result<()> {
+    if let Some((entry, leases)) = &parting.resting {
+        // Before the partitions are free: at no moment may they seem to be nobody's.
+        write(backend, group, &[entry.to_string()]).await?;
+        let lease = keys::resting(group, &entry.member);
+        let holder = HolderName::new(format!("resting:{}", entry.member))?;
+        backend.acquire(&lease, &holder, parting.rest).await?;
+        release(keeper, leases).await;
+    }
+    remove(backend, group, &[parting.entry.to_string()]).await
+}
+
+/// Whether an entry of a dead member can be removed by anybody: nothing is taken over from it.
+pub(super) fn is_removable(entry: &Entry) -> bool {
+    matches!(entry.stand, Stand::Resting(_)) || entry.mode == Mode::Owned
+}

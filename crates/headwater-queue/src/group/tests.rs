@@ -1,0 +1,7 @@
+//! How members share topics, on every backend: with workplaces that only write down what they are told.
+
+#[macro_use]
+mod place;
+
+mod leaving;
+mod sharing;
