@@ -51,5 +51,5 @@ pub use registry::{Registry, RegistryMap};
 pub use streams::{
     Appended, Batch, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Once, Pending,
     PendingQuery, Range, Reclaim, ReclaimFrom, Reclaimed, Retention, Settle, Settled, Settlement,
-    StreamStats, Streams, TailReader, Then, TrimGuard, Trimmed,
+    Silenced, StreamStats, Streams, TailReader, Then, TrimGuard, Trimmed,
 };

@@ -75,6 +75,21 @@ pub trait Streams: Send + Sync {
         consumer: &ConsumerName,
     ) -> Result<Box<dyn GroupReader>>;
 
+    /// Ends the reads of a consumer that may still be under way on a stream, wherever they are: after it says
+    /// [`Silenced::Yes`], no read that this consumer began before the call delivers anything of this stream.
+    ///
+    /// For whoever takes over from a process that was stopped or cut off. Its last read may wait at the server, or lie in
+    /// the network; answered later, it would take entries for a consumer that is gone.
+    ///
+    /// Reads that were ended fail with `Unavailable`. All readers of that name in that group are ended, on other streams,
+    /// too: so give consumers names that are unique per process start. A read that is begun afterwards delivers as ever.
+    async fn silence(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<Silenced>;
+
     /// A reader that belongs to no group and changes nothing.
     async fn tail(&self) -> Result<Box<dyn TailReader>>;
 
@@ -136,6 +151,9 @@ pub trait GroupReader: Send {
     ///
     /// A group that is lost (flush, restart without persistence) is created again from the beginning.
     ///
+    /// A read whose connection broke is not sent again: it fails with `Unavailable`, and nothing more of it can be
+    /// delivered than what one command per connection was about to. So an owner can look at its lease before each read.
+    ///
     /// Cancel-safe: what was delivered to a read that was dropped comes with the next read. After an error, entries may
     /// have been delivered that nobody has seen: list what is `pending` for this consumer and reclaim what is not in hand.
     async fn read(
@@ -178,6 +196,22 @@ pub struct Appended {
     pub id: EntryId,
     /// Whether it was there before: by an earlier call, or by this one if its reply was lost and it was sent again.
     pub duplicate: bool,
+}
+
+/// Whether the reads of a consumer were ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use = "reads may go on"]
+pub enum Silenced {
+    /// They were.
+    Yes {
+        /// How many readers were ended: they waited, or could have.
+        ended: usize,
+    },
+    /// The server does not let this user do it. A stopped reader may still take entries, once.
+    No {
+        /// What the server said.
+        reason: String,
+    },
 }
 
 /// Entries of one stream.

@@ -66,6 +66,10 @@ async fn every_call(
         }};
     }
     ask!("append", backend.append(&stream, &[one()], &keep));
+    let once = [headwater_stream::Once { id: "a".to_owned(), fields: one() }];
+    ask!("append_once", backend.append_once(&stream, &once, hour, &keep));
+    ask!("appended", backend.appended(&stream, &["a"]));
+    ask!("silence", backend.silence(&stream, &group, &ann));
     ask!("ensure_group", backend.ensure_group(&stream, &group, GroupStart::Beginning));
     ask!("remove_group", backend.remove_group(&stream, &group));
     ask!("reset_group", backend.reset_group(&stream, &group, GroupStart::Beginning));

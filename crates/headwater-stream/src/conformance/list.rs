@@ -348,6 +348,13 @@ macro_rules! __every_promise {
                 always entries_beyond_a_limit_are_not_appended_once,
                 always ids_beyond_a_limit_are_not_marked,
             }
+            silence {
+                always a_read_that_had_begun_delivers_nothing_after_silence,
+                steady silence_leaves_other_consumers_and_groups_alone,
+                always a_silenced_consumer_can_read_again,
+                always what_was_delivered_before_silence_stays_pending,
+                always to_silence_nobody_is_no_error,
+            }
             close {
                 always a_backend_says_what_it_is,
                 always its_clock_goes_forward,

@@ -46,6 +46,7 @@ pub mod read;
 pub mod reclaim;
 pub mod registry;
 pub mod settle;
+pub mod silence;
 pub mod stats;
 pub mod tail;
 pub mod trim;

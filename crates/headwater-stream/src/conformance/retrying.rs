@@ -134,6 +134,15 @@ impl Streams for Retrying {
         Ok(Box::new(RetryingReader::new(self.clone(), inner, group, consumer)))
     }
 
+    async fn silence(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<Silenced> {
+        self.repeat(|| self.inner.silence(stream, group, consumer)).await
+    }
+
     async fn tail(&self) -> Result<Box<dyn TailReader>> {
         let inner = self.repeat(|| self.inner.tail()).await?;
         Ok(Box::new(RetryingTail::new(self.clone(), inner)))

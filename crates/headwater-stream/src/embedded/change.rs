@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 use super::codec;
 use super::effect::Effect;
 use super::engine::Inner;
-use super::hints::{Ears, Watchers};
+use super::hints::{Ears, WaitingReads, Watchers};
 use super::log::Log;
 use super::state::State;
 use crate::clock::Timestamp;
@@ -143,6 +143,10 @@ impl<'a> Change<'a> {
 
     pub(super) fn watchers(&mut self) -> &mut Watchers {
         &mut self.inner.watchers
+    }
+
+    pub(super) fn waiting_reads(&mut self) -> &mut WaitingReads {
+        &mut self.inner.waiting_reads
     }
 
     /// Fails with `Full` if the memory has no room for this many bytes more than now.

@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::change::{Change, Ended, Look, Until};
-use super::hints::{Ears, Watchers};
+use super::hints::{Ears, WaitingReads, Watchers};
 use super::log::{Log, closed};
 use super::segment::FRAME_HEADER_BYTES;
 use super::state::State;
@@ -42,6 +42,7 @@ pub(super) struct Shared {
 pub(super) struct Inner {
     pub(super) state: State,
     pub(super) watchers: Watchers,
+    pub(super) waiting_reads: WaitingReads,
     pub(super) ears: Ears,
     pub(super) buffer: Buffer,
     pub(super) is_closed: bool,
@@ -78,8 +79,10 @@ impl Shared {
         log: Option<Arc<Log>>,
     ) -> Self {
         let buffer = Buffer { bytes: Buffer::empty(), commit: 0, must: 0, is_stopping: false };
-        let (watchers, ears) = Default::default();
-        let inner = Mutex::new(Inner { state, watchers, ears, buffer, is_closed: false });
+        let (watchers, waiting_reads, ears) = Default::default();
+        let is_closed = false;
+        let inner = Inner { state, watchers, waiting_reads, ears, buffer, is_closed };
+        let inner = Mutex::new(inner);
         Self { clock, max_bytes, call_deadline, inner, to_write: Condvar::new(), log }
     }
 

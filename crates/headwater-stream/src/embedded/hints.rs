@@ -4,12 +4,13 @@
 //! moment in between in which a change goes unseen.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio::sync::Notify;
 
 use crate::leases::{HintKind, LeaseHint};
-use crate::name::LeaseName;
+use crate::name::{ConsumerName, GroupName, LeaseName};
 
 /// Who waits for something to happen to which name.
 #[derive(Debug, Default)]
@@ -37,6 +38,68 @@ impl Watchers {
 
     pub(super) fn wake_all(&self) {
         self.by_name.values().flatten().for_each(|who| who.notify_one());
+    }
+}
+
+/// Reads for a group that wait, by group and consumer.
+#[derive(Debug, Default)]
+pub(super) struct WaitingReads {
+    by_consumer: HashMap<(GroupName, ConsumerName), Vec<Arc<WaitingRead>>>,
+}
+
+/// A read that found nothing yet.
+#[derive(Debug)]
+pub(super) struct WaitingRead {
+    group: GroupName,
+    consumer: ConsumerName,
+    woken: Arc<Notify>,
+    /// Set under the lock of the engine, so that no entry is taken after it.
+    is_silenced: AtomicBool,
+}
+
+impl WaitingRead {
+    pub(super) fn is_silenced(&self) -> bool {
+        self.is_silenced.load(Ordering::Relaxed)
+    }
+}
+
+impl WaitingReads {
+    pub(super) fn add(
+        &mut self,
+        group: &GroupName,
+        consumer: &ConsumerName,
+        woken: &Arc<Notify>,
+    ) -> Arc<WaitingRead> {
+        let read = Arc::new(WaitingRead {
+            group: group.clone(),
+            consumer: consumer.clone(),
+            woken: Arc::clone(woken),
+            is_silenced: AtomicBool::new(false),
+        });
+        let key = (group.clone(), consumer.clone());
+        self.by_consumer.entry(key).or_default().push(Arc::clone(&read));
+        read
+    }
+
+    pub(super) fn remove(&mut self, read: &Arc<WaitingRead>) {
+        let key = (read.group.clone(), read.consumer.clone());
+        if let Some(all) = self.by_consumer.get_mut(&key) {
+            all.retain(|one| !Arc::ptr_eq(one, read));
+            if all.is_empty() {
+                self.by_consumer.remove(&key);
+            }
+        }
+    }
+
+    /// Ends the reads of a consumer. Returns how many there were.
+    pub(super) fn silence(&self, group: &GroupName, consumer: &ConsumerName) -> usize {
+        let key = (group.clone(), consumer.clone());
+        let all = self.by_consumer.get(&key).map_or(&[][..], Vec::as_slice);
+        for read in all {
+            read.is_silenced.store(true, Ordering::Relaxed);
+            read.woken.notify_one();
+        }
+        all.len()
     }
 }
 

@@ -12,9 +12,10 @@ use tokio::sync::Notify;
 use super::change::Change;
 use super::effect::Effect;
 use super::engine::{Engine, Shared};
+use super::hints::WaitingRead;
 use crate::check;
 use crate::entry::{Delivery, Entry, EntryId};
-use crate::error::Result;
+use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{Batch, GroupReader, TailReader};
 
@@ -66,14 +67,20 @@ impl GroupReader for Reader {
         let shared = Arc::clone(&self.engine.shared);
         let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
         let mut watch = None;
+        let mut waiting: Option<Waiting> = None;
         let mut is_over = wait.is_zero();
         loop {
             let (group, consumer, taken) = (&self.group, &self.consumer, &mut self.taken);
             let woken = &self.woken;
             shared.deliver(|change| {
+                if waiting.as_ref().is_some_and(|waiting| waiting.read.is_silenced()) {
+                    return Err(silenced());
+                }
                 take(change, streams, group, consumer, count, taken)?;
                 if taken.batches.is_empty() && watch.is_none() {
                     watch = Some(Watch::begin(&shared, change, streams.iter(), woken));
+                    let read = change.waiting_reads().add(group, consumer, woken);
+                    waiting = Some(Waiting { shared: Arc::clone(&shared), read });
                 }
                 Ok(())
             })?;
@@ -94,6 +101,23 @@ impl GroupReader for Reader {
     async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
         self.hand_out().await
     }
+}
+
+/// A read for a group that waits, until dropped.
+struct Waiting {
+    shared: Arc<Shared>,
+    read: Arc<WaitingRead>,
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.shared.lock_anyway().waiting_reads.remove(&self.read);
+    }
+}
+
+fn silenced() -> StreamError {
+    let problem = "the reads of this consumer were ended from outside".to_owned();
+    StreamError::Unavailable { problem, source: None }
 }
 
 /// Delivers up to `count` new entries of each stream into `taken`.

@@ -17,8 +17,8 @@ use crate::error::Result;
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
     Appended, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Once, Pending,
-    PendingQuery, Range, Reclaim, Reclaimed, Retention, Settle, Settled, StreamStats, Streams,
-    TailReader, TrimGuard, Trimmed,
+    PendingQuery, Range, Reclaim, Reclaimed, Retention, Settle, Settled, Silenced, StreamStats,
+    Streams, TailReader, TrimGuard, Trimmed,
 };
 
 #[async_trait]
@@ -123,6 +123,18 @@ impl Streams for Embedded {
     ) -> Result<Box<dyn GroupReader>> {
         self.shared().ensure_open()?;
         Ok(Box::new(reader::Reader::new(Arc::clone(&self.engine), group, consumer)))
+    }
+
+    /// A read that does not wait is one step under the lock: nothing else can be under way.
+    async fn silence(
+        &self,
+        _stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<Silenced> {
+        let ended =
+            self.shared().deliver(|change| Ok(change.waiting_reads().silence(group, consumer)))?;
+        Ok(Silenced::Yes { ended })
     }
 
     async fn tail(&self) -> Result<Box<dyn TailReader>> {

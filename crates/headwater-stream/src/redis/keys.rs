@@ -2,7 +2,9 @@
 //!
 //! A name is its key. What belongs to a name lies under a derived key in the slot of that name.
 
-use crate::name::{DedupScope, DelayName, LeaseName, StreamName, hash_tag};
+use crate::name::{
+    ConsumerName, DedupScope, DelayName, GroupName, LeaseName, StreamName, hash_tag,
+};
 
 /// Slots of a Redis Cluster.
 pub(super) const SLOTS: usize = 16_384;
@@ -45,6 +47,24 @@ pub(super) fn once(stream: &StreamName, id: &str) -> String {
         Some(_) => format!("once:{}:{stream}:{id}", stream.as_str().len()),
         None => format!("once:{{{stream}}}:{id}"),
     }
+}
+
+/// The mark that the reads of a consumer on a stream were ended.
+pub(super) fn silenced(stream: &StreamName, group: &GroupName, consumer: &ConsumerName) -> String {
+    let group_bytes = group.as_str().len();
+    match hash_tag(stream.as_str()) {
+        Some(_) => {
+            let stream_bytes = stream.as_str().len();
+            format!("silenced:{stream_bytes}:{group_bytes}:{stream}:{group}:{consumer}")
+        }
+        None => format!("silenced:{group_bytes}:{{{stream}}}:{group}:{consumer}"),
+    }
+}
+
+/// What the connections of a reader are called. A server takes no spaces in such a name, so it is a digest.
+pub(super) fn reader_name(database: u32, group: &GroupName, consumer: &ConsumerName) -> String {
+    let whole = format!("{group}\0{consumer}");
+    format!("headwater:reader@{database}:{}", sha1_smol::Sha1::from(whole).digest())
 }
 
 /// The channel that tells of released leases; channels belong to no database, so it says which one.
@@ -120,6 +140,9 @@ mod tests {
             assert_eq!(slot(&dedup(&scope, "{x}")), slot(name), "{name}");
             let stream = StreamName::new(name).unwrap();
             assert_eq!(slot(&once(&stream, "{x}")), slot(name), "{name}");
+            let (group, consumer) = (GroupName::new("{g}"), ConsumerName::new("{c}"));
+            let mark = silenced(&stream, &group.unwrap(), &consumer.unwrap());
+            assert_eq!(slot(&mark), slot(name), "{name}");
         }
     }
 }

@@ -29,7 +29,18 @@ const UNBLOCK_AGAIN_AFTER: Duration = Duration::from_millis(10);
 
 /// Something to read, that may have to be waited for.
 #[async_trait]
-pub(super) trait Question: Clone + PartialEq + Send + Sync {
+pub(super) trait Question: Clone + PartialEq + Send + Sync + 'static {
+    /// Whether connections bear the name of who asks, so that nobody else can use them.
+    const IS_NAMED: bool;
+
+    /// Names a new connection before anything is asked on it. Returns whether who asks was silenced meanwhile.
+    async fn introduce(
+        &self,
+        servers: &Servers,
+        connection: &mut Connection,
+        deadline: Instant,
+    ) -> Result<bool>;
+
     /// The command; with `block` it waits that many milliseconds for something to arrive.
     fn command(&self, block_ms: Option<u64>) -> Commands;
 
@@ -69,7 +80,7 @@ impl<Q: Question> Lane<Q> {
 
     /// The connection, if it can be used by others.
     pub(super) fn into_connection(self) -> Option<Connection> {
-        self.connection.filter(|connection| !connection.is_busy() && !self.asking)
+        self.connection.filter(|connection| !connection.is_busy() && !self.asking && !Q::IS_NAMED)
     }
 
     /// Asks, and waits for an answer until `wait_until`; `None` if there is nothing. An outstanding question must be
@@ -97,7 +108,7 @@ impl<Q: Question> Lane<Q> {
                 }
                 Answer::Refused(refusal) => refusal,
             };
-            let goes_on = self.redirected(servers, &refusal, deadline).await?
+            let goes_on = self.redirected(servers, question, &refusal, deadline).await?
                 || refusal.is_unblocked()
                 || timeout_at(deadline, question.mend(servers, self.slot, &refusal))
                     .await
@@ -160,7 +171,7 @@ impl<Q: Question> Lane<Q> {
         deadline: Instant,
     ) -> Result<()> {
         if self.connection.is_none() {
-            self.connect(servers, deadline).await?;
+            self.connect(servers, question, deadline).await?;
         }
         let Some(connection) = &mut self.connection else { return Ok(()) };
         let mut block = wait_until.and_then(block_ms);
@@ -178,17 +189,28 @@ impl<Q: Question> Lane<Q> {
         Ok(())
     }
 
-    async fn connect(&mut self, servers: &Arc<Servers>, deadline: Instant) -> Result<()> {
+    /// Connects. Fails if who asks was silenced meanwhile; the next question may use the connection.
+    async fn connect(
+        &mut self,
+        servers: &Arc<Servers>,
+        question: &Q,
+        deadline: Instant,
+    ) -> Result<()> {
         let opening = self.opening.get_or_insert_with(|| {
-            let (servers, slot) = (Arc::clone(servers), self.slot);
-            Opening(tokio::spawn(async move { servers.dedicated(slot, true, deadline).await }))
+            let (servers, slot, question) = (Arc::clone(servers), self.slot, question.clone());
+            Opening(tokio::spawn(async move {
+                let mut connection = servers.dedicated(slot, true, deadline).await?;
+                let silenced = question.introduce(&servers, &mut connection, deadline).await?;
+                Ok((connection, silenced))
+            }))
         });
         let opened = (&mut opening.0).await;
         self.opening = None;
         self.asking = false;
         let ended = |error| StreamError::unavailable("the attempt to connect was ended", error);
-        self.connection = Some(opened.map_err(ended)??);
-        Ok(())
+        let (connection, silenced) = opened.map_err(ended)??;
+        self.connection = Some(connection);
+        if silenced { Err(self::silenced()) } else { Ok(()) }
     }
 
     /// Waits for the answer; a server that is silent beyond its time ends the lane.
@@ -225,6 +247,7 @@ impl<Q: Question> Lane<Q> {
     async fn redirected(
         &mut self,
         servers: &Servers,
+        question: &Q,
         refusal: &Refusal,
         deadline: Instant,
     ) -> Result<bool> {
@@ -240,12 +263,12 @@ impl<Q: Question> Lane<Q> {
                 self.connection = None;
                 let Some(node) = servers.elsewhere(&address) else { return Ok(false) };
                 let opened = node.dedicated(true, deadline).await;
-                self.connection =
-                    Some(opened.map_err(|error| {
-                        StreamError::unavailable("no connection in time", error)
-                    })?);
+                let mut connection = opened
+                    .map_err(|error| StreamError::unavailable("no connection in time", error))?;
+                let silenced = question.introduce(servers, &mut connection, deadline).await?;
+                self.connection = Some(connection);
                 self.asking = true;
-                Ok(true)
+                if silenced { Err(self::silenced()) } else { Ok(true) }
             }
             _ => Ok(false),
         }
@@ -258,7 +281,7 @@ impl<Q: Question> Lane<Q> {
 }
 
 /// A connection on its way; given up with the lane.
-struct Opening(JoinHandle<Result<Connection>>);
+struct Opening(JoinHandle<Result<(Connection, bool)>>);
 
 impl Drop for Opening {
     fn drop(&mut self) {
@@ -280,6 +303,11 @@ fn block_ms(until: Instant) -> Option<u64> {
     // The server counts whole milliseconds, and 0 means for ever.
     let ms = (left + Duration::from_micros(500)).as_millis() as u64;
     (ms > 0).then_some(ms)
+}
+
+fn silenced() -> StreamError {
+    let problem = "the reads of this consumer were ended from outside while this one connected";
+    StreamError::Unavailable { problem: problem.to_owned(), source: None }
 }
 
 fn silent() -> io::Error {

@@ -33,6 +33,8 @@ mod cluster;
 mod call;
 mod servers;
 
+mod silence;
+
 mod lane;
 
 mod lanes;

@@ -5,12 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use tokio::time::Instant;
 
 use super::command::Commands;
+use super::connection::Connection;
 use super::error::{Failure, Refusal};
 use super::lane::Question;
 use super::lanes::{Arrived, Lanes};
 use super::servers::{Effect, Servers};
+use super::silence;
 use super::streams::create_group;
 use crate::check;
 use crate::entry::Delivery;
@@ -89,6 +92,18 @@ impl GroupReader for RedisGroupReader {
 
 #[async_trait]
 impl Question for GroupQuestion {
+    const IS_NAMED: bool = true;
+
+    async fn introduce(
+        &self,
+        servers: &Servers,
+        connection: &mut Connection,
+        deadline: Instant,
+    ) -> Result<bool> {
+        let who = (&self.group, &self.consumer);
+        silence::introduce(servers, connection, &self.streams, who, deadline).await
+    }
+
     fn command(&self, block_ms: Option<u64>) -> Commands {
         let blocks = if block_ms.is_some() { 2 } else { 0 };
         let bytes: usize = self.streams.iter().map(|stream| stream.as_str().len() + 24).sum();

@@ -35,6 +35,7 @@ pub(super) enum Effect {
 /// All servers of a backend.
 pub(super) struct Servers {
     topology: Topology,
+    database: u32,
     call_deadline: Duration,
     closed: watch::Sender<bool>,
     /// The same, for the many calls that only look.
@@ -50,6 +51,7 @@ enum Topology {
 
 impl Servers {
     pub(super) fn new(place: &Place, manners: Manners, call_deadline: Duration) -> Self {
+        let database = manners.access.database;
         let topology = match place.clone() {
             Place::Single(address) => {
                 Topology::One(Arc::new(Node::new(Target::Fixed(address), manners)))
@@ -62,6 +64,7 @@ impl Servers {
         };
         Self {
             topology,
+            database,
             call_deadline,
             closed: watch::Sender::new(false),
             is_closed: false.into(),
@@ -76,6 +79,10 @@ impl Servers {
     /// The slot of a key; always 0 without a cluster.
     pub(super) fn slot(&self, key: &str) -> u16 {
         if self.is_cluster() { keys::slot(key) } else { 0 }
+    }
+
+    pub(super) fn database(&self) -> u32 {
+        self.database
     }
 
     pub(super) fn call_deadline(&self) -> Duration {

@@ -20,7 +20,7 @@ use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
     Appended, Direction, GroupReader, GroupStart, Once, Pending, PendingQuery, Range, Reclaim,
-    ReclaimFrom, Reclaimed, Retention, Settle, Settled, StreamStats, Streams, TailReader,
+    ReclaimFrom, Reclaimed, Retention, Settle, Settled, Silenced, StreamStats, Streams, TailReader,
     TrimGuard, Trimmed,
 };
 
@@ -143,6 +143,15 @@ impl Streams for RedisBackend {
     ) -> Result<Box<dyn GroupReader>> {
         self.servers.check_open()?;
         Ok(Box::new(RedisGroupReader::new(&self.servers, group, consumer)))
+    }
+
+    async fn silence(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<Silenced> {
+        self.silence_readers(stream, group, consumer).await
     }
 
     async fn tail(&self) -> Result<Box<dyn TailReader>> {

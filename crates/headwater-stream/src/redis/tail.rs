@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use tokio::time::Instant;
 
 use super::command::Commands;
+use super::connection::Connection;
 use super::error::{Failure, Refusal};
 use super::lane::Question;
 use super::lanes::{Arrived, Lanes};
@@ -86,6 +88,17 @@ impl TailReader for RedisTailReader {
 
 #[async_trait]
 impl Question for TailQuestion {
+    const IS_NAMED: bool = false;
+
+    async fn introduce(
+        &self,
+        _servers: &Servers,
+        _connection: &mut Connection,
+        _deadline: Instant,
+    ) -> Result<bool> {
+        Ok(false)
+    }
+
     fn command(&self, block_ms: Option<u64>) -> Commands {
         let blocks = if block_ms.is_some() { 2 } else { 0 };
         let mut commands = Commands::new();

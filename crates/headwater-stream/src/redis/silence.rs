@@ -1,0 +1,185 @@
+//! Ends the reads of one consumer that may still be under way, wherever they are: waiting at the server, or in the network.
+//!
+//! Every connection of a reader bears a name made of group and consumer, and the server knows it before the first read is
+//! sent. So whoever takes over lists the connections of that name and has the server end them.
+//! A reader that is only just connecting would be missed. Therefore a mark is set first, and a reader looks for it after it
+//! has named its connection and before it sends anything: either its connection is in the list, or it sees the mark.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use tokio::time::{Instant, timeout_at};
+
+use super::RedisBackend;
+use super::command::Commands;
+use super::connection::{ConnectError, Connection};
+use super::error::Failure;
+use super::keys;
+use super::node::Node;
+use super::reply::Value;
+use super::servers::{Effect, Servers};
+use crate::error::{Result, StreamError};
+use crate::limits::WAIT_MAX;
+use crate::name::{ConsumerName, GroupName, StreamName};
+use crate::streams::Silenced;
+
+/// How long the mark lies. A read that began before it and still connects is given up long before.
+const MARK_FOR: Duration = Duration::from_secs(60 * 60);
+/// How long servers may take that most probably have nothing to do with the stream.
+const OTHERS_MAX: Duration = Duration::from_secs(1);
+
+const _: () = assert!(MARK_FOR.as_secs() > 10 * WAIT_MAX.as_secs());
+
+impl RedisBackend {
+    pub(super) async fn silence_readers(
+        &self,
+        stream: &StreamName,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Result<Silenced> {
+        let mark = keys::silenced(stream, group, consumer);
+        let ms = MARK_FOR.as_millis().to_string();
+        let commands = Commands::one(&["SET", &mark, "1", "PX", &ms]);
+        let replies = self.call(stream, commands, Effect::Repeatable).await?;
+        let unmarked = match replies.cursor().text() {
+            Ok(_) => None,
+            Err(Failure::Refused(refusal)) => Some(refusal.to_string()),
+            Err(failure) => return Err(failure.about(&mark)),
+        };
+        let deadline = self.servers.deadline();
+        let slot = self.slot(stream);
+        let owner = self.servers.owner(slot, deadline).await.map_err(unreachable)?;
+        let name = keys::reader_name(self.database, group, consumer);
+        // While a slot moves, a reader may wait at the server that is to have it.
+        let soon = deadline.min(Instant::now() + OTHERS_MAX);
+        let others = self.servers.primaries();
+        let others = others.iter().filter(|node| !std::sync::Arc::ptr_eq(node, &owner));
+        let others = join_all(others.map(|node| end_readers(node, &name, soon)));
+        let (ended, others) = tokio::join!(end_readers(&owner, &name, deadline), others);
+        let elsewhere: usize = others.into_iter().flatten().flatten().sum();
+        Ok(match (ended?, unmarked) {
+            (Ok(ended), None) => Silenced::Yes { ended: ended + elsewhere },
+            (Err(reason), _) | (Ok(_), Some(reason)) => Silenced::No { reason },
+        })
+    }
+}
+
+/// Has a server end all connections of this name. Returns how many there were, or why it does not.
+async fn end_readers(
+    node: &std::sync::Arc<Node>,
+    name: &str,
+    deadline: Instant,
+) -> Result<Result<usize, String>> {
+    let mut commands = Commands::new();
+    commands.add(&["CLIENT", "GETNAME"]);
+    commands.add(&["CLIENT", "LIST", "TYPE", "normal"]);
+    let packed = commands.pack();
+    let sent = node.send(&packed.bytes, packed.len(), deadline).await.map_err(unreachable)?;
+    let replies =
+        sent.map_err(|error| StreamError::unavailable("no list of connections", error))?;
+    let mut cursor = replies.cursor();
+    let protocol = |failure: Failure| failure.about("CLIENT LIST");
+    if let Value::Nil | Value::Text(b"") | Value::Error(_) = cursor.value().map_err(protocol)? {
+        return Ok(Err("connections may not bear names here (CLIENT SETNAME)".to_owned()));
+    }
+    let numbers = match cursor.value().map_err(protocol)? {
+        Value::Text(list) => connections_of(&String::from_utf8_lossy(list), name),
+        Value::Error(refusal) => return Ok(Err(String::from_utf8_lossy(refusal).into_owned())),
+        _ => return Err(protocol(Failure::shape("no list of connections"))),
+    };
+    if numbers.is_empty() {
+        return Ok(Ok(0));
+    }
+    let mut commands = Commands::new();
+    numbers.iter().for_each(|number| commands.add(&["CLIENT", "KILL", "ID", number]));
+    let packed = commands.pack();
+    let sent = node.send(&packed.bytes, packed.len(), deadline).await.map_err(unreachable)?;
+    let replies =
+        sent.map_err(|error| StreamError::unavailable("a reader was not ended", error))?;
+    let mut cursor = replies.cursor();
+    let mut ended = 0;
+    for _ in &numbers {
+        match cursor.value().map_err(protocol)? {
+            // None: it ended by itself meanwhile.
+            Value::Number(number) => ended += usize::from(number > 0),
+            Value::Error(refusal) => return Ok(Err(String::from_utf8_lossy(refusal).into_owned())),
+            _ => return Err(protocol(Failure::shape("no number of connections"))),
+        }
+    }
+    Ok(Ok(ended))
+}
+
+/// The numbers of the connections that bear this name.
+fn connections_of(list: &str, name: &str) -> Vec<String> {
+    let number = |line: &str| {
+        let word = |key: &str| line.split(' ').find_map(|word| word.strip_prefix(key));
+        (word("name=") == Some(name)).then(|| word("id=").map(str::to_owned)).flatten()
+    };
+    list.lines().filter_map(number).collect()
+}
+
+/// Names a new connection of a reader. Returns whether its consumer may have been silenced on one of these streams
+/// meanwhile.
+pub(super) async fn introduce(
+    servers: &Servers,
+    connection: &mut Connection,
+    streams: &[StreamName],
+    (group, consumer): (&GroupName, &ConsumerName),
+    deadline: Instant,
+) -> Result<bool> {
+    let name = keys::reader_name(servers.database(), group, consumer);
+    let packed = Commands::one(&["CLIENT", "SETNAME", &name]).pack();
+    let late = || StreamError::Unavailable {
+        problem: "a connection was not ready in time".to_owned(),
+        source: None,
+    };
+    let named = timeout_at(deadline, connection.ask(&packed)).await.map_err(|_| late())?;
+    // A server that refuses names says so to whoever wants to silence.
+    named.map_err(|error| StreamError::unavailable("a new connection broke off", error))?;
+    let Some(first) = streams.first() else { return Ok(false) };
+    let mut commands = Commands::new();
+    for stream in streams {
+        commands.add(&["EXISTS", &keys::silenced(stream, group, consumer)]);
+    }
+    // On the shared link, which follows a slot that moves.
+    let call = servers.call(servers.slot(first.as_str()), commands, Effect::Repeatable);
+    let replies = timeout_at(deadline, call).await.map_err(|_| late())??;
+    let mut cursor = replies.cursor();
+    let mut silenced = false;
+    for _ in streams {
+        silenced |= match cursor.value().map_err(|failure| failure.about(first))? {
+            Value::Number(found) => found > 0,
+            // Who may not look for marks may not set them either.
+            _ => false,
+        };
+    }
+    // Else a mark could have lapsed: time passes also while a process stands still.
+    if Instant::now() >= deadline {
+        return Err(late());
+    }
+    Ok(silenced)
+}
+
+fn unreachable(error: ConnectError) -> StreamError {
+    match error {
+        ConnectError::Refused(error) => error,
+        error => StreamError::unavailable("no connection in time", error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_are_found_by_their_whole_name() {
+        let list = "id=3 addr=1.2.3.4:5 name=headwater age=1 cmd=xreadgroup\n\
+                    id=4 addr=1.2.3.4:6 name=headwater:reader@0:ab age=1 cmd=xreadgroup\n\
+                    id=5 addr=1.2.3.4:7 name= age=1\n\
+                    id=66 addr=1.2.3.4:8 name=headwater:reader@0:abc age=1\n\
+                    id=7 addr=1.2.3.4:9 name=headwater:reader@0:ab age=1\n";
+        assert_eq!(connections_of(list, "headwater:reader@0:ab"), ["4", "7"]);
+        assert!(connections_of(list, "headwater:reader@1:ab").is_empty());
+        assert!(connections_of("garbage", "x").is_empty());
+    }
+}

@@ -1,0 +1,219 @@
+//! Takes over from readers that are stopped or cut off: what they had asked for reaches nobody any more.
+#![cfg(feature = "redis")]
+
+mod redis_steps;
+
+use std::env;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use headwater_stream::{
+    Backend, EntryId, GroupReader, GroupStart, PendingQuery, Retention, Silenced, StreamError,
+    StreamName,
+};
+use headwater_testkit::{Child, Cluster, Proxy, Redis};
+
+use crate::redis_steps::*;
+
+const URL: &str = "HEADWATER_TEST_URL";
+const STREAMS: &str = "HEADWATER_TEST_STREAMS";
+const PATIENCE: Duration = Duration::from_secs(30);
+
+async fn append(backend: &Arc<dyn Backend>, name: &StreamName) -> Result<Vec<EntryId>> {
+    Ok(backend.append(name, &[one()], &Retention::KEEP_ALL).await?)
+}
+
+async fn silence(backend: &Arc<dyn Backend>, name: &StreamName) -> Result<usize> {
+    match backend.silence(name, &group("workers"), &consumer("ann")).await? {
+        Silenced::Yes { ended } => Ok(ended),
+        Silenced::No { reason } => bail!("not silenced: {reason}"),
+    }
+}
+
+/// The entries go to the next owner, and none to the one before.
+async fn assert_left_for_bob(
+    backend: &Arc<dyn Backend>,
+    name: &StreamName,
+    ids: &[EntryId],
+) -> Result<()> {
+    let query = PendingQuery {
+        stream: name,
+        group: &group("workers"),
+        consumer: Some(&consumer("ann")),
+        min_idle: Duration::ZERO,
+        after: None,
+        count: 100,
+    };
+    assert_eq!(backend.pending(query).await?, [], "{name}: delivered to the dead");
+    let mut bob = backend.reader(&group("workers"), &consumer("bob")).await?;
+    assert_eq!(read_ids(&mut *bob, name).await?, ids, "{name}");
+    Ok(())
+}
+
+fn assert_unavailable<T: std::fmt::Debug>(answer: &Result<T, StreamError>) {
+    assert!(matches!(answer, Err(StreamError::Unavailable { .. })), "{answer:?}");
+}
+
+/// Returns when so many connections of this server wait in a read for a group.
+async fn until_readers_wait(redis: &Redis, count: usize) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        let list = redis.command(&["CLIENT", "LIST"])?.text();
+        let waits = |line: &&str| line.contains("cmd=xreadgroup") && line.contains("flags=b");
+        if list.lines().filter(waits).count() >= count {
+            return Ok(());
+        }
+        if start.elapsed() > PATIENCE {
+            bail!("no reader waits: {list}");
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "run and stopped by other tests"]
+async fn child_that_reads() -> Result<()> {
+    let (Ok(url), Ok(streams)) = (env::var(URL), env::var(STREAMS)) else { return Ok(()) };
+    let backend = open(&url).await?;
+    let streams: Vec<StreamName> = streams.split(' ').map(stream).collect();
+    let mut reader = backend.reader(&group("workers"), &consumer("ann")).await?;
+    println!("\nreads");
+    match reader.read(&streams, 10, Duration::from_secs(60)).await {
+        Err(StreamError::Unavailable { .. }) => println!("\nended"),
+        other => println!("\nended otherwise: {other:?}"),
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopped_process_that_waits_in_a_read_gets_nothing_after_silence() -> Result<()> {
+    let redis = Redis::start()?;
+    let backend = open(&redis.url()).await?;
+    let name = stream("orders");
+    backend.ensure_group(&name, &group("workers"), GroupStart::Beginning).await?;
+    let child = Child::spawn_self("child_that_reads", &[(URL, &redis.url()), (STREAMS, "orders")])?;
+    child.line_after("reads", PATIENCE)?;
+    until_readers_wait(&redis, 1).await?;
+    child.pause()?;
+
+    assert_eq!(silence(&backend, &name).await?, 1);
+
+    let ids = append(&backend, &name).await?;
+    assert_left_for_bob(&backend, &name, &ids).await?;
+    child.resume()?;
+    let word = child.line_after("ended", PATIENCE)?;
+    assert_eq!(word.trim(), "", "the read did not end as it should");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopped_process_gets_nothing_from_any_node_of_a_cluster_after_silence() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let backend = open(&cluster.url()).await?;
+    let names = ["orders-0", "orders-1", "orders-2", "orders-3"].map(stream);
+    for name in &names {
+        backend.ensure_group(name, &group("workers"), GroupStart::Beginning).await?;
+    }
+    let list = names.each_ref().map(StreamName::as_str).join(" ");
+    let child = Child::spawn_self("child_that_reads", &[(URL, &cluster.url()), (STREAMS, &list)])?;
+    child.line_after("reads", PATIENCE)?;
+    for name in &names {
+        until_readers_wait(cluster.primary_of_slot(cluster.slot_of(name.as_str())?)?, 1).await?;
+    }
+    child.pause()?;
+
+    for name in &names {
+        silence(&backend, name).await?;
+    }
+
+    for name in &names {
+        let ids = append(&backend, name).await?;
+        assert_left_for_bob(&backend, name, &ids).await?;
+    }
+    child.resume()?;
+    let word = child.line_after("ended", PATIENCE)?;
+    assert_eq!(word.trim(), "", "the read did not end as it should");
+    Ok(())
+}
+
+/// A reader behind a proxy, and the backend of the next owner.
+async fn apart() -> Result<(Redis, Proxy, Arc<dyn Backend>, Box<dyn GroupReader>)> {
+    let redis = Redis::start()?;
+    let proxy = Proxy::start(redis.addr())?;
+    let next = open(&redis.url()).await?;
+    next.ensure_group(&stream("orders"), &group("workers"), GroupStart::Beginning).await?;
+    let before = open(&redis.url_at(proxy.addr())).await?;
+    let reader = before.reader(&group("workers"), &consumer("ann")).await?;
+    Ok((redis, proxy, next, reader))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_that_is_still_in_the_network_gets_nothing_after_silence() -> Result<()> {
+    let (_redis, proxy, next, mut reader) = apart().await?;
+    let name = stream("orders");
+    let streams = [name.clone()];
+    assert_eq!(reader.read(&streams, 10, Duration::ZERO).await?, []);
+    proxy.stall()?;
+    let mut read = Box::pin(reader.read(&streams, 10, Duration::from_secs(20)));
+    assert!(futures_util::poll!(&mut read).is_pending());
+
+    assert_eq!(silence(&next, &name).await?, 1);
+
+    let ids = append(&next, &name).await?;
+    proxy.heal()?;
+    assert_unavailable(&read.await);
+    assert_left_for_bob(&next, &name, &ids).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_whose_connection_is_still_in_the_network_gets_nothing_after_silence() -> Result<()>
+{
+    let (_redis, proxy, next, mut reader) = apart().await?;
+    let name = stream("orders");
+    let streams = [name.clone()];
+    proxy.stall()?;
+    let mut read = Box::pin(reader.read(&streams, 10, Duration::from_secs(20)));
+    assert!(futures_util::poll!(&mut read).is_pending());
+
+    assert_eq!(silence(&next, &name).await?, 0, "there is no connection yet");
+
+    let ids = append(&next, &name).await?;
+    proxy.heal()?;
+    assert_unavailable(&read.await);
+    assert_left_for_bob(&next, &name, &ids).await?;
+
+    // Whoever looked at its lease after that and reads again is not held up.
+    let ids = append(&next, &name).await?;
+    assert_eq!(read_ids(&mut *reader, &name).await?, ids);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_may_not_end_connections_is_told_so() -> Result<()> {
+    for rules in ["~* &* +@all -client|kill", "~* &* +@all -@dangerous", "~* &* +@all -client"] {
+        let redis = Redis::builder().user("worker", "secret", rules).start()?;
+        let backend = open(&redis.url()).await?;
+        let mut ann = backend.reader(&group("workers"), &consumer("ann")).await?;
+        assert_eq!(ann.read(&[stream("orders")], 10, Duration::ZERO).await?, [], "{rules}");
+        let answer =
+            backend.silence(&stream("orders"), &group("workers"), &consumer("ann")).await?;
+        assert!(matches!(answer, Silenced::No { .. }), "{rules}: {answer:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reader_in_another_database_is_left_alone() -> Result<()> {
+    let redis = Redis::start()?;
+    let (here, there) = (open(&redis.url()).await?, open(&format!("{}7", redis.url())).await?);
+    let mut ann = there.reader(&group("workers"), &consumer("ann")).await?;
+    let name = stream("orders");
+    let streams = [name.clone()];
+    let reading = tokio::spawn(async move { ann.read(&streams, 10, PATIENCE).await });
+    until_readers_wait(&redis, 1).await?;
+    assert_eq!(silence(&here, &name).await?, 0);
+    let ids = append(&there, &name).await?;
+    assert_eq!(reading.await??[0].entries[0].id, ids[0]);
+    Ok(())
+}
