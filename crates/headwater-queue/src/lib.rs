@@ -30,6 +30,7 @@ mod producer;
 mod consumer;
 
 pub use config::{ConsumerConfig, Mode, Order, ProducerConfig, QueueConfig};
+pub use consumer::{Subscription, SubscriptionStats};
 pub use dead_letter::DeadLetter;
 pub use error::{QueueError, Result};
 pub use keys::Layout;

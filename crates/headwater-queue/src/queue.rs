@@ -12,6 +12,7 @@ use headwater_stream::Backend;
 use tokio::time::Instant;
 
 use crate::config::QueueConfig;
+use crate::consumer::Consumers;
 use crate::error::Result;
 use crate::group::Coordinator;
 use crate::keys::Layout;
@@ -27,6 +28,8 @@ pub(crate) struct Inner {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) config: QueueConfig,
     pub(crate) coordinator: Coordinator,
+    /// What its subscriptions share.
+    pub(crate) consumers: Arc<Consumers>,
     known: Mutex<HashMap<TopicName, (Instant, Arc<Topic>)>>,
     /// Grows whenever something that is known was forgotten, for those who keep what they know elsewhere.
     forgotten: AtomicU64,
@@ -51,8 +54,15 @@ impl Queue {
     pub fn with_config(backend: Arc<dyn Backend>, config: QueueConfig) -> Result<Self> {
         config.validate()?;
         let coordinator = Coordinator::new(Arc::clone(&backend), config.clone());
-        let (known, forgotten) = (Mutex::default(), AtomicU64::new(0));
-        Ok(Self { inner: Arc::new(Inner { backend, config, coordinator, known, forgotten }) })
+        let inner = Inner {
+            backend,
+            config,
+            coordinator,
+            consumers: Arc::default(),
+            known: Mutex::default(),
+            forgotten: AtomicU64::new(0),
+        };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// The backend it lives on.

@@ -1,3 +1,35 @@
 //! Consumers: how the messages of the partitions of this process are handled.
 //!
 //! Upstream: applications subscribe. Downstream: `group` says which partitions, the backend has the messages.
+//!
+//! The way of a message: `feed` reads it, `worker` keeps it until a `runner` calls the handler, `verdict` says what
+//! becomes of it, `settling` ends its delivery. The others look after what goes wrong meanwhile.
+
+// In dependency order: each module uses only those above it.
+mod lanes;
+mod verdict;
+
+mod job;
+mod meters;
+
+mod feed;
+mod worker;
+
+mod runner;
+mod settling;
+
+mod adoption;
+mod closing;
+mod resting;
+
+mod mover;
+mod upkeep;
+
+mod consumers;
+mod workplace;
+
+mod subscription;
+
+pub(crate) use consumers::Consumers;
+pub use job::SubscriptionStats;
+pub use subscription::Subscription;

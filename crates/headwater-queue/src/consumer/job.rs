@@ -1,0 +1,113 @@
+//! What is the same for all partitions of a subscription: its handler, its settings, its counts.
+//!
+//! Upstream: `subscription` makes it. Downstream: every `worker` of the subscription.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use headwater_stream::Backend;
+
+use super::verdict::Ended;
+use crate::config::ConsumerConfig;
+use crate::retry::Handler;
+use crate::topic::{GroupName, TopicName};
+use crate::trace::TraceBridge;
+
+pub(super) struct Job {
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) topic: TopicName,
+    pub(super) group: GroupName,
+    pub(super) handler: Arc<dyn Handler>,
+    pub(super) config: ConsumerConfig,
+    pub(super) trace: Option<Arc<dyn TraceBridge>>,
+    /// Whether handlers are to be left alone for now.
+    pub(super) paused: AtomicBool,
+    /// Messages that each partition may have in hand: its share of `in_flight_max`.
+    pub(super) share: AtomicUsize,
+    /// Messages in hand, of all partitions.
+    pub(super) in_hand: AtomicUsize,
+    tally: Tally,
+}
+
+#[derive(Default)]
+struct Tally {
+    done: AtomicU64,
+    retried: AtomicU64,
+    released: AtomicU64,
+    dead_letters: AtomicU64,
+}
+
+/// What a subscription of this process has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SubscriptionStats {
+    /// Partitions this process works on.
+    pub partitions: usize,
+    /// Messages in hand: read ahead, being handled or waiting for their next try.
+    pub in_flight: usize,
+    /// Messages that were handled.
+    pub done: u64,
+    /// Failures that were followed by another try.
+    pub retried: u64,
+    /// Messages that were given back unhandled.
+    pub released: u64,
+    /// Messages that became dead letters.
+    pub dead_letters: u64,
+}
+
+impl Job {
+    pub(super) fn new(
+        backend: Arc<dyn Backend>,
+        topic: TopicName,
+        group: GroupName,
+        handler: Arc<dyn Handler>,
+        config: ConsumerConfig,
+        trace: Option<Arc<dyn TraceBridge>>,
+    ) -> Self {
+        let share = AtomicUsize::new(config.in_flight_max);
+        Self {
+            backend,
+            topic,
+            group,
+            handler,
+            config,
+            trace,
+            paused: AtomicBool::new(false),
+            share,
+            in_hand: AtomicUsize::new(0),
+            tally: Tally::default(),
+        }
+    }
+
+    /// Splits what may be in hand between so many partitions.
+    pub(super) fn split(&self, partitions: usize) {
+        let share = self.config.in_flight_max / partitions.max(1);
+        self.share.store(share.max(1), Ordering::Relaxed);
+    }
+
+    pub(super) fn is_paused(&self) -> bool {
+        self.paused.load(Ordering::Acquire)
+    }
+
+    pub(super) fn count(&self, result: Ended) {
+        let tally = match result {
+            Ended::Done => &self.tally.done,
+            Ended::Retry => &self.tally.retried,
+            Ended::Release => &self.tally.released,
+            Ended::DeadLetter(_) => &self.tally.dead_letters,
+        };
+        tally.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn stats(&self, partitions: usize) -> SubscriptionStats {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        SubscriptionStats {
+            partitions,
+            in_flight: self.in_hand.load(Ordering::Relaxed),
+            done: read(&self.tally.done),
+            retried: read(&self.tally.retried),
+            released: read(&self.tally.released),
+            dead_letters: read(&self.tally.dead_letters),
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Messages of one partition that are in hand, and which of them may be handled now.
+//!
+//! Upstream: `worker` puts in what was read. Downstream: its runners take out what is ready.
+//! Promises: messages come out in the order they came in; with [`Order::PerKey`], one of a key at a time, and the key's
+//! later ones stay behind it until it has ended. A message without a key waits for nobody.
+//! Not here: time and tasks. This is plain data, under the lock of its worker.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use bytes::Bytes;
+use headwater_stream::{Delivery, EntryId};
+
+use crate::config::Order;
+use crate::message::KEY;
+
+/// A message in hand.
+#[derive(Clone, Debug)]
+pub(super) struct Item {
+    pub(super) delivery: Delivery,
+    /// How often it failed here, in its lane.
+    pub(super) failures: u32,
+    /// The lane it holds up, with [`Order::PerKey`].
+    pub(super) key: Option<Bytes>,
+}
+
+#[derive(Debug)]
+pub(super) struct Lanes {
+    order: Order,
+    ready: VecDeque<Item>,
+    /// Keys of which one message is ready, handled, resting or held; and those that wait behind it.
+    busy: HashMap<Bytes, VecDeque<Item>>,
+    /// How many wait behind others.
+    behind: usize,
+    /// Those that failed and wait for their next try.
+    resting: HashMap<EntryId, Item>,
+    /// Those that wait for older messages of their key in another partition.
+    held: HashMap<EntryId, Item>,
+}
+
+impl Lanes {
+    pub(super) fn new(order: Order) -> Self {
+        Self {
+            order,
+            ready: VecDeque::new(),
+            busy: HashMap::new(),
+            behind: 0,
+            resting: HashMap::new(),
+            held: HashMap::new(),
+        }
+    }
+
+    /// Takes a message in.
+    pub(super) fn add(&mut self, delivery: Delivery) {
+        let key = match self.order {
+            Order::Relaxed => None,
+            Order::PerKey => delivery.fields.get(KEY).cloned(),
+        };
+        let item = Item { delivery, failures: 0, key };
+        if let Some(key) = &item.key {
+            if let Some(lane) = self.busy.get_mut(key) {
+                lane.push_back(item);
+                self.behind += 1;
+                return;
+            }
+            self.busy.insert(key.clone(), VecDeque::new());
+        }
+        self.ready.push_back(item);
+    }
+
+    /// The next message to handle.
+    pub(super) fn next(&mut self) -> Option<Item> {
+        self.ready.pop_front()
+    }
+
+    /// A message of this key has ended: the next one is ready.
+    pub(super) fn ended(&mut self, key: Option<&Bytes>) {
+        let Some(key) = key else { return };
+        match self.busy.get_mut(key).map(VecDeque::pop_front) {
+            Some(Some(next)) => {
+                self.behind -= 1;
+                self.ready.push_back(next);
+            }
+            Some(None) => {
+                self.busy.remove(key);
+            }
+            None => {}
+        }
+    }
+
+    /// A message failed: its lane waits until it is woken.
+    pub(super) fn rest(&mut self, item: Item) {
+        self.resting.insert(item.delivery.id, item);
+    }
+
+    /// A message that rests, to be tried again; `None` if it is gone.
+    pub(super) fn resting(&self, id: EntryId) -> Option<&Item> {
+        self.resting.get(&id)
+    }
+
+    /// Takes a message out that rests.
+    pub(super) fn take_resting(&mut self, id: EntryId) -> Option<Item> {
+        self.resting.remove(&id)
+    }
+
+    /// A message that rested is ready again, before all others.
+    pub(super) fn wake(&mut self, id: EntryId, deliveries: u64) -> bool {
+        let Some(mut item) = self.resting.remove(&id) else { return false };
+        item.delivery.deliveries = deliveries;
+        self.ready.push_front(item);
+        true
+    }
+
+    /// A message waits at a gate, and its lane with it.
+    pub(super) fn hold(&mut self, item: Item) {
+        self.held.insert(item.delivery.id, item);
+    }
+
+    /// Those whose gate is open now are ready, in the order of their ids.
+    pub(super) fn let_through(&mut self, is_open: impl Fn(&Item) -> bool) -> usize {
+        let mut open: Vec<EntryId> =
+            self.held.iter().filter(|(_, item)| is_open(item)).map(|(id, _)| *id).collect();
+        open.sort_unstable();
+        for id in &open {
+            self.ready.extend(self.held.remove(id));
+        }
+        open.len()
+    }
+
+    /// Those that wait at a gate.
+    pub(super) fn held(&self) -> impl Iterator<Item = &Item> {
+        self.held.values()
+    }
+
+    pub(super) fn held_len(&self) -> usize {
+        self.held.len()
+    }
+
+    pub(super) fn ready_len(&self) -> usize {
+        self.ready.len()
+    }
+
+    /// How many there are, whatever they wait for.
+    pub(super) fn len(&self) -> usize {
+        self.ready.len() + self.behind + self.resting.len() + self.held.len()
+    }
+
+    /// The entries of all of them.
+    pub(super) fn ids(&self) -> impl Iterator<Item = EntryId> {
+        let behind = self.busy.values().flatten();
+        let apart = self.resting.values().chain(self.held.values());
+        self.ready.iter().chain(behind).chain(apart).map(|item| item.delivery.id)
+    }
+
+    /// Takes everything out, in no particular order.
+    pub(super) fn clear(&mut self) -> Vec<EntryId> {
+        let ids = self.ids().collect();
+        *self = Self::new(self.order);
+        ids
+    }
+
+    /// Takes these out, wherever they wait. Returns how many there were.
+    pub(super) fn remove(&mut self, gone: &HashSet<EntryId>) -> usize {
+        let before = self.len();
+        let stays = |item: &Item| !gone.contains(&item.delivery.id);
+        for lane in self.busy.values_mut() {
+            lane.retain(stays);
+        }
+        self.behind = self.busy.values().map(VecDeque::len).sum();
+        // Those at the head of a lane let the next one pass.
+        let mut heads = Vec::new();
+        self.ready.retain(|item| stays(item) || !heads_push(&mut heads, item));
+        self.resting.retain(|_, item| stays(item) || !heads_push(&mut heads, item));
+        self.held.retain(|_, item| stays(item) || !heads_push(&mut heads, item));
+        let removed = before - self.len();
+        for key in heads {
+            self.ended(key.as_ref());
+        }
+        removed
+    }
+}
+
+fn heads_push(heads: &mut Vec<Option<Bytes>>, item: &Item) -> bool {
+    heads.push(item.key.clone());
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use headwater_stream::Fields;
+
+    use super::*;
+
+    fn delivery(n: u64, key: Option<&str>) -> Delivery {
+        let mut pairs = vec![("payload", "x".to_owned())];
+        pairs.extend(key.map(|key| (KEY, key.to_owned())));
+        Delivery { id: EntryId::new(n, 0), fields: Fields::new(pairs), deliveries: 1 }
+    }
+
+    fn lanes(order: Order, keys: &[Option<&str>]) -> Lanes {
+        let mut lanes = Lanes::new(order);
+        for (n, key) in keys.iter().enumerate() {
+            lanes.add(delivery(n as u64, *key));
+        }
+        lanes
+    }
+
+    fn ready(lanes: &mut Lanes) -> Vec<u64> {
+        std::iter::from_fn(|| lanes.next()).map(|item| item.delivery.id.ms).collect()
+    }
+
+    #[test]
+    fn without_order_everything_is_ready_at_once() {
+        let mut lanes = lanes(Order::Relaxed, &[Some("a"), Some("a"), None]);
+        assert_eq!(ready(&mut lanes), [0, 1, 2]);
+        assert_eq!(lanes.len(), 0);
+    }
+
+    #[test]
+    fn of_each_key_one_is_ready_and_the_next_follows_when_it_ends() {
+        let mut lanes = lanes(Order::PerKey, &[Some("a"), Some("a"), Some("b"), None, None]);
+        assert_eq!(ready(&mut lanes), [0, 2, 3, 4]);
+        lanes.ended(None);
+        assert!(ready(&mut lanes).is_empty());
+        let a = Bytes::from_static(b"a");
+        lanes.ended(Some(&a));
+        assert_eq!(ready(&mut lanes), [1]);
+        lanes.ended(Some(&a));
+        lanes.add(delivery(9, Some("a")));
+        assert_eq!(ready(&mut lanes), [9]);
+    }
+
+    #[test]
+    fn a_lane_rests_while_its_message_does_and_others_go_on() {
+        let mut lanes = lanes(Order::PerKey, &[Some("a"), Some("a"), Some("b"), Some("b")]);
+        let first = lanes.next().unwrap();
+        lanes.rest(first);
+        assert_eq!(ready(&mut lanes), [2]);
+        lanes.ended(Some(&Bytes::from_static(b"b")));
+        assert!(lanes.wake(EntryId::new(0, 0), 2));
+        assert_eq!(ready(&mut lanes), [0, 3]);
+        assert_eq!(lanes.len(), 1);
+        assert!(!lanes.wake(EntryId::new(0, 0), 3));
+    }
+
+    #[test]
+    fn those_that_wait_at_a_gate_pass_in_order_when_it_opens() {
+        let mut lanes = lanes(Order::PerKey, &[Some("a"), Some("b"), Some("c")]);
+        while let Some(item) = lanes.next() {
+            lanes.hold(item);
+        }
+        assert_eq!(lanes.let_through(|item| item.key.as_deref() != Some(b"b")), 2);
+        assert_eq!(ready(&mut lanes), [0, 2]);
+        assert_eq!((lanes.held_len(), lanes.len()), (1, 1));
+    }
+
+    #[test]
+    fn what_is_taken_out_leaves_its_lane_to_the_next() {
+        let keys = [Some("a"), Some("a"), Some("a"), Some("b"), None];
+        let mut lanes = lanes(Order::PerKey, &keys);
+        let gone = [0, 1, 4].map(|n| EntryId::new(n, 0)).into();
+        assert_eq!(lanes.remove(&gone), 3);
+        assert_eq!(ready(&mut lanes), [3, 2]);
+    }
+
+    #[test]
+    fn clearing_names_everything_that_was_there() {
+        let mut lanes = lanes(Order::PerKey, &[Some("a"), Some("a"), Some("b"), Some("c"), None]);
+        let (a, b) = (lanes.next().unwrap(), lanes.next().unwrap());
+        lanes.rest(a);
+        lanes.hold(b);
+        let mut ids: Vec<u64> = lanes.clear().iter().map(|id| id.ms).collect();
+        ids.sort_unstable();
+        assert_eq!(ids, [0, 1, 2, 3, 4]);
+        assert_eq!(lanes.len(), 0);
+    }
+}

@@ -1,0 +1,72 @@
+//! A message that failed in its lane waits for its next try, and the lane with it.
+//!
+//! Upstream: `worker`, with [`Order::PerKey`](crate::Order::PerKey). Promises: the entry stays pending meanwhile; each
+//! new try is a delivery that the backend counts, so the tries are bounded whoever makes them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::{EntryId, Reclaim, ReclaimFrom, Reclaimed, StreamError};
+use tracing::{debug, warn};
+
+use super::lanes::Item;
+use super::worker::{State, Worker};
+
+const PAUSE: Duration = Duration::from_millis(100);
+
+impl Worker {
+    /// The message's lane waits.
+    pub(super) fn rest(self: &Arc<Self>, state: &mut State, mut item: Item, after: Duration) {
+        let id = item.delivery.id;
+        item.failures += 1;
+        state.lanes.rest(item);
+        self.spawn(Arc::clone(self).wake_after(id, after));
+    }
+
+    async fn wake_after(self: Arc<Self>, id: EntryId, after: Duration) {
+        tokio::time::sleep(after).await;
+        loop {
+            match self.reclaim_one(id).await {
+                Ok(reclaimed) => return self.wake(id, &reclaimed),
+                Err(StreamError::Fenced { .. }) => return self.fenced(),
+                Err(StreamError::NoGroup { .. }) => return self.wake(id, &Reclaimed::default()),
+                Err(error) if self.lease.is_trusted() => {
+                    warn!(stream = %self.rules.stream, entry_id = %id, %error, "next try is late");
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn wake(self: &Arc<Self>, id: EntryId, reclaimed: &Reclaimed) {
+        let mut state = self.lock();
+        let Some(item) = state.lanes.resting(id) else { return };
+        let deliveries = match reclaimed.entries.first() {
+            Some(entry) => entry.deliveries,
+            // Trimmed, flushed or settled by an operator: the message in hand is all there is, so it goes on.
+            None => {
+                self.meters.anomaly("gone_while_waiting", 1);
+                debug!(stream = %self.rules.stream, entry_id = %id, "an entry in hand is pending no more");
+                item.delivery.deliveries + 1
+            }
+        };
+        if state.lanes.wake(id, deliveries) {
+            self.start_runners(state);
+        }
+    }
+
+    async fn reclaim_one(&self, id: EntryId) -> Result<Reclaimed, StreamError> {
+        let reclaim = Reclaim {
+            stream: &self.rules.stream,
+            group: &self.job.group,
+            consumer: &self.consumer,
+            fence: self.fence.as_ref(),
+            from: ReclaimFrom::Ids(&[id]),
+            min_idle: Duration::ZERO,
+            after: None,
+            count: 1,
+        };
+        self.job.backend.reclaim(reclaim).await
+    }
+}

@@ -1,0 +1,190 @@
+//! Settling: deliveries whose outcome is known are ended at the backend, many in one call.
+//!
+//! Upstream: `worker` collects outcomes. Downstream: [`Streams::settle`](headwater_stream::Streams::settle).
+//! Promises: one call at a time per partition, with all that ended meanwhile; the follow-up (retry, dead letter) is
+//! written with the acknowledgement or before it; a call that failed is repeated while the lease is trusted, which does no
+//! harm: what was settled is settled once. With a lease that is gone, nothing is settled and the partition ends.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX};
+use headwater_stream::{
+    EntryId, PendingQuery, PutAside, Range, Retention, Settle, Settled, Settlement, StreamError,
+    Then,
+};
+use tokio::time::Instant;
+use tracing::{debug, error, warn};
+
+use super::worker::{State, Worker};
+
+/// The first and the longest pause before a call is repeated.
+const PAUSE_FIRST: Duration = Duration::from_millis(20);
+const PAUSE_MAX: Duration = Duration::from_secs(2);
+/// Bytes of follow-ups in one call; the last one may go beyond.
+const BYTES_AT_ONCE: usize = BATCH_BYTES_MAX / 4;
+
+impl Worker {
+    /// Settles until there is nothing left to settle.
+    pub(super) async fn settle_all(self: Arc<Self>, generation: u64) {
+        while let Some(batch) = self.take_batch(generation) {
+            self.settle_batch(&batch).await;
+        }
+    }
+
+    /// What to settle next; `None` ends the settler.
+    fn take_batch(&self, generation: u64) -> Option<Arc<Vec<Settlement>>> {
+        let mut state = self.lock();
+        if state.generation != generation {
+            return None;
+        }
+        let count = batch_len(&state);
+        if count == 0 {
+            state.has_settler = false;
+            state.settling = Arc::default();
+            self.tell_watchers(&state);
+            return None;
+        }
+        let rest = state.outcomes.split_off(count);
+        let batch = Arc::new(std::mem::replace(&mut state.outcomes, rest));
+        state.settling = Arc::clone(&batch);
+        Some(batch)
+    }
+
+    async fn settle_batch(self: &Arc<Self>, batch: &[Settlement]) {
+        let started = Instant::now();
+        match self.settle_in_the_end(batch).await {
+            Ok(settled) => {
+                self.meters.settled(settled.applied, started.elapsed());
+                if settled.stale > 0 {
+                    self.look_after_stale(batch).await;
+                }
+            }
+            Err(StreamError::Fenced { .. }) => self.fenced(),
+            Err(error) if batch.len() > 1 => {
+                debug!(stream = %self.rules.stream, %error, "settling one by one");
+                for one in batch.chunks(1) {
+                    if let Err(error) = self.settle_in_the_end(one).await {
+                        self.give_up_settling(one[0].id, &error);
+                    }
+                }
+            }
+            Err(error) => self.give_up_settling(batch[0].id, &error),
+        }
+    }
+
+    /// Settles, and tries again for as long as that can help.
+    async fn settle_in_the_end(&self, batch: &[Settlement]) -> Result<Settled, StreamError> {
+        let mut pause = PAUSE_FIRST;
+        loop {
+            let settle = Settle {
+                stream: &self.rules.stream,
+                group: &self.job.group,
+                consumer: &self.consumer,
+                fence: self.fence.as_ref(),
+                entries: batch,
+            };
+            match self.job.backend.settle(settle).await {
+                Err(error) if error.is_transient() && self.lease.is_trusted() => {
+                    self.meters.anomaly("settle_failed", 1);
+                    warn!(stream = %self.rules.stream, %error, "settling failed, trying again");
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(PAUSE_MAX);
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    /// The lease has another holder: nothing we do here counts any more.
+    pub(super) fn fenced(&self) {
+        warn!(stream = %self.rules.stream, consumer = %self.consumer, "fenced: the partition has another owner");
+        self.meters.anomaly("fenced", 1);
+        self.alarm.raise();
+        self.end();
+    }
+
+    /// An entry stays pending: whoever takes the partition over finds it.
+    fn give_up_settling(self: &Arc<Self>, id: EntryId, error: &StreamError) {
+        if matches!(error, StreamError::Fenced { .. }) {
+            return self.fenced();
+        }
+        self.meters.anomaly("unsettled", 1);
+        error!(stream = %self.rules.stream, entry_id = %id, %error, "entry could not be settled and stays pending");
+    }
+
+    /// Some entries were no longer pending for us. Those that somebody else has, or that we settled before, are fine.
+    /// But where the server lost everything, a retry or a dead letter exists in our hands only: it is written now.
+    async fn look_after_stale(&self, batch: &[Settlement]) {
+        for Settlement { id, then } in batch {
+            let is_follow_up = matches!(then, Then::Append { .. } | Then::PutAside { .. });
+            if !is_follow_up || self.is_known(*id).await.unwrap_or(true) {
+                continue;
+            }
+            self.meters.anomaly("lost_by_the_server", 1);
+            warn!(stream = %self.rules.stream, entry_id = %id, "the server lost an entry in hand; it is written again");
+            if let Err(error) = self.write_follow_up(then).await {
+                self.meters.anomaly("unsettled", 1);
+                error!(stream = %self.rules.stream, entry_id = %id, %error, "an entry that the server lost is lost");
+            }
+        }
+    }
+
+    /// Whether the server knows anything of an entry.
+    async fn is_known(&self, id: EntryId) -> Result<bool, StreamError> {
+        let (stream, group) = (&self.rules.stream, &self.job.group);
+        let range = Range { from: id, to: id, ..Range::first(1) };
+        if !self.job.backend.range(stream, range).await?.is_empty() {
+            return Ok(true);
+        }
+        // Trimmed, and acknowledged by us before the reply was lost? Then the group has come at least this far.
+        let stats = self.job.backend.stats(stream).await?;
+        let groups = stats.map(|stats| stats.groups).unwrap_or_default();
+        if groups.iter().any(|known| known.name == *group && known.last_delivered >= id) {
+            return Ok(true);
+        }
+        let query = PendingQuery {
+            stream,
+            group,
+            consumer: None,
+            min_idle: Duration::ZERO,
+            after: None,
+            count: 1,
+        };
+        match self.job.backend.pending(query).await {
+            Ok(pending) => Ok(pending.first().is_some_and(|first| first.id <= id)),
+            Err(StreamError::NoGroup { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn write_follow_up(&self, then: &Then) -> Result<(), StreamError> {
+        let backend = &self.job.backend;
+        match then {
+            Then::Append { to, fields } => {
+                let fields = std::slice::from_ref(fields);
+                backend.append(to, fields, &Retention::KEEP_ALL).await?;
+            }
+            Then::PutAside { delays, to, due, fields } => {
+                let item = PutAside { to: to.clone(), due: *due, fields: fields.clone() };
+                backend.put_aside(delays, &[item]).await?;
+            }
+            Then::Done | Then::Delete | Then::Release => {}
+        }
+        Ok(())
+    }
+}
+
+/// How many outcomes fit into one call.
+fn batch_len(state: &State) -> usize {
+    let mut bytes = 0;
+    let fits = |entry: &&Settlement| {
+        let room = bytes < BYTES_AT_ONCE;
+        bytes += match &entry.then {
+            Then::Append { fields, .. } | Then::PutAside { fields, .. } => fields.bytes(),
+            Then::Done | Then::Delete | Then::Release => 0,
+        };
+        room
+    };
+    state.outcomes.iter().take(BATCH_MAX).take_while(fits).count()
+}

@@ -1,0 +1,241 @@
+//! The workplace of a subscription: its workers, one per partition it was given.
+//!
+//! Upstream: `coordinator` says which partitions are ours. Downstream: a `worker` for each, on a shared `feed`.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use async_trait::async_trait;
+use headwater_stream::ConsumerName;
+use tracing::{debug, warn};
+
+use super::adoption::Whose;
+use super::consumers::Consumers;
+use super::feed::{Feed, FeedKey};
+use super::job::{Job, SubscriptionStats};
+use super::mover::Mover;
+use super::verdict::Rules;
+use super::worker::{Phase, Worker};
+use crate::config::Mode;
+use crate::group::seam::{Joined, OwnedPartition, Workplace};
+use crate::keys;
+use crate::topic::{Partition, Topic};
+
+pub(super) struct Bench {
+    pub(super) job: Arc<Job>,
+    consumers: Arc<Consumers>,
+    state: Mutex<State>,
+}
+
+struct State {
+    topic: Arc<Topic>,
+    /// As whom we read, while we are a member.
+    joined: Option<Joined>,
+    workers: HashMap<Partition, Arc<Worker>>,
+    /// Bring delayed messages of the topic back when they are due.
+    movers: Vec<Arc<Mover>>,
+    /// Nothing new is begun.
+    is_stopping: bool,
+}
+
+impl Bench {
+    pub(super) fn new(job: Job, topic: Arc<Topic>, consumers: Arc<Consumers>) -> Self {
+        let state = State {
+            joined: None,
+            workers: HashMap::new(),
+            movers: movers(&job, &topic, &consumers),
+            is_stopping: false,
+            topic,
+        };
+        Self { job: Arc::new(job), consumers, state: Mutex::new(state) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no code panics while it holds the workers")
+    }
+
+    pub(super) fn topic(&self) -> Arc<Topic> {
+        Arc::clone(&self.lock().topic)
+    }
+
+    pub(super) fn workers(&self) -> Vec<Arc<Worker>> {
+        self.lock().workers.values().cloned().collect()
+    }
+
+    pub(super) fn stats(&self) -> SubscriptionStats {
+        self.job.stats(self.lock().workers.len())
+    }
+
+    fn feed(&self, consumer: &ConsumerName) -> Arc<Feed> {
+        let config = &self.job.config;
+        let key = FeedKey {
+            group: self.job.group.clone(),
+            consumer: consumer.clone(),
+            batch: config.batch,
+            poll: config.poll,
+        };
+        self.consumers.feed(&self.job.backend, key)
+    }
+
+    /// Shared: works on all partitions of the topic, and no longer on those it has no more.
+    fn share_all(&self, state: &mut State) {
+        let Some(joined) = state.joined.clone() else { return };
+        let topic = Arc::clone(&state.topic);
+        let is_former = |worker: &Worker| {
+            worker.rules.partition >= topic.partitions
+                || worker.rules.topic.layout != topic.layout
+                || worker.rules.topic.created_at != topic.created_at
+        };
+        let former: Vec<Partition> = state
+            .workers
+            .iter()
+            .filter(|(_, worker)| is_former(worker))
+            .map(|(partition, _)| *partition)
+            .collect();
+        for partition in former {
+            if let Some(worker) = state.workers.remove(&partition) {
+                // Its stream is gone, or another program's now.
+                worker.end();
+            }
+        }
+        self.job.split(usize::from(topic.partitions));
+        for partition in 0..topic.partitions {
+            if state.workers.contains_key(&partition) {
+                continue;
+            }
+            let rules = Rules::new(Arc::clone(&topic), partition, &self.job.config, None);
+            let worker = Arc::new(Worker::new(
+                Arc::clone(&self.job),
+                rules,
+                joined.consumer.clone(),
+                joined.lease.clone(),
+                joined.alarm.clone(),
+                self.feed(&joined.consumer),
+            ));
+            worker.open_for_reading();
+            worker.spawn(Arc::clone(&worker).sweep_at_once());
+            state.workers.insert(partition, worker);
+        }
+    }
+
+    /// Stops beginning new work and finishes what is in hand: what is being handled, or also what was read ahead.
+    pub(super) async fn finish(&self, phase: Phase) {
+        let workers: Vec<_> = {
+            let mut state = self.lock();
+            state.is_stopping = true;
+            state.movers.clear();
+            state.workers.values().cloned().collect()
+        };
+        let finishing = workers.iter().map(|worker| worker.finish_up(phase, self.job.config.drain));
+        futures_util::future::join_all(finishing).await;
+        for worker in &workers {
+            self.remove(worker);
+        }
+    }
+
+    /// Ends everything at once. What is in hand stays pending.
+    pub(super) fn end(&self) {
+        let workers: Vec<_> = {
+            let mut state = self.lock();
+            state.is_stopping = true;
+            state.movers.clear();
+            state.workers.drain().map(|(_, worker)| worker).collect()
+        };
+        workers.iter().for_each(|worker| worker.end());
+    }
+
+    /// Removes a worker, unless another one has its place.
+    fn remove(&self, worker: &Arc<Worker>) {
+        let mut state = self.lock();
+        let partition = worker.rules.partition;
+        if state.workers.get(&partition).is_some_and(|known| Arc::ptr_eq(known, worker)) {
+            state.workers.remove(&partition);
+        }
+    }
+}
+
+fn movers(job: &Job, topic: &Topic, consumers: &Consumers) -> Vec<Arc<Mover>> {
+    let sets = keys::all_delays(topic);
+    sets.iter().map(|delays| consumers.movers.of(&job.backend, delays)).collect()
+}
+
+#[async_trait]
+impl Workplace for Bench {
+    fn joined(&self, joined: Joined) {
+        let mut state = self.lock();
+        state.joined = Some(joined);
+        if self.job.config.mode == Mode::Shared && !state.is_stopping {
+            self.share_all(&mut state);
+        }
+    }
+
+    fn gained(&self, owned: OwnedPartition) {
+        let OwnedPartition { topic, partition, lease, consumer, alarm } = owned;
+        let mut state = self.lock();
+        if state.is_stopping {
+            return;
+        }
+        let epoch = Some(lease.fence().epoch);
+        let rules = Rules::new(topic, partition, &self.job.config, epoch);
+        let feed = self.feed(&consumer);
+        let job = Arc::clone(&self.job);
+        let worker = Arc::new(Worker::new(job, rules, consumer, lease, alarm, feed));
+        if let Some(former) = state.workers.insert(partition, Arc::clone(&worker)) {
+            former.end();
+        }
+        self.job.split(state.workers.len());
+        drop(state);
+        worker.spawn(Arc::clone(&worker).take_over_and_read());
+    }
+
+    async fn give_up(&self, partition: Partition) {
+        let worker = self.lock().workers.get(&partition).cloned();
+        let Some(worker) = worker else { return };
+        worker.finish_up(Phase::Closing, self.job.config.drain).await;
+        self.remove(&worker);
+        self.job.split(self.lock().workers.len());
+    }
+
+    fn lost(&self, partition: Partition) {
+        let mut state = self.lock();
+        let worker = state.workers.remove(&partition);
+        self.job.split(state.workers.len());
+        drop(state);
+        if let Some(worker) = worker {
+            debug!(stream = %worker.rules.stream, in_hand = worker.in_hand(), "partition lost");
+            worker.end();
+        }
+    }
+
+    fn expelled(&self) {
+        let workers: Vec<_> = {
+            let mut state = self.lock();
+            state.joined = None;
+            state.workers.drain().map(|(_, worker)| worker).collect()
+        };
+        workers.iter().for_each(|worker| worker.end());
+    }
+
+    async fn orphaned(&self, dead: ConsumerName) -> bool {
+        let mut all_taken = true;
+        for worker in self.workers() {
+            let whose = Whose::Consumer(dead.clone());
+            if let Err(error) = worker.adopt(&whose).await {
+                warn!(stream = %worker.rules.stream, consumer = %dead, %error, "a dead member's entries stay for now");
+                all_taken = false;
+            }
+        }
+        all_taken
+    }
+
+    fn changed(&self, topic: Arc<Topic>) {
+        let mut state = self.lock();
+        if !state.is_stopping {
+            state.movers = movers(&self.job, &topic, &self.consumers);
+        }
+        state.topic = topic;
+        if self.job.config.mode == Mode::Shared && !state.is_stopping {
+            self.share_all(&mut state);
+        }
+    }
+}
