@@ -40,9 +40,31 @@ pub mod sqlite;
 
 mod connect;
 
+mod chance;
+mod steps;
+
+pub mod metrics;
+mod nudge;
+
+mod inbox;
+
+mod agenda;
+mod batcher;
+mod held;
+
+mod handler;
+mod worker;
+
+mod outbox;
+mod sweeper;
+
+mod audit;
+mod why;
+
 #[cfg(feature = "conformance")]
 pub mod conformance;
 
+pub use audit::audit;
 pub use claim::{
     AfterFailure, Beat, Claim, ClaimOptions, ClaimedIssue, Completed, Completion, Failed, Failure,
     GiveBack, GiveBackReason, GivenBack, Nudge, SweepOptions, Swept,
@@ -51,13 +73,21 @@ pub use connect::{StoreOptions, connect};
 pub use dedup::dedup_key;
 pub use delivery::{Delivery, NewOutbox, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement};
 pub use error::{IssueError, Result, SharedError};
+pub use handler::{HandlerError, IssueHandler, Resolution, Run};
+pub use inbox::{Inbox, InboxConfig};
 pub use issue::{
     ClaimEpoch, EventLog, EventLogId, IntegrationId, Issue, IssueId, NewEvent, OutboxId,
     ProcessingStatus, Quiet, Recorded,
 };
+pub use nudge::{GROUP, Nudger, STREAM};
 pub use operator::{
     Audit, Backlog, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter, Operator,
     Released, Retried, WhyFacts, WorkerInfo,
 };
+pub use outbox::{Deliver, DeliverError, Outbox, OutboxConfig};
 pub use retry::RetryPolicy;
+pub use steps::{NoSteps, Step, Steps};
 pub use store::Store;
+pub use sweeper::{Sweeper, SweeperConfig};
+pub use why::{Reason, Why, why};
+pub use worker::{OnNewEvent, Worker, WorkerConfig};

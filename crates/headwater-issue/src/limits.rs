@@ -59,6 +59,18 @@ pub const DELAY_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 /// The longest one wait for the outbox lasts.
 pub const WAIT_MAX: Duration = Duration::from_secs(60);
 
+/// Nudges that wait to be sent; more are left to the sweep.
+pub const NUDGES_WAITING_MAX: usize = 10_000;
+
+/// Issues that a worker remembers to look at by itself; more are left to the sweep.
+pub const AGENDA_MAX: usize = 100_000;
+
+/// Issues that one worker handles at once.
+pub const RUNS_AT_ONCE_MAX: usize = 10_000;
+
+/// Deliveries of the outbox under way at once.
+pub const DELIVERIES_AT_ONCE_MAX: usize = 1000;
+
 const _: () = assert!(PAYLOAD_BYTES_MAX <= RUN_BYTES_MAX);
 const _: () = assert!(RUN_BYTES_MAX <= BATCH_BYTES_MAX);
 const _: () = assert!(RUN_EVENTS_DEFAULT <= RUN_EVENTS_MAX);

@@ -1,0 +1,192 @@
+//! The handler: your code, or a language model, that answers all pending events of one issue in one run.
+//!
+//! Upstream: `worker` calls it. Promises: a handler sees every unprocessed event log of its issue up to a limit, and
+//! never runs twice at once for one issue in effect: what a run that lost its claim returns is thrown away. No database
+//! transaction is open while it runs.
+//! Not here: sending. A handler returns what is to be sent, and `outbox` sends it after the commit.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::time::Instant;
+
+use crate::claim::ClaimedIssue;
+use crate::delivery::{NewOutbox, OutboxKind};
+use crate::held::ClaimWatch;
+use crate::issue::{ClaimEpoch, EventLog, Issue};
+
+/// Handles issues. Any `Fn(Run) -> impl Future<Output = Result<Resolution, HandlerError>>` is one.
+#[async_trait]
+pub trait IssueHandler: Send + Sync + 'static {
+    /// Answers the events of one run. It is dropped at its next await when the claim is lost, when the deadline has
+    /// passed, or when newer events supersede it; a panic counts as a failure.
+    async fn handle(&self, run: Run) -> Result<Resolution, HandlerError>;
+}
+
+#[async_trait]
+impl<F, Handling> IssueHandler for F
+where
+    F: Fn(Run) -> Handling + Send + Sync + 'static,
+    Handling: Future<Output = Result<Resolution, HandlerError>> + Send,
+{
+    async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
+        self(run).await
+    }
+}
+
+/// One run of a handler: the issue, its pending events, and how things stand meanwhile. Clones are the same run.
+#[derive(Clone, Debug)]
+pub struct Run {
+    pub(crate) claimed: Arc<ClaimedIssue>,
+    pub(crate) claim: ClaimWatch,
+    pub(crate) deadline: Instant,
+}
+
+impl Run {
+    /// The issue as it was claimed.
+    pub fn issue(&self) -> &Issue {
+        &self.claimed.issue
+    }
+
+    /// Its unprocessed event logs, oldest first. If there are more than the limit, the rest comes with the next run.
+    pub fn events(&self) -> &[EventLog] {
+        &self.claimed.events
+    }
+
+    /// Which try this is, from 1; runs whose worker died count, too.
+    pub fn attempt(&self) -> u32 {
+        let issue = &self.claimed.issue;
+        issue.attempts.saturating_add(issue.crashes).saturating_add(1)
+    }
+
+    /// The claim: grows with every run of this issue, so it can fence effects of your own.
+    pub fn epoch(&self) -> ClaimEpoch {
+        self.claimed.epoch
+    }
+
+    /// How much time is left before the run is a failure.
+    pub fn time_left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    /// Whether the claim is lost or given up: nothing of this run will be stored. Stop as soon as you can.
+    pub fn is_cancelled(&self) -> bool {
+        !self.claim.is_held()
+    }
+
+    /// Returns when the claim is lost or given up, for tasks that the handler has spawned. Cancel-safe.
+    pub async fn cancelled(&self) {
+        self.claim.ended().await;
+    }
+
+    /// Whether events have arrived since this run began. They come with the next run.
+    pub fn has_newer_events(&self) -> bool {
+        self.claim.has_newer()
+    }
+
+    /// Returns when events have arrived since this run began; never, if the run ends before. Cancel-safe.
+    pub async fn newer_events(&self) {
+        self.claim.newer().await;
+    }
+
+    /// Asks the database now whether the claim is still held, and lets it live on. The worker does this all the time;
+    /// ask before an effect in the outside world that must not happen twice.
+    pub async fn heartbeat(&self) -> crate::Result<()> {
+        self.claim.heartbeat().await
+    }
+}
+
+/// What a run came to. Everything in it is committed together with the end of the claim, or nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Resolution {
+    /// Replies and events, delivered in this order.
+    pub outbox: Vec<NewOutbox>,
+    /// A JSON object whose members replace those of the issue's fields; `null` removes one.
+    pub fields: Option<String>,
+    /// JSON that replaces the issue's discussions.
+    pub discussions: Option<String>,
+}
+
+impl Resolution {
+    /// Nothing to say.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds an answer for the provider, in JSON.
+    pub fn reply(mut self, payload: impl Into<String>) -> Self {
+        let payload = payload.into();
+        self.outbox.push(NewOutbox { kind: OutboxKind::Reply, target: String::new(), payload });
+        self
+    }
+
+    /// Adds a fact for the bus: its type, and JSON.
+    pub fn event(mut self, event_type: impl Into<String>, payload: impl Into<String>) -> Self {
+        let (target, payload) = (event_type.into(), payload.into());
+        self.outbox.push(NewOutbox { kind: OutboxKind::Event, target, payload });
+        self
+    }
+
+    /// Changes fields of the issue: a JSON object.
+    pub fn fields(mut self, fields: impl Into<String>) -> Self {
+        self.fields = Some(fields.into());
+        self
+    }
+
+    /// Replaces the discussions of the issue: JSON.
+    pub fn discussions(mut self, discussions: impl Into<String>) -> Self {
+        self.discussions = Some(discussions.into());
+        self
+    }
+}
+
+/// Why a run failed, and what to do next. Any error becomes one with `?`, and is tried again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HandlerError {
+    pub(crate) reason: String,
+    pub(crate) then: Then,
+}
+
+/// What to do after a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Then {
+    /// Try again when the retry policy says.
+    Retry,
+    /// Try again after this time.
+    RetryAfter(Duration),
+    /// Leave it to an operator.
+    Quarantine,
+}
+
+impl HandlerError {
+    /// Tries again when the retry policy says.
+    pub fn retry(reason: impl fmt::Display) -> Self {
+        Self { reason: reason.to_string(), then: Then::Retry }
+    }
+
+    /// Tries again after this time, or later: a year is the longest.
+    pub fn retry_after(after: Duration, reason: impl fmt::Display) -> Self {
+        let after = after.min(crate::limits::DELAY_MAX);
+        Self { reason: reason.to_string(), then: Then::RetryAfter(after) }
+    }
+
+    /// Trying again is of no use: the issue is quarantined now.
+    pub fn quarantine(reason: impl fmt::Display) -> Self {
+        Self { reason: reason.to_string(), then: Then::Quarantine }
+    }
+}
+
+impl<E: std::error::Error> From<E> for HandlerError {
+    fn from(error: E) -> Self {
+        let mut reason = error.to_string();
+        let mut source = error.source();
+        while let Some(cause) = source {
+            reason.push_str(": ");
+            reason.push_str(&cause.to_string());
+            source = cause.source();
+        }
+        Self::retry(reason)
+    }
+}

@@ -1,0 +1,131 @@
+//! The inbox: where events come in, are stored once, and their issues are queued.
+//!
+//! Upstream: webhooks, the ticket API, readers of streams. Downstream: `store`, then `nudge`.
+//! Promises: when `record` has returned, the event is committed; concurrent calls share one commit, and a bad event
+//! among them fails alone. Nobody waits for the stream backend: a nudge is a hint.
+//! Not here: signatures and formats of webhooks (see `headwater`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::{Coalescer, CoalescerConfig};
+use metrics::counter;
+
+use crate::claim::Nudge;
+use crate::error::{IssueError, Result};
+use crate::issue::{NewEvent, Quiet, Recorded};
+use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX};
+use crate::metrics::{EVENTS_RECORDED, ISSUES_QUEUED};
+use crate::nudge::Nudger;
+use crate::steps::{NoSteps, Step, Steps};
+use crate::store::Store;
+
+/// Settings of an inbox.
+#[derive(Clone, Debug)]
+pub struct InboxConfig {
+    /// The quiet window: a burst of events becomes one run. Default: none.
+    pub quiet: Quiet,
+    /// Events in one commit. Default and limit: [`BATCH_MAX`].
+    pub batch_max: usize,
+    /// How long an event waits for company before its commit. Default: zero, since what arrives during one commit
+    /// shares the next anyway. Design allows up to 2 ms.
+    pub linger: Duration,
+    /// Commits under way at once. Default: 1, so that events are stored in the order of calls.
+    pub commits_max: usize,
+    /// Is told of every step. Default: nobody.
+    pub steps: Arc<dyn Steps>,
+}
+
+impl Default for InboxConfig {
+    fn default() -> Self {
+        Self {
+            quiet: Quiet::default(),
+            batch_max: BATCH_MAX,
+            linger: Duration::ZERO,
+            commits_max: 1,
+            steps: Arc::new(NoSteps),
+        }
+    }
+}
+
+/// Takes events in.
+#[derive(Debug)]
+pub struct Inbox {
+    records: Coalescer<NewEvent, Result<Recorded>>,
+    nudger: Nudger,
+    steps: Arc<dyn Steps>,
+}
+
+impl Inbox {
+    /// An inbox of a store. Its task ends when it is dropped, after the commits under way.
+    ///
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
+    pub fn new(store: Arc<dyn Store>, nudger: Nudger, config: InboxConfig) -> Result<Self> {
+        config.quiet.check()?;
+        if config.batch_max > BATCH_MAX {
+            return Err(IssueError::invalid("batch_max", format!("it is above {BATCH_MAX}")));
+        }
+        let gathering = CoalescerConfig {
+            max_items: config.batch_max,
+            max_bytes: BATCH_BYTES_MAX,
+            linger: config.linger,
+            in_flight_max: config.commits_max,
+        };
+        let quiet = config.quiet;
+        let records = Coalescer::new(gathering, move |events: Vec<NewEvent>| {
+            let store = Arc::clone(&store);
+            async move { store.record(&events, &quiet).await }
+        });
+        let records =
+            records.map_err(|error| IssueError::invalid("the inbox", error.to_string()))?;
+        Ok(Self { records, nudger, steps: config.steps })
+    }
+
+    /// Stores an event and queues its issue. A duplicate is no error: it says which event log it is a duplicate of.
+    ///
+    /// After `Unavailable` the event may be stored or not; recording it again is safe. Dropping the call does not undo
+    /// it.
+    pub async fn record(&self, event: NewEvent) -> Result<Recorded> {
+        let recorded = self.commit(event).await;
+        let result = match &recorded {
+            Ok(recorded) if recorded.duplicate => "duplicate",
+            Ok(_) => "recorded",
+            Err(error) if error.is_transient() => "error",
+            Err(_) => "refused",
+        };
+        counter!(EVENTS_RECORDED, "result" => result).increment(1);
+        let recorded = recorded?;
+        self.steps.taken(Step::Recorded, recorded.issue_id);
+        self.nudge(&recorded);
+        Ok(recorded)
+    }
+
+    async fn commit(&self, event: NewEvent) -> Result<Recorded> {
+        // Before it shares a commit: what no store can keep must not cost the neighbours a retry.
+        event.check()?;
+        let bytes = event.payload.len();
+        self.records.call_weighing(event, bytes).await.unwrap_or_else(|gone| {
+            let problem = "the commit ended without an answer".to_owned();
+            Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) })
+        })
+    }
+
+    /// Nudges the workers for what was recorded, if it is due: after the commit of a transaction of your own, too.
+    pub fn nudge(&self, recorded: &Recorded) {
+        if !recorded.nudge {
+            return;
+        }
+        if !recorded.duplicate {
+            counter!(ISSUES_QUEUED).increment(1);
+        }
+        let Recorded { issue_id, event_log_id, .. } = *recorded;
+        self.nudger.send_soon(Nudge { issue_id, event_log_id });
+    }
+
+    /// Waits for the commits under way.
+    pub async fn close(self) {
+        self.records.close().await;
+    }
+}

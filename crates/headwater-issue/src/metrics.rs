@@ -1,0 +1,61 @@
+//! Every metric of this crate: its name, its labels, its meaning. All names are here and nowhere else.
+
+use std::sync::Arc;
+
+use headwater_stream::{Backend, StreamName};
+use metrics::gauge;
+
+use crate::error::Result;
+use crate::nudge::{GROUP, STREAM};
+use crate::store::Store;
+
+/// Events offered to the inbox. Labels: result (`recorded`, `duplicate`, `refused`, `error`).
+pub const EVENTS_RECORDED: &str = "headwater_events_recorded_total";
+/// Issues that changed to `queued` by a record.
+pub const ISSUES_QUEUED: &str = "headwater_issues_queued_total";
+/// Seconds from claim to the end of a run. Labels: result.
+pub const ISSUES_PROCESSING_DURATION: &str = "headwater_issues_processing_duration_seconds";
+/// Runs that ended. Labels: result (`done`, `failed`, `quarantined`, `fenced`, `superseded`, `given_back`).
+pub const ISSUES_PROCESSED: &str = "headwater_issues_processed_total";
+/// Event logs in one run.
+pub const EVENTS_PER_ISSUE_BATCH: &str = "headwater_events_per_issue_batch";
+/// Entries of `issue_work` that are delivered and not acknowledged.
+pub const REDIS_PENDING_MESSAGES: &str = "headwater_redis_pending_messages";
+/// Nudges sent. Labels: result (`sent`, `lost`); what is lost is found by the sweep.
+pub const NUDGES: &str = "headwater_nudges_total";
+/// Nudges that led to no run. Labels: result (`idle`, `taken`, `waiting`, `quarantined`, `missing`, `malformed`).
+pub const NUDGES_WITHOUT_RUN: &str = "headwater_nudges_without_run_total";
+/// Nudges that the sweep sent or handed to the worker of its own process. Labels: result (`stream`, `direct`).
+pub const SWEEP_NUDGES: &str = "headwater_sweep_nudges_total";
+/// Claims that had run out and were requeued by the sweep.
+pub const SWEEP_REQUEUED: &str = "headwater_sweep_requeued_total";
+/// Issues that were quarantined by the sweep, because too many of their claims had run out.
+pub const SWEEP_QUARANTINED: &str = "headwater_sweep_quarantined_total";
+/// Deliveries of the outbox. Labels: kind, result (`delivered`, `retry`, `dead`, `fenced`).
+pub const OUTBOX_DELIVERIES: &str = "headwater_outbox_deliveries_total";
+/// Seconds the oldest undelivered row of the outbox has waited.
+pub const OUTBOX_LAG: &str = "headwater_outbox_lag_seconds";
+/// Rows of the outbox. Labels: status (`pending`, `dead`).
+pub const OUTBOX_ROWS: &str = "headwater_outbox_rows";
+/// Issues. Labels: status (`queued`, `processing`, `quarantined`).
+pub const ISSUES: &str = "headwater_issues";
+
+/// Looks at the backlog once and sets the gauges. `redis_pending_messages` keeps its value while the streams are away.
+pub async fn sample(store: &dyn Store, streams: Option<&Arc<dyn Backend>>) -> Result<()> {
+    if let Some(streams) = streams
+        && let Ok(stream) = StreamName::new(STREAM)
+        && let Ok(stats) = streams.stats(&stream).await
+    {
+        let groups = stats.map(|stats| stats.groups).unwrap_or_default();
+        let workers = groups.iter().find(|group| group.name.as_str() == GROUP);
+        gauge!(REDIS_PENDING_MESSAGES).set(workers.map_or(0, |group| group.pending) as f64);
+    }
+    let backlog = store.backlog().await?;
+    gauge!(ISSUES, "status" => "queued").set(backlog.queued as f64);
+    gauge!(ISSUES, "status" => "processing").set(backlog.processing as f64);
+    gauge!(ISSUES, "status" => "quarantined").set(backlog.quarantined as f64);
+    gauge!(OUTBOX_ROWS, "status" => "pending").set(backlog.outbox_pending as f64);
+    gauge!(OUTBOX_ROWS, "status" => "dead").set(backlog.outbox_dead as f64);
+    gauge!(OUTBOX_LAG).set(backlog.outbox_lag.as_secs_f64());
+    Ok(())
+}

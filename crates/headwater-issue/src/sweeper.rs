@@ -1,0 +1,132 @@
+//! The sweeper: finds what nobody was nudged for, and what a dead worker has left.
+//!
+//! Upstream: every process that has a store runs one. Downstream: `store`, `nudge`, and the worker of this process.
+//! Promises: a queued issue is nudged again and again until somebody claims it; a claim that ran out is requeued. When the
+//! stream is away, issues go straight to the worker of this process: the sweep is the guarantee, a nudge only a hint.
+//! Not here: work.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use metrics::counter;
+use tokio::time::timeout;
+use tracing::{debug, error, warn};
+
+use crate::claim::{Nudge, SweepOptions, Swept};
+use crate::error::{IssueError, Result};
+use crate::metrics::{SWEEP_NUDGES, SWEEP_QUARANTINED, SWEEP_REQUEUED};
+use crate::nudge::Nudger;
+use crate::store::Store;
+use crate::worker::Worker;
+
+/// Sweeps in a row before others get a turn.
+const SWEEPS_PER_RUN_MAX: usize = 64;
+
+/// How long a stream may take before it counts as away.
+const STREAM_DEADLINE: Duration = Duration::from_secs(2);
+
+/// Settings of a sweeper.
+#[derive(Clone, Copy, Debug)]
+pub struct SweeperConfig {
+    /// How often to sweep. Default: 5 s.
+    pub every: Duration,
+    /// What to look for.
+    pub options: SweepOptions,
+}
+
+impl Default for SweeperConfig {
+    fn default() -> Self {
+        Self { every: Duration::from_secs(5), options: SweepOptions::default() }
+    }
+}
+
+/// Sweeps a store.
+#[derive(Debug)]
+pub struct Sweeper {
+    store: Arc<dyn Store>,
+    nudger: Nudger,
+    worker: Option<Worker>,
+    config: SweeperConfig,
+}
+
+impl Sweeper {
+    /// A sweeper of a store. `worker` is the one to feed when the stream is away; without one, issues wait for the sweep
+    /// of a process that has one.
+    pub fn new(
+        store: Arc<dyn Store>,
+        nudger: Nudger,
+        worker: Option<Worker>,
+        config: SweeperConfig,
+    ) -> Result<Self> {
+        config.options.check()?;
+        if config.every.is_zero() {
+            return Err(IssueError::invalid("every", "it is zero"));
+        }
+        Ok(Self { store, nudger, worker, config })
+    }
+
+    /// Sweeps once, and once more as long as there is more. Returns everything that was found.
+    pub async fn run_once(&self) -> Result<Swept> {
+        let mut all = Swept::default();
+        for _ in 0..SWEEPS_PER_RUN_MAX {
+            let swept = self.store.sweep(&self.config.options).await?;
+            self.pass_on(&swept).await;
+            all.nudges.extend(swept.nudges);
+            all.quarantined.extend(swept.quarantined);
+            all.requeued += swept.requeued;
+            all.more = swept.more;
+            if !swept.more {
+                break;
+            }
+        }
+        Ok(all)
+    }
+
+    /// Sweeps until `shutdown` completes. A database that is away is asked again.
+    pub async fn run(&self, shutdown: impl Future<Output = ()>) {
+        let sweeping = async {
+            loop {
+                match self.run_once().await {
+                    // There is more: others get a turn, but nobody waits.
+                    Ok(Swept { more: true, .. }) => tokio::task::yield_now().await,
+                    Ok(_) => tokio::time::sleep(self.config.every).await,
+                    Err(error) => {
+                        warn!(%error, "sweep failed, trying again");
+                        tokio::time::sleep(self.config.every).await;
+                    }
+                }
+            }
+        };
+        // A sweep that is dropped half way has nudged nobody; the issues are overdue again soon.
+        tokio::select! {
+            () = shutdown => {}
+            () = sweeping => {}
+        }
+    }
+
+    async fn pass_on(&self, swept: &Swept) {
+        counter!(SWEEP_REQUEUED).increment(swept.requeued as u64);
+        counter!(SWEEP_QUARANTINED).increment(swept.quarantined.len() as u64);
+        for issue_id in &swept.quarantined {
+            error!(%issue_id, "issue quarantined: too many workers died or hung with it");
+        }
+        if !swept.nudges.is_empty() {
+            debug!(count = swept.nudges.len(), requeued = swept.requeued, "sweep found issues");
+            self.nudge(&swept.nudges).await;
+        }
+    }
+
+    async fn nudge(&self, nudges: &[Nudge]) {
+        let count = nudges.len() as u64;
+        let sent = timeout(STREAM_DEADLINE, self.nudger.send(nudges)).await;
+        if matches!(sent, Ok(Ok(()))) {
+            counter!(SWEEP_NUDGES, "result" => "stream").increment(count);
+        } else if let Some(worker) = &self.worker {
+            let taken = worker.offer(nudges.iter().map(|nudge| nudge.issue_id));
+            counter!(SWEEP_NUDGES, "result" => "direct").increment(taken as u64);
+            warn!(count, "the stream is away, issues go straight to the worker");
+        } else {
+            warn!(count, "the stream is away, issues wait for the next sweep");
+        }
+    }
+}

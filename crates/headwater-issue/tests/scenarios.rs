@@ -1,0 +1,194 @@
+//! The concurrency scenarios of issue-centric processing, one test each.
+
+mod support;
+
+use std::time::Duration;
+
+use anyhow::Result;
+use headwater_issue::{HandlerError, ProcessingStatus, Resolution, Run, WorkerConfig};
+use support::{Door, Journal, LONG, Letters, Place, System, event_ids, until};
+
+const CLAIM_TTL: Duration = Duration::from_secs(60);
+
+#[tokio::test]
+async fn two_webhooks_for_one_issue_become_one_run_with_both_events() -> Result<()> {
+    let (system, journal) = (System::at(&Place::memory()).await?, Journal::default());
+
+    let (a, b) = tokio::join!(system.record("1", "a"), system.record("1", "b"));
+    let (a, b) = (a?, b?);
+    assert_eq!(a.issue_id, b.issue_id);
+    assert!(a.nudge != b.nudge, "the first queues the issue, the second finds it queued");
+
+    let worker = system.start(journal.handler(), WorkerConfig::default())?;
+    system.settled().await?;
+    worker.stop().await?;
+    let mut runs = journal.runs();
+    runs.iter_mut().for_each(|run| run.sort());
+    assert_eq!(runs, [["a", "b"]]);
+    system.assert_balanced().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn of_two_workers_with_the_same_nudge_one_works_and_the_other_does_nothing() -> Result<()> {
+    let (system, journal) = (System::at(&Place::memory()).await?, Journal::default());
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let first = system.worker(journal.handler(), WorkerConfig::default())?;
+    let second = system.worker(journal.handler(), WorkerConfig::default())?;
+
+    tokio::join!(first.look_at(issue_id), second.look_at(issue_id));
+
+    assert_eq!(journal.runs(), [["a"]]);
+    system.assert_balanced().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has_run_out()
+-> Result<()> {
+    let place = Place::memory();
+    let (system, journal, door) = (System::at(&place).await?, Journal::default(), Door::default());
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let crashed = {
+        let door = door.clone();
+        system.start(
+            move |_: Run| {
+                let door = door.clone();
+                async move {
+                    door.pass().await;
+                    Ok::<_, HandlerError>(Resolution::new())
+                }
+            },
+            WorkerConfig::default(),
+        )?
+    };
+    door.arrivals(1).await?;
+    crashed.abort().await;
+
+    let rescuer = system.worker(journal.handler(), WorkerConfig::default())?;
+    rescuer.look_at(issue_id).await;
+    assert!(journal.runs().is_empty(), "the claim of the dead worker still holds");
+    assert!(system.sweeper(None)?.run_once().await?.nudges.is_empty());
+
+    place.clock.as_ref().expect("time is ours").advance(CLAIM_TTL);
+    let swept = system.sweeper(None)?.run_once().await?;
+    assert_eq!((swept.requeued, swept.nudges.len()), (1, 1));
+    rescuer.look_at(issue_id).await;
+    assert_eq!(journal.runs(), [["a"]]);
+    system.assert_balanced().await?;
+    Ok(())
+}
+
+/// Worker 1 has committed and dies before it acknowledges the nudge; this is what is left.
+async fn committed_and_not_acknowledged(
+    journal: &Journal,
+) -> Result<(System, headwater_issue::IssueId)> {
+    let system = System::at(&Place::memory()).await?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    system.record("1", "b").await?;
+    // A worker that never reads the stream acknowledges nothing in it.
+    system.worker(journal.handler(), WorkerConfig::default())?.look_at(issue_id).await;
+    let issue = system.store.issue(issue_id).await?.expect("it exists");
+    assert_eq!((issue.status, issue.pending_events), (ProcessingStatus::Idle, 0));
+    Ok((system, issue_id))
+}
+
+#[tokio::test]
+async fn after_a_commit_without_acknowledgement_the_old_nudge_is_a_no_op() -> Result<()> {
+    let journal = Journal::default();
+    let (system, _) = committed_and_not_acknowledged(&journal).await?;
+
+    let worker = system.start(journal.handler(), WorkerConfig::default())?;
+    acknowledged(&system, 1).await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [["a", "b"]]);
+    system.assert_balanced().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn after_a_commit_without_acknowledgement_the_old_nudge_serves_for_a_new_event() -> Result<()>
+{
+    let journal = Journal::default();
+    let (system, _) = committed_and_not_acknowledged(&journal).await?;
+    let recorded = system.record("1", "c").await?;
+    assert!(recorded.nudge, "the issue was idle");
+
+    let worker = system.start(journal.handler(), WorkerConfig::default())?;
+    acknowledged(&system, 2).await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [vec!["a", "b"], vec!["c"]], "the new nudge found nothing to do");
+    system.assert_balanced().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn after_the_old_nudge_was_a_no_op_a_new_event_brings_its_own() -> Result<()> {
+    let journal = Journal::default();
+    let (system, _) = committed_and_not_acknowledged(&journal).await?;
+    let worker = system.start(journal.handler(), WorkerConfig::default())?;
+    acknowledged(&system, 1).await?;
+
+    system.record("1", "c").await?;
+    acknowledged(&system, 2).await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [vec!["a", "b"], vec!["c"]]);
+    system.assert_balanced().await?;
+    Ok(())
+}
+
+/// Waits until so many nudges were sent, and all are acknowledged.
+async fn acknowledged(system: &System, sent: u64) -> Result<()> {
+    let stream = headwater_stream::StreamName::new(headwater_issue::STREAM)?;
+    until("nudges to be acknowledged", || async {
+        let stats = system.streams.stats(&stream).await.expect("the stream answers");
+        stats.is_some_and(|stats| {
+            let groups = &stats.groups;
+            stats.length == sent
+                && groups.len() == 1
+                && groups[0].pending == 0
+                && groups[0].lag == Some(0)
+        })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_event_that_arrives_while_processing_is_not_lost() -> Result<()> {
+    let (system, journal, door) =
+        (System::at(&Place::memory()).await?, Journal::default(), Door::default());
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let handler = {
+        let (journal, door) = (journal.clone(), door.clone());
+        move |run: Run| {
+            let (journal, door) = (journal.clone(), door.clone());
+            async move {
+                journal.write(&run);
+                if run.events().len() == 1 {
+                    door.pass().await;
+                }
+                Ok::<_, HandlerError>(support::replies(&run))
+            }
+        }
+    };
+    let worker = system.start(handler, WorkerConfig::default())?;
+    door.arrivals(1).await?;
+
+    // The webhook commits while the handler runs: no transaction is open meanwhile.
+    for event in ["b", "c"] {
+        let recorded = tokio::time::timeout(LONG, system.record("1", event)).await??;
+        assert!(!recorded.nudge, "the end of the run will requeue it");
+    }
+    let issue = system.store.issue(issue_id).await?.expect("it exists");
+    assert_eq!((issue.status, issue.pending_events), (ProcessingStatus::Processing, 3));
+    door.open();
+
+    system.settled().await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [vec!["a"], vec!["b", "c"]]);
+    let letters = Letters::default();
+    system.outbox(letters.clone(), Default::default())?.run_once().await?;
+    letters.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
+    system.assert_balanced().await?;
+    Ok(())
+}
