@@ -60,8 +60,8 @@ impl Place {
         let postgres = headwater_testkit::Postgres::shared()?.database()?;
         let redis = headwater_testkit::Redis::start()?;
         Ok(Self {
-            database: postgres.url().to_string(),
-            streams: redis.url().to_string(),
+            database: postgres.url(),
+            streams: redis.url(),
             clock: None,
             _keep: vec![Box::new(postgres), Box::new(redis)],
         })
