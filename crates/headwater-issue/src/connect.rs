@@ -64,6 +64,12 @@ async fn open_sqlite(_url: &str, _options: &StoreOptions) -> Result<Arc<dyn Stor
     ))
 }
 
+#[cfg(feature = "postgres")]
+async fn open_postgres(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> {
+    crate::postgres::open(url, options).await
+}
+
+#[cfg(not(feature = "postgres"))]
 async fn open_postgres(_url: &str, _options: &StoreOptions) -> Result<Arc<dyn Store>> {
     Err(IssueError::invalid(
         "the database URL",

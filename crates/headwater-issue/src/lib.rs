@@ -31,6 +31,8 @@ mod store;
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod deadline;
+#[cfg(feature = "postgres")]
+pub mod postgres;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod prepared;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]

@@ -51,3 +51,50 @@ mod sqlite_file {
 
     conformance_suite!(setup());
 }
+
+#[cfg(feature = "postgres")]
+mod postgres {
+    use std::time::Duration;
+
+    use headwater_testkit::Postgres;
+    use sqlx::postgres::{PgPool, PgPoolOptions};
+
+    use super::*;
+
+    /// An error of the testkit, as the suite knows errors.
+    fn testkit<T>(answer: anyhow::Result<T>) -> TestResult<T> {
+        Ok(answer.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
+    }
+
+    /// Nobody can move the server's clock, so all that was written down moves into the past instead.
+    async fn pass(pool: PgPool, duration: Duration) -> TestResult {
+        let ms = i64::try_from(duration.as_millis())?;
+        let statements = [
+            "UPDATE issues SET claim_expires_at = claim_expires_at - headwater_interval($1),
+                 not_before = not_before - headwater_interval($1),
+                 first_pending_at = first_pending_at - headwater_interval($1),
+                 quarantined_at = quarantined_at - headwater_interval($1),
+                 nudged_at = nudged_at - headwater_interval($1)
+             WHERE processing_status != 'idle' OR quarantined_at IS NOT NULL",
+            "UPDATE outbox SET due_at = due_at - headwater_interval($1),
+                 created_at = created_at - headwater_interval($1)",
+            "UPDATE workers SET expires_at = expires_at - headwater_interval($1)",
+        ];
+        for statement in statements {
+            sqlx::query(statement).bind(ms).execute(&pool).await?;
+        }
+        Ok(())
+    }
+
+    async fn setup() -> TestResult<Env> {
+        let database = testkit(testkit(Postgres::shared())?.database())?;
+        let options = StoreOptions { connections_max: 6, ..StoreOptions::default() };
+        let (store, second) =
+            (open(&database.url(), &options).await?, open(&database.url(), &options).await?);
+        let pool = PgPoolOptions::new().max_connections(1).connect(&database.url()).await?;
+        let env = Env::new(store, second, move |duration| pass(pool.clone(), duration));
+        Ok(env.await?.keep(database))
+    }
+
+    conformance_suite!(setup());
+}

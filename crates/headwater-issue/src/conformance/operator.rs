@@ -143,7 +143,8 @@ pub async fn the_facts_tell_who_is_alive(env: Env) -> TestResult {
     };
     let before = facts().await?;
     assert_eq!((before.workers_alive, before.owner_alive), (0, false));
-    assert_eq!(before.oldest_pending_at, Some(before.issue.created_at));
+    let logs = env.store.event_logs(recorded.issue_id, &EventLogFilter::default(), 1).await?;
+    assert_eq!(before.oldest_pending_at, Some(logs[0].created_at));
     assert!(before.now >= before.issue.created_at);
 
     env.second.beat_worker("a", TTL).await?;

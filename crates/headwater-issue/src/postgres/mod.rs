@@ -1,0 +1,259 @@
+//! Issues on a Postgres server, shared by many processes.
+//!
+//! Upstream: `connect` opens it. Downstream: the functions of `migrations/0002_transitions.sql`, which say in SQL what
+//! `state` says in Rust; the suite compares the two.
+//!
+//! Promises: a transition is one round trip and one transaction of its own, so no row stays locked while a process
+//! thinks, stalls or dies. All times are the server's. Refuses: nothing waits longer than the deadline of a call, neither
+//! here nor on the server.
+
+mod listen;
+mod migrate;
+mod operator;
+mod outbox;
+mod record;
+mod runs;
+mod statements;
+mod sweep;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
+use sqlx::{AssertSqlSafe, Connection, Executor};
+
+use self::listen::Listener;
+use crate::check;
+use crate::claim::{
+    Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
+    SweepOptions, Swept,
+};
+use crate::connect::StoreOptions;
+use crate::deadline::within;
+use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::error::{IssueError, Result};
+use crate::issue::{ClaimEpoch, IssueId, NewEvent, Quiet, Recorded};
+use crate::limits::{OUTBOX_TAKE_MAX, WAIT_MAX};
+use crate::prepared::{Batch, Prepared, refuse_all};
+use crate::rows::database_error;
+use crate::store::Store;
+
+/// A connection that lay idle for this long is tried before it is used.
+const IDLE_TRUST: Duration = Duration::from_secs(1);
+
+/// A store on a Postgres server.
+#[derive(Debug)]
+pub(crate) struct PostgresStore {
+    pool: PgPool,
+    deadline: Duration,
+    listener: Listener,
+}
+
+/// Connects to the server and brings the tables up to date.
+pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>> {
+    let connect: PgConnectOptions =
+        url.parse().map_err(|error| IssueError::invalid("the database URL", format!("{error}")))?;
+    let connect = connect.application_name("headwater");
+    // What the functions rely on: each statement sees what was committed before it. What a lost caller left behind ends
+    // with its deadline.
+    let settings = format!(
+        "SET default_transaction_isolation = 'read committed'; SET statement_timeout = {}",
+        options.call_deadline.as_millis().max(1)
+    );
+    let pool = PgPoolOptions::new()
+        .max_connections(options.connections_max)
+        .acquire_timeout(options.call_deadline)
+        .test_before_acquire(false)
+        .before_acquire(|connection, meta| {
+            Box::pin(async move {
+                if meta.idle_for > IDLE_TRUST {
+                    connection.ping().await?;
+                }
+                Ok(true)
+            })
+        })
+        .after_connect(move |connection, _| {
+            let settings = settings.clone();
+            Box::pin(async move {
+                connection.execute(sqlx::raw_sql(AssertSqlSafe(settings))).await.map(|_| ())
+            })
+        })
+        .connect_lazy_with(connect.clone());
+    within(options.call_deadline, "connecting to Postgres", migrate::migrate(&pool)).await?;
+    let listener = Listener::new(connect);
+    Ok(Arc::new(PostgresStore { pool, deadline: options.call_deadline, listener }))
+}
+
+/// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
+///
+/// The issues of these events stay locked until you commit, so do that soon. The isolation level must be the default,
+/// `READ COMMITTED`. Roll back on `Unavailable`; `Invalid`, `UnknownIntegration` and `DedupConflict` concern single
+/// events and leave the transaction usable.
+pub async fn record_in(
+    connection: &mut PgConnection,
+    events: &[NewEvent],
+    quiet: &Quiet,
+) -> Vec<Result<Recorded>> {
+    let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+        Ok(batch) => batch,
+        Err(error) => return refuse_all(events.len(), &error),
+    };
+    match record::record(connection, &batch.events, quiet).await {
+        Ok(stored) => batch.answer(&stored),
+        // The transaction is broken, whatever the cause was.
+        Err(error) => {
+            let problem = format!("recording events: {error}");
+            let source = Some(Arc::new(error) as crate::SharedError);
+            refuse_all(events.len(), &IssueError::Unavailable { problem, source })
+        }
+    }
+}
+
+impl PostgresStore {
+    /// Runs `call` to its end or to the deadline; its error says what was tried.
+    async fn limited<T>(
+        &self,
+        what: &str,
+        call: impl Future<Output = Result<T, sqlx::Error>> + Send,
+    ) -> Result<T> {
+        let call = async { call.await.map_err(|error| database_error(what, error)) };
+        within(self.deadline, what, call).await
+    }
+
+    async fn record_batch(
+        &self,
+        events: &[Prepared<'_>],
+        quiet: &Quiet,
+    ) -> Result<Vec<Result<Recorded>>> {
+        self.limited("recording events", async {
+            let mut connection = self.pool.acquire().await?;
+            record::record(&mut connection, events, quiet).await
+        })
+        .await
+    }
+
+    /// Records events one by one, after one of them made the server refuse the batch.
+    async fn record_singly(&self, events: &[Prepared<'_>], quiet: &Quiet) -> Vec<Result<Recorded>> {
+        let mut answers = Vec::with_capacity(events.len());
+        for event in events {
+            let answer = self.record_batch(std::slice::from_ref(event), quiet).await;
+            answers.push(answer.and_then(|mut one| one.remove(0)));
+        }
+        answers
+    }
+}
+
+#[async_trait]
+impl Store for PostgresStore {
+    async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
+        let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+            Ok(batch) => batch,
+            Err(error) => return refuse_all(events.len(), &error),
+        };
+        if batch.events.is_empty() {
+            return batch.answer(&[]);
+        }
+        match self.record_batch(&batch.events, quiet).await {
+            Ok(stored) => batch.answer(&stored),
+            Err(IssueError::Invalid { .. }) if batch.events.len() > 1 => {
+                let stored = self.record_singly(&batch.events, quiet).await;
+                batch.answer(&stored)
+            }
+            Err(error) => refuse_all(events.len(), &error),
+        }
+    }
+
+    async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
+        check::batch("issues", issues.len())?;
+        options.check()?;
+        if issues.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("claiming issues", runs::claim(&self.pool, issues, options)).await
+    }
+
+    async fn heartbeat(
+        &self,
+        claims: &[(IssueId, ClaimEpoch)],
+        ttl: Duration,
+    ) -> Result<Vec<Beat>> {
+        check::batch("claims", claims.len())?;
+        check::ttl("ttl", ttl)?;
+        if claims.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("extending claims", runs::heartbeat(&self.pool, claims, ttl)).await
+    }
+
+    async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
+        check::completions(completions)?;
+        if completions.is_empty() {
+            return Ok(vec![]);
+        }
+        let call = runs::complete(&self.pool, completions);
+        let completed = self.limited("completing runs", call).await?;
+        if completions.iter().any(|completion| !completion.outbox.is_empty()) {
+            self.listener.wake();
+        }
+        Ok(completed)
+    }
+
+    async fn fail(&self, failures: &[Failure], attempts_max: u32) -> Result<Vec<Failed>> {
+        check::failures(failures, attempts_max)?;
+        if failures.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("failing runs", runs::fail(&self.pool, failures, attempts_max)).await
+    }
+
+    async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>> {
+        check::batch("claims", claims.len())?;
+        if claims.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("giving claims back", runs::give_back(&self.pool, claims)).await
+    }
+
+    async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
+        options.check()?;
+        self.limited("sweeping", sweep::sweep(&self.pool, options)).await
+    }
+
+    async fn take_outbox(
+        &self,
+        worker: &str,
+        limit: usize,
+        ttl: Duration,
+    ) -> Result<Vec<OutboxRow>> {
+        check::name("worker", worker)?;
+        check::count("limit", limit, OUTBOX_TAKE_MAX)?;
+        check::ttl("ttl", ttl)?;
+        let call = outbox::take(&self.pool, worker, limit, ttl);
+        self.limited("taking from the outbox", call).await
+    }
+
+    async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
+        check::settlements(settlements)?;
+        if settlements.is_empty() {
+            return Ok(vec![]);
+        }
+        self.limited("settling deliveries", outbox::settle(&self.pool, settlements)).await
+    }
+
+    async fn outbox_wake(&self, wait: Duration) {
+        self.listener.wait(wait.min(WAIT_MAX)).await;
+    }
+
+    async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
+        check::name("worker", worker)?;
+        check::delay("ttl", ttl)?;
+        let call = operator::beat_worker(&self.pool, worker, ttl);
+        self.limited("showing that a worker is alive", call).await
+    }
+
+    async fn close(&self) {
+        self.listener.close();
+        self.pool.close().await;
+    }
+}

@@ -1,0 +1,71 @@
+//! Events on their way to the server: one function call for all of them.
+
+use std::collections::HashSet;
+
+use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{Error, Row};
+
+use crate::error::{IssueError, Result};
+use crate::issue::{EventLogId, IssueId, Quiet, Recorded};
+use crate::prepared::{Prepared, conflict, unknown};
+use crate::rows::{maybe_time, ms};
+
+/// Stores events whose keys differ, in the transaction of `connection` or in one of its own.
+pub(super) async fn record(
+    connection: &mut PgConnection,
+    events: &[Prepared<'_>],
+    quiet: &Quiet,
+) -> Result<Vec<Result<Recorded>>, Error> {
+    let texts = |text: fn(&Prepared<'_>) -> String| events.iter().map(text).collect::<Vec<_>>();
+    let rows =
+        sqlx::query("SELECT * FROM headwater_record_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)")
+            .bind(texts(|one| one.event.integration.clone()))
+            .bind(texts(|one| one.event.external_project_id.clone()))
+            .bind(texts(|one| one.event.external_issue_id.clone()))
+            .bind(texts(|one| one.event.source.clone()))
+            .bind(texts(|one| one.event.event_type.clone()))
+            .bind(texts(|one| one.key.clone()))
+            .bind(events.iter().map(|one| one.digest.clone()).collect::<Vec<_>>())
+            .bind(texts(|one| one.event.payload.clone()))
+            .bind(ms(quiet.quiet))
+            .bind(ms(quiet.max_wait))
+            .fetch_all(connection)
+            .await?;
+    let mut nudged = HashSet::new();
+    events.iter().zip(&rows).map(|(event, row)| read(event, row, &mut nudged)).collect()
+}
+
+/// What became of one event. The inner error concerns it alone.
+fn read(
+    event: &Prepared<'_>,
+    row: &PgRow,
+    nudged: &mut HashSet<IssueId>,
+) -> Result<Result<Recorded>, Error> {
+    if !row.try_get::<bool, _>(1)? {
+        return Ok(Err(unknown(event.event)));
+    }
+    let (Some(issue_id), Some(event_log_id)): (Option<i64>, Option<i64>) =
+        (row.try_get(2)?, row.try_get(3)?)
+    else {
+        // Only in a caller's transaction that cannot see what was committed after it began.
+        let problem = "another transaction recorded this event at the same time; repeat yours";
+        return Ok(Err(IssueError::Unavailable { problem: problem.into(), source: None }));
+    };
+    if !row.try_get::<bool, _>(5)? {
+        return Ok(Err(conflict(event.event, &event.key)));
+    }
+    let issue_id = IssueId(issue_id);
+    let new: bool = row.try_get(4)?;
+    let wanted = if new {
+        row.try_get(7)?
+    } else {
+        !row.try_get::<bool, _>(6)? && row.try_get::<&str, _>(8)? == "queued"
+    };
+    Ok(Ok(Recorded {
+        issue_id,
+        event_log_id: EventLogId(event_log_id),
+        duplicate: !new,
+        nudge: wanted && nudged.insert(issue_id),
+        not_before: maybe_time(row.try_get(9)?),
+    }))
+}

@@ -1,0 +1,36 @@
+//! The sweep: claims that have run out, and nudges that are overdue.
+
+use sqlx::postgres::PgPool;
+use sqlx::{Error, Row};
+
+use super::statements::number;
+use crate::claim::{Nudge, SweepOptions, Swept};
+use crate::error::Result;
+use crate::issue::{EventLogId, IssueId};
+use crate::rows::ms;
+
+pub(super) async fn sweep(pool: &PgPool, options: &SweepOptions) -> Result<Swept, Error> {
+    let rows = sqlx::query("SELECT * FROM headwater_sweep_1($1, $2, $3)")
+        .bind(number(options.limit))
+        .bind(ms(options.nudge_overdue))
+        .bind(i64::from(options.crashes_max))
+        .fetch_all(pool)
+        .await?;
+    let mut swept = Swept::default();
+    let mut overdue = 0;
+    for row in &rows {
+        let issue_id = IssueId(row.try_get(0)?);
+        let (requeued, quarantined): (bool, bool) = (row.try_get(2)?, row.try_get(3)?);
+        swept.requeued += usize::from(requeued);
+        overdue += usize::from(!requeued && !quarantined);
+        if quarantined {
+            swept.quarantined.push(issue_id);
+        }
+        if row.try_get(4)? {
+            swept.nudges.push(Nudge { issue_id, event_log_id: EventLogId(row.try_get(1)?) });
+        }
+    }
+    let expired = swept.requeued + swept.quarantined.len();
+    swept.more = expired >= options.limit || overdue >= options.limit;
+    Ok(swept)
+}
