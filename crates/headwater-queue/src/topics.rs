@@ -10,6 +10,7 @@ use std::time::Duration;
 use headwater_stream::{EntryId, RegistryMap, SetName};
 
 use crate::error::{QueueError, Result};
+use crate::group;
 use crate::keys::{self, Layout};
 use crate::limits::{GROWTHS_MAX, PARTITIONS_MAX};
 use crate::queue::Queue;
@@ -79,6 +80,10 @@ impl Topics {
         // Also when it was there: whoever created it may have died between the two steps.
         self.register(&topic).await?;
         self.queue.forget(&name);
+        if is_new {
+            // It may have been consumed as a plain topic before.
+            self.ring(&name).await;
+        }
         Ok(is_new)
     }
 
@@ -158,6 +163,7 @@ impl Topics {
         }
         let set = keys::partitions(&name);
         self.remove_all(&set).await?;
+        self.ring(&name).await;
         Ok(was_listed || had_meta || had_data)
     }
 
@@ -168,6 +174,11 @@ impl Topics {
             self.queue.inner.backend.set_remove(set, &members).await?;
         }
         Ok(())
+    }
+
+    /// Consumers look at the topic soon.
+    async fn ring(&self, name: &TopicName) {
+        group::ring(&*self.queue.inner.backend, &keys::topic_bell(name)).await;
     }
 
     async fn register(&self, topic: &Topic) -> Result<()> {
@@ -244,7 +255,9 @@ impl Topics {
             written = backend.map_update(&meta, Some(expect), &changed).await?;
         }
         self.queue.forget(&old.name);
-        if !written {
+        if written {
+            self.ring(&old.name).await;
+        } else {
             // Somebody else was faster; what they wrote is read next.
             self.queue.read_topic(&old.name).await?;
         }

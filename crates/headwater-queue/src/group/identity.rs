@@ -17,7 +17,15 @@ const HOST_BYTES_MAX: usize = 60;
 
 /// A name for one session: `NAME:START`.
 pub(super) fn new_holder(config: &QueueConfig) -> HolderName {
-    let name = config.name.as_deref().unwrap_or_else(|| default_name());
+    holder(config.name.as_deref().unwrap_or_else(|| default_name()))
+}
+
+/// A name for one moment.
+pub(super) fn passing_holder() -> HolderName {
+    holder(default_name())
+}
+
+fn holder(name: &str) -> HolderName {
     HolderName::new(format!("{name}:{}", start_id())).expect("the name was checked and is short")
 }
 

@@ -111,6 +111,7 @@ pub(super) struct Plan {
 impl Placement {
     pub(super) fn new(serial: u64, joining: Joining, answer: Answer) -> Self {
         let topic = Arc::clone(&joining.topic);
+        let refresh = topic.policies.refresh;
         Self {
             serial,
             leases: lease_names(&joining, &topic),
@@ -123,7 +124,7 @@ impl Placement {
             joined: false,
             dirty: true,
             looked_at: false,
-            refresh_at: Instant::now(),
+            refresh_at: Instant::now() + refresh,
             reading: false,
         }
     }
@@ -133,11 +134,18 @@ impl Placement {
         self.leases = lease_names(&self.joining, &topic);
         self.topic = topic;
         self.dirty = true;
-        let outdated = |(number, part): (&Partition, &Part)| {
-            let is_same = self.leases.get(usize::from(*number)) == Some(&part.lease);
-            (!is_same).then_some(*number)
+        let outdated = |number: &Partition| (!self.is_current(*number)).then_some(*number);
+        self.parts.keys().filter_map(outdated).collect()
+    }
+
+    /// Whether a partition in our hands has the keys that the topic has now. The stream tells: the lease of a plain
+    /// topic is spelled like that of a first partition.
+    pub(super) fn is_current(&self, number: Partition) -> bool {
+        let is_current = |part: &Part| {
+            number < self.topic.partitions
+                && keys::stream(&part.topic, number) == keys::stream(&self.topic, number)
         };
-        self.parts.iter().filter_map(outdated).collect()
+        self.parts.get(&number).is_some_and(is_current)
     }
 
     pub(super) fn who(&self) -> Who {

@@ -319,9 +319,9 @@ impl Stay {
         if who.is_empty() {
             return;
         }
-        let (place, me) = (Arc::clone(&self.place), self.me.clone());
+        let place = Arc::clone(&self.place);
         self.work.spawn(async move {
-            let refused = steps::announce(&*place.backend, &place.group, &me, &entries).await;
+            let refused = steps::announce(&*place.backend, &place.group, &entries).await;
             Event::Announced { who, refused }
         });
     }
@@ -378,7 +378,6 @@ impl Stay {
         }
         placement.standing = Standing::Member;
         (placement.dirty, placement.looked_at, placement.joined) = (true, false, true);
-        placement.refresh_at = Instant::now() + placement.topic.policies.refresh;
         placement.joining.workplace.joined(Joined {
             consumer: self.consumer.clone(),
             lease: self.lease.clone(),

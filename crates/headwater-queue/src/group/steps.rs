@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::{
-    Backend, ConsumerName, Fence, GroupName, HeldLease, HolderName, KeeperConfig, LeaseKeeper,
-    LeaseName, StreamName,
+    Acquire, Backend, ConsumerName, Fence, GroupName, HeldLease, HolderName, KeeperConfig,
+    LeaseKeeper, LeaseName, StreamError, StreamName,
 };
 use tokio::time::sleep;
 use tracing::warn;
 
+use super::identity;
 use super::members::{Entry, Stand, View};
 use super::placement::Me;
 use crate::config::Mode;
@@ -59,7 +60,6 @@ pub(super) async fn enter(
 pub(super) async fn announce(
     backend: &dyn Backend,
     group: &GroupName,
-    me: &Me,
     entries: &[Entry],
 ) -> Result<Vec<Option<Entry>>> {
     let before = View::look(backend, group, Vec::new()).await?;
@@ -83,7 +83,7 @@ pub(super) async fn announce(
     let withdrawn: Vec<String> =
         announced.into_iter().filter(|text| !staying.contains(text)).collect();
     remove(backend, group, &withdrawn).await?;
-    ring(backend, &keys::bell(group), &me.holder).await;
+    ring(backend, &keys::bell(group)).await;
     Ok(refused)
 }
 
@@ -112,14 +112,14 @@ pub(super) async fn remove(
 }
 
 /// Rings a bell: whoever watches looks soon. If it fails, they look a little later by themselves.
-pub(crate) async fn ring(backend: &dyn Backend, bell: &LeaseName, holder: &HolderName) {
+pub(crate) async fn ring(backend: &dyn Backend, bell: &LeaseName) {
+    let holder = identity::passing_holder();
     let rung = async {
-        let acquired = backend.acquire(bell, holder, BELL_TTL).await?;
         // If somebody else rings at this moment, they stop after us, and that is heard.
-        if let headwater_stream::Acquire::Won(epoch) = acquired {
-            backend.release(holder, &[Fence { lease: bell.clone(), epoch }]).await?;
+        if let Acquire::Won(epoch) = backend.acquire(bell, &holder, BELL_TTL).await? {
+            backend.release(&holder, &[Fence { lease: bell.clone(), epoch }]).await?;
         }
-        Ok::<_, headwater_stream::StreamError>(())
+        Ok::<_, StreamError>(())
     };
     if let Err(error) = rung.await {
         warn!(%bell, %error, "the bell was not rung, others will notice later");

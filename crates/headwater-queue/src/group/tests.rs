@@ -4,4 +4,9 @@
 mod place;
 
 mod leaving;
+mod outages;
+mod processes;
+mod shared;
 mod sharing;
+mod static_members;
+mod topics;

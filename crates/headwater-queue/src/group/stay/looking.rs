@@ -94,12 +94,11 @@ impl Stay {
             warn!(topic = %who.0, group = %self.place.group, "our entry was removed, writing it again");
             placement.dirty = true;
             let place = Arc::clone(&self.place);
-            let holder = self.me.holder.clone();
             self.work.spawn(async move {
                 let (backend, group) = (&*place.backend, &place.group);
                 // If it fails, the next look says so again.
                 if steps::write(backend, group, &[entry.to_string()]).await.is_ok() {
-                    steps::ring(backend, &keys::bell(group), &holder).await;
+                    steps::ring(backend, &keys::bell(group)).await;
                 }
                 Event::Tidied
             });
@@ -225,14 +224,13 @@ impl Stay {
         let failed_takes = self.failed_takes;
         // A subscription with a part that is being taken is not forgotten.
         let Some(placement) = find(session, who) else { return };
-        let wanted = placement.leases.get(usize::from(partition));
+        let is_current = placement.is_current(partition);
         let Some(part) = placement.parts.get_mut(&partition) else { return };
         match held {
             Ok(Some(lease)) => {
                 self.failed_takes = 0;
-                let is_wanted = placement.standing == Standing::Member
-                    && wanted == Some(&part.lease)
-                    && lease.is_trusted();
+                let is_wanted =
+                    placement.standing == Standing::Member && is_current && lease.is_trusted();
                 if !is_wanted {
                     // We are leaving, or the topic changed, or it took too long: nobody has heard of it yet.
                     return self.release(session, who, partition);
@@ -293,6 +291,8 @@ impl Stay {
     pub(super) fn handle_read(&mut self, session: &mut Session, who: &Who, topic: Result<Topic>) {
         let Some(placement) = find(session, who) else { return };
         placement.reading = false;
+        // The bell may have rung while it was read.
+        self.refresh_at = self.refresh_at.min(placement.refresh_at);
         let topic = match topic {
             Ok(topic) => topic,
             Err(error) => return warn!(topic = %who.0, %error, "the topic could not be read"),

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use headwater_stream::LeaseName;
+use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 
@@ -128,7 +129,7 @@ impl Stay {
             // Told when the member is gone, too.
             self.farewells.append(&mut placement.farewells);
         } else {
-            say_farewell(placement);
+            placement.farewells.into_iter().for_each(say);
         }
     }
 
@@ -139,9 +140,7 @@ impl Stay {
         // What takes longer has run out by itself.
         let _ = timeout(self.place.config.lease.ttl, released).await;
         info!(group = %self.place.group, consumer = %self.consumer, "left the group");
-        for farewell in self.farewells {
-            let _ = farewell.send(());
-        }
+        self.farewells.into_iter().for_each(say);
         End::Departed
     }
 
@@ -160,11 +159,9 @@ impl Stay {
             }
             self.lose(placement);
         }
+        let mut farewells = self.farewells;
         for topic in leaving {
-            session.take_out(&topic).into_iter().for_each(say_farewell);
-        }
-        for farewell in self.farewells {
-            let _ = farewell.send(());
+            farewells.extend(session.take_out(&topic).into_iter().flat_map(|left| left.farewells));
         }
         // What is still ours at the server, others may have at once. The member first: whoever takes a partition over
         // must see that its last owner is no member any more.
@@ -180,6 +177,7 @@ impl Stay {
             };
             // What takes longer has run out by itself, and others have tidied up.
             let _ = timeout(place.config.lease.ttl, tidied).await;
+            farewells.into_iter().for_each(say);
         });
         End::Expelled
     }
@@ -199,13 +197,14 @@ impl Stay {
         }
         placement.standing = Standing::Outside;
         placement.looked_at = false;
+        // What happened to the topic meanwhile was not heard.
         placement.reading = false;
+        placement.refresh_at = Instant::now();
         self.count_owned(placement);
     }
 }
 
-fn say_farewell(placement: Placement) {
-    for farewell in placement.farewells {
-        let _ = farewell.send(());
-    }
+/// Whoever waited may be gone; then there is nobody to tell.
+fn say(farewell: oneshot::Sender<()>) {
+    let _ = farewell.send(());
 }

@@ -103,6 +103,12 @@ impl Place {
         Self { target, topic: unique("topic"), group, at_work: Arc::default() }
     }
 
+    /// The same topic and group by another way.
+    pub(super) fn through(&self, url: String) -> Self {
+        let (topic, group) = (self.topic.clone(), self.group.clone());
+        Self { target: Target::Url(url), topic, group, at_work: Arc::clone(&self.at_work) }
+    }
+
     /// Another topic and group on the same backend.
     pub(super) fn another(&self) -> Self {
         Self::new(match &self.target {
@@ -194,6 +200,16 @@ impl Member {
         id: Option<&str>,
     ) -> Result<Self> {
         let topic = queue.read_topic(&TopicName::new(topic).unwrap()).await?;
+        Self::join_topic(queue, topic, place, mode, id).await
+    }
+
+    pub(super) async fn join_topic(
+        queue: Queue,
+        topic: Arc<Topic>,
+        place: &Place,
+        mode: Mode,
+        id: Option<&str>,
+    ) -> Result<Self> {
         let desk = Arc::new(Desk::new(Arc::clone(&place.at_work)));
         let joining = Joining {
             group: place.group.clone(),
