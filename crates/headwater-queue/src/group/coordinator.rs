@@ -2,20 +2,20 @@
 //!
 //! Upstream: `consumer` joins and leaves. Downstream: one `session` per group, and one watch over all leases.
 //! Promises: it costs nothing until somebody joins; a process renews its leases with one round trip per group, and looks
-//! at a group with two, whatever the number of topics; dropping the queue ends every task, and its leases run out as if
-//! the process had died.
+//! at a group with two, whatever the number of topics. A subscription needs the queue no more once it has joined. When
+//! the last one has left, or was dropped and has left in the background, no task is left.
 //! Refuses a second subscription to the same topic in the same group: raise `concurrency` instead. Members with ids of
 //! their own are different members, also in one process.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use headwater_stream::{Backend, GroupName, HintKind, LeaseHint};
 use tokio::sync::{broadcast, mpsc, oneshot};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::sleep;
 use tracing::{debug, warn};
 
@@ -41,12 +41,14 @@ pub(crate) struct Coordinator {
     running: Mutex<Running>,
 }
 
-/// What runs. Dropped, everything ends.
+/// What runs.
 #[derive(Default)]
 struct Running {
-    tasks: JoinSet<()>,
-    hints: Option<broadcast::Sender<LeaseHint>>,
+    ears: Weak<Ears>,
     sessions: HashMap<SessionKey, mpsc::UnboundedSender<Command>>,
+    /// So that tests can have a process die.
+    #[cfg(test)]
+    tasks: Vec<tokio::task::AbortHandle>,
 }
 
 /// A group, and the id of a member that has one of its own.
@@ -106,8 +108,8 @@ impl Coordinator {
         }
         // Those that ended by themselves are forgotten here.
         running.sessions.retain(|_, open| !open.is_closed());
-        while running.tasks.try_join_next().is_some() {}
-        let hints = self.hints(&mut running).subscribe();
+        let ears = running.ears.upgrade().unwrap_or_else(|| Ears::open(Arc::clone(&self.backend)));
+        running.ears = Arc::downgrade(&ears);
         let (commands, receiver) = mpsc::unbounded_channel();
         let place = Place {
             backend: Arc::clone(&self.backend),
@@ -118,26 +120,24 @@ impl Coordinator {
         let session = Session {
             place: Arc::new(place),
             commands: receiver,
-            hints,
+            hints: ears.hints.subscribe(),
+            _ears: ears,
             placements: HashMap::new(),
             heard: HashMap::new(),
             waiting: Vec::new(),
             tidying: JoinSet::new(),
         };
-        running.tasks.spawn(session.run());
+        let _task = tokio::spawn(session.run());
+        #[cfg(test)]
+        running.tasks.push(_task.abort_handle());
         running.sessions.insert(key.clone(), commands.clone());
         commands
     }
 
-    /// What is heard of leases, from one watch for all sessions.
-    fn hints(&self, running: &mut Running) -> broadcast::Sender<LeaseHint> {
-        if let Some(hints) = &running.hints {
-            return hints.clone();
-        }
-        let (hints, _) = broadcast::channel(HINTS_MAX);
-        running.tasks.spawn(listen(Arc::clone(&self.backend), hints.clone()));
-        running.hints = Some(hints.clone());
-        hints
+    /// Ends everything at once, as the end of the process does.
+    #[cfg(test)]
+    pub(crate) fn die(&self) {
+        self.lock().tasks.drain(..).for_each(|task| task.abort());
     }
 
     fn lock(&self) -> MutexGuard<'_, Running> {
@@ -145,7 +145,27 @@ impl Coordinator {
     }
 }
 
-/// Passes hints on to whoever listens, until the coordinator is dropped.
+/// One watch over all leases, for all sessions. Closed when the last of them has ended.
+pub(super) struct Ears {
+    hints: broadcast::Sender<LeaseHint>,
+    listening: AbortHandle,
+}
+
+impl Ears {
+    fn open(backend: Arc<dyn Backend>) -> Arc<Self> {
+        let (hints, _) = broadcast::channel(HINTS_MAX);
+        let listening = tokio::spawn(listen(backend, hints.clone())).abort_handle();
+        Arc::new(Self { hints, listening })
+    }
+}
+
+impl Drop for Ears {
+    fn drop(&mut self) {
+        self.listening.abort();
+    }
+}
+
+/// Passes hints on to whoever listens.
 async fn listen(backend: Arc<dyn Backend>, hints: broadcast::Sender<LeaseHint>) {
     loop {
         let mut watch = match backend.watch(keys::WATCHED).await {

@@ -4,6 +4,7 @@
 //! Promises: it never blocks on the backend or on a subscription, so leases are renewed whatever else takes long; when
 //! it is no longer trusted it tells its subscriptions at once, and enters again under a new name.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -46,6 +47,8 @@ pub(super) struct Session {
     pub(super) place: Arc<Place>,
     pub(super) commands: mpsc::UnboundedReceiver<Command>,
     pub(super) hints: broadcast::Receiver<LeaseHint>,
+    /// Where the hints come from.
+    pub(super) _ears: Arc<dyn Any + Send + Sync>,
     pub(super) placements: HashMap<TopicName, Placement>,
     /// Which topic a hint is about.
     pub(super) heard: HashMap<LeaseName, Heard>,
@@ -158,9 +161,8 @@ impl Session {
                 }
                 hint = self.hints.recv() => match hint {
                     Ok(hint) if hint.lease.as_ref().is_some_and(|about| about != lease) => {}
-                    // Those who tell of hints are gone: so is everything else, soon.
-                    Err(broadcast::error::RecvError::Closed) => return sleep_until(again_at).await,
-                    Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => return,
+                    // Or hints were missed, and it may be.
+                    Ok(_) | Err(_) => return,
                 }
             }
         }

@@ -8,14 +8,13 @@
 mod looking;
 mod parting;
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_stream::{
     ConsumerName, HeldLease, HintKind, LeaseHint, LeaseKeeper, LeaseName, LostLease, StreamError,
 };
-use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -25,7 +24,7 @@ use super::members::{Entry, View};
 use super::placement::{Answer, Me, Placement, Standing, Who};
 use super::seam::{Alarm, Joined};
 use super::session::{Command, Heard, Place, Session};
-use super::steps;
+use super::steps::{self, Watchfulness};
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::metrics::PARTITIONS_OWNED;
@@ -105,8 +104,10 @@ pub(super) struct Stay {
     failed_takes: u32,
     /// Entries of dead members that are being taken over.
     burying: HashSet<String>,
-    /// Consumers of members that live, as last seen.
-    alive: Arc<[ConsumerName]>,
+    /// Consumers of members that live, and of those that did, as last seen.
+    watchfulness: Watchfulness,
+    /// When each of those that are gone was missed.
+    gone: BTreeMap<ConsumerName, Instant>,
     /// How leases begin whose hints are about members.
     members: [LeaseName; 3],
     /// Those who wait until the last subscription has left.
@@ -134,7 +135,8 @@ impl Stay {
             failed_looks: 0,
             failed_takes: 0,
             burying: HashSet::new(),
-            alive: Arc::new([]),
+            watchfulness: Watchfulness::default(),
+            gone: BTreeMap::new(),
             members: [keys::member(group, ""), keys::resting(group, ""), keys::bell(group)],
             farewells: Vec::new(),
             place,
@@ -155,15 +157,11 @@ impl Stay {
                 biased;
                 () = self.lease.lost() => return self.expel(session, "it was not renewed in time"),
                 () = self.alarm.raised() => return self.expel(session, "an effect was refused"),
-                command = session.commands.recv() => match command {
-                    Some(command) => self.obey(session, command),
-                    // The queue was dropped, and this task is about to be.
-                    None => return End::Departed,
-                },
+                // None when everybody has said that they leave, and nobody else can come.
+                Some(command) = session.commands.recv() => self.obey(session, command),
                 hint = session.hints.recv() => match hint {
                     Ok(hint) => self.hear(session, &hint),
-                    Err(RecvError::Lagged(_)) => self.look_at_everything(session),
-                    Err(RecvError::Closed) => return End::Departed,
+                    Err(_) => self.look_at_everything(session),
                 },
                 Some(event) = self.work.join_next() => {
                     if let Err(reason) = self.handle(session, event) {

@@ -2,15 +2,17 @@
 //!
 //! Upstream: `session` and `stay`, which run them beside each other. Downstream: leases and registry of the backend.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::try_join_all;
 use headwater_stream::{
-    Acquire, Backend, ConsumerName, Fence, GroupName, HeldLease, HolderName, KeeperConfig,
-    LeaseKeeper, LeaseName, StreamError, StreamName,
+    Acquire, Backend, ConsumerName, ConsumerStats, Fence, GroupName, HeldLease, HolderName,
+    KeeperConfig, LeaseKeeper, LeaseName, Silenced, StreamError, StreamName, Then,
 };
 use tokio::time::sleep;
-use tracing::warn;
+use tracing::{debug, warn};
 
 use super::identity;
 use super::members::{Entry, Stand, View};
@@ -21,6 +23,9 @@ use crate::keys;
 
 /// How long a bell can be held by one who died while ringing it.
 const BELL_TTL: Duration = Duration::from_secs(1);
+/// A consumer that did nothing for this long has no read under way: it was silenced by whoever took over from it, or
+/// its connection is gone.
+const SILENT_AFTER: Duration = Duration::from_secs(60 * 60);
 /// How long to wait between two tries of what must not be left undone.
 const AGAIN_AFTER: Duration = Duration::from_millis(250);
 
@@ -126,19 +131,28 @@ pub(crate) async fn ring(backend: &dyn Backend, bell: &LeaseName) {
     }
 }
 
+/// Consumers of the group who may have a read under way although nobody takes them for alive.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Watchfulness {
+    /// Those of members that live. They read only what they own.
+    pub(super) alive: Arc<[ConsumerName]>,
+    /// Those of members that were seen alive and are gone.
+    pub(super) gone: Arc<[ConsumerName]>,
+}
+
 /// Takes the lease of a partition; `None` if somebody else has it.
 ///
-/// `alive` are the consumers of members that live. Any other that ever read this stream for the group is silenced before
-/// anybody works under the new lease: a process that stands still may have a read waiting at the server.
+/// Consumers that read this stream and belong to no living member are silenced before anybody works under the new lease:
+/// a process that stands still may have a read waiting at the server, which would take entries out of their order.
 pub(super) async fn take(
     backend: &dyn Backend,
     keeper: &LeaseKeeper,
     lease: &LeaseName,
     (stream, group): (&StreamName, &GroupName),
-    alive: &[ConsumerName],
+    watchfulness: &Watchfulness,
 ) -> Result<Option<HeldLease>> {
     let Some(held) = keeper.acquire(lease).await? else { return Ok(None) };
-    if let Err(error) = silence(backend, stream, group, alive).await {
+    if let Err(error) = silence(backend, stream, group, watchfulness).await {
         // Not ours without it. Released, so that it is not renewed for nothing.
         release(keeper, std::slice::from_ref(lease)).await;
         return Err(error);
@@ -146,13 +160,37 @@ pub(super) async fn take(
     Ok(Some(held))
 }
 
-/// Ends what dead consumers of the group wait for at this stream. SILENCE: to be done by `Streams::silence`.
+/// Ends the reads of consumers of the group at this stream that belong to no living member.
 async fn silence(
-    _backend: &dyn Backend,
-    _stream: &StreamName,
-    _group: &GroupName,
-    _alive: &[ConsumerName],
+    backend: &dyn Backend,
+    stream: &StreamName,
+    group: &GroupName,
+    Watchfulness { alive, gone }: &Watchfulness,
 ) -> Result<()> {
+    let groups = backend.stats(stream).await?.map(|stats| stats.groups).unwrap_or_default();
+    let group_stats = groups.into_iter().filter(|stats| stats.name == *group);
+    let (past, recent): (Vec<ConsumerStats>, Vec<ConsumerStats>) = group_stats
+        .flat_map(|stats| stats.consumers)
+        // The released entries' own consumer never reads.
+        .filter(|consumer| consumer.name.as_str() != Then::RELEASED)
+        .partition(|consumer| consumer.idle >= SILENT_AFTER);
+    if past.iter().any(|consumer| consumer.pending == 0) {
+        // Every start has a name of its own; nobody else forgets them.
+        backend.remove_idle_consumers(stream, group, SILENT_AFTER).await?;
+    }
+    let mut dead: BTreeSet<ConsumerName> =
+        recent.into_iter().map(|consumer| consumer.name).collect();
+    // A server may not list one that has only waited so far.
+    dead.extend(gone.iter().cloned());
+    dead.retain(|consumer| !alive.contains(consumer));
+    let ended = dead.iter().map(|consumer| backend.silence(stream, group, consumer));
+    for (silenced, consumer) in try_join_all(ended).await?.into_iter().zip(&dead) {
+        match silenced {
+            Silenced::Yes { ended } => debug!(%stream, %group, %consumer, ended, "silenced"),
+            Silenced::No { reason } => warn!(%stream, %group, %consumer, reason,
+                "a dead consumer cannot be silenced: if it stands still, it may take messages out of their order"),
+        }
+    }
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::HeldLease;
+use headwater_stream::{ConsumerName, HeldLease};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
@@ -14,7 +14,7 @@ use crate::group::members::{Entry, Stand, View};
 use crate::group::placement::{Part, PartState, Placement, Plan, Standing, Who};
 use crate::group::seam::OwnedPartition;
 use crate::group::session::{AFTER_END, Session};
-use crate::group::steps;
+use crate::group::steps::{self, Watchfulness};
 use crate::keys;
 use crate::metrics::ANOMALIES;
 use crate::topic::{Partition, Topic};
@@ -23,6 +23,9 @@ use crate::topic::{Partition, Topic};
 const READS_MAX: usize = 32;
 /// One meta in this time on average, so that many topics cost no more than a few.
 const READ_EVERY: Duration = Duration::from_millis(40);
+
+/// How long a member that is gone is remembered: by then, all it had is taken over.
+const MISSED_FOR: Duration = Duration::from_secs(5 * 60);
 
 impl Stay {
     /// Looks at the members, and at the leases of those topics of which something was heard.
@@ -66,7 +69,7 @@ impl Stay {
         if view.dead().any(|entry| entry.stand == mine) {
             return Err("others take this member for dead".to_owned());
         }
-        self.alive = view.consumers().into();
+        self.miss(view.consumers());
         self.bury_dead(session, &view);
         let mut next_end = view.next_end(&self.me.holder);
         let seen: Vec<Who> = session
@@ -84,6 +87,19 @@ impl Stay {
             self.sweep_at = self.sweep_at.min(view.seen_at + end + AFTER_END);
         }
         Ok(())
+    }
+
+    /// Notes who lives, and who did until now.
+    fn miss(&mut self, alive: Vec<ConsumerName>) {
+        let now = Instant::now();
+        for consumer in self.watchfulness.alive.iter() {
+            if !alive.contains(consumer) {
+                self.gone.insert(consumer.clone(), now);
+            }
+        }
+        self.gone.retain(|_, missed_at| now.duration_since(*missed_at) < MISSED_FOR);
+        let gone = self.gone.keys().cloned().collect();
+        self.watchfulness = Watchfulness { alive: alive.into(), gone };
     }
 
     /// Does for one topic what the view calls for. Returns how soon a lease ends that we wait for.
@@ -206,10 +222,10 @@ impl Stay {
         let part = Part { topic, lease: lease.clone(), state: PartState::Taking };
         placement.parts.insert(partition, part);
         let (place, keeper) = (Arc::clone(&self.place), Arc::clone(&self.keeper));
-        let (alive, who) = (Arc::clone(&self.alive), who.clone());
+        let (watchfulness, who) = (self.watchfulness.clone(), who.clone());
         self.work.spawn(async move {
             let at = (&stream, &place.group);
-            let held = steps::take(&*place.backend, &keeper, &lease, at, &alive).await;
+            let held = steps::take(&*place.backend, &keeper, &lease, at, &watchfulness).await;
             Event::Taken { who, partition, held }
         });
     }

@@ -1,5 +1,7 @@
 //! Members that leave, die or take their time.
 
+use std::sync::Arc;
+
 use headwater_stream::HolderName;
 use tokio::time::{Instant, sleep};
 
@@ -108,18 +110,22 @@ async fn what_nobody_told_is_found_by_sweeping(place: &Place) {
 
 const LONG: std::time::Duration = std::time::Duration::from_secs(60);
 
-async fn a_queue_that_is_dropped_ends_all_its_tasks(place: &Place) {
+async fn a_subscription_outlives_its_queue_and_leaves_no_task_behind(place: &Place) {
     place.create(3).await;
     let member = place.member().await;
     place.balanced(&[&member], 3).await;
     let lease = member.desk.lease(0);
     let Member { queue, membership, desk } = member;
-    let watched = std::sync::Arc::downgrade(&desk);
-    drop((queue, desk));
-    // Nothing of the session holds on to the workplace any more, and the lease is not renewed.
-    eventually("the tasks to end", || async { watched.strong_count() == 0 }).await;
+    drop(queue);
+    sleep(quick().lease.ttl).await;
+    assert!(lease.is_trusted());
+
+    let watched = Arc::downgrade(&desk);
+    drop((desk, membership));
+    eventually("the last task to end", || async { watched.strong_count() == 0 }).await;
     lease.lost().await;
-    drop(membership);
+    eventually("nothing to be left", || async { place.listed().await.is_empty() }).await;
+    assert!(place.holders().await.iter().all(Option::is_none));
 }
 
 everywhere!(
@@ -129,5 +135,5 @@ everywhere!(
     a_slow_hand_over_holds_up_nothing_else,
     leaving_while_partitions_are_taken_leaves_nothing_locked,
     what_nobody_told_is_found_by_sweeping,
-    a_queue_that_is_dropped_ends_all_its_tasks,
+    a_subscription_outlives_its_queue_and_leaves_no_task_behind,
 );

@@ -250,10 +250,7 @@ impl Member {
     /// Dies as a process does that is killed: nothing is released, nobody is told.
     pub(super) fn die(self) {
         self.desk.bury();
-        let Self { queue, membership, desk: _ } = self;
-        // Before the membership, whose last word is that it leaves.
-        drop(queue);
-        drop(membership);
+        self.queue.inner.coordinator.die();
     }
 }
 

@@ -1,0 +1,139 @@
+//! Where a scenario runs, and what its consumers write down.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use headwater_queue::{
+    ConsumerConfig, Message, NewMessage, Order, Policies, ProducerConfig, Queue, QueueConfig,
+    Subscription,
+};
+use headwater_stream::{KeeperConfig, Options, connect};
+use headwater_testkit::unique;
+use tokio::time::Instant;
+
+pub(crate) const GROUP: &str = "billing";
+/// Nothing that should happen takes longer.
+pub(crate) const LIMIT: Duration = Duration::from_secs(40);
+
+/// Fast enough for a test, slow enough for a busy machine.
+pub(crate) fn quick() -> QueueConfig {
+    QueueConfig {
+        lease: KeeperConfig {
+            ttl: Duration::from_secs(3),
+            renew_every: Duration::from_millis(500),
+            margin: Duration::from_millis(500),
+        },
+        rebalance_every: Duration::from_secs(1),
+        ..Default::default()
+    }
+}
+
+pub(crate) fn ordered() -> ConsumerConfig {
+    // A read that waits for long, so that one is under way when its process stops.
+    ConsumerConfig { order: Order::PerKey, poll: Duration::from_secs(30), ..Default::default() }
+}
+
+pub(crate) struct Place {
+    pub(crate) url: String,
+    pub(crate) topic: String,
+    /// For an embedded backend, of which there is one.
+    queue: Option<Queue>,
+}
+
+impl Place {
+    pub(crate) async fn embedded() -> Self {
+        let backend = connect("embedded:memory", &Options::default()).await.unwrap();
+        let queue = Queue::with_config(backend, quick()).unwrap();
+        Self { url: String::new(), topic: unique("orders"), queue: Some(queue) }
+    }
+
+    pub(crate) fn at(url: String) -> Self {
+        Self { url, topic: unique("orders"), queue: None }
+    }
+
+    /// A queue of its own, as another process would have.
+    pub(crate) async fn queue(&self) -> Queue {
+        let backend = match &self.queue {
+            Some(queue) => Arc::clone(queue.backend()),
+            None => connect(&self.url, &Options::default()).await.unwrap(),
+        };
+        Queue::with_config(backend, quick()).unwrap()
+    }
+
+    pub(crate) async fn create(&self, partitions: u16) {
+        let policies = Policies { refresh: Duration::from_millis(200), ..Default::default() };
+        self.queue().await.topics().create(&self.topic, partitions, policies).await.unwrap();
+    }
+
+    pub(crate) async fn send(&self, key: &str, numbers: std::ops::Range<u64>) {
+        let producer = self.queue().await.producer(ProducerConfig::default()).unwrap();
+        for number in numbers {
+            let message = NewMessage::keyed(key, number.to_string());
+            producer.send(&self.topic, message).await.unwrap();
+        }
+    }
+
+    pub(crate) async fn consumer(&self, log: &Log, name: &'static str) -> Subscription {
+        let log = log.clone();
+        let handler = move |message: Message| {
+            log.write(name, &message);
+            async {}
+        };
+        let queue = self.queue().await;
+        queue.subscribe(&self.topic, GROUP, handler, ordered()).await.unwrap()
+    }
+}
+
+/// Who handled what, in the order in which it happened.
+#[derive(Clone, Default)]
+pub(crate) struct Log(Arc<Mutex<Vec<(String, String, u64)>>>);
+
+impl Log {
+    pub(crate) fn write(&self, name: &str, message: &Message) {
+        let number = String::from_utf8(message.payload.to_vec()).unwrap().parse().unwrap();
+        let key = message.key.clone().unwrap_or_default();
+        self.0.lock().unwrap().push((name.to_owned(), key, number));
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+
+    pub(crate) fn by(&self, name: &str) -> usize {
+        self.0.lock().unwrap().iter().filter(|(who, ..)| who == name).count()
+    }
+
+    /// The numbers of each key, each time they were handled.
+    pub(crate) fn by_key(&self) -> BTreeMap<String, Vec<u64>> {
+        let mut keys: BTreeMap<String, Vec<u64>> = BTreeMap::new();
+        for (_, key, number) in self.0.lock().unwrap().iter() {
+            keys.entry(key.clone()).or_default().push(*number);
+        }
+        keys
+    }
+
+    /// Every number of every key once or more, first times in order.
+    pub(crate) fn check(&self, keys: &[String], count: u64) {
+        let seen = self.by_key();
+        assert_eq!(seen.len(), keys.len());
+        for (key, numbers) in seen {
+            let mut first = Vec::new();
+            for number in &numbers {
+                if !first.contains(number) {
+                    first.push(*number);
+                }
+            }
+            assert_eq!(first, (0..count).collect::<Vec<_>>(), "key {key}: {numbers:?}");
+        }
+    }
+}
+
+/// Asks again and again until `condition` holds.
+pub(crate) async fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited in vain for: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
