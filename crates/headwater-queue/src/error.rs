@@ -45,6 +45,35 @@ pub enum QueueError {
         group: String,
     },
 
+    /// There is no dead letter of this id. It may have been replayed or purged meanwhile.
+    #[error("topic `{topic}` has no dead letter `{id}`")]
+    NoDeadLetter {
+        /// The topic.
+        topic: String,
+        /// The id asked for.
+        id: String,
+    },
+
+    /// Somebody reads, so what was asked for would surprise them. Stop them first, or force it by name.
+    #[error("group `{group}` of topic `{topic}` is at work ({who}); stop it, or force the reset")]
+    GroupAtWork {
+        /// The topic.
+        topic: String,
+        /// The group.
+        group: String,
+        /// Some of those who are at work.
+        who: String,
+    },
+
+    /// Somebody else changes the topic at this moment. Try again.
+    #[error("topic `{topic}` is being changed by somebody else ({by}); try again")]
+    Busy {
+        /// The topic.
+        topic: String,
+        /// Who changes it.
+        by: String,
+    },
+
     /// The topic holds as many bytes as it may and its consumers have not caught up. Send again later; nothing was sent.
     #[error(
         "topic `{topic}` holds {bytes} bytes of at most {budget}; send again in {retry_after:?}, \
@@ -99,6 +128,13 @@ impl QueueError {
             Self::NoGroup { topic, group } => {
                 Self::NoGroup { topic: topic.clone(), group: group.clone() }
             }
+            Self::NoDeadLetter { topic, id } => {
+                Self::NoDeadLetter { topic: topic.clone(), id: id.clone() }
+            }
+            Self::GroupAtWork { topic, group, who } => {
+                Self::GroupAtWork { topic: topic.clone(), group: group.clone(), who: who.clone() }
+            }
+            Self::Busy { topic, by } => Self::Busy { topic: topic.clone(), by: by.clone() },
             Self::Backlogged { topic, bytes, budget, retry_after } => Self::Backlogged {
                 topic: topic.clone(),
                 bytes: *bytes,
@@ -116,7 +152,7 @@ impl QueueError {
     /// Whether the same call may succeed later without anybody mending anything.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Backlogged { .. } | Self::DeadlineExceeded { .. } => true,
+            Self::Backlogged { .. } | Self::DeadlineExceeded { .. } | Self::Busy { .. } => true,
             Self::Backend(error) => error.is_transient(),
             _ => false,
         }

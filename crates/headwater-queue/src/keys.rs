@@ -19,6 +19,9 @@ pub enum Layout {
     PlainClustered,
     /// One stream per partition, the seed's names.
     Partitioned,
+    /// The seed's names on a Redis Cluster, where another program created the topic: what belongs to a partition
+    /// carries the name of its stream as a hash tag.
+    PartitionedClustered,
     /// One hash tag per partition, for a Redis Cluster.
     Clustered,
 }
@@ -29,8 +32,14 @@ impl Layout {
             Self::Plain => "plain",
             Self::PlainClustered => "plain, clustered",
             Self::Partitioned => "partitioned",
+            Self::PartitionedClustered => "partitioned, clustered",
             Self::Clustered => "clustered",
         }
+    }
+
+    /// Whether nobody created the topic.
+    pub fn is_plain(self) -> bool {
+        matches!(self, Self::Plain | Self::PlainClustered)
     }
 
     pub(crate) fn parse(text: &str) -> Option<Self> {
@@ -65,7 +74,9 @@ pub(crate) fn stream(topic: &Topic, partition: Partition) -> StreamName {
     let name = &topic.name;
     fits(match topic.layout {
         Layout::Plain | Layout::PlainClustered => StreamName::new(name.as_str()),
-        Layout::Partitioned => StreamName::new(format!("stream:topic:{name}:p:{partition}")),
+        Layout::Partitioned | Layout::PartitionedClustered => {
+            StreamName::new(format!("stream:topic:{name}:p:{partition}"))
+        }
         Layout::Clustered => StreamName::new(format!("stream:topic:{{{name}:{partition}}}")),
     })
 }
@@ -75,7 +86,7 @@ pub(crate) fn dead_letters(topic: &Topic) -> StreamName {
     let name = &topic.name;
     fits(match topic.layout {
         Layout::Plain | Layout::PlainClustered => StreamName::new(format!("{name}:dlq")),
-        Layout::Partitioned | Layout::Clustered => {
+        Layout::Partitioned | Layout::PartitionedClustered | Layout::Clustered => {
             StreamName::new(format!("stream:topic:{name}:dlq"))
         }
     })
@@ -88,6 +99,9 @@ pub(crate) fn delays(topic: &Topic, partition: Partition) -> DelayName {
         Layout::Plain | Layout::Partitioned => DelayName::new(format!("streaming:mq:retry:{name}")),
         // The slot of a tag is that of the stream that has the same name.
         Layout::PlainClustered => DelayName::new(format!("streaming:mq:retry:{{{name}}}")),
+        Layout::PartitionedClustered => {
+            DelayName::new(format!("streaming:mq:retry:{{{}}}", stream(topic, partition)))
+        }
         Layout::Clustered => DelayName::new(format!("streaming:mq:retry:{{{name}:{partition}}}")),
     })
 }
@@ -96,7 +110,7 @@ pub(crate) fn delays(topic: &Topic, partition: Partition) -> DelayName {
 pub(crate) fn all_delays(topic: &Topic) -> Vec<DelayName> {
     let sets = match topic.layout {
         Layout::Plain | Layout::PlainClustered | Layout::Partitioned => 1,
-        Layout::Clustered => topic.partitions,
+        Layout::PartitionedClustered | Layout::Clustered => topic.partitions,
     };
     (0..sets).map(|partition| delays(topic, partition)).collect()
 }
@@ -111,6 +125,9 @@ pub(crate) fn lease(topic: &Topic, group: &GroupName, partition: Partition) -> L
         }
         Layout::PlainClustered => {
             LeaseName::new(format!("{WATCHED}{{{name}}}:{group}:{partition}"))
+        }
+        Layout::PartitionedClustered => {
+            LeaseName::new(format!("{WATCHED}{{{}}}:{group}", stream(topic, partition)))
         }
         Layout::Clustered => LeaseName::new(format!("{WATCHED}{{{name}:{partition}}}:{group}")),
     })
@@ -139,6 +156,11 @@ pub(crate) fn bell(group: &GroupName) -> LeaseName {
 /// The same for a topic: it was created, grown or deleted.
 pub(crate) fn topic_bell(topic: &TopicName) -> LeaseName {
     fits(LeaseName::new(format!("{WATCHED}~topic:{topic}")))
+}
+
+/// The right to grow or delete a topic. No consumer watches it.
+pub(crate) fn change(topic: &TopicName) -> LeaseName {
+    fits(LeaseName::new(format!("streaming:mq:change:{topic}")))
 }
 
 /// A group's name inside a key: without the colon that separates the parts, so that no two keys are spelled alike.
@@ -186,6 +208,11 @@ mod tests {
             assert!(lease(&orders, &group, partition).as_str().contains(&tag));
         }
         assert_eq!(all_delays(&orders).len(), 3);
+        let foreign = topic(Layout::PartitionedClustered);
+        assert_eq!(stream(&foreign, 2).as_str(), "stream:topic:orders:p:2");
+        assert_eq!(delays(&foreign, 2).as_str(), "streaming:mq:retry:{stream:topic:orders:p:2}");
+        assert!(lease(&foreign, &group, 2).as_str().contains("{stream:topic:orders:p:2}"));
+        assert_eq!(all_delays(&foreign).len(), 3);
     }
 
     #[test]

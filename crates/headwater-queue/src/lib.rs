@@ -23,6 +23,7 @@ mod config;
 mod group;
 mod queue;
 
+mod change;
 mod topics;
 
 mod producer;

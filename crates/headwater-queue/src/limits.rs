@@ -53,6 +53,27 @@ pub const ATTEMPTS_MAX: u32 = 1000;
 /// Messages in the hands of one subscription.
 pub const IN_FLIGHT_MAX: usize = 100_000;
 
+/// Items of one page of a listing.
+pub const PAGE_MAX: usize = 1000;
+
+/// Bytes of one page: a page of large messages has fewer of them than asked for, and always one.
+pub const PAGE_BYTES_MAX: usize = 16 * 1024 * 1024;
+
+/// Entries that a reset counts one by one to say what it would read again or skip; beyond it, the count is `at least`.
+pub const COUNTED_MAX: u64 = 10_000;
+
+/// Dead letters that one page of a filtered listing looks at.
+pub const SCANNED_MAX: usize = 10_000;
+
+/// Dead letters that are named in one call.
+pub const LETTERS_MAX: usize = 100;
+
+/// How far two copies of one dead letter may lie apart, in dead letters, to be shown as one.
+pub const COPIES_WITHIN: usize = 256;
+
+/// Topics that a sampler measures; further ones are not measured.
+pub const SAMPLED_MAX: usize = 10_000;
+
 // What surrounds a payload fits into an entry: key, headers, a dead letter's reason and some small fields.
 const _: () = assert!(
     PAYLOAD_BYTES_MAX + KEY_BYTES_MAX + HEADERS_BYTES_MAX + REASON_BYTES_MAX + 8192

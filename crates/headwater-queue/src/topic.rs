@@ -109,6 +109,14 @@ impl Default for Policies {
 }
 
 impl Policies {
+    /// As the registry will give them back: times in whole milliseconds.
+    pub(crate) fn in_milliseconds(mut self) -> Self {
+        for time in self.retention.max_age.iter_mut().chain([&mut self.refresh]) {
+            *time = Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+        }
+        self
+    }
+
     pub(crate) fn validate(&self) -> Result<()> {
         if self.payload_bytes_max == 0 || self.payload_bytes_max > PAYLOAD_BYTES_MAX {
             let problem = format!("{}; 1 to {PAYLOAD_BYTES_MAX}", self.payload_bytes_max);
@@ -117,6 +125,15 @@ impl Policies {
         if !(REFRESH_MIN..=REFRESH_MAX).contains(&self.refresh) {
             let problem = format!("{:?}; {REFRESH_MIN:?} to {REFRESH_MAX:?}", self.refresh);
             return Err(QueueError::invalid("refresh", problem));
+        }
+        let Retention { max_age, max_bytes, .. } = self.retention;
+        if max_age.is_some_and(|age| age.as_millis() == 0) {
+            let problem = "its age is below 1 ms; leave it out to keep every age";
+            return Err(QueueError::invalid("retention", problem));
+        }
+        if max_bytes == Some(0) {
+            let problem = "its bytes are 0; leave them out to keep every size";
+            return Err(QueueError::invalid("retention", problem));
         }
         if self.max_retries >= crate::limits::ATTEMPTS_MAX {
             let problem = format!("{}; below {}", self.max_retries, crate::limits::ATTEMPTS_MAX);
@@ -193,7 +210,14 @@ impl Topic {
     /// A topic as the registry has it now. One that nobody created is plain.
     pub(crate) async fn read(backend: &dyn Backend, name: &TopicName) -> Result<Self> {
         Ok(match backend.map_get(&keys::meta(name)).await? {
-            Some(meta) => Self::from_meta(name.clone(), &meta)?,
+            Some(meta) => {
+                let mut topic = Self::from_meta(name.clone(), &meta)?;
+                // Created by a program that knows no hash tags.
+                if topic.layout == Layout::Partitioned && backend.cluster_slot("").is_some() {
+                    topic.layout = Layout::PartitionedClustered;
+                }
+                topic
+            }
             None if backend.cluster_slot("").is_some() => {
                 Self::plain(name.clone(), Layout::PlainClustered)
             }

@@ -1,14 +1,16 @@
 //! The life of topics: create, list, describe, grow, delete.
 //!
 //! Upstream: administrators and producers that create what they need. Downstream: the registry of the backend.
-//! Promises: a topic's meta is written before its name is in the registry, and leaves after it; partition counts only
-//! grow. Growing keeps the order per key: see [`Topics::grow`].
+//! Promises: the meta decides whether there is a topic, and the registry follows it, also when several processes create,
+//! grow and delete at once or die in between; partition counts only grow. Growing keeps the order per key: see
+//! [`Topics::grow`].
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{EntryId, RegistryMap, SetName};
+use futures_util::future::try_join_all;
+use headwater_stream::{EntryId, Range, RegistryMap, SetName, StreamName};
 
+use crate::change::Change;
 use crate::error::{QueueError, Result};
 use crate::group;
 use crate::keys::{self, Layout};
@@ -55,8 +57,15 @@ impl Queue {
     }
 }
 
+/// How often a step is tried that others undo or overtake.
+const CHANGES_MAX: usize = 100;
+/// Partitions that are deleted at once, and between two looks at whether it is still allowed.
+const DELETED_AT_ONCE: usize = 64;
+
 impl Topics {
     /// Creates a topic. Returns `false` if it was there already, the same; fails if it is there with other settings.
+    ///
+    /// A plain topic of the same name is hidden by it, not moved into it.
     pub async fn create(&self, name: &str, partitions: u16, policies: Policies) -> Result<bool> {
         let name = TopicName::new(name)?;
         check_partitions(partitions)?;
@@ -66,25 +75,28 @@ impl Topics {
             layout: self.queue.layout(),
             partitions,
             created_at: Some(backend.now().await?),
-            policies,
+            policies: policies.in_milliseconds(),
             ..Topic::plain(name.clone(), Layout::Plain)
         };
-        let is_new = backend.map_create(&keys::meta(&name), &topic.to_meta()).await?;
-        let topic = if is_new {
-            Arc::new(topic)
-        } else {
-            let found = self.queue.read_topic(&name).await?;
-            check_same(&found, &topic)?;
-            found
-        };
-        // Also when it was there: whoever created it may have died between the two steps.
-        self.register(&topic).await?;
-        self.queue.forget(&name);
-        if is_new {
-            // It may have been consumed as a plain topic before.
-            self.ring(&name).await;
+        for _ in 0..CHANGES_MAX {
+            let is_new = backend.map_create(&keys::meta(&name), &topic.to_meta()).await?;
+            self.queue.forget(&name);
+            if !is_new {
+                let found = self.queue.read_topic(&name).await?;
+                if found.layout.is_plain() {
+                    // Deleted between the two steps: now it can be created.
+                    continue;
+                }
+                check_same(&found, &topic)?;
+            }
+            // Also when it was there: whoever created it may have died between the two steps.
+            self.register(&name).await?;
+            if is_new {
+                self.ring(&name).await;
+            }
+            return Ok(is_new);
         }
-        Ok(is_new)
+        Err(self.overtaken(&name))
     }
 
     /// The names of all topics that were created, sorted.
@@ -124,46 +136,63 @@ impl Topics {
     pub async fn grow(&self, name: &str, partitions: u16) -> Result<()> {
         let name = TopicName::new(name)?;
         check_partitions(partitions)?;
-        loop {
+        for _ in 0..CHANGES_MAX {
             self.settle_growth(&name).await?;
             let topic = self.queue.read_topic(&name).await?;
-            if matches!(topic.layout, Layout::Plain | Layout::PlainClustered) {
+            if topic.layout.is_plain() {
                 return Err(QueueError::NoTopic { topic: name.to_string() });
             }
             if partitions == topic.partitions {
-                return Ok(());
+                // Whoever grew it may have died before they said so in the registry.
+                return self.register(&name).await;
             }
-            if partitions < topic.partitions {
-                let problem = format!(
-                    "{partitions}; topic `{name}` has {} and partition counts only grow",
-                    topic.partitions
-                );
-                return Err(QueueError::invalid("partitions", problem));
-            }
+            check_growth(&topic, partitions)?;
+            let change = Change::begin(&self.queue, &name).await?;
             // Somebody else may have grown it meanwhile; then what they did is looked at first.
-            self.begin_growth(&topic, partitions).await?;
+            let begun = self.begin_growth(&name, partitions).await;
+            change.end().await;
+            begun?;
         }
+        Err(self.overtaken(&name))
     }
 
     /// Removes a topic with all its messages, groups, delayed messages and dead letters. Returns whether there was one.
+    ///
+    /// Producers that know the topic may go on sending to it for as long as its `refresh`: stop them first.
     pub async fn delete(&self, name: &str) -> Result<bool> {
         let name = TopicName::new(name)?;
+        let change = Change::begin(&self.queue, &name).await?;
+        let deleted = self.delete_all(&name, &change).await;
+        change.end().await;
+        self.queue.forget(&name);
+        self.ring(&name).await;
+        deleted
+    }
+
+    /// The meta goes last: if this process dies, whoever deletes the topic again still finds all its parts, and nobody
+    /// can create it anew while parts of it are still to be deleted.
+    async fn delete_all(&self, name: &TopicName, change: &Change) -> Result<bool> {
         let backend = &self.queue.inner.backend;
-        let topic = self.queue.read_topic(&name).await?;
+        let topic = self.queue.read_topic(name).await?;
         // The name goes first: nobody who lists topics finds one that is half gone.
         let was_listed = backend.set_remove(&keys::registry(), &[name.as_str()]).await? > 0;
-        let had_meta = backend.map_delete(&keys::meta(&name)).await?;
-        self.queue.forget(&name);
         let mut had_data = backend.delete_stream(&keys::dead_letters(&topic)).await?;
-        for delays in keys::all_delays(&topic) {
-            had_data |= backend.delete_delays(&delays).await?;
+        let delays = keys::all_delays(&topic);
+        for some in delays.chunks(DELETED_AT_ONCE) {
+            change.go_on().await?;
+            let gone = some.iter().map(|delays| backend.delete_delays(delays));
+            had_data |= try_join_all(gone).await?.contains(&true);
         }
-        for partition in 0..topic.partitions {
-            had_data |= backend.delete_stream(&keys::stream(&topic, partition)).await?;
+        let streams = streams_of(&topic);
+        for some in streams.chunks(DELETED_AT_ONCE) {
+            change.go_on().await?;
+            let gone = some.iter().map(|stream| backend.delete_stream(stream));
+            had_data |= try_join_all(gone).await?.contains(&true);
         }
-        let set = keys::partitions(&name);
-        self.remove_all(&set).await?;
-        self.ring(&name).await;
+        change.go_on().await?;
+        let had_meta = backend.map_delete(&keys::meta(name)).await?;
+        // Somebody may have listed it again meanwhile, because they wanted to create it and found it there.
+        self.register(name).await?;
         Ok(was_listed || had_meta || had_data)
     }
 
@@ -176,38 +205,61 @@ impl Topics {
         Ok(())
     }
 
-    /// Consumers look at the topic soon.
+    /// Makes the registry say what the meta says. Whoever changes one of them calls this afterwards and looks again at
+    /// the end, so the last one to do so leaves both in agreement, however many run at once and wherever some die.
+    async fn register(&self, name: &TopicName) -> Result<()> {
+        let backend = &self.queue.inner.backend;
+        let set = keys::partitions(name);
+        for _ in 0..CHANGES_MAX {
+            let topic = self.queue.read_topic(name).await?;
+            if topic.layout.is_plain() {
+                self.remove_all(&set).await?;
+                backend.set_remove(&keys::registry(), &[name.as_str()]).await?;
+            } else {
+                let streams = streams_of(&topic);
+                let streams: Vec<&str> = streams.iter().map(StreamName::as_str).collect();
+                backend.set_add(&set, &streams, None).await?;
+                backend.set_add(&keys::registry(), &[name.as_str()], None).await?;
+            }
+            let now = self.queue.read_topic(name).await?;
+            if (now.layout, now.partitions) == (topic.layout, topic.partitions) {
+                return Ok(());
+            }
+        }
+        Err(self.overtaken(name))
+    }
+
+    /// Tells those who watch the topic to look at it soon.
     async fn ring(&self, name: &TopicName) {
         group::ring(&*self.queue.inner.backend, &keys::topic_bell(name)).await;
     }
 
-    async fn register(&self, topic: &Topic) -> Result<()> {
-        let backend = &self.queue.inner.backend;
-        let streams: Vec<String> = (0..topic.partitions)
-            .map(|partition| keys::stream(topic, partition).to_string())
-            .collect();
-        let streams: Vec<&str> = streams.iter().map(String::as_str).collect();
-        backend.set_add(&keys::partitions(&topic.name), &streams, None).await?;
-        backend.set_add(&keys::registry(), &[topic.name.as_str()], None).await?;
-        Ok(())
+    fn overtaken(&self, name: &TopicName) -> QueueError {
+        let by = format!("it was overtaken {CHANGES_MAX} times");
+        QueueError::Busy { topic: name.to_string(), by }
     }
 
-    async fn begin_growth(&self, topic: &Topic, partitions: u16) -> Result<()> {
-        if topic.growths.len() >= GROWTHS_MAX {
-            let problem = format!("topic `{}` grew {GROWTHS_MAX} times already", topic.name);
-            return Err(QueueError::invalid("a growth", problem));
+    /// Begins a growth, unless the topic was changed since it was looked at.
+    async fn begin_growth(&self, name: &TopicName, partitions: u16) -> Result<()> {
+        let topic = self.queue.read_topic(name).await?;
+        let is_settled = topic.growths.last().is_none_or(|growth| growth.last_ids.is_some());
+        if topic.layout.is_plain() || !is_settled || partitions <= topic.partitions {
+            return Ok(());
         }
         let began = self.queue.inner.backend.now().await?;
         let growth = Growth { from: topic.partitions, to: partitions, began, last_ids: None };
-        let mut grown = Topic { partitions, ..topic.clone() };
+        let mut grown = Topic { partitions, ..Topic::clone(&topic) };
         grown.growths.push(growth);
-        self.replace_growths(topic, &grown).await?;
-        self.register(&grown).await
+        if self.replace_growths(&topic, &grown).await? {
+            self.register(name).await?;
+            self.ring(name).await;
+        }
+        Ok(())
     }
 
     /// Waits until every producer knows of the last growth, then writes down up to where moved keys have to wait.
     pub(crate) async fn settle_growth(&self, name: &TopicName) -> Result<()> {
-        loop {
+        for _ in 0..CHANGES_MAX {
             let topic = self.queue.read_topic(name).await?;
             let Some(growth) = topic.growths.last().filter(|growth| growth.last_ids.is_none())
             else {
@@ -218,17 +270,30 @@ impl Topics {
                 tokio::time::sleep(left).await;
                 continue;
             }
-            let mut last_ids = Vec::with_capacity(usize::from(growth.from));
-            for partition in 0..growth.from {
-                let stats =
-                    self.queue.inner.backend.stats(&keys::stream(&topic, partition)).await?;
-                last_ids.push(stats.and_then(|stats| stats.last_id).unwrap_or(EntryId::MIN));
-            }
+            let last_ids = self.last_ids(&topic, growth.from).await?;
             let mut settled = Topic::clone(&topic);
             let last = settled.growths.last_mut().expect("it was there a moment ago");
             last.last_ids = Some(last_ids);
-            self.replace_growths(&topic, &settled).await?;
+            if self.replace_growths(&topic, &settled).await? {
+                self.ring(name).await;
+            }
         }
+        Err(self.overtaken(name))
+    }
+
+    /// The last entry of each of the first `partitions`.
+    async fn last_ids(&self, topic: &Topic, partitions: u16) -> Result<Vec<EntryId>> {
+        let mut last_ids = Vec::with_capacity(usize::from(partitions));
+        for partition in 0..partitions {
+            let last = self
+                .queue
+                .inner
+                .backend
+                .range(&keys::stream(topic, partition), Range::last(1))
+                .await?;
+            last_ids.push(last.first().map_or(EntryId::MIN, |entry| entry.id));
+        }
+        Ok(last_ids)
     }
 
     async fn settling_left(&self, topic: &Topic, growth: &Growth) -> Result<Duration> {
@@ -236,8 +301,8 @@ impl Topics {
         Ok(Growth::settling(topic.policies.refresh).saturating_sub(age))
     }
 
-    /// Writes the growths and the partition count, if nobody else did meanwhile.
-    async fn replace_growths(&self, old: &Topic, new: &Topic) -> Result<()> {
+    /// Writes the growths and the partition count, if nobody else did meanwhile. Returns whether it did.
+    async fn replace_growths(&self, old: &Topic, new: &Topic) -> Result<bool> {
         let meta = new.to_meta();
         let changed: RegistryMap = meta
             .into_iter()
@@ -255,14 +320,26 @@ impl Topics {
             written = backend.map_update(&meta, Some(expect), &changed).await?;
         }
         self.queue.forget(&old.name);
-        if written {
-            self.ring(&old.name).await;
-        } else {
-            // Somebody else was faster; what they wrote is read next.
-            self.queue.read_topic(&old.name).await?;
-        }
-        Ok(())
+        Ok(written)
     }
+}
+
+fn streams_of(topic: &Topic) -> Vec<StreamName> {
+    (0..topic.partitions).map(|partition| keys::stream(topic, partition)).collect()
+}
+
+fn check_growth(topic: &Topic, partitions: u16) -> Result<()> {
+    let name = &topic.name;
+    if partitions < topic.partitions {
+        let problem =
+            format!("{partitions}; topic `{name}` has {} and counts only grow", topic.partitions);
+        return Err(QueueError::invalid("partitions", problem));
+    }
+    if topic.growths.len() >= GROWTHS_MAX {
+        let problem = format!("topic `{name}` grew {GROWTHS_MAX} times already");
+        return Err(QueueError::invalid("a growth", problem));
+    }
+    Ok(())
 }
 
 fn check_partitions(partitions: u16) -> Result<()> {

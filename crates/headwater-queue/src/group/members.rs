@@ -24,16 +24,16 @@ use crate::topic::{Partition, TopicName};
 
 /// One entry of the members' set.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
-    pub(super) member: String,
-    pub(super) stand: Stand,
-    pub(super) mode: Mode,
-    pub(super) topic: TopicName,
+pub(crate) struct Entry {
+    pub(crate) member: String,
+    pub(crate) stand: Stand,
+    pub(crate) mode: Mode,
+    pub(crate) topic: TopicName,
 }
 
 /// What a member does about a topic.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Stand {
+pub(crate) enum Stand {
     /// It works, under this name.
     Working(HolderName),
     /// It stopped and will be back; these partitions are kept for it.
@@ -82,9 +82,9 @@ impl fmt::Display for Entry {
 
 /// What one look at a group saw.
 #[derive(Debug)]
-pub(super) struct View {
+pub(crate) struct View {
     /// Every entry we understand, with whether its member lives.
-    pub(super) entries: Vec<(Entry, Life)>,
+    pub(crate) entries: Vec<(Entry, Life)>,
     /// The leases that were asked for; absent if they were not.
     pub(super) leases: HashMap<LeaseName, Option<LeaseInfo>>,
     /// When the answers were here: what remained of a lease is counted from then.
@@ -93,7 +93,7 @@ pub(super) struct View {
 
 /// Whether a member lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Life {
+pub(crate) enum Life {
     /// For at least this long, if nothing renews it.
     Alive(Duration),
     /// No longer.
@@ -102,7 +102,7 @@ pub(super) enum Life {
 
 impl View {
     /// Looks at the members of a group, and at these leases of partitions: two round trips.
-    pub(super) async fn look(
+    pub(crate) async fn look(
         backend: &dyn Backend,
         group: &GroupName,
         leases: Vec<LeaseName>,

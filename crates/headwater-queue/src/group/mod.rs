@@ -26,6 +26,7 @@ mod session;
 pub(crate) mod coordinator;
 
 pub(crate) use coordinator::Coordinator;
+pub(crate) use members::{Life, Stand, View};
 pub(crate) use steps::ring;
 
 #[cfg(test)]
