@@ -17,6 +17,8 @@ use crate::topic::{Partition, TopicName};
 const ORIGINAL_TOPIC: &str = "originalTopic";
 const FAILED_AT: &str = "failedAt";
 const REASON: &str = "reason";
+/// How often a message was replayed. It stays with the message, so that one that fails every time is noticed.
+const REPLAY_COUNT: &str = "replayCount";
 
 /// A message that ran out of attempts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,6 +45,10 @@ pub struct DeadLetter {
     pub failed_at: Option<Timestamp>,
     /// Why.
     pub reason: String,
+    /// The dead letter it was replayed from before it failed again.
+    pub replayed_from: Option<EntryId>,
+    /// How often it was replayed before.
+    pub replays: u32,
     /// All fields as they are.
     pub fields: Fields,
 }
@@ -96,6 +102,8 @@ impl DeadLetter {
             sent_at: fields.get(TIMESTAMP).and_then(message::read_timestamp),
             failed_at: fields.get(FAILED_AT).and_then(message::read_timestamp),
             reason: text(REASON).unwrap_or_default(),
+            replayed_from: fields.get(REPLAYED_FROM).and_then(message::read_id),
+            replays: text(REPLAY_COUNT).and_then(|count| count.parse().ok()).unwrap_or(0),
             fields,
         }
     }
@@ -110,7 +118,22 @@ impl DeadLetter {
                 (REASON, None),
                 (RETRY_COUNT, Some("0".to_owned())),
                 (REPLAYED_FROM, Some(self.id.to_string())),
+                (REPLAY_COUNT, Some(self.replays.saturating_add(1).to_string())),
             ],
         )
+    }
+
+    /// What it has in common with its copies, and with no other dead letter.
+    ///
+    /// A crash between writing a dead letter and settling its message, or a second group that gives up the same message,
+    /// makes a copy. A message that was replayed and failed again is no copy: it was replayed from another letter.
+    pub(crate) fn identity(&self) -> String {
+        match (self.original_id, self.partition) {
+            (Some(original), Some(partition)) => {
+                let from = self.replayed_from.unwrap_or(EntryId::MIN);
+                format!("{partition}:{original}:{from}")
+            }
+            _ => format!("letter:{}", self.id),
+        }
     }
 }

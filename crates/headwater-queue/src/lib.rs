@@ -26,6 +26,18 @@ mod queue;
 mod change;
 mod topics;
 
+mod page;
+
+mod merge;
+
+mod inspect;
+
+mod dead_letters;
+mod reset;
+mod sampler;
+mod tail;
+mod trim;
+
 mod producer;
 
 mod consumer;
@@ -33,13 +45,26 @@ mod consumer;
 pub use config::{ConsumerConfig, Mode, Order, ProducerConfig, QueueConfig};
 pub use consumer::{Subscription, SubscriptionStats};
 pub use dead_letter::DeadLetter;
+pub use dead_letters::{
+    DeadLetterFilter, DeadLetterQuery, DeadLetters, Letters, PurgeConfig, PurgeReport, Refusal,
+    ReplayConfig, ReplayReport,
+};
 pub use error::{QueueError, Result};
+pub use inspect::{
+    Bound, ConsumerView, GroupPartitionView, GroupView, Inspector, MemberView, MessageQuery,
+    OwnerView, PartitionView, PendingFilter, PendingView, StoredMessage, TopicView,
+};
 pub use keys::Layout;
 pub use message::{Headers, Malformed, Message, NewMessage};
+pub use page::Page;
 pub use partitioner::{ConsistentHash, HashPartitioner, Partitioner, RoundRobin, hash_code};
 pub use producer::{DelayedMessage, Producer, Sent};
 pub use queue::Queue;
+pub use reset::{Counted, Reset, ResetGuard, ResetPartition, ResetReport, ResetTo};
 pub use retry::{Backoff, Handler, Outcome, RetryPolicy};
+pub use sampler::Sampler;
+pub use tail::{Tail, TailConfig, TailStart};
 pub use topic::{GroupName, Growth, Partition, Policies, Topic, TopicName};
 pub use topics::{Described, DescribedPartition, Topics};
 pub use trace::{TRACEPARENT, TraceBridge, TraceContext};
+pub use trim::{Trim, TrimReport, TrimmedPartition};

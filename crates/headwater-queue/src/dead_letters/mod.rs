@@ -1,0 +1,195 @@
+//! Dead letters as an operator sees them: browse, show, replay, purge.
+//!
+//! Upstream: command line and HTTP interface. Downstream: the dead letters of a topic, one stream for all partitions.
+//! Promises: copies of one dead letter are shown once and replayed once; whatever lies in the stream can be seen, dead
+//! letter or not; memory is bounded by a page. Not here: writing dead letters (see `consumer`).
+
+mod purge;
+mod replay;
+mod scan;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{Direction, EntryId, Range, StreamName};
+
+use self::scan::Scan;
+use crate::dead_letter::DeadLetter;
+use crate::error::{QueueError, Result};
+use crate::inspect::partitions_of;
+use crate::keys;
+use crate::limits::{COPIES_WITHIN, LETTERS_MAX, PAGE_BYTES_MAX, SCANNED_MAX};
+use crate::merge::Span;
+use crate::page::{PAGE_DEFAULT, Page, Question, check_limit};
+use crate::queue::Queue;
+use crate::topic::{Partition, Topic};
+
+pub use purge::{PurgeConfig, PurgeReport};
+pub use replay::{Refusal, ReplayConfig, ReplayReport};
+
+/// The dead letters of one topic.
+#[derive(Clone, Debug)]
+pub struct DeadLetters {
+    queue: Queue,
+    topic: Arc<Topic>,
+    stream: StreamName,
+}
+
+/// Which dead letters. By default, all.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeadLetterFilter {
+    /// Only those whose reason holds this text.
+    pub reason: Option<String>,
+    /// Only those with this key.
+    pub key: Option<String>,
+    /// Only those of this partition.
+    pub partition: Option<Partition>,
+    /// Only those given up at this time or later.
+    pub from: Option<Timestamp>,
+    /// Only those given up at this time or earlier.
+    pub to: Option<Timestamp>,
+}
+
+/// Which page of dead letters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeadLetterQuery {
+    /// Which dead letters. Default: all.
+    pub filter: DeadLetterFilter,
+    /// Which end comes first. Default: the oldest.
+    pub direction: Direction,
+    /// At most this many on a page. Default: 100, limit: 1000. A page of large or rare ones has fewer.
+    pub limit: usize,
+    /// `next` of the page before.
+    pub cursor: Option<String>,
+}
+
+impl Default for DeadLetterQuery {
+    fn default() -> Self {
+        Self {
+            filter: DeadLetterFilter::default(),
+            direction: Direction::Forward,
+            limit: PAGE_DEFAULT,
+            cursor: None,
+        }
+    }
+}
+
+/// Dead letters to do something with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Letters {
+    /// These, and their copies. At most 100.
+    Ids(Vec<EntryId>),
+    /// All that match and are there when it begins.
+    Matching(DeadLetterFilter),
+}
+
+impl Queue {
+    /// The dead letters of a topic.
+    pub async fn dead_letters(&self, topic: &str) -> Result<DeadLetters> {
+        let topic = self.existing_topic(topic).await?;
+        Ok(DeadLetters { queue: self.clone(), stream: keys::dead_letters(&topic), topic })
+    }
+}
+
+impl DeadLetters {
+    /// A page of them.
+    pub async fn browse(&self, query: &DeadLetterQuery) -> Result<Page<DeadLetter>> {
+        check_limit(query.limit)?;
+        let span = self.span(&query.filter)?;
+        let question = Question::new(
+            "dead letters",
+            &[self.topic.name.as_str(), &format!("{:?} {:?}", query.filter, query.direction)],
+        );
+        let after = question.place(query.cursor.as_deref())?.map(|(id, _)| id);
+        let mut scan = Scan::new(self, &query.filter, span, query.direction);
+        if let Some(after) = after {
+            scan.go_on_after(after).await?;
+        }
+        let (mut items, mut bytes) = (Vec::new(), 0);
+        while items.len() < query.limit
+            && bytes < PAGE_BYTES_MAX
+            && scan.looked_at() < SCANNED_MAX
+            && let Some(found) = scan.next().await?
+        {
+            if let Some(letter) = found.matching.filter(|_| !found.is_copy) {
+                bytes += letter.fields.bytes();
+                items.push(letter);
+            }
+        }
+        let place = scan.last_id().filter(|_| !scan.has_ended());
+        Ok(Page { items, next: place.map(|id| question.cursor((id, 0))) })
+    }
+
+    /// One of them.
+    pub async fn show(&self, id: EntryId) -> Result<DeadLetter> {
+        let range = Range { from: id, to: id, ..Range::first(1) };
+        let found = self.queue.inner.backend.range(&self.stream, range).await?;
+        let entry = found.into_iter().next().ok_or_else(|| QueueError::NoDeadLetter {
+            topic: self.topic.name.to_string(),
+            id: id.to_string(),
+        })?;
+        Ok(DeadLetter::read(entry))
+    }
+
+    /// The ids a filter allows; an error if the filter makes no sense.
+    fn span(&self, filter: &DeadLetterFilter) -> Result<Span> {
+        partitions_of(&self.topic, filter.partition)?;
+        let span = Span {
+            from: filter.from.map_or(EntryId::MIN, |at| EntryId::new(at.as_millis(), 0)),
+            to: filter.to.map_or(EntryId::MAX, |at| EntryId::new(at.as_millis(), u64::MAX)),
+        };
+        if span.from > span.to {
+            let problem = "it ends before it begins; swap `from` and `to`";
+            return Err(QueueError::invalid("a range of time", problem));
+        }
+        Ok(span)
+    }
+
+    /// The named ones with their copies, oldest first; an error if one of them is not there.
+    async fn named(&self, ids: &[EntryId]) -> Result<Vec<DeadLetter>> {
+        if !(1..=LETTERS_MAX).contains(&ids.len()) {
+            let problem = format!("{}; name 1 to {LETTERS_MAX}", ids.len());
+            return Err(QueueError::invalid("the number of dead letters", problem));
+        }
+        let mut ids = ids.to_vec();
+        ids.sort();
+        ids.dedup();
+        let mut letters = BTreeMap::new();
+        for id in ids {
+            letters.insert(id, self.show(id).await?);
+        }
+        let named: Vec<DeadLetter> = letters.values().cloned().collect();
+        for letter in named {
+            self.add_copies(&letter, &mut letters).await?;
+        }
+        Ok(letters.into_values().collect())
+    }
+
+    async fn add_copies(
+        &self,
+        letter: &DeadLetter,
+        letters: &mut BTreeMap<EntryId, DeadLetter>,
+    ) -> Result<()> {
+        let (identity, all) = (letter.identity(), DeadLetterFilter::default());
+        for direction in [Direction::Backward, Direction::Forward] {
+            let Some(span) = Span::ALL.behind(letter.id, direction) else { continue };
+            let mut scan = Scan::new(self, &all, span, direction);
+            while scan.looked_at() < COPIES_WITHIN
+                && let Some(found) = scan.next().await?
+            {
+                let copy = found.matching.filter(|found| found.identity() == identity);
+                letters.extend(copy.map(|copy| (copy.id, copy)));
+            }
+        }
+        Ok(())
+    }
+
+    /// The ids of what matches and is there now.
+    async fn span_until_now(&self, filter: &DeadLetterFilter) -> Result<Span> {
+        let span = self.span(filter)?;
+        let stats = self.queue.inner.backend.stats(&self.stream).await?;
+        let newest = stats.and_then(|stats| stats.last_id).unwrap_or(EntryId::MIN);
+        Ok(Span { to: span.to.min(newest), ..span })
+    }
+}

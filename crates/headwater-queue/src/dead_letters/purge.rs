@@ -1,0 +1,61 @@
+//! Purge: dead letters go, for good.
+
+use headwater_stream::{Direction, EntryId};
+use tracing::info;
+
+use super::scan::{AT_ONCE, Scan};
+use super::{DeadLetters, Letters};
+use crate::error::Result;
+
+/// How to purge.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PurgeConfig {
+    /// Only says what would happen.
+    pub dry_run: bool,
+}
+
+/// What a purge did, or would do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PurgeReport {
+    /// Dead letters that went, copies included.
+    pub purged: u64,
+    /// Whether it was done; `false` after a dry run.
+    pub is_done: bool,
+}
+
+impl DeadLetters {
+    /// Removes dead letters. Named ones go all or not at all: if one is not there, that is the error.
+    pub async fn purge(&self, letters: Letters, config: &PurgeConfig) -> Result<PurgeReport> {
+        let mut report = PurgeReport { purged: 0, is_done: !config.dry_run };
+        match letters {
+            Letters::Ids(ids) => {
+                let ids: Vec<EntryId> =
+                    self.named(&ids).await?.into_iter().map(|letter| letter.id).collect();
+                report.purged = self.remove(&ids, config).await?;
+            }
+            Letters::Matching(filter) => {
+                let span = self.span_until_now(&filter).await?;
+                let mut scan = Scan::new(self, &filter, span, Direction::Forward);
+                let mut batch = Vec::new();
+                while let Some(found) = scan.next().await? {
+                    batch.extend(found.matching.map(|letter| letter.id));
+                    if batch.len() >= AT_ONCE {
+                        report.purged += self.remove(&batch, config).await?;
+                        batch.clear();
+                    }
+                }
+                report.purged += self.remove(&batch, config).await?;
+            }
+        }
+        let PurgeReport { purged, is_done } = report;
+        info!(topic = %self.topic.name, purged, is_done, "dead letters purged");
+        Ok(report)
+    }
+
+    async fn remove(&self, ids: &[EntryId], config: &PurgeConfig) -> Result<u64> {
+        if config.dry_run || ids.is_empty() {
+            return Ok(ids.len() as u64);
+        }
+        Ok(self.queue.inner.backend.delete_entries(&self.stream, ids).await? as u64)
+    }
+}

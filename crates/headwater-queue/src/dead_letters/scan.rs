@@ -1,0 +1,149 @@
+//! Walks through dead letters, a few at a time, and tells copies from originals.
+
+use std::collections::{HashSet, VecDeque};
+
+use headwater_stream::limits::{BATCH_BYTES_MAX, ENTRY_BYTES_MAX};
+use headwater_stream::{Direction, Entry, EntryId, Range};
+
+use super::{DeadLetterFilter, DeadLetters};
+use crate::dead_letter::DeadLetter;
+use crate::error::Result;
+use crate::limits::COPIES_WITHIN;
+use crate::merge::Span;
+
+/// Dead letters that are fetched, replayed or purged at once: they fit into one call, however large they are.
+pub(super) const AT_ONCE: usize = 24;
+
+const _: () = assert!(AT_ONCE * ENTRY_BYTES_MAX <= BATCH_BYTES_MAX);
+
+/// A walk through the dead letters of a topic.
+pub(super) struct Scan<'a> {
+    letters: &'a DeadLetters,
+    filter: &'a DeadLetterFilter,
+    direction: Direction,
+    /// What is still to be fetched; `None` when there is nothing more.
+    rest: Option<Span>,
+    fetched: VecDeque<Entry>,
+    last_id: Option<EntryId>,
+    looked_at: usize,
+    seen: Seen,
+}
+
+/// One dead letter on the way.
+pub(super) struct Found {
+    /// Itself, if the filter lets it through.
+    pub(super) matching: Option<DeadLetter>,
+    /// Whether another copy of it came along a short way before.
+    pub(super) is_copy: bool,
+}
+
+impl<'a> Scan<'a> {
+    pub(super) fn new(
+        letters: &'a DeadLetters,
+        filter: &'a DeadLetterFilter,
+        span: Span,
+        direction: Direction,
+    ) -> Self {
+        Self {
+            letters,
+            filter,
+            direction,
+            rest: Some(span),
+            fetched: VecDeque::new(),
+            last_id: None,
+            looked_at: 0,
+            seen: Seen::default(),
+        }
+    }
+
+    /// Begins behind `after`, where an earlier walk stopped, and remembers what that one saw last.
+    pub(super) async fn go_on_after(&mut self, after: EntryId) -> Result<()> {
+        let Some(span) = self.rest else { return Ok(()) };
+        let (before, back) = match self.direction {
+            Direction::Forward => (Span { to: after.min(span.to), ..span }, Direction::Backward),
+            Direction::Backward => {
+                (Span { from: after.max(span.from), ..span }, Direction::Forward)
+            }
+        };
+        let mut look_back = Scan::new(self.letters, self.filter, before, back);
+        let mut seen = Vec::new();
+        while look_back.looked_at < COPIES_WITHIN
+            && let Some(found) = look_back.next_unjudged().await?
+        {
+            seen.extend(found.map(|letter| letter.identity()));
+        }
+        seen.into_iter().rev().for_each(|identity| {
+            self.seen.is_copy(identity);
+        });
+        self.rest = span.behind(after, self.direction);
+        Ok(())
+    }
+
+    /// The next dead letter, whether it matches or not; `None` at the end.
+    pub(super) async fn next(&mut self) -> Result<Option<Found>> {
+        let Some(matching) = self.next_unjudged().await? else { return Ok(None) };
+        let is_copy = matching.as_ref().is_some_and(|letter| self.seen.is_copy(letter.identity()));
+        Ok(Some(Found { matching, is_copy }))
+    }
+
+    async fn next_unjudged(&mut self) -> Result<Option<Option<DeadLetter>>> {
+        if self.fetched.is_empty()
+            && let Some(Span { from, to }) = self.rest
+        {
+            let range = Range { from, to, direction: self.direction, count: AT_ONCE };
+            let backend = &self.letters.queue.inner.backend;
+            self.fetched = backend.range(&self.letters.stream, range).await?.into();
+            let last = self.fetched.back().filter(|_| self.fetched.len() == AT_ONCE);
+            self.rest = last.and_then(|last| Span { from, to }.behind(last.id, self.direction));
+        }
+        let Some(entry) = self.fetched.pop_front() else { return Ok(None) };
+        self.last_id = Some(entry.id);
+        self.looked_at += 1;
+        let letter = DeadLetter::read(entry);
+        Ok(Some(self.filter.matches(&letter).then_some(letter)))
+    }
+
+    pub(super) fn last_id(&self) -> Option<EntryId> {
+        self.last_id
+    }
+
+    pub(super) fn looked_at(&self) -> usize {
+        self.looked_at
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.rest.is_none() && self.fetched.is_empty()
+    }
+}
+
+impl DeadLetterFilter {
+    /// Whether it lets a dead letter through. Its time is seen to by the ids that are read.
+    fn matches(&self, letter: &DeadLetter) -> bool {
+        self.reason.as_ref().is_none_or(|reason| letter.reason.contains(reason.as_str()))
+            && self.key.as_ref().is_none_or(|key| letter.key.as_ref() == Some(key))
+            && self.partition.is_none_or(|partition| letter.partition == Some(partition))
+    }
+}
+
+/// The last few dead letters that came along.
+#[derive(Default)]
+struct Seen {
+    order: VecDeque<String>,
+    identities: HashSet<String>,
+}
+
+impl Seen {
+    /// Remembers it; returns whether it was there.
+    fn is_copy(&mut self, identity: String) -> bool {
+        if !self.identities.insert(identity.clone()) {
+            return true;
+        }
+        self.order.push_back(identity);
+        if self.order.len() > COPIES_WITHIN
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.identities.remove(&oldest);
+        }
+        false
+    }
+}

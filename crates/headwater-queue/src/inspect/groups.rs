@@ -1,0 +1,237 @@
+//! Groups in numbers: how far they are, what they have in hand, who works for them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use headwater_stream::{EntryId, LeaseInfo, LeaseName, StreamStats};
+
+use super::Inspector;
+use crate::config::Mode;
+use crate::error::{QueueError, Result};
+use crate::group::{Life, Stand, View};
+use crate::keys;
+use crate::topic::{GroupName, Partition, Topic, group_name};
+
+/// A group on a topic in numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupView {
+    /// The topic.
+    pub topic: String,
+    /// The group.
+    pub group: String,
+    /// Messages delivered and not settled.
+    pub pending: u64,
+    /// Messages not delivered yet; `None` if the server cannot tell for some partition.
+    pub lag: Option<u64>,
+    /// Those who read for it, over all partitions, sorted by name. Old ones stay until somebody removes them.
+    pub consumers: Vec<ConsumerView>,
+    /// Processes that announced themselves as members for this topic, sorted by name.
+    pub members: Vec<MemberView>,
+    /// Partition by partition, by number.
+    pub partitions: Vec<GroupPartitionView>,
+}
+
+/// A group on one partition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupPartitionView {
+    /// The partition.
+    pub partition: Partition,
+    /// Messages delivered and not settled.
+    pub pending: u64,
+    /// Messages not delivered yet; `None` where the server cannot tell.
+    pub lag: Option<u64>,
+    /// The newest message delivered; `None` if the group has not begun here.
+    pub last_delivered: Option<EntryId>,
+    /// The newest message there is.
+    pub last_id: Option<EntryId>,
+    /// Who owns it; `None` for a partition that is free, or shared.
+    pub owner: Option<OwnerView>,
+}
+
+/// The owner of a partition.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnerView {
+    /// Its name: that of a consumer.
+    pub holder: String,
+    /// Its epoch; 0 for a program that knows no epochs.
+    pub epoch: u64,
+    /// How long ago it renewed its lease, if it keeps leases as long as this process does.
+    pub heartbeat_age: Duration,
+    /// How long its lease lives on without a renewal.
+    pub remaining: Duration,
+}
+
+/// One who reads for a group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConsumerView {
+    /// Its name.
+    pub name: String,
+    /// Messages it has in hand.
+    pub pending: u64,
+    /// How long ago it last did anything, on any partition.
+    pub idle: Duration,
+    /// On how many partitions it is known.
+    pub partitions: u16,
+}
+
+/// A process that announced itself as a member.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemberView {
+    /// The name of the member.
+    pub member: String,
+    /// The name it reads under; `None` for one that stopped and will be back.
+    pub consumer: Option<String>,
+    /// How it shares partitions with others.
+    pub mode: Mode,
+    /// Partitions that are kept for it until it is back.
+    pub kept_for_it: Vec<Partition>,
+    /// How long ago it showed that it lives, or stopped; `None` if its time ran out.
+    pub heartbeat_age: Option<Duration>,
+}
+
+impl Inspector {
+    /// A group of a topic in numbers.
+    pub async fn group(&self, topic: &str, group: &str) -> Result<GroupView> {
+        let group = group_name(group)?;
+        let topic = self.queue.existing_topic(topic).await?;
+        let stats = self.queue.partition_stats(&topic).await?;
+        if !names(&stats).contains(&group) {
+            return Err(no_group(&topic, &group));
+        }
+        self.view(&topic, &group, &stats).await
+    }
+
+    /// All groups of a topic in numbers, sorted by name.
+    pub async fn groups(&self, topic: &str) -> Result<Vec<GroupView>> {
+        let topic = self.queue.existing_topic(topic).await?;
+        let stats = self.queue.partition_stats(&topic).await?;
+        let mut views = Vec::new();
+        for group in names(&stats) {
+            views.push(self.view(&topic, &group, &stats).await?);
+        }
+        Ok(views)
+    }
+
+    async fn view(
+        &self,
+        topic: &Topic,
+        group: &GroupName,
+        stats: &[Option<StreamStats>],
+    ) -> Result<GroupView> {
+        let owners = self.owners(topic, group).await?;
+        let partitions: Vec<GroupPartitionView> = (0..)
+            .zip(stats)
+            .zip(owners)
+            .map(|((partition, stats), owner)| partition_view(partition, group, stats, owner))
+            .collect();
+        Ok(GroupView {
+            topic: topic.name.to_string(),
+            group: group.to_string(),
+            pending: partitions.iter().map(|partition| partition.pending).sum(),
+            lag: partitions.iter().map(|partition| partition.lag).sum(),
+            consumers: consumers(group, stats),
+            members: self.members(topic, group).await?,
+            partitions,
+        })
+    }
+
+    async fn owners(&self, topic: &Topic, group: &GroupName) -> Result<Vec<Option<OwnerView>>> {
+        let names: Vec<LeaseName> =
+            (0..topic.partitions).map(|partition| keys::lease(topic, group, partition)).collect();
+        let leases = self.queue.inner.backend.leases(&names).await?;
+        let owner = |lease: LeaseInfo| OwnerView {
+            heartbeat_age: self.age(lease.remaining),
+            holder: lease.holder.to_string(),
+            epoch: lease.epoch.0,
+            remaining: lease.remaining,
+        };
+        Ok(leases.into_iter().map(|lease| lease.map(owner)).collect())
+    }
+
+    /// The members of a group that work on this topic, those that died since included.
+    pub(crate) async fn members(
+        &self,
+        topic: &Topic,
+        group: &GroupName,
+    ) -> Result<Vec<MemberView>> {
+        let backend = &*self.queue.inner.backend;
+        let seen = View::look(backend, group, Vec::new()).await?.entries;
+        let mut members: Vec<MemberView> = seen
+            .into_iter()
+            .filter(|(entry, _)| entry.topic == topic.name)
+            .map(|(entry, life)| {
+                let (consumer, kept_for_it) = match entry.stand {
+                    Stand::Working(holder) => (Some(holder.to_string()), Vec::new()),
+                    Stand::Resting(partitions) => (None, partitions),
+                };
+                MemberView {
+                    member: entry.member,
+                    consumer,
+                    mode: entry.mode,
+                    kept_for_it,
+                    heartbeat_age: match life {
+                        Life::Alive(remaining) => Some(self.age(remaining)),
+                        Life::Dead => None,
+                    },
+                }
+            })
+            .collect();
+        members.sort_by(|a, b| (&a.member, &a.consumer).cmp(&(&b.member, &b.consumer)));
+        Ok(members)
+    }
+
+    /// How long ago a lease was renewed that lives on so long.
+    fn age(&self, remaining: Duration) -> Duration {
+        self.queue.inner.config.lease.ttl.saturating_sub(remaining)
+    }
+}
+
+fn no_group(topic: &Topic, group: &GroupName) -> QueueError {
+    QueueError::NoGroup { topic: topic.name.to_string(), group: group.to_string() }
+}
+
+fn names(stats: &[Option<StreamStats>]) -> BTreeSet<GroupName> {
+    let groups = stats.iter().flatten().flat_map(|stats| &stats.groups);
+    groups.map(|group| group.name.clone()).collect()
+}
+
+fn partition_view(
+    partition: Partition,
+    group: &GroupName,
+    stats: &Option<StreamStats>,
+    owner: Option<OwnerView>,
+) -> GroupPartitionView {
+    let found =
+        stats.iter().flat_map(|stats| &stats.groups).find(|candidate| candidate.name == *group);
+    GroupPartitionView {
+        partition,
+        pending: found.map_or(0, |group| group.pending),
+        // Where the group has not begun, everything is still to come.
+        lag: match (found, stats) {
+            (Some(group), _) => group.lag,
+            (None, Some(stats)) => Some(stats.length),
+            (None, None) => Some(0),
+        },
+        last_delivered: found.map(|group| group.last_delivered),
+        last_id: stats.as_ref().and_then(|stats| stats.last_id),
+        owner,
+    }
+}
+
+fn consumers(group: &GroupName, stats: &[Option<StreamStats>]) -> Vec<ConsumerView> {
+    let mut views: BTreeMap<&str, ConsumerView> = BTreeMap::new();
+    let groups = stats.iter().flatten().flat_map(|stats| &stats.groups);
+    for consumer in groups.filter(|found| found.name == *group).flat_map(|group| &group.consumers) {
+        let name = consumer.name.as_str();
+        let view = views.entry(name).or_insert_with(|| ConsumerView {
+            name: name.to_owned(),
+            pending: 0,
+            idle: consumer.idle,
+            partitions: 0,
+        });
+        view.pending += consumer.pending;
+        view.idle = view.idle.min(consumer.idle);
+        view.partitions += 1;
+    }
+    views.into_values().collect()
+}

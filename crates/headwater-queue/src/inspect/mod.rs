@@ -1,0 +1,81 @@
+//! Inspection: what there is in topics and groups, for people and the programs they look through.
+//!
+//! Upstream: command line, HTTP interface, dashboards. Downstream: the backend, which is only read.
+//! Promises: nothing is changed; every listing is paged and bounded; what does not exist is an error that says so.
+//! Views of several partitions are not one moment: each partition is looked at a little before the next.
+
+mod groups;
+mod messages;
+mod pending;
+mod topics;
+
+use std::sync::Arc;
+
+use futures_util::{StreamExt, TryStreamExt, stream};
+use headwater_stream::StreamStats;
+
+use crate::error::{QueueError, Result};
+use crate::keys;
+use crate::queue::Queue;
+use crate::topic::{Partition, Topic, TopicName};
+
+pub use groups::{ConsumerView, GroupPartitionView, GroupView, MemberView, OwnerView};
+pub use messages::{Bound, MessageQuery, StoredMessage};
+pub use pending::{PendingFilter, PendingView};
+pub use topics::{PartitionView, TopicView};
+
+/// Partitions that are looked at at once.
+const LOOKED_AT_ONCE: usize = 16;
+
+/// Looks at topics and groups without changing them.
+#[derive(Clone, Debug)]
+pub struct Inspector {
+    queue: Queue,
+}
+
+impl Queue {
+    /// Looks at topics and groups.
+    pub fn inspect(&self) -> Inspector {
+        Inspector { queue: self.clone() }
+    }
+
+    /// A topic as it is now; an error if nobody created it and there is nothing under its name either.
+    pub(crate) async fn existing_topic(&self, name: &str) -> Result<Arc<Topic>> {
+        let topic = self.read_topic(&TopicName::new(name)?).await?;
+        if !topic.layout.is_plain() {
+            return Ok(topic);
+        }
+        let backend = &self.inner.backend;
+        let exists = backend.stats(&keys::stream(&topic, 0)).await?.is_some()
+            || backend.stats(&keys::dead_letters(&topic)).await?.is_some()
+            || backend.delay_stats(&keys::delays(&topic, 0)).await?.waiting > 0;
+        if exists { Ok(topic) } else { Err(QueueError::NoTopic { topic: name.to_owned() }) }
+    }
+
+    /// What there is to know of each partition's stream, by partition; `None` for one that nothing was sent to.
+    pub(crate) async fn partition_stats(&self, topic: &Topic) -> Result<Vec<Option<StreamStats>>> {
+        let streams: Vec<_> = (0..topic.partitions).map(|p| keys::stream(topic, p)).collect();
+        let backend = &self.inner.backend;
+        let looks = streams.into_iter().map(|name| {
+            let backend = Arc::clone(backend);
+            async move { backend.stats(&name).await }
+        });
+        Ok(stream::iter(looks).buffered(LOOKED_AT_ONCE).try_collect().await?)
+    }
+}
+
+/// The partitions a question is about: one, or all.
+pub(crate) fn partitions_of(
+    topic: &Topic,
+    only: Option<Partition>,
+) -> Result<std::ops::Range<Partition>> {
+    match only {
+        None => Ok(0..topic.partitions),
+        Some(partition) if partition < topic.partitions => Ok(partition..partition + 1),
+        Some(partition) => {
+            let last = topic.partitions - 1;
+            let problem = format!("{partition}; topic `{}` has partitions 0 to {last}", topic.name);
+            Err(QueueError::invalid("a partition", problem))
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! The live tail of a topic: messages as they arrive, for nobody in particular.
+//!
+//! Upstream: people who look at a topic. Downstream: a reader of the backend that belongs to no group.
+//! Promises: every message behind the start comes once, those of one partition in order; partitions that are added
+//! later are seen within the topic's `refresh`. Not promised: order between partitions, beyond one batch.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::time::Duration;
+
+use headwater_stream::clock::Timestamp;
+use headwater_stream::limits::WAIT_MAX;
+use headwater_stream::{EntryId, StreamName, TailReader};
+use tokio::time::Instant;
+
+use crate::error::{QueueError, Result};
+use crate::inspect::{StoredMessage, partitions_of};
+use crate::keys;
+use crate::limits::PAGE_MAX;
+use crate::page::{check_limit, previous};
+use crate::queue::Queue;
+use crate::topic::{Partition, Topic, TopicName};
+
+/// Where a tail begins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TailStart {
+    /// At the oldest message.
+    Beginning,
+    /// At what comes after now.
+    #[default]
+    End,
+    /// At the first message stored at this time or later.
+    Time(Timestamp),
+}
+
+/// Settings of a tail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TailConfig {
+    /// Where it begins. Default: after now.
+    pub start: TailStart,
+    /// Only this partition.
+    pub partition: Option<Partition>,
+    /// About how many messages at once, but at least one of each partition. Default: 256, limit: 1000.
+    pub batch: usize,
+}
+
+impl Default for TailConfig {
+    fn default() -> Self {
+        Self { start: TailStart::End, partition: None, batch: 256 }
+    }
+}
+
+const _: () = assert!(PAGE_MAX >= 256);
+
+/// Messages of a topic as they arrive.
+pub struct Tail {
+    queue: Queue,
+    topic: TopicName,
+    config: TailConfig,
+    reader: Box<dyn TailReader>,
+    /// How far each stream was read. What is not in it was not there at the start.
+    read_to: HashMap<StreamName, EntryId>,
+    /// The streams that are read now, and their partitions.
+    streams: HashMap<StreamName, Partition>,
+    look_again_at: Instant,
+}
+
+impl fmt::Debug for Tail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tail").field("topic", &self.topic).finish_non_exhaustive()
+    }
+}
+
+impl Queue {
+    /// Follows a topic. One that nobody created is plain, and need not exist yet.
+    pub async fn tail(&self, topic: &str, config: TailConfig) -> Result<Tail> {
+        check_limit(config.batch)?;
+        let topic = self.read_topic(&TopicName::new(topic)?).await?;
+        partitions_of(&topic, config.partition)?;
+        let mut tail = Tail {
+            queue: self.clone(),
+            topic: topic.name.clone(),
+            config,
+            reader: self.inner.backend.tail().await?,
+            read_to: HashMap::new(),
+            streams: HashMap::new(),
+            look_again_at: Instant::now(),
+        };
+        tail.know(&topic)?;
+        tail.read_to = tail.start_of(&topic).await?;
+        Ok(tail)
+    }
+}
+
+impl Tail {
+    /// The next messages, oldest first; waits up to `wait` (at most a minute) for some, and returns none after that.
+    /// Cancel-safe.
+    pub async fn next(&mut self, wait: Duration) -> Result<Vec<StoredMessage>> {
+        if wait > WAIT_MAX {
+            return Err(QueueError::invalid("wait", format!("{wait:?}; at most {WAIT_MAX:?}")));
+        }
+        let until = Instant::now() + wait;
+        loop {
+            if Instant::now() >= self.look_again_at {
+                let topic = self.queue.topic(&self.topic).await?;
+                self.know(&topic)?;
+            }
+            let positions: Vec<(StreamName, EntryId)> = self
+                .streams
+                .keys()
+                .map(|stream| {
+                    (stream.clone(), self.read_to.get(stream).copied().unwrap_or_default())
+                })
+                .collect();
+            let count = (self.config.batch / positions.len()).max(1);
+            let now = Instant::now();
+            let wait = until.min(self.look_again_at).saturating_duration_since(now);
+            let batches = self.reader.read(&positions, count, wait).await?;
+            // No await from here on: what was read is handed out.
+            let mut messages = Vec::new();
+            for batch in batches {
+                let Some(partition) = self.streams.get(&batch.stream).copied() else { continue };
+                if let Some(last) = batch.entries.last() {
+                    self.read_to.insert(batch.stream, last.id);
+                }
+                let read = |entry| StoredMessage::read(&self.topic, partition, entry);
+                messages.extend(batch.entries.into_iter().map(read));
+            }
+            if !messages.is_empty() || Instant::now() >= until {
+                messages.sort_by_key(|message| (message.id, message.partition));
+                return Ok(messages);
+            }
+        }
+    }
+
+    /// Learns which streams the topic has now.
+    fn know(&mut self, topic: &Topic) -> Result<()> {
+        // A topic that was deleted and created anew may have fewer partitions.
+        let partitions = partitions_of(topic, self.config.partition)?;
+        self.streams =
+            partitions.map(|partition| (keys::stream(topic, partition), partition)).collect();
+        self.read_to.retain(|stream, _| self.streams.contains_key(stream));
+        self.look_again_at = Instant::now() + topic.policies.refresh;
+        Ok(())
+    }
+
+    async fn start_of(&self, topic: &Topic) -> Result<HashMap<StreamName, EntryId>> {
+        match self.config.start {
+            TailStart::Beginning => Ok(HashMap::new()),
+            TailStart::Time(at) => {
+                let before = previous(EntryId::new(at.as_millis(), 0)).unwrap_or(EntryId::MIN);
+                Ok(self.streams.keys().map(|stream| (stream.clone(), before)).collect())
+            }
+            TailStart::End => {
+                let stats = self.queue.partition_stats(topic).await?;
+                let last = |partition: Partition| {
+                    let stats = stats.get(usize::from(partition))?.as_ref()?;
+                    stats.last_id
+                };
+                Ok(self
+                    .streams
+                    .iter()
+                    .map(|(stream, partition)| {
+                        (stream.clone(), last(*partition).unwrap_or_default())
+                    })
+                    .collect())
+            }
+        }
+    }
+}
