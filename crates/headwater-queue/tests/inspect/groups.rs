@@ -1,0 +1,165 @@
+//! Groups in numbers.
+
+use crate::setup::on_every_backend;
+
+on_every_backend! {
+    a_group_is_the_sum_of_its_partitions
+    a_group_that_has_not_begun_on_a_partition_has_all_of_it_before_it
+    owners_show_their_epoch_and_when_they_renewed
+    members_of_the_topic_are_shown_with_their_heartbeat
+    all_groups_of_a_topic_are_listed
+    a_group_that_does_not_exist_is_an_error
+}
+
+mod bodies {
+    use std::time::Duration;
+
+    use anyhow::Result;
+    use headwater_queue::Mode;
+    use headwater_stream::{Acquire, GroupName, GroupStart, HolderName, LeaseName, SetName};
+
+    use crate::setup::*;
+
+    pub(super) async fn a_group_is_the_sum_of_its_partitions(setup: Setup) -> Result<()> {
+        setup.create(2).await?;
+        let sent = setup.send_many(2, 10).await?;
+        setup.deliver(0, "ann", 3).await?;
+        setup.settle(0, "ann", &[sent[0].id]).await?;
+        setup.deliver(1, "ann", 1).await?;
+        setup.deliver(1, "bob", 2).await?;
+
+        let view = setup.queue.inspect().group(&setup.topic, GROUP).await?;
+
+        assert_eq!((view.topic.as_str(), view.group.as_str()), (setup.topic.as_str(), GROUP));
+        assert_eq!((view.pending, view.lag), (5, Some(4)));
+        let consumers: Vec<_> = view
+            .consumers
+            .iter()
+            .map(|consumer| (consumer.name.as_str(), consumer.pending, consumer.partitions))
+            .collect();
+        assert_eq!(consumers, [("ann", 3, 2), ("bob", 2, 1)]);
+        assert!(view.consumers.iter().all(|consumer| consumer.idle < Duration::from_secs(60)));
+        let [first, second] = &view.partitions[..] else { panic!("{view:?}") };
+        assert_eq!((first.pending, first.lag), (2, Some(2)));
+        assert_eq!(first.last_delivered, Some(sent[4].id));
+        assert_eq!(first.last_id, Some(sent[8].id));
+        assert_eq!((second.pending, second.lag), (3, Some(2)));
+        assert_eq!((&first.owner, &view.members[..]), (&None, &[][..]));
+        Ok(())
+    }
+
+    pub(super) async fn a_group_that_has_not_begun_on_a_partition_has_all_of_it_before_it(
+        setup: Setup,
+    ) -> Result<()> {
+        setup.create(3).await?;
+        setup.send_many(2, 6).await?;
+        setup.deliver(0, "ann", 1).await?;
+        let view = setup.queue.inspect().group(&setup.topic, GROUP).await?;
+        let lags: Vec<_> = view.partitions.iter().map(|partition| partition.lag).collect();
+        assert_eq!(lags, [Some(2), Some(3), Some(0)]);
+        assert_eq!(view.partitions[1].last_delivered, None);
+        assert_eq!(view.lag, Some(5));
+        Ok(())
+    }
+
+    /// The lease of a partition: the name another program knows, or the one with a hash tag.
+    fn lease(setup: &Setup, partition: u16) -> LeaseName {
+        let topic = &setup.topic;
+        let name = if setup.backend().cluster_slot("").is_some() {
+            format!("streaming:mq:lease:{{{topic}:{partition}}}:{GROUP}")
+        } else {
+            format!("streaming:mq:lease:{topic}:{GROUP}:{partition}")
+        };
+        LeaseName::new(name).expect("a good name")
+    }
+
+    pub(super) async fn owners_show_their_epoch_and_when_they_renewed(setup: Setup) -> Result<()> {
+        setup.create(2).await?;
+        setup.group(1).await?;
+        let holder = HolderName::new("worker:host:1:a")?;
+        // The lease of this queue's settings lives 15 s; this one was renewed 5 s ago, so to say.
+        let left = Duration::from_secs(10);
+        let won = setup.backend().acquire(&lease(&setup, 1), &holder, left).await?;
+        let Acquire::Won(epoch) = won else { panic!("{won:?}") };
+
+        let view = setup.queue.inspect().group(&setup.topic, GROUP).await?;
+
+        assert_eq!(view.partitions[0].owner, None);
+        let owner = view.partitions[1].owner.as_ref().expect("it is owned");
+        assert_eq!((owner.holder.as_str(), owner.epoch), ("worker:host:1:a", epoch.0));
+        assert!(owner.remaining <= left, "{owner:?}");
+        assert_eq!(owner.heartbeat_age + owner.remaining, Duration::from_secs(15));
+        Ok(())
+    }
+
+    pub(super) async fn members_of_the_topic_are_shown_with_their_heartbeat(
+        setup: Setup,
+    ) -> Result<()> {
+        setup.create(1).await?;
+        // A group of its own: members are per group, whatever the topic.
+        let name = format!("members-of-{}", setup.topic);
+        let group = GroupName::new(&name)?;
+        let stream = setup.stream(0).await?;
+        setup.backend().ensure_group(&stream, &group, GroupStart::Beginning).await?;
+        let members = SetName::new(format!("streaming:mq:members:{name}"))?;
+        let alive = format!("alive worker:a:1 owned {}", setup.topic);
+        let dead = format!("dead worker:b:2 shared {}", setup.topic);
+        let rests = format!("rests {{0,2}} owned {}", setup.topic);
+        let texts = [
+            alive.as_str(),
+            dead.as_str(),
+            rests.as_str(),
+            "other worker:c:3 owned another topic",
+            "odd",
+        ];
+        setup.backend().set_add(&members, &texts, None).await?;
+        let lease = LeaseName::new(format!("streaming:mq:lease:~member:{name}:alive"))?;
+        let holder = HolderName::new("worker:a:1")?;
+        setup.backend().acquire(&lease, &holder, Duration::from_secs(15)).await?;
+
+        let found = setup.queue.inspect().group(&setup.topic, &name).await?.members;
+
+        let names: Vec<_> = found
+            .iter()
+            .map(|member| (member.member.as_str(), member.consumer.as_deref(), member.mode))
+            .collect();
+        let expected = [
+            ("alive", Some("worker:a:1"), Mode::Owned),
+            ("dead", Some("worker:b:2"), Mode::Shared),
+            ("rests", None, Mode::Owned),
+        ];
+        assert_eq!(names, expected);
+        assert!(found[0].heartbeat_age.is_some() && found[1].heartbeat_age.is_none(), "{found:?}");
+        assert_eq!(found[2].kept_for_it, [0, 2]);
+        Ok(())
+    }
+
+    pub(super) async fn all_groups_of_a_topic_are_listed(setup: Setup) -> Result<()> {
+        setup.create(2).await?;
+        assert_eq!(setup.queue.inspect().groups(&setup.topic).await?, []);
+        setup.send_many(2, 4).await?;
+        setup.deliver(0, "ann", 1).await?;
+        let stream = setup.stream(1).await?;
+        let audit = GroupName::new("audit")?;
+        setup.backend().ensure_group(&stream, &audit, GroupStart::End).await?;
+
+        let views = setup.queue.inspect().groups(&setup.topic).await?;
+
+        let found: Vec<_> =
+            views.iter().map(|view| (view.group.as_str(), view.pending, view.lag)).collect();
+        assert_eq!(found, [("audit", 0, Some(2)), (GROUP, 1, Some(3))]);
+        Ok(())
+    }
+
+    pub(super) async fn a_group_that_does_not_exist_is_an_error(setup: Setup) -> Result<()> {
+        let inspect = setup.queue.inspect();
+        assert_no_topic(inspect.group(&setup.topic, GROUP).await);
+        assert_no_topic(inspect.groups(&setup.topic).await);
+        setup.create(2).await?;
+        assert_no_group(inspect.group(&setup.topic, GROUP).await);
+        setup.send(0, "x").await?;
+        assert_no_group(inspect.group(&setup.topic, GROUP).await);
+        assert_invalid(inspect.group(&setup.topic, &"g".repeat(101)).await, "a group name");
+        Ok(())
+    }
+}

@@ -1,0 +1,16 @@
+//! Topics, inspection, dead letters and administration, on every backend: each test body is written once and runs
+//! embedded, on Redis and on a Redis Cluster.
+
+mod setup;
+
+mod dead_letters;
+mod groups;
+mod messages;
+mod pending;
+mod races;
+mod replay;
+mod reset;
+mod sampler;
+mod tail;
+mod topics;
+mod trim;

@@ -1,0 +1,105 @@
+//! The sampler of topics.
+
+use crate::setup::on_every_backend;
+
+on_every_backend! {
+    a_sampler_shows_length_and_pending_and_zero_for_what_is_gone
+    a_sampler_stops_when_it_is_told_to
+}
+
+mod bodies {
+    use std::collections::HashMap;
+    use std::sync::{Arc, Mutex};
+    use std::time::Duration;
+
+    use anyhow::Result;
+    use metrics::{
+        Counter, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
+    };
+
+    use crate::setup::*;
+
+    /// Keeps the last value of every gauge.
+    #[derive(Default)]
+    struct Gauges(Arc<Mutex<HashMap<String, f64>>>);
+
+    struct Kept(Arc<Mutex<HashMap<String, f64>>>, String);
+
+    impl GaugeFn for Kept {
+        fn increment(&self, _: f64) {}
+        fn decrement(&self, _: f64) {}
+        fn set(&self, value: f64) {
+            self.0.lock().expect("it is there").insert(self.1.clone(), value);
+        }
+    }
+
+    impl Recorder for Gauges {
+        fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+        fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+        fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+        fn register_counter(&self, _: &Key, _: &Metadata<'_>) -> Counter {
+            Counter::noop()
+        }
+        fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
+            let mut name = key.name().to_owned();
+            for label in key.labels() {
+                name += &format!(" {}={}", label.key(), label.value());
+            }
+            Gauge::from_arc(Arc::new(Kept(Arc::clone(&self.0), name)))
+        }
+        fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
+            Histogram::noop()
+        }
+    }
+
+    pub(super) async fn a_sampler_shows_length_and_pending_and_zero_for_what_is_gone(
+        setup: Setup,
+    ) -> Result<()> {
+        let gauges = Gauges::default();
+        let values = Arc::clone(&gauges.0);
+        // Other tests of this process, if there are any, only add to it.
+        let _ = metrics::set_global_recorder(gauges);
+        let value = |name: String| values.lock().expect("it is there").get(&name).copied();
+        let topic = setup.topic.clone();
+        let length = |p: u16| value(format!("headwater_topic_length topic={topic} partition={p}"));
+        let pending =
+            |p: u16| value(format!("headwater_pending topic={topic} partition={p} group={GROUP}"));
+        let plain = Setup { topic: headwater_testkit::unique("plain"), ..setup };
+        plain.send(0, "plain").await?;
+        let setup = Setup { topic: topic.clone(), ..plain_clone(&plain) };
+        setup.create(2).await?;
+        setup.send_many(2, 5).await?;
+        setup.deliver(0, "ann", 2).await?;
+
+        let mut sampler = setup.queue.sampler(&[&plain.topic])?;
+        sampler.run_once().await?;
+
+        assert_eq!((length(0), length(1)), (Some(3.0), Some(2.0)));
+        assert_eq!((pending(0), pending(1)), (Some(2.0), None));
+        let of_plain = format!("headwater_topic_length topic={} partition=0", plain.topic);
+        assert_eq!(value(of_plain), Some(1.0));
+
+        setup.queue.topics().delete(&setup.topic).await?;
+        sampler.run_once().await?;
+        assert_eq!((length(0), pending(0)), (Some(0.0), Some(0.0)));
+        assert_invalid(setup.queue.sampler(&[""]), "a topic name");
+        Ok(())
+    }
+
+    fn plain_clone(setup: &Setup) -> Setup {
+        Setup { queue: setup.queue.clone(), producer: setup.producer.clone(), topic: String::new() }
+    }
+
+    pub(super) async fn a_sampler_stops_when_it_is_told_to(setup: Setup) -> Result<()> {
+        let sampler = setup.queue.sampler(&[])?;
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let running = tokio::spawn(sampler.run(Duration::from_millis(5), async {
+            let _ = stopped.await;
+        }));
+        stop.send(()).expect("it runs");
+        running.await??;
+        let sampler = setup.queue.sampler(&[])?;
+        assert_invalid(sampler.run(Duration::ZERO, async {}).await, "every");
+        Ok(())
+    }
+}
