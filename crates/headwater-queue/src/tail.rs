@@ -87,7 +87,7 @@ impl Queue {
             look_again_at: Instant::now(),
         };
         tail.know(&topic)?;
-        tail.read_to = tail.start_of(&topic).await?;
+        tail.read_to = start_of(self, &topic, &tail.streams, config.start).await?;
         Ok(tail)
     }
 }
@@ -143,28 +143,28 @@ impl Tail {
         self.look_again_at = Instant::now() + topic.policies.refresh;
         Ok(())
     }
+}
 
-    async fn start_of(&self, topic: &Topic) -> Result<HashMap<StreamName, EntryId>> {
-        match self.config.start {
-            TailStart::Beginning => Ok(HashMap::new()),
-            TailStart::Time(at) => {
-                let before = previous(EntryId::new(at.as_millis(), 0)).unwrap_or(EntryId::MIN);
-                Ok(self.streams.keys().map(|stream| (stream.clone(), before)).collect())
-            }
-            TailStart::End => {
-                let stats = self.queue.partition_stats(topic).await?;
-                let last = |partition: Partition| {
-                    let stats = stats.get(usize::from(partition))?.as_ref()?;
-                    stats.last_id
-                };
-                Ok(self
-                    .streams
-                    .iter()
-                    .map(|(stream, partition)| {
-                        (stream.clone(), last(*partition).unwrap_or_default())
-                    })
-                    .collect())
-            }
+/// How far each stream counts as read at the start.
+async fn start_of(
+    queue: &Queue,
+    topic: &Topic,
+    streams: &HashMap<StreamName, Partition>,
+    start: TailStart,
+) -> Result<HashMap<StreamName, EntryId>> {
+    match start {
+        TailStart::Beginning => Ok(HashMap::new()),
+        TailStart::Time(at) => {
+            let before = previous(EntryId::new(at.as_millis(), 0)).unwrap_or(EntryId::MIN);
+            Ok(streams.keys().map(|stream| (stream.clone(), before)).collect())
+        }
+        TailStart::End => {
+            let stats = queue.partition_stats(topic).await?;
+            let last = |partition: Partition| stats.get(usize::from(partition))?.as_ref()?.last_id;
+            let position = |(stream, partition): (&StreamName, &Partition)| {
+                (stream.clone(), last(*partition).unwrap_or_default())
+            };
+            Ok(streams.iter().map(position).collect())
         }
     }
 }

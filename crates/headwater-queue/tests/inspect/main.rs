@@ -3,6 +3,7 @@
 
 mod setup;
 
+mod at_work;
 mod dead_letters;
 mod groups;
 mod messages;
@@ -12,5 +13,6 @@ mod replay;
 mod reset;
 mod sampler;
 mod tail;
+mod threads;
 mod topics;
 mod trim;
