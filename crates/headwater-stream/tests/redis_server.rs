@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
-    Acquire, Due, Epoch, Fence, Fields, GroupStart, HintKind, LeaseWatch, PutAside, Range,
+    Acquire, Due, Epoch, Fence, Fields, GroupStart, HintKind, LeaseWatch, Once, PutAside, Range,
     Retention, Settle, Settlement, StreamError, Then, TrimGuard, WatchMode,
 };
 use headwater_testkit::{Cluster, Redis, RedisBuilder};
@@ -308,13 +308,20 @@ async fn a_foreign_value_under_a_derived_key_is_named_and_left_alone() -> Result
         StreamError::WrongType { name } => assert_eq!(name, key, "{what}"),
         error => panic!("{what}: {error}"),
     };
-    for key in ["{later}:entries", "{later}:wake"] {
-        redis.command(&["SET", key, "x"])?.ok()?;
-        foreign("put_aside", key, backend.put_aside(&later, &due).await.unwrap_err());
-        foreign("delete", key, backend.delete_delays(&later).await.unwrap_err());
-        assert_eq!(redis.command(&["GET", key])?.text(), "x");
-        redis.command(&["DEL", key])?.ok()?;
-    }
+    let key = "{later}:entries";
+    redis.command(&["SET", key, "x"])?.ok()?;
+    foreign("put_aside", key, backend.put_aside(&later, &due).await.unwrap_err());
+    foreign("delete", key, backend.delete_delays(&later).await.unwrap_err());
+    assert_eq!(redis.command(&["GET", key])?.text(), "x");
+    redis.command(&["DEL", key])?.ok()?;
+    let key = "once:{orders}:a";
+    redis.command(&["SET", key, "x"])?.ok()?;
+    let once = ["b", "a"].map(|id| Once { id: id.to_owned(), fields: one() });
+    let answer = backend.append_once(&stream("orders"), &once, HOUR, &Retention::KEEP_ALL).await;
+    foreign("append_once", key, answer.unwrap_err());
+    let answer = backend.appended(&stream("orders"), &["a"]).await;
+    foreign("appended", key, answer.unwrap_err());
+    assert_eq!(redis.command(&["EXISTS", "orders"])?.int(), Some(0), "no effect");
     redis.command(&["LPUSH", "{lease}:epoch", "x"])?.ok()?;
     let answer = backend.acquire(&lease("lease"), &holder("ann"), HOUR).await;
     foreign("acquire", "{lease}:epoch", answer.unwrap_err());

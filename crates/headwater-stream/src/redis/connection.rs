@@ -85,11 +85,6 @@ impl Connection {
         self.id
     }
 
-    /// Whether a reply is still to come.
-    pub(super) fn is_busy(&self) -> bool {
-        self.outstanding
-    }
-
     /// Puts a request on its way; `finish` sends it and takes the replies.
     pub(super) fn start(&mut self, bytes: &[u8], replies: usize) {
         debug_assert!(!self.outstanding, "one request at a time");

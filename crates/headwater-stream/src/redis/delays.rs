@@ -1,12 +1,11 @@
-//! Delays on Redis: a sorted set by due time, a hash of what the entries carry, and a doorbell.
+//! Delays on Redis: a sorted set by due time, and a hash of what the entries carry.
 //!
-//! The doorbell is a stream that rings when a new entry is due before all others, so that whoever waits for the old due
-//! time looks again. A lost ring costs at most [`LOOK_EVERY`].
+//! Whoever waits looks when an entry is due, and again when `bells` tells of a new entry that is due before all others.
 
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 use tracing::warn;
 
 use super::RedisBackend;
@@ -24,8 +23,6 @@ use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
 use crate::name::{DelayName, StreamName};
 
-/// Whoever waits looks again at least this often.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Entries that cannot be moved are passed over, this many at most in one call.
 const PASSED_OVER_MAX: usize = 10_000;
 /// Entries moved in one step of the server.
@@ -39,9 +36,9 @@ impl Delays for RedisBackend {
             self.must_share_slot("the stream it goes to", delays.as_str(), item.to.as_str())?;
         }
         let mut commands = Commands::new();
-        let wake = keys::delay_wake(delays);
-        let keys = [delays.as_str(), &keys::delay_entries(delays), &wake];
-        commands.script(&scripts::PUT_ASIDE, &keys, items.len() * 4);
+        let keys = [delays.as_str(), &keys::delay_entries(delays)];
+        commands.script(&scripts::PUT_ASIDE, &keys, 1 + items.len() * 4);
+        commands.arg(keys::due_channel(self.database));
         for item in items {
             let (kind, ms) = due_words(item.due);
             commands.arg(kind);
@@ -68,6 +65,9 @@ impl Delays for RedisBackend {
 
     async fn wait_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
         check::wait(wait)?;
+        if wait.is_zero() {
+            return Ok(self.next_due(delays).await?.is_due());
+        }
         self.servers.in_time(wait, self.wait_until_due(delays, wait)).await
     }
 
@@ -99,8 +99,7 @@ impl Delays for RedisBackend {
     }
 
     async fn delete_delays(&self, delays: &DelayName) -> Result<bool> {
-        let wake = keys::delay_wake(delays);
-        let keys = [delays.as_str(), &keys::delay_entries(delays), &wake];
+        let keys = [delays.as_str(), &keys::delay_entries(delays)];
         let commands = Commands::run(&scripts::DELETE_DELAYS, &keys, &[""; 0]);
         let replies = self.call(delays, commands, Effect::Once).await?;
         replies.cursor().number().map(|deleted| deleted > 0).map_err(|f| f.about(delays))
@@ -112,7 +111,6 @@ struct Next {
     waiting: u64,
     due_at: Option<Timestamp>,
     now: Timestamp,
-    last_ring: EntryId,
 }
 
 impl Next {
@@ -127,8 +125,7 @@ impl Next {
 
 impl RedisBackend {
     async fn next_due(&self, delays: &DelayName) -> Result<Next> {
-        let keys = [delays.as_str(), &keys::delay_wake(delays)];
-        let commands = Commands::run(&scripts::NEXT_DUE, &keys, &[""; 0]);
+        let commands = Commands::run(&scripts::NEXT_DUE, &[delays], &[""; 0]);
         let replies = self.call(delays, commands, Effect::Repeatable).await?;
         read_next(&replies).map_err(|failure| failure.about(delays))
     }
@@ -158,7 +155,11 @@ impl RedisBackend {
 
     async fn wait_until_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
         let until = Instant::now() + wait;
+        let bell = self.bells.wait_for(&self.servers, delays);
         loop {
+            // Heard from before the look on, so that no ring is lost in between.
+            let mut rung = std::pin::pin!(bell.rung.notified());
+            rung.as_mut().enable();
             let next = self.next_due(delays).await?;
             if next.is_due() {
                 return Ok(true);
@@ -167,34 +168,13 @@ impl RedisBackend {
             if left.is_zero() {
                 return Ok(false);
             }
-            let pause = left.min(next.remaining()).min(LOOK_EVERY);
+            let pause = left.min(next.remaining()).min(self.bells.look_every());
             tokio::select! {
-                heard = self.listen(delays, next.last_ring, pause) => heard?,
+                () = rung => {}
+                () = tokio::time::sleep(pause) => {}
                 () = self.servers.until_closed() => return Err(closed()),
             }
         }
-    }
-
-    /// Waits for the doorbell. It changes nothing, so a connection that breaks is only replaced.
-    async fn listen(&self, delays: &DelayName, after: EntryId, pause: Duration) -> Result<()> {
-        let slot = self.slot(delays);
-        let ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX).max(1).to_string();
-        let deadline = Instant::now() + pause + self.servers.call_deadline();
-        let mut connection = self.servers.dedicated(slot, false, deadline).await?;
-        let (wake, after) = (keys::delay_wake(delays), after.to_string());
-        let words = ["XREAD", "BLOCK", &ms, "STREAMS", &wake, &after];
-        match timeout_at(deadline, connection.ask(&Commands::one(&words).pack())).await {
-            Ok(Ok(_)) => self.servers.give_back(slot, connection),
-            // The next look at the set tells whether the server is gone.
-            Ok(Err(_)) => {}
-            Err(_) => {
-                return Err(StreamError::Unavailable {
-                    problem: "the server does not answer".to_owned(),
-                    source: None,
-                });
-            }
-        }
-        Ok(())
     }
 
     async fn due_members(
@@ -269,15 +249,10 @@ fn read_answer(cursor: &mut Cursor<'_>) -> Result<Answer, Failure> {
 
 fn read_next(replies: &Replies) -> Result<Next, Failure> {
     let mut cursor = replies.cursor();
-    cursor.array_of(4)?;
+    cursor.array_of(3)?;
     let waiting = cursor.count()?;
     let due_at = cursor.text_or_nil()?.map(read_score).transpose()?;
-    let now = Timestamp::from_millis(cursor.count()?);
-    let last_ring = match cursor.text_or_nil()? {
-        None => EntryId::MIN,
-        Some(text) => super::reply::parse_id(text).ok_or_else(|| Failure::shape("no entry id"))?,
-    };
-    Ok(Next { waiting, due_at, now, last_ring })
+    Ok(Next { waiting, due_at, now: Timestamp::from_millis(cursor.count()?) })
 }
 
 /// A number as it stands in front of a member, so that members of one due time are in order.

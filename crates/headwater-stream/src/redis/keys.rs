@@ -27,11 +27,6 @@ pub(super) fn delay_entries(delays: &DelayName) -> String {
     derived(delays.as_str(), ":entries")
 }
 
-/// The doorbell of a delay set: a stream that rings when a new entry is due before all others.
-pub(super) fn delay_wake(delays: &DelayName) -> String {
-    derived(delays.as_str(), ":wake")
-}
-
 /// The mark of one de-duplicated id. An id may hold anything, so the key says where the scope ends: with its brace, or
 /// with its length in front.
 pub(super) fn dedup(scope: &DedupScope, id: &str) -> String {
@@ -70,6 +65,11 @@ pub(super) fn reader_name(database: u32, group: &GroupName, consumer: &ConsumerN
 /// The channel that tells of released leases; channels belong to no database, so it says which one.
 pub(super) fn released_channel(database: u32) -> String {
     format!("headwater:released@{database}")
+}
+
+/// The channel that tells of delay sets whose first due time is earlier than it was.
+pub(super) fn due_channel(database: u32) -> String {
+    format!("headwater:due@{database}")
 }
 
 /// The channel on which a server tells of expired keys.

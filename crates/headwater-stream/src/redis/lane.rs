@@ -30,9 +30,6 @@ const UNBLOCK_AGAIN_AFTER: Duration = Duration::from_millis(10);
 /// Something to read, that may have to be waited for.
 #[async_trait]
 pub(super) trait Question: Clone + PartialEq + Send + Sync + 'static {
-    /// Whether connections bear the name of who asks, so that nobody else can use them.
-    const IS_NAMED: bool;
-
     /// Names a new connection before anything is asked on it. Returns whether who asks was silenced meanwhile.
     async fn introduce(
         &self,
@@ -76,11 +73,6 @@ impl<Q: Question> Lane<Q> {
     /// The question that is still to be answered, and until when.
     pub(super) fn outstanding(&self) -> Option<(&Q, Instant)> {
         self.outstanding.as_ref().map(|outstanding| (&outstanding.question, outstanding.until))
-    }
-
-    /// The connection, if it can be used by others.
-    pub(super) fn into_connection(self) -> Option<Connection> {
-        self.connection.filter(|connection| !connection.is_busy() && !self.asking && !Q::IS_NAMED)
     }
 
     /// Asks, and waits for an answer until `wait_until`; `None` if there is nothing. An outstanding question must be
@@ -199,7 +191,7 @@ impl<Q: Question> Lane<Q> {
         let opening = self.opening.get_or_insert_with(|| {
             let (servers, slot, question) = (Arc::clone(servers), self.slot, question.clone());
             Opening(tokio::spawn(async move {
-                let mut connection = servers.dedicated(slot, true, deadline).await?;
+                let mut connection = servers.dedicated(slot, deadline).await?;
                 let silenced = question.introduce(&servers, &mut connection, deadline).await?;
                 Ok((connection, silenced))
             }))
@@ -262,7 +254,7 @@ impl<Q: Question> Lane<Q> {
             Remedy::Ask { address } => {
                 self.connection = None;
                 let Some(node) = servers.elsewhere(&address) else { return Ok(false) };
-                let opened = node.dedicated(true, deadline).await;
+                let opened = node.dedicated(deadline).await;
                 let mut connection = opened
                     .map_err(|error| StreamError::unavailable("no connection in time", error))?;
                 let silenced = question.introduce(servers, &mut connection, deadline).await?;

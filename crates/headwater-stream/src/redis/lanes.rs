@@ -165,7 +165,7 @@ impl<Q: Question> Lanes<Q> {
             .filter(|slot| questions.iter().all(|(asked, _)| asked != *slot))
             .copied()
             .collect();
-        self.drop_lanes(unused);
+        self.drop_lanes(&unused);
         Ok(())
     }
 
@@ -173,7 +173,7 @@ impl<Q: Question> Lanes<Q> {
     pub(super) async fn close(&mut self) -> Result<()> {
         let slots: Vec<u16> = self.lanes.keys().copied().collect();
         let ended = self.end(&slots).await;
-        self.drop_lanes(slots);
+        self.drop_lanes(&slots);
         ended
     }
 
@@ -212,11 +212,7 @@ impl<Q: Question> Lanes<Q> {
         }
     }
 
-    fn drop_lanes(&mut self, slots: Vec<u16>) {
-        for slot in slots {
-            if let Some(connection) = self.lanes.remove(&slot).and_then(Lane::into_connection) {
-                self.servers.give_back(slot, connection);
-            }
-        }
+    fn drop_lanes(&mut self, slots: &[u16]) {
+        self.lanes.retain(|slot, _| !slots.contains(slot));
     }
 }

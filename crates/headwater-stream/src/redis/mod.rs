@@ -34,7 +34,9 @@ mod call;
 mod servers;
 
 mod silence;
+mod subscription;
 
+mod bells;
 mod lane;
 
 mod lanes;
@@ -57,6 +59,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
+use self::bells::Bells;
 use self::command::Commands;
 use self::error::Failure;
 use self::node::Manners;
@@ -78,6 +81,7 @@ struct RedisBackend {
     database: u32,
     description: Description,
     trims: Trims,
+    bells: Bells,
 }
 
 /// Opens the backend: finds the servers and looks at what they are.
@@ -88,7 +92,8 @@ pub(crate) async fn open(url: &str, options: &Options) -> Result<Arc<dyn Backend
     let servers = Arc::new(Servers::new(&url.place, manners, options.call_deadline));
     let description = look(&servers, &url).await?;
     let database = url.access.database;
-    Ok(Arc::new(RedisBackend { servers, database, description, trims: Trims::default() }))
+    let (trims, bells) = Default::default();
+    Ok(Arc::new(RedisBackend { servers, database, description, trims, bells }))
 }
 
 #[async_trait]

@@ -16,9 +16,6 @@ use super::sentinel::Sentinels;
 use super::url::{Access, Address};
 use super::wire::Tls;
 
-/// Connections that wait to be used again.
-const IDLE_MAX: usize = 16;
-
 /// How to speak to servers: the same for all of them.
 #[derive(Clone)]
 pub(super) struct Manners {
@@ -46,7 +43,6 @@ pub(super) struct Node {
 struct Shared {
     link: Option<Link>,
     task: Option<JoinHandle<()>>,
-    idle: Vec<Connection>,
 }
 
 impl Node {
@@ -88,32 +84,15 @@ impl Node {
         link.try_send(bytes, replies, deadline)
     }
 
-    /// A connection for one caller. Old ones are used again; `fresh` insists on a new one.
-    pub(super) async fn dedicated(
-        &self,
-        fresh: bool,
-        deadline: Instant,
-    ) -> Result<Connection, ConnectError> {
-        let idle = if fresh { None } else { self.lock().idle.pop() };
-        match idle {
-            Some(connection) => Ok(connection),
-            None => self.open(deadline).await,
-        }
-    }
-
-    /// Takes a connection back to be used again.
-    pub(super) fn give_back(&self, connection: Connection) {
-        let mut shared = self.lock();
-        if !connection.is_busy() && shared.idle.len() < IDLE_MAX {
-            shared.idle.push(connection);
-        }
+    /// A connection for one caller.
+    pub(super) async fn dedicated(&self, deadline: Instant) -> Result<Connection, ConnectError> {
+        self.open(deadline).await
     }
 
     /// Forgets all connections: the server is not the one it was.
     pub(super) fn reset(&self) {
         let mut shared = self.lock();
         shared.link = None;
-        shared.idle.clear();
     }
 
     /// Ends the link after what is under way, by the deadline.
@@ -121,7 +100,6 @@ impl Node {
         let task = {
             let mut shared = self.lock();
             shared.link = None;
-            shared.idle.clear();
             shared.task.take()
         };
         if let Some(mut task) = task
@@ -131,12 +109,11 @@ impl Node {
         }
     }
 
-    /// The link, if it is open. A broken one takes the idle connections with it.
+    /// The link, if it is open.
     fn current(&self) -> Option<Link> {
         let mut shared = self.lock();
         if shared.link.as_ref().is_some_and(|link| !link.is_open()) {
             shared.link = None;
-            shared.idle.clear();
         }
         shared.link.clone()
     }

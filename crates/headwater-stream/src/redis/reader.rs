@@ -92,8 +92,6 @@ impl GroupReader for RedisGroupReader {
 
 #[async_trait]
 impl Question for GroupQuestion {
-    const IS_NAMED: bool = true;
-
     async fn introduce(
         &self,
         servers: &Servers,

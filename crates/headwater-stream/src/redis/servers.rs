@@ -144,18 +144,13 @@ impl Servers {
         }
     }
 
-    /// A connection of one's own to the server of this slot, by the deadline. `fresh` insists on a new one.
-    pub(super) async fn dedicated(
-        &self,
-        slot: u16,
-        fresh: bool,
-        deadline: Instant,
-    ) -> Result<Connection> {
+    /// A connection of one's own to the server of this slot, by the deadline.
+    pub(super) async fn dedicated(&self, slot: u16, deadline: Instant) -> Result<Connection> {
         let mut backoff = Backoff::default();
         loop {
             self.check_open()?;
             let opened = match self.owner(slot, deadline).await {
-                Ok(node) => node.dedicated(fresh, deadline).await,
+                Ok(node) => node.dedicated(deadline).await,
                 Err(error) => Err(error),
             };
             match opened {
@@ -168,18 +163,6 @@ impl Servers {
                     }
                 }
             }
-        }
-    }
-
-    /// Takes a connection back that has nothing outstanding.
-    pub(super) fn give_back(&self, slot: u16, connection: Connection) {
-        let node = match &self.topology {
-            Topology::One(node) => Some(Arc::clone(node)),
-            Topology::Cluster(cluster) => cluster.owner(slot),
-        };
-        let fits = |node: &Arc<Node>| node.address().is_none_or(|at| at == connection.address());
-        if let Some(node) = node.filter(fits) {
-            node.give_back(connection);
         }
     }
 

@@ -68,10 +68,11 @@ impl RedisBackend {
             self.add_entry(settle, entry, copied, &mut keys, &mut args)?;
         }
         let mut commands = Commands::new();
-        commands.script(&scripts::SETTLE, &keys, 3 + args.len());
+        commands.script(&scripts::SETTLE, &keys, 4 + args.len());
         commands.arg(settle.group.as_str());
         commands.arg(settle.consumer.as_str());
         commands.arg(epoch_text(settle.fence));
+        commands.arg(keys::due_channel(self.database));
         for arg in args {
             match arg {
                 Arg::Word(word) => commands.arg(word),
@@ -114,10 +115,7 @@ impl RedisBackend {
             Then::PutAside { delays, to, due, fields } => {
                 self.must_share_slot("delays", settle.stream.as_str(), delays.as_str())?;
                 self.must_share_slot("the stream it returns to", delays.as_str(), to.as_str())?;
-                let key = position(
-                    keys,
-                    vec![delays.to_string(), keys::delay_entries(delays), keys::delay_wake(delays)],
-                );
+                let key = position(keys, vec![delays.to_string(), keys::delay_entries(delays)]);
                 let (kind, ms) = due_words(*due);
                 args.extend([Arg::Word("aside"), id, Arg::Number(key), Arg::Word(kind)]);
                 args.extend([Arg::Number(ms), Arg::Word(to.as_str())]);

@@ -12,12 +12,13 @@ use tokio::time::{Instant, timeout_at};
 
 use super::RedisBackend;
 use super::command::Commands;
-use super::connection::{ConnectError, Connection};
+use super::connection::Connection;
 use super::error::Failure;
 use super::keys;
 use super::node::Node;
 use super::reply::Value;
 use super::servers::{Effect, Servers};
+use super::subscription::unavailable;
 use crate::error::{Result, StreamError};
 use crate::limits::WAIT_MAX;
 use crate::name::{ConsumerName, GroupName, StreamName};
@@ -48,7 +49,7 @@ impl RedisBackend {
         };
         let deadline = self.servers.deadline();
         let slot = self.slot(stream);
-        let owner = self.servers.owner(slot, deadline).await.map_err(unreachable)?;
+        let owner = self.servers.owner(slot, deadline).await.map_err(unavailable)?;
         let name = keys::reader_name(self.database, group, consumer);
         // While a slot moves, a reader may wait at the server that is to have it.
         let soon = deadline.min(Instant::now() + OTHERS_MAX);
@@ -74,7 +75,7 @@ async fn end_readers(
     commands.add(&["CLIENT", "GETNAME"]);
     commands.add(&["CLIENT", "LIST", "TYPE", "normal"]);
     let packed = commands.pack();
-    let sent = node.send(&packed.bytes, packed.len(), deadline).await.map_err(unreachable)?;
+    let sent = node.send(&packed.bytes, packed.len(), deadline).await.map_err(unavailable)?;
     let replies =
         sent.map_err(|error| StreamError::unavailable("no list of connections", error))?;
     let mut cursor = replies.cursor();
@@ -93,7 +94,7 @@ async fn end_readers(
     let mut commands = Commands::new();
     numbers.iter().for_each(|number| commands.add(&["CLIENT", "KILL", "ID", number]));
     let packed = commands.pack();
-    let sent = node.send(&packed.bytes, packed.len(), deadline).await.map_err(unreachable)?;
+    let sent = node.send(&packed.bytes, packed.len(), deadline).await.map_err(unavailable)?;
     let replies =
         sent.map_err(|error| StreamError::unavailable("a reader was not ended", error))?;
     let mut cursor = replies.cursor();
@@ -158,13 +159,6 @@ pub(super) async fn introduce(
         return Err(late());
     }
     Ok(silenced)
-}
-
-fn unreachable(error: ConnectError) -> StreamError {
-    match error {
-        ConnectError::Refused(error) => error,
-        error => StreamError::unavailable("no connection in time", error),
-    }
 }
 
 #[cfg(test)]

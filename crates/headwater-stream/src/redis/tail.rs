@@ -88,8 +88,6 @@ impl TailReader for RedisTailReader {
 
 #[async_trait]
 impl Question for TailQuestion {
-    const IS_NAMED: bool = false;
-
     async fn introduce(
         &self,
         _servers: &Servers,

@@ -9,15 +9,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use super::command::Commands;
-use super::connection::{ConnectError, Connection};
-use super::error::Failure;
 use super::node::Node;
-use super::reply::{Replies, Value};
 use super::servers::Servers;
+use super::subscription::{Subscription, unavailable};
 use super::{keys, notify};
 use crate::error::{Result, StreamError};
 use crate::leases::{HintKind, LeaseHint, LeaseWatch, WatchMode};
@@ -25,8 +22,6 @@ use crate::name::LeaseName;
 
 /// Hints that wait to be taken.
 const HINTS_MAX: usize = 1024;
-/// A server that is silent for this long is asked whether it is there.
-const PING_EVERY: Duration = Duration::from_secs(5);
 /// How often the primaries are looked at anew, and how soon a broken connection is replaced.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
 const RETRY_AFTER: Duration = Duration::from_millis(100);
@@ -168,101 +163,42 @@ impl Ear {
         deadline: Instant,
     ) -> Result<Result<(), String>> {
         let prepared = notify::prepare(node, deadline).await;
-        let mut connection = node.dedicated(true, deadline).await.map_err(unavailable)?;
+        let mut subscription = Subscription::open(node, self.patience, deadline).await?;
         let mut expiry = Ok(());
         // One node is enough to hear of releases: a cluster passes them on to all.
         if index == 0 {
-            subscribe(&mut connection, &self.released, deadline)
-                .await?
-                .map_err(|reason| StreamError::Denied { problem: reason })?;
+            let added = subscription.add(&self.released, deadline).await?;
+            added.map_err(|reason| StreamError::Denied { problem: reason })?;
         }
-        if let Err(reason) = subscribe(&mut connection, &self.expired, deadline).await? {
+        if let Err(reason) = subscription.add(&self.expired, deadline).await? {
             expiry = Err(reason);
         }
         let ear = self.clone();
         listeners.spawn(async move {
-            ear.hear(connection).await;
+            let tell = |channel: &[u8], key: &str| {
+                ear.read(channel, key).into_iter().for_each(|hint| ear.tell(hint));
+            };
+            subscription.hear(tell).await;
             index
         });
         Ok(prepared.and(expiry))
     }
 
-    /// Listens until the connection breaks.
-    async fn hear(&self, mut connection: Connection) {
-        let mut pinged = false;
-        connection.start(&[], 1);
-        loop {
-            let patience = if pinged { self.patience } else { PING_EVERY };
-            match timeout(patience, connection.finish()).await {
-                Ok(Ok(replies)) => {
-                    pinged = false;
-                    if let Ok(Some(hint)) = self.read(&replies) {
-                        self.tell(hint);
-                    }
-                    connection.start(&[], 1);
-                }
-                Ok(Err(error)) => {
-                    debug!(%error, "a connection that listens to leases broke");
-                    return;
-                }
-                Err(_) if pinged => return,
-                Err(_) => {
-                    connection.push(&Commands::one(&["PING"]).pack().bytes);
-                    pinged = true;
-                }
-            }
-        }
-    }
-
-    fn read(&self, replies: &Replies) -> Result<Option<LeaseHint>, Failure> {
-        let mut cursor = replies.cursor();
-        if cursor.array()? != 3 || cursor.text()? != b"message" {
-            return Ok(None);
-        }
-        let (channel, key) = (cursor.text()?, cursor.text()?);
+    fn read(&self, channel: &[u8], key: &str) -> Option<LeaseHint> {
         let kind = if channel == self.released.as_bytes() {
             HintKind::Released
         } else {
             HintKind::Expired
         };
-        let name = std::str::from_utf8(key).ok().filter(|name| name.starts_with(&*self.prefix));
         // Other keys expire, too; the records of leases do so long after their leases.
-        let lease = name.filter(|name| !keys::is_epoch(name)).and_then(|n| LeaseName::new(n).ok());
-        Ok(lease.map(|lease| LeaseHint { lease: Some(lease), kind }))
+        let is_lease = key.starts_with(&*self.prefix) && !keys::is_epoch(key);
+        let lease = is_lease.then(|| LeaseName::new(key).ok()).flatten();
+        lease.map(|lease| LeaseHint { lease: Some(lease), kind })
     }
 
     fn tell(&self, hint: LeaseHint) {
         if let Err(mpsc::error::TrySendError::Full(_)) = self.hints.try_send(hint) {
             self.missed.store(true, Ordering::Release);
         }
-    }
-}
-
-/// Subscribes; the inner error says why the server does not allow it.
-async fn subscribe(
-    connection: &mut Connection,
-    channel: &str,
-    deadline: Instant,
-) -> Result<Result<(), String>> {
-    let subscribe = Commands::one(&["SUBSCRIBE", channel]).pack();
-    let replies = timeout_at(deadline, connection.ask(&subscribe))
-        .await
-        .map_err(|_| silent())?
-        .map_err(|error| StreamError::unavailable("no subscription in time", error))?;
-    match replies.cursor().value() {
-        Ok(Value::Array(_)) => Ok(Ok(())),
-        Ok(Value::Error(text)) => Ok(Err(String::from_utf8_lossy(text).into_owned())),
-        _ => Err(StreamError::Protocol { problem: "no answer to SUBSCRIBE".to_owned() }),
-    }
-}
-
-fn silent() -> StreamError {
-    StreamError::Unavailable { problem: "no subscription in time".to_owned(), source: None }
-}
-
-fn unavailable(error: ConnectError) -> StreamError {
-    match error {
-        ConnectError::Refused(error) => error,
-        error => StreamError::unavailable("no connection in time", error),
     }
 }

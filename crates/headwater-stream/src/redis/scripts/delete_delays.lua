@@ -1,6 +1,6 @@
--- Removes a delay set. KEYS: set, entries, doorbell. Answers: whether anything waited.
-local set, entries, wake = KEYS[1], KEYS[2], KEYS[3]
-local problem = foreign('zset', set) or foreign('hash', entries) or foreign('stream', wake)
+-- Removes a delay set. KEYS: set, entries. Answers: whether anything waited.
+local set, entries = KEYS[1], KEYS[2]
+local problem = foreign('zset', set) or foreign('hash', entries)
 if problem then return problem end
-redis.call('UNLINK', entries, wake)
+redis.call('UNLINK', entries)
 return redis.call('UNLINK', set)

@@ -63,11 +63,11 @@ local function put_aside(set, entries, target, due, packed)
   return number
 end
 
--- Wakes those who wait for a due time later than the one that is now the earliest.
-local function ring(set, wake, before)
+-- Tells those who wait for a due time later than the one that is now the earliest.
+local function ring(set, channel, before)
   if before and earliest(set) >= before then return end
-  redis.call('XADD', wake, 'MAXLEN', 1, '*', 'due', earliest(set))
-  redis.call('EXPIRE', wake, 3600)
+  -- A hint: whoever may not be told will find out.
+  redis.pcall('PUBLISH', channel, set)
 end
 
 -- Takes an entry out of its set, and what surrounds the set when nothing is left.

@@ -1,10 +1,10 @@
 -- Ends deliveries. Follow-ups come first, acknowledgements second.
 -- KEYS: stream, then lease and its record (with an epoch), then what ARGV points to.
--- ARGV: group, consumer, epoch or '', then for each entry one of
+-- ARGV: group, consumer, epoch or '', channel to tell of due times, then for each entry one of
 --   done ID | delete ID | release ID | held ID
---   append ID key fields | aside ID key (set; entries and doorbell follow it) after|at ms target target-and-fields
+--   append ID key fields | aside ID key (set; entries follow it) after|at ms target target-and-fields
 -- Answers: how many were settled.
-local stream, group, consumer, epoch = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+local stream, group, consumer, epoch, channel = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local problem = foreign('stream', stream) or fenced(epoch, KEYS[2], KEYS[3])
 if problem then return problem end
 
@@ -16,13 +16,13 @@ local function check(kind, key)
   return foreign(kind, key)
 end
 
-local at = 4
+local at = 5
 while ARGV[at] do
   local what, key = ARGV[at], tonumber(ARGV[at + 2])
   if what == 'append' then
     problem = check('stream', KEYS[key])
   elseif what == 'aside' then
-    problem = check('zset', KEYS[key]) or check('hash', KEYS[key + 1]) or check('stream', KEYS[key + 2])
+    problem = check('zset', KEYS[key]) or check('hash', KEYS[key + 1])
   end
   if problem then return problem end
   at = at + words[what]
@@ -36,7 +36,7 @@ end
 
 local applied = 0
 local done, delete = {}, {}
-at = 4
+at = 5
 while ARGV[at] do
   local what, id = ARGV[at], ARGV[at + 1]
   local row = what ~= 'done' and what ~= 'delete' and in_hand(id)
@@ -56,7 +56,7 @@ while ARGV[at] do
       local before = earliest(KEYS[key])
       local due = due_at(ARGV[at + 3], ARGV[at + 4])
       put_aside(KEYS[key], KEYS[key + 1], ARGV[at + 5], due, ARGV[at + 6])
-      ring(KEYS[key], KEYS[key + 2], before)
+      ring(KEYS[key], channel, before)
     end
     applied = applied + redis.call('XACK', stream, group, id)
   end
