@@ -116,12 +116,14 @@ pub enum OutboxSettled {
     Fenced,
 }
 
-/// The key of the row that a run writes at this place: made of what no other run of any issue has.
+/// The key of the row that a run writes at this place. `identity` is the database's, so that a receiver which knows
+/// several, or one that began anew, never takes two replies for one.
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub(crate) fn idempotency_key(
+    identity: &str,
     issue_id: IssueId,
     epoch: crate::issue::ClaimEpoch,
     place: usize,
 ) -> String {
-    format!("issue-{issue_id}-{epoch}-{place}")
+    format!("{identity}-{issue_id}-{epoch}-{place}")
 }

@@ -31,12 +31,13 @@ mod store;
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod deadline;
-#[cfg(feature = "postgres")]
-pub mod postgres;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod prepared;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod rows;
+
+#[cfg(feature = "postgres")]
+pub mod postgres;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 

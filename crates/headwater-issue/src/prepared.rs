@@ -1,7 +1,7 @@
 //! Events made ready for a store: checked, with their keys and digests, before any transaction begins.
 //!
-//! Upstream: `record` and `record_in` of both dialects. Promises: one bad event has its own error and its neighbours none; a
-//! key used twice in one batch is settled here, so that SQL sees each key once.
+//! Upstream: `record` and `record_in` of both dialects. Promises: one bad event has its own error and its neighbours none; SQL
+//! sees each key once, whatever a batch holds.
 
 use std::collections::HashMap;
 
@@ -27,6 +27,8 @@ enum Place {
     Stored(usize),
     /// The same event stands there.
     Repeats(usize),
+    /// Another event with the same key stands there. If that one is refused, this one may be the rightful one.
+    Rivals(usize, IssueError),
 }
 
 /// A batch of which each event has its place.
@@ -61,7 +63,7 @@ impl<'a> Batch<'a> {
         let (key, digest) = dedup::key_and_digest(event);
         match seen.get(&(event.integration.as_str(), key.clone())) {
             Some(first) if self.events[*first].digest == digest => Place::Repeats(*first),
-            Some(_) => Place::Refused(conflict(event, &key)),
+            Some(first) => Place::Rivals(*first, conflict(event, &key)),
             None => {
                 seen.insert((&event.integration, key.clone()), self.events.len());
                 self.events.push(Prepared { event, key, digest });
@@ -70,12 +72,20 @@ impl<'a> Batch<'a> {
         }
     }
 
+    /// Events whose key another of the batch claimed in vain: to be recorded on their own.
+    pub(crate) fn undecided(&self, stored: &[Result<Recorded>]) -> Vec<usize> {
+        let undecided =
+            |place: &Place| matches!(place, Place::Rivals(first, _) if stored[*first].is_err());
+        let places = self.places.iter().enumerate();
+        places.filter(|(_, place)| undecided(place)).map(|(index, _)| index).collect()
+    }
+
     /// The answers at the places of their questions, from those for the events to store.
     pub(crate) fn answer(self, stored: &[Result<Recorded>]) -> Vec<Result<Recorded>> {
         let again =
             |recorded: &Recorded| Recorded { duplicate: true, nudge: false, ..recorded.clone() };
         let answer = |place| match place {
-            Place::Refused(error) => Err(error),
+            Place::Refused(error) | Place::Rivals(_, error) => Err(error),
             Place::Stored(index) => stored[index].clone(),
             Place::Repeats(index) => stored[index].as_ref().map(again).map_err(Clone::clone),
         };

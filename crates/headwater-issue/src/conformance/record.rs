@@ -118,6 +118,17 @@ pub async fn twins_in_one_batch_are_stored_once(env: Env) -> TestResult {
     env.assert_sound().await
 }
 
+pub async fn a_false_twin_does_not_take_the_place_of_the_right_one(env: Env) -> TestResult {
+    env.record("42", "a").await?;
+    let other = NewEvent { payload: "{}".into(), ..event("42", "a") };
+    let events = [other.clone(), event("42", "a"), other];
+    let recorded = env.store.record(&events, &Quiet::default()).await;
+    assert!(matches!(recorded[0], Err(IssueError::DedupConflict { .. })), "{recorded:?}");
+    assert!(recorded[1].as_ref().is_ok_and(|one| one.duplicate && one.nudge), "{recorded:?}");
+    assert!(matches!(recorded[2], Err(IssueError::DedupConflict { .. })), "{recorded:?}");
+    env.assert_sound().await
+}
+
 pub async fn an_event_without_a_key_is_stored_once_by_what_it_says(env: Env) -> TestResult {
     let event =
         NewEvent { dedup_key: None, payload: r#"{"action": "open"}"#.into(), ..event("42", "") };

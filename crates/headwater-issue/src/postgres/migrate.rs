@@ -15,7 +15,8 @@ const MIGRATIONS: [&str; 2] =
 /// The advisory lock of migrations: "headwater" as a number that nobody else has picked.
 const LOCK: i64 = 0x6865_6164_7761_7465;
 
-pub(super) async fn migrate(pool: &PgPool) -> Result<()> {
+/// Brings everything up to date, and returns what tells this database from every other.
+pub(super) async fn migrate(pool: &PgPool) -> Result<String> {
     let version =
         apply(pool).await.map_err(|error| database_error("migrating the database", error))?;
     if version > MIGRATIONS.len() {
@@ -25,7 +26,11 @@ pub(super) async fn migrate(pool: &PgPool) -> Result<()> {
         );
         return Err(IssueError::Schema { problem });
     }
-    Ok(())
+    identity(pool).await.map_err(|error| database_error("reading the identity", error))
+}
+
+async fn identity(pool: &PgPool) -> Result<String, sqlx::Error> {
+    sqlx::query("SELECT identity FROM headwater_identity").fetch_one(pool).await?.try_get(0)
 }
 
 /// Applies what is missing, in one transaction, and returns the version that is there then.

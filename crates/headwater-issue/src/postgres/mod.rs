@@ -46,6 +46,8 @@ const IDLE_TRUST: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct PostgresStore {
     pool: PgPool,
+    /// See [`idempotency_key`](crate::delivery::idempotency_key).
+    identity: String,
     deadline: Duration,
     listener: Listener,
 }
@@ -80,9 +82,10 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
             })
         })
         .connect_lazy_with(connect.clone());
-    within(options.call_deadline, "connecting to Postgres", migrate::migrate(&pool)).await?;
+    let identity =
+        within(options.call_deadline, "connecting to Postgres", migrate::migrate(&pool)).await?;
     let listener = Listener::new(connect);
-    Ok(Arc::new(PostgresStore { pool, deadline: options.call_deadline, listener }))
+    Ok(Arc::new(PostgresStore { pool, identity, deadline: options.call_deadline, listener }))
 }
 
 /// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
@@ -100,7 +103,15 @@ pub async fn record_in(
         Err(error) => return refuse_all(events.len(), &error),
     };
     match record::record(connection, &batch.events, quiet).await {
-        Ok(stored) => batch.answer(&stored),
+        Ok(stored) => {
+            let undecided = batch.undecided(&stored);
+            let mut answers = batch.answer(&stored);
+            for index in undecided {
+                let alone = std::slice::from_ref(&events[index]);
+                answers[index] = Box::pin(record_in(connection, alone, quiet)).await.remove(0);
+            }
+            answers
+        }
         // The transaction is broken, whatever the cause was.
         Err(error) => {
             let problem = format!("recording events: {error}");
@@ -154,14 +165,19 @@ impl Store for PostgresStore {
         if batch.events.is_empty() {
             return batch.answer(&[]);
         }
-        match self.record_batch(&batch.events, quiet).await {
-            Ok(stored) => batch.answer(&stored),
+        let stored = match self.record_batch(&batch.events, quiet).await {
+            Ok(stored) => stored,
             Err(IssueError::Invalid { .. }) if batch.events.len() > 1 => {
-                let stored = self.record_singly(&batch.events, quiet).await;
-                batch.answer(&stored)
+                self.record_singly(&batch.events, quiet).await
             }
-            Err(error) => refuse_all(events.len(), &error),
+            Err(error) => return refuse_all(events.len(), &error),
+        };
+        let undecided = batch.undecided(&stored);
+        let mut answers = batch.answer(&stored);
+        for index in undecided {
+            answers[index] = self.record(&events[index..=index], quiet).await.remove(0);
         }
+        answers
     }
 
     async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
@@ -191,7 +207,7 @@ impl Store for PostgresStore {
         if completions.is_empty() {
             return Ok(vec![]);
         }
-        let call = runs::complete(&self.pool, completions);
+        let call = runs::complete(&self.pool, &self.identity, completions);
         let completed = self.limited("completing runs", call).await?;
         if completions.iter().any(|completion| !completion.outbox.is_empty()) {
             self.listener.wake();

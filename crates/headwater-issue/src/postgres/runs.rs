@@ -130,6 +130,7 @@ pub(super) async fn heartbeat(
 
 pub(super) async fn complete(
     pool: &PgPool,
+    identity: &str,
     completions: &[Completion],
 ) -> Result<Vec<Completed>, Error> {
     // A run named twice is passed on once; the second answer is that it was there already.
@@ -146,7 +147,7 @@ pub(super) async fn complete(
     for (index, run) in runs.iter().enumerate() {
         let place = number(index + 1);
         logs.extend(run.event_log_ids.iter().map(|log| (place, log.0)));
-        let key = |number| idempotency_key(run.issue_id, run.epoch, number);
+        let key = |number| idempotency_key(identity, run.issue_id, run.epoch, number);
         outbox.extend(run.outbox.iter().enumerate().map(|(n, row)| (place, key(n), row)));
     }
     let answers = sqlx::query(

@@ -75,3 +75,12 @@ async fn migrate(writer: &SqlitePool, clock: &dyn Clock) -> Result<usize, sqlx::
     transaction.commit().await?;
     Ok(applied.max(MIGRATIONS.len()))
 }
+
+/// What tells this database from every other.
+pub(super) async fn identity(writer: &SqlitePool) -> Result<String> {
+    let read = async {
+        let row = sqlx::query("SELECT identity FROM headwater_identity").fetch_one(writer).await?;
+        row.try_get(0)
+    };
+    read.await.map_err(|error| database_error("reading the identity of the database", error))
+}

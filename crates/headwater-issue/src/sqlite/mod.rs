@@ -50,6 +50,8 @@ pub(crate) struct SqliteStore {
     /// One connection, so the pool is the queue of all writers of this process.
     writer: SqlitePool,
     readers: SqlitePool,
+    /// See [`idempotency_key`](crate::delivery::idempotency_key).
+    identity: String,
     clock: Arc<dyn Clock>,
     deadline: Duration,
     wake: Notify,
@@ -89,13 +91,15 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
             pool(readers)
                 .connect_lazy_with(connect.clone().read_only(true).create_if_missing(false))
         };
-        Ok::<_, IssueError>((writer, readers))
+        let identity = migrate::identity(&writer).await?;
+        Ok::<_, IssueError>((writer, readers, identity))
     };
-    let (writer, readers) =
+    let (writer, readers, identity) =
         within(options.call_deadline, "opening the SQLite database", opening).await?;
     Ok(Arc::new(SqliteStore {
         writer,
         readers,
+        identity,
         clock: Arc::clone(&options.clock),
         deadline: options.call_deadline,
         wake: Notify::new(),
@@ -117,7 +121,15 @@ pub async fn record_in(
         Err(error) => return refuse_all(events.len(), &error),
     };
     match record::record(connection, &batch.events, quiet, SystemClock.now()).await {
-        Ok(stored) => batch.answer(&stored),
+        Ok(stored) => {
+            let undecided = batch.undecided(&stored);
+            let mut answers = batch.answer(&stored);
+            for index in undecided {
+                let alone = std::slice::from_ref(&events[index]);
+                answers[index] = Box::pin(record_in(connection, alone, quiet)).await.remove(0);
+            }
+            answers
+        }
         Err(error) => refuse_all(events.len(), &database_error("recording events", error)),
     }
 }
@@ -166,7 +178,14 @@ impl Store for SqliteStore {
             Ok(stored)
         };
         match self.limited("recording events", call).await {
-            Ok(stored) => batch.answer(&stored),
+            Ok(stored) => {
+                let undecided = batch.undecided(&stored);
+                let mut answers = batch.answer(&stored);
+                for index in undecided {
+                    answers[index] = self.record(&events[index..=index], quiet).await.remove(0);
+                }
+                answers
+            }
             Err(error) => refuse_all(events.len(), &error),
         }
     }
@@ -213,7 +232,7 @@ impl Store for SqliteStore {
         let completed = self
             .limited("completing runs", async {
                 let mut writing = self.begin().await?;
-                let completed = runs::complete(&mut writing, completions).await?;
+                let completed = runs::complete(&mut writing, &self.identity, completions).await?;
                 writing.transaction.commit().await?;
                 Ok(completed)
             })

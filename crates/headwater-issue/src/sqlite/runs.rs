@@ -163,6 +163,7 @@ pub(super) async fn heartbeat(
 
 pub(super) async fn complete(
     writing: &mut Writing,
+    identity: &str,
     completions: &[Completion],
 ) -> Result<Vec<Completed>, Error> {
     let issues = completions.iter().map(|completion| completion.issue_id);
@@ -175,7 +176,7 @@ pub(super) async fn complete(
         .collect();
     let processed = mark_processed(writing, &held).await?;
     change_fields(writing, &held).await?;
-    write_outbox(writing, &held).await?;
+    write_outbox(writing, identity, &held).await?;
 
     let mut completed = Vec::with_capacity(completions.len());
     for Completion { issue_id, epoch, .. } in completions {
@@ -264,7 +265,11 @@ fn merge(fields: &str, changes: &str) -> Result<String, Error> {
     Ok(Value::Object(fields).to_string())
 }
 
-async fn write_outbox(writing: &mut Writing, held: &[&Completion]) -> Result<(), Error> {
+async fn write_outbox(
+    writing: &mut Writing,
+    identity: &str,
+    held: &[&Completion],
+) -> Result<(), Error> {
     for completion in held {
         for (place, row) in completion.outbox.iter().enumerate() {
             sqlx::query(
@@ -275,7 +280,7 @@ async fn write_outbox(writing: &mut Writing, held: &[&Completion]) -> Result<(),
             .bind(completion.issue_id.0)
             .bind(row.kind.as_str())
             .bind(row.target.as_str())
-            .bind(idempotency_key(completion.issue_id, completion.epoch, place))
+            .bind(idempotency_key(identity, completion.issue_id, completion.epoch, place))
             .bind(row.payload.as_str())
             .bind(column(writing.now))
             .execute(&mut *writing.transaction)

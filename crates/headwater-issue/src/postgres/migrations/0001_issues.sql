@@ -91,6 +91,10 @@ CREATE TABLE workers (
     expires_at timestamptz NOT NULL
 );
 
+-- Tells this database from every other one: its idempotency keys are used nowhere else, also after a new start from nothing.
+CREATE TABLE headwater_identity (identity text NOT NULL);
+INSERT INTO headwater_identity VALUES (left(replace(gen_random_uuid()::text, '-', ''), 16));
+
 CREATE FUNCTION headwater_ms(timestamptz) RETURNS bigint
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$ SELECT floor(extract(epoch FROM $1) * 1000)::bigint $$;

@@ -91,3 +91,7 @@ CREATE TABLE workers (
     seen_at INTEGER NOT NULL,
     expires_at INTEGER NOT NULL
 ) STRICT;
+
+-- Tells this database from every other one: its idempotency keys are used nowhere else, also after a new start from nothing.
+CREATE TABLE headwater_identity (identity TEXT NOT NULL) STRICT;
+INSERT INTO headwater_identity VALUES (lower(hex(randomblob(8))));

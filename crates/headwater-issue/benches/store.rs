@@ -1,0 +1,367 @@
+//! How fast the stores are, beside the same statements as raw SQL in the same run on the same machine.
+//!
+//! `record`: 64 clients whose events share transactions, beside one transaction per event. `claim + complete`: batches over
+//! issues, beside one job per transaction. Prints a line per store and path with both speeds and their ratio, which is to
+//! be at least 2.0 and 3.0. Each figure is the best of [`ROUNDS`] rounds, taken in turn: what else the machine does only
+//! slows a round down.
+//!
+//! `HEADWATER_BENCH_EVENTS` sets how many events a round has (default 4000).
+#![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use headwater_issue::{
+    Claim, ClaimOptions, Completion, IssueId, NewEvent, Quiet, Recorded, Store, StoreOptions,
+    connect, limits,
+};
+use headwater_testkit::Postgres;
+use sqlx::Row;
+use sqlx::postgres::{PgPool, PgPoolOptions};
+use sqlx::sqlite::{
+    SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
+};
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+
+const CLIENTS: usize = 64;
+const WORKERS: usize = 4;
+const ROUNDS: usize = 3;
+const ISSUES: usize = 512;
+
+fn main() -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let postgres = Postgres::start()?;
+        let database = postgres.database()?;
+        let store = connect(&database.url(), &StoreOptions::default()).await?;
+        let pool = PgPoolOptions::new()
+            .max_connections(CLIENTS as u32)
+            .test_before_acquire(false)
+            .connect(&database.url())
+            .await?;
+        measure("postgres", store, Raw::Postgres(pool)).await?;
+
+        let directory = tempfile::tempdir()?;
+        let file = directory.path().join("issues.db");
+        let store =
+            connect(&format!("sqlite:{}", file.display()), &StoreOptions::default()).await?;
+        let options = SqliteConnectOptions::new()
+            .filename(&file)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(SqliteSynchronous::Full)
+            .foreign_keys(true);
+        // One connection: SQLite has one writer, and waiting in a queue is faster than polling for the lock.
+        let pool = SqlitePoolOptions::new()
+            .max_connections(1)
+            .test_before_acquire(false)
+            .connect_with(options)
+            .await?;
+        measure("sqlite", store, Raw::Sqlite(pool)).await
+    })
+}
+
+async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> anyhow::Result<()> {
+    store.ensure_integration("main", "github").await?;
+    let events = std::env::var("HEADWATER_BENCH_EVENTS").ok().and_then(|text| text.parse().ok());
+    let events: usize = events.unwrap_or(4000);
+    let (mut record, mut raw_record) = (0.0_f64, 0.0_f64);
+    let (mut run, mut raw_run) = (0.0_f64, 0.0_f64);
+    for round in 0..ROUNDS {
+        record = record.max(record_shared(&store, round, events).await?);
+        drain(&store).await?;
+        raw_record = raw_record.max(record_raw(&raw, round, events).await?);
+        drain(&store).await?;
+        let issues = fill(&store, &format!("ours-{round}"), events).await?;
+        run = run.max(runs_batched(&store, issues).await?);
+        let issues = fill(&store, &format!("raw-{round}"), events).await?;
+        raw_run = raw_run.max(runs_raw(&raw, issues).await?);
+    }
+    assert!(store.audit(1).await?.discrepancies.is_empty());
+    report(name, "record, 64 clients", record, raw_record, 2.0);
+    report(name, "claim + complete", run, raw_run, 3.0);
+    Ok(())
+}
+
+fn report(store: &str, path: &str, ours: f64, raw: f64, wanted: f64) {
+    let ratio = ours / raw;
+    let verdict = if ratio >= wanted { "reached" } else { "MISSED" };
+    println!(
+        "{store:9} {path:20} {ours:8.0}/s  raw {raw:8.0}/s  ratio {ratio:5.2} (to reach {wanted}: {verdict})"
+    );
+}
+
+fn event(prefix: &str, n: usize) -> NewEvent {
+    NewEvent {
+        integration: "main".into(),
+        external_project_id: "project".into(),
+        external_issue_id: (n % ISSUES).to_string(),
+        source: "github".into(),
+        event_type: "comment".into(),
+        dedup_key: Some(format!("{prefix}-{n}")),
+        payload: format!(r#"{{"action":"created","number":{n},"body":"{}"}}"#, "x".repeat(200)),
+    }
+}
+
+/// Runs `one` for every number below `total`, by as many clients at once, and returns how many a second.
+async fn per_second<F>(
+    clients: usize,
+    total: usize,
+    one: impl Fn(usize) -> F + Clone + Send + 'static,
+) -> anyhow::Result<f64>
+where
+    F: Future<Output = anyhow::Result<()>> + Send,
+{
+    let next = Arc::new(AtomicUsize::new(0));
+    let started = Instant::now();
+    let mut tasks = JoinSet::new();
+    for _ in 0..clients {
+        let (next, one) = (Arc::clone(&next), one.clone());
+        tasks.spawn(async move {
+            loop {
+                let n = next.fetch_add(1, Ordering::Relaxed);
+                if n >= total {
+                    return anyhow::Ok(());
+                }
+                one(n).await?;
+            }
+        });
+    }
+    while let Some(done) = tasks.join_next().await {
+        done??;
+    }
+    Ok(total as f64 / started.elapsed().as_secs_f64())
+}
+
+type Waiting = (NewEvent, oneshot::Sender<headwater_issue::Result<Recorded>>);
+
+/// Clients hand their events to one committer, which records what has gathered while it was busy.
+async fn record_shared(store: &Arc<dyn Store>, round: usize, events: usize) -> anyhow::Result<f64> {
+    let (sender, mut receiver) = mpsc::channel::<Waiting>(limits::BATCH_MAX);
+    let committer = tokio::spawn({
+        let store = Arc::clone(store);
+        async move {
+            let mut waiting = Vec::new();
+            while receiver.recv_many(&mut waiting, limits::BATCH_MAX).await > 0 {
+                let (events, replies): (Vec<_>, Vec<_>) = waiting.drain(..).unzip();
+                let recorded = store.record(&events, &Quiet::default()).await;
+                for (reply, recorded) in replies.into_iter().zip(recorded) {
+                    let _ = reply.send(recorded);
+                }
+            }
+        }
+    });
+    let speed = per_second(CLIENTS, events, move |n| {
+        let sender = sender.clone();
+        async move {
+            let (reply, answer) = oneshot::channel();
+            sender.send((event(&format!("shared-{round}"), n), reply)).await?;
+            answer.await??;
+            Ok(())
+        }
+    })
+    .await?;
+    committer.await?;
+    Ok(speed)
+}
+
+async fn record_raw(raw: &Raw, round: usize, events: usize) -> anyhow::Result<f64> {
+    let raw = raw.clone();
+    per_second(CLIENTS, events, move |n| {
+        let raw = raw.clone();
+        async move { raw.record(&event(&format!("raw-{round}"), n)).await }
+    })
+    .await
+}
+
+/// Claims and completes all that is there, so that every measurement begins alike.
+async fn drain(store: &Arc<dyn Store>) -> anyhow::Result<()> {
+    let mut filter = headwater_issue::IssueFilter::default();
+    loop {
+        let page: Vec<IssueId> =
+            store.issues(&filter, limits::BATCH_MAX).await?.iter().map(|issue| issue.id).collect();
+        let Some(last) = page.last() else { return Ok(()) };
+        filter.after = Some(*last);
+        run_batch(store, &page).await?;
+    }
+}
+
+/// Issues with one event each, queued.
+async fn fill(store: &Arc<dyn Store>, prefix: &str, issues: usize) -> anyhow::Result<Vec<IssueId>> {
+    let mut ids = Vec::new();
+    for first in (0..issues).step_by(limits::BATCH_MAX) {
+        let last = (first + limits::BATCH_MAX).min(issues);
+        let new = |n| NewEvent { external_issue_id: format!("{prefix}-{n}"), ..event(prefix, n) };
+        let events: Vec<NewEvent> = (first..last).map(new).collect();
+        for recorded in store.record(&events, &Quiet::default()).await {
+            ids.push(recorded?.issue_id);
+        }
+    }
+    Ok(ids)
+}
+
+async fn run_batch(store: &Arc<dyn Store>, issues: &[IssueId]) -> anyhow::Result<usize> {
+    let mut runs = Vec::new();
+    for claim in store.claim(issues, &ClaimOptions::new("bench")).await? {
+        if let Claim::Won(claimed) = claim {
+            runs.push(Completion {
+                issue_id: claimed.issue.id,
+                epoch: claimed.epoch,
+                event_log_ids: claimed.events.iter().map(|event| event.id).collect(),
+                ..Completion::default()
+            });
+        }
+    }
+    store.complete(&runs).await?;
+    Ok(runs.len())
+}
+
+async fn runs_batched(store: &Arc<dyn Store>, issues: Vec<IssueId>) -> anyhow::Result<f64> {
+    let (store, total) = (Arc::clone(store), issues.len());
+    // As many as 64 runs at once and a claim for the next ones give.
+    let batches: Arc<Vec<Vec<IssueId>>> =
+        Arc::new(issues.chunks(CLIENTS).map(<[_]>::to_vec).collect());
+    let count = batches.len();
+    let speed = per_second(WORKERS, count, move |n| {
+        let (store, batches) = (Arc::clone(&store), Arc::clone(&batches));
+        async move {
+            anyhow::ensure!(run_batch(&store, &batches[n]).await? == batches[n].len());
+            Ok(())
+        }
+    })
+    .await?;
+    Ok(speed * total as f64 / count as f64)
+}
+
+async fn runs_raw(raw: &Raw, issues: Vec<IssueId>) -> anyhow::Result<f64> {
+    let (raw, issues) = (raw.clone(), Arc::new(issues));
+    let total = issues.len();
+    per_second(CLIENTS, total, move |n| {
+        let (raw, issues) = (raw.clone(), Arc::clone(&issues));
+        async move { raw.run(issues[n]).await }
+    })
+    .await
+}
+
+/// The same tables by hand: a transaction per event, a transaction per job.
+#[derive(Clone)]
+enum Raw {
+    Postgres(PgPool),
+    Sqlite(SqlitePool),
+}
+
+/// One body for both dialects, whose statements are the same but for the time and the start of a transaction.
+macro_rules! raw_record {
+    ($transaction:expr, $event:expr, $now:literal) => {{
+        let mut transaction = $transaction;
+        let event: &NewEvent = $event;
+        let issue = sqlx::query(concat!(
+            "INSERT INTO issues (integration_id, external_project_id, external_issue_id, created_at, updated_at)
+             VALUES (1, $1, $2, ", $now, ", ", $now, ")
+             ON CONFLICT (integration_id, external_project_id, external_issue_id)
+             DO UPDATE SET updated_at = excluded.updated_at RETURNING id"
+        ))
+        .bind(&event.external_project_id)
+        .bind(&event.external_issue_id)
+        .fetch_one(&mut *transaction)
+        .await?
+        .try_get::<i64, _>(0)?;
+        let logged = sqlx::query(concat!(
+            "INSERT INTO event_logs (issue_id, integration_id, source, event_type, dedup_key, digest,
+                 payload, payload_bytes, created_at)
+             VALUES ($1, 1, $2, $3, $4, $5, $6", raw_record!(@cast $now), ", $7, ", $now, ")
+             ON CONFLICT (integration_id, dedup_key) DO NOTHING"
+        ))
+        .bind(issue)
+        .bind(&event.source)
+        .bind(&event.event_type)
+        .bind(&event.dedup_key)
+        .bind(&[0_u8; 32][..])
+        .bind(&event.payload)
+        .bind(event.payload.len() as i64)
+        .execute(&mut *transaction)
+        .await?;
+        if logged.rows_affected() == 1 {
+            sqlx::query(
+                "UPDATE issues SET pending_events = pending_events + 1,
+                     processing_status = CASE WHEN processing_status = 'idle' THEN 'queued'
+                         ELSE processing_status END
+                 WHERE id = $1",
+            )
+            .bind(issue)
+            .execute(&mut *transaction)
+            .await?;
+        }
+        transaction.commit().await?;
+        Ok(())
+    }};
+    (@cast "now()") => { "::jsonb" };
+    (@cast $now:literal) => { "" };
+}
+
+macro_rules! raw_run {
+    ($transaction:expr, $issue:expr, $now:literal) => {{
+        let mut transaction = $transaction;
+        let issue: i64 = $issue;
+        let claimed = sqlx::query(concat!(
+            "UPDATE issues SET processing_status = 'processing', processing_started_at = ", $now,
+            ", claim_epoch = claim_epoch + 1
+             WHERE id = $1 AND processing_status = 'queued' RETURNING id"
+        ))
+        .bind(issue)
+        .fetch_optional(&mut *transaction)
+        .await?;
+        anyhow::ensure!(claimed.is_some());
+        let events = sqlx::query(raw_run!(@select $now))
+            .bind(issue)
+            .fetch_all(&mut *transaction)
+            .await?;
+        for event in &events {
+            sqlx::query(concat!("UPDATE event_logs SET processed_at = ", $now, " WHERE id = $1"))
+                .bind(event.try_get::<i64, _>(0)?)
+                .execute(&mut *transaction)
+                .await?;
+        }
+        sqlx::query(concat!(
+            "UPDATE issues SET processing_status = 'idle', pending_events = pending_events - $2,
+                 last_processed_at = ", $now, " WHERE id = $1"
+        ))
+        .bind(issue)
+        .bind(events.len() as i64)
+        .execute(&mut *transaction)
+        .await?;
+        transaction.commit().await?;
+        Ok(())
+    }};
+    (@select "now()") => {
+        "SELECT id, source, event_type, payload::text FROM event_logs
+         WHERE issue_id = $1 AND processed_at IS NULL ORDER BY id"
+    };
+    (@select $now:literal) => {
+        "SELECT id, source, event_type, payload FROM event_logs
+         WHERE issue_id = $1 AND processed_at IS NULL ORDER BY id"
+    };
+}
+
+impl Raw {
+    async fn record(&self, event: &NewEvent) -> anyhow::Result<()> {
+        match self {
+            Self::Postgres(pool) => raw_record!(pool.begin().await?, event, "now()"),
+            Self::Sqlite(pool) => raw_record!(
+                pool.begin_with("BEGIN IMMEDIATE").await?,
+                event,
+                "(unixepoch() * 1000)"
+            ),
+        }
+    }
+
+    async fn run(&self, issue: IssueId) -> anyhow::Result<()> {
+        match self {
+            Self::Postgres(pool) => raw_run!(pool.begin().await?, issue.0, "now()"),
+            Self::Sqlite(pool) => {
+                raw_run!(pool.begin_with("BEGIN IMMEDIATE").await?, issue.0, "(unixepoch() * 1000)")
+            }
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! Servers that die, replies that are lost, and locks that others hold: typed errors, and nothing half-done.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Result;
+use headwater_issue::{
+    Claim, ClaimOptions, Completed, Completion, IssueError, NewOutbox, OutboxKind, Quiet,
+    StoreOptions,
+};
+use headwater_testkit::{Postgres, Proxy};
+use sqlx::{Connection, PgConnection, SqliteConnection};
+
+use super::{File, event, open, open_with, record};
+
+/// Short, so that a test need not wait long for what cannot succeed.
+fn impatient() -> StoreOptions {
+    StoreOptions {
+        call_deadline: Duration::from_millis(500),
+        connections_max: 2,
+        ..StoreOptions::default()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_record_whose_reply_was_lost_is_a_duplicate_when_repeated() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    let direct = open(&database.url()).await?;
+    let proxy = Proxy::start(Postgres::shared()?.addr())?;
+    let store = open(&database.url_at(proxy.addr())).await?;
+
+    // The reply that is lost may be that of a ping or of a preparation: then the event is new when repeated.
+    let mut duplicates = 0;
+    let mut rounds = 0;
+    while duplicates < 3 {
+        let key = rounds.to_string();
+        rounds += 1;
+        assert!(rounds < 200, "a reply was lost after its effect");
+        proxy.drop_reply()?;
+        let lost = record(&*store, "1", &key).await;
+        assert!(lost.is_ok() || lost.as_ref().is_err_and(IssueError::is_transient), "{lost:?}");
+        let again = repeat(async || record(&*store, "1", &key).await).await?;
+        duplicates += u32::from(lost.is_err() && again.duplicate);
+        assert_eq!(direct.issue(again.issue_id).await?.unwrap().pending_events, rounds);
+    }
+    Ok(())
+}
+
+/// Repeats a call while its connection is lost; a few times are enough for any number of lost ones.
+async fn repeat<T>(
+    call: impl AsyncFn() -> headwater_issue::Result<T>,
+) -> headwater_issue::Result<T> {
+    let mut answer = call().await;
+    for _ in 0..20 {
+        if answer.as_ref().is_err_and(IssueError::is_transient) {
+            answer = call().await;
+        }
+    }
+    answer
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_completion_whose_reply_was_lost_happened_once() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    let proxy = Proxy::start(Postgres::shared()?.addr())?;
+    let store = open(&database.url_at(proxy.addr())).await?;
+    let direct = open(&database.url()).await?;
+    let (mut repeated, mut rounds) = (0, 0);
+    while repeated < 3 {
+        rounds += 1;
+        assert!(rounds < 200, "a reply was lost after its effect");
+        let issue = record(&*direct, "1", &rounds.to_string()).await?.issue_id;
+        let claims = direct.claim(&[issue], &ClaimOptions::new("w")).await?;
+        let Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
+        let (target, payload) = (String::new(), "{}".to_owned());
+        let run = Completion {
+            issue_id: issue,
+            epoch: claimed.epoch,
+            event_log_ids: claimed.events.iter().map(|event| event.id).collect(),
+            outbox: vec![NewOutbox { kind: OutboxKind::Reply, target, payload }],
+            ..Completion::default()
+        };
+        proxy.drop_reply()?;
+        let lost = store.complete(std::slice::from_ref(&run)).await;
+        assert!(lost.is_ok() || lost.as_ref().is_err_and(IssueError::is_transient), "{lost:?}");
+        let again = repeat(async || store.complete(std::slice::from_ref(&run)).await).await?;
+        let Completed::Committed { repeated: before, .. } = again[0] else { panic!("{again:?}") };
+        repeated += u32::from(lost.is_err() && before);
+        let rows = database.query("SELECT count(*) FROM outbox")?;
+        assert_eq!(rows, rounds.to_string(), "one reply for each run");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_was_killed_is_an_error_and_after_its_return_all_goes_on() -> Result<()> {
+    let postgres = Postgres::start()?;
+    let database = postgres.database()?;
+    let store = open(&database.url()).await?;
+    record(&*store, "1", "a").await?;
+    postgres.kill9()?;
+    for _ in 0..3 {
+        let dead = record(&*store, "1", "b").await;
+        assert!(dead.as_ref().is_err_and(IssueError::is_transient), "{dead:?}");
+    }
+    postgres.restart()?;
+    // Connections of before the crash may each fail once.
+    let mut recorded = record(&*store, "1", "b").await;
+    for _ in 0..StoreOptions::default().connections_max {
+        if recorded.is_ok() {
+            break;
+        }
+        recorded = record(&*store, "1", "b").await;
+    }
+    assert_eq!(store.issue(recorded?.issue_id).await?.unwrap().pending_events, 2);
+    assert_eq!(store.audit(10).await?.discrepancies, []);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lock_that_somebody_holds_ends_calls_at_their_deadline_and_loses_nothing() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    let store = open_with(&database.url(), &impatient()).await?;
+    let issue = record(&*store, "1", "a").await?.issue_id;
+    let mut connection = PgConnection::connect(&database.url()).await?;
+    let mut holder = connection.begin().await?;
+    sqlx::query("SELECT 1 FROM issues FOR UPDATE").execute(&mut *holder).await?;
+
+    // More callers than connections: some wait for the lock, others for a connection.
+    let mut callers = tokio::task::JoinSet::new();
+    for n in 0..6 {
+        let store = Arc::clone(&store);
+        callers.spawn(async move { record(&*store, "1", &format!("b-{n}")).await });
+    }
+    while let Some(answer) = callers.join_next().await {
+        let answer = answer?;
+        assert!(answer.as_ref().is_err_and(IssueError::is_transient), "{answer:?}");
+    }
+    holder.rollback().await?;
+
+    let patient = open(&database.url()).await?;
+    for n in 0..6 {
+        record(&*patient, "1", &format!("b-{n}")).await?;
+    }
+    assert_eq!(patient.issue(issue).await?.unwrap().pending_events, 7);
+    assert_eq!(patient.audit(10).await?.discrepancies, []);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_busy_sqlite_file_ends_calls_at_their_deadline_and_loses_nothing() -> Result<()> {
+    let file = File::new()?;
+    let store = open_with(&file.url, &impatient()).await?;
+    let issue = record(&*store, "1", "a").await?.issue_id;
+    let mut connection = SqliteConnection::connect(&file.url).await?;
+    let holder = connection.begin_with("BEGIN IMMEDIATE").await?;
+    let busy = record(&*store, "1", "b").await;
+    assert!(busy.as_ref().is_err_and(IssueError::is_transient), "{busy:?}");
+    // Readers are not in the way of anybody.
+    assert_eq!(store.issue(issue).await?.unwrap().pending_events, 1);
+    holder.rollback().await?;
+
+    let patient = open(&file.url).await?;
+    record(&*patient, "1", "b").await?;
+    assert_eq!(patient.issue(issue).await?.unwrap().pending_events, 2);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_is_dropped_happens_wholly_or_not_at_all() -> Result<()> {
+    let (file, database) = (File::new()?, Postgres::shared()?.database()?);
+    for url in [file.url.clone(), database.url()] {
+        let store = open(&url).await?;
+        for n in 0..40_u64 {
+            let events = [event("1", &format!("{n}-a")), event("2", &format!("{n}-b"))];
+            let quiet = Quiet::default();
+            let call = store.record(&events, &quiet);
+            // A moment that differs each time, from at once to after the end.
+            let _ = tokio::time::timeout(Duration::from_micros(n * 150), call).await;
+        }
+        record(&*store, "3", "last").await?;
+        let audit = store.audit(10).await?;
+        assert_eq!(audit.discrepancies, []);
+        assert_eq!(audit.recorded % 2, 1, "both events of a batch, or none");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_that_prefers_another_isolation_level_works_too() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    database.query(&format!(
+        "ALTER DATABASE {} SET default_transaction_isolation = 'serializable'",
+        database.name()
+    ))?;
+    let store = open(&database.url()).await?;
+    for round in 0..10 {
+        let mut callers = tokio::task::JoinSet::new();
+        for _ in 0..6 {
+            let store = Arc::clone(&store);
+            let key = round.to_string();
+            callers.spawn(async move { record(&*store, "1", &key).await });
+        }
+        let mut new = 0;
+        while let Some(recorded) = callers.join_next().await {
+            new += usize::from(!recorded??.duplicate);
+        }
+        assert_eq!(new, 1);
+    }
+    assert_eq!(store.audit(10).await?.discrepancies, []);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_outbox_filled_by_another_process_wakes_who_waits_on_postgres() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    let (waiter, other) = (open(&database.url()).await?, open(&database.url()).await?);
+    // The first wait ends when it listens; from then on each wake has a cause.
+    waiter.outbox_wake(Duration::from_secs(60)).await;
+    let waiting = tokio::spawn(async move {
+        let started = tokio::time::Instant::now();
+        waiter.outbox_wake(Duration::from_secs(60)).await;
+        started.elapsed()
+    });
+    let issue = record(&*other, "1", "a").await?.issue_id;
+    let claims = other.claim(&[issue], &ClaimOptions::new("w")).await?;
+    let Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
+    let reply = NewOutbox { kind: OutboxKind::Event, target: String::new(), payload: "{}".into() };
+    let (epoch, outbox) = (claimed.epoch, vec![reply]);
+    other
+        .complete(&[Completion { issue_id: issue, epoch, outbox, ..Completion::default() }])
+        .await?;
+    assert!(waiting.await? < Duration::from_secs(30));
+    Ok(())
+}

@@ -1,0 +1,94 @@
+//! Opening a store: several processes at once, and a database that is not ours to touch.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use headwater_issue::{IssueError, StoreOptions, connect};
+use headwater_testkit::{Child, Postgres};
+use sqlx::Connection;
+
+use super::{File, open, record};
+
+const PROCESSES: usize = 6;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[test]
+#[ignore = "run as a child"]
+fn opener() -> Result<()> {
+    let runtime = tokio::runtime::Runtime::new()?;
+    runtime.block_on(async {
+        let store = open(&std::env::var("STORE_URL")?).await?;
+        record(&*store, "42", &std::env::var("STORE_KEY")?).await?;
+        println!("OPENED");
+        Ok(())
+    })
+}
+
+/// Processes that open the same empty database at the same moment, each writing one event.
+async fn start_at_once(url: &str) -> Result<()> {
+    let keys: Vec<String> = (0..PROCESSES).map(|n| format!("key-{n}")).collect();
+    let children = keys
+        .iter()
+        .map(|key| Child::spawn_self("start::opener", &[("STORE_URL", url), ("STORE_KEY", key)]))
+        .collect::<Result<Vec<_>>>()?;
+    for child in &children {
+        child.line_after("OPENED", PATIENCE)?;
+        assert!(child.wait(PATIENCE)?.success());
+    }
+    let audit = open(url).await?.audit(10).await?;
+    assert_eq!((audit.issues, audit.recorded), (1, PROCESSES as u64));
+    assert_eq!(audit.discrepancies, []);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn six_processes_that_start_at_once_share_a_new_sqlite_file() -> Result<()> {
+    let file = File::new()?;
+    start_at_once(&file.url).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn six_processes_that_start_at_once_share_a_new_postgres_database() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    start_at_once(&database.url()).await?;
+    assert_eq!(database.query("SELECT count(*) FROM headwater_migrations")?, "2");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_recorded_is_there_when_the_store_is_opened_again() -> Result<()> {
+    let (file, database) = (File::new()?, Postgres::shared()?.database()?);
+    for url in [file.url.clone(), database.url()] {
+        let store = open(&url).await?;
+        let recorded = record(&*store, "42", "a").await?;
+        store.close().await;
+        assert!(record(&*store, "42", "b").await.unwrap_err().is_transient());
+        let store = open(&url).await?;
+        assert_eq!(store.issue(recorded.issue_id).await?.unwrap().pending_events, 1);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_of_a_newer_version_is_refused_and_left_alone() -> Result<()> {
+    let (file, database) = (File::new()?, Postgres::shared()?.database()?);
+    open(&file.url).await?.close().await;
+    let mut sqlite = sqlx::SqliteConnection::connect(&file.url).await?;
+    sqlx::query("INSERT INTO headwater_migrations VALUES (99, 0)").execute(&mut sqlite).await?;
+    open(&database.url()).await?.close().await;
+    database.query("INSERT INTO headwater_migrations VALUES (99)")?;
+    for url in [file.url.clone(), database.url()] {
+        let refused = connect(&url, &StoreOptions::default()).await;
+        assert!(matches!(refused, Err(IssueError::Schema { .. })), "{refused:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_url_that_names_no_store_is_refused() -> Result<()> {
+    for url in ["", "mysql://x", "postgres://[", "sqlite"] {
+        let refused = connect(url, &StoreOptions::default()).await;
+        assert!(matches!(refused, Err(IssueError::Invalid { .. })), "{url}: {refused:?}");
+    }
+    Ok(())
+}
