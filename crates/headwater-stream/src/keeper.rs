@@ -89,6 +89,30 @@ pub struct HeldLease {
     trust: watch::Receiver<Option<Instant>>,
 }
 
+/// What became of the wish to hold a lease.
+#[derive(Clone, Debug)]
+pub enum Acquired {
+    /// It is this process's now, and is renewed.
+    Won(HeldLease),
+    /// Somebody else has it.
+    Held {
+        /// Who.
+        by: HolderName,
+        /// For how long at least, unless it is released.
+        remaining: Duration,
+    },
+}
+
+impl Acquired {
+    /// The lease, for whoever does not care who else has it.
+    pub fn won(self) -> Option<HeldLease> {
+        match self {
+            Self::Won(held) => Some(held),
+            Self::Held { .. } => None,
+        }
+    }
+}
+
 /// A lease this process held and lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LostLease {
@@ -132,12 +156,12 @@ impl LeaseKeeper {
         &self.holder
     }
 
-    /// Takes a lease if it is free; from then on it is renewed. `None` if somebody else holds it.
-    pub async fn acquire(&self, lease: &LeaseName) -> Result<Option<HeldLease>> {
+    /// Takes a lease if it is free; from then on it is renewed.
+    pub async fn acquire(&self, lease: &LeaseName) -> Result<Acquired> {
         let sent = Instant::now();
         let epoch = match self.leases.acquire(lease, &self.holder, self.config.ttl).await? {
             Acquire::Won(epoch) => epoch,
-            Acquire::Held { .. } => return Ok(None),
+            Acquire::Held { by, remaining } => return Ok(Acquired::Held { by, remaining }),
         };
         let fence = Fence { lease: lease.clone(), epoch };
         let until = Some(self.trusted_until(sent));
@@ -156,7 +180,7 @@ impl LeaseKeeper {
                 receiver
             }
         };
-        Ok(Some(HeldLease { fence, trust }))
+        Ok(Acquired::Won(HeldLease { fence, trust }))
     }
 
     /// Renews everything once, in one round trip. Returns what is lost.

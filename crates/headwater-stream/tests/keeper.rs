@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_stream::{
-    Acquire, Epoch, Fence, HeldLease, HolderName, KeeperConfig, LeaseInfo, LeaseKeeper, LeaseName,
-    LeaseWatch, Leases, LostLease, Renewal, Result, StreamError,
+    Acquire, Acquired, Epoch, Fence, HeldLease, HolderName, KeeperConfig, LeaseInfo, LeaseKeeper,
+    LeaseName, LeaseWatch, Leases, LostLease, Renewal, Result, StreamError,
 };
 use tokio::sync::oneshot;
 use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
@@ -190,7 +190,7 @@ fn trust() -> Duration {
 
 async fn acquire(keeper: &LeaseKeeper, number: usize) -> HeldLease {
     let held = keeper.acquire(&lease(number)).await.unwrap();
-    held.unwrap_or_else(|| panic!("expected {} to get lease {number}", keeper.holder()))
+    held.won().unwrap_or_else(|| panic!("expected {} to get lease {number}", keeper.holder()))
 }
 
 /// Runs a keeper until the sender is dropped or used.
@@ -283,7 +283,13 @@ async fn a_lease_of_another_is_not_held() {
     acquire(&ann, 1).await;
     let bob = keeper(&server, "bob");
 
-    assert!(bob.acquire(&lease(1)).await.unwrap().is_none());
+    match bob.acquire(&lease(1)).await.unwrap() {
+        Acquired::Held { by, remaining } => {
+            assert_eq!(&by, ann.holder());
+            assert!(remaining > Duration::ZERO && remaining <= KeeperConfig::default().ttl);
+        }
+        Acquired::Won(held) => panic!("bob has {held:?}, too"),
+    }
     assert_eq!(bob.held(), []);
     assert_eq!(ann.held().len(), 1);
 }
@@ -530,7 +536,7 @@ async fn at_most_one_keeper_trusts_a_lease_at_any_time() {
                 for round in 0.. {
                     sleep(MS * (700 + 300 * number as u32)).await;
                     let wanted = lease((round + number) % 3);
-                    if let Ok(Some(held)) = keeper.acquire(&wanted).await {
+                    if let Ok(Acquired::Won(held)) = keeper.acquire(&wanted).await {
                         handles.lock().unwrap().push((number, held));
                     }
                     // Now and then all is given up, so that leases change hands in good order, too.

@@ -48,7 +48,7 @@ pub(super) async fn enter(
     let leases = Arc::clone(&backend);
     let keeper = LeaseKeeper::new(leases, me.holder.clone(), config)?;
     loop {
-        if let Some(held) = keeper.acquire(&lease).await? {
+        if let Some(held) = keeper.acquire(&lease).await?.won() {
             return Ok(Entering::Entered(keeper, held));
         }
         if let Some(Some(info)) = backend.leases(std::slice::from_ref(&lease)).await?.pop() {
@@ -151,7 +151,7 @@ pub(super) async fn take(
     (stream, group): (&StreamName, &GroupName),
     watchfulness: &Watchfulness,
 ) -> Result<Option<HeldLease>> {
-    let Some(held) = keeper.acquire(lease).await? else { return Ok(None) };
+    let Some(held) = keeper.acquire(lease).await?.won() else { return Ok(None) };
     if let Err(error) = silence(backend, stream, group, watchfulness).await {
         // Not ours without it. Released, so that it is not renewed for nothing.
         release(keeper, std::slice::from_ref(lease)).await;

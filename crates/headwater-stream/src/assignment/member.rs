@@ -17,7 +17,7 @@ use super::slots::Slots;
 use crate::backend::Backend;
 use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
-use crate::keeper::{HeldLease, LeaseKeeper};
+use crate::keeper::{Acquired, HeldLease, LeaseKeeper};
 use crate::leases::{Epoch, Fence};
 use crate::limits::BATCH_MAX;
 use crate::name::{LeaseName, StreamName};
@@ -99,8 +99,8 @@ impl Member {
 
     /// Shows others that this process is alive. The lease first: a member without one is taken for dead.
     pub(super) async fn join(&self) -> Result<()> {
-        if self.keeper.acquire(&self.member_lease).await?.is_none() {
-            warn!(lease = %self.member_lease, "somebody else holds our member lease");
+        if let Acquired::Held { by, .. } = self.keeper.acquire(&self.member_lease).await? {
+            warn!(lease = %self.member_lease, %by, "somebody else holds our member lease");
         }
         let member = self.identity.holder.as_str();
         self.backend.set_add(&self.names.members, &[member], None).await?;
@@ -164,7 +164,7 @@ impl Member {
     /// Takes the lease of a stream; `None` if somebody else holds it.
     pub(super) async fn lock(&self, stream: &StreamName) -> Result<Option<Locked<'_>>> {
         let lease = self.names.lease(stream)?;
-        let Some(held) = self.keeper.acquire(&lease).await? else { return Ok(None) };
+        let Some(held) = self.keeper.acquire(&lease).await?.won() else { return Ok(None) };
         self.metrics.locks_acquired(1);
         Ok(Some(Locked { member: self, stream: stream.clone(), held, kept: false }))
     }
