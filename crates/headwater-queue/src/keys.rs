@@ -153,6 +153,11 @@ pub(crate) fn bell(group: &GroupName) -> LeaseName {
     fits(LeaseName::new(format!("{WATCHED}~bell:{}", escape(group.as_str()))))
 }
 
+/// The same, for one topic.
+pub(crate) fn join_bell(group: &GroupName, topic: &TopicName) -> LeaseName {
+    fits(LeaseName::new(format!("{WATCHED}~join:{}:{topic}", escape(group.as_str()))))
+}
+
 /// The same for a topic: it was created, grown or deleted.
 pub(crate) fn topic_bell(topic: &TopicName) -> LeaseName {
     fits(LeaseName::new(format!("{WATCHED}~topic:{topic}")))
@@ -161,6 +166,11 @@ pub(crate) fn topic_bell(topic: &TopicName) -> LeaseName {
 /// The right to grow or delete a topic. No consumer watches it.
 pub(crate) fn change(topic: &TopicName) -> LeaseName {
     fits(LeaseName::new(format!("streaming:mq:change:{topic}")))
+}
+
+/// How many bytes a group's name has inside a key.
+pub(crate) fn escaped_len(group: &str) -> usize {
+    escape(group).len()
 }
 
 /// A group's name inside a key: without the colon that separates the parts, so that no two keys are spelled alike.

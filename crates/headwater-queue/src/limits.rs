@@ -9,8 +9,11 @@ use headwater_stream::limits as stream;
 /// Bytes of a topic's name: keys are made of it.
 pub const TOPIC_BYTES_MAX: usize = 200;
 
-/// Bytes of a group's name.
+/// Bytes of a group's name, or of a member's.
 pub const GROUP_BYTES_MAX: usize = 100;
+
+/// Bytes of a group's name where each `:` and `%` counts for three, which is what they take in keys.
+pub const GROUP_KEY_BYTES_MAX: usize = 200;
 
 /// Partitions of a topic: one read serves them all.
 pub const PARTITIONS_MAX: u16 = 1024;
@@ -80,5 +83,6 @@ const _: () = assert!(
         <= stream::ENTRY_BYTES_MAX
 );
 const _: () = assert!(PARTITIONS_MAX as usize <= stream::READ_STREAMS_MAX);
-// The longest key has a topic, a group, a member and a prefix in it.
-const _: () = assert!(TOPIC_BYTES_MAX + 3 * GROUP_BYTES_MAX < stream::NAME_BYTES_MAX);
+// The longest keys have a topic or a member in them, a group and 64 bytes around them; what a backend derives from a name
+// has room there, too.
+const _: () = assert!(TOPIC_BYTES_MAX + GROUP_KEY_BYTES_MAX + 64 < stream::NAME_BYTES_MAX);

@@ -18,8 +18,8 @@ pub use headwater_stream::GroupName;
 use crate::error::{QueueError, Result};
 use crate::keys::{self, Layout};
 use crate::limits::{
-    GROUP_BYTES_MAX, GROWTHS_MAX, PARTITIONS_MAX, PAYLOAD_BYTES_MAX, REFRESH_MAX, REFRESH_MIN,
-    TOPIC_BYTES_MAX,
+    GROUP_BYTES_MAX, GROUP_KEY_BYTES_MAX, GROWTHS_MAX, PARTITIONS_MAX, PAYLOAD_BYTES_MAX,
+    REFRESH_MAX, REFRESH_MIN, TOPIC_BYTES_MAX,
 };
 
 /// The number of a partition, from 0.
@@ -74,6 +74,13 @@ impl fmt::Debug for TopicName {
 pub(crate) fn group_name(name: &str) -> Result<GroupName> {
     if name.len() > GROUP_BYTES_MAX {
         let problem = format!("{} bytes; the limit is {GROUP_BYTES_MAX}", name.len());
+        return Err(QueueError::invalid("a group name", problem));
+    }
+    let escaped = keys::escaped_len(name);
+    if escaped > GROUP_KEY_BYTES_MAX {
+        let problem = format!(
+            "it takes {escaped} bytes of a key, of at most {GROUP_KEY_BYTES_MAX}; use fewer `:` and `%`"
+        );
         return Err(QueueError::invalid("a group name", problem));
     }
     Ok(GroupName::new(name)?)

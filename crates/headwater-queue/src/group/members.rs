@@ -9,7 +9,7 @@
 //! Promises: an entry is written after its lease was taken, and a view reads entries before leases. So an entry whose
 //! lease is not held is that of a dead member, for good.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::time::Duration;
 
@@ -83,8 +83,8 @@ impl fmt::Display for Entry {
 /// What one look at a group saw.
 #[derive(Debug)]
 pub(crate) struct View {
-    /// Every entry we understand, with whether its member lives.
-    pub(crate) entries: Vec<(Entry, Life)>,
+    /// Every entry we understand, by topic, with whether its member lives.
+    topics: HashMap<TopicName, Vec<(Entry, Life)>>,
     /// The leases that were asked for; absent if they were not.
     pub(super) leases: HashMap<LeaseName, Option<LeaseInfo>>,
     /// When the answers were here: what remained of a lease is counted from then.
@@ -109,45 +109,56 @@ impl View {
     ) -> Result<Self> {
         let texts = backend.set_members(&keys::members(group)).await?;
         let entries: Vec<Entry> = texts.iter().filter_map(|text| Entry::parse(text)).collect();
+        // A member has an entry for each of its topics, and one lease, or two.
         let mut signs: BTreeMap<(&str, bool), LeaseName> = BTreeMap::new();
         for entry in &entries {
-            let rests = matches!(entry.stand, Stand::Resting(_));
-            signs.entry((&entry.member, rests)).or_insert_with(|| sign(group, entry));
+            signs.entry(sign_key(entry)).or_insert_with(|| sign(group, entry));
         }
         let mut names = leases;
-        names.extend(signs.into_values());
+        names.extend(signs.values().cloned());
         let mut found = Vec::with_capacity(names.len());
         for part in names.chunks(LEASES_MAX) {
             found.extend(backend.leases(part).await?);
         }
         let leases: HashMap<LeaseName, Option<LeaseInfo>> = names.into_iter().zip(found).collect();
         let seen_at = Instant::now();
-        let life = |entry: &Entry| match (&entry.stand, leases.get(&sign(group, entry))) {
-            (Stand::Working(holder), Some(Some(info))) if info.holder == *holder => {
-                Life::Alive(info.remaining)
-            }
-            (Stand::Resting(_), Some(Some(info))) => Life::Alive(info.remaining),
-            _ => Life::Dead,
+        let life = |entry: &Entry| match (&entry.stand, &leases[&signs[&sign_key(entry)]]) {
+            (Stand::Working(holder), Some(info)) if info.holder != *holder => Life::Dead,
+            (_, Some(info)) => Life::Alive(info.remaining),
+            (_, None) => Life::Dead,
         };
-        let entries = entries.into_iter().map(|entry| (life(&entry), entry));
-        let entries = entries.map(|(life, entry)| (entry, life)).collect();
-        Ok(Self { entries, leases, seen_at })
+        let lives: Vec<Life> = entries.iter().map(life).collect();
+        drop(signs);
+        let mut topics: HashMap<TopicName, Vec<(Entry, Life)>> = HashMap::new();
+        for (entry, life) in entries.into_iter().zip(lives) {
+            topics.entry(entry.topic.clone()).or_default().push((entry, life));
+        }
+        Ok(Self { topics, leases, seen_at })
     }
 
-    /// The entries of members that live.
-    pub(super) fn alive(&self) -> impl Iterator<Item = &Entry> {
-        self.entries.iter().filter(|(_, life)| *life != Life::Dead).map(|(entry, _)| entry)
+    /// All entries of a topic.
+    pub(crate) fn of(&self, topic: &TopicName) -> &[(Entry, Life)] {
+        self.topics.get(topic).map_or(&[], Vec::as_slice)
+    }
+
+    fn entries(&self) -> impl Iterator<Item = &(Entry, Life)> {
+        self.topics.values().flatten()
+    }
+
+    /// The entries of members of a topic that live.
+    pub(super) fn alive(&self, topic: &TopicName) -> impl Iterator<Item = &Entry> {
+        self.of(topic).iter().filter(|(_, life)| *life != Life::Dead).map(|(entry, _)| entry)
     }
 
     /// The entries of members that are gone.
     pub(super) fn dead(&self) -> impl Iterator<Item = &Entry> {
-        self.entries.iter().filter(|(_, life)| *life == Life::Dead).map(|(entry, _)| entry)
+        self.entries().filter(|(_, life)| *life == Life::Dead).map(|(entry, _)| entry)
     }
 
     /// How soon the first lease of another member ends, if nothing renews it.
-    pub(super) fn next_end(&self, me: &HolderName) -> Option<Duration> {
-        let ends = self.entries.iter().filter_map(|(entry, life)| match life {
-            Life::Alive(remaining) if entry.stand != Stand::Working(me.clone()) => Some(*remaining),
+    pub(super) fn next_end(&self, me: &str) -> Option<Duration> {
+        let ends = self.entries().filter_map(|(entry, life)| match life {
+            Life::Alive(remaining) if entry.member != me => Some(*remaining),
             _ => None,
         });
         ends.min()
@@ -155,22 +166,25 @@ impl View {
 
     /// A member that lives and shares this topic in another way than `mode`.
     pub(super) fn disagrees(&self, topic: &TopicName, mode: Mode) -> Option<&Entry> {
-        self.alive().find(|entry| entry.topic == *topic && entry.mode != mode)
+        self.alive(topic).find(|entry| entry.mode != mode)
     }
 
     /// The consumers of all members that live.
-    pub(super) fn consumers(&self) -> Vec<ConsumerName> {
-        let mut consumers: Vec<ConsumerName> = self
-            .alive()
-            .filter_map(|entry| match &entry.stand {
-                Stand::Working(holder) => Some(keys::consumer(holder)),
+    pub(super) fn consumers(&self) -> BTreeSet<ConsumerName> {
+        let alive = self.entries().filter(|(_, life)| *life != Life::Dead);
+        let holders: BTreeSet<&HolderName> = alive
+            .filter_map(|(entry, _)| match &entry.stand {
+                Stand::Working(holder) => Some(holder),
                 Stand::Resting(_) => None,
             })
             .collect();
-        consumers.sort_unstable();
-        consumers.dedup();
-        consumers
+        holders.into_iter().map(keys::consumer).collect()
     }
+}
+
+/// What tells the leases of members apart.
+fn sign_key(entry: &Entry) -> (&str, bool) {
+    (&entry.member, matches!(entry.stand, Stand::Resting(_)))
 }
 
 /// The lease that shows that what an entry says still holds.

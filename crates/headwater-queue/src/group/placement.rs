@@ -181,8 +181,8 @@ impl Placement {
     pub(super) fn plan(&self, view: &View, me: &Me) -> Option<Plan> {
         let leases: Vec<_> =
             self.leases.iter().map(|lease| view.leases.get(lease)).collect::<Option<_>>()?;
-        let here = |entry: &&Entry| entry.topic == self.topic.name && entry.mode == Mode::Owned;
-        let entries: Vec<&Entry> = view.alive().filter(here).collect();
+        let owned = |entry: &&Entry| entry.mode == Mode::Owned;
+        let entries: Vec<&Entry> = view.alive(&self.topic.name).filter(owned).collect();
         let members = in_order(self.topic.name.as_str(), &entries);
         let mine = *members.get(me.member.as_str())?;
 

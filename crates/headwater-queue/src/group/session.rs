@@ -61,7 +61,7 @@ pub(super) struct Session {
 /// What a hint about a lease says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Heard {
-    /// A partition of this topic may be free.
+    /// A partition of this topic may be free, or somebody may want one.
     Partition(TopicName),
     /// This topic was changed.
     Topic(TopicName),
@@ -210,6 +210,7 @@ impl Session {
     pub(super) fn take_out(&mut self, topic: &TopicName) -> Option<Placement> {
         let placement = self.placements.remove(topic)?;
         self.heard.remove(&keys::topic_bell(topic));
+        self.heard.remove(&keys::join_bell(&self.place.group, topic));
         placement.leases.iter().for_each(|lease| drop(self.heard.remove(lease)));
         let (next, later) = std::mem::take(&mut self.waiting)
             .into_iter()
@@ -225,6 +226,8 @@ impl Session {
     pub(super) fn listen_for(&mut self, topic: &TopicName) {
         let Some(placement) = self.placements.get(topic) else { return };
         self.heard.insert(keys::topic_bell(topic), Heard::Topic(topic.clone()));
+        let bell = keys::join_bell(&self.place.group, topic);
+        self.heard.insert(bell, Heard::Partition(topic.clone()));
         for lease in &placement.leases {
             self.heard.insert(lease.clone(), Heard::Partition(topic.clone()));
         }

@@ -98,6 +98,7 @@ pub(super) struct Stay {
     /// When everything is looked at, whatever was heard.
     sweep_at: Instant,
     announce_at: Instant,
+    announcing: bool,
     refresh_at: Instant,
     /// Failures in a row.
     failed_looks: u32,
@@ -131,6 +132,7 @@ impl Stay {
             looked_at: now,
             sweep_at: now,
             announce_at: now,
+            announcing: false,
             refresh_at: now,
             failed_looks: 0,
             failed_takes: 0,
@@ -177,7 +179,10 @@ impl Stay {
     }
 
     fn wake_at(&self) -> Instant {
-        let mut at = self.sweep_at.min(self.refresh_at).min(self.announce_at);
+        let mut at = self.sweep_at.min(self.refresh_at);
+        if !self.announcing {
+            at = at.min(self.announce_at);
+        }
         if !self.renewing {
             at = at.min(self.renew_at);
         }
@@ -202,7 +207,7 @@ impl Stay {
                 Event::Renewed(renewed.unwrap_or_else(|_| Err(late())))
             });
         }
-        if now >= self.announce_at {
+        if now >= self.announce_at && !self.announcing {
             self.announce_at = now + self.place.config.rebalance_every;
             self.announce(session);
         }
@@ -317,6 +322,8 @@ impl Stay {
         if who.is_empty() {
             return;
         }
+        // One at a time: those who come meanwhile are announced together.
+        self.announcing = true;
         let place = Arc::clone(&self.place);
         self.work.spawn(async move {
             let refused = steps::announce(&*place.backend, &place.group, &entries).await;
@@ -330,6 +337,7 @@ impl Stay {
         who: Vec<Who>,
         refused: Result<Vec<Option<Entry>>>,
     ) {
+        self.announcing = false;
         let mut refused = refused.map(Vec::into_iter);
         for who in who {
             let refused: Result<Option<Entry>, String> = match &mut refused {

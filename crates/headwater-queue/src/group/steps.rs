@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::try_join_all;
+use futures_util::future::{join_all, try_join_all};
 use headwater_stream::{
     Acquire, Backend, ConsumerName, ConsumerStats, Fence, GroupName, HeldLease, HolderName,
     KeeperConfig, LeaseKeeper, LeaseName, Silenced, StreamError, StreamName, Then,
@@ -21,6 +21,8 @@ use crate::config::Mode;
 use crate::error::Result;
 use crate::keys;
 
+/// Bells that are rung at once; beyond it, one for all.
+const BELLS_MAX: usize = 8;
 /// How long a bell can be held by one who died while ringing it.
 const BELL_TTL: Duration = Duration::from_secs(1);
 /// A consumer that did nothing for this long has no read under way: it was silenced by whoever took over from it, or
@@ -88,8 +90,18 @@ pub(super) async fn announce(
     let withdrawn: Vec<String> =
         announced.into_iter().filter(|text| !staying.contains(text)).collect();
     remove(backend, group, &withdrawn).await?;
-    ring(backend, &keys::bell(group)).await;
+    ring_for(backend, group, entries).await;
     Ok(refused)
+}
+
+/// Has others look at the topics of these entries; or at all, if they are many.
+pub(super) async fn ring_for(backend: &dyn Backend, group: &GroupName, entries: &[Entry]) {
+    if entries.len() > BELLS_MAX {
+        return ring(backend, &keys::bell(group)).await;
+    }
+    let bells: Vec<LeaseName> =
+        entries.iter().map(|entry| keys::join_bell(group, &entry.topic)).collect();
+    join_all(bells.iter().map(|bell| ring(backend, bell))).await;
 }
 
 /// Writes entries into the members' set.

@@ -4,6 +4,7 @@
 mod place;
 
 mod leaving;
+mod many;
 mod outages;
 mod processes;
 mod shared;

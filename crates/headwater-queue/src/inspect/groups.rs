@@ -155,10 +155,11 @@ impl Inspector {
         group: &GroupName,
     ) -> Result<Vec<MemberView>> {
         let backend = &*self.queue.inner.backend;
-        let seen = View::look(backend, group, Vec::new()).await?.entries;
+        let seen = View::look(backend, group, Vec::new()).await?;
         let mut members: Vec<MemberView> = seen
-            .into_iter()
-            .filter(|(entry, _)| entry.topic == topic.name)
+            .of(&topic.name)
+            .iter()
+            .cloned()
             .map(|(entry, life)| {
                 let (consumer, kept_for_it) = match entry.stand {
                     Stand::Working(holder) => (Some(holder.to_string()), Vec::new()),

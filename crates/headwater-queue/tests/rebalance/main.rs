@@ -1,7 +1,6 @@
 //! Consumers that come, go, die and stand still, with real messages.
 
-// Clippy knows tests by their attribute, and half of this is not directly in one.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
 
 mod env;
 mod processes;

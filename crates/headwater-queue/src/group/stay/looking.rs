@@ -1,5 +1,6 @@
 //! Looking at the group and at topics, and what follows from what is seen.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -71,7 +72,7 @@ impl Stay {
         }
         self.miss(view.consumers());
         self.bury_dead(session, &view);
-        let mut next_end = view.next_end(&self.me.holder);
+        let mut next_end = view.next_end(&self.me.member);
         let seen: Vec<Who> = session
             .placements
             .values()
@@ -90,7 +91,7 @@ impl Stay {
     }
 
     /// Notes who lives, and who did until now.
-    fn miss(&mut self, alive: Vec<ConsumerName>) {
+    fn miss(&mut self, alive: BTreeSet<ConsumerName>) {
         let now = Instant::now();
         for consumer in self.watchfulness.alive.iter() {
             if !alive.contains(consumer) {
@@ -99,14 +100,14 @@ impl Stay {
         }
         self.gone.retain(|_, missed_at| now.duration_since(*missed_at) < MISSED_FOR);
         let gone = self.gone.keys().cloned().collect();
-        self.watchfulness = Watchfulness { alive: alive.into(), gone };
+        self.watchfulness = Watchfulness { alive: alive.into_iter().collect(), gone };
     }
 
     /// Does for one topic what the view calls for. Returns how soon a lease ends that we wait for.
     fn follow(&mut self, session: &mut Session, who: &Who, view: &View) -> Option<Duration> {
         let placement = find(session, who)?;
         let entry = placement.entry(&self.me);
-        if !view.alive().any(|known| *known == entry) {
+        if !view.alive(&who.0).any(|known| *known == entry) {
             warn!(topic = %who.0, group = %self.place.group, "our entry was removed, writing it again");
             placement.dirty = true;
             let place = Arc::clone(&self.place);
@@ -114,7 +115,7 @@ impl Stay {
                 let (backend, group) = (&*place.backend, &place.group);
                 // If it fails, the next look says so again.
                 if steps::write(backend, group, &[entry.to_string()]).await.is_ok() {
-                    steps::ring(backend, &keys::bell(group)).await;
+                    steps::ring_for(backend, group, &[entry]).await;
                 }
                 Event::Tidied
             });
@@ -154,14 +155,10 @@ impl Stay {
                 || lease.is_none_or(is_held)
         };
         let is_done = |entry: &&Entry| match &entry.stand {
-            Stand::Resting(kept) => {
-                entry.member == self.me.member
-                    && entry.topic == placement.topic.name
-                    && kept.iter().all(is_back)
-            }
+            Stand::Resting(kept) => entry.member == self.me.member && kept.iter().all(is_back),
             Stand::Working(_) => false,
         };
-        view.alive().filter(is_done).map(Entry::to_string).collect()
+        view.alive(&placement.topic.name).filter(is_done).map(Entry::to_string).collect()
     }
 
     /// Forgets dead members, after what they had in hand is taken over.
