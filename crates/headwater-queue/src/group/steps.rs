@@ -243,11 +243,12 @@ async fn try_part(
     parting: &Parting,
 ) -> Result<()> {
     if let Some((entry, leases)) = &parting.resting {
-        // Before the partitions are free: at no moment may they seem to be nobody's.
-        write(backend, group, &[entry.to_string()]).await?;
+        // The lease before the entry: one without the other is that of a dead member, and removed. Both before the
+        // partitions are free: at no moment may they seem to be nobody's.
         let lease = keys::resting(group, &entry.member);
         let holder = HolderName::new(format!("resting:{}", entry.member))?;
         backend.acquire(&lease, &holder, parting.rest).await?;
+        write(backend, group, &[entry.to_string()]).await?;
         release(keeper, leases).await;
     }
     remove(backend, group, &[parting.entry.to_string()]).await
