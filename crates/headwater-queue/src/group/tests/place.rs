@@ -69,6 +69,7 @@ pub(super) struct Place {
     target: Target,
     pub(super) topic: String,
     pub(super) group: GroupName,
+    pub(super) config: QueueConfig,
     /// Who works on what, over all members of this test: two at once is the end of it.
     at_work: Arc<Mutex<HashMap<(String, Partition), u64>>>,
 }
@@ -100,13 +101,15 @@ impl Place {
 
     fn new(target: Target) -> Self {
         let group = GroupName::new(unique("g:r")).unwrap();
-        Self { target, topic: unique("topic"), group, at_work: Arc::default() }
+        let (topic, config) = (unique("topic"), quick());
+        Self { target, topic, group, config, at_work: Arc::default() }
     }
 
     /// The same topic and group by another way.
     pub(super) fn through(&self, url: String) -> Self {
         let (topic, group) = (self.topic.clone(), self.group.clone());
-        Self { target: Target::Url(url), topic, group, at_work: Arc::clone(&self.at_work) }
+        let (config, at_work) = (self.config.clone(), Arc::clone(&self.at_work));
+        Self { target: Target::Url(url), topic, group, config, at_work }
     }
 
     /// Another topic and group on the same backend.
@@ -125,7 +128,7 @@ impl Place {
     }
 
     pub(super) async fn queue(&self) -> Queue {
-        Queue::with_config(self.connect().await, quick()).unwrap()
+        Queue::with_config(self.connect().await, self.config.clone()).unwrap()
     }
 
     pub(super) async fn create(&self, partitions: u16) {
