@@ -73,9 +73,9 @@ async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> anyhow::Result<
         drain(&store).await?;
         raw_record = raw_record.max(record_raw(&raw, round, events).await?);
         drain(&store).await?;
-        let issues = fill(&store, &format!("ours-{round}"), events).await?;
+        let issues = fill(&store, &format!("jobs-{round}"), events).await?;
         run = run.max(runs_batched(&store, issues).await?);
-        let issues = fill(&store, &format!("raw-{round}"), events).await?;
+        let issues = fill(&store, &format!("raw-jobs-{round}"), events).await?;
         raw_run = raw_run.max(runs_raw(&raw, issues).await?);
     }
     assert!(store.audit(1).await?.discrepancies.is_empty());
@@ -253,7 +253,7 @@ enum Raw {
 
 /// One body for both dialects, whose statements are the same but for the time and the start of a transaction.
 macro_rules! raw_record {
-    ($transaction:expr, $event:expr, $now:literal) => {{
+    ($transaction:expr, $event:expr, $now:literal, $json:literal) => {{
         let mut transaction = $transaction;
         let event: &NewEvent = $event;
         let issue = sqlx::query(concat!(
@@ -270,7 +270,7 @@ macro_rules! raw_record {
         let logged = sqlx::query(concat!(
             "INSERT INTO event_logs (issue_id, integration_id, source, event_type, dedup_key, digest,
                  payload, payload_bytes, created_at)
-             VALUES ($1, 1, $2, $3, $4, $5, $6", raw_record!(@cast $now), ", $7, ", $now, ")
+             VALUES ($1, 1, $2, $3, $4, $5, $6", $json, ", $7, ", $now, ")
              ON CONFLICT (integration_id, dedup_key) DO NOTHING"
         ))
         .bind(issue)
@@ -296,16 +296,15 @@ macro_rules! raw_record {
         transaction.commit().await?;
         Ok(())
     }};
-    (@cast "now()") => { "::jsonb" };
-    (@cast $now:literal) => { "" };
 }
 
 macro_rules! raw_run {
-    ($transaction:expr, $issue:expr, $now:literal) => {{
+    ($transaction:expr, $issue:expr, $now:literal, $text:literal) => {{
         let mut transaction = $transaction;
         let issue: i64 = $issue;
         let claimed = sqlx::query(concat!(
-            "UPDATE issues SET processing_status = 'processing', processing_started_at = ", $now,
+            "UPDATE issues SET processing_status = 'processing', processing_started_at = ",
+            $now,
             ", claim_epoch = claim_epoch + 1
              WHERE id = $1 AND processing_status = 'queued' RETURNING id"
         ))
@@ -313,10 +312,15 @@ macro_rules! raw_run {
         .fetch_optional(&mut *transaction)
         .await?;
         anyhow::ensure!(claimed.is_some());
-        let events = sqlx::query(raw_run!(@select $now))
-            .bind(issue)
-            .fetch_all(&mut *transaction)
-            .await?;
+        let events = sqlx::query(concat!(
+            "SELECT id, source, event_type, payload",
+            $text,
+            " FROM event_logs
+             WHERE issue_id = $1 AND processed_at IS NULL ORDER BY id"
+        ))
+        .bind(issue)
+        .fetch_all(&mut *transaction)
+        .await?;
         for event in &events {
             sqlx::query(concat!("UPDATE event_logs SET processed_at = ", $now, " WHERE id = $1"))
                 .bind(event.try_get::<i64, _>(0)?)
@@ -325,7 +329,9 @@ macro_rules! raw_run {
         }
         sqlx::query(concat!(
             "UPDATE issues SET processing_status = 'idle', pending_events = pending_events - $2,
-                 last_processed_at = ", $now, " WHERE id = $1"
+                 last_processed_at = ",
+            $now,
+            " WHERE id = $1"
         ))
         .bind(issue)
         .bind(events.len() as i64)
@@ -334,33 +340,31 @@ macro_rules! raw_run {
         transaction.commit().await?;
         Ok(())
     }};
-    (@select "now()") => {
-        "SELECT id, source, event_type, payload::text FROM event_logs
-         WHERE issue_id = $1 AND processed_at IS NULL ORDER BY id"
-    };
-    (@select $now:literal) => {
-        "SELECT id, source, event_type, payload FROM event_logs
-         WHERE issue_id = $1 AND processed_at IS NULL ORDER BY id"
-    };
 }
 
 impl Raw {
     async fn record(&self, event: &NewEvent) -> anyhow::Result<()> {
         match self {
-            Self::Postgres(pool) => raw_record!(pool.begin().await?, event, "now()"),
+            Self::Postgres(pool) => raw_record!(pool.begin().await?, event, "now()", "::jsonb"),
             Self::Sqlite(pool) => raw_record!(
                 pool.begin_with("BEGIN IMMEDIATE").await?,
                 event,
-                "(unixepoch() * 1000)"
+                "(unixepoch() * 1000)",
+                ""
             ),
         }
     }
 
     async fn run(&self, issue: IssueId) -> anyhow::Result<()> {
         match self {
-            Self::Postgres(pool) => raw_run!(pool.begin().await?, issue.0, "now()"),
+            Self::Postgres(pool) => raw_run!(pool.begin().await?, issue.0, "now()", "::text"),
             Self::Sqlite(pool) => {
-                raw_run!(pool.begin_with("BEGIN IMMEDIATE").await?, issue.0, "(unixepoch() * 1000)")
+                raw_run!(
+                    pool.begin_with("BEGIN IMMEDIATE").await?,
+                    issue.0,
+                    "(unixepoch() * 1000)",
+                    ""
+                )
             }
         }
     }
