@@ -1,13 +1,14 @@
-//! Claims and completions of runs that happen at the same time share transactions.
+//! Claims and completions of runs that happen at the same time share transactions; deliveries likewise.
 //!
-//! Upstream: `worker`. Downstream: `store`. Promises: what gathers while one call is under way goes with the next; a lone
+//! Upstream: `worker` and `outbox`. Downstream: `store`. Promises: what gathers while one call is under way goes with the next; a lone
 //! run waits for nobody. A bad completion is refused before it shares a call.
 
 use std::sync::Arc;
 
-use headwater_stream::{Coalescer, CoalescerConfig, Gone};
+use headwater_stream::{Coalescer, CoalescerConfig, Gone, StreamError};
 
 use crate::claim::{Claim, ClaimOptions, Completed, Completion};
+use crate::delivery::{OutboxSettled, OutboxSettlement};
 use crate::error::{IssueError, Result};
 use crate::issue::IssueId;
 use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX};
@@ -25,15 +26,7 @@ impl Batcher {
         options: ClaimOptions,
         calls_max: usize,
     ) -> Result<Self> {
-        let gathering = CoalescerConfig {
-            max_items: BATCH_MAX,
-            max_bytes: BATCH_BYTES_MAX,
-            in_flight_max: calls_max,
-            ..CoalescerConfig::default()
-        };
-        let invalid = |error: headwater_stream::StreamError| {
-            IssueError::invalid("calls_max", error.to_string())
-        };
+        let gathering = gathering(calls_max);
         let options = Arc::new(options);
         let claim_store = Arc::clone(store);
         let claims = Coalescer::new(gathering, move |issues: Vec<IssueId>| {
@@ -59,6 +52,31 @@ impl Batcher {
     }
 }
 
+/// The ends of deliveries share transactions, too.
+pub(crate) fn settlements(
+    store: &Arc<dyn Store>,
+) -> Result<Coalescer<OutboxSettlement, Result<OutboxSettled>>> {
+    let store = Arc::clone(store);
+    let settlements = Coalescer::new(gathering(1), move |settlements: Vec<OutboxSettlement>| {
+        let store = Arc::clone(&store);
+        async move { spread(settlements.len(), store.settle_outbox(&settlements).await) }
+    });
+    settlements.map_err(invalid)
+}
+
+fn gathering(calls_max: usize) -> CoalescerConfig {
+    CoalescerConfig {
+        max_items: BATCH_MAX,
+        max_bytes: BATCH_BYTES_MAX,
+        in_flight_max: calls_max,
+        ..CoalescerConfig::default()
+    }
+}
+
+fn invalid(error: StreamError) -> IssueError {
+    IssueError::invalid("calls_max", error.to_string())
+}
+
 /// Each caller gets its answer, or all the same error.
 fn spread<T>(count: usize, answers: Result<Vec<T>>) -> Vec<Result<T>> {
     match answers {
@@ -67,7 +85,7 @@ fn spread<T>(count: usize, answers: Result<Vec<T>>) -> Vec<Result<T>> {
     }
 }
 
-fn without_answer<T>(gone: Gone) -> Result<T> {
+pub(crate) fn without_answer<T>(gone: Gone) -> Result<T> {
     let problem = "the shared call ended without an answer".to_owned();
     Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) })
 }

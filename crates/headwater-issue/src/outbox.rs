@@ -11,11 +11,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::FutureExt;
-use futures_util::stream::{FuturesUnordered, StreamExt};
+use headwater_stream::Coalescer;
 use metrics::counter;
+use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, error, warn};
 
+use crate::batcher;
 use crate::chance;
 use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::{IssueError, Result};
@@ -100,33 +102,43 @@ impl OutboxConfig {
 }
 
 /// Delivers the outbox of a store. Any number of processes may do so at once.
+#[derive(Clone)]
 pub struct Outbox {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
     store: Arc<dyn Store>,
     deliver: Arc<dyn Deliver>,
+    settlements: Coalescer<OutboxSettlement, Result<OutboxSettled>>,
     config: OutboxConfig,
 }
 
 impl std::fmt::Debug for Outbox {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Outbox").field("name", &self.config.name).finish_non_exhaustive()
+        f.debug_struct("Outbox").field("name", &self.inner.config.name).finish_non_exhaustive()
     }
 }
 
 impl Outbox {
     /// The outbox of a store.
+    ///
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
     pub fn new(store: Arc<dyn Store>, deliver: impl Deliver, config: OutboxConfig) -> Result<Self> {
         config.validate()?;
-        Ok(Self { store, deliver: Arc::new(deliver), config })
+        let settlements = batcher::settlements(&store)?;
+        let inner = Inner { store, deliver: Arc::new(deliver), settlements, config };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// Delivers everything that is due now, rows that become due by it included. Returns how many rows were settled.
     pub async fn run_once(&self) -> Result<usize> {
-        let (mut under_way, mut settled) = (FuturesUnordered::new(), 0);
+        let (mut under_way, mut settled) = (JoinSet::new(), 0);
         loop {
-            for row in self.take(under_way.len()).await? {
-                under_way.push(self.handle(row));
-            }
-            if under_way.next().await.is_none() {
+            self.begin(&mut under_way).await?;
+            if under_way.join_next().await.is_none() {
                 return Ok(settled);
             }
             settled += 1;
@@ -135,25 +147,36 @@ impl Outbox {
 
     /// Delivers until `shutdown` completes, and returns when the deliveries under way have ended.
     pub async fn run(&self, shutdown: impl Future<Output = ()>) {
-        let mut under_way = FuturesUnordered::new();
+        let mut under_way = JoinSet::new();
         tokio::pin!(shutdown);
         loop {
-            match self.take(under_way.len()).await {
-                Ok(rows) => rows.into_iter().for_each(|row| under_way.push(self.handle(row))),
-                Err(error) => warn!(%error, "the outbox was not read, trying again"),
+            if let Err(error) = self.begin(&mut under_way).await {
+                warn!(%error, "the outbox was not read, trying again");
             }
-            let has_room = under_way.len() < self.config.concurrency;
+            let has_room = under_way.len() < self.inner.config.concurrency;
             tokio::select! {
                 () = &mut shutdown => break,
                 // A row that is settled makes room, and lets the next one of its issue go.
-                Some(()) = under_way.next() => {}
+                Some(_) = under_way.join_next() => {}
                 // Cancel-safe: an announcement that is missed here ends the next wait.
-                () = self.store.outbox_wake(self.config.every), if has_room => {}
+                () = self.inner.store.outbox_wake(self.inner.config.every), if has_room => {}
             }
         }
-        while under_way.next().await.is_some() {}
+        while under_way.join_next().await.is_some() {}
     }
 
+    /// Takes as many rows as there is room for, and begins to deliver them, each on a task of its own: one that waits
+    /// for the database must not hold it up for the others.
+    async fn begin(&self, under_way: &mut JoinSet<()>) -> Result<()> {
+        for row in self.inner.take(under_way.len()).await? {
+            let inner = Arc::clone(&self.inner);
+            under_way.spawn(async move { inner.handle(row).await });
+        }
+        Ok(())
+    }
+}
+
+impl Inner {
     async fn take(&self, under_way: usize) -> Result<Vec<OutboxRow>> {
         let room =
             (self.config.concurrency - under_way.min(self.config.concurrency)).min(OUTBOX_TAKE_MAX);
@@ -214,10 +237,11 @@ impl Outbox {
             }
             Delivery::Release => "released",
         };
-        let settlement = [OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery }];
+        let settlement = OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery };
         let settling = async {
             loop {
-                match self.store.settle_outbox(&settlement).await {
+                let call = self.settlements.call(settlement.clone()).await;
+                match call.unwrap_or_else(batcher::without_answer) {
                     Err(error) if error.is_transient() => {
                         warn!(issue_id = %row.issue_id, %error, "delivery was not settled, trying again");
                         sleep(ASK_AGAIN_AFTER).await;
@@ -227,8 +251,8 @@ impl Outbox {
             }
         };
         let result = match timeout(self.config.ttl, settling).await {
-            Ok(Ok(answers)) if answers.first() == Some(&OutboxSettled::Done) => result,
-            Ok(Ok(_)) => "fenced",
+            Ok(Ok(OutboxSettled::Done)) => result,
+            Ok(Ok(OutboxSettled::Fenced)) => "fenced",
             Ok(Err(_)) | Err(_) => {
                 error!(issue_id = %row.issue_id, outbox_id = %row.id, "delivery was not settled, it will come again");
                 "unsettled"

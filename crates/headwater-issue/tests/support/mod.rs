@@ -15,9 +15,9 @@ use headwater_issue::{
     NewEvent, Nudger, Outbox, OutboxConfig, OutboxRow, Recorded, Resolution, Run, Store,
     StoreOptions, SweepOptions, Sweeper, SweeperConfig, Worker, WorkerConfig, connect,
 };
-use headwater_queue::Queue;
-use headwater_stream::Backend;
+use headwater_queue::{Queue, QueueConfig};
 use headwater_stream::clock::TestClock;
+use headwater_stream::{Backend, KeeperConfig};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 
@@ -67,6 +67,12 @@ impl Place {
         })
     }
 
+    /// Where somebody else has told us.
+    pub(crate) fn named(database: &str, streams: &str) -> Self {
+        let (database, streams) = (database.to_owned(), streams.to_owned());
+        Self { database, streams, clock: None, _keep: Vec::new() }
+    }
+
     pub(crate) async fn store(&self) -> Result<Arc<dyn Store>> {
         let mut options = StoreOptions::default();
         if let Some(clock) = &self.clock {
@@ -108,7 +114,15 @@ impl System {
     ) -> Result<Self> {
         let nudger = Nudger::observed(Arc::clone(&streams), Arc::clone(&config.steps));
         let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), config)?;
-        Ok(Self { queue: Queue::new(Arc::clone(&streams)), store, streams, nudger, inbox })
+        // Short leases, so that what a dead process had in hand is taken over soon.
+        let lease = KeeperConfig {
+            ttl: Duration::from_secs(2),
+            renew_every: Duration::from_millis(400),
+            margin: Duration::from_millis(200),
+        };
+        let config = QueueConfig { lease, ..QueueConfig::default() };
+        let queue = Queue::with_config(Arc::clone(&streams), config)?;
+        Ok(Self { queue, store, streams, nudger, inbox })
     }
 
     pub(crate) async fn record(&self, issue: &str, event: &str) -> Result<Recorded> {
