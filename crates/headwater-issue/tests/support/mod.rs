@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub(crate) mod flaky;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -41,6 +43,11 @@ impl Place {
             clock: Some(TestClock::default()),
             _keep: Vec::new(),
         }
+    }
+
+    /// In this process, in real time.
+    pub(crate) fn now() -> Self {
+        Self { clock: None, ..Self::memory() }
     }
 
     /// In a directory, for processes that die.

@@ -1,0 +1,108 @@
+//! A store whose answers get lost: the call happens, and the caller hears that the database is away.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use headwater_issue::*;
+
+/// A store in front of another one.
+#[derive(Debug)]
+pub(crate) struct Flaky {
+    store: Arc<dyn Store>,
+    lost: Mutex<HashMap<&'static str, usize>>,
+}
+
+impl Flaky {
+    pub(crate) fn new(store: Arc<dyn Store>) -> Arc<Self> {
+        Arc::new(Self { store, lost: Mutex::default() })
+    }
+
+    /// The next `count` answers to this call get lost.
+    pub(crate) fn lose(&self, call: &'static str, count: usize) {
+        self.lost.lock().expect("not poisoned").insert(call, count);
+    }
+
+    /// Whether all answers that were to be lost are lost.
+    pub(crate) fn is_done(&self) -> bool {
+        self.lost.lock().expect("not poisoned").values().all(|left| *left == 0)
+    }
+
+    fn heard<T>(&self, call: &'static str, answer: Result<T>) -> Result<T> {
+        let mut lost = self.lost.lock().expect("not poisoned");
+        match lost.get_mut(call) {
+            Some(left) if *left > 0 => {
+                *left -= 1;
+                Err(IssueError::Unavailable {
+                    problem: format!("the answer to {call} is lost"),
+                    source: None,
+                })
+            }
+            _ => answer,
+        }
+    }
+}
+
+macro_rules! pass_on {
+    (impl $trait:ident { $($name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)* } $($other:item)*) => {
+        #[async_trait]
+        impl $trait for Flaky {
+            $(async fn $name(&self, $($argument: $type),*) -> Result<$answer> {
+                let answer = self.store.$name($($argument),*).await;
+                self.heard(stringify!($name), answer)
+            })*
+
+            $($other)*
+        }
+    };
+}
+
+pass_on! {
+    impl Store {
+        claim(issues: &[IssueId], options: &ClaimOptions) -> Vec<Claim>;
+        heartbeat(claims: &[(IssueId, ClaimEpoch)], ttl: Duration) -> Vec<Beat>;
+        complete(completions: &[Completion]) -> Vec<Completed>;
+        fail(failures: &[Failure], attempts_max: u32) -> Vec<Failed>;
+        give_back(claims: &[GiveBack]) -> Vec<GivenBack>;
+        sweep(options: &SweepOptions) -> Swept;
+        take_outbox(worker: &str, limit: usize, ttl: Duration) -> Vec<OutboxRow>;
+        settle_outbox(settlements: &[OutboxSettlement]) -> Vec<OutboxSettled>;
+        beat_worker(worker: &str, ttl: Duration) -> ();
+    }
+
+    async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
+        let answers = self.store.record(events, quiet).await;
+        match self.heard("record", Ok(())) {
+            Ok(()) => answers,
+            Err(error) => answers.iter().map(|_| Err(error.clone())).collect(),
+        }
+    }
+
+    async fn outbox_wake(&self, wait: Duration) {
+        self.store.outbox_wake(wait).await;
+    }
+
+    async fn close(&self) {
+        self.store.close().await;
+    }
+}
+
+pass_on! {
+    impl Operator {
+        ensure_integration(name: &str, provider: &str) -> IntegrationId;
+        integrations(after: Option<&str>) -> Vec<Integration>;
+        issue(id: IssueId) -> Option<Issue>;
+        find_issue(integration: &str, project: &str, issue: &str) -> Option<Issue>;
+        issues(filter: &IssueFilter, limit: usize) -> Vec<Issue>;
+        event_logs(id: IssueId, filter: &EventLogFilter, limit: usize) -> Vec<EventLog>;
+        release(id: IssueId) -> Released;
+        retry(id: IssueId) -> Retried;
+        facts_for_why(id: IssueId) -> Option<WhyFacts>;
+        audit(limit: usize) -> Audit;
+        backlog() -> Backlog;
+        workers() -> Vec<WorkerInfo>;
+        dead_outbox(after: Option<OutboxId>, limit: usize) -> Vec<DeadOutbox>;
+        retry_outbox(id: OutboxId) -> ();
+    }
+}

@@ -1,0 +1,490 @@
+//! What a worker does with runs that fail, hang, lose their claim, are superseded or stopped, and with a database or a
+//! stream that is away.
+
+mod support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use anyhow::Result;
+use headwater_issue::{
+    HandlerError, InboxConfig, IssueHandler, IssueId, OnNewEvent, ProcessingStatus, Quiet, Reason,
+    Resolution, RetryPolicy, Run, WorkerConfig, why,
+};
+use support::flaky::Flaky;
+use support::{Door, Journal, LONG, Letters, Place, System, event_ids, replies, until};
+
+const NO_WAIT: RetryPolicy = RetryPolicy {
+    attempts_max: 3,
+    crashes_max: 3,
+    backoff_first: Duration::ZERO,
+    backoff_factor: 1,
+    backoff_max: Duration::ZERO,
+};
+
+fn patient() -> WorkerConfig {
+    WorkerConfig { retry: NO_WAIT, ..WorkerConfig::default() }
+}
+
+/// A handler that writes each run down and waits at a door before it replies.
+fn at_door(journal: &Journal, door: &Door) -> impl IssueHandler + use<> {
+    let (journal, door) = (journal.clone(), door.clone());
+    move |run: Run| {
+        let (journal, door) = (journal.clone(), door.clone());
+        async move {
+            journal.write(&run);
+            door.pass().await;
+            Ok::<_, HandlerError>(replies(&run))
+        }
+    }
+}
+
+async fn issue(system: &System, issue_id: IssueId) -> Result<headwater_issue::Issue> {
+    Ok(system.store.issue(issue_id).await?.expect("it exists"))
+}
+
+async fn replies_of(system: &System, issue_id: IssueId) -> Result<()> {
+    let letters = Letters::default();
+    system.outbox(letters.clone(), Default::default())?.run_once().await?;
+    letters.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_run_that_fails_is_tried_again_and_then_succeeds() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let attempts = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let handler = {
+        let attempts = Arc::clone(&attempts);
+        move |run: Run| {
+            let attempts = Arc::clone(&attempts);
+            async move {
+                attempts.lock().expect("not poisoned").push(run.attempt());
+                match run.attempt() {
+                    1 => Err(HandlerError::retry("no model")),
+                    2 => panic!("a bug in the handler"),
+                    _ => Ok(replies(&run)),
+                }
+            }
+        }
+    };
+    let worker = system.start(handler, patient())?;
+    system.settled().await?;
+    worker.stop().await?;
+    assert_eq!(*attempts.lock().expect("not poisoned"), [1, 2, 3]);
+    let issue = issue(&system, issue_id).await?;
+    assert_eq!((issue.attempts, issue.last_error), (0, None), "a success forgets failures");
+    replies_of(&system, issue_id).await
+}
+
+#[tokio::test]
+async fn an_issue_that_always_fails_is_quarantined_and_works_again_when_it_is_released()
+-> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let worker = system.start(
+        |_: Run| async { Err::<Resolution, _>(HandlerError::retry("no model")) },
+        patient(),
+    )?;
+    until("the quarantine", || async {
+        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+        issue.quarantined_at.is_some()
+    })
+    .await?;
+    worker.stop().await?;
+    let reason = why(system.store.as_ref(), issue_id).await?;
+    assert!(
+        matches!(&reason.reason, Reason::Quarantined { error: Some(error), .. } if error == "no model"),
+        "{reason}"
+    );
+    let audit = system.assert_balanced().await?;
+    assert_eq!((audit.pending, audit.quarantined), (0, 1));
+
+    // Neither a nudge nor a new event wakes it.
+    let journal = Journal::default();
+    let worker = system.worker(journal.handler(), patient())?;
+    system.record("1", "b").await?;
+    worker.look_at(issue_id).await;
+    assert!(journal.runs().is_empty());
+
+    system.store.release(issue_id).await?;
+    worker.look_at(issue_id).await;
+    assert_eq!(journal.runs(), [["a", "b"]]);
+    system.assert_balanced().await?;
+    replies_of(&system, issue_id).await
+}
+
+#[tokio::test]
+async fn a_handler_that_knows_better_quarantines_at_once() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let refuse =
+        |_: Run| async { Err::<Resolution, _>(HandlerError::quarantine("unknown project")) };
+    system.worker(refuse, patient())?.look_at(issue_id).await;
+    let issue = issue(&system, issue_id).await?;
+    assert!(issue.quarantined_at.is_some());
+    assert_eq!(issue.last_error.as_deref(), Some("unknown project"));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_handler_that_takes_too_long_has_failed() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let hangs = |_: Run| std::future::pending::<Result<Resolution, HandlerError>>();
+    let config = WorkerConfig {
+        deadline: Duration::from_millis(20),
+        retry: RetryPolicy { attempts_max: 1, ..NO_WAIT },
+        ..WorkerConfig::default()
+    };
+    system.worker(hangs, config)?.look_at(issue_id).await;
+    let error = issue(&system, issue_id).await?.last_error.expect("it failed");
+    assert!(error.contains("took longer"), "{error}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_run_that_waits_for_its_backoff_says_so_and_is_looked_at_in_time() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let handler = |run: Run| async move {
+        match run.attempt() {
+            1 => Err(HandlerError::retry_after(Duration::from_millis(300), "rate limit")),
+            _ => Ok(replies(&run)),
+        }
+    };
+    let worker = system.start(handler, patient())?;
+    until("the failure", || async {
+        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+        issue.attempts == 1
+    })
+    .await?;
+    let reason = why(system.store.as_ref(), issue_id).await?;
+    let waits = matches!(&reason.reason, Reason::Waiting { error: Some(error), .. } if error == "rate limit");
+    assert!(waits || issue(&system, issue_id).await?.pending_events == 0, "{reason}");
+    // There is no sweeper: the worker comes back by itself.
+    system.settled().await?;
+    worker.stop().await?;
+    replies_of(&system, issue_id).await
+}
+
+#[tokio::test]
+async fn a_worker_that_has_lost_its_claim_cancels_the_handler_and_changes_nothing() -> Result<()> {
+    struct Alarm(Arc<AtomicUsize>);
+    impl Drop for Alarm {
+        fn drop(&mut self) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    let place = Place::memory();
+    let (system, journal, door) = (System::at(&place).await?, Journal::default(), Door::default());
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let cancelled = Arc::new(AtomicUsize::new(0));
+    let handler = {
+        let (door, cancelled) = (door.clone(), Arc::clone(&cancelled));
+        move |_: Run| {
+            let (door, alarm) = (door.clone(), Alarm(Arc::clone(&cancelled)));
+            async move {
+                door.pass().await;
+                drop(alarm);
+                Ok::<_, HandlerError>(Resolution::new().reply(r#""from a zombie""#))
+            }
+        }
+    };
+    let config = WorkerConfig { heartbeat_every: Duration::from_millis(20), ..patient() };
+    // Its claims run out by the database's clock, which is the only one that counts.
+    let zombie = system.start(handler, config)?;
+    door.arrivals(1).await?;
+    place.clock.as_ref().expect("time is ours").advance(Duration::from_secs(60));
+    let rescuer = system.worker(journal.handler(), patient())?;
+    rescuer.look_at(issue_id).await;
+    assert_eq!(journal.runs().len(), 1);
+
+    until("the handler to be cancelled", || async { cancelled.load(Ordering::SeqCst) == 1 })
+        .await?;
+    door.open();
+    zombie.stop().await?;
+    replies_of(&system, issue_id).await?;
+    system.assert_balanced().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_a_zombie_returns_before_it_knows_is_fenced() -> Result<()> {
+    let place = Place::memory();
+    let (system, journal, door) = (System::at(&place).await?, Journal::default(), Door::default());
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let zombie = system.worker(at_door(&Journal::default(), &door), patient())?;
+    let zombie = tokio::spawn(async move { zombie.look_at(issue_id).await });
+    door.arrivals(1).await?;
+    place.clock.as_ref().expect("time is ours").advance(Duration::from_secs(60));
+    let rescuer = system.worker(journal.handler(), patient())?;
+    rescuer.look_at(issue_id).await;
+    door.open();
+    zombie.await?;
+    assert_eq!(journal.runs(), [["a"]]);
+    replies_of(&system, issue_id).await?;
+    system.assert_balanced().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_newer_event_supersedes_a_run_as_often_as_allowed_and_then_waits() -> Result<()> {
+    let (system, journal, door) =
+        (System::at(&Place::now()).await?, Journal::default(), Door::default());
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let config = WorkerConfig {
+        on_new_event: OnNewEvent::Supersede { times_max: 2 },
+        newer_events_every: Duration::from_millis(10),
+        ..patient()
+    };
+    let worker = system.start(at_door(&journal, &door), config)?;
+    for (arrivals, event) in [(1, "b"), (2, "c"), (3, "d")] {
+        door.arrivals(arrivals).await?;
+        system.record("1", event).await?;
+    }
+    // The third run is not superseded, although it knows of the newest event.
+    until("the run to know", || async { journal.runs().len() == 3 }).await?;
+    let issue = issue(&system, issue_id).await?;
+    assert_eq!((issue.superseded, issue.attempts), (2, 0));
+    // Two doors were left by runs that are no more: this one is the third.
+    door.open();
+    door.arrivals(4).await?;
+    door.open();
+    system.settled().await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [vec!["a"], vec!["a", "b"], vec!["a", "b", "c"], vec!["d"]]);
+    replies_of(&system, issue_id).await
+}
+
+#[tokio::test]
+async fn a_run_hears_of_newer_events() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    system.record("1", "a").await?;
+    let door = Door::default();
+    let handler = {
+        let door = door.clone();
+        move |run: Run| {
+            let door = door.clone();
+            async move {
+                if run.events().len() == 1 && run.epoch().0 == 1 {
+                    assert!(!run.has_newer_events());
+                    door.pass().await;
+                    run.newer_events().await;
+                    run.heartbeat().await?;
+                    assert!(run.has_newer_events() && !run.is_cancelled());
+                }
+                Ok(replies(&run))
+            }
+        }
+    };
+    let config = WorkerConfig { heartbeat_every: Duration::from_millis(20), ..patient() };
+    let worker = system.start(handler, config)?;
+    door.arrivals(1).await?;
+    system.record("1", "b").await?;
+    door.open();
+    system.settled().await?;
+    worker.stop().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_burst_within_the_quiet_window_is_one_run() -> Result<()> {
+    let quiet = Quiet { quiet: Duration::from_millis(400), max_wait: Duration::from_secs(20) };
+    let config = InboxConfig { quiet, ..InboxConfig::default() };
+    let (system, journal) = (System::with(&Place::now(), config).await?, Journal::default());
+    let worker = system.start(journal.handler(), patient())?;
+    for event in ["a", "b", "c", "d"] {
+        system.record("1", event).await?;
+    }
+    system.settled().await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [["a", "b", "c", "d"]]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn more_events_than_a_run_can_have_come_in_several_runs_in_order() -> Result<()> {
+    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
+    let mut issue_id = IssueId(0);
+    for event in ["a", "b", "c", "d", "e"] {
+        issue_id = system.record("1", event).await?.issue_id;
+    }
+    let worker = system.start(journal.handler(), WorkerConfig { events_max: 2, ..patient() })?;
+    system.settled().await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [vec!["a", "b"], vec!["c", "d"], vec!["e"]]);
+    replies_of(&system, issue_id).await
+}
+
+#[tokio::test]
+async fn a_worker_that_stops_lets_its_handlers_finish() -> Result<()> {
+    let (system, journal, door) =
+        (System::at(&Place::now()).await?, Journal::default(), Door::default());
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let worker = system.start(at_door(&journal, &door), patient())?;
+    door.arrivals(1).await?;
+    let stopping = tokio::spawn(worker.stop());
+    system.record("2", "a").await?;
+    door.open();
+    stopping.await??;
+    assert_eq!(issue(&system, issue_id).await?.pending_events, 0);
+    assert_eq!(journal.runs().len(), 1, "nothing new was begun");
+    assert!(system.store.workers().await?.is_empty(), "it is gone");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_worker_that_cannot_wait_gives_its_issues_back_without_counting_an_attempt() -> Result<()>
+{
+    let (system, journal, door) =
+        (System::at(&Place::now()).await?, Journal::default(), Door::default());
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let config = WorkerConfig { drain: Duration::ZERO, ..patient() };
+    let worker = system.start(at_door(&Journal::default(), &door), config)?;
+    door.arrivals(1).await?;
+    worker.stop().await?;
+    let left = issue(&system, issue_id).await?;
+    assert_eq!((left.status, left.attempts, left.crashes), (ProcessingStatus::Queued, 0, 0));
+
+    // Nobody sweeps: the nudge is there.
+    let worker = system.start(journal.handler(), patient())?;
+    system.settled().await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [["a"]]);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_storm_of_nudges_never_makes_two_runs_of_one_issue_at_once() -> Result<()> {
+    const WORKERS: usize = 3;
+    let system = Arc::new(System::at(&Place::now()).await?);
+    let issue_id = system.record("1", "first").await?.issue_id;
+    let (running, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..WORKERS {
+        let (running, most) = (Arc::clone(&running), Arc::clone(&most));
+        let handler = move |run: Run| {
+            let (running, most) = (Arc::clone(&running), Arc::clone(&most));
+            async move {
+                most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                tokio::task::yield_now().await;
+                running.fetch_sub(1, Ordering::SeqCst);
+                Ok::<_, HandlerError>(replies(&run))
+            }
+        };
+        let worker = system.worker(handler, patient())?;
+        for nudge in 0..30 {
+            let (worker, system) = (worker.clone(), Arc::clone(&system));
+            let event = format!("{}-{nudge}", worker.name());
+            tasks.spawn(async move {
+                system.record("1", &event).await.expect("it is recorded");
+                worker.look_at(issue_id).await;
+            });
+        }
+    }
+    while let Some(done) = tasks.join_next().await {
+        done?;
+    }
+    assert_eq!(most.load(Ordering::SeqCst), 1);
+    // Every record was followed by a look, so nothing is left over for a sweep.
+    assert_eq!(issue(&system, issue_id).await?.pending_events, 0);
+    system.assert_balanced().await?;
+    replies_of(&system, issue_id).await
+}
+
+#[tokio::test]
+async fn a_worker_handles_as_many_issues_at_once_as_it_may() -> Result<()> {
+    let (system, door) = (System::at(&Place::now()).await?, Door::default());
+    for issue in 0..10 {
+        system.record(&issue.to_string(), "a").await?;
+    }
+    let config = WorkerConfig { concurrency: 3, ..patient() };
+    let worker = system.start(at_door(&Journal::default(), &door), config)?;
+    for done in 0..10 {
+        door.arrivals((done + 3).min(10)).await?;
+        assert!(worker.worker.in_hand() <= 3);
+        door.open();
+    }
+    system.settled().await?;
+    worker.stop().await
+}
+
+#[tokio::test]
+async fn answers_that_get_lost_on_the_way_neither_lose_nor_repeat_anything() -> Result<()> {
+    for call in ["claim", "complete", "heartbeat", "fail", "settle_outbox", "take_outbox"] {
+        let place = Place::now();
+        let flaky = Flaky::new(place.store().await?);
+        let system = System::on(flaky.clone(), place.streams().await?, InboxConfig::default())?;
+        let issue_id = system.record("1", "a").await?.issue_id;
+        flaky.lose(call, 2);
+        let handler = |run: Run| async move {
+            // A handler may ask, too, and does not mind.
+            let _ = run.heartbeat().await;
+            let _ = run.heartbeat().await;
+            match run.attempt() {
+                1 => Err(HandlerError::retry("once")),
+                _ => Ok(replies(&run)),
+            }
+        };
+        let worker = system.start(handler, patient())?;
+        // If the database has heard of a failure and we have not heard of that, the sweep finds the issue.
+        let sweeper = system.sweeper(Some(&worker.worker))?;
+        let sweeping = tokio::spawn(async move { sweeper.run(std::future::pending()).await });
+        system.settled().await?;
+        sweeping.abort();
+        worker.stop().await?;
+        let letters = Letters::default();
+        let config = headwater_issue::OutboxConfig {
+            ttl: Duration::from_millis(200),
+            deadline: Duration::from_millis(100),
+            every: Duration::from_millis(20),
+            ..Default::default()
+        };
+        let outbox = system.outbox(letters.clone(), config)?;
+        let delivering = tokio::spawn(async move { outbox.run(std::future::pending()).await });
+        until("the outbox to be empty", || async {
+            system.store.backlog().await.expect("it answers").outbox_pending == 0
+        })
+        .await?;
+        delivering.abort();
+        assert!(flaky.is_done(), "{call} was called");
+        letters.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
+        system.assert_balanced().await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_record_whose_answer_is_lost_can_be_repeated() -> Result<()> {
+    let place = Place::now();
+    let flaky = Flaky::new(place.store().await?);
+    let system = System::on(flaky.clone(), place.streams().await?, InboxConfig::default())?;
+    flaky.lose("record", 1);
+    assert!(system.record("1", "a").await.is_err());
+    let again = system.record("1", "a").await?;
+    assert!(again.duplicate && again.nudge, "the first had no chance to nudge");
+    assert_eq!(system.assert_balanced().await?.recorded, 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn when_the_stream_is_away_the_sweep_feeds_the_worker_of_its_process() -> Result<()> {
+    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
+    let worker = system.start(journal.handler(), patient())?;
+    system.streams.close().await?;
+    for issue in 0..5 {
+        let recorded = tokio::time::timeout(LONG, system.record(&issue.to_string(), "a")).await??;
+        assert!(!recorded.duplicate);
+    }
+    let sweeper = system.sweeper(Some(&worker.worker))?;
+    let sweeping = tokio::spawn(async move { sweeper.run(std::future::pending()).await });
+    system.settled().await?;
+    sweeping.abort();
+    assert_eq!(journal.runs().len(), 5);
+    system.assert_balanced().await?;
+    worker.abort().await;
+    Ok(())
+}
