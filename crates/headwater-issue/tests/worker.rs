@@ -197,11 +197,12 @@ async fn a_worker_that_has_lost_its_claim_cancels_the_handler_and_changes_nothin
     // Its claims run out by the database's clock, which is the only one that counts.
     let zombie = system.start(handler, config)?;
     door.arrivals(1).await?;
-    place.clock.as_ref().expect("time is ours").advance(Duration::from_secs(60));
     let rescuer = system.worker(journal.handler(), patient())?;
-    rescuer.look_at(issue_id).await;
-    assert_eq!(journal.runs().len(), 1);
-
+    while journal.runs().is_empty() {
+        // A heartbeat that comes in between revives the claim; then it takes another try.
+        place.clock.as_ref().expect("time is ours").advance(Duration::from_secs(60));
+        rescuer.look_at(issue_id).await;
+    }
     until("the handler to be cancelled", || async { cancelled.load(Ordering::SeqCst) == 1 })
         .await?;
     door.open();
@@ -446,11 +447,11 @@ async fn answers_that_get_lost_on_the_way_neither_lose_nor_repeat_anything() -> 
         let outbox = system.outbox(letters.clone(), config)?;
         let delivering = tokio::spawn(async move { outbox.run(std::future::pending()).await });
         until("the outbox to be empty", || async {
-            system.store.backlog().await.expect("it answers").outbox_pending == 0
+            let backlog = system.store.backlog().await.expect("it answers");
+            backlog.outbox_pending == 0 && flaky.is_done()
         })
         .await?;
         delivering.abort();
-        assert!(flaky.is_done(), "{call} was called");
         letters.assert_one_reply_each(event_ids(system.store.as_ref(), issue_id).await?);
         system.assert_balanced().await?;
     }

@@ -339,8 +339,9 @@ impl Worker {
         let is_worth_it = match self.free_room() {
             Room::None => false,
             Room::Tight(_) => true,
-            // Not at once: a read for a few entries costs as much as one for many.
-            Room::Wide(room) => room * 2 >= share,
+            // Not at once: a read for a few entries costs as much as one for many. But slow handlers must not keep
+            // others waiting, who could work beside them.
+            Room::Wide(room) => room * 2 >= share || self.ready.load(Ordering::SeqCst) == 0,
         };
         if is_worth_it && !self.is_known.swap(true, Ordering::SeqCst) {
             self.feed.look_again();

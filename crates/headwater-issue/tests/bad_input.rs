@@ -1,0 +1,178 @@
+//! What comes in from outside and makes no sense: a typed error or a no-op, nothing lost, nothing half done.
+
+mod support;
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use headwater_issue::{
+    HandlerError, IssueError, IssueId, NewEvent, OutboxConfig, Resolution, RetryPolicy, Run,
+    WorkerConfig, limits, why,
+};
+use headwater_stream::{Fields, Range, Retention, StreamName};
+use support::{Journal, Letters, Place, System, event_of, until};
+
+async fn refused(system: &System, event: NewEvent) -> Result<IssueError> {
+    let before = system.assert_balanced().await?;
+    let error = system.inbox.record(event).await.expect_err("it is refused");
+    assert_eq!(system.assert_balanced().await?, before, "nothing was stored");
+    Ok(error)
+}
+
+#[tokio::test]
+async fn an_event_of_an_unknown_integration_is_refused() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let event = NewEvent { integration: "nobody".into(), ..event_of("1", "a") };
+    let error = refused(&system, event).await?;
+    assert!(
+        matches!(&error, IssueError::UnknownIntegration { integration } if integration == "nobody")
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_payload_that_is_not_json_or_too_deep_or_too_large_is_refused() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let large = format!("\"{}\"", "x".repeat(limits::PAYLOAD_BYTES_MAX));
+    let deep = format!("{}{}", "[".repeat(500), "]".repeat(500));
+    for payload in ["", "{", "nonsense", r#""a\u0000b""#, &large, &deep] {
+        let event = NewEvent { payload: payload.into(), ..event_of("1", "a") };
+        let error = refused(&system, event).await?;
+        assert!(matches!(&error, IssueError::Invalid { what, .. } if what == "payload"), "{error}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn nul_bytes_in_names_are_refused() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    for event in [
+        NewEvent { external_issue_id: "4\0 2".into(), ..event_of("1", "a") },
+        NewEvent { external_project_id: "\0".into(), ..event_of("1", "a") },
+        NewEvent { event_type: "no\0te".into(), ..event_of("1", "a") },
+        NewEvent { dedup_key: Some("\0".into()), ..event_of("1", "a") },
+    ] {
+        let error = refused(&system, event).await?;
+        assert!(error.to_string().contains("NUL"), "{error}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_key_that_was_used_for_another_payload_is_a_conflict_and_the_first_event_stays()
+-> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let first = system.record("1", "a").await?;
+    let event = NewEvent { payload: r#"{"text":"another"}"#.into(), ..event_of("1", "a") };
+    let error = refused(&system, event).await?;
+    assert!(matches!(&error, IssueError::DedupConflict { dedup_key, .. } if dedup_key == "1/a"));
+    let again = system.record("1", "a").await?;
+    assert_eq!((again.event_log_id, again.duplicate), (first.event_log_id, true));
+    Ok(())
+}
+
+#[tokio::test]
+async fn bad_events_fail_alone_in_a_shared_commit() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let event = |number: usize| match number % 4 {
+        0 => NewEvent { integration: "nobody".into(), ..event_of("1", &number.to_string()) },
+        1 => NewEvent { payload: "{".into(), ..event_of("1", &number.to_string()) },
+        _ => event_of("1", &number.to_string()),
+    };
+    let records = (0..200).map(|number| system.inbox.record(event(number)));
+    let results = futures_util::future::join_all(records).await;
+    for (number, result) in results.iter().enumerate() {
+        assert_eq!(result.is_ok(), number % 4 > 1, "{number}: {result:?}");
+    }
+    assert_eq!(system.assert_balanced().await?.recorded, 100);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_handler_that_returns_too_much_has_failed_and_nothing_of_it_is_stored() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let too_many = (0..=limits::OUTBOX_PER_RUN_MAX).fold(Resolution::new(), |r, _| r.reply("1"));
+    let large = format!("\"{}\"", "x".repeat(limits::PAYLOAD_BYTES_MAX));
+    let too_large = Resolution::new().reply("1").reply(large);
+    let not_json = Resolution::new().reply("1").fields("{");
+    let no_object = Resolution::new().reply("1").fields("[]");
+    for (number, resolution) in [too_many, too_large, not_json, no_object].into_iter().enumerate() {
+        let issue_id = system.record(&number.to_string(), "a").await?.issue_id;
+        let resolution = Arc::new(resolution);
+        let handler = move |_: Run| {
+            let resolution = Arc::clone(&resolution);
+            async move { Ok::<_, HandlerError>((*resolution).clone()) }
+        };
+        let config = WorkerConfig {
+            retry: RetryPolicy { attempts_max: 1, ..RetryPolicy::default() },
+            ..WorkerConfig::default()
+        };
+        system.worker(handler, config)?.look_at(issue_id).await;
+        let reason = why(system.store.as_ref(), issue_id).await?.to_string();
+        assert!(
+            reason.contains("quarantined") && reason.contains("the handler's result"),
+            "{reason}"
+        );
+    }
+    assert_eq!(system.store.backlog().await?.outbox_pending, 0);
+    system.assert_balanced().await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_nudge_that_makes_no_sense_is_a_dead_letter_with_its_bytes_and_stops_nobody() -> Result<()>
+{
+    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
+    let stream = StreamName::new(headwater_issue::STREAM)?;
+    let bad: Vec<Fields> = vec![
+        Fields::new([("nothing", "1")]),
+        Fields::new([("issue_id", "seven")]),
+        Fields::new([("issue_id", "-1"), ("event_log_id", "2")]),
+        Fields::new([("issue_id", b"\xff\x00".to_vec())]),
+        Fields::new([("issue_id", "99999999999999999999")]),
+    ];
+    system.streams.append(&stream, &bad, &Retention::KEEP_ALL).await?;
+    // Another program's nudge may say more than we need.
+    let recorded = system.record("1", "a").await?;
+    let foreign =
+        Fields::new([("extra", "1".to_owned()), ("issue_id", recorded.issue_id.to_string())]);
+    system.streams.append(&stream, &[foreign], &Retention::KEEP_ALL).await?;
+
+    let worker = system.start(journal.handler(), WorkerConfig::default())?;
+    system.settled().await?;
+    let dead = StreamName::new("issue_work:dlq")?;
+    until("the dead letters", || async {
+        let stats = system.streams.stats(&dead).await.expect("it answers");
+        stats.is_some_and(|stats| stats.length == bad.len() as u64)
+    })
+    .await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [["a"]]);
+    let letters = system.streams.range(&dead, Range::first(10)).await?;
+    let fields: Vec<_> = letters.iter().map(|letter| letter.fields.get("issue_id")).collect();
+    assert!(fields.contains(&bad[3].get("issue_id")), "{letters:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_nudge_for_a_missing_issue_is_a_no_op() -> Result<()> {
+    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
+    let worker = system.worker(journal.handler(), WorkerConfig::default())?;
+    worker.look_at(IssueId(12345)).await;
+    assert!(journal.runs().is_empty());
+    assert!(matches!(
+        why(system.store.as_ref(), IssueId(12345)).await,
+        Err(IssueError::NotFound { .. })
+    ));
+    Ok(())
+}
+
+#[tokio::test]
+async fn settings_that_make_no_sense_are_refused() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let worker = WorkerConfig { concurrency: 0, ..WorkerConfig::default() };
+    assert!(system.worker(Journal::default().handler(), worker).is_err());
+    let outbox = OutboxConfig { concurrency: 0, ..OutboxConfig::default() };
+    assert!(system.outbox(Letters::default(), outbox).is_err());
+    Ok(())
+}

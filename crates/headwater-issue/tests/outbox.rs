@@ -1,0 +1,225 @@
+//! How replies leave: at least once with one key, in the order of their issue, with retries, and dead after the limit.
+
+mod support;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::Result;
+use async_trait::async_trait;
+use headwater_issue::{
+    Deliver, DeliverError, HandlerError, OutboxConfig, OutboxKind, OutboxRow, Resolution,
+    RetryPolicy, Run, WorkerConfig,
+};
+use support::{Door, Place, System, until};
+
+const NO_WAIT: RetryPolicy = RetryPolicy {
+    attempts_max: 3,
+    crashes_max: 3,
+    backoff_first: Duration::ZERO,
+    backoff_factor: 1,
+    backoff_max: Duration::ZERO,
+};
+
+/// What a deliverer does with a row.
+type Verdict = Box<dyn Fn(&OutboxRow) -> Result<(), DeliverError> + Send + Sync>;
+
+/// Writes down what it was given, and does as it is told.
+#[derive(Clone)]
+struct Postman {
+    seen: Arc<Mutex<Vec<(String, String)>>>,
+    verdict: Arc<Verdict>,
+}
+
+impl Postman {
+    fn new(
+        verdict: impl Fn(&OutboxRow) -> Result<(), DeliverError> + Send + Sync + 'static,
+    ) -> Self {
+        Self { seen: Arc::default(), verdict: Arc::new(Box::new(verdict)) }
+    }
+
+    fn seen(&self) -> Vec<(String, String)> {
+        self.seen.lock().expect("not poisoned").clone()
+    }
+
+    fn payloads(&self) -> Vec<String> {
+        self.seen().into_iter().map(|(payload, _)| payload).collect()
+    }
+}
+
+#[async_trait]
+impl Deliver for Postman {
+    async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
+        let seen = (row.payload.clone(), row.idempotency_key.clone());
+        self.seen.lock().expect("not poisoned").push(seen);
+        (self.verdict)(row)
+    }
+}
+
+/// An issue whose run has left these replies.
+async fn replied(system: &System, issue: &str, replies: &'static [&'static str]) -> Result<()> {
+    let issue_id = system.record(issue, "a").await?.issue_id;
+    let handler = move |_: Run| async move {
+        let resolution = replies.iter().fold(Resolution::new(), |r, reply| r.reply(*reply));
+        Ok::<_, HandlerError>(resolution)
+    };
+    system.worker(handler, WorkerConfig::default())?.look_at(issue_id).await;
+    Ok(())
+}
+
+fn config() -> OutboxConfig {
+    OutboxConfig { retry: NO_WAIT, every: Duration::from_millis(20), ..OutboxConfig::default() }
+}
+
+#[tokio::test]
+async fn replies_of_one_issue_leave_in_order_and_a_failure_holds_back_only_its_own() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    replied(&system, "1", &["10", "11", "12"]).await?;
+    replied(&system, "2", &["20"]).await?;
+    let postman = Postman::new(|row| match (row.payload.as_str(), row.attempts) {
+        ("10", 0 | 1) => Err(DeliverError::Retry("busy".into())),
+        _ => Ok(()),
+    });
+    let outbox = system.outbox(postman.clone(), config())?;
+    assert_eq!(outbox.run_once().await?, 6);
+    let (first, second): (Vec<_>, Vec<_>) =
+        postman.payloads().into_iter().partition(|payload| payload.starts_with('1'));
+    assert_eq!(first, ["10", "10", "10", "11", "12"]);
+    assert_eq!(second, ["20"]);
+    let keys: Vec<_> = postman.seen().into_iter().filter(|(payload, _)| payload == "10").collect();
+    assert!(keys.windows(2).all(|pair| pair[0] == pair[1]), "one key at every try");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_reply_that_never_leaves_is_dead_and_later_ones_go_on() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    replied(&system, "1", &["10", "11", "12"]).await?;
+    let postman = Postman::new(|row| match row.payload.as_str() {
+        "10" => Err(DeliverError::Retry("gone".into())),
+        "11" => Err(DeliverError::Dead("no such channel".into())),
+        _ => Ok(()),
+    });
+    system.outbox(postman.clone(), config())?.run_once().await?;
+    assert_eq!(postman.payloads(), ["10", "10", "10", "11", "12"]);
+    let dead = system.store.dead_outbox(None, 10).await?;
+    let errors: Vec<&str> = dead.iter().map(|dead| dead.error.as_str()).collect();
+    assert_eq!(errors, ["gone", "no such channel"]);
+
+    // Mended and tried again by an operator.
+    system.store.retry_outbox(dead[0].row.id).await?;
+    let postman = Postman::new(|_| Ok(()));
+    system.outbox(postman.clone(), config())?.run_once().await?;
+    assert_eq!(postman.seen(), [("10".to_owned(), dead[0].row.idempotency_key.clone())]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_deliverer_that_panics_or_hangs_has_failed() -> Result<()> {
+    struct Hangs;
+    #[async_trait]
+    impl Deliver for Hangs {
+        async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
+            match row.payload.as_str() {
+                "10" => panic!("a bug in the deliverer"),
+                _ => std::future::pending().await,
+            }
+        }
+    }
+    let system = System::at(&Place::now()).await?;
+    replied(&system, "1", &["10"]).await?;
+    replied(&system, "2", &["20"]).await?;
+    let config = OutboxConfig { deadline: Duration::from_millis(20), ..config() };
+    system.outbox(Hangs, config)?.run_once().await?;
+    let mut errors: Vec<String> =
+        system.store.dead_outbox(None, 10).await?.into_iter().map(|dead| dead.error).collect();
+    errors.sort();
+    assert_eq!(errors, ["it took longer than 20ms", "the deliverer panicked"]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_row_that_kills_those_who_deliver_it_is_dead_in_the_end() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    replied(&system, "1", &["10", "11"]).await?;
+    let ttl = Duration::from_millis(50);
+    for _ in 0..3 {
+        // Taken, and never heard of again.
+        until("the row to be free", || async {
+            !system.store.take_outbox("died", 1, ttl).await.expect("it answers").is_empty()
+        })
+        .await?;
+    }
+    let postman = Postman::new(|_| Ok(()));
+    let outbox = system.outbox(postman.clone(), config())?;
+    until("the dead letter", || async {
+        outbox.run_once().await.expect("it answers");
+        system.store.backlog().await.expect("it answers").outbox_pending == 0
+    })
+    .await?;
+    assert_eq!(postman.payloads(), ["11"]);
+    let dead = system.store.dead_outbox(None, 10).await?;
+    assert!(dead[0].error.contains("3 processes"), "{}", dead[0].error);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_slow_delivery_does_not_hold_up_other_issues_and_is_finished_before_a_stop() -> Result<()>
+{
+    #[derive(Clone, Default)]
+    struct Slow(Door, Arc<Mutex<Vec<String>>>);
+    #[async_trait]
+    impl Deliver for Slow {
+        async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
+            if row.payload == "10" {
+                self.0.pass().await;
+            }
+            self.1.lock().expect("not poisoned").push(row.payload.clone());
+            Ok(())
+        }
+    }
+    let system = System::at(&Place::now()).await?;
+    let slow = Slow::default();
+    let outbox = system.outbox(slow.clone(), config())?;
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
+    replied(&system, "1", &["10"]).await?;
+    slow.0.arrivals(1).await?;
+    replied(&system, "2", &["20", "21"]).await?;
+    until("the others", || async { slow.1.lock().expect("not poisoned").len() == 2 }).await?;
+    drop(stop);
+    slow.0.open();
+    running.await?;
+    assert_eq!(*slow.1.lock().expect("not poisoned"), ["20", "21", "10"]);
+    assert_eq!(system.store.backlog().await?.outbox_pending, 0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn events_and_replies_keep_the_order_in_which_the_handler_named_them() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let handler = |_: Run| async {
+        Ok::<_, HandlerError>(
+            Resolution::new().event("started", "1").reply("2").event("ended", "3"),
+        )
+    };
+    system.worker(handler, WorkerConfig::default())?.look_at(issue_id).await;
+    let kinds = Arc::new(Mutex::new(Vec::new()));
+    let postman = {
+        let kinds = Arc::clone(&kinds);
+        Postman::new(move |row| {
+            assert_eq!(row.external_issue_id, "1");
+            kinds.lock().expect("not poisoned").push((row.kind, row.target.clone()));
+            Ok(())
+        })
+    };
+    system.outbox(postman, config())?.run_once().await?;
+    let expected = [
+        (OutboxKind::Event, "started".to_owned()),
+        (OutboxKind::Reply, String::new()),
+        (OutboxKind::Event, "ended".to_owned()),
+    ];
+    assert_eq!(*kinds.lock().expect("not poisoned"), expected);
+    Ok(())
+}
