@@ -21,7 +21,7 @@ use crate::batcher;
 use crate::chance;
 use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::{IssueError, Result};
-use crate::limits::{DELIVERIES_AT_ONCE_MAX, OUTBOX_TAKE_MAX};
+use crate::limits::{DELIVERIES_AT_ONCE_MAX, OUTBOX_DELIVERIES_MAX, OUTBOX_TAKE_MAX};
 use crate::metrics::OUTBOX_DELIVERIES;
 use crate::retry::RetryPolicy;
 use crate::steps::{NoSteps, Step, Steps};
@@ -63,7 +63,7 @@ pub struct OutboxConfig {
     pub ttl: Duration,
     /// How often to look for rows, besides when one is announced. Default: 1 s.
     pub every: Duration,
-    /// When and how often a failed delivery is tried again, and how many processes may die with a row.
+    /// When and how often a failed delivery is tried again.
     pub retry: RetryPolicy,
     /// Is told of every step. Default: nobody.
     pub steps: Arc<dyn Steps>,
@@ -216,11 +216,10 @@ impl Inner {
         Delivery::Retry { after: self.config.retry.delay(attempt, chance::part()), error }
     }
 
-    /// A row that was taken much more often than it failed kills those who deliver it.
+    /// A row that is taken again and again without an end kills those who deliver it.
     fn died_too_often(&self, row: &OutboxRow) -> Option<String> {
-        let crashes = row.deliveries.saturating_sub(1).saturating_sub(row.attempts);
-        let too_often = crashes >= self.config.retry.crashes_max;
-        too_often.then(|| format!("{crashes} processes took it and did not say what became of it"))
+        let too_often = row.deliveries > OUTBOX_DELIVERIES_MAX;
+        too_often.then(|| format!("it was taken {OUTBOX_DELIVERIES_MAX} times and never arrived"))
     }
 
     /// Tells the store, again and again if it does not answer: the row is hidden from others meanwhile.
