@@ -138,10 +138,10 @@ impl Outbox {
         let (mut under_way, mut settled) = (JoinSet::new(), 0);
         loop {
             self.begin(&mut under_way).await?;
-            if under_way.join_next().await.is_none() {
-                return Ok(settled);
+            match ended(&mut under_way).await {
+                0 => return Ok(settled),
+                count => settled += count,
             }
-            settled += 1;
         }
     }
 
@@ -157,12 +157,12 @@ impl Outbox {
             tokio::select! {
                 () = &mut shutdown => break,
                 // A row that is settled makes room, and lets the next one of its issue go.
-                Some(_) = under_way.join_next() => {}
+                1.. = ended(&mut under_way) => {}
                 // Cancel-safe: an announcement that is missed here ends the next wait.
                 () = self.inner.store.outbox_wake(self.inner.config.every), if has_room => {}
             }
         }
-        while under_way.join_next().await.is_some() {}
+        while ended(&mut under_way).await > 0 {}
     }
 
     /// Takes as many rows as there is room for, and begins to deliver them, each on a task of its own: one that waits
@@ -174,6 +174,16 @@ impl Outbox {
         }
         Ok(())
     }
+}
+
+/// Waits for a delivery to end, and counts those that have ended with it: one look at the database serves them all.
+/// Cancel-safe.
+async fn ended(under_way: &mut JoinSet<()>) -> usize {
+    if under_way.join_next().await.is_none() {
+        return 0;
+    }
+    let more = std::iter::from_fn(|| under_way.try_join_next()).count();
+    1 + more
 }
 
 impl Inner {

@@ -69,7 +69,7 @@ async fn load(system: Arc<System>, stop: Arc<AtomicBool>, recorded: Arc<AtomicUs
                 let done = tokio::time::timeout(LONG, system.record(&issue, &event)).await;
                 done.expect("in time").expect("it is recorded");
                 recorded.fetch_add(1, Ordering::SeqCst);
-                tokio::time::sleep(Duration::from_millis(5)).await;
+                tokio::time::sleep(Duration::from_millis(25)).await;
             }
         });
     }

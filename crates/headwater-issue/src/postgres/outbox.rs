@@ -22,9 +22,9 @@ pub(super) async fn take(
         "WITH due AS (
              SELECT o.id FROM outbox o
              WHERE o.status IN ('pending', 'taken') AND o.due_at <= clock_timestamp()
-                 AND NOT EXISTS (SELECT 1 FROM outbox earlier
-                     WHERE earlier.issue_id = o.issue_id AND earlier.id < o.id
-                         AND earlier.status IN ('pending', 'taken'))
+                 AND o.id = (SELECT oldest.id FROM outbox oldest
+                     WHERE oldest.issue_id = o.issue_id AND oldest.status IN ('pending', 'taken')
+                     ORDER BY oldest.id LIMIT 1)
              ORDER BY o.due_at, o.id LIMIT $2 FOR UPDATE SKIP LOCKED
          ), o AS (
              UPDATE outbox SET status = 'taken', deliveries = deliveries + 1, taken_by = $1,
