@@ -7,6 +7,7 @@ use tokio::time::{Instant, sleep};
 
 use super::place::{Member, Place, QUIET, Told, eventually, quick};
 use crate::keys;
+use crate::topic::{Partition, Topic, TopicName};
 
 async fn a_member_that_leaves_hands_over_at_once(place: &Place) {
     place.create(6).await;
@@ -96,16 +97,39 @@ async fn what_nobody_told_is_found_by_sweeping(place: &Place) {
     place.create(2).await;
     let member = place.member().await;
     place.balanced(&[&member], 2).await;
-    let backend = place.connect().await;
+    silent_member(place).await;
+    eventually("its share to be given up", || async { member.owns().len() == 1 }).await;
+}
 
-    // A member that never rings: its lease and its entry are there, and nobody was told.
+/// A member that never rings and takes nothing: its lease and its entry are there, and nobody was told.
+async fn silent_member(place: &Place) {
+    let backend = place.connect().await;
     let holder = HolderName::new("silent:1").unwrap();
     let lease = keys::member(&place.group, "silent:1");
     backend.acquire(&lease, &holder, LONG).await.unwrap();
     let entry = format!("silent:1 silent:1 owned {}", place.topic);
     backend.set_add(&keys::members(&place.group), &[&entry], None).await.unwrap();
+}
 
+/// The reply of an acquire was lost, and by the time it could be asked again the partition was another's.
+async fn a_lease_that_is_held_for_nothing_is_released(place: &Place) {
+    place.create(2).await;
+    let member = place.member().await;
+    place.balanced(&[&member], 2).await;
+    silent_member(place).await;
     eventually("its share to be given up", || async { member.owns().len() == 1 }).await;
+    let free = if member.owns().contains(&0) { 1 } else { 0 };
+    eventually("its lease to be free", || async { place.holders().await[free].is_none() }).await;
+
+    let name = TopicName::new(&place.topic).unwrap();
+    let backend = place.connect().await;
+    let topic = Topic::read(&*backend, &name).await.unwrap();
+    let lease = keys::lease(&topic, &place.group, free as Partition);
+    let holder = HolderName::new(member.consumer().as_str()).unwrap();
+    backend.acquire(&lease, &holder, LONG).await.unwrap();
+
+    eventually("it to be free again", || async { place.holders().await[free].is_none() }).await;
+    assert_eq!(member.owns().len(), 1);
 }
 
 const LONG: std::time::Duration = std::time::Duration::from_secs(60);
@@ -135,5 +159,6 @@ everywhere!(
     a_slow_hand_over_holds_up_nothing_else,
     leaving_while_partitions_are_taken_leaves_nothing_locked,
     what_nobody_told_is_found_by_sweeping,
+    a_lease_that_is_held_for_nothing_is_released,
     a_subscription_outlives_its_queue_and_leaves_no_task_behind,
 );
