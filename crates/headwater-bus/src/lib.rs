@@ -1,4 +1,52 @@
-//! Typed events, subscriptions, sessions with replay, and a distributed main loop.
-//!
-//! Upstream: applications and `headwater-issue`. Downstream: `headwater-queue`.
-//! Not here yet: everything. The crate holds its place in the workspace; see CHANGELOG.md for what works.
+#![doc = include_str!("../README.md")]
+
+// In the order in which an event passes them: each module uses only those above it. (Errors name things, and names
+// are checked with errors: those two know each other.)
+mod error;
+pub mod limits;
+pub mod metrics;
+mod name;
+mod trace;
+
+mod event;
+mod registry;
+
+mod builtin;
+mod keys;
+
+mod breaker;
+mod handler;
+
+mod bus;
+mod durable;
+mod live;
+
+mod local;
+
+mod parked;
+mod spool;
+mod streamed;
+
+#[cfg(feature = "conformance")]
+pub mod conformance;
+
+pub use breaker::{Breaker, BreakerConfig, BreakerState, Permit};
+pub use builtin::{
+    Budget, MainLoopCompleted, MainLoopFailed, MainLoopRequest, PromptExecuted, PromptRendered,
+    ToolInvoked, ToolResult,
+};
+pub use bus::{
+    EventBus, EventBusExt, GroupHealth, Health, PublishResult, SpoolHealth, Stored, StreamHealth,
+    Subscribe, SubscriptionKind,
+};
+pub use error::{BusError, FailureKind, HandlerFailure, Misfit, Result, SpoolError};
+pub use event::{Envelope, Event, Outgoing, Received, Scope};
+pub use handler::{EventHandler, Handlers};
+pub use headwater_queue::{Backoff, Outcome, RetryPolicy, TraceContext};
+pub use local::{LocalBus, LocalDeadLetter};
+pub use name::{EventId, Namespace, SessionId, SubscriptionId};
+pub use parked::ParkedEntry;
+pub use registry::Registry;
+pub use spool::SpoolConfig;
+pub use streamed::{FailurePolicy, Retried, StreamedBus, StreamedBusConfig};
+pub use trace::current_trace;

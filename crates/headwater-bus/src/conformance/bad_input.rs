@@ -1,0 +1,94 @@
+//! What a bus refuses, and that nothing comes of it.
+
+use std::time::Duration;
+
+use super::env::{Announced, Env, Log, Noted, Secret};
+use crate::bus::{EventBusExt, Subscribe};
+use crate::error::BusError;
+use crate::event::{Outgoing, Received};
+use crate::handler::Handlers;
+use crate::limits::PAYLOAD_BYTES_MAX;
+use crate::name::SessionId;
+
+/// Counts the events of the test's session, whoever publishes them.
+async fn watch(env: &Env) -> Log {
+    let log = Log::default();
+    let seen = log.clone();
+    let note = move |event: Received<Noted>| {
+        seen.add(event.number);
+        async {}
+    };
+    env.bus.subscribe::<Noted>(Subscribe::live(), note).await.unwrap();
+    log
+}
+
+pub async fn a_type_that_is_not_registered_is_refused(env: Env) {
+    let refused = env.bus.publish(Secret {}).await;
+    assert!(matches!(refused, Err(BusError::NotRegistered { .. })), "{refused:?}");
+    let handler = |_: Received<Secret>| async {};
+    let refused = env.bus.subscribe::<Secret>(Subscribe::live(), handler).await;
+    assert!(matches!(refused, Err(BusError::NotRegistered { .. })), "{refused:?}");
+}
+
+pub async fn an_event_of_one_mebibyte_is_taken_and_a_byte_more_is_refused(env: Env) {
+    let log = watch(&env).await;
+    let around = serde_json::to_vec(&env.noted(1)).unwrap().len();
+    let text = "x".repeat(PAYLOAD_BYTES_MAX - around);
+    let largest = Noted { text: text.clone(), ..env.noted(1) };
+    assert_eq!(env.bus.publish(largest).await.unwrap().handlers_invoked, 1);
+
+    let refused = env.bus.publish(Noted { text: text + "x", ..env.noted(2) }).await;
+    let too_large = |bytes: usize| bytes == PAYLOAD_BYTES_MAX + 1;
+    assert!(matches!(refused, Err(BusError::TooLarge { bytes, .. }) if too_large(bytes)));
+    assert_eq!(env.bus.publish(env.noted(3)).await.unwrap().handlers_invoked, 1);
+    assert_eq!(log.settles_at(2).await, ["1", "3"]);
+}
+
+pub async fn a_session_with_odd_characters_is_refused(env: Env) {
+    let log = watch(&env).await;
+    for odd in ["", "a b", "a\nb", "a:b", "{a}", "unknown", &"x".repeat(65)] {
+        let event = Noted { session_id: Some(odd.to_owned()), ..Default::default() };
+        let refused = env.bus.publish(event).await;
+        assert!(matches!(refused, Err(BusError::Invalid { .. })), "{odd:?}: {refused:?}");
+    }
+    for unusual in ["键", "a/b", "a*?[b]", "a@b.example"] {
+        let session = format!("{unusual}-{}", &SessionId::random().as_str()[..8]);
+        let event = Noted { session_id: Some(session), ..Default::default() };
+        assert_eq!(env.bus.publish(event).await.unwrap().handlers_invoked, 1, "{unusual:?}");
+    }
+    assert_eq!(log.lines().len(), 4);
+}
+
+pub async fn an_event_without_a_session_is_refused(env: Env) {
+    let refused = env.bus.publish(Noted::default()).await;
+    assert!(matches!(refused, Err(BusError::Invalid { .. })), "{refused:?}");
+}
+
+pub async fn one_bad_event_keeps_its_whole_batch_out(env: Env) {
+    let log = watch(&env).await;
+    let good = Outgoing::new(env.noted(1)).unwrap();
+    for bad in [Outgoing::new(Secret {}).unwrap(), Outgoing::new(Noted::default()).unwrap()] {
+        let refused = env.bus.publish_all(vec![good.clone(), bad]).await;
+        assert!(refused.is_err());
+    }
+    env.bus.publish(env.noted(2)).await.unwrap().raise().unwrap();
+    assert_eq!(log.settles_at(1).await, ["2"]);
+}
+
+pub async fn subscriptions_that_make_no_sense_are_refused(env: Env) {
+    let nothing = |_: Received<Noted>| async {};
+    let impatient = Subscribe { handler_timeout: Duration::ZERO, ..Subscribe::live() };
+    let idle = Subscribe { concurrency: 0, ..Subscribe::durable("a") };
+    let of_no_session = Subscribe::durable("a");
+    for subscribe in [impatient, idle, of_no_session] {
+        let refused = env.bus.subscribe::<Noted>(subscribe.clone(), nothing).await;
+        assert!(matches!(refused, Err(BusError::Invalid { .. })), "{subscribe:?}: {refused:?}");
+    }
+    let refused = env.bus.subscribe_handlers(Subscribe::live(), Handlers::new()).await;
+    assert!(matches!(refused, Err(BusError::Invalid { .. })), "{refused:?}");
+    let mixed =
+        Handlers::new().on::<Noted>(nothing).on::<Announced>(|_: Received<Announced>| async {});
+    let of_session = Subscribe::durable("a").session(env.session.clone());
+    let refused = env.bus.subscribe_handlers(of_session, mixed).await;
+    assert!(matches!(refused, Err(BusError::Invalid { .. })), "{refused:?}");
+}

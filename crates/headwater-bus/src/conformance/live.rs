@@ -1,0 +1,190 @@
+//! Live subscriptions.
+
+use std::time::Duration;
+
+use super::env::{Announced, Env, Log, Noted};
+use crate::bus::{EventBusExt, Subscribe};
+use crate::error::{BusError, FailureKind};
+use crate::event::Received;
+use crate::handler::Handlers;
+use crate::name::SessionId;
+use crate::trace::current_trace;
+
+/// A handler that writes a word and the event's number.
+fn writes(
+    log: &Log,
+    word: &'static str,
+) -> impl Fn(Received<Noted>) -> std::future::Ready<()> + use<> {
+    let log = log.clone();
+    move |event| {
+        log.add(format_args!("{word} {}", event.number));
+        std::future::ready(())
+    }
+}
+
+pub async fn a_handler_gets_what_is_published_once(env: Env) {
+    let log = Log::default();
+    env.bus.subscribe::<Noted>(Subscribe::live(), writes(&log, "got")).await.unwrap();
+    let to_session = Subscribe::live().session(env.session.clone());
+    env.bus.subscribe::<Noted>(to_session, writes(&log, "of the session")).await.unwrap();
+    let result = env.bus.publish(env.noted(7)).await.unwrap();
+    assert_eq!((result.handlers_invoked, result.ok()), (2, true));
+    assert!(result.raise().is_ok());
+    assert_eq!(log.settles_at(2).await, ["got 7", "of the session 7"]);
+}
+
+pub async fn handlers_run_in_the_order_of_their_subscriptions(env: Env) {
+    let log = Log::default();
+    for word in ["first", "second", "third", "fourth"] {
+        env.bus.subscribe::<Noted>(Subscribe::live(), writes(&log, word)).await.unwrap();
+    }
+    for number in 0..3 {
+        let result = env.bus.publish(env.noted(number)).await.unwrap();
+        assert_eq!(result.handlers_invoked, 4);
+    }
+    let words: Vec<String> = log.lines();
+    let expected: Vec<String> = (0..3)
+        .flat_map(|number| {
+            ["first", "second", "third", "fourth"].map(|word| format!("{word} {number}"))
+        })
+        .collect();
+    assert_eq!(words, expected);
+}
+
+pub async fn handlers_of_one_subscription_run_in_their_order(env: Env) {
+    let log = Log::default();
+    let handlers =
+        Handlers::new().on::<Noted>(writes(&log, "first")).on::<Noted>(writes(&log, "second"));
+    env.bus.subscribe_handlers(Subscribe::live(), handlers).await.unwrap();
+    let result = env.bus.publish(env.noted(1)).await.unwrap();
+    assert_eq!(result.handlers_invoked, 2);
+    assert_eq!(log.lines(), ["first 1", "second 1"]);
+}
+
+pub async fn a_handler_gets_only_events_of_its_type(env: Env) {
+    let log = Log::default();
+    env.bus.subscribe::<Noted>(Subscribe::live(), writes(&log, "noted")).await.unwrap();
+    let result = env.bus.publish(Announced { number: 1 }).await.unwrap();
+    assert_eq!(result.handlers_invoked, 0);
+    assert_eq!(env.bus.publish(env.noted(2)).await.unwrap().handlers_invoked, 1);
+    assert_eq!(log.settles_at(1).await, ["noted 2"]);
+}
+
+pub async fn a_subscription_to_a_session_gets_only_its_events(env: Env) {
+    let log = Log::default();
+    let mine = Subscribe::live().session(env.session.clone());
+    env.bus.subscribe::<Noted>(mine, writes(&log, "mine")).await.unwrap();
+    let other = Subscribe::live().session(SessionId::random());
+    env.bus.subscribe::<Noted>(other, writes(&log, "other")).await.unwrap();
+    assert_eq!(env.bus.publish(env.noted(1)).await.unwrap().handlers_invoked, 1);
+    assert_eq!(log.settles_at(1).await, ["mine 1"]);
+}
+
+pub async fn a_handler_that_fails_does_not_stop_the_others(env: Env) {
+    let log = Log::default();
+    let refuse = |_: Received<Noted>| async { Err::<(), _>("no room") };
+    env.bus.subscribe::<Noted>(Subscribe::live(), writes(&log, "before")).await.unwrap();
+    let failing = env.bus.subscribe::<Noted>(Subscribe::live(), refuse).await.unwrap();
+    env.bus.subscribe::<Noted>(Subscribe::live(), writes(&log, "after")).await.unwrap();
+    let result = env.bus.publish(env.noted(1)).await.unwrap();
+    assert_eq!(log.lines(), ["before 1", "after 1"]);
+    assert_eq!((result.handlers_invoked, result.ok()), (3, false));
+    let [failure] = result.failures.as_slice() else { panic!("{result:?}") };
+    assert_eq!((failure.subscription, failure.kind), (failing, FailureKind::Failed));
+    assert_eq!(failure.reason, "no room");
+    assert!(
+        matches!(result.raise(), Err(BusError::Handlers { failures, .. }) if failures.len() == 1)
+    );
+}
+
+pub async fn a_handler_that_panics_does_not_stop_the_others(env: Env) {
+    let log = Log::default();
+    // One panics before it has a future, the other while it is polled.
+    let early =
+        |event: Received<Noted>| -> std::future::Ready<()> { panic!("at {}", event.number) };
+    let late = |_: Received<Noted>| async {
+        tokio::task::yield_now().await;
+        if true {
+            panic!("of old age");
+        }
+    };
+    env.bus.subscribe::<Noted>(Subscribe::live(), early).await.unwrap();
+    env.bus.subscribe::<Noted>(Subscribe::live(), late).await.unwrap();
+    env.bus.subscribe::<Noted>(Subscribe::live(), writes(&log, "after")).await.unwrap();
+    for number in 1..3 {
+        let result = env.bus.publish(env.noted(number)).await.unwrap();
+        let reasons: Vec<&str> = result.failures.iter().map(|f| f.reason.as_str()).collect();
+        assert!(reasons[0].contains(&format!("at {number}")), "{reasons:?}");
+        assert!(reasons[1].contains("of old age"), "{reasons:?}");
+        assert!(result.failures.iter().all(|failure| failure.kind == FailureKind::Panicked));
+    }
+    assert_eq!(log.lines(), ["after 1", "after 2"]);
+}
+
+pub async fn a_handler_that_takes_too_long_has_failed(env: Env) {
+    let log = Log::default();
+    let never = |_: Received<Noted>| std::future::pending::<()>();
+    let impatient = Subscribe { handler_timeout: Duration::from_millis(50), ..Subscribe::live() };
+    env.bus.subscribe::<Noted>(impatient, never).await.unwrap();
+    env.bus.subscribe::<Noted>(Subscribe::live(), writes(&log, "after")).await.unwrap();
+    let result = env.bus.publish(env.noted(1)).await.unwrap();
+    assert_eq!(result.failures[0].kind, FailureKind::TimedOut);
+    assert_eq!(log.lines(), ["after 1"]);
+}
+
+pub async fn unsubscribing_tells_whether_there_was_a_subscription(env: Env) {
+    let log = Log::default();
+    let first = env.bus.subscribe::<Noted>(Subscribe::live(), writes(&log, "a")).await.unwrap();
+    let second = env.bus.subscribe::<Noted>(Subscribe::live(), writes(&log, "b")).await.unwrap();
+    assert!(env.bus.unsubscribe(first).await.unwrap());
+    assert!(!env.bus.unsubscribe(first).await.unwrap());
+    assert_eq!(env.bus.publish(env.noted(1)).await.unwrap().handlers_invoked, 1);
+    assert!(env.bus.unsubscribe(second).await.unwrap());
+    assert_eq!(env.bus.publish(env.noted(2)).await.unwrap().handlers_invoked, 0);
+    assert_eq!(log.settles_at(1).await, ["b 1"]);
+}
+
+pub async fn a_handler_may_publish_and_goes_on_with_the_trace(env: Env) {
+    let log = Log::default();
+    let seen = log.clone();
+    let note = move |event: Received<Announced>| {
+        let trace = current_trace().unwrap();
+        seen.add(format_args!("{} {:032x}", event.number, trace.trace_id()));
+        async {}
+    };
+    env.bus.subscribe::<Announced>(Subscribe::live(), note).await.unwrap();
+    let (bus, seen) = (env.bus.clone(), log.clone());
+    let announce = move |event: Received<Noted>| {
+        let bus = bus.clone();
+        seen.add(format_args!("noted {}", event.envelope.trace_id.clone().unwrap()));
+        async move { bus.publish(Announced { number: 2 }).await.map(drop) }
+    };
+    env.bus.subscribe::<Noted>(Subscribe::live(), announce).await.unwrap();
+    let result = env.bus.publish(env.noted(1)).await.unwrap();
+    assert!(result.ok(), "{result:?}");
+    let lines = log.lines();
+    let traces: Vec<&str> = lines.iter().filter_map(|line| line.split(' ').nth(1)).collect();
+    assert_eq!(traces.len(), 2, "{lines:?}");
+    assert_eq!(traces[0], traces[1]);
+    // The bus is held by its own handler.
+    env.bus.close().await.unwrap();
+}
+
+pub async fn handlers_that_publish_in_great_numbers_do_not_wait_for_each_other(env: Env) {
+    let bus = env.bus.clone();
+    let announce = move |_: Received<Noted>| {
+        let bus = bus.clone();
+        async move { bus.publish(Announced { number: 2 }).await.map(drop) }
+    };
+    env.bus.subscribe::<Noted>(Subscribe::live(), announce).await.unwrap();
+    let publishing: Vec<_> = (0..1200)
+        .map(|number| {
+            let (bus, event) = (env.bus.clone(), env.noted(number));
+            tokio::spawn(async move { bus.publish(event).await.unwrap().ok() })
+        })
+        .collect();
+    for publish in publishing {
+        assert!(publish.await.unwrap());
+    }
+    env.bus.close().await.unwrap();
+}

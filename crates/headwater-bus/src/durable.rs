@@ -1,0 +1,136 @@
+//! How a durable subscription pursues an event until it is done.
+//!
+//! Upstream: an entry that a group was given, or an event in the queue of a local bus. Downstream: `handler`.
+//! Promises: an event that failed is tried again in place: it stays unacknowledged and no copy of it enters the stream,
+//! for everybody who folds or watches that stream would see it twice. Of several handlers only those that failed run
+//! again. When the bus closes, what waits for its next try is given back.
+
+use std::time::Duration;
+
+use headwater_queue::RetryPolicy;
+use tokio::sync::watch;
+use tracing::warn;
+
+use crate::handler::{Delivered, Handled, TypedHandler};
+use crate::name::random_bits;
+
+/// Tries, if a policy does not say.
+const ATTEMPTS_DEFAULT: u32 = 5;
+
+/// Becomes true when a bus closes.
+#[derive(Clone, Debug)]
+pub(crate) struct Closing(watch::Receiver<bool>);
+
+impl Closing {
+    pub(crate) fn new() -> (watch::Sender<bool>, Self) {
+        let (sender, receiver) = watch::channel(false);
+        (sender, Self(receiver))
+    }
+
+    pub(crate) fn is_set(&self) -> bool {
+        *self.0.borrow()
+    }
+
+    /// Returns when the bus closes or is gone. Cancel-safe.
+    pub(crate) async fn wait(&self) {
+        let mut receiver = self.0.clone();
+        // An error means that the bus is gone.
+        let _ = receiver.wait_for(|closing| *closing).await;
+    }
+}
+
+/// What became of an event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    Done,
+    /// It is given back unhandled, for somebody else or for later.
+    Released,
+    /// It ran out of tries, or its handler gave up.
+    GivenUp {
+        reason: String,
+    },
+}
+
+/// The handlers of one durable subscription and their patience.
+#[derive(Clone)]
+pub(crate) struct Pursuit {
+    pub(crate) handlers: Vec<TypedHandler>,
+    pub(crate) handler_timeout: Duration,
+    pub(crate) retry: RetryPolicy,
+    pub(crate) closing: Closing,
+}
+
+impl Pursuit {
+    /// Whether any handler is for events of this type.
+    pub(crate) fn handles(&self, event_type: &str) -> bool {
+        self.handlers.iter().any(|handler| handler.event_type == event_type)
+    }
+
+    /// Runs the handlers of an event until all are done, the tries are used up, or the bus closes.
+    pub(crate) async fn run(&self, delivered: &Delivered) -> Ended {
+        let event_type = &delivered.envelope.event_type;
+        let mut left: Vec<&TypedHandler> =
+            self.handlers.iter().filter(|handler| handler.event_type == event_type).collect();
+        let attempts = self.retry.max_attempts.unwrap_or(ATTEMPTS_DEFAULT);
+        let mut attempt = 0;
+        loop {
+            attempt += 1;
+            let mut round = Round::default();
+            for handler in left {
+                let handled = handler.run(delivered.clone(), "durable", self.handler_timeout).await;
+                round.note(handler, handled);
+            }
+            if round.releases {
+                return Ended::Released;
+            }
+            let Some(reason) = round.reason else { return Ended::Done };
+            if round.gives_up || attempt >= attempts {
+                return Ended::GivenUp { reason: format!("{reason} (attempt {attempt})") };
+            }
+            warn!(
+                event_type,
+                event_id = %delivered.envelope.event_id,
+                attempt,
+                error = reason,
+                "durable handler failed, the event will be tried again"
+            );
+            let wait = round.after.unwrap_or_else(|| self.retry.backoff.wait(attempt, chance()));
+            tokio::select! {
+                () = tokio::time::sleep(wait) => {}
+                () = self.closing.wait() => return Ended::Released,
+            }
+            left = round.failed;
+        }
+    }
+}
+
+/// One try of all handlers that are left.
+#[derive(Default)]
+struct Round<'a> {
+    failed: Vec<&'a TypedHandler>,
+    /// Why the first of them failed.
+    reason: Option<String>,
+    after: Option<Duration>,
+    gives_up: bool,
+    releases: bool,
+}
+
+impl<'a> Round<'a> {
+    fn note(&mut self, handler: &'a TypedHandler, handled: Handled) {
+        match handled {
+            Handled::Done => {}
+            Handled::Release => self.releases = true,
+            Handled::Failed { reason, after, gives_up, .. } => {
+                self.failed.push(handler);
+                self.gives_up |= gives_up;
+                self.after = self.after.max(after);
+                self.reason.get_or_insert(reason);
+            }
+        }
+    }
+}
+
+/// Drawn evenly from 0 to 1.
+fn chance() -> f64 {
+    (random_bits() as u64 >> 11) as f64 / (1u64 << 53) as f64
+}

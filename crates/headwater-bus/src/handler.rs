@@ -1,0 +1,212 @@
+//! Handlers: what a subscription does with events, and how one is run so that it can hurt nobody.
+//!
+//! Upstream: applications. Downstream: `live` and the durable subscriptions run them.
+//! Promises: a handler that panics, fails or takes too long is a failure with a reason, and nothing else.
+
+use std::any::Any;
+use std::fmt;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use futures_util::future::{BoxFuture, FutureExt};
+use headwater_queue::Outcome;
+use tokio::time::timeout;
+use tracing::Instrument;
+
+use crate::error::{BusError, FailureKind, Result};
+use crate::event::{Envelope, Event, Received, Scope, Value};
+use crate::metrics;
+use crate::registry::Registry;
+use crate::trace;
+
+tokio::task_local! {
+    static HANDLING: ();
+}
+
+/// Whether the code that runs now is a handler.
+pub(crate) fn is_handling() -> bool {
+    HANDLING.try_with(|()| ()).is_ok()
+}
+
+/// Handles events of one type. Any `Fn(Received<E>) -> impl Future` whose output is an [`Outcome`], `()`, or a `Result`
+/// of one of them is one.
+#[async_trait]
+pub trait EventHandler<E: Event>: Send + Sync + 'static {
+    /// Handles one event.
+    async fn handle(&self, event: Received<E>) -> Outcome;
+}
+
+#[async_trait]
+impl<E, F, Fut> EventHandler<E> for F
+where
+    E: Event,
+    F: Fn(Received<E>) -> Fut + Send + Sync + 'static,
+    Fut: Future + Send,
+    Fut::Output: Into<Outcome>,
+{
+    async fn handle(&self, event: Received<E>) -> Outcome {
+        self(event).await.into()
+    }
+}
+
+/// The handlers of one subscription, in the order in which they run.
+#[derive(Clone, Default)]
+pub struct Handlers {
+    pub(crate) list: Vec<TypedHandler>,
+}
+
+impl Handlers {
+    /// None yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Handles events of type `E` with this.
+    pub fn on<E: Event>(mut self, handler: impl EventHandler<E>) -> Self {
+        self.list.push(TypedHandler::new(handler));
+        self
+    }
+
+    /// Checks that there are any, and that all their types are allowed.
+    pub(crate) fn check(&self, registry: &Registry) -> Result<()> {
+        if self.list.is_empty() {
+            return Err(BusError::invalid("handlers", "there are none"));
+        }
+        self.list.iter().try_for_each(|handler| (handler.check)(registry))
+    }
+
+    /// The scope that all of them share; an error if they do not.
+    pub(crate) fn one_scope(&self) -> Result<Scope> {
+        let mut scopes = self.list.iter().map(|handler| handler.scope);
+        let first = scopes.next().ok_or_else(|| BusError::invalid("handlers", "there are none"))?;
+        if scopes.any(|scope| scope != first) {
+            let problem = "some are of a session and some of a namespace; a group reads one stream";
+            return Err(BusError::invalid("handlers of a durable subscription", problem));
+        }
+        Ok(first)
+    }
+}
+
+impl fmt::Debug for Handlers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.list.iter().map(|handler| handler.event_type)).finish()
+    }
+}
+
+/// A handler that forgot its type, but not the type's name.
+#[derive(Clone)]
+pub(crate) struct TypedHandler {
+    pub(crate) event_type: &'static str,
+    pub(crate) scope: Scope,
+    check: fn(&Registry) -> Result<()>,
+    run: Arc<dyn Fn(Delivered) -> BoxFuture<'static, Outcome> + Send + Sync>,
+}
+
+/// An event on its way to handlers.
+#[derive(Clone)]
+pub(crate) struct Delivered {
+    pub(crate) value: Value,
+    pub(crate) envelope: Arc<Envelope>,
+}
+
+/// What became of one run of a handler.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Handled {
+    Done,
+    /// It did not work. `after` and `gives_up` are the handler's own wishes.
+    Failed {
+        kind: FailureKind,
+        reason: String,
+        after: Option<Duration>,
+        gives_up: bool,
+    },
+    /// The handler wants somebody else to do it.
+    Release,
+}
+
+impl TypedHandler {
+    fn new<E: Event>(handler: impl EventHandler<E>) -> Self {
+        let handler = Arc::new(handler);
+        let run = move |delivered: Delivered| -> BoxFuture<'static, Outcome> {
+            let handler = Arc::clone(&handler);
+            let event = delivered.value.downcast::<E>();
+            let event = event.expect("the registry allows one Rust type for each name");
+            let received = Received { event, envelope: delivered.envelope };
+            Box::pin(async move { handler.handle(received).await })
+        };
+        Self {
+            event_type: E::TYPE,
+            scope: E::SCOPE,
+            check: |registry| registry.check::<E>(),
+            run: Arc::new(run),
+        }
+    }
+
+    /// Runs the handler in the trace of the event. Cancel-safe as far as the handler is.
+    pub(crate) async fn run(
+        &self,
+        delivered: Delivered,
+        kind: &'static str,
+        limit: Duration,
+    ) -> Handled {
+        let began = Instant::now();
+        let envelope = Arc::clone(&delivered.envelope);
+        let span = tracing::debug_span!(
+            "handle",
+            event_type = self.event_type,
+            kind,
+            event_id = %envelope.event_id,
+            trace_id = envelope.trace_id.as_deref(),
+            parent_span_id = envelope.span_id.as_deref(),
+        );
+        // Both making the future and polling it are foreign code.
+        let running = AssertUnwindSafe(async { (self.run)(delivered).await }).catch_unwind();
+        let limited = timeout(limit, running).instrument(span);
+        let answer = HANDLING.scope((), trace::within(envelope.trace(), limited)).await;
+        let handled = match answer {
+            Ok(Ok(outcome)) => Handled::from(outcome),
+            Ok(Err(panic)) => {
+                let reason = format!("the handler panicked: {}", panic_text(&*panic));
+                Handled::failed(FailureKind::Panicked, reason)
+            }
+            Err(_) => {
+                let reason = format!("the handler took longer than {limit:?}");
+                Handled::failed(FailureKind::TimedOut, reason)
+            }
+        };
+        let failed = matches!(handled, Handled::Failed { .. });
+        metrics::consumed(self.event_type, kind, began.elapsed(), failed);
+        handled
+    }
+}
+
+impl Handled {
+    fn failed(kind: FailureKind, reason: String) -> Self {
+        Self::Failed { kind, reason, after: None, gives_up: false }
+    }
+}
+
+impl From<Outcome> for Handled {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Done => Self::Done,
+            Outcome::Release => Self::Release,
+            Outcome::Retry { after, reason } => {
+                Self::Failed { kind: FailureKind::Failed, reason, after, gives_up: false }
+            }
+            Outcome::DeadLetter { reason } => {
+                Self::Failed { kind: FailureKind::Failed, reason, after: None, gives_up: true }
+            }
+        }
+    }
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("it did not say why")
+}

@@ -1,0 +1,110 @@
+//! Every key of the bus is spelled here, and nowhere else.
+//!
+//! Upstream: everybody who touches the backend. Promises: the names of the wire format, behind a prefix; two names never
+//! make one key. On a Redis Cluster each stream has a slot of its own, and what one atomic step touches beside it is
+//! derived from its name by the layers below.
+
+use headwater_queue::limits::{GROUP_BYTES_MAX, TOPIC_BYTES_MAX};
+use headwater_stream::{GroupName, MapName, StreamName};
+
+use crate::error::{BusError, Result};
+use crate::limits::{PREFIX_BYTES_MAX, SESSION_BYTES_MAX};
+use crate::name::{Namespace, SessionId, UNKNOWN};
+
+/// The prefix that other programs use.
+pub(crate) const PREFIX: &str = "wink";
+
+/// Spells keys behind one prefix.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Keys {
+    prefix: String,
+}
+
+fn fits<T>(name: headwater_stream::Result<T>) -> T {
+    name.expect("prefix, session and namespace are checked, and their limits let keys fit")
+}
+
+impl Keys {
+    /// Checks the prefix.
+    pub(crate) fn new(prefix: &str) -> Result<Self> {
+        let odd = |c: char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}');
+        if prefix.is_empty() || prefix.len() > PREFIX_BYTES_MAX || prefix.contains(odd) {
+            let problem = format!(
+                "`{prefix}`; 1 to {PREFIX_BYTES_MAX} bytes without spaces, braces and control \
+                 characters"
+            );
+            return Err(BusError::invalid("the prefix", problem));
+        }
+        Ok(Self { prefix: prefix.to_owned() })
+    }
+
+    /// The prefix itself.
+    pub(crate) fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
+    /// The events of a session.
+    pub(crate) fn session(&self, session: &SessionId) -> StreamName {
+        fits(StreamName::new(format!("{}:events:{session}", self.prefix)))
+    }
+
+    /// The events of a namespace.
+    pub(crate) fn control(&self, namespace: &Namespace) -> StreamName {
+        fits(StreamName::new(format!("{}:control:{namespace}", self.prefix)))
+    }
+
+    /// Entries that nobody can read.
+    pub(crate) fn unknown(&self) -> StreamName {
+        fits(StreamName::new(format!("{}:events:{UNKNOWN}", self.prefix)))
+    }
+
+    /// What is known of a session.
+    #[allow(dead_code, reason = "sessions use it")]
+    pub(crate) fn session_meta(&self, session: &SessionId) -> MapName {
+        fits(MapName::new(format!("{}:session:{session}:meta", self.prefix)))
+    }
+
+    /// A group on the stream of a session or a namespace.
+    pub(crate) fn group(&self, place: &str, label: &str) -> Result<GroupName> {
+        let name = format!("{}:cg:{place}:{label}", self.prefix);
+        if label.is_empty() || label.contains([':', '{', '}']) || name.len() > GROUP_BYTES_MAX {
+            let problem = format!(
+                "`{label}` makes the group `{name}`; at most {GROUP_BYTES_MAX} bytes in all, \
+                 without colons and braces in the label"
+            );
+            return Err(BusError::invalid("a group", problem));
+        }
+        Ok(GroupName::new(name)?)
+    }
+}
+
+// Every stream is a plain topic of the queue.
+const _: () = assert!(PREFIX_BYTES_MAX + ":control:".len() + SESSION_BYTES_MAX <= TOPIC_BYTES_MAX);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_those_of_the_wire_format() {
+        let keys = Keys::new(PREFIX).unwrap();
+        let session = SessionId::new("s1").unwrap();
+        let namespace = Namespace::new("default").unwrap();
+        assert_eq!(keys.session(&session).as_str(), "wink:events:s1");
+        assert_eq!(keys.control(&namespace).as_str(), "wink:control:default");
+        assert_eq!(keys.unknown().as_str(), "wink:events:unknown");
+        assert_eq!(keys.session_meta(&session).as_str(), "wink:session:s1:meta");
+        assert_eq!(keys.group("s1", "telemetry").unwrap().as_str(), "wink:cg:s1:telemetry");
+    }
+
+    #[test]
+    fn odd_prefixes_and_groups_are_refused() {
+        for bad in ["", "a b", "a{b}", &"x".repeat(33)] {
+            assert!(Keys::new(bad).is_err(), "{bad:?}");
+        }
+        let keys = Keys::new(PREFIX).unwrap();
+        for bad in ["", "a:b", "{a}", "a\n", &"x".repeat(100)] {
+            assert!(keys.group("s1", bad).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! The maximum of everything.
+
+use std::time::Duration;
+
+use headwater_stream::limits as stream;
+
+/// Bytes of an event's payload.
+pub const PAYLOAD_BYTES_MAX: usize = stream::PAYLOAD_BYTES_MAX;
+
+/// Bytes of the prefix of all keys.
+pub const PREFIX_BYTES_MAX: usize = 32;
+
+/// Bytes of the id of a session and of the name of a namespace.
+pub const SESSION_BYTES_MAX: usize = 64;
+
+/// Bytes of an event's id.
+pub const EVENT_ID_BYTES_MAX: usize = 256;
+
+/// Bytes of the name of an event type.
+pub const TYPE_BYTES_MAX: usize = 200;
+
+/// Events in one batch.
+pub const BATCH_MAX: usize = stream::BATCH_MAX;
+
+/// Bytes of all payloads in one batch.
+pub const BATCH_BYTES_MAX: usize = 16 * 1024 * 1024;
+
+/// Subscriptions of one bus.
+pub const SUBSCRIPTIONS_MAX: usize = 10_000;
+
+/// Streams that the live subscriptions of one bus follow: one read serves them all.
+pub const FOLLOWED_MAX: usize = stream::READ_STREAMS_MAX;
+
+/// Publishes of one bus that are under way at once.
+pub const IN_FLIGHT_MAX: usize = 100_000;
+
+/// Entries that are kept for an operator because nobody knows their type; older ones go. The entries themselves stay
+/// where they are.
+pub const PARKED_MAX: u64 = 100_000;
+
+/// Events without an answer from the backend that are remembered, to be handled here if they turn out to be stored.
+pub const UNCONFIRMED_MAX: usize = 10_000;
+
+/// Events that wait for one durable subscription of a local bus.
+pub const LOCAL_QUEUE_MAX: usize = 10_000;
+
+/// Dead letters that a local bus keeps.
+pub const LOCAL_DEAD_LETTERS_MAX: usize = 1000;
+
+/// Bytes of a spool: it is read whole when it is opened.
+pub const SPOOL_BYTES_MAX: u64 = 1024 * 1024 * 1024;
+
+/// The longest time ids of published events are remembered.
+pub const REMEMBER_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
+// A batch of the largest payloads, each with its fields around it, is one append.
+const _: () = assert!(BATCH_BYTES_MAX + BATCH_MAX * 2048 <= stream::BATCH_BYTES_MAX);

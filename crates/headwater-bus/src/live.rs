@@ -1,0 +1,167 @@
+//! The live subscriptions of a bus: who handles what, in which order.
+//!
+//! Upstream: `publish` and what other processes published. Downstream: `handler`.
+//! Promises: handlers run one after the other in the order of their subscriptions; one that fails does not keep the
+//! others from running.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use headwater_stream::{EntryId, StreamName};
+use tracing::warn;
+
+use crate::error::{BusError, FailureKind, HandlerFailure, Result};
+use crate::handler::{Delivered, Handled, TypedHandler};
+use crate::limits::SUBSCRIPTIONS_MAX;
+use crate::name::{SessionId, SubscriptionId};
+
+/// One live subscription.
+pub(crate) struct Live {
+    pub(crate) id: SubscriptionId,
+    pub(crate) handlers: Vec<TypedHandler>,
+    /// Only events of this session, if they are of one.
+    pub(crate) session: Option<SessionId>,
+    pub(crate) handler_timeout: Duration,
+    /// The streams it follows, and where each ended when it began: what was there before passes it by.
+    pub(crate) follows: Vec<(StreamName, EntryId)>,
+    is_active: AtomicBool,
+}
+
+impl Live {
+    pub(crate) fn new(
+        id: SubscriptionId,
+        handlers: Vec<TypedHandler>,
+        session: Option<SessionId>,
+        handler_timeout: Duration,
+        follows: Vec<(StreamName, EntryId)>,
+    ) -> Self {
+        let is_active = AtomicBool::new(true);
+        Self { id, handlers, session, handler_timeout, follows, is_active }
+    }
+}
+
+/// Where an event comes from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Source<'a> {
+    /// It was published here, in this session if in one.
+    Here(Option<&'a SessionId>),
+    /// It was found in this stream: of the namespace, or of this session.
+    Stream { session: Option<&'a SessionId>, stream: &'a StreamName },
+}
+
+/// What came of an event.
+#[derive(Debug, Default)]
+pub(crate) struct Dispatched {
+    pub(crate) invoked: usize,
+    pub(crate) failures: Vec<HandlerFailure>,
+}
+
+/// All live subscriptions, in order.
+#[derive(Default)]
+pub(crate) struct LiveList {
+    /// Replaced as a whole, so that a dispatch works on a list that does not change under it.
+    list: Mutex<Arc<[Arc<Live>]>>,
+}
+
+impl LiveList {
+    pub(crate) fn add(&self, live: Live) -> Result<()> {
+        let mut list = self.lock();
+        if list.len() >= SUBSCRIPTIONS_MAX {
+            let problem = format!("there are {SUBSCRIPTIONS_MAX} already, which is the limit");
+            return Err(BusError::invalid("a subscription", problem));
+        }
+        *list = list.iter().cloned().chain([Arc::new(live)]).collect();
+        Ok(())
+    }
+
+    /// Takes a subscription out; no handler of it is begun any more.
+    pub(crate) fn remove(&self, id: SubscriptionId) -> Option<Arc<Live>> {
+        let mut list = self.lock();
+        let found = list.iter().find(|live| live.id == id).cloned()?;
+        *list = list.iter().filter(|live| live.id != id).cloned().collect();
+        found.is_active.store(false, Ordering::SeqCst);
+        Some(found)
+    }
+
+    pub(crate) fn clear(&self) {
+        let all = std::mem::take(&mut *self.lock());
+        all.iter().for_each(|live| live.is_active.store(false, Ordering::SeqCst));
+    }
+
+    /// Whether anybody here handles events of this type.
+    pub(crate) fn handles(&self, event_type: &str) -> bool {
+        let list = Arc::clone(&*self.lock());
+        list.iter().any(|live| live.handlers.iter().any(|handler| handler.event_type == event_type))
+    }
+
+    /// Runs the handlers of an event. `own` is the session the bus was opened for.
+    pub(crate) async fn dispatch(
+        &self,
+        delivered: &Delivered,
+        source: Source<'_>,
+        own: Option<&SessionId>,
+    ) -> Dispatched {
+        let list = Arc::clone(&*self.lock());
+        let mut dispatched = Dispatched::default();
+        let entry_id = delivered.envelope.entry_id;
+        for live in list.iter().filter(|live| live.listens_to(source, own, entry_id)) {
+            for handler in &live.handlers {
+                if handler.event_type != delivered.envelope.event_type
+                    || !live.is_active.load(Ordering::SeqCst)
+                {
+                    continue;
+                }
+                dispatched.invoked += 1;
+                let handled = handler.run(delivered.clone(), "live", live.handler_timeout).await;
+                if let Some(failure) = failure(live.id, handled) {
+                    warn!(
+                        event_type = handler.event_type,
+                        event_id = %delivered.envelope.event_id,
+                        subscription = %live.id,
+                        error = failure.reason,
+                        "live handler failed"
+                    );
+                    dispatched.failures.push(failure);
+                }
+            }
+        }
+        dispatched
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Arc<[Arc<Live>]>> {
+        self.list.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+impl Live {
+    fn listens_to(
+        &self,
+        source: Source<'_>,
+        own: Option<&SessionId>,
+        entry_id: Option<EntryId>,
+    ) -> bool {
+        match source {
+            Source::Here(None) => true,
+            Source::Here(Some(session)) => self.session.as_ref().is_none_or(|mine| mine == session),
+            Source::Stream { session, stream } => {
+                let is_mine = session.is_none() || self.session.as_ref().or(own) == session;
+                let follows = |(followed, end): &(StreamName, EntryId)| {
+                    followed == stream && entry_id.is_none_or(|id| id > *end)
+                };
+                is_mine && self.follows.iter().any(follows)
+            }
+        }
+    }
+}
+
+fn failure(subscription: SubscriptionId, handled: Handled) -> Option<HandlerFailure> {
+    let (kind, reason) = match handled {
+        Handled::Done => return None,
+        Handled::Failed { kind, reason, .. } => (kind, reason),
+        Handled::Release => {
+            (FailureKind::Failed, "a live handler has nobody to leave it to".into())
+        }
+    };
+    Some(HandlerFailure { subscription, kind, reason })
+}

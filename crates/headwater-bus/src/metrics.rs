@@ -1,0 +1,65 @@
+//! Every metric of this crate: its name, its labels, its meaning. All names are here and nowhere else.
+
+use std::time::Duration;
+
+use metrics::{counter, gauge, histogram};
+
+/// Events published. Labels: type, result (`stored`, `spooled`, `local`).
+pub const PUBLISHED: &str = "headwater_bus_publish_total";
+/// Seconds from the call to the end of storing, handlers not included. Labels: type.
+pub const PUBLISH_LATENCY: &str = "headwater_bus_publish_latency_seconds";
+/// Events that could not be published. Labels: type.
+pub const PUBLISH_ERRORS: &str = "headwater_bus_publish_errors_total";
+/// Events given to a handler. Labels: type, kind (`live`, `durable`).
+pub const CONSUMED: &str = "headwater_bus_consume_total";
+/// Seconds a handler took. Labels: type, kind.
+pub const CONSUME_LATENCY: &str = "headwater_bus_consume_latency_seconds";
+/// Handlers that failed. Labels: type, kind.
+pub const CONSUME_ERRORS: &str = "headwater_bus_consume_errors_total";
+/// Entries of a group that are delivered and not settled, as the last look at the bus's health found them. Labels: stream, group.
+pub const PENDING: &str = "headwater_bus_pending";
+/// Entries of unknown or unfit types that were parked. Labels: none.
+pub const PARKED: &str = "headwater_bus_parked_total";
+/// How often the breaker opened. Labels: none.
+pub const BREAKER_OPENED: &str = "headwater_bus_breaker_opened_total";
+/// Events in the spool. Labels: none.
+pub const SPOOLED: &str = "headwater_bus_spooled";
+/// Events that went from the spool to their streams. Labels: none.
+pub const REPLAYED: &str = "headwater_bus_replayed_total";
+
+pub(crate) fn published(event_type: &str, result: &'static str, took: Duration) {
+    counter!(PUBLISHED, "type" => event_type.to_owned(), "result" => result).increment(1);
+    histogram!(PUBLISH_LATENCY, "type" => event_type.to_owned()).record(took);
+}
+
+pub(crate) fn publish_failed(event_type: &str) {
+    counter!(PUBLISH_ERRORS, "type" => event_type.to_owned()).increment(1);
+}
+
+pub(crate) fn consumed(event_type: &str, kind: &'static str, took: Duration, failed: bool) {
+    counter!(CONSUMED, "type" => event_type.to_owned(), "kind" => kind).increment(1);
+    histogram!(CONSUME_LATENCY, "type" => event_type.to_owned(), "kind" => kind).record(took);
+    if failed {
+        counter!(CONSUME_ERRORS, "type" => event_type.to_owned(), "kind" => kind).increment(1);
+    }
+}
+
+pub(crate) fn pending(stream: &str, group: &str, count: u64) {
+    gauge!(PENDING, "stream" => stream.to_owned(), "group" => group.to_owned()).set(count as f64);
+}
+
+pub(crate) fn parked() {
+    counter!(PARKED).increment(1);
+}
+
+pub(crate) fn breaker_opened() {
+    counter!(BREAKER_OPENED).increment(1);
+}
+
+pub(crate) fn spooled(events: usize) {
+    gauge!(SPOOLED).set(events as f64);
+}
+
+pub(crate) fn replayed(events: usize) {
+    counter!(REPLAYED).increment(events as u64);
+}

@@ -1,0 +1,319 @@
+//! The registry: which event types a bus knows, and how older versions become the newest one.
+//!
+//! Upstream: the application, which registers its types once. Downstream: every bus asks it before it trusts an entry.
+//! Promises: what is not registered is refused or parked, never guessed.
+
+use std::any::TypeId;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use headwater_stream::BoxError;
+use serde_json::Value as Json;
+
+use crate::error::{BusError, Misfit, Result};
+use crate::event::{Envelope, Event, Outgoing, Scope, Value};
+use crate::limits::TYPE_BYTES_MAX;
+
+/// The allow-list of event types.
+#[derive(Clone, Default)]
+pub struct Registry {
+    types: BTreeMap<String, Registration>,
+}
+
+#[derive(Clone)]
+struct Registration {
+    type_id: TypeId,
+    version: u32,
+    scope: Scope,
+    decode: fn(&[u8]) -> serde_json::Result<Value>,
+    decode_lifted: fn(Json) -> serde_json::Result<Value>,
+    schema: fn() -> Json,
+    /// One step up from each of these versions.
+    upcasters: BTreeMap<u32, Upcaster>,
+}
+
+type Upcaster = Arc<dyn Fn(Json) -> Result<Json, BoxError> + Send + Sync>;
+
+impl Registry {
+    /// A registry without any type.
+    pub fn empty() -> Self {
+        Self::default()
+    }
+
+    /// Allows a type. Registering it again changes nothing.
+    pub fn register<E: Event>(&mut self) -> Result<&mut Self> {
+        check_name(E::TYPE)?;
+        if E::VERSION == 0 {
+            let problem = "its version is 0; they count from 1";
+            return Err(BusError::invalid(format!("the event type `{}`", E::TYPE), problem));
+        }
+        if let Some(known) = self.types.get(E::TYPE) {
+            if known.type_id == TypeId::of::<E>() {
+                return Ok(self);
+            }
+            let problem = "another Rust type has this name; names are unique";
+            return Err(BusError::invalid(format!("the event type `{}`", E::TYPE), problem));
+        }
+        let registration = Registration {
+            type_id: TypeId::of::<E>(),
+            version: E::VERSION,
+            scope: E::SCOPE,
+            decode: |json| Ok(Arc::new(serde_json::from_slice::<E>(json)?)),
+            decode_lifted: |json| Ok(Arc::new(serde_json::from_value::<E>(json)?)),
+            schema: || schemars::schema_for!(E).to_value(),
+            upcasters: BTreeMap::new(),
+        };
+        self.types.insert(E::TYPE.to_owned(), registration);
+        Ok(self)
+    }
+
+    /// Allows a type, for building a registry in one go.
+    pub fn with<E: Event>(mut self) -> Result<Self> {
+        self.register::<E>()?;
+        Ok(self)
+    }
+
+    /// Lifts payloads of version `from` to the next one. `E` is registered if it was not.
+    pub fn with_upcaster<E: Event>(
+        mut self,
+        from: u32,
+        upcast: impl Fn(Json) -> Result<Json, BoxError> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        self.register::<E>()?;
+        if from == 0 || from >= E::VERSION {
+            let problem = format!("from version {from}; the type is at version {}", E::VERSION);
+            return Err(BusError::invalid(format!("an upcaster of `{}`", E::TYPE), problem));
+        }
+        let registration = self.types.get_mut(E::TYPE).expect("it was registered above");
+        if registration.upcasters.insert(from, Arc::new(upcast)).is_some() {
+            let problem = format!("there are two from version {from}");
+            return Err(BusError::invalid(format!("an upcaster of `{}`", E::TYPE), problem));
+        }
+        Ok(self)
+    }
+
+    /// Names and versions of all types, sorted by name.
+    pub fn types(&self) -> impl Iterator<Item = (&str, u32)> {
+        self.types.iter().map(|(name, known)| (name.as_str(), known.version))
+    }
+
+    /// The JSON Schema of a type.
+    pub fn schema(&self, event_type: &str) -> Option<Json> {
+        self.types.get(event_type).map(|known| (known.schema)())
+    }
+
+    /// The JSON Schemas of all types by name.
+    pub fn schemas(&self) -> BTreeMap<String, Json> {
+        self.types.iter().map(|(name, known)| (name.clone(), (known.schema)())).collect()
+    }
+
+    /// Reads the event in an envelope, lifted to the version of `E`.
+    pub fn decode<E: Event>(&self, envelope: &Envelope) -> Result<Arc<E>> {
+        self.check::<E>()?;
+        if envelope.event_type != E::TYPE {
+            let problem = format!("it is `{}`, not `{}`", envelope.event_type, E::TYPE);
+            return Err(BusError::invalid("the type of an event", problem));
+        }
+        let value = self.decode_any(envelope)?;
+        Ok(value.downcast::<E>().expect("the registry decodes a type to what was registered"))
+    }
+
+    /// Reads the event in an envelope, whatever its type is.
+    pub(crate) fn decode_any(&self, envelope: &Envelope) -> Result<Value, Misfit> {
+        let Envelope { event_type, version, payload, .. } = envelope;
+        let known = self
+            .types
+            .get(event_type)
+            .ok_or_else(|| Misfit::UnknownType { event_type: event_type.clone() })?;
+        let unfit = |problem: String| Misfit::Payload {
+            event_type: event_type.clone(),
+            version: *version,
+            problem,
+        };
+        if *version == known.version {
+            return (known.decode)(payload).map_err(|error| unfit(error.to_string()));
+        }
+        let mut json: Json =
+            serde_json::from_slice(payload).map_err(|error| unfit(error.to_string()))?;
+        for step in *version..known.version {
+            let Some(upcast) = known.upcasters.get(&step) else {
+                return Err(known.unreadable(event_type, *version));
+            };
+            json = upcast(json).map_err(|error| unfit(format!("from version {step}: {error}")))?;
+        }
+        if *version > known.version {
+            return Err(known.unreadable(event_type, *version));
+        }
+        (known.decode_lifted)(json).map_err(|error| unfit(error.to_string()))
+    }
+
+    /// Whether `E` is the type that is allowed under its name.
+    pub(crate) fn check<E: Event>(&self) -> Result<()> {
+        self.check_id(E::TYPE, TypeId::of::<E>())
+    }
+
+    /// Whether an event may be published.
+    pub(crate) fn check_outgoing(&self, event: &Outgoing) -> Result<()> {
+        self.check_id(event.event_type, (*event.value).type_id())
+    }
+
+    fn check_id(&self, event_type: &str, type_id: TypeId) -> Result<()> {
+        let problem = match self.types.get(event_type) {
+            Some(known) if known.type_id == type_id => return Ok(()),
+            Some(_) => "another Rust type has this name",
+            None => "register it first",
+        };
+        Err(BusError::NotRegistered {
+            event_type: event_type.to_owned(),
+            problem: problem.to_owned(),
+        })
+    }
+
+    /// Where events of a type are stored.
+    pub fn scope(&self, event_type: &str) -> Option<Scope> {
+        self.types.get(event_type).map(|known| known.scope)
+    }
+}
+
+impl Registration {
+    fn unreadable(&self, event_type: &str, version: u32) -> Misfit {
+        let lifted: Vec<String> = self.upcasters.keys().map(u32::to_string).collect();
+        let problem = match lifted.as_slice() {
+            [] => format!("version {} is registered, without upcasters", self.version),
+            lifted => format!(
+                "version {} is registered, with upcasters from {}",
+                self.version,
+                lifted.join(", ")
+            ),
+        };
+        Misfit::UnknownVersion { event_type: event_type.to_owned(), version, problem }
+    }
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.types()).finish()
+    }
+}
+
+fn check_name(name: &str) -> Result<()> {
+    if name.is_empty() || name.len() > TYPE_BYTES_MAX || name.chars().any(char::is_control) {
+        let problem = format!("1 to {TYPE_BYTES_MAX} bytes without control characters");
+        return Err(BusError::invalid(format!("the event type `{name}`"), problem));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use headwater_stream::{EntryId, Fields, StreamName};
+    use schemars::JsonSchema;
+    use serde::{Deserialize, Serialize};
+    use serde_json::json;
+
+    use super::*;
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+    struct Priced {
+        cents: u64,
+        currency: String,
+    }
+
+    impl Event for Priced {
+        const TYPE: &'static str = "shop.Priced";
+        const VERSION: u32 = 3;
+    }
+
+    fn registry() -> Registry {
+        Registry::empty()
+            .with_upcaster::<Priced>(1, |mut old| {
+                let euros = old["euros"].as_u64().ok_or("no euros")?;
+                old["cents"] = json!(euros * 100);
+                Ok(old)
+            })
+            .unwrap()
+            .with_upcaster::<Priced>(2, |mut old| {
+                old["currency"] = json!("EUR");
+                Ok(old)
+            })
+            .unwrap()
+    }
+
+    fn envelope(event_type: &str, version: &str, payload: &'static str) -> Envelope {
+        let fields = Fields::new([
+            ("type", Bytes::copy_from_slice(event_type.as_bytes())),
+            ("payload", Bytes::from_static(payload.as_bytes())),
+            ("version", Bytes::copy_from_slice(version.as_bytes())),
+        ]);
+        let stream = StreamName::new("s").unwrap();
+        Envelope::from_entry(&stream, EntryId::new(1, 0), &fields).unwrap()
+    }
+
+    #[test]
+    fn older_versions_are_lifted_step_by_step() {
+        let expected = Priced { cents: 700, currency: "EUR".to_owned() };
+        for (version, payload) in [
+            ("1", r#"{"euros":7}"#),
+            ("2", r#"{"cents":700}"#),
+            ("3", r#"{"cents":700,"currency":"EUR"}"#),
+        ] {
+            let read = registry().decode::<Priced>(&envelope(Priced::TYPE, version, payload));
+            assert_eq!(*read.unwrap(), expected, "from version {version}");
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_says_why() {
+        let misfit = |envelope| registry().decode_any(&envelope).err().unwrap();
+        assert!(matches!(
+            misfit(envelope("shop.Other", "1", "{}")),
+            Misfit::UnknownType { event_type } if event_type == "shop.Other"
+        ));
+        for version in ["0", "4", "4294967295"] {
+            let error = misfit(envelope(Priced::TYPE, version, "{}"));
+            assert!(matches!(error, Misfit::UnknownVersion { .. }), "{version}: {error}");
+        }
+        for (version, payload) in
+            [("3", "{}"), ("3", "nonsense"), ("1", "nonsense"), ("1", "{}"), ("3", "")]
+        {
+            let error = misfit(envelope(Priced::TYPE, version, payload));
+            assert!(matches!(error, Misfit::Payload { .. }), "{payload}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_version_without_a_way_up_is_unknown() {
+        let registry = Registry::empty().with_upcaster::<Priced>(2, Ok).unwrap();
+        let error = registry.decode_any(&envelope(Priced::TYPE, "1", "{}")).err().unwrap();
+        assert!(error.to_string().contains("with upcasters from 2"), "{error}");
+    }
+
+    #[test]
+    fn names_are_unique_and_upcasters_make_sense() {
+        #[derive(Serialize, Deserialize, JsonSchema)]
+        struct Impostor {}
+        impl Event for Impostor {
+            const TYPE: &'static str = Priced::TYPE;
+        }
+        let mut registry = registry();
+        assert!(registry.register::<Priced>().is_ok());
+        assert!(matches!(registry.register::<Impostor>(), Err(BusError::Invalid { .. })));
+        assert!(matches!(registry.check::<Impostor>(), Err(BusError::NotRegistered { .. })));
+        for from in [0, 3, 4] {
+            assert!(Registry::empty().with_upcaster::<Priced>(from, Ok).is_err(), "{from}");
+        }
+        assert!(registry.with_upcaster::<Priced>(1, Ok).is_err());
+    }
+
+    #[test]
+    fn every_registered_type_has_a_schema() {
+        let registry = registry();
+        let schema = registry.schema(Priced::TYPE).unwrap();
+        assert_eq!(schema["properties"]["cents"]["type"], "integer");
+        assert_eq!(schema["required"], json!(["cents", "currency"]));
+        assert_eq!(registry.schemas().len(), 1);
+        assert_eq!(registry.schema("shop.Other"), None);
+    }
+}

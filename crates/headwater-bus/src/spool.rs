@@ -1,0 +1,226 @@
+//! The spool: a file where events wait while the backend is away.
+//!
+//! Upstream: `publish`, when an event cannot be stored. Downstream: the replay, which moves events to their streams.
+//! Promises: events that were added are on the disk, in the order they were added; while any of them waits, every newer
+//! event of the bus goes behind it, so the order within each session stays as it was published. It is bounded, and full
+//! is an error. A spool belongs to one bus.
+//! Not here: when to replay, and how to see to it that nothing is stored twice (see `streamed/replay`).
+
+mod file;
+mod record;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use headwater_stream::{Coalescer, CoalescerConfig};
+use tokio::sync::Notify;
+use tokio::task::spawn_blocking;
+
+use crate::bus::SpoolHealth;
+use crate::error::{BusError, Result, SpoolError};
+use crate::limits::SPOOL_BYTES_MAX;
+use crate::metrics;
+
+use self::file::SpoolFile;
+pub(crate) use self::record::Spooled;
+
+/// Where events wait while the backend is away.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpoolConfig {
+    /// The file; it is made if it is missing. Events that their streams refuse for good go to a file beside it, with
+    /// `.rejected` at the end of its name.
+    pub file: PathBuf,
+    /// Bytes it may have. Default: 64 MiB, at most 1 GiB.
+    pub max_bytes: u64,
+}
+
+impl SpoolConfig {
+    /// A spool in this file.
+    pub fn new(file: impl Into<PathBuf>) -> Self {
+        Self { file: file.into(), max_bytes: 64 * 1024 * 1024 }
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.file.file_name().is_none() {
+            let problem = format!("`{}` names no file", self.file.display());
+            return Err(BusError::invalid("the spool", problem));
+        }
+        if !(4096..=SPOOL_BYTES_MAX).contains(&self.max_bytes) {
+            let problem = format!("{}; 4096 to {SPOOL_BYTES_MAX}", self.max_bytes);
+            return Err(BusError::invalid("the max_bytes of the spool", problem));
+        }
+        Ok(())
+    }
+}
+
+/// An open spool.
+pub(crate) struct Spool {
+    shared: Arc<Shared>,
+    /// Events that are added at the same time share one sync of the disk.
+    writes: Coalescer<Vec<Spooled>, Result<(), SpoolError>>,
+}
+
+struct Shared {
+    config: SpoolConfig,
+    owner: String,
+    /// Locked only by threads that may block.
+    file: Mutex<SpoolFile>,
+    /// Events that were accepted, written or not, and are not in their streams. While there are any, nothing goes past
+    /// them.
+    waiting: AtomicUsize,
+    bytes: AtomicU64,
+    rejected: AtomicU64,
+    /// Something was added.
+    added: Notify,
+}
+
+impl Spool {
+    /// Opens the spool of the bus `owner`, with what waits in it.
+    pub(crate) async fn open(config: SpoolConfig, owner: &str) -> Result<Self> {
+        config.validate()?;
+        let (path, name, max_bytes) = (config.file.clone(), owner.to_owned(), config.max_bytes);
+        let opened = blocking(&config.file, move || SpoolFile::open(&path, &name, max_bytes));
+        let file = opened.await?;
+        let shared = Arc::new(Shared {
+            owner: owner.to_owned(),
+            waiting: AtomicUsize::new(file.waiting()),
+            bytes: AtomicU64::new(file.bytes()),
+            rejected: AtomicU64::new(0),
+            added: Notify::new(),
+            file: Mutex::new(file),
+            config,
+        });
+        metrics::spooled(shared.waiting.load(Ordering::SeqCst));
+        let writer = Arc::clone(&shared);
+        let writes = Coalescer::new(CoalescerConfig::default(), move |batch| {
+            let shared = Arc::clone(&writer);
+            async move { shared.write(batch).await }
+        })?;
+        Ok(Self { shared, writes })
+    }
+
+    /// Whether events wait: then every newer one must be added behind them.
+    pub(crate) fn is_waiting(&self) -> bool {
+        self.shared.waiting.load(Ordering::SeqCst) > 0
+    }
+
+    /// Adds events in order, all or none. When it returns they are on the disk.
+    pub(crate) async fn add(&self, events: Vec<Spooled>) -> Result<(), SpoolError> {
+        let count = events.len();
+        let bytes = events.iter().map(|event| event.fields.bytes()).sum();
+        // Counted before they are written: from now on nothing may go past them.
+        self.shared.waiting.fetch_add(count, Ordering::SeqCst);
+        let gone = || SpoolError::Disk {
+            file: self.shared.config.file.clone(),
+            problem: "the writer ended".to_owned(),
+        };
+        let written =
+            self.writes.call_weighing(events, bytes).await.unwrap_or_else(|_| Err(gone()));
+        if written.is_err() {
+            self.shared.waiting.fetch_sub(count, Ordering::SeqCst);
+        }
+        metrics::spooled(self.shared.waiting.load(Ordering::SeqCst));
+        self.shared.added.notify_one();
+        written
+    }
+
+    /// Returns when events wait, or soon after. Cancel-safe.
+    pub(crate) async fn wait(&self) {
+        if !self.is_waiting() {
+            self.shared.added.notified().await;
+        }
+    }
+
+    /// The oldest events, up to so many and about so many bytes. Events that are being written are not among them.
+    pub(crate) async fn peek(
+        &self,
+        count: usize,
+        max_bytes: u64,
+    ) -> Result<Vec<Spooled>, SpoolError> {
+        self.with_file(move |file| file.peek(count, max_bytes)).await
+    }
+
+    /// The oldest `count` events are in their streams.
+    pub(crate) async fn done(&self, count: usize) -> Result<(), SpoolError> {
+        self.with_file(move |file| file.done(count)).await?;
+        let before = self.shared.waiting.fetch_sub(count, Ordering::SeqCst);
+        metrics::spooled(before - count);
+        Ok(())
+    }
+
+    /// Puts events that their stream refused for good into the file beside the spool. They still wait in the spool.
+    pub(crate) async fn reject(&self, events: Vec<Spooled>) -> Result<(), SpoolError> {
+        let shared = &self.shared;
+        let (path, owner) = (rejected_path(&shared.config.file), shared.owner.clone());
+        let count = events.len() as u64;
+        let write = move || file::reject(&path, &owner, &events);
+        blocking(&shared.config.file, write).await?;
+        shared.rejected.fetch_add(count, Ordering::SeqCst);
+        Ok(())
+    }
+
+    pub(crate) fn health(&self) -> SpoolHealth {
+        let shared = &self.shared;
+        SpoolHealth {
+            events: shared.waiting.load(Ordering::SeqCst),
+            bytes: shared.bytes.load(Ordering::SeqCst),
+            max_bytes: shared.config.max_bytes,
+            rejected: shared.rejected.load(Ordering::SeqCst),
+        }
+    }
+
+    async fn with_file<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&mut SpoolFile) -> Result<T, SpoolError> + Send + 'static,
+    ) -> Result<T, SpoolError> {
+        let shared = Arc::clone(&self.shared);
+        let path = shared.config.file.clone();
+        blocking(&path, move || shared.with_file(work)).await
+    }
+}
+
+impl Shared {
+    /// Writes what gathered, one request after the other if all together do not fit.
+    async fn write(self: Arc<Self>, batch: Vec<Vec<Spooled>>) -> Vec<Result<(), SpoolError>> {
+        let (count, path) = (batch.len(), self.config.file.clone());
+        let work = move || {
+            self.with_file(|file| {
+                if file.append(&batch.concat()).is_ok() {
+                    return Ok(vec![Ok(()); batch.len()]);
+                }
+                Ok(batch.iter().map(|events| file.append(events)).collect())
+            })
+        };
+        blocking(&path, work).await.unwrap_or_else(|error| vec![Err(error); count])
+    }
+
+    fn with_file<T>(
+        &self,
+        work: impl FnOnce(&mut SpoolFile) -> Result<T, SpoolError>,
+    ) -> Result<T, SpoolError> {
+        let mut file: MutexGuard<'_, SpoolFile> =
+            self.file.lock().expect("no code panics while it holds this lock");
+        let result = work(&mut file);
+        self.bytes.store(file.bytes(), Ordering::SeqCst);
+        result
+    }
+}
+
+fn rejected_path(spool: &Path) -> PathBuf {
+    let mut path = spool.as_os_str().to_owned();
+    path.push(".rejected");
+    path.into()
+}
+
+async fn blocking<T: Send + 'static>(
+    path: &Path,
+    work: impl FnOnce() -> Result<T, SpoolError> + Send + 'static,
+) -> Result<T, SpoolError> {
+    spawn_blocking(work).await.unwrap_or_else(|error| {
+        Err(SpoolError::Disk { file: path.to_owned(), problem: error.to_string() })
+    })
+}
+
+#[cfg(test)]
+mod tests;

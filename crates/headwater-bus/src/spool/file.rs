@@ -1,0 +1,314 @@
+//! The file of a spool: appended to, read from the front, emptied when all of it is done.
+//!
+//! Upstream: `spool`, from a thread that may block. Downstream: the disk.
+//! Promises: what was appended survives a crash of the process and of the machine; a write that was cut off by a crash
+//! is cut off for good when the file is opened; damage before that is an error and changes nothing; one process has
+//! the file at a time.
+
+use std::collections::VecDeque;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use tracing::warn;
+
+use super::record::{self, Found, Record, Spooled};
+use crate::error::SpoolError;
+
+pub(super) struct SpoolFile {
+    path: PathBuf,
+    file: File,
+    owner: String,
+    max_bytes: u64,
+    /// Where the records begin.
+    first: u64,
+    /// Where the first event lies that is not done.
+    front: u64,
+    /// Where the next record goes.
+    end: u64,
+    /// Events from the beginning of the file that are done, as the last mark counts them.
+    done: u64,
+    /// Where the events lie that are not done, oldest first: their ends.
+    waiting: VecDeque<u64>,
+    /// Why it cannot be written to any more.
+    broken: Option<SpoolError>,
+}
+
+impl SpoolFile {
+    /// Opens the file of `owner`, or makes one.
+    pub(super) fn open(path: &Path, owner: &str, max_bytes: u64) -> Result<Self, SpoolError> {
+        let disk = |error: io::Error| disk(path, &error);
+        if let Some(directory) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            fs::create_dir_all(directory).map_err(disk)?;
+        }
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)
+            .map_err(disk)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                return Err(SpoolError::InUse { file: path.to_owned() });
+            }
+            Err(TryLockError::Error(error)) => return Err(disk(error)),
+        }
+        let mut spool = Self {
+            path: path.to_owned(),
+            file,
+            owner: owner.to_owned(),
+            max_bytes,
+            first: 0,
+            front: 0,
+            end: 0,
+            done: 0,
+            waiting: VecDeque::new(),
+            broken: None,
+        };
+        spool.recover()?;
+        Ok(spool)
+    }
+
+    fn recover(&mut self) -> Result<(), SpoolError> {
+        let mut bytes = Vec::new();
+        self.file.read_to_end(&mut bytes).map_err(|error| disk(&self.path, &error))?;
+        let head = record::head(&self.owner);
+        // A head that was cut off while it was written for the first time.
+        if bytes.len() < head.len() && (bytes.is_empty() || head.starts_with(&bytes)) {
+            self.start_anew()?;
+            return sync_directory(&self.path).map_err(|error| self.fail(&error));
+        }
+        let Some((owner, first)) = record::read_head(&bytes) else {
+            return Err(self.corrupt(0, "this is not the head of a spool"));
+        };
+        if owner != self.owner {
+            let (file, bus) = (self.path.clone(), self.owner.clone());
+            return Err(SpoolError::Foreign { file, owner, bus });
+        }
+        let mut ends = Vec::new();
+        let mut at = first;
+        loop {
+            match Record::find(&bytes, at) {
+                Found::Record { record, next } => {
+                    at = next;
+                    match record {
+                        Record::Event(_) => ends.push(next as u64),
+                        Record::Replayed(count) => self.done = count,
+                    }
+                }
+                Found::End => break,
+                Found::Torn => {
+                    let cut = bytes.len() - at;
+                    warn!(file = %self.path.display(), bytes = cut, "cut a torn end off the spool");
+                    self.file.set_len(at as u64).map_err(|error| disk(&self.path, &error))?;
+                    break;
+                }
+                Found::Damaged(problem) => return Err(self.corrupt(at, &problem)),
+            }
+        }
+        let Some(waiting) = ends.len().checked_sub(self.done as usize) else {
+            return Err(self.corrupt(at, "a mark counts more events than there are"));
+        };
+        self.first = first as u64;
+        self.end = at as u64;
+        self.front = match self.done {
+            0 => self.first,
+            done => ends[done as usize - 1],
+        };
+        self.waiting = ends.split_off(ends.len() - waiting).into();
+        Ok(())
+    }
+
+    /// Events that are not done.
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.end
+    }
+
+    /// Appends events, all or none, and returns when they are on the disk.
+    pub(super) fn append(&mut self, events: &[Spooled]) -> Result<(), SpoolError> {
+        self.check()?;
+        let mut bytes = Vec::new();
+        let mut ends = Vec::with_capacity(events.len());
+        for event in events {
+            bytes.extend(Record::Event(event.clone()).encode());
+            ends.push(bytes.len() as u64);
+        }
+        let fits = |spool: &Self| spool.end + bytes.len() as u64 <= spool.max_bytes;
+        if !fits(self) && self.front > self.first {
+            self.rewrite()?;
+        }
+        if !fits(self) {
+            let (file, bytes, limit) = (self.path.clone(), self.end, self.max_bytes);
+            return Err(SpoolError::Full { file, bytes, limit });
+        }
+        let begin = self.end;
+        self.write(&bytes)?;
+        self.waiting.extend(ends.into_iter().map(|end| begin + end));
+        Ok(())
+    }
+
+    /// The oldest events that are not done, up to so many and about so many bytes.
+    pub(super) fn peek(
+        &mut self,
+        count: usize,
+        max_bytes: u64,
+    ) -> Result<Vec<Spooled>, SpoolError> {
+        let mut end = self.front;
+        for next in self.waiting.iter().take(count) {
+            if *next - self.front > max_bytes && end > self.front {
+                break;
+            }
+            end = *next;
+        }
+        let mut bytes = vec![0; (end - self.front) as usize];
+        let mut read = || {
+            self.file.seek(SeekFrom::Start(self.front))?;
+            self.file.read_exact(&mut bytes)
+        };
+        read().map_err(|error| disk(&self.path, &error))?;
+        let (mut events, mut at) = (Vec::new(), 0);
+        loop {
+            match Record::find(&bytes, at) {
+                Found::End => return Ok(events),
+                Found::Record { record, next } => {
+                    at = next;
+                    if let Record::Event(event) = record {
+                        events.push(event);
+                    }
+                }
+                Found::Torn => return Err(self.corrupt_at(at, "a record is cut off")),
+                Found::Damaged(problem) => return Err(self.corrupt_at(at, &problem)),
+            }
+        }
+    }
+
+    /// Notes that the oldest `count` events are in their streams.
+    pub(super) fn done(&mut self, count: usize) -> Result<(), SpoolError> {
+        self.check()?;
+        let count = count.min(self.waiting.len());
+        if count == self.waiting.len() {
+            return self.start_anew();
+        }
+        self.done += count as u64;
+        if let Some(front) = self.waiting.drain(..count).next_back() {
+            self.front = front;
+        }
+        // If this mark is lost in a crash, the events are sent again, and their ids tell.
+        self.write(&Record::Replayed(self.done).encode())
+    }
+
+    /// Forgets everything and begins with an empty file.
+    fn start_anew(&mut self) -> Result<(), SpoolError> {
+        let head = record::head(&self.owner);
+        let mut begin = || {
+            self.file.set_len(0)?;
+            self.file.seek(SeekFrom::Start(0))?;
+            self.file.write_all(&head)?;
+            self.file.sync_all()
+        };
+        begin().map_err(|error| self.fail(&error))?;
+        self.first = head.len() as u64;
+        (self.front, self.end, self.done) = (self.first, self.first, 0);
+        self.waiting.clear();
+        Ok(())
+    }
+
+    /// Drops from the file what is done, to make room. A crash leaves the old file or the new one.
+    fn rewrite(&mut self) -> Result<(), SpoolError> {
+        let events = self.peek(usize::MAX, u64::MAX)?;
+        let mut bytes = record::head(&self.owner);
+        let first = bytes.len() as u64;
+        let mut ends = Vec::with_capacity(events.len());
+        for event in events {
+            bytes.extend(Record::Event(event).encode());
+            ends.push(bytes.len() as u64);
+        }
+        let unfinished = self.path.with_extension("new");
+        let replace = || {
+            let mut file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(&unfinished)?;
+            // Nobody may get at it in between.
+            file.try_lock().map_err(io::Error::other)?;
+            file.write_all(&bytes)?;
+            file.sync_all()?;
+            fs::rename(&unfinished, &self.path)?;
+            sync_directory(&self.path)?;
+            Ok(file)
+        };
+        let file = replace().map_err(|error: io::Error| disk(&self.path, &error))?;
+        self.file = file;
+        (self.first, self.front, self.end, self.done) = (first, first, bytes.len() as u64, 0);
+        self.waiting = ends.into();
+        Ok(())
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<(), SpoolError> {
+        let mut write = || {
+            self.file.seek(SeekFrom::Start(self.end))?;
+            self.file.write_all(bytes)?;
+            self.file.sync_data()
+        };
+        match write() {
+            Ok(()) => {
+                self.end += bytes.len() as u64;
+                Ok(())
+            }
+            Err(error) => {
+                // Half a record must not stand before the next one.
+                let problem = disk(&self.path, &error);
+                if let Err(error) = self.file.set_len(self.end).and_then(|()| self.file.sync_all())
+                {
+                    return Err(self.fail(&error));
+                }
+                Err(problem)
+            }
+        }
+    }
+
+    fn check(&self) -> Result<(), SpoolError> {
+        self.broken.clone().map_or(Ok(()), Err)
+    }
+
+    fn fail(&mut self, error: &io::Error) -> SpoolError {
+        let problem = disk(&self.path, error);
+        self.broken = Some(problem.clone());
+        problem
+    }
+
+    fn corrupt(&self, at: usize, problem: &str) -> SpoolError {
+        let (offset, problem) = (at as u64, problem.to_owned());
+        SpoolError::Corrupt { file: self.path.clone(), offset, problem }
+    }
+
+    fn corrupt_at(&self, at: usize, problem: &str) -> SpoolError {
+        self.corrupt(self.front as usize + at, problem)
+    }
+}
+
+/// Adds events to a file of those that their streams refused.
+pub(super) fn reject(path: &Path, owner: &str, events: &[Spooled]) -> Result<(), SpoolError> {
+    let mut file = SpoolFile::open(path, owner, u64::MAX)?;
+    file.append(events)
+}
+
+/// A file is there after a crash only if its directory says so.
+fn sync_directory(path: &Path) -> io::Result<()> {
+    match path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        Some(directory) => File::open(directory)?.sync_all(),
+        None => File::open(".")?.sync_all(),
+    }
+}
+
+fn disk(path: &Path, error: &io::Error) -> SpoolError {
+    SpoolError::Disk { file: path.to_owned(), problem: error.to_string() }
+}

@@ -1,0 +1,256 @@
+//! Tests of the spool: what survives, what is cut off, what is refused.
+
+use std::fs;
+
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{Fields, StreamName};
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+use super::*;
+use crate::name::EventId;
+
+const MIB: u64 = 1024 * 1024;
+
+fn event(number: usize) -> Spooled {
+    Spooled {
+        stream: StreamName::new(format!("wink:events:{}", number % 3)).unwrap(),
+        event_id: EventId::new(format!("event-{number}")).unwrap(),
+        fields: Fields::new([
+            ("type", "a.B".to_owned()),
+            ("payload", format!("{{\"n\":{number}}}")),
+        ]),
+        attempted: number.is_multiple_of(2),
+        spooled_at: Timestamp::from_millis(1_767_225_600_000 + number as u64),
+    }
+}
+
+fn events(numbers: std::ops::Range<usize>) -> Vec<Spooled> {
+    numbers.map(event).collect()
+}
+
+fn open(directory: &TempDir, max_bytes: u64) -> Result<SpoolFile, SpoolError> {
+    SpoolFile::open(&directory.path().join("spool"), "wink:default", max_bytes)
+}
+
+fn peek_all(file: &mut SpoolFile) -> Vec<Spooled> {
+    file.peek(usize::MAX, u64::MAX).unwrap()
+}
+
+#[test]
+fn what_was_added_is_there_after_reopening_in_order_and_what_is_done_is_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut file = open(&directory, MIB).unwrap();
+    file.append(&events(0..10)).unwrap();
+    file.done(3).unwrap();
+    file.append(&events(10..12)).unwrap();
+    file.done(1).unwrap();
+    assert_eq!(peek_all(&mut file), events(4..12));
+    drop(file);
+
+    let mut file = open(&directory, MIB).unwrap();
+    assert_eq!(file.waiting(), 8);
+    assert_eq!(peek_all(&mut file), events(4..12));
+    assert_eq!(file.peek(2, u64::MAX).unwrap(), events(4..6));
+    assert_eq!(file.peek(5, 1).unwrap(), events(4..5), "at least one, however large");
+
+    file.done(8).unwrap();
+    file.append(&events(20..21)).unwrap();
+    drop(file);
+    assert_eq!(peek_all(&mut open(&directory, MIB).unwrap()), events(20..21));
+}
+
+#[test]
+fn a_torn_end_is_cut_off_wherever_it_is_torn() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("spool");
+    let mut file = open(&directory, MIB).unwrap();
+    file.append(&events(0..2)).unwrap();
+    let kept = file.bytes() as usize;
+    file.append(&events(2..3)).unwrap();
+    drop(file);
+    let whole = fs::read(&path).unwrap();
+
+    for end in kept..whole.len() {
+        for zeros in [0, 50] {
+            let mut torn = whole[..end].to_vec();
+            torn.extend(vec![0; zeros]);
+            fs::write(&path, &torn).unwrap();
+            let mut file = open(&directory, MIB).unwrap();
+            assert_eq!(peek_all(&mut file), events(0..2), "cut at {end}, {zeros} zeros");
+            // It goes on as if nothing had been there.
+            file.append(&events(7..8)).unwrap();
+            drop(file);
+            let expected = [events(0..2), events(7..8)].concat();
+            assert_eq!(peek_all(&mut open(&directory, MIB).unwrap()), expected);
+        }
+    }
+}
+
+#[test]
+fn a_torn_head_is_an_empty_spool() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("spool");
+    drop(open(&directory, MIB).unwrap());
+    let head = fs::read(&path).unwrap();
+    for end in 0..head.len() {
+        fs::write(&path, &head[..end]).unwrap();
+        assert_eq!(open(&directory, MIB).unwrap().waiting(), 0, "cut at {end}");
+    }
+}
+
+#[test]
+fn damage_before_the_end_is_an_error_that_names_the_place_and_changes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("spool");
+    let mut file = open(&directory, MIB).unwrap();
+    let first = file.bytes() as usize;
+    file.append(&events(0..1)).unwrap();
+    let second = file.bytes() as usize;
+    file.append(&events(1..3)).unwrap();
+    drop(file);
+    let whole = fs::read(&path).unwrap();
+    for at in 0..second {
+        let mut damaged = whole.clone();
+        damaged[at] ^= 0x41;
+        fs::write(&path, &damaged).unwrap();
+        match open(&directory, MIB) {
+            Err(SpoolError::Corrupt { offset, .. }) if at < first => assert_eq!(offset, 0),
+            Err(SpoolError::Corrupt { offset, .. }) => assert_eq!(offset, first as u64),
+            // A length that points past the end looks like a torn write; nothing else may.
+            Ok(_) => assert!((first..first + 4).contains(&at), "byte {at} went unnoticed"),
+            Err(other) => panic!("byte {at}: {other}"),
+        }
+    }
+}
+
+#[test]
+fn a_spool_of_another_bus_and_one_in_use_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("spool");
+    let file = open(&directory, MIB).unwrap();
+    let second = open(&directory, MIB);
+    assert!(matches!(second, Err(SpoolError::InUse { .. })));
+    drop(file);
+    let before = fs::read(&path).unwrap();
+    let other = SpoolFile::open(&path, "wink:other", MIB);
+    assert!(matches!(other, Err(SpoolError::Foreign { owner, .. }) if owner == "wink:default"));
+    assert_eq!(fs::read(&path).unwrap(), before);
+}
+
+#[test]
+fn a_full_spool_refuses_and_has_room_again_when_something_is_done() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut file = open(&directory, 4096).unwrap();
+    let mut added = 0;
+    while file.append(&events(added..added + 1)).is_ok() {
+        added += 1;
+    }
+    let error = file.append(&events(added..added + 1)).unwrap_err();
+    assert!(matches!(error, SpoolError::Full { limit: 4096, .. }), "{error}");
+    assert_eq!(peek_all(&mut file), events(0..added));
+
+    // Nothing of a batch is kept if one of it has no room.
+    file.done(1).unwrap();
+    assert!(file.append(&events(added..added + 10)).is_err());
+    file.done(added / 2).unwrap();
+    file.append(&events(added..added + 3)).unwrap();
+    let expected = events(1 + added / 2..added + 3);
+    assert_eq!(peek_all(&mut file), expected);
+    drop(file);
+    assert_eq!(peek_all(&mut open(&directory, 4096).unwrap()), expected);
+}
+
+#[tokio::test]
+async fn events_that_are_added_at_once_are_all_there_in_the_order_of_each_caller() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = SpoolConfig::new(directory.path().join("deeper/spool"));
+    let spool = Arc::new(Spool::open(config, "wink:default").await.unwrap());
+    assert!(!spool.is_waiting());
+    let callers: Vec<_> = (0..8)
+        .map(|caller| {
+            let spool = Arc::clone(&spool);
+            tokio::spawn(async move {
+                for number in 0..20 {
+                    spool
+                        .add(events(caller * 100 + number..caller * 100 + number + 1))
+                        .await
+                        .unwrap();
+                }
+            })
+        })
+        .collect();
+    for caller in callers {
+        caller.await.unwrap();
+    }
+    assert!(spool.is_waiting());
+    let all = spool.peek(1000, MIB).await.unwrap();
+    for caller in 0..8 {
+        let mine: Vec<String> = all
+            .iter()
+            .map(|event| event.event_id.to_string())
+            .filter(|id| {
+                id.strip_prefix("event-").unwrap().parse::<usize>().unwrap() / 100 == caller
+            })
+            .collect();
+        let expected: Vec<String> =
+            (0..20).map(|number| format!("event-{}", caller * 100 + number)).collect();
+        assert_eq!(mine, expected);
+    }
+    spool.done(160).await.unwrap();
+    assert!(!spool.is_waiting());
+}
+
+#[tokio::test]
+async fn a_caller_whose_events_do_not_fit_does_not_keep_others_out() {
+    let directory = tempfile::tempdir().unwrap();
+    let config =
+        SpoolConfig { max_bytes: 4096, ..SpoolConfig::new(directory.path().join("spool")) };
+    let spool = Spool::open(config, "wink:default").await.unwrap();
+    let (too_many, few) = tokio::join!(spool.add(events(0..100)), spool.add(events(100..102)));
+    assert!(matches!(too_many, Err(SpoolError::Full { .. })));
+    few.unwrap();
+    assert_eq!(spool.peek(1000, MIB).await.unwrap(), events(100..102));
+    assert_eq!(spool.health().events, 2);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn a_spool_is_a_queue_over_any_sequence_of_steps(steps in prop::collection::vec((0..4u8, 1..12usize), 1..40)) {
+        let directory = tempfile::tempdir().unwrap();
+        let mut file = open(&directory, 4096).unwrap();
+        let (mut front, mut back) = (0, 0);
+        for (step, count) in steps {
+            match step {
+                0 | 1 => {
+                    if file.append(&events(back..back + count)).is_ok() {
+                        back += count;
+                    }
+                }
+                2 => {
+                    file.done(count).unwrap();
+                    front = back.min(front + count);
+                }
+                _ => {
+                    drop(file);
+                    file = open(&directory, 4096).unwrap();
+                }
+            }
+            prop_assert_eq!(peek_all(&mut file), events(front..back));
+            prop_assert!(file.bytes() <= 4096 + 64);
+        }
+    }
+
+    #[test]
+    fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..300), keep_head in any::<bool>()) {
+        let directory = tempfile::tempdir().unwrap();
+        drop(open(&directory, MIB).unwrap());
+        let path = directory.path().join("spool");
+        let mut content = if keep_head { fs::read(&path).unwrap() } else { Vec::new() };
+        content.extend(&bytes);
+        fs::write(&path, &content).unwrap();
+        let _ = open(&directory, MIB);
+    }
+}

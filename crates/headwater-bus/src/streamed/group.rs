@@ -1,0 +1,160 @@
+//! Durable subscriptions: a group of the queue on the stream of a session or a namespace.
+//!
+//! Upstream: entries of the stream, through `headwater-queue`: reading, sharing, take-over and dead letters are its
+//! business. Downstream: `durable` pursues each event.
+//! Promises: what cannot be read is parked before it is acknowledged; what is given up becomes a dead letter with its
+//! bytes as they are.
+
+use std::sync::Arc;
+
+use headwater_queue::{ConsumerConfig, Message, Mode, Outcome, Subscription};
+use headwater_stream::{EntryId, GroupName, StreamName};
+
+use super::Inner;
+use crate::bus::Subscribe;
+use crate::durable::{Ended, Pursuit};
+use crate::error::{BusError, Misfit, Result};
+use crate::event::{Envelope, Scope};
+use crate::handler::{Delivered, Handlers};
+use crate::name::SubscriptionId;
+
+/// A durable subscription of this bus.
+pub(super) struct Group {
+    pub(super) stream: StreamName,
+    pub(super) name: GroupName,
+    pub(super) pursuit: Pursuit,
+    /// `None` while it is being made.
+    pub(super) subscription: Option<Arc<Subscription>>,
+}
+
+impl Inner {
+    pub(super) async fn subscribe_durable(
+        self: &Arc<Self>,
+        id: SubscriptionId,
+        label: &str,
+        subscribe: Subscribe,
+        handlers: Handlers,
+    ) -> Result<()> {
+        let (stream, place) = match handlers.one_scope()? {
+            Scope::Namespace => (self.control.clone(), self.config.namespace.as_str()),
+            Scope::Session => {
+                let session = subscribe.session.as_ref().or(self.config.session.as_ref());
+                let session = session.ok_or_else(|| {
+                    BusError::invalid("a durable subscription", "it names no session")
+                })?;
+                (self.keys.session(session), session.as_str())
+            }
+        };
+        let name = self.keys.group(place, label)?;
+        let pursuit = Pursuit {
+            handlers: handlers.list,
+            handler_timeout: subscribe.handler_timeout,
+            retry: subscribe.retry.clone(),
+            closing: self.closing.clone(),
+        };
+        let group = Group {
+            stream: stream.clone(),
+            name: name.clone(),
+            pursuit: pursuit.clone(),
+            subscription: None,
+        };
+        self.reserve(id, group, label)?;
+        let (topic, group) = (stream.to_string(), name.to_string());
+        let inner = Arc::downgrade(self);
+        let handler = move |message: Message| {
+            let (inner, pursuit, stream) = (inner.upgrade(), pursuit.clone(), stream.clone());
+            async move {
+                match inner {
+                    Some(inner) => inner.handle(&stream, &pursuit, message).await,
+                    // The bus is gone: somebody else will do it.
+                    None => Outcome::Release,
+                }
+            }
+        };
+        let config = consumer_config(&subscribe, self.config.drain);
+        match self.queue.subscribe(&topic, &group, handler, config).await {
+            Ok(subscription) => {
+                if let Some(group) = self.groups().get_mut(&id) {
+                    group.subscription = Some(Arc::new(subscription));
+                }
+                Ok(())
+            }
+            Err(error) => {
+                self.groups().remove(&id);
+                Err(error.into())
+            }
+        }
+    }
+
+    /// One subscription per stream and group: two would take each other's events for none of their business.
+    fn reserve(&self, id: SubscriptionId, group: Group, label: &str) -> Result<()> {
+        let mut groups = self.groups();
+        let is_same = |other: &Group| other.stream == group.stream && other.name == group.name;
+        if groups.values().any(is_same) {
+            let problem = format!("`{label}` is subscribed here; give all handlers in one call");
+            return Err(BusError::invalid("a group", problem));
+        }
+        groups.insert(id, group);
+        Ok(())
+    }
+
+    async fn handle(&self, stream: &StreamName, pursuit: &Pursuit, message: Message) -> Outcome {
+        let delivered = match self.read_message(stream, pursuit, &message) {
+            Ok(Some(delivered)) => delivered,
+            Ok(None) => return Outcome::Done,
+            Err(misfit) => return self.park_message(stream, &message, &misfit).await,
+        };
+        match pursuit.run(&delivered).await {
+            Ended::Done => Outcome::Done,
+            Ended::Released => Outcome::Release,
+            Ended::GivenUp { reason } => Outcome::dead_letter(reason),
+        }
+    }
+
+    /// The event of a message; `None` if it is of a type that the group does not handle.
+    fn read_message(
+        &self,
+        stream: &StreamName,
+        pursuit: &Pursuit,
+        message: &Message,
+    ) -> Result<Option<Delivered>, Misfit> {
+        let envelope = Envelope::from_entry(stream, message.id, &message.fields)?;
+        let is_known = self.registry.scope(&envelope.event_type).is_some();
+        if is_known && !pursuit.handles(&envelope.event_type) {
+            return Ok(None);
+        }
+        let value = self.registry.decode_any(&envelope)?;
+        Ok(Some(Delivered { value, envelope: Arc::new(envelope) }))
+    }
+
+    async fn park_message(
+        &self,
+        stream: &StreamName,
+        message: &Message,
+        misfit: &Misfit,
+    ) -> Outcome {
+        let entry_id: EntryId = message.id;
+        match self.park_for_sure(stream, entry_id, &message.fields, misfit).await {
+            Ok(()) => Outcome::Done,
+            Err(error) if error.is_transient() => Outcome::Release,
+            // Nowhere to park it: the dead letters keep it.
+            Err(error) => {
+                Outcome::dead_letter(format!("{misfit}; it could not be parked: {error}"))
+            }
+        }
+    }
+}
+
+fn consumer_config(subscribe: &Subscribe, drain: std::time::Duration) -> ConsumerConfig {
+    let concurrency = subscribe.concurrency;
+    ConsumerConfig {
+        mode: Mode::Shared,
+        concurrency,
+        // As many again are read ahead, so that nobody waits for a round trip.
+        in_flight_max: concurrency * 2,
+        batch: (concurrency * 2).min(256),
+        retry: subscribe.retry.clone(),
+        drain,
+        ..Default::default()
+    }
+}

@@ -1,0 +1,156 @@
+//! Publishing: check everything, store, then run the live handlers of this process.
+//!
+//! Upstream: `EventBus::publish_all`, in a task of its own. Downstream: `store`, then `live`.
+//! Promises: bad input has no effect; handlers run in the order of the events, and only for events that are stored, or
+//! that the failure policy lets through.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use headwater_stream::StreamName;
+use tracing::Instrument;
+
+use super::Inner;
+use super::store::Ready;
+use crate::bus::{PublishResult, Stored};
+use crate::error::{BusError, Result};
+use crate::event::{Envelope, Outgoing, Scope};
+use crate::handler::Delivered;
+use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX};
+use crate::live::Source;
+use crate::metrics;
+use crate::name::{EventId, SessionId};
+use crate::trace;
+
+/// An event with its place.
+struct Prepared {
+    stream: StreamName,
+    session: Option<SessionId>,
+    delivered: Delivered,
+    has_given_id: bool,
+}
+
+impl Inner {
+    pub(super) async fn publish_all(
+        &self,
+        events: Vec<Outgoing>,
+    ) -> Result<Vec<Result<PublishResult>>> {
+        let mut prepared = self.prepare(events)?;
+        let began = Instant::now();
+        let span = tracing::debug_span!("publish", events = prepared.len());
+        let stored = self.store_all(&prepared).instrument(span).await;
+        let took = began.elapsed();
+        let mut results = Vec::with_capacity(stored.len());
+        for (event, stored) in prepared.iter_mut().zip(stored) {
+            let event_type = event.delivered.envelope.event_type.clone();
+            results.push(match stored {
+                Ok(stored) => {
+                    metrics::published(&event_type, label(stored), took);
+                    Ok(self.dispatch(event, stored).await)
+                }
+                Err(error) => {
+                    metrics::publish_failed(&event_type);
+                    Err(error)
+                }
+            });
+        }
+        Ok(results)
+    }
+
+    /// Checks all events and makes them ready; an error leaves everything as it was.
+    fn prepare(&self, events: Vec<Outgoing>) -> Result<Vec<Prepared>> {
+        let bytes: usize = events.iter().map(|event| event.payload.len()).sum();
+        if events.len() > BATCH_MAX || bytes > BATCH_BYTES_MAX {
+            let problem = format!(
+                "{} events, {bytes} bytes; the limits are {BATCH_MAX} and {BATCH_BYTES_MAX}",
+                events.len()
+            );
+            return Err(BusError::invalid("a batch", problem));
+        }
+        let now = self.config.clock.now();
+        let mut prepared = Vec::with_capacity(events.len());
+        for event in events {
+            self.registry.check_outgoing(&event)?;
+            let (stream, session) = self.place(&event)?;
+            let event_id = event.event_id.clone().unwrap_or_else(EventId::random);
+            let trace = event.trace.unwrap_or_else(trace::next_span);
+            let mut envelope = Envelope::outgoing(&event, event_id, self.origin.name(), trace, now);
+            envelope.stream = Some(stream.clone());
+            let envelope = Arc::new(envelope);
+            prepared.push(Prepared {
+                stream,
+                session,
+                has_given_id: event.event_id.is_some(),
+                delivered: Delivered { value: event.value, envelope },
+            });
+        }
+        Ok(prepared)
+    }
+
+    /// The stream of an event, and its session if it is of one.
+    fn place(&self, event: &Outgoing) -> Result<(StreamName, Option<SessionId>)> {
+        if event.scope == Scope::Namespace {
+            return Ok((self.control.clone(), None));
+        }
+        let session = event.session.as_ref().or(self.config.session.as_ref());
+        let session = session.ok_or_else(|| {
+            let problem = "it names no session, and the bus has none";
+            BusError::invalid(format!("an event `{}`", event.event_type), problem)
+        })?;
+        Ok((self.keys.session(session), Some(session.clone())))
+    }
+
+    /// Stores all events, those of one stream together. One answer for each, in order.
+    async fn store_all(&self, events: &[Prepared]) -> Vec<Result<Stored>> {
+        let mut streams: Vec<(&StreamName, Vec<usize>)> = Vec::new();
+        for (index, event) in events.iter().enumerate() {
+            match streams.iter_mut().find(|(stream, _)| *stream == &event.stream) {
+                Some((_, indexes)) => indexes.push(index),
+                None => streams.push((&event.stream, vec![index])),
+            }
+        }
+        let mut answers: Vec<Option<Result<Stored>>> = events.iter().map(|_| None).collect();
+        for (stream, indexes) in streams {
+            let ready: Vec<Ready> = indexes.iter().map(|index| events[*index].ready()).collect();
+            for (index, answer) in indexes.into_iter().zip(self.store(stream, &ready).await) {
+                answers[index] = Some(answer);
+            }
+        }
+        answers.into_iter().map(|answer| answer.unwrap_or(Err(BusError::Closed))).collect()
+    }
+
+    async fn dispatch(&self, event: &mut Prepared, stored: Stored) -> PublishResult {
+        let event_id = event.delivered.envelope.event_id.clone();
+        let mut result =
+            PublishResult { event_id, stored, handlers_invoked: 0, failures: Vec::new() };
+        if matches!(stored, Stored::Duplicate(_)) {
+            return result;
+        }
+        Arc::make_mut(&mut event.delivered.envelope).entry_id = result.entry_id();
+        let source = Source::Here(event.session.as_ref());
+        let own = self.config.session.as_ref();
+        let dispatched = self.live.dispatch(&event.delivered, source, own).await;
+        result.handlers_invoked = dispatched.invoked;
+        result.failures = dispatched.failures;
+        result
+    }
+}
+
+impl Prepared {
+    fn ready(&self) -> Ready {
+        Ready {
+            envelope: Arc::clone(&self.delivered.envelope),
+            fields: self.delivered.envelope.to_fields(),
+            has_given_id: self.has_given_id,
+        }
+    }
+}
+
+fn label(stored: Stored) -> &'static str {
+    match stored {
+        Stored::Entry(_) => "stored",
+        Stored::Duplicate(_) => "duplicate",
+        Stored::Spooled => "spooled",
+        Stored::LocalOnly => "local",
+    }
+}

@@ -1,0 +1,174 @@
+//! The replay: moves events from the spool to their streams when the backend is back.
+//!
+//! Upstream: the spool, oldest first. Downstream: the backend.
+//! Promises: the events of each stream enter it in the order they were published, each once. An event counts as done
+//! after the backend confirmed it; a crash in between sends it again under the same id, which the backend knows. If
+//! the outage was longer than ids are remembered, the stream itself is searched for events that were sent before.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{Direction, EntryId, Once, Range, StreamError, StreamName};
+use tracing::{error, info, warn};
+
+use super::Inner;
+use crate::error::Result;
+use crate::event::Envelope;
+use crate::metrics;
+use crate::spool::{Spool, Spooled};
+
+/// Events of one step, and about how many bytes.
+const BATCH: usize = 512;
+const BATCH_BYTES: u64 = 4 * 1024 * 1024;
+
+/// The wait after a failure that did not open the breaker.
+const RETRY_WAIT: Duration = Duration::from_millis(200);
+
+/// How far the clocks of this machine and the backend's may be apart when a stream is searched.
+const CLOCK_SKEW: Duration = Duration::from_secs(60 * 60);
+
+/// Entries looked at in one step of a search.
+const SEARCH_PAGE: usize = 1000;
+
+/// Moves events until the bus closes; what is left stays in the spool.
+pub(super) async fn run(inner: Arc<Inner>) {
+    let Some(spool) = &inner.spool else { return };
+    // A process before this one may have sent as many without noting it.
+    let mut maybe_sent = BATCH;
+    while !inner.closing.is_set() {
+        tokio::select! {
+            () = spool.wait() => {}
+            () = inner.closing.wait() => return,
+        }
+        let wait = match run_once(&inner, spool, &mut maybe_sent).await {
+            Ok(Step::Moved) => continue,
+            Ok(Step::Wait(wait)) => wait,
+            Err(error) => {
+                warn!(%error, "replay of the spool failed, trying again");
+                RETRY_WAIT
+            }
+        };
+        if !inner.pause(wait).await {
+            return;
+        }
+    }
+}
+
+enum Step {
+    Moved,
+    Wait(Duration),
+}
+
+/// Moves one batch. `maybe_sent` counts the oldest events that may have been sent before.
+async fn run_once(inner: &Inner, spool: &Spool, maybe_sent: &mut usize) -> Result<Step> {
+    let permit = match inner.breaker.admit() {
+        Ok(permit) => permit,
+        Err(retry_after) => return Ok(Step::Wait(retry_after)),
+    };
+    let events = spool.peek(BATCH, BATCH_BYTES).await?;
+    if events.is_empty() {
+        // The first of them is being written.
+        return Ok(Step::Wait(Duration::from_millis(5)));
+    }
+    let count = events.len();
+    let sent_before = std::mem::replace(maybe_sent, count.max(*maybe_sent));
+    if let Err(error) = inner.move_to_streams(spool, events, sent_before).await? {
+        if permit.failed() {
+            metrics::breaker_opened();
+        }
+        info!(%error, "spool cannot be replayed yet");
+        return Ok(Step::Wait(RETRY_WAIT));
+    }
+    permit.succeeded();
+    spool.done(count).await?;
+    *maybe_sent = maybe_sent.saturating_sub(count);
+    metrics::replayed(count);
+    info!(
+        events = count,
+        left = spool.health().events,
+        "events went from the spool to their streams"
+    );
+    Ok(Step::Moved)
+}
+
+impl Inner {
+    /// Stores events that waited. The outer error is one of the spool, the inner one of the backend.
+    async fn move_to_streams(
+        &self,
+        spool: &Spool,
+        events: Vec<Spooled>,
+        sent_before: usize,
+    ) -> Result<Result<(), StreamError>> {
+        let now = self.config.clock.now();
+        let mut streams: Vec<(StreamName, Vec<(Spooled, bool)>)> = Vec::new();
+        for (index, event) in events.into_iter().enumerate() {
+            let is_old = now.since(event.spooled_at) > self.remember() / 2;
+            let is_suspect = is_old && (event.attempted || index < sent_before);
+            match streams.iter_mut().find(|(stream, _)| *stream == event.stream) {
+                Some((_, events)) => events.push((event, is_suspect)),
+                None => streams.push((event.stream.clone(), vec![(event, is_suspect)])),
+            }
+        }
+        for (stream, events) in streams {
+            match self.move_to_stream(&stream, &events).await {
+                Ok(()) => {}
+                Err(error @ (StreamError::Invalid { .. } | StreamError::WrongType { .. })) => {
+                    let count = events.len();
+                    error!(%stream, %error, events = count, "spooled events were refused for good");
+                    spool.reject(events.into_iter().map(|(event, _)| event).collect()).await?;
+                }
+                Err(error) => return Ok(Err(error)),
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    async fn move_to_stream(
+        &self,
+        stream: &StreamName,
+        events: &[(Spooled, bool)],
+    ) -> Result<(), StreamError> {
+        let found = self.search(stream, events).await?;
+        let once: Vec<Once> = events
+            .iter()
+            .filter(|(event, _)| !found.contains(event.event_id.as_str()))
+            .map(|(event, _)| Once { id: event.event_id.to_string(), fields: event.fields.clone() })
+            .collect();
+        self.backend.append_once(stream, &once, self.remember(), self.retention(stream)).await?;
+        Ok(())
+    }
+
+    /// The ids of suspect events that are in the stream. Their ids are no longer remembered by the backend, or soon will
+    /// not be; a call that is still under way would be older than any network keeps it.
+    async fn search(
+        &self,
+        stream: &StreamName,
+        events: &[(Spooled, bool)],
+    ) -> Result<HashSet<String>, StreamError> {
+        let suspects =
+            || events.iter().filter(|(_, is_suspect)| *is_suspect).map(|(event, _)| event);
+        let mut found = HashSet::new();
+        let Some(oldest) = suspects().map(|event| event.spooled_at).min() else { return Ok(found) };
+        let wanted: HashSet<&str> = suspects().map(|event| event.event_id.as_str()).collect();
+        let since: Timestamp = oldest.before(CLOCK_SKEW);
+        let mut from = EntryId::new(since.as_millis(), 0);
+        loop {
+            let range =
+                Range { from, to: EntryId::MAX, direction: Direction::Forward, count: SEARCH_PAGE };
+            let entries = self.backend.range(stream, range).await?;
+            for entry in &entries {
+                if let Ok(envelope) = Envelope::from_entry(stream, entry.id, &entry.fields)
+                    && wanted.contains(envelope.event_id.as_str())
+                {
+                    found.insert(envelope.event_id.to_string());
+                }
+            }
+            match entries.last() {
+                Some(last) if entries.len() == SEARCH_PAGE => from = last.id.next(),
+                _ => return Ok(found),
+            }
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Storing events: what is done when the backend does not answer.
+//!
+//! Upstream: `publish`, with the events of one stream. Downstream: the breaker, the backend, the spool.
+//! Promises: an error says whether the events may be stored; with a spool, an event whose fate is unknown goes there
+//! and is stored once, known by its id; nothing goes past events that wait in the spool.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::{
+    Direction, EntryId, Fields, Once, Range, Retention, StreamError, StreamName,
+};
+use tracing::{info, warn};
+
+use super::Inner;
+use super::config::{FailurePolicy, REMEMBER_DEFAULT};
+use crate::breaker::Permit;
+use crate::bus::Stored;
+use crate::error::{BusError, Result};
+use crate::event::Envelope;
+use crate::metrics;
+use crate::spool::Spooled;
+
+/// An event that is ready to be stored.
+pub(super) struct Ready {
+    pub(super) envelope: Arc<Envelope>,
+    pub(super) fields: Fields,
+    /// Whether the caller gave it its id, so that it may have been published before.
+    pub(super) has_given_id: bool,
+}
+
+impl Inner {
+    /// Stores the events of one stream in order. One answer for each.
+    pub(super) async fn store(&self, stream: &StreamName, events: &[Ready]) -> Vec<Result<Stored>> {
+        let answer = match &self.config.on_failure {
+            FailurePolicy::Fail => self.store_or_fail(stream, events).await,
+            FailurePolicy::Spool(_) => self.store_or_spool(stream, events).await,
+            FailurePolicy::LocalOnly => self.store_or_not(stream, events).await,
+        };
+        match answer {
+            Ok(stored) => stored.into_iter().map(Ok).collect(),
+            Err(BusError::Unconfirmed { source, .. }) => {
+                let unconfirmed = |event: &Ready| self.unconfirmed(event, &source);
+                events.iter().map(unconfirmed).collect()
+            }
+            Err(error) => events.iter().map(|_| Err(error.clone())).collect(),
+        }
+    }
+
+    async fn store_or_fail(&self, stream: &StreamName, events: &[Ready]) -> Result<Vec<Stored>> {
+        let admitted = self.breaker.admit();
+        let permit = admitted.map_err(|retry_after| BusError::BreakerOpen { retry_after })?;
+        events.iter().for_each(|event| self.origin.begin(&event.envelope.event_id));
+        let answer = self.attempt(stream, events, permit).await;
+        match answer {
+            Ok(stored) => Ok(self.settle(events, stored)),
+            Err(error) if may_have_happened(&error) => {
+                let event_id = events[0].envelope.event_id.clone();
+                Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
+            }
+            Err(error) => {
+                events.iter().for_each(|event| {
+                    self.origin.settle(&event.envelope.event_id);
+                });
+                Err(error.into())
+            }
+        }
+    }
+
+    /// An event that was stored before under the same id, but not confirmed, is new to the handlers here.
+    fn settle(&self, events: &[Ready], stored: Vec<Stored>) -> Vec<Stored> {
+        let settle = |(event, stored): (&Ready, Stored)| {
+            let was_unconfirmed = self.origin.settle(&event.envelope.event_id);
+            match stored {
+                Stored::Duplicate(id) if was_unconfirmed => Stored::Entry(id),
+                stored => stored,
+            }
+        };
+        events.iter().zip(stored).map(settle).collect()
+    }
+
+    fn unconfirmed(&self, event: &Ready, source: &Arc<StreamError>) -> Result<Stored> {
+        let event_id = event.envelope.event_id.clone();
+        match self.origin.fail(&event_id) {
+            Some(entry_id) => Ok(Stored::Entry(entry_id)),
+            None => Err(BusError::Unconfirmed { event_id, source: Arc::clone(source) }),
+        }
+    }
+
+    async fn store_or_spool(&self, stream: &StreamName, events: &[Ready]) -> Result<Vec<Stored>> {
+        let spool = self.spool.as_ref().expect("a bus with this policy has a spool");
+        // Nothing may go past what waits. Whoever looks here before the first event is added has not been told yet that
+        // it was, so to its callers both are at the same time.
+        let mut attempted = false;
+        if !spool.is_waiting()
+            && let Ok(permit) = self.breaker.admit()
+        {
+            match self.attempt(stream, events, permit).await {
+                Ok(stored) => return Ok(stored),
+                Err(error) if !error.is_transient() => return Err(error.into()),
+                Err(error) => {
+                    warn!(%stream, %error, "events could not be stored and go to the spool");
+                    attempted = true;
+                }
+            }
+        }
+        let spooled_at = self.config.clock.now();
+        let waiting = |event: &Ready| Spooled {
+            stream: stream.clone(),
+            event_id: event.envelope.event_id.clone(),
+            fields: event.fields.clone(),
+            attempted,
+            spooled_at,
+        };
+        spool.add(events.iter().map(waiting).collect()).await?;
+        Ok(vec![Stored::Spooled; events.len()])
+    }
+
+    async fn store_or_not(&self, stream: &StreamName, events: &[Ready]) -> Result<Vec<Stored>> {
+        if let Ok(permit) = self.breaker.admit() {
+            match self.attempt(stream, events, permit).await {
+                Ok(stored) => return Ok(stored),
+                Err(error) if !error.is_transient() => return Err(error.into()),
+                Err(error) => {
+                    warn!(%stream, %error, "events could not be stored and stay in this process");
+                }
+            }
+        }
+        Ok(vec![Stored::LocalOnly; events.len()])
+    }
+
+    /// Tries to store events, and tells the breaker how it went.
+    async fn attempt(
+        &self,
+        stream: &StreamName,
+        events: &[Ready],
+        permit: Permit,
+    ) -> Result<Vec<Stored>, StreamError> {
+        let answer = self.append(stream, events).await;
+        match &answer {
+            Err(error) if error.is_transient() => {
+                if permit.failed() {
+                    metrics::breaker_opened();
+                    info!(%error, "breaker opened, the backend is left alone for a while");
+                }
+            }
+            _ => permit.succeeded(),
+        }
+        answer
+    }
+
+    async fn append(
+        &self,
+        stream: &StreamName,
+        events: &[Ready],
+    ) -> Result<Vec<Stored>, StreamError> {
+        let retention = self.retention(stream);
+        if !self.remembers_all() && !events.iter().any(|event| event.has_given_id) {
+            let fields: Vec<Fields> = events.iter().map(|event| event.fields.clone()).collect();
+            let ids = self.backend.append(stream, &fields, retention).await?;
+            return Ok(ids.into_iter().map(Stored::Entry).collect());
+        }
+        let once: Vec<Once> = events
+            .iter()
+            .map(|event| Once {
+                id: event.envelope.event_id.to_string(),
+                fields: event.fields.clone(),
+            })
+            .collect();
+        let keep = self.remember();
+        let appended = self.backend.append_once(stream, &once, keep, retention).await?;
+        let mut stored = Vec::with_capacity(events.len());
+        for (event, appended) in events.iter().zip(appended) {
+            // Nobody else has an id that was made here. One that was given may have been published before.
+            let is_new = !appended.duplicate
+                || !event.has_given_id
+                || self.is_ours(stream, appended.id, &event.fields).await;
+            stored.push(if is_new {
+                Stored::Entry(appended.id)
+            } else {
+                Stored::Duplicate(appended.id)
+            });
+        }
+        Ok(stored)
+    }
+
+    /// Whether an entry was written by this very call: a call whose answer was lost on the way is repeated by the
+    /// backend, and then meets itself. Every call has a span of its own, so the fields tell.
+    async fn is_ours(&self, stream: &StreamName, entry_id: EntryId, fields: &Fields) -> bool {
+        let range = Range { from: entry_id, to: entry_id, direction: Direction::Forward, count: 1 };
+        match self.backend.range(stream, range).await {
+            Ok(entries) => entries.first().is_some_and(|entry| entry.fields == *fields),
+            Err(_) => false,
+        }
+    }
+
+    /// Whether every event is stored under its id, not only those that were given one.
+    fn remembers_all(&self) -> bool {
+        self.config.remember.is_some() || self.spool.is_some()
+    }
+
+    pub(super) fn remember(&self) -> Duration {
+        self.config.remember.unwrap_or(REMEMBER_DEFAULT)
+    }
+
+    pub(super) fn retention(&self, stream: &StreamName) -> &Retention {
+        if *stream == self.control {
+            &self.config.control_retention
+        } else {
+            &self.config.session_retention
+        }
+    }
+}
+
+/// Whether a call that failed so may have stored something.
+fn may_have_happened(error: &StreamError) -> bool {
+    matches!(
+        error,
+        StreamError::Unavailable { .. } | StreamError::Full { .. } | StreamError::Protocol { .. }
+    )
+}

@@ -1,0 +1,57 @@
+//! The suite on every bus there is.
+#![cfg(feature = "conformance")]
+#![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
+
+use headwater_bus::conformance::{Env, registry};
+use headwater_bus::{LocalBus, Namespace, StreamedBus, StreamedBusConfig, bus_suite};
+use headwater_stream::{Options, connect};
+use headwater_testkit::{Cluster, Redis, unique};
+
+async fn open(url: &str) -> Env {
+    let backend = connect(url, &Options::default()).await.unwrap();
+    let namespace = Namespace::new(unique("conformance")).unwrap();
+    let config = StreamedBusConfig { namespace, ..Default::default() };
+    Env::new(StreamedBus::open(backend, registry(), config).await.unwrap())
+}
+
+mod local {
+    use super::*;
+
+    async fn setup() -> Env {
+        Env::new(LocalBus::new(registry()))
+    }
+
+    bus_suite!(setup());
+}
+
+mod embedded {
+    use super::*;
+
+    async fn setup() -> Env {
+        open("embedded:memory").await
+    }
+
+    bus_suite!(setup());
+}
+
+mod redis {
+    use super::*;
+
+    async fn setup() -> Env {
+        let redis = Redis::shared().unwrap();
+        open(&redis.url()).await.keep(redis)
+    }
+
+    bus_suite!(setup());
+}
+
+mod redis_cluster {
+    use super::*;
+
+    async fn setup() -> Env {
+        let cluster = Cluster::shared().unwrap();
+        open(&cluster.url()).await.keep(cluster)
+    }
+
+    bus_suite!(setup());
+}

@@ -1,0 +1,135 @@
+//! Durable subscriptions over several processes and restarts.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use headwater_bus::conformance::{Log, Noted};
+use headwater_bus::{Backoff, EventBus, EventBusExt, Received, RetryPolicy, Subscribe};
+use headwater_stream::StreamName;
+
+use crate::place::{Place, entries, numbers, stored, writes};
+
+everywhere!(
+    two_buses_of_a_group_share_the_events,
+    after_a_restart_only_what_is_new_is_handled,
+    what_was_published_while_nobody_was_there_is_handled_later,
+    what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream,
+    an_event_given_back_at_closing_is_handled_by_another_bus,
+);
+
+fn group(label: &str) -> Subscribe {
+    let retry = RetryPolicy {
+        max_attempts: Some(3),
+        backoff: Backoff::Fixed(Duration::from_millis(10)),
+        ..Default::default()
+    };
+    Subscribe { retry, ..Subscribe::durable(label) }
+}
+
+fn sorted(lines: Vec<String>) -> Vec<String> {
+    let mut numbers: Vec<u64> = lines.iter().map(|line| line.parse().unwrap()).collect();
+    numbers.sort_unstable();
+    numbers.iter().map(u64::to_string).collect()
+}
+
+async fn two_buses_of_a_group_share_the_events(place: Place) {
+    let (ada, bob) = (place.bus().await, place.bus().await);
+    let log = Log::default();
+    for bus in [&ada, &bob] {
+        bus.subscribe::<Noted>(group("shared"), writes(&log)).await.unwrap();
+    }
+    let results = ada.publish_batch((0..200).map(|n| place.noted(n)).collect()).await.unwrap();
+    assert!(results.iter().all(|result| result.is_ok()));
+    assert_eq!(sorted(log.settles_at(200).await), numbers(0..200));
+    ada.close().await.unwrap();
+    bob.close().await.unwrap();
+}
+
+async fn after_a_restart_only_what_is_new_is_handled(place: Place) {
+    let log = Log::default();
+    for start in 0..3 {
+        let bus = place.bus().await;
+        bus.subscribe::<Noted>(group("lasting"), writes(&log)).await.unwrap();
+        for number in start * 2..start * 2 + 2 {
+            bus.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        }
+        log.wait_for(start as usize * 2 + 2).await;
+        bus.close().await.unwrap();
+    }
+    let bus = place.bus().await;
+    bus.subscribe::<Noted>(group("lasting"), writes(&log)).await.unwrap();
+    assert_eq!(sorted(log.settles_at(6).await), numbers(0..6));
+    bus.close().await.unwrap();
+}
+
+async fn what_was_published_while_nobody_was_there_is_handled_later(place: Place) {
+    let bus = place.bus().await;
+    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    let log = Log::default();
+    let id = bus.subscribe::<Noted>(group("late"), writes(&log)).await.unwrap();
+    log.wait_for(1).await;
+    assert!(bus.unsubscribe(id).await.unwrap());
+    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    assert_eq!(log.lines(), ["0"]);
+    bus.subscribe::<Noted>(group("late"), writes(&log)).await.unwrap();
+    assert_eq!(log.settles_at(2).await, ["0", "1"]);
+    bus.close().await.unwrap();
+}
+
+async fn what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream(place: Place) {
+    let bus = place.bus().await;
+    let tries = Arc::new(AtomicUsize::new(0));
+    let counted = tries.clone();
+    let refuse = move |event: Received<Noted>| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        async move { Err::<(), _>(format!("no use for {}", event.number)) }
+    };
+    bus.subscribe::<Noted>(group("hopeless"), refuse).await.unwrap();
+    bus.publish(place.noted(9)).await.unwrap().raise().unwrap();
+
+    let backend = place.connect().await;
+    let dead_letters = StreamName::new(format!("{}:dlq", place.stream())).unwrap();
+    let mut letters = Vec::new();
+    for _ in 0..1000 {
+        letters = entries(&*backend, &dead_letters).await;
+        if !letters.is_empty() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(letters.len(), 1);
+    let original = &entries(&*backend, &place.stream()).await[0];
+    for (name, value) in &original.fields {
+        assert_eq!(letters[0].fields.get(name), Some(value), "{name:?}");
+    }
+    let reason = letters[0].fields.get("reason").unwrap();
+    let reason = String::from_utf8(reason.to_vec()).unwrap();
+    assert!(reason.contains("no use for 9 (attempt 3)"), "{reason}");
+    assert_eq!(tries.load(Ordering::SeqCst), 3);
+    assert_eq!(stored(&*backend, &place.stream()).await, [9]);
+    bus.close().await.unwrap();
+}
+
+async fn an_event_given_back_at_closing_is_handled_by_another_bus(place: Place) {
+    let (ada, bob) = (place.bus().await, place.bus().await);
+    let log = Log::default();
+    let seen = log.clone();
+    let fail = move |event: Received<Noted>| {
+        seen.add(event.number);
+        async { Err::<(), _>("not me") }
+    };
+    let retry = RetryPolicy {
+        max_attempts: Some(3),
+        backoff: Backoff::Fixed(Duration::from_secs(3600)),
+        ..Default::default()
+    };
+    let patient = Subscribe { retry, ..Subscribe::durable("relay") };
+    ada.subscribe::<Noted>(patient, fail).await.unwrap();
+    bob.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    log.wait_for(1).await;
+    ada.close().await.unwrap();
+    bob.subscribe::<Noted>(group("relay"), writes(&log)).await.unwrap();
+    assert_eq!(log.settles_at(2).await, ["1", "1"]);
+    bob.close().await.unwrap();
+}

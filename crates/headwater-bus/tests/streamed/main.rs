@@ -1,0 +1,14 @@
+//! The bus on streams: several processes, outages, spools.
+#![cfg(all(feature = "conformance", feature = "redis"))]
+#![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
+
+#[macro_use]
+mod place;
+
+mod crashes;
+mod groups;
+mod metrics;
+mod others;
+mod parked;
+mod policies;
+mod spool;

@@ -1,0 +1,123 @@
+//! What is counted, by a recorder of the program's own.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use headwater_bus::conformance::{Announced, Noted};
+use headwater_bus::{EventBus, EventBusExt, Received, Subscribe};
+use metrics::{
+    Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder,
+    SharedString, Unit,
+};
+
+use crate::place::{Place, watch};
+
+/// On one thread, so that the recorder of this test hears its bus and no others.
+#[tokio::test]
+async fn the_life_of_events_is_counted() {
+    let counts = Counts::default();
+    let _guard = metrics::set_default_local_recorder(&counts);
+    let place = Place::embedded().await;
+    let bus = place.bus().await;
+    let log = watch(&bus).await;
+    let refuse = |_: Received<Noted>| async { Err::<(), _>("no") };
+    bus.subscribe::<Noted>(Subscribe::live(), refuse).await.unwrap();
+    let done = |_: Received<Noted>| async {};
+    bus.subscribe::<Noted>(Subscribe::durable("telemetry"), done).await.unwrap();
+    for number in 0..3 {
+        assert!(!bus.publish(place.noted(number)).await.unwrap().ok());
+    }
+    bus.publish(Announced { number: 1 }).await.unwrap().raise().unwrap();
+    place.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
+    while bus.health().await.parked == 0 {
+        tokio::task::yield_now().await;
+    }
+    log.settles_at(3).await;
+    bus.health().await;
+
+    for (name, expected) in [
+        ("publish_total{type=conformance.Noted}{result=stored}", 3),
+        ("publish_total{type=conformance.Announced}{result=stored}", 1),
+        ("publish_latency_seconds{type=conformance.Noted}", 3),
+        ("consume_total{type=conformance.Noted}{kind=live}", 6),
+        ("consume_total{type=conformance.Noted}{kind=durable}", 3),
+        ("consume_latency_seconds{type=conformance.Noted}{kind=durable}", 3),
+        ("consume_errors_total{type=conformance.Noted}{kind=live}", 3),
+        ("parked_total", 1),
+    ] {
+        assert_eq!(counts.of(name), Some(expected), "{name} in {counts:?}");
+    }
+    let stream = place.stream();
+    let group = format!("{}:cg:{}:telemetry", place.prefix, place.session);
+    assert_eq!(counts.of(&format!("pending{{stream={stream}}}{{group={group}}}")), Some(0));
+    assert!(bus.last_health().unwrap().connected);
+    bus.close().await.unwrap();
+}
+
+/// What was counted, set or recorded, by name and labels.
+#[derive(Clone, Debug, Default)]
+struct Counts(Arc<Mutex<BTreeMap<String, u64>>>);
+
+impl Counts {
+    fn of(&self, name: &str) -> Option<u64> {
+        self.0.lock().unwrap().get(&format!("headwater_bus_{name}")).copied()
+    }
+
+    fn count(&self, key: &Key) -> Arc<Count> {
+        let labels = key.labels().map(|label| format!("{{{}={}}}", label.key(), label.value()));
+        let name = format!("{}{}", key.name(), labels.collect::<String>());
+        Arc::new(Count(self.clone(), name))
+    }
+}
+
+struct Count(Counts, String);
+
+impl Count {
+    fn change(&self, change: impl FnOnce(&mut u64)) {
+        change(self.0.0.lock().unwrap().entry(self.1.clone()).or_default());
+    }
+}
+
+impl CounterFn for Count {
+    fn increment(&self, value: u64) {
+        self.change(|count| *count += value);
+    }
+
+    fn absolute(&self, _: u64) {}
+}
+
+impl GaugeFn for Count {
+    fn increment(&self, _: f64) {}
+
+    fn decrement(&self, _: f64) {}
+
+    fn set(&self, value: f64) {
+        self.change(|count| *count = value as u64);
+    }
+}
+
+impl HistogramFn for Count {
+    fn record(&self, _: f64) {
+        self.change(|count| *count += 1);
+    }
+}
+
+impl Recorder for Counts {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+        Counter::from_arc(self.count(key))
+    }
+
+    fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::from_arc(self.count(key))
+    }
+
+    fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> Histogram {
+        Histogram::from_arc(self.count(key))
+    }
+}

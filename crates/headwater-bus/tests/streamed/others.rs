@@ -1,0 +1,105 @@
+//! What a process sees of the events of others.
+
+use headwater_bus::conformance::{Announced, Log, Noted};
+use headwater_bus::{EventBus, EventBusExt, Received, Stored, Subscribe};
+
+use crate::place::{Place, entries, numbers, watch, writes};
+
+everywhere!(
+    every_bus_sees_what_another_publishes_once_and_in_order,
+    a_live_subscription_begins_where_it_began,
+    an_entry_of_another_program_is_handled_and_a_copy_for_a_group_is_not,
+    a_handler_of_a_namespace_sees_its_events_whatever_the_session,
+    after_unsubscribing_nothing_is_seen_any_more,
+    an_entry_has_the_fields_of_the_wire_format,
+);
+
+async fn every_bus_sees_what_another_publishes_once_and_in_order(place: Place) {
+    let (ada, bob) = (place.bus().await, place.bus().await);
+    let (seen_by_ada, seen_by_bob) = (watch(&ada).await, watch(&bob).await);
+    for number in 0..50 {
+        let result = ada.publish(place.noted(number)).await.unwrap();
+        assert!(matches!(result.stored, Stored::Entry(_)));
+        assert_eq!(result.handlers_invoked, 1);
+    }
+    assert_eq!(seen_by_bob.settles_at(50).await, numbers(0..50));
+    assert_eq!(seen_by_ada.settles_at(50).await, numbers(0..50));
+
+    bob.publish(place.noted(50)).await.unwrap().raise().unwrap();
+    assert_eq!(seen_by_ada.settles_at(51).await, numbers(0..51));
+    assert_eq!(seen_by_bob.settles_at(51).await, numbers(0..51));
+    ada.close().await.unwrap();
+    bob.close().await.unwrap();
+}
+
+async fn a_live_subscription_begins_where_it_began(place: Place) {
+    let (ada, bob) = (place.bus().await, place.bus().await);
+    for number in 0..3 {
+        ada.publish(place.noted(number)).await.unwrap().raise().unwrap();
+    }
+    let first = watch(&bob).await;
+    for number in 3..5 {
+        ada.publish(place.noted(number)).await.unwrap().raise().unwrap();
+    }
+    let second = watch(&bob).await;
+    ada.publish(place.noted(5)).await.unwrap().raise().unwrap();
+    assert_eq!(first.settles_at(3).await, numbers(3..6));
+    assert_eq!(second.settles_at(1).await, numbers(5..6));
+}
+
+async fn an_entry_of_another_program_is_handled_and_a_copy_for_a_group_is_not(place: Place) {
+    let bus = place.bus().await;
+    let log = watch(&bus).await;
+    let payload = |number: u64| format!("{{\"number\":{number},\"text\":\"\",\"more\":[]}}");
+    let event_type = "conformance.Noted";
+    place.append(&[("type", event_type), ("payload", &payload(1))]).await;
+    let copy = [("type", event_type), ("payload", &payload(1)), ("originalMessageId", "1-1")];
+    place.append(&copy).await;
+    place.append(&[("type", event_type), ("payload", &payload(2)), ("timestamp", "?")]).await;
+    assert_eq!(log.settles_at(2).await, ["1", "2"]);
+}
+
+async fn a_handler_of_a_namespace_sees_its_events_whatever_the_session(place: Place) {
+    let (ada, bob) = (place.bus().await, place.bus().await);
+    let log = Log::default();
+    let seen = log.clone();
+    let note = move |event: Received<Announced>| {
+        seen.add(event.number);
+        async {}
+    };
+    bob.subscribe::<Announced>(Subscribe::live(), note).await.unwrap();
+    ada.publish(Announced { number: 7 }).await.unwrap().raise().unwrap();
+    assert_eq!(log.settles_at(1).await, ["7"]);
+}
+
+async fn after_unsubscribing_nothing_is_seen_any_more(place: Place) {
+    let (ada, bob) = (place.bus().await, place.bus().await);
+    let (gone, stays) = (Log::default(), watch(&bob).await);
+    let id = bob.subscribe::<Noted>(Subscribe::live(), writes(&gone)).await.unwrap();
+    ada.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    gone.wait_for(1).await;
+    stays.wait_for(1).await;
+    assert!(bob.unsubscribe(id).await.unwrap());
+    ada.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    assert_eq!(stays.settles_at(2).await, ["0", "1"]);
+    assert_eq!(gone.lines(), ["0"]);
+}
+
+async fn an_entry_has_the_fields_of_the_wire_format(place: Place) {
+    let bus = place.bus().await;
+    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    let entries = entries(&*place.connect().await, &place.stream()).await;
+    let names: Vec<String> = entries[0]
+        .fields
+        .iter()
+        .map(|(name, _)| String::from_utf8(name.to_vec()).unwrap())
+        .collect();
+    let expected =
+        ["type", "payload", "timestamp", "event_id", "version", "origin", "trace_id", "span_id"];
+    assert_eq!(names, expected);
+    let value =
+        |name: &str| String::from_utf8(entries[0].fields.get(name).unwrap().to_vec()).unwrap();
+    assert_eq!((value("type").as_str(), value("version").as_str()), ("conformance.Noted", "1"));
+    assert_eq!((value("trace_id").len(), value("span_id").len()), (32, 16));
+    assert_eq!(value("origin"), bus.origin());
+}

@@ -1,0 +1,122 @@
+//! Entries that nobody can read.
+
+use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::{
+    Event, EventBus, EventBusExt, ParkedEntry, Received, Retried, Scope, Subscribe,
+};
+use headwater_stream::EntryId;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::place::{Place, entries, watch, writes};
+
+everywhere!(
+    unreadable_entries_are_parked_once_and_hold_up_nobody,
+    a_parked_entry_is_handled_when_its_type_is_known,
+    an_entry_too_large_to_be_parked_whole_is_parked_by_its_place,
+);
+
+#[derive(Serialize, Deserialize, JsonSchema)]
+struct Novel {
+    title: String,
+}
+
+impl Event for Novel {
+    const TYPE: &'static str = "tests.Novel";
+    const SCOPE: Scope = Scope::Session;
+}
+
+async fn wait_for_parked(bus: &headwater_bus::StreamedBus, count: usize) -> Vec<ParkedEntry> {
+    for _ in 0..1000 {
+        if bus.parked(EntryId::MIN, 100).await.unwrap().len() >= count {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    bus.parked(EntryId::MIN, 100).await.unwrap()
+}
+
+async fn unreadable_entries_are_parked_once_and_hold_up_nobody(place: Place) {
+    // Given two live readers and a group, who all meet the same entries.
+    let (ada, bob) = (place.bus().await, place.bus().await);
+    let (first, second, durable) = (watch(&ada).await, watch(&bob).await, Log::default());
+    ada.subscribe::<Noted>(Subscribe::durable("all"), writes(&durable)).await.unwrap();
+    let noted = Noted::TYPE;
+    let unreadable: [(&[(&str, &str)], &str); 6] = [
+        (&[("type", "tests.Novel"), ("payload", "{\"title\":\"x\"}")], "is not registered"),
+        (&[("type", noted), ("payload", "{}"), ("version", "9")], "version 9"),
+        (&[("type", noted), ("payload", "{\"number\":\"one\"}")], "does not fit"),
+        (&[("type", noted), ("payload", "not json")], "does not fit"),
+        (&[("type", noted)], "`payload` is missing"),
+        (&[("something", "else")], "`type` is missing"),
+    ];
+    let mut ids = Vec::new();
+    for (fields, _) in unreadable {
+        ids.push(place.append(fields).await);
+    }
+    ada.publish(place.noted(7)).await.unwrap().raise().unwrap();
+
+    // Then the event behind them is handled by all, and each of them is parked once, as it is.
+    for log in [&first, &second, &durable] {
+        assert_eq!(log.settles_at(1).await, ["7"]);
+    }
+    let mut parked = wait_for_parked(&bob, 6).await;
+    parked.sort_by_key(|entry| entry.entry_id);
+    assert_eq!(parked.iter().map(|entry| entry.entry_id).collect::<Vec<_>>(), ids);
+    let originals = entries(&*place.connect().await, &place.stream()).await;
+    for ((entry, (_, reason)), original) in parked.iter().zip(unreadable).zip(originals) {
+        assert!(entry.reason.contains(reason), "{}", entry.reason);
+        assert_eq!((&entry.stream, &entry.fields), (&place.stream(), &original.fields));
+        assert!(entry.parked_at.is_some());
+    }
+    assert_eq!(ada.health().await.parked, 6);
+    assert!(bob.forget_parked(parked[0].id).await.unwrap());
+    assert!(!bob.forget_parked(parked[0].id).await.unwrap());
+    assert_eq!(ada.health().await.parked, 5);
+    // Nothing of them is pending in the group.
+    ada.close().await.unwrap();
+    let stats = place.connect().await.stats(&place.stream()).await.unwrap().unwrap();
+    assert_eq!(stats.groups[0].pending, 0);
+}
+
+async fn a_parked_entry_is_handled_when_its_type_is_known(place: Place) {
+    let old = place.bus().await;
+    let _watching = watch(&old).await;
+    place.append(&[("type", Novel::TYPE), ("payload", "{\"title\":\"Emma\"}")]).await;
+    let parked = wait_for_parked(&old, 1).await.remove(0);
+    assert!(matches!(old.retry_parked(parked.id).await.unwrap(), Retried::Unreadable(_)));
+
+    let new = place.bus_with(registry().with::<Novel>().unwrap(), place.config()).await;
+    assert_eq!(new.retry_parked(parked.id).await.unwrap(), Retried::NoHandler);
+    let log = Log::default();
+    let (live, durable) = (log.clone(), log.clone());
+    let write = move |event: Received<Novel>| {
+        live.add(format_args!("live {}", event.title));
+        async {}
+    };
+    new.subscribe::<Novel>(Subscribe::live(), write).await.unwrap();
+    let write = move |event: Received<Novel>| {
+        durable.add(format_args!("durable {}", event.title));
+        async {}
+    };
+    new.subscribe::<Novel>(Subscribe::durable("readers"), write).await.unwrap();
+    // The new group begins at the beginning and meets the entry by itself.
+    assert_eq!(log.settles_at(1).await, ["durable Emma"]);
+    assert_eq!(new.retry_parked(parked.id).await.unwrap(), Retried::Handled(2));
+    assert_eq!(log.settles_at(3).await, ["durable Emma", "live Emma", "durable Emma"]);
+    assert_eq!(new.retry_parked(parked.id).await.unwrap(), Retried::Missing);
+    assert_eq!(entries(&*place.connect().await, &place.stream()).await.len(), 1);
+    new.close().await.unwrap();
+}
+
+async fn an_entry_too_large_to_be_parked_whole_is_parked_by_its_place(place: Place) {
+    let bus = place.bus().await;
+    let log = watch(&bus).await;
+    let largest = "x".repeat(headwater_stream::limits::ENTRY_BYTES_MAX - 10);
+    let id = place.append(&[("type", &largest)]).await;
+    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    let parked = wait_for_parked(&bus, 1).await.remove(0);
+    assert_eq!((parked.entry_id, parked.fields.len()), (id, 0));
+    assert!(parked.reason.contains("`payload` is missing"), "{}", parked.reason);
+    assert_eq!(log.settles_at(1).await, ["1"]);
+}

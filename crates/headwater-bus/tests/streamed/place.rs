@@ -1,0 +1,174 @@
+//! Where a scenario runs, and the buses that take part in it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::{
+    BreakerConfig, Envelope, EventBusExt, Namespace, Received, Registry, SessionId, StreamedBus,
+    StreamedBusConfig, Subscribe,
+};
+use headwater_stream::{
+    Backend, Direction, Entry, EntryId, Fields, Options, Range, Retention, StreamName, connect,
+};
+use headwater_testkit::{Cluster, Redis, unique};
+
+/// Writes each scenario once and runs it on all three backends.
+macro_rules! everywhere {
+    ($($scenario:ident),* $(,)?) => {
+        mod embedded {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::embedded().await).await;
+            })*
+        }
+        mod redis {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::redis()).await;
+            })*
+        }
+        mod cluster {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::cluster()).await;
+            })*
+        }
+    };
+}
+
+/// A backend, and keys that no other test uses.
+pub(crate) struct Place {
+    target: Target,
+    pub(crate) prefix: String,
+    pub(crate) session: SessionId,
+}
+
+enum Target {
+    /// All buses share the one backend there is.
+    Shared(Arc<dyn Backend>),
+    /// Each bus has its own connections.
+    Url(String),
+}
+
+impl Place {
+    pub(crate) async fn embedded() -> Self {
+        let backend = connect("embedded:memory", &Options::default()).await.unwrap();
+        Self::new(Target::Shared(backend))
+    }
+
+    pub(crate) fn redis() -> Self {
+        Self::at(Redis::shared().unwrap().url())
+    }
+
+    pub(crate) fn cluster() -> Self {
+        Self::at(Cluster::shared().unwrap().url())
+    }
+
+    pub(crate) fn at(url: String) -> Self {
+        Self::new(Target::Url(url))
+    }
+
+    fn new(target: Target) -> Self {
+        let prefix: String = unique("w").chars().take(32).collect();
+        Self { target, prefix, session: SessionId::random() }
+    }
+
+    pub(crate) async fn connect(&self) -> Arc<dyn Backend> {
+        match &self.target {
+            Target::Shared(backend) => Arc::clone(backend),
+            Target::Url(url) => open(url).await,
+        }
+    }
+
+    pub(crate) fn config(&self) -> StreamedBusConfig {
+        StreamedBusConfig {
+            prefix: self.prefix.clone(),
+            namespace: Namespace::new("tests").unwrap(),
+            session: Some(self.session.clone()),
+            breaker: quick_breaker(),
+            ..Default::default()
+        }
+    }
+
+    pub(crate) async fn bus(&self) -> StreamedBus {
+        self.bus_with(registry(), self.config()).await
+    }
+
+    pub(crate) async fn bus_with(
+        &self,
+        registry: Registry,
+        config: StreamedBusConfig,
+    ) -> StreamedBus {
+        StreamedBus::open(self.connect().await, registry, config).await.unwrap()
+    }
+
+    /// The stream of the place's session.
+    pub(crate) fn stream(&self) -> StreamName {
+        self.stream_of(self.session.as_str())
+    }
+
+    pub(crate) fn stream_of(&self, session: &str) -> StreamName {
+        StreamName::new(format!("{}:events:{session}", self.prefix)).unwrap()
+    }
+
+    pub(crate) async fn append(&self, fields: &[(&str, &str)]) -> EntryId {
+        let fields = Fields::new(fields.iter().map(|(n, v)| (n.to_string(), v.to_string())));
+        let backend = self.connect().await;
+        backend.append(&self.stream(), &[fields], &Retention::KEEP_ALL).await.unwrap()[0]
+    }
+
+    pub(crate) fn noted(&self, number: u64) -> Noted {
+        Noted { session_id: Some(self.session.to_string()), number, text: String::new() }
+    }
+}
+
+/// A short deadline, so that an outage is noticed soon.
+pub(crate) async fn open(url: &str) -> Arc<dyn Backend> {
+    let options = Options { call_deadline: Duration::from_secs(2), ..Default::default() };
+    connect(url, &options).await.unwrap()
+}
+
+pub(crate) fn quick_breaker() -> BreakerConfig {
+    BreakerConfig { failure_threshold: 3, recovery: Duration::from_millis(300) }
+}
+
+/// Writes the numbers of events into a log.
+pub(crate) fn writes(log: &Log) -> impl Fn(Received<Noted>) -> std::future::Ready<()> + use<> {
+    let log = log.clone();
+    move |event| {
+        log.add(event.number);
+        std::future::ready(())
+    }
+}
+
+/// A log of what a live subscription of the bus sees.
+pub(crate) async fn watch(bus: &StreamedBus) -> Log {
+    let log = Log::default();
+    bus.subscribe::<Noted>(Subscribe::live(), writes(&log)).await.unwrap();
+    log
+}
+
+pub(crate) fn numbers(range: std::ops::Range<u64>) -> Vec<String> {
+    range.map(|number| number.to_string()).collect()
+}
+
+pub(crate) async fn entries(backend: &dyn Backend, stream: &StreamName) -> Vec<Entry> {
+    let (mut all, mut from) = (Vec::new(), EntryId::MIN);
+    loop {
+        let range = Range { from, to: EntryId::MAX, direction: Direction::Forward, count: 10_000 };
+        let page = backend.range(stream, range).await.unwrap();
+        let Some(last) = page.last() else { return all };
+        from = last.id.next();
+        all.extend(page);
+    }
+}
+
+/// The numbers of the events in a stream, in order.
+pub(crate) async fn stored(backend: &dyn Backend, stream: &StreamName) -> Vec<u64> {
+    let read = |entry: Entry| {
+        let envelope = Envelope::from_entry(stream, entry.id, &entry.fields).unwrap();
+        registry().decode::<Noted>(&envelope).unwrap().number
+    };
+    entries(backend, stream).await.into_iter().map(read).collect()
+}

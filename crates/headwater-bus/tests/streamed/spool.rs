@@ -1,0 +1,235 @@
+//! The spool of a bus: order, bounds, and what its streams refuse.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use headwater_bus::conformance::{Noted, registry};
+use headwater_bus::{
+    BusError, EventBus, EventBusExt, FailurePolicy, Namespace, SpoolConfig, SpoolError, Stored,
+    StreamedBus, StreamedBusConfig,
+};
+use headwater_testkit::{Persistence, Proxy, Redis};
+use tempfile::TempDir;
+
+use crate::place::{Place, open, stored, watch};
+
+pub(crate) fn spooling(place: &Place, directory: &TempDir) -> StreamedBusConfig {
+    let spool = SpoolConfig::new(directory.path().join("spool"));
+    StreamedBusConfig { on_failure: FailurePolicy::Spool(spool), ..place.config() }
+}
+
+pub(crate) async fn wait_until_empty(bus: &StreamedBus, limit: Duration) {
+    let deadline = Instant::now() + limit;
+    while bus.health().await.spool.unwrap().events > 0 {
+        assert!(Instant::now() < deadline, "{:?}", bus.health().await);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+const SESSIONS: u64 = 10;
+
+/// 1,000 events a second in ten sessions; Redis is killed after two seconds and is away for ten.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn redis_away_for_10_s_under_1000_events_a_second_loses_and_doubles_nothing_and_keeps_order()
+{
+    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let place = Place::at(redis.url());
+    let bus = Arc::new(place.bus_with(registry(), spooling(&place, &directory)).await);
+    let log = watch(&bus).await;
+
+    let began = Instant::now();
+    let publishers: Vec<_> = (0..SESSIONS)
+        .map(|session| {
+            let bus = Arc::clone(&bus);
+            tokio::spawn(async move {
+                let mut ticks = tokio::time::interval(Duration::from_millis(10));
+                let (mut number, mut spooled) = (0, 0);
+                while began.elapsed() < Duration::from_secs(15) {
+                    ticks.tick().await;
+                    let session_id = Some(format!("s{session}"));
+                    let event = Noted { session_id, number, text: "x".repeat(100) };
+                    let result = bus.publish(event).await.unwrap();
+                    spooled += u64::from(result.stored == Stored::Spooled);
+                    number += 1;
+                }
+                (number, spooled)
+            })
+        })
+        .collect();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    redis.kill9().unwrap();
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    redis.restart().unwrap();
+
+    let (mut published, mut spooled) = (Vec::new(), 0);
+    for publisher in publishers {
+        let (count, waited) = publisher.await.unwrap();
+        published.push(count);
+        spooled += waited;
+    }
+    let total: u64 = published.iter().sum();
+    println!("published {total}, of these {spooled} by way of the spool");
+    assert!(total > 1000 && spooled > total / 4, "the outage was felt: {spooled} of {total}");
+    wait_until_empty(&bus, Duration::from_secs(60)).await;
+    println!("all stored {:?} after the beginning", began.elapsed());
+
+    let backend = open(&redis.url()).await;
+    for (session, count) in published.iter().enumerate() {
+        let numbers = stored(&*backend, &place.stream_of(&format!("s{session}"))).await;
+        assert_eq!(numbers, (0..*count).collect::<Vec<u64>>(), "session {session}");
+    }
+    // Handlers here ran at once, and not again when the events went to their streams.
+    let handled = log.settles_at(total as usize).await;
+    assert_eq!(handled.len() as u64, total);
+    let health = bus.health().await;
+    assert!(health.connected && health.spool.unwrap().rejected == 0, "{health:?}");
+    bus.close().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_waits_is_stored_by_the_next_start_before_anything_new() {
+    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let place = Place::at(redis.url());
+    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
+    let backend = place.connect().await;
+    redis.kill9().unwrap();
+    for number in 0..20 {
+        let result = bus.publish(place.noted(number)).await.unwrap();
+        assert_eq!(result.stored, Stored::Spooled);
+    }
+    assert_eq!(bus.health().await.spool.unwrap().events, 20);
+    bus.close().await.unwrap();
+    drop(bus);
+
+    // The backend knows its way back by itself.
+    let config = spooling(&place, &directory);
+    let bus = StreamedBus::open(backend, registry(), config).await.unwrap();
+    let log = watch_when_back(&bus, &redis).await;
+    let result = bus.publish(place.noted(20)).await.unwrap();
+    assert_eq!(result.handlers_invoked, 1);
+    wait_until_empty(&bus, Duration::from_secs(30)).await;
+    bus.publish(place.noted(21)).await.unwrap().raise().unwrap();
+    let numbers = stored(&*place.connect().await, &place.stream()).await;
+    assert_eq!(numbers, (0..22).collect::<Vec<u64>>());
+    // To this start, the events of the last one are those of another process: it sees each once.
+    let handled = log.wait_for(2).await;
+    assert!(handled.iter().filter(|line| *line == "20" || *line == "21").count() == 2);
+    bus.close().await.unwrap();
+}
+
+async fn watch_when_back(bus: &StreamedBus, redis: &Redis) -> headwater_bus::conformance::Log {
+    redis.restart().unwrap();
+    watch(bus).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_spool_is_an_error_and_has_room_again_when_redis_is_back() {
+    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let place = Place::at(redis.url());
+    let spool = SpoolConfig { max_bytes: 8192, ..SpoolConfig::new(directory.path().join("spool")) };
+    let config = StreamedBusConfig { on_failure: FailurePolicy::Spool(spool), ..place.config() };
+    let bus = place.bus_with(registry(), config).await;
+    let log = watch(&bus).await;
+    redis.kill9().unwrap();
+    let mut accepted = 0;
+    let error = loop {
+        match bus.publish(place.noted(accepted)).await {
+            Ok(result) => assert_eq!(result.stored, Stored::Spooled),
+            Err(error) => break error,
+        }
+        accepted += 1;
+    };
+    assert!(matches!(error, BusError::Spool(SpoolError::Full { .. })), "{error}");
+    assert!(error.is_transient() && accepted > 5, "{accepted}");
+    // What was refused was handled by nobody.
+    assert_eq!(log.lines().len() as u64, accepted);
+    redis.restart().unwrap();
+    wait_until_empty(&bus, Duration::from_secs(30)).await;
+    bus.publish(place.noted(accepted)).await.unwrap().raise().unwrap();
+    let numbers = stored(&*place.connect().await, &place.stream()).await;
+    assert_eq!(numbers, (0..=accepted).collect::<Vec<u64>>());
+    bus.close().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_spool_of_another_bus_or_a_damaged_one_keeps_the_bus_from_opening() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = Place::embedded().await;
+    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
+    let open = |config| async {
+        StreamedBus::open(place.connect().await, registry(), config).await.map(drop)
+    };
+    let error = open(spooling(&place, &directory)).await.unwrap_err();
+    assert!(matches!(error, BusError::Spool(SpoolError::InUse { .. })), "{error}");
+    bus.close().await.unwrap();
+    drop(bus);
+    let namespace = Namespace::new("other").unwrap();
+    let error =
+        open(StreamedBusConfig { namespace, ..spooling(&place, &directory) }).await.unwrap_err();
+    assert!(matches!(error, BusError::Spool(SpoolError::Foreign { .. })), "{error}");
+    std::fs::write(directory.path().join("spool"), b"a letter to my aunt").unwrap();
+    let error = open(spooling(&place, &directory)).await.unwrap_err();
+    assert!(matches!(error, BusError::Spool(SpoolError::Corrupt { .. })), "{error}");
+    assert_eq!(std::fs::read(directory.path().join("spool")).unwrap(), b"a letter to my aunt");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nobody() {
+    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let proxy = Proxy::start(redis.addr()).unwrap();
+    let place = Place::at(redis.url_at(proxy.addr()));
+    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
+    proxy.cut().unwrap();
+    for (session, number) in [("bad", 0), ("good", 0), ("bad", 1), ("good", 1)] {
+        let event = Noted { session_id: Some(session.to_owned()), number, text: String::new() };
+        assert_eq!(bus.publish(event).await.unwrap().stored, Stored::Spooled);
+    }
+    let bad = place.stream_of("bad");
+    redis.command(&["SET", bad.as_str(), "no stream"]).unwrap();
+    proxy.heal().unwrap();
+    wait_until_empty(&bus, Duration::from_secs(30)).await;
+    let backend = open(&redis.url()).await;
+    assert_eq!(stored(&*backend, &place.stream_of("good")).await, [0, 1]);
+    assert_eq!(bus.health().await.spool.unwrap().rejected, 2);
+    let rejected = std::fs::read(directory.path().join("spool.rejected")).unwrap();
+    let holds = |text: &str| rejected.windows(text.len()).any(|window| window == text.as_bytes());
+    assert!(holds("\"number\":0") && holds("\"number\":1"));
+    bus.close().await.unwrap();
+}
+
+/// The backend forgot the id by the time the event is sent again, so the stream is searched.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_outage_longer_than_ids_are_remembered_doubles_nothing() {
+    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let proxy = Proxy::start(redis.addr()).unwrap();
+    let place = Place::at(redis.url_at(proxy.addr()));
+    let remember = Some(Duration::from_millis(1000));
+    let config = StreamedBusConfig { remember, ..spooling(&place, &directory) };
+    let bus = place.bus_with(registry(), config).await;
+    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+
+    // The event is stored, but nobody hears of it: the server stops after it has read the request, and answers into the void.
+    redis.pause().unwrap();
+    let result = bus.publish(place.noted(1)).await.unwrap();
+    assert_eq!(result.stored, Stored::Spooled);
+    proxy.cut().unwrap();
+    redis.resume().unwrap();
+    for number in 2..5 {
+        let result = bus.publish(place.noted(number)).await.unwrap();
+        assert_eq!(result.stored, Stored::Spooled);
+    }
+    let backend = open(&redis.url()).await;
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    assert_eq!(stored(&*backend, &place.stream()).await, [0, 1]);
+    let marks = redis.command(&["DBSIZE"]).unwrap();
+    println!("keys left: {marks:?}");
+    proxy.heal().unwrap();
+    wait_until_empty(&bus, Duration::from_secs(30)).await;
+    assert_eq!(stored(&*backend, &place.stream()).await, [0, 1, 2, 3, 4]);
+    bus.close().await.unwrap();
+}
