@@ -1,8 +1,7 @@
 //! A place for one outcome: the link's task puts it there, the caller takes it.
 //!
-//! It differs from a oneshot channel in that whoever puts the outcome there decides when the caller is woken. The
-//! runtime tells another worker of each task that is woken; with a crowd of callers on few cores, their threads
-//! then push each other off the core at every reply. So a crowd is woken as one: see [`wake_all`].
+//! It differs from a oneshot channel in that whoever puts the outcome there decides when the caller is woken: when all
+//! replies that came together are in their places.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -74,20 +73,4 @@ impl Future for Answer {
         }
         Poll::Pending
     }
-}
-
-/// Wakes callers: one at once, a crowd when this worker has run what it has, with one word to the other workers.
-pub(super) fn wake_all(callers: &mut Vec<Waker>) {
-    if let [caller] = callers.as_slice() {
-        caller.wake_by_ref();
-    } else {
-        for caller in &*callers {
-            // The runtime wakes all tasks that yield together. So we yield in the names of the callers.
-            let yielding = std::pin::pin!(tokio::task::yield_now());
-            if yielding.poll(&mut Context::from_waker(caller)).is_ready() {
-                caller.wake_by_ref();
-            }
-        }
-    }
-    callers.clear();
 }

@@ -9,7 +9,6 @@ use std::task::{Context, Poll, Waker};
 
 use tokio::time::{Instant, Sleep};
 
-use super::answer::wake_all;
 use super::{Broken, Shared, State, Waiting, closed, timed_out};
 use crate::redis::reply::{Replies, Scanner};
 use crate::redis::wire::Wire;
@@ -183,7 +182,7 @@ impl Driver {
         let kept = |(waiting, replies): (Waiting, Replies)| waiting.promise.keep(Ok(replies));
         self.callers.extend(done.drain(..).filter_map(kept));
         self.done = done;
-        wake_all(&mut self.callers);
+        self.callers.drain(..).for_each(Waker::wake);
         Ok(())
     }
 
