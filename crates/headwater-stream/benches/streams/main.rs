@@ -117,15 +117,18 @@ async fn beside_raw(
     }
     report.throughput("append, batches of 100", entries, &theirs, &mine);
 
-    let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+    let (mut theirs, mut mine, mut coalesced) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..effort.rounds {
         let key = format!("raw-callers-{round}");
         theirs.push(timed(|| raw.append(&key, entries, CALLERS))?);
         let stream = format!("our-callers-{round}");
         mine.push(ours.append_callers(&stream, entries, CALLERS).await?);
-        raw.delete(&[&key, &stream])?;
+        let shared = format!("our-coalesced-{round}");
+        coalesced.push(ours.append_coalesced(&shared, entries, CALLERS).await?);
+        raw.delete(&[&key, &stream, &shared])?;
     }
     report.throughput("append, 64 callers in flight", entries, &theirs, &mine);
+    report.throughput("append, 64 callers through a coalescer", entries, &theirs, &coalesced);
 
     let (mut theirs, mut mine) = (Vec::new(), Vec::new());
     for round in 0..effort.rounds {

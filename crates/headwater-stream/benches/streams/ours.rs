@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use headwater_stream::{
-    Backend, ConsumerName, Fields, GroupName, GroupStart, Range, Retention, Settle, Settlement,
-    StreamName,
+    Backend, Coalescer, CoalescerConfig, ConsumerName, Fields, GroupName, GroupStart, Range,
+    Retention, Settle, Settlement, StreamName,
 };
 
 use crate::{PAYLOAD_BYTES, READ_BATCH};
@@ -58,6 +58,43 @@ impl Ours {
                     let take = |n: usize| n.checked_sub(1);
                     while left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
                         backend.append(&stream, &one, &Retention::KEEP_ALL).await?;
+                    }
+                    anyhow::Ok(())
+                })
+            })
+            .collect();
+        for task in tasks {
+            task.await??;
+        }
+        Ok(start.elapsed())
+    }
+
+    /// The same through a coalescer, as the layers above do it.
+    pub(crate) async fn append_coalesced(
+        &self,
+        stream: &str,
+        entries: usize,
+        callers: usize,
+    ) -> Result<Duration> {
+        let (stream, backend) = (StreamName::new(stream)?, self.backend.clone());
+        let config = CoalescerConfig { in_flight_max: 2, ..CoalescerConfig::default() };
+        let coalescer = Coalescer::new(config, move |batch: Vec<Fields>| {
+            let (stream, backend) = (stream.clone(), backend.clone());
+            async move {
+                let ids = backend.append(&stream, &batch, &Retention::KEEP_ALL).await;
+                ids.unwrap_or_default()
+            }
+        })?;
+        let coalescer = Arc::new(coalescer);
+        let left = Arc::new(AtomicUsize::new(entries));
+        let start = Instant::now();
+        let tasks: Vec<_> = (0..callers)
+            .map(|_| {
+                let (coalescer, left, one) = (coalescer.clone(), left.clone(), payload());
+                tokio::spawn(async move {
+                    let take = |n: usize| n.checked_sub(1);
+                    while left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
+                        coalescer.call_weighing(one.clone(), PAYLOAD_BYTES).await?;
                     }
                     anyhow::Ok(())
                 })
