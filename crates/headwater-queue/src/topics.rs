@@ -190,7 +190,8 @@ impl Topics {
             had_data |= try_join_all(gone).await?.contains(&true);
         }
         change.go_on().await?;
-        let had_meta = backend.map_delete(&keys::meta(name)).await?;
+        // Without meta there was no topic when this began; one that was created since is not ours to delete.
+        let had_meta = !topic.layout.is_plain() && backend.map_delete(&keys::meta(name)).await?;
         // Somebody may have listed it again meanwhile, because they wanted to create it and found it there.
         self.register(name).await?;
         Ok(was_listed || had_meta || had_data)

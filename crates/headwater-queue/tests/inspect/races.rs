@@ -1,6 +1,14 @@
 //! Many processes create, grow and delete one topic at once.
 
-use crate::setup::on_every_backend;
+use std::time::Duration;
+
+use anyhow::Result;
+use headwater_queue::{NewMessage, Queue};
+use headwater_stream::{LeaseName, Options, connect};
+use headwater_testkit::{Proxy, Redis};
+
+use self::bodies::assert_in_agreement;
+use crate::setup::{Setup, on_every_backend, quick};
 
 on_every_backend! {
     of_many_who_create_a_topic_one_is_the_first
@@ -26,7 +34,7 @@ mod bodies {
         (0..count).map(|_| Queue::new(setup.backend().clone())).collect()
     }
 
-    async fn assert_in_agreement(setup: &Setup) -> Result<()> {
+    pub(super) async fn assert_in_agreement(setup: &Setup) -> Result<()> {
         let meta = MapName::new(format!("streaming:mq:topic:{}:meta", setup.topic))?;
         let exists = setup.backend().map_get(&meta).await?.is_some();
         let listed = setup.queue.topics().list().await?.contains(&setup.topic);
@@ -168,4 +176,69 @@ mod bodies {
         assert_eq!(setup.queue.topics().describe(&setup.topic).await?.topic.partitions, 2);
         Ok(())
     }
+}
+
+/// Between two steps of a process that is this far away, others do all they want to.
+const FAR_AWAY: Duration = Duration::from_millis(4);
+
+/// The queue of a process that is far away.
+async fn slow_queue(proxy: &Proxy) -> Result<Queue> {
+    let url = Redis::shared()?.url_at(proxy.addr());
+    let queue = Queue::new(connect(&url, &Options::default()).await?);
+    proxy.delay(FAR_AWAY)?;
+    Ok(queue)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_topic_that_is_deleted_between_any_two_steps_of_a_creation_is_not_listed_without_meta()
+-> Result<()> {
+    let setup = Setup::redis().await?;
+    let proxy = Proxy::start(Redis::shared()?.addr())?;
+    let slow = slow_queue(&proxy).await?;
+    for step in 0..24 {
+        setup.create(2).await?;
+        let (creating, deleting) = (slow.topics(), setup.queue.topics());
+        let (created, deleted) = tokio::join!(creating.create(&setup.topic, 2, quick()), async {
+            tokio::time::sleep(FAR_AWAY * step).await;
+            deleting.delete(&setup.topic).await
+        });
+        created?;
+        deleted?;
+        assert_in_agreement(&setup).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_slow_deletion_takes_nothing_of_a_topic_that_others_deleted_and_created_anew()
+-> Result<()> {
+    let setup = Setup::redis().await?;
+    let proxy = Proxy::start(Redis::shared()?.addr())?;
+    let slow = slow_queue(&proxy).await?;
+    for step in 0..24 {
+        setup.create(2).await?;
+        let (deleting, lease) =
+            (slow.topics(), LeaseName::new(format!("streaming:mq:change:{}", setup.topic))?);
+        let (deleted, sent) = tokio::join!(deleting.delete(&setup.topic), async {
+            // The slow one has begun, or is done already.
+            for _ in 0..1000 {
+                if setup.backend().leases(std::slice::from_ref(&lease)).await?[0].is_some() {
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            tokio::time::sleep(FAR_AWAY * step).await;
+            setup.queue.topics().delete(&setup.topic).await?;
+            let is_new = setup.queue.topics().create(&setup.topic, 2, quick()).await?;
+            let message = NewMessage::new("new").to_partition(1);
+            setup.producer.send(&setup.topic, message).await?;
+            anyhow::Ok(is_new)
+        });
+        deleted?;
+        assert!(sent?, "it was created anew");
+        let view = setup.queue.inspect().topic(&setup.topic).await?;
+        assert_eq!(view.length, 1, "step {step}");
+        setup.queue.topics().delete(&setup.topic).await?;
+    }
+    Ok(())
 }

@@ -284,11 +284,12 @@ mod bodies {
         setup: Setup,
     ) -> Result<()> {
         setup.create(1).await?;
-        for number in 0..20 {
+        // More than are read at once.
+        for number in 0..60 {
             setup.dead_letter(&Letter::of(0, 100 + number)).await?;
         }
-        // Slow enough that the first ones fail again before the last ones are replayed.
-        let slow = ReplayConfig { per_second: NonZeroU32::new(40), ..Default::default() };
+        // Slow enough that the first ones fail again before the last ones are read.
+        let slow = ReplayConfig { per_second: NonZeroU32::new(100), ..Default::default() };
         let handle = letters(&setup).await?;
         let replaying = handle.replay(all(), &slow);
         let failing = async {
@@ -298,7 +299,7 @@ mod bodies {
             fails_again(&setup, 0).await
         };
         let (report, again) = tokio::join!(replaying, failing);
-        assert_eq!(report?.replayed, 20);
+        assert_eq!(report?.replayed, 60);
         assert_eq!(setup.letters_left().await?, [again?]);
         Ok(())
     }
