@@ -170,6 +170,28 @@ pub struct NewEvent {
     pub payload: String,
 }
 
+impl NewEvent {
+    /// An event of a provider without projects, whose source is the integration and which has no delivery id. Set what
+    /// differs.
+    pub fn new(
+        integration: impl Into<String>,
+        external_issue_id: impl Into<String>,
+        event_type: impl Into<String>,
+        payload: impl Into<String>,
+    ) -> Self {
+        let integration = integration.into();
+        Self {
+            source: integration.clone(),
+            integration,
+            external_project_id: String::new(),
+            external_issue_id: external_issue_id.into(),
+            event_type: event_type.into(),
+            dedup_key: None,
+            payload: payload.into(),
+        }
+    }
+}
+
 /// What became of a [`NewEvent`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recorded {

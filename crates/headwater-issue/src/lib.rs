@@ -1,6 +1,4 @@
-//! Issue-centric processing: inbox, nudge, claim, worker, complete, outbox and sweeper, with SQL as the truth.
-//!
-//! Upstream: `headwater`. Downstream: `headwater-queue`, `headwater-stream` and a SQL store.
+#![doc = include_str!("../README.md")]
 
 // In dependency order: each module uses only those above it.
 mod error;

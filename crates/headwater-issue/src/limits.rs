@@ -62,6 +62,9 @@ pub const WAIT_MAX: Duration = Duration::from_secs(60);
 /// Nudges that wait to be sent; more are left to the sweep.
 pub const NUDGES_WAITING_MAX: usize = 10_000;
 
+/// Nudges in the stream that nobody has read yet; beyond it, the sweep adds none for issues that wait.
+pub const NUDGES_UNREAD_MAX: u64 = 1000;
+
 /// Issues that a worker remembers to look at by itself; more are left to the sweep.
 pub const AGENDA_MAX: usize = 100_000;
 

@@ -97,6 +97,15 @@ impl Nudger {
         Ok(())
     }
 
+    /// About how many nudges nobody has read yet.
+    pub(crate) async fn unread(&self) -> Result<u64, StreamError> {
+        let Some(stats) = self.sender.streams.stats(&self.sender.stream).await? else {
+            return Ok(0);
+        };
+        let workers = stats.groups.iter().find(|group| group.name.as_str() == GROUP);
+        Ok(workers.map_or(stats.length, |group| group.lag.unwrap_or_default()))
+    }
+
     /// The backend that nudges go to.
     pub fn streams(&self) -> &Arc<dyn Backend> {
         &self.sender.streams

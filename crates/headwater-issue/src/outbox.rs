@@ -32,10 +32,23 @@ use crate::worker::unique_name;
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(200);
 
 /// Delivers one row. It may come twice, with the same idempotency key: hand the key on, or remember it.
+///
+/// Any `Fn(OutboxRow) -> impl Future<Output = Result<(), DeliverError>>` is one.
 #[async_trait]
 pub trait Deliver: Send + Sync + 'static {
     /// Delivers. A panic and a time-out count as failures that may pass.
     async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError>;
+}
+
+#[async_trait]
+impl<F, Delivering> Deliver for F
+where
+    F: Fn(OutboxRow) -> Delivering + Send + Sync + 'static,
+    Delivering: Future<Output = Result<(), DeliverError>> + Send,
+{
+    async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
+        self(row.clone()).await
+    }
 }
 
 /// Why a delivery failed.

@@ -14,6 +14,7 @@ use tracing::{debug, error, warn};
 
 use crate::claim::{Nudge, SweepOptions, Swept};
 use crate::error::{IssueError, Result};
+use crate::limits::{DELAY_MAX, NUDGES_UNREAD_MAX};
 use crate::metrics::{SWEEP_NUDGES, SWEEP_QUARANTINED, SWEEP_REQUEUED};
 use crate::nudge::Nudger;
 use crate::store::Store;
@@ -69,7 +70,7 @@ impl Sweeper {
     pub async fn run_once(&self) -> Result<Swept> {
         let mut all = Swept::default();
         for _ in 0..SWEEPS_PER_RUN_MAX {
-            let swept = self.store.sweep(&self.config.options).await?;
+            let swept = self.store.sweep(&self.options().await).await?;
             self.pass_on(&swept).await;
             all.nudges.extend(swept.nudges);
             all.quarantined.extend(swept.quarantined);
@@ -101,6 +102,17 @@ impl Sweeper {
         tokio::select! {
             () = shutdown => {}
             () = sweeping => {}
+        }
+    }
+
+    /// While workers have plenty of nudges to read, more of the same would only fill the stream: then only claims that
+    /// ran out are looked for.
+    async fn options(&self) -> SweepOptions {
+        match timeout(STREAM_DEADLINE, self.nudger.unread()).await {
+            Ok(Ok(unread)) if unread > NUDGES_UNREAD_MAX => {
+                SweepOptions { nudge_overdue: DELAY_MAX, ..self.config.options }
+            }
+            _ => self.config.options,
         }
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Result;
 use headwater_issue::{
     HandlerError, InboxConfig, IssueHandler, IssueId, OnNewEvent, ProcessingStatus, Quiet, Reason,
-    Resolution, RetryPolicy, Run, WorkerConfig, why,
+    Resolution, RetryPolicy, Run, WorkerConfig, limits, why,
 };
 use support::flaky::Flaky;
 use support::{Door, Journal, LONG, Letters, Place, System, event_ids, replies, until};
@@ -495,5 +495,30 @@ async fn when_the_stream_is_away_the_sweep_feeds_the_worker_of_its_process() -> 
     assert_eq!(journal.runs().len(), 5);
     system.assert_balanced().await?;
     worker.abort().await;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_sweep_does_not_fill_a_stream_that_nobody_reads() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let most = limits::NUDGES_UNREAD_MAX as usize;
+    let records = (0..most + 200)
+        .map(|issue| system.inbox.record(support::event_of(&issue.to_string(), "a")));
+    for recorded in futures_util::future::join_all(records).await {
+        recorded?;
+    }
+    let stream = headwater_stream::StreamName::new(headwater_issue::STREAM)?;
+    let length = || async {
+        let stats = system.streams.stats(&stream).await.expect("it answers");
+        stats.map_or(0, |stats| stats.length as usize)
+    };
+    until("all nudges to be sent", || async { length().await == most + 200 }).await?;
+    let sweeper = system.sweeper(None)?;
+    assert!(sweeper.run_once().await?.nudges.is_empty());
+
+    // The stream has lost everything: now nudges are sent again, but not more than somebody may read soon.
+    system.streams.delete_stream(&stream).await?;
+    assert!(!sweeper.run_once().await?.nudges.is_empty());
+    assert!((most..most + 300).contains(&length().await), "{}", length().await);
     Ok(())
 }

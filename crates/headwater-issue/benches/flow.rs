@@ -1,0 +1,300 @@
+//! How fast events go through the whole flow, beside the same work as raw SQL in the same run on the same machine.
+//!
+//! `record`: 64 clients of one inbox, beside one transaction per event. `claim + complete`: a worker with a handler that
+//! does nothing, from the nudges in the stream to the last commit, beside one job per transaction. `webhook`: the 99th
+//! percentile of 64 clients that record for one issue while its handler runs for 5 s, beside the same while nothing runs.
+//! Each figure is the best of [`ROUNDS`] rounds, taken in turn: what else the machine does only slows a round down.
+//!
+//! `HEADWATER_BENCH_EVENTS` sets how many events a round has (default 4000).
+#![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]
+
+mod raw;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use headwater_issue::{
+    HandlerError, Inbox, InboxConfig, IssueId, NewEvent, Nudger, Resolution, Run, Store,
+    StoreOptions, Worker, WorkerConfig, connect,
+};
+use headwater_queue::Queue;
+use headwater_testkit::Postgres;
+use sqlx::postgres::PgPoolOptions;
+use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinSet;
+
+use self::raw::Raw;
+
+const CLIENTS: usize = 64;
+const ROUNDS: usize = 3;
+const ISSUES: usize = 512;
+const LONG_RUN: Duration = Duration::from_secs(5);
+
+fn main() -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let postgres = Postgres::start()?;
+        let database = postgres.database()?;
+        let store = connect(&database.url(), &StoreOptions::default()).await?;
+        let pool = PgPoolOptions::new()
+            .max_connections(CLIENTS as u32)
+            .test_before_acquire(false)
+            .connect(&database.url())
+            .await?;
+        measure("postgres", store, Raw::Postgres(pool)).await?;
+
+        let directory = tempfile::tempdir()?;
+        let file = directory.path().join("issues.db");
+        let url = format!("sqlite:{}", file.display());
+        let store = connect(&url, &StoreOptions::default()).await?;
+        let options = SqliteConnectOptions::new()
+            .filename(&file)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(SqliteSynchronous::Full)
+            .foreign_keys(true);
+        // One connection: SQLite has one writer, and waiting in a queue is faster than polling for the lock.
+        let pool = SqlitePoolOptions::new()
+            .max_connections(1)
+            .test_before_acquire(false)
+            .connect_with(options)
+            .await?;
+        measure("sqlite", store, Raw::Sqlite(pool)).await
+    })
+}
+
+/// The parts of a process that are measured.
+struct Parts {
+    store: Arc<dyn Store>,
+    nudger: Nudger,
+    inbox: Arc<Inbox>,
+    queue: Queue,
+}
+
+async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> Result<()> {
+    store.ensure_integration("main", "github").await?;
+    let events = std::env::var("HEADWATER_BENCH_EVENTS").ok().and_then(|text| text.parse().ok());
+    let events: usize = events.unwrap_or(4000);
+    let streams =
+        headwater_stream::connect("embedded:memory", &headwater_stream::Options::default()).await?;
+    let nudger = Nudger::new(Arc::clone(&streams));
+    let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), InboxConfig::default())?;
+    let parts = Parts { store, nudger, inbox: Arc::new(inbox), queue: Queue::new(streams) };
+
+    let (mut record, mut raw_record) = (0.0_f64, 0.0_f64);
+    let (mut run, mut raw_run) = (0.0_f64, 0.0_f64);
+    for round in 0..ROUNDS {
+        record =
+            record.max(record_all(&parts, &format!("shared-{round}"), events, ISSUES).await?.0);
+        work_all(&parts).await?;
+        let raw_events = raw.clone();
+        let record_raw = move |n| {
+            let raw = raw_events.clone();
+            async move { raw.record(&event(&format!("raw-{round}"), n, ISSUES)).await }
+        };
+        raw_record = raw_record.max(per_second(CLIENTS, events, record_raw).await?);
+        while parts.store.backlog().await?.queued > 0 {
+            headwater_issue::Sweeper::new(
+                Arc::clone(&parts.store),
+                parts.nudger.clone(),
+                None,
+                headwater_issue::SweeperConfig {
+                    options: headwater_issue::SweepOptions {
+                        nudge_overdue: Duration::ZERO,
+                        ..Default::default()
+                    },
+                    ..Default::default()
+                },
+            )?
+            .run_once()
+            .await?;
+            work_all(&parts).await?;
+        }
+
+        record_all(&parts, &format!("jobs-{round}"), events, events).await?;
+        run = run.max(work_all(&parts).await?);
+        let (_, issues) = record_all(&parts, &format!("raw-jobs-{round}"), events, events).await?;
+        let (raw, issues) = (raw.clone(), Arc::new(issues));
+        let run_raw = move |n: usize| {
+            let (raw, issues) = (raw.clone(), Arc::clone(&issues));
+            async move { raw.run(issues[n]).await }
+        };
+        raw_run = raw_run.max(per_second(CLIENTS, events, run_raw).await?);
+    }
+    assert!(headwater_issue::audit(parts.store.as_ref()).await?.balances());
+    report(name, "record, 64 clients", record, raw_record, 2.0);
+    report(name, "claim + complete", run, raw_run, 3.0);
+    webhook_beside_a_long_run(name, &parts).await
+}
+
+fn report(store: &str, path: &str, ours: f64, raw: f64, wanted: f64) {
+    let ratio = ours / raw;
+    let verdict = if ratio >= wanted { "reached" } else { "MISSED" };
+    println!(
+        "{store:9} {path:20} {ours:8.0}/s  raw {raw:8.0}/s  ratio {ratio:5.2} (to reach {wanted}: {verdict})"
+    );
+}
+
+fn event(prefix: &str, n: usize, issues: usize) -> NewEvent {
+    NewEvent {
+        integration: "main".into(),
+        external_project_id: if issues == ISSUES { "project".into() } else { prefix.into() },
+        external_issue_id: (n % issues).to_string(),
+        source: "github".into(),
+        event_type: "comment".into(),
+        dedup_key: Some(format!("{prefix}-{n}")),
+        payload: format!(r#"{{"action":"created","number":{n},"body":"{}"}}"#, "x".repeat(200)),
+    }
+}
+
+/// Runs `one` for every number below `total`, by as many clients at once, and returns how many a second.
+async fn per_second<F>(
+    clients: usize,
+    total: usize,
+    one: impl Fn(usize) -> F + Clone + Send + 'static,
+) -> Result<f64>
+where
+    F: Future<Output = Result<()>> + Send,
+{
+    let next = Arc::new(AtomicUsize::new(0));
+    let started = Instant::now();
+    let mut tasks = JoinSet::new();
+    for _ in 0..clients {
+        let (next, one) = (Arc::clone(&next), one.clone());
+        tasks.spawn(async move {
+            loop {
+                let n = next.fetch_add(1, Ordering::Relaxed);
+                if n >= total {
+                    return anyhow::Ok(());
+                }
+                one(n).await?;
+            }
+        });
+    }
+    while let Some(done) = tasks.join_next().await {
+        done??;
+    }
+    Ok(total as f64 / started.elapsed().as_secs_f64())
+}
+
+/// Records by 64 clients of one inbox: the speed, and the issues.
+async fn record_all(
+    parts: &Parts,
+    prefix: &str,
+    events: usize,
+    issues: usize,
+) -> Result<(f64, Vec<IssueId>)> {
+    let seen = Arc::new(std::sync::Mutex::new(Vec::with_capacity(events)));
+    let (inbox, prefix) = (Arc::clone(&parts.inbox), prefix.to_owned());
+    let speed = {
+        let seen = Arc::clone(&seen);
+        per_second(CLIENTS, events, move |n| {
+            let (inbox, seen) = (Arc::clone(&inbox), Arc::clone(&seen));
+            let event = event(&prefix, n, issues);
+            async move {
+                let recorded = inbox.record(event).await?;
+                seen.lock().unwrap().push(recorded.issue_id);
+                Ok(())
+            }
+        })
+        .await?
+    };
+    let seen = std::mem::take(&mut *seen.lock().unwrap());
+    Ok((speed, seen))
+}
+
+/// A worker that works off everything that is queued; how many runs a second.
+async fn work_all(parts: &Parts) -> Result<f64> {
+    let queued = parts.store.backlog().await?.queued as usize;
+    let (runs, all_done) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
+    let handler = {
+        let (runs, all_done) = (Arc::clone(&runs), Arc::clone(&all_done));
+        move |_: Run| {
+            if runs.fetch_add(1, Ordering::SeqCst) + 1 == queued {
+                all_done.notify_one();
+            }
+            async { Ok::<_, HandlerError>(Resolution::new()) }
+        }
+    };
+    let config = WorkerConfig { concurrency: 256, ..WorkerConfig::default() };
+    let worker = Worker::new(Arc::clone(&parts.store), parts.nudger.clone(), handler, config)?;
+    let started = Instant::now();
+    // The last handler was called; the end of the run waits for the last commits and acknowledgements.
+    worker.run(&parts.queue, all_done.notified()).await;
+    anyhow::ensure!(parts.store.backlog().await?.queued == 0);
+    Ok(queued as f64 / started.elapsed().as_secs_f64())
+}
+
+/// Records for one issue by 64 clients for a while; the latencies, sorted.
+async fn latencies(parts: &Parts, prefix: &str, time: Duration) -> Result<Vec<Duration>> {
+    let until = Instant::now() + time;
+    let mut clients = JoinSet::new();
+    for client in 0..CLIENTS {
+        let (inbox, prefix) = (Arc::clone(&parts.inbox), format!("{prefix}-{client}"));
+        clients.spawn(async move {
+            let mut latencies = Vec::new();
+            for n in 0.. {
+                if Instant::now() >= until {
+                    break;
+                }
+                let event = NewEvent {
+                    external_project_id: "webhooks".into(),
+                    external_issue_id: "1".into(),
+                    ..event(&prefix, n, 1)
+                };
+                let started = Instant::now();
+                inbox.record(event).await?;
+                latencies.push(started.elapsed());
+                // A webhook is no flood: each client sends about a hundred a second.
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            anyhow::Ok(latencies)
+        });
+    }
+    let mut all = Vec::new();
+    while let Some(latencies) = clients.join_next().await {
+        all.extend(latencies??);
+    }
+    all.sort_unstable();
+    Ok(all)
+}
+
+async fn webhook_beside_a_long_run(name: &str, parts: &Parts) -> Result<()> {
+    let p99 = |sorted: &[Duration]| sorted[sorted.len() * 99 / 100];
+    let idle = latencies(parts, &format!("{name}-idle"), LONG_RUN).await?;
+    work_all(parts).await?;
+
+    let (begun, has_begun) = oneshot::channel();
+    let begun = Arc::new(std::sync::Mutex::new(Some(begun)));
+    let handler = move |_: Run| {
+        let begun = begun.lock().unwrap().take();
+        async move {
+            if let Some(begun) = begun {
+                let _ = begun.send(());
+                tokio::time::sleep(LONG_RUN + Duration::from_secs(1)).await;
+            }
+            Ok::<_, HandlerError>(Resolution::new())
+        }
+    };
+    let config = WorkerConfig::default();
+    let worker = Worker::new(Arc::clone(&parts.store), parts.nudger.clone(), handler, config)?;
+    latencies(parts, &format!("{name}-first"), Duration::from_millis(50)).await?;
+    let (stop, stopped) = oneshot::channel::<()>();
+    let queue = parts.queue.clone();
+    let running =
+        tokio::spawn(async move { worker.run(&queue, async { drop(stopped.await) }).await });
+    has_begun.await?;
+    let busy = latencies(parts, &format!("{name}-busy"), LONG_RUN).await?;
+    drop(stop);
+    running.await?;
+
+    let (idle, busy) = (p99(&idle), p99(&busy));
+    let reached = busy < Duration::from_millis(100) && busy <= idle * 2;
+    let verdict = if reached { "reached" } else { "MISSED" };
+    println!(
+        "{name:9} webhook p99 while its handler runs {busy:.1?}, idle {idle:.1?} (to reach 100 ms and 2 x: {verdict})"
+    );
+    Ok(())
+}
