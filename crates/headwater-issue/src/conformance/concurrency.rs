@@ -103,6 +103,9 @@ pub async fn recorders_and_workers_at_once_lose_and_repeat_nothing(env: Env) -> 
         if audit.processed == EVENTS as u64 {
             break;
         }
+        if let Some(ended) = workers.try_join_next() {
+            panic!("a worker stopped before the end: {:?}", ended?);
+        }
         tokio::task::yield_now().await;
     }
     stop.send_replace(true);
