@@ -109,6 +109,29 @@ impl StreamError {
         Self::Unavailable { problem: problem.into(), source: Some(source.into()) }
     }
 
+    /// The same error for one more caller, where several shared a call. Its cause becomes part of the text.
+    pub fn again(&self) -> Self {
+        match self {
+            Self::Invalid { what, problem } => Self::invalid(what, problem),
+            Self::WrongType { name } => Self::WrongType { name: name.clone() },
+            Self::NoGroup { stream, group } => {
+                Self::NoGroup { stream: stream.clone(), group: group.clone() }
+            }
+            Self::Fenced { lease, epoch } => Self::Fenced { lease: lease.clone(), epoch: *epoch },
+            Self::Full { problem } => Self::Full { problem: problem.clone() },
+            Self::Denied { problem } => Self::Denied { problem: problem.clone() },
+            Self::Unavailable { problem, source } => {
+                let cause = source.as_ref().map_or(String::new(), |source| format!(": {source}"));
+                Self::Unavailable { problem: format!("{problem}{cause}"), source: None }
+            }
+            Self::Corrupt { file, offset, problem } => {
+                Self::Corrupt { file: file.clone(), offset: *offset, problem: problem.clone() }
+            }
+            Self::Locked { directory } => Self::Locked { directory: directory.clone() },
+            Self::Protocol { problem } => Self::Protocol { problem: problem.clone() },
+        }
+    }
+
     /// Whether the same call may succeed later without anybody mending anything.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Unavailable { .. } | Self::Full { .. })

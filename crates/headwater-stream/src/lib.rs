@@ -51,7 +51,7 @@ pub use name::{
 };
 pub use registry::{Registry, RegistryMap};
 pub use streams::{
-    Appended, Batch, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Once, Pending,
-    PendingQuery, Range, Reclaim, ReclaimFrom, Reclaimed, Retention, Settle, Settled, Settlement,
-    Silenced, StreamStats, Streams, TailReader, Then, TrimGuard, Trimmed,
+    Append, Appended, Batch, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Once,
+    Pending, PendingQuery, Range, Reclaim, ReclaimFrom, Reclaimed, Retention, Settle, Settled,
+    Settlement, Silenced, StreamStats, Streams, TailReader, Then, TrimGuard, Trimmed,
 };

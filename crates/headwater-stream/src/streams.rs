@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::join_all;
 
 use crate::delays::Due;
 use crate::entry::{Delivery, Entry, EntryId, Fields};
@@ -29,6 +30,16 @@ pub trait Streams: Send + Sync {
         entries: &[Fields],
         retention: &Retention,
     ) -> Result<Vec<EntryId>>;
+
+    /// Appends to several streams, in one round trip where one server holds them all. Returns what became of each append,
+    /// in order: one that fails does not touch the others, and nothing is atomic over them.
+    async fn append_many(&self, appends: &[Append<'_>]) -> Vec<Result<Vec<EntryId>>> {
+        let each = appends.iter().map(|append| {
+            let Append { stream, entries, retention } = append;
+            self.append(stream, entries, retention)
+        });
+        join_all(each).await
+    }
 
     /// Appends entries that are not in the stream yet, in order and in one atomic step. Returns where each one is.
     ///
@@ -178,6 +189,17 @@ pub trait TailReader: Send {
         count: usize,
         wait: Duration,
     ) -> Result<Vec<Batch<Entry>>>;
+}
+
+/// Entries for one of several streams.
+#[derive(Clone, Copy, Debug)]
+pub struct Append<'a> {
+    /// The stream.
+    pub stream: &'a StreamName,
+    /// What to append, in order.
+    pub entries: &'a [Fields],
+    /// How much of the stream to keep.
+    pub retention: &'a Retention,
 }
 
 /// An entry to append once.

@@ -9,7 +9,9 @@ use super::env::Env;
 use super::failure::TestResult;
 use super::steps::{contents, fields_in, numbered, numbers};
 use crate::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
-use crate::{Entry, EntryId, Fields, Range, Retention, StreamName, TrimGuard};
+use crate::{
+    Append, Entry, EntryId, Fields, Range, Retention, SetName, StreamError, StreamName, TrimGuard,
+};
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 
@@ -181,6 +183,46 @@ pub async fn entries_appended_by_64_tasks_at_once_are_all_there(env: Env) -> Tes
         let entry = (id, format!("{:?}", numbered(number)));
         assert!(found.contains(&entry), "expected {entry:?} in the stream, found it not");
     }
+    Ok(())
+}
+
+pub async fn appends_to_several_streams_do_not_touch_each_other(env: Env) -> TestResult {
+    let streams: Vec<_> = (0..5).map(|number| env.stream(&format!("orders-{number}"))).collect();
+    let (two, hundred, none) = (numbers(2), numbers(100), Vec::new());
+    // The third is no stream, the fourth is refused, and the first comes again at the end.
+    env.backend.set_add(&SetName::new(streams[2].as_str())?, &["a set"], None).await?;
+    let refused = [Fields::new([("", ""); 0])];
+    let keep_ten = Retention::max_len(10);
+    let appends = [
+        Append { stream: &streams[0], entries: &two, retention: KEEP },
+        Append { stream: &streams[1], entries: &hundred, retention: &keep_ten },
+        Append { stream: &streams[2], entries: &two, retention: KEEP },
+        Append { stream: &streams[3], entries: &refused, retention: KEEP },
+        Append { stream: &streams[4], entries: &none, retention: KEEP },
+        Append { stream: &streams[0], entries: &two, retention: KEEP },
+    ];
+    let results = env.backend.append_many(&appends).await;
+    assert_eq!(results.len(), appends.len(), "one result for each append");
+    let mut ids = Vec::new();
+    for (number, result) in results.into_iter().enumerate() {
+        match (number, result) {
+            (2, Err(StreamError::WrongType { .. })) | (3, Err(StreamError::Invalid { .. })) => {}
+            (0 | 1 | 4 | 5, Ok(found)) => {
+                assert_eq!(found.len(), appends[number].entries.len(), "append {number}");
+                ids.push(found);
+            }
+            (number, result) => panic!("append {number}: {result:?}"),
+        }
+    }
+    let found = contents(&*env.second, &streams[0]).await?;
+    let expected = [&ids[0][..], &ids[3]].concat();
+    if !env.is_faulty() {
+        assert_eq!(found.iter().map(|entry| entry.id).collect::<Vec<_>>(), expected);
+    }
+    let newest = env.second.range(&streams[1], Range::last(1)).await?;
+    assert_eq!(newest[0].fields, hundred[99]);
+    assert!(contents(&*env.second, &streams[3]).await?.is_empty());
+    assert!(env.backend.append_many(&[]).await.is_empty());
     Ok(())
 }
 

@@ -44,6 +44,7 @@ mod lanes;
 mod reader;
 mod tail;
 
+mod appends;
 mod dedup;
 mod delays;
 mod leases;

@@ -19,9 +19,9 @@ use crate::entry::{Delivery, Entry, EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
-    Appended, Direction, GroupReader, GroupStart, Once, Pending, PendingQuery, Range, Reclaim,
-    ReclaimFrom, Reclaimed, Retention, Settle, Settled, Silenced, StreamStats, Streams, TailReader,
-    TrimGuard, Trimmed,
+    Append, Appended, Direction, GroupReader, GroupStart, Once, Pending, PendingQuery, Range,
+    Reclaim, ReclaimFrom, Reclaimed, Retention, Settle, Settled, Silenced, StreamStats, Streams,
+    TailReader, TrimGuard, Trimmed,
 };
 
 #[async_trait]
@@ -48,6 +48,10 @@ impl Streams for RedisBackend {
             self.read_trim(&mut cursor, stream);
         }
         Ok(ids)
+    }
+
+    async fn append_many(&self, appends: &[Append<'_>]) -> Vec<Result<Vec<EntryId>>> {
+        self.append_each(appends).await
     }
 
     async fn append_once(
@@ -421,7 +425,7 @@ pub(super) fn list<T>(
 }
 
 /// About how many bytes an append of these fields takes on the wire.
-fn packed_bytes(stream: &StreamName, fields: &Fields) -> usize {
+pub(super) fn packed_bytes(stream: &StreamName, fields: &Fields) -> usize {
     64 + stream.as_str().len() + fields.bytes() + fields.len() * 24
 }
 
