@@ -145,7 +145,7 @@ impl QueueError {
                 Self::DeadlineExceeded { topic: topic.clone(), deadline: *deadline }
             }
             Self::Stopped { what } => Self::Stopped { what: what.clone() },
-            Self::Backend(error) => Self::Backend(backend_again(error)),
+            Self::Backend(error) => Self::Backend(error.again()),
         }
     }
 
@@ -156,32 +156,5 @@ impl QueueError {
             Self::Backend(error) => error.is_transient(),
             _ => false,
         }
-    }
-}
-
-fn backend_again(error: &StreamError) -> StreamError {
-    match error {
-        StreamError::Invalid { what, problem } => {
-            StreamError::Invalid { what: what.clone(), problem: problem.clone() }
-        }
-        StreamError::WrongType { name } => StreamError::WrongType { name: name.clone() },
-        StreamError::NoGroup { stream, group } => {
-            StreamError::NoGroup { stream: stream.clone(), group: group.clone() }
-        }
-        StreamError::Fenced { lease, epoch } => {
-            StreamError::Fenced { lease: lease.clone(), epoch: *epoch }
-        }
-        StreamError::Full { problem } => StreamError::Full { problem: problem.clone() },
-        StreamError::Denied { problem } => StreamError::Denied { problem: problem.clone() },
-        StreamError::Protocol { problem } => StreamError::Protocol { problem: problem.clone() },
-        StreamError::Unavailable { problem, source } => StreamError::Unavailable {
-            // The cause belongs to the first caller; the others are told of it.
-            problem: match source {
-                Some(source) => format!("{problem}: {source}"),
-                None => problem.clone(),
-            },
-            source: None,
-        },
-        other => StreamError::Unavailable { problem: other.to_string(), source: None },
     }
 }

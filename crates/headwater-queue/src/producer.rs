@@ -16,6 +16,7 @@ mod stamp;
 use std::fmt;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use headwater_stream::{EntryId, Fields, StreamError};
 use metrics::counter;
 use tokio::time::{Instant, timeout_at};
@@ -95,7 +96,9 @@ impl Producer {
         let (Sealed { partition, known_id, fields }, span) = self.prepare(&route, message)?;
         let outlet = route.outlet(partition);
         let sending = async {
-            self.admit(&route, fields.bytes()).await?;
+            if route.budget.is_some() {
+                self.admit(&route, fields.bytes()).await?;
+            }
             let sent = match known_id {
                 None => self.append(&route, outlet, fields).await?,
                 Some(known_id) => self.append_once(&route, outlet, known_id, fields).await?,
@@ -116,7 +119,8 @@ impl Producer {
         let partition = self.partition_of(route, &message)?;
         let traced =
             trace::sending(self.bridge(), &route.topic.name, Some(partition), &message.headers);
-        let sealed = self.seal(route, message, partition, traced.context)?;
+        let now = self.inner.stamp.now();
+        let sealed = self.seal(route, message, partition, now, traced.context)?;
         Ok((sealed, traced.span))
     }
 
@@ -126,11 +130,12 @@ impl Producer {
         route: &Route,
         mut message: NewMessage,
         partition: Partition,
+        now: Bytes,
         trace: Option<TraceContext>,
     ) -> Result<Sealed> {
         let known_id = self.take_id(route, &mut message, partition);
         let envelope = &route.outlet(partition).envelope;
-        let fields = message.into_fields(envelope, self.inner.stamp.now(), trace)?;
+        let fields = message.into_fields(envelope, now, trace)?;
         Ok(Sealed { partition, known_id, fields })
     }
 
@@ -143,7 +148,7 @@ impl Producer {
         // Those of other callers go with it: the backend sees to that.
         let backend = self.inner.queue.backend();
         let id = only(backend.append(&outlet.stream, &[fields], retention).await?)?;
-        Ok(Sent { id, partition: outlet.partition, duplicate: false })
+        Ok(outlet.sent(id))
     }
 
     /// Refuses a send if the topic holds as much as it may.
@@ -204,7 +209,10 @@ impl Producer {
 
 /// What the backend tells of the one thing it was given.
 fn only<T>(told: Vec<T>) -> Result<T> {
-    let problem =
-        || StreamError::Protocol { problem: "a message was sent, its id is missing".into() };
-    told.into_iter().next().ok_or_else(|| problem().into())
+    told.into_iter().next().ok_or_else(too_few)
+}
+
+fn too_few() -> QueueError {
+    let problem = "something was sent, its id is missing".to_owned();
+    StreamError::Protocol { problem }.into()
 }

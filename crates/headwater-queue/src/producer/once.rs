@@ -13,7 +13,7 @@ use headwater_stream::{Appended, Coalescer, CoalescerConfig, Fields, Once, Strea
 
 use super::outlet::Outlet;
 use super::route::Route;
-use super::{Producer, Sent};
+use super::{Producer, Sent, too_few};
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::message::NewMessage;
@@ -118,10 +118,7 @@ impl Producer {
             duplicate,
         });
         let told = earlier.into_iter().map(|earlier| earlier.or_else(|| appended.next()));
-        told.collect::<Option<_>>().ok_or_else(|| {
-            let problem = "an append told of fewer entries than there were".to_owned();
-            QueueError::Backend(StreamError::Protocol { problem })
-        })
+        told.collect::<Option<_>>().ok_or_else(too_few)
     }
 
     /// Looks for ids in the partitions they had before recent growths.

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use headwater_stream::StreamName;
+use headwater_stream::{EntryId, StreamName};
 use metrics::{Counter, counter};
 
 use super::Sent;
@@ -46,6 +46,11 @@ impl Outlet {
     /// What carries out sends with ids, started by the first of them.
     pub(super) fn once_sends(&self, start: impl FnOnce() -> OnceSends) -> &OnceSends {
         self.once_sends.get_or_init(start)
+    }
+
+    /// What is told of a new entry.
+    pub(super) fn sent(&self, id: EntryId) -> Sent {
+        Sent { id, partition: self.partition, duplicate: false }
     }
 
     /// Counts what became of a message.
