@@ -1,17 +1,22 @@
-//! `cargo xtask bench`: the speed of the streams, embedded and on a Redis of their own, and what heartbeats and waiting cost.
+//! `cargo xtask bench`: the speed of streams and queue, embedded and on a Redis of their own, and what heartbeats and
+//! waiting cost.
 
 use crate::cargo::{self, cargo};
 use crate::failure::Failure;
 use crate::setup;
 
-/// The benchmarks of `headwater-stream`.
-const BENCHES: [&str; 3] = ["streams", "heartbeat", "waiting"];
+/// What is measured, from the bottom up.
+const BENCHES: [(&str, &[&str]); 2] =
+    [("headwater-stream", &["streams", "heartbeat", "waiting"]), ("headwater-queue", &["queue"])];
 
 pub(crate) fn run(arguments: &[String]) -> Result<(), Failure> {
     setup::system(&[setup::C_COMPILER, setup::REDIS])?;
-    let mut bench = cargo(["bench", "-p", "headwater-stream", "--all-features"])?;
-    for name in BENCHES {
-        bench.args(["--bench", name]);
+    for (package, names) in BENCHES {
+        let mut bench = cargo(["bench", "-p", package, "--all-features"])?;
+        for name in names {
+            bench.args(["--bench", name]);
+        }
+        cargo::run("benchmark", bench.arg("--").args(arguments))?;
     }
-    cargo::run("benchmark", bench.arg("--").args(arguments))
+    Ok(())
 }

@@ -1,7 +1,4 @@
-//! Partitioned topics: producers, consumers, rebalance, retry, dead letters and inspection.
-//!
-//! Upstream: applications and `headwater-bus`. Downstream: `headwater-stream`.
-
+#![doc = include_str!("../README.md")]
 // Until producer and consumer use all of it.
 #![allow(dead_code)]
 

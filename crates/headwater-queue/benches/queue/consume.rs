@@ -1,0 +1,173 @@
+//! Consuming and settling with a handler that does nothing.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use headwater_queue::{ConsumerConfig, Message, Mode, Subscription};
+use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
+use tokio::sync::Notify;
+
+use crate::produce::{self, BATCH};
+use crate::raw::{Pipelines, Raw};
+use crate::report::{Report, median};
+use crate::{BenchTopic, Effort, GROUP, Place, timed};
+
+/// When messages do not come at all.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort) -> Result<()> {
+    for partitions in effort.partitions {
+        let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+        let entries = effort.entries / BATCH * BATCH;
+        for round in 0..effort.rounds {
+            let mut raw = Raw::connect(place.redis.addr())?;
+            for is_raw in [true, false] {
+                let name = format!("consume-{partitions}-{round}-{is_raw}");
+                let topic = place.topic(&name, *partitions).await?;
+                if is_raw {
+                    raw.append(&Pipelines::new(&topic.name, &topic.keys, BATCH), entries)?;
+                    raw.create_groups(&topic.keys)?;
+                    theirs.push(timed(|| raw.consume(&topic.keys, entries))?);
+                } else {
+                    mine.push(consume(place, &topic, entries, Mode::Owned).await?);
+                }
+                place.delete(&topic).await?;
+            }
+        }
+        let name = format!("consume + settle, {partitions} partitions");
+        report.throughput(&name, entries, &theirs, &mine);
+    }
+    Ok(())
+}
+
+/// The same work on short and long topics, and with much pending for somebody who is away.
+pub(crate) async fn growth(report: &mut Report, place: &Place, effort: &Effort) -> Result<()> {
+    let few = effort.many / 100;
+    let mut topics = Vec::new();
+    for (name, entries, pending) in
+        [("short", few, 0), ("long", effort.many, 0), ("pending", few, effort.pending)]
+    {
+        let topic = place.topic(name, 1).await?;
+        let mut raw = Raw::connect(place.redis.addr())?;
+        let pipelines = Pipelines::new(&topic.name, &topic.keys, BATCH);
+        raw.append(&pipelines, pending)?;
+        leave_pending(place, &topic, pending).await?;
+        // Competing consumers leave alone what somebody else has in hand.
+        consume(place, &topic, entries, Mode::Shared).await?;
+        topics.push((topic, Vec::new(), Vec::new()));
+    }
+    let entries = effort.entries / BATCH * BATCH;
+    for _ in 0..effort.rounds {
+        for (topic, produced, consumed) in &mut topics {
+            consumed.push(consume(place, topic, entries, Mode::Shared).await?);
+            produced.push(produce::batches(&place.producer, &topic.name, entries).await?);
+            consume_rest(place, topic, entries, Mode::Shared).await?;
+        }
+    }
+    let (small_produce, small_consume) = (median(&topics[0].1), median(&topics[0].2));
+    for (topic, produced, consumed) in &topics[1..] {
+        let size = if topic.name == "long" {
+            format!("{few} -> {} messages", effort.many)
+        } else {
+            format!("0 -> {} pending", effort.pending)
+        };
+        report.cost(&format!("produce, {size}"), small_produce, median(produced));
+        report.cost(&format!("consume + settle, {size}"), small_consume, median(consumed));
+    }
+    for (topic, ..) in topics {
+        place.delete(&topic).await?;
+    }
+    Ok(())
+}
+
+/// Subscribes, fills the topic while the subscription is paused, and takes the time it then needs.
+async fn consume(
+    place: &Place,
+    topic: &BenchTopic,
+    entries: usize,
+    mode: Mode,
+) -> Result<Duration> {
+    let (subscription, seen) = subscribe(place, topic, entries, mode).await?;
+    // The partitions change hands before the clock runs.
+    while mode == Mode::Owned && subscription.stats().partitions < topic.keys.len() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    subscription.pause();
+    let pipelines = Pipelines::new(&topic.name, &topic.keys, BATCH);
+    Raw::connect(place.redis.addr())?.append(&pipelines, entries)?;
+    let start = Instant::now();
+    subscription.resume();
+    seen.wait(&subscription, entries).await?;
+    let took = start.elapsed();
+    subscription.stop().await;
+    Ok(took)
+}
+
+/// Handles what is there already.
+async fn consume_rest(place: &Place, topic: &BenchTopic, entries: usize, mode: Mode) -> Result<()> {
+    let (subscription, seen) = subscribe(place, topic, entries, mode).await?;
+    seen.wait(&subscription, entries).await?;
+    subscription.stop().await;
+    Ok(())
+}
+
+async fn subscribe(
+    place: &Place,
+    topic: &BenchTopic,
+    entries: usize,
+    mode: Mode,
+) -> Result<(Subscription, Arc<Seen>)> {
+    let seen = Arc::new(Seen::default());
+    let handler = {
+        let seen = Arc::clone(&seen);
+        move |_: Message| {
+            seen.note(entries);
+            std::future::ready(())
+        }
+    };
+    let config = ConsumerConfig { mode, ..Default::default() };
+    Ok((place.queue.subscribe(&topic.name, GROUP, handler, config).await?, seen))
+}
+
+#[derive(Default)]
+struct Seen {
+    count: AtomicUsize,
+    complete: Notify,
+}
+
+impl Seen {
+    fn note(&self, entries: usize) {
+        let before = self.count.fetch_add(1, Ordering::Relaxed);
+        if before + 1 == entries {
+            self.complete.notify_one();
+        }
+    }
+
+    async fn wait(&self, subscription: &Subscription, entries: usize) -> Result<()> {
+        tokio::time::timeout(PATIENCE, self.complete.notified()).await?;
+        // The last of them are settled a moment later, and that is part of the work.
+        while subscription.stats().done < entries as u64 {
+            tokio::time::sleep(Duration::from_micros(200)).await;
+        }
+        ensure!(self.count.load(Ordering::Relaxed) == entries, "some came twice");
+        Ok(())
+    }
+}
+
+/// Delivers entries to a consumer that never settles them.
+async fn leave_pending(place: &Place, topic: &BenchTopic, pending: usize) -> Result<()> {
+    let stream = [StreamName::new(&topic.keys[0])?];
+    let (group, sleeper) = (GroupName::new(GROUP)?, ConsumerName::new("sleeper")?);
+    let backend = place.queue.backend();
+    backend.ensure_group(&stream[0], &group, GroupStart::Beginning).await?;
+    let mut reader = backend.reader(&group, &sleeper).await?;
+    let mut seen = 0;
+    while seen < pending {
+        let batches = reader.read(&stream, (pending - seen).min(1_000), Duration::ZERO).await?;
+        ensure!(!batches.is_empty(), "entries are missing: {seen} of {pending}");
+        seen += batches.iter().map(|batch| batch.entries.len()).sum::<usize>();
+    }
+    Ok(())
+}

@@ -1,0 +1,94 @@
+//! How long it takes from an append until the handler has the message.
+
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use headwater_queue::{ConsumerConfig, Message};
+
+use crate::raw::{Raw, append_command, read_command};
+use crate::report::Report;
+use crate::{BenchTopic, Effort, GROUP, Place};
+
+/// Long enough for a reader to block again after it got an entry.
+const PAUSE: Duration = Duration::from_micros(500);
+const BLOCK_MS: u64 = 10_000;
+/// Raw and ours take turns this often.
+const TURNS: usize = 5;
+
+/// Raw readers and ours are woken by the same raw producer.
+pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort) -> Result<()> {
+    for partitions in effort.partitions {
+        let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+        for turn in 0..TURNS {
+            let count = effort.wake_ups / TURNS;
+            let topic = place.topic(&format!("raw-wake-{partitions}-{turn}"), *partitions).await?;
+            theirs.extend(raw_wake_ups(place, &topic, count)?);
+            place.delete(&topic).await?;
+            let topic = place.topic(&format!("our-wake-{partitions}-{turn}"), *partitions).await?;
+            mine.extend(our_wake_ups(place, &topic, count).await?);
+            place.delete(&topic).await?;
+        }
+        let name = format!("enqueue to handler, {partitions} partitions");
+        report.latency(&name, Some(&theirs), &mine);
+    }
+    Ok(())
+}
+
+fn raw_wake_ups(place: &Place, topic: &BenchTopic, count: usize) -> Result<Vec<Duration>> {
+    let mut reader = Raw::connect(place.redis.addr())?;
+    reader.create_groups(&topic.keys)?;
+    let read = read_command(&topic.keys, 10, Some(BLOCK_MS));
+    let (woken, wakes) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        for _ in 0..count {
+            reader.read_group(&read)?;
+            woken.send(Instant::now())?;
+        }
+        anyhow::Ok(())
+    });
+    let times = wake(place, topic, count, &wakes)?;
+    thread.join().ok().context("the reader panicked")??;
+    Ok(times)
+}
+
+async fn our_wake_ups(place: &Place, topic: &BenchTopic, count: usize) -> Result<Vec<Duration>> {
+    let (woken, wakes) = mpsc::channel();
+    let handler = move |_: Message| {
+        // A receiver that is gone has what it wanted.
+        let _ = woken.send(Instant::now());
+        std::future::ready(())
+    };
+    let config = ConsumerConfig::default();
+    let subscription = place.queue.subscribe(&topic.name, GROUP, handler, config).await?;
+    while subscription.stats().partitions < topic.keys.len() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let times = tokio::task::block_in_place(|| wake(place, topic, count, &wakes))?;
+    subscription.stop().await;
+    Ok(times)
+}
+
+/// Appends one entry, waits until the reader has it, lets the reader block again.
+fn wake(
+    place: &Place,
+    topic: &BenchTopic,
+    count: usize,
+    wakes: &mpsc::Receiver<Instant>,
+) -> Result<Vec<Duration>> {
+    let mut producer = Raw::connect(place.redis.addr())?;
+    let commands: Vec<Vec<u8>> = topic
+        .keys
+        .iter()
+        .enumerate()
+        .map(|(partition, key)| append_command(&topic.name, partition, key))
+        .collect();
+    let mut times = Vec::with_capacity(count);
+    for command in commands.iter().cycle().take(count) {
+        std::thread::sleep(PAUSE);
+        let start = Instant::now();
+        producer.send(command)?;
+        times.push(wakes.recv_timeout(Duration::from_millis(BLOCK_MS))?.duration_since(start));
+    }
+    Ok(times)
+}

@@ -1,0 +1,61 @@
+//! Messages of one key are handled in the order they were sent, also when one of them fails; other keys go on meanwhile.
+//!
+//! `cargo run -p headwater-queue --example ordered_by_key`
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use headwater_queue::{
+    Backoff, ConsumerConfig, Message, NewMessage, Order, Outcome, Policies, ProducerConfig, Queue,
+    RetryPolicy,
+};
+use headwater_stream::{Options, connect};
+use tokio::sync::mpsc;
+
+const CUSTOMERS: [&str; 4] = ["ada", "bob", "cleo", "dan"];
+const STEPS: [&str; 3] = ["ordered", "paid", "shipped"];
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let queue = Queue::new(connect("embedded:memory", &Options::default()).await?);
+    queue.topics().create("orders", 2, Policies::default()).await?;
+
+    let producer = queue.producer(ProducerConfig::default())?;
+    for step in STEPS {
+        for customer in CUSTOMERS {
+            producer.send("orders", NewMessage::keyed(customer, step)).await?;
+        }
+    }
+
+    // Bob's card is declined at first: what comes after it waits for it, but nobody else does.
+    let (done, mut progress) = mpsc::unbounded_channel();
+    let handler = move |message: Message| {
+        let step = String::from_utf8_lossy(&message.payload).into_owned();
+        let customer = message.key.clone().unwrap_or_default();
+        let declined = customer == "bob" && step == "paid" && message.attempt == 1;
+        let outcome = if declined { Outcome::retry("card declined") } else { Outcome::Done };
+        let said = if declined { "declined".to_owned() } else { step };
+        // Whoever listened may be gone; the outcome holds all the same.
+        let _ = done.send((customer, said));
+        std::future::ready(outcome)
+    };
+    let backoff = Backoff::Fixed(Duration::from_millis(50));
+    let config = ConsumerConfig {
+        order: Order::PerKey,
+        concurrency: 4,
+        retry: RetryPolicy { backoff, ..Default::default() },
+        ..Default::default()
+    };
+    let subscription = queue.subscribe("orders", "shop", handler, config).await?;
+
+    let mut history: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for _ in 0..CUSTOMERS.len() * STEPS.len() + 1 {
+        let (customer, step) = progress.recv().await.ok_or("the shop is closed")?;
+        history.entry(customer).or_default().push(step);
+    }
+    for (customer, steps) in history {
+        println!("{customer}: {}", steps.join(", "));
+    }
+    subscription.stop().await;
+    Ok(())
+}
