@@ -56,10 +56,10 @@ pub(crate) fn settle(settle: &Settle<'_>) -> Result<()> {
     for settlement in settle.entries {
         match &settlement.then {
             Then::Done | Then::Delete | Then::Release => {}
-            Then::Append { fields, .. } => bytes += self::fields(fields)?,
+            Then::Append { fields, .. } => bytes += follow_up(fields)?,
             Then::PutAside { due, fields, .. } => {
                 self::due(*due)?;
-                bytes += self::fields(fields)?;
+                bytes += follow_up(fields)?;
             }
         }
     }
@@ -168,6 +168,18 @@ fn fields_of<'a>(what: &str, all: impl ExactSizeIterator<Item = &'a Fields>) -> 
         bytes += self::fields(fields)?;
     }
     at_most(what, bytes, BATCH_BYTES_MAX, "bytes in one call")
+}
+
+/// Checks what follows an entry that was delivered and returns its bytes. Other programs append larger entries than we do,
+/// and what follows says more than they did: it must fit, or they could never be settled.
+fn follow_up(fields: &Fields) -> Result<usize> {
+    if fields.is_empty() {
+        return self::fields(fields);
+    }
+    let bytes = fields.bytes();
+    at_most("an entry", fields.len(), FOLLOW_UP_FIELDS_MAX, "fields")?;
+    at_most("an entry", bytes, FOLLOW_UP_BYTES_MAX, "bytes")?;
+    Ok(bytes)
 }
 
 /// Checks the fields of one entry and returns their bytes.

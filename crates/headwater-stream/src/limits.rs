@@ -16,6 +16,13 @@ pub const ENTRY_BYTES_MAX: usize = PAYLOAD_BYTES_MAX + 64 * 1024;
 /// Fields of one entry.
 pub const FIELDS_MAX: usize = 256;
 
+/// Bytes of a retry or a dead letter that is written when an entry is settled: other programs append larger entries than
+/// we do, and they must not be stuck.
+pub const FOLLOW_UP_BYTES_MAX: usize = 16 * 1024 * 1024;
+
+/// Fields of a retry or a dead letter that is written when an entry is settled.
+pub const FOLLOW_UP_FIELDS_MAX: usize = 3000;
+
 /// Entries in one append, settlements in one settle, items in one put-aside.
 pub const BATCH_MAX: usize = 4096;
 
@@ -49,5 +56,6 @@ pub const KEEP_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 /// Bytes of a registry value, a set member or a de-duplication id or value.
 pub const VALUE_BYTES_MAX: usize = 64 * 1024;
 
-const _: () = assert!(ENTRY_BYTES_MAX <= BATCH_BYTES_MAX);
+const _: () = assert!(ENTRY_BYTES_MAX <= FOLLOW_UP_BYTES_MAX && FIELDS_MAX < FOLLOW_UP_FIELDS_MAX);
+const _: () = assert!(FOLLOW_UP_BYTES_MAX <= BATCH_BYTES_MAX);
 const _: () = assert!(LEASE_TTL_MIN.as_millis() < LEASE_TTL_MAX.as_millis());

@@ -361,31 +361,52 @@ impl Choice {
         self.streams.push((stream.clone(), Arc::clone(worker)));
     }
 
-    /// Where a subscription has more partitions than it may have messages in hand, they take turns. Returns whether
-    /// some were left out.
+    /// Where the partitions of a subscription together could take more than it may have in hand, they share what is
+    /// left, or take turns. Returns whether some were left out.
     fn bound_by_total(&mut self, turn: u64) -> bool {
-        let is_narrow = |worker: &Worker| worker.job.share.load(Ordering::Relaxed) == 1;
-        if !self.streams.iter().any(|(_, worker)| is_narrow(worker)) {
+        let is_bound = |worker: &Worker| worker.job.is_bound.load(Ordering::Relaxed);
+        let mut jobs: HashMap<usize, Left> = HashMap::new();
+        for (_, worker) in self.streams.iter().filter(|(_, worker)| is_bound(worker)) {
+            let job = &worker.job;
+            let left = jobs.entry(Arc::as_ptr(job) as usize).or_insert_with(|| {
+                let in_hand = job.in_hand.load(Ordering::Relaxed);
+                Left { room: job.config.in_flight_max.saturating_sub(in_hand), streams: 0 }
+            });
+            left.streams += 1;
+        }
+        if jobs.is_empty() {
             return false;
         }
+        let fits = jobs.values().filter(|left| left.room >= left.streams);
+        let narrowest = fits.map(|left| left.room / left.streams).min();
         let before = self.streams.len();
-        self.streams.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
-        let shift = usize::try_from(turn).unwrap_or(0) % before;
-        self.streams.rotate_left(shift);
-        let mut left: HashMap<usize, usize> = HashMap::new();
-        self.streams.retain(|(_, worker)| {
-            if !is_narrow(worker) {
-                return true;
-            }
-            let job = &worker.job;
-            let left = left.entry(Arc::as_ptr(job) as usize).or_insert_with(|| {
-                job.config.in_flight_max.saturating_sub(job.in_hand.load(Ordering::Relaxed))
+        if jobs.values().any(|left| left.room < left.streams) {
+            self.room = 1;
+            self.streams.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
+            let shift = usize::try_from(turn).unwrap_or(0) % before;
+            self.streams.rotate_left(shift);
+            self.streams.retain(|(_, worker)| {
+                match jobs.get_mut(&(Arc::as_ptr(&worker.job) as usize)) {
+                    Some(left) => left.take(),
+                    None => true,
+                }
             });
-            let fits = *left > 0;
-            *left = left.saturating_sub(1);
-            fits
-        });
-        self.room = 1;
+        }
+        self.room = self.room.min(narrowest.unwrap_or(1));
         self.streams.len() < before
+    }
+}
+
+/// What a subscription may still take in hand, and how many of its streams want it.
+struct Left {
+    room: usize,
+    streams: usize,
+}
+
+impl Left {
+    fn take(&mut self) -> bool {
+        let fits = self.room > 0;
+        self.room = self.room.saturating_sub(1);
+        fits
     }
 }

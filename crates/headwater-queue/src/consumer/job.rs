@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use headwater_stream::Backend;
 
+use super::gate::Gates;
 use super::verdict::Ended;
 use crate::config::ConsumerConfig;
 use crate::retry::Handler;
-use crate::topic::{GroupName, TopicName};
+use crate::topic::{GroupName, Topic, TopicName};
 use crate::trace::TraceBridge;
 
 pub(super) struct Job {
@@ -20,10 +21,13 @@ pub(super) struct Job {
     pub(super) handler: Arc<dyn Handler>,
     pub(super) config: ConsumerConfig,
     pub(super) trace: Option<Arc<dyn TraceBridge>>,
+    pub(super) gates: Arc<Gates>,
     /// Whether handlers are to be left alone for now.
     pub(super) paused: AtomicBool,
-    /// Messages that each partition may have in hand: its share of `in_flight_max`.
+    /// Messages that each partition may have in hand.
     pub(super) share: AtomicUsize,
+    /// Whether all partitions together could have more in hand than is allowed.
+    pub(super) is_bound: AtomicBool,
     /// Messages in hand, of all partitions.
     pub(super) in_hand: AtomicUsize,
     tally: Tally,
@@ -58,7 +62,7 @@ pub struct SubscriptionStats {
 impl Job {
     pub(super) fn new(
         backend: Arc<dyn Backend>,
-        topic: TopicName,
+        topic: Arc<Topic>,
         group: GroupName,
         handler: Arc<dyn Handler>,
         config: ConsumerConfig,
@@ -67,22 +71,28 @@ impl Job {
         let share = AtomicUsize::new(config.in_flight_max);
         Self {
             backend,
-            topic,
+            gates: Arc::new(Gates::new(config.order, Arc::clone(&topic))),
+            topic: topic.name.clone(),
             group,
             handler,
             config,
             trace,
             paused: AtomicBool::new(false),
             share,
+            is_bound: AtomicBool::new(false),
             in_hand: AtomicUsize::new(0),
             tally: Tally::default(),
         }
     }
 
-    /// Splits what may be in hand between so many partitions.
+    /// Splits what may be in hand between so many partitions. Each gets enough for its handlers, so that a busy one is
+    /// not held up by room that idle ones keep.
     pub(super) fn split(&self, partitions: usize) {
-        let share = self.config.in_flight_max / partitions.max(1);
-        self.share.store(share.max(1), Ordering::Relaxed);
+        let ConsumerConfig { in_flight_max, concurrency, .. } = self.config;
+        let partitions = partitions.max(1);
+        let share = (in_flight_max / partitions).max(concurrency).clamp(1, in_flight_max);
+        self.share.store(share, Ordering::Relaxed);
+        self.is_bound.store(share.saturating_mul(partitions) > in_flight_max, Ordering::Relaxed);
     }
 
     pub(super) fn is_paused(&self) -> bool {

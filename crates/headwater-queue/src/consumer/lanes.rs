@@ -9,6 +9,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use bytes::Bytes;
 use headwater_stream::{Delivery, EntryId};
+use tokio::time::Instant;
 
 use crate::config::Order;
 use crate::message::KEY;
@@ -21,6 +22,8 @@ pub(super) struct Item {
     pub(super) failures: u32,
     /// The lane it holds up, with [`Order::PerKey`].
     pub(super) key: Option<Bytes>,
+    /// When it came.
+    pub(super) came_at: Instant,
 }
 
 #[derive(Debug)]
@@ -50,12 +53,12 @@ impl Lanes {
     }
 
     /// Takes a message in.
-    pub(super) fn add(&mut self, delivery: Delivery) {
+    pub(super) fn add(&mut self, delivery: Delivery, came_at: Instant) {
         let key = match self.order {
             Order::Relaxed => None,
             Order::PerKey => delivery.fields.get(KEY).cloned(),
         };
-        let item = Item { delivery, failures: 0, key };
+        let item = Item { delivery, failures: 0, key, came_at };
         if let Some(key) = &item.key {
             if let Some(lane) = self.busy.get_mut(key) {
                 lane.push_back(item);
@@ -199,7 +202,7 @@ mod tests {
     fn lanes(order: Order, keys: &[Option<&str>]) -> Lanes {
         let mut lanes = Lanes::new(order);
         for (n, key) in keys.iter().enumerate() {
-            lanes.add(delivery(n as u64, *key));
+            lanes.add(delivery(n as u64, *key), Instant::now());
         }
         lanes
     }
@@ -225,7 +228,7 @@ mod tests {
         lanes.ended(Some(&a));
         assert_eq!(ready(&mut lanes), [1]);
         lanes.ended(Some(&a));
-        lanes.add(delivery(9, Some("a")));
+        lanes.add(delivery(9, Some("a")), Instant::now());
         assert_eq!(ready(&mut lanes), [9]);
     }
 

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use metrics::{Counter, Histogram, counter, histogram};
+use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
 use super::verdict::{Ended, Why};
 use crate::metrics as names;
@@ -17,6 +17,7 @@ pub(super) struct Meters {
     partition: String,
     /// Counter of messages and histogram of seconds for each of `done`, `retry`, `release` and `dead_letter`.
     handled: [(Counter, Histogram); 4],
+    in_flight: Gauge,
     retries: Counter,
     acks: Counter,
     ack_latency: Histogram,
@@ -51,7 +52,12 @@ impl Meters {
             )
         };
         let seconds = |name: &'static str| histogram!(name, "topic" => topic.clone(), "group" => group.clone());
+        let in_flight = gauge!(
+            names::IN_FLIGHT,
+            "topic" => topic.clone(), "group" => group.clone(), "consumer" => consumer.to_owned()
+        );
         Self {
+            in_flight,
             retries: count(names::RETRIES),
             acks: count(names::ACKS),
             ack_latency: seconds(names::ACK_LATENCY),
@@ -82,6 +88,11 @@ impl Meters {
         if result == Ended::Retry {
             self.retries.increment(1);
         }
+    }
+
+    /// So many messages of the subscription are in hand.
+    pub(super) fn in_flight(&self, messages: usize) {
+        self.in_flight.set(messages as f64);
     }
 
     /// A message is tried again in its lane.

@@ -6,6 +6,7 @@
 //! becomes of it, `settling` ends its delivery. The others look after what goes wrong meanwhile.
 
 // In dependency order: each module uses only those above it.
+mod gate;
 mod lanes;
 mod verdict;
 
@@ -27,6 +28,8 @@ mod upkeep;
 
 mod consumers;
 mod workplace;
+
+mod gatekeeper;
 
 mod subscription;
 

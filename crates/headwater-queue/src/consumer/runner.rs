@@ -5,6 +5,7 @@
 //! returns holds up its own runner and nobody else: whoever was woken runs before the next handler does.
 
 use std::any::Any;
+use std::future::poll_fn;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::task::Poll;
@@ -37,10 +38,23 @@ pub(super) async fn run(worker: Arc<Worker>, slot: Slot) {
         // Tokio keeps who was woken last on this thread, where nobody else can fetch it: it goes first, for the next
         // handler may block the thread.
         if step.has_woken || u32::is_multiple_of(handled, TURN) {
-            tokio::task::yield_now().await;
+            let_others_run().await;
         }
         next = step.next;
     }
+}
+
+/// Goes to the end of the line. Not `yield_now`: who yields so waits at its thread, where nobody can fetch it either.
+async fn let_others_run() {
+    let mut has_yielded = false;
+    poll_fn(|context| {
+        if std::mem::replace(&mut has_yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }
 
 /// Handles one message: what becomes of it, and how long its handler took.

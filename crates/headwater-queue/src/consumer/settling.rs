@@ -6,9 +6,10 @@
 //! harm: what was settled is settled once. With a lease that is gone, nothing is settled and the partition ends.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX};
+use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, FOLLOW_UP_BYTES_MAX};
 use headwater_stream::{
     EntryId, PendingQuery, PutAside, Range, Retention, Settle, Settled, Settlement, StreamError,
     Then,
@@ -22,7 +23,7 @@ use super::worker::{State, Worker};
 const PAUSE_FIRST: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 /// Bytes of follow-ups in one call; the last one may go beyond.
-const BYTES_AT_ONCE: usize = BATCH_BYTES_MAX / 4;
+const BYTES_AT_ONCE: usize = BATCH_BYTES_MAX - FOLLOW_UP_BYTES_MAX;
 
 impl Worker {
     /// Settles until there is nothing left to settle.
@@ -56,6 +57,7 @@ impl Worker {
         match self.settle_in_the_end(batch).await {
             Ok(settled) => {
                 self.meters.settled(settled.applied, started.elapsed());
+                self.meters.in_flight(self.job.in_hand.load(Ordering::Relaxed));
                 if settled.stale > 0 {
                     self.look_after_stale(batch).await;
                 }

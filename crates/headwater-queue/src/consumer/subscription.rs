@@ -10,10 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use tracing::info;
 
+use super::gatekeeper;
 use super::job::{Job, SubscriptionStats};
 use super::worker::Phase;
 use super::workplace::Bench;
-use crate::config::ConsumerConfig;
+use crate::config::{ConsumerConfig, Order};
 use crate::error::Result;
 use crate::group::coordinator::Membership;
 use crate::group::seam::Joining;
@@ -60,15 +61,19 @@ impl Queue {
             let stream = keys::stream(&topic, partition);
             inner.backend.ensure_group(&stream, &group, config.start).await?;
         }
-        let (mode, member) = (config.mode, config.member.clone());
+        let (mode, order, member) = (config.mode, config.order, config.member.clone());
         let backend = Arc::clone(&inner.backend);
         let trace = inner.config.trace.clone();
-        let job = Job::new(backend, name, group.clone(), Arc::new(handler), config, trace);
+        let job =
+            Job::new(backend, Arc::clone(&topic), group.clone(), Arc::new(handler), config, trace);
         let bench = Arc::new(Bench::new(job, Arc::clone(&topic), Arc::clone(&inner.consumers)));
         let workplace = Arc::clone(&bench);
         let joining = Joining { group, topic, mode, member, workplace };
         let membership = inner.coordinator.join(joining).await?;
         inner.consumers.upkeep.add(&bench);
+        if order == Order::PerKey {
+            bench.spawn(gatekeeper::run(Arc::downgrade(&bench), Arc::downgrade(inner)));
+        }
         Ok(Subscription { bench, membership: Mutex::new(Some(membership)) })
     }
 }

@@ -234,6 +234,7 @@ fn chance() -> f64 {
 #[cfg(test)]
 mod tests {
     use headwater_stream::{Delivery, Fields};
+    use tokio::time::Instant;
 
     use super::*;
     use crate::keys::Layout;
@@ -252,7 +253,7 @@ mod tests {
         let fields = Fields::new(fields.iter().copied());
         let key = fields.get("key").cloned();
         let delivery = Delivery { id: EntryId::new(7, 0), fields, deliveries };
-        Item { delivery, failures: 0, key }
+        Item { delivery, failures: 0, key, came_at: Instant::now() }
     }
 
     fn result(verdict: Verdict) -> Ended {

@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::feed::Feed;
+use super::gate::Gate;
 use super::job::Job;
 use super::lanes::{Item, Lanes};
 use super::meters::Meters;
@@ -30,6 +31,9 @@ use crate::group::seam::Alarm;
 const SETTLE_AT: usize = 256;
 /// Outcomes wait no longer than this for others while handlers are at work.
 const SETTLE_AFTER: Duration = Duration::from_millis(1);
+
+/// Messages of a partition that may wait at gates.
+const HELD_MAX: usize = 20_000;
 
 /// One partition and those who work on it.
 pub(super) struct Worker {
@@ -48,6 +52,8 @@ pub(super) struct Worker {
     /// What counts against the partition's share.
     in_hand: AtomicUsize,
     ready: AtomicUsize,
+    /// Of those in hand, how many wait at a gate: they take no room, or partitions could wait for each other for ever.
+    held: AtomicUsize,
     /// Whether something was given back here that is to be taken up again.
     has_released: AtomicBool,
     pub(super) dates: Dates,
@@ -143,6 +149,7 @@ impl Worker {
             is_known: AtomicBool::new(false),
             in_hand: AtomicUsize::new(0),
             ready: AtomicUsize::new(0),
+            held: AtomicUsize::new(0),
             has_released: AtomicBool::new(false),
             dates: Dates::default(),
             state: Mutex::new(state),
@@ -205,7 +212,12 @@ impl Worker {
 
     fn free_room(&self) -> Room {
         let share = self.job.share.load(Ordering::Relaxed);
-        let room = share.saturating_sub(self.in_hand.load(Ordering::SeqCst));
+        let held = self.held.load(Ordering::SeqCst);
+        if held >= HELD_MAX {
+            return Room::None;
+        }
+        let in_hand = self.in_hand().saturating_sub(held);
+        let room = share.saturating_sub(in_hand);
         if room > 0 && room * 4 >= share {
             Room::Wide(room)
         } else if room > 0 && self.ready.load(Ordering::SeqCst) == 0 {
@@ -232,7 +244,9 @@ impl Worker {
             Phase::Ended => return,
         }
         self.took(entries.len());
-        entries.into_iter().for_each(|entry| state.lanes.add(entry));
+        self.meters.in_flight(self.job.in_hand.load(Ordering::Relaxed));
+        let now = Instant::now();
+        entries.into_iter().for_each(|entry| state.lanes.add(entry, now));
         self.start_runners(state);
     }
 
@@ -267,13 +281,50 @@ impl Worker {
 
     fn next_for(&self, state: &mut State, slot: Slot) -> Option<Item> {
         let may_begin = state.may_begin(self.job.is_paused());
-        let next = if may_begin { state.lanes.next() } else { None };
+        let next = if may_begin { self.next_free(&mut state.lanes) } else { None };
         self.ready.store(state.lanes.ready_len(), Ordering::SeqCst);
         state.running[slot.index] = next.as_ref().map(|item| item.delivery.id);
         if next.is_none() {
             state.idle_slots.push(slot.index);
         }
         next
+    }
+
+    /// The next message that waits at no gate.
+    fn next_free(&self, lanes: &mut Lanes) -> Option<Item> {
+        loop {
+            let item = lanes.next()?;
+            if self.job.gates.before(&item, self.rules.partition).is_none() {
+                return Some(item);
+            }
+            lanes.hold(item);
+            self.held.store(lanes.held_len(), Ordering::SeqCst);
+            self.job.gates.waiting.notify_one();
+        }
+    }
+
+    /// The gates at which messages of this partition wait.
+    pub(super) fn awaited(&self) -> Vec<Gate> {
+        if self.held.load(Ordering::SeqCst) == 0 {
+            return Vec::new();
+        }
+        let state = self.lock();
+        let gates = &self.job.gates;
+        // One whose gate has opened since is let through by the same look.
+        state
+            .lanes
+            .held()
+            .map(|item| gates.before(item, self.rules.partition).unwrap_or(Gate::News))
+            .collect()
+    }
+
+    /// Messages whose gate is open are handled.
+    pub(super) fn let_through(self: &Arc<Self>) {
+        let mut state = self.lock();
+        let (gates, partition) = (&self.job.gates, self.rules.partition);
+        state.lanes.let_through(|item| gates.before(item, partition).is_none());
+        self.held.store(state.lanes.held_len(), Ordering::SeqCst);
+        self.start_runners(state);
     }
 
     /// A message was handled: notes what becomes of it and takes the next one.
@@ -337,6 +388,8 @@ impl Worker {
         }
         let share = self.job.share.load(Ordering::Relaxed);
         let is_worth_it = match self.free_room() {
+            // What one partition gives back, another may wait for.
+            _ if self.job.is_bound.load(Ordering::Relaxed) => true,
             Room::None => false,
             Room::Tight(_) => true,
             // Not at once: a read for a few entries costs as much as one for many. But slow handlers must not keep
@@ -377,6 +430,7 @@ impl Worker {
     pub(super) fn forget(self: &Arc<Self>, gone: &HashSet<EntryId>) {
         let mut state = self.lock();
         let removed = state.lanes.remove(gone);
+        self.held.store(state.lanes.held_len(), Ordering::SeqCst);
         self.gave(removed);
         self.start_runners(state);
         self.ask_for_more();
@@ -422,6 +476,7 @@ impl Worker {
             let ids = state.lanes.clear();
             self.gave(ids.len());
             self.ready.store(0, Ordering::SeqCst);
+            self.held.store(0, Ordering::SeqCst);
             state.release(ids);
         }
         drop(state);
@@ -439,6 +494,7 @@ impl Worker {
         let mut ids = state.lanes.clear();
         ids.extend(state.running.drain(..).flatten());
         state.idle_slots.clear();
+        self.held.store(0, Ordering::SeqCst);
         self.gave(ids.len());
         // What was being settled when its settler was dismissed is settled again, which does no harm.
         let unsettled = std::mem::take(&mut state.settling);
@@ -460,6 +516,7 @@ impl Worker {
         state.running.clear();
         state.idle_slots.clear();
         state.lanes.clear();
+        self.held.store(0, Ordering::SeqCst);
         state.outcomes.clear();
         state.settling = Arc::default();
         self.gave(self.in_hand());

@@ -4,9 +4,12 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_stream::ConsumerName;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use super::adoption::Whose;
@@ -21,10 +24,15 @@ use crate::group::seam::{Joined, OwnedPartition, Workplace};
 use crate::keys;
 use crate::topic::{Partition, Topic};
 
+/// How old news of a topic may be.
+const KNOWN_FOR: Duration = Duration::from_secs(10);
+
 pub(super) struct Bench {
     pub(super) job: Arc<Job>,
     consumers: Arc<Consumers>,
     state: Mutex<State>,
+    /// What works for the whole subscription.
+    tasks: Mutex<JoinSet<()>>,
 }
 
 struct State {
@@ -47,15 +55,16 @@ impl Bench {
             is_stopping: false,
             topic,
         };
-        Self { job: Arc::new(job), consumers, state: Mutex::new(state) }
+        Self { job: Arc::new(job), consumers, state: Mutex::new(state), tasks: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no code panics while it holds the workers")
     }
 
-    pub(super) fn topic(&self) -> Arc<Topic> {
-        Arc::clone(&self.lock().topic)
+    /// Starts a task that ends with the subscription.
+    pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.lock().expect("no code panics while it holds the tasks").spawn(task);
     }
 
     pub(super) fn workers(&self) -> Vec<Arc<Worker>> {
@@ -229,7 +238,10 @@ impl Workplace for Bench {
     }
 
     fn changed(&self, topic: Arc<Topic>) {
+        // It was so a moment ago: what comes from now on may know more.
+        let asked_at = Instant::now() - KNOWN_FOR;
         let mut state = self.lock();
+        self.job.gates.learn(Arc::clone(&topic), asked_at);
         if !state.is_stopping {
             state.movers = movers(&self.job, &topic, &self.consumers);
         }

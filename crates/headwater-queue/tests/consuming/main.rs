@@ -3,7 +3,17 @@
 
 #[macro_use]
 mod env;
+mod counted;
 mod record;
 
+mod bad_handlers;
+mod bad_input;
+mod crash;
+mod flow;
+mod growth;
+mod lost_server;
+mod ordered;
+mod owned;
 mod retry;
+mod sequence;
 mod shared;

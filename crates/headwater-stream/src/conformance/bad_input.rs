@@ -34,17 +34,24 @@ fn one_byte_more(than: usize) -> Fields {
 
 /// Entries that break each limit there is for them: what to call them, and the limit.
 fn bad_entries() -> Vec<(&'static str, Vec<Fields>, &'static str, String)> {
+    bad_entries_beyond(FIELDS_MAX, ENTRY_BYTES_MAX)
+}
+
+fn bad_entries_beyond(
+    fields_max: usize,
+    bytes_max: usize,
+) -> Vec<(&'static str, Vec<Fields>, &'static str, String)> {
     let no_fields = Fields::new::<Bytes, Bytes>([]);
-    let many_fields = Fields::new((0..=FIELDS_MAX).map(|n| (n.to_string(), "")));
+    let many_fields = Fields::new((0..=fields_max).map(|n| (n.to_string(), "")));
     let mebibyte = Fields::new([("x", vec![0; 1024 * 1024])]);
     vec![
         ("no fields", vec![numbered(0), no_fields], "an entry", "no fields".to_owned()),
-        ("many fields", vec![numbered(0), many_fields], "an entry", FIELDS_MAX.to_string()),
+        ("many fields", vec![numbered(0), many_fields], "an entry", fields_max.to_string()),
         (
             "a large entry",
-            vec![numbered(0), one_byte_more(ENTRY_BYTES_MAX)],
+            vec![numbered(0), one_byte_more(bytes_max)],
             "an entry",
-            ENTRY_BYTES_MAX.to_string(),
+            bytes_max.to_string(),
         ),
         ("many entries", numbers(BATCH_MAX + 1), "entries", BATCH_MAX.to_string()),
         ("many bytes", vec![mebibyte; 32], "entries", BATCH_BYTES_MAX.to_string()),
@@ -162,7 +169,9 @@ pub async fn a_settle_beyond_a_limit_changes_nothing(env: Env) -> TestResult {
     let too_many = vec![Settlement::done(ids[0]); BATCH_MAX + 1];
     assert_invalid("many", flow.settle("ann", &too_many).await, "entries", &BATCH_MAX);
 
-    for (case, entries, what, limit) in bad_entries() {
+    for (case, entries, what, limit) in
+        bad_entries_beyond(FOLLOW_UP_FIELDS_MAX, FOLLOW_UP_BYTES_MAX)
+    {
         if entries.len() > BATCH_MAX {
             continue;
         }

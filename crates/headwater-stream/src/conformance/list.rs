@@ -132,6 +132,7 @@ macro_rules! __every_promise {
                 always a_consumer_whose_entries_were_taken_over_writes_no_follow_up,
                 always a_mixed_batch_does_each_thing_once,
                 always a_settle_that_cannot_write_its_follow_up_changes_nothing,
+                steady what_follows_an_entry_may_be_larger_than_an_entry,
                 steady a_dead_letter_may_live_in_another_slot,
                 always a_stale_dead_letter_is_not_written_to_another_slot,
                 always as_many_entries_as_allowed_are_settled_at_once,

@@ -9,7 +9,7 @@ use super::failure::TestResult;
 use super::steps::{
     ALL, HOUR, contents, done, fields_in, ids_of, numbered, numbers, settled, sleep_ms,
 };
-use crate::limits::BATCH_MAX;
+use crate::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FOLLOW_UP_FIELDS_MAX};
 use crate::{
     Due, EntryId, Fields, GroupStart, Reclaim, ReclaimFrom, Retention, Settle, Settlement,
     StreamError, StreamName, Then,
@@ -345,6 +345,20 @@ pub async fn a_settle_that_cannot_write_its_follow_up_changes_nothing(env: Env) 
         assert_eq!(flow.ids().await?, ids);
         assert_eq!(env.second.stats(&dead).await?, None);
     }
+    Ok(())
+}
+
+pub async fn what_follows_an_entry_may_be_larger_than_an_entry(env: Env) -> TestResult {
+    let (flow, ids) = env.flow_in_hand(2).await?;
+    let dead = env.stream("dead");
+    let large = Fields::new([("x", vec![7_u8; 2 * ENTRY_BYTES_MAX])]);
+    let crowded = Fields::new((0..FOLLOW_UP_FIELDS_MAX).map(|n| (format!("f{n}"), n.to_string())));
+
+    flow.settle_one("ann", ids[0], append_to(&dead, large.clone())).await?;
+    flow.settle_one("ann", ids[1], append_to(&dead, crowded.clone())).await?;
+
+    assert_eq!(fields_in(&*env.second, &dead).await?, [large, crowded]);
+    assert!(flow.pending_ids().await?.is_empty());
     Ok(())
 }
 

@@ -1,0 +1,70 @@
+//! A topic grows under its consumers: the order per key is kept.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::Result;
+use headwater_queue::{ConsumerConfig, Message, NewMessage, Order, Policies, ProducerConfig};
+
+use crate::env::{Env, GROUP, eventually};
+use crate::record::payload;
+
+/// Messages per key, before and after the growth together.
+const EACH: usize = 60;
+const KEYS: usize = 24;
+
+async fn a_key_that_moves_keeps_its_order_when_its_topic_grows(env: Env) -> Result<()> {
+    // Not a multiple: keys move between old partitions, too, past each other.
+    let policies = Policies { refresh: Duration::from_millis(100), ..Default::default() };
+    env.queue.topics().create(&env.topic, 4, policies).await?;
+    let seen: Arc<Mutex<HashMap<String, Vec<usize>>>> = Arc::default();
+    let shared = Arc::clone(&seen);
+    let handler = move |message: Message| {
+        let seen = Arc::clone(&shared);
+        async move {
+            let key = message.key.clone().unwrap_or_default();
+            // Slow at first, so that older messages wait in the old partitions when newer ones arrive in the new ones.
+            tokio::time::sleep(Duration::from_millis(3)).await;
+            let number = payload(&message).parse().unwrap_or(usize::MAX);
+            seen.lock().expect("nobody panicked").entry(key).or_default().push(number);
+        }
+    };
+    let config = ConsumerConfig { order: Order::PerKey, concurrency: 2, ..Default::default() };
+    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
+
+    let producer = env.queue.producer(ProducerConfig::default())?;
+    let other = env.second_queue().await?.producer(ProducerConfig::default())?;
+    let sending = async {
+        for n in 0..EACH {
+            for key in 0..KEYS {
+                // Two producers, which hear of the growth at different times; but a key is always sent by the same.
+                let producer = if key % 2 == 0 { &producer } else { &other };
+                let message = NewMessage::keyed(format!("key{key}"), n.to_string());
+                producer.send(&env.topic, message).await?;
+            }
+        }
+        anyhow::Ok(())
+    };
+    let growing = async {
+        eventually("it is under way", async || Ok(subscription.stats().done > 50)).await?;
+        env.queue.topics().grow(&env.topic, 6).await?;
+        anyhow::Ok(())
+    };
+    let (sent, grown) = tokio::join!(sending, growing);
+    sent?;
+    grown?;
+    eventually("all are done", async || Ok(subscription.stats().done == (KEYS * EACH) as u64))
+        .await?;
+    let expected: Vec<usize> = (0..EACH).collect();
+    for (key, numbers) in seen.lock().expect("nobody panicked").iter() {
+        assert_eq!(numbers, &expected, "{key}");
+    }
+    for partition in 0..6 {
+        env.until_settled(partition).await?;
+    }
+    subscription.stop().await;
+    Ok(())
+}
+
+on_every_backend!(a_key_that_moves_keeps_its_order_when_its_topic_grows);
