@@ -145,7 +145,8 @@ impl Producer {
 
     async fn append(&self, route: &Route, outlet: &Outlet, fields: Fields) -> Result<Sent> {
         let retention = &route.topic.policies.retention;
-        // Those of other callers go with it: the backend sees to that.
+        // Those of other callers go with it: the backend sees to that. Gathering them here, before it, was measured to
+        // cost more than it saves (2.6 us of processor time per message, against 2.2).
         let backend = self.inner.queue.backend();
         let id = only(backend.append(&outlet.stream, &[fields], retention).await?)?;
         Ok(outlet.sent(id))
@@ -176,7 +177,9 @@ impl Producer {
 
     /// What is known of the topic, read again if it is too old.
     async fn route(&self, topic: &str, until: Instant) -> Result<Arc<Route>> {
-        if let Some(route) = self.inner.routes.fresh(topic) {
+        // The deadline was set just now.
+        let now = until - self.inner.config.deadline;
+        if let Some(route) = self.inner.routes.fresh(topic, now) {
             return Ok(route);
         }
         let reading = self.inner.routes.read(topic);

@@ -66,15 +66,15 @@ impl Routes {
     }
 
     /// The route, if it can still be relied on.
-    pub(super) fn fresh(&self, topic: &str) -> Option<Arc<Route>> {
+    pub(super) fn fresh(&self, topic: &str, now: Instant) -> Option<Arc<Route>> {
         let known = self.known.read().expect(WHY);
         let route = known.get(topic)?.latest.lock().expect(WHY).clone()?;
-        self.is_fresh(&route).then_some(route)
+        self.is_fresh(&route, now).then_some(route)
     }
 
-    fn is_fresh(&self, route: &Route) -> bool {
+    fn is_fresh(&self, route: &Route, now: Instant) -> bool {
         route.forgotten == self.queue.forgotten()
-            && route.known_at.elapsed() < route.topic.policies.refresh
+            && now.duration_since(route.known_at) < route.topic.policies.refresh
     }
 
     /// The route, read again unless somebody else does so just now.
@@ -83,7 +83,7 @@ impl Routes {
         let place = self.place(&name);
         let _reading = place.reading.lock().await;
         let latest = place.latest.lock().expect(WHY).clone();
-        if let Some(route) = latest.as_ref().filter(|route| self.is_fresh(route)) {
+        if let Some(route) = latest.as_ref().filter(|route| self.is_fresh(route, Instant::now())) {
             return Ok(route.clone());
         }
         // Looked at before the question, so that what is forgotten meanwhile is asked for again.
@@ -106,8 +106,10 @@ impl Routes {
         let mut known = self.known.write().expect(WHY);
         if known.len() >= PRODUCER_TOPICS_MAX && !known.contains_key(name) {
             // Those that nobody sends to now; if all are in use, all are read again, once.
+            let now = Instant::now();
             known.retain(|_, place| {
-                place.latest.lock().expect(WHY).as_ref().is_some_and(|route| self.is_fresh(route))
+                let latest = place.latest.lock().expect(WHY);
+                latest.as_ref().is_some_and(|route| self.is_fresh(route, now))
             });
             if known.len() >= PRODUCER_TOPICS_MAX {
                 known.clear();
