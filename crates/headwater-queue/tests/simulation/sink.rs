@@ -1,0 +1,83 @@
+//! Where consumers put their effects: a store that remembers the highest epoch of each partition and refuses lower ones.
+//!
+//! One file, one lock. A process that is killed lets go of the lock; one that is paused inside holds everybody up until it
+//! goes on, which costs time and nothing else.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, Write};
+use std::path::{Path, PathBuf};
+
+/// One effect of a handler.
+#[derive(Clone, Debug)]
+pub(crate) struct Effect {
+    pub(crate) key: String,
+    pub(crate) number: u64,
+    pub(crate) kind: String,
+    /// Partition and epoch, for whoever looks for a fault.
+    pub(crate) place: String,
+}
+
+pub(crate) struct Sink {
+    directory: PathBuf,
+}
+
+impl Sink {
+    pub(crate) fn open(directory: &Path) -> Self {
+        Self { directory: directory.to_owned() }
+    }
+
+    /// Writes the effect down. Returns `false` if an owner with a higher epoch was here before.
+    pub(crate) fn put(
+        &self,
+        partition: u16,
+        epoch: u64,
+        key: &str,
+        number: u64,
+        kind: &str,
+    ) -> anyhow::Result<bool> {
+        let mut log = self.locked_log()?;
+        let mut highest = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(self.directory.join(format!("epoch-{partition}")))?;
+        let mut text = String::new();
+        highest.read_to_string(&mut text)?;
+        if text.trim().parse().is_ok_and(|highest: u64| epoch < highest) {
+            return Ok(false);
+        }
+        highest.rewind()?;
+        highest.write_all(format!("{epoch}\n").as_bytes())?;
+        log.write_all(format!("{key} {number} {kind} {partition} {epoch}\n").as_bytes())?;
+        Ok(true)
+    }
+
+    /// All effects in the order they happened.
+    pub(crate) fn effects(&self) -> anyhow::Result<Vec<Effect>> {
+        let mut text = String::new();
+        self.locked_log()?.read_to_string(&mut text)?;
+        text.lines()
+            .map(|line| {
+                let mut words = line.split(' ');
+                let mut word = || words.next().map(str::to_owned);
+                let effect = (|| {
+                    Some(Effect {
+                        key: word()?,
+                        number: word()?.parse().ok()?,
+                        kind: word()?,
+                        place: format!("{} in epoch {}", word()?, word()?),
+                    })
+                })();
+                effect.ok_or_else(|| anyhow::anyhow!("not an effect: {line:?}"))
+            })
+            .collect()
+    }
+
+    fn locked_log(&self) -> anyhow::Result<File> {
+        let path = self.directory.join("effects");
+        let log = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+        log.lock()?;
+        Ok(log)
+    }
+}
