@@ -1,4 +1,4 @@
-//! `cargo xtask chaos`: the crash and differential tests with more work, under a time limit.
+//! `cargo xtask chaos`: the crash tests, the differential tests and the simulation with more work, under a time limit.
 //!
 //! Promises: the run ends soon after its limit, and servers that tests started end with it,
 //! because the test runner is asked to stop before it is made to.
@@ -13,9 +13,10 @@ use crate::failure::Failure;
 use crate::setup;
 
 /// Work per minute of the limit: the variable that the tests read, and their own default.
-const WORK: [(&str, u32); 2] = [("HEADWATER_SEQUENCES", 2000), ("HEADWATER_KILLS", 200)];
+const WORK: [(&str, u32); 3] =
+    [("HEADWATER_SEQUENCES", 2000), ("HEADWATER_KILLS", 200), ("HEADWATER_STEPS", 14)];
 
-const FILTER: &str = "binary(/differential|crash/) | test(/differential|crash/)";
+const FILTER: &str = "binary(/differential|crash|simulation/) | test(/differential|crash/)";
 
 /// The exit code of a run that was stopped, as that of `timeout`.
 const STOPPED: u8 = 124;
@@ -25,12 +26,11 @@ const POLL_EVERY: Duration = Duration::from_millis(200);
 const GRACE: Duration = Duration::from_secs(30);
 
 pub(crate) fn run(minutes: u32) -> Result<(), Failure> {
-    setup::system(&[setup::C_COMPILER, setup::REDIS])?;
+    setup::system(&[setup::C_COMPILER, setup::REDIS, setup::POSTGRES])?;
     setup::nextest()?;
 
     // Building first keeps the compiler out of the time limit.
-    let nextest =
-        ["nextest", "run", "-p", "headwater-stream", "--all-features", "--profile", "chaos"];
+    let nextest = ["nextest", "run", "--workspace", "--all-features", "--profile", "chaos"];
     cargo::run("build", cargo(nextest)?.arg("--no-run"))?;
 
     let mut tests = cargo(nextest)?;
