@@ -10,6 +10,7 @@ use headwater_stream::{EntryId, Reclaim, ReclaimFrom, Reclaimed, StreamError};
 use tracing::{debug, warn};
 
 use super::lanes::Item;
+use super::upkeep::RELEASED_FOR;
 use super::worker::{State, Worker};
 
 const PAUSE: Duration = Duration::from_millis(100);
@@ -21,6 +22,20 @@ impl Worker {
         item.failures += 1;
         state.lanes.rest(item);
         self.spawn(Arc::clone(self).wake_after(id, after));
+    }
+
+    /// The message was given back unhandled: it waits at the head of its lane, and neither failure nor delivery counts.
+    pub(super) fn stay_in_lane(self: &Arc<Self>, state: &mut State, item: Item) {
+        let (id, deliveries) = (item.delivery.id, item.delivery.deliveries);
+        state.lanes.rest(item);
+        let worker = Arc::clone(self);
+        self.spawn(async move {
+            tokio::time::sleep(RELEASED_FOR).await;
+            let mut state = worker.lock();
+            if state.lanes.wake(id, deliveries) {
+                worker.start_runners(state);
+            }
+        });
     }
 
     async fn wake_after(self: Arc<Self>, id: EntryId, after: Duration) {

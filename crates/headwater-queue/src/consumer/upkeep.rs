@@ -25,7 +25,7 @@ const TICK: Duration = Duration::from_millis(500);
 /// How often a partition is searched for released entries, at most.
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
 /// How soon what was released here is taken up again.
-const RELEASED_FOR: Duration = Duration::from_secs(1);
+pub(super) const RELEASED_FOR: Duration = Duration::from_secs(1);
 /// Partitions searched in one tick, at most.
 const SWEPT_AT_ONCE: usize = 10;
 
@@ -103,6 +103,7 @@ impl Sweep {
             workers[self.turn].sweep_if_due(now, SWEEP_EVERY);
         }
         for worker in workers {
+            worker.go_on();
             if worker.has_released() && worker.sweep_if_due(now, RELEASED_FOR) {
                 worker.forget_released();
             }

@@ -23,7 +23,7 @@ use super::lanes::{Item, Lanes};
 use super::meters::Meters;
 use super::runner;
 use super::upkeep::Dates;
-use super::verdict::{Ended, Rules, Verdict};
+use super::verdict::{Ended, Ending, Rules, Verdict};
 use crate::config::Mode;
 use crate::group::seam::Alarm;
 
@@ -253,7 +253,7 @@ impl Worker {
     /// Starts as many runners as have something to do.
     pub(super) fn start_runners(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         self.ready.store(state.lanes.ready_len(), Ordering::SeqCst);
-        if !state.may_begin(self.job.is_paused()) {
+        if !self.may_begin(&state) {
             return;
         }
         let at_work = state.running.len() - state.idle_slots.len();
@@ -279,9 +279,13 @@ impl Worker {
         next
     }
 
+    /// Whether a handler may begin now. One that stood still until others took over must not: its effects are not fenced.
+    fn may_begin(&self, state: &State) -> bool {
+        state.may_begin(self.job.is_paused()) && self.lease.is_trusted()
+    }
+
     fn next_for(&self, state: &mut State, slot: Slot) -> Option<Item> {
-        let may_begin = state.may_begin(self.job.is_paused());
-        let next = if may_begin { self.next_free(&mut state.lanes) } else { None };
+        let next = if self.may_begin(state) { self.next_free(&mut state.lanes) } else { None };
         self.ready.store(state.lanes.ready_len(), Ordering::SeqCst);
         state.running[slot.index] = next.as_ref().map(|item| item.delivery.id);
         if next.is_none() {
@@ -339,7 +343,12 @@ impl Worker {
         if state.generation != slot.generation {
             return Step { next: None, has_woken: false };
         }
-        match verdict {
+        match state.bring_in_line(verdict) {
+            Verdict::End(ending) if ending.result == Ended::Release && state.keeps(&item) => {
+                self.meters.ended(Ended::Release, took);
+                self.job.count(Ended::Release);
+                self.stay_in_lane(&mut state, item);
+            }
             Verdict::End(ending) => {
                 self.meters.ended(ending.result, took);
                 self.job.count(ending.result);
@@ -436,6 +445,13 @@ impl Worker {
         self.ask_for_more();
     }
 
+    /// Begins what could not begin before: the lease may be trusted again.
+    pub(super) fn go_on(self: &Arc<Self>) {
+        if self.ready.load(Ordering::SeqCst) > 0 {
+            self.start_runners(self.lock());
+        }
+    }
+
     /// Handlers may begin again after a pause.
     pub(super) fn resume(self: &Arc<Self>) {
         self.start_runners(self.lock());
@@ -479,7 +495,8 @@ impl Worker {
             self.held.store(0, Ordering::SeqCst);
             state.release(ids);
         }
-        drop(state);
+        // What is in hand is handled to the end, also if the subscription was paused.
+        self.start_runners(state);
         self.settle_soon();
     }
 
@@ -540,6 +557,21 @@ impl State {
             Phase::Draining => true,
             Phase::Closing | Phase::Ended => false,
         }
+    }
+
+    /// While nothing new is begun, what is to be tried again is given back: its next try is somebody else's.
+    fn bring_in_line(&self, verdict: Verdict) -> Verdict {
+        match verdict {
+            Verdict::Again { .. } if self.phase == Phase::Closing => {
+                Verdict::End(Ending { then: Then::Release, result: Ended::Release })
+            }
+            verdict => verdict,
+        }
+    }
+
+    /// Whether a released message stays at the head of its lane: if it left, later ones of its key would pass it.
+    fn keeps(&self, item: &Item) -> bool {
+        item.key.is_some() && matches!(self.phase, Phase::Open | Phase::Draining)
     }
 
     fn release(&mut self, ids: impl IntoIterator<Item = EntryId>) {

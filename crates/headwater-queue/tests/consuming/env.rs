@@ -133,7 +133,7 @@ pub(crate) fn text(entry: &Entry, field: &str) -> String {
 }
 
 /// Leases that run out soon, so that tests need not wait long.
-fn quick() -> QueueConfig {
+pub(crate) fn quick() -> QueueConfig {
     let lease = KeeperConfig {
         ttl: Duration::from_secs(3),
         renew_every: Duration::from_millis(500),

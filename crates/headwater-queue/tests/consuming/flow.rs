@@ -9,7 +9,7 @@ use headwater_stream::{ConsumerName, GroupName, Reclaim, ReclaimFrom};
 use tokio::sync::{Semaphore, mpsc::unbounded_channel};
 
 use crate::bad_input::read_and_die;
-use crate::env::{Env, GROUP, eventually};
+use crate::env::{Env, GROUP, PATIENCE, eventually};
 use crate::record::{payload, recorder};
 use crate::shared::shared;
 
@@ -101,6 +101,24 @@ async fn draining_handles_everything_in_hand_and_reads_no_more(env: Env) -> Resu
     Ok(())
 }
 
+async fn a_paused_subscription_that_drains_handles_what_is_in_hand(env: Env) -> Result<()> {
+    for n in 0..5 {
+        env.send(0, None, &n.to_string()).await?;
+    }
+    let (handler, mut begun, gate) = gated();
+    let config = ConsumerConfig { drain: PATIENCE * 2, ..shared() };
+    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
+    begun.recv().await;
+    eventually("all are read ahead", async || Ok(subscription.stats().in_flight == 5)).await?;
+    subscription.pause();
+    gate.add_permits(100);
+    eventually("the first is done", async || Ok(subscription.stats().done == 1)).await?;
+    tokio::time::timeout(PATIENCE, subscription.drain()).await?;
+    assert_eq!(subscription.stats().done, 5);
+    assert!(env.pending(0).await?.is_empty());
+    Ok(())
+}
+
 async fn what_is_in_hand_is_kept_alive(env: Env) -> Result<()> {
     env.send(0, None, "long work").await?;
     env.send(0, None, "read ahead").await?;
@@ -178,6 +196,7 @@ on_every_backend!(
     no_more_than_the_maximum_is_in_hand,
     a_paused_subscription_handles_nothing_until_it_is_resumed,
     draining_handles_everything_in_hand_and_reads_no_more,
+    a_paused_subscription_that_drains_handles_what_is_in_hand,
     what_is_in_hand_is_kept_alive,
     entries_of_a_program_that_sends_no_heartbeat_are_taken_over_after_a_while,
     many_topics_of_one_group_are_read_together,

@@ -10,6 +10,7 @@ mod bad_handlers;
 mod bad_input;
 mod crash;
 mod flow;
+mod frozen;
 mod growth;
 mod lost_server;
 mod ordered;

@@ -54,6 +54,61 @@ async fn while_a_key_is_tried_again_its_later_messages_wait_and_others_go_on(
     Ok(())
 }
 
+async fn a_released_message_holds_up_its_key_and_counts_nothing(env: Env) -> Result<()> {
+    env.send(0, Some("a"), "a1").await?;
+    env.send(0, Some("a"), "a2").await?;
+    let is_first = std::sync::atomic::AtomicBool::new(true);
+    let (handler, mut seen) =
+        recorder(move |_| match is_first.swap(false, std::sync::atomic::Ordering::SeqCst) {
+            true => Outcome::Release,
+            false => Outcome::Done,
+        });
+    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, per_key()).await?;
+    for expected in ["a1", "a1", "a2"] {
+        let message = seen.next().await?;
+        assert_eq!(
+            (payload(&message).as_str(), message.attempt, message.deliveries),
+            (expected, 1, 1)
+        );
+    }
+    env.until_settled(0).await?;
+    subscription.stop().await;
+    Ok(())
+}
+
+async fn what_fails_while_the_subscription_stops_is_given_back_at_once(env: Env) -> Result<()> {
+    env.send(0, Some("a"), "a1").await?;
+    let (begun, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
+    let gate = Arc::new(tokio::sync::Semaphore::new(0));
+    let handler = {
+        let gate = Arc::clone(&gate);
+        move |_: Message| {
+            let (gate, begun) = (Arc::clone(&gate), begun.clone());
+            async move {
+                let _ = begun.send(());
+                let _permit = gate.acquire().await;
+                Outcome::retry("the database is gone")
+            }
+        }
+    };
+    let config = ConsumerConfig { drain: 2 * crate::env::PATIENCE, ..per_key() };
+    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
+    has_begun.recv().await;
+    let failing = async {
+        // The stop is under way when the handler fails.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        gate.add_permits(1);
+    };
+    let stopping = async { tokio::join!(subscription.stop(), failing) };
+    tokio::time::timeout(crate::env::PATIENCE, stopping).await?;
+    let (handler, mut seen) = recorder(|_| Outcome::Done);
+    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, per_key()).await?;
+    assert_eq!(seen.next().await?.attempt, 1);
+    env.until_settled(0).await?;
+    subscription.stop().await;
+    Ok(())
+}
+
 async fn a_key_goes_on_behind_a_message_that_was_given_up(env: Env) -> Result<()> {
     env.send(0, Some("a"), "poison").await?;
     env.send(0, Some("a"), "next").await?;
@@ -130,6 +185,8 @@ async fn keys_are_handled_at_once_up_to_the_limit_and_each_in_order(env: Env) ->
 }
 
 on_every_backend!(
+    a_released_message_holds_up_its_key_and_counts_nothing,
+    what_fails_while_the_subscription_stops_is_given_back_at_once,
     while_a_key_is_tried_again_its_later_messages_wait_and_others_go_on,
     a_key_goes_on_behind_a_message_that_was_given_up,
     keys_are_handled_at_once_up_to_the_limit_and_each_in_order,
