@@ -1,6 +1,4 @@
 #![doc = include_str!("../README.md")]
-// Until producer and consumer use all of it.
-#![allow(dead_code)]
 
 // In dependency order: each module uses only those above it.
 mod error;

@@ -100,11 +100,6 @@ impl Lanes {
         self.resting.get(&id)
     }
 
-    /// Takes a message out that rests.
-    pub(super) fn take_resting(&mut self, id: EntryId) -> Option<Item> {
-        self.resting.remove(&id)
-    }
-
     /// A message that rested is ready again, before all others.
     pub(super) fn wake(&mut self, id: EntryId, deliveries: u64) -> bool {
         let Some(mut item) = self.resting.remove(&id) else { return false };
