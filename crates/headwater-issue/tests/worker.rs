@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Result;
 use headwater_issue::{
     HandlerError, InboxConfig, IssueHandler, IssueId, OnNewEvent, ProcessingStatus, Quiet, Reason,
-    Resolution, RetryPolicy, Run, WorkerConfig, limits, why,
+    Resolution, RetryPolicy, Run, Step, Steps, WorkerConfig, limits, why,
 };
 use support::flaky::Flaky;
 use support::{Door, Journal, LONG, Letters, Place, System, event_ids, replies, until};
@@ -241,22 +241,32 @@ async fn a_newer_event_supersedes_a_run_as_often_as_allowed_and_then_waits() -> 
         newer_events_every: Duration::from_millis(10),
         ..patient()
     };
-    let worker = system.start(at_door(&journal, &door), config)?;
+    let handler = {
+        let (journal, door) = (journal.clone(), door.clone());
+        move |run: Run| {
+            let (journal, door) = (journal.clone(), door.clone());
+            async move {
+                journal.write(&run);
+                door.arrive();
+                match (run.events().len(), run.issue().superseded) {
+                    // The last one that may be: it knows of the newest event, and goes on.
+                    (3, 2) => run.newer_events().await,
+                    (_, 0) if run.epoch().0 == 4 => {}
+                    _ => std::future::pending().await,
+                }
+                Ok::<_, HandlerError>(replies(&run))
+            }
+        }
+    };
+    let worker = system.start(handler, config)?;
     for (arrivals, event) in [(1, "b"), (2, "c"), (3, "d")] {
         door.arrivals(arrivals).await?;
         system.record("1", event).await?;
     }
-    // The third run is not superseded, although it knows of the newest event.
-    until("the run to know", || async { journal.runs().len() == 3 }).await?;
-    let issue = issue(&system, issue_id).await?;
-    assert_eq!((issue.superseded, issue.attempts), (2, 0));
-    // Two doors were left by runs that are no more: this one is the third.
-    door.open();
-    door.arrivals(4).await?;
-    door.open();
     system.settled().await?;
     worker.stop().await?;
     assert_eq!(journal.runs(), [vec!["a"], vec!["a", "b"], vec!["a", "b", "c"], vec!["d"]]);
+    assert_eq!(issue(&system, issue_id).await?.attempts, 0);
     replies_of(&system, issue_id).await
 }
 
@@ -520,5 +530,45 @@ async fn a_sweep_does_not_fill_a_stream_that_nobody_reads() -> Result<()> {
     system.streams.delete_stream(&stream).await?;
     assert!(!sweeper.run_once().await?.nudges.is_empty());
     assert!((most..most + 300).contains(&length().await), "{}", length().await);
+    Ok(())
+}
+
+/// Says when a run is committed, and waits there for a word of the test.
+#[derive(Debug)]
+struct HoldAfterCommit {
+    committed: std::sync::mpsc::SyncSender<()>,
+    go_on: std::sync::Mutex<std::sync::mpsc::Receiver<()>>,
+}
+
+impl Steps for HoldAfterCommit {
+    fn taken(&self, step: Step, _: IssueId) {
+        if step == Step::Completed {
+            let _ = self.committed.send(());
+            let _ = self.go_on.lock().expect("not poisoned").recv();
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_nudge_that_comes_between_commit_and_farewell_is_not_lost() -> Result<()> {
+    let (system, journal) = (System::at(&Place::now()).await?, Journal::default());
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let (committed, is_committed) = std::sync::mpsc::sync_channel(1);
+    let (go_on, may_go_on) = std::sync::mpsc::channel();
+    let steps = HoldAfterCommit { committed, go_on: std::sync::Mutex::new(may_go_on) };
+    let worker =
+        system.worker(journal.handler(), WorkerConfig { steps: Arc::new(steps), ..patient() })?;
+    let first = {
+        let worker = worker.clone();
+        tokio::spawn(async move { worker.look_at(issue_id).await })
+    };
+    is_committed.recv_timeout(LONG)?;
+
+    // Committed and idle, but the issue is still in hand. A new event queues it, and its nudge finds it in hand.
+    assert!(system.record("1", "b").await?.nudge);
+    worker.look_at(issue_id).await;
+    drop(go_on);
+    first.await?;
+    assert_eq!(journal.runs(), [["a"], ["b"]], "nobody sweeps, and nobody else was nudged");
     Ok(())
 }

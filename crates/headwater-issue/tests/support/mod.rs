@@ -315,9 +315,14 @@ impl Door {
     /// Rings and waits to be let through.
     pub(crate) async fn pass(&self) {
         let opened = self.0.opened.notified();
+        self.arrive();
+        opened.await;
+    }
+
+    /// Rings and goes on.
+    pub(crate) fn arrive(&self) {
         self.0.arrived.fetch_add(1, Ordering::SeqCst);
         self.0.bell.notify_one();
-        opened.await;
     }
 
     /// Waits until so many have come in all.
