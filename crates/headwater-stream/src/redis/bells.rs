@@ -21,6 +21,9 @@ use crate::name::DelayName;
 
 /// How often to look while rings are heard: one may still be lost when servers change their roles.
 const LOOK_EVERY_HEARING: Duration = Duration::from_secs(5);
+/// With many sets, looks at all of them together are at least this far apart, and each set is looked at this often.
+const LOOK_SPACING: Duration = Duration::from_millis(25);
+const LOOK_EVERY_MAX: Duration = Duration::from_secs(60);
 /// How often to look while they are not.
 const LOOK_EVERY_DEAF: Duration = Duration::from_secs(1);
 /// How soon a broken connection is replaced.
@@ -63,7 +66,13 @@ impl Bells {
 
     /// How long nobody relies on rings alone.
     pub(super) fn look_every(&self) -> Duration {
-        if self.shared.hears.load(Ordering::Relaxed) { LOOK_EVERY_HEARING } else { LOOK_EVERY_DEAF }
+        if !self.shared.hears.load(Ordering::Relaxed) {
+            return LOOK_EVERY_DEAF;
+        }
+        // Rings are heard; the look is for the case that one was lost in spite of that. A thousand idle sets must not
+        // cost a thousand times as much.
+        let sets = u32::try_from(self.shared.lock().len()).unwrap_or(u32::MAX);
+        (LOOK_SPACING * sets).clamp(LOOK_EVERY_HEARING, LOOK_EVERY_MAX)
     }
 }
 

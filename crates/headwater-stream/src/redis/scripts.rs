@@ -45,6 +45,7 @@ scripts! {
     APPEND_ONCE = "append_once";
     TRIM = "trim";
     SETTLE = "settle";
+    DONE = "done";
     HELD = "held";
     KEEP_ALIVE = "keep_alive";
     RECLAIM = "reclaim";

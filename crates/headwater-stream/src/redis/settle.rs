@@ -29,6 +29,9 @@ impl RedisBackend {
         if only_done && settle.fence.is_none() {
             return self.acknowledge(&settle).await;
         }
+        if let Some(fence) = settle.fence.filter(|_| only_done) {
+            return self.acknowledge_fenced(&settle, fence).await;
+        }
         let elsewhere = |entry: &&Settlement| match &entry.then {
             Then::Append { to, .. } => self.servers.slot(to.as_str()) != self.slot(settle.stream),
             _ => false,
@@ -53,6 +56,19 @@ impl RedisBackend {
         settle.entries.iter().for_each(|entry| commands.arg_id(entry.id));
         let replies = self.call(settle.stream, commands, Effect::Once).await?;
         let applied = replies.cursor().count().map_err(|failure| failure.about(settle.stream))?;
+        Ok(settled(applied, settle))
+    }
+
+    /// The usual case of an owner: everything is done, under its lease.
+    async fn acknowledge_fenced(&self, settle: &Settle<'_>, fence: &Fence) -> Result<Settled> {
+        let keys = self.keys_with_fence(settle.stream, Some(fence))?;
+        let mut commands = Commands::with_capacity(256 + settle.entries.len() * 28);
+        commands.script(&scripts::DONE, &keys, 2 + settle.entries.len());
+        commands.arg(settle.group.as_str());
+        commands.arg(epoch_text(settle.fence));
+        settle.entries.iter().for_each(|entry| commands.arg_id(entry.id));
+        let replies = self.call(settle.stream, commands, Effect::Once).await?;
+        let applied = replies.cursor().count().map_err(|failure| refused(failure, settle))?;
         Ok(settled(applied, settle))
     }
 
