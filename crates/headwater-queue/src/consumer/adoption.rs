@@ -92,32 +92,33 @@ impl Worker {
         self.job.backend.ensure_group(stream, group, GroupStart::Beginning).await.is_ok()
     }
 
-    /// Takes entries over, page by page as there is room.
+    /// Takes entries over, page by page as there is room; one adoption at a time, or two would take the same entries.
     pub(super) async fn adopt(self: &Arc<Self>, whose: &Whose) -> Result<(), StreamError> {
+        let _turn = self.adoption_turn().await;
         let mut after = None;
         loop {
-            let share = self.share();
-            self.until(|state| state.phase != Phase::Open || self.in_hand() < share).await;
-            let room = self.share().saturating_sub(self.in_hand()).max(1);
-            let listed = self.list(whose, after, room).await?;
-            let Some(last) = listed.last().map(|row| row.id) else { return Ok(()) };
-            let rows: Vec<&Pending> =
-                listed.iter().filter(|row| whose.includes(row, &self.consumer)).collect();
-            let Some(first) = rows.first() else {
-                after = Some(last);
-                continue;
-            };
-            if first.deliveries >= SUSPECT_DELIVERIES {
-                // Nothing else is in hand, so nothing else dies with it.
-                let alone = self.until(|state| state.phase != Phase::Open || state.is_quiet());
-                let _ = tokio::time::timeout(ALONE_FOR, alone).await;
+            // First what is in hand, then what is pending: what is settled in between is not taken for left behind.
+            let known = self.ids_in_hand();
+            let mut listed = self.list(whose, after).await?;
+            let Some(last) = listed.last() else { return Ok(()) };
+            after = Some(last.id);
+            listed.retain(|row| whose.includes(row, &self.consumer) && !known.contains(&row.id));
+            let mut rest = listed.as_slice();
+            while let Some(first) = rest.first() {
+                self.until(|state| state.phase != Phase::Open || self.adoption_room() > 0).await;
+                if first.deliveries >= self.suspect_from() {
+                    // Nothing else is being handled, so nothing else dies with it. Those that rest may do so.
+                    let alone = self.until(|state| state.phase != Phase::Open || state.is_idle());
+                    let _ = tokio::time::timeout(ALONE_FOR, alone).await;
+                }
+                if self.lock().phase != Phase::Open {
+                    return Ok(());
+                }
+                let (page, later) = rest.split_at(self.page(rest).min(self.adoption_room().max(1)));
+                let ids: Vec<EntryId> = page.iter().map(|row| row.id).collect();
+                self.take(whose, &ids).await?;
+                rest = later;
             }
-            if self.lock().phase != Phase::Open {
-                return Ok(());
-            }
-            let ids: Vec<EntryId> = rows[..self.page(&rows)].iter().map(|row| row.id).collect();
-            after = ids.last().copied();
-            self.take(whose, &ids).await?;
         }
     }
 
@@ -150,19 +151,20 @@ impl Worker {
         Ok(())
     }
 
-    fn share(&self) -> usize {
-        self.job.share.load(std::sync::atomic::Ordering::Relaxed)
+    /// Deliveries from which on an entry may be dangerous.
+    fn suspect_from(&self) -> u64 {
+        SUSPECT_DELIVERIES + self.rules.tries_in_lane()
     }
 
     /// How many of these to take at once: those that are as dangerous as the first.
-    fn page(&self, rows: &[&Pending]) -> usize {
-        let crashes_max = u64::from(self.job.config.retry.max_crashes);
+    fn page(&self, rows: &[Pending]) -> usize {
+        let crashes_max = u64::from(self.job.config.retry.max_crashes) + self.rules.tries_in_lane();
         let danger = |row: &Pending| match row.deliveries {
-            few if few < SUSPECT_DELIVERIES => 0,
+            few if few < self.suspect_from() => 0,
             some if some + 1 < crashes_max => 1,
             _ => 2,
         };
-        let first = danger(rows[0]);
+        let first = danger(&rows[0]);
         let alike = rows.iter().take_while(|row| danger(row) == first).count();
         match first {
             0 => alike,
@@ -175,7 +177,6 @@ impl Worker {
         &self,
         whose: &Whose,
         after: Option<EntryId>,
-        room: usize,
     ) -> Result<Vec<Pending>, StreamError> {
         let query = PendingQuery {
             stream: &self.rules.stream,
@@ -183,7 +184,7 @@ impl Worker {
             consumer: whose.consumer(),
             min_idle: whose.min_idle(),
             after,
-            count: room.min(self.job.config.batch),
+            count: self.job.config.batch,
         };
         self.job.backend.pending(query).await
     }
@@ -216,12 +217,13 @@ impl Worker {
     }
 
     async fn adopt_unseen(self: &Arc<Self>) -> Result<(), StreamError> {
+        let _turn = self.adoption_turn().await;
         let mine = Whose::Consumer(self.consumer.clone());
         let mut after = None;
         loop {
             // First what is in hand, then what is pending: nothing is taken for unseen that was settled in between.
             let known = self.ids_in_hand();
-            let rows = self.list(&mine, after, self.job.config.batch).await?;
+            let rows = self.list(&mine, after).await?;
             let Some(last) = rows.last() else { return Ok(()) };
             after = Some(last.id);
             let unseen: Vec<EntryId> =

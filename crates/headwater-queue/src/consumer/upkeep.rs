@@ -146,7 +146,9 @@ impl Worker {
 
     /// Looks for entries that somebody gave back or left behind.
     fn sweep_if_due(self: &Arc<Self>, now: Instant, every: Duration) -> bool {
-        let is_due = self.is_reading() && self.dates.swept.is_due(now, every);
+        // One that waits for room goes on by itself; a second one would only wait beside it.
+        let is_free = self.is_reading() && !self.is_adopting();
+        let is_due = is_free && self.dates.swept.is_due(now, every);
         if is_due {
             self.spawn(Arc::clone(self).sweep(now));
         }

@@ -182,6 +182,16 @@ impl Rules {
         Ok(message)
     }
 
+    /// Deliveries of an entry that may be tries in its lane, whatever the message itself allows: at least so many are no
+    /// sign of a crash.
+    pub(super) fn tries_in_lane(&self) -> u64 {
+        match self.order {
+            Order::Relaxed => 0,
+            // A message may allow no more than one try.
+            Order::PerKey => u64::from(self.retry.max_attempts.unwrap_or(1)),
+        }
+    }
+
     fn attempts_max(&self, message: &Message) -> u32 {
         let retries = message.max_retries.unwrap_or(self.topic.policies.max_retries);
         self.retry.max_attempts.unwrap_or_else(|| retries.saturating_add(1))

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use headwater_stream::{ConsumerName, Delivery, EntryId, Fence, HeldLease, Settlement, Then};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -57,6 +57,8 @@ pub(super) struct Worker {
     /// Whether something was given back here that is to be taken up again.
     has_released: AtomicBool,
     pub(super) dates: Dates,
+    /// Held by whoever takes pending entries over.
+    adoption: Semaphore,
     state: Mutex<State>,
     changed: Notify,
     crew: Mutex<JoinSet<()>>,
@@ -152,6 +154,7 @@ impl Worker {
             held: AtomicUsize::new(0),
             has_released: AtomicBool::new(false),
             dates: Dates::default(),
+            adoption: Semaphore::new(1),
             state: Mutex::new(state),
             changed: Notify::new(),
             crew: Mutex::default(),
@@ -225,6 +228,26 @@ impl Worker {
         } else {
             Room::None
         }
+    }
+
+    /// Waits until nobody else takes pending entries over.
+    pub(super) async fn adoption_turn(&self) -> SemaphorePermit<'_> {
+        self.adoption.acquire().await.expect("nobody closes it")
+    }
+
+    /// Whether somebody takes pending entries over, or waits for room to do so.
+    pub(super) fn is_adopting(&self) -> bool {
+        self.adoption.available_permits() == 0
+    }
+
+    /// How many pending entries may be taken over now. Those that wait at a gate take no room here either.
+    pub(super) fn adoption_room(&self) -> usize {
+        let held = self.held.load(Ordering::SeqCst);
+        if held >= HELD_MAX {
+            return 0;
+        }
+        let share = self.job.share.load(Ordering::Relaxed);
+        share.saturating_sub(self.in_hand().saturating_sub(held))
     }
 
     /// Takes in what was read or taken over.
@@ -304,6 +327,8 @@ impl Worker {
             lanes.hold(item);
             self.held.store(lanes.held_len(), Ordering::SeqCst);
             self.job.gates.waiting.notify_one();
+            // There is more room now.
+            self.changed.notify_waiters();
         }
     }
 
@@ -328,6 +353,7 @@ impl Worker {
         let (gates, partition) = (&self.job.gates, self.rules.partition);
         state.lanes.let_through(|item| gates.before(item, partition).is_none());
         self.held.store(state.lanes.held_len(), Ordering::SeqCst);
+        self.tell_watchers(&state);
         self.start_runners(state);
     }
 
@@ -441,6 +467,7 @@ impl Worker {
         let removed = state.lanes.remove(gone);
         self.held.store(state.lanes.held_len(), Ordering::SeqCst);
         self.gave(removed);
+        self.tell_watchers(&state);
         self.start_runners(state);
         self.ask_for_more();
     }
@@ -599,6 +626,11 @@ impl State {
     /// Whether a handler is at work.
     pub(super) fn is_handling(&self) -> bool {
         self.running.iter().any(Option::is_some)
+    }
+
+    /// Whether no handler is at work or about to be.
+    pub(super) fn is_idle(&self) -> bool {
+        !self.is_handling() && self.lanes.ready_len() == 0
     }
 
     /// Whether nothing is in hand but what is to be settled.

@@ -67,4 +67,68 @@ async fn a_key_that_moves_keeps_its_order_when_its_topic_grows(env: Env) -> Resu
     Ok(())
 }
 
-on_every_backend!(a_key_that_moves_keeps_its_order_when_its_topic_grows);
+async fn moved_messages_that_a_dead_owner_left_do_not_take_the_room_of_those_they_wait_for(
+    env: Env,
+) -> Result<()> {
+    let policies = Policies { refresh: Duration::from_secs(1), ..Default::default() };
+    env.queue.topics().create(&env.topic, 2, policies).await?;
+    let producer = env.queue.producer(ProducerConfig::default())?;
+    let keys: Vec<String> = (0..12).map(|n| format!("key{n}")).collect();
+    let mut old = Vec::new();
+    for key in &keys {
+        old.push(producer.send(&env.topic, NewMessage::keyed(key, "0")).await?.partition);
+    }
+    let sending = async {
+        eventually("the topic grows", async || {
+            Ok(env.queue.topics().describe(&env.topic).await?.partitions.len() == 3)
+        })
+        .await?;
+        // Not the first one, which may not have heard of it.
+        let producer = env.second_queue().await?.producer(ProducerConfig::default())?;
+        let mut moved = [0; 2];
+        let mut stay = Vec::new();
+        for (key, old) in keys.iter().zip(&old) {
+            let new = producer.send(&env.topic, NewMessage::keyed(key, "1")).await?.partition;
+            for n in 2..6 {
+                env.send(new, Some(key), &n.to_string()).await?;
+            }
+            match new == *old {
+                true => stay.push((key, new)),
+                false if new < 2 => moved[usize::from(new)] += 1,
+                false => {}
+            }
+        }
+        assert!(moved.iter().all(|keys| *keys > 0), "keys move past each other: {moved:?}");
+        // Behind those that wait: what they wait for.
+        for (key, partition) in &stay {
+            env.send(*partition, Some(key), "6").await?;
+        }
+        anyhow::Ok(stay.len())
+    };
+    let topics = env.queue.topics();
+    let (grown, stayed) = tokio::join!(topics.grow(&env.topic, 3), sending);
+    grown?;
+    let all = keys.len() * 6 + stayed?;
+    for partition in 0..3 {
+        crate::bad_input::read_and_die(&env, &env.stream(partition).await?).await?;
+    }
+    let (handler, mut seen) = crate::record::recorder(|_| headwater_queue::Outcome::Done);
+    let config = ConsumerConfig { order: Order::PerKey, in_flight_max: 4, ..Default::default() };
+    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
+    let mut last: HashMap<Option<String>, String> = HashMap::new();
+    for _ in 0..all {
+        let message = seen.next().await?;
+        let before = last.insert(message.key.clone(), payload(&message));
+        assert!(before < Some(payload(&message)), "{:?} after {before:?}", message.key);
+    }
+    for partition in 0..3 {
+        env.until_settled(partition).await?;
+    }
+    subscription.stop().await;
+    Ok(())
+}
+
+on_every_backend!(
+    a_key_that_moves_keeps_its_order_when_its_topic_grows,
+    moved_messages_that_a_dead_owner_left_do_not_take_the_room_of_those_they_wait_for,
+);

@@ -131,9 +131,46 @@ async fn an_owner_without_its_lease_can_settle_nothing(env: Env) -> Result<()> {
     Ok(())
 }
 
+async fn what_others_left_behind_comes_once_however_long_there_is_no_room_for_it(
+    env: Env,
+) -> Result<()> {
+    env.create(1).await?;
+    let (begun, mut has_begun) = unbounded_channel();
+    let (go, may_go) = tokio::sync::watch::channel(false);
+    let handler = move |message: Message| {
+        let (begun, mut may_go) = (begun.clone(), may_go.clone());
+        async move {
+            let _ = begun.send(payload(&message));
+            let _ = may_go.wait_for(|go| *go).await;
+        }
+    };
+    let config = ConsumerConfig { in_flight_max: 1, ..Default::default() };
+    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
+    env.send(0, None, "busy").await?;
+    assert_eq!(has_begun.recv().await.as_deref(), Some("busy"));
+    for n in 0..5 {
+        env.send(0, None, &n.to_string()).await?;
+    }
+    crate::bad_input::read_and_die(&env, &env.stream(0).await?).await?;
+    // Long enough for several searches, none of which finds room for anything.
+    tokio::time::sleep(Duration::from_secs(12)).await;
+    go.send_replace(true);
+    env.until_settled(0).await?;
+    eventually("all are done", async || Ok(subscription.stats().in_flight == 0)).await?;
+    subscription.stop().await;
+    let mut got = Vec::new();
+    while let Ok(payload) = has_begun.try_recv() {
+        got.push(payload);
+    }
+    assert_eq!(got, ["0", "1", "2", "3", "4"]);
+    assert_eq!(subscription.stats().done, 6);
+    Ok(())
+}
+
 on_every_backend!(
     an_owner_handles_its_partitions_under_their_leases,
     what_another_left_pending_comes_first_and_in_order,
     a_subscription_that_is_dropped_loses_nothing,
     an_owner_without_its_lease_can_settle_nothing,
+    what_others_left_behind_comes_once_however_long_there_is_no_room_for_it,
 );
