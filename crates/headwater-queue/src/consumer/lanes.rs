@@ -38,6 +38,9 @@ pub(super) struct Lanes {
     resting: HashMap<EntryId, Item>,
     /// Those that wait for older messages of their key in another partition.
     held: HashMap<EntryId, Item>,
+    /// The keys of those, and how many messages they keep waiting, themselves included.
+    held_keys: HashSet<Bytes>,
+    held_up: usize,
 }
 
 impl Lanes {
@@ -49,6 +52,8 @@ impl Lanes {
             behind: 0,
             resting: HashMap::new(),
             held: HashMap::new(),
+            held_keys: HashSet::new(),
+            held_up: 0,
         }
     }
 
@@ -61,6 +66,7 @@ impl Lanes {
         let item = Item { delivery, failures: 0, key, came_at };
         if let Some(key) = &item.key {
             if let Some(lane) = self.busy.get_mut(key) {
+                self.held_up += usize::from(self.held_keys.contains(key));
                 lane.push_back(item);
                 self.behind += 1;
                 return;
@@ -110,7 +116,14 @@ impl Lanes {
 
     /// A message waits at a gate, and its lane with it.
     pub(super) fn hold(&mut self, item: Item) {
+        self.held_up += 1 + self.behind(&item);
+        self.held_keys.extend(item.key.clone());
         self.held.insert(item.delivery.id, item);
+    }
+
+    /// How many wait behind this one.
+    fn behind(&self, item: &Item) -> usize {
+        item.key.as_ref().and_then(|key| self.busy.get(key)).map_or(0, VecDeque::len)
     }
 
     /// Those whose gate is open now are ready, in the order of their ids.
@@ -119,7 +132,12 @@ impl Lanes {
             self.held.iter().filter(|(_, item)| is_open(item)).map(|(id, _)| *id).collect();
         open.sort_unstable();
         for id in &open {
-            self.ready.extend(self.held.remove(id));
+            let Some(item) = self.held.remove(id) else { continue };
+            self.held_up -= 1 + self.behind(&item);
+            item.key.iter().for_each(|key| {
+                self.held_keys.remove(key);
+            });
+            self.ready.push_back(item);
         }
         open.len()
     }
@@ -129,8 +147,9 @@ impl Lanes {
         self.held.values()
     }
 
+    /// How many wait at a gate, or behind one that does.
     pub(super) fn held_len(&self) -> usize {
-        self.held.len()
+        self.held_up
     }
 
     pub(super) fn ready_len(&self) -> usize {
@@ -173,6 +192,8 @@ impl Lanes {
         for key in heads {
             self.ended(key.as_ref());
         }
+        self.held_keys = self.held.values().filter_map(|item| item.key.clone()).collect();
+        self.held_up = self.held.values().map(|item| 1 + self.behind(item)).sum();
         removed
     }
 }
@@ -249,6 +270,24 @@ mod tests {
         assert_eq!(lanes.let_through(|item| item.key.as_deref() != Some(b"b")), 2);
         assert_eq!(ready(&mut lanes), [0, 2]);
         assert_eq!((lanes.held_len(), lanes.len()), (1, 1));
+    }
+
+    #[test]
+    fn those_behind_one_that_waits_at_a_gate_wait_there_too() {
+        let mut lanes = lanes(Order::PerKey, &[Some("a"), Some("a"), Some("b"), Some("b")]);
+        let a = lanes.next().unwrap();
+        lanes.hold(a);
+        assert_eq!(lanes.held_len(), 2);
+        lanes.add(delivery(4, Some("a")), Instant::now());
+        lanes.add(delivery(5, Some("b")), Instant::now());
+        assert_eq!(lanes.held_len(), 3);
+        let b = lanes.next().unwrap();
+        lanes.hold(b);
+        assert_eq!(lanes.held_len(), 6);
+        lanes.remove(&[EntryId::new(4, 0), EntryId::new(2, 0)].into());
+        assert_eq!(lanes.held_len(), 2, "the next of its lane is ready instead");
+        assert_eq!(lanes.let_through(|_| true), 1);
+        assert_eq!(lanes.held_len(), 0);
     }
 
     #[test]
