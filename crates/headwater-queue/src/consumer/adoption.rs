@@ -7,6 +7,7 @@
 //! logged.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::{
@@ -202,18 +203,37 @@ impl Worker {
     /// A read failed: what it may have fetched is pending for us, and nobody has seen it. It comes before what is read
     /// next.
     pub(super) fn look_for_unseen(self: &Arc<Self>) {
+        self.has_unseen.store(true, Ordering::SeqCst);
         if self.stop_reading() {
             self.spawn(Arc::clone(self).find_unseen());
         }
     }
 
     async fn find_unseen(self: Arc<Self>) {
-        while let Err(error) = self.adopt_unseen().await {
-            if !self.goes_on_after(&error).await {
+        loop {
+            while self.has_unseen.swap(false, Ordering::SeqCst) {
+                while let Err(error) = self.adopt_unseen().await {
+                    if !self.goes_on_after(&error).await {
+                        return;
+                    }
+                }
+            }
+            self.open_for_reading();
+            // Another read may have failed just before.
+            if !self.has_unseen.load(Ordering::SeqCst) || !self.stop_reading() {
                 return;
             }
         }
-        self.open_for_reading();
+    }
+
+    /// Before the end, when nothing is read any more: what a failed read had fetched is not left behind.
+    pub(super) async fn gather_unseen(self: &Arc<Self>) {
+        if !self.has_unseen.load(Ordering::SeqCst) && !self.is_adopting() {
+            return;
+        }
+        if let Err(error) = self.adopt_unseen().await {
+            debug!(stream = %self.rules.stream, %error, "what a failed read may have fetched stays pending");
+        }
     }
 
     async fn adopt_unseen(self: &Arc<Self>) -> Result<(), StreamError> {

@@ -10,9 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use futures_util::{TryStreamExt, stream};
 use headwater_stream::limits::READ_STREAMS_MAX;
 use headwater_stream::{
-    Backend, Batch, ConsumerName, Delivery, GroupName, GroupReader, StreamError, StreamName,
+    Backend, Batch, ConsumerName, Delivery, GroupName, GroupReader, Silenced, StreamError,
+    StreamName,
 };
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
@@ -25,6 +27,10 @@ use super::worker::{Room, Worker};
 const TURN: Duration = Duration::from_millis(20);
 /// How long a stream that cannot be read is left alone.
 const BROKEN_FOR: Duration = Duration::from_secs(2);
+/// How long after its failure a read may still be answered at the server, beyond the time it was to wait there.
+const DOUBT_FOR: Duration = Duration::from_secs(30);
+/// Streams that are silenced at the same time.
+const SILENCED_AT_ONCE: usize = 16;
 const PAUSE_FIRST: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 
@@ -158,18 +164,22 @@ impl Shared {
         let mut reader: Option<Box<dyn GroupReader>> = None;
         // Whether a dropped read may still deliver.
         let mut is_dangling = false;
+        // Until when a read that failed may still be under way at the server.
+        let mut doubt: Option<Instant> = None;
         let mut pause = PAUSE_FIRST;
         loop {
             let plan = self.plan();
             if plan.streams.is_empty() {
                 if (is_dangling || plan.has_leaving)
                     && let Some(reader) = reader.take()
+                    && !self.close(reader).await
                 {
-                    self.close(reader).await;
+                    doubt = Some(self.doubtful_until());
                 }
                 is_dangling = false;
-                self.confirm(plan.removals);
-                self.wait_for_change().await;
+                if self.confirm_ended(&plan, &mut doubt).await {
+                    self.wait_for_change().await;
+                }
                 continue;
             }
             let open = match reader.take() {
@@ -187,16 +197,18 @@ impl Shared {
                     is_dangling = false;
                     pause = PAUSE_FIRST;
                     self.deliver(batches);
-                    if plan.has_leaving {
-                        self.confirm(plan.removals);
-                    }
+                    self.confirm_ended(&plan, &mut doubt).await;
                 }
                 Some(Err(error)) => {
                     is_dangling = false;
                     // What it had fetched and nobody saw is looked for by the workers.
-                    self.failed(&plan, &error);
-                    self.confirm(plan.removals);
-                    if !matches!(error, StreamError::WrongType { .. }) {
+                    self.failed(&error);
+                    let is_broken_stream = matches!(error, StreamError::WrongType { .. });
+                    if !is_broken_stream {
+                        doubt = Some(self.doubtful_until());
+                    }
+                    self.confirm_ended(&plan, &mut doubt).await;
+                    if !is_broken_stream {
                         tokio::time::sleep(pause).await;
                         pause = (pause * 2).min(PAUSE_MAX);
                     }
@@ -306,7 +318,7 @@ impl Shared {
     }
 
     /// A read failed. The stream that is to blame is left alone for a while; else everybody looks for what was lost.
-    fn failed(&self, plan: &Plan, error: &StreamError) {
+    fn failed(&self, error: &StreamError) {
         let mut routes = self.lock();
         if let StreamError::WrongType { name } = error {
             for (stream, route) in &mut routes.all {
@@ -319,19 +331,68 @@ impl Shared {
             return;
         }
         warn!(group = %self.key.group, consumer = %self.key.consumer, %error, "a read failed, trying again");
-        let asked = plan.streams.iter().filter_map(|stream| routes.all.get(stream));
-        let workers: Vec<_> = asked.map(|route| Arc::clone(&route.worker)).collect();
+        // Also those that this read did not ask for: what an earlier one had fetched for them was to come with it.
+        let workers: Vec<_> = routes.all.values().map(|route| Arc::clone(&route.worker)).collect();
         drop(routes);
         for worker in workers {
             worker.look_for_unseen();
         }
     }
 
-    async fn close(&self, reader: Box<dyn GroupReader>) {
+    /// Returns whether it is certain that the reader delivers nothing any more.
+    async fn close(&self, reader: Box<dyn GroupReader>) -> bool {
         match reader.close().await {
-            Ok(batches) => self.deliver(batches),
-            Err(error) => debug!(%error, "a reader was not closed in good order"),
+            Ok(batches) => {
+                self.deliver(batches);
+                true
+            }
+            Err(error) => {
+                debug!(%error, "a reader was not closed in good order");
+                self.failed(&error);
+                false
+            }
         }
+    }
+
+    fn doubtful_until(&self) -> Instant {
+        Instant::now() + self.key.poll + DOUBT_FOR
+    }
+
+    /// Confirms the removals of a plan, unless a read of one of them may still be under way: that is ended first.
+    /// Returns whether they are confirmed; if not, after a pause.
+    async fn confirm_ended(&self, plan: &Plan, doubt: &mut Option<Instant>) -> bool {
+        if plan.has_leaving && doubt.is_some_and(|until| Instant::now() < until) {
+            if let Err(error) = self.silence_leaving(plan.removals).await {
+                warn!(group = %self.key.group, consumer = %self.key.consumer, %error,
+                    "a read that failed may still be under way, partitions are given up later");
+                tokio::time::sleep(PAUSE_FIRST).await;
+                return false;
+            }
+            *doubt = None;
+        }
+        self.confirm(plan.removals);
+        true
+    }
+
+    /// Ends the reads of partitions that leave, wherever they are.
+    async fn silence_leaving(&self, removals: u64) -> headwater_stream::Result<()> {
+        let leaving: Vec<StreamName> = {
+            let routes = self.lock();
+            let all = routes.all.iter();
+            let leaving = all.filter(|(_, route)| route.leaves.is_some_and(|n| n <= removals));
+            leaving.map(|(stream, _)| stream.clone()).collect()
+        };
+        let FeedKey { group, consumer, .. } = &self.key;
+        stream::iter(leaving.iter().map(Ok))
+            .try_for_each_concurrent(SILENCED_AT_ONCE, async |stream| {
+                match self.backend.silence(stream, group, consumer).await? {
+                    Silenced::Yes { ended } => debug!(%stream, ended, "silenced our own reads"),
+                    Silenced::No { reason } => warn!(%stream, reason,
+                        "a read that failed cannot be ended: it may take messages from the next owner"),
+                }
+                Ok(())
+            })
+            .await
     }
 
     /// Removals up to this number are in effect.

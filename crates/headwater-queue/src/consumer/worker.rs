@@ -52,11 +52,13 @@ pub(super) struct Worker {
     /// What counts against the partition's share.
     in_hand: AtomicUsize,
     ready: AtomicUsize,
-    /// Of those in hand, how many wait at a gate: they take no room, or partitions could wait for each other for ever.
+    /// Of those in hand, how many wait at a gate, or behind one that does: they take no room, or partitions could wait for each other for ever.
     held: AtomicUsize,
     /// Whether something was given back here that is to be taken up again.
     has_released: AtomicBool,
     pub(super) dates: Dates,
+    /// Whether a read failed that may have fetched entries which nobody has seen.
+    pub(super) has_unseen: AtomicBool,
     /// Held by whoever takes pending entries over.
     adoption: Semaphore,
     state: Mutex<State>,
@@ -154,6 +156,7 @@ impl Worker {
             held: AtomicUsize::new(0),
             has_released: AtomicBool::new(false),
             dates: Dates::default(),
+            has_unseen: AtomicBool::new(false),
             adoption: Semaphore::new(1),
             state: Mutex::new(state),
             changed: Notify::new(),
@@ -276,6 +279,7 @@ impl Worker {
     /// Starts as many runners as have something to do.
     pub(super) fn start_runners(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         self.ready.store(state.lanes.ready_len(), Ordering::SeqCst);
+        self.held.store(state.lanes.held_len(), Ordering::SeqCst);
         if !self.may_begin(&state) {
             return;
         }
