@@ -1,15 +1,17 @@
 //! JSON as text: checked before it is stored, compacted where it is hashed.
 //!
 //! Upstream: `check` and `dedup`. Promises: what passes the check is stored by every store and read by every reader: it
-//! is valid, not too large, not too deep, has no NUL in a string and no number that overflows.
-//! Not here: any meaning. No tree is built, so a check costs one pass and no memory.
+//! is valid, not too large, not too deep, has no NUL in a string and no number that overflows or grows when written out.
+//! Not here: any meaning. No tree is built, so a check costs two passes and no memory.
 
 use std::fmt;
 
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use crate::error::{IssueError, Result};
-use crate::limits::{JSON_DEPTH_MAX, PAYLOAD_BYTES_MAX};
+use crate::limits::{
+    JSON_DEPTH_MAX, NUMBER_BYTES_MAX, NUMBER_EXPONENT_MAX, NUMBER_EXPONENT_MIN, PAYLOAD_BYTES_MAX,
+};
 
 /// What a JSON text is at its top level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,10 +28,71 @@ pub(crate) fn check(what: &str, text: &str) -> Result<Shape> {
         return Err(IssueError::invalid(what, problem));
     }
     match serde_json::from_str::<Checked>(text) {
-        Ok(Checked(shape)) => Ok(shape),
+        Ok(Checked(shape)) => {
+            check_numbers(text).map_err(|problem| IssueError::invalid(what, problem))?;
+            Ok(shape)
+        }
         Err(error) => {
             Err(IssueError::invalid(what, format!("it is not JSON we can store: {error}")))
         }
+    }
+}
+
+/// Refuses numbers of valid JSON that are small as text and large in a store: Postgres keeps every digit and writes
+/// `1e-16383` out as that many zeros, and some it cannot keep at all.
+fn check_numbers(text: &str) -> Result<(), String> {
+    let bytes = text.as_bytes();
+    let mut written_out = text.len();
+    let mut position = 0;
+    while let Some(byte) = bytes.get(position) {
+        let rest = &bytes[position..];
+        position += match byte {
+            b'"' => string_length(rest),
+            b'-' | b'0'..=b'9' => {
+                let is_part =
+                    |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
+                let length = rest.iter().take_while(|byte| is_part(byte)).count();
+                written_out += added_zeros(&text[position..position + length])?;
+                length
+            }
+            _ => 1,
+        };
+    }
+    if written_out > PAYLOAD_BYTES_MAX {
+        return Err(format!(
+            "with its numbers written out it has {written_out} bytes, at most {PAYLOAD_BYTES_MAX} are allowed"
+        ));
+    }
+    Ok(())
+}
+
+/// The length of the string that begins here, with its quotation marks.
+fn string_length(bytes: &[u8]) -> usize {
+    let mut escaped = false;
+    let is_end = |(index, byte): (usize, &u8)| {
+        let ends = index > 0 && *byte == b'"' && !escaped;
+        escaped = *byte == b'\\' && !escaped;
+        ends
+    };
+    bytes.iter().enumerate().position(is_end).map_or(bytes.len(), |last| last + 1)
+}
+
+/// How much longer a number is when it is written without its exponent, at most.
+fn added_zeros(number: &str) -> Result<usize, String> {
+    if number.len() > NUMBER_BYTES_MAX {
+        let length = number.len();
+        return Err(format!(
+            "a number has {length} characters, at most {NUMBER_BYTES_MAX} are allowed"
+        ));
+    }
+    let Some((_, exponent)) = number.split_once(['e', 'E']) else { return Ok(0) };
+    match exponent.parse::<i32>() {
+        Ok(exponent) if (NUMBER_EXPONENT_MIN..=NUMBER_EXPONENT_MAX).contains(&exponent) => {
+            Ok(exponent.unsigned_abs() as usize)
+        }
+        _ => Err(format!(
+            "the exponent {exponent} of a number is not from {NUMBER_EXPONENT_MIN} to {NUMBER_EXPONENT_MAX}"
+        )),
     }
 }
 
@@ -160,6 +223,30 @@ mod tests {
         {
             assert!(problem(text).contains("not JSON"), "{text}");
         }
+    }
+
+    #[test]
+    fn every_number_that_a_program_computes_passes() {
+        for text in ["5e-324", "1.7976931348623157e+308", "-2.5E-10", "1e21", "[0.1,1e5,-7]"] {
+            assert!(check("payload", text).is_ok(), "{text}");
+        }
+        let written_out = format!("0.{}5", "0".repeat(323));
+        assert!(check("payload", &written_out).is_ok());
+        // What looks like a number within a string is none.
+        assert!(check("payload", r#"["1e-16383","\\\"1e-16383", "\\", {"1e-16383":1}]"#).is_ok());
+    }
+
+    #[test]
+    fn a_number_that_grows_when_it_is_written_out_is_refused() {
+        let digits = format!("0.{}", "1".repeat(20_000));
+        for text in
+            ["1e-16383", "[1,-1E-20000]", "0e20000", r#"{"a\\":1e-400}"#, "1e-99999999999", &digits]
+        {
+            let problem = problem(text);
+            assert!(problem.contains("a number"), "{problem}");
+        }
+        let many = format!("[{}0]", "1e300,".repeat(PAYLOAD_BYTES_MAX / 100));
+        assert!(problem(&many).contains("written out"));
     }
 
     #[test]

@@ -11,6 +11,14 @@ pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
 /// Levels of arrays and objects in any JSON we take. Readers of JSON stop at 128, and a payload may be wrapped.
 pub const JSON_DEPTH_MAX: usize = 100;
 
+/// Characters of one number in any JSON we take: room for every number of a `f64`, written out.
+pub const NUMBER_BYTES_MAX: usize = 400;
+
+/// The exponents of numbers in any JSON we take: those of a `f64`. A store that keeps every digit writes them out.
+pub const NUMBER_EXPONENT_MIN: i32 = -324;
+/// See [`NUMBER_EXPONENT_MIN`].
+pub const NUMBER_EXPONENT_MAX: i32 = 308;
+
 /// Bytes of a name: integration, provider, project, issue, event type, source, de-duplication key, worker.
 pub const NAME_BYTES_MAX: usize = 512;
 
@@ -19,6 +27,9 @@ pub const ERROR_BYTES_MAX: usize = 8 * 1024;
 
 /// Records, claims, heartbeats, completions, failures or settlements in one call.
 pub const BATCH_MAX: usize = 256;
+
+/// Calls in a row that fail after a shared one did; then it was not the fault of one, and the rest are not tried.
+pub(crate) const SINGLE_FAILURES_MAX: usize = 8;
 
 /// Bytes of all payloads in one call.
 pub const BATCH_BYTES_MAX: usize = 32 * 1024 * 1024;
@@ -31,6 +42,12 @@ pub const RUN_EVENTS_DEFAULT: usize = 200;
 
 /// Bytes of all payloads that one claim brings; the first event log comes however large it is.
 pub const RUN_BYTES_MAX: usize = 8 * 1024 * 1024;
+
+/// Bytes of payloads that each claim of a batch brings, so that all of them together stay within [`BATCH_BYTES_MAX`], but
+/// for first event logs.
+pub(crate) fn claim_bytes_max(claims: usize) -> usize {
+    RUN_BYTES_MAX.min(BATCH_BYTES_MAX / claims.max(1))
+}
 
 /// Replies and events that one completion writes to the outbox.
 pub const OUTBOX_PER_RUN_MAX: usize = 100;

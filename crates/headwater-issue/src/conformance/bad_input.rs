@@ -35,6 +35,8 @@ pub async fn a_bad_event_does_not_fail_its_neighbours(env: Env) -> TestResult {
         NewEvent { event_type: String::new(), ..event("1", "l") },
         NewEvent { dedup_key: Some("\0".into()), ..event("1", "m") },
         NewEvent { dedup_key: Some(String::new()), ..event("1", "n") },
+        NewEvent { payload: "[1e-16383]".into(), ..event("1", "p") },
+        NewEvent { payload: "[1e-20000]".into(), ..event("1", "q") },
     ];
     let unknown = NewEvent { integration: "nobody".into(), ..event("1", "o") };
     let mut events = vec![event("1", "good-1")];
@@ -91,6 +93,9 @@ pub async fn a_completion_that_cannot_be_kept_is_refused(env: Env) -> TestResult
         Completion { fields: Some("[]".into()), ..run.clone() },
         Completion { fields: Some("{".into()), ..run.clone() },
         Completion { discussions: Some("{".into()), ..run.clone() },
+        Completion { fields: Some(r#"{"a":1e-16383}"#.into()), ..run.clone() },
+        Completion { discussions: Some("[1e-20000]".into()), ..run.clone() },
+        Completion { outbox: vec![payload("[1e-20000]".into())], ..run.clone() },
     ];
     for completion in bad {
         assert!(is_invalid(&completion.check()));

@@ -55,7 +55,8 @@ BEGIN
         INSERT INTO event_logs (id, issue_id, integration_id, source, event_type, dedup_key, digest, payload,
             payload_bytes, created_at)
         SELECT n.id, n.issue_id, n.integration, n.source, n.event_type, n.key, n.digest, n.payload::jsonb,
-            octet_length(n.payload), v_now
+            -- As it will be read: numbers are written out by then.
+            octet_length(n.payload::jsonb::text), v_now
         FROM unnest(v_log, v_issue, v_integration, p_source, p_event_type, p_key, p_digest, p_payload)
             AS n (id, issue_id, integration, source, event_type, key, digest, payload)
         WHERE n.issue_id IS NOT NULL
