@@ -98,6 +98,17 @@ impl IssueError {
         Self::Invalid { what: what.into(), problem: problem.into() }
     }
 
+    /// Whether a batch failed for what may be the fault of one of its items, so that the others are worth a call of their
+    /// own. Not so if the database is away.
+    pub(crate) fn may_concern_one(&self) -> bool {
+        match self {
+            Self::Invalid { .. } => true,
+            #[cfg(any(feature = "sqlite", feature = "postgres"))]
+            Self::Unavailable { source: Some(source), .. } => crate::rows::is_of_one_row(source),
+            _ => false,
+        }
+    }
+
     /// Whether the same call may succeed later without anybody mending anything.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Unavailable { .. })

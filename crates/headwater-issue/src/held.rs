@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep_until};
 use crate::claim::{Beat, ClaimedIssue};
 use crate::error::{IssueError, Result};
 use crate::issue::{ClaimEpoch, IssueId};
-use crate::limits::BATCH_MAX;
+use crate::limits::{BATCH_MAX, SINGLE_FAILURES_MAX};
 use crate::store::Store;
 
 /// A claim is trusted for this part of its life, counted from before it was asked for: the rest is for slow replies.
@@ -84,10 +84,29 @@ impl Claims {
             let epoch = |place: &Place| place.claim.as_ref().map(|claim| claim.epoch);
             seats.iter().filter_map(|(id, place)| Some((*id, epoch(place)?))).collect()
         };
+        // All of them, whatever became of some: a claim must not run out for the trouble of another.
+        let mut first_error = Ok(());
         for batch in claims.chunks(BATCH_MAX) {
-            self.beat(batch).await?;
+            first_error = first_error.and(self.beat_each(batch).await);
         }
-        Ok(())
+        first_error
+    }
+
+    /// Lets these claims live on, at once or, if one of them is in the way of the others, one by one.
+    async fn beat_each(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<()> {
+        let error = match self.beat(claims).await {
+            Err(error) if claims.len() > 1 && error.may_concern_one() => error,
+            answer => return answer.map(|_| ()),
+        };
+        let mut failures_in_a_row = 0;
+        for claim in claims.chunks(1) {
+            let is_failed = self.beat(claim).await.is_err();
+            failures_in_a_row = if is_failed { failures_in_a_row + 1 } else { 0 };
+            if failures_in_a_row == SINGLE_FAILURES_MAX {
+                break;
+            }
+        }
+        Err(error)
     }
 
     async fn beat(&self, claims: &[(IssueId, ClaimEpoch)]) -> Result<Vec<Beat>> {
@@ -209,6 +228,10 @@ impl fmt::Debug for ClaimWatch {
 }
 
 impl ClaimWatch {
+    pub(crate) fn issue_id(&self) -> IssueId {
+        self.issue_id
+    }
+
     pub(crate) fn is_held(&self) -> bool {
         self.standing.borrow().trusted_until.is_some_and(|until| Instant::now() < until)
     }

@@ -5,7 +5,7 @@
 
 use headwater_stream::clock::Timestamp;
 
-use crate::error::IssueError;
+use crate::error::{IssueError, SharedError};
 use crate::issue::ProcessingStatus;
 
 /// A time from a column.
@@ -62,6 +62,15 @@ pub(crate) fn database_error(what: &str, error: sqlx::Error) -> IssueError {
         ) => IssueError::Schema { problem },
         _ => IssueError::Unavailable { problem, source: Some(std::sync::Arc::new(error)) },
     }
+}
+
+/// Whether the server answered with what may be the fault of one row: it is locked, or too large, or in conflict.
+pub(crate) fn is_of_one_row(source: &SharedError) -> bool {
+    let error = source.downcast_ref::<sqlx::Error>().and_then(sqlx::Error::as_database_error);
+    let code = error.and_then(|error| error.code()).unwrap_or_default();
+    // A deadlock or a conflict, out of memory, beyond a limit, a lock that was not to be had, too long a statement.
+    let class = code.len() == 5 && ["40", "54"].iter().any(|class| code.starts_with(class));
+    class || ["53200", "55P03", "57014"].contains(&code.as_ref())
 }
 
 /// Reads an issue from the columns of `issue_columns!`.

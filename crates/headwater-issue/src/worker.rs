@@ -146,9 +146,11 @@ impl Inner {
         self.leave(&run, next).await;
     }
 
-    /// Wins the issue, or finds that there is nothing to do. Waits for a database that is away: the nudge stays in hand.
+    /// Wins the issue, or finds that there is nothing to do. Waits for a database that is away: the nudge stays in hand,
+    /// but no longer than a claim lives. Then the issue makes room for others until the sweep finds it.
     async fn claim(&self, seat: &Seat) -> Option<(ClaimedIssue, HeldClaim)> {
         let issue_id = seat.issue_id;
+        let until = Instant::now() + self.config.claim_ttl;
         while !self.is_stopping() {
             let asked_at = Instant::now();
             let reason = match self.batcher.claim(issue_id).await {
@@ -162,14 +164,14 @@ impl Inner {
                     self.give_back_unheard(issue_id).await;
                     continue;
                 }
-                Err(error) if error.is_transient() => {
+                Err(error) if error.is_transient() && Instant::now() < until => {
                     warn!(%issue_id, %error, "issue was not claimed, trying again");
                     self.pause().await;
                     continue;
                 }
                 Err(error) => {
-                    error!(%issue_id, %error, "issue cannot be claimed");
-                    return None;
+                    error!(%issue_id, %error, "issue cannot be claimed, left to the sweep");
+                    "error"
                 }
                 Ok(Claim::NotYet { wait, .. }) => {
                     self.agenda.add(issue_id, Instant::now() + wait);
@@ -255,6 +257,11 @@ impl Inner {
                 let error = HandlerError::retry(format!("the handler's result: {error}"));
                 self.fail(run, held, error).await
             }
+            // The database keeps the claim alive, yet not the result. If it has it after all, this is fenced.
+            Err(error) if error.is_transient() && held.watch().is_held() => {
+                let error = HandlerError::retry(format!("the result was not stored: {error}"));
+                self.fail(run, held, error).await
+            }
             Err(error) => self.given_up(run, &error),
         }
     }
@@ -321,17 +328,22 @@ impl Inner {
         }
     }
 
-    /// Repeats a call that the database did not answer, for as long as the claim is surely ours. All calls that end a run
-    /// may be repeated: they have happened, happen now, or are fenced.
+    /// Repeats a call that the database did not answer, for as long as the claim is surely ours, but no longer than a claim
+    /// lives: what fails for so long fails for this issue. All calls that end a run may be repeated: they have happened,
+    /// happen now, or are fenced.
     async fn insist<T, Calling: Future<Output = Result<T>>>(
         &self,
         held: &HeldClaim,
         call: impl Fn() -> Calling,
     ) -> Result<T> {
+        let until = Instant::now() + self.config.claim_ttl;
         loop {
             match call().await {
-                Err(error) if error.is_transient() && held.watch().is_held() => {
-                    warn!(%error, "end of a run was not stored, trying again");
+                Err(error)
+                    if error.is_transient() && held.watch().is_held() && Instant::now() < until =>
+                {
+                    let issue_id = held.watch().issue_id();
+                    warn!(%issue_id, %error, "end of a run was not stored, trying again");
                     sleep(ASK_AGAIN_AFTER).await;
                 }
                 answer => return answer,

@@ -36,6 +36,8 @@ async fn identity(pool: &PgPool) -> Result<String, sqlx::Error> {
 /// Applies what is missing, in one transaction, and returns the version that is there then.
 async fn apply(pool: &PgPool) -> Result<usize, sqlx::Error> {
     let mut transaction = pool.begin().await?;
+    // Others that start at the same time may migrate for longer than a call waits for a row.
+    transaction.execute("SET LOCAL lock_timeout = 0").await?;
     sqlx::query("SELECT pg_advisory_xact_lock($1)").bind(LOCK).execute(&mut *transaction).await?;
     transaction
         .execute(

@@ -34,13 +34,16 @@ use crate::deadline::within;
 use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::{IssueError, Result};
 use crate::issue::{ClaimEpoch, IssueId, NewEvent, Quiet, Recorded};
-use crate::limits::{OUTBOX_TAKE_MAX, WAIT_MAX};
+use crate::limits::{OUTBOX_TAKE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
 use crate::prepared::{Batch, Prepared, refuse_all};
 use crate::rows::database_error;
 use crate::store::Store;
 
 /// A connection that lay idle for this long is tried before it is used.
 const IDLE_TRUST: Duration = Duration::from_secs(1);
+
+/// How long a call waits for a row that somebody else holds; then the rest of its batch goes on without that row.
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
 
 /// A store on a Postgres server.
 #[derive(Debug)]
@@ -60,8 +63,9 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     // What the functions rely on: each statement sees what was committed before it. What a lost caller left behind ends
     // with its deadline.
     let settings = format!(
-        "SET default_transaction_isolation = 'read committed'; SET statement_timeout = {}",
-        options.call_deadline.as_millis().max(1)
+        "SET default_transaction_isolation = 'read committed'; SET statement_timeout = {}; SET lock_timeout = {}",
+        options.call_deadline.as_millis().max(1),
+        options.call_deadline.min(LOCK_WAIT_MAX).as_millis().max(1)
     );
     let pool = PgPoolOptions::new()
         .max_connections(options.connections_max)
@@ -144,12 +148,29 @@ impl PostgresStore {
         .await
     }
 
-    /// Records events one by one, after one of them made the server refuse the batch.
+    /// Records events one by one, after one of them made the server refuse the batch. An issue that is locked, or that
+    /// many are, is not waited for again.
     async fn record_singly(&self, events: &[Prepared<'_>], quiet: &Quiet) -> Vec<Result<Recorded>> {
-        let mut answers = Vec::with_capacity(events.len());
-        for event in events {
-            let answer = self.record_batch(std::slice::from_ref(event), quiet).await;
-            answers.push(answer.and_then(|mut one| one.remove(0)));
+        let mut answers: Vec<Result<Recorded>> = Vec::with_capacity(events.len());
+        let mut away: Vec<((&str, &str, &str), IssueError)> = Vec::new();
+        for one in events {
+            let NewEvent { integration, external_project_id, external_issue_id, .. } = one.event;
+            let issue =
+                (integration.as_str(), external_project_id.as_str(), external_issue_id.as_str());
+            let known = away.iter().find(|(locked, _)| *locked == issue);
+            let known = known.or(away.last().filter(|_| away.len() >= SINGLE_FAILURES_MAX));
+            if let Some((_, error)) = known {
+                answers.push(Err(error.clone()));
+                continue;
+            }
+            let answer = self.record_batch(std::slice::from_ref(one), quiet).await;
+            let answer = answer.and_then(|mut answers| answers.remove(0));
+            if let Err(error) = &answer
+                && error.is_transient()
+            {
+                away.push((issue, error.clone()));
+            }
+            answers.push(answer);
         }
         answers
     }
@@ -167,7 +188,10 @@ impl Store for PostgresStore {
         }
         let stored = match self.record_batch(&batch.events, quiet).await {
             Ok(stored) => stored,
-            Err(IssueError::Invalid { .. }) if batch.events.len() > 1 => {
+            // Also of one event: a conflict with another transaction is over when it is repeated.
+            Err(error)
+                if error.may_concern_one() && (batch.events.len() > 1 || error.is_transient()) =>
+            {
                 self.record_singly(&batch.events, quiet).await
             }
             Err(error) => return refuse_all(events.len(), &error),

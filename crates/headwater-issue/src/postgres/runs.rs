@@ -15,7 +15,7 @@ use crate::claim::{
 use crate::delivery::{NewOutbox, idempotency_key};
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId};
-use crate::limits::{RUN_BYTES_MAX, RUN_EVENTS_MAX};
+use crate::limits::{RUN_EVENTS_MAX, claim_bytes_max};
 use crate::rows::{count, maybe_time, ms, read_issue, time};
 
 pub(super) async fn claim(
@@ -33,7 +33,7 @@ pub(super) async fn claim(
         .bind(options.worker.as_str())
         .bind(ms(options.ttl))
         .bind(number(options.events_max))
-        .bind(number(RUN_BYTES_MAX))
+        .bind(number(claim_bytes_max(issues.len())))
         .bind(i64::from(options.crashes_max))
         .fetch_all(pool)
         .await?;

@@ -19,7 +19,7 @@ use crate::claim::{
 use crate::delivery::idempotency_key;
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLog, Issue, IssueId, ProcessingStatus};
-use crate::limits::{RUN_BYTES_MAX, RUN_EVENTS_MAX};
+use crate::limits::{RUN_EVENTS_MAX, claim_bytes_max};
 use crate::rows::{count, read_event_log, read_issue};
 use crate::state::{Effect, IssueState, Transition};
 
@@ -49,7 +49,13 @@ pub(super) async fn claim(
     }
     states.save(&mut writing.transaction).await?;
 
-    let mut events = load_events(&mut writing.transaction, won.keys(), options.events_max).await?;
+    let mut events = load_events(
+        &mut writing.transaction,
+        won.keys(),
+        options.events_max,
+        claim_bytes_max(issues.len()),
+    )
+    .await?;
     for issue in load_issues(&mut writing.transaction, won.keys()).await? {
         let claimed = ClaimedIssue {
             epoch: issue.claim_epoch,
@@ -99,7 +105,9 @@ async fn load_events(
     connection: &mut SqliteConnection,
     issues: impl Iterator<Item = &IssueId>,
     events_max: usize,
+    bytes_max: usize,
 ) -> Result<HashMap<IssueId, Vec<EventLog>>, Error> {
+    let issues: Vec<_> = issues.map(|issue| issue.0.into()).collect();
     let sizes = sqlx::query(
         "SELECT e.issue_id, e.id, e.payload_bytes FROM json_each(?1) AS asked
          CROSS JOIN event_logs AS e ON e.id IN (
@@ -107,7 +115,7 @@ async fn load_events(
              WHERE x.issue_id = asked.value AND x.processed_at IS NULL ORDER BY x.id LIMIT ?2)
          ORDER BY e.issue_id, e.id",
     )
-    .bind(table(issues.map(|issue| issue.0.into()).collect()))
+    .bind(table(issues))
     .bind(i64::try_from(events_max).unwrap_or(i64::MAX))
     .fetch_all(&mut *connection)
     .await?;
@@ -119,7 +127,7 @@ async fn load_events(
         let before = bytes.get(&issue).copied().unwrap_or(0);
         let with_this = before + count::<usize>(row.try_get(2)?)?;
         bytes.insert(issue, with_this);
-        if before == 0 || with_this <= RUN_BYTES_MAX {
+        if before == 0 || with_this <= bytes_max {
             wanted.push(id.into());
         }
     }

@@ -12,16 +12,55 @@ use headwater_issue::*;
 pub(crate) struct Flaky {
     store: Arc<dyn Store>,
     lost: Mutex<HashMap<&'static str, usize>>,
+    troubled: Mutex<Trouble>,
+}
+
+/// What is wrong with the completions of one issue.
+#[derive(Debug, Default)]
+struct Trouble {
+    refused: Option<IssueId>,
+    blocked: Option<IssueId>,
+    shared_refusals: usize,
 }
 
 impl Flaky {
     pub(crate) fn new(store: Arc<dyn Store>) -> Arc<Self> {
-        Arc::new(Self { store, lost: Mutex::default() })
+        Arc::new(Self { store, lost: Mutex::default(), troubled: Mutex::default() })
     }
 
     /// The next `count` answers to this call get lost.
     pub(crate) fn lose(&self, call: &'static str, count: usize) {
         self.lost.lock().expect("not poisoned").insert(call, count);
+    }
+
+    /// No completion of this issue can be kept.
+    pub(crate) fn refuse(&self, issue_id: IssueId) {
+        self.troubled.lock().expect("not poisoned").refused = Some(issue_id);
+    }
+
+    /// The database is never there for completions of this issue.
+    pub(crate) fn block(&self, issue_id: IssueId) {
+        self.troubled.lock().expect("not poisoned").blocked = Some(issue_id);
+    }
+
+    /// How many calls of several completions were refused.
+    pub(crate) fn shared_refusals(&self) -> usize {
+        self.troubled.lock().expect("not poisoned").shared_refusals
+    }
+
+    fn trouble(&self, completions: &[Completion]) -> Result<()> {
+        let mut trouble = self.troubled.lock().expect("not poisoned");
+        let has =
+            |issue: Option<IssueId>| completions.iter().any(|one| Some(one.issue_id) == issue);
+        if has(trouble.refused) {
+            trouble.shared_refusals += usize::from(completions.len() > 1);
+            let problem = "value overflows".to_owned();
+            return Err(IssueError::Invalid { what: "a value".into(), problem });
+        }
+        if has(trouble.blocked) {
+            return Err(IssueError::Unavailable { problem: "blocked".into(), source: None });
+        }
+        Ok(())
     }
 
     /// Whether all answers that were to be lost are lost.
@@ -62,7 +101,6 @@ pass_on! {
     impl Store {
         claim(issues: &[IssueId], options: &ClaimOptions) -> Vec<Claim>;
         heartbeat(claims: &[(IssueId, ClaimEpoch)], ttl: Duration) -> Vec<Beat>;
-        complete(completions: &[Completion]) -> Vec<Completed>;
         fail(failures: &[Failure], attempts_max: u32) -> Vec<Failed>;
         give_back(claims: &[GiveBack]) -> Vec<GivenBack>;
         sweep(options: &SweepOptions) -> Swept;
@@ -77,6 +115,12 @@ pass_on! {
             Ok(()) => answers,
             Err(error) => answers.iter().map(|_| Err(error.clone())).collect(),
         }
+    }
+
+    async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
+        self.trouble(completions)?;
+        let answer = self.store.complete(completions).await;
+        self.heard("complete", answer)
     }
 
     async fn outbox_wake(&self, wait: Duration) {

@@ -1,0 +1,188 @@
+//! One bad issue in a shared call: its neighbours do not notice.
+
+mod support;
+
+use std::time::Duration;
+
+use anyhow::Result;
+use headwater_issue::{
+    Claim, ClaimOptions, HandlerError, InboxConfig, IssueError, NewEvent, ProcessingStatus, Quiet,
+    Resolution, Run, WorkerConfig, limits,
+};
+use sqlx::{Connection, PgConnection};
+use support::flaky::Flaky;
+use support::{Door, Journal, Place, System, event_of, replies, until};
+
+#[tokio::test]
+async fn a_completion_that_the_database_refuses_costs_no_other_run_its_result() -> Result<()> {
+    let place = Place::now();
+    let flaky = Flaky::new(place.store().await?);
+    let system = System::on(flaky.clone(), place.streams().await?, InboxConfig::default())?;
+    let door = Door::default();
+    let handler = {
+        let door = door.clone();
+        move |run: Run| {
+            let door = door.clone();
+            async move {
+                door.pass().await;
+                Ok::<_, HandlerError>(replies(&run))
+            }
+        }
+    };
+    let mut issues = Vec::new();
+    for issue in 0..10 {
+        issues.push(system.record(&issue.to_string(), "a").await?.issue_id);
+    }
+    flaky.refuse(issues[3]);
+    // One call at a time, so that completions share one.
+    let config = WorkerConfig { calls_max: 1, ..WorkerConfig::default() };
+    let worker = system.worker(handler, config)?;
+    let looking = issues.iter().map(|issue| worker.look_at(*issue));
+    let looking = futures_util::future::join_all(looking);
+    let opening = async {
+        door.arrivals(10).await?;
+        door.open_all();
+        anyhow::Ok(())
+    };
+    tokio::join!(looking, opening).1?;
+    assert!(flaky.shared_refusals() > 0, "completions shared a call");
+    for (number, id) in issues.iter().enumerate() {
+        let issue = system.store.issue(*id).await?.expect("it exists");
+        let expected = if number == 3 { (1, 1) } else { (0, 0) };
+        assert_eq!((issue.attempts, issue.pending_events), expected, "issue {number}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_issue_too_large_to_read_is_claimed_by_nobody_and_its_neighbours_are() -> Result<()> {
+    let place = Place::servers()?;
+    let (system, journal) = (System::at(&place).await?, Journal::default());
+    let bad = system.record("1", "a").await?.issue_id;
+    // As a foreign program may write it: small in the table, more than a value may have when it is read.
+    let mut connection = PgConnection::connect(&place.database).await?;
+    sqlx::query(
+        "UPDATE event_logs SET payload = (SELECT jsonb_agg('1e-16383'::numeric) FROM generate_series(1, 70000))",
+    )
+    .execute(&mut connection)
+    .await?;
+    let good = system.record("2", "b").await?.issue_id;
+    let config = WorkerConfig {
+        claim_ttl: Duration::from_millis(300),
+        heartbeat_every: Duration::from_millis(100),
+        ..WorkerConfig::default()
+    };
+    let worker = system.worker(journal.handler(), config)?;
+    // The bad one is given up in time, too: it must not hold a place in the worker for ever.
+    tokio::join!(worker.look_at(bad), worker.look_at(good));
+    assert_eq!(journal.runs(), [["b"]]);
+    assert_eq!(system.store.issue(good).await?.expect("it exists").status, ProcessingStatus::Idle);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_result_that_is_never_stored_is_a_failed_run_in_the_end() -> Result<()> {
+    let place = Place::now();
+    let flaky = Flaky::new(place.store().await?);
+    let system = System::on(flaky.clone(), place.streams().await?, InboxConfig::default())?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    flaky.block(issue_id);
+    let config = WorkerConfig {
+        claim_ttl: Duration::from_secs(1),
+        heartbeat_every: Duration::from_millis(100),
+        ..WorkerConfig::default()
+    };
+    let handler = |_: Run| async { Ok::<_, HandlerError>(Resolution::new()) };
+    let worker = system.start(handler, config)?;
+    until("the failed run", || async {
+        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+        let error = issue.last_error.unwrap_or_default();
+        issue.attempts == 1 && error.contains("not stored")
+    })
+    .await?;
+    worker.stop().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn while_somebody_holds_one_issue_the_others_are_recorded_kept_and_completed() -> Result<()> {
+    let place = Place::servers()?;
+    let (system, door) = (System::at(&place).await?, Door::default());
+    let held = system.record("1", "a").await?.issue_id;
+    let free = system.record("2", "a").await?.issue_id;
+    let journal = Journal::default();
+    let handler = {
+        let (journal, door) = (journal.clone(), door.clone());
+        move |run: Run| {
+            let (journal, door) = (journal.clone(), door.clone());
+            async move {
+                journal.write(&run);
+                door.pass().await;
+                Ok::<_, HandlerError>(replies(&run))
+            }
+        }
+    };
+    let claim_ttl = Duration::from_secs(6);
+    let config = WorkerConfig {
+        claim_ttl,
+        heartbeat_every: Duration::from_secs(1),
+        ..WorkerConfig::default()
+    };
+    let worker = system.start(handler, config)?;
+    door.arrivals(2).await?;
+
+    let mut connection = PgConnection::connect(&place.database).await?;
+    let mut holder = connection.begin().await?;
+    sqlx::query("SELECT 1 FROM issues WHERE id = $1 FOR UPDATE")
+        .bind(held.0)
+        .execute(&mut *holder)
+        .await?;
+    let events = [event_of("1", "b"), event_of("2", "b"), event_of("1", "c"), event_of("3", "b")];
+    let recorded = system.store.record(&events, &Quiet::default()).await;
+    let is_away =
+        |answer: &Result<_, IssueError>| answer.as_ref().is_err_and(IssueError::is_transient);
+    assert!(is_away(&recorded[0]) && is_away(&recorded[2]), "{recorded:?}");
+    assert!(recorded[1].is_ok() && recorded[3].is_ok(), "{recorded:?}");
+    // Longer than a claim lives: only heartbeats have kept it.
+    tokio::time::sleep(claim_ttl).await;
+    let issue = system.store.issue(free).await?.expect("it exists");
+    assert_eq!((issue.status, issue.claim_epoch.0), (ProcessingStatus::Processing, 1));
+    door.open_all();
+    until("the end of the run", || async {
+        let issue = system.store.issue(free).await.expect("it answers").expect("it exists");
+        issue.last_processed_at.is_some()
+    })
+    .await?;
+    holder.rollback().await?;
+    worker.abort().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_that_share_a_call_share_its_bytes() -> Result<()> {
+    for place in [Place::now(), Place::servers()?] {
+        let system = System::at(&place).await?;
+        let payload = format!("\"{}\"", "x".repeat(limits::PAYLOAD_BYTES_MAX - 2));
+        let mut issues = Vec::new();
+        for issue in 0..8 {
+            for key in 0..5 {
+                let event = NewEvent {
+                    payload: payload.clone(),
+                    ..event_of(&issue.to_string(), &key.to_string())
+                };
+                issues.push(system.inbox.record(event).await?.issue_id);
+            }
+        }
+        issues.dedup();
+        // 8 issues would be 40 MiB.
+        let claims = system.store.claim(&issues, &ClaimOptions::new("w")).await?;
+        let bytes = |claim: &Claim| match claim {
+            Claim::Won(claimed) => {
+                claimed.events.iter().map(|event| event.payload.len()).sum::<usize>()
+            }
+            other => panic!("{other:?}"),
+        };
+        let all: usize = claims.iter().map(bytes).sum();
+        assert_eq!(all, limits::BATCH_BYTES_MAX, "four of five events each");
+    }
+    Ok(())
+}
