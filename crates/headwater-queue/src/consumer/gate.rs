@@ -11,6 +11,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use bytes::Bytes;
 use headwater_stream::EntryId;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -43,11 +44,18 @@ struct State {
     /// When we last knew that the topic is as it is.
     known_at: Instant,
     open: HashSet<Gate>,
+    /// Keys that were found where they do not belong, with no growth to explain it: their sender chooses the partition
+    /// itself, so there is no news to wait for with each of their messages.
+    placed: HashSet<(Partition, Bytes)>,
 }
+
+/// Keys that are remembered as placed by their sender; beyond it, all are asked for again.
+const PLACED_MAX: usize = 10_000;
 
 impl Gates {
     pub(super) fn new(order: Order, topic: Arc<Topic>) -> Self {
-        let state = State { topic, known_at: Instant::now(), open: HashSet::new() };
+        let state =
+            State { topic, known_at: Instant::now(), open: HashSet::new(), placed: HashSet::new() };
         Self {
             is_ordered: order == Order::PerKey,
             state: Mutex::new(state),
@@ -59,6 +67,11 @@ impl Gates {
     pub(super) fn learn(&self, topic: Arc<Topic>, known_at: Instant) {
         let mut state = self.lock();
         if is_news(&topic, &state.topic) {
+            if topic.created_at != state.topic.created_at
+                || topic.growths.len() != state.topic.growths.len()
+            {
+                state.placed.clear();
+            }
             state.topic = topic;
         }
         state.known_at = state.known_at.max(known_at);
@@ -69,8 +82,9 @@ impl Gates {
         if !self.is_ordered {
             return None;
         }
-        let key = std::str::from_utf8(item.key.as_deref()?).ok()?;
-        let state = self.lock();
+        let bytes = item.key.as_ref()?;
+        let key = std::str::from_utf8(bytes).ok()?;
+        let mut state = self.lock();
         let topic = &state.topic;
         // The newest growth first: it is the one most likely to be under way.
         for growth in topic.growths.iter().rev() {
@@ -84,7 +98,21 @@ impl Gates {
         let belongs = |partitions: u16| hash_partition(key, partitions) == partition;
         let is_at_home =
             belongs(topic.partitions) || topic.growths.iter().any(|growth| belongs(growth.from));
-        (!is_at_home && state.known_at < item.came_at).then_some(Gate::News)
+        if is_at_home {
+            return None;
+        }
+        let place = (partition, bytes.clone());
+        if state.placed.contains(&place) {
+            return None;
+        }
+        if state.known_at < item.came_at {
+            return Some(Gate::News);
+        }
+        if state.placed.len() >= PLACED_MAX {
+            state.placed.clear();
+        }
+        state.placed.insert(place);
+        None
     }
 
     /// The messages this gate kept back may pass, and all that come later.
@@ -122,7 +150,6 @@ pub(super) fn is_moved_by(growth: &Growth, key: Option<&[u8]>, partition: Partit
 
 #[cfg(test)]
 mod tests {
-    use bytes::Bytes;
     use headwater_stream::clock::Timestamp;
     use headwater_stream::{Delivery, Fields};
 
@@ -173,6 +200,10 @@ mod tests {
         // Nothing new: the sender chose the partition itself.
         gates.learn(Arc::new(before), came_at);
         assert_eq!(gates.before(&item(69, 2000, came_at), 3), None);
+        let later = came_at + std::time::Duration::from_secs(1);
+        assert_eq!(gates.before(&item(69, 3000, later), 3), None, "nor will it next time");
+        assert_eq!(gates.before(&item(69, 3000, later), 2), Some(Gate::News), "but elsewhere");
+        assert_eq!(gates.before(&item(73, 3000, later), 3), Some(Gate::News), "or another key");
         // It grew.
         gates.learn(Arc::new(grown()), came_at);
         let gate = Gate::Growth { began_ms: 1000, old: 1 };

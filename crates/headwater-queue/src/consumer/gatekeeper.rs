@@ -54,6 +54,8 @@ async fn look(queue: &Queue, bench: &Bench, gates: &Gates, awaited: &HashSet<Gat
     let mut topic = queue.read_topic(&bench.job.topic).await?;
     gates.learn(Arc::clone(&topic), asked_at);
     if topic.growths.last().is_some_and(|growth| growth.last_ids.is_none()) {
+        // Those that waited for nothing but this news need not wait for the growth.
+        bench.workers().iter().for_each(|worker| worker.let_through());
         // Waits until every producer knows of the growth; whoever began it may be gone.
         queue.topics().settle_growth(&bench.job.topic).await?;
         let asked_at = Instant::now();
