@@ -226,13 +226,16 @@ impl Workplace for Bench {
     }
 
     async fn orphaned(&self, dead: ConsumerName) -> bool {
-        let mut all_taken = true;
-        for worker in self.workers() {
+        let workers = self.workers();
+        // While we stop, nobody takes anything: then others do, or we when we are back.
+        let mut all_taken = !workers.is_empty();
+        for worker in workers {
             let whose = Whose::Consumer(dead.clone());
             if let Err(error) = worker.adopt(&whose).await {
                 warn!(stream = %worker.rules.stream, consumer = %dead, %error, "a dead member's entries stay for now");
                 all_taken = false;
             }
+            all_taken &= worker.lock().phase == Phase::Open;
         }
         all_taken
     }
