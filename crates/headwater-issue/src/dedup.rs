@@ -32,12 +32,15 @@ fn computed_key(event: &NewEvent, compact_payload: &str) -> String {
     key
 }
 
-/// Key and digest of an event. Two events with one key are the same if their digests are.
+/// Key and digest of an event as they are stored. Two events with one key are the same if their digests are.
+///
+/// A computed key says nothing of the project, and issues of two projects may well have the same number and events, so
+/// the project follows it. A delivery id is the provider's word and stays as it is.
 pub(crate) fn key_and_digest(event: &NewEvent) -> (String, Vec<u8>) {
     let payload = json::compact(&event.payload);
     let key = match &event.dedup_key {
         Some(key) => key.clone(),
-        None => computed_key(event, &payload),
+        None => format!("{}:{}", computed_key(event, &payload), event.external_project_id),
     };
     let mut digest = Sha256::new();
     for part in [&event.external_project_id, &event.external_issue_id, &event.event_type, &payload]

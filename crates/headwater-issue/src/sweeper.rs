@@ -2,7 +2,7 @@
 //!
 //! Upstream: every process that has a store runs one. Downstream: `store`, `nudge`, and the worker of this process.
 //! Promises: a queued issue is nudged again and again until somebody claims it; a claim that ran out is requeued. When the
-//! stream is away, issues go straight to the worker of this process: the sweep is the guarantee, a nudge only a hint.
+//! stream is away, issues go straight to the worker of this process, and so they do if it is idle: the sweep is the guarantee, a nudge only a hint.
 //! Not here: work.
 
 use std::sync::Arc;
@@ -22,6 +22,12 @@ use crate::worker::Worker;
 
 /// Sweeps in a row before others get a turn.
 const SWEEPS_PER_RUN_MAX: usize = 64;
+
+/// How many times as long a nudge may take while the stream is full of unread ones.
+const CROWDED_PATIENCE: u32 = 12;
+
+/// How long it may take then at least.
+const CROWDED_OVERDUE_MIN: Duration = Duration::from_secs(60);
 
 /// How long a stream may take before it counts as away.
 const STREAM_DEADLINE: Duration = Duration::from_secs(2);
@@ -51,7 +57,7 @@ pub struct Sweeper {
 }
 
 impl Sweeper {
-    /// A sweeper of a store. `worker` is the one to feed when the stream is away; without one, issues wait for the sweep
+    /// A sweeper of a store. `worker` is the one to feed when it is idle or the stream is away; without one, issues wait for the sweep
     /// of a process that has one.
     pub fn new(
         store: Arc<dyn Store>,
@@ -105,12 +111,15 @@ impl Sweeper {
         }
     }
 
-    /// While workers have plenty of nudges to read, more of the same would only fill the stream: then only claims that
-    /// ran out are looked for.
+    /// While workers have plenty of nudges to read, more of the same would only fill the stream: then a nudge is given
+    /// more time. Not for ever: it may be lost.
     async fn options(&self) -> SweepOptions {
         match timeout(STREAM_DEADLINE, self.nudger.unread()).await {
             Ok(Ok(unread)) if unread > NUDGES_UNREAD_MAX => {
-                SweepOptions { nudge_overdue: DELAY_MAX, ..self.config.options }
+                let nudge_overdue =
+                    self.config.options.nudge_overdue.saturating_mul(CROWDED_PATIENCE);
+                let nudge_overdue = nudge_overdue.clamp(CROWDED_OVERDUE_MIN, DELAY_MAX);
+                SweepOptions { nudge_overdue, ..self.config.options }
             }
             _ => self.config.options,
         }
@@ -133,6 +142,12 @@ impl Sweeper {
         let sent = timeout(STREAM_DEADLINE, self.nudger.send(nudges)).await;
         if matches!(sent, Ok(Ok(()))) {
             counter!(SWEEP_NUDGES, "result" => "stream").increment(count);
+            // A stream that takes nudges need not hand them out. Whoever is idle here looks by himself; if the nudge comes
+            // too, one of the two finds nothing to do.
+            if let Some(worker) = &self.worker {
+                let idle = worker.idle();
+                worker.offer(nudges.iter().take(idle).map(|nudge| nudge.issue_id));
+            }
         } else if let Some(worker) = &self.worker {
             let taken = worker.offer(nudges.iter().map(|nudge| nudge.issue_id));
             counter!(SWEEP_NUDGES, "result" => "direct").increment(taken as u64);

@@ -18,6 +18,7 @@ macro_rules! conformance_suite {
                 twins_in_one_batch_are_stored_once,
                 a_false_twin_does_not_take_the_place_of_the_right_one,
                 an_event_without_a_key_is_stored_once_by_what_it_says,
+                the_same_event_of_two_projects_without_a_key_is_two_events,
                 a_burst_in_a_quiet_window_is_one_run_with_all_its_events,
                 no_event_waits_longer_than_the_longest_wait,
                 the_largest_and_the_deepest_payloads_come_back,

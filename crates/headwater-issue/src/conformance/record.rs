@@ -140,6 +140,18 @@ pub async fn an_event_without_a_key_is_stored_once_by_what_it_says(env: Env) -> 
     Ok(())
 }
 
+pub async fn the_same_event_of_two_projects_without_a_key_is_two_events(env: Env) -> TestResult {
+    let first = NewEvent { dedup_key: None, ..event("42", "") };
+    let second = NewEvent { external_project_id: "another".into(), ..first.clone() };
+    let events = [first.clone(), second.clone(), first, second];
+    let answers = env.store.record(&events, &Quiet::default()).await;
+    let recorded = answers.into_iter().collect::<Result<Vec<_>, _>>()?;
+    assert_ne!(recorded[0].issue_id, recorded[1].issue_id);
+    let duplicates: Vec<bool> = recorded.iter().map(|one| one.duplicate).collect();
+    assert_eq!(duplicates, [false, false, true, true]);
+    env.assert_sound().await
+}
+
 pub async fn a_burst_in_a_quiet_window_is_one_run_with_all_its_events(env: Env) -> TestResult {
     let quiet = Quiet { quiet: Duration::from_secs(600), max_wait: Duration::from_secs(6000) };
     let mut issue = Default::default();

@@ -79,6 +79,11 @@ impl Worker {
         self.inner.claims.len()
     }
 
+    /// How many more issues could be handled at once.
+    pub(crate) fn idle(&self) -> usize {
+        self.inner.slots.available_permits()
+    }
+
     /// Works until `shutdown` completes, then stops in good order. A worker runs once.
     pub async fn run(&self, queue: &Queue, shutdown: impl Future<Output = ()>) {
         info!(worker_id = self.name(), "worker started");
