@@ -9,6 +9,7 @@ mod record;
 mod bad_handlers;
 mod bad_input;
 mod crash;
+mod cut_off;
 mod flow;
 mod frozen;
 mod growth;
