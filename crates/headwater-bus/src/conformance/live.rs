@@ -1,6 +1,9 @@
 //! Live subscriptions.
 
+use std::sync::Arc;
 use std::time::Duration;
+
+use tokio::sync::Barrier;
 
 use super::env::{Announced, Env, Log, Noted};
 use crate::bus::{EventBusExt, Subscribe};
@@ -171,20 +174,29 @@ pub async fn a_handler_may_publish_and_goes_on_with_the_trace(env: Env) {
 }
 
 pub async fn handlers_that_publish_in_great_numbers_do_not_wait_for_each_other(env: Env) {
-    let bus = env.bus.clone();
+    // All are under way before the first of them publishes.
+    let (bus, all) = (env.bus.clone(), Arc::new(Barrier::new(CROWD)));
     let announce = move |_: Received<Noted>| {
-        let bus = bus.clone();
-        async move { bus.publish(Announced { number: 2 }).await.map(drop) }
+        let (bus, all) = (bus.clone(), all.clone());
+        async move {
+            all.wait().await;
+            bus.publish(Announced { number: 2 }).await.map(drop)
+        }
     };
     env.bus.subscribe::<Noted>(Subscribe::live(), announce).await.unwrap();
-    let publishing: Vec<_> = (0..1200)
+    let publishing: Vec<_> = (0..CROWD as u64)
         .map(|number| {
             let (bus, event) = (env.bus.clone(), env.noted(number));
-            tokio::spawn(async move { bus.publish(event).await.unwrap().ok() })
+            tokio::spawn(async move { bus.publish(event).await.unwrap() })
         })
         .collect();
     for publish in publishing {
-        assert!(publish.await.unwrap());
+        let result = publish.await.unwrap();
+        assert!(result.ok(), "{result:?}");
     }
+    // The bus is held by its own handler.
     env.bus.close().await.unwrap();
 }
+
+/// As many publishes as a bus has under way at once by default.
+const CROWD: usize = 1000;

@@ -27,6 +27,21 @@ pub(super) struct Group {
     pub(super) subscription: Option<Arc<Subscription>>,
 }
 
+/// The place of a group that is being subscribed; free again if that fails or its caller goes away.
+struct Reservation<'a> {
+    inner: &'a Inner,
+    id: SubscriptionId,
+    is_kept: bool,
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            self.inner.groups().remove(&self.id);
+        }
+    }
+}
+
 impl Inner {
     pub(super) async fn subscribe_durable(
         self: &Arc<Self>,
@@ -58,7 +73,7 @@ impl Inner {
             pursuit: pursuit.clone(),
             subscription: None,
         };
-        self.reserve(id, group, label)?;
+        let mut reservation = self.reserve(id, group, label)?;
         let (topic, group) = (stream.to_string(), name.to_string());
         let inner = Arc::downgrade(self);
         let handler = move |message: Message| {
@@ -72,22 +87,35 @@ impl Inner {
             }
         };
         let config = consumer_config(&subscribe, self.config.drain);
-        match self.queue.subscribe(&topic, &group, handler, config).await {
-            Ok(subscription) => {
-                if let Some(group) = self.groups().get_mut(&id) {
-                    group.subscription = Some(Arc::new(subscription));
-                }
-                Ok(())
+        let inner = Arc::clone(self);
+        // A task of its own: whoever has begun to join a group must end it or leave, also if the caller goes away.
+        let subscribing = tokio::spawn(async move {
+            let subscription = inner.queue.subscribe(&topic, &group, handler, config).await?;
+            inner.fill(id, subscription).await;
+            Ok(())
+        });
+        let subscribed = subscribing.await.unwrap_or(Err(BusError::Closed));
+        reservation.is_kept = subscribed.is_ok();
+        subscribed
+    }
+
+    /// Puts a subscription into the place that was reserved for it, or ends it if nobody wants it any more.
+    async fn fill(&self, id: SubscriptionId, subscription: Subscription) {
+        let subscription = Arc::new(subscription);
+        let is_wanted = match self.groups().get_mut(&id) {
+            Some(group) => {
+                group.subscription = Some(Arc::clone(&subscription));
+                true
             }
-            Err(error) => {
-                self.groups().remove(&id);
-                Err(error.into())
-            }
+            None => false,
+        };
+        if !is_wanted {
+            subscription.stop().await;
         }
     }
 
     /// One subscription per stream and group: two would take each other's events for none of their business.
-    fn reserve(&self, id: SubscriptionId, group: Group, label: &str) -> Result<()> {
+    fn reserve(&self, id: SubscriptionId, group: Group, label: &str) -> Result<Reservation<'_>> {
         let mut groups = self.groups();
         let is_same = |other: &Group| other.stream == group.stream && other.name == group.name;
         if groups.values().any(is_same) {
@@ -95,7 +123,7 @@ impl Inner {
             return Err(BusError::invalid("a group", problem));
         }
         groups.insert(id, group);
-        Ok(())
+        Ok(Reservation { inner: self, id, is_kept: false })
     }
 
     async fn handle(&self, stream: &StreamName, pursuit: &Pursuit, message: Message) -> Outcome {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 use headwater_bus::conformance::{Log, Noted};
@@ -16,6 +17,7 @@ everywhere!(
     what_was_published_while_nobody_was_there_is_handled_later,
     what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream,
     an_event_given_back_at_closing_is_handled_by_another_bus,
+    a_subscription_whose_caller_went_away_leaves_its_group_free,
 );
 
 fn group(label: &str) -> Subscribe {
@@ -132,4 +134,38 @@ async fn an_event_given_back_at_closing_is_handled_by_another_bus(place: Place) 
     bob.subscribe::<Noted>(group("relay"), writes(&log)).await.unwrap();
     assert_eq!(log.settles_at(2).await, ["1", "1"]);
     bob.close().await.unwrap();
+}
+
+async fn a_subscription_whose_caller_went_away_leaves_its_group_free(place: Place) {
+    let bus = place.bus().await;
+    let log = Log::default();
+    // Dropped after its first step, whatever that is, and after later ones.
+    for steps in 0..20 {
+        let mut subscribing = Box::pin(bus.subscribe::<Noted>(group("fickle"), writes(&log)));
+        let mut step = futures_util::poll!(&mut subscribing);
+        for _ in 0..steps {
+            if step.is_ready() {
+                break;
+            }
+            tokio::task::yield_now().await;
+            step = futures_util::poll!(&mut subscribing);
+        }
+        drop(subscribing);
+        if let Poll::Ready(Ok(id)) = step {
+            bus.unsubscribe(id).await.unwrap();
+        }
+    }
+    // The queue may take a moment to notice that nobody wants the last one.
+    let mut subscribed = bus.subscribe::<Noted>(group("fickle"), writes(&log)).await;
+    for _ in 0..500 {
+        if subscribed.is_ok() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        subscribed = bus.subscribe::<Noted>(group("fickle"), writes(&log)).await;
+    }
+    subscribed.unwrap();
+    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    assert_eq!(log.settles_at(1).await, ["1"]);
+    bus.close().await.unwrap();
 }

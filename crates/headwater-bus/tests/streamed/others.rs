@@ -1,7 +1,10 @@
 //! What a process sees of the events of others.
 
+use std::sync::Arc;
+
 use headwater_bus::conformance::{Announced, Log, Noted};
 use headwater_bus::{EventBus, EventBusExt, Received, Stored, Subscribe};
+use tokio::sync::Semaphore;
 
 use crate::place::{Place, entries, numbers, watch, writes};
 
@@ -37,12 +40,25 @@ async fn a_live_subscription_begins_where_it_began(place: Place) {
     for number in 0..3 {
         ada.publish(place.noted(number)).await.unwrap().raise().unwrap();
     }
-    let first = watch(&bob).await;
+    // The first handler is stuck at its first event, so the bus has yet to read what follows ...
+    let (first, gate) = (Log::default(), Arc::new(Semaphore::new(0)));
+    let (seen, opened) = (first.clone(), gate.clone());
+    let slow = move |event: Received<Noted>| {
+        let (seen, opened) = (seen.clone(), opened.clone());
+        async move {
+            seen.add(event.number);
+            opened.acquire().await.unwrap().forget();
+        }
+    };
+    bob.subscribe::<Noted>(Subscribe::live(), slow).await.unwrap();
     for number in 3..5 {
         ada.publish(place.noted(number)).await.unwrap().raise().unwrap();
     }
+    first.wait_for(1).await;
+    // ... when the second begins.
     let second = watch(&bob).await;
     ada.publish(place.noted(5)).await.unwrap().raise().unwrap();
+    gate.add_permits(3);
     assert_eq!(first.settles_at(3).await, numbers(3..6));
     assert_eq!(second.settles_at(1).await, numbers(5..6));
 }
