@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use headwater_stream::{Coalescer, CoalescerConfig};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::spawn_blocking;
 
 use crate::bus::SpoolHealth;
@@ -64,8 +64,8 @@ pub(crate) struct Spool {
 struct Shared {
     config: SpoolConfig,
     owner: String,
-    /// Locked only by threads that may block.
-    file: Mutex<SpoolFile>,
+    /// Locked only by threads that may block. `None` once it is closed.
+    file: Mutex<Option<SpoolFile>>,
     /// Events that were accepted, written or not, and are not in their streams. While there are any, nothing goes past
     /// them.
     waiting: AtomicUsize,
@@ -73,6 +73,19 @@ struct Shared {
     rejected: AtomicU64,
     /// Something was added.
     added: Notify,
+    /// How the events that wait get on.
+    pace: watch::Sender<Pace>,
+}
+
+/// How the events that wait get on, for those that come after them.
+#[derive(Clone, Copy, Default)]
+struct Pace {
+    /// Steps made so far.
+    steps: u64,
+    /// They get on: one newer event of each caller may be added for each step, so that they become fewer.
+    is_moving: bool,
+    /// The end is near: newer events wait for it, and then need not be added at all.
+    is_turning: bool,
 }
 
 impl Spool {
@@ -88,7 +101,8 @@ impl Spool {
             bytes: AtomicU64::new(file.bytes()),
             rejected: AtomicU64::new(0),
             added: Notify::new(),
-            file: Mutex::new(file),
+            pace: watch::Sender::new(Pace::default()),
+            file: Mutex::new(Some(file)),
             config,
         });
         metrics::spooled(shared.waiting.load(Ordering::SeqCst));
@@ -123,6 +137,24 @@ impl Spool {
         metrics::spooled(self.shared.waiting.load(Ordering::SeqCst));
         self.shared.added.notify_one();
         written
+    }
+
+    /// Lets older events get on before newer ones are added. Without this, whoever publishes all the time would be
+    /// ahead of the replay for ever. Returns at once while the backend is away. Cancel-safe.
+    pub(crate) async fn give_way(&self) {
+        let mut pace = self.shared.pace.subscribe();
+        let begun = pace.borrow_and_update().steps;
+        let may_go_on = |pace: &Pace| {
+            let gets_on = pace.is_moving && pace.steps == begun;
+            !pace.is_turning && !gets_on
+        };
+        // The sender lives as long as the spool does.
+        let _ = pace.wait_for(may_go_on).await;
+    }
+
+    /// For the one who moves events: what it says of its progress holds until it says otherwise or goes away.
+    pub(crate) fn pacer(&self) -> Pacer {
+        Pacer(Arc::clone(&self.shared))
     }
 
     /// Returns when events wait, or soon after. Cancel-safe.
@@ -160,6 +192,13 @@ impl Spool {
         Ok(())
     }
 
+    /// Closes the file, with what waits in it. When it returns, another bus may open it.
+    pub(crate) async fn close(&self) {
+        let shared = Arc::clone(&self.shared);
+        // Closing a file gives its lock back; an error means that the runtime is at its end, and the process with it.
+        let _ = spawn_blocking(move || drop(shared.lock().take())).await;
+    }
+
     pub(crate) fn health(&self) -> SpoolHealth {
         let shared = &self.shared;
         SpoolHealth {
@@ -177,6 +216,32 @@ impl Spool {
         let shared = Arc::clone(&self.shared);
         let path = shared.config.file.clone();
         blocking(&path, move || shared.with_file(work)).await
+    }
+}
+
+/// Says how the events that wait get on.
+pub(crate) struct Pacer(Arc<Shared>);
+
+impl Pacer {
+    /// Some of them are in their streams. When no more than `few` are left, newer ones wait for the end.
+    pub(crate) fn moved(&self, few: usize) {
+        let left = self.0.waiting.load(Ordering::SeqCst);
+        self.0.pace.send_modify(|pace| {
+            pace.steps += 1;
+            pace.is_moving = left > 0;
+            pace.is_turning = left > 0 && (left <= few || pace.is_turning);
+        });
+    }
+
+    /// They do not get on, or there are none.
+    pub(crate) fn stalled(&self) {
+        self.0.pace.send_modify(|pace| (pace.is_moving, pace.is_turning) = (false, false));
+    }
+}
+
+impl Drop for Pacer {
+    fn drop(&mut self) {
+        self.stalled();
     }
 }
 
@@ -199,11 +264,18 @@ impl Shared {
         &self,
         work: impl FnOnce(&mut SpoolFile) -> Result<T, SpoolError>,
     ) -> Result<T, SpoolError> {
-        let mut file: MutexGuard<'_, SpoolFile> =
-            self.file.lock().expect("no code panics while it holds this lock");
-        let result = work(&mut file);
+        let mut file = self.lock();
+        let Some(file) = file.as_mut() else {
+            let (file, problem) = (self.config.file.clone(), "it is closed".to_owned());
+            return Err(SpoolError::Disk { file, problem });
+        };
+        let result = work(file);
         self.bytes.store(file.bytes(), Ordering::SeqCst);
         result
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<SpoolFile>> {
+        self.file.lock().expect("no code panics while it holds this lock")
     }
 }
 

@@ -214,6 +214,58 @@ async fn a_caller_whose_events_do_not_fit_does_not_keep_others_out() {
     assert_eq!(spool.health().events, 2);
 }
 
+#[tokio::test]
+async fn newer_events_give_way_while_older_ones_get_on_and_never_when_they_do_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = SpoolConfig::new(directory.path().join("spool"));
+    let spool = Arc::new(Spool::open(config, "wink:default").await.unwrap());
+    spool.add(events(0..10)).await.unwrap();
+    let pacer = spool.pacer();
+    // The backend is away: nobody waits.
+    spool.give_way().await;
+
+    // They get on: whoever comes waits for one step.
+    pacer.moved(5);
+    let mut waiting = giving_way(&spool);
+    assert!(!is_done(&mut waiting).await);
+    pacer.moved(5);
+    waiting.await.unwrap();
+
+    // The end is near: whoever comes waits for it, however many steps it takes.
+    spool.done(6).await.unwrap();
+    pacer.moved(5);
+    let mut waiting = giving_way(&spool);
+    pacer.moved(0);
+    assert!(!is_done(&mut waiting).await);
+    spool.done(4).await.unwrap();
+    pacer.moved(5);
+    waiting.await.unwrap();
+
+    // It fails, or goes away, near the end: nobody waits any more.
+    for goes_away in [false, true] {
+        spool.add(events(0..1)).await.unwrap();
+        let pacer = spool.pacer();
+        pacer.moved(5);
+        let mut waiting = giving_way(&spool);
+        assert!(!is_done(&mut waiting).await);
+        if goes_away {
+            drop(pacer);
+        } else {
+            pacer.stalled();
+        }
+        waiting.await.unwrap();
+    }
+}
+
+fn giving_way(spool: &Arc<Spool>) -> tokio::task::JoinHandle<()> {
+    let spool = Arc::clone(spool);
+    tokio::spawn(async move { spool.give_way().await })
+}
+
+async fn is_done(task: &mut tokio::task::JoinHandle<()>) -> bool {
+    tokio::time::timeout(std::time::Duration::from_millis(50), task).await.is_ok()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 

@@ -280,6 +280,9 @@ impl EventBus for StreamedBus {
             end(task, drain).await;
         }
         inner.live.clear();
+        if let Some(spool) = &inner.spool {
+            spool.close().await;
+        }
         Ok(())
     }
 }

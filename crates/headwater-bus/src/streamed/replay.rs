@@ -9,22 +9,30 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{Direction, EntryId, Once, Range, StreamError, StreamName};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use super::Inner;
 use crate::error::Result;
 use crate::event::Envelope;
+use crate::limits::BATCH_MAX;
 use crate::metrics;
 use crate::spool::{Spool, Spooled};
 
 /// Events of one step, and about how many bytes.
-const BATCH: usize = 512;
-const BATCH_BYTES: u64 = 4 * 1024 * 1024;
+const BATCH: usize = 2048;
+const BATCH_BYTES: u64 = 8 * 1024 * 1024;
+
+// One append takes them all.
+const _: () = assert!(BATCH <= BATCH_MAX);
 
 /// The wait after a failure that did not open the breaker.
 const RETRY_WAIT: Duration = Duration::from_millis(200);
+
+/// The wait for events that are being written to the spool.
+const BEING_WRITTEN_WAIT: Duration = Duration::from_millis(2);
 
 /// How far the clocks of this machine and the backend's may be apart when a stream is searched.
 const CLOCK_SKEW: Duration = Duration::from_secs(60 * 60);
@@ -37,16 +45,31 @@ pub(super) async fn run(inner: Arc<Inner>) {
     let Some(spool) = &inner.spool else { return };
     // A process before this one may have sent as many without noting it.
     let mut maybe_sent = BATCH;
+    let pacer = spool.pacer();
+    // At most so many are added for each step: from here on, one step more is the end.
+    let few = BATCH.max(inner.config.in_flight_max);
     while !inner.closing.is_set() {
+        // Also when the last ones went away without being moved, because they could not be written.
+        if !spool.is_waiting() {
+            pacer.stalled();
+        }
         tokio::select! {
             () = spool.wait() => {}
             () = inner.closing.wait() => return,
         }
         let wait = match run_once(&inner, spool, &mut maybe_sent).await {
-            Ok(Step::Moved) => continue,
-            Ok(Step::Wait(wait)) => wait,
+            Ok(Step::Moved) => {
+                pacer.moved(few);
+                continue;
+            }
+            Ok(Step::Soon) => BEING_WRITTEN_WAIT,
+            Ok(Step::Wait(wait)) => {
+                pacer.stalled();
+                wait
+            }
             Err(error) => {
                 warn!(%error, "replay of the spool failed, trying again");
+                pacer.stalled();
                 RETRY_WAIT
             }
         };
@@ -57,7 +80,11 @@ pub(super) async fn run(inner: Arc<Inner>) {
 }
 
 enum Step {
+    /// Events are in their streams.
     Moved,
+    /// The next events are being written.
+    Soon,
+    /// The backend is away; it is worth trying again after this time.
     Wait(Duration),
 }
 
@@ -69,8 +96,7 @@ async fn run_once(inner: &Inner, spool: &Spool, maybe_sent: &mut usize) -> Resul
     };
     let events = spool.peek(BATCH, BATCH_BYTES).await?;
     if events.is_empty() {
-        // The first of them is being written.
-        return Ok(Step::Wait(Duration::from_millis(5)));
+        return Ok(Step::Soon);
     }
     let count = events.len();
     let sent_before = std::mem::replace(maybe_sent, count.max(*maybe_sent));
@@ -85,7 +111,7 @@ async fn run_once(inner: &Inner, spool: &Spool, maybe_sent: &mut usize) -> Resul
     spool.done(count).await?;
     *maybe_sent = maybe_sent.saturating_sub(count);
     metrics::replayed(count);
-    info!(
+    debug!(
         events = count,
         left = spool.health().events,
         "events went from the spool to their streams"
@@ -111,8 +137,10 @@ impl Inner {
                 None => streams.push((event.stream.clone(), vec![(event, is_suspect)])),
             }
         }
-        for (stream, events) in streams {
-            match self.move_to_stream(&stream, &events).await {
+        let moving = streams.iter().map(|(stream, events)| self.move_to_stream(stream, events));
+        let moved = join_all(moving).await;
+        for ((stream, events), moved) in streams.into_iter().zip(moved) {
+            match moved {
                 Ok(()) => {}
                 Err(error @ (StreamError::Invalid { .. } | StreamError::WrongType { .. })) => {
                     let count = events.len();

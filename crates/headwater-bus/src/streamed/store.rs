@@ -91,6 +91,7 @@ impl Inner {
         let spool = self.spool.as_ref().expect("a bus with this policy has a spool");
         // Nothing may go past what waits. Whoever looks here before the first event is added has not been told yet that
         // it was, so to its callers both are at the same time.
+        spool.give_way().await;
         let mut attempted = false;
         if !spool.is_waiting()
             && let Ok(permit) = self.breaker.admit()

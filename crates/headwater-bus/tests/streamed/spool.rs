@@ -44,15 +44,20 @@ async fn redis_away_for_10_s_under_1000_events_a_second_loses_and_doubles_nothin
             let bus = Arc::clone(&bus);
             tokio::spawn(async move {
                 let mut ticks = tokio::time::interval(Duration::from_millis(10));
-                let (mut number, mut spooled) = (0, 0);
-                while began.elapsed() < Duration::from_secs(15) {
+                let (mut number, mut spooled, mut is_direct) = (0, 0, false);
+                // Until events go straight to their streams again, though nobody stops publishing for it.
+                while began.elapsed() < Duration::from_secs(15)
+                    || !is_direct && began.elapsed() < Duration::from_secs(60)
+                {
                     ticks.tick().await;
                     let session_id = Some(format!("s{session}"));
                     let event = Noted { session_id, number, text: "x".repeat(100) };
                     let result = bus.publish(event).await.unwrap();
-                    spooled += u64::from(result.stored == Stored::Spooled);
+                    is_direct = matches!(result.stored, Stored::Entry(_));
+                    spooled += u64::from(!is_direct);
                     number += 1;
                 }
+                assert!(is_direct, "events still go through the spool");
                 (number, spooled)
             })
         })
@@ -231,5 +236,49 @@ async fn an_outage_longer_than_ids_are_remembered_doubles_nothing() {
     proxy.heal().unwrap();
     wait_until_empty(&bus, Duration::from_secs(30)).await;
     assert_eq!(stored(&*backend, &place.stream()).await, [0, 1, 2, 3, 4]);
+    bus.close().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever() {
+    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let proxy = Proxy::start(redis.addr()).unwrap();
+    let place = Place::at(redis.url_at(proxy.addr()));
+    let bus = Arc::new(place.bus_with(registry(), spooling(&place, &directory)).await);
+    proxy.cut().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let publishers: Vec<_> = (0..32)
+        .map(|session| {
+            let bus = Arc::clone(&bus);
+            tokio::spawn(async move {
+                // At every moment some of them are about to be added to the spool.
+                for number in 0.. {
+                    let session_id = Some(format!("s{session}"));
+                    let event = Noted { session_id, number, text: String::new() };
+                    let result = bus.publish(event).await.unwrap();
+                    if matches!(result.stored, Stored::Entry(_)) || Instant::now() > deadline {
+                        return (number + 1, result.stored);
+                    }
+                }
+                unreachable!("the numbers do not end")
+            })
+        })
+        .collect();
+    while bus.health().await.spool.unwrap().events < 100 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    proxy.heal().unwrap();
+    let mut published = Vec::new();
+    for publisher in publishers {
+        let (count, last) = publisher.await.unwrap();
+        assert!(matches!(last, Stored::Entry(_)), "events still go through the spool");
+        published.push(count);
+    }
+    let backend = open(&redis.url()).await;
+    for (session, count) in published.iter().enumerate() {
+        let numbers = stored(&*backend, &place.stream_of(&format!("s{session}"))).await;
+        assert_eq!(numbers, (0..*count).collect::<Vec<u64>>(), "session {session}");
+    }
     bus.close().await.unwrap();
 }
