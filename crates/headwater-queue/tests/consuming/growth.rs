@@ -24,8 +24,8 @@ async fn a_key_that_moves_keeps_its_order_when_its_topic_grows(env: Env) -> Resu
         let seen = Arc::clone(&shared);
         async move {
             let key = message.key.clone().unwrap_or_default();
-            // Slow at first, so that older messages wait in the old partitions when newer ones arrive in the new ones.
-            tokio::time::sleep(Duration::from_millis(3)).await;
+            // Slow, so that older messages still wait in the old partitions when newer ones arrive in the new ones.
+            tokio::time::sleep(Duration::from_millis(5)).await;
             let number = payload(&message).parse().unwrap_or(usize::MAX);
             seen.lock().expect("nobody panicked").entry(key).or_default().push(number);
         }
@@ -35,19 +35,29 @@ async fn a_key_that_moves_keeps_its_order_when_its_topic_grows(env: Env) -> Resu
 
     let producer = env.queue.producer(ProducerConfig::default())?;
     let other = env.second_queue().await?.producer(ProducerConfig::default())?;
-    let sending = async {
-        for n in 0..EACH {
+    let send = async |numbers: std::ops::Range<usize>, pause: Duration| {
+        for n in numbers {
             for key in 0..KEYS {
                 // Two producers, which hear of the growth at different times; but a key is always sent by the same.
                 let producer = if key % 2 == 0 { &producer } else { &other };
                 let message = NewMessage::keyed(format!("key{key}"), n.to_string());
                 producer.send(&env.topic, message).await?;
             }
+            tokio::time::sleep(pause).await;
         }
         anyhow::Ok(())
     };
+    // A backlog in the old partitions, so that there is something to overtake.
+    send(0..EACH / 2, Duration::ZERO).await?;
+    let sending = async {
+        eventually("the topic grows", async || {
+            Ok(env.queue.topics().describe(&env.topic).await?.partitions.len() == 6)
+        })
+        .await?;
+        // Before, while and after the producers hear of it.
+        send(EACH / 2..EACH, Duration::from_millis(10)).await
+    };
     let growing = async {
-        eventually("it is under way", async || Ok(subscription.stats().done > 50)).await?;
         env.queue.topics().grow(&env.topic, 6).await?;
         anyhow::Ok(())
     };
