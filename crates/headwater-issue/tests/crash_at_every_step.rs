@@ -246,7 +246,7 @@ fn die() -> ! {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 async fn victim() -> Result<()> {
     let variable = |name: &str| std::env::var(name).with_context(|| format!("{name} is not set"));
     let (step, occurrence) = (variable("STEP")?, variable("OCCURRENCE")?.parse()?);

@@ -76,7 +76,7 @@ fn the_servers_of_a_child_die_with_the_parent_of_the_child() {
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn child_owns_a_server() {
     let redis = Redis::start().unwrap();
     let (pid, home) = (redis.pid().unwrap(), home_of(&redis));
@@ -90,7 +90,7 @@ fn child_owns_a_server() {
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn child_owns_a_child() {
     let child = Child::spawn_self("child_owns_a_server", &[]).unwrap();
     println!("SERVER {}", child.line_after("SERVER ", LIMIT).unwrap());

@@ -122,7 +122,7 @@ fn a_paused_server_dies_with_its_test_process() {
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn child_pauses_a_server() {
     let postgres = Postgres::start().unwrap();
     let database = postgres.database().unwrap();
@@ -150,7 +150,7 @@ fn the_shared_server_is_the_same_in_two_processes() {
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn child_uses_a_database() {
     let postgres = Postgres::shared().unwrap();
     let database = postgres.database().unwrap();

@@ -219,7 +219,7 @@ fn a_program_that_is_not_installed_is_an_error_with_advice() {
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn child_starts_a_server() {
     println!("ERROR {:#}", Redis::start().unwrap_err());
 }

@@ -24,7 +24,7 @@ fn the_shared_server_is_the_same_in_two_processes() {
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn child_uses_the_shared_server() {
     println!("SERVER {}", Redis::shared().unwrap().pid().unwrap());
 }
@@ -60,7 +60,7 @@ fn the_shared_server_ends_with_the_run() {
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn child_is_a_run_of_its_own() {
     let run = format!("{}:{}", unique("run"), std::process::id());
     let nested = [("HEADWATER_TESTKIT_RUN", run.as_str())];
@@ -76,7 +76,7 @@ fn child_is_a_run_of_its_own() {
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn child_uses_the_shared_server_of_its_run() {
     let redis = Redis::shared().unwrap();
     let directory = redis.command(&["CONFIG", "GET", "dir"]).unwrap().items()[1].text();

@@ -83,7 +83,7 @@ async fn what_a_killed_process_had_spooled_is_stored_by_the_next_one_in_order_an
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn publisher() {
     in_child(async {
         let backend = open(&env::var("URL").unwrap()).await;
@@ -146,7 +146,7 @@ async fn a_process_that_is_killed_while_it_replays_doubles_and_loses_nothing() {
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn replayer() {
     in_child(async {
         let backend = open(&env::var("URL").unwrap()).await;
@@ -186,7 +186,7 @@ async fn an_event_in_the_hands_of_a_killed_process_is_taken_over_on_a_cluster() 
 }
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn holder() {
     in_child(async {
         let backend = open(&env::var("URL").unwrap()).await;

@@ -13,7 +13,7 @@ const PROCESSES: usize = 6;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn opener() -> Result<()> {
     let runtime = tokio::runtime::Runtime::new()?;
     runtime.block_on(async {

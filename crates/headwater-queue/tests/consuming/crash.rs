@@ -21,7 +21,7 @@ fn short_lived() -> QueueConfig {
 
 /// A consumer that dies of some messages. Its end is that of its process.
 #[test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 fn victim() -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {

@@ -344,7 +344,7 @@ async fn a_replay_that_is_killed_half_way_is_finished_by_another_one_message_by_
 }
 
 #[tokio::test]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 async fn victim() -> Result<()> {
     let (url, topic) = (std::env::var("REPLAY_URL")?, std::env::var("REPLAY_TOPIC")?);
     let queue = Queue::new(connect(&url, &Options::default()).await?);

@@ -9,7 +9,7 @@ use tokio::time::{Instant, sleep};
 use crate::env::{GROUP, LIMIT, Log, Place, eventually, ordered, quick};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 async fn victim_consumes() {
     let mut place = Place::at(std::env::var("URL").unwrap());
     place.topic = std::env::var("TOPIC").unwrap();

@@ -76,7 +76,7 @@ async fn a_process_stopped_past_its_lease_is_told_and_cannot_settle() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 async fn victim_owns_a_stream() {
     let (_, mut consumer) = child_consumer(quick()).await;
     let owned = consumer.added().await;
@@ -134,7 +134,7 @@ async fn every_stream_is_done_however_often_processes_are_killed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 async fn victim_works_until_killed() {
     let config = AssignmentConfig {
         streams_max: 8,

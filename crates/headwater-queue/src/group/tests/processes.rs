@@ -25,7 +25,7 @@ fn inherited() -> Place {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 async fn victim_owns_partitions() {
     let member = inherited().member().await;
     let mut seen = 0;
@@ -109,7 +109,7 @@ const LOG: &str = "log";
 
 /// Writes down, for as long as it lives, which epochs it works in.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "run as a child"]
+#[ignore = "a role that other tests of this file start as a process of its own"]
 async fn victim_writes_down_its_epochs() {
     let place = inherited();
     let backend = place.connect().await;
