@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use headwater_stream::assignment::{Assignment, AssignmentConfig, INPUT_FIELD, Notifications};
 use headwater_stream::{Backend, Fields, Options, Retention, StreamName, connect};
+use headwater_testkit::bench::processor_seconds;
 use headwater_testkit::{Redis, unique};
 use metrics::{
     Counter, Gauge, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit,
@@ -23,8 +24,6 @@ const STREAMS: usize = 10_000;
 const INTERVALS: u32 = 4;
 /// How long each way over the slow wire takes.
 const ONE_WAY: Duration = Duration::from_millis(250);
-/// Ticks of `/proc/self/stat` in a second, as on every Linux there is.
-const TICKS_PER_SECOND: f64 = 100.0;
 
 #[tokio::main]
 async fn main() -> Result<()> {
@@ -39,10 +38,11 @@ async fn main() -> Result<()> {
     let backend = connect(&redis.url(), &Options::default()).await?;
     let owner = Owner::start(backend, streams).await?;
     println!("taking them     {:8.2} s", owner.took.as_secs_f64());
-    let (cpu, server, started) = (processor_seconds()?, server_seconds(&redis)?, Instant::now());
+    let (cpu, server, started) =
+        (processor_seconds(None)?, server_seconds(&redis)?, Instant::now());
     let near = owner.watch(every * INTERVALS).await?;
     let elapsed = started.elapsed().as_secs_f64();
-    let (cpu, server) = (processor_seconds()? - cpu, server_seconds(&redis)? - server);
+    let (cpu, server) = (processor_seconds(None)? - cpu, server_seconds(&redis)? - server);
     println!("one heartbeat   {:8.1} ms", mean(&near) * 1000.0);
     println!("processor       {:8.2} % of a core, sweep included", 100.0 * cpu / elapsed);
     println!("server          {:8.2} % of a core", 100.0 * server / elapsed);
@@ -155,15 +155,6 @@ async fn carry(
             return Ok(());
         }
     }
-}
-
-/// The processor time of this process so far.
-fn processor_seconds() -> Result<f64> {
-    let stat = std::fs::read_to_string("/proc/self/stat")?;
-    let (_, fields) = stat.rsplit_once(") ").context("an unknown form of /proc/self/stat")?;
-    let fields: Vec<&str> = fields.split(' ').collect();
-    // User and system time are fields 14 and 15; the first two are cut off.
-    Ok((fields[11].parse::<f64>()? + fields[12].parse::<f64>()?) / TICKS_PER_SECOND)
 }
 
 /// The processor time of the server so far.

@@ -4,9 +4,10 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use headwater_stream::{ConsumerName, DelayName, GroupName, Options, StreamName, connect};
 use headwater_testkit::Redis;
+use headwater_testkit::bench::{Request, processor_seconds};
 
 const SETS: usize = 1000;
 const STREAMS: usize = 1000;
@@ -15,8 +16,7 @@ const WAIT: Duration = Duration::from_secs(10);
 
 #[tokio::main]
 async fn main() -> Result<()> {
-    let quick = std::env::args().any(|argument| argument == "--quick");
-    let time = Duration::from_secs(if quick { 10 } else { 30 });
+    let time = Duration::from_secs(if Request::from_arguments().quick { 10 } else { 30 });
     let redis = Redis::start()?;
     println!("\n## {SETS} delay sets and {STREAMS} streams, waited for and idle\n");
     for url in ["embedded:memory".to_owned(), redis.url()] {
@@ -42,12 +42,13 @@ async fn main() -> Result<()> {
             }
         });
         tokio::time::sleep(Duration::from_secs(3)).await;
+        let of_server = Some(redis.pid()?);
         let (ours, server, start) =
-            (cpu_ticks("self")?, cpu_ticks(&redis.pid()?.to_string())?, Instant::now());
+            (processor_seconds(None)?, processor_seconds(of_server)?, Instant::now());
         tokio::time::sleep(time).await;
-        let percent = |ticks: u64| ticks as f64 / start.elapsed().as_secs_f64();
-        let ours = percent(cpu_ticks("self")? - ours);
-        let server = percent(cpu_ticks(&redis.pid()?.to_string())? - server);
+        let percent = |seconds: f64| 100.0 * seconds / start.elapsed().as_secs_f64();
+        let ours = percent(processor_seconds(None)? - ours);
+        let server = percent(processor_seconds(of_server)? - server);
         let clients = redis.command(&["CLIENT", "LIST"])?.text();
         let connections = clients.lines().filter(|line| line.contains("name=headwater")).count();
         println!(
@@ -60,12 +61,4 @@ async fn main() -> Result<()> {
         tasks.shutdown().await;
     }
     Ok(())
-}
-
-/// The processor time that a process has used, in ticks of 10 ms: so per second it is percent.
-fn cpu_ticks(process: &str) -> Result<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"))?;
-    let (_, rest) = stat.rsplit_once(") ").context("no process name")?;
-    let fields: Vec<&str> = rest.split(' ').collect();
-    Ok(fields[11].parse::<u64>()? + fields[12].parse::<u64>()?)
 }

@@ -28,6 +28,8 @@ mod proxy;
 
 mod child;
 
+pub mod bench;
+
 pub use child::Child;
 pub use cluster::{Cluster, ClusterBuilder};
 pub use postgres::{Database, Postgres};

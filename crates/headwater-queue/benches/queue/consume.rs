@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use headwater_queue::{ConsumerConfig, Message, Mode, Subscription};
 use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
+use headwater_testkit::bench::{Raw, Report, median, timed};
 use tokio::sync::Notify;
 
 use crate::produce::{self, BATCH};
-use crate::raw::{Pipelines, Raw};
-use crate::report::{Report, median};
-use crate::{BenchTopic, Effort, GROUP, Place, timed};
+use crate::raw::pipelines;
+use crate::{BenchTopic, Effort, GROUP, Place, READ_BATCH};
 
 /// When messages do not come at all.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -27,9 +27,9 @@ pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort)
                 let name = format!("consume-{partitions}-{round}-{is_raw}");
                 let topic = place.topic(&name, *partitions).await?;
                 if is_raw {
-                    raw.append(&Pipelines::new(&topic.name, &topic.keys, BATCH), entries)?;
-                    raw.create_groups(&topic.keys)?;
-                    theirs.push(timed(|| raw.consume(&topic.keys, entries))?);
+                    raw.append(&pipelines(&topic, BATCH), entries)?;
+                    raw.create_groups(&topic.keys, GROUP)?;
+                    theirs.push(timed(|| raw.consume(&topic.keys, GROUP, READ_BATCH, entries))?);
                 } else {
                     mine.push(consume(place, &topic, entries, Mode::Owned).await?);
                 }
@@ -51,8 +51,7 @@ pub(crate) async fn growth(report: &mut Report, place: &Place, effort: &Effort) 
     {
         let topic = place.topic(name, 1).await?;
         let mut raw = Raw::connect(place.redis.addr())?;
-        let pipelines = Pipelines::new(&topic.name, &topic.keys, BATCH);
-        raw.append(&pipelines, pending)?;
+        raw.append(&pipelines(&topic, BATCH), pending)?;
         leave_pending(place, &topic, pending).await?;
         // Competing consumers leave alone what somebody else has in hand.
         consume(place, &topic, entries, Mode::Shared).await?;
@@ -91,16 +90,22 @@ async fn consume(
 ) -> Result<Duration> {
     let (subscription, seen) = subscribe(place, topic, entries, mode).await?;
     // The partitions change hands before the clock runs.
-    while mode == Mode::Owned && subscription.stats().partitions < topic.keys.len() {
+    while subscription.stats().partitions < topic.keys.len() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     subscription.pause();
-    let pipelines = Pipelines::new(&topic.name, &topic.keys, BATCH);
-    Raw::connect(place.redis.addr())?.append(&pipelines, entries)?;
+    let mut raw = Raw::connect(place.redis.addr())?;
+    let pending = raw.pending(&topic.keys, GROUP)?;
+    raw.append(&pipelines(topic, BATCH), entries)?;
     let start = Instant::now();
     subscription.resume();
-    seen.wait(&subscription, entries).await?;
+    seen.wait(entries).await?;
+    // The last of them are settled a moment later, and that is part of the work.
+    while raw.pending(&topic.keys, GROUP)? > pending {
+        tokio::time::sleep(Duration::from_micros(200)).await;
+    }
     let took = start.elapsed();
+    ensure!(seen.count.load(Ordering::Relaxed) == entries, "some came twice");
     subscription.stop().await;
     Ok(took)
 }
@@ -108,7 +113,7 @@ async fn consume(
 /// Handles what is there already.
 async fn consume_rest(place: &Place, topic: &BenchTopic, entries: usize, mode: Mode) -> Result<()> {
     let (subscription, seen) = subscribe(place, topic, entries, mode).await?;
-    seen.wait(&subscription, entries).await?;
+    seen.wait(entries).await?;
     subscription.stop().await;
     Ok(())
 }
@@ -145,12 +150,8 @@ impl Seen {
         }
     }
 
-    async fn wait(&self, subscription: &Subscription, entries: usize) -> Result<()> {
+    async fn wait(&self, entries: usize) -> Result<()> {
         tokio::time::timeout(PATIENCE, self.complete.notified()).await?;
-        // The last of them are settled a moment later, and that is part of the work.
-        while subscription.stats().done < entries as u64 {
-            tokio::time::sleep(Duration::from_micros(200)).await;
-        }
         ensure!(self.count.load(Ordering::Relaxed) == entries, "some came twice");
         Ok(())
     }

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use headwater_queue::{ConsumerConfig, Message};
+use headwater_testkit::bench::{Raw, Report, read_command};
 
-use crate::raw::{Raw, append_command, read_command};
-use crate::report::Report;
+use crate::raw::append_commands;
 use crate::{BenchTopic, Effort, GROUP, Place};
 
 /// Long enough for a reader to block again after it got an entry.
@@ -37,8 +37,8 @@ pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort)
 
 fn raw_wake_ups(place: &Place, topic: &BenchTopic, count: usize) -> Result<Vec<Duration>> {
     let mut reader = Raw::connect(place.redis.addr())?;
-    reader.create_groups(&topic.keys)?;
-    let read = read_command(&topic.keys, 10, Some(BLOCK_MS));
+    reader.create_groups(&topic.keys, GROUP)?;
+    let read = read_command(&topic.keys, GROUP, 10, Some(BLOCK_MS));
     let (woken, wakes) = mpsc::channel();
     let thread = std::thread::spawn(move || {
         for _ in 0..count {
@@ -77,12 +77,7 @@ fn wake(
     wakes: &mpsc::Receiver<Instant>,
 ) -> Result<Vec<Duration>> {
     let mut producer = Raw::connect(place.redis.addr())?;
-    let commands: Vec<Vec<u8>> = topic
-        .keys
-        .iter()
-        .enumerate()
-        .map(|(partition, key)| append_command(&topic.name, partition, key))
-        .collect();
+    let commands = append_commands(topic);
     let mut times = Vec::with_capacity(count);
     for command in commands.iter().cycle().take(count) {
         std::thread::sleep(PAUSE);

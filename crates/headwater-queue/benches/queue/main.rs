@@ -1,23 +1,22 @@
 //! Measures the queue beside a raw RESP loop on the same server, with the same fields, in one run.
 //!
 //! Machines are noisy, so the figures that count are ratios: raw and ours take turns, round by round, and the median
-//! of each is compared. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look.
+//! of what the rounds give is shown. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look;
+//! `produce`, `consume`, `latency`, `growth` and `idle` choose parts of it, `--rounds=9` other than the usual number.
 
 mod consume;
 mod idle;
 mod latency;
 mod produce;
 mod raw;
-mod report;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{Policies, Producer, ProducerConfig, Queue};
 use headwater_stream::{Options, connect};
 use headwater_testkit::Redis;
-
-use crate::report::Report;
+use headwater_testkit::bench::{Report, Request};
 
 /// Bytes of the payload of every message.
 pub(crate) const PAYLOAD_BYTES: usize = 256;
@@ -97,27 +96,31 @@ impl Place {
 
 #[tokio::main]
 async fn main() -> Result<()> {
-    let quick = std::env::args().any(|argument| argument == "--quick");
-    let effort = if quick { QUICK } else { FULL };
+    let request = Request::from_arguments();
+    let mut effort = if request.quick { QUICK } else { FULL };
+    effort.rounds = request.rounds.unwrap_or(effort.rounds);
     let mut report = Report;
     let place = Place::start().await?;
 
-    report.heading("produce: ours beside the raw loop (1.00 = raw)");
-    produce::compare(&mut report, &place, &effort).await?;
-
-    report.heading("consume: ours beside the raw loop (1.00 = raw)");
-    consume::compare(&mut report, &place, &effort).await?;
-    latency::compare(&mut report, &place, &effort).await?;
-
-    report.heading("cost per message as work grows (1.00 = the small case)");
-    consume::growth(&mut report, &place, &effort).await?;
-
-    report.heading("idle");
-    idle::measure(&place, &effort).await
-}
-
-pub(crate) fn timed(work: impl FnOnce() -> Result<()>) -> Result<Duration> {
-    let start = Instant::now();
-    work()?;
-    Ok(start.elapsed())
+    if request.wants("produce") {
+        report.heading("produce: ours beside the raw loop (1.00 = raw)");
+        produce::compare(&mut report, &place, &effort).await?;
+    }
+    if request.wants("consume") {
+        report.heading("consume: ours beside the raw loop (1.00 = raw)");
+        consume::compare(&mut report, &place, &effort).await?;
+    }
+    if request.wants("latency") {
+        report.heading("latency: ours beside the raw loop (1.00 = raw)");
+        latency::compare(&mut report, &place, &effort).await?;
+    }
+    if request.wants("growth") {
+        report.heading("cost per message as work grows (1.00 = the small case)");
+        consume::growth(&mut report, &place, &effort).await?;
+    }
+    if request.wants("idle") {
+        report.heading("idle");
+        idle::measure(&place, &effort).await?;
+    }
+    Ok(())
 }

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use headwater_queue::{NewMessage, Producer};
+use headwater_testkit::bench::{Raw, Report, timed};
 
-use crate::raw::{Pipelines, Raw};
-use crate::report::Report;
-use crate::{Effort, PAYLOAD_BYTES, Place, timed};
+use crate::raw::pipelines;
+use crate::{Effort, PAYLOAD_BYTES, Place};
 
 /// Messages in one batch, and in one pipeline of the raw loop.
 pub(crate) const BATCH: usize = 100;
@@ -25,7 +25,7 @@ pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort)
                 let raw_topic = place
                     .topic(&format!("raw-{partitions}-{pipeline}-{round}"), *partitions)
                     .await?;
-                let pipelines = Pipelines::new(&raw_topic.name, &raw_topic.keys, pipeline);
+                let pipelines = pipelines(&raw_topic, pipeline);
                 let mut raw = Raw::connect(place.redis.addr())?;
                 theirs.push(timed(|| raw.append(&pipelines, entries))?);
                 let topic = place

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use headwater_stream::{Fields, GroupStart, Retention, StreamName};
 use headwater_testkit::Redis;
+use headwater_testkit::bench::{Raw, Report, read_command};
 
+use crate::GROUP;
 use crate::ours::Ours;
-use crate::raw::Raw;
-use crate::report::Report;
 
 /// Long enough for a reader to block again after it got an entry.
 const PAUSE: Duration = Duration::from_micros(500);
@@ -34,12 +34,12 @@ pub(crate) async fn compare(
 fn raw_wake_ups(redis: &Redis, key: &str, wake_ups: usize) -> Result<Vec<Duration>> {
     let mut producer = Raw::connect(redis.addr())?;
     let mut reader = Raw::connect(redis.addr())?;
-    producer.create_group(key)?;
+    producer.create_groups(&[key], GROUP)?;
+    let read = read_command(&[key], GROUP, 10, Some(BLOCK_MS));
     let (woken, wakes) = mpsc::channel();
-    let name = key.to_owned();
     let thread = std::thread::spawn(move || {
         for _ in 0..wake_ups {
-            reader.read_group(&name, 10, Some(BLOCK_MS))?;
+            reader.read_group(&read)?;
             woken.send(Instant::now())?;
         }
         anyhow::Ok(())

@@ -1,22 +1,17 @@
 //! Measures every backend beside a raw pipelined RESP loop on the same server, in one run.
 //!
 //! Machines are noisy, so the figures that count are ratios: raw and ours take turns, round by round, and the median
-//! of each is compared. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look.
+//! of what the rounds give is shown. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look.
 
 mod latency;
 mod ours;
-mod raw;
-mod report;
-
-use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use headwater_stream::{Options, connect};
+use headwater_testkit::bench::{Pipelines, Raw, Report, Request, command, median, timed};
 use headwater_testkit::{Persistence, Redis};
 
 use crate::ours::Ours;
-use crate::raw::Raw;
-use crate::report::{Report, median};
 
 /// Bytes of the payload of every entry.
 pub(crate) const PAYLOAD_BYTES: usize = 256;
@@ -26,6 +21,8 @@ const APPEND_BATCH: usize = 100;
 const CALLERS: usize = 64;
 /// Entries in one read and one settle.
 pub(crate) const READ_BATCH: usize = 256;
+/// The group of raw and our consumers.
+pub(crate) const GROUP: &str = "workers";
 /// A multiple of all batch sizes above.
 const BATCHES: usize = 6_400;
 
@@ -64,8 +61,9 @@ const _: () = assert!(QUICK.durable_entries.is_multiple_of(BATCHES));
 
 #[tokio::main]
 async fn main() -> Result<()> {
-    let quick = std::env::args().any(|argument| argument == "--quick");
-    let effort = if quick { QUICK } else { FULL };
+    let request = Request::from_arguments();
+    let mut effort = if request.quick { QUICK } else { FULL };
+    effort.rounds = request.rounds.unwrap_or(effort.rounds);
     let mut report = Report;
 
     let redis = Redis::start()?;
@@ -110,7 +108,8 @@ async fn beside_raw(
     let (mut theirs, mut mine) = (Vec::new(), Vec::new());
     for round in 0..effort.rounds {
         let key = format!("raw-batch-{round}");
-        theirs.push(timed(|| raw.append(&key, entries, APPEND_BATCH))?);
+        let pipelines = pipelines(&key, APPEND_BATCH);
+        theirs.push(timed(|| raw.append(&pipelines, entries))?);
         let stream = format!("our-batch-{round}");
         mine.push(ours.append_batches(&stream, entries, APPEND_BATCH).await?);
         raw.delete(&[&key, &stream])?;
@@ -120,7 +119,8 @@ async fn beside_raw(
     let (mut theirs, mut mine, mut coalesced) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..effort.rounds {
         let key = format!("raw-callers-{round}");
-        theirs.push(timed(|| raw.append(&key, entries, CALLERS))?);
+        let pipelines = pipelines(&key, CALLERS);
+        theirs.push(timed(|| raw.append(&pipelines, entries))?);
         let stream = format!("our-callers-{round}");
         mine.push(ours.append_callers(&stream, entries, CALLERS).await?);
         let shared = format!("our-coalesced-{round}");
@@ -133,11 +133,11 @@ async fn beside_raw(
     let (mut theirs, mut mine) = (Vec::new(), Vec::new());
     for round in 0..effort.rounds {
         let key = format!("raw-consume-{round}");
-        raw.append(&key, entries, APPEND_BATCH)?;
-        raw.create_group(&key)?;
-        theirs.push(timed(|| raw.consume(&key, entries))?);
+        raw.append(&pipelines(&key, APPEND_BATCH), entries)?;
+        raw.create_groups(&[&key], GROUP)?;
+        theirs.push(timed(|| raw.consume(&[&key], GROUP, READ_BATCH, entries))?);
         let stream = format!("our-consume-{round}");
-        raw.append(&stream, entries, APPEND_BATCH)?;
+        raw.append(&pipelines(&stream, APPEND_BATCH), entries)?;
         mine.push(ours.consume(&stream, entries).await?);
         raw.delete(&[&key, &stream])?;
     }
@@ -221,8 +221,8 @@ async fn growth(report: &mut Report, backend: &str, ours: &Ours, effort: Effort)
     Ok(())
 }
 
-fn timed(work: impl FnOnce() -> Result<()>) -> Result<Duration> {
-    let start = Instant::now();
-    work()?;
-    Ok(start.elapsed())
+/// Pipelines of appends to one stream, with entries like ours.
+fn pipelines(key: &str, pipeline: usize) -> Pipelines {
+    let payload = "x".repeat(PAYLOAD_BYTES);
+    Pipelines::new(&[command(&["XADD", key, "*", "payload", &payload])], pipeline)
 }

@@ -10,7 +10,7 @@ use headwater_stream::{
     Retention, Settle, Settlement, StreamName,
 };
 
-use crate::{PAYLOAD_BYTES, READ_BATCH};
+use crate::{GROUP, PAYLOAD_BYTES, READ_BATCH};
 
 pub(crate) struct Ours {
     pub(crate) backend: Arc<dyn Backend>,
@@ -20,7 +20,7 @@ pub(crate) struct Ours {
 
 impl Ours {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
-        let group = GroupName::new("workers").expect("a valid name");
+        let group = GroupName::new(GROUP).expect("a valid name");
         let consumer = ConsumerName::new("ours").expect("a valid name");
         Self { backend, group, consumer }
     }
