@@ -2,7 +2,8 @@
 //!
 //! Upstream: webhooks, the ticket API, readers of streams. Downstream: `store`, then `nudge`.
 //! Promises: when `record` has returned, the event is committed; concurrent calls share one commit, and a bad event
-//! among them fails alone. Nobody waits for the stream backend: a nudge is a hint.
+//! among them fails alone. What is committed is nudged for, whether or not its caller is still there. Nobody waits for the
+//! stream backend: a nudge is a hint.
 //! Not here: signatures and formats of webhooks (see `headwater`).
 
 use std::sync::Arc;
@@ -53,7 +54,6 @@ impl Default for InboxConfig {
 pub struct Inbox {
     records: Coalescer<NewEvent, Result<Recorded>>,
     nudger: Nudger,
-    steps: Arc<dyn Steps>,
 }
 
 impl Inbox {
@@ -74,58 +74,71 @@ impl Inbox {
             in_flight_max: config.commits_max,
         };
         let quiet = config.quiet;
+        let (sender, told) = (nudger.clone(), config.steps);
         let records = Coalescer::new(gathering, move |events: Vec<NewEvent>| {
-            let store = Arc::clone(&store);
-            async move { store.record(&events, &quiet).await }
+            let (store, nudger, steps) = (Arc::clone(&store), sender.clone(), Arc::clone(&told));
+            async move {
+                let answers = store.record(&events, &quiet).await;
+                // Here and not in the caller: one that hung up meanwhile would nudge nobody.
+                for answer in &answers {
+                    count(answer);
+                    if let Ok(recorded) = answer {
+                        steps.taken(Step::Recorded, recorded.issue_id);
+                        nudge(&nudger, recorded);
+                    }
+                }
+                answers
+            }
         });
         let records =
             records.map_err(|error| IssueError::invalid("the inbox", error.to_string()))?;
-        Ok(Self { records, nudger, steps: config.steps })
+        Ok(Self { records, nudger })
     }
 
     /// Stores an event and queues its issue. A duplicate is no error: it says which event log it is a duplicate of.
     ///
     /// After `Unavailable` the event may be stored or not; recording it again is safe. Dropping the call does not undo
-    /// it.
+    /// it, and the nudge is sent all the same.
     pub async fn record(&self, event: NewEvent) -> Result<Recorded> {
-        let recorded = self.commit(event).await;
-        let result = match &recorded {
-            Ok(recorded) if recorded.duplicate => "duplicate",
-            Ok(_) => "recorded",
-            Err(error) if error.is_transient() => "error",
-            Err(_) => "refused",
-        };
-        counter!(EVENTS_RECORDED, "result" => result).increment(1);
-        let recorded = recorded?;
-        self.steps.taken(Step::Recorded, recorded.issue_id);
-        self.nudge(&recorded);
-        Ok(recorded)
-    }
-
-    async fn commit(&self, event: NewEvent) -> Result<Recorded> {
         // Before it shares a commit: what no store can keep must not cost the neighbours a retry.
-        event.check()?;
+        event.check().inspect_err(|error| count(&Err(error.clone())))?;
         let bytes = event.payload.len();
         self.records.call_weighing(event, bytes).await.unwrap_or_else(|gone| {
             let problem = "the commit ended without an answer".to_owned();
-            Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) })
+            let gone = Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) });
+            count(&gone);
+            gone
         })
     }
 
     /// Nudges the workers for what was recorded, if it is due: after the commit of a transaction of your own, too.
     pub fn nudge(&self, recorded: &Recorded) {
-        if !recorded.nudge {
-            return;
-        }
-        if !recorded.duplicate {
-            counter!(ISSUES_QUEUED).increment(1);
-        }
-        let Recorded { issue_id, event_log_id, .. } = *recorded;
-        self.nudger.send_soon(Nudge { issue_id, event_log_id });
+        nudge(&self.nudger, recorded);
     }
 
     /// Waits for the commits under way.
     pub async fn close(self) {
         self.records.close().await;
     }
+}
+
+fn nudge(nudger: &Nudger, recorded: &Recorded) {
+    if !recorded.nudge {
+        return;
+    }
+    if !recorded.duplicate {
+        counter!(ISSUES_QUEUED).increment(1);
+    }
+    let Recorded { issue_id, event_log_id, .. } = *recorded;
+    nudger.send_soon(Nudge { issue_id, event_log_id });
+}
+
+fn count(answer: &Result<Recorded>) {
+    let result = match answer {
+        Ok(recorded) if recorded.duplicate => "duplicate",
+        Ok(_) => "recorded",
+        Err(error) if error.is_transient() => "error",
+        Err(_) => "refused",
+    };
+    counter!(EVENTS_RECORDED, "result" => result).increment(1);
 }
