@@ -4,7 +4,10 @@
 //! Promises: at least once, with the same idempotency key at every try; of one issue in order, a later row waits for an
 //! earlier one; after too many failures a row is dead and kept for an operator, and later rows go on. Rows are found by
 //! their status, never by a position, so none is passed by.
+//! A stop waits for the deliveries under way, but not for ever; what a database does not hear of comes again.
 //! Not here: what a reply looks like to a provider.
+
+mod config;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,23 +16,26 @@ use async_trait::async_trait;
 use futures_util::FutureExt;
 use headwater_stream::Coalescer;
 use metrics::counter;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tracing::{debug, error, warn};
 
+pub use self::config::OutboxConfig;
 use crate::batcher;
 use crate::chance;
 use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::{IssueError, Result};
-use crate::limits::{DELIVERIES_AT_ONCE_MAX, OUTBOX_DELIVERIES_MAX, OUTBOX_TAKE_MAX};
+use crate::limits::{OUTBOX_DELIVERIES_MAX, OUTBOX_TAKE_MAX};
 use crate::metrics::OUTBOX_DELIVERIES;
-use crate::retry::RetryPolicy;
-use crate::steps::{NoSteps, Step, Steps};
+use crate::steps::Step;
 use crate::store::Store;
-use crate::worker::unique_name;
 
 /// How long to wait before a database that did not answer is asked again.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(200);
+
+/// How long cancelled deliveries may take to give their rows back.
+const GIVE_BACK_MAX: Duration = Duration::from_secs(5);
 
 /// Delivers one row. It may come twice, with the same idempotency key: hand the key on, or remember it.
 ///
@@ -61,57 +67,6 @@ pub enum DeliverError {
     /// It can never succeed: the row is dead now.
     #[error("{0}")]
     Dead(String),
-}
-
-/// Settings of the outbox.
-#[derive(Clone, Debug)]
-pub struct OutboxConfig {
-    /// How this deliverer is called, unique per start. Default: like a worker.
-    pub name: String,
-    /// Deliveries under way at once, each of another issue. Default: 32.
-    pub concurrency: usize,
-    /// How long one delivery may take. Default: 30 s.
-    pub deadline: Duration,
-    /// How long a row in hand is hidden from others. Default: 60 s; longer than `deadline`.
-    pub ttl: Duration,
-    /// How often to look for rows, besides when one is announced. Default: 1 s.
-    pub every: Duration,
-    /// When and how often a failed delivery is tried again.
-    pub retry: RetryPolicy,
-    /// Is told of every step. Default: nobody.
-    pub steps: Arc<dyn Steps>,
-}
-
-impl Default for OutboxConfig {
-    fn default() -> Self {
-        Self {
-            name: unique_name(),
-            concurrency: 32,
-            deadline: Duration::from_secs(30),
-            ttl: Duration::from_secs(60),
-            every: Duration::from_secs(1),
-            retry: RetryPolicy::default(),
-            steps: Arc::new(NoSteps),
-        }
-    }
-}
-
-impl OutboxConfig {
-    fn validate(&self) -> Result<()> {
-        self.retry.validate()?;
-        if !(1..=DELIVERIES_AT_ONCE_MAX).contains(&self.concurrency) {
-            let problem = format!("{}; 1 to {DELIVERIES_AT_ONCE_MAX}", self.concurrency);
-            return Err(IssueError::invalid("concurrency", problem));
-        }
-        if self.deadline.is_zero() || self.deadline >= self.ttl {
-            let problem = format!("{:?} is not shorter than ttl {:?}", self.deadline, self.ttl);
-            return Err(IssueError::invalid("deadline", problem));
-        }
-        if self.every.is_zero() {
-            return Err(IssueError::invalid("every", "it is zero"));
-        }
-        Ok(())
-    }
 }
 
 /// Delivers the outbox of a store. Any number of processes may do so at once.
@@ -146,76 +101,141 @@ impl Outbox {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Delivers everything that is due now, rows that become due by it included. Returns how many rows were settled.
+    /// Delivers everything that is due now, rows that become due by it included. Returns how many deliveries ended. After
+    /// an error of the database, those that were under way have ended, too.
     pub async fn run_once(&self) -> Result<usize> {
-        let (mut under_way, mut settled) = (JoinSet::new(), 0);
+        let (mut under_way, mut count) = (UnderWay::default(), 0);
         loop {
-            self.begin(&mut under_way).await?;
-            match ended(&mut under_way).await {
-                0 => return Ok(settled),
-                count => settled += count,
+            if let Err(error) = self.begin(&mut under_way).await {
+                // Dropped half way, they would come again although they may have arrived.
+                under_way.all_ended().await;
+                return Err(error);
+            }
+            match under_way.ended().await {
+                0 => return Ok(count),
+                ended => count += ended,
             }
         }
     }
 
-    /// Delivers until `shutdown` completes, and returns when the deliveries under way have ended.
+    /// Delivers until `shutdown` completes, and returns when the deliveries under way have ended, or are given back
+    /// because they take longer than [`OutboxConfig::drain`].
     pub async fn run(&self, shutdown: impl Future<Output = ()>) {
-        let mut under_way = JoinSet::new();
+        let mut under_way = UnderWay::default();
         tokio::pin!(shutdown);
         loop {
             if let Err(error) = self.begin(&mut under_way).await {
                 warn!(%error, "the outbox was not read, trying again");
             }
-            let has_room = under_way.len() < self.inner.config.concurrency;
+            let has_room = under_way.tasks.len() < self.inner.config.concurrency;
             tokio::select! {
                 () = &mut shutdown => break,
                 // A row that is settled makes room, and lets the next one of its issue go.
-                1.. = ended(&mut under_way) => {}
+                1.. = under_way.ended() => {}
                 // Cancel-safe: an announcement that is missed here ends the next wait.
                 () = self.inner.store.outbox_wake(self.inner.config.every), if has_room => {}
             }
         }
-        while ended(&mut under_way).await > 0 {}
+        under_way.drain(self.inner.config.drain).await;
     }
 
     /// Takes as many rows as there is room for, and begins to deliver them, each on a task of its own: one that waits
     /// for the database must not hold it up for the others.
-    async fn begin(&self, under_way: &mut JoinSet<()>) -> Result<()> {
-        for row in self.inner.take(under_way.len()).await? {
-            let inner = Arc::clone(&self.inner);
-            under_way.spawn(async move { inner.handle(row).await });
+    async fn begin(&self, under_way: &mut UnderWay) -> Result<()> {
+        for row in self.inner.take(under_way.tasks.len()).await? {
+            let (inner, cancel) = (Arc::clone(&self.inner), under_way.cancel.subscribe());
+            under_way.tasks.spawn(async move { inner.handle(row, cancel).await });
         }
         Ok(())
     }
 }
 
-/// Waits for a delivery to end, and counts those that have ended with it: one look at the database serves them all.
-/// Cancel-safe.
-async fn ended(under_way: &mut JoinSet<()>) -> usize {
-    if under_way.join_next().await.is_none() {
-        return 0;
+/// The deliveries under way. They are aborted when this is dropped; their rows come again.
+#[derive(Default)]
+struct UnderWay {
+    tasks: JoinSet<()>,
+    /// Becomes true when those that have not arrived yet are to be given back.
+    cancel: watch::Sender<bool>,
+}
+
+impl UnderWay {
+    /// Waits for a delivery to end, and counts those that have ended with it: one look at the database serves them all.
+    /// Cancel-safe.
+    async fn ended(&mut self) -> usize {
+        if self.tasks.join_next().await.is_none() {
+            return 0;
+        }
+        let more = std::iter::from_fn(|| self.tasks.try_join_next()).count();
+        1 + more
     }
-    let more = std::iter::from_fn(|| under_way.try_join_next()).count();
-    1 + more
+
+    async fn all_ended(&mut self) {
+        while self.ended().await > 0 {}
+    }
+
+    /// Lets deliveries end for so long, then cancels them and gives their rows back.
+    async fn drain(mut self, limit: Duration) {
+        if timeout(limit, self.all_ended()).await.is_ok() {
+            return;
+        }
+        warn!(
+            count = self.tasks.len(),
+            "deliveries did not end in time, their rows are given back"
+        );
+        self.cancel.send_replace(true);
+        if timeout(GIVE_BACK_MAX, self.all_ended()).await.is_err() {
+            warn!(count = self.tasks.len(), "rows were not given back, they come again later");
+        }
+    }
 }
 
 impl Inner {
     async fn take(&self, under_way: usize) -> Result<Vec<OutboxRow>> {
-        let room =
-            (self.config.concurrency - under_way.min(self.config.concurrency)).min(OUTBOX_TAKE_MAX);
-        if room == 0 {
-            return Ok(Vec::new());
-        }
-        let rows = self.store.take_outbox(&self.config.name, room, self.config.ttl).await?;
+        let room = self.config.concurrency.saturating_sub(under_way).min(OUTBOX_TAKE_MAX);
+        let rows = match room {
+            0 => return Ok(Vec::new()),
+            _ => self.take_up_to(room).await,
+        };
+        let rows = match rows {
+            Err(error) if room > 1 && error.may_concern_one() => {
+                self.take_singly(room, error).await
+            }
+            rows => rows,
+        }?;
         rows.iter().for_each(|row| self.config.steps.taken(Step::Taken, row.issue_id));
         Ok(rows)
     }
 
+    async fn take_up_to(&self, limit: usize) -> Result<Vec<OutboxRow>> {
+        self.store.take_outbox(&self.config.name, limit, self.config.ttl).await
+    }
+
+    /// What cannot be taken together, because it is too much or one is in the way, is taken one by one, as far as it goes.
+    async fn take_singly(&self, limit: usize, error: IssueError) -> Result<Vec<OutboxRow>> {
+        warn!(%error, "rows were not taken together, trying one by one");
+        let mut rows = Vec::new();
+        while rows.len() < limit {
+            match self.take_up_to(1).await {
+                Ok(row) if row.is_empty() => break,
+                Ok(row) => rows.extend(row),
+                Err(error) if rows.is_empty() => return Err(error),
+                // Those in hand must not wait for it.
+                Err(_) => break,
+            }
+        }
+        Ok(rows)
+    }
+
     /// Delivers a row, then tells the store.
-    async fn handle(&self, row: OutboxRow) {
+    async fn handle(&self, row: OutboxRow, mut cancel: watch::Receiver<bool>) {
         let delivery = match self.died_too_often(&row) {
             Some(error) => Delivery::Dead { error },
-            None => self.deliver(&row).await,
+            None => tokio::select! {
+                biased;
+                delivery = self.deliver(&row) => delivery,
+                // It may have arrived. Then it comes again, with the same key; late rather than never.
+                _ = cancel.wait_for(|cancel| *cancel) => Delivery::Release,
+            },
         };
         self.config.steps.taken(Step::Delivered, row.issue_id);
         self.settle(&row, delivery).await;
@@ -275,8 +295,12 @@ impl Inner {
         let result = match timeout(self.config.ttl, settling).await {
             Ok(Ok(OutboxSettled::Done)) => result,
             Ok(Ok(OutboxSettled::Fenced)) => "fenced",
-            Ok(Err(_)) | Err(_) => {
-                error!(issue_id = %row.issue_id, outbox_id = %row.id, "delivery was not settled, it will come again");
+            Ok(Err(error)) => {
+                error!(issue_id = %row.issue_id, outbox_id = %row.id, %error, "delivery was not settled, it will come again");
+                "unsettled"
+            }
+            Err(_) => {
+                error!(issue_id = %row.issue_id, outbox_id = %row.id, "delivery was not settled in time, it will come again");
                 "unsettled"
             }
         };

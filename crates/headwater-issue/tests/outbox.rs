@@ -8,10 +8,12 @@ use std::time::Duration;
 use anyhow::Result;
 use async_trait::async_trait;
 use headwater_issue::{
-    Deliver, DeliverError, HandlerError, OutboxConfig, OutboxKind, OutboxRow, Resolution,
-    RetryPolicy, Run, WorkerConfig, limits,
+    Deliver, DeliverError, HandlerError, InboxConfig, OutboxConfig, OutboxKind, OutboxRow,
+    Resolution, RetryPolicy, Run, WorkerConfig, limits,
 };
-use support::{Door, Place, System, until};
+use support::flaky::Flaky;
+use support::meters::{Meters, Warnings};
+use support::{Door, LONG, Place, System, until};
 
 const NO_WAIT: RetryPolicy = RetryPolicy {
     attempts_max: 3,
@@ -215,5 +217,119 @@ async fn events_and_replies_keep_the_order_in_which_the_handler_named_them() -> 
         (OutboxKind::Event, "ended".to_owned()),
     ];
     assert_eq!(*kinds.lock().expect("not poisoned"), expected);
+    Ok(())
+}
+
+/// Waits at a door with each row, one for each of two issues, and writes down what has left.
+#[derive(Clone, Default)]
+struct Slow {
+    doors: [Door; 2],
+    left: Arc<Mutex<Vec<String>>>,
+}
+
+impl Slow {
+    fn left(&self) -> Vec<String> {
+        self.left.lock().expect("not poisoned").clone()
+    }
+}
+
+#[async_trait]
+impl Deliver for Slow {
+    async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
+        self.doors[usize::from(row.external_issue_id == "2")].pass().await;
+        self.left.lock().expect("not poisoned").push(row.payload.clone());
+        Ok(())
+    }
+}
+
+async fn flaky() -> Result<(System, Arc<Flaky>)> {
+    let place = Place::now();
+    let flaky = Flaky::new(place.store().await?);
+    let system = System::on(flaky.clone(), place.streams().await?, InboxConfig::default())?;
+    Ok((system, flaky))
+}
+
+#[tokio::test]
+async fn a_stop_waits_no_longer_than_the_drain_and_gives_back_what_has_not_ended() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    replied(&system, "1", &["10"]).await?;
+    let slow = Slow::default();
+    // A row that was not given back would be hidden for longer than this test lives.
+    let config = OutboxConfig { deadline: LONG, ttl: LONG * 10, drain: Duration::ZERO, ..config() };
+    let outbox = system.outbox(slow.clone(), config)?;
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
+    slow.doors[0].arrivals(1).await?;
+
+    drop(stop);
+    tokio::time::timeout(LONG, running).await??;
+    assert!(slow.left().is_empty(), "it was cancelled");
+    let again = system.store.take_outbox("other", 10, LONG).await?;
+    assert_eq!(again.len(), 1, "it is there at once");
+    assert_eq!(again[0].attempts, 0, "and nobody is to blame");
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_error_of_the_database_does_not_cut_off_the_deliveries_under_way() -> Result<()> {
+    let (system, flaky) = flaky().await?;
+    replied(&system, "1", &["10"]).await?;
+    replied(&system, "2", &["20"]).await?;
+    let slow = Slow::default();
+    let outbox = system.outbox(slow.clone(), config())?;
+    let running = tokio::spawn(async move { outbox.run_once().await });
+    slow.doors[0].arrivals(1).await?;
+    slow.doors[1].arrivals(1).await?;
+    // The next look at the database, when the second row has left, fails.
+    flaky.lose("take_outbox", 1);
+    slow.doors[1].open();
+    until("the error", || async { flaky.is_done() }).await?;
+    assert!(!running.is_finished(), "it waits for what it has begun");
+
+    slow.doors[0].open();
+    assert!(tokio::time::timeout(LONG, running).await??.is_err());
+    assert_eq!(slow.left(), ["20", "10"]);
+    assert_eq!(system.store.backlog().await?.outbox_pending, 0, "both are settled");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_delivery_that_the_database_refuses_to_settle_is_told_of_and_comes_again() -> Result<()> {
+    let (meters, _hearing) = Meters::start();
+    let (warnings, _listening) = Warnings::start();
+    let (system, flaky) = flaky().await?;
+    replied(&system, "1", &["10"]).await?;
+    flaky.refuse_settlements(1);
+    let postman = Postman::new(|_| Ok(()));
+    let (deadline, ttl) = (Duration::from_millis(50), Duration::from_millis(100));
+    let outbox = system.outbox(postman.clone(), OutboxConfig { deadline, ttl, ..config() })?;
+    let running = tokio::spawn(async move { outbox.run(std::future::pending()).await });
+    until("the row to be settled", || async {
+        system.store.backlog().await.expect("it answers").outbox_pending == 0
+    })
+    .await?;
+    running.abort();
+    let seen = postman.seen();
+    assert!(seen.len() == 2 && seen[0] == seen[1], "twice with one key: {seen:?}");
+    let told = warnings.with("delivery was not settled");
+    assert!(told.len() == 1 && told[0].contains("no such thing"), "{told:?}");
+    let name = "headwater_outbox_deliveries_total";
+    assert_eq!(meters.value(&format!("{name}{{kind=reply,result=unsettled}}")), 1.0);
+    Ok(())
+}
+
+#[tokio::test]
+async fn rows_that_cannot_be_taken_together_are_taken_one_by_one() -> Result<()> {
+    let (system, flaky) = flaky().await?;
+    for (issue, reply) in [("1", &["10"]), ("2", &["20"]), ("3", &["30"])] {
+        replied(&system, issue, reply).await?;
+    }
+    flaky.refuse_shared_takes();
+    let postman = Postman::new(|_| Ok(()));
+    assert_eq!(system.outbox(postman.clone(), config())?.run_once().await?, 3);
+    assert!(flaky.refused_takes() > 0);
+    let mut payloads = postman.payloads();
+    payloads.sort();
+    assert_eq!(payloads, ["10", "20", "30"]);
     Ok(())
 }

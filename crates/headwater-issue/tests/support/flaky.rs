@@ -15,12 +15,15 @@ pub(crate) struct Flaky {
     troubled: Mutex<Trouble>,
 }
 
-/// What is wrong with the completions of one issue.
+/// What is wrong with the completions of one issue, and with the outbox.
 #[derive(Debug, Default)]
 struct Trouble {
     refused: Option<IssueId>,
     blocked: Option<IssueId>,
     shared_refusals: usize,
+    refused_settlements: usize,
+    refuses_shared_takes: bool,
+    refused_takes: usize,
 }
 
 impl Flaky {
@@ -48,14 +51,28 @@ impl Flaky {
         self.troubled.lock().expect("not poisoned").shared_refusals
     }
 
+    /// The next `count` settlements are refused.
+    pub(crate) fn refuse_settlements(&self, count: usize) {
+        self.troubled.lock().expect("not poisoned").refused_settlements = count;
+    }
+
+    /// Rows of the outbox cannot be taken together.
+    pub(crate) fn refuse_shared_takes(&self) {
+        self.troubled.lock().expect("not poisoned").refuses_shared_takes = true;
+    }
+
+    /// How many calls for several rows were refused.
+    pub(crate) fn refused_takes(&self) -> usize {
+        self.troubled.lock().expect("not poisoned").refused_takes
+    }
+
     fn trouble(&self, completions: &[Completion]) -> Result<()> {
         let mut trouble = self.troubled.lock().expect("not poisoned");
         let has =
             |issue: Option<IssueId>| completions.iter().any(|one| Some(one.issue_id) == issue);
         if has(trouble.refused) {
             trouble.shared_refusals += usize::from(completions.len() > 1);
-            let problem = "value overflows".to_owned();
-            return Err(IssueError::Invalid { what: "a value".into(), problem });
+            return Err(refused("value overflows"));
         }
         if has(trouble.blocked) {
             return Err(IssueError::Unavailable { problem: "blocked".into(), source: None });
@@ -83,6 +100,10 @@ impl Flaky {
     }
 }
 
+fn refused(problem: &str) -> IssueError {
+    IssueError::Invalid { what: "a value".into(), problem: problem.into() }
+}
+
 macro_rules! pass_on {
     (impl $trait:ident { $($name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)* } $($other:item)*) => {
         #[async_trait]
@@ -104,8 +125,6 @@ pass_on! {
         fail(failures: &[Failure], attempts_max: u32) -> Vec<Failed>;
         give_back(claims: &[GiveBack]) -> Vec<GivenBack>;
         sweep(options: &SweepOptions) -> Swept;
-        take_outbox(worker: &str, limit: usize, ttl: Duration) -> Vec<OutboxRow>;
-        settle_outbox(settlements: &[OutboxSettlement]) -> Vec<OutboxSettled>;
         beat_worker(worker: &str, ttl: Duration) -> ();
     }
 
@@ -121,6 +140,35 @@ pass_on! {
         self.trouble(completions)?;
         let answer = self.store.complete(completions).await;
         self.heard("complete", answer)
+    }
+
+    async fn take_outbox(
+        &self,
+        worker: &str,
+        limit: usize,
+        ttl: Duration,
+    ) -> Result<Vec<OutboxRow>> {
+        {
+            let mut trouble = self.troubled.lock().expect("not poisoned");
+            if trouble.refuses_shared_takes && limit > 1 {
+                trouble.refused_takes += 1;
+                return Err(refused("too much at once"));
+            }
+        }
+        let answer = self.store.take_outbox(worker, limit, ttl).await;
+        self.heard("take_outbox", answer)
+    }
+
+    async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
+        {
+            let mut trouble = self.troubled.lock().expect("not poisoned");
+            if trouble.refused_settlements > 0 {
+                trouble.refused_settlements -= 1;
+                return Err(refused("no such thing"));
+            }
+        }
+        let answer = self.store.settle_outbox(settlements).await;
+        self.heard("settle_outbox", answer)
     }
 
     async fn outbox_wake(&self, wait: Duration) {

@@ -1,0 +1,65 @@
+//! Settings of the outbox.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::{IssueError, Result};
+use crate::limits::DELIVERIES_AT_ONCE_MAX;
+use crate::retry::RetryPolicy;
+use crate::steps::{NoSteps, Steps};
+use crate::worker::unique_name;
+
+/// Settings of the outbox.
+#[derive(Clone, Debug)]
+pub struct OutboxConfig {
+    /// How this deliverer is called, unique per start. Default: like a worker.
+    pub name: String,
+    /// Deliveries under way at once, each of another issue. Default: 32.
+    pub concurrency: usize,
+    /// How long one delivery may take. Default: 30 s.
+    pub deadline: Duration,
+    /// How long a row in hand is hidden from others. Default: 60 s; longer than `deadline`.
+    pub ttl: Duration,
+    /// How often to look for rows, besides when one is announced. Default: 1 s.
+    pub every: Duration,
+    /// How long stopping waits for deliveries; what is left is cancelled and given back without counting an attempt.
+    /// Default: 25 s.
+    pub drain: Duration,
+    /// When and how often a failed delivery is tried again.
+    pub retry: RetryPolicy,
+    /// Is told of every step. Default: nobody.
+    pub steps: Arc<dyn Steps>,
+}
+
+impl Default for OutboxConfig {
+    fn default() -> Self {
+        Self {
+            name: unique_name(),
+            concurrency: 32,
+            deadline: Duration::from_secs(30),
+            ttl: Duration::from_secs(60),
+            every: Duration::from_secs(1),
+            drain: Duration::from_secs(25),
+            retry: RetryPolicy::default(),
+            steps: Arc::new(NoSteps),
+        }
+    }
+}
+
+impl OutboxConfig {
+    pub(super) fn validate(&self) -> Result<()> {
+        self.retry.validate()?;
+        if !(1..=DELIVERIES_AT_ONCE_MAX).contains(&self.concurrency) {
+            let problem = format!("{}; 1 to {DELIVERIES_AT_ONCE_MAX}", self.concurrency);
+            return Err(IssueError::invalid("concurrency", problem));
+        }
+        if self.deadline.is_zero() || self.deadline >= self.ttl {
+            let problem = format!("{:?} is not shorter than ttl {:?}", self.deadline, self.ttl);
+            return Err(IssueError::invalid("deadline", problem));
+        }
+        if self.every.is_zero() {
+            return Err(IssueError::invalid("every", "it is zero"));
+        }
+        Ok(())
+    }
+}
