@@ -3,10 +3,11 @@
 //! Upstream: the callers of a store, and every store itself. Promises: what passes here is refused by no store for its form.
 //! Not here: what only the database knows, such as whether an integration exists.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use crate::claim::{AfterFailure, ClaimOptions, Completion, Failure, SweepOptions};
-use crate::delivery::{Delivery, OutboxSettlement};
+use crate::delivery::{Delivery, KeyedOutbox, NewOutbox, OutboxSettlement};
 use crate::error::{IssueError, Result};
 use crate::issue::{NewEvent, Quiet};
 use crate::json::{self, Shape};
@@ -145,10 +146,7 @@ impl Completion {
         if let Some(discussions) = &self.discussions {
             json::check("discussions", discussions)?;
         }
-        for row in &self.outbox {
-            text("the target of an outbox row", &row.target)?;
-            json::check("the payload of an outbox row", &row.payload)?;
-        }
+        self.outbox.iter().try_for_each(outbox_row)?;
         if self.bytes() > BATCH_BYTES_MAX {
             let problem = format!(
                 "it has {} bytes in all, at most {BATCH_BYTES_MAX} are allowed",
@@ -165,6 +163,27 @@ impl Completion {
         let fields: usize = texts.iter().map(|text| text.as_ref().map_or(0, String::len)).sum();
         fields + self.outbox.iter().map(|row| row.payload.len()).sum::<usize>()
     }
+}
+
+/// A reply or event.
+fn outbox_row(row: &NewOutbox) -> Result<()> {
+    text("the target of an outbox row", &row.target)?;
+    json::check("the payload of an outbox row", &row.payload).map(|_| ())
+}
+
+/// A whole call of `write_outbox`.
+pub(crate) fn keyed_outbox(rows: &[KeyedOutbox]) -> Result<()> {
+    count("the rows", rows.len(), OUTBOX_PER_RUN_MAX)?;
+    let mut keys = HashSet::new();
+    for KeyedOutbox { key, row } in rows {
+        name("the key of an outbox row", key)?;
+        if !keys.insert(key) {
+            let problem = format!("`{key}` is there twice");
+            return Err(IssueError::invalid("the key of an outbox row", problem));
+        }
+        outbox_row(row)?;
+    }
+    batch_bytes(rows.iter().map(|one| one.row.payload.len()).sum())
 }
 
 /// A whole call of `complete`.

@@ -44,6 +44,25 @@ pub struct NewOutbox {
     pub payload: String,
 }
 
+/// A reply or event to write in a [`Transaction`](crate::Transaction) of your own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyedOutbox {
+    /// Names this row within its issue: with the same key it is written once, however often its transaction is repeated.
+    /// The idempotency key of the row is made of it.
+    pub key: String,
+    /// The row.
+    pub row: NewOutbox,
+}
+
+/// What became of a [`KeyedOutbox`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutboxWritten {
+    /// The row, also that of an earlier call.
+    pub id: OutboxId,
+    /// Whether it was there before; then nothing was written.
+    pub duplicate: bool,
+}
+
 /// A row of the outbox in the hands of one deliverer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OutboxRow {
@@ -126,4 +145,10 @@ pub(crate) fn idempotency_key(
     place: usize,
 ) -> String {
     format!("{identity}-{issue_id}-{epoch}-{place}")
+}
+
+/// The key of a row that a caller names within an issue. A colon is in no key of a run, so the two never meet.
+#[cfg(feature = "sqlite")]
+pub(crate) fn caller_key(identity: &str, issue_id: IssueId, key: &str) -> String {
+    format!("{identity}-{issue_id}:{key}")
 }

@@ -58,6 +58,17 @@ pub enum IssueError {
         dedup_key: String,
     },
 
+    /// The key was used before for another row in the outbox of this issue. Nothing was written; give the row its own key.
+    #[error(
+        "the key `{key}` was used for another row in the outbox of issue {issue_id}; nothing was written"
+    )]
+    OutboxConflict {
+        /// The issue within which keys are unique.
+        issue_id: IssueId,
+        /// The key.
+        key: String,
+    },
+
     /// There is no such issue, or no such row of the outbox.
     #[error("{what} does not exist")]
     NotFound {

@@ -25,6 +25,8 @@ mod dedup;
 pub mod state;
 
 mod operator;
+mod transaction;
+
 mod store;
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
@@ -72,7 +74,10 @@ pub use claim::{
 };
 pub use connect::{StoreOptions, connect};
 pub use dedup::dedup_key;
-pub use delivery::{Delivery, NewOutbox, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement};
+pub use delivery::{
+    Delivery, KeyedOutbox, NewOutbox, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement,
+    OutboxWritten,
+};
 pub use error::{IssueError, Result, SharedError};
 pub use handler::{HandlerError, IssueHandler, Resolution, Run};
 pub use inbox::{Inbox, InboxConfig};
@@ -90,5 +95,6 @@ pub use retry::RetryPolicy;
 pub use steps::{NoSteps, Step, Steps};
 pub use store::Store;
 pub use sweeper::{Sweeper, SweeperConfig};
+pub use transaction::{Connection, Pool, Transaction};
 pub use why::{Reason, Why, why};
 pub use worker::{OnNewEvent, Worker, WorkerConfig};

@@ -26,6 +26,7 @@ use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, IssueId, NewEvent, Quiet, Recorded};
 use crate::operator::Operator;
+use crate::transaction::{Pool, Transaction};
 
 /// A database with issues in it. `connect` opens one.
 #[async_trait]
@@ -82,6 +83,12 @@ pub trait Store: Operator + std::fmt::Debug {
 
     /// Shows that a worker is alive for another `ttl`; zero: it is gone.
     async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()>;
+
+    /// Begins a transaction of the caller's own; see [`Transaction`]. Commit it soon.
+    async fn begin(&self) -> Result<Box<dyn Transaction>>;
+
+    /// The connections, for reading tables of your own.
+    fn pool(&self) -> Pool;
 
     /// Ends all connections, after what is under way. Later calls are `Unavailable`.
     async fn close(&self);

@@ -82,6 +82,15 @@ macro_rules! conformance_suite {
                 idempotency_keys_are_never_used_twice,
                 a_wait_for_the_outbox_ends,
             }
+            transaction {
+                what_a_transaction_wrote_is_there_when_it_is_committed,
+                a_transaction_that_is_dropped_leaves_nothing,
+                a_row_is_written_once_however_often_its_transaction_is_repeated,
+                a_key_of_another_row_is_refused_and_nothing_is_written,
+                bad_rows_are_refused_and_leave_the_transaction_usable,
+                rows_of_transactions_and_of_runs_come_in_the_order_of_their_commits,
+                a_committed_transaction_wakes_who_waits_for_the_outbox,
+            }
             operator {
                 an_integration_is_created_once_and_keeps_its_provider,
                 pages_of_issues_show_each_once,

@@ -32,6 +32,7 @@ pub mod operator;
 pub mod outbox;
 pub mod record;
 pub mod sweep;
+pub mod transaction;
 
 pub use env::{Env, Failure, TestResult};
 pub use list::run;

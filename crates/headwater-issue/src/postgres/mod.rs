@@ -15,15 +15,18 @@ mod record;
 mod runs;
 mod statements;
 mod sweep;
+mod transaction;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
+use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Connection, Executor};
 
 use self::listen::Listener;
+use self::transaction::PostgresTransaction;
+pub use self::transaction::{outbox_in, record_in};
 use crate::check;
 use crate::claim::{
     Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
@@ -38,6 +41,7 @@ use crate::limits::{OUTBOX_TAKE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
 use crate::prepared::{Batch, Prepared, refuse_all};
 use crate::rows::database_error;
 use crate::store::Store;
+use crate::transaction::{Pool, Transaction};
 
 /// A connection that lay idle for this long is tried before it is used.
 const IDLE_TRUST: Duration = Duration::from_secs(1);
@@ -62,9 +66,10 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let connect = connect.application_name("headwater");
     // What the functions rely on: each statement sees what was committed before it. What a lost caller left behind ends
     // with its deadline.
+    let deadline = options.call_deadline.as_millis().max(1);
     let settings = format!(
-        "SET default_transaction_isolation = 'read committed'; SET statement_timeout = {}; SET lock_timeout = {}",
-        options.call_deadline.as_millis().max(1),
+        "SET default_transaction_isolation = 'read committed'; SET statement_timeout = {deadline};
+         SET idle_in_transaction_session_timeout = {deadline}; SET lock_timeout = {}",
         options.call_deadline.min(LOCK_WAIT_MAX).as_millis().max(1)
     );
     let pool = PgPoolOptions::new()
@@ -90,39 +95,6 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
         within(options.call_deadline, "connecting to Postgres", migrate::migrate(&pool)).await?;
     let listener = Listener::new(connect);
     Ok(Arc::new(PostgresStore { pool, identity, deadline: options.call_deadline, listener }))
-}
-
-/// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
-///
-/// The issues of these events stay locked until you commit, so do that soon. The isolation level must be the default,
-/// `READ COMMITTED`. Roll back on `Unavailable`; `Invalid`, `UnknownIntegration` and `DedupConflict` concern single
-/// events and leave the transaction usable.
-pub async fn record_in(
-    connection: &mut PgConnection,
-    events: &[NewEvent],
-    quiet: &Quiet,
-) -> Vec<Result<Recorded>> {
-    let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
-        Ok(batch) => batch,
-        Err(error) => return refuse_all(events.len(), &error),
-    };
-    match record::record(connection, &batch.events, quiet).await {
-        Ok(stored) => {
-            let undecided = batch.undecided(&stored);
-            let mut answers = batch.answer(&stored);
-            for index in undecided {
-                let alone = std::slice::from_ref(&events[index]);
-                answers[index] = Box::pin(record_in(connection, alone, quiet)).await.remove(0);
-            }
-            answers
-        }
-        // The transaction is broken, whatever the cause was.
-        Err(error) => {
-            let problem = format!("recording events: {error}");
-            let source = Some(Arc::new(error) as crate::SharedError);
-            refuse_all(events.len(), &IssueError::Unavailable { problem, source })
-        }
-    }
 }
 
 impl PostgresStore {
@@ -290,6 +262,15 @@ impl Store for PostgresStore {
         check::delay("ttl", ttl)?;
         let call = operator::beat_worker(&self.pool, worker, ttl);
         self.limited("showing that a worker is alive", call).await
+    }
+
+    async fn begin(&self) -> Result<Box<dyn Transaction>> {
+        let transaction = self.limited("beginning a transaction", self.pool.begin()).await?;
+        Ok(Box::new(PostgresTransaction { transaction, deadline: self.deadline }))
+    }
+
+    fn pool(&self) -> Pool {
+        Pool::Postgres(self.pool.clone())
     }
 
     async fn close(&self) {

@@ -14,18 +14,19 @@ mod runs;
 mod statements;
 mod states;
 mod sweep;
+mod transaction;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater_stream::clock::{Clock, SystemClock, Timestamp};
-use sqlx::sqlite::{
-    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous,
-};
+use headwater_stream::clock::{Clock, Timestamp};
+use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use sqlx::{Sqlite, SqlitePool, Transaction};
 use tokio::sync::Notify;
 
+use self::transaction::SqliteTransaction;
+pub use self::transaction::{outbox_in, record_in};
 use crate::check;
 use crate::claim::{
     Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
@@ -40,6 +41,7 @@ use crate::limits::{OUTBOX_TAKE_MAX, WAIT_MAX};
 use crate::prepared::{Batch, refuse_all};
 use crate::rows::database_error;
 use crate::store::Store;
+use crate::transaction::{Pool, Transaction as CallersTransaction};
 
 /// Connections that read beside the one that writes.
 const READERS_MAX: u32 = 8;
@@ -54,7 +56,7 @@ pub(crate) struct SqliteStore {
     identity: String,
     clock: Arc<dyn Clock>,
     deadline: Duration,
-    wake: Notify,
+    wake: Arc<Notify>,
 }
 
 /// Opens the file, or a database in memory, and brings its tables up to date.
@@ -102,36 +104,8 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
         identity,
         clock: Arc::clone(&options.clock),
         deadline: options.call_deadline,
-        wake: Notify::new(),
+        wake: Arc::new(Notify::new()),
     }))
-}
-
-/// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
-///
-/// The transaction should have begun with `BEGIN IMMEDIATE`; else SQLite may refuse the first write with "busy". Roll
-/// back on `Unavailable`; other errors concern single events and leave the transaction usable.
-pub async fn record_in(
-    connection: &mut SqliteConnection,
-    events: &[NewEvent],
-    quiet: &Quiet,
-) -> Vec<Result<Recorded>> {
-    let prepared = quiet.check().and_then(|()| Batch::prepare(events));
-    let batch = match prepared {
-        Ok(batch) => batch,
-        Err(error) => return refuse_all(events.len(), &error),
-    };
-    match record::record(connection, &batch.events, quiet, SystemClock.now()).await {
-        Ok(stored) => {
-            let undecided = batch.undecided(&stored);
-            let mut answers = batch.answer(&stored);
-            for index in undecided {
-                let alone = std::slice::from_ref(&events[index]);
-                answers[index] = Box::pin(record_in(connection, alone, quiet)).await.remove(0);
-            }
-            answers
-        }
-        Err(error) => refuse_all(events.len(), &database_error("recording events", error)),
-    }
 }
 
 /// A transaction that writes, and its time: read when the right to write was there, so that times grow with changes.
@@ -141,7 +115,7 @@ struct Writing {
 }
 
 impl SqliteStore {
-    async fn begin(&self) -> Result<Writing, sqlx::Error> {
+    async fn writing(&self) -> Result<Writing, sqlx::Error> {
         let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
         Ok(Writing { transaction, now: self.clock.now() })
     }
@@ -170,7 +144,7 @@ impl Store for SqliteStore {
             return batch.answer(&[]);
         }
         let call = async {
-            let mut writing = self.begin().await?;
+            let mut writing = self.writing().await?;
             let now = writing.now;
             let stored =
                 record::record(&mut writing.transaction, &batch.events, quiet, now).await?;
@@ -197,7 +171,7 @@ impl Store for SqliteStore {
             return Ok(vec![]);
         }
         self.limited("claiming issues", async {
-            let mut writing = self.begin().await?;
+            let mut writing = self.writing().await?;
             let claims = runs::claim(&mut writing, issues, options).await?;
             writing.transaction.commit().await?;
             Ok(claims)
@@ -216,7 +190,7 @@ impl Store for SqliteStore {
             return Ok(vec![]);
         }
         self.limited("extending claims", async {
-            let mut writing = self.begin().await?;
+            let mut writing = self.writing().await?;
             let beats = runs::heartbeat(&mut writing, claims, ttl).await?;
             writing.transaction.commit().await?;
             Ok(beats)
@@ -231,7 +205,7 @@ impl Store for SqliteStore {
         }
         let completed = self
             .limited("completing runs", async {
-                let mut writing = self.begin().await?;
+                let mut writing = self.writing().await?;
                 let completed = runs::complete(&mut writing, &self.identity, completions).await?;
                 writing.transaction.commit().await?;
                 Ok(completed)
@@ -249,7 +223,7 @@ impl Store for SqliteStore {
             return Ok(vec![]);
         }
         self.limited("failing runs", async {
-            let mut writing = self.begin().await?;
+            let mut writing = self.writing().await?;
             let failed = runs::fail(&mut writing, failures, attempts_max).await?;
             writing.transaction.commit().await?;
             Ok(failed)
@@ -263,7 +237,7 @@ impl Store for SqliteStore {
             return Ok(vec![]);
         }
         self.limited("giving claims back", async {
-            let mut writing = self.begin().await?;
+            let mut writing = self.writing().await?;
             let given = runs::give_back(&mut writing, claims).await?;
             writing.transaction.commit().await?;
             Ok(given)
@@ -280,7 +254,7 @@ impl Store for SqliteStore {
                 return Ok(Swept::default());
             }
             drop(reader);
-            let mut writing = self.begin().await?;
+            let mut writing = self.writing().await?;
             let swept = sweep::sweep(&mut writing, options).await?;
             writing.transaction.commit().await?;
             Ok(swept)
@@ -303,7 +277,7 @@ impl Store for SqliteStore {
                 return Ok(vec![]);
             }
             drop(reader);
-            let mut writing = self.begin().await?;
+            let mut writing = self.writing().await?;
             let rows = outbox::take(&mut writing, worker, limit, ttl).await?;
             writing.transaction.commit().await?;
             Ok(rows)
@@ -317,7 +291,7 @@ impl Store for SqliteStore {
             return Ok(vec![]);
         }
         self.limited("settling deliveries", async {
-            let mut writing = self.begin().await?;
+            let mut writing = self.writing().await?;
             let settled = outbox::settle(&mut writing, settlements).await?;
             writing.transaction.commit().await?;
             Ok(settled)
@@ -334,11 +308,21 @@ impl Store for SqliteStore {
         check::name("worker", worker)?;
         check::delay("ttl", ttl)?;
         self.limited("showing that a worker is alive", async {
-            let mut writing = self.begin().await?;
+            let mut writing = self.writing().await?;
             operator::beat_worker(&mut writing, worker, ttl).await?;
             writing.transaction.commit().await
         })
         .await
+    }
+
+    async fn begin(&self) -> Result<Box<dyn CallersTransaction>> {
+        let writing = self.limited("beginning a transaction", self.writing()).await?;
+        let (deadline, wake) = (self.deadline, Arc::clone(&self.wake));
+        Ok(Box::new(SqliteTransaction { writing, deadline, wake, wakes: false }))
+    }
+
+    fn pool(&self) -> Pool {
+        Pool::Sqlite(self.readers.clone())
     }
 
     async fn close(&self) {

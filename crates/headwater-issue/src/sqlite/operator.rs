@@ -64,7 +64,7 @@ impl SqliteStore {
     ) -> Result<(Effect, ProcessingStatus)> {
         let stepped = self
             .limited(what, async {
-                let mut writing = self.begin().await?;
+                let mut writing = self.writing().await?;
                 let mut states = States::load(&mut writing.transaction, [id], writing.now).await?;
                 let effect = states.step(id, &transition);
                 let status = states.get(id).map(|state| state.status);
@@ -84,7 +84,7 @@ impl Operator for SqliteStore {
         check::name("provider", provider)?;
         let (id, found): (i64, String) = self
             .limited("creating an integration", async {
-                let mut writing = self.begin().await?;
+                let mut writing = self.writing().await?;
                 sqlx::query(
                     "INSERT INTO integrations (name, provider, created_at) VALUES (?1, ?2, ?3)
                      ON CONFLICT (name) DO NOTHING",
@@ -399,7 +399,7 @@ impl Operator for SqliteStore {
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
         let changed = self
             .limited("retrying a row of the outbox", async {
-                let mut writing = self.begin().await?;
+                let mut writing = self.writing().await?;
                 let changed = sqlx::query(
                     "UPDATE outbox SET status = 'pending', attempts = 0, due_at = ?2
                      WHERE id = ?1 AND status = 'dead'",

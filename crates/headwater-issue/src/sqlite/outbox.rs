@@ -11,8 +11,9 @@ use sqlx::{Error, Row};
 use super::Writing;
 use super::statements::{column, outbox_columns, table};
 use crate::check::error_text;
-use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::delivery::{Delivery, NewOutbox, OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::Result;
+use crate::issue::{IssueId, OutboxId};
 use crate::rows::read_outbox;
 
 /// Whether any row may be due.
@@ -27,6 +28,29 @@ pub(super) async fn is_due(
     .fetch_one(connection)
     .await?;
     row.try_get(0)
+}
+
+/// Puts a row behind all others of its issue: ids grow in the order of delivery.
+pub(super) async fn insert(
+    connection: &mut SqliteConnection,
+    issue_id: IssueId,
+    row: &NewOutbox,
+    key: &str,
+    now: Timestamp,
+) -> Result<OutboxId, Error> {
+    let inserted = sqlx::query(
+        "INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, due_at, created_at)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?6) RETURNING id",
+    )
+    .bind(issue_id.0)
+    .bind(row.kind.as_str())
+    .bind(row.target.as_str())
+    .bind(key)
+    .bind(row.payload.as_str())
+    .bind(column(now))
+    .fetch_one(connection)
+    .await?;
+    Ok(OutboxId(inserted.try_get(0)?))
 }
 
 pub(super) async fn take(

@@ -8,9 +8,9 @@ use serde_json::{Map, Value, json};
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row};
 
-use super::Writing;
 use super::statements::{column, event_log_columns, issue_columns, table};
 use super::states::States;
+use super::{Writing, outbox};
 use crate::check::error_text;
 use crate::claim::{
     Beat, Claim, ClaimOptions, ClaimedIssue, Completed, Completion, Failed, Failure, GiveBack,
@@ -280,19 +280,9 @@ async fn write_outbox(
 ) -> Result<(), Error> {
     for completion in held {
         for (place, row) in completion.outbox.iter().enumerate() {
-            sqlx::query(
-                "INSERT INTO outbox
-                     (issue_id, kind, target, idempotency_key, payload, due_at, created_at)
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?6)",
-            )
-            .bind(completion.issue_id.0)
-            .bind(row.kind.as_str())
-            .bind(row.target.as_str())
-            .bind(idempotency_key(identity, completion.issue_id, completion.epoch, place))
-            .bind(row.payload.as_str())
-            .bind(column(writing.now))
-            .execute(&mut *writing.transaction)
-            .await?;
+            let key = idempotency_key(identity, completion.issue_id, completion.epoch, place);
+            let now = writing.now;
+            outbox::insert(&mut writing.transaction, completion.issue_id, row, &key, now).await?;
         }
     }
     Ok(())

@@ -5,8 +5,8 @@
 
 mod admin;
 mod failures;
-mod record_in;
 mod start;
+mod transactions;
 
 use std::sync::Arc;
 

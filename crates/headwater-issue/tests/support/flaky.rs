@@ -126,6 +126,7 @@ pass_on! {
         give_back(claims: &[GiveBack]) -> Vec<GivenBack>;
         sweep(options: &SweepOptions) -> Swept;
         beat_worker(worker: &str, ttl: Duration) -> ();
+        begin() -> Box<dyn Transaction>;
     }
 
     async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
@@ -173,6 +174,10 @@ pass_on! {
 
     async fn outbox_wake(&self, wait: Duration) {
         self.store.outbox_wake(wait).await;
+    }
+
+    fn pool(&self) -> Pool {
+        self.store.pool()
     }
 
     async fn close(&self) {

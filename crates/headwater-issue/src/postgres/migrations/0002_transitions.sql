@@ -251,6 +251,53 @@ BEGIN
     RETURNING d.place, false, i.processing_status, headwater_ms(i.not_before);
 END $$;
 
+-- Puts rows into the outbox of an issue, in the transaction of a caller. Keys differ within a call. No answer: there is no
+-- such issue. A key that was used for another row: nothing is written. Under the lock of the issue, as completions write
+-- theirs, so that ids grow in the order of commits.
+CREATE FUNCTION headwater_outbox_1(p_issue bigint, p_key text[], p_kind text[], p_target text[], p_payload text[])
+RETURNS TABLE (o_id bigint, o_duplicate boolean, o_same boolean)
+LANGUAGE plpgsql AS $$
+DECLARE
+    v_now timestamptz;
+    v_key text[];
+    v_known bigint[];
+    v_same boolean[];
+BEGIN
+    PERFORM 1 FROM issues WHERE id = p_issue FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    v_now := headwater_now();
+
+    SELECT array_agg(identity || '-' || p_issue || ':' || n.key ORDER BY n.place) INTO v_key
+    FROM headwater_identity, unnest(p_key) WITH ORDINALITY AS n (key, place);
+
+    SELECT array_agg(o.id ORDER BY n.place),
+        array_agg(coalesce(o.kind = n.kind AND o.target = n.target AND o.payload = n.payload::jsonb, true)
+            ORDER BY n.place)
+    INTO v_known, v_same
+    FROM unnest(v_key, p_kind, p_target, p_payload) WITH ORDINALITY AS n (key, kind, target, payload, place)
+    LEFT JOIN outbox o ON o.idempotency_key = n.key;
+
+    IF NOT false = ANY (v_same) THEN
+        INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, due_at, created_at)
+        SELECT p_issue, n.kind, n.target, n.key, n.payload::jsonb, v_now, v_now
+        FROM unnest(v_known, v_key, p_kind, p_target, p_payload) WITH ORDINALITY
+            AS n (known, key, kind, target, payload, place)
+        WHERE n.known IS NULL
+        ORDER BY n.place;
+        IF FOUND THEN
+            PERFORM pg_notify('headwater_outbox', '');
+        END IF;
+    END IF;
+
+    RETURN QUERY
+    SELECT coalesce(o.id, 0), n.known IS NOT NULL, n.same
+    FROM unnest(v_key, v_known, v_same) WITH ORDINALITY AS n (key, known, same, place)
+    LEFT JOIN outbox o ON o.idempotency_key = n.key
+    ORDER BY n.place;
+END $$;
+
 -- Ends failed runs. `p_after_ms` is null where trying again is of no use. An issue and an epoch are named together once.
 CREATE FUNCTION headwater_fail_1(
     p_issue bigint[], p_epoch bigint[], p_error text[], p_after_ms bigint[], p_attempts_max bigint, p_events_max bigint
@@ -391,7 +438,7 @@ BEGIN
     FOR v_function IN
         SELECT oid FROM pg_proc WHERE pronamespace = current_schema()::regnamespace
             AND proname IN ('headwater_record_1', 'headwater_claim_1', 'headwater_heartbeat_1', 'headwater_complete_1',
-                'headwater_fail_1', 'headwater_give_back_1', 'headwater_sweep_1', 'headwater_free_1')
+                'headwater_outbox_1', 'headwater_fail_1', 'headwater_give_back_1', 'headwater_sweep_1', 'headwater_free_1')
     LOOP
         FOREACH v_setting IN ARRAY ARRAY[
             'enable_seqscan', 'enable_bitmapscan', 'enable_hashjoin', 'enable_mergejoin', 'enable_material'

@@ -1,0 +1,201 @@
+//! Events and outbox rows inside a transaction of the caller.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use headwater_stream::clock::{Clock, SystemClock, Timestamp};
+use serde_json::Value;
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{Error, Row};
+use tokio::sync::Notify;
+
+use super::statements::table;
+use super::{Writing, record};
+use crate::check;
+use crate::deadline::within;
+use crate::delivery::{KeyedOutbox, OutboxWritten, caller_key};
+use crate::error::{IssueError, Result};
+use crate::issue::{IssueId, NewEvent, OutboxId, Quiet, Recorded};
+use crate::prepared::{Batch, refuse_all};
+use crate::rows::database_error;
+use crate::transaction::{Connection, Transaction};
+
+/// Stores events inside a transaction of your own; nothing is queued before you commit. Nudge after that.
+///
+/// The transaction should have begun with `BEGIN IMMEDIATE`; else SQLite may refuse the first write with "busy". Roll
+/// back on `Unavailable`; other errors concern single events and leave the transaction usable.
+pub async fn record_in(
+    connection: &mut SqliteConnection,
+    events: &[NewEvent],
+    quiet: &Quiet,
+) -> Vec<Result<Recorded>> {
+    record_at(connection, events, quiet, SystemClock.now()).await
+}
+
+async fn record_at(
+    connection: &mut SqliteConnection,
+    events: &[NewEvent],
+    quiet: &Quiet,
+    now: Timestamp,
+) -> Vec<Result<Recorded>> {
+    let batch = match quiet.check().and_then(|()| Batch::prepare(events)) {
+        Ok(batch) => batch,
+        Err(error) => return refuse_all(events.len(), &error),
+    };
+    match record::record(connection, &batch.events, quiet, now).await {
+        Ok(stored) => {
+            let undecided = batch.undecided(&stored);
+            let mut answers = batch.answer(&stored);
+            for index in undecided {
+                let alone = std::slice::from_ref(&events[index]);
+                answers[index] = Box::pin(record_at(connection, alone, quiet, now)).await.remove(0);
+            }
+            answers
+        }
+        Err(error) => refuse_all(events.len(), &database_error("recording events", error)),
+    }
+}
+
+/// Puts rows into the outbox of an issue inside a transaction of your own, as
+/// [`Transaction::write_outbox`](crate::Transaction::write_outbox) does. Deliverers look for them every second; a
+/// transaction of [`Store::begin`](crate::Store::begin) tells those of its process at once.
+///
+/// The transaction should have begun with `BEGIN IMMEDIATE`.
+pub async fn outbox_in(
+    connection: &mut SqliteConnection,
+    issue_id: IssueId,
+    rows: &[KeyedOutbox],
+) -> Result<Vec<OutboxWritten>> {
+    outbox_at(connection, issue_id, rows, SystemClock.now()).await
+}
+
+async fn outbox_at(
+    connection: &mut SqliteConnection,
+    issue_id: IssueId,
+    rows: &[KeyedOutbox],
+    now: Timestamp,
+) -> Result<Vec<OutboxWritten>> {
+    check::keyed_outbox(rows)?;
+    if rows.is_empty() {
+        return Ok(vec![]);
+    }
+    let failed = |error| database_error("writing to the outbox", error);
+    let identity = identity_of(connection, issue_id).await.map_err(failed)?;
+    let Some(identity) = identity else {
+        return Err(IssueError::NotFound { what: format!("issue {issue_id}") });
+    };
+    let keys: Vec<String> =
+        rows.iter().map(|one| caller_key(&identity, issue_id, &one.key)).collect();
+    let known = known_rows(connection, &keys).await.map_err(failed)?;
+    let differs = |(one, key): (&KeyedOutbox, &String)| {
+        known.get(key).is_some_and(|known| {
+            let row = &one.row;
+            known.words != [row.kind.as_str(), row.target.as_str(), row.payload.as_str()]
+        })
+    };
+    if let Some(place) = rows.iter().zip(&keys).position(differs) {
+        return Err(IssueError::OutboxConflict { issue_id, key: rows[place].key.clone() });
+    }
+    let mut answers = Vec::with_capacity(rows.len());
+    for (one, key) in rows.iter().zip(&keys) {
+        answers.push(match known.get(key) {
+            Some(known) => OutboxWritten { id: known.id, duplicate: true },
+            None => {
+                let id = super::outbox::insert(connection, issue_id, &one.row, key, now);
+                OutboxWritten { id: id.await.map_err(failed)?, duplicate: false }
+            }
+        });
+    }
+    Ok(answers)
+}
+
+/// What tells this database from every other one, if the issue exists.
+async fn identity_of(
+    connection: &mut SqliteConnection,
+    issue_id: IssueId,
+) -> Result<Option<String>, Error> {
+    let row = sqlx::query("SELECT identity FROM headwater_identity, issues WHERE issues.id = ?1")
+        .bind(issue_id.0)
+        .fetch_optional(connection)
+        .await?;
+    row.map(|row| row.try_get(0)).transpose()
+}
+
+/// A row that is there: its id, and its kind, target and payload.
+struct Known {
+    id: OutboxId,
+    words: [String; 3],
+}
+
+async fn known_rows(
+    connection: &mut SqliteConnection,
+    keys: &[String],
+) -> Result<HashMap<String, Known>, Error> {
+    let rows = sqlx::query(
+        "SELECT idempotency_key, id, kind, target, payload FROM outbox
+         WHERE idempotency_key IN (SELECT value FROM json_each(?1))",
+    )
+    .bind(table(keys.iter().map(|key| Value::from(key.as_str())).collect()))
+    .fetch_all(connection)
+    .await?;
+    let read = |row: &sqlx::sqlite::SqliteRow| {
+        let words = [row.try_get(2)?, row.try_get(3)?, row.try_get(4)?];
+        Ok((row.try_get(0)?, Known { id: OutboxId(row.try_get(1)?), words }))
+    };
+    rows.iter().map(read).collect()
+}
+
+/// A transaction on the connection that writes.
+pub(super) struct SqliteTransaction {
+    pub(super) writing: Writing,
+    pub(super) deadline: Duration,
+    pub(super) wake: Arc<Notify>,
+    pub(super) wakes: bool,
+}
+
+impl std::fmt::Debug for SqliteTransaction {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SqliteTransaction").finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl Transaction for SqliteTransaction {
+    async fn record(&mut self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
+        let Writing { transaction, now } = &mut self.writing;
+        let call = async { Ok(record_at(transaction, events, quiet, *now).await) };
+        let answers = within(self.deadline, "recording events", call).await;
+        answers.unwrap_or_else(|error| refuse_all(events.len(), &error))
+    }
+
+    async fn write_outbox(
+        &mut self,
+        issue_id: IssueId,
+        rows: &[KeyedOutbox],
+    ) -> Result<Vec<OutboxWritten>> {
+        let Writing { transaction, now } = &mut self.writing;
+        let call = outbox_at(transaction, issue_id, rows, *now);
+        let written = within(self.deadline, "writing to the outbox", call).await?;
+        self.wakes |= written.iter().any(|one| !one.duplicate);
+        Ok(written)
+    }
+
+    fn connection(&mut self) -> Connection<'_> {
+        Connection::Sqlite(&mut self.writing.transaction)
+    }
+
+    async fn commit(self: Box<Self>) -> Result<()> {
+        let Self { writing, deadline, wake, wakes } = *self;
+        let commit = async {
+            let committed = writing.transaction.commit().await;
+            committed.map_err(|error| database_error("committing", error))
+        };
+        within(deadline, "committing", commit).await?;
+        if wakes {
+            wake.notify_one();
+        }
+        Ok(())
+    }
+}
