@@ -1,0 +1,43 @@
+//! What the routes share: one struct, built by `run`, cheap to clone.
+//!
+//! Upstream: `run` fills it. Downstream: every route takes it as its state.
+//! Promises: nothing in it changes but by its own methods. Each module adds the parts that its routes need.
+
+use std::sync::Arc;
+
+use headwater_issue::{Inbox, Nudger, Store};
+use headwater_stream::Backend;
+use metrics_exporter_prometheus::PrometheusHandle;
+
+use crate::health::Health;
+use crate::http::{Access, Rate};
+use crate::settings::Settings;
+use crate::stop::Stopping;
+
+/// What the routes share.
+pub(crate) struct Shared {
+    /// The settings.
+    pub(crate) settings: Settings,
+    /// The truth.
+    pub(crate) store: Arc<dyn Store>,
+    /// The streams.
+    pub(crate) streams: Arc<dyn Backend>,
+    /// Sends nudges.
+    pub(crate) nudger: Nudger,
+    /// Where events come in.
+    pub(crate) inbox: Inbox,
+    /// How things stand.
+    pub(crate) health: Health,
+    /// Who may do what.
+    pub(crate) access: Access,
+    /// Who asks too often.
+    pub(crate) rate: Rate,
+    /// Renders `/metrics`.
+    pub(crate) metrics: PrometheusHandle,
+    /// Streams of events end when it begins.
+    pub(crate) stopping: Stopping,
+    // The desk's parts go here.
+}
+
+/// The state of every router.
+pub(crate) type App = Arc<Shared>;

@@ -1,0 +1,127 @@
+//! The command line: verbs, and a flag for every setting.
+//!
+//! Upstream: the user. Downstream: `command` runs a verb, `settings` reads the flags.
+//! Promises: flags of settings come from the table of settings, so there is none without a name in the file and none
+//! forgotten. A new verb is a new line of [`Verb`] and a new arm in `command`.
+
+use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use crate::settings::{Kind, TABLE};
+
+/// Durable event processing: from webhook to reply in one binary.
+#[derive(Debug, Parser)]
+#[command(name = "headwater", version, about, arg_required_else_help = true)]
+#[command(
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage or setting, 3 a server cannot be reached."
+)]
+pub(crate) struct CommandLine {
+    /// Read settings from this file instead of headwater.toml.
+    #[arg(long, global = true, value_name = "FILE")]
+    pub(crate) settings: Option<std::path::PathBuf>,
+    #[command(subcommand)]
+    pub(crate) verb: Verb,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Run everything in one process: HTTP, webhooks, workers, sweeper, outbox.
+    Serve,
+    /// Run a worker without HTTP, but for health and metrics, beside other processes on the same Redis and Postgres.
+    Worker,
+    /// Print each setting and where it came from.
+    Config(Config),
+    /// Show an embedded stream at work: append, read, settle, crash and go on.
+    Demo,
+    // More verbs go here.
+}
+
+/// How to print settings.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Config {
+    /// As JSON.
+    #[arg(long, conflicts_with = "markdown")]
+    pub(crate) json: bool,
+    /// As the page of the documentation.
+    #[arg(long)]
+    pub(crate) markdown: bool,
+}
+
+/// The command line with the values of its flags for settings.
+#[derive(Debug)]
+pub(crate) struct Parsed {
+    pub(crate) line: CommandLine,
+    pub(crate) flags: Vec<(&'static str, String)>,
+}
+
+/// Reads the command line.
+pub(crate) fn parse(
+    arguments: impl IntoIterator<Item = std::ffi::OsString>,
+) -> Result<Parsed, clap::Error> {
+    let matches = definition().try_get_matches_from(arguments)?;
+    let line = CommandLine::from_arg_matches(&matches)?;
+    Ok(Parsed { line, flags: flags(&matches) })
+}
+
+/// Verbs and flags together; for completions, too.
+pub(crate) fn definition() -> Command {
+    let mut command = CommandLine::command();
+    for setting in TABLE.iter().filter(|setting| !matches!(setting.kind, Kind::Secret)) {
+        let default = match setting.default {
+            "" => String::new(),
+            default => format!(" [default: {default}]"),
+        };
+        let argument = Arg::new(setting.name)
+            .long(setting.flag())
+            .global(true)
+            .value_name("VALUE")
+            .help_heading("Settings")
+            .help(format!("{}{default}", setting.meaning));
+        command = command.arg(argument);
+    }
+    command
+}
+
+/// Flags are global, so each may stand before or after the verb; clap gives the deepest one to all.
+fn flags(matches: &ArgMatches) -> Vec<(&'static str, String)> {
+    let matches = matches.subcommand().map_or(matches, |(_, below)| below);
+    let given = TABLE.iter().filter(|setting| !matches!(setting.kind, Kind::Secret));
+    given
+        .filter_map(|setting| {
+            let value = matches.get_one::<String>(setting.name)?;
+            Some((setting.name, value.clone()))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse_words(words: &[&str]) -> Result<Parsed, clap::Error> {
+        parse(words.iter().map(Into::into))
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        definition().debug_assert();
+    }
+
+    #[test]
+    fn flags_of_settings_may_stand_before_and_after_the_verb() {
+        for words in [
+            ["headwater", "serve", "--http-listen", "127.0.0.1:0"],
+            ["headwater", "--http-listen", "127.0.0.1:0", "serve"],
+        ] {
+            let parsed = parse_words(&words).unwrap();
+            assert_eq!(parsed.flags, [("http.listen", "127.0.0.1:0".to_owned())]);
+        }
+    }
+
+    #[test]
+    fn what_nobody_knows_is_wrong_usage() {
+        for words in [&["headwater", "sevre"][..], &["headwater", "serve", "--http-listne", "a"]] {
+            assert_eq!(parse_words(words).expect_err("it is wrong").exit_code(), 2);
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! One function per verb: from the command line to the exit code.
+//!
+//! Upstream: `main`. Downstream: `settings`, then `run`. Promises: whatever goes wrong ends in one sentence on standard
+//! error and the exit code that `Failure` gives it.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use headwater_issue::IssueHandler;
+
+use crate::cli::{self, CommandLine, Config, Parsed, Verb};
+use crate::failure::Failure;
+use crate::run::{self, Role};
+use crate::settings::{self, FILE, FILE_VARIABLE, Given, Loaded, SettingsError};
+use crate::{demo, telemetry};
+
+/// Runs the command line of this process, with the desk as handler.
+pub async fn main() -> ExitCode {
+    run_command_line(None).await
+}
+
+/// The same, with a handler of your own in place of the desk.
+pub async fn main_with(handler: impl IssueHandler) -> ExitCode {
+    run_command_line(Some(Arc::new(handler))).await
+}
+
+async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
+    let parsed = match cli::parse(std::env::args_os()) {
+        Ok(parsed) => parsed,
+        Err(error) => {
+            // Help goes to standard output with code 0, wrong usage to standard error with code 2.
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+        }
+    };
+    match dispatch(parsed, handler).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("headwater: {failure}");
+            failure.exit_code()
+        }
+    }
+}
+
+async fn dispatch(parsed: Parsed, handler: Option<Arc<dyn IssueHandler>>) -> Result<(), Failure> {
+    let Parsed { line, flags } = parsed;
+    match &line.verb {
+        Verb::Serve => start(Role::Serve, load(&line, flags)?, handler).await,
+        Verb::Worker => start(Role::Worker, load(&line, flags)?, handler).await,
+        Verb::Config(config) => print_settings(config, &line, flags),
+        Verb::Demo => Ok(demo::run().await?),
+    }
+}
+
+async fn start(
+    role: Role,
+    loaded: Loaded,
+    handler: Option<Arc<dyn IssueHandler>>,
+) -> Result<(), Failure> {
+    // One TLS stack for everything. An error means that somebody has chosen before us.
+    let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
+    let telemetry = telemetry::begin(&loaded.settings.telemetry)?;
+    let outcome = run::run(role, loaded.settings, handler, &telemetry).await;
+    telemetry.end().await;
+    outcome
+}
+
+fn print_settings(
+    config: &Config,
+    line: &CommandLine,
+    flags: Vec<(&'static str, String)>,
+) -> Result<(), Failure> {
+    let text = if config.markdown {
+        settings::as_markdown()
+    } else {
+        let loaded = load(line, flags)?;
+        if config.json { settings::as_json(&loaded) + "\n" } else { settings::as_text(&loaded) }
+    };
+    // A reader that went away, such as `head`, is no failure.
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    Ok(())
+}
+
+/// What was said on the command line, in the environment and in the file, as checked settings.
+fn load(line: &CommandLine, flags: Vec<(&'static str, String)>) -> Result<Loaded, Failure> {
+    let lossy = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
+    let environment: Vec<_> =
+        std::env::vars_os().map(|(name, value)| (lossy(name), lossy(value))).collect();
+    let named = environment.iter().find(|(name, _)| name == FILE_VARIABLE);
+    let named = line.settings.clone().or_else(|| named.map(|(_, path)| PathBuf::from(path)));
+    let path = named.clone().unwrap_or_else(|| PathBuf::from(FILE));
+    let file = match std::fs::read_to_string(&path) {
+        Ok(text) => Some((path, text)),
+        // Only a file that somebody asked for must be there.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound && named.is_none() => None,
+        Err(error) => {
+            let path = path.display();
+            return Err(SettingsError::new(format!(
+                "the settings file {path} cannot be read: {error}"
+            ))
+            .into());
+        }
+    };
+    Ok(settings::load(&Given { flags, environment, file })?)
+}

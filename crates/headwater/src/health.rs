@@ -1,0 +1,158 @@
+//! Health: whether the process lives, and whether it can do its work, with reasons.
+//!
+//! Upstream: `run` tells which parts run. Downstream: `/health/live` and `/health/ready`.
+//! Promises: ready is the truth of this moment: the database and the streams are asked, each within two seconds; a part that
+//! ended, or a worker whose signs of life do not arrive, is named. Reasons hold no secrets.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use axum::{Json, Router};
+use headwater_issue::Store;
+use headwater_stream::Backend;
+use serde::Serialize;
+use tokio::time::{Instant, timeout};
+use tracing::warn;
+
+use crate::app::App;
+use crate::stop::Stopping;
+
+/// How long a dependency may take to answer.
+const CHECK_MAX: Duration = Duration::from_secs(2);
+
+/// What is known of the parts of this process.
+#[derive(Clone, Debug)]
+pub(crate) struct Health {
+    worker: String,
+    parts: Arc<Mutex<BTreeMap<&'static str, bool>>>,
+    stopping: Stopping,
+}
+
+/// One thing that must be so.
+#[derive(Debug, Serialize)]
+pub(crate) struct Check {
+    name: &'static str,
+    ok: bool,
+    elapsed_ms: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<String>,
+}
+
+/// All of them.
+#[derive(Debug, Serialize)]
+pub(crate) struct Readiness {
+    status: &'static str,
+    checks: Vec<Check>,
+}
+
+impl Readiness {
+    /// Whether work can be done.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.checks.iter().all(|check| check.ok)
+    }
+
+    /// Name, whether it is so, and why not.
+    pub(crate) fn checks(&self) -> impl Iterator<Item = (&str, bool, &str)> {
+        self.checks
+            .iter()
+            .map(|check| (check.name, check.ok, check.reason.as_deref().unwrap_or_default()))
+    }
+}
+
+impl Health {
+    /// The health of a process whose worker is called so.
+    pub(crate) fn new(worker: impl Into<String>, stopping: Stopping) -> Self {
+        Self { worker: worker.into(), parts: Arc::default(), stopping }
+    }
+
+    /// Notes that a part runs, or has ended.
+    pub(crate) fn note(&self, part: &'static str, is_running: bool) {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner).insert(part, is_running);
+    }
+
+    /// Asks everything now.
+    pub(crate) async fn readiness(&self, store: &dyn Store, streams: &dyn Backend) -> Readiness {
+        let (database, streams) = tokio::join!(self.check_database(store), check_streams(streams));
+        let mut checks = Vec::from(database);
+        checks.push(streams);
+        let ended: Vec<_> = {
+            let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+            parts.iter().filter(|(_, running)| !**running).map(|(part, _)| *part).collect()
+        };
+        let reason = (!ended.is_empty()).then(|| format!("not running: {}", ended.join(", ")));
+        checks.push(Check::new("parts", Instant::now(), reason));
+        let stopping = self.stopping.has_begun().then(|| "the process is stopping".to_owned());
+        checks.push(Check::new("accepting", Instant::now(), stopping));
+        let is_ready = checks.iter().all(|check| check.ok);
+        Readiness { status: if is_ready { "ready" } else { "not_ready" }, checks }
+    }
+
+    /// One question tells of the database, its tables, and the worker's signs of life in it.
+    async fn check_database(&self, store: &dyn Store) -> [Check; 3] {
+        let started = Instant::now();
+        let (database, worker) = match timeout(CHECK_MAX, store.workers()).await {
+            Ok(Ok(workers)) => {
+                let is_seen = workers.iter().any(|worker| worker.worker == self.worker);
+                let lost = "the worker of this process has shown no sign of life of late";
+                (None, (!is_seen).then(|| lost.to_owned()))
+            }
+            Ok(Err(error)) => {
+                warn!(%error, "not ready: the database");
+                (Some("it does not answer; the log says why".to_owned()), Some(unknown()))
+            }
+            Err(_) => (Some(format!("it did not answer within {CHECK_MAX:?}")), Some(unknown())),
+        };
+        // The tables were brought up to date when the database was opened; an answer means that they are there.
+        let migrations = database.as_ref().map(|_| unknown());
+        [
+            Check::new("database", started, database),
+            Check::new("migrations", started, migrations),
+            Check::new("worker", started, worker),
+        ]
+    }
+}
+
+fn unknown() -> String {
+    "unknown while the database does not answer".to_owned()
+}
+
+async fn check_streams(streams: &dyn Backend) -> Check {
+    let started = Instant::now();
+    let reason = match timeout(CHECK_MAX, streams.now()).await {
+        Ok(Ok(_)) => None,
+        Ok(Err(error)) => {
+            warn!(%error, "not ready: the streams");
+            Some("they do not answer, work goes on slowly; the log says why".to_owned())
+        }
+        Err(_) => Some(format!("they did not answer within {CHECK_MAX:?}")),
+    };
+    Check::new("streams", started, reason)
+}
+
+impl Check {
+    fn new(name: &'static str, started: Instant, reason: Option<String>) -> Self {
+        let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        Self { name, ok: reason.is_none(), elapsed_ms, reason }
+    }
+}
+
+/// `/health/live` and `/health/ready`, for everybody.
+pub(crate) fn routes() -> Router<App> {
+    Router::new().route("/health/live", get(live)).route("/health/ready", get(ready))
+}
+
+async fn live() -> Json<serde_json::Value> {
+    Json(serde_json::json!({"status": "alive"}))
+}
+
+async fn ready(State(app): State<App>) -> Response {
+    let readiness = app.health.readiness(app.store.as_ref(), app.streams.as_ref()).await;
+    let status =
+        if readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, Json(readiness)).into_response()
+}

@@ -1,0 +1,107 @@
+//! The one shape of every refusal: `{"error":{"code","message"}}`.
+//!
+//! Upstream: every route and every layer. Promises: a code is a word for programs and never changes its meaning; a message is a
+//! sentence for people that says what to do, and tells nothing of our insides.
+
+use std::time::Duration;
+
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use headwater_issue::IssueError;
+use serde_json::json;
+use tracing::{error, warn};
+
+/// How soon to come back when the database was away.
+const COME_BACK_AFTER: Duration = Duration::from_secs(2);
+
+/// Why a request is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ApiError {
+    status: StatusCode,
+    code: &'static str,
+    message: String,
+    header: Option<(HeaderName, HeaderValue)>,
+}
+
+impl ApiError {
+    /// A refusal with this status, word and sentence.
+    pub(crate) fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        Self { status, code, message: message.into(), header: None }
+    }
+
+    /// 400: the request itself is wrong.
+    pub(crate) fn invalid(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid", message)
+    }
+
+    /// 404: there is no such thing.
+    pub(crate) fn not_found(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "not_found", message)
+    }
+
+    /// 503: come back after a while.
+    pub(crate) fn unavailable(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message)
+            .retry_after(COME_BACK_AFTER)
+    }
+
+    /// Says when to come back, in whole seconds and at least one.
+    pub(crate) fn retry_after(self, after: Duration) -> Self {
+        let seconds = after.as_millis().div_ceil(1000).max(1);
+        let seconds = HeaderValue::from_str(&seconds.to_string()).expect("digits are a header");
+        self.with_header(header::RETRY_AFTER, seconds)
+    }
+
+    /// Adds a header to the answer.
+    pub(crate) fn with_header(mut self, name: HeaderName, value: HeaderValue) -> Self {
+        self.header = Some((name, value));
+        self
+    }
+
+    /// The status of the answer.
+    #[cfg(test)]
+    pub(crate) fn status(&self) -> StatusCode {
+        self.status
+    }
+
+    /// The word for programs.
+    pub(crate) fn code(&self) -> &'static str {
+        self.code
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let body = json!({"error": {"code": self.code, "message": self.message}});
+        let mut response = (self.status, axum::Json(body)).into_response();
+        if let Some((name, value)) = self.header {
+            response.headers_mut().insert(name, value);
+        }
+        response
+    }
+}
+
+impl From<IssueError> for ApiError {
+    fn from(problem: IssueError) -> Self {
+        match &problem {
+            IssueError::Invalid { .. } => Self::invalid(problem.to_string()),
+            IssueError::NotFound { .. } => Self::not_found(problem.to_string()),
+            IssueError::UnknownIntegration { integration } => {
+                Self::not_found(format!("there is no integration `{integration}`"))
+            }
+            IssueError::DedupConflict { .. } => {
+                Self::new(StatusCode::CONFLICT, "conflict", problem.to_string())
+            }
+            // The reason may name servers and tables; it is for the log.
+            IssueError::Unavailable { .. } => {
+                warn!(error = %problem, "the database did not answer a request");
+                Self::unavailable("the database does not answer; try again")
+            }
+            _ => {
+                error!(error = %problem, "a request failed");
+                let message = "something went wrong here; the log says what";
+                Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
+            }
+        }
+    }
+}

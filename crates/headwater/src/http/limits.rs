@@ -1,0 +1,53 @@
+//! The outermost layer: how long a request may take, and how long it took.
+//!
+//! Upstream: `server`. Downstream: `rate`. Promises: an answer begins within `http.request_timeout`; every request is counted by
+//! its route, never by its path, which anybody can make up.
+
+use std::panic::AssertUnwindSafe;
+
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use futures_util::FutureExt;
+use metrics::{counter, histogram};
+use tokio::time::{Instant, timeout};
+use tracing::{debug, error};
+
+use super::ApiError;
+use crate::app::App;
+
+/// Requests. Labels: route, method, status.
+pub(crate) const REQUESTS: &str = "headwater_http_requests_total";
+/// Seconds until an answer began. Labels: route.
+pub(crate) const DURATION: &str = "headwater_http_duration_seconds";
+
+/// A layer: time limit, panics, measuring, and headers that every answer has.
+pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) -> Response {
+    let started = Instant::now();
+    let route = request.extensions().get::<MatchedPath>().map_or("none", |path| path.as_str());
+    let (route, method) = (route.to_owned(), request.method().clone());
+
+    let answering = AssertUnwindSafe(next.run(request)).catch_unwind();
+    let mut response = match timeout(app.settings.http.request_timeout, answering).await {
+        Ok(Ok(response)) => response,
+        Ok(Err(_)) => {
+            error!(route, "a request panicked");
+            let message = "something went wrong here; the log says what";
+            ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message).into_response()
+        }
+        Err(_) => ApiError::unavailable("the request took too long; try again").into_response(),
+    };
+
+    let headers = response.headers_mut();
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
+    let (status, took) = (response.status(), started.elapsed());
+    debug!(route, %method, status = status.as_u16(), elapsed_ms = took.as_millis(), "request");
+    let method = if method.as_str().len() <= 7 { method.to_string() } else { "other".to_owned() };
+    let status = status.as_u16().to_string();
+    counter!(REQUESTS, "route" => route.clone(), "method" => method, "status" => status)
+        .increment(1);
+    histogram!(DURATION, "route" => route).record(took);
+    response
+}

@@ -1,0 +1,33 @@
+//! The binary `headwater` as a library: from webhook to reply in one process, with your own handler if you like.
+//!
+//! `main` reads the command line and runs what it asks for; a program of your own calls [`main_with`] instead and has the
+//! same server, with a handler of its own in place of the desk.
+
+#![allow(dead_code, reason = "the routes that use it all are on their way")]
+#![allow(unused_imports, reason = "the same")]
+
+// In dependency order: each module uses only those above it.
+mod settings;
+
+mod cli;
+mod failure;
+mod stop;
+mod telemetry;
+
+mod open;
+
+mod app;
+mod http;
+
+mod health;
+mod router;
+
+mod stand_in;
+
+mod run;
+
+mod demo;
+
+mod command;
+
+pub use command::{main, main_with};

@@ -1,0 +1,271 @@
+//! The composition root: the whole system on one page, in the order in which an event goes through it.
+//!
+//!     webhooks, tickets, stream entries -> inbox -> nudge -> worker -> outbox -> replies
+//!                                            \________ sweeper ________/
+//!
+//! Upstream: `command`. Promises: what starts here is joined here. A part that ends by itself stops the process with exit
+//! code 1, so that whoever watches it starts it anew. A stop takes `worker.drain` and five seconds at most: first no new
+//! requests and no new claims, then the last replies, then the doors.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use headwater_issue::{
+    Inbox, InboxConfig, IssueHandler, Nudger, Outbox, OutboxConfig, Quiet, RetryPolicy, STREAM,
+    Store, SweepOptions, Sweeper, SweeperConfig, Worker, WorkerConfig,
+};
+use headwater_queue::Queue;
+use headwater_stream::Backend;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
+use tracing::{debug, error, info, warn};
+
+use crate::app::{App, Shared};
+use crate::failure::Failure;
+use crate::health::Health;
+use crate::http::{Access, Listening, Rate};
+use crate::settings::{Settings, Work};
+use crate::stand_in::{Chosen, Counting, Logging};
+use crate::stop::Stopping;
+use crate::telemetry::Telemetry;
+use crate::{open, router};
+
+/// Beyond the drain: to give claims back, send the last replies and close.
+const CLOSE_MAX: Duration = Duration::from_secs(5);
+
+/// How often gauges are set.
+const SAMPLE_EVERY: Duration = Duration::from_secs(5);
+
+/// What this process is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// Everything.
+    Serve,
+    /// Work, but no HTTP except health and metrics.
+    Worker,
+}
+
+/// Runs until a signal, or until a part fails.
+pub(crate) async fn run(
+    role: Role,
+    settings: Settings,
+    handler: Option<Arc<dyn IssueHandler>>,
+    telemetry: &Telemetry,
+) -> Result<(), Failure> {
+    let stopping = Stopping::default();
+    stopping.on_signals().context("signals cannot be heard")?;
+    let listening = match role {
+        Role::Serve => Listening::bind("http.listen", settings.http.listen).await?,
+        Role::Worker => Listening::bind("worker.listen", settings.http.worker_listen).await?,
+    };
+
+    // The truth, and the streams that make it fast.
+    let streams = open::streams(&settings, &stopping).await?;
+    let store = open::store(&settings, &stopping).await?;
+    for integration in &settings.integrations {
+        let known = store.ensure_integration(&integration.id, integration.provider.as_str()).await;
+        known.with_context(|| format!("[[integration]] `{}`", integration.id))?;
+    }
+
+    // The way in: events are stored, and workers are nudged.
+    let nudger = Nudger::new(Arc::clone(&streams));
+    let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config(&settings.work))
+        .context("the inbox")?;
+
+    // Work: claim, handle, complete. The desk's handler goes here.
+    let handler = Chosen(handler.unwrap_or_else(|| Arc::new(Counting)));
+    let worker =
+        Worker::new(Arc::clone(&store), nudger.clone(), handler, worker_config(&settings.work))
+            .context("the worker")?;
+    let sweeper = Sweeper::new(
+        Arc::clone(&store),
+        nudger.clone(),
+        Some(worker.clone()),
+        sweeper_config(&settings.work),
+    )
+    .context("the sweeper")?;
+
+    // The way out: replies and events leave after the commit. The desk's deliverer goes here.
+    let outbox = Outbox::new(Arc::clone(&store), Logging, outbox_config(&settings.work))
+        .context("the outbox")?;
+
+    // What people touch.
+    let health = Health::new(worker.name(), stopping.clone());
+    let app: App = Arc::new(Shared {
+        access: Access::new(&settings.tokens),
+        rate: Rate::new(&settings.http),
+        metrics: telemetry.metrics.clone(),
+        health: health.clone(),
+        stopping: stopping.clone(),
+        store: Arc::clone(&store),
+        streams: Arc::clone(&streams),
+        nudger,
+        inbox,
+        settings: settings.clone(),
+    });
+    let routes = match role {
+        Role::Serve => router::serve(&app),
+        Role::Worker => router::worker(&app),
+    };
+
+    // Everything runs.
+    let queue = Queue::new(Arc::clone(&streams));
+    let mut parts = Parts::new(health, stopping.clone());
+    let until = || {
+        let stopping = stopping.clone();
+        async move { stopping.begun().await }
+    };
+    let shutdown = until();
+    let work_queue = queue.clone();
+    parts.start("worker", async move { worker.run(&work_queue, shutdown).await });
+    let shutdown = until();
+    parts.start("sweeper", async move { sweeper.run(shutdown).await });
+    let sampling =
+        sample(Arc::clone(&store), Arc::clone(&streams), queue, telemetry.metrics.clone());
+    let shutdown = until();
+    parts.start("gauges", async move {
+        tokio::select! { () = shutdown => {}, () = sampling => {} }
+    });
+    // The desk's background parts start here.
+    let last_replies = Stopping::default();
+    let replies = last_replies.clone();
+    let mut outbox_part = Parts::new(parts.health.clone(), stopping.clone());
+    outbox_part.start("outbox", async move { outbox.run(async { replies.begun().await }).await });
+    let serving =
+        listening.serve(routes, settings.http.clone(), settings.work.drain, stopping.clone());
+    parts.start("http", serving);
+    info!(?role, "running");
+
+    // The stop, in the order of the flow. What does not end in time is lost to nobody: claims and rows run out.
+    stopping.begun().await;
+    let deadline = Instant::now() + settings.work.drain + CLOSE_MAX;
+    let mut failed = parts.join(deadline).await;
+    last_replies.begin();
+    failed = failed.or(outbox_part.join(deadline.max(Instant::now() + CLOSE_MAX / 2)).await);
+    drop(app);
+    close(store, streams).await;
+    match failed {
+        Some(part) => Err(Failure::new(format!("`{part}` ended by itself; the log says why"))),
+        None => {
+            info!("stopped");
+            Ok(())
+        }
+    }
+}
+
+/// Tasks by name. One that ends before the stop begins the stop.
+struct Parts {
+    tasks: JoinSet<Option<&'static str>>,
+    health: Health,
+    stopping: Stopping,
+}
+
+impl Parts {
+    fn new(health: Health, stopping: Stopping) -> Self {
+        Self { tasks: JoinSet::new(), health, stopping }
+    }
+
+    fn start(&mut self, part: &'static str, running: impl Future<Output = ()> + Send + 'static) {
+        let (health, stopping) = (self.health.clone(), self.stopping.clone());
+        health.note(part, true);
+        self.tasks.spawn(async move {
+            // A task of its own, so that a panic is an end like any other.
+            let ended = tokio::spawn(running).await;
+            health.note(part, false);
+            debug!(part, "part ended");
+            if let Err(problem) = &ended {
+                error!(part, error = %problem, "a part failed, stopping");
+            } else if !stopping.has_begun() {
+                error!(part, "a part ended by itself, stopping");
+            }
+            let has_failed = ended.is_err() || !stopping.has_begun();
+            stopping.begin();
+            has_failed.then_some(part)
+        });
+    }
+
+    /// Waits for all of them; the first that failed is named.
+    async fn join(&mut self, deadline: Instant) -> Option<&'static str> {
+        let mut failed = None;
+        let joining = async {
+            while let Some(ended) = self.tasks.join_next().await {
+                failed = failed.or(ended.ok().flatten());
+            }
+        };
+        if timeout_at(deadline, joining).await.is_err() {
+            warn!(count = self.tasks.len(), "parts did not end in time");
+        }
+        failed
+    }
+}
+
+/// Sets gauges, as long as it is not dropped.
+async fn sample(
+    store: Arc<dyn Store>,
+    streams: Arc<dyn Backend>,
+    queue: Queue,
+    metrics: metrics_exporter_prometheus::PrometheusHandle,
+) {
+    let mut sampler = queue.sampler(&[STREAM]).expect("the name is short and plain");
+    let mut ticks = interval(SAMPLE_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        metrics.run_upkeep();
+        let sampled = headwater_issue::metrics::sample(store.as_ref(), Some(&streams)).await;
+        if let Err(error) = sampled {
+            debug!(%error, "gauges keep their values");
+        }
+        if let Err(error) = sampler.run_once().await {
+            debug!(%error, "gauges of topics keep their values");
+        }
+    }
+}
+
+async fn close(store: Arc<dyn Store>, streams: Arc<dyn Backend>) {
+    if timeout(CLOSE_MAX, store.close()).await.is_err() {
+        warn!("the database did not close in time");
+    }
+    match timeout(CLOSE_MAX, streams.close()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => warn!(%error, "the streams did not close well"),
+        Err(_) => warn!("the streams did not close in time"),
+    }
+}
+
+fn inbox_config(work: &Work) -> InboxConfig {
+    let quiet = Quiet { quiet: work.quiet, max_wait: work.max_wait };
+    InboxConfig { quiet, ..InboxConfig::default() }
+}
+
+fn worker_config(work: &Work) -> WorkerConfig {
+    WorkerConfig {
+        concurrency: work.concurrency,
+        claim_ttl: work.claim,
+        heartbeat_every: work.claim / 4,
+        events_max: work.events_max,
+        deadline: work.deadline,
+        retry: retry(work),
+        drain: work.drain,
+        ..WorkerConfig::default()
+    }
+}
+
+fn sweeper_config(work: &Work) -> SweeperConfig {
+    let options = SweepOptions {
+        nudge_overdue: work.sweep_every,
+        crashes_max: work.attempts,
+        ..SweepOptions::default()
+    };
+    SweeperConfig { every: work.sweep_every, options }
+}
+
+fn outbox_config(work: &Work) -> OutboxConfig {
+    OutboxConfig { retry: retry(work), ..OutboxConfig::default() }
+}
+
+fn retry(work: &Work) -> RetryPolicy {
+    let (attempts_max, crashes_max) = (work.attempts, work.attempts);
+    RetryPolicy { attempts_max, crashes_max, ..RetryPolicy::default() }
+}

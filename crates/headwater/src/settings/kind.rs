@@ -1,0 +1,164 @@
+//! The kinds of values that settings have: what is allowed, said in words and checked.
+//!
+//! Upstream: `table` gives each setting a kind. Downstream: `sources` checks every value once; `Settings` reads them.
+//! Promises: a value that passed `check` can be read by the function of its kind. What is wrong is said without the value,
+//! which may be secret.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::time::Duration;
+
+use tracing_subscriber::EnvFilter;
+
+/// What a setting may be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    /// The URL of a stream backend.
+    StreamUrl,
+    /// The URL of a database.
+    DatabaseUrl,
+    /// `http://` or `https://`.
+    WebUrl,
+    /// An address and a port to listen on.
+    Listen,
+    /// A whole number.
+    Count {
+        /// The least.
+        min: u64,
+        /// The most.
+        max: u64,
+    },
+    /// A length of time.
+    Time {
+        /// The shortest.
+        min: Duration,
+        /// The longest.
+        max: Duration,
+    },
+    /// `true` or `false`.
+    Switch,
+    /// One of these words.
+    Choice(&'static [&'static str]),
+    /// What to log.
+    Filter,
+    /// Any text.
+    #[allow(dead_code, reason = "for settings of the desk")]
+    Text,
+    /// Any text, never shown, and no flag: others could see it in the list of processes.
+    #[allow(dead_code, reason = "for settings of the desk")]
+    Secret,
+}
+
+const STREAM_SCHEMES: [&str; 5] =
+    ["embedded:", "redis://", "rediss://", "redis-sentinel://", "redis-cluster://"];
+const DATABASE_SCHEMES: [&str; 3] = ["sqlite:", "postgres://", "postgresql://"];
+const WEB_SCHEMES: [&str; 2] = ["http://", "https://"];
+
+impl Kind {
+    /// What is allowed, in words that follow "allowed is".
+    pub(crate) fn allowed(&self) -> String {
+        match self {
+            Self::StreamUrl => "`embedded:DIR`, `embedded:memory`, `redis://HOST:PORT`, `rediss://`, `redis-sentinel://` or `redis-cluster://`".to_owned(),
+            Self::DatabaseUrl => "`sqlite:FILE` or `postgres://USER:PASSWORD@HOST/DATABASE`".to_owned(),
+            Self::WebUrl => "an address that begins with `http://` or `https://`".to_owned(),
+            Self::Listen => "an address and a port, such as `127.0.0.1:8080`".to_owned(),
+            Self::Count { min, max } => format!("a number from {min} to {max}"),
+            Self::Time { min, max } => format!("a time from {} to {}, such as `800ms`, `5s`, `2m` or `1h`", show_time(*min), show_time(*max)),
+            Self::Switch => "`true` or `false`".to_owned(),
+            Self::Choice(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", "),
+            Self::Filter => "a level (`error`, `warn`, `info`, `debug`, `trace`), or rules such as `info,headwater_issue=debug`".to_owned(),
+            Self::Text | Self::Secret => "any text".to_owned(),
+        }
+    }
+
+    /// Whether `value` is allowed.
+    pub(crate) fn check(&self, value: &str) -> Result<(), NotAllowed> {
+        let is_allowed = match self {
+            Self::StreamUrl => begins_with(value, &STREAM_SCHEMES),
+            Self::DatabaseUrl => begins_with(value, &DATABASE_SCHEMES),
+            Self::WebUrl => begins_with(value, &WEB_SCHEMES) && reqwest::Url::parse(value).is_ok(),
+            Self::Listen => listen(value).is_some(),
+            Self::Count { min, max } => {
+                value.parse().is_ok_and(|count: u64| (*min..=*max).contains(&count))
+            }
+            Self::Time { min, max } => {
+                time(value).is_some_and(|length| (*min..=*max).contains(&length))
+            }
+            Self::Switch => ["true", "false"].contains(&value),
+            Self::Choice(words) => words.contains(&value),
+            Self::Filter => !value.is_empty() && EnvFilter::try_new(value).is_ok(),
+            Self::Text | Self::Secret => !value.contains('\0'),
+        };
+        if is_allowed { Ok(()) } else { Err(NotAllowed) }
+    }
+}
+
+/// A value that its kind does not allow.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct NotAllowed;
+
+fn begins_with(value: &str, schemes: &[&str]) -> bool {
+    schemes.iter().any(|scheme| value.strip_prefix(scheme).is_some_and(|rest| !rest.is_empty()))
+}
+
+/// An address to listen on; a name such as `localhost` is looked up.
+pub(crate) fn listen(value: &str) -> Option<SocketAddr> {
+    value.to_socket_addrs().ok()?.next()
+}
+
+/// A length of time: a number and a unit.
+pub(crate) fn time(value: &str) -> Option<Duration> {
+    let digits = value.find(|character: char| !character.is_ascii_digit())?;
+    let (number, unit) = value.split_at(digits);
+    let number: u64 = number.parse().ok()?;
+    let unit_ms = match unit {
+        "ms" => 1,
+        "s" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        "d" => 86_400_000,
+        _ => return None,
+    };
+    Some(Duration::from_millis(number.checked_mul(unit_ms)?))
+}
+
+fn show_time(length: Duration) -> String {
+    let units = [(86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s")];
+    let ms = length.as_millis();
+    let unit = units.into_iter().find(|(unit_ms, _)| ms > 0 && ms.is_multiple_of(*unit_ms));
+    unit.map_or_else(|| format!("{ms}ms"), |(unit_ms, unit)| format!("{}{unit}", ms / unit_ms))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_a_number_and_a_unit() {
+        assert_eq!(time("800ms"), Some(Duration::from_millis(800)));
+        assert_eq!(time("2m"), Some(Duration::from_secs(120)));
+        for wrong in ["", "5", "s", "5 s", "-5s", "1.5s", "5S", "99999999999999999999s", "5s5"] {
+            assert_eq!(time(wrong), None, "{wrong}");
+        }
+        for text in ["0ms", "800ms", "5s", "15m", "1h", "1d", "90s"] {
+            assert_eq!(time(text).map(show_time).as_deref(), Some(text));
+        }
+    }
+
+    #[test]
+    fn what_is_out_of_range_or_of_another_kind_is_not_allowed() {
+        let count = Kind::Count { min: 1, max: 10 };
+        for wrong in ["0", "11", "-1", "1.0", "one", "", " 1", "1 "] {
+            assert_eq!(count.check(wrong), Err(NotAllowed), "{wrong}");
+        }
+        assert!(count.check("10").is_ok());
+        assert!(Kind::Listen.check("127.0.0.1").is_err());
+        assert!(Kind::Listen.check("127.0.0.1:99999").is_err());
+        assert!(Kind::Listen.check("[::1]:80").is_ok());
+        assert!(Kind::StreamUrl.check("redis://").is_err());
+        assert!(Kind::StreamUrl.check("http://localhost").is_err());
+        assert!(Kind::DatabaseUrl.check("mysql://localhost/a").is_err());
+        assert!(Kind::WebUrl.check("http://").is_err());
+        assert!(Kind::Switch.check("yes").is_err());
+        assert!(Kind::Filter.check("headwater=loud").is_err());
+    }
+}

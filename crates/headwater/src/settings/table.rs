@@ -1,0 +1,155 @@
+//! The table of all settings: one row each, with its name, default, kind and meaning.
+//!
+//! Upstream: nothing; this is where a setting is born. Downstream: `sources` reads flags, environment and file by it,
+//! `Settings` is built from it, `headwater config` prints it, and `docs/settings.md` is made of it.
+//! Promises: one name per setting everywhere: `http.listen` is `--http-listen`, `HEADWATER_HTTP_LISTEN`, and `listen` below
+//! `[http]` in the file. Not here: `[[integration]]` and `[[token]]`, of which there are several (see `lists`).
+
+use std::time::Duration;
+
+use super::kind::Kind;
+
+/// One setting.
+#[derive(Debug)]
+pub(crate) struct Setting {
+    /// Section and name, such as `http.listen`.
+    pub(crate) name: &'static str,
+    /// What holds if nobody says otherwise; empty means none.
+    pub(crate) default: &'static str,
+    /// What is allowed.
+    pub(crate) kind: Kind,
+    /// What it does, in one sentence.
+    pub(crate) meaning: &'static str,
+}
+
+const fn seconds(count: u64) -> Duration {
+    Duration::from_secs(count)
+}
+
+const fn setting(
+    name: &'static str,
+    default: &'static str,
+    kind: Kind,
+    meaning: &'static str,
+) -> Setting {
+    Setting { name, default, kind, meaning }
+}
+
+/// All settings, in the order in which they are shown.
+#[rustfmt::skip]
+pub(crate) const TABLE: &[Setting] = &[
+    // Where everything lies.
+    setting("stream.url", "embedded:headwater-data/streams", Kind::StreamUrl,
+        "Where streams are: in this process, or on Redis."),
+    setting("database.url", "sqlite:headwater-data/headwater.db", Kind::DatabaseUrl,
+        "Where issues, tickets and the outbox are: a SQLite file, or Postgres."),
+    setting("database.connections", "16", Kind::Count { min: 1, max: 1000 },
+        "The most connections to the database."),
+    setting("start.wait", "30s", Kind::Time { min: Duration::ZERO, max: seconds(3600) },
+        "How long to wait at the start for a Redis or Postgres that is away."),
+
+    // HTTP.
+    setting("http.listen", "127.0.0.1:8080", Kind::Listen,
+        "Where `serve` listens. Anything but the machine itself needs a `[[token]]`."),
+    setting("http.public_url", "", Kind::WebUrl,
+        "How others reach this server, for links."),
+    setting("http.body_bytes_max", "1048576", Kind::Count { min: 1024, max: 1024 * 1024 },
+        "The largest body of a request."),
+    setting("http.header_bytes_max", "32768", Kind::Count { min: 8192, max: 1024 * 1024 },
+        "The most bytes of all headers of a request."),
+    setting("http.connections_max", "1024", Kind::Count { min: 1, max: 100_000 },
+        "Connections at once; more wait to be accepted."),
+    setting("http.read_timeout", "10s", Kind::Time { min: Duration::from_millis(100), max: seconds(600) },
+        "How long a client may take to send its headers, and then its body."),
+    setting("http.request_timeout", "30s", Kind::Time { min: Duration::from_millis(100), max: seconds(600) },
+        "How long a request may take until its answer begins."),
+    setting("http.rate_per_second", "200", Kind::Count { min: 1, max: 1_000_000 },
+        "Requests per second that one client may send on average."),
+    setting("http.rate_burst", "1000", Kind::Count { min: 1, max: 1_000_000 },
+        "Requests that one client may send at once."),
+    setting("http.forwarded", "false", Kind::Switch,
+        "Whether the client's address is the last one in `X-Forwarded-For`. Only behind a proxy of yours that sets it."),
+
+    // Work on issues.
+    setting("worker.listen", "127.0.0.1:0", Kind::Listen,
+        "Where `worker` answers for health and metrics; port 0 is any free one."),
+    setting("worker.concurrency", "64", Kind::Count { min: 1, max: 10_000 },
+        "Issues that one process handles at once."),
+    setting("worker.claim", "60s", Kind::Time { min: seconds(1), max: seconds(86_400) },
+        "How long a claim lives without a sign of life; renewed every quarter of it."),
+    setting("worker.deadline", "15m", Kind::Time { min: seconds(1), max: seconds(86_400) },
+        "How long one run of a handler may take."),
+    setting("worker.attempts", "5", Kind::Count { min: 1, max: 1000 },
+        "Failed runs, or failed deliveries, after which an operator is needed."),
+    setting("worker.drain", "25s", Kind::Time { min: Duration::ZERO, max: seconds(3600) },
+        "How long a stop waits for what is under way; the rest is given back."),
+    setting("issue.quiet", "800ms", Kind::Time { min: Duration::ZERO, max: seconds(3600) },
+        "A run waits until no event of its issue has come for this long."),
+    setting("issue.max_wait", "5s", Kind::Time { min: Duration::ZERO, max: seconds(86_400) },
+        "But no event waits for quiet longer than this."),
+    setting("issue.events_max", "200", Kind::Count { min: 1, max: 1000 },
+        "Events in one run; the rest comes with the next."),
+    setting("sweep.every", "5s", Kind::Time { min: Duration::from_millis(100), max: seconds(3600) },
+        "How often to look for work that nobody was told of."),
+
+    // Webhooks.
+    setting("webhook.tolerance", "5m", Kind::Time { min: seconds(1), max: seconds(86_400) },
+        "How old, or how far ahead, the time of a signed webhook may be."),
+
+    // The desk: `desk.*` and `model.*` follow here.
+
+    // What is told to operators.
+    setting("audit.rows_max", "100000", Kind::Count { min: 100, max: 10_000_000 },
+        "Entries of the audit log that are kept; older ones are removed."),
+    setting("log.format", "auto", Kind::Choice(&["auto", "text", "json"]),
+        "How logs look: text on a terminal and JSON otherwise, or always one of them."),
+    setting("log.level", "info", Kind::Filter,
+        "What is logged: a level, or rules such as `info,headwater_issue=debug`."),
+    setting("otlp.url", "", Kind::WebUrl,
+        "Where traces go: the address of an OpenTelemetry collector (OTLP over HTTP)."),
+];
+
+/// The setting of this name, if there is one.
+pub(crate) fn find(name: &str) -> Option<&'static Setting> {
+    TABLE.iter().find(|setting| setting.name == name)
+}
+
+impl Setting {
+    /// `--http-listen` without its dashes.
+    pub(crate) fn flag(&self) -> String {
+        self.name.replace(['.', '_'], "-")
+    }
+
+    /// `HEADWATER_HTTP_LISTEN`.
+    pub(crate) fn variable(&self) -> String {
+        format!("HEADWATER_{}", self.name.replace('.', "_").to_uppercase())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn every_setting_has_names_of_its_own_and_a_default_that_is_allowed() {
+        let mut names = HashSet::new();
+        for setting in TABLE {
+            assert!(names.insert(setting.flag()), "{} stands twice", setting.name);
+            assert!(setting.name.split('.').count() == 2, "{} has one section", setting.name);
+            assert!(setting.meaning.ends_with('.'), "{} has a sentence", setting.name);
+            if !setting.default.is_empty() {
+                let checked = setting.kind.check(setting.default);
+                assert!(checked.is_ok(), "{}: {checked:?}", setting.name);
+            }
+        }
+    }
+
+    #[test]
+    fn one_name_is_spelled_in_three_ways() {
+        let setting = find("http.body_bytes_max").expect("it is in the table");
+        assert_eq!(setting.flag(), "http-body-bytes-max");
+        assert_eq!(setting.variable(), "HEADWATER_HTTP_BODY_BYTES_MAX");
+    }
+}

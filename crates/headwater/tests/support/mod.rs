@@ -1,0 +1,250 @@
+//! The real binary as a child of a test, with its logs and an HTTP client.
+
+// Each test file uses its own part of this.
+#![allow(dead_code)]
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use headwater_testkit::wait_until;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// How long anything may take on a slow and busy machine.
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+/// A place of its own for every server: working directory, data and settings file.
+pub(crate) struct Place {
+    directory: tempfile::TempDir,
+}
+
+impl Place {
+    pub(crate) fn new() -> Result<Self> {
+        Ok(Self { directory: tempfile::tempdir()? })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// Writes `headwater.toml`.
+    pub(crate) fn settings(self, text: &str) -> Result<Self> {
+        std::fs::write(self.path().join("headwater.toml"), text)?;
+        Ok(self)
+    }
+
+    /// The binary in this place, with nothing of ours in its environment.
+    pub(crate) fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_headwater"));
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("HEADWATER_") {
+                command.env_remove(name);
+            }
+        }
+        command.args(arguments).current_dir(self.path()).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs the binary to its end.
+    pub(crate) fn run(&self, arguments: &[&str]) -> Result<Output> {
+        Ok(self.command(arguments).output()?)
+    }
+
+    /// Starts `serve` on a free port and waits until it listens.
+    pub(crate) fn serve(&self, arguments: &[&str]) -> Result<Server> {
+        let always = ["serve", "--http-listen", "127.0.0.1:0"];
+        Server::start(self.command(&[&always[..], arguments].concat()))
+    }
+
+    /// Starts `serve` on a free port and waits for nothing.
+    pub(crate) fn serve_soon(&self, arguments: &[&str]) -> Result<Server> {
+        let always = ["serve", "--http-listen", "127.0.0.1:0"];
+        Server::spawn(self.command(&[&always[..], arguments].concat()))
+    }
+
+    /// Starts `worker` and waits until it listens.
+    pub(crate) fn worker(&self, arguments: &[&str]) -> Result<Server> {
+        Server::start(self.command(&[&["worker"][..], arguments].concat()))
+    }
+
+    /// A path below the place, as text.
+    pub(crate) fn file(&self, name: &str) -> String {
+        self.path().join(name).display().to_string()
+    }
+}
+
+/// A running binary, killed with -9 when dropped.
+pub(crate) struct Server {
+    child: Child,
+    logs: Arc<Mutex<Vec<Value>>>,
+    pub(crate) address: SocketAddr,
+    pub(crate) client: reqwest::Client,
+}
+
+impl Server {
+    /// Starts it and does not wait for anything.
+    fn spawn(mut command: Command) -> Result<Self> {
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().context("the binary does not start")?;
+        let logs: Arc<Mutex<Vec<Value>>> = Arc::default();
+        let stderr = child.stderr.take().context("no standard error")?;
+        let kept = Arc::clone(&logs);
+        // Ends with the child, which closes the pipe.
+        thread::spawn(move || {
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                let line = serde_json::from_str(&line).unwrap_or(Value::String(line));
+                kept.lock().expect("no panic").push(line);
+            }
+        });
+        let address = SocketAddr::from(([127, 0, 0, 1], 0));
+        Ok(Self { child, logs, address, client: client() })
+    }
+
+    /// Starts it and waits until it listens.
+    fn start(command: Command) -> Result<Self> {
+        let mut server = Self::spawn(command)?;
+        server.listening()?;
+        Ok(server)
+    }
+
+    /// Waits until it listens.
+    pub(crate) fn listening(&mut self) -> Result<()> {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            if let Some(line) = self.find_log("listening") {
+                let address = line["address"].as_str().context("an address")?;
+                self.address = address.parse()?;
+                return Ok(());
+            }
+            if let Some(status) = self.child.try_wait()? {
+                thread::sleep(Duration::from_millis(100));
+                bail!("the binary ended with {status}:\n{}", self.log());
+            }
+            if Instant::now() > deadline {
+                bail!("the binary does not listen:\n{}", self.log());
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn find_log(&self, message: &str) -> Option<Value> {
+        let logs = self.logs.lock().expect("no panic");
+        let contains =
+            |line: &&Value| line["message"].as_str().is_some_and(|it| it.contains(message));
+        logs.iter().find(contains).cloned()
+    }
+
+    pub(crate) fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Everything logged so far, as text.
+    pub(crate) fn log(&self) -> String {
+        let logs = self.logs.lock().expect("no panic");
+        logs.iter().map(|line| format!("{line}\n")).collect()
+    }
+
+    /// Waits for a line of the log with this in its message.
+    pub(crate) fn wait_for_log(&self, message: &str) -> Result<Value> {
+        let what = format!("the log line {message:?}");
+        wait_until(&what, LIMIT, || self.find_log(message).is_some())
+            .with_context(|| self.log())?;
+        self.find_log(message).context("it was there a moment ago")
+    }
+
+    pub(crate) async fn get(&self, path: &str) -> Result<(u16, Value)> {
+        answer(self.client.get(self.url(path)).send().await?).await
+    }
+
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<(u16, Value)> {
+        answer(self.client.post(self.url(path)).json(body).send().await?).await
+    }
+
+    /// Asks until `condition` holds of the answer.
+    pub(crate) async fn until(
+        &self,
+        path: &str,
+        condition: impl Fn(u16, &Value) -> bool,
+    ) -> Result<Value> {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let (status, body) = self.get(path).await?;
+            if condition(status, &body) {
+                return Ok(body);
+            }
+            if Instant::now() > deadline {
+                bail!("{path} does not become so: {status} {body:#}\n{}", self.log());
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) -> Result<()> {
+        let pid = Pid::from_raw(i32::try_from(self.child.id())?).context("a process id")?;
+        Ok(kill_process(pid, signal)?)
+    }
+
+    /// Waits until the process has ended by itself.
+    pub(crate) fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
+        let mut status = None;
+        wait_until("the binary to end", limit, || {
+            status = self.child.try_wait().ok().flatten();
+            status.is_some()
+        })?;
+        status.context("it has ended")
+    }
+
+    /// SIGTERM, and the end.
+    pub(crate) fn stop(&mut self) -> Result<ExitStatus> {
+        self.signal(Signal::TERM)?;
+        self.wait(LIMIT)
+    }
+
+    pub(crate) fn kill9(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// An HTTP client; it never speaks TLS here, but wants to know how.
+pub(crate) fn client() -> reqwest::Client {
+    let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
+    reqwest::Client::builder().timeout(LIMIT).no_proxy().build().expect("a client")
+}
+
+pub(crate) async fn answer(response: reqwest::Response) -> Result<(u16, Value)> {
+    let status = response.status().as_u16();
+    let text = response.text().await?;
+    let body = serde_json::from_str(&text).unwrap_or(Value::String(text));
+    Ok((status, body))
+}
+
+/// Text of a process that has ended.
+pub(crate) fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A directory that exists, for settings that want one.
+pub(crate) fn directory(place: &Place, name: &str) -> Result<PathBuf> {
+    let path = place.path().join(name);
+    std::fs::create_dir_all(&path)?;
+    Ok(path)
+}
