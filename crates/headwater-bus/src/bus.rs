@@ -15,6 +15,7 @@ use crate::breaker::BreakerState;
 use crate::error::{BusError, HandlerFailure, Result};
 use crate::event::{Event, Outgoing};
 use crate::handler::{EventHandler, Handlers};
+use crate::journal::Journal;
 use crate::name::{EventId, SessionId, SubscriptionId};
 use crate::registry::Registry;
 
@@ -46,6 +47,9 @@ pub trait EventBus: Send + Sync {
     ///
     /// The work goes on to its end if the call is dropped.
     async fn publish_all(&self, events: Vec<Outgoing>) -> Result<Vec<Result<PublishResult>>>;
+
+    /// Where the sessions of this bus lie. From the first call on, a bus that stores nothing else stores their events.
+    async fn journal(&self) -> Result<Journal>;
 
     /// How the bus is now.
     async fn health(&self) -> Health;

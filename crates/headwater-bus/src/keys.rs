@@ -59,9 +59,23 @@ impl Keys {
     }
 
     /// What is known of a session.
-    #[allow(dead_code, reason = "sessions use it")]
     pub(crate) fn session_meta(&self, session: &SessionId) -> MapName {
         fits(MapName::new(format!("{}:session:{session}:meta", self.prefix)))
+    }
+
+    /// The newest snapshot of a session for one set of folds.
+    pub(crate) fn session_snapshot(&self, session: &SessionId, set: &str) -> MapName {
+        fits(MapName::new(format!("{}:session:{session}:snapshot:{set}", self.prefix)))
+    }
+
+    /// The group on a session's stream that keeps what no snapshot stands for from being trimmed. It never reads.
+    pub(crate) fn session_guard(&self, session: &SessionId) -> GroupName {
+        fits(GroupName::new(format!("{}:session:{session}:guard", self.prefix)))
+    }
+
+    /// The list of sessions, in the order they were made.
+    pub(crate) fn sessions(&self) -> StreamName {
+        fits(StreamName::new(format!("{}:sessions", self.prefix)))
     }
 
     /// A group on the stream of a session or a namespace.
@@ -94,6 +108,9 @@ mod tests {
         assert_eq!(keys.control(&namespace).as_str(), "wink:control:default");
         assert_eq!(keys.unknown().as_str(), "wink:events:unknown");
         assert_eq!(keys.session_meta(&session).as_str(), "wink:session:s1:meta");
+        assert_eq!(keys.session_guard(&session).as_str(), "wink:session:s1:guard");
+        assert_eq!(keys.session_snapshot(&session, "0f").as_str(), "wink:session:s1:snapshot:0f");
+        assert_eq!(keys.sessions().as_str(), "wink:sessions");
         assert_eq!(keys.group("s1", "telemetry").unwrap().as_str(), "wink:cg:s1:telemetry");
     }
 

@@ -14,6 +14,8 @@ mod registry;
 mod builtin;
 mod keys;
 
+mod journal;
+
 mod breaker;
 mod handler;
 
@@ -26,6 +28,9 @@ mod local;
 mod parked;
 mod spool;
 mod streamed;
+
+mod fold;
+mod session;
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -41,12 +46,18 @@ pub use bus::{
 };
 pub use error::{BusError, FailureKind, HandlerFailure, Misfit, Result, SpoolError};
 pub use event::{Envelope, Event, Outgoing, Received, Scope};
+pub use fold::{AllEvents, Fold, Folds, SessionEvent};
 pub use handler::{EventHandler, Handlers};
 pub use headwater_queue::{Backoff, Outcome, RetryPolicy, TraceContext};
+pub use journal::Journal;
 pub use local::{LocalBus, LocalDeadLetter};
 pub use name::{EventId, Namespace, SessionId, SubscriptionId};
 pub use parked::ParkedEntry;
 pub use registry::Registry;
+pub use session::{
+    Compacted, Export, Import, Missing, MissingReason, Parent, Recovery, Session, SessionError,
+    SessionInfo, SessionState, Sessions, SessionsConfig, Stage, Swept, UnreadableEntries, Until,
+};
 pub use spool::SpoolConfig;
 pub use streamed::{FailurePolicy, Retried, StreamedBus, StreamedBusConfig};
 pub use trace::current_trace;

@@ -53,5 +53,37 @@ pub const SPOOL_BYTES_MAX: u64 = 1024 * 1024 * 1024;
 /// The longest time ids of published events are remembered.
 pub const REMEMBER_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
+/// Folds of one application.
+pub const FOLDS_MAX: usize = 100;
+
+/// Bytes of the name of a fold.
+pub const FOLD_NAME_BYTES_MAX: usize = 256;
+
+/// Events that one fold keeps ([`Folds::all`](crate::Folds::all)).
+pub const FOLDED_EVENTS_MAX: usize = 100_000;
+
+/// The newest events of a session by whose ids a second copy of an event is known.
+pub const SEEN_MAX: usize = 4096;
+
+/// Unreadable entries of a session that are remembered one by one, to be tried again.
+pub const UNREADABLE_MAX: usize = 256;
+
+/// Entries of a session in one step of a replay, and about how many bytes.
+pub const REPLAY_PAGE_MAX: usize = 2000;
+/// See [`REPLAY_PAGE_MAX`].
+pub const REPLAY_PAGE_BYTES: usize = 8 * 1024 * 1024;
+
+/// Bytes of a snapshot.
+pub const SNAPSHOT_BYTES_MAX: usize = 8 * 1024 * 1024;
+
+/// Sets of folds of which a session keeps snapshots.
+pub const SNAPSHOT_SETS_MAX: usize = 16;
+
+/// Bytes of one line of an import: the largest snapshot fits, also if all of it has to be escaped.
+pub const IMPORT_LINE_BYTES_MAX: usize = 4 * SNAPSHOT_BYTES_MAX;
+
+/// Sessions in one page of a list.
+pub const LIST_MAX: usize = 1000;
+
 // A batch of the largest payloads, each with its fields around it, is one append.
 const _: () = assert!(BATCH_BYTES_MAX + BATCH_MAX * 2048 <= stream::BATCH_BYTES_MAX);

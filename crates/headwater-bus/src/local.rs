@@ -1,6 +1,7 @@
-//! The bus inside one process: nothing is stored, everything ends with it.
+//! The bus inside one process: everything ends with it.
 //!
-//! Upstream: applications and their tests. Downstream: `live` and `durable`.
+//! Upstream: applications and their tests. Downstream: `live` and `durable`; the events of sessions go to a journal in
+//! memory, if somebody works with sessions.
 //! Promises: the same as every bus, as far as a process reaches. A durable subscription has a queue in memory; an event
 //! that ran out of tries is kept as a dead letter, the newest thousand of them.
 
@@ -12,7 +13,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_stream::clock::{Clock, SystemClock};
-use tokio::sync::{Semaphore, mpsc, watch};
+use headwater_stream::{Fields, Options, Retention, connect};
+use tokio::sync::{OnceCell, Semaphore, mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 use tracing::warn;
@@ -25,6 +27,8 @@ use crate::durable::{Closing, Ended, Pursuit};
 use crate::error::{BusError, Result};
 use crate::event::{Envelope, Outgoing, Scope};
 use crate::handler::{self, Delivered, Handlers};
+use crate::journal::Journal;
+use crate::keys::PREFIX;
 use crate::limits::{BATCH_MAX, LOCAL_DEAD_LETTERS_MAX, LOCAL_QUEUE_MAX};
 use crate::live::{Live, LiveList, Source};
 use crate::metrics;
@@ -53,6 +57,8 @@ struct Inner {
     next_id: AtomicU64,
     closing: Closing,
     in_flight: Semaphore,
+    /// Where events of sessions are kept, from the time on when somebody asks for it.
+    journal: OnceCell<Journal>,
     clock: SystemClock,
 }
 
@@ -88,6 +94,7 @@ impl LocalBus {
             next_id: AtomicU64::new(1),
             closing,
             in_flight: Semaphore::new(IN_FLIGHT as usize),
+            journal: OnceCell::new(),
             clock: SystemClock,
         };
         Self { inner: Arc::new(inner), stop }
@@ -181,6 +188,14 @@ impl EventBus for LocalBus {
             inner.publish_all(events).await
         });
         publishing.await.unwrap_or(Err(BusError::Closed))
+    }
+
+    async fn journal(&self) -> Result<Journal> {
+        self.inner.check_open()?;
+        let open = || async {
+            Journal::new(connect("embedded:memory", &Options::default()).await?, PREFIX)
+        };
+        self.inner.journal.get_or_try_init(open).await.cloned()
     }
 
     async fn health(&self) -> Health {
@@ -283,15 +298,23 @@ impl Inner {
             }
             prepared.push((session, self.deliverable(event)));
         }
-        self.enqueue(&prepared)?;
+        // First room for all of them with those who want them, then storing, then handing over: an error means that
+        // nothing happened.
+        let wanting = self.wanting(&prepared);
+        let reserved = reserve(&wanting)?;
+        let stored = self.record(&mut prepared).await?;
+        for (room, durable) in reserved.into_iter().zip(&wanting) {
+            let wanted = durable.wanted.iter().map(|index| &prepared[*index].1);
+            room.zip(wanted).for_each(|(place, delivered)| place.send(delivered.clone()));
+        }
         let mut results = Vec::with_capacity(prepared.len());
-        for (session, delivered) in prepared {
+        for ((session, delivered), stored) in prepared.into_iter().zip(stored) {
             let source = Source::Here(session.as_ref());
             let dispatched = self.live.dispatch(&delivered, source, self.session.as_ref()).await;
             metrics::published(&delivered.envelope.event_type, "local", Duration::ZERO);
             results.push(Ok(PublishResult {
                 event_id: delivered.envelope.event_id.clone(),
-                stored: Stored::LocalOnly,
+                stored,
                 handlers_invoked: dispatched.invoked,
                 failures: dispatched.failures,
             }));
@@ -306,26 +329,64 @@ impl Inner {
         Delivered { value: Arc::clone(&event.value), envelope: Arc::new(envelope) }
     }
 
-    /// Gives events to all durable subscriptions that want them, or to none if one has no room.
-    fn enqueue(&self, events: &[(Option<SessionId>, Delivered)]) -> Result<()> {
+    /// The durable subscriptions that want any of these events.
+    fn wanting(&self, events: &[(Option<SessionId>, Delivered)]) -> Vec<Wanting> {
         let durable = lock(&self.durable);
-        let mut reserved = Vec::new();
-        for durable in durable.values() {
-            let wanted: Vec<&Delivered> = events
-                .iter()
-                .filter(|(session, delivered)| durable.wants(session.as_ref(), delivered))
-                .map(|(_, delivered)| delivered)
-                .collect();
-            let room = durable.sender.try_reserve_many(wanted.len()).map_err(|_| {
-                BusError::Backlogged { group: durable.place.2.clone(), limit: LOCAL_QUEUE_MAX }
-            })?;
-            reserved.push((room, wanted));
-        }
-        for (room, wanted) in reserved {
-            room.zip(wanted).for_each(|(place, delivered)| place.send(delivered.clone()));
-        }
-        Ok(())
+        let wanting = durable.values().map(|durable| {
+            let wants = |index: &usize| {
+                let (session, delivered) = &events[*index];
+                durable.wants(session.as_ref(), delivered)
+            };
+            Wanting {
+                group: durable.place.2.clone(),
+                sender: durable.sender.clone(),
+                wanted: (0..events.len()).filter(wants).collect(),
+            }
+        });
+        wanting.filter(|wanting| !wanting.wanted.is_empty()).collect()
     }
+
+    /// Keeps the events of sessions, if there is a journal. Says where each event is.
+    async fn record(&self, events: &mut [(Option<SessionId>, Delivered)]) -> Result<Vec<Stored>> {
+        let mut stored = vec![Stored::LocalOnly; events.len()];
+        let Some(journal) = self.journal.get() else { return Ok(stored) };
+        let mut sessions: BTreeMap<SessionId, Vec<usize>> = BTreeMap::new();
+        for (index, (session, _)) in events.iter().enumerate() {
+            if let Some(session) = session {
+                sessions.entry(session.clone()).or_default().push(index);
+            }
+        }
+        for (session, indexes) in sessions {
+            let stream = journal.keys.session(&session);
+            let fields: Vec<Fields> =
+                indexes.iter().map(|index| events[*index].1.envelope.to_fields()).collect();
+            let ids = journal.backend.append(&stream, &fields, &Retention::KEEP_ALL).await?;
+            for (index, id) in indexes.into_iter().zip(ids) {
+                let envelope = Arc::make_mut(&mut events[index].1.envelope);
+                (envelope.stream, envelope.entry_id) = (Some(stream.clone()), Some(id));
+                stored[index] = Stored::Entry(id);
+            }
+        }
+        Ok(stored)
+    }
+}
+
+/// A durable subscription that wants some of the events of a batch.
+struct Wanting {
+    group: String,
+    sender: mpsc::Sender<Delivered>,
+    wanted: Vec<usize>,
+}
+
+/// Room in the queues of all subscriptions, or none if one of them is full.
+fn reserve(wanting: &[Wanting]) -> Result<Vec<mpsc::PermitIterator<'_, Delivered>>> {
+    let mut reserved = Vec::with_capacity(wanting.len());
+    for Wanting { group, sender, wanted } in wanting {
+        let room = sender.try_reserve_many(wanted.len());
+        let full = |_| BusError::Backlogged { group: group.clone(), limit: LOCAL_QUEUE_MAX };
+        reserved.push(room.map_err(full)?);
+    }
+    Ok(reserved)
 }
 
 impl Durable {

@@ -27,6 +27,20 @@ pub const SPOOLED: &str = "headwater_bus_spooled";
 /// Events that went from the spool to their streams. Labels: none.
 pub const REPLAYED: &str = "headwater_bus_replayed_total";
 
+/// Sessions recovered. Labels: from (`snapshot`, `events`).
+pub const RECOVERED: &str = "headwater_bus_sessions_recovered_total";
+/// Seconds a recovery took. Labels: from.
+pub const RECOVERY_LATENCY: &str = "headwater_bus_session_recovery_seconds";
+/// Snapshots of sessions. Labels: result (`kept`, `superseded`).
+pub const SNAPSHOTS: &str = "headwater_bus_session_snapshots_total";
+
+/// Entries of sessions that compactions removed. Labels: none.
+pub const COMPACTED: &str = "headwater_bus_session_entries_compacted_total";
+/// Sessions whose time was up. Labels: none.
+pub const EXPIRED: &str = "headwater_bus_sessions_expired_total";
+/// Sessions made of others. Labels: of (`fork`, `import`).
+pub const FILLED: &str = "headwater_bus_sessions_filled_total";
+
 pub(crate) fn published(event_type: &str, result: &'static str, took: Duration) {
     counter!(PUBLISHED, "type" => event_type.to_owned(), "result" => result).increment(1);
     histogram!(PUBLISH_LATENCY, "type" => event_type.to_owned()).record(took);
@@ -58,6 +72,29 @@ pub(crate) fn breaker_opened() {
 
 pub(crate) fn spooled(events: usize) {
     gauge!(SPOOLED).set(events as f64);
+}
+
+pub(crate) fn recovered(from_snapshot: bool, took: Duration) {
+    let from = if from_snapshot { "snapshot" } else { "events" };
+    counter!(RECOVERED, "from" => from).increment(1);
+    histogram!(RECOVERY_LATENCY, "from" => from).record(took);
+}
+
+pub(crate) fn snapshot(is_kept: bool) {
+    let result = if is_kept { "kept" } else { "superseded" };
+    counter!(SNAPSHOTS, "result" => result).increment(1);
+}
+
+pub(crate) fn compacted(entries: u64) {
+    counter!(COMPACTED).increment(entries);
+}
+
+pub(crate) fn expired() {
+    counter!(EXPIRED).increment(1);
+}
+
+pub(crate) fn filled(of: &'static str) {
+    counter!(FILLED, "of" => of).increment(1);
 }
 
 pub(crate) fn replayed(events: usize) {

@@ -45,6 +45,7 @@ use crate::durable::{Closing, Ended};
 use crate::error::{BusError, Result};
 use crate::event::{Envelope, Outgoing, Scope};
 use crate::handler::{self, Delivered, Handlers};
+use crate::journal::Journal;
 use crate::keys::Keys;
 use crate::live::{Live, LiveList, Source};
 use crate::name::{SessionId, SubscriptionId, random_bits};
@@ -257,6 +258,11 @@ impl EventBus for StreamedBus {
             inner.publish_all(events).await
         });
         publishing.await.unwrap_or(Err(BusError::Closed))
+    }
+
+    async fn journal(&self) -> Result<Journal> {
+        let Inner { backend, keys, .. } = &*self.inner;
+        Ok(Journal { backend: Arc::clone(backend), keys: keys.clone() })
     }
 
     async fn health(&self) -> Health {

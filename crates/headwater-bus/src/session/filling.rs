@@ -1,0 +1,200 @@
+//! Filling: a new session is made of entries that were stored before, elsewhere.
+//!
+//! Upstream: `fork` and `import`. Downstream: the new session's stream and meta.
+//! Promises: until all of it is there, nobody takes it for a session: it says that it is unfinished, and becomes one in a
+//! single step. Whoever is taken for dead and goes on cannot finish it any more.
+
+use std::collections::{HashMap, HashSet};
+
+use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
+use headwater_stream::{EntryId, Fields, RegistryMap, Retention};
+
+use super::meta::{self, First, Meta, Parent, Point, Stage};
+use super::replay::{ORIGINAL_ENTRY_ID, original_id};
+use super::{Result, Session, SessionError, Sessions, snapshot};
+use crate::limits::REPLAY_PAGE_BYTES;
+use crate::name::{SessionId, random_bits};
+
+/// A session that is being made.
+pub(super) struct Filling {
+    sessions: Sessions,
+    session: SessionId,
+    meta: Meta,
+    /// Snapshots that move along, by their set of folds.
+    snapshots: Vec<(String, RegistryMap)>,
+    /// Entries that the snapshots name, and what they are called here.
+    moved: HashMap<EntryId, Option<EntryId>>,
+    first: Option<EntryId>,
+    pub(super) last: Option<EntryId>,
+    pub(super) entries: u64,
+}
+
+/// What the new session begins with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Beginning {
+    /// The first event there ever was.
+    Whole,
+    /// What came after so many entries that are gone; snapshots stand for them.
+    After(u64),
+    /// Nobody knows.
+    Unknown,
+}
+
+impl Filling {
+    /// Takes the id for a session that is to be filled.
+    pub(super) async fn begin(
+        sessions: &Sessions,
+        session: &SessionId,
+        what: String,
+        parent: Option<Parent>,
+        snapshots: Vec<(String, RegistryMap)>,
+    ) -> Result<Self> {
+        sessions.check_free(session).await?;
+        let mut meta = sessions.begin(session, First::Unseen).await?;
+        meta.stage = Stage::Filling;
+        meta.filling = what;
+        meta.filler = format!("{:032x}", random_bits());
+        meta.parent = parent;
+        sessions.found(session, &meta).await?;
+        let named: HashSet<EntryId> =
+            snapshots.iter().flat_map(|(_, fields)| snapshot::ids_of(fields)).collect();
+        Ok(Self {
+            sessions: sessions.clone(),
+            session: session.clone(),
+            meta,
+            snapshots,
+            moved: named.into_iter().map(|id| (id, None)).collect(),
+            first: None,
+            last: None,
+            entries: 0,
+        })
+    }
+
+    /// Adds entries under the ids that they had where they come from.
+    pub(super) async fn add(&mut self, entries: &[(EntryId, Fields)]) -> Result<()> {
+        let mut rest = entries;
+        while !rest.is_empty() {
+            let mut bytes = 0;
+            let fits = |(_, fields): &&(EntryId, Fields)| {
+                bytes += fields.bytes();
+                bytes <= REPLAY_PAGE_BYTES
+            };
+            let count = rest.iter().take(BATCH_MAX).take_while(fits).count().max(1);
+            let (batch, after) = rest.split_at(count);
+            self.add_batch(batch).await?;
+            rest = after;
+        }
+        Ok(())
+    }
+
+    async fn add_batch(&mut self, entries: &[(EntryId, Fields)]) -> Result<()> {
+        self.go_on().await?;
+        let journal = self.sessions.journal();
+        let stream = journal.keys.session(&self.session);
+        let copies: Vec<Fields> = entries.iter().map(|(id, fields)| copy(*id, fields)).collect();
+        let ids = journal.backend.append(&stream, &copies, &Retention::KEEP_ALL).await?;
+        for ((old, _), new) in entries.iter().zip(ids) {
+            self.first.get_or_insert(new);
+            if let Some(moved) = self.moved.get_mut(old) {
+                *moved = Some(new);
+            }
+            self.last = Some(*old);
+            self.entries += 1;
+        }
+        Ok(())
+    }
+
+    /// Shows that somebody still works on it.
+    async fn go_on(&self) -> Result<()> {
+        let now = self.sessions.now().await?;
+        if self.change(&meta::progress_is(now)).await? {
+            return Ok(());
+        }
+        Err(self.taken_away())
+    }
+
+    async fn change(&self, fields: &RegistryMap) -> Result<bool> {
+        let journal = self.sessions.journal();
+        let map = journal.keys.session_meta(&self.session);
+        let expected = Some((meta::FILLER, self.meta.filler.as_bytes()));
+        Ok(journal.backend.map_update(&map, expected, fields).await?)
+    }
+
+    fn taken_away(&self) -> SessionError {
+        SessionError::Unfinished {
+            session: self.session.clone(),
+            what: format!("{}, which somebody removed,", self.meta.filling),
+            since: self.meta.progress_at,
+        }
+    }
+
+    /// Whether there is a snapshot that stands for what came before the first entry.
+    pub(super) fn has_snapshot(&self) -> bool {
+        self.moved_snapshots().next().is_some()
+    }
+
+    /// The snapshots as they are here, if all entries that they name came along.
+    fn moved_snapshots(&self) -> impl Iterator<Item = (&str, RegistryMap)> {
+        let to = |id| self.moved.get(&id).copied().flatten();
+        self.snapshots
+            .iter()
+            .filter_map(move |(set, fields)| Some((set.as_str(), snapshot::moved(fields, to)?)))
+    }
+
+    /// Makes it a session: all of it, in one step.
+    pub(super) async fn finish(self, beginning: Beginning) -> Result<Session> {
+        let journal = self.sessions.journal();
+        let mut meta = self.meta.clone();
+        meta.stage = Stage::Open;
+        meta.progress_at = self.sessions.now().await?;
+        if let (Some(parent), Some(last)) = (&mut meta.parent, self.last) {
+            parent.entry_id = last;
+        }
+        meta.first = match (beginning, self.first) {
+            (Beginning::Unknown, _) => First::Unknown,
+            (Beginning::After(_), _) => First::Elsewhere,
+            (Beginning::Whole, Some(first)) => First::Entry(first),
+            (Beginning::Whole, None) => First::Unseen,
+        };
+        if let (Beginning::After(entries), Some(entry_id)) = (beginning, self.first) {
+            meta.compacted = Some(Point { entry_id, entries });
+        }
+        for (set, fields) in self.moved_snapshots() {
+            let map = journal.keys.session_snapshot(&self.session, set);
+            // One that is there is left over from a session that was removed.
+            if !journal.backend.map_create(&map, &fields).await? {
+                journal.backend.map_update(&map, None, &fields).await?;
+            }
+            if let Some(point) = snapshot::point_of(&fields) {
+                meta.snapshots.insert(set.to_owned(), point);
+            }
+        }
+        let mut fields = meta.to_fields();
+        // Whoever filled it is done.
+        fields.insert(meta::FILLER.to_owned(), bytes::Bytes::new());
+        if !self.change(&fields).await? {
+            return Err(self.taken_away());
+        }
+        self.sessions.recover(&self.session).await
+    }
+
+    /// Removes what was made so far. If that fails, it stays unfinished, and is swept later.
+    pub(super) async fn abandon(self) {
+        if let Err(error) = self.sessions.forget(&self.session).await {
+            tracing::warn!(session = %self.session, %error, "an unfinished session is left behind");
+        }
+    }
+}
+
+/// The same entry, with a note of the id it had when it was first stored.
+fn copy(id: EntryId, fields: &Fields) -> Fields {
+    let note = (ORIGINAL_ENTRY_ID, original_id(id, fields).to_string());
+    let has_note = fields.get(ORIGINAL_ENTRY_ID).is_some();
+    let bytes = fields.bytes() + note.0.len() + note.1.len();
+    // An entry of another program may be as large as an entry can be; then it does without.
+    if has_note || fields.len() >= FIELDS_MAX || bytes > ENTRY_BYTES_MAX {
+        return fields.clone();
+    }
+    let note = (note.0.as_bytes().to_vec().into(), note.1.into_bytes().into());
+    Fields::new(fields.iter().cloned().chain([note]))
+}

@@ -1,0 +1,212 @@
+//! The life of sessions as a whole: made, listed, looked at, forgotten.
+//!
+//! Upstream: applications and operators. Downstream: `meta`, and a stream that lists all sessions.
+//! Promises: of two that make the same session one wins; a session that is made has a guard on its stream from the
+//! beginning, so that no trim of ours takes what no snapshot stands for. A crash in the middle leaves nothing that looks
+//! like a session.
+
+use std::time::Duration;
+
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{Direction, EntryId, Fields, GroupStart, Range, Retention};
+
+use super::meta::{self, First, Meta, Parent, Stage};
+use super::{Result, Session, SessionError, Sessions};
+use crate::error::BusError;
+use crate::limits::LIST_MAX;
+use crate::name::SessionId;
+
+/// In an entry of the list of sessions.
+const SESSION: &str = "session";
+
+/// What there is to know of a session without reading its events.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionInfo {
+    /// Its id.
+    pub session: SessionId,
+    /// Its place in the list of sessions, which is in the order they were made.
+    pub index: EntryId,
+    /// Where it is in its life.
+    pub stage: Stage,
+    /// When it was made.
+    pub created_at: Timestamp,
+    /// The session it was forked from.
+    pub parent: Option<Parent>,
+    /// How long it lives after its last event.
+    pub ttl: Option<Duration>,
+    /// How many entries its stream holds.
+    pub length: u64,
+    /// How many entries were compacted, or went when it expired.
+    pub gone: u64,
+    /// Its newest entry.
+    pub last_entry: Option<EntryId>,
+}
+
+impl Sessions {
+    /// Makes a session. It is an error if there is one with this id, or if its stream holds events already: those of
+    /// another program, which [`recover`](Self::recover) takes over.
+    pub async fn create(&self, session: &SessionId) -> Result<Session> {
+        self.check_free(session).await?;
+        let meta = self.begin(session, First::Unseen).await?;
+        self.found(session, &meta).await?;
+        Ok(Session::empty(self.clone(), session.clone()))
+    }
+
+    /// Nothing may be there of a session that is to be made.
+    pub(super) async fn check_free(&self, session: &SessionId) -> Result<()> {
+        let journal = self.journal();
+        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
+        if self.meta(session).await?.is_some() {
+            return Err(exists(session, "recover it"));
+        }
+        if stats.is_some_and(|stats| stats.length > 0) {
+            return Err(exists(session, "another program wrote events of it; recover it"));
+        }
+        Ok(())
+    }
+
+    /// Recovers a session, or makes it if there is none.
+    pub async fn ensure(&self, session: &SessionId) -> Result<Session> {
+        match self.recover(session).await {
+            Err(SessionError::NotFound { .. }) => {}
+            other => return other,
+        }
+        match self.create(session).await {
+            // Somebody else made it meanwhile.
+            Err(SessionError::Exists { .. }) => self.recover(session).await,
+            other => other,
+        }
+    }
+
+    /// Takes over a stream that other programs wrote, as the session it is of.
+    pub(super) async fn adopt(&self, session: &SessionId) -> Result<Meta> {
+        let meta = self.begin(session, First::Unknown).await?;
+        match self.found(session, &meta).await {
+            Ok(()) => Ok(meta),
+            // Somebody else did so at the same time.
+            Err(SessionError::Exists { .. }) => {
+                let meta = self.meta(session).await?;
+                meta.ok_or_else(|| SessionError::NotFound { session: session.clone() })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Puts a session into the list and a guard on its stream. It is a session only when its meta says so.
+    pub(super) async fn begin(&self, session: &SessionId, first: First) -> Result<Meta> {
+        let journal = self.journal();
+        let now = self.now().await?;
+        let entry = [Fields::new([(SESSION, session.to_string())])];
+        let list = journal.keys.sessions();
+        let ids = journal.backend.append(&list, &entry, &Retention::KEEP_ALL).await?;
+        let index = ids.first().copied().unwrap_or(EntryId::MIN);
+        let (stream, guard) = (journal.keys.session(session), journal.keys.session_guard(session));
+        journal.backend.ensure_group(&stream, &guard, GroupStart::Beginning).await?;
+        let ttl = self.inner.config.ttl;
+        Ok(Meta { first, ttl, ..Meta::new(Stage::Open, index, now) })
+    }
+
+    /// Makes it a session, or finds that it is one.
+    pub(super) async fn found(&self, session: &SessionId, meta: &Meta) -> Result<()> {
+        let journal = self.journal();
+        let map = journal.keys.session_meta(session);
+        let fields = meta.to_fields();
+        if journal.backend.map_create(&map, &fields).await? {
+            return Ok(());
+        }
+        // Another program keeps things of its own there: both have room.
+        if self.meta(session).await?.is_none()
+            && journal.backend.map_update(&map, None, &fields).await?
+        {
+            return Ok(());
+        }
+        let _ = journal.backend.delete_entries(&journal.keys.sessions(), &[meta.index]).await;
+        Err(exists(session, "recover it"))
+    }
+
+    /// Sessions in the order they were made, after this place in the list (`EntryId::MIN` for the first page). An empty
+    /// page is the last one.
+    pub async fn list(&self, after: EntryId, count: usize) -> Result<Vec<SessionInfo>> {
+        if !(1..=LIST_MAX).contains(&count) {
+            let problem = format!("{count}; 1 to {LIST_MAX}");
+            return Err(BusError::invalid("the length of a page", problem).into());
+        }
+        let journal = self.journal();
+        let (mut found, mut from) = (Vec::new(), after.next());
+        while found.len() < count {
+            let range = Range { from, to: EntryId::MAX, direction: Direction::Forward, count };
+            let entries = journal.backend.range(&journal.keys.sessions(), range).await?;
+            let Some(last) = entries.last() else { break };
+            from = last.id.next();
+            for entry in &entries {
+                if found.len() == count {
+                    break;
+                }
+                let name = entry.fields.get(SESSION).and_then(|id| std::str::from_utf8(id).ok());
+                let Some(session) = name.and_then(|id| SessionId::new(id).ok()) else { continue };
+                // Whoever began to make a session and died, or lost against another, left an entry that counts for nothing.
+                match self.info(&session).await {
+                    Ok(Some(info)) if info.index == entry.id => found.push(info),
+                    Ok(_) | Err(SessionError::Damaged { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            if entries.len() < count {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    /// What there is to know of a session; `None` if there is none.
+    pub async fn info(&self, session: &SessionId) -> Result<Option<SessionInfo>> {
+        let Some(meta) = self.meta(session).await? else { return Ok(None) };
+        let journal = self.journal();
+        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
+        let gone = meta.expired.or(meta.compacted).map_or(0, |point| point.entries);
+        Ok(Some(SessionInfo {
+            session: session.clone(),
+            index: meta.index,
+            stage: meta.stage,
+            created_at: meta.created_at,
+            parent: meta.parent,
+            ttl: meta.ttl,
+            length: stats.as_ref().map_or(0, |stats| stats.length),
+            gone,
+            last_entry: stats.and_then(|stats| stats.last_id),
+        }))
+    }
+
+    /// Removes a session with all its events, snapshots and groups, read or not. Returns whether there was one. Nothing is
+    /// left to say that it ever was.
+    pub async fn forget(&self, session: &SessionId) -> Result<bool> {
+        let Some(meta) = self.meta(session).await? else { return Ok(false) };
+        let journal = self.journal();
+        // What looks like a session goes last but for the list, which only counts together with it.
+        for set in meta.snapshots.keys() {
+            journal.backend.map_delete(&journal.keys.session_snapshot(session, set)).await?;
+        }
+        journal.backend.delete_stream(&journal.keys.session(session)).await?;
+        let was_there = journal.backend.map_delete(&journal.keys.session_meta(session)).await?;
+        journal.backend.delete_entries(&journal.keys.sessions(), &[meta.index]).await?;
+        Ok(was_there)
+    }
+
+    /// Notes the first entry of a session that was empty until now. Returns what is known of its beginning.
+    pub(super) async fn note_first(&self, session: &SessionId, first: EntryId) -> Result<First> {
+        let map = self.journal().keys.session_meta(session);
+        let (unseen, seen) = (meta::first_text(First::Unseen), First::Entry(first));
+        let expected = Some((meta::FIRST, unseen.as_bytes()));
+        if self.journal().backend.map_update(&map, expected, &meta::first_is(seen)).await? {
+            return Ok(seen);
+        }
+        match self.meta(session).await? {
+            Some(meta) => Ok(meta.first),
+            None => Err(SessionError::NotFound { session: session.clone() }),
+        }
+    }
+}
+
+fn exists(session: &SessionId, problem: &str) -> SessionError {
+    SessionError::Exists { session: session.clone(), problem: problem.to_owned() }
+}

@@ -1,0 +1,271 @@
+//! What is known of a session beside its events: the map `wink:session:<id>:meta`.
+//!
+//! Upstream: everything that changes a session as a whole. Downstream: a registry map of the backend.
+//! Promises: a session is whole when its stage is `open`, and only then; what was once is remembered after it is gone.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use bytes::Bytes;
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{EntryId, RegistryMap};
+
+use crate::name::SessionId;
+
+pub(crate) const STAGE: &str = "stage";
+const INDEX: &str = "index";
+const CREATED_AT: &str = "created_at";
+pub(crate) const FIRST: &str = "first_entry";
+const TTL_MS: &str = "ttl_ms";
+const PARENT: &str = "parent";
+const PARENT_ENTRY: &str = "parent_entry";
+const COMPACTED_BEFORE: &str = "compacted_before";
+const COMPACTED_ENTRIES: &str = "compacted_entries";
+const FILLING: &str = "filling";
+pub(crate) const FILLER: &str = "filler";
+const PROGRESS_AT: &str = "progress_at";
+const EXPIRED_ENTRIES: &str = "expired_entries";
+const EXPIRED_THROUGH: &str = "expired_through";
+/// With the key of a set of folds behind it: the newest snapshot of that set.
+const SNAPSHOT: &str = "snapshot:";
+
+/// Where a session is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// It is being made of another session or of a file.
+    Filling,
+    /// It is there.
+    Open,
+    /// It is over, and its events are gone.
+    Expired,
+}
+
+/// How a session begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum First {
+    /// With the first entry that somebody will see.
+    Unseen,
+    /// With this entry.
+    Entry(EntryId),
+    /// With entries that were never in this stream; snapshots stand for them.
+    Elsewhere,
+    /// Nobody knows: entries were there before the session was.
+    Unknown,
+}
+
+/// The session that another one was forked from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parent {
+    /// Its id.
+    pub session: SessionId,
+    /// The last of its entries that the fork has, too.
+    pub entry_id: EntryId,
+}
+
+/// A point in a session, and how many entries it has up to there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Point {
+    pub(crate) entry_id: EntryId,
+    pub(crate) entries: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Meta {
+    pub(crate) stage: Stage,
+    /// Its entry in the list of sessions.
+    pub(crate) index: EntryId,
+    pub(crate) created_at: Timestamp,
+    pub(crate) first: First,
+    pub(crate) ttl: Option<Duration>,
+    pub(crate) parent: Option<Parent>,
+    /// Entries before this one were compacted, so many of them.
+    pub(crate) compacted: Option<Point>,
+    /// What it is being made of, by whom, and when that went on last.
+    pub(crate) filling: String,
+    pub(crate) filler: String,
+    pub(crate) progress_at: Timestamp,
+    pub(crate) expired: Option<Point>,
+    /// The newest snapshot of each set of folds.
+    pub(crate) snapshots: BTreeMap<String, Point>,
+}
+
+impl Meta {
+    pub(crate) fn new(stage: Stage, index: EntryId, created_at: Timestamp) -> Self {
+        Self {
+            stage,
+            index,
+            created_at,
+            first: First::Unseen,
+            ttl: None,
+            parent: None,
+            compacted: None,
+            filling: String::new(),
+            filler: String::new(),
+            progress_at: created_at,
+            expired: None,
+            snapshots: BTreeMap::new(),
+        }
+    }
+
+    pub(crate) fn to_fields(&self) -> RegistryMap {
+        let mut fields = RegistryMap::new();
+        let mut put = |name: &str, value: String| fields.insert(name.to_owned(), value.into());
+        put(STAGE, stage_text(self.stage).to_owned());
+        put(INDEX, self.index.to_string());
+        put(CREATED_AT, self.created_at.to_rfc3339());
+        put(FIRST, first_text(self.first));
+        put(FILLING, self.filling.clone());
+        put(FILLER, self.filler.clone());
+        put(PROGRESS_AT, self.progress_at.to_rfc3339());
+        if let Some(ttl) = self.ttl {
+            put(TTL_MS, ttl.as_millis().to_string());
+        }
+        if let Some(parent) = &self.parent {
+            put(PARENT, parent.session.to_string());
+            put(PARENT_ENTRY, parent.entry_id.to_string());
+        }
+        if let Some(Point { entry_id, entries }) = self.compacted {
+            put(COMPACTED_BEFORE, entry_id.to_string());
+            put(COMPACTED_ENTRIES, entries.to_string());
+        }
+        if let Some(Point { entry_id, entries }) = self.expired {
+            put(EXPIRED_THROUGH, entry_id.to_string());
+            put(EXPIRED_ENTRIES, entries.to_string());
+        }
+        for (set, point) in &self.snapshots {
+            put(&format!("{SNAPSHOT}{set}"), point.to_text());
+        }
+        fields
+    }
+
+    /// `None` if the map holds nothing of ours: another program made it. An error says which field is odd.
+    pub(crate) fn from_fields(fields: &RegistryMap) -> Result<Option<Self>, String> {
+        let text = |name: &str| match fields.get(name) {
+            None => Ok(""),
+            Some(value) => std::str::from_utf8(value).map_err(|_| format!("`{name}` is no text")),
+        };
+        let odd = |name: &str| format!("the field `{name}` is odd");
+        if !fields.contains_key(STAGE) {
+            return Ok(None);
+        }
+        let stage = read_stage(text(STAGE)?).ok_or_else(|| odd(STAGE))?;
+        let entry_id = |name: &str| text(name)?.parse::<EntryId>().map_err(|_| odd(name));
+        let time = |name: &str| Timestamp::from_rfc3339(text(name)?).ok_or_else(|| odd(name));
+        let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| odd(name));
+        let point = |id: &str, count: &str| match text(id)? {
+            "" => Ok(None),
+            _ => Ok::<_, String>(Some(Point { entry_id: entry_id(id)?, entries: number(count)? })),
+        };
+        let ttl = match text(TTL_MS)? {
+            "" => None,
+            _ => Some(Duration::from_millis(number(TTL_MS)?)),
+        };
+        let parent = match text(PARENT)? {
+            "" => None,
+            parent => Some(Parent {
+                session: SessionId::new(parent).map_err(|_| odd(PARENT))?,
+                entry_id: entry_id(PARENT_ENTRY)?,
+            }),
+        };
+        Ok(Some(Self {
+            stage,
+            index: entry_id(INDEX)?,
+            created_at: time(CREATED_AT)?,
+            first: read_first(text(FIRST)?).ok_or_else(|| odd(FIRST))?,
+            ttl,
+            parent,
+            compacted: point(COMPACTED_BEFORE, COMPACTED_ENTRIES)?,
+            filling: text(FILLING)?.to_owned(),
+            filler: text(FILLER)?.to_owned(),
+            progress_at: time(PROGRESS_AT)?,
+            expired: point(EXPIRED_THROUGH, EXPIRED_ENTRIES)?,
+            snapshots: read_snapshots(fields),
+        }))
+    }
+}
+
+impl Point {
+    fn to_text(self) -> String {
+        format!("{} {}", self.entry_id, self.entries)
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        let (entry_id, entries) = text.split_once(' ')?;
+        Some(Self { entry_id: entry_id.parse().ok()?, entries: entries.parse().ok()? })
+    }
+}
+
+/// Fields for changes of a single thing.
+pub(crate) fn first_is(first: First) -> RegistryMap {
+    one(FIRST, first_text(first))
+}
+
+pub(crate) fn progress_is(now: Timestamp) -> RegistryMap {
+    one(PROGRESS_AT, now.to_rfc3339())
+}
+
+pub(crate) fn snapshot_is(set: &str, point: Point) -> RegistryMap {
+    one(&format!("{SNAPSHOT}{set}"), point.to_text())
+}
+
+pub(crate) fn snapshot_is_gone(set: &str) -> RegistryMap {
+    one(&format!("{SNAPSHOT}{set}"), String::new())
+}
+
+pub(crate) fn compacted_is(point: Point) -> RegistryMap {
+    let mut fields = one(COMPACTED_BEFORE, point.entry_id.to_string());
+    fields.extend(one(COMPACTED_ENTRIES, point.entries.to_string()));
+    fields
+}
+
+pub(crate) fn expired_is(point: Point) -> RegistryMap {
+    let mut fields = one(STAGE, stage_text(Stage::Expired).to_owned());
+    fields.extend(one(EXPIRED_THROUGH, point.entry_id.to_string()));
+    fields.extend(one(EXPIRED_ENTRIES, point.entries.to_string()));
+    fields
+}
+
+fn one(name: &str, value: String) -> RegistryMap {
+    BTreeMap::from([(name.to_owned(), Bytes::from(value))])
+}
+
+pub(crate) fn stage_text(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Filling => "filling",
+        Stage::Open => "open",
+        Stage::Expired => "expired",
+    }
+}
+
+fn read_stage(text: &str) -> Option<Stage> {
+    [Stage::Filling, Stage::Open, Stage::Expired]
+        .into_iter()
+        .find(|stage| stage_text(*stage) == text)
+}
+
+pub(crate) fn first_text(first: First) -> String {
+    match first {
+        First::Unseen => "unseen".to_owned(),
+        First::Elsewhere => "elsewhere".to_owned(),
+        First::Unknown => "unknown".to_owned(),
+        First::Entry(id) => id.to_string(),
+    }
+}
+
+fn read_first(text: &str) -> Option<First> {
+    match text {
+        "unseen" => Some(First::Unseen),
+        "elsewhere" => Some(First::Elsewhere),
+        "unknown" => Some(First::Unknown),
+        id => id.parse().ok().map(First::Entry),
+    }
+}
+
+fn read_snapshots(fields: &RegistryMap) -> BTreeMap<String, Point> {
+    let read = |(name, value): (&String, &Bytes)| {
+        let set = name.strip_prefix(SNAPSHOT)?;
+        let point = Point::from_text(std::str::from_utf8(value).ok()?)?;
+        Some((set.to_owned(), point))
+    };
+    fields.iter().filter_map(read).collect()
+}

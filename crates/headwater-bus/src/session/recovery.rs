@@ -1,0 +1,338 @@
+//! Recovery: the state of a session, from its newest snapshot and what came after, or from all of its events.
+//!
+//! Upstream: `Sessions::recover`, and a session that was overtaken by a compaction. Downstream: `snapshot`, `replay`.
+//! Promises: the state is whole, or the caller is told what is missing. A snapshot that cannot be used (of other folds,
+//! of a newer version, damaged) is passed over, and all events are replayed, if they are still there.
+
+use std::time::{Duration, Instant};
+
+use headwater_stream::{Direction, EntryId, Range, StreamStats};
+use tracing::{info, warn};
+
+use super::error::{Missing, MissingReason};
+use super::meta::{First, Meta, Stage};
+use super::replay::{self, Replayed, Until};
+use super::snapshot;
+use super::state::{self, SessionState};
+use super::{Result, Session, SessionError, Sessions};
+use crate::error::BusError;
+use crate::limits::UNREADABLE_MAX;
+use crate::metrics;
+use crate::name::SessionId;
+
+/// A recovery that is overtaken by compactions begins again so often.
+const TRIES: usize = 5;
+
+/// How a session was recovered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Recovery {
+    /// The entry of the snapshot that it began with.
+    pub from_snapshot: Option<EntryId>,
+    /// Why the snapshot that there is was not used.
+    pub snapshot_problem: Option<String>,
+    /// How many entries were replayed.
+    pub replayed: u64,
+    /// What is missing. Without [`recover_incomplete`](Sessions::recover_incomplete), only what nobody can know.
+    pub missing: Option<Missing>,
+    /// How long it took.
+    pub took: Duration,
+}
+
+/// Whether to go on when something is missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Gaps {
+    Refuse,
+    Accept,
+}
+
+/// One try of a recovery.
+struct Attempt {
+    state: SessionState,
+    recovery: Recovery,
+    /// It may be worth another try: entries went away meanwhile.
+    is_overtaken: bool,
+}
+
+impl Sessions {
+    /// Recovers a session: its state in this process is what it was in the last one. If events are missing and no snapshot
+    /// stands for them, that is an error.
+    ///
+    /// The stream of a session that other programs wrote is taken over as it is; nobody knows then whether its beginning
+    /// is still there, and [`Session::recovery`] says so.
+    pub async fn recover(&self, session: &SessionId) -> Result<Session> {
+        let (state, recovery) = self.load(session, Until::End, Gaps::Refuse).await?;
+        Ok(Session::recovered(self.clone(), state, recovery))
+    }
+
+    /// Recovers a session of what is left of it; [`Session::recovery`] says what is missing. It takes no snapshots: they
+    /// would hide that.
+    pub async fn recover_incomplete(&self, session: &SessionId) -> Result<Session> {
+        let (state, recovery) = self.load(session, Until::End, Gaps::Accept).await?;
+        Ok(Session::recovered(self.clone(), state, recovery))
+    }
+
+    /// The state of a session as it was at an entry or a time. Changes nothing.
+    pub async fn state_at(&self, session: &SessionId, until: Until) -> Result<SessionState> {
+        let (state, _) = self.load(session, until, Gaps::Refuse).await?;
+        if let Until::Entry(id) = until
+            && state.position != id
+        {
+            let problem = format!("session `{session}` has no entry {id}");
+            return Err(BusError::invalid("the entry", problem).into());
+        }
+        Ok(state)
+    }
+
+    pub(super) async fn load(
+        &self,
+        session: &SessionId,
+        until: Until,
+        gaps: Gaps,
+    ) -> Result<(SessionState, Recovery)> {
+        let began = Instant::now();
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let meta = self.open_meta(session).await?;
+            let mut attempt = self.attempt(session, &meta, until).await?;
+            if attempt.is_overtaken && tries < TRIES {
+                continue;
+            }
+            match attempt.recovery.missing.clone() {
+                Some(missing) if missing.why != MissingReason::Unknown => {
+                    if gaps == Gaps::Refuse {
+                        return Err(SessionError::Incomplete { session: session.clone(), missing });
+                    }
+                    warn!(%session, %missing, "session is recovered without some of its events");
+                    self.pass_over(&mut attempt, &missing, until).await?;
+                }
+                _ => {}
+            }
+            let Attempt { state, mut recovery, .. } = attempt;
+            recovery.took = began.elapsed();
+            metrics::recovered(recovery.from_snapshot.is_some(), recovery.took);
+            info!(
+                %session,
+                from_snapshot = recovery.from_snapshot.map(tracing::field::display),
+                replayed = recovery.replayed,
+                elapsed_ms = recovery.took.as_millis() as u64,
+                "session recovered"
+            );
+            return Ok((state, recovery));
+        }
+    }
+
+    /// What is known of a session that is there; a stream of another program becomes one.
+    pub(super) async fn open_meta(&self, session: &SessionId) -> Result<Meta> {
+        let journal = self.journal();
+        let meta = match self.meta(session).await? {
+            Some(meta) => meta,
+            None => {
+                let stats = journal.backend.stats(&journal.keys.session(session)).await?;
+                if stats.is_none_or(|stats| stats.length == 0) {
+                    return Err(SessionError::NotFound { session: session.clone() });
+                }
+                self.adopt(session).await?
+            }
+        };
+        match meta.stage {
+            Stage::Open => Ok(meta),
+            Stage::Filling => Err(SessionError::Unfinished {
+                session: session.clone(),
+                what: meta.filling,
+                since: meta.progress_at,
+            }),
+            Stage::Expired => {
+                let point = meta.expired;
+                Err(SessionError::Expired {
+                    session: session.clone(),
+                    entries: point.map_or(0, |point| point.entries),
+                    through: point.map_or(EntryId::MIN, |point| point.entry_id),
+                })
+            }
+        }
+    }
+
+    async fn attempt(&self, session: &SessionId, meta: &Meta, until: Until) -> Result<Attempt> {
+        let (journal, registry) = (self.journal(), self.inner.bus.registry());
+        let mut recovery = Recovery::default();
+        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
+        let from_snapshot = self.load_snapshot(session, meta, until, &mut recovery).await?;
+        let mut gap = None;
+        if let Some(mut state) = from_snapshot {
+            let (position, entries) = (state.position, state.entries);
+            recovery.from_snapshot = Some(position);
+            match replay::replay(journal, registry, &mut state, until).await? {
+                Replayed::Done => {
+                    recovery.replayed = state.entries - entries;
+                    recovery.missing = (meta.first == First::Unknown).then(unknown);
+                    return Ok(Attempt { state, recovery, is_overtaken: false });
+                }
+                Replayed::Gap(before) => gap = Some((state, before)),
+            }
+        }
+        let begins = self.beginning(session, meta, stats.as_ref()).await?;
+        if let Ok(first) = begins {
+            let mut state = SessionState::new(session.clone(), self.inner.folds.clone());
+            let replayed = replay::replay(journal, registry, &mut state, until).await?;
+            let is_whole = replayed == Replayed::Done
+                && (first.is_none() || state.first.is_none() || state.first == first);
+            recovery = Recovery { from_snapshot: None, replayed: state.entries, ..recovery };
+            recovery.missing = match replayed {
+                Replayed::Gap(before) => {
+                    let (after, why) = (state.position, MissingReason::Trimmed);
+                    Some(Missing { after, before, count: None, why })
+                }
+                Replayed::Done => (meta.first == First::Unknown).then(unknown),
+            };
+            return Ok(Attempt { state, recovery, is_overtaken: !is_whole });
+        }
+        let mut missing = begins.err().unwrap_or_else(unknown);
+        let state = match gap {
+            Some((state, before)) => {
+                missing = Missing { after: state.position, before, count: None, ..missing };
+                if missing.why == MissingReason::Compacted {
+                    missing.why = MissingReason::Trimmed;
+                }
+                state
+            }
+            None => SessionState::new(session.clone(), self.inner.folds.clone()),
+        };
+        recovery.missing = Some(missing);
+        Ok(Attempt { state, recovery, is_overtaken: true })
+    }
+
+    /// Whether all entries from the first on are there: the first one (none if it is empty), or what is missing.
+    pub(super) async fn beginning(
+        &self,
+        session: &SessionId,
+        meta: &Meta,
+        stats: Option<&StreamStats>,
+    ) -> Result<Result<Option<EntryId>, Missing>> {
+        let first = stats.and_then(|stats| stats.first_id);
+        let guard = self.journal().keys.session_guard(session);
+        let is_guarded =
+            stats.is_some_and(|stats| stats.groups.iter().any(|group| group.name == guard));
+        let gone = |why, count| Missing {
+            after: EntryId::MIN,
+            before: first.unwrap_or(EntryId::MAX),
+            count,
+            why,
+        };
+        if !is_guarded {
+            return Ok(Err(gone(MissingReason::Lost, None)));
+        }
+        let known = match (meta.first, first) {
+            (First::Unseen, Some(first)) => self.note_first(session, first).await?,
+            (known, _) => known,
+        };
+        Ok(match (known, first) {
+            (First::Unseen | First::Unknown, first) => Ok(first),
+            (First::Entry(known), Some(first)) if first <= known => Ok(Some(first)),
+            _ => Err(match meta.compacted {
+                Some(point) => {
+                    let count = (first == Some(point.entry_id)).then_some(point.entries);
+                    gone(MissingReason::Compacted, count)
+                }
+                None => gone(MissingReason::Trimmed, None),
+            }),
+        })
+    }
+
+    /// The state of the newest snapshot, if there is one that serves.
+    async fn load_snapshot(
+        &self,
+        session: &SessionId,
+        meta: &Meta,
+        until: Until,
+        recovery: &mut Recovery,
+    ) -> Result<Option<SessionState>> {
+        let journal = self.journal();
+        let map = journal.keys.session_snapshot(session, &self.inner.set);
+        let Some(fields) = journal.backend.map_get(&map).await? else {
+            if !meta.snapshots.is_empty() {
+                recovery.snapshot_problem = Some("there are only those of other folds".to_owned());
+            }
+            return Ok(None);
+        };
+        let registry = self.inner.bus.registry();
+        let folds = &self.inner.folds;
+        let problem = match snapshot::decode(&fields, session, folds, registry) {
+            Err(problem) => problem,
+            Ok(state) if self.is_beyond(&state, until).await? => {
+                "it is of a later entry than was asked for".to_owned()
+            }
+            Ok(state) if self.reads_more(&state).await? => {
+                "entries that could not be read when it was taken can be read now".to_owned()
+            }
+            Ok(state) => return Ok(Some(state)),
+        };
+        info!(%session, problem, "snapshot is not used");
+        recovery.snapshot_problem = Some(problem);
+        Ok(None)
+    }
+
+    async fn is_beyond(&self, state: &SessionState, until: Until) -> Result<bool> {
+        match until {
+            Until::End => Ok(false),
+            Until::Entry(id) => Ok(state.position > id),
+            Until::Time(_) => {
+                let stream = self.journal().keys.session(&state.session);
+                let range = only(state.position);
+                let entries = self.journal().backend.range(&stream, range).await?;
+                // Without its entry nobody can tell; the replay will notice that it is gone.
+                Ok(entries.first().is_some_and(|entry| !until.includes(entry)))
+            }
+        }
+    }
+
+    /// Whether entries that this snapshot passed over could be taken into account now.
+    async fn reads_more(&self, state: &SessionState) -> Result<bool> {
+        let stream = self.journal().keys.session(&state.session);
+        for id in state.unreadable.ids.iter().take(UNREADABLE_MAX) {
+            let entries = self.journal().backend.range(&stream, only(*id)).await?;
+            let registry = self.inner.bus.registry();
+            if entries.iter().any(|entry| state::is_readable(registry, &stream, entry)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Goes on behind what is missing.
+    async fn pass_over(
+        &self,
+        attempt: &mut Attempt,
+        missing: &Missing,
+        until: Until,
+    ) -> Result<()> {
+        let (journal, registry) = (self.journal(), self.inner.bus.registry());
+        let state = &mut attempt.state;
+        let before = state.entries;
+        let stream = journal.keys.session(&state.session);
+        let mut next = missing.before;
+        // Another gap may open meanwhile.
+        for _ in 0..TRIES {
+            let range = Range { count: 1, from: next, ..only(EntryId::MAX) };
+            let entries = journal.backend.range(&stream, range).await?;
+            let Some(entry) = entries.first().filter(|entry| until.includes(entry)) else { break };
+            replay::take(journal, registry, state, &stream, entry).await?;
+            match replay::replay(journal, registry, state, until).await? {
+                Replayed::Done => break,
+                Replayed::Gap(before) => next = before,
+            }
+        }
+        attempt.recovery.replayed += state.entries - before;
+        Ok(())
+    }
+}
+
+/// A range of one entry.
+fn only(id: EntryId) -> Range {
+    Range { from: id, to: id, direction: Direction::Forward, count: 1 }
+}
+
+fn unknown() -> Missing {
+    Missing { after: EntryId::MIN, before: EntryId::MIN, count: None, why: MissingReason::Unknown }
+}

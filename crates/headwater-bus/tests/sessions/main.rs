@@ -1,0 +1,9 @@
+//! Sessions: recovered, kept in snapshots, compacted, forked, exported; on every bus there is.
+#![cfg(all(feature = "conformance", feature = "redis"))]
+#![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
+
+#[macro_use]
+mod place;
+
+mod processes;
+mod recovery;

@@ -1,0 +1,198 @@
+//! Where a scenario runs, and the sessions that take part in it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_bus::conformance::{Noted, registry};
+use headwater_bus::{
+    EventBus, Fold, Folds, LocalBus, Registry, Session, SessionEvent, SessionId, Sessions,
+    SessionsConfig, StreamedBus, StreamedBusConfig,
+};
+use headwater_stream::{
+    Backend, Direction, Entry, EntryId, Fields, Options, Range, Retention, StreamName, connect,
+};
+use headwater_testkit::{Cluster, Redis, unique};
+use serde::{Deserialize, Serialize};
+
+/// Writes each scenario once and runs it on all three backends.
+macro_rules! everywhere {
+    ($($scenario:ident),* $(,)?) => {
+        mod embedded {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::embedded().await).await;
+            })*
+        }
+        mod redis {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::redis()).await;
+            })*
+        }
+        mod cluster {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::cluster()).await;
+            })*
+        }
+    };
+}
+
+/// A backend, and keys that no other test uses.
+pub(crate) struct Place {
+    target: Target,
+    pub(crate) prefix: String,
+    pub(crate) session: SessionId,
+}
+
+enum Target {
+    /// All buses share the one backend there is.
+    Shared(Arc<dyn Backend>),
+    /// Each bus has its own connections.
+    Url(String),
+}
+
+/// Adds numbers up, and keeps the order they came in.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Sum {
+    pub(crate) total: u64,
+    pub(crate) count: u64,
+    /// Depends on the order: a checksum of all numbers.
+    pub(crate) order: u64,
+}
+
+impl Fold for Sum {
+    const NAME: &'static str = "tests.Sum";
+
+    fn apply(&mut self, event: &SessionEvent) {
+        if let Some(noted) = event.get::<Noted>() {
+            self.add(noted.number);
+        }
+    }
+}
+
+impl Sum {
+    pub(crate) fn add(&mut self, number: u64) {
+        self.total += number;
+        self.count += 1;
+        self.order = self.order.wrapping_mul(31).wrapping_add(number);
+    }
+
+    pub(crate) fn of(numbers: impl IntoIterator<Item = u64>) -> Self {
+        let mut sum = Self::default();
+        numbers.into_iter().for_each(|number| sum.add(number));
+        sum
+    }
+}
+
+pub(crate) fn folds() -> Folds {
+    Folds::none().latest::<Noted>().all::<Noted>(10).with::<Sum>()
+}
+
+/// No snapshots but those that a test takes.
+pub(crate) fn by_hand() -> SessionsConfig {
+    SessionsConfig { snapshot_every: None, ..Default::default() }
+}
+
+impl Place {
+    pub(crate) async fn embedded() -> Self {
+        Self::new(Target::Shared(connect("embedded:memory", &Options::default()).await.unwrap()))
+    }
+
+    pub(crate) fn redis() -> Self {
+        Self::at(Redis::shared().unwrap().url())
+    }
+
+    pub(crate) fn cluster() -> Self {
+        Self::at(Cluster::shared().unwrap().url())
+    }
+
+    pub(crate) fn at(url: String) -> Self {
+        Self::new(Target::Url(url))
+    }
+
+    fn new(target: Target) -> Self {
+        let prefix: String = unique("w").chars().take(32).collect();
+        Self { target, prefix, session: SessionId::random() }
+    }
+
+    pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
+        match &self.target {
+            Target::Shared(backend) => Arc::clone(backend),
+            Target::Url(url) => connect(url, &Options::default()).await.unwrap(),
+        }
+    }
+
+    pub(crate) async fn bus(&self) -> Arc<StreamedBus> {
+        self.bus_for(registry()).await
+    }
+
+    pub(crate) async fn bus_for(&self, registry: Registry) -> Arc<StreamedBus> {
+        let config = StreamedBusConfig { prefix: self.prefix.clone(), ..Default::default() };
+        Arc::new(StreamedBus::open(self.backend().await, registry, config).await.unwrap())
+    }
+
+    /// The sessions as another process would see them.
+    pub(crate) async fn sessions(&self) -> Sessions {
+        self.sessions_with(folds(), by_hand()).await
+    }
+
+    pub(crate) async fn sessions_with(&self, folds: Folds, config: SessionsConfig) -> Sessions {
+        Sessions::new(self.bus().await, folds, config).await.unwrap()
+    }
+
+    pub(crate) fn stream(&self) -> StreamName {
+        self.stream_of(&self.session)
+    }
+
+    pub(crate) fn stream_of(&self, session: &SessionId) -> StreamName {
+        StreamName::new(format!("{}:events:{session}", self.prefix)).unwrap()
+    }
+
+    pub(crate) async fn append(&self, fields: &[(&str, &str)]) -> EntryId {
+        let fields = Fields::new(fields.iter().map(|(n, v)| (n.to_string(), v.to_string())));
+        let backend = self.backend().await;
+        backend.append(&self.stream(), &[fields], &Retention::KEEP_ALL).await.unwrap()[0]
+    }
+
+    pub(crate) async fn entries(&self, session: &SessionId) -> Vec<Entry> {
+        let backend = self.backend().await;
+        let (mut all, mut from) = (Vec::new(), EntryId::MIN);
+        loop {
+            let (to, direction) = (EntryId::MAX, Direction::Forward);
+            let range = Range { from, to, direction, count: 10_000 };
+            let page = backend.range(&self.stream_of(session), range).await.unwrap();
+            let Some(last) = page.last() else { return all };
+            from = last.id.next();
+            all.extend(page);
+        }
+    }
+}
+
+/// Sessions of a bus that nothing outlives.
+pub(crate) async fn local() -> Sessions {
+    let bus: Arc<dyn EventBus> = Arc::new(LocalBus::new(registry()));
+    Sessions::new(bus, folds(), by_hand()).await.unwrap()
+}
+
+pub(crate) fn noted(number: u64) -> Noted {
+    Noted { session_id: None, number, text: format!("note {number}") }
+}
+
+/// Publishes numbers in batches.
+pub(crate) async fn publish(session: &Session, numbers: std::ops::Range<u64>) {
+    let all: Vec<u64> = numbers.collect();
+    for batch in all.chunks(1000) {
+        let events = batch.iter().map(|number| headwater_bus::Outgoing::new(noted(*number)));
+        let events = events.collect::<Result<Vec<_>, _>>().unwrap();
+        for result in session.publish_all(events).await.unwrap() {
+            result.unwrap();
+        }
+    }
+}
+
+pub(crate) fn sum(session: &Session) -> Sum {
+    session.get::<Sum>().unwrap()
+}
+
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);

@@ -1,0 +1,362 @@
+//! Sessions are made, published to and recovered; what is missing is told.
+
+use headwater_bus::conformance::{Announced, Noted, registry};
+use headwater_bus::{
+    BusError, EventBusExt, EventId, Fold, Folds, MissingReason, Outgoing, Registry, SessionError,
+    SessionEvent, SessionId, Sessions, Stage, Stored, Until,
+};
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{EntryId, Retention, TrimGuard};
+use serde::{Deserialize, Serialize};
+
+use crate::place::{Place, Sum, by_hand, folds, local, noted, publish, sum};
+
+everywhere!(
+    a_session_is_recovered_as_it_was,
+    a_session_of_any_length_is_recovered_page_by_page,
+    each_process_sees_what_others_publish,
+    a_session_is_made_once,
+    one_that_never_was_is_not_found,
+    the_stream_of_another_program_is_taken_over,
+    events_of_other_sessions_and_namespaces_are_refused,
+    an_event_that_is_stored_twice_counts_once,
+    entries_that_repeat_others_for_a_group_do_not_count,
+    what_cannot_be_read_is_counted_and_parked,
+    a_trimmed_session_says_what_is_missing,
+    a_lost_stream_is_noticed_also_when_it_begins_anew,
+    a_state_can_be_had_as_it_was_at_an_entry_or_a_time,
+    sessions_are_listed_page_by_page_in_the_order_they_were_made,
+    a_forgotten_session_is_as_if_it_never_was,
+    a_fold_that_panics_is_an_error_and_hurts_nobody,
+);
+
+async fn a_session_is_recovered_as_it_was(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    assert!(session.latest::<Noted>().is_none());
+    for number in 0..25 {
+        let result = session.publish(noted(number)).await.unwrap();
+        assert_eq!(result.entry_id(), Some(session.position()));
+    }
+
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!(again.latest::<Noted>().unwrap().number, 24);
+    assert_eq!(again.position(), session.position());
+    let all = again.all::<Noted>().unwrap();
+    assert_eq!(all.dropped, 15);
+    assert_eq!(
+        all.events.iter().map(|event| event.number).collect::<Vec<_>>(),
+        (15..25).collect::<Vec<_>>()
+    );
+    assert_eq!(sum(&again), Sum::of(0..25));
+    assert_eq!(sum(&session), Sum::of(0..25));
+    let recovery = again.recovery();
+    assert_eq!((recovery.replayed, recovery.from_snapshot, recovery.missing), (25, None, None));
+    assert_eq!(again.state().events(), 25);
+}
+
+async fn a_session_of_any_length_is_recovered_page_by_page(place: Place) {
+    let session = place.sessions().await.create(&place.session).await.unwrap();
+    publish(&session, 0..5500).await;
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!(sum(&again), Sum::of(0..5500));
+}
+
+async fn each_process_sees_what_others_publish(place: Place) {
+    let one = place.sessions().await.create(&place.session).await.unwrap();
+    let other = place.sessions().await.recover(&place.session).await.unwrap();
+    one.publish(noted(1)).await.unwrap();
+    other.publish(noted(2)).await.unwrap();
+    assert_eq!(sum(&other), Sum::of([1, 2]));
+    assert_eq!(sum(&one), Sum::of([1]));
+    one.refresh().await.unwrap();
+    assert_eq!(sum(&one), sum(&other));
+
+    // At the same time, through the same object and another one.
+    let publishes = (3..40).map(|number| {
+        let session = if number % 3 == 0 { &other } else { &one };
+        async move { session.publish(noted(number)).await.unwrap() }
+    });
+    futures_util::future::join_all(publishes).await;
+    one.refresh().await.unwrap();
+    other.refresh().await.unwrap();
+    assert_eq!(sum(&one).count, 39);
+    assert_eq!(sum(&one), sum(&other));
+}
+
+async fn a_session_is_made_once(place: Place) {
+    let (one, two) = (place.sessions().await, place.sessions().await);
+    let (first, second) = tokio::join!(one.create(&place.session), two.create(&place.session));
+    let won = usize::from(first.is_ok()) + usize::from(second.is_ok());
+    assert_eq!(won, 1);
+    let lost = first.err().or(second.err()).unwrap();
+    assert!(matches!(lost, SessionError::Exists { .. }), "{lost}");
+    assert_eq!(one.list(EntryId::MIN, 10).await.unwrap().len(), 1);
+
+    let ensured = one.ensure(&place.session).await.unwrap();
+    ensured.publish(noted(1)).await.unwrap();
+    let fresh = SessionId::random();
+    one.ensure(&fresh).await.unwrap().publish(noted(2)).await.unwrap();
+    assert_eq!(sum(&one.ensure(&fresh).await.unwrap()), Sum::of([2]));
+}
+
+async fn one_that_never_was_is_not_found(place: Place) {
+    let sessions = place.sessions().await;
+    let error = sessions.recover(&place.session).await.unwrap_err();
+    assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
+    assert_eq!(sessions.info(&place.session).await.unwrap(), None);
+    assert!(!sessions.forget(&place.session).await.unwrap());
+}
+
+async fn the_stream_of_another_program_is_taken_over(place: Place) {
+    let payload = r#"{"session_id":null,"number":7,"text":""}"#;
+    place.append(&[("type", "conformance.Noted"), ("payload", payload)]).await;
+    let sessions = place.sessions().await;
+    let refused = sessions.create(&place.session).await.unwrap_err();
+    assert!(matches!(refused, SessionError::Exists { .. }), "{refused}");
+    let session = sessions.recover(&place.session).await.unwrap();
+    assert_eq!(sum(&session), Sum::of([7]));
+    assert_eq!(session.recovery().missing.unwrap().why, MissingReason::Unknown);
+    session.publish(noted(8)).await.unwrap();
+    assert!(session.snapshot().await.unwrap());
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!(sum(&again), Sum::of([7, 8]));
+    assert!(again.recovery().from_snapshot.is_some());
+    assert_eq!(again.recovery().missing.unwrap().why, MissingReason::Unknown);
+}
+
+async fn events_of_other_sessions_and_namespaces_are_refused(place: Place) {
+    let session = place.sessions().await.create(&place.session).await.unwrap();
+    let other = Noted { session_id: Some("other".to_owned()), ..noted(1) };
+    let error = session.publish(other).await.unwrap_err();
+    assert!(matches!(error, SessionError::Bus(BusError::Invalid { .. })), "{error}");
+    let error = session.publish(Announced { number: 1 }).await.unwrap_err();
+    assert!(matches!(error, SessionError::Bus(BusError::Invalid { .. })), "{error}");
+    assert_eq!(place.entries(&place.session).await.len(), 0);
+}
+
+async fn an_event_that_is_stored_twice_counts_once(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    let outgoing = Outgoing::new(noted(5)).unwrap().with_id(EventId::random());
+    session.publish_all(vec![outgoing.clone()]).await.unwrap();
+    // Long after its id was forgotten by the backend, it is stored again.
+    let entry = place.entries(&place.session).await.remove(0);
+    let backend = place.backend().await;
+    backend.append(&place.stream(), &[entry.fields], &Retention::KEEP_ALL).await.unwrap();
+    session.refresh().await.unwrap();
+    assert_eq!(sum(&session), Sum::of([5]));
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!(sum(&again), Sum::of([5]));
+    assert_eq!((again.state().events(), again.recovery().replayed), (1, 2));
+}
+
+async fn entries_that_repeat_others_for_a_group_do_not_count(place: Place) {
+    let session = place.sessions().await.create(&place.session).await.unwrap();
+    let first = session.publish(noted(5)).await.unwrap().entry_id().unwrap().to_string();
+    let payload = r#"{"session_id":null,"number":5,"text":""}"#;
+    let copy = [
+        ("type", "conformance.Noted"),
+        ("payload", payload),
+        ("event_id", "another"),
+        ("originalMessageId", first.as_str()),
+    ];
+    place.append(&copy).await;
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!(sum(&again), Sum::of([5]));
+}
+
+async fn what_cannot_be_read_is_counted_and_parked(place: Place) {
+    let bus = place.bus().await;
+    let sessions = Sessions::new(bus.clone(), folds(), by_hand()).await.unwrap();
+    let session = sessions.create(&place.session).await.unwrap();
+    session.publish(noted(1)).await.unwrap();
+    place.append(&[("type", "nobody.Knows"), ("payload", "{}")]).await;
+    place.append(&[("type", "conformance.Noted"), ("payload", "nonsense")]).await;
+    place.append(&[("odd", "entry")]).await;
+    session.publish(noted(2)).await.unwrap();
+    assert_eq!((sum(&session), session.state().unreadable()), (Sum::of([1, 2]), 3));
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!((sum(&again), again.state().unreadable()), (Sum::of([1, 2]), 3));
+    assert_eq!(bus.parked(EntryId::MIN, 100).await.unwrap().len(), 3);
+}
+
+async fn a_trimmed_session_says_what_is_missing(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..20).await;
+    let backend = place.backend().await;
+    // Nothing of ours does so: even a bus that is told to keep little does not take what no snapshot stands for.
+    let kept = Retention::max_len(5);
+    let safe = backend.trim(&place.stream(), &kept, TrimGuard::Safe).await.unwrap();
+    assert_eq!((safe.removed, safe.held_back), (0, true));
+    backend.trim(&place.stream(), &kept, TrimGuard::Force).await.unwrap();
+    let first = place.entries(&place.session).await[0].id;
+
+    let error = sessions.recover(&place.session).await.unwrap_err();
+    let SessionError::Incomplete { missing, .. } = &error else { panic!("{error}") };
+    assert_eq!((missing.after, missing.before), (EntryId::MIN, first));
+    assert_eq!((missing.count, missing.why.clone()), (None, MissingReason::Trimmed));
+    let rest = sessions.recover_incomplete(&place.session).await.unwrap();
+    assert_eq!(sum(&rest), Sum::of(15..20));
+    assert_eq!(rest.recovery().missing.as_ref(), Some(missing));
+    // It would hide what is missing.
+    assert!(matches!(rest.snapshot().await, Err(SessionError::Snapshot { .. })));
+    // Whoever had read all of it needs nothing of what is gone.
+    session.publish(noted(20)).await.unwrap();
+    assert_eq!(sum(&session), Sum::of(0..21));
+}
+
+async fn a_lost_stream_is_noticed_also_when_it_begins_anew(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..3).await;
+    let backend = place.backend().await;
+    backend.delete_stream(&place.stream()).await.unwrap();
+    let lost = |error: SessionError| match error {
+        SessionError::Incomplete { missing, .. } => assert_eq!(missing.why, MissingReason::Lost),
+        other => panic!("{other}"),
+    };
+    lost(sessions.recover(&place.session).await.unwrap_err());
+    lost(session.refresh().await.unwrap_err());
+    // An event is stored all the same, in a stream that begins anew.
+    assert!(matches!(session.publish(noted(3)).await.unwrap().stored, Stored::Entry(_)));
+    lost(sessions.recover(&place.session).await.unwrap_err());
+    lost(session.refresh().await.unwrap_err());
+    let rest = sessions.recover_incomplete(&place.session).await.unwrap();
+    assert_eq!(sum(&rest), Sum::of([3]));
+}
+
+async fn a_state_can_be_had_as_it_was_at_an_entry_or_a_time(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    let mut ids = Vec::new();
+    for number in 0..10 {
+        ids.push(session.publish(noted(number)).await.unwrap().entry_id().unwrap());
+    }
+    let at = |until| sessions.state_at(&place.session, until);
+    let sum_of = |state: headwater_bus::SessionState| state.get::<Sum>().unwrap().clone();
+    assert_eq!(sum_of(at(Until::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
+    assert_eq!(sum_of(at(Until::Entry(ids[9])).await.unwrap()), Sum::of(0..10));
+    assert_eq!(sum_of(at(Until::End).await.unwrap()), Sum::of(0..10));
+    let unknown = at(Until::Entry(EntryId::new(ids[9].ms + 1000, 0))).await.unwrap_err();
+    assert!(matches!(unknown, SessionError::Bus(BusError::Invalid { .. })), "{unknown}");
+
+    let long_ago = Timestamp::from_millis(ids[0].ms - 1);
+    assert_eq!(sum_of(at(Until::Time(long_ago)).await.unwrap()), Sum::default());
+    let time = Timestamp::from_millis(ids[5].ms);
+    let expected = ids.iter().filter(|id| id.ms <= ids[5].ms).count() as u64;
+    assert_eq!(sum_of(at(Until::Time(time)).await.unwrap()), Sum::of(0..expected));
+
+    // A snapshot of a later entry does not get in the way.
+    assert!(session.snapshot().await.unwrap());
+    assert_eq!(sum_of(at(Until::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
+    assert_eq!(sum_of(at(Until::Time(long_ago)).await.unwrap()), Sum::default());
+}
+
+async fn sessions_are_listed_page_by_page_in_the_order_they_were_made(place: Place) {
+    let sessions = place.sessions().await;
+    let mut made = Vec::new();
+    for _ in 0..7 {
+        let session = sessions.create(&SessionId::random()).await.unwrap();
+        session.publish(noted(1)).await.unwrap();
+        made.push(session.id().clone());
+    }
+    let (mut listed, mut after) = (Vec::new(), EntryId::MIN);
+    loop {
+        let page = sessions.list(after, 3).await.unwrap();
+        let Some(last) = page.last() else { break };
+        assert!(page.len() <= 3);
+        after = last.index;
+        listed.extend(page);
+    }
+    assert_eq!(listed.iter().map(|info| info.session.clone()).collect::<Vec<_>>(), made);
+    assert!(listed.iter().all(|info| info.stage == Stage::Open && info.length == 1));
+    assert!(sessions.list(EntryId::MIN, 0).await.is_err());
+}
+
+async fn a_forgotten_session_is_as_if_it_never_was(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..3).await;
+    session.snapshot().await.unwrap();
+    assert!(sessions.forget(&place.session).await.unwrap());
+    assert!(!sessions.forget(&place.session).await.unwrap());
+    let error = sessions.recover(&place.session).await.unwrap_err();
+    assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
+    assert_eq!(sessions.list(EntryId::MIN, 10).await.unwrap(), []);
+    let anew = sessions.create(&place.session).await.unwrap();
+    anew.publish(noted(9)).await.unwrap();
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of([9]));
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Touchy(u64);
+
+impl Fold for Touchy {
+    const NAME: &'static str = "tests.Touchy";
+
+    fn apply(&mut self, event: &SessionEvent) {
+        assert!(event.get::<Noted>().is_none_or(|noted| noted.number != 13), "unlucky");
+        self.0 += 1;
+    }
+}
+
+async fn a_fold_that_panics_is_an_error_and_hurts_nobody(place: Place) {
+    let touchy = place.sessions_with(Folds::none().with::<Touchy>(), by_hand()).await;
+    let session = touchy.create(&place.session).await.unwrap();
+    session.publish(noted(1)).await.unwrap();
+    // Stored all the same.
+    assert!(matches!(session.publish(noted(13)).await.unwrap().stored, Stored::Entry(_)));
+    let is_fold = |error: SessionError| match error {
+        SessionError::Fold { fold, reason, .. } => {
+            assert_eq!((fold.as_str(), reason.as_str()), ("tests.Touchy", "unlucky"));
+        }
+        other => panic!("{other}"),
+    };
+    is_fold(session.refresh().await.unwrap_err());
+    is_fold(session.snapshot().await.unwrap_err());
+    is_fold(touchy.recover(&place.session).await.unwrap_err());
+    let calm = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!(sum(&calm), Sum::of([1, 13]));
+}
+
+#[tokio::test]
+async fn sessions_work_on_a_local_bus() {
+    let sessions = local().await;
+    let session = sessions.create(&SessionId::new("s").unwrap()).await.unwrap();
+    publish(&session, 0..3000).await;
+    // Also what is published past the session.
+    let direct = Noted { session_id: Some("s".to_owned()), ..noted(3000) };
+    let bus = sessions.bus();
+    assert!(matches!(bus.publish(direct).await.unwrap().stored, Stored::Entry(_)));
+    assert!(session.snapshot().await.unwrap());
+    session.publish(noted(3001)).await.unwrap();
+    let again = sessions.recover(session.id()).await.unwrap();
+    assert_eq!(sum(&again), Sum::of(0..3002));
+    assert_eq!(again.recovery().replayed, 2);
+}
+
+#[tokio::test]
+async fn folds_that_make_no_sense_are_refused() {
+    #[derive(Clone, Debug, Default, Serialize, Deserialize)]
+    struct Impostor;
+    impl Fold for Impostor {
+        const NAME: &'static str = "latest:conformance.Noted";
+        fn apply(&mut self, _: &SessionEvent) {}
+    }
+    let refused = [
+        Folds::none().latest::<Noted>().latest::<Noted>(),
+        Folds::none().with::<Sum>().with::<Sum>(),
+        Folds::none().all::<Noted>(0),
+        Folds::none().all::<Noted>(1_000_000),
+        Folds::none().latest::<headwater_bus::ToolInvoked>(),
+        Folds::none().with::<Impostor>(),
+    ];
+    for folds in refused {
+        let bus = std::sync::Arc::new(headwater_bus::LocalBus::new(registry()));
+        let described = format!("{folds:?}");
+        assert!(Sessions::new(bus, folds, by_hand()).await.is_err(), "{described}");
+    }
+    let _: Registry = registry();
+}
