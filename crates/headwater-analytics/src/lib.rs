@@ -1,4 +1,33 @@
-//! The DuckDB sink and its reports. Knows the bus and below, nothing of issues.
-//!
-//! Upstream: `headwater`. Downstream: `headwater-bus` and DuckDB.
-//! Not here yet: everything. The crate holds its place in the workspace; see CHANGELOG.md for what works.
+#![doc = include_str!("../README.md")]
+
+// In the order in which an event passes them: each module uses only those above it.
+mod error;
+pub mod limits;
+pub mod metrics;
+
+mod event;
+
+mod table;
+
+mod chart;
+mod report;
+
+#[cfg(feature = "duckdb")]
+mod warehouse;
+
+#[cfg(feature = "duckdb")]
+mod ingest;
+#[cfg(feature = "duckdb")]
+mod letters;
+
+pub use chart::svg;
+pub use error::{AnalyticsError, Result};
+pub use event::{NotAnEvent, RunFigures, TicketEvent};
+#[cfg(feature = "duckdb")]
+pub use ingest::{GROUP, Ingest, IngestConfig, STREAM};
+#[cfg(feature = "duckdb")]
+pub use letters::{LetterMirror, LetterMirrorConfig};
+pub use report::{Chart, REPORTS, Report, report};
+pub use table::Table;
+#[cfg(feature = "duckdb")]
+pub use warehouse::{DeadLetterRow, Rebuild, Stored, Warehouse, WarehouseReader};

@@ -1,0 +1,18 @@
+//! The maximum of everything.
+
+use std::time::Duration;
+
+/// Rows that one transaction stores.
+pub const BATCH_ROWS_MAX: usize = headwater_stream::limits::BATCH_MAX;
+
+/// Rows of a query's answer; what is more is cut off, and the answer says so.
+pub const ANSWER_ROWS_MAX: usize = 100_000;
+
+/// Bytes of a query's text.
+pub const SQL_BYTES_MAX: usize = 64 * 1024;
+
+/// How long a query may take.
+pub const QUERY_TIME_MAX: Duration = Duration::from_secs(60);
+
+/// Dead letters that one look copies.
+pub const LETTERS_PAGE: usize = 1000;

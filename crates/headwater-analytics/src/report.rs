@@ -1,0 +1,103 @@
+//! The named reports: a question that many ask, as SQL, with the chart that shows it best.
+//!
+//! Upstream: command line and HTTP interface. Downstream: `warehouse` answers the SQL, `chart` draws the answer.
+//! Not here: questions of one's own; any `SELECT` can be asked.
+
+use crate::error::{AnalyticsError, Result};
+
+/// A named question.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// What it is asked for by.
+    pub name: &'static str,
+    /// What it answers, in one line.
+    pub title: &'static str,
+    /// The question.
+    pub sql: &'static str,
+    /// How its answer is drawn.
+    pub chart: Chart,
+}
+
+/// Which columns a chart shows: bars of `bars` for each `label`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chart {
+    /// The column below the bars.
+    pub label: &'static str,
+    /// The columns that are bars, side by side.
+    pub bars: &'static [&'static str],
+}
+
+/// All reports.
+pub const REPORTS: &[Report] = &[
+    Report {
+        name: "tickets-per-day",
+        title: "Tickets opened per day",
+        sql: "SELECT CAST(occurred_at AS DATE) AS day, count(*) AS tickets
+              FROM ticket_events WHERE event_type = 'TICKET_CREATED'
+              GROUP BY day ORDER BY day",
+        chart: Chart { label: "day", bars: &["tickets"] },
+    },
+    Report {
+        name: "first-response",
+        title: "Seconds from the first message to the first answer, per day",
+        sql: "WITH opened AS (
+                SELECT ticket_id, min(occurred_at) AS at FROM ticket_events
+                WHERE event_type IN ('TICKET_CREATED', 'MESSAGE_RECEIVED') GROUP BY ticket_id
+              ), answered AS (
+                SELECT ticket_id, min(occurred_at) AS at FROM ticket_events
+                WHERE event_type = 'AI_RESPONSE_GENERATED' GROUP BY ticket_id
+              )
+              SELECT CAST(opened.at AS DATE) AS day, count(*) AS answered,
+                quantile_cont(epoch(answered.at) - epoch(opened.at), 0.5) AS p50_seconds,
+                quantile_cont(epoch(answered.at) - epoch(opened.at), 0.95) AS p95_seconds
+              FROM opened JOIN answered USING (ticket_id)
+              GROUP BY day ORDER BY day",
+        chart: Chart { label: "day", bars: &["p50_seconds", "p95_seconds"] },
+    },
+    Report {
+        name: "events-per-run",
+        title: "How many events one run answered",
+        sql: "SELECT run_events AS events, count(*) AS runs
+              FROM ticket_events WHERE event_type = 'AI_RESPONSE_GENERATED' AND run_events IS NOT NULL
+              GROUP BY events ORDER BY events",
+        chart: Chart { label: "events", bars: &["runs"] },
+    },
+    Report {
+        name: "tokens-and-cost",
+        title: "Tokens and cost of the model per day",
+        sql: "SELECT CAST(occurred_at AS DATE) AS day, count(*) AS runs,
+                coalesce(sum(tokens_in), 0)::BIGINT AS tokens_in,
+                coalesce(sum(tokens_out), 0)::BIGINT AS tokens_out,
+                coalesce(sum(cost), 0) AS cost
+              FROM ticket_events WHERE event_type = 'AI_RESPONSE_GENERATED'
+              GROUP BY day ORDER BY day",
+        chart: Chart { label: "day", bars: &["tokens_in", "tokens_out"] },
+    },
+    Report {
+        name: "dead-letters",
+        title: "Dead letters by topic and reason",
+        sql: "SELECT topic, reason, count(*) AS letters, max(failed_at) AS last_at
+              FROM dead_letters GROUP BY topic, reason ORDER BY letters DESC, topic, reason",
+        chart: Chart { label: "reason", bars: &["letters"] },
+    },
+];
+
+/// The report of this name.
+pub fn report(name: &str) -> Result<&'static Report> {
+    REPORTS.iter().find(|report| report.name == name).ok_or_else(|| {
+        let names: Vec<&str> = REPORTS.iter().map(|report| report.name).collect();
+        AnalyticsError::invalid("a report", format!("`{name}`; there are {}", names.join(", ")))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_that_is_not_there_is_answered_with_those_that_are() {
+        let error = report("tickets").unwrap_err().to_string();
+        assert!(error.contains("`tickets`; there are tickets-per-day, first-response"), "{error}");
+        assert_eq!(report("dead-letters").unwrap().title, "Dead letters by topic and reason");
+    }
+}

@@ -1,0 +1,116 @@
+//! The answer to a query: columns and rows, as CSV or as JSON lines.
+//!
+//! Upstream: `warehouse` fills it. Downstream: whoever shows it.
+//! Promises: every CSV cell reads back as it was (RFC 4180), except that a cell that a spreadsheet would run as a formula
+//! is quoted with a leading apostrophe: the texts in it come from strangers.
+
+use serde_json::{Map, Value};
+
+/// Columns and rows.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Table {
+    /// The names of the columns, in order.
+    pub columns: Vec<String>,
+    /// The rows; each has one value for each column.
+    pub rows: Vec<Vec<Value>>,
+    /// Whether there were more rows than an answer may have.
+    pub is_cut: bool,
+}
+
+impl Table {
+    /// The column of this name.
+    pub fn column(&self, name: &str) -> Option<usize> {
+        self.columns.iter().position(|column| column == name)
+    }
+
+    /// As CSV with a header line.
+    pub fn to_csv(&self) -> String {
+        let mut csv = String::new();
+        line(&mut csv, self.columns.iter().map(String::as_str));
+        for row in &self.rows {
+            let cells: Vec<String> = row.iter().map(text).collect();
+            line(&mut csv, cells.iter().map(String::as_str));
+        }
+        csv
+    }
+
+    /// As one JSON object per row.
+    pub fn to_json_lines(&self) -> String {
+        let mut lines = String::new();
+        for row in &self.rows {
+            let object: Map<String, Value> =
+                self.columns.iter().cloned().zip(row.iter().cloned()).collect();
+            lines.push_str(&Value::Object(object).to_string());
+            lines.push('\n');
+        }
+        lines
+    }
+}
+
+/// A value as a cell shows it; nothing for a null.
+pub(crate) fn text(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+fn line<'a>(csv: &mut String, cells: impl Iterator<Item = &'a str>) {
+    for (index, cell) in cells.enumerate() {
+        if index > 0 {
+            csv.push(',');
+        }
+        let is_formula = cell.starts_with(['=', '@', '\t', '\r'])
+            || (cell.starts_with(['+', '-']) && cell.parse::<f64>().is_err());
+        if is_formula || cell.contains([',', '"', '\n', '\r']) {
+            csv.push('"');
+            csv.push_str(if is_formula { "'" } else { "" });
+            csv.push_str(&cell.replace('"', "\"\""));
+            csv.push('"');
+        } else {
+            csv.push_str(cell);
+        }
+    }
+    csv.push('\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn table() -> Table {
+        Table {
+            columns: vec!["day".into(), "what, exactly".into()],
+            rows: vec![
+                vec![json!("2026-11-15"), json!(-3)],
+                vec![json!("a \"b\"\nc"), json!(null)],
+            ],
+            is_cut: false,
+        }
+    }
+
+    #[test]
+    fn cells_with_commas_quotes_and_lines_are_quoted() {
+        let csv = "day,\"what, exactly\"\n2026-11-15,-3\n\"a \"\"b\"\"\nc\",\n";
+        assert_eq!(table().to_csv(), csv);
+    }
+
+    #[test]
+    fn no_cell_is_a_formula_for_a_spreadsheet() {
+        for text in ["=1+1", "@SUM(A1)", "+cmd|' /C calc'!A0", "-2+3"] {
+            let table = Table { rows: vec![vec![json!(text)]], ..Table::default() };
+            assert_eq!(table.to_csv(), format!("\n\"'{text}\"\n"));
+        }
+    }
+
+    #[test]
+    fn every_row_is_one_json_object() {
+        let lines = table().to_json_lines();
+        let lines: Vec<Value> = lines.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+        assert_eq!(lines[0], json!({"day": "2026-11-15", "what, exactly": -3}));
+        assert_eq!(lines[1]["day"], "a \"b\"\nc");
+    }
+}

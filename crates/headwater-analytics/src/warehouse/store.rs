@@ -1,0 +1,241 @@
+//! Writing: rows and position in one transaction.
+
+use std::collections::HashSet;
+use std::time::Instant;
+
+use duckdb::types::{TimeUnit, Value};
+use duckdb::{Connection, Transaction, params};
+use headwater_stream::EntryId;
+use headwater_stream::clock::Timestamp;
+
+use super::{Warehouse, Writer, failed};
+use crate::error::{AnalyticsError, Result};
+use crate::event::TicketEvent;
+use crate::limits::BATCH_ROWS_MAX;
+use crate::metrics;
+
+/// What became of a batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stored {
+    /// Rows that are new.
+    pub rows: usize,
+    /// Entries whose rows were there already.
+    pub seen_before: usize,
+}
+
+/// A dead letter as a row.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeadLetterRow {
+    /// The topic whose message it was.
+    pub topic: String,
+    /// The dead letter's entry.
+    pub entry: EntryId,
+    /// The entry it first was, if it says so.
+    pub original_id: Option<EntryId>,
+    /// How often it failed.
+    pub failures: u32,
+    /// Why it was given up.
+    pub reason: String,
+    /// When.
+    pub failed_at: Timestamp,
+}
+
+/// What a rebuild did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rebuild {
+    /// Rows that were there before.
+    pub removed: u64,
+    /// Rows that are there now.
+    pub stored: u64,
+}
+
+/// The source whose position stands for the rows of `events`.
+const EVENTS: &str = "events";
+
+impl Warehouse {
+    /// Stores a batch of events that come from a stream, each once however often it comes.
+    ///
+    /// At most [`BATCH_ROWS_MAX`] rows. If it fails, nothing is stored.
+    pub fn store(&self, events: &[TicketEvent]) -> Result<Stored> {
+        if events.len() > BATCH_ROWS_MAX {
+            let problem = format!("{} rows; the limit is {BATCH_ROWS_MAX}", events.len());
+            return Err(AnalyticsError::invalid("a batch", problem));
+        }
+        let started = Instant::now();
+        let mut writer = self.writer();
+        let result = store(&mut writer, events);
+        match &result {
+            Ok(stored) => {
+                metrics::stored(EVENTS, stored.rows, stored.seen_before, started.elapsed());
+            }
+            Err(_) => {
+                // Whether the commit had its effect is for the file to say.
+                writer.position = None;
+                metrics::commit_failed();
+            }
+        }
+        result
+    }
+
+    /// The last dead letter of a topic that is stored.
+    pub fn last_letter(&self, topic: &str) -> Result<Option<EntryId>> {
+        position(&self.writer().connection, &letters_of(topic))
+    }
+
+    /// Stores dead letters of a topic, in the order of their entries, all of them after [`last_letter`](Self::last_letter).
+    pub fn store_letters(&self, topic: &str, letters: &[DeadLetterRow]) -> Result<()> {
+        let Some(last) = letters.iter().map(|letter| letter.entry).max() else { return Ok(()) };
+        let started = Instant::now();
+        let mut writer = self.writer();
+        let in_one_step = |transaction: &Transaction<'_>| {
+            let mut appender = transaction.appender("dead_letters")?;
+            for letter in letters {
+                appender.append_row(params![
+                    letter.topic,
+                    letter.entry.ms,
+                    letter.entry.seq,
+                    letter.original_id.map(|id| id.to_string()),
+                    letter.failures,
+                    letter.reason,
+                    timestamp(letter.failed_at),
+                ])?;
+            }
+            appender.flush()?;
+            move_position(transaction, &letters_of(topic), last)
+        };
+        transact(&mut writer, "store dead letters", in_one_step)?;
+        metrics::stored("dead_letters", letters.len(), 0, started.elapsed());
+        Ok(())
+    }
+
+    /// Replaces all events by those of `batches`, in one transaction: if one of them is an error, everything stays as it
+    /// was. Positions stay, so the stream goes on where it was.
+    pub fn rebuild(
+        &self,
+        batches: impl IntoIterator<Item = Result<Vec<TicketEvent>>>,
+    ) -> Result<Rebuild> {
+        let what = "rebuild its tables";
+        let mut writer = self.writer();
+        let transaction = writer.connection.transaction().map_err(|error| failed(what, error))?;
+        let removed =
+            transaction.execute("DELETE FROM events", []).map_err(|error| failed(what, error))?;
+        let mut stored = 0;
+        for batch in batches {
+            let batch = batch?;
+            append(&transaction, &batch.iter().collect::<Vec<_>>())
+                .map_err(|error| failed(what, error))?;
+            stored += batch.len() as u64;
+        }
+        transaction.commit().map_err(|error| failed(what, error))?;
+        Ok(Rebuild { removed: removed as u64, stored })
+    }
+}
+
+fn store(writer: &mut Writer, events: &[TicketEvent]) -> Result<Stored> {
+    let position = match writer.position {
+        Some(position) => position,
+        None => position(&writer.connection, EVENTS)?.unwrap_or(EntryId::MIN),
+    };
+    let seen = stored_before(writer, events, position)?;
+    let mut taken = HashSet::with_capacity(events.len());
+    let fresh: Vec<&TicketEvent> = events
+        .iter()
+        .filter(|event| {
+            event.entry.is_none_or(|entry| !seen.contains(&entry) && taken.insert(entry))
+        })
+        .collect();
+    let last = fresh.iter().filter_map(|event| event.entry).fold(position, EntryId::max);
+    if !fresh.is_empty() {
+        transact(writer, "store events", |transaction| {
+            append(transaction, &fresh)?;
+            move_position(transaction, EVENTS, last)
+        })?;
+    }
+    writer.position = Some(last);
+    Ok(Stored { rows: fresh.len(), seen_before: events.len() - fresh.len() })
+}
+
+/// Which of these entries have rows already. Those above the position have none, and they are nearly all.
+fn stored_before(
+    writer: &Writer,
+    events: &[TicketEvent],
+    position: EntryId,
+) -> Result<HashSet<EntryId>> {
+    let ids = events.iter().filter_map(|event| event.entry).filter(|entry| *entry <= position);
+    let list: Vec<String> = ids.map(|id| format!("({}, {})", id.ms, id.seq)).collect();
+    if list.is_empty() {
+        return Ok(HashSet::new());
+    }
+    let question = format!(
+        "SELECT entry_ms, entry_seq FROM events SEMI JOIN (VALUES {}) AS asked (ms, seq) \
+         ON entry_ms = ms AND entry_seq = seq",
+        list.join(", ")
+    );
+    let read = || {
+        let mut statement = writer.connection.prepare(&question)?;
+        let rows = statement.query_map([], |row| Ok(EntryId::new(row.get(0)?, row.get(1)?)))?;
+        rows.collect::<duckdb::Result<HashSet<EntryId>>>()
+    };
+    read().map_err(|error| failed("look for events", error))
+}
+
+fn transact(
+    writer: &mut Writer,
+    what: &'static str,
+    in_one_step: impl FnOnce(&Transaction<'_>) -> duckdb::Result<()>,
+) -> Result<()> {
+    let run = || {
+        // Rolled back when it is dropped.
+        let transaction = writer.connection.transaction()?;
+        in_one_step(&transaction)?;
+        transaction.commit()
+    };
+    run().map_err(|error| failed(what, error))
+}
+
+fn append(connection: &Connection, events: &[&TicketEvent]) -> duckdb::Result<()> {
+    let mut appender = connection.appender("events")?;
+    for event in events {
+        appender.append_row(params![
+            event.entry.map(|entry| entry.ms),
+            event.entry.map(|entry| entry.seq),
+            event.event_type,
+            event.ticket_id,
+            event.message_id,
+            event.user_id,
+            event.content,
+            timestamp(event.occurred_at),
+            event.run.events,
+            event.run.tokens_in,
+            event.run.tokens_out,
+            event.run.cost,
+        ])?;
+    }
+    appender.flush()
+}
+
+fn move_position(connection: &Connection, source: &str, to: EntryId) -> duckdb::Result<()> {
+    let sql = "INSERT OR REPLACE INTO positions VALUES (?, ?, ?)";
+    connection.execute(sql, params![source, to.ms, to.seq]).map(|_| ())
+}
+
+fn position(connection: &Connection, source: &str) -> Result<Option<EntryId>> {
+    let sql = "SELECT entry_ms, entry_seq FROM positions WHERE source = ?";
+    let found =
+        connection.query_row(sql, [source], |row| Ok(EntryId::new(row.get(0)?, row.get(1)?)));
+    match found {
+        Ok(position) => Ok(Some(position)),
+        Err(duckdb::Error::QueryReturnedNoRows) => Ok(None),
+        Err(error) => Err(failed("read a position", error)),
+    }
+}
+
+fn letters_of(topic: &str) -> String {
+    format!("dead letters of {topic}")
+}
+
+/// Times after the year 292277 do not fit; they are the last one that does.
+fn timestamp(at: Timestamp) -> Value {
+    let ms = i64::try_from(at.as_millis()).unwrap_or(i64::MAX).min(i64::MAX / 1000);
+    Value::Timestamp(TimeUnit::Millisecond, ms)
+}

@@ -1,0 +1,346 @@
+//! The way from the stream into the warehouse, with what can go wrong on it.
+//!
+//! `HEADWATER_SEED` sets the seed of the moments at which a process is killed, `HEADWATER_EVENTS` how many events it
+//! has to ingest (default 100,000).
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::env;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use headwater_analytics::*;
+use headwater_queue::{DeadLetterQuery, Queue, QueueConfig};
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{
+    Backend, EntryId, Fields, KeeperConfig, Options, Retention, StreamName, connect,
+};
+use headwater_testkit::{Child, Redis};
+use serde_json::{Value, json};
+
+const LIMIT: Duration = Duration::from_secs(120);
+
+struct Env {
+    backend: Arc<dyn Backend>,
+    queue: Queue,
+    file: PathBuf,
+    _folder: tempfile::TempDir,
+    _redis: Option<Redis>,
+}
+
+impl Env {
+    async fn new(redis: Option<Redis>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let url = redis.as_ref().map_or("embedded:memory".to_owned(), Redis::url);
+        let backend = connect(&url, &Options::default()).await.unwrap();
+        let queue = queue(&backend);
+        let file = folder.path().join("analytics.duckdb");
+        Self { backend, queue, file, _folder: folder, _redis: redis }
+    }
+
+    fn warehouse(&self) -> Arc<Warehouse> {
+        Arc::new(Warehouse::open(&self.file).unwrap())
+    }
+
+    async fn append(&self, entries: &[Fields]) {
+        for some in entries.chunks(1000) {
+            self.backend.append(&stream(), some, &Retention::KEEP_ALL).await.unwrap();
+        }
+    }
+
+    /// Waits until the group has acknowledged everything.
+    async fn settled(&self) {
+        let started = Instant::now();
+        loop {
+            let stats = self.backend.stats(&stream()).await.unwrap().unwrap();
+            if stats.groups.iter().any(|group| group.pending == 0 && group.lag == Some(0)) {
+                return;
+            }
+            assert!(started.elapsed() < LIMIT, "not settled: {stats:?}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+/// Leases are short, so that the work of a killed process goes on soon.
+fn queue(backend: &Arc<dyn Backend>) -> Queue {
+    let lease = KeeperConfig {
+        ttl: Duration::from_millis(1000),
+        renew_every: Duration::from_millis(200),
+        margin: Duration::from_millis(200),
+    };
+    let config = QueueConfig {
+        lease,
+        rebalance_every: Duration::from_millis(200),
+        ..QueueConfig::default()
+    };
+    Queue::with_config(Arc::clone(backend), config).unwrap()
+}
+
+fn stream() -> StreamName {
+    StreamName::new(STREAM).unwrap()
+}
+
+fn entry(data: &Value) -> Fields {
+    Fields::new([("data", data.to_string())])
+}
+
+fn event(kind: &str, ticket: &str, message: &str, time: &str) -> Fields {
+    entry(&json!({
+        "event_type": kind, "ticket_id": ticket, "message_id": message, "user_id": "ada",
+        "payload": {"content": "hello", "timestamp": time}
+    }))
+}
+
+async fn ask(warehouse: &Warehouse, sql: &str) -> Vec<Vec<Value>> {
+    warehouse.reader().query(sql).await.unwrap().rows
+}
+
+async fn events_go_in_and_what_is_none_goes_to_the_dead_letters(env: Env) {
+    let warehouse = env.warehouse();
+    let ingest =
+        Ingest::start(&env.queue, Arc::clone(&warehouse), IngestConfig::default()).await.unwrap();
+    env.append(&[
+        event("TICKET_CREATED", "t1", "m1", "2026-11-15T10:00:00Z"),
+        entry(&json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": "t1", "message_id": "m2", "content": "flat"})),
+        Fields::new([("data", "not json")]),
+        // Text that other databases choke on.
+        event("MESSAGE_RECEIVED", "t\u{0}1", "m\u{1F600}", "2026-11-15T10:00:01Z"),
+        // The outbox delivers at least once.
+        event("TICKET_CREATED", "t1", "m1", "2026-11-15T10:00:00Z"),
+    ])
+    .await;
+    env.settled().await;
+    ingest.stop().await;
+
+    assert_eq!(ask(&warehouse, "SELECT count(*) AS n FROM events").await, [[json!(4)]]);
+    let rows =
+        ask(&warehouse, "SELECT event_type, message_id FROM ticket_events ORDER BY message_id")
+            .await;
+    let expected =
+        [["TICKET_CREATED", "m1"], ["MESSAGE_RECEIVED", "m2"], ["MESSAGE_RECEIVED", "m\u{1F600}"]];
+    assert_eq!(rows, expected.map(|row| row.map(|text| json!(text)).to_vec()));
+
+    let letters = env.queue.dead_letters(STREAM).await.unwrap();
+    let page = letters.browse(&DeadLetterQuery::default()).await.unwrap();
+    assert_eq!(page.items.len(), 1);
+    assert_eq!(page.items[0].fields.get("data").unwrap().as_ref(), b"not json");
+
+    let mirror =
+        LetterMirror::new(env.queue.clone(), Arc::clone(&warehouse), LetterMirrorConfig::default());
+    assert_eq!(mirror.run_once().await.unwrap(), 1);
+    assert_eq!(mirror.run_once().await.unwrap(), 0, "each is copied once");
+    let rows = ask(&warehouse, report("dead-letters").unwrap().sql).await;
+    assert_eq!((&rows[0][0], &rows[0][2]), (&json!(STREAM), &json!(1)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn events_go_in_and_what_is_none_goes_to_the_dead_letters_embedded() {
+    events_go_in_and_what_is_none_goes_to_the_dead_letters(Env::new(None).await).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn events_go_in_and_what_is_none_goes_to_the_dead_letters_redis() {
+    let redis = Redis::start().unwrap();
+    events_go_in_and_what_is_none_goes_to_the_dead_letters(Env::new(Some(redis)).await).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_is_killed_at_random_while_it_ingests_neither_loses_nor_doubles_a_row() {
+    let seed: u64 =
+        env::var("HEADWATER_SEED").map_or_else(|_| any_seed(), |seed| seed.parse().unwrap());
+    let count: usize = env::var("HEADWATER_EVENTS").map_or(100_000, |count| count.parse().unwrap());
+    println!("HEADWATER_SEED={seed}");
+    let mut random = seed;
+
+    let env = Env::new(Some(Redis::start().unwrap())).await;
+    let entries: Vec<Fields> = (0..count)
+        .map(|n| {
+            event(
+                "MESSAGE_RECEIVED",
+                &format!("t{}", n % 1000),
+                &format!("m{n}"),
+                "2026-11-15T10:00:00Z",
+            )
+        })
+        .collect();
+    env.append(&entries).await;
+
+    let url = env._redis.as_ref().unwrap().url();
+    let file = env.file.to_str().unwrap();
+    let mut kills = 0;
+    loop {
+        let child = Child::spawn_self("victim", &[("URL", &url), ("FILE", file)]).unwrap();
+        child.line_after("ingesting", LIMIT).unwrap();
+        let life = Duration::from_millis(next(&mut random) % 700);
+        // The child says when all is done; until then it is killed at a random moment.
+        if kills == 8 {
+            child.line_after("settled", LIMIT).unwrap();
+            break;
+        }
+        let _ = child.line_after("settled", life);
+        child.kill9().unwrap();
+        kills += 1;
+    }
+
+    let warehouse = env.warehouse();
+    let rows =
+        ask(&warehouse, "SELECT count(*) AS n, count(DISTINCT message_id) AS m FROM events").await;
+    assert_eq!(rows, [[json!(count), json!(count)]], "seed {seed}");
+}
+
+fn any_seed() -> u64 {
+    std::time::UNIX_EPOCH.elapsed().unwrap().as_millis() as u64
+}
+
+/// The next number of a small generator (splitmix64).
+fn next(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mixed = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+/// Ingests until it is killed, or until all is settled.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "started by a_process_that_is_killed_at_random_while_it_ingests_neither_loses_nor_doubles_a_row"]
+async fn victim() {
+    let backend = connect(&env::var("URL").unwrap(), &Options::default()).await.unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let file = PathBuf::from(env::var("FILE").unwrap());
+    let env = Env { queue: queue(&backend), backend, file, _folder: folder, _redis: None };
+    // Small batches: there is to be much to come between.
+    let config =
+        IngestConfig { batch: 500, linger: Duration::from_millis(1), ..IngestConfig::default() };
+    let ingest = Ingest::start(&env.queue, env.warehouse(), config).await.unwrap();
+    println!("ingesting");
+    env.settled().await;
+    println!("settled");
+    ingest.stop().await;
+}
+
+#[test]
+fn an_entry_that_others_held_back_is_stored_although_later_ones_came_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let warehouse = Warehouse::open(&folder.path().join("w.duckdb")).unwrap();
+    let at = |ms: u64| {
+        let fields = event("MESSAGE_RECEIVED", "t", &format!("m{ms}"), "2026-11-15T10:00:00Z");
+        TicketEvent::read(EntryId::new(ms, 0), &fields).unwrap()
+    };
+    let stored = |rows, seen_before| Stored { rows, seen_before };
+    assert_eq!(warehouse.store(&[at(1), at(3), at(3)]).unwrap(), stored(2, 1));
+    // 2 is below the position and new; 1 is below it and was there.
+    assert_eq!(warehouse.store(&[at(1), at(2), at(4)]).unwrap(), stored(2, 1));
+    drop(warehouse);
+    let warehouse = Warehouse::open(&folder.path().join("w.duckdb")).unwrap();
+    assert_eq!(warehouse.store(&[at(1), at(2), at(3), at(4)]).unwrap(), stored(0, 4));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rebuild_replaces_all_rows_or_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let warehouse = Warehouse::open(&folder.path().join("w.duckdb")).unwrap();
+    let from_stream = |ms: u64| {
+        let fields = event("MESSAGE_RECEIVED", "t", &format!("m{ms}"), "2026-11-15T10:00:00Z");
+        TicketEvent::read(EntryId::new(ms, 0), &fields).unwrap()
+    };
+    let from_sql = |ms: u64| TicketEvent { entry: None, ..from_stream(ms) };
+    warehouse.store(&[from_stream(1), from_stream(2)]).unwrap();
+    let count =
+        "SELECT (SELECT count(*) FROM events) AS rows, count(*) AS shown FROM ticket_events";
+
+    let broken = AnalyticsError::Query("the database went away".to_owned());
+    warehouse.rebuild([Ok(vec![from_sql(1)]), Err(broken)]).unwrap_err();
+    assert_eq!(ask(&warehouse, count).await, [[json!(2), json!(2)]], "as it was");
+
+    let batches = [Ok(vec![from_sql(1), from_sql(2)]), Ok(vec![from_sql(3)])];
+    assert_eq!(warehouse.rebuild(batches).unwrap(), Rebuild { removed: 2, stored: 3 });
+    // The stream brings what SQL told before: it is shown once.
+    warehouse.store(&[from_stream(2), from_stream(3), from_stream(4)]).unwrap();
+    assert_eq!(ask(&warehouse, count).await, [[json!(6), json!(4)]]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_report_answers_and_the_figures_are_right() {
+    let folder = tempfile::tempdir().unwrap();
+    let warehouse = Warehouse::open(&folder.path().join("w.duckdb")).unwrap();
+    for report in REPORTS {
+        let empty = warehouse.reader().query(report.sql).await.unwrap();
+        assert!(empty.column(report.chart.label).is_some(), "{}", report.name);
+        assert!(report.chart.bars.iter().all(|bar| empty.column(bar).is_some()), "{}", report.name);
+    }
+
+    let at = |second: u64| {
+        Timestamp::from_rfc3339("2026-11-15T10:00:00Z").unwrap().after(Duration::from_secs(second))
+    };
+    let mut events = Vec::new();
+    for ticket in 0..4_u64 {
+        let event = |kind: &str, second, run| TicketEvent {
+            entry: None,
+            event_type: kind.to_owned(),
+            ticket_id: format!("t{ticket}"),
+            message_id: Some(format!("{kind}{ticket}")),
+            user_id: None,
+            content: None,
+            occurred_at: at(second),
+            run,
+        };
+        let run = RunFigures {
+            events: Some(2),
+            tokens_in: Some(100),
+            tokens_out: Some(10),
+            cost: Some(0.25),
+        };
+        events.push(event("TICKET_CREATED", 0, RunFigures::default()));
+        events.push(event("AI_RESPONSE_GENERATED", 1 + ticket, run));
+    }
+    warehouse.rebuild([Ok(events)]).unwrap();
+    let day = json!("2026-11-15");
+    let rows = |name| {
+        let warehouse = &warehouse;
+        async move { ask(warehouse, report(name).unwrap().sql).await }
+    };
+    assert_eq!(rows("tickets-per-day").await, [[day.clone(), json!(4)]]);
+    assert_eq!(rows("first-response").await, [[day.clone(), json!(4), json!(2.5), json!(3.85)]]);
+    assert_eq!(rows("events-per-run").await, [[json!(2), json!(4)]]);
+    assert_eq!(rows("tokens-and-cost").await, [[day, json!(4), json!(400), json!(40), json!(1.0)]]);
+    let table = warehouse.reader().query(report("first-response").unwrap().sql).await.unwrap();
+    assert!(
+        svg("First response", &report("first-response").unwrap().chart, &table).contains("3.85")
+    );
+}
+
+#[test]
+fn a_file_that_another_process_writes_is_refused_with_the_way_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("w.duckdb");
+    let child = Child::spawn_self("holder", &[("FILE", file.to_str().unwrap())]).unwrap();
+    child.line_after("open", LIMIT).unwrap();
+    for error in [Warehouse::open(&file).unwrap_err(), WarehouseReader::open(&file).unwrap_err()] {
+        assert!(matches!(error, AnalyticsError::InUse { .. }), "{error}");
+        assert!(error.to_string().contains("ask it over HTTP, or stop it"), "{error}");
+    }
+    child.kill9().unwrap();
+    Warehouse::open(&file).unwrap();
+    WarehouseReader::open(&file).unwrap();
+}
+
+/// Holds a file until it is killed.
+#[test]
+#[ignore = "started by a_file_that_another_process_writes_is_refused_with_the_way_out"]
+fn holder() {
+    let _warehouse = Warehouse::open(Path::new(&env::var("FILE").unwrap())).unwrap();
+    println!("open");
+    std::thread::sleep(LIMIT);
+}
+
+#[test]
+fn a_file_that_is_no_warehouse_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("w.duckdb");
+    let error = WarehouseReader::open(&file).unwrap_err().to_string();
+    assert!(error.contains("does not exist; run `headwater analytics rebuild`"), "{error}");
+    std::fs::write(&file, "something else").unwrap();
+    assert!(matches!(Warehouse::open(&file), Err(AnalyticsError::Warehouse { .. })));
+    assert_eq!(std::fs::read(&file).unwrap(), b"something else");
+}
