@@ -1,20 +1,28 @@
 //! `cargo xtask bench`: the speed of streams and queue, embedded and on a Redis of their own, what heartbeats and waiting
-//! cost, and the speed of issues on SQLite and on a Postgres of their own.
+//! cost, the speed of issues on SQLite and on a Postgres of their own, and that of analytics.
 
 use crate::cargo::{self, cargo};
+use crate::duckdb;
 use crate::failure::Failure;
 use crate::setup;
 
 /// What is measured, from the bottom up.
-const BENCHES: [(&str, &[&str]); 3] = [
+const BENCHES: [(&str, &[&str]); 4] = [
     ("headwater-stream", &["streams", "heartbeat", "waiting"]),
     ("headwater-queue", &["queue"]),
     ("headwater-issue", &["store", "flow"]),
+    (ANALYTICS, &["ingest"]),
 ];
+
+const ANALYTICS: &str = "headwater-analytics";
 
 pub(crate) fn run(arguments: &[String]) -> Result<(), Failure> {
     setup::system(&[setup::C_COMPILER, setup::REDIS, setup::POSTGRES])?;
+    duckdb::provide();
     for (package, names) in BENCHES {
+        if package == ANALYTICS && duckdb::folder().is_none() {
+            continue;
+        }
         let mut bench = cargo(["bench", "-p", package, "--all-features"])?;
         for name in names {
             bench.args(["--bench", name]);

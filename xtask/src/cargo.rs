@@ -9,6 +9,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
+use crate::duckdb;
 use crate::failure::Failure;
 
 /// The root of the checkout.
@@ -31,6 +32,9 @@ pub(crate) fn cargo<A: AsRef<OsStr>>(
         let folder = std::path::absolute(&folder)
             .map_err(|error| Failure::new(format!("no usable target directory: {error}")))?;
         command.env("CARGO_TARGET_DIR", folder);
+    }
+    if let Some(folder) = duckdb::folder() {
+        command.env(duckdb::VARIABLE, folder);
     }
     // `cargo run` describes xtask in these. Build scripts that watch them would run again each time
     // cargo is called through xtask after it was called without, and the other way round.
@@ -73,17 +77,26 @@ fn describes_this_package(variable: &str) -> bool {
     variable.starts_with("CARGO_PKG_") || variable.starts_with("CARGO_MANIFEST_")
 }
 
-/// The target directory that all checkouts share, or `None` where there is no place for a cache.
-fn target_dir(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+/// What is kept between runs, by all checkouts; `None` where there is no place for it.
+pub(crate) fn cache() -> Option<PathBuf> {
+    cache_dir(&|name| env::var_os(name))
+}
+
+fn cache_dir(variable: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let folder = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    if let Some(chosen) = folder("CARGO_TARGET_DIR") {
-        return Some(chosen);
-    }
     // The XDG specification asks to ignore a relative path.
     let cache = folder("XDG_CACHE_HOME")
         .filter(|cache| cache.is_absolute())
         .or_else(|| folder("HOME").map(|home| home.join(".cache")))?;
-    Some(cache.join("headwater").join("target"))
+    Some(cache.join("headwater"))
+}
+
+/// The target directory that all checkouts share, or `None` where there is no place for a cache.
+fn target_dir(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    match variable("CARGO_TARGET_DIR").filter(|chosen| !chosen.is_empty()) {
+        Some(chosen) => Some(chosen.into()),
+        None => cache_dir(&variable).map(|cache| cache.join("target")),
+    }
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ mod cargo;
 mod chaos;
 mod command;
 mod demo;
+mod duckdb;
 mod failure;
 mod setup;
 mod test;

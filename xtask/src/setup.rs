@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use crate::cargo::{cargo, run, succeeds};
+use crate::duckdb;
 use crate::failure::Failure;
 
 /// A program that comes from the packages of the system.
@@ -33,6 +34,7 @@ const POSTGRES_VERSIONS: &str = "/usr/lib/postgresql";
 pub(crate) fn everything() -> Result<(), Failure> {
     system(&[C_COMPILER, REDIS, POSTGRES])?;
     components()?;
+    duckdb::provide();
     nextest()
 }
 

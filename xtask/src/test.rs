@@ -6,6 +6,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use crate::cargo::{self, cargo};
+use crate::duckdb::cargo_on_everything;
 use crate::failure::Failure;
 use crate::{setup, tidy};
 
@@ -22,26 +23,26 @@ pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), Failure> {
     }
 
     heading("tests", started);
-    let mut tests = cargo(["nextest", "run", "--workspace", "--all-features"])?;
-    cargo::run("tests", tests.args(nextest_arguments))
+    for mut tests in cargo_on_everything(&["nextest", "run"])? {
+        cargo::run("tests", tests.args(nextest_arguments))?;
+    }
+    Ok(())
 }
 
 /// Everything but the tests, each with its heading.
 fn checks() -> Result<Vec<(&'static str, Command)>, Failure> {
-    let mut clippy = cargo(["clippy", "--workspace", "--all-targets", "--all-features"])?;
-    clippy.args(["--", "-D", "warnings"]);
+    let mut checks = vec![("format", cargo(["fmt", "--all", "--check"])?)];
+    for mut clippy in cargo_on_everything(&["clippy", "--all-targets"])? {
+        clippy.args(["--", "-D", "warnings"]);
+        checks.push(("clippy", clippy));
+    }
 
     // A feature that is only ever built beside others may miss what they bring along.
     let alone = |package: &str, feature: &str| {
         cargo(["check", "-p", package, "--no-default-features", "--features", feature])
     };
 
-    let mut documentation = cargo(["doc", "--workspace", "--no-deps", "--all-features"])?;
-    documentation.env("RUSTDOCFLAGS", "-D warnings");
-
-    Ok(vec![
-        ("format", cargo(["fmt", "--all", "--check"])?),
-        ("clippy", clippy),
+    checks.extend([
         ("headwater-stream without a backend", alone("headwater-stream", "")?),
         (
             "headwater-stream with the embedded backend alone",
@@ -50,12 +51,17 @@ fn checks() -> Result<Vec<(&'static str, Command)>, Failure> {
         ("headwater-stream with the Redis backend alone", alone("headwater-stream", "redis")?),
         ("headwater-issue with the SQLite store alone", alone("headwater-issue", "sqlite")?),
         ("headwater-issue with the Postgres store alone", alone("headwater-issue", "postgres")?),
-        ("documentation", documentation),
-        (
-            "examples in the documentation",
-            cargo(["test", "--doc", "--workspace", "--all-features"])?,
-        ),
-    ])
+        ("headwater-analytics without DuckDB", alone("headwater-analytics", "")?),
+    ]);
+
+    for mut documentation in cargo_on_everything(&["doc", "--no-deps"])? {
+        documentation.env("RUSTDOCFLAGS", "-D warnings");
+        checks.push(("documentation", documentation));
+    }
+    for examples in cargo_on_everything(&["test", "--doc"])? {
+        checks.push(("examples in the documentation", examples));
+    }
+    Ok(checks)
 }
 
 fn heading(step: &str, started: Instant) {

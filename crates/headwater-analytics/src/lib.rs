@@ -3,6 +3,7 @@
 // In the order in which an event passes them: each module uses only those above it.
 mod error;
 pub mod limits;
+#[cfg(feature = "duckdb")]
 pub mod metrics;
 
 mod event;
