@@ -1,7 +1,8 @@
 //! A dead letter: a message that ran out of attempts, with all that is needed to send it again.
 //!
 //! Upstream: `consumer` writes them. Downstream: whoever browses and replays them.
-//! Promises: every field of the original entry is kept as it is; WIRE's fields come on top.
+//! Promises: every field of the original entry is kept as it is; WIRE's fields come on top. A field of another program that
+//! has the name of one of these is kept under [`KEPT`], and has its own name again after a replay.
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
@@ -10,15 +11,17 @@ use headwater_stream::{Entry, EntryId, Fields};
 use crate::limits::REASON_BYTES_MAX;
 use crate::message::{
     self, HEADERS, Headers, KEY, ORIGINAL_MESSAGE_ID, PARTITION_ID, PAYLOAD, REPLAYED_FROM,
-    RETRY_COUNT, TIMESTAMP, TOPIC,
+    RETRY_COUNT, RETRY_GROUP, TIMESTAMP, TOPIC,
 };
-use crate::topic::{Partition, TopicName};
+use crate::topic::{GroupName, Partition, TopicName};
 
 const ORIGINAL_TOPIC: &str = "originalTopic";
 const FAILED_AT: &str = "failedAt";
 const REASON: &str = "reason";
 /// How often a message was replayed. It stays with the message, so that one that fails every time is noticed.
 const REPLAY_COUNT: &str = "replayCount";
+/// How the names of those fields of an entry begin whose own names a dead letter needs for itself.
+const KEPT: &str = "original:";
 
 /// A message that ran out of attempts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,6 +48,8 @@ pub struct DeadLetter {
     pub failed_at: Option<Timestamp>,
     /// Why.
     pub reason: String,
+    /// The group that gave it up; a replay is for this group alone, or for all if there is none.
+    pub group: Option<String>,
     /// The dead letter it was replayed from before it failed again.
     pub replayed_from: Option<EntryId>,
     /// How often it was replayed before.
@@ -53,12 +58,21 @@ pub struct DeadLetter {
     pub fields: Fields,
 }
 
+/// Where a dead letter comes from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Origin<'a> {
+    pub(crate) topic: &'a TopicName,
+    pub(crate) partition: Partition,
+    /// The entry it first was.
+    pub(crate) first_id: EntryId,
+    /// Who gives it up.
+    pub(crate) group: &'a GroupName,
+}
+
 /// The fields of the dead letter for an entry. `failures` is `None` where the entry's own count is not to be touched,
 /// because it is malformed.
 pub(crate) fn to_fields(
-    topic: &TopicName,
-    partition: Partition,
-    original_id: EntryId,
+    origin: &Origin<'_>,
     fields: &Fields,
     failures: Option<u32>,
     reason: &str,
@@ -69,16 +83,67 @@ pub(crate) fn to_fields(
         reason_end -= 1;
     }
     let mut changes = vec![
-        (ORIGINAL_TOPIC, Some(topic.to_string())),
-        (PARTITION_ID, Some(partition.to_string())),
-        (ORIGINAL_MESSAGE_ID, Some(original_id.to_string())),
+        (ORIGINAL_TOPIC, Some(origin.topic.to_string())),
+        (PARTITION_ID, Some(origin.partition.to_string())),
+        (ORIGINAL_MESSAGE_ID, Some(origin.first_id.to_string())),
         (FAILED_AT, Some(now.to_rfc3339())),
         (REASON, Some(reason[..reason_end].to_owned())),
+        (RETRY_GROUP, Some(origin.group.to_string())),
     ];
+    let kept = keep_names(fields, &changes);
     if let Some(failures) = failures {
         changes.push((RETRY_COUNT, Some(failures.to_string())));
     }
-    message::replace_fields(fields, &changes)
+    message::replace_fields(&kept, &changes)
+}
+
+/// The fields, with another name for each that would be replaced by something else, and for those that have such a name
+/// already: so that it can be undone.
+fn keep_names(fields: &Fields, changes: &[(&'static str, Option<String>)]) -> Fields {
+    let is_in_the_way = |name: &Bytes, value: &Bytes| {
+        name.starts_with(KEPT.as_bytes())
+            || changes.iter().any(|(changed, new)| {
+                name == changed.as_bytes()
+                    && !is_ours(changed, fields)
+                    && new.as_ref().is_some_and(|new| value != new.as_bytes())
+            })
+    };
+    if !fields.iter().any(|(name, value)| is_in_the_way(name, value)) {
+        return fields.clone();
+    }
+    Fields::new(fields.iter().map(|(name, value)| {
+        let name = match is_in_the_way(name, value) {
+            true => Bytes::from([KEPT.as_bytes(), name].concat()),
+            false => name.clone(),
+        };
+        (name, value.clone())
+    }))
+}
+
+/// Whether a field of an entry was written by us, and what we write now takes its place.
+fn is_ours(name: &str, fields: &Fields) -> bool {
+    let came_back = fields.get(ORIGINAL_MESSAGE_ID).and_then(message::read_id).is_some();
+    matches!(name, ORIGINAL_MESSAGE_ID | RETRY_GROUP) && came_back
+}
+
+/// The fields with the names they had before `keep_names`, as far as a message that comes back does not need them.
+fn give_names_back(fields: &Fields) -> Fields {
+    // By these two the message is known, to us and to those who look for copies: they stay ours.
+    let is_needed =
+        |name: &[u8]| [ORIGINAL_MESSAGE_ID, RETRY_GROUP].iter().any(|ours| name == ours.as_bytes());
+    let own_name = |name: &Bytes| {
+        let own = name.strip_prefix(KEPT.as_bytes()).filter(|own| !is_needed(own));
+        own.map(Bytes::copy_from_slice)
+    };
+    let own: Vec<Bytes> = fields.iter().filter_map(|(name, _)| own_name(name)).collect();
+    if own.is_empty() {
+        return fields.clone();
+    }
+    let is_new = |name: &Bytes| own_name(name).is_none() && own.contains(name);
+    let stays = fields.iter().filter(|(name, _)| !is_new(name));
+    Fields::new(
+        stays.map(|(name, value)| (own_name(name).unwrap_or_else(|| name.clone()), value.clone())),
+    )
 }
 
 impl DeadLetter {
@@ -102,6 +167,7 @@ impl DeadLetter {
             sent_at: fields.get(TIMESTAMP).and_then(message::read_timestamp),
             failed_at: fields.get(FAILED_AT).and_then(message::read_timestamp),
             reason: text(REASON).unwrap_or_default(),
+            group: text(RETRY_GROUP),
             replayed_from: fields.get(REPLAYED_FROM).and_then(message::read_id),
             replays: text(REPLAY_COUNT).and_then(|count| count.parse().ok()).unwrap_or(0),
             fields,
@@ -110,12 +176,14 @@ impl DeadLetter {
 
     /// The fields of the message it becomes when it is sent again: as it was, with its failures forgotten.
     pub(crate) fn to_replay(&self) -> Fields {
-        message::replace_fields(
+        let sent = message::replace_fields(
             &self.fields,
+            &[(ORIGINAL_TOPIC, None), (FAILED_AT, None), (REASON, None)],
+        );
+        let own = give_names_back(&sent);
+        message::replace_fields(
+            &own,
             &[
-                (ORIGINAL_TOPIC, None),
-                (FAILED_AT, None),
-                (REASON, None),
                 (RETRY_COUNT, Some("0".to_owned())),
                 (REPLAYED_FROM, Some(self.id.to_string())),
                 (REPLAY_COUNT, Some(self.replays.saturating_add(1).to_string())),
@@ -125,13 +193,14 @@ impl DeadLetter {
 
     /// What it has in common with its copies, and with no other dead letter.
     ///
-    /// A crash between writing a dead letter and settling its message, or a second group that gives up the same message,
-    /// makes a copy. A message that was replayed and failed again is no copy: it was replayed from another letter.
+    /// A crash between writing a dead letter and settling its message makes a copy. A second group that gives up the same
+    /// message does not: it is replayed for each of them. A message that was replayed and failed again is no copy: it was replayed from another letter.
     pub(crate) fn identity(&self) -> String {
         match (self.original_id, self.partition) {
             (Some(original), Some(partition)) => {
                 let from = self.replayed_from.unwrap_or(EntryId::MIN);
-                format!("{partition}:{original}:{from}")
+                let group = self.group.as_deref().unwrap_or_default();
+                format!("{partition}:{original}:{from}:{group}")
             }
             _ => format!("letter:{}", self.id),
         }

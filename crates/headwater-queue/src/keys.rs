@@ -106,6 +106,30 @@ pub(crate) fn delays(topic: &Topic, partition: Partition) -> DelayName {
     })
 }
 
+/// What tells whether the server still has the data of a partition; without a cluster, one serves all.
+pub(crate) fn witness(topic: &Topic, partition: Partition) -> MapName {
+    let name = &topic.name;
+    fits(match topic.layout {
+        Layout::Plain | Layout::Partitioned => MapName::new("streaming:mq:witness"),
+        Layout::PlainClustered => MapName::new(format!("streaming:mq:witness:{{{name}}}")),
+        Layout::PartitionedClustered => {
+            MapName::new(format!("streaming:mq:witness:{{{}}}", stream(topic, partition)))
+        }
+        Layout::Clustered => MapName::new(format!("streaming:mq:witness:{{{name}:{partition}}}")),
+    })
+}
+
+/// The witnesses that are a topic's own.
+pub(crate) fn own_witnesses(topic: &Topic) -> Vec<MapName> {
+    let own = match topic.layout {
+        Layout::Plain | Layout::Partitioned => 0,
+        Layout::PlainClustered | Layout::PartitionedClustered | Layout::Clustered => {
+            topic.partitions
+        }
+    };
+    (0..own).map(|partition| witness(topic, partition)).collect()
+}
+
 /// All sets of delayed messages of a topic.
 pub(crate) fn all_delays(topic: &Topic) -> Vec<DelayName> {
     let sets = match topic.layout {
@@ -215,6 +239,7 @@ mod tests {
             let tag = format!("{{orders:{partition}}}");
             assert!(stream(&orders, partition).as_str().contains(&tag));
             assert!(delays(&orders, partition).as_str().contains(&tag));
+            assert!(witness(&orders, partition).as_str().contains(&tag));
             assert!(lease(&orders, &group, partition).as_str().contains(&tag));
         }
         assert_eq!(all_delays(&orders).len(), 3);
@@ -222,6 +247,7 @@ mod tests {
         assert_eq!(stream(&foreign, 2).as_str(), "stream:topic:orders:p:2");
         assert_eq!(delays(&foreign, 2).as_str(), "streaming:mq:retry:{stream:topic:orders:p:2}");
         assert!(lease(&foreign, &group, 2).as_str().contains("{stream:topic:orders:p:2}"));
+        assert!(witness(&foreign, 2).as_str().contains("{stream:topic:orders:p:2}"));
         assert_eq!(all_delays(&foreign).len(), 3);
     }
 

@@ -13,7 +13,7 @@ use headwater_stream::{Delivery, EntryId, Epoch, Fields};
 
 use crate::error::{QueueError, Result};
 use crate::limits::{ATTEMPTS_MAX, HEADERS_BYTES_MAX, KEY_BYTES_MAX, MESSAGE_ID_BYTES_MAX};
-use crate::topic::{Partition, Topic, TopicName};
+use crate::topic::{GroupName, Partition, Topic, TopicName};
 use crate::trace::{TRACEPARENT, TraceContext};
 
 /// Headers of a message: names and values.
@@ -29,6 +29,8 @@ pub(crate) const KEY: &str = "key";
 pub(crate) const HEADERS: &str = "headers";
 pub(crate) const ORIGINAL_MESSAGE_ID: &str = "originalMessageId";
 pub(crate) const REPLAYED_FROM: &str = "replayedFrom";
+/// The group that tries again, of a message that comes back: other groups leave it alone.
+pub(crate) const RETRY_GROUP: &str = "retryGroup";
 
 /// A message to send.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -199,6 +201,8 @@ pub struct Message {
     pub original_id: Option<EntryId>,
     /// The dead letter it was replayed from.
     pub replayed_from: Option<EntryId>,
+    /// The only group it is for, if it was retried or replayed: others have handled it, or will, in its first place.
+    pub retry_group: Option<String>,
     /// All fields of its entry as they are.
     pub fields: Fields,
 }
@@ -246,6 +250,7 @@ impl Message {
             sent_at: None,
             original_id: None,
             replayed_from: None,
+            retry_group: None,
             fields: fields.clone(),
         };
         for (name, value) in fields {
@@ -262,8 +267,15 @@ impl Message {
                 b"timestamp" => message.sent_at = read_timestamp(value),
                 b"originalMessageId" => message.original_id = read_id(value),
                 b"replayedFrom" => message.replayed_from = read_id(value),
+                b"retryGroup" => {
+                    message.retry_group = std::str::from_utf8(value).ok().map(str::to_owned);
+                }
                 _ => {}
             }
+        }
+        if message.original_id.is_none() {
+            // It never came back, so the field is another program's and says nothing to us.
+            message.retry_group = None;
         }
         Ok(message)
     }
@@ -278,11 +290,12 @@ impl Message {
         self.original_id.unwrap_or(self.id)
     }
 
-    /// The fields of the entry that it is when it is tried again after one more failure.
-    pub(crate) fn to_retry(&self) -> Fields {
+    /// The fields of the entry that it is when this group tries it again after one more failure.
+    pub(crate) fn to_retry(&self, group: &GroupName) -> Fields {
         self.replaced(&[
             (RETRY_COUNT, Some(self.attempt.to_string())),
             (ORIGINAL_MESSAGE_ID, Some(self.first_id().to_string())),
+            (RETRY_GROUP, Some(group.to_string())),
         ])
     }
 
@@ -409,11 +422,16 @@ mod tests {
         let new = NewMessage::keyed("k", "p").header("h", "1");
         let fields = new.to_fields(&topic(), 0, Timestamp::from_millis(1)).unwrap();
         let message = Message::read(&topic().name, 0, delivery(fields)).unwrap();
-        let again = Delivery { id: EntryId::new(6, 0), fields: message.to_retry(), deliveries: 1 };
+        let group = GroupName::new("billing").unwrap();
+        let retry = |message: &Message, id| {
+            let fields = message.to_retry(&group);
+            Delivery { id: EntryId::new(id, 0), fields, deliveries: 1 }
+        };
+        let again = retry(&message, 6);
         let again = Message::read(&topic().name, 0, again).unwrap();
         assert_eq!((again.attempt, again.first_id()), (2, message.id));
-        let third = Delivery { id: EntryId::new(7, 0), fields: again.to_retry(), deliveries: 1 };
-        let third = Message::read(&topic().name, 0, third).unwrap();
+        let third = Message::read(&topic().name, 0, retry(&again, 7)).unwrap();
+        assert_eq!((message.retry_group, again.retry_group), (None, Some("billing".to_owned())));
         assert_eq!((third.attempt, third.first_id()), (3, message.id));
         assert_eq!(
             (third.payload, third.key, third.headers),
@@ -429,6 +447,13 @@ mod tests {
         let fields = Fields::new([("headers", r#"{"n":1,"t":"x"}"#)]);
         let message = Message::read(&topic().name, 0, delivery(fields)).unwrap();
         assert_eq!((message.headers["n"].as_str(), message.headers["t"].as_str()), ("1", "x"));
+    }
+
+    #[test]
+    fn a_group_named_by_another_program_means_nothing() {
+        let fields = Fields::new([("retryGroup", "theirs"), ("originalMessageId", "order 7")]);
+        let message = Message::read(&topic().name, 0, delivery(fields)).unwrap();
+        assert_eq!(message.retry_group, None);
     }
 
     #[test]

@@ -2,7 +2,8 @@
 
 /// Messages sent. Labels: topic, partition, result (`ok`, `duplicate`, `delayed`, `error`).
 pub const PRODUCED: &str = "headwater_produced_total";
-/// Messages handled. Labels: topic, partition, group, consumer, result (`done`, `retry`, `release`, `dead_letter`).
+/// Messages handled. Labels: topic, partition, group, consumer, result (`done`, `retry`, `release`, `dead_letter`;
+/// `skipped`: tried again by another group).
 pub const CONSUMED: &str = "headwater_consumed_total";
 /// Entries settled. Labels: topic, partition, group.
 pub const ACKS: &str = "headwater_acks_total";

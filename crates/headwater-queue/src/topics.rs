@@ -189,6 +189,10 @@ impl Topics {
             let gone = some.iter().map(|stream| backend.delete_stream(stream));
             had_data |= try_join_all(gone).await?.contains(&true);
         }
+        for some in keys::own_witnesses(&topic).chunks(DELETED_AT_ONCE) {
+            change.go_on().await?;
+            try_join_all(some.iter().map(|witness| backend.map_delete(witness))).await?;
+        }
         change.go_on().await?;
         // Without meta there was no topic when this began; one that was created since is not ours to delete.
         let had_meta = !topic.layout.is_plain() && backend.map_delete(&keys::meta(name)).await?;

@@ -63,8 +63,33 @@ impl Whose {
 }
 
 impl Worker {
+    /// Shared: reads, and takes what others gave back.
+    pub(super) async fn read_and_sweep(self: Arc<Self>) {
+        if self.call_witness().await {
+            self.open_for_reading();
+            self.sweep_at_once().await;
+        }
+    }
+
+    /// Before anything is in hand. Returns whether to go on.
+    async fn call_witness(self: &Arc<Self>) -> bool {
+        while let Err(error) = self.witness.call(self.job.backend.as_ref()).await {
+            if !error.is_transient() {
+                warn!(stream = %self.rules.stream, %error, "if the server loses its data, nobody will notice");
+                break;
+            }
+            if !self.goes_on_after(&error).await {
+                return false;
+            }
+        }
+        true
+    }
+
     /// Takes over whatever is pending, then reads. The partition is ours alone.
     pub(super) async fn take_over_and_read(self: Arc<Self>) {
+        if !self.call_witness().await {
+            return;
+        }
         while let Err(error) = self.adopt(&Whose::Anyone).await {
             if !self.goes_on_after(&error).await {
                 return;

@@ -41,6 +41,6 @@ impl Worker {
             _ = tokio::time::timeout(SETTLED_WITHIN, settled) => {}
             () = self.lease.lost() => {}
         }
-        self.end();
+        self.abandon();
     }
 }

@@ -2,16 +2,17 @@
 //!
 //! Upstream: `subscription` makes it. Downstream: every `worker` of the subscription.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
-use headwater_stream::Backend;
+use headwater_stream::{Backend, Epoch};
+use tokio::task::JoinSet;
 
 use super::gate::Gates;
-use super::verdict::Ended;
+use super::verdict::{Ended, Rules};
 use crate::config::ConsumerConfig;
 use crate::retry::Handler;
-use crate::topic::{GroupName, Topic, TopicName};
+use crate::topic::{GroupName, Partition, Topic, TopicName};
 use crate::trace::TraceBridge;
 
 pub(super) struct Job {
@@ -30,6 +31,8 @@ pub(super) struct Job {
     pub(super) is_bound: AtomicBool,
     /// Messages in hand, of all partitions.
     pub(super) in_hand: AtomicUsize,
+    /// Those who write again what the server lost. They end with the subscription.
+    rescues: Mutex<JoinSet<()>>,
     tally: Tally,
 }
 
@@ -81,6 +84,7 @@ impl Job {
             share,
             is_bound: AtomicBool::new(false),
             in_hand: AtomicUsize::new(0),
+            rescues: Mutex::default(),
             tally: Tally::default(),
         }
     }
@@ -95,6 +99,31 @@ impl Job {
         self.is_bound.store(share.saturating_mul(partitions) > in_flight_max, Ordering::Relaxed);
     }
 
+    /// The rules of one of its partitions.
+    pub(super) fn rules(
+        &self,
+        topic: Arc<Topic>,
+        partition: Partition,
+        epoch: Option<Epoch>,
+    ) -> Rules {
+        Rules::new(topic, partition, self.group.clone(), &self.config, epoch)
+    }
+
+    /// Starts a rescue.
+    pub(super) fn rescue(&self, rescue: impl Future<Output = ()> + Send + 'static) {
+        let mut rescues = self.rescues.lock().expect("no code panics while it holds the rescues");
+        while rescues.try_join_next().is_some() {}
+        rescues.spawn(rescue);
+    }
+
+    /// Waits until what the server lost is written again.
+    pub(super) async fn rescued(&self) {
+        let mut rescues = std::mem::take(
+            &mut *self.rescues.lock().expect("no code panics while it holds the rescues"),
+        );
+        while rescues.join_next().await.is_some() {}
+    }
+
     pub(super) fn is_paused(&self) -> bool {
         self.paused.load(Ordering::Acquire)
     }
@@ -105,6 +134,7 @@ impl Job {
             Ended::Retry => &self.tally.retried,
             Ended::Release => &self.tally.released,
             Ended::DeadLetter(_) => &self.tally.dead_letters,
+            Ended::Skipped => return,
         };
         tally.fetch_add(1, Ordering::Relaxed);
     }

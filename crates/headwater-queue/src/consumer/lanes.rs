@@ -175,6 +175,15 @@ impl Lanes {
         ids
     }
 
+    /// Takes everything out, in no particular order.
+    pub(super) fn take_all(&mut self) -> impl Iterator<Item = Delivery> {
+        let Self { ready, busy, resting, held, .. } =
+            std::mem::replace(self, Self::new(self.order));
+        let behind = busy.into_values().flatten();
+        let apart = resting.into_values().chain(held.into_values());
+        ready.into_iter().chain(behind).chain(apart).map(|item| item.delivery)
+    }
+
     /// Takes these out, wherever they wait. Returns how many there were.
     pub(super) fn remove(&mut self, gone: &HashSet<EntryId>) -> usize {
         let before = self.len();

@@ -10,13 +10,15 @@ use super::verdict::{Ended, Why};
 use crate::metrics as names;
 use crate::topic::{GroupName, Partition, TopicName};
 
+const RESULTS: [&str; 5] = ["done", "retry", "release", "dead_letter", "skipped"];
+
 #[derive(Debug)]
 pub(super) struct Meters {
     topic: String,
     group: String,
     partition: String,
-    /// Counter of messages and histogram of seconds for each of `done`, `retry`, `release` and `dead_letter`.
-    handled: [(Counter, Histogram); 4],
+    /// Counter of messages and histogram of seconds for each of `RESULTS`.
+    handled: [(Counter, Histogram); 5],
     in_flight: Gauge,
     retries: Counter,
     acks: Counter,
@@ -33,7 +35,7 @@ impl Meters {
     ) -> Self {
         let (topic, group) = (topic.to_string(), group.to_string());
         let partition = partition.to_string();
-        let handled = ["done", "retry", "release", "dead_letter"].map(|result| {
+        let handled = RESULTS.map(|result| {
             let count = counter!(
                 names::CONSUMED,
                 "topic" => topic.clone(), "partition" => partition.clone(), "group" => group.clone(),
@@ -79,6 +81,7 @@ impl Meters {
                 self.dead_letter(why);
                 3
             }
+            Ended::Skipped => 4,
         };
         let (count, seconds) = &self.handled[index];
         count.increment(1);

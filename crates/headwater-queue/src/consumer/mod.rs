@@ -13,6 +13,8 @@ mod verdict;
 mod job;
 mod meters;
 
+mod rescue;
+
 mod feed;
 mod worker;
 

@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use tracing::{Instrument, debug, warn};
 
 use super::lanes::Item;
-use super::verdict::Verdict;
+use super::verdict::{Ended, Verdict};
 use super::worker::{Slot, Worker};
 use crate::message::Message;
 use crate::retry::Outcome;
@@ -63,6 +63,13 @@ async fn handle(worker: &Arc<Worker>, item: &Item) -> (Verdict, Option<Duration>
         Ok(message) => message,
         Err(ending) => {
             let entry_id = item.delivery.id;
+            if ending.result == Ended::Skipped {
+                debug!(
+                    topic = %worker.job.topic, partition = worker.rules.partition, %entry_id,
+                    "another group tries this message again"
+                );
+                return (Verdict::End(ending), None);
+            }
             warn!(
                 topic = %worker.job.topic, partition = worker.rules.partition, %entry_id, result = ?ending.result,
                 "message goes to the dead letters unhandled"

@@ -3,21 +3,20 @@
 //! Upstream: `worker` collects outcomes. Downstream: [`Streams::settle`](headwater_stream::Streams::settle).
 //! Promises: one call at a time per partition, with all that ended meanwhile; the follow-up (retry, dead letter) is
 //! written with the acknowledgement or before it; a call that failed is repeated while the lease is trusted, which does no
-//! harm: what was settled is settled once. With a lease that is gone, nothing is settled and the partition ends.
+//! harm: what was settled is settled once. With a lease that is gone, nothing is settled and the partition ends; what the
+//! server lost is left to `rescue`.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, FOLLOW_UP_BYTES_MAX};
-use headwater_stream::{
-    EntryId, PendingQuery, PutAside, Range, Retention, Settle, Settled, Settlement, StreamError,
-    Then,
-};
+use headwater_stream::{EntryId, Settle, Settled, Settlement, StreamError, Then};
 use tokio::time::Instant;
 use tracing::{debug, error, warn};
 
-use super::worker::{State, Worker};
+use super::rescue::Rescuer;
+use super::worker::{Leftovers, State, Worker};
 
 /// The first and the longest pause before a call is repeated.
 const PAUSE_FIRST: Duration = Duration::from_millis(20);
@@ -59,7 +58,7 @@ impl Worker {
                 self.meters.settled(settled.applied, started.elapsed());
                 self.meters.in_flight(self.job.in_hand.load(Ordering::Relaxed));
                 if settled.stale > 0 {
-                    self.look_after_stale(batch).await;
+                    self.rescuer().look_after_stale(batch).await;
                 }
             }
             Err(StreamError::Fenced { .. }) => self.fenced(),
@@ -103,7 +102,28 @@ impl Worker {
         warn!(stream = %self.rules.stream, consumer = %self.consumer, "fenced: the partition has another owner");
         self.meters.anomaly("fenced", 1);
         self.alarm.raise();
-        self.end();
+        self.abandon();
+    }
+
+    /// The lease is gone, and with it the right to what is in hand: others take it over, unless the server lost it.
+    pub(super) fn abandon(&self) {
+        let Leftovers { unhandled, outcomes } = self.end();
+        let rescuer = self.rescuer();
+        let again = unhandled.iter().map(|delivery| rescuer.again(delivery));
+        let left: Vec<Settlement> = outcomes.into_iter().chain(again).collect();
+        if !left.is_empty() {
+            self.job.rescue(rescuer.take_care_of(left));
+        }
+    }
+
+    pub(super) fn rescuer(&self) -> Rescuer {
+        Rescuer {
+            backend: Arc::clone(&self.job.backend),
+            topic: self.job.topic.clone(),
+            stream: self.rules.stream.clone(),
+            group: self.job.group.clone(),
+            witness: Arc::clone(&self.witness),
+        }
     }
 
     /// An entry stays pending: whoever takes the partition over finds it.
@@ -113,67 +133,6 @@ impl Worker {
         }
         self.meters.anomaly("unsettled", 1);
         error!(stream = %self.rules.stream, entry_id = %id, %error, "entry could not be settled and stays pending");
-    }
-
-    /// Some entries were no longer pending for us. Those that somebody else has, or that we settled before, are fine.
-    /// But where the server lost everything, a retry or a dead letter exists in our hands only: it is written now.
-    async fn look_after_stale(&self, batch: &[Settlement]) {
-        for Settlement { id, then } in batch {
-            let is_follow_up = matches!(then, Then::Append { .. } | Then::PutAside { .. });
-            if !is_follow_up || self.is_known(*id).await.unwrap_or(true) {
-                continue;
-            }
-            self.meters.anomaly("lost_by_the_server", 1);
-            warn!(stream = %self.rules.stream, entry_id = %id, "the server lost an entry in hand; it is written again");
-            if let Err(error) = self.write_follow_up(then).await {
-                self.meters.anomaly("unsettled", 1);
-                error!(stream = %self.rules.stream, entry_id = %id, %error, "an entry that the server lost is lost");
-            }
-        }
-    }
-
-    /// Whether the server knows anything of an entry.
-    async fn is_known(&self, id: EntryId) -> Result<bool, StreamError> {
-        let (stream, group) = (&self.rules.stream, &self.job.group);
-        let range = Range { from: id, to: id, ..Range::first(1) };
-        if !self.job.backend.range(stream, range).await?.is_empty() {
-            return Ok(true);
-        }
-        // Trimmed, and acknowledged by us before the reply was lost? Then the group has come at least this far.
-        let stats = self.job.backend.stats(stream).await?;
-        let groups = stats.map(|stats| stats.groups).unwrap_or_default();
-        if groups.iter().any(|known| known.name == *group && known.last_delivered >= id) {
-            return Ok(true);
-        }
-        let query = PendingQuery {
-            stream,
-            group,
-            consumer: None,
-            min_idle: Duration::ZERO,
-            after: None,
-            count: 1,
-        };
-        match self.job.backend.pending(query).await {
-            Ok(pending) => Ok(pending.first().is_some_and(|first| first.id <= id)),
-            Err(StreamError::NoGroup { .. }) => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
-    async fn write_follow_up(&self, then: &Then) -> Result<(), StreamError> {
-        let backend = &self.job.backend;
-        match then {
-            Then::Append { to, fields } => {
-                let fields = std::slice::from_ref(fields);
-                backend.append(to, fields, &Retention::KEEP_ALL).await?;
-            }
-            Then::PutAside { delays, to, due, fields } => {
-                let item = PutAside { to: to.clone(), due: *due, fields: fields.clone() };
-                backend.put_aside(delays, &[item]).await?;
-            }
-            Then::Done | Then::Delete | Then::Release => {}
-        }
-        Ok(())
     }
 }
 

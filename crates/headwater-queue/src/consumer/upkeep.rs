@@ -131,7 +131,7 @@ impl Worker {
                     let in_hand = self.ids_in_hand();
                     let gone: HashSet<EntryId> =
                         gone.into_iter().filter(|id| in_hand.contains(id)).collect();
-                    if !gone.is_empty() {
+                    if !gone.is_empty() && !self.are_lost(&gone).await {
                         self.meters.anomaly("taken_away", gone.len());
                         warn!(stream = %self.rules.stream, entries = gone.len(), "entries in hand are pending no more");
                         self.forget(&gone);
@@ -142,6 +142,17 @@ impl Worker {
                 }
             }
         }
+    }
+
+    /// Whether entries are pending no more because the server lost everything: then they are in our hands only. While
+    /// nobody can tell, they are taken for that: asked again, they will still be gone.
+    async fn are_lost(&self, gone: &HashSet<EntryId>) -> bool {
+        let is_lost = self.rescuer().has_lost_all().await.unwrap_or(true);
+        if is_lost {
+            self.meters.anomaly("server_lost_all", 1);
+            warn!(stream = %self.rules.stream, entries = gone.len(), "the server lost entries in hand, they are kept");
+        }
+        is_lost
     }
 
     /// Looks for entries that somebody gave back or left behind.

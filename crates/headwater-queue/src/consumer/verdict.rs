@@ -11,15 +11,15 @@ use std::time::Duration;
 
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::limits::DELAY_MAX;
-use headwater_stream::{DelayName, Due, EntryId, Epoch, StreamName, Then};
+use headwater_stream::{DelayName, Due, EntryId, Epoch, MapName, StreamName, Then};
 
 use super::lanes::Item;
 use crate::config::{ConsumerConfig, Order};
-use crate::dead_letter;
+use crate::dead_letter::{self, Origin};
 use crate::keys;
 use crate::message::{Malformed, Message, read_id};
 use crate::retry::{Outcome, RetryPolicy};
-use crate::topic::{Partition, Topic};
+use crate::topic::{GroupName, Partition, Topic};
 
 /// The rules by which messages of one partition are handled.
 #[derive(Clone, Debug)]
@@ -29,6 +29,7 @@ pub(super) struct Rules {
     pub(super) stream: StreamName,
     delays: DelayName,
     dead_letters: StreamName,
+    group: GroupName,
     order: Order,
     retry: RetryPolicy,
     epoch: Option<Epoch>,
@@ -60,6 +61,8 @@ pub(super) enum Ended {
     Retry,
     Release,
     DeadLetter(Why),
+    /// It is for another group.
+    Skipped,
 }
 
 /// Why a message is a dead letter.
@@ -86,6 +89,7 @@ impl Rules {
     pub(super) fn new(
         topic: Arc<Topic>,
         partition: Partition,
+        group: GroupName,
         config: &ConsumerConfig,
         epoch: Option<Epoch>,
     ) -> Self {
@@ -97,8 +101,14 @@ impl Rules {
             retry: config.retry.clone(),
             topic,
             partition,
+            group,
             epoch,
         }
+    }
+
+    /// Where the witness of the partition lies.
+    pub(super) fn witness(&self) -> MapName {
+        keys::witness(&self.topic, self.partition)
     }
 
     /// The message for the handler, or what becomes of an entry that no handler shall see.
@@ -107,6 +117,9 @@ impl Rules {
             Ok(message) => message,
             Err(malformed) => return Err(self.malformed(item, &malformed)),
         };
+        if message.retry_group.as_ref().is_some_and(|group| group != self.group.as_str()) {
+            return Err(Ending { then: Then::Done, result: Ended::Skipped });
+        }
         let crashes_max = u64::from(self.retry.max_crashes);
         let deliveries_max = match self.order {
             Order::Relaxed => crashes_max,
@@ -169,7 +182,7 @@ impl Rules {
             delays: self.delays.clone(),
             to: self.stream.clone(),
             due: Due::After(after),
-            fields: message.to_retry(),
+            fields: message.to_retry(&self.group),
         };
         Verdict::End(Ending { then, result: Ended::Retry })
     }
@@ -222,15 +235,14 @@ impl Rules {
         reason: &str,
         why: Why,
     ) -> Ending {
-        let fields = dead_letter::to_fields(
-            &self.topic.name,
-            self.partition,
+        let origin = Origin {
+            topic: &self.topic.name,
+            partition: self.partition,
             first_id,
-            &item.delivery.fields,
-            failures,
-            reason,
-            SystemClock.now(),
-        );
+            group: &self.group,
+        };
+        let now = SystemClock.now();
+        let fields = dead_letter::to_fields(&origin, &item.delivery.fields, failures, reason, now);
         let then = Then::Append { to: self.dead_letters.clone(), fields };
         Ending { then, result: Ended::DeadLetter(why) }
     }
@@ -256,7 +268,7 @@ mod tests {
         let backoff = Backoff::Fixed(Duration::from_secs(3));
         let retry = RetryPolicy { backoff, ..Default::default() };
         let config = ConsumerConfig { order, retry, ..Default::default() };
-        Rules::new(Arc::new(topic), 0, &config, None)
+        Rules::new(Arc::new(topic), 0, GroupName::new("billing").unwrap(), &config, None)
     }
 
     fn item(fields: &[(&'static str, &'static str)], deliveries: u64) -> Item {
@@ -314,6 +326,18 @@ mod tests {
         let fifth = Item { failures: 4, ..keyed };
         let attempts = Ended::DeadLetter(Why::Attempts);
         assert_eq!(result(per_key.judge(&fifth, retry())), attempts);
+    }
+
+    #[test]
+    fn what_another_group_tries_again_is_left_to_it() {
+        let rules = rules(Order::Relaxed);
+        let came_back = |group| {
+            item(&[("payload", "p"), ("originalMessageId", "5-0"), ("retryGroup", group)], 1)
+        };
+        assert!(rules.admit(&came_back("billing")).is_ok());
+        let ending = rules.admit(&came_back("shipping")).unwrap_err();
+        assert_eq!(ending.result, Ended::Skipped);
+        assert!(matches!(ending.then, Then::Done));
     }
 
     #[test]

@@ -21,6 +21,7 @@ use super::gate::Gate;
 use super::job::Job;
 use super::lanes::{Item, Lanes};
 use super::meters::Meters;
+use super::rescue::Witness;
 use super::runner;
 use super::upkeep::Dates;
 use super::verdict::{Ended, Ending, Rules, Verdict};
@@ -43,6 +44,7 @@ pub(super) struct Worker {
     pub(super) lease: HeldLease,
     pub(super) fence: Option<Fence>,
     pub(super) alarm: Alarm,
+    pub(super) witness: Arc<Witness>,
     pub(super) meters: Meters,
     pub(super) feed: Arc<Feed>,
     /// Whether new entries are to be read.
@@ -71,7 +73,7 @@ pub(super) struct State {
     pub(super) phase: Phase,
     pub(super) lanes: Lanes,
     /// What each runner has in hand; `None` for one that has not begun.
-    running: Vec<Option<EntryId>>,
+    running: Vec<Option<Delivery>>,
     idle_slots: Vec<usize>,
     /// Ended deliveries that are to be settled.
     pub(super) outcomes: Vec<Settlement>,
@@ -108,6 +110,13 @@ pub(super) struct Step {
     pub(super) has_woken: bool,
 }
 
+/// What a worker that ended had in hand.
+#[derive(Default)]
+pub(super) struct Leftovers {
+    pub(super) unhandled: Vec<Delivery>,
+    pub(super) outcomes: Vec<Settlement>,
+}
+
 /// How much may be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
@@ -142,11 +151,12 @@ impl Worker {
         };
         Self {
             job,
-            rules,
             consumer,
             lease,
             fence,
             alarm,
+            witness: Arc::new(Witness::new(rules.witness())),
+            rules,
             meters,
             feed,
             is_reading: AtomicBool::new(false),
@@ -314,7 +324,7 @@ impl Worker {
     fn next_for(&self, state: &mut State, slot: Slot) -> Option<Item> {
         let next = if self.may_begin(state) { self.next_free(&mut state.lanes) } else { None };
         self.ready.store(state.lanes.ready_len(), Ordering::SeqCst);
-        state.running[slot.index] = next.as_ref().map(|item| item.delivery.id);
+        state.running[slot.index] = next.as_ref().map(|item| item.delivery.clone());
         if next.is_none() {
             state.idle_slots.push(slot.index);
         }
@@ -462,7 +472,8 @@ impl Worker {
     pub(super) fn ids_in_hand(&self) -> HashSet<EntryId> {
         let state = self.lock();
         let settling = state.outcomes.iter().chain(state.settling.iter()).map(|entry| entry.id);
-        state.lanes.ids().chain(state.running.iter().copied().flatten()).chain(settling).collect()
+        let running = state.running.iter().flatten().map(|delivery| delivery.id);
+        state.lanes.ids().chain(running).chain(settling).collect()
     }
 
     /// These are no longer ours, or no longer there: those that nobody handles yet are left alone.
@@ -540,7 +551,7 @@ impl Worker {
         state.phase = Phase::Closing;
         self.dismiss(&mut state);
         let mut ids = state.lanes.clear();
-        ids.extend(state.running.drain(..).flatten());
+        ids.extend(state.running.drain(..).flatten().map(|delivery| delivery.id));
         state.idle_slots.clear();
         self.held.store(0, Ordering::SeqCst);
         self.gave(ids.len());
@@ -552,25 +563,26 @@ impl Worker {
         self.settle_soon();
     }
 
-    /// Ends at once: cancels the handlers, settles nothing. What was in hand stays pending.
-    pub(super) fn end(&self) {
+    /// Ends at once: cancels the handlers, settles nothing. What was in hand stays pending, and is returned.
+    pub(super) fn end(&self) -> Leftovers {
         self.is_reading.store(false, Ordering::Release);
         let mut state = self.lock();
         if state.phase == Phase::Ended {
-            return;
+            return Leftovers::default();
         }
         state.phase = Phase::Ended;
         self.dismiss(&mut state);
-        state.running.clear();
+        let mut unhandled: Vec<Delivery> = state.running.drain(..).flatten().collect();
+        unhandled.extend(state.lanes.take_all());
         state.idle_slots.clear();
-        state.lanes.clear();
         self.held.store(0, Ordering::SeqCst);
-        state.outcomes.clear();
-        state.settling = Arc::default();
+        let mut outcomes = std::mem::take(&mut state.outcomes);
+        outcomes.extend(std::mem::take(&mut state.settling).iter().cloned());
         self.gave(self.in_hand());
         self.tell_watchers(&state);
         drop(state);
         self.feed.forget(self);
+        Leftovers { unhandled, outcomes }
     }
 
     /// Ends everybody at work. A handler that blocks its thread goes on, but nobody listens to it.

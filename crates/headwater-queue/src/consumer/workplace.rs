@@ -17,7 +17,6 @@ use super::consumers::Consumers;
 use super::feed::{Feed, FeedKey};
 use super::job::{Job, SubscriptionStats};
 use super::mover::Mover;
-use super::verdict::Rules;
 use super::worker::{Phase, Worker};
 use crate::config::Mode;
 use crate::group::seam::{Joined, OwnedPartition, Workplace};
@@ -104,7 +103,7 @@ impl Bench {
         for partition in former {
             if let Some(worker) = state.workers.remove(&partition) {
                 // Its stream is gone, or another program's now.
-                worker.end();
+                drop(worker.end());
             }
         }
         self.job.split(usize::from(topic.partitions));
@@ -112,7 +111,7 @@ impl Bench {
             if state.workers.contains_key(&partition) {
                 continue;
             }
-            let rules = Rules::new(Arc::clone(&topic), partition, &self.job.config, None);
+            let rules = self.job.rules(Arc::clone(&topic), partition, None);
             let worker = Arc::new(Worker::new(
                 Arc::clone(&self.job),
                 rules,
@@ -121,8 +120,7 @@ impl Bench {
                 joined.alarm.clone(),
                 self.feed(&joined.consumer),
             ));
-            worker.open_for_reading();
-            worker.spawn(Arc::clone(&worker).sweep_at_once());
+            worker.spawn(Arc::clone(&worker).read_and_sweep());
             state.workers.insert(partition, worker);
         }
     }
@@ -140,6 +138,9 @@ impl Bench {
         for worker in &workers {
             self.remove(worker);
         }
+        if tokio::time::timeout(self.job.config.drain, self.job.rescued()).await.is_err() {
+            warn!(topic = %self.job.topic, "what the server lost could not be written again in time");
+        }
     }
 
     /// Ends everything at once. What is in hand stays pending.
@@ -150,7 +151,7 @@ impl Bench {
             state.movers.clear();
             state.workers.drain().map(|(_, worker)| worker).collect()
         };
-        workers.iter().for_each(|worker| worker.end());
+        workers.iter().for_each(|worker| drop(worker.end()));
     }
 
     /// Removes a worker, unless another one has its place.
@@ -185,12 +186,12 @@ impl Workplace for Bench {
             return;
         }
         let epoch = Some(lease.fence().epoch);
-        let rules = Rules::new(topic, partition, &self.job.config, epoch);
+        let rules = self.job.rules(topic, partition, epoch);
         let feed = self.feed(&consumer);
         let job = Arc::clone(&self.job);
         let worker = Arc::new(Worker::new(job, rules, consumer, lease, alarm, feed));
         if let Some(former) = state.workers.insert(partition, Arc::clone(&worker)) {
-            former.end();
+            drop(former.end());
         }
         self.job.split(state.workers.len());
         drop(state);
@@ -212,7 +213,7 @@ impl Workplace for Bench {
         drop(state);
         if let Some(worker) = worker {
             debug!(stream = %worker.rules.stream, in_hand = worker.in_hand(), "partition lost");
-            worker.end();
+            worker.abandon();
         }
     }
 
@@ -222,7 +223,7 @@ impl Workplace for Bench {
             state.joined = None;
             state.workers.drain().map(|(_, worker)| worker).collect()
         };
-        workers.iter().for_each(|worker| worker.end());
+        workers.iter().for_each(|worker| worker.abandon());
     }
 
     async fn orphaned(&self, dead: ConsumerName) -> bool {

@@ -154,28 +154,26 @@ pub(crate) async fn eventually(what: &str, is_so: impl AsyncFn() -> Result<bool>
     Ok(())
 }
 
+/// Runs test bodies on some backends: `on_backends!(embedded, redis: one, another)`.
+macro_rules! on_backends {
+    ($($backend:ident),* : $($name:ident),* $(,)?) => {
+        on_backends!(@each [$($backend)*] [$($name)*]);
+    };
+    (@each [] $names:tt) => {};
+    (@each [$backend:ident $($rest:ident)*] [$($name:ident)*]) => {
+        mod $backend {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+            async fn $name() -> anyhow::Result<()> {
+                super::$name(crate::env::Env::$backend().await?).await
+            })*
+        }
+        on_backends!(@each [$($rest)*] [$($name)*]);
+    };
+}
+
 /// Runs test bodies on every backend.
 macro_rules! on_every_backend {
     ($($name:ident),* $(,)?) => {
-        mod embedded {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-            async fn $name() -> anyhow::Result<()> {
-                super::$name(crate::env::Env::embedded().await?).await
-            })*
-        }
-
-        mod redis {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-            async fn $name() -> anyhow::Result<()> {
-                super::$name(crate::env::Env::redis().await?).await
-            })*
-        }
-
-        mod cluster {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-            async fn $name() -> anyhow::Result<()> {
-                super::$name(crate::env::Env::cluster().await?).await
-            })*
-        }
+        on_backends!(embedded, redis, cluster: $($name),*);
     };
 }

@@ -19,3 +19,4 @@ mod owned;
 mod retry;
 mod sequence;
 mod shared;
+mod two_groups;
