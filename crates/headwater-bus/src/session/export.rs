@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::filling::{Beginning, Filling};
 use super::fork::{Source, overtaken};
 use super::meta::Parent;
-use super::replay::{Page, Pages};
+use super::replay::{Page, Pages, Until};
 use super::{Result, Session, SessionError, Sessions};
 use crate::limits::{IMPORT_LINE_BYTES_MAX, REPLAY_PAGE_BYTES};
 use crate::metrics;
@@ -165,7 +165,7 @@ impl Export {
             Page::Gap(before) => return Err(overtaken(&self.session, self.position, before)),
             Page::Entries(entries) => entries,
         };
-        self.source.check_first(&self.session, self.position, &entries)?;
+        self.source.check_first(&self.session, self.position, Until::End, &entries)?;
         for entry in &entries {
             let fields =
                 entry.fields.iter().map(|(name, value)| (Text::new(name), Text::new(value)));

@@ -98,7 +98,7 @@ impl Sessions {
                 Page::Gap(before) => return Err(overtaken(parent, position, before)),
                 Page::Entries(entries) => entries,
             };
-            source.check_first(parent, position, &entries)?;
+            source.check_first(parent, position, until, &entries)?;
             let Some(last) = entries.last() else { break };
             position = last.id;
             let wanted: Vec<_> = entries
@@ -130,10 +130,12 @@ impl Source {
         &self,
         session: &SessionId,
         position: EntryId,
+        until: Until,
         entries: &[Entry],
     ) -> Result<()> {
         let first = entries.first().map(|entry| entry.id);
-        if position == EntryId::MIN && self.first.is_some() && first != self.first {
+        let expected = self.first.filter(|first| *first <= until.last_id());
+        if position == EntryId::MIN && expected.is_some() && first != expected {
             return Err(overtaken(session, EntryId::MIN, first.unwrap_or(EntryId::MAX)));
         }
         Ok(())

@@ -5,5 +5,9 @@
 #[macro_use]
 mod place;
 
+mod copies;
+mod ends;
+mod large;
 mod processes;
 mod recovery;
+mod snapshots;

@@ -1,0 +1,316 @@
+//! Forks, exports and imports.
+
+use headwater_bus::conformance::Noted;
+use headwater_bus::{
+    BusError, Export, Import, MissingReason, Session, SessionError, SessionId, Sessions,
+    SessionsConfig, Stage, Until,
+};
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention};
+
+use crate::place::{Place, Sum, by_hand, folds, local, noted, publish, sum};
+
+everywhere!(
+    a_fork_begins_like_its_parent_and_goes_on_by_itself,
+    a_fork_of_a_compacted_session_is_whole,
+    a_fork_before_what_was_compacted_is_refused,
+    a_fork_is_never_made_over_a_session,
+    a_fork_at_an_entry_that_is_not_there_leaves_nothing,
+    an_unfinished_session_is_none_and_is_swept,
+    what_is_exported_and_imported_is_the_same,
+    a_compacted_session_is_exported_with_its_snapshots,
+    a_file_that_is_wrong_in_any_way_leaves_nothing,
+    an_import_over_a_session_is_refused,
+);
+
+async fn numbered(session: &Session, numbers: std::ops::Range<u64>) -> Vec<EntryId> {
+    let mut ids = Vec::new();
+    for number in numbers {
+        ids.push(session.publish(noted(number)).await.unwrap().entry_id().unwrap());
+    }
+    ids
+}
+
+async fn a_fork_begins_like_its_parent_and_goes_on_by_itself(place: Place) {
+    let sessions = place.sessions().await;
+    let parent = sessions.create(&place.session).await.unwrap();
+    let ids = numbered(&parent, 0..20).await;
+    parent.snapshot().await.unwrap();
+    let before = place.entries(&place.session).await;
+
+    let fork = SessionId::random();
+    let child = sessions.fork(&place.session, Until::Entry(ids[9]), &fork).await.unwrap();
+    assert_eq!(sum(&child), Sum::of(0..10));
+    child.publish(noted(100)).await.unwrap();
+    parent.publish(noted(20)).await.unwrap();
+    assert_eq!(sum(&sessions.recover(&fork).await.unwrap()), Sum::of((0..10).chain([100])));
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..21));
+    assert_eq!(place.entries(&place.session).await[..20], before);
+
+    let info = sessions.info(&fork).await.unwrap().unwrap();
+    let origin = info.parent.unwrap();
+    assert_eq!((origin.session, origin.entry_id), (place.session.clone(), ids[9]));
+    assert_eq!(info.stage, Stage::Open);
+    // Times are those of the parent, also in a fork of the fork.
+    let again = SessionId::random();
+    sessions.fork(&fork, Until::End, &again).await.unwrap();
+    let time = Timestamp::from_millis(ids[4].ms);
+    let expected = ids[..10].iter().filter(|id| id.ms <= ids[4].ms).count() as u64;
+    let state = sessions.state_at(&again, Until::Time(time)).await.unwrap();
+    assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..expected));
+
+    // Whatever becomes of the parent.
+    sessions.forget(&place.session).await.unwrap();
+    assert_eq!(sum(&sessions.recover(&fork).await.unwrap()).count, 11);
+    // A fork at the end has the snapshot, too; an empty session has an empty fork.
+    let empty = sessions.create(&SessionId::random()).await.unwrap();
+    let fork = sessions.fork(empty.id(), Until::End, &SessionId::random()).await.unwrap();
+    assert_eq!(sum(&fork), Sum::default());
+    fork.publish(noted(1)).await.unwrap();
+    assert_eq!(sum(&sessions.recover(fork.id()).await.unwrap()), Sum::of([1]));
+}
+
+async fn a_fork_of_a_compacted_session_is_whole(place: Place) {
+    let sessions = place.sessions().await;
+    let parent = sessions.create(&place.session).await.unwrap();
+    numbered(&parent, 0..20).await;
+    parent.compact().await.unwrap();
+    let ids = numbered(&parent, 20..30).await;
+    let fork = SessionId::random();
+    let child = sessions.fork(&place.session, Until::Entry(ids[4]), &fork).await.unwrap();
+    assert_eq!(sum(&child), Sum::of(0..25));
+    assert_eq!(child.recovery().replayed, 5);
+    child.publish(noted(25)).await.unwrap();
+    child.compact().await.unwrap();
+    assert_eq!(sum(&sessions.recover(&fork).await.unwrap()), Sum::of(0..26));
+    // Other folds learn that they have nothing to begin with.
+    let other = place.sessions_with(headwater_bus::Folds::none().latest::<Noted>(), by_hand());
+    let error = other.await.recover(&fork).await.unwrap_err();
+    let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
+    assert_eq!(missing.why, MissingReason::Compacted);
+}
+
+async fn a_fork_before_what_was_compacted_is_refused(place: Place) {
+    let sessions = place.sessions().await;
+    let parent = sessions.create(&place.session).await.unwrap();
+    let ids = numbered(&parent, 0..20).await;
+    parent.compact().await.unwrap();
+    let fork = SessionId::random();
+    for until in [Until::Entry(ids[5]), Until::Time(Timestamp::from_millis(ids[0].ms - 1))] {
+        let error = sessions.fork(&place.session, until, &fork).await.unwrap_err();
+        println!("{error}");
+        assert_eq!(sessions.info(&fork).await.unwrap(), None);
+    }
+    assert_eq!(place.entries(&fork).await, []);
+}
+
+async fn a_fork_is_never_made_over_a_session(place: Place) {
+    let sessions = place.sessions().await;
+    let parent = sessions.create(&place.session).await.unwrap();
+    numbered(&parent, 0..3).await;
+    let other = sessions.create(&SessionId::random()).await.unwrap();
+    numbered(&other, 5..6).await;
+    for taken in [other.id(), parent.id()] {
+        let error = sessions.fork(&place.session, Until::End, taken).await.unwrap_err();
+        assert!(matches!(error, SessionError::Exists { .. }), "{error}");
+    }
+    assert_eq!(sum(&sessions.recover(other.id()).await.unwrap()), Sum::of([5]));
+}
+
+async fn a_fork_at_an_entry_that_is_not_there_leaves_nothing(place: Place) {
+    let sessions = place.sessions().await;
+    let parent = sessions.create(&place.session).await.unwrap();
+    let ids = numbered(&parent, 0..3).await;
+    let fork = SessionId::random();
+    for id in [EntryId::new(ids[2].ms + 1, 0), EntryId::new(ids[0].ms - 1, 0)] {
+        let error = sessions.fork(&place.session, Until::Entry(id), &fork).await.unwrap_err();
+        assert!(matches!(error, SessionError::Bus(BusError::Invalid { .. })), "{error}");
+        assert_eq!(sessions.info(&fork).await.unwrap(), None);
+        assert_eq!(place.entries(&fork).await, []);
+    }
+    let error = sessions.fork(&SessionId::random(), Until::End, &fork).await.unwrap_err();
+    assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
+}
+
+async fn an_unfinished_session_is_none_and_is_swept(place: Place) {
+    let sessions = place.sessions().await;
+    let original = sessions.create(&place.session).await.unwrap();
+    publish(&original, 0..1200).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let id = SessionId::random();
+    let mut import = sessions.import(&id);
+    for line in &lines[..900] {
+        import.line(line).await.unwrap();
+    }
+    let error = sessions.recover(&id).await.unwrap_err();
+    assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
+    assert_eq!(sessions.info(&id).await.unwrap().unwrap().stage, Stage::Filling);
+    let error = sessions.fork(&place.session, Until::End, &id).await.unwrap_err();
+    assert!(matches!(error, SessionError::Exists { .. }), "{error}");
+    // Somebody may still work on it.
+    assert_eq!(sessions.sweep().await.unwrap().unfinished, 0);
+
+    let unfinished_after = std::time::Duration::from_millis(1);
+    let impatient = SessionsConfig { unfinished_after, ..by_hand() };
+    let impatient = place.sessions_with(folds(), impatient).await;
+    tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    assert_eq!(impatient.sweep().await.unwrap().unfinished, 1);
+    assert_eq!(sessions.info(&id).await.unwrap(), None);
+    // Whoever was taken for dead cannot finish it.
+    let mut went_on = Ok(());
+    for line in &lines[900..] {
+        went_on = import.line(line).await;
+        if went_on.is_err() {
+            break;
+        }
+    }
+    let error = went_on.unwrap_err();
+    assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
+    assert_eq!(sessions.info(&id).await.unwrap(), None);
+}
+
+async fn lines_of(mut export: Export) -> Vec<String> {
+    let mut lines = Vec::new();
+    while let Some(line) = export.next_line().await.unwrap() {
+        assert!(!line.contains('\n'));
+        lines.push(line);
+    }
+    lines
+}
+
+async fn import_all(mut import: Import, lines: &[String]) -> Result<Session, SessionError> {
+    for line in lines {
+        import.line(line).await?;
+    }
+    import.finish().await
+}
+
+/// The fields of all entries, without the note of where they come from.
+async fn fields_of(place: &Place, session: &SessionId) -> Vec<Fields> {
+    let plain = |fields: &Fields| {
+        let ours = |name: &[u8]| name == b"original_entry_id";
+        Fields::new(fields.iter().filter(|(name, _)| !ours(name)).cloned())
+    };
+    place.entries(session).await.iter().map(|entry| plain(&entry.fields)).collect()
+}
+
+async fn what_is_exported_and_imported_is_the_same(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..700).await;
+    // Also what is odd: bytes that are no text, lines in a payload, fields of others.
+    let odd = Fields::new([
+        (&b"type"[..], &b"conformance.Noted"[..]),
+        (b"payload", b"{\n \"number\": 700,\n \"text\": \"a\\nb\" }"),
+        (b"\xff\x00", b"\x01\xfe\n"),
+    ]);
+    let backend = place.backend().await;
+    backend.append(&place.stream(), &[odd], &Retention::KEEP_ALL).await.unwrap();
+    publish(&session, 701..705).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    assert_eq!(lines.len(), 707);
+
+    let id = SessionId::random();
+    let imported = import_all(sessions.import(&id), &lines).await.unwrap();
+    assert_eq!(sum(&imported), Sum::of(0..705));
+    assert_eq!(fields_of(&place, &id).await, fields_of(&place, &place.session).await);
+    imported.publish(noted(705)).await.unwrap();
+    assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..706));
+    // Into another program, on another bus.
+    let elsewhere = local().await;
+    let imported = import_all(elsewhere.import(&place.session), &lines).await.unwrap();
+    assert_eq!(sum(&imported), Sum::of(0..705));
+    let back = lines_of(elsewhere.export(&place.session).await.unwrap()).await;
+    assert_eq!(back.len(), lines.len());
+}
+
+async fn a_compacted_session_is_exported_with_its_snapshots(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..50).await;
+    session.compact().await.unwrap();
+    publish(&session, 50..60).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let id = SessionId::random();
+    let imported = import_all(sessions.import(&id), &lines).await.unwrap();
+    assert_eq!((sum(&imported), imported.recovery().replayed), (Sum::of(0..60), 10));
+    // Without its snapshot it is not whole.
+    let without: Vec<String> =
+        lines.iter().filter(|line| !line.starts_with("{\"snapshot\"")).cloned().collect();
+    assert_eq!(without.len(), lines.len() - 1);
+    let id = SessionId::random();
+    let error = import_all(sessions.import(&id), &without).await.unwrap_err();
+    assert!(matches!(error, SessionError::Import { .. }), "{error}");
+    assert_eq!(sessions.info(&id).await.unwrap(), None);
+}
+
+async fn a_file_that_is_wrong_in_any_way_leaves_nothing(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..1100).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let last = lines.len() - 1;
+    let changed = |change: &dyn Fn(&mut Vec<String>)| {
+        let mut lines = lines.clone();
+        change(&mut lines);
+        lines
+    };
+    let wrong = [
+        ("torn at a line", changed(&|lines| lines.truncate(800))),
+        (
+            "torn in a line",
+            changed(&|lines| {
+                lines.truncate(800);
+                let line = lines.pop().unwrap();
+                lines.push(line[..line.len() / 2].to_owned());
+            }),
+        ),
+        ("without its end", changed(&|lines| lines.truncate(last))),
+        ("without its head", changed(&|lines| drop(lines.remove(0)))),
+        ("an entry less", changed(&|lines| drop(lines.remove(600)))),
+        ("an entry twice", changed(&|lines| lines.insert(600, lines[600].clone()))),
+        ("out of order", changed(&|lines| lines.swap(600, 601))),
+        ("changed", changed(&|lines| lines[600] = lines[600].replace("note", "nose"))),
+        (
+            "from the future",
+            changed(&|lines| {
+                lines[0] = lines[0].replace("\"format\":1", "\"format\":2");
+            }),
+        ),
+        ("foreign", vec!["{\"some\":\"thing\"}".to_owned(), "else".to_owned()]),
+        ("no JSON", vec!["session".to_owned()]),
+        ("empty", vec![]),
+        ("more after the end", changed(&|lines| lines.push(lines[5].clone()))),
+        ("two heads", changed(&|lines| lines.insert(1, lines[0].clone()))),
+    ];
+    for (what, lines) in wrong {
+        let id = SessionId::random();
+        let error = import_all(sessions.import(&id), &lines).await.unwrap_err();
+        println!("{what}: {error}");
+        assert!(matches!(error, SessionError::Import { .. }), "{what}: {error}");
+        assert_eq!(sessions.info(&id).await.unwrap(), None, "{what}");
+        assert_eq!(place.entries(&id).await, [], "{what}");
+    }
+    let listed = sessions.list(EntryId::MIN, 100).await.unwrap();
+    assert_eq!(listed.len(), 1);
+    let huge = "x".repeat(headwater_bus::limits::IMPORT_LINE_BYTES_MAX + 1);
+    assert!(sessions.import(&SessionId::random()).line(&huge).await.is_err());
+}
+
+async fn an_import_over_a_session_is_refused(place: Place) {
+    let sessions: Sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..3).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let error = import_all(sessions.import(&place.session), &lines).await.unwrap_err();
+    assert!(matches!(error, SessionError::Exists { .. }), "{error}");
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..3));
+    // Nor over what another program keeps under this name.
+    let id = SessionId::random();
+    let map = MapName::new(format!("{}:session:{id}:meta", place.prefix)).unwrap();
+    let theirs = RegistryMap::from([("theirs".to_owned(), "1".into())]);
+    let backend = place.backend().await;
+    backend.map_create(&map, &theirs).await.unwrap();
+    import_all(sessions.import(&id), &lines).await.unwrap();
+    assert_eq!(backend.map_get(&map).await.unwrap().unwrap()["theirs"], "1");
+}

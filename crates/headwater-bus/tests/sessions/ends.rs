@@ -1,0 +1,127 @@
+//! Sessions whose time is up.
+
+use std::time::Duration;
+
+use headwater_bus::conformance::{Log, Noted};
+use headwater_bus::{
+    EventBus, EventBusExt, Received, SessionError, SessionId, Sessions, SessionsConfig, Stage,
+    Subscribe,
+};
+use headwater_stream::{EntryId, Retention};
+
+use crate::place::{Place, Sum, by_hand, folds, noted, publish, sum};
+
+everywhere!(
+    a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_was,
+    a_session_in_use_does_not_expire,
+    what_a_group_has_not_handled_keeps_a_session,
+    a_bus_that_keeps_little_takes_nothing_that_no_snapshot_stands_for,
+);
+
+fn short_lived() -> SessionsConfig {
+    SessionsConfig { ttl: Some(Duration::from_millis(50)), ..by_hand() }
+}
+
+async fn pause() {
+    tokio::time::sleep(Duration::from_millis(120)).await;
+}
+
+async fn a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_was(place: Place) {
+    let sessions = place.sessions_with(folds(), short_lived()).await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..10).await;
+    session.compact().await.unwrap();
+    publish(&session, 10..15).await;
+    let for_ever = place.sessions().await.create(&SessionId::random()).await.unwrap();
+    publish(&for_ever, 0..1).await;
+    pause().await;
+    let swept = place.sessions().await.sweep().await.unwrap();
+    assert_eq!((swept.seen, swept.expired, swept.held_back, swept.failed), (2, 1, 0, 0));
+    assert_eq!(place.entries(&place.session).await, []);
+
+    let expired = |error: SessionError| match error {
+        SessionError::Expired { entries, through, .. } => {
+            assert_eq!((entries, through), (15, session.position()));
+        }
+        other => panic!("{other}"),
+    };
+    expired(sessions.recover(&place.session).await.unwrap_err());
+    expired(sessions.recover_incomplete(&place.session).await.unwrap_err());
+    expired(session.refresh().await.unwrap_err());
+    expired(sessions.export(&place.session).await.unwrap_err());
+    let taken = sessions.create(&place.session).await.unwrap_err();
+    assert!(matches!(taken, SessionError::Exists { .. }), "{taken}");
+    let info = sessions.info(&place.session).await.unwrap().unwrap();
+    assert_eq!((info.stage, info.length, info.gone), (Stage::Expired, 0, 15));
+    // Once is enough, and a late event does not bring it back.
+    session.publish(noted(15)).await.unwrap();
+    assert_eq!(sessions.sweep().await.unwrap().expired, 0);
+    expired(sessions.recover(&place.session).await.unwrap_err());
+    assert_eq!(place.entries(&place.session).await.len(), 1);
+    // What was snapshotted is gone, too; nobody is left to take one.
+    assert!(session.snapshot().await.is_err());
+
+    assert!(sessions.forget(&place.session).await.unwrap());
+    let error = sessions.recover(&place.session).await.unwrap_err();
+    assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
+    assert_eq!(sum(&sessions.recover(for_ever.id()).await.unwrap()), Sum::of([0]));
+}
+
+async fn a_session_in_use_does_not_expire(place: Place) {
+    let ttl = Some(Duration::from_secs(3600));
+    let sessions = place.sessions_with(folds(), SessionsConfig { ttl, ..by_hand() }).await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..3).await;
+    assert_eq!(sessions.sweep().await.unwrap().expired, 0);
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..3));
+}
+
+async fn what_a_group_has_not_handled_keeps_a_session(place: Place) {
+    let bus = place.bus().await;
+    let sessions = Sessions::new(bus.clone(), folds(), short_lived()).await.unwrap();
+    let session = sessions.create(&place.session).await.unwrap();
+    // A group that is not there just now.
+    let subscribe = || Subscribe::durable("workers").session(place.session.clone());
+    let gone = bus.subscribe::<Noted>(subscribe(), |_| async {}).await.unwrap();
+    assert!(bus.unsubscribe(gone).await.unwrap());
+    publish(&session, 0..3).await;
+    pause().await;
+    let swept = sessions.sweep().await.unwrap();
+    assert_eq!((swept.expired, swept.held_back), (0, 1));
+    let log = Log::default();
+    let handler = {
+        let log = log.clone();
+        move |event: Received<Noted>| {
+            log.add(event.number);
+            std::future::ready(())
+        }
+    };
+    bus.subscribe::<Noted>(subscribe(), handler).await.unwrap();
+    log.wait_for(3).await;
+    // Acknowledgements follow soon after.
+    while sessions.sweep().await.unwrap().expired == 0 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert!(sessions.recover(&place.session).await.is_err());
+    bus.close().await.unwrap();
+}
+
+async fn a_bus_that_keeps_little_takes_nothing_that_no_snapshot_stands_for(place: Place) {
+    let config = headwater_bus::StreamedBusConfig {
+        prefix: place.prefix.clone(),
+        session_retention: Retention::max_len(5),
+        ..Default::default()
+    };
+    let registry = headwater_bus::conformance::registry();
+    let bus = headwater_bus::StreamedBus::open(place.backend().await, registry, config);
+    let bus = std::sync::Arc::new(bus.await.unwrap());
+    let sessions = Sessions::new(bus, folds(), by_hand()).await.unwrap();
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..3000).await;
+    assert_eq!(place.entries(&place.session).await.len(), 3000);
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..3000));
+    session.compact().await.unwrap();
+    publish(&session, 3000..4000).await;
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..4000));
+    assert_ne!(session.position(), EntryId::MIN);
+}

@@ -1,0 +1,365 @@
+//! Snapshots, and what is trimmed below them.
+
+use std::sync::Arc;
+
+use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::{
+    Event, EventBus, EventBusExt, Fold, Folds, MissingReason, Received, Scope, SessionError,
+    SessionEvent, Sessions, SessionsConfig, Subscribe, UnreadableEntries,
+};
+use headwater_stream::{EntryId, MapName, RegistryMap};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::place::{Place, Sum, by_hand, folds, local, noted, publish, sum};
+
+everywhere!(
+    a_snapshot_and_what_came_after_make_the_same_state_as_all_events,
+    snapshots_are_taken_by_themselves,
+    an_older_snapshot_never_replaces_a_newer_one,
+    processes_that_take_snapshots_at_once_leave_a_whole_one,
+    a_snapshot_of_other_folds_is_not_used,
+    a_snapshot_that_cannot_be_used_is_an_error_only_if_events_are_gone,
+    a_compacted_session_is_recovered_whole,
+    compaction_heeds_what_groups_have_not_handled,
+    compaction_heeds_the_snapshots_of_other_folds,
+    a_process_that_was_behind_a_compaction_catches_up,
+    nothing_is_compacted_without_a_snapshot,
+    nothing_is_compacted_while_entries_cannot_be_read,
+    what_could_not_be_read_counts_once_it_can,
+);
+
+/// Another set of folds.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Longest(usize);
+
+impl Fold for Longest {
+    const NAME: &'static str = "tests.Longest";
+
+    fn apply(&mut self, event: &SessionEvent) {
+        if let Some(noted) = event.get::<Noted>() {
+            self.0 = self.0.max(noted.text.len());
+        }
+    }
+}
+
+fn others() -> Folds {
+    Folds::none().with::<Longest>()
+}
+
+async fn a_snapshot_and_what_came_after_make_the_same_state_as_all_events(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    assert!(matches!(session.snapshot().await, Err(SessionError::Snapshot { .. })), "it is empty");
+    publish(&session, 0..200).await;
+    assert!(session.snapshot().await.unwrap());
+    publish(&session, 200..230).await;
+
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!(again.recovery().replayed, 30);
+    assert!(again.recovery().from_snapshot.is_some());
+    assert_eq!(sum(&again), Sum::of(0..230));
+    let (one, two) = (again.all::<Noted>().unwrap(), session.all::<Noted>().unwrap());
+    assert_eq!((one.dropped, one.events.len()), (two.dropped, two.events.len()));
+    for (one, two) in one.events.iter().zip(&two.events) {
+        assert_eq!((&one.event, &one.envelope), (&two.event, &two.envelope));
+    }
+    // What the snapshot knows is known: the first of these was there before it.
+    let first = place.entries(&place.session).await.remove(199);
+    let backend = place.backend().await;
+    let keep = headwater_stream::Retention::KEEP_ALL;
+    backend.append(&place.stream(), &[first.fields], &keep).await.unwrap();
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!(sum(&again), Sum::of(0..230));
+}
+
+async fn snapshots_are_taken_by_themselves(place: Place) {
+    let config = SessionsConfig { snapshot_every: Some(50), ..Default::default() };
+    let sessions = place.sessions_with(folds(), config).await;
+    let session = sessions.create(&place.session).await.unwrap();
+    for number in 0..120 {
+        session.publish(noted(number)).await.unwrap();
+    }
+    let again = sessions.recover(&place.session).await.unwrap();
+    assert_eq!((sum(&again), again.recovery().replayed), (Sum::of(0..120), 20));
+}
+
+async fn an_older_snapshot_never_replaces_a_newer_one(place: Place) {
+    let session = place.sessions().await.create(&place.session).await.unwrap();
+    publish(&session, 0..10).await;
+    let behind = place.sessions().await.recover(&place.session).await.unwrap();
+    publish(&session, 10..20).await;
+    assert!(session.snapshot().await.unwrap());
+    assert!(!session.snapshot().await.unwrap());
+    assert!(!behind.snapshot().await.unwrap());
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!((sum(&again), again.recovery().replayed), (Sum::of(0..20), 0));
+}
+
+async fn processes_that_take_snapshots_at_once_leave_a_whole_one(place: Place) {
+    let session = place.sessions().await.create(&place.session).await.unwrap();
+    publish(&session, 0..20).await;
+    let mut processes = Vec::new();
+    for _ in 0..6 {
+        processes.push(Arc::new(place.sessions().await.recover(&place.session).await.unwrap()));
+    }
+    for round in 1..6 {
+        let taking = processes.iter().enumerate().map(|(index, process)| {
+            let process = Arc::clone(process);
+            tokio::spawn(async move {
+                process.publish(noted(round * 100 + index as u64)).await.unwrap();
+                process.snapshot().await.unwrap();
+            })
+        });
+        for taken in futures_util::future::join_all(taking).await {
+            taken.unwrap();
+        }
+        let again = place.sessions().await.recover(&place.session).await.unwrap();
+        assert_eq!(again.recovery().snapshot_problem, None);
+        assert!(again.recovery().from_snapshot.is_some());
+        assert_eq!(sum(&again).count, 20 + 6 * round);
+    }
+}
+
+async fn a_snapshot_of_other_folds_is_not_used(place: Place) {
+    let session = place.sessions().await.create(&place.session).await.unwrap();
+    publish(&session, 0..20).await;
+    session.snapshot().await.unwrap();
+    let other = place.sessions_with(others(), by_hand()).await;
+    let again = other.recover(&place.session).await.unwrap();
+    assert_eq!((again.get::<Longest>().unwrap().0, again.recovery().replayed), (7, 20));
+    assert!(again.recovery().snapshot_problem.is_some());
+    assert!(again.get::<Sum>().is_none());
+    assert!(again.all::<Noted>().is_none());
+}
+
+/// The map of the snapshot there is.
+async fn snapshot_of(place: &Place) -> MapName {
+    let meta = MapName::new(format!("{}:session:{}:meta", place.prefix, place.session)).unwrap();
+    let meta = place.backend().await.map_get(&meta).await.unwrap().unwrap();
+    let set = meta.keys().find_map(|name| name.strip_prefix("snapshot:")).unwrap();
+    let name = format!("{}:session:{}:snapshot:{set}", place.prefix, place.session);
+    MapName::new(name).unwrap()
+}
+
+async fn a_snapshot_that_cannot_be_used_is_an_error_only_if_events_are_gone(place: Place) {
+    let session = place.sessions().await.create(&place.session).await.unwrap();
+    publish(&session, 0..30).await;
+    session.snapshot().await.unwrap();
+    let (backend, map) = (place.backend().await, snapshot_of(&place).await);
+    let whole = backend.map_get(&map).await.unwrap().unwrap();
+    let spoilt =
+        |name: &str, value: &str| RegistryMap::from([(name.to_owned(), value.to_owned().into())]);
+    let ways = [
+        ("format", "2"),
+        ("crc32", "1"),
+        ("chunk:000", "{}"),
+        ("bytes", "99999999"),
+        ("events", "x"),
+    ];
+    for (name, value) in ways {
+        backend.map_update(&map, None, &spoilt(name, value)).await.unwrap();
+        let again = place.sessions().await.recover(&place.session).await.unwrap();
+        assert_eq!((sum(&again), again.recovery().replayed), (Sum::of(0..30), 30), "{name}");
+        let problem = again.recovery().snapshot_problem.unwrap();
+        println!("{name}: {problem}");
+        backend.map_update(&map, None, &whole).await.unwrap();
+    }
+
+    // Not trimmed below a snapshot that does not hold either.
+    backend.map_update(&map, None, &spoilt("format", "2")).await.unwrap();
+    let refused = place.sessions().await.compact(&place.session, UnreadableEntries::Keep).await;
+    assert!(matches!(refused, Err(SessionError::Compaction { .. })), "{refused:?}");
+    backend.map_update(&map, None, &whole).await.unwrap();
+    session.compact().await.unwrap();
+    backend.map_update(&map, None, &spoilt("format", "2")).await.unwrap();
+    let error = place.sessions().await.recover(&place.session).await.unwrap_err();
+    let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
+    assert_eq!((missing.count, missing.why), (Some(29), MissingReason::Compacted));
+}
+
+async fn a_compacted_session_is_recovered_whole(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..300).await;
+    let compacted = session.compact().await.unwrap();
+    assert_eq!((compacted.removed, compacted.held_back), (299, false));
+    assert_eq!(compacted.before, session.position());
+    // The entry of the snapshot stays, as a witness.
+    assert_eq!(place.entries(&place.session).await.len(), 1);
+    publish(&session, 300..310).await;
+    let again = place.sessions().await.recover(&place.session).await.unwrap();
+    assert_eq!((sum(&again), again.recovery().replayed), (Sum::of(0..310), 10));
+    let info = sessions.info(&place.session).await.unwrap().unwrap();
+    assert_eq!((info.length, info.gone), (11, 299));
+
+    // Whoever has no snapshot is told what is missing.
+    let other = place.sessions_with(others(), by_hand()).await;
+    let error = other.recover(&place.session).await.unwrap_err();
+    let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
+    assert_eq!(missing.before, compacted.before);
+    assert_eq!((missing.count, missing.why), (Some(299), MissingReason::Compacted));
+    let rest = other.recover_incomplete(&place.session).await.unwrap();
+    assert_eq!(rest.state().events(), 11);
+    assert!(again.compact().await.unwrap().removed == 10);
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..310));
+}
+
+async fn compaction_heeds_what_groups_have_not_handled(place: Place) {
+    let bus = place.bus().await;
+    let sessions = Sessions::new(bus.clone(), folds(), by_hand()).await.unwrap();
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..40).await;
+    // The first 10 are handled, the next one is in hand, the others are not read.
+    let (log, gate) = (Log::default(), Arc::new(tokio::sync::Semaphore::new(10)));
+    let handler = {
+        let (log, gate) = (log.clone(), Arc::clone(&gate));
+        move |event: Received<Noted>| {
+            let (log, gate) = (log.clone(), Arc::clone(&gate));
+            async move {
+                gate.acquire().await.unwrap().forget();
+                log.add(event.number);
+            }
+        }
+    };
+    let mut subscribe = Subscribe::durable("slow").session(place.session.clone());
+    subscribe.concurrency = 1;
+    bus.subscribe::<Noted>(subscribe, handler).await.unwrap();
+    log.wait_for(10).await;
+    let mut removed = 0;
+    // Acknowledgements follow soon after.
+    while removed < 10 {
+        let compacted = session.compact().await.unwrap();
+        assert!(compacted.held_back);
+        removed += compacted.removed;
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    assert_eq!(removed, 10);
+    assert_eq!(place.entries(&place.session).await.len(), 30);
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..40));
+    gate.add_permits(30);
+    assert_eq!(log.settles_at(40).await.len(), 40);
+    while removed < 39 {
+        removed += session.compact().await.unwrap().removed;
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..40));
+    bus.close().await.unwrap();
+}
+
+async fn compaction_heeds_the_snapshots_of_other_folds(place: Place) {
+    let session = place.sessions().await.create(&place.session).await.unwrap();
+    publish(&session, 0..10).await;
+    let other = place.sessions_with(others(), by_hand()).await;
+    let another = other.recover(&place.session).await.unwrap();
+    another.snapshot().await.unwrap();
+    publish(&session, 10..20).await;
+    assert_eq!(session.compact().await.unwrap().removed, 9);
+    assert_eq!(other.recover(&place.session).await.unwrap().recovery().replayed, 10);
+
+    // Nobody uses those folds any more.
+    let map = MapName::new(format!("{}:session:{}:meta", place.prefix, place.session)).unwrap();
+    let meta = place.backend().await.map_get(&map).await.unwrap().unwrap();
+    let set = meta
+        .iter()
+        .find(|(name, value)| name.starts_with("snapshot:") && value.ends_with(b" 10"))
+        .map(|(name, _)| name.strip_prefix("snapshot:").unwrap().to_owned())
+        .unwrap();
+    assert!(other.forget_snapshots(&place.session, &set).await.unwrap());
+    assert!(!other.forget_snapshots(&place.session, &set).await.unwrap());
+    assert_eq!(session.compact().await.unwrap().removed, 10);
+    assert!(other.recover(&place.session).await.is_err());
+}
+
+async fn a_process_that_was_behind_a_compaction_catches_up(place: Place) {
+    let session = place.sessions().await.create(&place.session).await.unwrap();
+    publish(&session, 0..10).await;
+    let behind = place.sessions().await.recover(&place.session).await.unwrap();
+    let empty = place.sessions().await;
+    publish(&session, 10..30).await;
+    session.compact().await.unwrap();
+    publish(&session, 30..35).await;
+    behind.refresh().await.unwrap();
+    assert_eq!(sum(&behind), Sum::of(0..35));
+    behind.publish(noted(35)).await.unwrap();
+    assert_eq!(sum(&behind), Sum::of(0..36));
+    assert_eq!(sum(&empty.recover(&place.session).await.unwrap()), Sum::of(0..36));
+}
+
+async fn nothing_is_compacted_without_a_snapshot(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..10).await;
+    let refused = sessions.compact(&place.session, UnreadableEntries::GiveUp).await;
+    assert!(matches!(refused, Err(SessionError::Compaction { .. })), "{refused:?}");
+    assert_eq!(place.entries(&place.session).await.len(), 10);
+}
+
+async fn nothing_is_compacted_while_entries_cannot_be_read(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..10).await;
+    place.append(&[("type", "tests.Later"), ("payload", "{}")]).await;
+    publish(&session, 10..20).await;
+    let refused = session.compact().await;
+    assert!(matches!(refused, Err(SessionError::Compaction { .. })), "{refused:?}");
+    assert_eq!(place.entries(&place.session).await.len(), 21);
+    let compacted = sessions.compact(&place.session, UnreadableEntries::GiveUp).await.unwrap();
+    assert_eq!(compacted.removed, 20);
+    let again = sessions.recover(&place.session).await.unwrap();
+    assert_eq!((sum(&again), again.state().unreadable()), (Sum::of(0..20), 1));
+}
+
+/// A type that comes with a later version of the application.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
+struct Later {}
+
+impl Event for Later {
+    const TYPE: &'static str = "tests.Later";
+    const SCOPE: Scope = Scope::Session;
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Count(u64);
+
+impl Fold for Count {
+    const NAME: &'static str = "tests.Count";
+
+    fn apply(&mut self, _: &SessionEvent) {
+        self.0 += 1;
+    }
+}
+
+async fn what_could_not_be_read_counts_once_it_can(place: Place) {
+    let counting = || Folds::none().with::<Count>();
+    let sessions = place.sessions_with(counting(), by_hand()).await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..10).await;
+    place.append(&[("type", "tests.Later"), ("payload", "{}")]).await;
+    session.refresh().await.unwrap();
+    session.snapshot().await.unwrap();
+    let same = sessions.recover(&place.session).await.unwrap();
+    assert_eq!((same.get::<Count>().unwrap().0, same.recovery().replayed), (10, 0));
+
+    let bus = place.bus_for(registry().with::<Later>().unwrap()).await;
+    let newer = Sessions::new(bus, counting(), by_hand()).await.unwrap();
+    let all = newer.recover(&place.session).await.unwrap();
+    assert_eq!((all.get::<Count>().unwrap().0, all.recovery().replayed), (11, 11));
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_too_large_is_refused_and_the_session_goes_on() {
+    let sessions = local().await;
+    let folds = Folds::none().all::<Noted>(100);
+    let bus: Arc<dyn EventBus> = Arc::clone(sessions.bus());
+    let sessions = Sessions::new(bus, folds, by_hand()).await.unwrap();
+    let session = sessions.create(&headwater_bus::SessionId::random()).await.unwrap();
+    for number in 0..10 {
+        let text = "x".repeat(1_000_000);
+        session.publish(Noted { session_id: None, number, text }).await.unwrap();
+    }
+    let refused = session.snapshot().await;
+    assert!(matches!(refused, Err(SessionError::Snapshot { .. })), "{refused:?}");
+    assert_eq!(session.all::<Noted>().unwrap().events.len(), 10);
+    assert_ne!(session.position(), EntryId::MIN);
+}
