@@ -7,6 +7,7 @@
 pub(crate) mod access;
 pub(crate) mod body;
 mod error;
+pub(crate) mod extract;
 pub(crate) mod limits;
 pub(crate) mod rate;
 mod server;

@@ -19,6 +19,10 @@ mod open;
 mod app;
 mod http;
 
+mod webhooks;
+
+mod issues;
+
 mod health;
 mod router;
 

@@ -12,17 +12,17 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 
 use crate::app::App;
-use crate::health;
 use crate::http::{ApiError, access, limits, rate};
+use crate::{health, issues, webhooks};
 
 /// All routes of `serve`.
 pub(crate) fn serve(app: &App) -> Router {
-    let api = Router::new();
-    // Routes below /api/v1 are merged here: `.merge(issues::routes())`, `.merge(tickets::routes())`.
+    // Routes below /api/v1 are merged here; the desk's, too.
+    let api = issues::routes();
     let guarded = Router::new().nest("/api/v1", api).merge(metrics_routes());
     let guarded = guarded.layer(from_fn_with_state(app.clone(), access::require));
-    // Routes that check their callers themselves are merged here: `.merge(webhooks::routes())`.
-    let open = health::routes();
+    // Webhooks check their callers themselves, by signatures.
+    let open = health::routes().merge(webhooks::routes());
     finish(open.merge(guarded), app)
 }
 

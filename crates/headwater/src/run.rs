@@ -1,7 +1,9 @@
 //! The composition root: the whole system on one page, in the order in which an event goes through it.
 //!
-//!     webhooks, tickets, stream entries -> inbox -> nudge -> worker -> outbox -> replies
-//!                                            \________ sweeper ________/
+//! ```text
+//! webhooks, tickets, stream entries -> inbox -> nudge -> worker -> outbox -> replies
+//!                                        \________ sweeper ________/
+//! ```
 //!
 //! Upstream: `command`. Promises: what starts here is joined here. A part that ends by itself stops the process with exit
 //! code 1, so that whoever watches it starts it anew. A stop takes `worker.drain` and five seconds at most: first no new

@@ -144,7 +144,7 @@ async fn readiness_tells_which_dependency_is_away_and_that_it_is_back() -> Resul
 
 #[tokio::test]
 async fn a_worker_answers_for_health_and_metrics_and_nothing_else() -> Result<()> {
-    let redis = Redis::shared()?;
+    let redis = Redis::start()?;
     let database = Postgres::shared()?.database()?;
     let place = Place::new()?;
     let mut worker =

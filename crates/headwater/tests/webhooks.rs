@@ -1,0 +1,378 @@
+//! Webhooks end to end: signed requests in the shapes of their providers, sent to the real binary.
+
+mod support;
+
+use std::collections::HashSet;
+
+use anyhow::{Context, Result};
+use headwater_testkit::{Postgres, Redis};
+use serde_json::{Value, json};
+
+use crate::support::sender::{
+    SECRET, github, github_comment, github_issues, github_signature, gitlab, gitlab_issue,
+    gitlab_note, integrations, now, send, standard,
+};
+use crate::support::{LIMIT, Place, Server};
+
+fn server() -> Result<(Place, Server)> {
+    let place = Place::new()?.settings(&integrations())?;
+    let server = place.serve(&["--issue-quiet", "50ms"])?;
+    Ok((place, server))
+}
+
+async fn issue(server: &Server, body: &Value) -> Result<Value> {
+    let id = body["issue_id"].as_i64().with_context(|| format!("no issue_id in {body}"))?;
+    Ok(server.get(&format!("/api/v1/issues/{id}")).await?.1)
+}
+
+#[tokio::test]
+async fn github_issues_and_comments_are_recorded_once_and_processed() -> Result<()> {
+    let (_place, server) = server()?;
+    let opened = github_issues("opened", 42, "Where is it?").to_string();
+    let (status, first) = send(github(&server, "issues", "d-1", opened.as_bytes())).await?;
+    assert_eq!((status, &first["status"], &first["duplicate"]), (200, &json!("ok"), &json!(false)));
+    let again = send(github(&server, "issues", "d-1", opened.as_bytes())).await?.1;
+    assert_eq!(again["duplicate"], true);
+    assert_eq!(again["event_log_id"], first["event_log_id"]);
+
+    let comment = github_comment(42, "ann", "It has arrived.").to_string();
+    let (status, second) =
+        send(github(&server, "issue_comment", "d-2", comment.as_bytes())).await?;
+    assert_eq!((status, &second["issue_id"]), (200, &first["issue_id"]), "one issue");
+
+    let shown = issue(&server, &first).await?;
+    assert_eq!(shown["external_project_id"], "acme/shop");
+    assert_eq!(shown["external_issue_id"], "42");
+    let path = format!("/api/v1/issues/{}", first["issue_id"]);
+    server
+        .until(&path, |_, it| it["processing_status"] == "idle" && it["pending_events"] == 0)
+        .await?;
+    let events = server.get(&format!("{path}/events?processed=true")).await?.1;
+    let types: Vec<_> = events["events"].as_array().into_iter().flatten().collect();
+    assert_eq!(types.len(), 2);
+    assert_eq!(types[0]["event_type"], "issue_created");
+    assert_eq!(types[1]["event_type"], "comment_created");
+    assert_eq!(types[0]["payload"]["issue"]["body"], "Where is it?");
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_github_sends_beyond_issues_or_we_wrote_ourselves_is_ignored() -> Result<()> {
+    let (_place, server) = server()?;
+    let mut on_code = github_comment(7, "ann", "Looks good.");
+    on_code["issue"]["pull_request"] =
+        json!({"url": "https://api.github.com/repos/acme/shop/pulls/7"});
+    let marked = "Soon.\n\n<!-- headwater:reply abc-1-1-0 -->";
+    for (event, payload) in [
+        ("ping", json!({"zen": "Keep it logically awesome.", "hook_id": 1})),
+        ("push", json!({"ref": "refs/heads/main"})),
+        ("issues", github_issues("labeled", 7, "x")),
+        ("pull_request", json!({"action": "opened", "number": 7})),
+        ("issue_comment", on_code),
+        ("issue_comment", github_comment(7, "shop-bot", "I am the shop's bot.")),
+        ("issue_comment", github_comment(7, "Shop-Bot", "I am the shop's bot.")),
+        ("issue_comment", github_comment(7, "ann", marked)),
+    ] {
+        let body = payload.to_string();
+        let (status, answer) = send(github(&server, event, "d", body.as_bytes())).await?;
+        assert_eq!((status, &answer["status"]), (200, &json!("ignored")), "{event}: {answer}");
+        assert!(answer["reason"].as_str().is_some_and(|reason| !reason.is_empty()));
+    }
+    assert_eq!(server.get("/api/v1/issues").await?.1["issues"], json!([]));
+    Ok(())
+}
+
+#[tokio::test]
+async fn gitlab_issues_and_notes_are_recorded_and_what_is_internal_is_not() -> Result<()> {
+    let (_place, server) = server()?;
+    let opened = gitlab_issue("open", 23, json!({}));
+    let (status, first) = send(gitlab(&server, "Issue Hook", "u-1", &opened)).await?;
+    assert_eq!((status, &first["status"]), (200, &json!("ok")));
+    let note = gitlab_note(23, "ann", "It has arrived.", json!({}));
+    let second = send(gitlab(&server, "Note Hook", "u-2", &note)).await?.1;
+    assert_eq!(second["issue_id"], first["issue_id"]);
+    // A webhook that was set off by another one has the other's id, and is an event all the same.
+    let recursive = gitlab_note(23, "ann", "Something else.", json!({}));
+    let third = send(gitlab(&server, "Note Hook", "u-2", &recursive)).await?.1;
+    assert_eq!(third["duplicate"], false);
+    assert_eq!(send(gitlab(&server, "Note Hook", "u-2", &recursive)).await?.1["duplicate"], true);
+    let renamed = gitlab_issue("update", 23, json!({"title": {"previous": "a", "current": "b"}}));
+    assert_eq!(send(gitlab(&server, "Issue Hook", "u-3", &renamed)).await?.1["status"], "ok");
+    let shown = issue(&server, &first).await?;
+    assert_eq!(
+        (&shown["external_project_id"], &shown["external_issue_id"]),
+        (&json!("5"), &json!("23"))
+    );
+
+    for (event, payload) in [
+        ("Push Hook", json!({"object_kind": "push"})),
+        ("Issue Hook", gitlab_issue("update", 23, json!({"labels": {}}))),
+        ("Note Hook", gitlab_note(23, "works-bot", "I am a bot.", json!({}))),
+        ("Note Hook", gitlab_note(23, "ann", "Between us.", json!({"internal": true}))),
+        ("Note Hook", gitlab_note(23, "ann", "changed the label", json!({"system": true}))),
+        ("Note Hook", gitlab_note(23, "ann", "x", json!({"noteable_type": "MergeRequest"}))),
+        ("Note Hook", gitlab_note(23, "ann", "x\n<!-- headwater:reply a -->", json!({}))),
+    ] {
+        let (status, answer) = send(gitlab(&server, event, "u-9", &payload)).await?;
+        assert_eq!((status, &answer["status"]), (200, &json!("ignored")), "{event}: {answer}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn standard_webhooks_name_their_issue_in_any_of_the_documented_ways() -> Result<()> {
+    let (_place, server) = server()?;
+    let mut issues = HashSet::new();
+    for (id, payload) in [
+        ("m-1", json!({"type": "order.late", "issue": "77", "project": "shop"})),
+        ("m-2", json!({"type": "order.late", "issue": 77, "project": "shop"})),
+        ("m-3", json!({"type": "order.late", "issue": {"id": 77}, "project": {"id": "shop"}})),
+        ("m-4", json!({"type": "order.late", "data": {"issue": "77", "project": "shop"}})),
+    ] {
+        let body = payload.to_string();
+        let (status, answer) = send(standard(&server, id, now(), body.as_bytes())).await?;
+        assert_eq!((status, &answer["status"]), (200, &json!("ok")), "{answer}");
+        issues.insert(answer["issue_id"].as_i64());
+    }
+    assert_eq!(issues.len(), 1, "all name the same issue");
+    let ping = json!({"type": "ping"}).to_string();
+    assert_eq!(
+        send(standard(&server, "m-5", now(), ping.as_bytes())).await?.1["status"],
+        "ignored"
+    );
+    for wrong in
+        [json!({"issue": "1"}), json!({"type": "a"}), json!({"type": 1, "issue": "1"}), json!([])]
+    {
+        let body = wrong.to_string();
+        assert_eq!(send(standard(&server, "m-6", now(), body.as_bytes())).await?.0, 400, "{wrong}");
+    }
+    let other = json!({"type": "order.late", "issue": "78"}).to_string();
+    let (status, reused) = send(standard(&server, "m-1", now(), other.as_bytes())).await?;
+    assert_eq!((status, &reused["error"]["code"]), (400, &json!("delivery_id_reused")));
+    Ok(())
+}
+
+#[tokio::test]
+async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Result<()> {
+    let (_place, server) = server()?;
+    let good = github_issues("opened", 42, "x").to_string();
+    let signed = |body: &[u8]| github(&server, "issues", "d", body);
+    let deep = "[".repeat(200) + &"]".repeat(200);
+    let deeper_than_we_keep = format!("{{\"a\":{}{}}}", "[".repeat(110), "]".repeat(110));
+    let mut deep_issue = github_issues("opened", 42, "x");
+    deep_issue["deep"] = serde_json::from_str(&deeper_than_we_keep)?;
+    let mut nul = github_issues("opened", 42, "x");
+    nul["issue"]["title"] = "a\0b".into();
+    let mut nameless = github_issues("opened", 42, "x");
+    nameless["repository"] = json!({});
+    let mut long = github_issues("opened", 42, "x");
+    long["repository"]["full_name"] = "x".repeat(10_000).into();
+    let unsigned = |path: &str| server.client.post(server.url(path)).body(good.clone());
+    let as_json =
+        |request: reqwest::RequestBuilder| request.header("content-type", "application/json");
+    let signature = github_signature(good.as_bytes());
+
+    for (what, status, code, request) in [
+        (
+            "no signature",
+            401,
+            "unauthorized",
+            as_json(unsigned("/webhooks/github/shop")).header("x-github-event", "issues"),
+        ),
+        (
+            "wrong signature",
+            401,
+            "unauthorized",
+            as_json(unsigned("/webhooks/github/shop"))
+                .header("x-hub-signature-256", github_signature(b"other")),
+        ),
+        (
+            "broken signature",
+            401,
+            "unauthorized",
+            as_json(unsigned("/webhooks/github/shop")).header("x-hub-signature-256", "sha256=zz"),
+        ),
+        (
+            "wrong token",
+            401,
+            "unauthorized",
+            as_json(unsigned("/webhooks/gitlab/works")).header("x-gitlab-token", "guess"),
+        ),
+        ("old timestamp", 401, "unauthorized", standard(&server, "m", now() - 400, b"{}")),
+        ("timestamp ahead", 401, "unauthorized", standard(&server, "m", now() + 400, b"{}")),
+        ("unknown integration", 404, "not_found", as_json(unsigned("/webhooks/github/nobody"))),
+        ("unknown provider", 404, "not_found", as_json(unsigned("/webhooks/bitbucket/shop"))),
+        ("other provider", 404, "not_found", as_json(unsigned("/webhooks/gitlab/shop"))),
+        ("the desk", 404, "not_found", as_json(unsigned("/webhooks/desk/desk"))),
+        (
+            "odd id",
+            404,
+            "not_found",
+            as_json(unsigned("/webhooks/github/%ff%00'; DROP TABLE issues")),
+        ),
+        (
+            "no content type",
+            415,
+            "not_json",
+            unsigned("/webhooks/github/shop").header("x-hub-signature-256", &signature),
+        ),
+        (
+            "form",
+            415,
+            "not_json",
+            unsigned("/webhooks/github/shop")
+                .header("content-type", "application/x-www-form-urlencoded"),
+        ),
+        ("cut JSON", 400, "invalid", signed(&good.as_bytes()[..good.len() / 2])),
+        ("empty", 400, "invalid", signed(b"")),
+        ("not UTF-8", 400, "invalid", signed(b"{\"a\":\"\xff\xfe\"}")),
+        ("deep JSON", 400, "invalid", signed(deep.as_bytes())),
+        ("deeper than we keep", 400, "invalid", signed(deep_issue.to_string().as_bytes())),
+        ("NUL", 400, "invalid", signed(nul.to_string().as_bytes())),
+        ("no repository", 400, "invalid", signed(nameless.to_string().as_bytes())),
+        ("long name", 400, "invalid", signed(long.to_string().as_bytes())),
+        (
+            "no event",
+            400,
+            "invalid",
+            as_json(unsigned("/webhooks/github/shop")).header("x-hub-signature-256", &signature),
+        ),
+        ("too large", 413, "too_large", signed(&vec![b' '; 10 * 1024 * 1024])),
+        ("GET", 405, "method_not_allowed", server.client.get(server.url("/webhooks/github/shop"))),
+    ] {
+        let (found, answer) = send(request).await.with_context(|| what.to_owned())?;
+        let found_code = answer["error"]["code"].as_str().unwrap_or_default();
+        assert_eq!((found, found_code), (status, code), "{what}: {answer}");
+        let message = answer["error"]["message"].as_str().unwrap_or_default();
+        assert!(!message.is_empty() && !message.contains(SECRET), "{what}: {answer}");
+    }
+    assert_eq!(server.get("/api/v1/issues").await?.1["issues"], json!([]));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_body_is_counted_while_it_is_read_whatever_its_headers_say() -> Result<()> {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let (_place, server) = server()?;
+
+    // Chunked: no length is said at all.
+    let mut stream = tokio::net::TcpStream::connect(server.address).await?;
+    let head = "POST /webhooks/github/shop HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+                transfer-encoding: chunked\r\n\r\n";
+    stream.write_all(head.as_bytes()).await?;
+    let chunk = format!("10000\r\n{}\r\n", " ".repeat(0x10000));
+    for _ in 0..40 {
+        stream.write_all(chunk.as_bytes()).await?;
+    }
+    stream.write_all(b"0\r\n\r\n").await?;
+    let mut answer = vec![0; 1024];
+    let read = tokio::time::timeout(LIMIT, stream.read(&mut answer)).await??;
+    let answer = String::from_utf8_lossy(&answer[..read]).into_owned();
+    assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
+
+    // Cut off: less comes than was said.
+    let mut stream = tokio::net::TcpStream::connect(server.address).await?;
+    let head = "POST /webhooks/github/shop HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+                content-length: 1000\r\n\r\n{\"a\":";
+    stream.write_all(head.as_bytes()).await?;
+    stream.shutdown().await?;
+    let mut answer = String::new();
+    tokio::time::timeout(LIMIT, stream.read_to_string(&mut answer)).await??;
+    assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 400 "), "{answer}");
+    assert_eq!(server.get("/health/live").await?.0, 200);
+    Ok(())
+}
+
+#[tokio::test]
+async fn one_client_that_asks_too_often_is_told_when_to_come_back() -> Result<()> {
+    let place = Place::new()?.settings(&integrations())?;
+    let server = place.serve(&["--http-rate-per-second", "1", "--http-rate-burst", "5"])?;
+    let mut refused = None;
+    for number in 0..6 {
+        let request = github(&server, "ping", &format!("d-{number}"), b"{}");
+        let response = request.send().await?;
+        if response.status() == 429 {
+            refused = response.headers().get("retry-after").cloned();
+        }
+    }
+    let seconds: u64 = refused.context("the sixth is too many")?.to_str()?.parse()?;
+    assert!(seconds >= 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn while_the_database_is_away_webhooks_are_told_to_come_back_and_nothing_is_lost()
+-> Result<()> {
+    let redis = Redis::start()?;
+    let postgres = Postgres::start()?;
+    let database = postgres.database()?;
+    let place = Place::new()?.settings(&integrations())?;
+    let server = place.serve(&[
+        "--stream-url",
+        &redis.url(),
+        "--database-url",
+        &database.url(),
+        "--issue-quiet",
+        "50ms",
+    ])?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+
+    postgres.stop()?;
+    let body = github_issues("opened", 42, "x").to_string();
+    let response = github(&server, "issues", "d-1", body.as_bytes()).send().await?;
+    assert_eq!(response.status(), 503);
+    assert!(response.headers().contains_key("retry-after"));
+    let answer: Value = response.json().await?;
+    assert_eq!(answer["error"]["code"], "unavailable");
+    let not_ready = server.get("/health/ready").await?;
+    assert_eq!(not_ready.0, 503);
+
+    postgres.restart()?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+    let (status, answer) = send(github(&server, "issues", "d-1", body.as_bytes())).await?;
+    assert_eq!((status, &answer["status"]), (200, &json!("ok")));
+    let path = format!("/api/v1/issues/{}", answer["issue_id"]);
+    server.until(&path, |_, issue| issue["pending_events"] == 0).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_storm_of_500_webhooks_on_one_issue_is_processed_in_few_runs() -> Result<()> {
+    let redis = Redis::start()?;
+    let database = Postgres::shared()?.database()?;
+    let place = Place::new()?.settings(&integrations())?;
+    let server = place.serve(&["--stream-url", &redis.url(), "--database-url", &database.url()])?;
+
+    let mut sending = tokio::task::JoinSet::new();
+    for number in 0..500 {
+        let body = github_comment(42, "ann", &format!("Where is it? {number}")).to_string();
+        let request = github(&server, "issue_comment", &format!("storm-{number}"), body.as_bytes());
+        sending.spawn(async move { send(request).await });
+    }
+    let mut ids = HashSet::new();
+    let mut issue_id = None;
+    while let Some(sent) = sending.join_next().await {
+        let (status, answer) = sent??;
+        assert_eq!((status, &answer["status"]), (200, &json!("ok")), "{answer}");
+        ids.insert(answer["event_log_id"].as_i64());
+        issue_id = answer["issue_id"].as_i64();
+    }
+    assert_eq!(ids.len(), 500, "each is an event of its own");
+
+    let path = format!("/api/v1/issues/{}", issue_id.context("an issue")?);
+    server
+        .until(&path, |_, it| it["pending_events"] == 0 && it["processing_status"] == "idle")
+        .await?;
+    let unprocessed = server.get(&format!("{path}/events?processed=false")).await?.1;
+    assert_eq!(unprocessed["events"], json!([]));
+    let epoch = server.get(&path).await?.1["claim_epoch"].as_i64().context("an epoch")?;
+    // 500 events in runs of 200 at most, while they still arrive.
+    assert!((3..=20).contains(&epoch), "{epoch} runs");
+    let (_, metrics) = server.get("/metrics").await?;
+    let metrics = metrics.as_str().context("text")?;
+    assert!(
+        metrics.contains("headwater_webhooks_total{provider=\"github\",result=\"recorded\"} 500"),
+        "{metrics}"
+    );
+    Ok(())
+}
