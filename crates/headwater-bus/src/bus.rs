@@ -268,6 +268,7 @@ pub struct SpoolHealth {
     pub bytes: u64,
     /// Bytes it may have.
     pub max_bytes: u64,
-    /// Events that their streams refused for good; they lie in a file beside it.
+    /// Events that their streams refused for good, now or in an earlier life of the bus; they lie in a file beside it,
+    /// until somebody removes that file.
     pub rejected: u64,
 }

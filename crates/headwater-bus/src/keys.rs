@@ -73,6 +73,12 @@ impl Keys {
         fits(GroupName::new(format!("{}:session:{session}:guard", self.prefix)))
     }
 
+    /// Whether a group is the guard of some session.
+    pub(crate) fn is_guard(&self, group: &GroupName) -> bool {
+        let rest = group.as_str().strip_prefix(self.prefix.as_str());
+        rest.is_some_and(|rest| rest.starts_with(":session:") && rest.ends_with(":guard"))
+    }
+
     /// The list of sessions, in the order they were made.
     pub(crate) fn sessions(&self) -> StreamName {
         fits(StreamName::new(format!("{}:sessions", self.prefix)))
@@ -109,6 +115,8 @@ mod tests {
         assert_eq!(keys.unknown().as_str(), "wink:events:unknown");
         assert_eq!(keys.session_meta(&session).as_str(), "wink:session:s1:meta");
         assert_eq!(keys.session_guard(&session).as_str(), "wink:session:s1:guard");
+        assert!(keys.is_guard(&keys.session_guard(&session)));
+        assert!(!keys.is_guard(&keys.group("s1", "guard").unwrap()));
         assert_eq!(keys.session_snapshot(&session, "0f").as_str(), "wink:session:s1:snapshot:0f");
         assert_eq!(keys.sessions().as_str(), "wink:sessions");
         assert_eq!(keys.group("s1", "telemetry").unwrap().as_str(), "wink:cg:s1:telemetry");

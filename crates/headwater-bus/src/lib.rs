@@ -59,5 +59,5 @@ pub use session::{
     SessionInfo, SessionState, Sessions, SessionsConfig, Stage, Swept, UnreadableEntries, Until,
 };
 pub use spool::SpoolConfig;
-pub use streamed::{FailurePolicy, Retried, StreamedBus, StreamedBusConfig};
+pub use streamed::{FailurePolicy, RejectedEvent, Retried, StreamedBus, StreamedBusConfig};
 pub use trace::current_trace;

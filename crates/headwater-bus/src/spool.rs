@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use headwater_stream::{Coalescer, CoalescerConfig};
 use tokio::sync::{Notify, watch};
 use tokio::task::spawn_blocking;
+use tracing::error;
 
 use crate::bus::SpoolHealth;
 use crate::error::{BusError, Result, SpoolError};
@@ -95,11 +96,18 @@ impl Spool {
         let (path, name, max_bytes) = (config.file.clone(), owner.to_owned(), config.max_bytes);
         let opened = blocking(&config.file, move || SpoolFile::open(&path, &name, max_bytes));
         let file = opened.await?;
+        let (beside, name) = (rejected_path(&config.file), owner.to_owned());
+        let counting = blocking(&config.file, move || file::rejected(&beside, &name, 0));
+        // It holds up nobody: what is in it is over, and whoever looks into it is told.
+        let rejected = counting.await.unwrap_or_else(|error| {
+            error!(%error, "the file of rejected events cannot be read");
+            (0, Vec::new())
+        });
         let shared = Arc::new(Shared {
             owner: owner.to_owned(),
             waiting: AtomicUsize::new(file.waiting()),
             bytes: AtomicU64::new(file.bytes()),
-            rejected: AtomicU64::new(0),
+            rejected: AtomicU64::new(rejected.0),
             added: Notify::new(),
             pace: watch::Sender::new(Pace::default()),
             file: Mutex::new(Some(file)),
@@ -190,6 +198,14 @@ impl Spool {
         blocking(&shared.config.file, write).await?;
         shared.rejected.fetch_add(count, Ordering::SeqCst);
         Ok(())
+    }
+
+    /// The oldest events that their streams refused for good, up to so many.
+    pub(crate) async fn rejected(&self, count: usize) -> Result<Vec<Spooled>, SpoolError> {
+        let shared = &self.shared;
+        let (path, owner) = (rejected_path(&shared.config.file), shared.owner.clone());
+        let read = move || file::rejected(&path, &owner, count);
+        Ok(blocking(&shared.config.file, read).await?.1)
     }
 
     /// Closes the file, with what waits in it. When it returns, another bus may open it.

@@ -10,6 +10,7 @@ use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, GroupStart, Retention, TrimGuard};
 use tracing::{info, warn};
 
+use super::life::Listed;
 use super::meta::{self, Meta, Point, Stage};
 use super::{Result, Session, SessionError, SessionInfo, Sessions, snapshot};
 use crate::limits::LIST_MAX;
@@ -151,10 +152,14 @@ impl Sessions {
         let now = self.now().await?;
         let mut after = EntryId::MIN;
         loop {
-            let page = self.list(after, LIST_MAX).await?;
+            let page = self.page(after, LIST_MAX).await?;
             let Some(last) = page.last() else { return Ok(swept) };
             after = last.index;
-            for info in &page {
+            for Listed { index, info } in &page {
+                let Some(info) = info else {
+                    self.sweep_list(*index, now).await?;
+                    continue;
+                };
                 swept.seen += 1;
                 if let Err(error) = self.sweep_one(info, now, &mut swept).await {
                     swept.failed += 1;
@@ -162,6 +167,16 @@ impl Sessions {
                 }
             }
         }
+    }
+
+    /// Removes an entry of the list that counts for nothing, once nobody can be about to make it count.
+    async fn sweep_list(&self, index: EntryId, now: Timestamp) -> Result<()> {
+        let age = now.since(Timestamp::from_millis(index.ms));
+        if age > self.inner.config.unfinished_after {
+            let list = self.journal().keys.sessions();
+            self.journal().backend.delete_entries(&list, &[index]).await?;
+        }
+        Ok(())
     }
 
     async fn sweep_one(&self, info: &SessionInfo, now: Timestamp, swept: &mut Swept) -> Result<()> {

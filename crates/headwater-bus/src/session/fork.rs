@@ -133,10 +133,9 @@ impl Source {
         until: Until,
         entries: &[Entry],
     ) -> Result<()> {
-        let first = entries.first().map(|entry| entry.id);
-        let expected = self.first.filter(|first| *first <= until.last_id());
-        if position == EntryId::MIN && expected.is_some() && first != expected {
-            return Err(overtaken(session, EntryId::MIN, first.unwrap_or(EntryId::MAX)));
+        if position == EntryId::MIN && !until.begins_with(self.first, entries) {
+            let first = entries.first().map_or(EntryId::MAX, |entry| entry.id);
+            return Err(overtaken(session, EntryId::MIN, first));
         }
         Ok(())
     }

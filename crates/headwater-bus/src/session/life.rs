@@ -42,6 +42,13 @@ pub struct SessionInfo {
     pub last_entry: Option<EntryId>,
 }
 
+/// An entry of the list of sessions. Whoever began to make a session and died, or lost against another, left one that
+/// counts for nothing.
+pub(super) struct Listed {
+    pub(super) index: EntryId,
+    pub(super) info: Option<SessionInfo>,
+}
+
 impl Sessions {
     /// Makes a session. It is an error if there is one with this id, or if its stream holds events already: those of
     /// another program, which [`recover`](Self::recover) takes over.
@@ -131,31 +138,36 @@ impl Sessions {
             let problem = format!("{count}; 1 to {LIST_MAX}");
             return Err(BusError::invalid("the length of a page", problem).into());
         }
-        let journal = self.journal();
-        let (mut found, mut from) = (Vec::new(), after.next());
+        let (mut found, mut from) = (Vec::new(), after);
         while found.len() < count {
-            let range = Range { from, to: EntryId::MAX, direction: Direction::Forward, count };
-            let entries = journal.backend.range(&journal.keys.sessions(), range).await?;
-            let Some(last) = entries.last() else { break };
-            from = last.id.next();
-            for entry in &entries {
-                if found.len() == count {
-                    break;
-                }
-                let name = entry.fields.get(SESSION).and_then(|id| std::str::from_utf8(id).ok());
-                let Some(session) = name.and_then(|id| SessionId::new(id).ok()) else { continue };
-                // Whoever began to make a session and died, or lost against another, left an entry that counts for nothing.
-                match self.info(&session).await {
-                    Ok(Some(info)) if info.index == entry.id => found.push(info),
-                    Ok(_) | Err(SessionError::Damaged { .. }) => {}
-                    Err(error) => return Err(error),
-                }
-            }
-            if entries.len() < count {
-                break;
-            }
+            let page = self.page(from, count - found.len()).await?;
+            let Some(last) = page.last() else { break };
+            from = last.index;
+            found.extend(page.into_iter().filter_map(|listed| listed.info));
         }
         Ok(found)
+    }
+
+    /// Entries of the list after this one.
+    pub(super) async fn page(&self, after: EntryId, count: usize) -> Result<Vec<Listed>> {
+        let journal = self.journal();
+        let (from, to) = (after.next(), EntryId::MAX);
+        let range = Range { from, to, direction: Direction::Forward, count };
+        let entries = journal.backend.range(&journal.keys.sessions(), range).await?;
+        let mut page = Vec::with_capacity(entries.len());
+        for entry in entries {
+            let name = entry.fields.get(SESSION).and_then(|id| std::str::from_utf8(id).ok());
+            let info = match name.and_then(|id| SessionId::new(id).ok()) {
+                None => None,
+                Some(session) => match self.info(&session).await {
+                    Ok(info) => info.filter(|info| info.index == entry.id),
+                    Err(SessionError::Damaged { .. }) => None,
+                    Err(error) => return Err(error),
+                },
+            };
+            page.push(Listed { index: entry.id, info });
+        }
+        Ok(page)
     }
 
     /// What there is to know of a session; `None` if there is none.

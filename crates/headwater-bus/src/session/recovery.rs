@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use headwater_stream::{Direction, EntryId, Range, StreamStats};
-use tracing::{info, warn};
+use tracing::{Instrument, info, warn};
 
 use super::error::{Missing, MissingReason};
 use super::meta::{First, Meta, Stage};
@@ -92,10 +92,11 @@ impl Sessions {
     ) -> Result<(SessionState, Recovery)> {
         let began = Instant::now();
         let mut tries = 0;
+        let span = tracing::debug_span!("recover", %session);
         loop {
             tries += 1;
             let meta = self.open_meta(session).await?;
-            let mut attempt = self.attempt(session, &meta, until).await?;
+            let mut attempt = self.attempt(session, &meta, until).instrument(span.clone()).await?;
             if attempt.is_overtaken && tries < TRIES {
                 continue;
             }
@@ -163,7 +164,7 @@ impl Sessions {
         if let Some(mut state) = from_snapshot {
             let (position, entries) = (state.position, state.entries);
             recovery.from_snapshot = Some(position);
-            match replay::replay(journal, registry, &mut state, until).await? {
+            match replay::replay(journal, registry, &mut state, None, until).await? {
                 Replayed::Done => {
                     recovery.replayed = state.entries - entries;
                     recovery.missing = (meta.first == First::Unknown).then(unknown);
@@ -175,9 +176,7 @@ impl Sessions {
         let begins = self.beginning(session, meta, stats.as_ref()).await?;
         if let Ok(first) = begins {
             let mut state = SessionState::new(session.clone(), self.inner.folds.clone());
-            let replayed = replay::replay(journal, registry, &mut state, until).await?;
-            let is_whole = replayed == Replayed::Done
-                && (first.is_none() || state.first.is_none() || state.first == first);
+            let replayed = replay::replay(journal, registry, &mut state, first, until).await?;
             recovery = Recovery { from_snapshot: None, replayed: state.entries, ..recovery };
             recovery.missing = match replayed {
                 Replayed::Gap(before) => {
@@ -186,7 +185,8 @@ impl Sessions {
                 }
                 Replayed::Done => (meta.first == First::Unknown).then(unknown),
             };
-            return Ok(Attempt { state, recovery, is_overtaken: !is_whole });
+            let is_overtaken = replayed != Replayed::Done;
+            return Ok(Attempt { state, recovery, is_overtaken });
         }
         let mut missing = begins.err().unwrap_or_else(unknown);
         let state = match gap {
@@ -318,7 +318,7 @@ impl Sessions {
             let entries = journal.backend.range(&stream, range).await?;
             let Some(entry) = entries.first().filter(|entry| until.includes(entry)) else { break };
             replay::take(journal, registry, state, &stream, entry).await?;
-            match replay::replay(journal, registry, state, until).await? {
+            match replay::replay(journal, registry, state, None, until).await? {
                 Replayed::Done => break,
                 Replayed::Gap(before) => next = before,
             }

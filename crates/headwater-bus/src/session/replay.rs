@@ -81,11 +81,12 @@ impl<'a> Pages<'a> {
     }
 }
 
-/// Brings a state forward.
+/// Brings a state forward. One that has seen nothing yet must begin with `first`, if that is known.
 pub(crate) async fn replay(
     journal: &Journal,
     registry: &Registry,
     state: &mut SessionState,
+    first: Option<EntryId>,
     until: Until,
 ) -> Result<Replayed, SessionError> {
     let stream = journal.keys.session(&state.session);
@@ -93,9 +94,14 @@ pub(crate) async fn replay(
     loop {
         let entries = match pages.next(state.position, until.last_id()).await? {
             Page::Gap(before) => return Ok(Replayed::Gap(before)),
-            Page::Entries(entries) if entries.is_empty() => return Ok(Replayed::Done),
             Page::Entries(entries) => entries,
         };
+        if state.position == EntryId::MIN && !until.begins_with(first, &entries) {
+            return Ok(Replayed::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
+        }
+        if entries.is_empty() {
+            return Ok(Replayed::Done);
+        }
         for entry in &entries {
             if !until.includes(entry) {
                 return Ok(Replayed::Done);
@@ -139,6 +145,16 @@ impl Until {
             Self::Entry(id) => id,
             // Copied entries keep the time they were first stored at; their ids are later.
             Self::End | Self::Time(_) => EntryId::MAX,
+        }
+    }
+
+    /// Whether a first page is what it must be, if the first entry is known.
+    pub(crate) fn begins_with(self, first: Option<EntryId>, page: &[Entry]) -> bool {
+        match first {
+            Some(first) if first <= self.last_id() => {
+                page.first().is_some_and(|entry| entry.id == first)
+            }
+            _ => true,
         }
     }
 

@@ -25,8 +25,6 @@ use crate::registry::Registry;
 pub struct SessionState {
     pub(crate) session: SessionId,
     pub(crate) folds: Folds,
-    /// The first entry that was read, unless it is from a snapshot.
-    pub(crate) first: Option<EntryId>,
     /// The last entry that was read; `MIN` before the first.
     pub(crate) position: EntryId,
     /// Entries up to there since the session began, whether they counted or not.
@@ -58,7 +56,6 @@ impl SessionState {
         Self {
             session,
             folds,
-            first: None,
             position: EntryId::MIN,
             entries: 0,
             events: 0,
@@ -118,7 +115,6 @@ impl SessionState {
                 None
             }
         };
-        self.first.get_or_insert(entry.id);
         self.position = entry.id;
         self.entries += 1;
         Ok(misfit)

@@ -15,6 +15,9 @@ use tracing::warn;
 use super::record::{self, Found, Record, Spooled};
 use crate::error::SpoolError;
 
+/// Bytes of rejected events that are read at once, about.
+const REJECTED_BYTES: u64 = 16 * 1024 * 1024;
+
 pub(super) struct SpoolFile {
     path: PathBuf,
     file: File,
@@ -299,6 +302,20 @@ impl SpoolFile {
 pub(super) fn reject(path: &Path, owner: &str, events: &[Spooled]) -> Result<(), SpoolError> {
     let mut file = SpoolFile::open(path, owner, u64::MAX)?;
     file.append(events)
+}
+
+/// How many events their streams refused, and the oldest of them, up to so many.
+pub(super) fn rejected(
+    path: &Path,
+    owner: &str,
+    count: usize,
+) -> Result<(u64, Vec<Spooled>), SpoolError> {
+    if !path.try_exists().map_err(|error| disk(path, &error))? {
+        return Ok((0, Vec::new()));
+    }
+    let mut file = SpoolFile::open(path, owner, u64::MAX)?;
+    let events = if count == 0 { Vec::new() } else { file.peek(count, REJECTED_BYTES)? };
+    Ok((file.waiting() as u64, events))
 }
 
 /// A file is there after a crash only if its directory says so.

@@ -50,7 +50,9 @@ impl Inner {
         for stream in self.streams() {
             // A stream nobody wrote to or read from does not exist.
             let Some(stats) = self.backend.stats(&stream).await? else { continue };
-            let groups = stats.groups.into_iter().map(|group| {
+            // Guards of sessions never read, and nobody waits for them to.
+            let groups = stats.groups.into_iter().filter(|group| !self.keys.is_guard(&group.name));
+            let groups = groups.map(|group| {
                 (group.name.to_string(), GroupHealth { pending: group.pending, lag: group.lag })
             });
             let found = StreamHealth { length: stats.length, groups: groups.collect() };

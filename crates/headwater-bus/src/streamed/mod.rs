@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_queue::Queue;
-use headwater_stream::{Backend, EntryId, StreamName};
+use headwater_stream::{Backend, EntryId, Fields, StreamName};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -48,10 +48,10 @@ use crate::handler::{self, Delivered, Handlers};
 use crate::journal::Journal;
 use crate::keys::Keys;
 use crate::live::{Live, LiveList, Source};
-use crate::name::{SessionId, SubscriptionId, random_bits};
+use crate::name::{EventId, SessionId, SubscriptionId, random_bits};
 use crate::parked::{Parked, ParkedEntry};
 use crate::registry::Registry;
-use crate::spool::Spool;
+use crate::spool::{Spool, Spooled};
 
 /// A bus on the streams of a backend.
 pub struct StreamedBus {
@@ -138,6 +138,19 @@ impl StreamedBus {
         self.inner.last_health().clone()
     }
 
+    /// Spooled events that their streams refused for good, oldest first, up to so many. They lie in a file beside the
+    /// spool; remove it when they are dealt with.
+    pub async fn rejected(&self, count: usize) -> Result<Vec<RejectedEvent>> {
+        let Some(spool) = &self.inner.spool else { return Ok(Vec::new()) };
+        let rejected = spool.rejected(count).await?.into_iter();
+        let read = |event: Spooled| RejectedEvent {
+            stream: event.stream,
+            event_id: event.event_id,
+            fields: event.fields,
+        };
+        Ok(rejected.map(read).collect())
+    }
+
     /// Entries of unknown or unfit types, oldest first, after this one (`EntryId::MIN` for the first page).
     pub async fn parked(&self, after: EntryId, count: usize) -> Result<Vec<ParkedEntry>> {
         self.inner.parked.list(after, count).await
@@ -156,6 +169,17 @@ impl StreamedBus {
         let retrying = tokio::spawn(async move { inner.retry_parked(id).await });
         retrying.await.unwrap_or(Err(BusError::Closed))
     }
+}
+
+/// An event that waited in a spool until its stream refused it for good.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RejectedEvent {
+    /// The stream.
+    pub stream: StreamName,
+    /// What the event is known by.
+    pub event_id: EventId,
+    /// What its entry would have been.
+    pub fields: Fields,
 }
 
 /// What came of another try with a parked entry.

@@ -6,6 +6,7 @@
 mod place;
 
 mod copies;
+mod crashes;
 mod ends;
 mod large;
 mod processes;

@@ -116,6 +116,14 @@ impl Place {
         Self { target, prefix, session: SessionId::random() }
     }
 
+    /// The same backend, and other keys.
+    pub(crate) fn another(&self) -> Self {
+        Self::new(match &self.target {
+            Target::Shared(backend) => Target::Shared(Arc::clone(backend)),
+            Target::Url(url) => Target::Url(url.clone()),
+        })
+    }
+
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
         match &self.target {
             Target::Shared(backend) => Arc::clone(backend),

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use headwater_bus::conformance::{Announced, Noted};
-use headwater_bus::{EventBus, EventBusExt, Received, Subscribe};
+use headwater_bus::{
+    EventBus, EventBusExt, Folds, Received, SessionId, Sessions, SessionsConfig, Subscribe, Until,
+};
 use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder,
     SharedString, Unit,
@@ -51,6 +53,46 @@ async fn the_life_of_events_is_counted() {
     let group = format!("{}:cg:{}:telemetry", place.prefix, place.session);
     assert_eq!(counts.of(&format!("pending{{stream={stream}}}{{group={group}}}")), Some(0));
     assert!(bus.last_health().unwrap().connected);
+    bus.close().await.unwrap();
+}
+
+/// The same for sessions.
+#[tokio::test]
+async fn the_life_of_sessions_is_counted() {
+    let counts = Counts::default();
+    let _guard = metrics::set_default_local_recorder(&counts);
+    let place = Place::embedded().await;
+    let bus = Arc::new(place.bus().await);
+    let folds = Folds::none().latest::<Noted>();
+    let ttl = Some(std::time::Duration::from_millis(1));
+    let config = SessionsConfig { ttl, ..Default::default() };
+    let sessions = Sessions::new(bus.clone(), folds, config).await.unwrap();
+    let session = sessions.create(&place.session).await.unwrap();
+    for number in 0..5 {
+        session.publish(place.noted(number)).await.unwrap();
+    }
+    sessions.recover(&place.session).await.unwrap();
+    session.compact().await.unwrap();
+    assert!(!session.snapshot().await.unwrap());
+    sessions.recover(&place.session).await.unwrap();
+    sessions.fork(&place.session, Until::End, &SessionId::random()).await.unwrap();
+    // The guard of a session is no group that anybody waits for.
+    assert!(bus.health().await.streams.values().all(|stream| stream.groups.is_empty()));
+    tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    assert_eq!(sessions.sweep().await.unwrap().expired, 2);
+
+    for (name, expected) in [
+        ("sessions_recovered_total{from=events}", 1),
+        ("sessions_recovered_total{from=snapshot}", 2),
+        ("session_recovery_seconds{from=snapshot}", 2),
+        ("session_snapshots_total{result=kept}", 1),
+        ("session_snapshots_total{result=superseded}", 1),
+        ("session_entries_compacted_total", 4),
+        ("sessions_filled_total{of=fork}", 1),
+        ("sessions_expired_total", 2),
+    ] {
+        assert_eq!(counts.of(name), Some(expected), "{name} in {counts:?}");
+    }
     bus.close().await.unwrap();
 }
 

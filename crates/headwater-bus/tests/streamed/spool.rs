@@ -200,9 +200,19 @@ async fn events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nob
     let backend = open(&redis.url()).await;
     assert_eq!(stored(&*backend, &place.stream_of("good")).await, [0, 1]);
     assert_eq!(bus.health().await.spool.unwrap().rejected, 2);
+    let listed = bus.rejected(10).await.unwrap();
+    assert_eq!(listed.len(), 2);
+    assert!(listed.iter().all(|event| event.stream == bad));
+    assert_eq!(bus.rejected(1).await.unwrap(), listed[..1]);
     let rejected = std::fs::read(directory.path().join("spool.rejected")).unwrap();
     let holds = |text: &str| rejected.windows(text.len()).any(|window| window == text.as_bytes());
     assert!(holds("\"number\":0") && holds("\"number\":1"));
+    bus.close().await.unwrap();
+    drop(bus);
+    // They are not forgotten when the bus is opened again.
+    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
+    assert_eq!(bus.health().await.spool.unwrap().rejected, 2);
+    assert_eq!(bus.rejected(10).await.unwrap(), listed);
     bus.close().await.unwrap();
 }
 

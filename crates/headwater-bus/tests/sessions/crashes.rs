@@ -1,0 +1,310 @@
+//! Processes that die in the middle of a snapshot, a compaction, a fork, an import.
+//!
+//! Once step by step: what was begun is dropped at each of its await points in turn, which is what a backend sees of a
+//! process that dies there. And once with real processes, killed at random.
+
+use std::env;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use headwater_bus::conformance::registry;
+use headwater_bus::{
+    SessionError, SessionId, Sessions, Stage, StreamedBus, StreamedBusConfig, Until,
+};
+use headwater_stream::{Backend, EntryId, Options, connect};
+use headwater_testkit::{Child, Cluster, Redis};
+
+use crate::place::{LIMIT, Place, Sum, by_hand, folds, noted, publish, sum};
+
+everywhere!(
+    a_snapshot_that_is_cut_off_anywhere_leaves_the_session_whole,
+    a_compaction_that_is_cut_off_anywhere_leaves_the_session_whole,
+    a_fork_that_is_cut_off_anywhere_is_whole_or_no_session,
+    an_import_that_is_cut_off_anywhere_is_whole_or_no_session,
+    an_end_that_is_cut_off_anywhere_is_still_told,
+);
+
+/// Runs something for so many polls. Returns whether it came to its end.
+async fn cut_off<F: Future>(polls: usize, work: F) -> Option<F::Output> {
+    let mut work = pin!(work);
+    let mut left = polls;
+    poll_fn(move |context| {
+        if left == 0 {
+            return Poll::Ready(None);
+        }
+        left -= 1;
+        work.as_mut().poll(context).map(Some)
+    })
+    .await
+}
+
+/// What was under way may still take effect.
+async fn settle() {
+    tokio::time::sleep(Duration::from_millis(2)).await;
+}
+
+async fn a_snapshot_that_is_cut_off_anywhere_leaves_the_session_whole(place: Place) {
+    let sessions = place.sessions().await;
+    for polls in 0.. {
+        let session = sessions.create(&SessionId::random()).await.unwrap();
+        publish(&session, 0..30).await;
+        session.snapshot().await.unwrap();
+        publish(&session, 30..40).await;
+        let taken = cut_off(polls, session.snapshot()).await;
+        settle().await;
+        let again = sessions.recover(session.id()).await.unwrap();
+        assert_eq!(again.recovery().snapshot_problem, None, "after {polls} polls");
+        assert!(matches!(again.recovery().replayed, 0 | 10), "after {polls} polls");
+        assert_eq!(sum(&again), Sum::of(0..40), "after {polls} polls");
+        // And it can be compacted, whatever its meta says of the snapshot.
+        again.compact().await.unwrap();
+        assert_eq!(sum(&sessions.recover(session.id()).await.unwrap()), Sum::of(0..40));
+        if taken.is_some() {
+            println!("{polls} polls");
+            return;
+        }
+    }
+}
+
+async fn a_compaction_that_is_cut_off_anywhere_leaves_the_session_whole(place: Place) {
+    let sessions = place.sessions().await;
+    for polls in 0.. {
+        let session = sessions.create(&SessionId::random()).await.unwrap();
+        publish(&session, 0..30).await;
+        let compacted = cut_off(polls, session.compact()).await;
+        settle().await;
+        assert_eq!(sum(&sessions.recover(session.id()).await.unwrap()), Sum::of(0..30));
+        publish(&session, 30..33).await;
+        assert_eq!(sum(&session), Sum::of(0..33), "after {polls} polls");
+        session.compact().await.unwrap();
+        assert_eq!(place.entries(session.id()).await.len(), 1, "after {polls} polls");
+        assert_eq!(sum(&sessions.recover(session.id()).await.unwrap()), Sum::of(0..33));
+        if compacted.is_some() {
+            println!("{polls} polls");
+            return;
+        }
+    }
+}
+
+/// What was cut off is a whole session or none, and can be removed.
+async fn is_whole_or_none(sessions: &Sessions, id: &SessionId, expected: &Sum) {
+    match sessions.recover(id).await {
+        Ok(session) => assert_eq!(sum(&session), *expected),
+        Err(SessionError::NotFound { .. }) => {}
+        Err(SessionError::Unfinished { .. }) => {
+            assert!(sessions.forget(id).await.unwrap());
+            let error = sessions.recover(id).await.unwrap_err();
+            assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+async fn a_fork_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place) {
+    let sessions = place.sessions().await;
+    let parent = sessions.create(&place.session).await.unwrap();
+    publish(&parent, 0..30).await;
+    parent.compact().await.unwrap();
+    publish(&parent, 30..700).await;
+    for polls in 0.. {
+        let id = SessionId::random();
+        let forked = cut_off(polls, sessions.fork(&place.session, Until::End, &id)).await;
+        settle().await;
+        is_whole_or_none(&sessions, &id, &Sum::of(0..700)).await;
+        assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..700));
+        if forked.is_some() {
+            println!("{polls} polls");
+            return;
+        }
+    }
+}
+
+async fn an_import_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place) {
+    let sessions = place.sessions().await;
+    let original = sessions.create(&place.session).await.unwrap();
+    publish(&original, 0..1200).await;
+    let mut lines = Vec::new();
+    let mut export = sessions.export(&place.session).await.unwrap();
+    while let Some(line) = export.next_line().await.unwrap() {
+        lines.push(line);
+    }
+    for polls in 0.. {
+        let id = SessionId::random();
+        let mut import = sessions.import(&id);
+        let imported = cut_off(polls, async {
+            for line in &lines {
+                import.line(line).await.unwrap();
+            }
+            import.finish().await.unwrap();
+        });
+        let is_done = imported.await.is_some();
+        settle().await;
+        is_whole_or_none(&sessions, &id, &Sum::of(0..1200)).await;
+        if is_done {
+            println!("{polls} polls");
+            return;
+        }
+    }
+}
+
+async fn an_end_that_is_cut_off_anywhere_is_still_told(place: Place) {
+    let ttl = Some(Duration::from_millis(1));
+    let config = headwater_bus::SessionsConfig { ttl, ..by_hand() };
+    for polls in 0.. {
+        // Each has a list of its own, so that a sweep meets one session.
+        let place = place.another();
+        let sessions = place.sessions_with(folds(), config).await;
+        let session = sessions.create(&place.session).await.unwrap();
+        publish(&session, 0..10).await;
+        session.snapshot().await.unwrap();
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        let swept = cut_off(polls, sessions.sweep()).await;
+        settle().await;
+        match sessions.recover(&place.session).await {
+            Ok(again) => assert_eq!(sum(&again), Sum::of(0..10)),
+            Err(SessionError::Expired { entries: 10, .. }) => {}
+            Err(other) => panic!("after {polls} polls: {other}"),
+        }
+        sessions.sweep().await.unwrap();
+        let ended = sessions.recover(&place.session).await.unwrap_err();
+        assert!(matches!(ended, SessionError::Expired { entries: 10, .. }), "{ended}");
+        assert_eq!(place.entries(&place.session).await, []);
+        if swept.is_some() {
+            println!("{polls} polls");
+            return;
+        }
+    }
+}
+
+/// Random numbers that a seed tells.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+async fn sessions_at(backend: Arc<dyn Backend>, prefix: &str) -> Sessions {
+    let config = StreamedBusConfig { prefix: prefix.to_owned(), ..Default::default() };
+    let bus = StreamedBus::open(backend, registry(), config).await.unwrap();
+    Sessions::new(Arc::new(bus), folds(), by_hand()).await.unwrap()
+}
+
+/// Publishes, takes snapshots, compacts, forks and imports until it is killed.
+#[test]
+#[ignore = "a role that other tests of this file start as a process of its own"]
+fn churner() {
+    let Ok(url) = env::var("URL") else { return };
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let backend = connect(&url, &Options::default()).await.unwrap();
+        let sessions = sessions_at(backend, &env::var("PREFIX").unwrap()).await;
+        let id = SessionId::new(env::var("SESSION").unwrap()).unwrap();
+        let mut dice = Dice(env::var("SEED").unwrap().parse().unwrap());
+        let session = sessions.ensure(&id).await.unwrap();
+        loop {
+            let count = sum(&session).count;
+            publish(&session, count..count + 50).await;
+            println!("PUBLISHED {}", count + 50);
+            match dice.below(4) {
+                0 => drop(session.snapshot().await.unwrap()),
+                1 => drop(session.compact().await.unwrap()),
+                2 => drop(sessions.fork(&id, Until::End, &SessionId::random()).await.unwrap()),
+                _ => {
+                    let mut export = sessions.export(&id).await.unwrap();
+                    let mut import = sessions.import(&SessionId::random());
+                    while let Some(line) = export.next_line().await.unwrap() {
+                        import.line(&line).await.unwrap();
+                    }
+                    import.finish().await.unwrap();
+                }
+            }
+        }
+    });
+}
+
+async fn killed_processes_leave_whole_sessions_and_no_others(url: String, rounds: u64) {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let seed =
+        env::var("HEADWATER_SEED").map_or(now.as_nanos() as u64 | 1, |seed| seed.parse().unwrap());
+    println!("HEADWATER_SEED={seed}");
+    let mut dice = Dice(seed);
+    let place = Place::at(url.clone());
+    let mut unfinished = 0;
+    for _ in 0..rounds {
+        let seed = (dice.below(u64::MAX) | 1).to_string();
+        let environment = [
+            ("URL", url.as_str()),
+            ("PREFIX", &place.prefix),
+            ("SESSION", place.session.as_str()),
+            ("SEED", &seed),
+        ];
+        let child = Child::spawn_self("crashes::churner", &environment).unwrap();
+        let mut published = 0;
+        for _ in 0..=dice.below(5) {
+            let line = child.line_after("PUBLISHED ", LIMIT).unwrap();
+            published = line.trim().parse().unwrap();
+        }
+        tokio::time::sleep(Duration::from_millis(dice.below(25))).await;
+        child.kill9().unwrap();
+
+        let backend = connect(&url, &Options::default()).await.unwrap();
+        let sessions = sessions_at(Arc::clone(&backend), &place.prefix).await;
+        let session = sessions.recover(&place.session).await.unwrap();
+        let count = sum(&session).count;
+        assert!(count >= published, "{count} of {published}");
+        assert_eq!(sum(&session), Sum::of(0..count));
+        for info in sessions.list(EntryId::MIN, 1000).await.unwrap() {
+            match sessions.recover(&info.session).await {
+                Ok(session) => {
+                    let count = sum(&session).count;
+                    assert_eq!(sum(&session), Sum::of(0..count));
+                    // A copy is made of all there was, and that was a multiple of 50.
+                    assert!(info.session == place.session || count.is_multiple_of(50), "{count}");
+                    if info.session != place.session {
+                        sessions.forget(&info.session).await.unwrap();
+                    }
+                }
+                Err(SessionError::Unfinished { .. }) => {
+                    assert_eq!(info.stage, Stage::Filling);
+                    unfinished += 1;
+                    sessions.forget(&info.session).await.unwrap();
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+        session.publish(noted(count)).await.unwrap();
+        assert_eq!(sum(&session), Sum::of(0..=count));
+        // The next process goes on with a multiple of 50.
+        publish(&session, count + 1..(count + 1).next_multiple_of(50)).await;
+        // One process at a time has an embedded backend.
+        sessions.bus().close().await.unwrap();
+        backend.close().await.unwrap();
+    }
+    println!("{unfinished} copies were cut off in the middle");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killed_processes_leave_whole_sessions_and_no_others_on_redis() {
+    let redis = Redis::shared().unwrap();
+    killed_processes_leave_whole_sessions_and_no_others(redis.url(), 15).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killed_processes_leave_whole_sessions_and_no_others_on_a_cluster() {
+    let cluster = Cluster::shared().unwrap();
+    killed_processes_leave_whole_sessions_and_no_others(cluster.url(), 8).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn killed_processes_leave_whole_sessions_and_no_others_embedded() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("embedded:{}", directory.path().join("streams").display());
+    killed_processes_leave_whole_sessions_and_no_others(url, 10).await;
+}
