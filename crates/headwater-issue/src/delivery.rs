@@ -90,6 +90,8 @@ pub struct OutboxRow {
     pub deliveries: u32,
     /// Failed tries.
     pub attempts: u32,
+    /// How often it was taken and nobody said what became of it: deliverers that died or hung.
+    pub crashes: u32,
     /// When it was committed.
     pub created_at: Timestamp,
 }

@@ -39,6 +39,10 @@ number! {
     ClaimEpoch
 }
 number! {
+    /// The id of a row of `dead_letters`.
+    DeadLetterId
+}
+number! {
     /// The id of a row of `outbox`. Within one issue, ids grow in the order of delivery.
     OutboxId
 }

@@ -82,13 +82,13 @@ pub use error::{IssueError, Result, SharedError};
 pub use handler::{HandlerError, IssueHandler, Resolution, Run};
 pub use inbox::{Inbox, InboxConfig};
 pub use issue::{
-    ClaimEpoch, EventLog, EventLogId, IntegrationId, Issue, IssueId, NewEvent, OutboxId,
-    ProcessingStatus, Quiet, Recorded,
+    ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, NewEvent,
+    OutboxId, ProcessingStatus, Quiet, Recorded,
 };
 pub use nudge::{GROUP, Nudger, STREAM};
 pub use operator::{
-    Audit, Backlog, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter, Operator,
-    Released, Retried, WhyFacts, WorkerInfo,
+    Audit, Backlog, DeadLetter, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter,
+    Operator, Released, Retried, WhyFacts, WorkerInfo,
 };
 pub use outbox::{Deliver, DeliverError, Outbox, OutboxConfig};
 pub use retry::RetryPolicy;

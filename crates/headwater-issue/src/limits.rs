@@ -88,9 +88,6 @@ pub const AGENDA_MAX: usize = 100_000;
 /// Issues that one worker handles at once.
 pub const RUNS_AT_ONCE_MAX: usize = 10_000;
 
-/// How often a row of the outbox is taken in its life, by processes that died with it included; then it is dead.
-pub const OUTBOX_DELIVERIES_MAX: u32 = 100;
-
 /// Deliveries of the outbox under way at once.
 pub const DELIVERIES_AT_ONCE_MAX: usize = 1000;
 

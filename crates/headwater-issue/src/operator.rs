@@ -11,7 +11,7 @@ use headwater_stream::clock::Timestamp;
 use crate::delivery::OutboxRow;
 use crate::error::Result;
 use crate::issue::{
-    EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
+    DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
 };
 
 /// An integration, a row of `integrations`.
@@ -50,7 +50,7 @@ pub struct EventLogFilter {
 /// What became of a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Released {
-    /// It is queued again, with all its counts at zero: nudge.
+    /// It is queued again, with all its counts at zero. Nudge, or leave it to the next sweep.
     Queued,
     /// It is free, but nothing is pending.
     Idle,
@@ -61,7 +61,7 @@ pub enum Released {
 /// What became of a wish to try now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retried {
-    /// It can be claimed now: nudge. A quarantined one is released.
+    /// It can be claimed now. Nudge, or leave it to the next sweep. A quarantined one is released.
     Queued,
     /// A worker has it; nothing was changed.
     Processing,
@@ -152,6 +152,38 @@ pub struct Backlog {
     pub outbox_lag: Duration,
 }
 
+/// An issue that was quarantined, a row of `dead_letters`: written with the quarantine, and kept after its end. Its events
+/// are the unprocessed event logs of the issue, each with the error.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeadLetter {
+    /// Its id.
+    pub id: DeadLetterId,
+    /// The issue.
+    pub issue_id: IssueId,
+    /// The integration of that issue, by name.
+    pub integration: String,
+    /// The provider of that integration.
+    pub provider: String,
+    /// The project of that issue, in the provider's words.
+    pub external_project_id: String,
+    /// That issue, in the provider's words.
+    pub external_issue_id: String,
+    /// What went wrong the last time.
+    pub error: String,
+    /// Failed tries.
+    pub attempts: u32,
+    /// Claims that ran out.
+    pub crashes: u32,
+    /// Event logs that were pending.
+    pub pending_events: u64,
+    /// The oldest of them; 0 if there is none.
+    pub event_log_id: EventLogId,
+    /// When it was quarantined.
+    pub quarantined_at: Timestamp,
+    /// When an operator ended that.
+    pub released_at: Option<Timestamp>,
+}
+
 /// An outbox row that failed for good.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeadOutbox {
@@ -210,6 +242,13 @@ pub trait Operator: Send + Sync {
 
     /// Workers that are alive, by name; at most [`PAGE_MAX`](crate::limits::PAGE_MAX).
     async fn workers(&self) -> Result<Vec<WorkerInfo>>;
+
+    /// One page of the quarantines there were, newest last, at most `limit`, those after `after`.
+    async fn dead_letters(
+        &self,
+        after: Option<DeadLetterId>,
+        limit: usize,
+    ) -> Result<Vec<DeadLetter>>;
 
     /// One page of the dead rows of the outbox in id order, at most `limit`, those after `after`.
     async fn dead_outbox(&self, after: Option<OutboxId>, limit: usize) -> Result<Vec<DeadOutbox>>;

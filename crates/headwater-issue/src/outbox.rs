@@ -26,7 +26,7 @@ use crate::batcher;
 use crate::chance;
 use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::{IssueError, Result};
-use crate::limits::{OUTBOX_DELIVERIES_MAX, OUTBOX_TAKE_MAX};
+use crate::limits::OUTBOX_TAKE_MAX;
 use crate::metrics::OUTBOX_DELIVERIES;
 use crate::steps::Step;
 use crate::store::Store;
@@ -261,8 +261,8 @@ impl Inner {
 
     /// A row that is taken again and again without an end kills those who deliver it.
     fn died_too_often(&self, row: &OutboxRow) -> Option<String> {
-        let too_often = row.deliveries > OUTBOX_DELIVERIES_MAX;
-        too_often.then(|| format!("it was taken {OUTBOX_DELIVERIES_MAX} times and never arrived"))
+        let too_often = row.crashes >= self.config.retry.crashes_max;
+        too_often.then(|| format!("{} deliverers died or hung with it", row.crashes))
     }
 
     /// Tells the store, again and again if it does not answer: the row is hidden from others meanwhile.

@@ -12,7 +12,8 @@ use crate::limits::DELAY_MAX;
 pub struct RetryPolicy {
     /// Failed tries after which an issue is quarantined, or an outbox row is dead. Default: 5; at least 1.
     pub attempts_max: u32,
-    /// Claims that may run out before an issue is quarantined. Default: 5; at least 1.
+    /// Claims that may run out before an issue is quarantined, and deliverers that may die before an outbox row is dead.
+    /// Default: 5; at least 1.
     pub crashes_max: u32,
     /// The longest wait after the first failure. Default: 1 s.
     pub backoff_first: Duration,

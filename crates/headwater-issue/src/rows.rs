@@ -145,10 +145,34 @@ macro_rules! read_outbox {
             deliveries: $crate::rows::count(row.try_get(10)?)?,
             attempts: $crate::rows::count(row.try_get(11)?)?,
             created_at: $crate::rows::time(row.try_get(12)?),
+            crashes: $crate::rows::count(row.try_get(13)?)?,
         }
     }};
 }
 pub(crate) use read_outbox;
+
+/// Reads a dead letter from the columns of `dead_letter_columns!`.
+macro_rules! read_dead_letter {
+    ($row:expr) => {{
+        let row = $row;
+        $crate::operator::DeadLetter {
+            id: $crate::issue::DeadLetterId(row.try_get(0)?),
+            issue_id: $crate::issue::IssueId(row.try_get(1)?),
+            integration: row.try_get(2)?,
+            provider: row.try_get(3)?,
+            external_project_id: row.try_get(4)?,
+            external_issue_id: row.try_get(5)?,
+            error: row.try_get(6)?,
+            attempts: $crate::rows::count(row.try_get(7)?)?,
+            crashes: $crate::rows::count(row.try_get(8)?)?,
+            pending_events: $crate::rows::count(row.try_get(9)?)?,
+            event_log_id: $crate::issue::EventLogId(row.try_get(10)?),
+            quarantined_at: $crate::rows::time(row.try_get(11)?),
+            released_at: $crate::rows::maybe_time(row.try_get(12)?),
+        }
+    }};
+}
+pub(crate) use read_dead_letter;
 
 /// The problem of an issue whose books do not balance, in words; none if they do.
 pub(crate) fn imbalance(

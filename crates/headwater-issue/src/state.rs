@@ -26,7 +26,7 @@ pub struct IssueState {
     pub completed_epoch: ClaimEpoch,
     /// Who holds the claim, while `processing`.
     pub claim_owner: Option<String>,
-    /// When the claim runs out, while `processing`.
+    /// When the claim runs out, while `processing`. Without an end, which only another program can write, it has run out.
     pub claim_expires_at: Option<Timestamp>,
     /// No claim before this time.
     pub not_before: Option<Timestamp>,
@@ -40,7 +40,7 @@ pub struct IssueState {
     pub superseded: u32,
     /// Since when it is quarantined.
     pub quarantined_at: Option<Timestamp>,
-    /// When a nudge was last due to be sent.
+    /// When a nudge was last due to be sent. None: it is overdue, because an operator wants it now and sends none.
     pub nudged_at: Option<Timestamp>,
     /// What the last failure said.
     pub last_error: Option<String>,
@@ -265,7 +265,9 @@ impl IssueState {
     }
 
     fn expire(&mut self, crashes_max: u32, now: Timestamp) -> Effect {
-        if self.claim_expires_at.is_none_or(|expires_at| expires_at > now) {
+        // A claim without an end is none of ours; left alone it would never end.
+        let is_live = self.claim_expires_at.is_some_and(|expires_at| expires_at > now);
+        if self.status != ProcessingStatus::Processing || is_live {
             return Effect::Nothing;
         }
         self.crashes += 1;
@@ -310,7 +312,9 @@ impl IssueState {
     fn release(&mut self, now: Timestamp) -> Effect {
         (self.attempts, self.crashes, self.superseded) = (0, 0, 0);
         self.quarantined_at = None;
-        self.requeue(now)
+        let effect = self.requeue(now);
+        self.nudged_at = None;
+        effect
     }
 
     fn retry(&mut self, now: Timestamp) -> Effect {
@@ -318,7 +322,7 @@ impl IssueState {
             _ if self.quarantined_at.is_some() => self.release(now),
             ProcessingStatus::Queued => {
                 self.not_before = None;
-                self.nudged_at = Some(now);
+                self.nudged_at = None;
                 Effect::Queued
             }
             ProcessingStatus::Processing | ProcessingStatus::Idle => Effect::Nothing,

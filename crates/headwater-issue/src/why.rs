@@ -105,7 +105,8 @@ fn reason(facts: &WhyFacts) -> Reason {
         (ProcessingStatus::Idle, _) => Reason::Idle,
         (ProcessingStatus::Processing, _) => {
             let owner = issue.claim_owner.clone().unwrap_or_default();
-            let until = issue.claim_expires_at.unwrap_or_default();
+            // A claim without an end, which another program must have written, counts as over from the start.
+            let until = issue.claim_expires_at.or(issue.processing_started_at).unwrap_or_default();
             if until <= *now {
                 return Reason::ClaimRanOut { owner, since: until };
             }

@@ -5,9 +5,12 @@ use std::sync::Arc;
 
 use tokio::task::JoinSet;
 
-use super::env::{Env, TestResult, completion, event, options, won};
+use super::env::{Env, TTL, TestResult, completion, event, options, reply, text_of, won};
 use super::random::{Random, seed};
-use crate::{Claim, Completed, Completion, IssueId, NewEvent, Quiet, Store};
+use crate::{
+    Claim, Completed, Completion, Delivery, IssueId, KeyedOutbox, NewEvent, OutboxSettlement,
+    Quiet, Store,
+};
 
 /// The store under test and the other process, in turn.
 fn store(env: &Env, n: usize) -> Arc<dyn Store> {
@@ -185,4 +188,59 @@ pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult
         done??;
     }
     env.assert_sound().await
+}
+
+pub async fn rows_written_while_others_are_delivered_are_all_delivered_in_order(
+    env: Env,
+) -> TestResult {
+    const ISSUES: usize = 3;
+    const ROWS: usize = 40;
+    let mut writers = JoinSet::new();
+    for issue in 0..ISSUES {
+        let id = env.record(&issue.to_string(), &issue.to_string()).await?.issue_id;
+        let store = store(&env, issue);
+        writers.spawn(async move {
+            for n in 0..ROWS {
+                let row = KeyedOutbox { key: n.to_string(), row: reply(&n.to_string()) };
+                let mut transaction = store.begin().await?;
+                transaction.write_outbox(id, &[row]).await?;
+                transaction.commit().await?;
+            }
+            Ok::<_, crate::IssueError>(())
+        });
+    }
+    let mut delivered: HashMap<IssueId, Vec<usize>> = HashMap::new();
+    let seed = seed();
+    let mut random = Random::seeded(seed);
+    // Until nothing is left and nobody writes any more: a row that nobody lets go would make this end too early.
+    loop {
+        let writes = !writers.is_empty();
+        while let Some(done) = writers.try_join_next() {
+            done??;
+        }
+        let rows = env.store.take_outbox("deliverer", 10, TTL).await?;
+        if rows.is_empty() && !writes {
+            break;
+        }
+        let mut settlements = Vec::new();
+        for row in rows {
+            let delivery = match random.below(4) {
+                0 => Delivery::Release,
+                1 => Delivery::Dead { error: "gone".into() },
+                _ => Delivery::Delivered,
+            };
+            if delivery != Delivery::Release {
+                let number = text_of(&row.payload).parse()?;
+                delivered.entry(row.issue_id).or_default().push(number);
+            }
+            let (id, deliveries) = (row.id, row.deliveries);
+            settlements.push(OutboxSettlement { id, deliveries, delivery });
+        }
+        env.second.settle_outbox(&settlements).await?;
+    }
+    let in_order: Vec<usize> = (0..ROWS).collect();
+    assert_eq!(delivered.len(), ISSUES);
+    assert!(delivered.values().all(|numbers| *numbers == in_order), "{delivered:?}");
+    assert_eq!(env.store.backlog().await?.outbox_pending, 0);
+    Ok(())
 }

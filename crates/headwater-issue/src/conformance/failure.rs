@@ -144,3 +144,47 @@ pub async fn an_error_text_of_any_kind_is_kept(env: Env) -> TestResult {
     assert!(kept.starts_with("nul \u{fffd} éé") && kept.len() <= ERROR_BYTES_MAX + 2);
     Ok(())
 }
+
+pub async fn a_quarantine_leaves_a_dead_letter_that_outlives_it(env: Env) -> TestResult {
+    let recorded = env.record("42", "a").await?;
+    let issue = recorded.issue_id;
+    env.record("42", "b").await?;
+    for round in 1..=2 {
+        let claimed = env.claim(issue).await?;
+        env.store.fail(&[retry(&claimed)], 2).await?;
+        let letters = env.second.dead_letters(None, 10).await?;
+        assert_eq!(letters.len(), round - 1, "only the last failure leaves one");
+        env.pass(BACKOFF).await?;
+    }
+    let letter = env.second.dead_letters(None, 10).await?.remove(0);
+    assert_eq!((letter.issue_id, letter.attempts, letter.crashes), (issue, 2, 0));
+    assert_eq!((letter.pending_events, letter.event_log_id), (2, recorded.event_log_id));
+    assert_eq!((letter.integration.as_str(), letter.provider.as_str()), ("main", "github"));
+    assert_eq!(letter.external_issue_id, "42");
+    assert_eq!((letter.error.as_str(), letter.released_at), ("the model is down", None));
+
+    env.store.release(issue).await?;
+    let claimed = env.claim(issue).await?;
+    env.store.fail(&[failure(&claimed, AfterFailure::Quarantine)], 5).await?;
+    env.store.retry(issue).await?;
+    let letters = env.store.dead_letters(None, 10).await?;
+    assert_eq!(letters.len(), 2);
+    assert!(letters.iter().all(|letter| letter.released_at.is_some()), "{letters:?}");
+    assert_eq!(env.store.dead_letters(Some(letters[0].id), 10).await?, letters[1..]);
+    Ok(())
+}
+
+pub async fn a_claim_that_quarantines_leaves_a_dead_letter(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    env.claim(issue).await?;
+    env.pass(TTL).await?;
+    let strict = crate::ClaimOptions { crashes_max: 1, ..options("b") };
+    let claim = env.store.claim(&[issue], &strict).await?.remove(0);
+    assert!(matches!(claim, Claim::Quarantined { just_now: true, .. }), "{claim:?}");
+    let letter = env.store.dead_letters(None, 10).await?.remove(0);
+    let error = "the claim of worker a ran out";
+    assert_eq!((letter.error.as_str(), letter.attempts, letter.crashes), (error, 0, 1));
+    let log = env.store.event_logs(issue, &Default::default(), 1).await?.remove(0);
+    assert_eq!(log.processing_error.as_deref(), Some(error));
+    env.assert_sound().await
+}

@@ -60,6 +60,8 @@ macro_rules! conformance_suite {
                 a_claim_given_back_counts_no_attempt,
                 a_success_forgets_the_failures_before_it,
                 an_error_text_of_any_kind_is_kept,
+                a_quarantine_leaves_a_dead_letter_that_outlives_it,
+                a_claim_that_quarantines_leaves_a_dead_letter,
             }
             sweep {
                 an_overdue_nudge_is_sent_again_and_only_once,
@@ -68,12 +70,15 @@ macro_rules! conformance_suite {
                 claims_that_run_out_again_and_again_are_quarantined,
                 a_sweep_stops_at_its_limit_and_says_so,
                 a_live_claim_is_left_alone,
+                what_an_operator_frees_is_nudged_by_the_next_sweep,
             }
             outbox {
                 replies_come_in_order_one_issue_at_a_time,
                 a_reply_that_failed_holds_back_the_later_ones_of_its_issue_only,
                 a_dead_reply_lets_the_later_ones_go_on,
                 a_dead_reply_can_be_tried_again,
+                a_dead_reply_that_is_tried_again_is_the_next_of_its_issue,
+                deliverers_that_die_are_counted_until_an_operator_tries_again,
                 a_reply_of_a_dead_deliverer_comes_back_with_the_same_key,
                 a_released_reply_counts_no_attempt,
                 two_deliverers_never_have_the_same_reply,
@@ -117,6 +122,7 @@ macro_rules! conformance_suite {
                 of_eight_workers_one_wins_the_claim,
                 recorders_and_workers_at_once_lose_and_repeat_nothing,
                 batches_in_any_order_never_block_each_other,
+                rows_written_while_others_are_delivered_are_all_delivered_in_order,
             }
             differential {
                 random_sequences_of_calls_follow_the_state_machine,

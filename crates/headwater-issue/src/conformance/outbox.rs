@@ -187,3 +187,41 @@ pub async fn a_wait_for_the_outbox_ends(env: Env) -> TestResult {
     env.store.outbox_wake(Duration::from_millis(10)).await;
     Ok(())
 }
+
+pub async fn a_dead_reply_that_is_tried_again_is_the_next_of_its_issue(env: Env) -> TestResult {
+    env.replied("1", &["a", "b", "c"]).await?;
+    let dead = take(&env).await?.remove(0);
+    end(&env, &dead, Delivery::Dead { error: "gone".into() }).await?;
+    let b = take(&env).await?.remove(0);
+    env.store.retry_outbox(dead.id).await?;
+    assert!(take(&env).await?.is_empty(), "one of an issue at a time");
+    end(&env, &b, Delivery::Delivered).await?;
+    let a = take(&env).await?;
+    assert_eq!(texts(&a), ["a"]);
+    end(&env, &a[0], Delivery::Delivered).await?;
+    assert_eq!(texts(&take(&env).await?), ["c"]);
+    Ok(())
+}
+
+pub async fn deliverers_that_die_are_counted_until_an_operator_tries_again(env: Env) -> TestResult {
+    env.replied("1", &["a"]).await?;
+    let mut row = take(&env).await?.remove(0);
+    // Only what was never heard of again counts.
+    let failed = Delivery::Retry { after: Duration::ZERO, error: "busy".into() };
+    end(&env, &row, failed).await?;
+    row = take(&env).await?.remove(0);
+    end(&env, &row, Delivery::Release).await?;
+    for crashes in 0..3 {
+        row = take(&env).await?.remove(0);
+        assert_eq!((row.crashes, row.attempts), (crashes, 1));
+        env.pass(TTL).await?;
+    }
+    row = take(&env).await?.remove(0);
+    end(&env, &row, Delivery::Dead { error: "three died".into() }).await?;
+    assert_eq!(env.store.dead_outbox(None, 10).await?[0].row.crashes, 3);
+    env.store.retry_outbox(row.id).await?;
+    let again = take(&env).await?.remove(0);
+    assert_eq!((again.crashes, again.attempts), (0, 0));
+    assert_eq!(again.deliveries, row.deliveries + 1, "a right to a row is never given twice");
+    Ok(())
+}

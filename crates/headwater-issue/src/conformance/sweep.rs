@@ -61,6 +61,11 @@ pub async fn claims_that_run_out_again_and_again_are_quarantined(env: Env) -> Te
     assert_eq!((swept.requeued, swept.quarantined), (0, vec![issue]));
     assert_eq!(swept.nudges, []);
     assert!(env.issue(issue).await?.quarantined_at.is_some());
+    let letter = env.second.dead_letters(None, 10).await?.remove(0);
+    let error = "the claim of worker a ran out";
+    assert_eq!((letter.issue_id, letter.error.as_str(), letter.crashes), (issue, error, 2));
+    let log = env.store.event_logs(issue, &Default::default(), 1).await?.remove(0);
+    assert_eq!(log.processing_error.as_deref(), Some(error));
     env.assert_sound().await
 }
 
@@ -101,5 +106,27 @@ pub async fn a_live_claim_is_left_alone(env: Env) -> TestResult {
     assert!(matches!(taken, crate::Claim::Taken { .. }), "{taken:?}");
     env.pass(TTL).await?;
     won(env.second.claim(&[issue], &options("b")).await?.remove(0));
+    Ok(())
+}
+
+pub async fn what_an_operator_frees_is_nudged_by_the_next_sweep(env: Env) -> TestResult {
+    let recorded = env.record("42", "a").await?;
+    let issue = recorded.issue_id;
+    let nudge = Nudge { issue_id: issue, event_log_id: recorded.event_log_id };
+    let fail = async |then| {
+        let (epoch, error) = (env.claim(issue).await?.epoch, "broken".to_owned());
+        let failed = env.store.fail(&[Failure { issue_id: issue, epoch, error, then }], 5).await;
+        TestResult::Ok(failed.map(|_| ())?)
+    };
+    fail(AfterFailure::Quarantine).await?;
+    env.store.release(issue).await?;
+    assert_eq!(env.second.sweep(&sweep()).await?.nudges, [nudge]);
+    assert_eq!(env.store.sweep(&sweep()).await?, Swept::default());
+
+    fail(AfterFailure::Retry { after: OVERDUE }).await?;
+    assert_eq!(env.store.sweep(&sweep()).await?, Swept::default());
+    env.store.retry(issue).await?;
+    assert_eq!(env.second.sweep(&sweep()).await?.nudges, [nudge]);
+    assert_eq!(env.store.sweep(&sweep()).await?, Swept::default());
     Ok(())
 }

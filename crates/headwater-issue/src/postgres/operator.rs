@@ -7,17 +7,22 @@ use sqlx::postgres::PgPool;
 use sqlx::{Error, Row};
 
 use super::PostgresStore;
-use super::statements::{event_log_columns, issue_columns, number, outbox_columns};
+use super::statements::{
+    dead_letter_columns, event_log_columns, issue_columns, number, outbox_columns,
+};
 use crate::check;
 use crate::error::{IssueError, Result};
-use crate::issue::{EventLog, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus};
+use crate::issue::{
+    DeadLetterId, EventLog, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
+};
 use crate::limits::PAGE_MAX;
 use crate::operator::{
-    Audit, Backlog, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter, Operator,
-    Released, Retried, WhyFacts, WorkerInfo,
+    Audit, Backlog, DeadLetter, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter,
+    Operator, Released, Retried, WhyFacts, WorkerInfo,
 };
 use crate::rows::{
-    count, imbalance, known, maybe_time, ms, read_event_log, read_issue, read_outbox, time,
+    count, imbalance, known, maybe_time, ms, read_dead_letter, read_event_log, read_issue,
+    read_outbox, time,
 };
 
 pub(super) async fn beat_worker(pool: &PgPool, worker: &str, ttl: Duration) -> Result<(), Error> {
@@ -319,10 +324,10 @@ impl Operator for PostgresStore {
                 "SELECT (SELECT count(*) FROM issues WHERE processing_status = 'queued'),
                      (SELECT count(*) FROM issues WHERE processing_status = 'processing'),
                      (SELECT count(*) FROM issues WHERE quarantined_at IS NOT NULL),
-                     (SELECT count(*) FROM outbox WHERE status IN ('pending', 'taken')),
+                     (SELECT count(*) FROM outbox WHERE status IN ('waiting', 'pending', 'taken')),
                      (SELECT count(*) FROM outbox WHERE status = 'dead'),
                      (SELECT headwater_ms(min(created_at)) FROM outbox
-                      WHERE status IN ('pending', 'taken')),
+                      WHERE status IN ('waiting', 'pending', 'taken')),
                      headwater_ms(headwater_now())",
             )
             .fetch_one(&self.pool)
@@ -365,6 +370,29 @@ impl Operator for PostgresStore {
         .await
     }
 
+    async fn dead_letters(
+        &self,
+        after: Option<DeadLetterId>,
+        rows: usize,
+    ) -> Result<Vec<DeadLetter>> {
+        check::page(rows)?;
+        self.limited("listing dead letters", async {
+            let rows = sqlx::query(concat!(
+                "SELECT ",
+                dead_letter_columns!(),
+                " FROM dead_letters d JOIN issues i ON i.id = d.issue_id
+                      JOIN integrations g ON g.id = i.integration_id
+                  WHERE d.id > $1 ORDER BY d.id LIMIT $2"
+            ))
+            .bind(after.map_or(i64::MIN, |after| after.0))
+            .bind(number(rows))
+            .fetch_all(&self.pool)
+            .await?;
+            rows.iter().map(|row| Ok(read_dead_letter!(row))).collect()
+        })
+        .await
+    }
+
     async fn dead_outbox(&self, after: Option<OutboxId>, rows: usize) -> Result<Vec<DeadOutbox>> {
         check::page(rows)?;
         self.limited("listing dead rows of the outbox", async {
@@ -380,7 +408,7 @@ impl Operator for PostgresStore {
             .fetch_all(&self.pool)
             .await?;
             let read = |row: &sqlx::postgres::PgRow| {
-                Ok(DeadOutbox { row: read_outbox!(row), error: row.try_get(13)? })
+                Ok(DeadOutbox { row: read_outbox!(row), error: row.try_get(14)? })
             };
             rows.iter().map(read).collect()
         })
@@ -388,19 +416,16 @@ impl Operator for PostgresStore {
     }
 
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
-        let changed = self
+        let revived = self
             .limited("retrying a row of the outbox", async {
-                let changed = sqlx::query(
-                    "UPDATE outbox SET status = 'pending', attempts = 0, due_at = headwater_now()
-                     WHERE id = $1 AND status = 'dead'",
-                )
-                .bind(id.0)
-                .execute(&self.pool)
-                .await?;
-                Ok(changed.rows_affected())
+                let revived = sqlx::query("SELECT * FROM headwater_revive_1($1)")
+                    .bind(id.0)
+                    .fetch_all(&self.pool)
+                    .await?;
+                Ok(revived.len())
             })
             .await?;
-        if changed == 0 {
+        if revived == 0 {
             return Err(IssueError::NotFound { what: format!("dead row {id} of the outbox") });
         }
         self.listener.wake();

@@ -1,4 +1,4 @@
-//! The outbox: rows taken for delivery, oldest of each issue first, and the ends of deliveries.
+//! The outbox: rows taken for delivery, one of each issue, and the ends of deliveries.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use sqlx::postgres::PgPool;
 use sqlx::{Error, Row};
 
-use super::statements::{number, outbox_columns};
+use super::statements::number;
 use crate::check::error_text;
 use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::Result;
@@ -18,29 +18,12 @@ pub(super) async fn take(
     limit: usize,
     ttl: Duration,
 ) -> Result<Vec<OutboxRow>, Error> {
-    let rows = sqlx::query(concat!(
-        "WITH due AS (
-             SELECT o.id FROM outbox o
-             WHERE o.status IN ('pending', 'taken') AND o.due_at <= clock_timestamp()
-                 AND o.id = (SELECT oldest.id FROM outbox oldest
-                     WHERE oldest.issue_id = o.issue_id AND oldest.status IN ('pending', 'taken')
-                     ORDER BY oldest.id LIMIT 1)
-             ORDER BY o.due_at, o.id LIMIT $2 FOR UPDATE SKIP LOCKED
-         ), o AS (
-             UPDATE outbox SET status = 'taken', deliveries = deliveries + 1, taken_by = $1,
-                 due_at = headwater_now() + headwater_interval($3)
-             FROM due WHERE outbox.id = due.id RETURNING outbox.*
-         )
-         SELECT ",
-        outbox_columns!(),
-        " FROM o JOIN issues i ON i.id = o.issue_id JOIN integrations g ON g.id = i.integration_id
-          ORDER BY o.id"
-    ))
-    .bind(worker)
-    .bind(number(limit))
-    .bind(ms(ttl))
-    .fetch_all(pool)
-    .await?;
+    let rows = sqlx::query("SELECT * FROM headwater_take_1($1, $2, $3)")
+        .bind(worker)
+        .bind(number(limit))
+        .bind(ms(ttl))
+        .fetch_all(pool)
+        .await?;
     rows.iter().map(|row| Ok(read_outbox!(row))).collect()
 }
 
@@ -74,27 +57,15 @@ pub(super) async fn settle(
     let counted =
         || settlements.iter().zip(&first).filter(|(_, first)| **first).map(|(one, _)| one);
     let ends: Vec<End> = counted().map(|one| End::of(&one.delivery)).collect();
-    let rows = sqlx::query(
-        "WITH locked AS (SELECT id FROM outbox WHERE id = ANY ($1) ORDER BY id FOR UPDATE)
-         UPDATE outbox o SET
-             status = n.status, attempts = o.attempts + n.attempts, taken_by = NULL,
-             due_at = coalesce(headwater_now() + headwater_interval(n.after_ms), o.due_at),
-             last_error = coalesce(n.error, o.last_error),
-             delivered_at = CASE WHEN n.status = 'delivered' THEN headwater_now() END
-         FROM unnest($1, $2, $3, $4, $5, $6)
-             AS n (id, deliveries, status, attempts, after_ms, error)
-         JOIN locked ON locked.id = n.id
-         WHERE o.id = n.id AND o.deliveries = n.deliveries AND o.status = 'taken'
-         RETURNING o.id",
-    )
-    .bind(counted().map(|one| one.id.0).collect::<Vec<_>>())
-    .bind(counted().map(|one| i64::from(one.deliveries)).collect::<Vec<_>>())
-    .bind(ends.iter().map(|end| end.status).collect::<Vec<_>>())
-    .bind(ends.iter().map(|end| end.attempts).collect::<Vec<_>>())
-    .bind(ends.iter().map(|end| end.after_ms).collect::<Vec<_>>())
-    .bind(ends.iter().map(|end| end.error.clone()).collect::<Vec<_>>())
-    .fetch_all(pool)
-    .await?;
+    let rows = sqlx::query("SELECT * FROM headwater_settle_1($1, $2, $3, $4, $5, $6)")
+        .bind(counted().map(|one| one.id.0).collect::<Vec<_>>())
+        .bind(counted().map(|one| i64::from(one.deliveries)).collect::<Vec<_>>())
+        .bind(ends.iter().map(|end| end.status).collect::<Vec<_>>())
+        .bind(ends.iter().map(|end| end.attempts).collect::<Vec<_>>())
+        .bind(ends.iter().map(|end| end.after_ms).collect::<Vec<_>>())
+        .bind(ends.iter().map(|end| end.error.clone()).collect::<Vec<_>>())
+        .fetch_all(pool)
+        .await?;
     let done = rows.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<i64>, Error>>()?;
     let settled = settlements.iter().zip(&first).map(|(one, first)| {
         if *first && done.contains(&one.id.0) { OutboxSettled::Done } else { OutboxSettled::Fenced }

@@ -6,6 +6,7 @@
 //! through one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait for each other up to
 //! the deadline of a call. Refuses: a file on a network share, where SQLite's locks do not hold, is the user's mistake.
 
+mod dead_letters;
 mod migrate;
 mod operator;
 mod outbox;

@@ -5,19 +5,24 @@ use std::time::Duration;
 use async_trait::async_trait;
 use sqlx::{Error, Row};
 
-use super::statements::{column, event_log_columns, issue_columns, outbox_columns};
+use super::statements::{
+    column, dead_letter_columns, event_log_columns, issue_columns, outbox_columns,
+};
 use super::states::States;
 use super::{SqliteStore, Writing};
 use crate::check;
 use crate::error::{IssueError, Result};
-use crate::issue::{EventLog, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus};
+use crate::issue::{
+    DeadLetterId, EventLog, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
+};
 use crate::limits::PAGE_MAX;
 use crate::operator::{
-    Audit, Backlog, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter, Operator,
-    Released, Retried, WhyFacts, WorkerInfo,
+    Audit, Backlog, DeadLetter, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter,
+    Operator, Released, Retried, WhyFacts, WorkerInfo,
 };
 use crate::rows::{
-    count, imbalance, known, maybe_time, read_event_log, read_issue, read_outbox, time,
+    count, imbalance, known, maybe_time, read_dead_letter, read_event_log, read_issue, read_outbox,
+    time,
 };
 use crate::state::{Effect, Transition};
 
@@ -329,9 +334,9 @@ impl Operator for SqliteStore {
                 "SELECT (SELECT count(*) FROM issues WHERE processing_status = 'queued'),
                      (SELECT count(*) FROM issues WHERE processing_status = 'processing'),
                      (SELECT count(*) FROM issues WHERE quarantined_at IS NOT NULL),
-                     (SELECT count(*) FROM outbox WHERE status IN ('pending', 'taken')),
+                     (SELECT count(*) FROM outbox WHERE status IN ('waiting', 'pending', 'taken')),
                      (SELECT count(*) FROM outbox WHERE status = 'dead'),
-                     (SELECT min(created_at) FROM outbox WHERE status IN ('pending', 'taken'))",
+                     (SELECT min(created_at) FROM outbox WHERE status IN ('waiting', 'pending', 'taken'))",
             )
             .fetch_one(&self.readers)
             .await?;
@@ -374,6 +379,29 @@ impl Operator for SqliteStore {
         .await
     }
 
+    async fn dead_letters(
+        &self,
+        after: Option<DeadLetterId>,
+        rows: usize,
+    ) -> Result<Vec<DeadLetter>> {
+        check::page(rows)?;
+        self.limited("listing dead letters", async {
+            let rows = sqlx::query(concat!(
+                "SELECT ",
+                dead_letter_columns!(),
+                " FROM dead_letters d JOIN issues i ON i.id = d.issue_id
+                      JOIN integrations g ON g.id = i.integration_id
+                  WHERE d.id > ?1 ORDER BY d.id LIMIT ?2"
+            ))
+            .bind(after.map_or(i64::MIN, |after| after.0))
+            .bind(limit(rows))
+            .fetch_all(&self.readers)
+            .await?;
+            rows.iter().map(|row| Ok(read_dead_letter!(row))).collect()
+        })
+        .await
+    }
+
     async fn dead_outbox(&self, after: Option<OutboxId>, rows: usize) -> Result<Vec<DeadOutbox>> {
         check::page(rows)?;
         self.limited("listing dead rows of the outbox", async {
@@ -389,7 +417,7 @@ impl Operator for SqliteStore {
             .fetch_all(&self.readers)
             .await?;
             let read = |row: &sqlx::sqlite::SqliteRow| {
-                Ok(DeadOutbox { row: read_outbox!(row), error: row.try_get(13)? })
+                Ok(DeadOutbox { row: read_outbox!(row), error: row.try_get(14)? })
             };
             rows.iter().map(read).collect()
         })
@@ -397,22 +425,15 @@ impl Operator for SqliteStore {
     }
 
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
-        let changed = self
+        let revived = self
             .limited("retrying a row of the outbox", async {
                 let mut writing = self.writing().await?;
-                let changed = sqlx::query(
-                    "UPDATE outbox SET status = 'pending', attempts = 0, due_at = ?2
-                     WHERE id = ?1 AND status = 'dead'",
-                )
-                .bind(id.0)
-                .bind(column(writing.now))
-                .execute(&mut *writing.transaction)
-                .await?;
+                let revived = super::outbox::revive(&mut writing, id).await?;
                 writing.transaction.commit().await?;
-                Ok(changed.rows_affected())
+                Ok(revived)
             })
             .await?;
-        if changed == 0 {
+        if !revived {
             return Err(IssueError::NotFound { what: format!("dead row {id} of the outbox") });
         }
         self.wake.notify_one();

@@ -1,4 +1,4 @@
-//! The outbox: rows taken for delivery, oldest of each issue first, and the ends of deliveries.
+//! The outbox: rows taken for delivery, one of each issue, and the ends of deliveries.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -39,8 +39,11 @@ pub(super) async fn insert(
     now: Timestamp,
 ) -> Result<OutboxId, Error> {
     let inserted = sqlx::query(
-        "INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, due_at, created_at)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?6) RETURNING id",
+        "INSERT INTO outbox
+             (issue_id, kind, target, idempotency_key, payload, due_at, created_at, status)
+         SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?6, iif(EXISTS (SELECT 1 FROM outbox
+             WHERE issue_id = ?1 AND status IN ('waiting', 'pending', 'taken')), 'waiting', 'pending')
+         RETURNING id",
     )
     .bind(issue_id.0)
     .bind(row.kind.as_str())
@@ -60,14 +63,10 @@ pub(super) async fn take(
     ttl: Duration,
 ) -> Result<Vec<OutboxRow>, Error> {
     let taken = sqlx::query(
-        "UPDATE outbox SET status = 'taken', deliveries = deliveries + 1, taken_by = ?1, due_at = ?2
-         WHERE id IN (
-             SELECT o.id FROM outbox AS o
-             WHERE o.status IN ('pending', 'taken') AND o.due_at <= ?3
-                 AND NOT EXISTS (SELECT 1 FROM outbox AS earlier
-                     WHERE earlier.issue_id = o.issue_id AND earlier.id < o.id
-                         AND earlier.status IN ('pending', 'taken'))
-             ORDER BY o.due_at, o.id LIMIT ?4)
+        "UPDATE outbox SET status = 'taken', deliveries = deliveries + 1, taken_by = ?1, due_at = ?2,
+             crashes = crashes + (status = 'taken')
+         WHERE id IN (SELECT id FROM outbox WHERE status IN ('pending', 'taken') AND due_at <= ?3
+             ORDER BY due_at, id LIMIT ?4)
          RETURNING id",
     )
     .bind(worker)
@@ -109,17 +108,53 @@ pub(super) async fn settle(
          FROM (SELECT value AS row FROM json_each(?1)) AS new
          WHERE outbox.id = new.row ->> 0 AND outbox.deliveries = new.row ->> 1
              AND outbox.status = 'taken'
-         RETURNING outbox.id",
+         RETURNING outbox.id, outbox.issue_id, outbox.status IN ('delivered', 'dead')",
     )
     .bind(table(rows))
     .bind(column(writing.now))
     .fetch_all(&mut *writing.transaction)
     .await?;
+    let freed = done.iter().filter(|row| row.try_get(2).unwrap_or(false));
+    let freed = freed.map(|row| row.try_get::<i64, _>(1).map(Value::from));
+    let freed = freed.collect::<Result<_, Error>>()?;
     let done = done.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<i64>, Error>>()?;
+    let_next_go(&mut writing.transaction, freed).await?;
     let settled = settlements.iter().zip(first).map(|(one, first)| {
         if first && done.contains(&one.id.0) { OutboxSettled::Done } else { OutboxSettled::Fenced }
     });
     Ok(settled.collect())
+}
+
+/// Of each of these issues, the oldest row that waits can go, unless another one is on its way.
+async fn let_next_go(connection: &mut SqliteConnection, issues: Vec<Value>) -> Result<(), Error> {
+    if issues.is_empty() {
+        return Ok(());
+    }
+    sqlx::query(
+        "UPDATE outbox SET status = 'pending' WHERE status = 'waiting' AND id IN (
+             SELECT (SELECT id FROM outbox WHERE issue_id = freed.value
+                 AND status IN ('waiting', 'pending', 'taken') ORDER BY id LIMIT 1)
+             FROM json_each(?1) AS freed)",
+    )
+    .bind(table(issues))
+    .execute(connection)
+    .await?;
+    Ok(())
+}
+
+/// Lets a dead row go again, as the next one of its issue. Returns whether there is such a row.
+pub(super) async fn revive(writing: &mut Writing, id: OutboxId) -> Result<bool, Error> {
+    let revived = sqlx::query(
+        "UPDATE outbox SET attempts = 0, crashes = 0, due_at = ?2, status = iif(EXISTS (
+             SELECT 1 FROM outbox AS other WHERE other.issue_id = outbox.issue_id
+                 AND other.status IN ('waiting', 'pending', 'taken')), 'waiting', 'pending')
+         WHERE id = ?1 AND status = 'dead'",
+    )
+    .bind(id.0)
+    .bind(column(writing.now))
+    .execute(&mut *writing.transaction)
+    .await?;
+    Ok(revived.rows_affected() > 0)
 }
 
 /// Id, deliveries, and what becomes of status, attempts, due time and error.

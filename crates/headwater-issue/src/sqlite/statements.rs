@@ -23,11 +23,20 @@ macro_rules! event_log_columns {
 }
 pub(super) use event_log_columns;
 
+/// The columns of `read_dead_letter!`; `d` is the dead letter, `i` its issue, `g` the integration.
+macro_rules! dead_letter_columns {
+    () => {
+        "d.id, d.issue_id, g.name, g.provider, i.external_project_id, i.external_issue_id, d.error, d.attempts,
+         d.crashes, d.pending_events, d.event_log_id, d.quarantined_at, d.released_at"
+    };
+}
+pub(super) use dead_letter_columns;
+
 /// The columns of `read_outbox!`; `o` is the row, `i` its issue, `g` the integration.
 macro_rules! outbox_columns {
     () => {
         "o.id, o.issue_id, g.name, g.provider, i.external_project_id, i.external_issue_id, o.kind, o.target,
-         o.idempotency_key, o.payload, o.deliveries, o.attempts, o.created_at"
+         o.idempotency_key, o.payload, o.deliveries, o.attempts, o.created_at, o.crashes"
     };
 }
 pub(super) use outbox_columns;

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use sqlx::{Error, Row};
 
+use super::dead_letters;
 use super::statements::{column, maybe, table};
 use crate::issue::{ClaimEpoch, IssueId, ProcessingStatus};
 use crate::rows::{count, known, maybe_time};
@@ -21,6 +22,9 @@ pub(super) struct States {
     now: Timestamp,
     states: BTreeMap<IssueId, IssueState>,
     changed: BTreeSet<IssueId>,
+    /// What was quarantined, and what was released, by a step.
+    quarantined: BTreeSet<IssueId>,
+    released: BTreeSet<IssueId>,
 }
 
 impl States {
@@ -41,7 +45,8 @@ impl States {
         .fetch_all(connection)
         .await?;
         let states = rows.iter().map(read).collect::<Result<_, Error>>()?;
-        Ok(Self { now, states, changed: BTreeSet::new() })
+        let (changed, quarantined) = (BTreeSet::new(), BTreeSet::new());
+        Ok(Self { now, states, changed, quarantined, released: BTreeSet::new() })
     }
 
     /// The state as it is now; none if there is no such issue.
@@ -53,6 +58,12 @@ impl States {
     pub(super) fn step(&mut self, issue: IssueId, transition: &Transition) -> Option<Effect> {
         let before = self.states.get_mut(&issue)?;
         let (after, effect) = step(before, transition, self.now);
+        if effect == Effect::Quarantined {
+            self.quarantined.insert(issue);
+        }
+        if before.quarantined_at.is_some() && after.quarantined_at.is_none() {
+            self.released.insert(issue);
+        }
         if after != *before {
             *before = after;
             self.changed.insert(issue);
@@ -70,6 +81,12 @@ impl States {
 
     /// Writes what has changed.
     pub(super) async fn save(self, connection: &mut SqliteConnection) -> Result<(), Error> {
+        self.save_issues(connection).await?;
+        dead_letters::write(connection, &self.quarantined).await?;
+        dead_letters::release(connection, &self.released, self.now).await
+    }
+
+    async fn save_issues(&self, connection: &mut SqliteConnection) -> Result<(), Error> {
         if self.changed.is_empty() {
             return Ok(());
         }

@@ -65,8 +65,9 @@ async fn expired(
     now: Timestamp,
 ) -> Result<Vec<IssueId>, Error> {
     let rows = sqlx::query(
-        "SELECT id FROM issues WHERE processing_status = 'processing' AND claim_expires_at <= ?1
-         ORDER BY claim_expires_at LIMIT ?2",
+        "SELECT id FROM issues WHERE processing_status = 'processing'
+             AND coalesce(claim_expires_at, 0) <= ?1
+         ORDER BY coalesce(claim_expires_at, 0) LIMIT ?2",
     )
     .bind(column(now))
     .bind(i64::try_from(options.limit).unwrap_or(i64::MAX))

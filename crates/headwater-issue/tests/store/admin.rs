@@ -141,3 +141,64 @@ async fn the_clock_of_a_process_decides_nothing_on_postgres() -> Result<()> {
     assert!(matches!(taken[0], headwater_issue::Claim::Taken { .. }), "{taken:?}");
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_claim_without_an_end_that_another_program_wrote_has_run_out() -> Result<()> {
+    let (file, database) = (File::new()?, Postgres::shared()?.database()?);
+    for url in [file.url.clone(), database.url()] {
+        let store = open(&url).await?;
+        let swept = record(&*store, "1", "a").await?.issue_id;
+        let claimed = record(&*store, "2", "b").await?.issue_id;
+        let forever = "UPDATE issues SET processing_status = 'processing', claim_epoch = 1,
+                 claim_owner = 'stranger', claim_expires_at = NULL";
+        if url == file.url {
+            let mut connection = sqlx::SqliteConnection::connect(&url).await?;
+            sqlx::query(forever).execute(&mut connection).await?;
+        } else {
+            database.query(forever)?;
+        }
+        assert_eq!(store.audit(10).await?.discrepancies, []);
+        let why = headwater_issue::why(&*store, swept).await?;
+        assert!(matches!(why.reason, headwater_issue::Reason::ClaimRanOut { .. }), "{why:?}");
+        let claims = store.claim(&[claimed], &ClaimOptions::new("worker")).await?;
+        assert!(matches!(claims[0], headwater_issue::Claim::Won(_)), "{claims:?}");
+        let found = store.sweep(&headwater_issue::SweepOptions::default()).await?;
+        assert_eq!((found.requeued, found.nudges[0].issue_id), (1, swept));
+        assert_eq!(store.issue(swept).await?.unwrap().crashes, 1);
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_one_row_of_an_issue_is_ever_among_those_to_take() -> Result<()> {
+    let (file, database) = (File::new()?, Postgres::shared()?.database()?);
+    for url in [file.url.clone(), database.url()] {
+        let store = open(&url).await?;
+        for issue in ["1", "2"] {
+            let issue = record(&*store, issue, issue).await?.issue_id;
+            let claims = store.claim(&[issue], &ClaimOptions::new("worker")).await?;
+            let headwater_issue::Claim::Won(claimed) = &claims[0] else { panic!("{claims:?}") };
+            let (kind, target) = (headwater_issue::OutboxKind::Reply, String::new());
+            let row = headwater_issue::NewOutbox { kind, target, payload: "1".into() };
+            let run = headwater_issue::Completion {
+                issue_id: issue,
+                epoch: claimed.epoch,
+                outbox: vec![row; 50],
+                ..Default::default()
+            };
+            store.complete(&[run]).await?;
+        }
+        let seen = "SELECT count(*) FROM outbox WHERE status IN ('pending', 'taken')";
+        let count: i64 = match store.pool() {
+            headwater_issue::Pool::Postgres(pool) => {
+                sqlx::query(seen).fetch_one(&pool).await?.try_get(0)?
+            }
+            headwater_issue::Pool::Sqlite(pool) => {
+                sqlx::query(seen).fetch_one(&pool).await?.try_get(0)?
+            }
+            other => panic!("{other:?}"),
+        };
+        assert_eq!((count, store.backlog().await?.outbox_pending), (2, 100));
+    }
+    Ok(())
+}

@@ -170,8 +170,9 @@ async fn rows_are_put_into_the_outbox_on_a_connection_of_the_caller() -> Result<
 #[tokio::test(flavor = "multi_thread")]
 async fn a_transaction_that_is_forgotten_is_ended_by_the_server() -> Result<()> {
     let database = Postgres::shared()?.database()?;
+    let patient = open(&database.url()).await?;
     let options = headwater_issue::StoreOptions {
-        call_deadline: std::time::Duration::from_millis(500),
+        call_deadline: std::time::Duration::from_secs(2),
         ..headwater_issue::StoreOptions::default()
     };
     let store = super::open_with(&database.url(), &options).await?;
@@ -179,7 +180,6 @@ async fn a_transaction_that_is_forgotten_is_ended_by_the_server() -> Result<()> 
     let mut forgotten = store.begin().await?;
     forgotten.write_outbox(issue, &[reply("a", "never")]).await?;
     // The issue is locked until the server ends the transaction; nobody else does here.
-    let patient = open(&database.url()).await?;
     let mut recorded = record(&*patient, "1", "b").await;
     for _ in 0..60 {
         if recorded.is_ok() {

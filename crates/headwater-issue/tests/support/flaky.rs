@@ -199,6 +199,7 @@ pass_on! {
         audit(limit: usize) -> Audit;
         backlog() -> Backlog;
         workers() -> Vec<WorkerInfo>;
+        dead_letters(after: Option<DeadLetterId>, limit: usize) -> Vec<DeadLetter>;
         dead_outbox(after: Option<OutboxId>, limit: usize) -> Vec<DeadOutbox>;
         retry_outbox(id: OutboxId) -> ();
     }

@@ -92,6 +92,26 @@ BEGIN
     ORDER BY n.place;
 END $$;
 
+-- Keeps why issues were quarantined: on their oldest unprocessed event logs, and as a dead letter of each. The issues are
+-- locked and say so already.
+CREATE FUNCTION headwater_bury_1(p_issue bigint[]) RETURNS void
+LANGUAGE plpgsql AS $$
+BEGIN
+    IF cardinality(p_issue) > 0 THEN
+        UPDATE event_logs e SET processing_error = oldest.error
+        FROM (SELECT i.last_error AS error, l.id FROM issues i CROSS JOIN LATERAL (
+            -- No run has more of them.
+            SELECT id FROM event_logs WHERE issue_id = i.id AND processed_at IS NULL ORDER BY id LIMIT 1000
+        ) l WHERE i.id = ANY (p_issue)) oldest
+        WHERE e.id = oldest.id;
+        INSERT INTO dead_letters (issue_id, error, attempts, crashes, pending_events, event_log_id, quarantined_at)
+        SELECT i.id, coalesce(i.last_error, ''), i.attempts, i.crashes, i.pending_events,
+            coalesce((SELECT min(e.id) FROM event_logs e WHERE e.issue_id = i.id AND e.processed_at IS NULL), 0),
+            i.quarantined_at
+        FROM issues i WHERE i.id = ANY (p_issue) ORDER BY i.id;
+    END IF;
+END $$;
+
 -- Claims issues, each named once, and brings the oldest unprocessed event logs of those that were won.
 CREATE FUNCTION headwater_claim_1(
     p_issue bigint[], p_worker text, p_ttl_ms bigint, p_events_max bigint, p_bytes_max bigint, p_crashes_max bigint
@@ -113,7 +133,8 @@ BEGIN
     v_now := headwater_now();
 
     WITH expiry AS (
-        SELECT id, processing_status = 'processing' AND claim_expires_at <= v_now AS expired FROM issues
+        -- A claim without an end is none of ours; left alone it would never end.
+        SELECT id, processing_status = 'processing' AND coalesce(claim_expires_at <= v_now, true) AS expired FROM issues
         WHERE id = ANY (p_issue)
     ), decided AS (
         SELECT i.id, x.expired, x.expired AND i.crashes + 1 >= p_crashes_max AS quarantines,
@@ -144,6 +165,7 @@ BEGIN
     )
     SELECT coalesce(array_agg(id) FILTER (WHERE wins), '{}'), coalesce(array_agg(id) FILTER (WHERE quarantines), '{}')
     INTO v_won, v_quarantined FROM updated;
+    PERFORM headwater_bury_1(v_quarantined);
 
     RETURN QUERY
     SELECT i.id, g.name, g.provider, i.external_project_id, i.external_issue_id, i.processing_status, i.pending_events,
@@ -187,6 +209,14 @@ BEGIN
     RETURNING i.id, i.claim_epoch, headwater_ms(i.claim_expires_at), i.pending_events;
 END $$;
 
+-- What a new row of the outbox is: the first one of an issue that has none on its way can go, others wait. Only under the
+-- lock of the issue, and with what was there before the statement that asks began.
+CREATE FUNCTION headwater_outbox_status(p_issue bigint, p_number bigint) RETURNS text
+LANGUAGE sql STABLE AS $$
+    SELECT CASE WHEN p_number > 1 OR EXISTS (SELECT 1 FROM outbox
+        WHERE issue_id = p_issue AND status IN ('waiting', 'pending', 'taken')) THEN 'waiting' ELSE 'pending' END
+$$;
+
 -- Completes runs; an issue and an epoch are named together once. Event logs and outbox rows name their run by its place.
 CREATE FUNCTION headwater_complete_1(
     p_issue bigint[], p_epoch bigint[], p_fields text[], p_discussions text[], p_log_run bigint[], p_log_id bigint[],
@@ -210,8 +240,9 @@ BEGIN
     LEFT JOIN issues i ON i.id = n.issue AND i.claim_epoch = n.epoch AND i.processing_status = 'processing';
 
     IF cardinality(p_outbox_run) > 0 THEN
-        INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, due_at, created_at)
-        SELECT p_issue[n.run], n.kind, n.target, n.key, n.payload::jsonb, v_now, v_now
+        INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, status, due_at, created_at)
+        SELECT p_issue[n.run], n.kind, n.target, n.key, n.payload::jsonb,
+            headwater_outbox_status(p_issue[n.run], row_number() OVER (PARTITION BY n.run ORDER BY n.place)), v_now, v_now
         FROM unnest(p_outbox_run, p_kind, p_target, p_idempotency_key, p_payload) WITH ORDINALITY
             AS n (run, kind, target, key, payload, place)
         WHERE v_held[n.run] IS NOT NULL
@@ -280,8 +311,9 @@ BEGIN
     LEFT JOIN outbox o ON o.idempotency_key = n.key;
 
     IF NOT false = ANY (v_same) THEN
-        INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, due_at, created_at)
-        SELECT p_issue, n.kind, n.target, n.key, n.payload::jsonb, v_now, v_now
+        INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, status, due_at, created_at)
+        SELECT p_issue, n.kind, n.target, n.key, n.payload::jsonb,
+            headwater_outbox_status(p_issue, row_number() OVER (ORDER BY n.place)), v_now, v_now
         FROM unnest(v_known, v_key, p_kind, p_target, p_payload) WITH ORDINALITY
             AS n (known, key, kind, target, payload, place)
         WHERE n.known IS NULL
@@ -305,12 +337,17 @@ CREATE FUNCTION headwater_fail_1(
 LANGUAGE plpgsql AS $$
 DECLARE
     v_now timestamptz;
+    v_quarantined bigint[];
 BEGIN
     PERFORM 1 FROM issues WHERE id = ANY (p_issue) ORDER BY id FOR UPDATE;
     v_now := headwater_now();
+    SELECT coalesce(array_agg(i.id), '{}') INTO v_quarantined
+    FROM unnest(p_issue, p_epoch, p_after_ms) AS n (issue, epoch, after_ms)
+    JOIN issues i ON i.id = n.issue AND i.claim_epoch = n.epoch AND i.processing_status = 'processing'
+    WHERE n.after_ms IS NULL OR i.attempts + 1 >= p_attempts_max;
     RETURN QUERY
     WITH held AS (
-        SELECT i.id, n.error, n.after_ms, n.after_ms IS NULL OR i.attempts + 1 >= p_attempts_max AS quarantines
+        SELECT i.id, n.error, n.after_ms, i.id = ANY (v_quarantined) AS quarantines
         FROM unnest(p_issue, p_epoch, p_error, p_after_ms) AS n (issue, epoch, error, after_ms)
         JOIN issues i ON i.id = n.issue AND i.claim_epoch = n.epoch AND i.processing_status = 'processing'
     ), kept AS (
@@ -332,6 +369,7 @@ BEGIN
         updated_at = v_now
     FROM held h WHERE i.id = h.id
     RETURNING i.id, i.claim_epoch, i.attempts, h.quarantines, headwater_ms(coalesce(i.not_before, v_now));
+    PERFORM headwater_bury_1(v_quarantined);
 END $$;
 
 -- Ends claims that came to nothing. An issue and an epoch are named together once.
@@ -364,16 +402,21 @@ DECLARE
     v_now timestamptz := headwater_now();
     v_expired bigint[];
     v_overdue bigint[];
+    v_quarantined bigint[];
 BEGIN
     SELECT coalesce(array_agg(id), '{}') INTO v_expired FROM (
-        SELECT id FROM issues WHERE processing_status = 'processing' AND claim_expires_at <= v_now
-        ORDER BY claim_expires_at LIMIT p_limit FOR UPDATE SKIP LOCKED) e;
+        SELECT id FROM issues WHERE processing_status = 'processing'
+            AND coalesce(claim_expires_at, '-infinity'::timestamptz) <= v_now
+        ORDER BY coalesce(claim_expires_at, '-infinity'::timestamptz) LIMIT p_limit FOR UPDATE SKIP LOCKED) e;
     SELECT coalesce(array_agg(id), '{}') INTO v_overdue FROM (
         SELECT id FROM issues WHERE processing_status = 'queued'
             AND coalesce(greatest(nudged_at, not_before), '-infinity'::timestamptz)
                 <= v_now - headwater_interval(p_overdue_ms)
         ORDER BY coalesce(greatest(nudged_at, not_before), '-infinity'::timestamptz)
         LIMIT p_limit FOR UPDATE SKIP LOCKED) o;
+
+    SELECT coalesce(array_agg(id), '{}') INTO v_quarantined
+    FROM issues WHERE id = ANY (v_expired) AND crashes + 1 >= p_crashes_max;
 
     RETURN QUERY
     UPDATE issues i SET
@@ -386,18 +429,96 @@ BEGIN
             WHEN i.pending_events > 0 THEN coalesce(i.first_pending_at, v_now) END,
         nudged_at = CASE WHEN d.quarantines OR i.pending_events = 0 THEN i.nudged_at ELSE v_now END,
         updated_at = v_now
-    FROM (SELECT id, crashes + 1 >= p_crashes_max AS quarantines FROM issues WHERE id = ANY (v_expired)) d
+    FROM (SELECT id, id = ANY (v_quarantined) AS quarantines FROM unnest(v_expired) AS id) d
     WHERE i.id = d.id
     RETURNING i.id,
         coalesce((SELECT min(e.id) FROM event_logs e WHERE e.issue_id = i.id AND e.processed_at IS NULL), 0),
         i.processing_status = 'queued', d.quarantines,
         i.processing_status = 'queued' AND coalesce(i.not_before <= v_now, true);
+    PERFORM headwater_bury_1(v_quarantined);
 
     RETURN QUERY
     UPDATE issues i SET nudged_at = v_now, updated_at = v_now WHERE i.id = ANY (v_overdue)
     RETURNING i.id,
         coalesce((SELECT min(e.id) FROM event_logs e WHERE e.issue_id = i.id AND e.processed_at IS NULL), 0),
         false, false, true;
+END $$;
+
+-- Takes rows of the outbox that are due, the longest due first; passes by what others hold. A row that was taken and whose
+-- time is over has cost a deliverer.
+CREATE FUNCTION headwater_take_1(p_worker text, p_limit bigint, p_ttl_ms bigint)
+RETURNS TABLE (
+    o_id bigint, o_issue_id bigint, o_integration text, o_provider text, o_project text, o_issue text, o_kind text,
+    o_target text, o_idempotency_key text, o_payload text, o_deliveries bigint, o_attempts bigint, o_created_at bigint,
+    o_crashes bigint
+) LANGUAGE plpgsql AS $$
+DECLARE
+    v_now timestamptz := headwater_now();
+BEGIN
+    RETURN QUERY
+    WITH due AS (
+        SELECT id FROM outbox WHERE status IN ('pending', 'taken') AND due_at <= v_now
+        ORDER BY due_at, id LIMIT p_limit FOR UPDATE SKIP LOCKED
+    ), o AS (
+        UPDATE outbox SET status = 'taken', deliveries = outbox.deliveries + 1, taken_by = p_worker,
+            crashes = outbox.crashes + CASE WHEN outbox.status = 'taken' THEN 1 ELSE 0 END,
+            due_at = v_now + headwater_interval(p_ttl_ms)
+        FROM due WHERE outbox.id = due.id RETURNING outbox.*
+    )
+    SELECT o.id, o.issue_id, g.name, g.provider, i.external_project_id, i.external_issue_id, o.kind, o.target,
+        o.idempotency_key, o.payload::text, o.deliveries, o.attempts, headwater_ms(o.created_at), o.crashes
+    FROM o JOIN issues i ON i.id = o.issue_id JOIN integrations g ON g.id = i.integration_id
+    ORDER BY o.id;
+END $$;
+
+-- Ends deliveries, each row named once. A row that has gone, or is dead, lets the next one of its issue go: under the lock of
+-- the issue, or a row that is written at the same moment would wait for one that is gone.
+CREATE FUNCTION headwater_settle_1(
+    p_id bigint[], p_deliveries bigint[], p_status text[], p_attempts bigint[], p_after_ms bigint[], p_error text[]
+) RETURNS TABLE (o_id bigint)
+LANGUAGE plpgsql AS $$
+DECLARE
+    v_now timestamptz;
+    v_done bigint[];
+    v_freed bigint[];
+BEGIN
+    PERFORM 1 FROM issues WHERE id IN (SELECT issue_id FROM outbox WHERE id = ANY (p_id)) ORDER BY id FOR UPDATE;
+    v_now := headwater_now();
+    WITH ended AS (
+        UPDATE outbox o SET
+            status = n.status, attempts = o.attempts + n.attempts, taken_by = NULL,
+            due_at = coalesce(v_now + headwater_interval(n.after_ms), o.due_at),
+            last_error = coalesce(n.error, o.last_error),
+            delivered_at = CASE WHEN n.status = 'delivered' THEN v_now END
+        FROM unnest(p_id, p_deliveries, p_status, p_attempts, p_after_ms, p_error)
+            AS n (id, deliveries, status, attempts, after_ms, error)
+        WHERE o.id = n.id AND o.deliveries = n.deliveries AND o.status = 'taken'
+        RETURNING o.id, o.issue_id, o.status
+    )
+    SELECT array_agg(id), array_agg(DISTINCT issue_id) FILTER (WHERE status IN ('delivered', 'dead'))
+    INTO v_done, v_freed FROM ended;
+
+    UPDATE outbox o SET status = 'pending'
+    FROM unnest(v_freed) AS freed (issue_id)
+    WHERE o.id = (SELECT w.id FROM outbox w WHERE w.issue_id = freed.issue_id
+        AND w.status IN ('waiting', 'pending', 'taken') ORDER BY w.id LIMIT 1) AND o.status = 'waiting';
+    RETURN QUERY SELECT unnest(v_done);
+END $$;
+
+-- Lets a dead row go again, as the next one of its issue. No answer: there is no such dead row.
+CREATE FUNCTION headwater_revive_1(p_id bigint)
+RETURNS TABLE (o_id bigint)
+LANGUAGE plpgsql AS $$
+DECLARE
+    v_now timestamptz;
+BEGIN
+    PERFORM 1 FROM issues WHERE id = (SELECT issue_id FROM outbox WHERE id = p_id) FOR UPDATE;
+    v_now := headwater_now();
+    RETURN QUERY
+    UPDATE outbox o SET status = headwater_outbox_status(o.issue_id, 1), attempts = 0, crashes = 0, due_at = v_now
+    WHERE o.id = p_id AND o.status = 'dead'
+    RETURNING o.id;
+    PERFORM pg_notify('headwater_outbox', '');
 END $$;
 
 -- An operator ends a quarantine, or (`p_retry`) any wait.
@@ -409,6 +530,7 @@ DECLARE
 BEGIN
     PERFORM 1 FROM issues WHERE id = p_issue FOR UPDATE;
     v_now := headwater_now();
+    UPDATE dead_letters SET released_at = v_now WHERE issue_id = p_issue AND released_at IS NULL;
     RETURN QUERY
     WITH decided AS (
         SELECT id, quarantined_at IS NOT NULL AS frees, p_retry AND processing_status = 'queued' AS hurries
@@ -421,7 +543,8 @@ BEGIN
             quarantined_at = NULL, not_before = NULL,
             processing_status = CASE WHEN i.pending_events > 0 THEN 'queued' ELSE 'idle' END,
             first_pending_at = CASE WHEN i.pending_events > 0 THEN coalesce(i.first_pending_at, v_now) END,
-            nudged_at = CASE WHEN i.pending_events > 0 THEN v_now ELSE i.nudged_at END,
+            -- Overdue at once: operators send no nudge.
+            nudged_at = NULL,
             updated_at = v_now
         FROM decided d WHERE i.id = d.id AND (d.frees OR d.hurries)
         RETURNING i.id, i.processing_status
@@ -438,7 +561,8 @@ BEGIN
     FOR v_function IN
         SELECT oid FROM pg_proc WHERE pronamespace = current_schema()::regnamespace
             AND proname IN ('headwater_record_1', 'headwater_claim_1', 'headwater_heartbeat_1', 'headwater_complete_1',
-                'headwater_outbox_1', 'headwater_fail_1', 'headwater_give_back_1', 'headwater_sweep_1', 'headwater_free_1')
+                'headwater_bury_1', 'headwater_outbox_1', 'headwater_take_1', 'headwater_settle_1', 'headwater_revive_1',
+                'headwater_fail_1', 'headwater_give_back_1', 'headwater_sweep_1', 'headwater_free_1')
     LOOP
         FOREACH v_setting IN ARRAY ARRAY[
             'enable_seqscan', 'enable_bitmapscan', 'enable_hashjoin', 'enable_mergejoin', 'enable_material'
@@ -450,3 +574,4 @@ END $$;
 
 -- The oldest first, by the index, however many there are.
 ALTER FUNCTION headwater_sweep_1 SET enable_sort = off;
+ALTER FUNCTION headwater_take_1 SET enable_sort = off;

@@ -38,7 +38,7 @@ CREATE TABLE issues (
 ) STRICT;
 
 CREATE INDEX idx_issues_status_id ON issues (processing_status, id) WHERE processing_status != 'idle';
-CREATE INDEX idx_issues_claim_expires_at ON issues (claim_expires_at) WHERE processing_status = 'processing';
+CREATE INDEX idx_issues_claim_expires_at ON issues (coalesce(claim_expires_at, 0)) WHERE processing_status = 'processing';
 CREATE INDEX idx_issues_nudge_since ON issues (max(coalesce(nudged_at, 0), coalesce(not_before, 0)))
     WHERE processing_status = 'queued';
 CREATE INDEX idx_issues_quarantined ON issues (id) WHERE quarantined_at IS NOT NULL;
@@ -69,10 +69,11 @@ CREATE TABLE outbox (
     target TEXT NOT NULL,
     idempotency_key TEXT NOT NULL UNIQUE,
     payload TEXT NOT NULL,
-    status TEXT NOT NULL DEFAULT 'pending'
-        CHECK (status IN ('pending', 'taken', 'delivered', 'dead')),
+    status TEXT NOT NULL
+        CHECK (status IN ('waiting', 'pending', 'taken', 'delivered', 'dead')),
     deliveries INTEGER NOT NULL DEFAULT 0,
     attempts INTEGER NOT NULL DEFAULT 0,
+    crashes INTEGER NOT NULL DEFAULT 0,
     due_at INTEGER NOT NULL,
     taken_by TEXT,
     last_error TEXT,
@@ -80,10 +81,27 @@ CREATE TABLE outbox (
     delivered_at INTEGER
 ) STRICT;
 
--- While a row is taken, due_at is when the taker's right to it ends.
+-- Of one issue one row at most is pending or taken; the later ones are waiting, and the end of one makes the next pending. So
+-- those that look for work never see what cannot go yet. While a row is taken, due_at is when the taker's right to it ends.
 CREATE INDEX idx_outbox_due ON outbox (due_at, id) WHERE status IN ('pending', 'taken');
-CREATE INDEX idx_outbox_order ON outbox (issue_id, id) WHERE status IN ('pending', 'taken');
+CREATE INDEX idx_outbox_order ON outbox (issue_id, id) WHERE status IN ('waiting', 'pending', 'taken');
 CREATE INDEX idx_outbox_dead ON outbox (id) WHERE status = 'dead';
+
+-- Quarantines, those that have ended included.
+CREATE TABLE dead_letters (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    issue_id INTEGER NOT NULL REFERENCES issues (id),
+    error TEXT NOT NULL,
+    attempts INTEGER NOT NULL,
+    crashes INTEGER NOT NULL,
+    pending_events INTEGER NOT NULL,
+    event_log_id INTEGER NOT NULL,
+    quarantined_at INTEGER NOT NULL,
+    released_at INTEGER
+) STRICT;
+
+CREATE INDEX idx_dead_letters_open ON dead_letters (issue_id) WHERE released_at IS NULL;
+CREATE INDEX idx_dead_letters_released_at ON dead_letters (released_at) WHERE released_at IS NOT NULL;
 
 CREATE TABLE workers (
     worker TEXT PRIMARY KEY,

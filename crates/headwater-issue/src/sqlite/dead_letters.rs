@@ -1,0 +1,72 @@
+//! Dead letters: why issues were quarantined, kept for an operator.
+//!
+//! Upstream: `states`, when a step has quarantined or released an issue and its state is saved.
+
+use std::collections::BTreeSet;
+
+use headwater_stream::clock::Timestamp;
+use sqlx::Error;
+use sqlx::sqlite::SqliteConnection;
+
+use super::statements::{column, table};
+use crate::issue::IssueId;
+use crate::limits::RUN_EVENTS_MAX;
+
+fn ids(issues: &BTreeSet<IssueId>) -> String {
+    table(issues.iter().map(|issue| issue.0.into()).collect())
+}
+
+/// Writes a dead letter for each of these issues, and their errors on their oldest unprocessed event logs.
+pub(super) async fn write(
+    connection: &mut SqliteConnection,
+    issues: &BTreeSet<IssueId>,
+) -> Result<(), Error> {
+    if issues.is_empty() {
+        return Ok(());
+    }
+    sqlx::query(
+        "INSERT INTO dead_letters
+             (issue_id, error, attempts, crashes, pending_events, event_log_id, quarantined_at)
+         SELECT i.id, coalesce(i.last_error, ''), i.attempts, i.crashes, i.pending_events,
+             coalesce((SELECT min(e.id) FROM event_logs AS e
+                 WHERE e.issue_id = i.id AND e.processed_at IS NULL), 0), i.quarantined_at
+         FROM json_each(?1) AS asked CROSS JOIN issues AS i ON i.id = asked.value ORDER BY i.id",
+    )
+    .bind(ids(issues))
+    .execute(&mut *connection)
+    .await?;
+    sqlx::query(
+        "UPDATE event_logs SET processing_error = oldest.error
+         FROM (SELECT e.id, i.last_error AS error FROM json_each(?1) AS asked
+             CROSS JOIN issues AS i ON i.id = asked.value
+             CROSS JOIN event_logs AS e ON e.id IN (
+                 SELECT x.id FROM event_logs AS x
+                 WHERE x.issue_id = i.id AND x.processed_at IS NULL ORDER BY x.id LIMIT ?2)) AS oldest
+         WHERE event_logs.id = oldest.id",
+    )
+    .bind(ids(issues))
+    .bind(i64::try_from(RUN_EVENTS_MAX).unwrap_or(i64::MAX))
+    .execute(connection)
+    .await?;
+    Ok(())
+}
+
+/// These issues are not quarantined any more.
+pub(super) async fn release(
+    connection: &mut SqliteConnection,
+    issues: &BTreeSet<IssueId>,
+    now: Timestamp,
+) -> Result<(), Error> {
+    if issues.is_empty() {
+        return Ok(());
+    }
+    sqlx::query(
+        "UPDATE dead_letters SET released_at = ?2
+         WHERE released_at IS NULL AND issue_id IN (SELECT value FROM json_each(?1))",
+    )
+    .bind(ids(issues))
+    .bind(column(now))
+    .execute(connection)
+    .await?;
+    Ok(())
+}
