@@ -7,6 +7,9 @@
 #![allow(unused_imports, reason = "the same")]
 
 // In dependency order: each module uses only those above it.
+pub mod limits;
+pub mod text;
+
 mod settings;
 
 mod cli;
@@ -18,6 +21,13 @@ mod open;
 
 mod app;
 mod http;
+
+pub mod client;
+pub mod marker;
+
+pub mod ticket_events;
+
+pub mod desk;
 
 mod webhooks;
 

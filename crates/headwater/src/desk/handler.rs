@@ -1,0 +1,341 @@
+//! The desk at work: all pending events of one issue become one reply of a model.
+//!
+//! Upstream: a worker of `headwater-issue`, which runs it with `on_new_event = Supersede`. Downstream: the model, tools, and
+//! the resolution, whose replies `replies` delivers after the commit.
+//!
+//! Promises: nothing happens in the outside world during a run but questions to the model; a run that dies anywhere is
+//! simply run again. Before the end, the database is asked once more whether newer events have come: then the worker throws
+//! the answer away and begins anew with all of them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use headwater_bus::EventBus;
+use headwater_issue::{
+    EventLogId, HandlerError, IssueHandler, OnNewEvent, Quiet, Resolution, Run, WorkerConfig,
+};
+use serde_json::json;
+use tracing::{info, warn};
+use uuid::Uuid;
+
+use super::budget::{self, Budget, Ledger, Reservation, Reserved};
+use super::model::{Answer, LanguageModel, ModelError, ModelPrompt, Turn, Usage, estimate_tokens};
+use super::prompt;
+use super::reply::{Reply, ReplyTarget};
+use super::session::RunSession;
+use super::thread::{Entry, Thread};
+use super::tools::{self, Effect, SearchScope, TicketSearch};
+use crate::limits::{REPLY_BYTES_MAX, TOOL_ROUNDS_MAX};
+use crate::text;
+use crate::ticket_events::Author;
+
+/// Settings of the desk.
+#[derive(Clone, Copy, Debug)]
+pub struct DeskConfig {
+    /// A run waits until no event has come for this long. Default: 800 ms.
+    pub quiet: Duration,
+    /// But no event waits longer than this. Default: 5 s.
+    pub max_wait: Duration,
+    /// Events in one run. Default: 200.
+    pub events_max: usize,
+    /// How often in a row newer events may end a run before its answer; then one is finished. Default: 5.
+    pub supersede_max: u32,
+    /// Tokens of one answer. Default: 1024.
+    pub output_tokens_max: u32,
+    /// What models may cost.
+    pub budget: Budget,
+    /// Whose tickets the model may search. Default: those of the same user.
+    pub search: SearchScope,
+}
+
+impl Default for DeskConfig {
+    fn default() -> Self {
+        Self {
+            quiet: Duration::from_millis(800),
+            max_wait: Duration::from_secs(5),
+            events_max: 200,
+            supersede_max: 5,
+            output_tokens_max: 1024,
+            budget: Budget::default(),
+            search: SearchScope::default(),
+        }
+    }
+}
+
+impl DeskConfig {
+    /// The quiet window for whoever records events of the desk.
+    pub fn quiet(&self) -> Quiet {
+        Quiet { quiet: self.quiet, max_wait: self.max_wait }
+    }
+
+    /// The settings of a worker that runs the desk: others as given.
+    pub fn worker(&self, others: WorkerConfig) -> WorkerConfig {
+        WorkerConfig {
+            events_max: self.events_max,
+            on_new_event: OnNewEvent::Supersede { times_max: self.supersede_max },
+            ..others
+        }
+    }
+}
+
+/// Answers issues with a language model.
+pub struct Desk {
+    model: Arc<dyn LanguageModel>,
+    search: Arc<dyn TicketSearch>,
+    ledger: Arc<dyn Ledger>,
+    bus: Arc<dyn EventBus>,
+    config: DeskConfig,
+}
+
+impl std::fmt::Debug for Desk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Desk").field("model", &self.model).finish_non_exhaustive()
+    }
+}
+
+/// What the model came to, with all its tools.
+#[derive(Debug, Default)]
+struct Outcome {
+    text: String,
+    effects: Vec<Effect>,
+}
+
+/// Why a run ends without the model.
+enum Stop {
+    /// The issue has used up its tokens.
+    Spent,
+    Failed(HandlerError),
+}
+
+impl From<HandlerError> for Stop {
+    fn from(error: HandlerError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl Desk {
+    /// A desk with a model. The tickets it may search and the ledger are the ticket store's.
+    pub fn new(
+        model: Arc<dyn LanguageModel>,
+        search: Arc<dyn TicketSearch>,
+        ledger: Arc<dyn Ledger>,
+        bus: Arc<dyn EventBus>,
+        config: DeskConfig,
+    ) -> Self {
+        Self { model, search, ledger, bus, config }
+    }
+
+    /// Asks the model, and carries out its tools, until it has an answer.
+    async fn converse(
+        &self,
+        run: &Run,
+        thread: &Thread,
+        session: &RunSession,
+    ) -> Result<Outcome, Stop> {
+        let specs = tools::specs(run.issue());
+        let mut prompt = prompt::render(thread, specs.clone(), self.config.output_tokens_max);
+        let inputs = json!({
+            "issue_id": run.issue().id.0, "epoch": run.epoch().0, "attempt": run.attempt(),
+            "event_log_ids": run.events().iter().map(|event| event.id.0).collect::<Vec<_>>(),
+        });
+        session.rendered(&prompt, inputs).await;
+        let mut outcome = Outcome::default();
+        for round in 0..=TOOL_ROUNDS_MAX {
+            if round == TOOL_ROUNDS_MAX {
+                prompt.tools.clear();
+            }
+            let answer = self.ask(run, &prompt, session).await?;
+            outcome.text = answer.text.clone();
+            if answer.calls.is_empty() || prompt.tools.is_empty() {
+                break;
+            }
+            prompt.turns.push(Turn::Answer(answer.clone()));
+            for call in &answer.calls {
+                let user = thread.user_id.as_deref();
+                let (search, scope) = (self.search.as_ref(), self.config.search);
+                let result = tools::call(call, &specs, run.issue(), search, scope, user).await;
+                session.invoked(call, &result).await;
+                let content = result.told;
+                prompt.turns.push(Turn::ToolResult { call_id: call.id.clone(), content });
+                // The same effect twice is one.
+                outcome.effects.extend(result.effect.filter(|effect| !outcome.has(effect)));
+            }
+        }
+        Ok(outcome)
+    }
+
+    /// One question to the model, within the budgets.
+    async fn ask(
+        &self,
+        run: &Run,
+        prompt: &ModelPrompt,
+        session: &RunSession,
+    ) -> Result<Answer, Stop> {
+        let now = budget::now();
+        let tokens = prompt.tokens_estimate() + u64::from(prompt.output_tokens_max);
+        let reservation = Reservation::new(run.issue().id, tokens, now);
+        match self.ledger.reserve(&reservation, &self.config.budget).await {
+            Ok(Reserved::Granted) => {}
+            Ok(Reserved::IssueSpent) => return Err(Stop::Spent),
+            Ok(Reserved::DaySpent) => {
+                let reason = "the token budget of the day is used up; raise it, or wait until tomorrow (UTC)";
+                return Err(HandlerError::retry_after(reservation.rest_of_day(now), reason).into());
+            }
+            Err(error) => {
+                return Err(HandlerError::retry(format!("the token budget: {error}")).into());
+            }
+        }
+        let answered = match self.model.ask(prompt).await {
+            Ok(pieces) => pieces.gather().await,
+            Err(error) => Err(error),
+        };
+        let answer = match answered {
+            Ok(answer) => answer,
+            Err(error) => {
+                self.settle(&reservation, used_by_failure(&error, prompt)).await;
+                return Err(after(error).into());
+            }
+        };
+        let estimate = Usage {
+            input_tokens: prompt.tokens_estimate(),
+            output_tokens: estimate_tokens(answer.text.len()),
+        };
+        let usage = answer.usage.unwrap_or(estimate);
+        self.settle(&reservation, usage.total()).await;
+        session.executed(&answer, usage).await;
+        Ok(answer)
+    }
+
+    async fn settle(&self, reservation: &Reservation, used: u64) {
+        if let Err(error) = self.ledger.settle(reservation, used).await {
+            // What was reserved stays spent: the budget errs on the safe side.
+            warn!(issue_id = %reservation.issue_id, %error, "tokens were not settled");
+        }
+    }
+
+    /// Everything that the run changes.
+    fn resolve(
+        &self,
+        run: &Run,
+        thread: &Thread,
+        outcome: Outcome,
+        session: &RunSession,
+    ) -> Resolution {
+        let content = text::cut(text::cleaned(&outcome.text).trim(), REPLY_BYTES_MAX).to_owned();
+        let up_to = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
+        let session_id = Some(session.id().to_owned());
+        let row = |content: String, target| {
+            let message_id = Some(Uuid::now_v7());
+            Reply { content, message_id, session_id: session_id.clone(), up_to }.into_row(target)
+        };
+        let answer = Entry {
+            author: Author::Assistant,
+            name: None,
+            text: content.clone(),
+            at: budget::now().to_rfc3339(),
+        };
+        let mut resolution = remembering(thread, Some(&answer));
+        let hands_over =
+            outcome.effects.iter().any(|effect| matches!(effect, Effect::HandOver { .. }));
+        let fields = json!({
+            "session_id": session_id, "user_id": thread.user_id,
+            "handed_over": (hands_over || thread.handed_over).then_some(true),
+        });
+        resolution.fields = Some(fields.to_string());
+        resolution.outbox.push(row(content, ReplyTarget::Answer));
+        for effect in outcome.effects {
+            resolution.outbox.push(match effect {
+                Effect::HandOver { reason } => row(reason, ReplyTarget::HandOver),
+                Effect::Close { reason } => row(reason, ReplyTarget::Close),
+            });
+        }
+        resolution
+    }
+}
+
+impl Outcome {
+    fn has(&self, effect: &Effect) -> bool {
+        let same = |one: &Effect| std::mem::discriminant(one) == std::mem::discriminant(effect);
+        self.effects.iter().any(same)
+    }
+
+    /// A model may use a tool and say nothing; whoever asked wants a word all the same.
+    fn or_default_text(mut self) -> Result<Self, HandlerError> {
+        if !self.text.trim().is_empty() {
+            return Ok(self);
+        }
+        self.text = match self.effects.first() {
+            Some(Effect::Close { .. }) => {
+                "This ticket is now closed. Write again to open it.".to_owned()
+            }
+            Some(Effect::HandOver { .. }) => {
+                "A person will take over and answer you here.".to_owned()
+            }
+            None => return Err(HandlerError::retry("the model's answer is empty")),
+        };
+        Ok(self)
+    }
+
+    fn of_spent_budget() -> Self {
+        Self {
+            text:
+                "I cannot answer more in this thread. A person will take over and answer you here."
+                    .to_owned(),
+            effects: vec![Effect::HandOver {
+                reason: "the token budget of this issue is used up".to_owned(),
+            }],
+        }
+    }
+}
+
+#[async_trait]
+impl IssueHandler for Desk {
+    async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
+        let thread = Thread::of(run.issue(), run.events());
+        if !thread.wants_answer {
+            return Ok(remembering(&thread, None));
+        }
+        let session = RunSession::new(Arc::clone(&self.bus), &run, self.model.name());
+        let outcome = match self.converse(&run, &thread, &session).await {
+            Ok(outcome) => outcome,
+            Err(Stop::Spent) => {
+                info!(issue_id = %run.issue().id, "token budget of an issue is used up, handing over");
+                Outcome::of_spent_budget()
+            }
+            Err(Stop::Failed(error)) => return Err(error),
+        };
+        let resolution = self.resolve(&run, &thread, outcome.or_default_text()?, &session);
+        // Ask the database, not what was last heard of it. If there is news, the worker ends this run at the next await,
+        // unless it did so too often already.
+        run.heartbeat().await?;
+        tokio::task::yield_now().await;
+        Ok(resolution)
+    }
+}
+
+/// A resolution that only keeps what was said.
+fn remembering(thread: &Thread, answer: Option<&Entry>) -> Resolution {
+    let fields = json!({
+        "user_id": thread.user_id, "handed_over": thread.handed_over.then_some(true),
+    });
+    Resolution::new().discussions(thread.remembered(answer)).fields(fields.to_string())
+}
+
+/// When to run again after a model failed.
+fn after(error: ModelError) -> HandlerError {
+    match error {
+        ModelError::Busy { after: Some(after), .. } => HandlerError::retry_after(after, error),
+        ModelError::Refused(_) => HandlerError::quarantine(error),
+        _ => HandlerError::retry(error),
+    }
+}
+
+/// What a failed question may have cost.
+fn used_by_failure(error: &ModelError, prompt: &ModelPrompt) -> u64 {
+    match error {
+        // It was turned away at the door.
+        ModelError::Busy { .. } | ModelError::Denied(_) | ModelError::Refused(_) => 0,
+        ModelError::Unavailable(_) | ModelError::Garbled(_) => prompt.tokens_estimate(),
+    }
+}

@@ -1,0 +1,111 @@
+//! A model run as a session on the bus: what was asked, which tools were called, what was answered.
+//!
+//! Upstream: `handler` tells of each step. Downstream: the bus; whoever replays the session sees the run again.
+//! Promises: a run never fails, and never waits long, because the bus is away; the loss is logged.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_bus::{
+    Event, EventBus, EventBusExt, PromptExecuted, PromptRendered, SessionId, ToolInvoked,
+    ToolResult,
+};
+use headwater_issue::Run;
+use serde_json::{Value as Json, json};
+use tokio::time::timeout;
+use tracing::warn;
+
+use super::budget;
+use super::model::{Answer, ModelPrompt, ToolCall, Turn, Usage};
+use super::tools::ToolOutcome;
+
+/// How long a run waits for the bus at each step.
+const PUBLISH_TIMEOUT: Duration = Duration::from_secs(2);
+
+const PROMPT_NAMESPACE: &str = "headwater.desk";
+const PROMPT_KEY: &str = "reply";
+
+/// The session of one run.
+#[derive(Clone)]
+pub(crate) struct RunSession {
+    bus: Arc<dyn EventBus>,
+    id: SessionId,
+    adapter: String,
+}
+
+impl RunSession {
+    /// A new session for a run: `issue-7-run-3-` and a random part, so that a database that began anew repeats none.
+    pub(crate) fn new(bus: Arc<dyn EventBus>, run: &Run, adapter: &str) -> Self {
+        let random = uuid::Uuid::new_v4().simple().to_string();
+        let id = format!("issue-{}-run-{}-{}", run.issue().id, run.epoch(), &random[..12]);
+        let id = SessionId::new(id).expect("numbers and letters are a valid session id");
+        Self { bus, id, adapter: adapter.to_owned() }
+    }
+
+    pub(crate) fn id(&self) -> &str {
+        self.id.as_str()
+    }
+
+    pub(crate) async fn rendered(&self, prompt: &ModelPrompt, inputs: Json) {
+        let texts = prompt.turns.iter().filter_map(|turn| match turn {
+            Turn::Instruction(text) | Turn::Data(text) => Some(text.as_str()),
+            Turn::Answer(_) | Turn::ToolResult { .. } => None,
+        });
+        self.publish(PromptRendered {
+            prompt_ns: PROMPT_NAMESPACE.to_owned(),
+            prompt_key: PROMPT_KEY.to_owned(),
+            prompt_name: Some(prompt_name()),
+            adapter: self.adapter.clone(),
+            session_id: Some(self.id.to_string()),
+            render_inputs: inputs,
+            rendered_prompt: texts.collect::<Vec<_>>().join("\n\n"),
+            created_at: created_at(),
+        })
+        .await;
+    }
+
+    pub(crate) async fn invoked(&self, call: &ToolCall, outcome: &ToolOutcome) {
+        let value = serde_json::from_str(&outcome.told).unwrap_or(Json::Null);
+        self.publish(ToolInvoked {
+            prompt_name: prompt_name(),
+            adapter: self.adapter.clone(),
+            name: call.name.clone(),
+            params: outcome.arguments.clone(),
+            result: ToolResult { message: outcome.told.clone(), success: outcome.success, value },
+            session_id: Some(self.id.to_string()),
+            created_at: created_at(),
+            call_id: Some(call.id.clone()),
+        })
+        .await;
+    }
+
+    pub(crate) async fn executed(&self, answer: &Answer, usage: Usage) {
+        let calls: Vec<&str> = answer.calls.iter().map(|call| call.name.as_str()).collect();
+        self.publish(PromptExecuted {
+            prompt_name: prompt_name(),
+            adapter: self.adapter.clone(),
+            result: json!({"text": answer.text, "tool_calls": calls}),
+            usage: json!({"input_tokens": usage.input_tokens, "output_tokens": usage.output_tokens}),
+            session_id: Some(self.id.to_string()),
+            created_at: created_at(),
+        })
+        .await;
+    }
+
+    async fn publish<E: Event>(&self, event: E) {
+        let problem = match timeout(PUBLISH_TIMEOUT, self.bus.publish(event)).await {
+            Ok(Ok(_)) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("the bus took longer than {PUBLISH_TIMEOUT:?}"),
+        };
+        warn!(session = %self.id, event_type = E::TYPE, error = %problem, "a step of a model run is not in its session");
+    }
+}
+
+fn prompt_name() -> String {
+    format!("{PROMPT_NAMESPACE}.{PROMPT_KEY}")
+}
+
+fn created_at() -> Option<String> {
+    Some(budget::now().to_rfc3339())
+}

@@ -1,0 +1,165 @@
+//! What payloads of every provider mean for a thread.
+
+use headwater_issue::{ClaimEpoch, EventLogId, IssueId};
+use headwater_stream::clock::Timestamp;
+use serde_json::json;
+
+use super::*;
+
+fn issue(provider: &str) -> Issue {
+    Issue {
+        id: IssueId(1),
+        integration: provider.into(),
+        provider: provider.into(),
+        external_project_id: String::new(),
+        external_issue_id: "1".into(),
+        status: headwater_issue::ProcessingStatus::Processing,
+        pending_events: 1,
+        claim_epoch: ClaimEpoch(1),
+        claim_owner: None,
+        claim_expires_at: None,
+        not_before: None,
+        attempts: 0,
+        crashes: 0,
+        superseded: 0,
+        quarantined_at: None,
+        last_error: None,
+        fields: "{}".into(),
+        discussions: "[]".into(),
+        processing_started_at: None,
+        last_processed_at: None,
+        nudged_at: None,
+        created_at: Timestamp::from_millis(0),
+        updated_at: Timestamp::from_millis(0),
+    }
+}
+
+fn event(payload: Json) -> EventLog {
+    EventLog {
+        id: EventLogId(1),
+        issue_id: IssueId(1),
+        source: "s".into(),
+        event_type: "e".into(),
+        dedup_key: "k".into(),
+        payload: payload.to_string(),
+        created_at: Timestamp::from_millis(0),
+        processed_at: None,
+        processing_error: None,
+    }
+}
+
+fn thread(provider: &str, payloads: &[Json]) -> Thread {
+    let events: Vec<EventLog> = payloads.iter().cloned().map(event).collect();
+    Thread::of(&issue(provider), &events)
+}
+
+fn desk(event_type: &str, content: &str) -> Json {
+    json!({"event_type": event_type, "ticket_id": uuid::Uuid::nil(), "message_id": uuid::Uuid::nil(),
+        "user_id": "ada", "payload": {"content": content, "timestamp": "2026-01-01T00:00:00Z"}})
+}
+
+#[test]
+fn every_provider_says_who_said_what() {
+    for (provider, payload, name, text) in [
+        (
+            "github",
+            json!({"action": "created", "comment": {"body": "Help!", "user": {"login": "ada"}}}),
+            "ada",
+            "Help!",
+        ),
+        (
+            "github",
+            json!({"action": "opened", "issue": {"title": "T", "body": "B"}, "sender": {"login": "ada"}}),
+            "ada",
+            "T\n\nB",
+        ),
+        (
+            "gitlab",
+            json!({"object_kind": "note", "user": {"username": "ada"}, "object_attributes": {"note": "Help!"}}),
+            "ada",
+            "Help!",
+        ),
+        (
+            "gitlab",
+            json!({"object_kind": "issue", "user": {"username": "ada"},
+                "object_attributes": {"action": "open", "title": "T", "description": null}}),
+            "ada",
+            "T",
+        ),
+        (
+            "standard",
+            json!({"type": "x", "data": {"text": "Help!", "user": "ada"}}),
+            "ada",
+            "Help!",
+        ),
+        ("desk", desk("MESSAGE_RECEIVED", "Help!"), "ada", "Help!"),
+    ] {
+        let thread = thread(provider, std::slice::from_ref(&payload));
+        assert!(thread.wants_answer, "{payload}");
+        let entry = &thread.pending[0];
+        assert_eq!((entry.name.as_deref(), entry.text.as_str()), (Some(name), text), "{payload}");
+    }
+}
+
+#[test]
+fn nobody_waits_for_an_answer_after_the_end_or_after_somebody_else_answered() {
+    let mut agent = desk("MESSAGE_RECEIVED", "I take care of it");
+    agent["payload"]["author"] = "agent".into();
+    for last in [desk("TICKET_CLOSED", ""), desk("AI_RESPONSE_GENERATED", "Done"), agent] {
+        let both = [desk("MESSAGE_RECEIVED", "Help!"), last.clone()];
+        assert!(!thread("desk", &both).wants_answer, "{last}");
+        let again = [last.clone(), desk("MESSAGE_RECEIVED", "Help!")];
+        assert!(thread("desk", &again).wants_answer, "{last}");
+    }
+}
+
+#[test]
+fn a_person_who_took_over_answers_until_the_ticket_is_opened_again() {
+    let mut issue = issue("desk");
+    issue.fields = r#"{"handed_over":true}"#.into();
+    let asked = event(desk("MESSAGE_RECEIVED", "Help!"));
+    assert!(!Thread::of(&issue, std::slice::from_ref(&asked)).wants_answer);
+    let reopened = event(desk("TICKET_REOPENED", ""));
+    assert!(Thread::of(&issue, &[reopened, asked]).wants_answer);
+}
+
+#[test]
+fn comments_of_our_own_are_no_news() {
+    let body = format!("Answer {}", marker::of("k"));
+    let ours = json!({"action": "created", "comment": {"body": body, "user": {"login": "bot"}}});
+    let thread = thread("github", &[ours]);
+    assert!(!thread.wants_answer && thread.pending.is_empty());
+}
+
+#[test]
+fn payloads_of_any_shape_are_read() {
+    for provider in ["desk", "github", "gitlab", "standard"] {
+        for payload in
+            [json!(null), json!([1]), json!("x"), json!({"action": 1, "comment": []}), json!({})]
+        {
+            thread(provider, &[payload]);
+        }
+    }
+    let mut odd = issue("desk");
+    (odd.fields, odd.discussions) = ("[]".into(), "{}".into());
+    assert_eq!(Thread::of(&odd, &[]), Thread::default());
+}
+
+#[test]
+fn a_thread_comes_back_and_forgets_only_its_oldest_entries() {
+    let mut first =
+        thread("desk", &[desk("MESSAGE_RECEIVED", "one"), desk("MESSAGE_RECEIVED", "two")]);
+    let mut issue = issue("desk");
+    issue.discussions = first.remembered(None);
+    assert_eq!(Thread::of(&issue, &[]).past, first.pending);
+
+    let long = Entry { text: "x".repeat(CONTENT_BYTES_MAX), ..first.pending[0].clone() };
+    first.past = vec![long; 20];
+    let kept = first.remembered(Some(&first.pending[1].clone()));
+    assert!(kept.len() <= THREAD_BYTES_MAX);
+    issue.discussions = kept;
+    let kept = Thread::of(&issue, &[]).past;
+    let newest = &first.pending[1];
+    assert_eq!((&kept[kept.len() - 2], &kept[kept.len() - 1]), (newest, newest));
+    assert!(kept.len() > 3);
+}
