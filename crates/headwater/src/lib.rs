@@ -29,6 +29,8 @@ pub mod ticket_events;
 
 pub mod desk;
 
+pub mod replies;
+
 mod webhooks;
 
 mod issues;

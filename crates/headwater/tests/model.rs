@@ -1,5 +1,7 @@
 //! The client of OpenAI-compatible services against a server that does everything such a server may do.
 
+#![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
+
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};

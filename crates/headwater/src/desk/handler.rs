@@ -223,7 +223,10 @@ impl Desk {
         session: &RunSession,
     ) -> Resolution {
         let content = text::cut(text::cleaned(&outcome.text).trim(), REPLY_BYTES_MAX).to_owned();
+        // An issue that gets news all the time must get an answer some time.
+        let unless_stale = run.issue().superseded < self.config.supersede_max;
         let up_to = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
+        let up_to = up_to.filter(|_| unless_stale);
         let session_id = Some(session.id().to_owned());
         let row = |content: String, target| {
             let message_id = Some(Uuid::now_v7());
@@ -234,6 +237,7 @@ impl Desk {
             name: None,
             text: content.clone(),
             at: budget::now().to_rfc3339(),
+            unless_stale,
         };
         let mut resolution = remembering(thread, Some(&answer));
         let hands_over =

@@ -139,7 +139,13 @@ mod tests {
     use super::*;
 
     fn entry(author: Author, text: &str) -> Entry {
-        Entry { author, name: Some(text.to_owned()), text: text.to_owned(), at: "now".into() }
+        Entry {
+            author,
+            name: Some(text.to_owned()),
+            text: text.to_owned(),
+            at: "now".into(),
+            unless_stale: false,
+        }
     }
 
     fn rendered(texts: &[&str]) -> ModelPrompt {

@@ -44,7 +44,8 @@ pub struct Reply {
     /// The session in which it was made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
-    /// The newest event log that the run had seen.
+    /// The newest event log that the run had seen: if newer ones came before the commit, the reply is not sent. `None`: it
+    /// is sent in any case.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub up_to: Option<i64>,
 }

@@ -25,6 +25,9 @@ pub struct Entry {
     pub text: String,
     /// When, as in RFC 3339.
     pub at: String,
+    /// Of an answer of ours: it was not sent if newer events had come before it was committed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unless_stale: bool,
 }
 
 /// The thread as a run sees it.
@@ -71,11 +74,27 @@ impl Thread {
             user_id: fields.user_id,
             ..Self::default()
         };
+        // The same question that the deliverer of the answer asks.
+        let is_stale =
+            |committed| events.first().is_some_and(|event| event.created_at <= committed);
+        if issue.last_processed_at.is_some_and(is_stale) {
+            thread.take_back_answer();
+        }
         for event in events {
             thread.hear(&issue.provider, event);
         }
         thread.wants_answer &= !thread.handed_over;
         thread
+    }
+
+    /// The last answer was stale and never sent, so what it answered is still to be answered.
+    fn take_back_answer(&mut self) {
+        if self.past.pop_if(|last| last.unless_stale).is_none() {
+            return;
+        }
+        let answered = self.past.iter().rposition(|entry| entry.author == Author::Assistant);
+        self.pending = self.past.split_off(answered.map_or(0, |place| place + 1));
+        self.wants_answer = self.pending.last().is_some_and(|entry| entry.author == Author::User);
     }
 
     fn hear(&mut self, provider: &str, event: &EventLog) {
@@ -131,6 +150,7 @@ fn said(name: Option<&str>, said: &str) -> Heard {
         name: name.map(|name| text::one_line(name, USER_ID_BYTES_MAX)),
         text: text::cut(&said, CONTENT_BYTES_MAX).to_owned(),
         at: String::new(),
+        unless_stale: false,
     })
 }
 

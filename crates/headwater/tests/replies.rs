@@ -1,0 +1,318 @@
+//! Replies on their way to servers of others, which answer, refuse, lose answers and repeat.
+
+#![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{HeaderMap, Method, StatusCode, Uri};
+use axum::response::IntoResponse;
+use headwater::desk::{Reply, ReplyTarget};
+use headwater::replies::{Destination, Inside, Replies, sign};
+use headwater_issue::{
+    Deliver, DeliverError, IssueId, NewEvent, OutboxId, OutboxKind, OutboxRow, Quiet, Store,
+    StoreOptions, connect,
+};
+use headwater_stream::clock::{Clock, SystemClock, Timestamp};
+use serde_json::{Value as Json, json};
+
+#[derive(Default)]
+struct Server {
+    requests: Mutex<Vec<(Method, Uri, HeaderMap, Bytes)>>,
+    /// What to answer to the next posts; then 201.
+    refusals: Mutex<Vec<(u16, Vec<(&'static str, &'static str)>)>>,
+    comments: Mutex<Vec<String>>,
+}
+
+impl Server {
+    async fn start() -> (Arc<Self>, String) {
+        let server = Arc::new(Self::default());
+        let router = Router::new().fallback(answer).with_state(Arc::clone(&server));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address: SocketAddr = listener.local_addr().unwrap();
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        (server, format!("http://{address}"))
+    }
+
+    fn refuse(&self, status: u16, headers: &[(&'static str, &'static str)]) {
+        self.refusals.lock().unwrap().push((status, headers.to_vec()));
+    }
+
+    fn posts(&self) -> Vec<(Uri, HeaderMap, Json)> {
+        let requests = self.requests.lock().unwrap();
+        let posts = requests.iter().filter(|(method, ..)| method == Method::POST);
+        posts
+            .map(|(_, uri, headers, body)| {
+                (uri.clone(), headers.clone(), serde_json::from_slice(body).unwrap())
+            })
+            .collect()
+    }
+}
+
+async fn answer(
+    State(server): State<Arc<Server>>,
+    method: Method,
+    uri: Uri,
+    headers: HeaderMap,
+    body: Bytes,
+) -> axum::response::Response {
+    server.requests.lock().unwrap().push((method.clone(), uri, headers, body.clone()));
+    if method == Method::GET {
+        let comments = server.comments.lock().unwrap();
+        let comments: Vec<Json> =
+            comments.iter().map(|body| json!({"id": 1, "body": body})).collect();
+        return axum::Json(comments).into_response();
+    }
+    let refusal = {
+        let mut refusals = server.refusals.lock().unwrap();
+        (!refusals.is_empty()).then(|| refusals.remove(0))
+    };
+    if let Some((status, extra)) = refusal {
+        // A server that fails may have done the work all the same.
+        if status == 502 {
+            let json: Json = serde_json::from_slice(&body).unwrap();
+            server.comments.lock().unwrap().push(json["body"].as_str().unwrap().to_owned());
+        }
+        let mut response = (StatusCode::from_u16(status).unwrap(), "no").into_response();
+        for (name, value) in extra {
+            response.headers_mut().insert(name, value.parse().unwrap());
+        }
+        return response;
+    }
+    (StatusCode::CREATED, "{}").into_response()
+}
+
+struct NoInside;
+
+#[async_trait]
+impl Inside for NoInside {
+    async fn reply(&self, _: &OutboxRow, _: ReplyTarget, _: Reply) -> Result<(), DeliverError> {
+        Err(DeliverError::Dead("not inside".into()))
+    }
+
+    async fn event(&self, _: &OutboxRow) -> Result<(), DeliverError> {
+        Err(DeliverError::Dead("not inside".into()))
+    }
+}
+
+async fn store() -> Arc<dyn Store> {
+    connect("sqlite::memory:", &StoreOptions::default()).await.unwrap()
+}
+
+async fn replies(destination: Destination) -> Replies {
+    let destinations = HashMap::from([("it".to_owned(), destination)]);
+    Replies::new(store().await, destinations, Arc::new(NoInside)).unwrap()
+}
+
+fn github(base_url: String) -> Destination {
+    Destination::Github { base_url, token: "hub-token".to_owned().into() }
+}
+
+fn row(project: &str, issue: &str, content: &str) -> OutboxRow {
+    OutboxRow {
+        id: OutboxId(1),
+        issue_id: IssueId(1),
+        integration: "it".into(),
+        provider: "any".into(),
+        external_project_id: project.into(),
+        external_issue_id: issue.into(),
+        kind: OutboxKind::Reply,
+        target: String::new(),
+        idempotency_key: "abc-1-2-0".into(),
+        payload: json!({"content": content}).to_string(),
+        deliveries: 1,
+        attempts: 0,
+        created_at: SystemClock.now(),
+    }
+}
+
+fn again(row: &OutboxRow) -> OutboxRow {
+    OutboxRow { deliveries: row.deliveries + 1, ..row.clone() }
+}
+
+#[tokio::test]
+async fn github_gets_a_comment_with_a_hidden_mark() {
+    let (server, url) = Server::start().await;
+    let replies = replies(github(url)).await;
+    replies.deliver(&row("ada/engine", "7", "Hello <b>@ada</b>")).await.unwrap();
+    let (uri, headers, body) = &server.posts()[0];
+    assert_eq!(uri.path(), "/repos/ada/engine/issues/7/comments");
+    assert_eq!(headers["authorization"], "Bearer hub-token");
+    assert_eq!(headers["idempotency-key"], "abc-1-2-0");
+    let body = body["body"].as_str().unwrap();
+    assert!(body.starts_with("Hello &lt;b&gt;@\u{2060}ada&lt;/b&gt;"), "{body}");
+    assert!(body.ends_with("<!-- headwater:reply abc-1-2-0 -->"), "{body}");
+    assert!(!format!("{replies:?}").contains("hub-token"));
+}
+
+#[tokio::test]
+async fn gitlab_gets_a_note_below_its_project_whether_number_or_path() {
+    let (server, url) = Server::start().await;
+    let token = "lab-token".to_owned().into();
+    let replies = replies(Destination::Gitlab { base_url: format!("{url}/"), token }).await;
+    replies.deliver(&row("17", "7", "Hello")).await.unwrap();
+    replies.deliver(&row("group/sub/project", "8", "/close\nHello")).await.unwrap();
+    let posts = server.posts();
+    assert_eq!(posts[0].0.path(), "/api/v4/projects/17/issues/7/notes");
+    assert_eq!(posts[1].0.path(), "/api/v4/projects/group%2Fsub%2Fproject/issues/8/notes");
+    assert_eq!(posts[0].1["private-token"], "lab-token");
+    assert!(
+        posts[1].2["body"].as_str().unwrap().starts_with("\\/close"),
+        "no command of a model is carried out"
+    );
+}
+
+#[tokio::test]
+async fn a_callback_is_signed_by_standard_webhooks_with_the_same_id_at_every_try() {
+    let (server, url) = Server::start().await;
+    let secret: secrecy::SecretString = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0".to_owned().into();
+    let replies =
+        replies(Destination::Callback { url: format!("{url}/hook"), secret: secret.clone() }).await;
+    let row = row("p", "7", "Hello");
+    replies.deliver(&row).await.unwrap();
+    replies.deliver(&again(&row)).await.unwrap();
+    let requests = server.requests.lock().unwrap();
+    for (_, uri, headers, body) in requests.iter() {
+        assert_eq!((uri.path(), &headers["webhook-id"]), ("/hook", &"abc-1-2-0".parse().unwrap()));
+        let seconds: u64 = headers["webhook-timestamp"].to_str().unwrap().parse().unwrap();
+        let expected = sign(&secret, "abc-1-2-0", seconds, body);
+        assert_eq!(headers["webhook-signature"], *expected);
+        let json: Json = serde_json::from_slice(body).unwrap();
+        assert_eq!((&json["type"], &json["data"]["content"]), (&json!("reply"), &json!("Hello")));
+    }
+    assert_eq!(requests.len(), 2);
+}
+
+#[tokio::test]
+async fn what_cannot_succeed_is_dead_and_what_may_is_tried_again() {
+    let (server, url) = Server::start().await;
+    let replies = replies(github(url)).await;
+    let limited = [("x-ratelimit-remaining", "0")];
+    let later = [("retry-after", "60")];
+    for (status, headers, dead) in [
+        (400, &[][..], true),
+        (401, &[], true),
+        (403, &[], true),
+        (404, &[], true),
+        (410, &[], true),
+        (422, &[], true),
+        (301, &[], true),
+        (403, &limited, false),
+        (403, &later, false),
+        (408, &[], false),
+        (429, &later, false),
+        (500, &[], false),
+        (503, &[], false),
+    ] {
+        server.refuse(status, headers);
+        let error = replies.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+        assert_eq!(matches!(error, DeliverError::Dead(_)), dead, "{status}: {error}");
+        assert!(!error.to_string().contains("hub-token"));
+    }
+    // Nobody there at all.
+    let nobody = github("http://127.0.0.1:1".into());
+    let error =
+        replies_to(nobody).await.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+    assert!(matches!(error, DeliverError::Retry(_)), "{error}");
+}
+
+async fn replies_to(destination: Destination) -> Replies {
+    replies(destination).await
+}
+
+#[tokio::test]
+async fn a_comment_that_arrived_though_its_answer_did_not_is_not_posted_again() {
+    let (server, url) = Server::start().await;
+    for destination in [
+        github(url.clone()),
+        Destination::Gitlab { base_url: url.clone(), token: "t".to_owned().into() },
+    ] {
+        let replies = replies(destination).await;
+        let posts_before = server.posts().len();
+        server.comments.lock().unwrap().clear();
+        server.refuse(502, &[]);
+        let row = row("ada/engine", "7", "Hello");
+        assert!(matches!(replies.deliver(&row).await, Err(DeliverError::Retry(_))));
+        replies.deliver(&again(&row)).await.unwrap();
+        assert_eq!(server.posts().len() - posts_before, 1, "found by its mark");
+
+        // One that did not arrive is posted again.
+        server.comments.lock().unwrap().clear();
+        replies.deliver(&again(&again(&row))).await.unwrap();
+        assert_eq!(server.posts().len() - posts_before, 2);
+    }
+}
+
+#[tokio::test]
+async fn names_of_projects_and_issues_cannot_lead_elsewhere() {
+    let (server, url) = Server::start().await;
+    let replies = replies(github(url)).await;
+    for (project, issue) in [
+        ("ada", "7"),
+        ("ada/engine/x", "7"),
+        ("../admin", "7"),
+        ("ada/engine", "7/../../x"),
+        ("ada/engine", "x"),
+        ("", ""),
+    ] {
+        let error = replies.deliver(&row(project, issue, "Hello")).await.unwrap_err();
+        assert!(matches!(error, DeliverError::Dead(_)), "{project} {issue}: {error}");
+    }
+    replies.deliver(&row("ada?x=1/engine#y", "7", "Hello")).await.unwrap();
+    let posts = server.posts();
+    assert_eq!(posts.len(), 1);
+    assert_eq!(posts[0].0.to_string(), "/repos/ada%3Fx%3D1/engine%23y/issues/7/comments");
+}
+
+#[tokio::test]
+async fn rows_that_make_no_sense_are_dead_with_a_reason() {
+    let (_server, url) = Server::start().await;
+    let replies = replies(github(url)).await;
+    let good = row("ada/engine", "7", "Hello");
+    for (row, reason) in [
+        (OutboxRow { payload: "[]".into(), ..good.clone() }, "content"),
+        (OutboxRow { target: "elsewhere".into(), ..good.clone() }, "no target"),
+        (OutboxRow { integration: "gone".into(), ..good.clone() }, "no [[integration]]"),
+    ] {
+        let error = replies.deliver(&row).await.unwrap_err();
+        assert!(matches!(&error, DeliverError::Dead(text) if text.contains(reason)), "{error}");
+    }
+    let problem = "set reply_token_env".to_owned();
+    let nowhere = replies_to(Destination::Nowhere { problem }).await;
+    let error = nowhere.deliver(&good).await.unwrap_err();
+    assert_eq!(error, DeliverError::Dead("set reply_token_env".into()));
+}
+
+#[tokio::test]
+async fn a_reply_that_was_stale_when_it_was_committed_is_not_sent() {
+    let (server, url) = Server::start().await;
+    let store = store().await;
+    store.ensure_integration("it", "github").await.unwrap();
+    let event = |key: &str| NewEvent {
+        dedup_key: Some(key.into()),
+        ..NewEvent::new("it", "7", "note", "{}")
+    };
+    let first = store.record(&[event("1")], &Quiet::default()).await.remove(0).unwrap();
+    let second = store.record(&[event("2")], &Quiet::default()).await.remove(0).unwrap();
+    let destinations = HashMap::from([("it".to_owned(), github(url))]);
+    let replies = Replies::new(store, destinations, Arc::new(NoInside)).unwrap();
+    let reply = |up_to: Option<i64>, created_at: Timestamp| OutboxRow {
+        issue_id: first.issue_id,
+        payload: json!({"content": "Hello", "up_to": up_to}).to_string(),
+        created_at,
+        ..row("ada/engine", "7", "")
+    };
+    let now = SystemClock.now();
+    replies.deliver(&reply(Some(first.event_log_id.0), now)).await.unwrap();
+    assert_eq!(server.posts().len(), 0, "the second event had come before");
+    // Those that had seen it, that were committed before it, or that do not care, are sent.
+    replies.deliver(&reply(Some(second.event_log_id.0), now)).await.unwrap();
+    replies.deliver(&reply(Some(first.event_log_id.0), Timestamp::from_millis(0))).await.unwrap();
+    replies.deliver(&reply(None, now)).await.unwrap();
+    assert_eq!(server.posts().len(), 3);
+}
