@@ -30,6 +30,7 @@ pub mod ticket_events;
 pub mod desk;
 
 pub mod replies;
+pub mod tickets;
 
 mod webhooks;
 

@@ -21,11 +21,13 @@ use headwater_issue::{
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use serde_json::{Value as Json, json};
 
+type Header = (&'static str, &'static str);
+
 #[derive(Default)]
 struct Server {
     requests: Mutex<Vec<(Method, Uri, HeaderMap, Bytes)>>,
     /// What to answer to the next posts; then 201.
-    refusals: Mutex<Vec<(u16, Vec<(&'static str, &'static str)>)>>,
+    refusals: Mutex<Vec<(u16, Vec<Header>)>>,
     comments: Mutex<Vec<String>>,
 }
 
@@ -39,7 +41,7 @@ impl Server {
         (server, format!("http://{address}"))
     }
 
-    fn refuse(&self, status: u16, headers: &[(&'static str, &'static str)]) {
+    fn refuse(&self, status: u16, headers: &[Header]) {
         self.refusals.lock().unwrap().push((status, headers.to_vec()));
     }
 
