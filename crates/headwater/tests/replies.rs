@@ -129,6 +129,7 @@ fn row(project: &str, issue: &str, content: &str) -> OutboxRow {
         payload: json!({"content": content}).to_string(),
         deliveries: 1,
         attempts: 0,
+        crashes: 0,
         created_at: SystemClock.now(),
     }
 }
