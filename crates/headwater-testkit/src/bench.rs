@@ -27,8 +27,8 @@ pub fn timed(work: impl FnOnce() -> Result<()>) -> Result<Duration> {
 pub struct Request {
     /// Whether a first look will do: `--quick`.
     pub quick: bool,
-    /// How many rounds, if it says so: `--rounds=9`.
-    pub rounds: Option<usize>,
+    /// Settings with a number: `--rounds=9`.
+    numbers: Vec<(String, usize)>,
     /// The parts that are wanted; all if none is named.
     parts: Vec<String>,
 }
@@ -40,13 +40,20 @@ impl Request {
         for argument in std::env::args().skip(1) {
             if argument == "--quick" {
                 request.quick = true;
-            } else if let Some(rounds) = argument.strip_prefix("--rounds=") {
-                request.rounds = rounds.parse().ok().filter(|rounds| *rounds > 0);
+            } else if let Some((name, number)) = argument.split_once('=')
+                && let Ok(number @ 1..) = number.parse()
+            {
+                request.numbers.push((name.to_owned(), number));
             } else if !argument.starts_with('-') {
                 request.parts.push(argument);
             }
         }
         request
+    }
+
+    /// The number that a setting such as `--rounds` has, if it has one.
+    pub fn number(&self, name: &str) -> Option<usize> {
+        self.numbers.iter().find(|(known, _)| known == name).map(|(_, number)| *number)
     }
 
     /// Whether a part is wanted.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use headwater_queue::{ConsumerConfig, Message, Mode, Subscription};
 use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
-use headwater_testkit::bench::{Raw, Report, median, timed};
+use headwater_testkit::bench::{Raw, Report, median, processor_seconds, timed};
 use tokio::sync::Notify;
 
 use crate::produce::{self, BATCH};
@@ -20,6 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort) -> Result<()> {
     for partitions in effort.partitions {
         let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+        let mut cost = Cost::default();
         let entries = effort.entries / BATCH * BATCH;
         for round in 0..effort.rounds {
             let mut raw = Raw::connect(place.redis.addr())?;
@@ -31,13 +32,14 @@ pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort)
                     raw.create_groups(&topic.keys, GROUP)?;
                     theirs.push(timed(|| raw.consume(&topic.keys, GROUP, READ_BATCH, entries))?);
                 } else {
-                    mine.push(consume(place, &topic, entries, Mode::Owned).await?);
+                    mine.push(consume(place, &topic, entries, Mode::Owned, &mut cost).await?);
                 }
                 place.delete(&topic).await?;
             }
         }
         let name = format!("consume + settle, {partitions} partitions");
         report.throughput(&name, entries, &theirs, &mine);
+        cost.print(entries * effort.rounds);
     }
     Ok(())
 }
@@ -54,13 +56,14 @@ pub(crate) async fn growth(report: &mut Report, place: &Place, effort: &Effort) 
         raw.append(&pipelines(&topic, BATCH), pending)?;
         leave_pending(place, &topic, pending).await?;
         // Competing consumers leave alone what somebody else has in hand.
-        consume(place, &topic, entries, Mode::Shared).await?;
+        consume(place, &topic, entries, Mode::Shared, &mut Cost::default()).await?;
         topics.push((topic, Vec::new(), Vec::new()));
     }
     let entries = effort.entries / BATCH * BATCH;
     for _ in 0..effort.rounds {
         for (topic, produced, consumed) in &mut topics {
-            consumed.push(consume(place, topic, entries, Mode::Shared).await?);
+            let cost = &mut Cost::default();
+            consumed.push(consume(place, topic, entries, Mode::Shared, cost).await?);
             produced.push(produce::batches(&place.producer, &topic.name, entries).await?);
             consume_rest(place, topic, entries, Mode::Shared).await?;
         }
@@ -87,6 +90,7 @@ async fn consume(
     topic: &BenchTopic,
     entries: usize,
     mode: Mode,
+    cost: &mut Cost,
 ) -> Result<Duration> {
     let (subscription, seen) = subscribe(place, topic, entries, mode).await?;
     // The partitions change hands before the clock runs.
@@ -97,7 +101,7 @@ async fn consume(
     let mut raw = Raw::connect(place.redis.addr())?;
     let pending = raw.pending(&topic.keys, GROUP)?;
     raw.append(&pipelines(topic, BATCH), entries)?;
-    let start = Instant::now();
+    let (start, before) = (Instant::now(), Cost::so_far(place)?);
     subscription.resume();
     seen.wait(entries).await?;
     // The last of them are settled a moment later, and that is part of the work.
@@ -105,6 +109,7 @@ async fn consume(
         tokio::time::sleep(Duration::from_micros(200)).await;
     }
     let took = start.elapsed();
+    cost.add(&before, &Cost::so_far(place)?);
     ensure!(seen.count.load(Ordering::Relaxed) == entries, "some came twice");
     subscription.stop().await;
     Ok(took)
@@ -134,6 +139,31 @@ async fn subscribe(
     };
     let config = ConsumerConfig { mode, ..Default::default() };
     Ok((place.queue.subscribe(&topic.name, GROUP, handler, config).await?, seen))
+}
+
+/// Processor seconds of this process and of the server.
+#[derive(Default)]
+struct Cost {
+    ours: f64,
+    server: f64,
+}
+
+impl Cost {
+    fn so_far(place: &Place) -> Result<Self> {
+        let server = processor_seconds(Some(place.redis.pid()?))?;
+        Ok(Self { ours: processor_seconds(None)?, server })
+    }
+
+    fn add(&mut self, before: &Self, after: &Self) {
+        self.ours += after.ours - before.ours;
+        self.server += after.server - before.server;
+    }
+
+    fn print(&self, entries: usize) {
+        let micros = |seconds: f64| seconds * 1e6 / entries as f64;
+        let (ours, server) = (micros(self.ours), micros(self.server));
+        println!("    processor time per message: ours {ours:.2} µs, the server's {server:.2} µs");
+    }
 }
 
 #[derive(Default)]

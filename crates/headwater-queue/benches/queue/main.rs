@@ -2,7 +2,7 @@
 //!
 //! Machines are noisy, so the figures that count are ratios: raw and ours take turns, round by round, and the median
 //! of what the rounds give is shown. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look;
-//! `produce`, `consume`, `latency`, `growth` and `idle` choose parts of it, `--rounds=9` other than the usual number.
+//! `produce`, `consume`, `latency`, `growth` and `idle` choose parts of it, `--rounds=9` and `--partitions=8` other numbers than the usual ones.
 
 mod consume;
 mod idle;
@@ -98,7 +98,10 @@ impl Place {
 async fn main() -> Result<()> {
     let request = Request::from_arguments();
     let mut effort = if request.quick { QUICK } else { FULL };
-    effort.rounds = request.rounds.unwrap_or(effort.rounds);
+    effort.rounds = request.number("--rounds").unwrap_or(effort.rounds);
+    if let Some(partitions) = request.number("--partitions") {
+        effort.partitions = vec![u16::try_from(partitions)?].leak();
+    }
     let mut report = Report;
     let place = Place::start().await?;
 

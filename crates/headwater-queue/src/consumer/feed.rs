@@ -6,7 +6,7 @@
 //! All subscriptions of a process that agree on group, consumer, batch and poll share it: a thousand topics are one read.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -21,10 +21,11 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use super::worker::{Room, Worker};
+use super::plan::{Candidates, next_depth};
+use super::worker::Worker;
 
-/// How long a read waits when partitions take turns.
-const TURN: Duration = Duration::from_millis(20);
+/// How long the others go unread while some are read deep.
+const OTHERS_EVERY: Duration = Duration::from_millis(5);
 /// How long a stream that cannot be read is left alone.
 const BROKEN_FOR: Duration = Duration::from_secs(2);
 /// How long after its failure a read may still be answered at the server, beyond the time it was to wait there.
@@ -57,6 +58,10 @@ struct Shared {
     /// Removals up to this number are in effect.
     confirmed: watch::Sender<u64>,
     turn: AtomicU64,
+    /// What a deep read asks of each partition.
+    depth: AtomicUsize,
+    /// When those were read last that are not read deep.
+    others_at: Mutex<Option<Instant>>,
 }
 
 #[derive(Default)]
@@ -74,9 +79,13 @@ struct Route {
 
 /// What to read next.
 struct Plan {
+    turn: u64,
     streams: Vec<StreamName>,
     count: usize,
     wait: Duration,
+    is_deep: bool,
+    /// Whether some wait for room for a deep read.
+    is_waiting: bool,
     /// Removals that are in effect once this read has returned.
     removals: u64,
     has_leaving: bool,
@@ -90,9 +99,12 @@ impl Drop for Feed {
 
 impl Feed {
     pub(super) fn start(backend: Arc<dyn Backend>, key: FeedKey) -> Self {
+        let depth = AtomicUsize::new(key.batch);
         let shared = Arc::new(Shared {
             backend,
             key,
+            depth,
+            others_at: Mutex::default(),
             routes: Mutex::default(),
             changed: Notify::new(),
             confirmed: watch::Sender::new(0),
@@ -170,15 +182,16 @@ impl Shared {
         loop {
             let plan = self.plan();
             if plan.streams.is_empty() {
-                if (is_dangling || plan.has_leaving)
+                // One that waits comes back to the reader in a moment.
+                if ((is_dangling && !plan.is_waiting) || plan.has_leaving)
                     && let Some(reader) = reader.take()
                     && !self.close(reader).await
                 {
                     doubt = Some(self.doubtful_until());
                 }
-                is_dangling = false;
+                is_dangling &= reader.is_some();
                 if self.confirm_ended(&plan, &mut doubt).await {
-                    self.wait_for_change().await;
+                    self.wait_for_change(plan.is_waiting).await;
                 }
                 continue;
             }
@@ -196,8 +209,12 @@ impl Shared {
                 Some(Ok(batches)) => {
                     is_dangling = false;
                     pause = PAUSE_FIRST;
+                    let is_empty = batches.is_empty();
+                    self.note_pace(&plan, &batches);
                     self.deliver(batches);
-                    self.confirm_ended(&plan, &mut doubt).await;
+                    if self.confirm_ended(&plan, &mut doubt).await && is_empty && plan.is_waiting {
+                        self.wait_for_change(true).await;
+                    }
                 }
                 Some(Err(error)) => {
                     is_dangling = false;
@@ -235,23 +252,25 @@ impl Shared {
     }
 
     /// Waits until there may be something to do: a change, or the end of a time-out.
-    async fn wait_for_change(&self) {
+    async fn wait_for_change(&self, is_waiting: bool) {
         let next = self.lock().all.values().filter_map(|route| route.broken_until).min();
-        let until = next.unwrap_or_else(|| Instant::now() + Duration::from_secs(3600));
+        let longest = if is_waiting { OTHERS_EVERY } else { Duration::from_secs(3600) };
+        let latest = Instant::now() + longest;
+        let until = next.map_or(latest, |next| next.min(latest));
         tokio::select! {
             () = self.changed.notified() => {}
             () = tokio::time::sleep_until(until) => {}
         }
     }
 
-    /// What to read next: wide partitions together, with a count that fits the narrowest of them.
+    /// What to read next.
     fn plan(&self) -> Plan {
         let now = Instant::now();
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let routes = self.lock();
         let removals = routes.removals;
         let has_leaving = routes.all.values().any(|route| route.leaves.is_some());
-        let (mut wide, mut tight) = (Choice::default(), Choice::default());
+        let mut candidates = Candidates::default();
         let mut soonest: Option<Instant> = None;
         for (stream, route) in &routes.all {
             if route.leaves.is_some() {
@@ -261,42 +280,53 @@ impl Shared {
                 soonest = Some(soonest.map_or(until, |soonest| soonest.min(until)));
                 continue;
             }
-            match route.worker.room() {
-                Room::None => {}
-                Room::Tight(room) => tight.add(stream, &route.worker, room),
-                Room::Wide(room) => wide.add(stream, &route.worker, room),
-            }
+            candidates.add(stream, &route.worker, now);
         }
-        let mut wait = self.key.poll;
+        drop(routes);
+        let mut others_at = self.others_at.lock().expect("no code panics while it holds it");
+        let others_due = others_at.is_none_or(|at| now.duration_since(at) >= OTHERS_EVERY);
+        let depth = self.depth.load(Ordering::Relaxed);
+        let chosen = candidates.choose(turn, depth, others_due, now);
+        if !chosen.is_deep {
+            *others_at = Some(now);
+        }
+        drop(others_at);
+        let mut wait = self.key.poll.min(chosen.wait_max.unwrap_or(self.key.poll));
         if let Some(soonest) = soonest {
             wait = wait.min(soonest - now);
-        }
-        let mut choice = wide;
-        if choice.streams.is_empty() {
-            choice = tight;
-        } else if !tight.streams.is_empty() {
-            // Both get their turn: a small count for all would slow the wide ones down.
-            wait = wait.min(TURN);
-            if turn.is_multiple_of(2) {
-                choice = tight;
-                wait = Duration::ZERO;
-            }
-        }
-        if choice.bound_by_total(turn) {
-            wait = wait.min(TURN);
         }
         if has_leaving {
             // Without waiting, so that what is asked of the server no longer includes those that leave.
             wait = Duration::ZERO;
         }
-        let chosen = choice.streams.into_iter().take(READ_STREAMS_MAX);
-        let streams = chosen.map(|(stream, worker)| {
-            worker.is_listed();
-            stream
-        });
-        let streams = streams.collect();
-        let count = choice.room.clamp(1, self.key.batch);
-        Plan { streams, count, wait, removals, has_leaving }
+        let count = chosen.count.clamp(1, self.key.batch);
+        Plan {
+            turn,
+            streams: chosen.streams,
+            count,
+            wait,
+            is_deep: chosen.is_deep,
+            is_waiting: chosen.is_waiting,
+            removals,
+            has_leaving,
+        }
+    }
+
+    /// Notes where there may be more.
+    fn note_pace(&self, plan: &Plan, batches: &[Batch<Delivery>]) {
+        let routes = self.lock();
+        if plan.is_deep {
+            let asked = plan.streams.iter().filter_map(|stream| routes.all.get(stream));
+            asked.for_each(|route| route.worker.pace.was_read(plan.turn, false));
+            let entries = batches.iter().map(|batch| batch.entries.len()).sum();
+            let depth = next_depth(plan.streams.len(), entries, self.key.batch);
+            self.depth.store(depth, Ordering::Relaxed);
+        }
+        for batch in batches {
+            if let Some(route) = routes.all.get(&batch.stream) {
+                route.worker.pace.was_read(plan.turn, batch.entries.len() >= plan.count);
+            }
+        }
     }
 
     fn deliver(&self, batches: Vec<Batch<Delivery>>) {
@@ -397,6 +427,9 @@ impl Shared {
 
     /// Removals up to this number are in effect.
     fn confirm(&self, removals: u64) {
+        if *self.confirmed.borrow() >= removals {
+            return;
+        }
         let mut routes = self.lock();
         routes.all.retain(|_, route| route.leaves.is_none_or(|number| number > removals));
         drop(routes);
@@ -405,69 +438,5 @@ impl Shared {
             *done = removals.max(*done);
             is_new
         });
-    }
-}
-
-/// Streams for one read.
-#[derive(Default)]
-struct Choice {
-    streams: Vec<(StreamName, Arc<Worker>)>,
-    /// What the narrowest of them has room for.
-    room: usize,
-}
-
-impl Choice {
-    fn add(&mut self, stream: &StreamName, worker: &Arc<Worker>, room: usize) {
-        self.room = if self.streams.is_empty() { room } else { self.room.min(room) };
-        self.streams.push((stream.clone(), Arc::clone(worker)));
-    }
-
-    /// Where the partitions of a subscription together could take more than it may have in hand, they share what is
-    /// left, or take turns. Returns whether some were left out.
-    fn bound_by_total(&mut self, turn: u64) -> bool {
-        let is_bound = |worker: &Worker| worker.job.is_bound.load(Ordering::Relaxed);
-        let mut jobs: HashMap<usize, Left> = HashMap::new();
-        for (_, worker) in self.streams.iter().filter(|(_, worker)| is_bound(worker)) {
-            let job = &worker.job;
-            let left = jobs.entry(Arc::as_ptr(job) as usize).or_insert_with(|| {
-                let in_hand = job.in_hand.load(Ordering::Relaxed);
-                Left { room: job.config.in_flight_max.saturating_sub(in_hand), streams: 0 }
-            });
-            left.streams += 1;
-        }
-        if jobs.is_empty() {
-            return false;
-        }
-        let fits = jobs.values().filter(|left| left.room >= left.streams);
-        let narrowest = fits.map(|left| left.room / left.streams).min();
-        let before = self.streams.len();
-        if jobs.values().any(|left| left.room < left.streams) {
-            self.room = 1;
-            self.streams.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
-            let shift = usize::try_from(turn).unwrap_or(0) % before;
-            self.streams.rotate_left(shift);
-            self.streams.retain(|(_, worker)| {
-                match jobs.get_mut(&(Arc::as_ptr(&worker.job) as usize)) {
-                    Some(left) => left.take(),
-                    None => true,
-                }
-            });
-        }
-        self.room = self.room.min(narrowest.unwrap_or(1));
-        self.streams.len() < before
-    }
-}
-
-/// What a subscription may still take in hand, and how many of its streams want it.
-struct Left {
-    room: usize,
-    streams: usize,
-}
-
-impl Left {
-    fn take(&mut self) -> bool {
-        let fits = self.room > 0;
-        self.room = self.room.saturating_sub(1);
-        fits
     }
 }

@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex};
 
 use headwater_stream::{Backend, Epoch};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use super::gate::Gates;
+use super::pace::Full;
 use super::verdict::{Ended, Rules};
 use crate::config::ConsumerConfig;
 use crate::retry::Handler;
@@ -27,12 +29,19 @@ pub(super) struct Job {
     pub(super) paused: AtomicBool,
     /// Messages that each partition may have in hand.
     pub(super) share: AtomicUsize,
+    /// What is kept free for the handlers of all partitions when some are read deep.
+    reserve: AtomicUsize,
     /// Whether all partitions together could have more in hand than is allowed.
-    pub(super) is_bound: AtomicBool,
+    is_bound: AtomicBool,
     /// Messages in hand, of all partitions.
     pub(super) in_hand: AtomicUsize,
     /// Those who write again what the server lost. They end with the subscription.
     rescues: Mutex<JoinSet<()>>,
+    /// Whether partitions were left out because so much is in hand already.
+    is_short: AtomicBool,
+    /// Whether partitions wait for room for a deep read, and since when there is none.
+    awaits_depth: AtomicBool,
+    full: Full,
     tally: Tally,
 }
 
@@ -82,9 +91,13 @@ impl Job {
             trace,
             paused: AtomicBool::new(false),
             share,
+            reserve: AtomicUsize::new(0),
             is_bound: AtomicBool::new(false),
             in_hand: AtomicUsize::new(0),
             rescues: Mutex::default(),
+            is_short: AtomicBool::new(false),
+            awaits_depth: AtomicBool::new(false),
+            full: Full::default(),
             tally: Tally::default(),
         }
     }
@@ -96,7 +109,64 @@ impl Job {
         let partitions = partitions.max(1);
         let share = (in_flight_max / partitions).max(concurrency).clamp(1, in_flight_max);
         self.share.store(share, Ordering::Relaxed);
-        self.is_bound.store(share.saturating_mul(partitions) > in_flight_max, Ordering::Relaxed);
+        let reserve = partitions.saturating_mul(concurrency).min(in_flight_max / 2);
+        self.reserve.store(reserve, Ordering::Relaxed);
+        let is_bound = share.saturating_mul(partitions) > in_flight_max || self.depth().is_some();
+        self.is_bound.store(is_bound, Ordering::Relaxed);
+    }
+
+    /// What a partition may have in hand that is read deep; `None` where its share is as good.
+    pub(super) fn depth(&self) -> Option<usize> {
+        let ConsumerConfig { batch, in_flight_max, .. } = self.config;
+        let depth = batch.min(in_flight_max / 4);
+        (depth >= 2 * self.share.load(Ordering::Relaxed)).then_some(depth)
+    }
+
+    /// Whether all partitions together could have more in hand than is allowed.
+    pub(super) fn is_bound(&self) -> bool {
+        self.is_bound.load(Ordering::Relaxed)
+    }
+
+    /// How many more may be in hand.
+    pub(super) fn free_room(&self) -> usize {
+        self.config.in_flight_max.saturating_sub(self.in_hand.load(Ordering::SeqCst))
+    }
+
+    /// How many more may be in hand by deep reads; none where it would be too few to be worth one.
+    pub(super) fn deep_room(&self) -> usize {
+        let room = self.free_room().saturating_sub(self.reserve.load(Ordering::Relaxed));
+        if room * 4 >= self.config.in_flight_max { room } else { 0 }
+    }
+
+    /// Looks for room for deep reads. From here on, those who make room tell the feed. Returns how much there is, and
+    /// whether there has been none for so long that its partitions are to be read as if they had no backlog.
+    pub(super) fn seek_depth(&self, now: Instant) -> (usize, bool) {
+        self.awaits_depth.store(true, Ordering::SeqCst);
+        let room = self.deep_room();
+        (room, self.full.lasts(room > 0, now))
+    }
+
+    /// Whether partitions wait for room for a deep read.
+    pub(super) fn note_awaits_depth(&self, awaits: bool) {
+        self.awaits_depth.store(awaits, Ordering::SeqCst);
+    }
+
+    /// Whether partitions were left out because so much is in hand already.
+    pub(super) fn note_short(&self, is_short: bool) {
+        self.is_short.store(is_short, Ordering::SeqCst);
+    }
+
+    /// Whether somebody waits for room that is there now. A little is told of only after handlers that took long:
+    /// where they are quick, there is more in a moment.
+    pub(super) fn is_room_awaited(&self, is_slow: bool) -> bool {
+        let is_short = self.is_short.load(Ordering::SeqCst);
+        (is_short && is_slow)
+            || ((is_short || self.awaits_depth.load(Ordering::SeqCst)) && self.deep_room() > 0)
+    }
+
+    /// Whether partitions were left out.
+    pub(super) fn is_short(&self) -> bool {
+        self.is_short.load(Ordering::SeqCst)
     }
 
     /// The rules of one of its partitions.

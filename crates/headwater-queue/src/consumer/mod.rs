@@ -2,7 +2,7 @@
 //!
 //! Upstream: applications subscribe. Downstream: `group` says which partitions, the backend has the messages.
 //!
-//! The way of a message: `feed` reads it, `worker` keeps it until a `runner` calls the handler, `verdict` says what
+//! The way of a message: `feed` reads it as `plan` says, `worker` keeps it until a `runner` calls the handler, `verdict` says what
 //! becomes of it, `settling` ends its delivery. The others look after what goes wrong meanwhile.
 
 // In dependency order: each module uses only those above it.
@@ -10,12 +10,16 @@ mod gate;
 mod lanes;
 mod verdict;
 
+mod pace;
+
 mod job;
 mod meters;
 
 mod rescue;
 
 mod feed;
+mod plan;
+mod room;
 mod worker;
 
 mod runner;

@@ -7,6 +7,7 @@
 use std::any::Any;
 use std::future::poll_fn;
 use std::panic::AssertUnwindSafe;
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -123,19 +124,21 @@ async fn in_time<F: Future<Output = Outcome>>(
     worker: &Arc<Worker>,
     handling: CatchUnwind<AssertUnwindSafe<F>>,
 ) -> Result<Outcome, Box<dyn Any + Send>> {
-    let mut handling = Box::pin(handling);
+    // Not in a box of its own: an allocation for each message is a good part of what a quick one costs.
+    let mut place = pin!(Some(handling));
+    let mut handling = place.as_mut().as_pin_mut().expect("it was put there just now");
     // Most handlers that wait for nothing end here.
-    if let Poll::Ready(outcome) = futures_util::poll!(&mut handling) {
+    if let Poll::Ready(outcome) = futures_util::poll!(handling.as_mut()) {
         return outcome;
     }
     worker.settle_soon();
     let Some(limit) = worker.job.config.handler_timeout else { return handling.await };
-    match tokio::time::timeout(limit, &mut handling).await {
+    match tokio::time::timeout(limit, handling).await {
         Ok(outcome) => outcome,
         Err(_) => {
             worker.meters.anomaly("timeout", 1);
             // What it holds is dropped here, and may panic as well.
-            std::panic::catch_unwind(AssertUnwindSafe(move || drop(handling)))?;
+            std::panic::catch_unwind(AssertUnwindSafe(|| place.set(None)))?;
             Ok(Outcome::retry(format!("the handler took longer than {limit:?}")))
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `feed` brings what was read, `adoption` what was taken over. Downstream: `runner` handles, `settling` ends
 //! deliveries.
-//! Promises: never more in hand than the partition's share; at most `concurrency` handlers at once; once it has ended,
+//! Promises: never more in hand than `room` allows; at most `concurrency` handlers at once; once it has ended,
 //! nothing that an old handler says has any effect.
 //! There are no tasks while there is nothing to do: runners and settlers are started when there is work and end with it.
 
@@ -21,7 +21,9 @@ use super::gate::Gate;
 use super::job::Job;
 use super::lanes::{Item, Lanes};
 use super::meters::Meters;
+use super::pace::Pace;
 use super::rescue::Witness;
+use super::room::LONG;
 use super::runner;
 use super::upkeep::Dates;
 use super::verdict::{Ended, Ending, Rules, Verdict};
@@ -32,9 +34,6 @@ use crate::group::seam::Alarm;
 const SETTLE_AT: usize = 256;
 /// Outcomes wait no longer than this for others while handlers are at work.
 const SETTLE_AFTER: Duration = Duration::from_millis(1);
-
-/// Messages of a partition that may wait at gates.
-const HELD_MAX: usize = 20_000;
 
 /// One partition and those who work on it.
 pub(super) struct Worker {
@@ -47,15 +46,16 @@ pub(super) struct Worker {
     pub(super) witness: Arc<Witness>,
     pub(super) meters: Meters,
     pub(super) feed: Arc<Feed>,
+    pub(super) pace: Pace,
     /// Whether new entries are to be read.
-    is_reading: AtomicBool,
+    pub(super) is_reading: AtomicBool,
     /// Whether the feed knows that there is room: it reads the partition, or it was told to look again.
-    is_known: AtomicBool,
+    pub(super) is_known: AtomicBool,
     /// What counts against the partition's share.
-    in_hand: AtomicUsize,
-    ready: AtomicUsize,
+    pub(super) in_hand: AtomicUsize,
+    pub(super) ready: AtomicUsize,
     /// Of those in hand, how many wait at a gate, or behind one that does: they take no room, or partitions could wait for each other for ever.
-    held: AtomicUsize,
+    pub(super) held: AtomicUsize,
     /// Whether something was given back here that is to be taken up again.
     has_released: AtomicBool,
     pub(super) dates: Dates,
@@ -117,15 +117,6 @@ pub(super) struct Leftovers {
     pub(super) outcomes: Vec<Settlement>,
 }
 
-/// How much may be read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
-    None,
-    /// A little: everything in hand is being handled.
-    Tight(usize),
-    Wide(usize),
-}
-
 impl Worker {
     pub(super) fn new(
         job: Arc<Job>,
@@ -159,6 +150,7 @@ impl Worker {
             rules,
             meters,
             feed,
+            pace: Pace::default(),
             is_reading: AtomicBool::new(false),
             is_known: AtomicBool::new(false),
             in_hand: AtomicUsize::new(0),
@@ -211,38 +203,6 @@ impl Worker {
         }
     }
 
-    /// How much may be read now. From here on, more room is told to the feed.
-    pub(super) fn room(&self) -> Room {
-        self.is_known.store(false, Ordering::SeqCst);
-        let is_wanted = self.is_reading.load(Ordering::Acquire) && !self.job.is_paused();
-        if !is_wanted || !self.lease.is_trusted() {
-            return Room::None;
-        }
-        self.free_room()
-    }
-
-    /// The next read includes this partition.
-    pub(super) fn is_listed(&self) {
-        self.is_known.store(true, Ordering::SeqCst);
-    }
-
-    fn free_room(&self) -> Room {
-        let share = self.job.share.load(Ordering::Relaxed);
-        let held = self.held.load(Ordering::SeqCst);
-        if held >= HELD_MAX {
-            return Room::None;
-        }
-        let in_hand = self.in_hand().saturating_sub(held);
-        let room = share.saturating_sub(in_hand);
-        if room > 0 && room * 4 >= share {
-            Room::Wide(room)
-        } else if room > 0 && self.ready.load(Ordering::SeqCst) == 0 {
-            Room::Tight(room)
-        } else {
-            Room::None
-        }
-    }
-
     /// Waits until nobody else takes pending entries over.
     pub(super) async fn adoption_turn(&self) -> SemaphorePermit<'_> {
         self.adoption.acquire().await.expect("nobody closes it")
@@ -251,16 +211,6 @@ impl Worker {
     /// Whether somebody takes pending entries over, or waits for room to do so.
     pub(super) fn is_adopting(&self) -> bool {
         self.adoption.available_permits() == 0
-    }
-
-    /// How many pending entries may be taken over now. Those that wait at a gate take no room here either.
-    pub(super) fn adoption_room(&self) -> usize {
-        let held = self.held.load(Ordering::SeqCst);
-        if held >= HELD_MAX {
-            return 0;
-        }
-        let share = self.job.share.load(Ordering::Relaxed);
-        share.saturating_sub(self.in_hand().saturating_sub(held))
     }
 
     /// Takes in what was read or taken over.
@@ -383,6 +333,7 @@ impl Worker {
         if state.generation != slot.generation {
             return Step { next: None, has_woken: false };
         }
+        let came_at = item.came_at;
         match state.bring_in_line(verdict) {
             Verdict::End(ending) if ending.result == Ended::Release && state.keeps(&item) => {
                 self.meters.ended(Ended::Release, took);
@@ -416,7 +367,10 @@ impl Worker {
         has_woken |= state.watchers > 0;
         self.tell_watchers(&state);
         drop(state);
-        has_woken |= self.ask_for_more();
+        if next.is_none() {
+            self.pace.ended(came_at);
+        }
+        has_woken |= self.ask_for_more(took.is_some_and(|took| took >= LONG));
         Step { next, has_woken }
     }
 
@@ -428,44 +382,10 @@ impl Worker {
             let generation = state.generation;
             self.spawn(Arc::clone(self).settle_all(generation));
         }
-    }
-
-    /// Tells the feed that there is room again, once. Returns whether it did.
-    fn ask_for_more(&self) -> bool {
-        if self.is_known.load(Ordering::SeqCst) {
-            return false;
+        drop(state);
+        if self.job.is_short() {
+            self.ask_for_more(true);
         }
-        let share = self.job.share.load(Ordering::Relaxed);
-        let is_worth_it = match self.free_room() {
-            // What one partition gives back, another may wait for.
-            _ if self.job.is_bound.load(Ordering::Relaxed) => true,
-            Room::None => false,
-            Room::Tight(_) => true,
-            // Not at once: a read for a few entries costs as much as one for many. But slow handlers must not keep
-            // others waiting, who could work beside them.
-            Room::Wide(room) => room * 2 >= share || self.ready.load(Ordering::SeqCst) == 0,
-        };
-        if is_worth_it && !self.is_known.swap(true, Ordering::SeqCst) {
-            self.feed.look_again();
-            return true;
-        }
-        false
-    }
-
-    /// So many more are in hand.
-    pub(super) fn took(&self, entries: usize) {
-        self.in_hand.fetch_add(entries, Ordering::SeqCst);
-        self.job.in_hand.fetch_add(entries, Ordering::Relaxed);
-    }
-
-    /// So many fewer are in hand.
-    pub(super) fn gave(&self, entries: usize) {
-        self.in_hand.fetch_sub(entries, Ordering::SeqCst);
-        self.job.in_hand.fetch_sub(entries, Ordering::Relaxed);
-    }
-
-    pub(super) fn in_hand(&self) -> usize {
-        self.in_hand.load(Ordering::SeqCst)
     }
 
     /// The entries in hand, those that are being settled included.
@@ -484,7 +404,7 @@ impl Worker {
         self.gave(removed);
         self.tell_watchers(&state);
         self.start_runners(state);
-        self.ask_for_more();
+        self.ask_for_more(true);
     }
 
     /// Begins what could not begin before: the lease may be trusted again.

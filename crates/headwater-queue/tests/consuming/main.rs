@@ -6,6 +6,7 @@ mod env;
 mod counted;
 mod record;
 
+mod backlog;
 mod bad_handlers;
 mod bad_input;
 mod crash;

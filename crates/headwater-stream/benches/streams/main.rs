@@ -63,7 +63,7 @@ const _: () = assert!(QUICK.durable_entries.is_multiple_of(BATCHES));
 async fn main() -> Result<()> {
     let request = Request::from_arguments();
     let mut effort = if request.quick { QUICK } else { FULL };
-    effort.rounds = request.rounds.unwrap_or(effort.rounds);
+    effort.rounds = request.number("--rounds").unwrap_or(effort.rounds);
     let mut report = Report;
 
     let redis = Redis::start()?;
