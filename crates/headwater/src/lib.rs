@@ -34,6 +34,7 @@ pub mod tickets;
 
 mod webhooks;
 
+mod admin;
 mod issues;
 
 mod health;

@@ -13,12 +13,12 @@ use axum::routing::get;
 
 use crate::app::App;
 use crate::http::{ApiError, access, limits, rate};
-use crate::{health, issues, webhooks};
+use crate::{admin, health, issues, webhooks};
 
 /// All routes of `serve`.
 pub(crate) fn serve(app: &App) -> Router {
     // Routes below /api/v1 are merged here; the desk's, too.
-    let api = issues::routes();
+    let api = issues::routes().merge(admin::routes(app.operations.clone()));
     let guarded = Router::new().nest("/api/v1", api).merge(metrics_routes());
     let guarded = guarded.layer(from_fn_with_state(app.clone(), access::require));
     // Webhooks check their callers themselves, by signatures.

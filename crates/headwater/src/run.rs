@@ -23,6 +23,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
 use tracing::{debug, error, info, warn};
 
+use crate::admin::Operations;
 use crate::app::{App, Shared};
 use crate::failure::Failure;
 use crate::health::Health;
@@ -102,6 +103,8 @@ pub(crate) async fn run(
         stopping: stopping.clone(),
         store: Arc::clone(&store),
         streams: Arc::clone(&streams),
+        operations: Operations::new(Arc::clone(&streams), settings.http.clone(), stopping.clone())
+            .context("the operations")?,
         nudger,
         inbox,
         settings: settings.clone(),

@@ -84,12 +84,24 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
 /// JSON as an argument of a route.
 pub(crate) struct JsonBody<T>(pub(crate) T);
 
-impl<T: DeserializeOwned> FromRequest<App> for JsonBody<T> {
+/// A state of routes that says how much of a body is read.
+pub(crate) trait ReadLimits: Send + Sync {
+    /// The limits.
+    fn read_limits(&self) -> &Http;
+}
+
+impl ReadLimits for App {
+    fn read_limits(&self) -> &Http {
+        &self.settings.http
+    }
+}
+
+impl<T: DeserializeOwned, S: ReadLimits> FromRequest<S> for JsonBody<T> {
     type Rejection = ApiError;
 
-    async fn from_request(request: Request, app: &App) -> Result<Self, ApiError> {
+    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         require_json(request.headers())?;
-        let bytes = read(request.into_body(), &app.settings.http).await?;
+        let bytes = read(request.into_body(), state.read_limits()).await?;
         parse(&bytes).map(Self)
     }
 }

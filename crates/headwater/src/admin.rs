@@ -1,0 +1,104 @@
+//! What operators do with topics, groups, messages and dead letters, as routes below `/api/v1`.
+//!
+//! Upstream: `router` puts them behind access and limits; the command line calls the same routes in its own process
+//! (`operator`), so that a verb does the same over the network and without. Downstream: `headwater-queue`.
+//! Promises: what destroys needs the role `admin`; listings come in pages; bytes that are no text travel as base64.
+
+mod groups;
+mod letters;
+mod messages;
+mod topics;
+mod views;
+
+use axum::Router;
+use axum::http::StatusCode;
+use headwater_queue::{Producer, ProducerConfig, Queue, QueueError};
+use headwater_stream::{Backend, StreamError};
+use std::sync::Arc;
+use std::time::Duration;
+use tracing::{error, warn};
+use utoipa_axum::router::OpenApiRouter;
+
+use crate::http::ApiError;
+use crate::http::body::ReadLimits;
+use crate::settings::Http;
+use crate::stop::Stopping;
+
+/// How soon to come back when somebody else changes the same thing.
+const BUSY_FOR: Duration = Duration::from_secs(1);
+
+/// What the routes work on.
+#[derive(Clone)]
+pub(crate) struct Operations {
+    queue: Queue,
+    producer: Producer,
+    http: Http,
+    stopping: Stopping,
+}
+
+impl Operations {
+    /// On these streams.
+    pub(crate) fn new(
+        streams: Arc<dyn Backend>,
+        http: Http,
+        stopping: Stopping,
+    ) -> Result<Self, QueueError> {
+        let queue = Queue::new(streams);
+        let producer = queue.producer(ProducerConfig::default())?;
+        Ok(Self { queue, producer, http, stopping })
+    }
+}
+
+impl ReadLimits for Operations {
+    fn read_limits(&self) -> &Http {
+        &self.http
+    }
+}
+
+/// The routes with their description.
+pub(crate) fn described_routes() -> OpenApiRouter<Operations> {
+    OpenApiRouter::new()
+        .merge(topics::routes())
+        .merge(messages::routes())
+        .merge(groups::routes())
+        .merge(letters::routes())
+}
+
+/// The routes, for a router with any state.
+pub(crate) fn routes<S>(operations: Operations) -> Router<S> {
+    Router::from(described_routes()).with_state(operations)
+}
+
+impl From<QueueError> for ApiError {
+    fn from(problem: QueueError) -> Self {
+        let message = problem.to_string();
+        let conflict = |message| Self::new(StatusCode::CONFLICT, "conflict", message);
+        match &problem {
+            QueueError::Invalid { .. } | QueueError::Backend(StreamError::Invalid { .. }) => {
+                Self::invalid(message)
+            }
+            QueueError::NoTopic { .. }
+            | QueueError::NoGroup { .. }
+            | QueueError::NoDeadLetter { .. } => Self::not_found(message),
+            QueueError::TopicExists { .. } | QueueError::GroupAtWork { .. } => conflict(message),
+            QueueError::Busy { .. } => conflict(message).retry_after(BUSY_FOR),
+            QueueError::Backlogged { retry_after, .. } => {
+                Self::new(StatusCode::TOO_MANY_REQUESTS, "backlogged", message)
+                    .retry_after(*retry_after)
+            }
+            QueueError::DeadlineExceeded { .. } => {
+                Self::new(StatusCode::GATEWAY_TIMEOUT, "unconfirmed", message)
+            }
+            // The reason may name servers; it is for the log.
+            other if other.is_transient() => {
+                warn!(error = %problem, "the streams did not answer a request");
+                Self::unavailable("the streams do not answer; try again")
+            }
+            _ => {
+                error!(error = %problem, "a request failed");
+                let message = "something went wrong here; the log says what";
+                Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
+            }
+        }
+    }
+}

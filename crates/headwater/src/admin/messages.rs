@@ -1,0 +1,247 @@
+//! Messages: produce, list, follow.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::{Path, Query, State};
+use axum::http::StatusCode;
+use axum::response::Sse;
+use axum::response::sse::{Event, KeepAlive};
+use futures_util::Stream;
+use headwater_queue::{
+    Bound, Headers, MessageQuery, NewMessage, QueueError, TailConfig, TailStart,
+};
+use headwater_stream::Direction;
+use serde::{Deserialize, Serialize};
+use tracing::debug;
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::Operations;
+use super::views::{MessageView, PageView, Payload, Point, point};
+use crate::http::ApiError;
+use crate::http::body::{Answer, JsonBody};
+
+/// How long a tail waits for messages before it looks whether it should end.
+const TAIL_WAIT: Duration = Duration::from_secs(1);
+
+pub(super) fn routes() -> OpenApiRouter<Operations> {
+    OpenApiRouter::new().routes(routes!(list, produce)).routes(routes!(tail))
+}
+
+/// Messages to send, in order.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Produce {
+    messages: Vec<ProducedMessage>,
+}
+
+/// A message to send.
+#[derive(Debug, Deserialize, ToSchema)]
+pub(crate) struct ProducedMessage {
+    /// What decides its partition and its order.
+    key: Option<String>,
+    #[serde(flatten)]
+    payload: Payload,
+    #[serde(default)]
+    headers: Headers,
+    /// The partition, if it is not to be chosen by the key.
+    partition: Option<u16>,
+    /// Counts once however often it is sent within ten minutes.
+    id: Option<String>,
+    /// Stored now, delivered after this time.
+    delay_ms: Option<u64>,
+}
+
+/// What became of each message, in order.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Produced {
+    messages: Vec<ProducedOne>,
+}
+
+/// What became of a message.
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(untagged)]
+pub(crate) enum ProducedOne {
+    /// It is in its partition.
+    Sent { id: String, partition: u16, duplicate: bool },
+    /// It waits for its time.
+    Delayed { delayed_id: String, partition: u16 },
+    /// It was not sent, or may not have been.
+    Failed { error: String },
+}
+
+/// Sends messages. With one message, a failure is the status of the answer; with several, each has its own result.
+#[utoipa::path(post, path = "/topics/{topic}/messages", tag = "messages", params(("topic" = String, Path)), request_body = Produce,
+    responses((status = 201, body = Produced), (status = 429, description = "The topic is over its byte budget.")))]
+async fn produce(
+    State(operations): State<Operations>,
+    Path(topic): Path<String>,
+    JsonBody(produce): JsonBody<Produce>,
+) -> Result<(StatusCode, Json<Produced>), ApiError> {
+    let is_one = produce.messages.len() == 1;
+    let mut now = Vec::new();
+    let mut later = Vec::new();
+    for (place, message) in produce.messages.into_iter().enumerate() {
+        let new = NewMessage {
+            key: message.key,
+            payload: message.payload.into_bytes()?.into(),
+            headers: message.headers,
+            partition: message.partition,
+            id: message.id,
+            max_retries: None,
+        };
+        match message.delay_ms {
+            None => now.push((place, new)),
+            Some(delay) => later.push((place, Duration::from_millis(delay), new)),
+        }
+    }
+    let mut results = Vec::new();
+    let (places, messages): (Vec<_>, Vec<_>) = now.into_iter().unzip();
+    if !messages.is_empty() {
+        let sent = operations.producer.send_batch(&topic, messages).await?;
+        for (place, result) in places.into_iter().zip(sent) {
+            results.push((place, sent_one(result)));
+        }
+    }
+    for (place, delay, message) in later {
+        let delayed = operations.producer.send_after(&topic, message, delay).await;
+        let one = delayed.map(|delayed| ProducedOne::Delayed {
+            delayed_id: delayed.id.to_string(),
+            partition: delayed.partition,
+        });
+        results.push((place, one));
+    }
+    results.sort_by_key(|(place, _)| *place);
+    let mut messages = Vec::new();
+    for (_, result) in results {
+        match result {
+            Ok(one) => messages.push(one),
+            Err(error) if is_one => return Err(error.into()),
+            Err(error) => messages.push(ProducedOne::Failed { error: error.to_string() }),
+        }
+    }
+    Ok((StatusCode::CREATED, Json(Produced { messages })))
+}
+
+fn sent_one(result: Result<headwater_queue::Sent, QueueError>) -> Result<ProducedOne, QueueError> {
+    result.map(|sent| ProducedOne::Sent {
+        id: sent.id.to_string(),
+        partition: sent.partition,
+        duplicate: sent.duplicate,
+    })
+}
+
+/// Which messages.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+struct ListQuery {
+    /// The oldest: an entry id or a time.
+    from: Option<String>,
+    /// The newest: an entry id or a time.
+    to: Option<String>,
+    /// The newest first.
+    #[serde(default)]
+    newest_first: bool,
+    partition: Option<u16>,
+    /// At most this many; 100 by default, 1000 at most.
+    limit: Option<usize>,
+    /// `next` of the page before.
+    cursor: Option<String>,
+}
+
+/// Messages of all partitions in the order they were stored, handled or not.
+#[utoipa::path(get, path = "/topics/{topic}/messages", tag = "messages", params(("topic" = String, Path), ListQuery),
+    responses((status = 200, body = PageView<MessageView>), (status = 404)))]
+async fn list(
+    State(operations): State<Operations>,
+    Path(topic): Path<String>,
+    Query(query): Query<ListQuery>,
+) -> Answer<PageView<MessageView>> {
+    let bound = |what, text: Option<String>| {
+        let point = text.map(|text| point(what, &text)).transpose()?;
+        Ok::<_, ApiError>(point.map(|point| match point {
+            Point::Id(id) => Bound::Id(id),
+            Point::Time(at) => Bound::Time(at),
+        }))
+    };
+    let defaults = MessageQuery::default();
+    let asked = MessageQuery {
+        from: bound("from", query.from)?,
+        to: bound("to", query.to)?,
+        direction: if query.newest_first { Direction::Backward } else { Direction::Forward },
+        partition: query.partition,
+        limit: query.limit.unwrap_or(defaults.limit),
+        cursor: query.cursor,
+    };
+    let page = operations.queue.inspect().messages(&topic, &asked).await?;
+    let items = page.items.into_iter().map(|stored| MessageView::new(&topic, stored)).collect();
+    Ok(Json(PageView { items, next: page.next }))
+}
+
+/// Where to begin.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+struct TailQuery {
+    /// `beginning`, an entry id, or a time. By default: what comes after now.
+    from: Option<String>,
+    partition: Option<u16>,
+}
+
+/// Follows a topic: one server-sent event `message` for each message as it arrives.
+#[utoipa::path(get, path = "/topics/{topic}/tail", tag = "messages", params(("topic" = String, Path), TailQuery),
+    responses((status = 200, content_type = "text/event-stream", body = MessageView)))]
+async fn tail(
+    State(operations): State<Operations>,
+    Path(topic): Path<String>,
+    Query(query): Query<TailQuery>,
+) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
+    let start = match query.from.as_deref() {
+        None => TailStart::End,
+        Some("beginning") => TailStart::Beginning,
+        Some(text) => match point("from", text)? {
+            // A tail goes over partitions, whose ids are times.
+            Point::Id(id) => {
+                TailStart::Time(headwater_stream::clock::Timestamp::from_millis(id.ms))
+            }
+            Point::Time(at) => TailStart::Time(at),
+        },
+    };
+    let config = TailConfig { start, partition: query.partition, ..TailConfig::default() };
+    let tail = operations.queue.tail(&topic, config).await?;
+    let stopping = operations.stopping.clone();
+    let state = (tail, topic, stopping);
+    let batches = futures_util::stream::unfold(state, |(mut tail, topic, stopping)| async move {
+        let read = loop {
+            if stopping.has_begun() {
+                return None;
+            }
+            match tail.next(TAIL_WAIT).await {
+                Ok(messages) if messages.is_empty() => {}
+                other => break other,
+            }
+        };
+        match read {
+            Ok(messages) => {
+                let events: Vec<_> = messages
+                    .into_iter()
+                    .map(|stored| event("message", &MessageView::new(&topic, stored)))
+                    .collect();
+                Some((events, (tail, topic, stopping)))
+            }
+            Err(error) => {
+                debug!(%topic, %error, "a tail ended");
+                None
+            }
+        }
+    });
+    let events = futures_util::StreamExt::flat_map(batches, futures_util::stream::iter);
+    Ok(Sse::new(events).keep_alive(KeepAlive::default()))
+}
+
+fn event<T: Serialize>(name: &str, data: &T) -> Result<Event, Infallible> {
+    let event = Event::default().event(name);
+    Ok(event.json_data(data).unwrap_or_else(|_| Event::default().comment("not shown")))
+}
