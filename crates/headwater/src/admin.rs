@@ -24,6 +24,8 @@ use crate::http::body::ReadLimits;
 use crate::settings::Http;
 use crate::stop::Stopping;
 
+pub(crate) use self::views::{Payload, all as all_fields};
+
 /// How soon to come back when somebody else changes the same thing.
 const BUSY_FOR: Duration = Duration::from_secs(1);
 

@@ -9,7 +9,6 @@ use headwater_issue::{Inbox, Nudger, Store};
 use headwater_stream::Backend;
 use metrics_exporter_prometheus::PrometheusHandle;
 
-use crate::admin::Operations;
 use crate::health::Health;
 use crate::http::{Access, Rate};
 use crate::settings::Settings;
@@ -23,8 +22,6 @@ pub(crate) struct Shared {
     pub(crate) store: Arc<dyn Store>,
     /// The streams.
     pub(crate) streams: Arc<dyn Backend>,
-    /// What operators do with topics.
-    pub(crate) operations: Operations,
     /// Sends nudges.
     pub(crate) nudger: Nudger,
     /// Where events come in.

@@ -6,6 +6,7 @@
 
 use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 
+use crate::operator;
 use crate::settings::{Kind, TABLE};
 
 /// Durable event processing: from webhook to reply in one binary.
@@ -33,6 +34,8 @@ pub(crate) enum Verb {
     Config(Config),
     /// Show an embedded stream at work: append, read, settle, crash and go on.
     Demo,
+    #[command(flatten)]
+    Operator(Box<operator::Verb>),
     // More verbs go here.
 }
 
@@ -84,7 +87,10 @@ pub(crate) fn definition() -> Command {
 
 /// Flags are global, so each may stand before or after the verb; clap gives the deepest one to all.
 fn flags(matches: &ArgMatches) -> Vec<(&'static str, String)> {
-    let matches = matches.subcommand().map_or(matches, |(_, below)| below);
+    let mut matches = matches;
+    while let Some((_, below)) = matches.subcommand() {
+        matches = below;
+    }
     let given = TABLE.iter().filter(|setting| !matches!(setting.kind, Kind::Secret));
     given
         .filter_map(|setting| {
@@ -112,6 +118,7 @@ mod tests {
         for words in [
             ["headwater", "serve", "--http-listen", "127.0.0.1:0"],
             ["headwater", "--http-listen", "127.0.0.1:0", "serve"],
+            ["headwater", "topic", "list", "--http-listen=127.0.0.1:0"],
         ] {
             let parsed = parse_words(&words).unwrap();
             assert_eq!(parsed.flags, [("http.listen", "127.0.0.1:0".to_owned())]);

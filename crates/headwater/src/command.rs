@@ -37,6 +37,7 @@ async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
     };
     match dispatch(parsed, handler).await {
         Ok(()) => ExitCode::SUCCESS,
+        Err(Failure::NobodyReads) => ExitCode::SUCCESS,
         Err(failure) => {
             eprintln!("headwater: {failure}");
             failure.exit_code()
@@ -51,6 +52,7 @@ async fn dispatch(parsed: Parsed, handler: Option<Arc<dyn IssueHandler>>) -> Res
         Verb::Worker => start(Role::Worker, load(&line, flags)?, handler).await,
         Verb::Config(config) => print_settings(config, &line, flags),
         Verb::Demo => Ok(demo::run().await?),
+        Verb::Operator(verb) => verb.run(&load(&line, flags)?.settings).await,
     }
 }
 

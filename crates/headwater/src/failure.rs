@@ -13,6 +13,12 @@ pub(crate) enum Failure {
     /// Exit code 2: mend the setting.
     #[error("{0}")]
     Settings(#[from] SettingsError),
+    /// Exit code 2: mend the command line.
+    #[error("{0}")]
+    Usage(String),
+    /// Exit code 0: whoever read our output has gone, as `head` does.
+    #[error("nobody reads the output any more")]
+    NobodyReads,
     /// Exit code 3: start the server, or mend its address.
     #[error("{0}")]
     Unreachable(String),
@@ -27,11 +33,17 @@ impl Failure {
         Self::Failed(anyhow::Error::msg(sentence.into()))
     }
 
+    /// A wrong command line.
+    pub(crate) fn usage(sentence: impl Into<String>) -> Self {
+        Self::Usage(sentence.into())
+    }
+
     /// 1 failed, 2 usage or a wrong setting, 3 a server cannot be reached.
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
             Self::Failed(_) => ExitCode::FAILURE,
-            Self::Settings(_) => ExitCode::from(2),
+            Self::Settings(_) | Self::Usage(_) => ExitCode::from(2),
+            Self::NobodyReads => ExitCode::SUCCESS,
             Self::Unreachable(_) => ExitCode::from(3),
         }
     }

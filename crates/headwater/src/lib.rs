@@ -12,7 +12,6 @@ pub mod text;
 
 mod settings;
 
-mod cli;
 mod failure;
 mod stop;
 mod telemetry;
@@ -45,6 +44,10 @@ mod stand_in;
 mod run;
 
 mod demo;
+
+mod operator;
+
+mod cli;
 
 mod command;
 

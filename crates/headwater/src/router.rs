@@ -11,14 +11,15 @@ use axum::middleware::from_fn_with_state;
 use axum::response::IntoResponse;
 use axum::routing::get;
 
+use crate::admin::{self, Operations};
 use crate::app::App;
 use crate::http::{ApiError, access, limits, rate};
-use crate::{admin, health, issues, webhooks};
+use crate::{health, issues, webhooks};
 
 /// All routes of `serve`.
-pub(crate) fn serve(app: &App) -> Router {
+pub(crate) fn serve(app: &App, operations: Operations) -> Router {
     // Routes below /api/v1 are merged here; the desk's, too.
-    let api = issues::routes().merge(admin::routes(app.operations.clone()));
+    let api = issues::routes().merge(admin::routes(operations));
     let guarded = Router::new().nest("/api/v1", api).merge(metrics_routes());
     let guarded = guarded.layer(from_fn_with_state(app.clone(), access::require));
     // Webhooks check their callers themselves, by signatures.

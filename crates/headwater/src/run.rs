@@ -103,14 +103,14 @@ pub(crate) async fn run(
         stopping: stopping.clone(),
         store: Arc::clone(&store),
         streams: Arc::clone(&streams),
-        operations: Operations::new(Arc::clone(&streams), settings.http.clone(), stopping.clone())
-            .context("the operations")?,
         nudger,
         inbox,
         settings: settings.clone(),
     });
+    let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), stopping.clone());
+    let operations = operations.context("the operations")?;
     let routes = match role {
-        Role::Serve => router::serve(&app),
+        Role::Serve => router::serve(&app, operations),
         Role::Worker => router::worker(&app),
     };
 

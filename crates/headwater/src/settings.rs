@@ -20,7 +20,7 @@ use secrecy::{ExposeSecret, SecretString};
 
 pub(crate) use self::describe::{as_json, as_markdown, as_text};
 pub(crate) use self::error::SettingsError;
-pub(crate) use self::kind::Kind;
+pub(crate) use self::kind::{Kind, time};
 use self::lists::Lists;
 pub(crate) use self::lists::{Integration, Provider, Role, Token};
 pub(crate) use self::shown::url as shown_url;

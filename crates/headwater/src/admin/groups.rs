@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use headwater_queue::{
     Counted, GroupView, Mode, PendingFilter, PendingView, Reset, ResetGuard, ResetReport, ResetTo,
 };
@@ -13,10 +13,11 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::Operations;
-use super::views::{PageView, Point, id, milliseconds, point};
+use super::views::{Point, id, milliseconds, point};
 use crate::http::ApiError;
 use crate::http::access::Caller;
 use crate::http::body::{Answer, JsonBody};
+use crate::http::extract::{PathOf, QueryOf};
 use crate::settings::Role;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
@@ -39,6 +40,12 @@ pub(crate) struct GroupDescription {
     members: Vec<MemberLine>,
     consumers: Vec<ConsumerLine>,
     partitions: Vec<GroupPartitionLine>,
+}
+
+/// The groups of a topic.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct GroupPage {
+    groups: Vec<GroupDescription>,
 }
 
 /// A process that takes part.
@@ -122,13 +129,13 @@ fn description(view: GroupView) -> GroupDescription {
 
 /// The groups of a topic.
 #[utoipa::path(get, path = "/topics/{topic}/groups", tag = "groups", params(("topic" = String, Path)),
-    responses((status = 200, body = PageView<GroupDescription>), (status = 404)))]
+    responses((status = 200, body = GroupPage), (status = 404)))]
 async fn list(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
-) -> Answer<PageView<GroupDescription>> {
+    PathOf(topic): PathOf<String>,
+) -> Answer<GroupPage> {
     let groups = operations.queue.inspect().groups(&topic).await?;
-    Ok(Json(PageView { items: groups.into_iter().map(description).collect(), next: None }))
+    Ok(Json(GroupPage { groups: groups.into_iter().map(description).collect() }))
 }
 
 /// One group: lag, pending, consumers, owners with epoch and heartbeat age.
@@ -136,7 +143,7 @@ async fn list(
     params(("topic" = String, Path), ("group" = String, Path)), responses((status = 200, body = GroupDescription), (status = 404)))]
 async fn describe(
     State(operations): State<Operations>,
-    Path((topic, group)): Path<(String, String)>,
+    PathOf((topic, group)): PathOf<(String, String)>,
 ) -> Answer<GroupDescription> {
     Ok(Json(description(operations.queue.inspect().group(&topic, &group).await?)))
 }
@@ -190,7 +197,7 @@ impl From<Counted> for CountView {
     responses((status = 200, body = ResetAnswer), (status = 404), (status = 409, description = "The group is at work.")))]
 async fn reset(
     State(operations): State<Operations>,
-    Path((topic, group)): Path<(String, String)>,
+    PathOf((topic, group)): PathOf<(String, String)>,
     caller: Caller,
     JsonBody(wish): JsonBody<ResetWish>,
 ) -> Answer<ResetAnswer> {
@@ -221,6 +228,7 @@ async fn reset(
 
 /// Which pending messages.
 #[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct PendingQuery {
     partition: Option<u16>,
@@ -232,6 +240,14 @@ struct PendingQuery {
     limit: Option<usize>,
     /// `next` of the page before.
     cursor: Option<String>,
+}
+
+/// A part of a list.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct PendingPage {
+    pending: Vec<PendingLine>,
+    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<String>,
 }
 
 /// A message that is delivered and not settled.
@@ -247,12 +263,12 @@ pub(crate) struct PendingLine {
 /// Messages in hand, of all partitions in the order they were stored.
 #[utoipa::path(get, path = "/topics/{topic}/groups/{group}/pending", tag = "groups",
     params(("topic" = String, Path), ("group" = String, Path), PendingQuery),
-    responses((status = 200, body = PageView<PendingLine>), (status = 404)))]
+    responses((status = 200, body = PendingPage), (status = 404)))]
 async fn pending(
     State(operations): State<Operations>,
-    Path((topic, group)): Path<(String, String)>,
-    Query(query): Query<PendingQuery>,
-) -> Answer<PageView<PendingLine>> {
+    PathOf((topic, group)): PathOf<(String, String)>,
+    QueryOf(query): QueryOf<PendingQuery>,
+) -> Answer<PendingPage> {
     let defaults = PendingFilter::default();
     let filter = PendingFilter {
         partition: query.partition,
@@ -269,5 +285,8 @@ async fn pending(
         idle_ms: milliseconds(pending.idle),
         deliveries: pending.deliveries,
     };
-    Ok(Json(PageView { items: page.items.into_iter().map(line).collect(), next: page.next }))
+    Ok(Json(PendingPage {
+        pending: page.items.into_iter().map(line).collect(),
+        next_cursor: page.next,
+    }))
 }

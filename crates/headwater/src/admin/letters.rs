@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use headwater_queue::{
     DeadLetter, DeadLetterFilter, DeadLetterQuery, Headers, Letters, PurgeConfig, ReplayConfig,
 };
@@ -16,10 +16,11 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::Operations;
-use super::views::{PageView, Payload, all, entry_id, id, time};
+use super::views::{Payload, all, entry_id, id, time};
 use crate::http::ApiError;
 use crate::http::access::Caller;
 use crate::http::body::{Answer, JsonBody};
+use crate::http::extract::{PathOf, QueryOf};
 use crate::settings::Role;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
@@ -73,8 +74,17 @@ fn view(letter: DeadLetter, with_fields: bool) -> LetterView {
     }
 }
 
+/// A part of a list.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct LetterPage {
+    dead_letters: Vec<LetterView>,
+    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<String>,
+}
+
 /// Which dead letters.
 #[derive(Debug, Default, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct BrowseQuery {
     /// Only those whose reason holds this text.
@@ -167,12 +177,12 @@ fn filter(
 
 /// The dead letters of a topic; copies are shown once.
 #[utoipa::path(get, path = "/topics/{topic}/dead-letters", tag = "dead letters", params(("topic" = String, Path), BrowseQuery),
-    responses((status = 200, body = PageView<LetterView>), (status = 404)))]
+    responses((status = 200, body = LetterPage), (status = 404)))]
 async fn browse(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
-    Query(query): Query<BrowseQuery>,
-) -> Answer<PageView<LetterView>> {
+    PathOf(topic): PathOf<String>,
+    QueryOf(query): QueryOf<BrowseQuery>,
+) -> Answer<LetterPage> {
     let defaults = DeadLetterQuery::default();
     let asked = DeadLetterQuery {
         filter: filter(
@@ -188,7 +198,7 @@ async fn browse(
     };
     let page = operations.queue.dead_letters(&topic).await?.browse(&asked).await?;
     let items = page.items.into_iter().map(|letter| view(letter, false)).collect();
-    Ok(Json(PageView { items, next: page.next }))
+    Ok(Json(LetterPage { dead_letters: items, next_cursor: page.next }))
 }
 
 /// One dead letter with all its fields.
@@ -196,7 +206,7 @@ async fn browse(
     params(("topic" = String, Path), ("id" = String, Path)), responses((status = 200, body = LetterView), (status = 404)))]
 async fn show(
     State(operations): State<Operations>,
-    Path((topic, id)): Path<(String, String)>,
+    PathOf((topic, id)): PathOf<(String, String)>,
 ) -> Answer<LetterView> {
     let id = entry_id("id", &id)?;
     let letter = operations.queue.dead_letters(&topic).await?.show(id).await?;
@@ -227,7 +237,7 @@ pub(crate) struct RefusalLine {
     request_body = LettersWish, responses((status = 200, body = ReplayAnswer), (status = 404)))]
 async fn replay(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
+    PathOf(topic): PathOf<String>,
     JsonBody(wish): JsonBody<LettersWish>,
 ) -> Answer<ReplayAnswer> {
     let letters = wish.letters()?;
@@ -264,7 +274,7 @@ pub(crate) struct PurgeAnswer {
     request_body = LettersWish, responses((status = 200, body = PurgeAnswer), (status = 404)))]
 async fn purge(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
+    PathOf(topic): PathOf<String>,
     caller: Caller,
     JsonBody(wish): JsonBody<LettersWish>,
 ) -> Answer<PurgeAnswer> {

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Sse;
 use axum::response::sse::{Event, KeepAlive};
@@ -20,9 +20,10 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::Operations;
-use super::views::{MessageView, PageView, Payload, Point, point};
+use super::views::{MessageView, Payload, Point, point};
 use crate::http::ApiError;
 use crate::http::body::{Answer, JsonBody};
+use crate::http::extract::{PathOf, QueryOf};
 
 /// How long a tail waits for messages before it looks whether it should end.
 const TAIL_WAIT: Duration = Duration::from_secs(1);
@@ -78,7 +79,7 @@ pub(crate) enum ProducedOne {
     responses((status = 201, body = Produced), (status = 429, description = "The topic is over its byte budget.")))]
 async fn produce(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
+    PathOf(topic): PathOf<String>,
     JsonBody(produce): JsonBody<Produce>,
 ) -> Result<(StatusCode, Json<Produced>), ApiError> {
     let is_one = produce.messages.len() == 1;
@@ -134,8 +135,17 @@ fn sent_one(result: Result<headwater_queue::Sent, QueueError>) -> Result<Produce
     })
 }
 
+/// A part of a list.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct MessagePage {
+    messages: Vec<MessageView>,
+    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<String>,
+}
+
 /// Which messages.
 #[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct ListQuery {
     /// The oldest: an entry id or a time.
@@ -154,12 +164,12 @@ struct ListQuery {
 
 /// Messages of all partitions in the order they were stored, handled or not.
 #[utoipa::path(get, path = "/topics/{topic}/messages", tag = "messages", params(("topic" = String, Path), ListQuery),
-    responses((status = 200, body = PageView<MessageView>), (status = 404)))]
+    responses((status = 200, body = MessagePage), (status = 404)))]
 async fn list(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
-    Query(query): Query<ListQuery>,
-) -> Answer<PageView<MessageView>> {
+    PathOf(topic): PathOf<String>,
+    QueryOf(query): QueryOf<ListQuery>,
+) -> Answer<MessagePage> {
     let bound = |what, text: Option<String>| {
         let point = text.map(|text| point(what, &text)).transpose()?;
         Ok::<_, ApiError>(point.map(|point| match point {
@@ -178,11 +188,12 @@ async fn list(
     };
     let page = operations.queue.inspect().messages(&topic, &asked).await?;
     let items = page.items.into_iter().map(|stored| MessageView::new(&topic, stored)).collect();
-    Ok(Json(PageView { items, next: page.next }))
+    Ok(Json(MessagePage { messages: items, next_cursor: page.next }))
 }
 
 /// Where to begin.
 #[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct TailQuery {
     /// `beginning`, an entry id, or a time. By default: what comes after now.
@@ -195,8 +206,8 @@ struct TailQuery {
     responses((status = 200, content_type = "text/event-stream", body = MessageView)))]
 async fn tail(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
-    Query(query): Query<TailQuery>,
+    PathOf(topic): PathOf<String>,
+    QueryOf(query): QueryOf<TailQuery>,
 ) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
     let start = match query.from.as_deref() {
         None => TailStart::End,

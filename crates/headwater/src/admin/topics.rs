@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use axum::http::StatusCode;
 use headwater_queue::{Described, Policies, TopicView, Trim};
 use headwater_stream::{Retention, TrimGuard};
@@ -13,10 +13,11 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::Operations;
-use super::views::{PageView, id, milliseconds, time};
+use super::views::{id, milliseconds, time};
 use crate::http::ApiError;
 use crate::http::access::Caller;
 use crate::http::body::{Answer, JsonBody};
+use crate::http::extract::{PathOf, QueryOf};
 use crate::settings::Role;
 
 /// Topics on a page, by default and at most; each is looked at.
@@ -87,8 +88,17 @@ async fn create(
     Ok((status, Json(Created { name: new.name, created })))
 }
 
+/// A part of a list.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct TopicPage {
+    topics: Vec<TopicLine>,
+    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<String>,
+}
+
 /// Which topics.
 #[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct ListQuery {
     /// At most this many; 100 by default, 500 at most.
@@ -111,11 +121,11 @@ pub(crate) struct TopicLine {
 }
 
 /// Topics that were created, by name.
-#[utoipa::path(get, path = "/topics", tag = "topics", params(ListQuery), responses((status = 200, body = PageView<TopicLine>)))]
+#[utoipa::path(get, path = "/topics", tag = "topics", params(ListQuery), responses((status = 200, body = TopicPage)))]
 async fn list(
     State(operations): State<Operations>,
-    Query(query): Query<ListQuery>,
-) -> Answer<PageView<TopicLine>> {
+    QueryOf(query): QueryOf<ListQuery>,
+) -> Answer<TopicPage> {
     let limit = query.limit.unwrap_or(PAGE_DEFAULT);
     if !(1..=PAGE_MAX).contains(&limit) {
         return Err(ApiError::invalid(format!("`limit` is {limit}; 1 to {PAGE_MAX}")));
@@ -134,7 +144,7 @@ async fn list(
         }
     }
     let next = names.next().and_then(|_| items.last().map(|item| item.name.clone()));
-    Ok(Json(PageView { items, next }))
+    Ok(Json(TopicPage { topics: items, next_cursor: next }))
 }
 
 fn line(view: TopicView) -> TopicLine {
@@ -203,7 +213,7 @@ pub(crate) struct PartitionDescription {
     responses((status = 200, body = TopicDescription), (status = 404)))]
 async fn describe(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
+    PathOf(topic): PathOf<String>,
 ) -> Answer<TopicDescription> {
     let view = operations.queue.inspect().topic(&topic).await?;
     let described = operations.queue.topics().describe(&topic).await?;
@@ -265,13 +275,13 @@ pub(crate) struct Grow {
     responses((status = 200, body = TopicDescription), (status = 404), (status = 409)))]
 async fn grow(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
+    PathOf(topic): PathOf<String>,
     caller: Caller,
     JsonBody(grow): JsonBody<Grow>,
 ) -> Answer<TopicDescription> {
     caller.must_be(Role::Admin)?;
     operations.queue.topics().grow(&topic, grow.partitions).await?;
-    describe(State(operations), Path(topic)).await
+    describe(State(operations), PathOf(topic)).await
 }
 
 /// What stays; at least one of the three.
@@ -304,7 +314,7 @@ pub(crate) struct TrimAnswer {
     responses((status = 200, body = TrimAnswer), (status = 404)))]
 async fn trim(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
+    PathOf(topic): PathOf<String>,
     caller: Caller,
     JsonBody(wish): JsonBody<TrimWish>,
 ) -> Answer<TrimAnswer> {
@@ -333,7 +343,7 @@ pub(crate) struct Deleted {
     responses((status = 200, body = Deleted)))]
 async fn delete(
     State(operations): State<Operations>,
-    Path(topic): Path<String>,
+    PathOf(topic): PathOf<String>,
     caller: Caller,
 ) -> Answer<Deleted> {
     caller.must_be(Role::Admin)?;

@@ -14,16 +14,6 @@ use utoipa::ToSchema;
 
 use crate::http::ApiError;
 
-/// A part of a listing.
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct PageView<T> {
-    /// The items.
-    pub(crate) items: Vec<T>,
-    /// Where the next page begins: pass it as `cursor`. Absent after the last one.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) next: Option<String>,
-}
-
 /// A message as it lies in its partition.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct MessageView {

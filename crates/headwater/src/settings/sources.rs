@@ -22,6 +22,19 @@ pub(crate) const FILE_VARIABLE: &str = "HEADWATER_SETTINGS";
 /// every container in this way, and tests tell each other where their servers are.
 const FOREIGN: [&str; 3] = ["HEADWATER_SERVICE_", "HEADWATER_PORT", "HEADWATER_TESTKIT_"];
 
+/// Variables that are no settings: for the verbs of operators, and what `consume --exec` tells its command, which may be
+/// this program again.
+const OTHERS: [&str; 8] = [
+    "HEADWATER_URL",
+    "HEADWATER_TOKEN",
+    "HEADWATER_ID",
+    "HEADWATER_TOPIC",
+    "HEADWATER_KEY",
+    "HEADWATER_PARTITION",
+    "HEADWATER_ATTEMPT",
+    "HEADWATER_HEADERS",
+];
+
 /// What was said, and where.
 #[derive(Debug, Default)]
 pub(crate) struct Given {
@@ -143,6 +156,7 @@ impl Values {
 fn refuse_unknown_variables(given: &Given, named: &[String]) -> Result<(), SettingsError> {
     let known = |name: &String| {
         name == FILE_VARIABLE
+            || OTHERS.contains(&name.as_str())
             || named.contains(name)
             || FOREIGN.iter().any(|foreign| name.starts_with(foreign))
             || TABLE.iter().any(|setting| setting.variable() == *name)

@@ -1,0 +1,129 @@
+//! The verbs of operators on the command line: each asks the routes of `admin`, over the network or in this process.
+//!
+//! Upstream: `command`. Downstream: `client`, which has one way to a server and one to the same routes on streams that
+//! this process opens itself; `print` shows the answers.
+//! Promises: `--json` gives one JSON value a line on standard output and nothing else; what destroys asks first, or takes
+//! `--yes`; texts from strangers reach no terminal unescaped.
+
+mod client;
+mod consume;
+mod dlq;
+mod group;
+mod print;
+mod produce;
+mod tail;
+mod topic;
+
+use std::io::{IsTerminal, Write};
+use std::time::Duration;
+
+use crate::failure::Failure;
+use crate::settings::Settings;
+
+use self::client::Client;
+
+/// What an operator wants.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Verb {
+    /// Create, list, describe, grow, trim or delete topics.
+    Topic(topic::Topic),
+    /// Send messages.
+    Produce(produce::Produce),
+    /// Take messages as a member of a group.
+    Consume(consume::Consume),
+    /// Follow a topic without taking part in a group.
+    Tail(tail::Tail),
+    /// List, describe or reset the groups of a topic.
+    Group(group::Group),
+    /// List the messages that a group has in hand.
+    Pending(group::Pending),
+    /// List, show, replay or purge the dead letters of a topic.
+    Dlq(dlq::Dlq),
+}
+
+impl Verb {
+    /// Does it.
+    pub(crate) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
+        let reach = match self {
+            // It stays in its group for longer than a request.
+            Self::Consume(consume) => return consume.run(settings).await,
+            Self::Topic(topic) => &topic.reach,
+            Self::Produce(produce) => &produce.reach,
+            Self::Tail(tail) => &tail.reach,
+            Self::Group(group) => &group.reach,
+            Self::Pending(pending) => &pending.reach,
+            Self::Dlq(dlq) => &dlq.reach,
+        };
+        let client = match reach.url() {
+            Some(url) => Client::network(&url)?,
+            None => Client::in_process(settings).await?,
+        };
+        let outcome = match self {
+            Self::Topic(topic) => topic.run(&client).await,
+            Self::Produce(produce) => produce.run(&client).await,
+            Self::Tail(tail) => tail.run(&client).await,
+            Self::Group(group) => group.run(&client).await,
+            Self::Pending(pending) => pending.run(&client).await,
+            Self::Dlq(dlq) => dlq.run(&client).await,
+            Self::Consume(_) => Ok(()),
+        };
+        client.close().await;
+        outcome
+    }
+}
+
+/// Where a verb goes, and how it answers.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Reach {
+    /// Ask this server instead of opening the streams; HEADWATER_URL says the same. Its token is read from
+    /// HEADWATER_TOKEN.
+    #[arg(long, global = true, value_name = "URL")]
+    url: Option<String>,
+    /// One JSON value a line.
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+impl Reach {
+    fn url(&self) -> Option<String> {
+        let known = || std::env::var("HEADWATER_URL").ok().filter(|url| !url.is_empty());
+        self.url.clone().or_else(known)
+    }
+}
+
+/// Asks before something is destroyed.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Confirm {
+    /// Do not ask.
+    #[arg(long, short)]
+    yes: bool,
+}
+
+impl Confirm {
+    fn ask(&self, question: &str) -> Result<(), Failure> {
+        if self.yes {
+            return Ok(());
+        }
+        if !std::io::stdin().is_terminal() {
+            return Err(Failure::usage(format!("{question} Say so with --yes.")));
+        }
+        eprint!("{question} [y/N] ");
+        let _ = std::io::stderr().flush();
+        let mut answer = String::new();
+        let _ = std::io::stdin().read_line(&mut answer);
+        match answer.trim() {
+            "y" | "Y" | "yes" => Ok(()),
+            _ => Err(Failure::new("nothing was done")),
+        }
+    }
+}
+
+/// A length of time as an argument: `500ms`, `5s`, `2h`.
+fn time(text: &str) -> Result<Duration, String> {
+    crate::settings::time(text)
+        .ok_or_else(|| "a number with ms, s, m, h or d, such as 5s".to_owned())
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}

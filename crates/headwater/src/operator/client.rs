@@ -1,0 +1,341 @@
+//! The way to the routes of `admin`: over the network, or in this process.
+//!
+//! Promises: both give the same answers; a server that cannot be reached is exit code 3 within [`CONNECT_MAX`] or
+//! [`STREAMS_MAX`]; a token is never printed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::http::{Method, Request, StatusCode, header};
+use bytes::Bytes;
+use futures_util::stream::{BoxStream, StreamExt, TryStreamExt};
+use headwater_stream::Backend;
+use secrecy::{ExposeSecret, SecretString};
+use serde_json::Value;
+use tower::ServiceExt;
+
+use crate::admin::{self, Operations};
+use crate::failure::Failure;
+use crate::http::access::Caller;
+use crate::open;
+use crate::settings::{Role, Settings};
+use crate::stop::Stopping;
+
+/// How long a connection to a server may take, and an answer.
+const CONNECT_MAX: Duration = Duration::from_secs(5);
+const ANSWER_MAX: Duration = Duration::from_secs(60);
+/// How long a verb waits for streams that are away; `serve` waits longer.
+const STREAMS_MAX: Duration = Duration::from_secs(5);
+/// The variable that holds the token.
+const TOKEN: &str = "HEADWATER_TOKEN";
+/// Bytes of an answer.
+const ANSWER_BYTES_MAX: usize = 256 * 1024 * 1024;
+
+/// The way to the routes.
+pub(super) enum Client {
+    /// Over the network.
+    Network { client: reqwest::Client, base: String, token: Option<SecretString> },
+    /// In this process, on streams that it opened.
+    InProcess { routes: Router, streams: Arc<dyn Backend> },
+}
+
+impl Client {
+    /// To this server.
+    pub(super) fn network(url: &str) -> Result<Self, Failure> {
+        let base = url.trim_end_matches('/').to_owned();
+        if !base.starts_with("http://") && !base.starts_with("https://") {
+            return Err(Failure::usage(format!("--url is `{url}`; http://... or https://...")));
+        }
+        // One TLS stack for everything. An error means that somebody has chosen before us.
+        let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
+        let client = reqwest::Client::builder().connect_timeout(CONNECT_MAX).build();
+        let client = client.map_err(|error| Failure::new(format!("no HTTP client: {error}")))?;
+        let token = std::env::var(TOKEN).ok().filter(|token| !token.is_empty()).map(Into::into);
+        Ok(Self::Network { client, base, token })
+    }
+
+    /// On the streams of the settings.
+    pub(super) async fn in_process(settings: &Settings) -> Result<Self, Failure> {
+        let streams = streams(settings).await?;
+        let operations =
+            Operations::new(Arc::clone(&streams), settings.http.clone(), Stopping::default())
+                .map_err(|error| Failure::new(error.to_string()))?;
+        let routes = Router::new().nest("/api/v1", admin::routes(operations));
+        Ok(Self::InProcess { routes, streams })
+    }
+
+    /// Asks for something.
+    pub(super) async fn get(&self, path: &str, query: &[(&str, String)]) -> Result<Value, Failure> {
+        self.call(Method::GET, path, query, None).await
+    }
+
+    /// Wants something done.
+    pub(super) async fn post(&self, path: &str, body: Value) -> Result<Value, Failure> {
+        self.call(Method::POST, path, &[], Some(body)).await
+    }
+
+    /// Wants something gone.
+    pub(super) async fn delete(&self, path: &str) -> Result<Value, Failure> {
+        self.call(Method::DELETE, path, &[], None).await
+    }
+
+    /// All pages of a list, `limit` items at most; each page has its items under `field`.
+    pub(super) async fn pages(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+        field: &str,
+        limit: usize,
+        mut show: impl FnMut(Value),
+    ) -> Result<(), Failure> {
+        let mut left = limit;
+        let mut cursor = None;
+        while left > 0 {
+            let mut query = query.to_vec();
+            query.push(("limit", left.min(100).to_string()));
+            query.extend(cursor.map(|cursor| ("cursor", cursor)));
+            let mut page = self.get(path, &query).await?;
+            if let Value::Array(items) = page[field].take() {
+                for item in items.into_iter().take(left) {
+                    left -= 1;
+                    show(item);
+                }
+            }
+            match page["next_cursor"].take() {
+                Value::String(next) => cursor = Some(next),
+                Value::Number(next) => cursor = Some(next.to_string()),
+                _ => return Ok(()),
+            }
+        }
+        Ok(())
+    }
+
+    /// The data of server-sent events, as they come.
+    pub(super) async fn events(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+    ) -> Result<BoxStream<'static, Result<Value, Failure>>, Failure> {
+        let chunks: BoxStream<'static, Result<Bytes, Failure>> = match self {
+            Self::Network { .. } => {
+                let response = self.send(Method::GET, path, query, None, None).await?;
+                let broken = |error: reqwest::Error| unreachable(&error);
+                response.bytes_stream().map_err(broken).boxed()
+            }
+            Self::InProcess { routes, .. } => {
+                let response = in_process(routes, Method::GET, path, query, None).await?;
+                let body = response.into_body().into_data_stream();
+                body.map_err(|error| Failure::new(error.to_string())).boxed()
+            }
+        };
+        Ok(data_of_events(chunks).boxed())
+    }
+
+    /// Lets go of what was opened.
+    pub(super) async fn close(self) {
+        if let Self::InProcess { streams, .. } = self {
+            // What was confirmed is safe; there is nothing else to say here.
+            let _ = streams.close().await;
+        }
+    }
+
+    async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        query: &[(&str, String)],
+        body: Option<Value>,
+    ) -> Result<Value, Failure> {
+        let bytes = match self {
+            Self::Network { .. } => {
+                let response = self.send(method, path, query, body, Some(ANSWER_MAX)).await?;
+                response.bytes().await.map_err(|error| unreachable(&error))?
+            }
+            Self::InProcess { routes, .. } => {
+                let response = in_process(routes, method, path, query, body).await?;
+                axum::body::to_bytes(response.into_body(), ANSWER_BYTES_MAX)
+                    .await
+                    .map_err(|error| Failure::new(error.to_string()))?
+            }
+        };
+        serde_json::from_slice(&bytes).map_err(|error| {
+            Failure::new(format!("the answer is not the JSON it should be: {error}"))
+        })
+    }
+
+    async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        query: &[(&str, String)],
+        body: Option<Value>,
+        limit: Option<Duration>,
+    ) -> Result<reqwest::Response, Failure> {
+        let Self::Network { client, base, token } = self else {
+            return Err(Failure::new("there is no server to ask"));
+        };
+        let mut request = client.request(method, format!("{base}{}", address(path, query)));
+        if let Some(token) = token {
+            request = request.bearer_auth(token.expose_secret());
+        }
+        if let Some(body) = body {
+            request = request.json(&body);
+        }
+        if let Some(limit) = limit {
+            request = request.timeout(limit);
+        }
+        let response = request.send().await.map_err(|error| unreachable(&error))?;
+        if response.status().is_success() {
+            return Ok(response);
+        }
+        let status = response.status();
+        let body = response.bytes().await.unwrap_or_default();
+        Err(refused(status, &body))
+    }
+}
+
+/// The streams of the settings; a verb does not wait as long as a server.
+pub(super) async fn streams(settings: &Settings) -> Result<Arc<dyn Backend>, Failure> {
+    let mut settings = settings.clone();
+    settings.start_wait = settings.start_wait.min(STREAMS_MAX);
+    open::streams(&settings, &Stopping::default()).await
+}
+
+async fn in_process(
+    routes: &Router,
+    method: Method,
+    path: &str,
+    query: &[(&str, String)],
+    body: Option<Value>,
+) -> Result<axum::response::Response, Failure> {
+    let request = Request::builder().method(method).uri(address(path, query));
+    let request = match body {
+        None => request.body(Body::empty()),
+        Some(body) => request
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Body::from(body.to_string())),
+    };
+    let mut request = request.map_err(|error| Failure::usage(error.to_string()))?;
+    // Whoever can open the streams can do everything with them.
+    request.extensions_mut().insert(Caller { name: "local".to_owned(), role: Role::Admin });
+    let response = routes.clone().oneshot(request).await;
+    let response = response.unwrap_or_else(|never| match never {});
+    if response.status().is_success() {
+        return Ok(response);
+    }
+    let status = response.status();
+    let body =
+        axum::body::to_bytes(response.into_body(), ANSWER_BYTES_MAX).await.unwrap_or_default();
+    Err(refused(status, &body))
+}
+
+/// Path and query with everything escaped.
+fn address(path: &str, query: &[(&str, String)]) -> String {
+    let mut address = format!("/api/v1{path}");
+    for (index, (name, value)) in query.iter().enumerate() {
+        address.push(if index == 0 { '?' } else { '&' });
+        address.push_str(name);
+        address.push('=');
+        address.push_str(&escape(value));
+    }
+    address
+}
+
+/// One segment of a path, or one value of a query.
+pub(super) fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
+                escaped.push(char::from(byte));
+            }
+            _ => escaped.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    escaped
+}
+
+fn unreachable(error: &reqwest::Error) -> Failure {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    Failure::Unreachable(format!("the server cannot be reached: {text}; start it, or mend --url"))
+}
+
+/// A refusal as an end of the verb: what the caller did wrong is wrong usage, what a server did not do is 3.
+fn refused(status: StatusCode, body: &[u8]) -> Failure {
+    let error = serde_json::from_slice::<Value>(body).unwrap_or_default();
+    let message =
+        error["error"]["message"].as_str().unwrap_or("the server gave no reason").to_owned();
+    match status {
+        StatusCode::BAD_REQUEST => Failure::usage(message),
+        StatusCode::SERVICE_UNAVAILABLE | StatusCode::BAD_GATEWAY => Failure::Unreachable(message),
+        StatusCode::UNAUTHORIZED => Failure::new(format!("{message}; put the token into {TOKEN}")),
+        _ => Failure::new(message),
+    }
+}
+
+/// The JSON of each event: lines `data:` until an empty one.
+fn data_of_events(
+    chunks: BoxStream<'static, Result<Bytes, Failure>>,
+) -> impl futures_util::Stream<Item = Result<Value, Failure>> {
+    let state = (chunks, Vec::<u8>::new());
+    futures_util::stream::try_unfold(state, |(mut chunks, mut buffer)| async move {
+        loop {
+            if let Some(end) = buffer.windows(2).position(|pair| pair == b"\n\n") {
+                let event: Vec<u8> = buffer.drain(..end + 2).collect();
+                let text = String::from_utf8_lossy(&event);
+                let data: Vec<&str> = text
+                    .lines()
+                    .filter_map(|line| line.strip_prefix("data:"))
+                    .map(str::trim_start)
+                    .collect();
+                if data.is_empty() {
+                    continue;
+                }
+                let value = serde_json::from_str(&data.join("\n"))
+                    .map_err(|error| Failure::new(format!("an event is not JSON: {error}")))?;
+                return Ok(Some((value, (chunks, buffer))));
+            }
+            match chunks.next().await {
+                Some(chunk) => buffer.extend_from_slice(&chunk?),
+                None => return Ok(None),
+            }
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_with_odd_characters_stay_one_segment() {
+        assert_eq!(escape("a/b?c=d ü"), "a%2Fb%3Fc%3Dd%20%C3%BC");
+        let query = [("from", "2026-11-15T10:00:00+01:00".to_owned())];
+        assert_eq!(
+            address("/topics", &query),
+            "/api/v1/topics?from=2026-11-15T10%3A00%3A00%2B01%3A00"
+        );
+    }
+
+    #[tokio::test]
+    async fn events_are_read_however_they_are_cut() {
+        let whole = ": hello\n\nevent: message\ndata: {\"n\":1}\n\ndata: {\"n\":\ndata: 2}\n\n";
+        for size in 1..whole.len() {
+            let chunks: Vec<_> = whole
+                .as_bytes()
+                .chunks(size)
+                .map(|chunk| Ok(Bytes::copy_from_slice(chunk)))
+                .collect();
+            let events = data_of_events(futures_util::stream::iter(chunks).boxed());
+            let numbers: Vec<_> = events.map(|event| event.unwrap()["n"].clone()).collect().await;
+            assert_eq!(numbers, [1, 2], "cut into {size}");
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! `headwater group` and `headwater pending`: who reads a topic, how far they are, and what they have in hand.
+
+use std::time::Duration;
+
+use clap::Subcommand;
+use serde_json::json;
+
+use super::client::{Client, escape};
+use super::print::{self, Rows};
+use super::{Confirm, Reach, milliseconds, time};
+use crate::failure::Failure;
+
+/// Groups of a topic.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Group {
+    #[command(flatten)]
+    pub(super) reach: Reach,
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// List the groups of a topic.
+    List { topic: String },
+    /// Describe a group: lag, pending, consumers, owners.
+    Describe { topic: String, group: String },
+    /// Move a group to another place.
+    Reset {
+        topic: String,
+        group: String,
+        /// `beginning`, `end`, an entry id, or a time such as 2026-11-15T10:00:00Z.
+        #[arg(long, value_name = "WHERE")]
+        to: String,
+        /// Only this partition.
+        #[arg(long)]
+        partition: Option<u16>,
+        /// Only say what would happen.
+        #[arg(long)]
+        dry_run: bool,
+        /// Also while members are at work.
+        #[arg(long)]
+        force: bool,
+        #[command(flatten)]
+        confirm: Confirm,
+    },
+}
+
+impl Group {
+    pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
+        let json = self.reach.json;
+        match &self.what {
+            What::List { topic } => {
+                let columns = &[("GROUP", "/group"), ("LAG", "/lag"), ("PENDING", "/pending")];
+                let mut rows = Rows::new(json, columns);
+                let answer = client.get(&format!("/topics/{}/groups", escape(topic)), &[]).await?;
+                answer["groups"].as_array().into_iter().flatten().for_each(|group| rows.add(group));
+                rows.finish()
+            }
+            What::Describe { topic, group } => {
+                print::object(json, &client.get(&path(topic, group), &[]).await?)
+            }
+            What::Reset { topic, group, to, partition, dry_run, force, confirm } => {
+                if !dry_run {
+                    confirm.ask(&format!("Move group `{group}` of `{topic}` to {to}?"))?;
+                }
+                let wish =
+                    json!({"to": to, "partition": partition, "dry_run": dry_run, "force": force});
+                let answer = client.post(&format!("{}/reset", path(topic, group)), wish).await?;
+                print::object(json, &answer)
+            }
+        }
+    }
+}
+
+/// Messages that a group has in hand.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Pending {
+    #[command(flatten)]
+    pub(super) reach: Reach,
+    topic: String,
+    #[arg(long)]
+    group: String,
+    /// Only this partition.
+    #[arg(long)]
+    partition: Option<u16>,
+    /// Only those of this consumer.
+    #[arg(long)]
+    consumer: Option<String>,
+    /// Only those that were not touched for this time, such as 5m.
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    min_idle: Option<Duration>,
+    /// At most this many.
+    #[arg(long, default_value_t = 1000)]
+    limit: usize,
+}
+
+impl Pending {
+    pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
+        let mut query = Vec::new();
+        query.extend(self.partition.map(|partition| ("partition", partition.to_string())));
+        query.extend(self.consumer.clone().map(|consumer| ("consumer", consumer)));
+        query.extend(self.min_idle.map(|idle| ("min_idle_ms", milliseconds(idle).to_string())));
+        let columns = &[
+            ("ID", "/id"),
+            ("PARTITION", "/partition"),
+            ("CONSUMER", "/consumer"),
+            ("IDLE MS", "/idle_ms"),
+            ("DELIVERIES", "/deliveries"),
+        ];
+        let mut rows = Rows::new(self.reach.json, columns);
+        let path = format!("{}/pending", path(&self.topic, &self.group));
+        client.pages(&path, &query, "pending", self.limit, |item| rows.add(&item)).await?;
+        rows.finish()
+    }
+}
+
+fn path(topic: &str, group: &str) -> String {
+    format!("/topics/{}/groups/{}", escape(topic), escape(group))
+}

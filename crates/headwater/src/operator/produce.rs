@@ -1,0 +1,106 @@
+//! `headwater produce`: one message, or one for each line of standard input.
+
+use std::io::BufRead;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::client::{Client, escape};
+use super::{Reach, milliseconds, print, time};
+use crate::failure::Failure;
+
+/// Lines that are sent with one call.
+const BATCH: usize = 500;
+/// Bytes that are sent with one call, so that a body stays below the limit of a server.
+const BATCH_BYTES: usize = 512 * 1024;
+
+/// Sends messages.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Produce {
+    #[command(flatten)]
+    pub(super) reach: Reach,
+    topic: String,
+    /// What decides the partition and the order.
+    #[arg(long)]
+    key: Option<String>,
+    /// A header, `name=value`; may be given several times.
+    #[arg(long = "header", value_name = "NAME=VALUE", value_parser = header)]
+    headers: Vec<(String, String)>,
+    /// The payload; `-` sends one message for each line of standard input.
+    #[arg(long, default_value = "-", allow_hyphen_values = true)]
+    payload: String,
+    /// Deliver after this time, such as 5s.
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    delay: Option<Duration>,
+    /// The partition, if it is not to be chosen by the key.
+    #[arg(long)]
+    partition: Option<u16>,
+    /// Counts once however often it is sent within ten minutes.
+    #[arg(long, conflicts_with = "lines")]
+    id: Option<String>,
+    /// Send one message for each line of standard input, whatever --payload says.
+    #[arg(long, hide = true)]
+    lines: bool,
+}
+
+fn header(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err("a header is NAME=VALUE".to_owned()),
+    }
+}
+
+impl Produce {
+    pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
+        if self.payload != "-" && !self.lines {
+            return self.send(client, vec![self.message(&self.payload)]).await;
+        }
+        if self.id.is_some() {
+            return Err(Failure::usage("--id is for one message; give it with --payload"));
+        }
+        let (mut batch, mut bytes) = (Vec::new(), 0);
+        for line in std::io::stdin().lock().lines() {
+            let line = line
+                .map_err(|error| Failure::new(format!("standard input cannot be read: {error}")))?;
+            bytes += line.len();
+            batch.push(self.message(&line));
+            if batch.len() == BATCH || bytes >= BATCH_BYTES {
+                self.send(client, std::mem::take(&mut batch)).await?;
+                bytes = 0;
+            }
+        }
+        if batch.is_empty() { Ok(()) } else { self.send(client, batch).await }
+    }
+
+    fn message(&self, payload: &str) -> Value {
+        let headers: Map<String, Value> =
+            self.headers.iter().map(|(name, value)| (name.clone(), json!(value))).collect();
+        json!({
+            "key": self.key,
+            "payload": payload,
+            "headers": headers,
+            "partition": self.partition,
+            "id": self.id,
+            "delay_ms": self.delay.map(milliseconds),
+        })
+    }
+
+    async fn send(&self, client: &Client, messages: Vec<Value>) -> Result<(), Failure> {
+        let path = format!("/topics/{}/messages", escape(&self.topic));
+        let answer = client.post(&path, json!({"messages": messages})).await?;
+        let mut failed = None;
+        for sent in answer["messages"].as_array().into_iter().flatten() {
+            failed = failed.or_else(|| sent["error"].as_str().map(str::to_owned));
+            if self.reach.json {
+                print::line(&sent.to_string())?;
+            } else {
+                let id = sent["id"].as_str().or(sent["delayed_id"].as_str()).unwrap_or("failed");
+                print::line(&format!("{id}  partition {}", sent["partition"]))?;
+            }
+        }
+        match failed {
+            None => Ok(()),
+            Some(problem) => Err(Failure::new(format!("not all messages were sent: {problem}"))),
+        }
+    }
+}

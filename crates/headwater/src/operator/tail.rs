@@ -1,0 +1,46 @@
+//! `headwater tail`: messages as they arrive, without taking part in any group.
+
+use futures_util::StreamExt;
+
+use super::client::{Client, escape};
+use super::{Reach, print};
+use crate::failure::Failure;
+
+/// Follows a topic.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Tail {
+    #[command(flatten)]
+    pub(super) reach: Reach,
+    topic: String,
+    /// `beginning`, an entry id, or a time such as 2026-11-15T10:00:00Z. By default: what comes after now.
+    #[arg(long, value_name = "ID|TIME")]
+    from: Option<String>,
+    /// Only this partition.
+    #[arg(long)]
+    partition: Option<u16>,
+    /// End after so many messages.
+    #[arg(long)]
+    count: Option<u64>,
+}
+
+impl Tail {
+    pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
+        let mut query = Vec::new();
+        query.extend(self.from.clone().map(|from| ("from", from)));
+        query.extend(self.partition.map(|partition| ("partition", partition.to_string())));
+        let path = format!("/topics/{}/tail", escape(&self.topic));
+        let mut events = client.events(&path, &query).await?;
+        let mut left = self.count.unwrap_or(u64::MAX);
+        while left > 0
+            && let Some(message) = events.next().await
+        {
+            // A message a line, for people, too: a table would have to wait for its end.
+            print::line(&message?.to_string())?;
+            left -= 1;
+        }
+        if self.count.is_none() || left == 0 {
+            return Ok(());
+        }
+        Err(Failure::Unreachable("the server ended the stream".to_owned()))
+    }
+}
