@@ -24,7 +24,10 @@ mod filling;
 
 mod fork;
 
+mod lines;
+
 mod export;
+mod import;
 
 use std::fmt;
 use std::sync::Arc;
@@ -35,7 +38,8 @@ use headwater_stream::limits::KEEP_MAX;
 
 pub use self::compaction::{Compacted, Swept, UnreadableEntries};
 pub use self::error::{Missing, MissingReason, SessionError};
-pub use self::export::{Export, Import};
+pub use self::export::Export;
+pub use self::import::Import;
 pub use self::life::SessionInfo;
 use self::meta::Meta;
 pub use self::meta::{Parent, Stage};

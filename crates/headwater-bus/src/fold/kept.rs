@@ -1,0 +1,145 @@
+//! Folds that keep events as they are: the newest one, or some of them.
+//!
+//! Upstream: `fold`. Promises: a payload is kept as it was written, so that upcasters still apply when a snapshot is read.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use headwater_stream::clock::Timestamp;
+use headwater_stream::{EntryId, StreamName};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::{AnyFold, SessionEvent};
+use crate::error::{BusError, Result};
+use crate::event::{Envelope, Event, Received};
+use crate::limits::FOLDED_EVENTS_MAX;
+use crate::name::EventId;
+use crate::registry::Registry;
+
+/// The newest events of one type.
+pub(super) struct Kept<E> {
+    pub(super) name: String,
+    max: usize,
+    pub(super) events: VecDeque<Received<E>>,
+    pub(super) dropped: u64,
+}
+
+impl<E> Kept<E> {
+    pub(super) fn new(name: String, max: usize) -> Self {
+        Self { name, max, events: VecDeque::new(), dropped: 0 }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct SavedEvents {
+    dropped: u64,
+    events: Vec<SavedEvent>,
+}
+
+/// An event with its payload as it was written, so that upcasters still apply when it is read.
+#[derive(Serialize, Deserialize)]
+struct SavedEvent {
+    id: String,
+    version: u32,
+    at: Option<u64>,
+    origin: Option<String>,
+    trace_id: Option<String>,
+    span_id: Option<String>,
+    stream: Option<String>,
+    entry_id: Option<String>,
+    payload: String,
+}
+
+impl<E: Event> AnyFold for Kept<E> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn version(&self) -> u32 {
+        1
+    }
+
+    fn check(&self) -> Result<()> {
+        if !(1..=FOLDED_EVENTS_MAX).contains(&self.max) {
+            let problem = format!("it keeps {} events; 1 to {FOLDED_EVENTS_MAX}", self.max);
+            return Err(BusError::invalid(format!("the fold `{}`", self.name), problem));
+        }
+        Ok(())
+    }
+
+    fn apply(&mut self, event: &SessionEvent) {
+        let Some(received) = event.get::<E>() else { return };
+        if self.events.len() >= self.max {
+            self.events.pop_front();
+            self.dropped += 1;
+        }
+        self.events.push_back(received);
+    }
+
+    fn save(&self) -> serde_json::Result<Box<RawValue>> {
+        let events = self.events.iter().map(|event| SavedEvent::new(&event.envelope)).collect();
+        serde_json::value::to_raw_value(&SavedEvents { dropped: self.dropped, events })
+    }
+
+    fn load(&mut self, saved: &RawValue, registry: &Registry) -> Result<(), String> {
+        let saved: SavedEvents =
+            serde_json::from_str(saved.get()).map_err(|error| error.to_string())?;
+        let read = |event: SavedEvent| -> Result<Received<E>, String> {
+            let envelope = event.read(E::TYPE)?;
+            let event = registry.decode::<E>(&envelope).map_err(|error| error.to_string())?;
+            Ok(Received { event, envelope: Arc::new(envelope) })
+        };
+        self.events = saved.events.into_iter().map(read).collect::<Result<_, _>>()?;
+        self.dropped = saved.dropped;
+        Ok(())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn boxed(&self) -> Box<dyn AnyFold> {
+        Box::new(Self {
+            name: self.name.clone(),
+            max: self.max,
+            events: self.events.clone(),
+            dropped: self.dropped,
+        })
+    }
+}
+
+impl SavedEvent {
+    fn new(envelope: &Envelope) -> Self {
+        Self {
+            id: envelope.event_id.to_string(),
+            version: envelope.version,
+            at: envelope.timestamp.map(Timestamp::as_millis),
+            origin: envelope.origin.clone(),
+            trace_id: envelope.trace_id.clone(),
+            span_id: envelope.span_id.clone(),
+            stream: envelope.stream.as_ref().map(ToString::to_string),
+            entry_id: envelope.entry_id.map(|id| id.to_string()),
+            payload: String::from_utf8_lossy(&envelope.payload).into_owned(),
+        }
+    }
+
+    fn read(self, event_type: &str) -> Result<Envelope, String> {
+        let entry_id = self.entry_id.map(|id| id.parse::<EntryId>()).transpose();
+        let stream = self.stream.map(StreamName::new).transpose();
+        Ok(Envelope {
+            event_id: EventId::new(&self.id).map_err(|error| error.to_string())?,
+            event_type: event_type.to_owned(),
+            version: self.version,
+            timestamp: self.at.map(Timestamp::from_millis),
+            origin: self.origin,
+            trace_id: self.trace_id,
+            span_id: self.span_id,
+            payload: self.payload.into_bytes().into(),
+            stream: stream.map_err(|error| error.to_string())?,
+            entry_id: entry_id.map_err(|error| error.to_string())?,
+            copy_of: None,
+        })
+    }
+}

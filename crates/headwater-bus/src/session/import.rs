@@ -1,0 +1,243 @@
+//! Import: a session made of lines of JSON.
+//!
+//! Upstream: operators, with a file of their own. Downstream: `filling`.
+//! Promises: a file is checked line by line and as a whole: one that is torn, of another kind or out of order is an error,
+//! and nothing of it is imported.
+
+use headwater_stream::{EntryId, Fields, RegistryMap};
+
+use super::filling::{Beginning, Filling};
+use super::lines::{End, FORMAT, Head, Line, SavedBeginning, SavedEntry, SavedSnapshot};
+use super::meta::Parent;
+use super::{Result, Session, SessionError, Sessions};
+use crate::limits::{IMPORT_LINE_BYTES_MAX, REPLAY_PAGE_BYTES};
+use crate::metrics;
+use crate::name::SessionId;
+
+/// Entries that are written together.
+const BATCH: usize = 500;
+
+impl Sessions {
+    /// Makes a session of lines that [`export`](Self::export) wrote. It may have another id than it had. It is an error if
+    /// there is a session with this id.
+    pub fn import(&self, session: &SessionId) -> Import {
+        Import {
+            sessions: self.clone(),
+            session: session.clone(),
+            line: 0,
+            head: None,
+            snapshots: Vec::new(),
+            filling: None,
+            waiting: Vec::new(),
+            waiting_bytes: 0,
+            last: EntryId::MIN,
+            entries: 0,
+            checksum: crc32fast::Hasher::new(),
+            stage: ImportStage::Head,
+        }
+    }
+}
+
+/// A session on its way in: give it every [`line`](Self::line), then [`finish`](Self::finish). One that is dropped before
+/// that is no session.
+pub struct Import {
+    sessions: Sessions,
+    session: SessionId,
+    line: u64,
+    head: Option<Head>,
+    snapshots: Vec<(String, RegistryMap)>,
+    filling: Option<Filling>,
+    waiting: Vec<(EntryId, Fields)>,
+    waiting_bytes: usize,
+    last: EntryId,
+    entries: u64,
+    checksum: crc32fast::Hasher,
+    stage: ImportStage,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ImportStage {
+    Head,
+    Snapshots,
+    Entries,
+    Ended,
+    Failed,
+}
+
+impl Import {
+    /// Takes the next line, without its end. An error is the end of the import: nothing of it is left.
+    pub async fn line(&mut self, line: &str) -> Result<()> {
+        self.line += 1;
+        let taken = self.take(line).await;
+        if taken.is_err() {
+            self.fail().await;
+        }
+        taken
+    }
+
+    /// Makes it a session, if all of it is there.
+    pub async fn finish(mut self) -> Result<Session> {
+        let finished = self.check_end().await;
+        if finished.is_err() {
+            self.fail().await;
+        }
+        let beginning = finished?;
+        let filling = self.filling.take().ok_or_else(|| self.wrong("the import has failed"))?;
+        let imported = filling.finish(beginning).await?;
+        metrics::filled("import");
+        Ok(imported)
+    }
+
+    async fn take(&mut self, text: &str) -> Result<()> {
+        if text.len() > IMPORT_LINE_BYTES_MAX {
+            let problem = format!("{} bytes; the limit is {IMPORT_LINE_BYTES_MAX}", text.len());
+            return Err(self.wrong(problem));
+        }
+        let read: Line = serde_json::from_str(text).map_err(|error| self.wrong(error))?;
+        match (read, self.stage) {
+            (_, ImportStage::Failed) => Err(self.wrong("the import has failed")),
+            (Line::HeadwaterSession(head), ImportStage::Head) => self.take_head(head),
+            (_, ImportStage::Head) => Err(self.wrong("it must be the head of a session")),
+            (Line::Snapshot(saved), ImportStage::Snapshots) => self.take_snapshot(saved),
+            (Line::Entry(saved), ImportStage::Snapshots | ImportStage::Entries) => {
+                self.checksum.update(text.as_bytes());
+                self.begin().await?;
+                self.take_entry(saved).await
+            }
+            (Line::End(end), ImportStage::Snapshots | ImportStage::Entries) => {
+                self.begin().await?;
+                self.take_end(&end).await
+            }
+            (_, ImportStage::Ended) => Err(self.wrong("it comes after the end")),
+            _ => Err(self.wrong("it is out of order")),
+        }
+    }
+
+    fn take_head(&mut self, head: Head) -> Result<()> {
+        if head.format != FORMAT {
+            let problem = format!("format {}; this version reads {FORMAT}", head.format);
+            return Err(self.wrong(problem));
+        }
+        self.head = Some(head);
+        self.stage = ImportStage::Snapshots;
+        Ok(())
+    }
+
+    fn take_snapshot(&mut self, saved: SavedSnapshot) -> Result<()> {
+        let is_set = |set: &str| set.len() == 16 && set.bytes().all(|b| b.is_ascii_hexdigit());
+        if !is_set(&saved.set) || self.snapshots.iter().any(|(set, _)| *set == saved.set) {
+            return Err(self.wrong("it is no snapshot, or one that was there before"));
+        }
+        let mut fields = RegistryMap::new();
+        for (name, value) in saved.fields {
+            fields.insert(name, value.read().ok_or_else(|| self.wrong("odd bytes"))?);
+        }
+        super::snapshot::verify(&fields).map_err(|problem| self.wrong(problem))?;
+        self.snapshots.push((saved.set, fields));
+        Ok(())
+    }
+
+    /// Takes the id, once it is clear that this is a session at all.
+    async fn begin(&mut self) -> Result<()> {
+        if self.filling.is_some() {
+            return Ok(());
+        }
+        let head = self.head.as_ref();
+        let parent = match head.and_then(|head| head.parent.as_ref()) {
+            None => None,
+            Some((session, entry_id)) => Some(Parent {
+                session: SessionId::new(session)?,
+                entry_id: entry_id.parse().map_err(|error| self.wrong(error))?,
+            }),
+        };
+        let what = format!("an import of `{}`", head.map_or("", |head| &head.session));
+        let snapshots = std::mem::take(&mut self.snapshots);
+        let filling = Filling::begin(&self.sessions, &self.session, what, parent, snapshots);
+        self.filling = Some(filling.await?);
+        self.stage = ImportStage::Entries;
+        Ok(())
+    }
+
+    async fn take_entry(&mut self, saved: SavedEntry) -> Result<()> {
+        let id: EntryId = saved.id.parse().map_err(|error| self.wrong(error))?;
+        if id <= self.last {
+            let problem = format!("entry {id} comes after {}, the order is wrong", self.last);
+            return Err(self.wrong(problem));
+        }
+        let mut fields = Vec::with_capacity(saved.fields.len());
+        for (name, value) in saved.fields {
+            let odd = || self.wrong("odd bytes");
+            fields.push((name.read().ok_or_else(odd)?, value.read().ok_or_else(odd)?));
+        }
+        let fields = Fields::new(fields);
+        self.last = id;
+        self.entries += 1;
+        self.waiting_bytes += fields.bytes();
+        self.waiting.push((id, fields));
+        if self.waiting.len() >= BATCH || self.waiting_bytes >= REPLAY_PAGE_BYTES {
+            self.write().await?;
+        }
+        Ok(())
+    }
+
+    async fn take_end(&mut self, end: &End) -> Result<()> {
+        if end.entries != self.entries || end.crc32 != self.checksum.clone().finalize() {
+            let problem = format!(
+                "{} entries are announced and {} were there, or their bytes have changed",
+                end.entries, self.entries
+            );
+            return Err(self.wrong(problem));
+        }
+        self.stage = ImportStage::Ended;
+        self.write().await
+    }
+
+    async fn write(&mut self) -> Result<()> {
+        let waiting = std::mem::take(&mut self.waiting);
+        self.waiting_bytes = 0;
+        match &mut self.filling {
+            Some(filling) => filling.add(&waiting).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn check_end(&mut self) -> Result<Beginning> {
+        self.line += 1;
+        if self.stage != ImportStage::Ended {
+            return Err(self.wrong("the end is missing: the file is cut off"));
+        }
+        let beginning = match self.head.as_ref().map(|head| &head.beginning) {
+            Some(SavedBeginning::Whole) => Beginning::Whole,
+            Some(SavedBeginning::After(entries)) => Beginning::After(*entries),
+            Some(SavedBeginning::Unknown) | None => Beginning::Unknown,
+        };
+        let has_snapshot = self.filling.as_ref().is_some_and(Filling::has_snapshot);
+        if matches!(beginning, Beginning::After(_)) && !has_snapshot {
+            let problem =
+                "the beginning was compacted, and there is no snapshot that stands for it";
+            return Err(self.wrong(problem));
+        }
+        Ok(beginning)
+    }
+
+    async fn fail(&mut self) {
+        self.stage = ImportStage::Failed;
+        self.waiting.clear();
+        if let Some(filling) = self.filling.take() {
+            filling.abandon().await;
+        }
+    }
+
+    fn wrong(&self, problem: impl ToString) -> SessionError {
+        SessionError::Import { line: self.line, problem: problem.to_string() }
+    }
+}
+
+impl std::fmt::Debug for Import {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Import")
+            .field("session", &self.session)
+            .field("line", &self.line)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,99 @@
+//! The lines of JSON that a session is exported as.
+//!
+//! Upstream: `export` writes them. Downstream: `import` reads them.
+//!
+//! The first line says what the file is; if the beginning of the session was compacted, its snapshots follow; then one line
+//! for each entry; the last line has their number and checksum.
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use super::{Result, SessionError};
+use crate::name::SessionId;
+
+/// What the layout of a file is known by.
+pub(super) const FORMAT: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub(super) enum Line {
+    HeadwaterSession(Head),
+    Snapshot(SavedSnapshot),
+    Entry(SavedEntry),
+    End(End),
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct Head {
+    pub(super) format: u32,
+    pub(super) session: String,
+    pub(super) beginning: SavedBeginning,
+    pub(super) parent: Option<(String, String)>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum SavedBeginning {
+    Whole,
+    After(u64),
+    Unknown,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct SavedSnapshot {
+    pub(super) set: String,
+    pub(super) fields: Vec<(String, Text)>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct SavedEntry {
+    pub(super) id: String,
+    pub(super) fields: Vec<(Text, Text)>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct End {
+    pub(super) entries: u64,
+    pub(super) crc32: u32,
+}
+
+/// Bytes that mostly are text.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Text {
+    Text(String),
+    Hex { hex: String },
+}
+
+impl Text {
+    pub(super) fn new(bytes: &Bytes) -> Self {
+        match std::str::from_utf8(bytes) {
+            Ok(text) => Self::Text(text.to_owned()),
+            Err(_) => Self::Hex { hex: bytes.iter().map(|byte| format!("{byte:02x}")).collect() },
+        }
+    }
+
+    pub(super) fn read(self) -> Option<Bytes> {
+        match self {
+            Self::Text(text) => Some(text.into()),
+            Self::Hex { hex } => {
+                let digits = hex.as_bytes();
+                let pair = |pair: &[u8]| {
+                    let text = std::str::from_utf8(pair).ok()?;
+                    u8::from_str_radix(text, 16).ok()
+                };
+                let is_even = digits.len() % 2 == 0;
+                is_even
+                    .then(|| digits.chunks(2).map(pair).collect::<Option<Vec<u8>>>())?
+                    .map(Bytes::from)
+            }
+        }
+    }
+}
+
+pub(super) fn write(session: &SessionId, line: &Line) -> Result<String> {
+    serde_json::to_string(line).map_err(|error| SessionError::Damaged {
+        session: session.clone(),
+        problem: error.to_string(),
+    })
+}
