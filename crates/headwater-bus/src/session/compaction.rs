@@ -185,8 +185,10 @@ impl Sessions {
             Stage::Filling => {
                 let Some(meta) = self.meta(session).await? else { return Ok(()) };
                 let is_abandoned = now.since(meta.progress_at) > self.inner.config.unfinished_after;
-                if meta.stage == Stage::Filling && is_abandoned {
-                    self.forget(session).await?;
+                if meta.stage == Stage::Filling
+                    && is_abandoned
+                    && self.remove_unfinished(session, &meta.filler).await?
+                {
                     swept.unfinished += 1;
                     info!(%session, "an abandoned fork or import was removed");
                 }

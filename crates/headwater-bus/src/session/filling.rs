@@ -8,6 +8,7 @@ use std::collections::{HashMap, HashSet};
 
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
 use headwater_stream::{EntryId, Fields, RegistryMap, Retention};
+use tracing::warn;
 
 use super::meta::{self, First, Meta, Parent, Point, Stage};
 use super::replay::{ORIGINAL_ENTRY_ID, original_id};
@@ -180,9 +181,28 @@ impl Filling {
 
     /// Removes what was made so far. If that fails, it stays unfinished, and is swept later.
     pub(super) async fn abandon(self) {
-        if let Err(error) = self.sessions.forget(&self.session).await {
-            tracing::warn!(session = %self.session, %error, "an unfinished session is left behind");
+        let Self { sessions, session, meta, .. } = &self;
+        if let Err(error) = sessions.remove_unfinished(session, &meta.filler).await {
+            warn!(%session, %error, "an unfinished session is left behind");
         }
+    }
+}
+
+impl Sessions {
+    /// Removes an unfinished session, if it is still in the hands of this filler. Returns whether it was.
+    pub(super) async fn remove_unfinished(
+        &self,
+        session: &SessionId,
+        filler: &str,
+    ) -> Result<bool> {
+        // First the token: whoever fills it cannot finish it any more, and what somebody else made meanwhile stays.
+        let map = self.journal().keys.session_meta(session);
+        let expected = Some((meta::FILLER, filler.as_bytes()));
+        let taken = RegistryMap::from([(meta::FILLER.to_owned(), "taken away".into())]);
+        if !self.journal().backend.map_update(&map, expected, &taken).await? {
+            return Ok(false);
+        }
+        self.forget(session).await
     }
 }
 

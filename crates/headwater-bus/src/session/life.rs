@@ -8,9 +8,10 @@
 use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{Direction, EntryId, Fields, GroupStart, Range, Retention};
+use headwater_stream::{Direction, Entry, EntryId, Fields, GroupStart, Range, Retention};
 
 use super::meta::{self, First, Meta, Parent, Stage};
+use super::replay::ORIGINAL_ENTRY_ID;
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
 use crate::limits::LIST_MAX;
@@ -192,8 +193,15 @@ impl Sessions {
     /// Removes a session with all its events, snapshots and groups, read or not. Returns whether there was one. Nothing is
     /// left to say that it ever was.
     pub async fn forget(&self, session: &SessionId) -> Result<bool> {
-        let Some(meta) = self.meta(session).await? else { return Ok(false) };
         let journal = self.journal();
+        let Some(meta) = self.meta(session).await? else {
+            return match self.leftover(session).await? {
+                Some(_) => {
+                    Ok(journal.backend.delete_stream(&journal.keys.session(session)).await?)
+                }
+                None => Ok(false),
+            };
+        };
         // What looks like a session goes last but for the list, which only counts together with it.
         for set in meta.snapshots.keys() {
             journal.backend.map_delete(&journal.keys.session_snapshot(session, set)).await?;
@@ -202,6 +210,16 @@ impl Sessions {
         let was_there = journal.backend.map_delete(&journal.keys.session_meta(session)).await?;
         journal.backend.delete_entries(&journal.keys.sessions(), &[meta.index]).await?;
         Ok(was_there)
+    }
+
+    /// When a stream without a session was filled by somebody who did not notice that the session was removed; `None` if
+    /// it is a stream of another program.
+    pub(super) async fn leftover(&self, session: &SessionId) -> Result<Option<Timestamp>> {
+        let journal = self.journal();
+        let first = journal.backend.range(&journal.keys.session(session), Range::first(1)).await?;
+        let is_copy = |entry: &Entry| entry.fields.get(ORIGINAL_ENTRY_ID).is_some();
+        let copy = first.into_iter().find(is_copy);
+        Ok(copy.map(|entry| Timestamp::from_millis(entry.id.ms)))
     }
 
     /// Notes the first entry of a session that was empty until now. Returns what is known of its beginning.

@@ -134,6 +134,10 @@ impl Sessions {
                 if stats.is_none_or(|stats| stats.length == 0) {
                     return Err(SessionError::NotFound { session: session.clone() });
                 }
+                if let Some(since) = self.leftover(session).await? {
+                    let what = "a copy, which somebody removed,".to_owned();
+                    return Err(SessionError::Unfinished { session: session.clone(), what, since });
+                }
                 self.adopt(session).await?
             }
         };

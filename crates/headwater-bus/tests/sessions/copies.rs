@@ -17,6 +17,8 @@ everywhere!(
     a_fork_is_never_made_over_a_session,
     a_fork_at_an_entry_that_is_not_there_leaves_nothing,
     an_unfinished_session_is_none_and_is_swept,
+    whoever_was_taken_for_dead_touches_no_session_of_others,
+    what_is_left_of_a_copy_is_not_taken_for_a_session,
     what_is_exported_and_imported_is_the_same,
     a_compacted_session_is_exported_with_its_snapshots,
     a_file_that_is_wrong_in_any_way_leaves_nothing,
@@ -169,6 +171,52 @@ async fn an_unfinished_session_is_none_and_is_swept(place: Place) {
     assert_eq!(sessions.info(&id).await.unwrap(), None);
 }
 
+async fn whoever_was_taken_for_dead_touches_no_session_of_others(place: Place) {
+    let sessions = place.sessions().await;
+    let original = sessions.create(&place.session).await.unwrap();
+    publish(&original, 0..1200).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let id = SessionId::random();
+    let mut import = sessions.import(&id);
+    for line in &lines[..900] {
+        import.line(line).await.unwrap();
+    }
+    // It is removed, and somebody makes a session of this name.
+    assert!(sessions.forget(&id).await.unwrap());
+    let other = sessions.create(&id).await.unwrap();
+    publish(&other, 0..5).await;
+    let mut went_on = Ok(());
+    for line in &lines[900..] {
+        went_on = import.line(line).await;
+        if went_on.is_err() {
+            break;
+        }
+    }
+    let error = went_on.unwrap_err();
+    assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
+    assert!(import.finish().await.is_err());
+    assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..5));
+    assert_eq!(place.entries(&id).await.len(), 5);
+}
+
+async fn what_is_left_of_a_copy_is_not_taken_for_a_session(place: Place) {
+    let sessions = place.sessions().await;
+    // The last step of somebody who slept while the session was swept.
+    let payload = r#"{"session_id":null,"number":7,"text":""}"#;
+    let copy = [
+        ("type", "conformance.Noted"),
+        ("payload", payload),
+        ("original_entry_id", "1767225600000-0"),
+    ];
+    place.append(&copy).await;
+    let error = sessions.recover(&place.session).await.unwrap_err();
+    assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
+    let error = sessions.create(&place.session).await.unwrap_err();
+    assert!(matches!(error, SessionError::Exists { .. }), "{error}");
+    assert!(sessions.forget(&place.session).await.unwrap());
+    assert_eq!(sum(&sessions.ensure(&place.session).await.unwrap()), Sum::default());
+}
+
 async fn lines_of(mut export: Export) -> Vec<String> {
     let mut lines = Vec::new();
     while let Some(line) = export.next_line().await.unwrap() {
@@ -271,6 +319,16 @@ async fn a_file_that_is_wrong_in_any_way_leaves_nothing(place: Place) {
         ("an entry twice", changed(&|lines| lines.insert(600, lines[600].clone()))),
         ("out of order", changed(&|lines| lines.swap(600, 601))),
         ("changed", changed(&|lines| lines[600] = lines[600].replace("note", "nose"))),
+        ("out of order, with a checksum that fits", {
+            let mut lines = lines.clone();
+            lines.swap(600, 601);
+            let entries = lines[1..last].concat();
+            lines[last] = format!(
+                "{{\"end\":{{\"entries\":1100,\"crc32\":{}}}}}",
+                crc32fast::hash(entries.as_bytes())
+            );
+            lines
+        }),
         (
             "from the future",
             changed(&|lines| {

@@ -2,11 +2,12 @@
 
 use headwater_bus::conformance::{Announced, Noted, registry};
 use headwater_bus::{
-    BusError, EventBusExt, EventId, Fold, Folds, MissingReason, Outgoing, Registry, SessionError,
-    SessionEvent, SessionId, Sessions, Stage, Stored, Until,
+    BusError, Event, EventBusExt, EventId, Fold, Folds, MissingReason, Outgoing, Registry, Scope,
+    SessionError, SessionEvent, SessionId, Sessions, Stage, Stored, Until,
 };
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{EntryId, Retention, TrimGuard};
+use headwater_stream::{EntryId, MapName, RegistryMap, Retention, TrimGuard};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::place::{Place, Sum, by_hand, folds, local, noted, publish, sum};
@@ -24,6 +25,10 @@ everywhere!(
     what_cannot_be_read_is_counted_and_parked,
     a_trimmed_session_says_what_is_missing,
     a_lost_stream_is_noticed_also_when_it_begins_anew,
+    what_was_published_past_a_session_is_missed_when_it_is_gone,
+    what_is_kept_beside_the_events_may_be_damaged,
+    an_older_version_in_a_snapshot_is_lifted,
+    a_fold_of_another_version_begins_anew,
     a_state_can_be_had_as_it_was_at_an_entry_or_a_time,
     sessions_are_listed_page_by_page_in_the_order_they_were_made,
     a_forgotten_session_is_as_if_it_never_was,
@@ -225,6 +230,113 @@ async fn a_lost_stream_is_noticed_also_when_it_begins_anew(place: Place) {
     lost(session.refresh().await.unwrap_err());
     let rest = sessions.recover_incomplete(&place.session).await.unwrap();
     assert_eq!(sum(&rest), Sum::of([3]));
+}
+
+async fn what_was_published_past_a_session_is_missed_when_it_is_gone(place: Place) {
+    let sessions = place.sessions().await;
+    sessions.create(&place.session).await.unwrap();
+    for number in 0..5 {
+        let session_id = Some(place.session.to_string());
+        sessions.bus().publish(Noted { session_id, ..noted(number) }).await.unwrap();
+    }
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..5));
+    let backend = place.backend().await;
+    backend.trim(&place.stream(), &Retention::max_len(3), TrimGuard::Force).await.unwrap();
+    let error = sessions.recover(&place.session).await.unwrap_err();
+    let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
+    assert_eq!(missing.why, MissingReason::Trimmed);
+}
+
+async fn what_is_kept_beside_the_events_may_be_damaged(place: Place) {
+    let sessions = place.sessions().await;
+    sessions.create(&place.session).await.unwrap();
+    let fine = sessions.create(&SessionId::random()).await.unwrap();
+    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
+    let meta = MapName::new(meta).unwrap();
+    let backend = place.backend().await;
+    let whole = backend.map_get(&meta).await.unwrap().unwrap();
+    for field in ["stage", "index", "created_at", "first_entry", "progress_at", "ttl_ms", "parent"]
+    {
+        let odd = RegistryMap::from([(field.to_owned(), "{odd}".into())]);
+        backend.map_update(&meta, None, &odd).await.unwrap();
+        let error = sessions.recover(&place.session).await.unwrap_err();
+        assert!(matches!(error, SessionError::Damaged { .. }), "{field}: {error}");
+        // Others are none the worse for it.
+        let listed = sessions.list(EntryId::MIN, 10).await.unwrap();
+        assert_eq!(listed.len(), 1, "{field}");
+        assert_eq!(listed[0].session, *fine.id());
+        sessions.sweep().await.unwrap();
+        let mut before = whole.clone();
+        before.entry(field.to_owned()).or_default();
+        backend.map_update(&meta, None, &before).await.unwrap();
+    }
+    sessions.recover(&place.session).await.unwrap();
+}
+
+/// `Noted` as a later version of the application knows it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, JsonSchema)]
+struct NotedLater {
+    number: u64,
+    importance: u64,
+}
+
+impl Event for NotedLater {
+    const TYPE: &'static str = Noted::TYPE;
+    const VERSION: u32 = 2;
+    const SCOPE: Scope = Scope::Session;
+}
+
+async fn an_older_version_in_a_snapshot_is_lifted(place: Place) {
+    let old = place.sessions_with(Folds::none().latest::<Noted>(), by_hand()).await;
+    let session = old.create(&place.session).await.unwrap();
+    publish(&session, 0..5).await;
+    session.snapshot().await.unwrap();
+
+    let lift = |mut payload: serde_json::Value| {
+        payload["importance"] = 3.into();
+        Ok(payload)
+    };
+    let later = Registry::empty().with_upcaster::<NotedLater>(1, lift).unwrap();
+    let folds = Folds::none().latest::<NotedLater>();
+    let new = Sessions::new(place.bus_for(later).await, folds, by_hand()).await.unwrap();
+    let session = new.recover(&place.session).await.unwrap();
+    let latest = session.latest::<NotedLater>().unwrap();
+    assert_eq!((latest.number, latest.importance), (4, 3));
+    assert!(session.recovery().from_snapshot.is_some());
+
+    // The older one cannot read a snapshot with a newer event. It replays what there is.
+    session.publish(NotedLater { number: 5, importance: 9 }).await.unwrap();
+    session.snapshot().await.unwrap();
+    let behind = old.recover(&place.session).await.unwrap();
+    assert_eq!((behind.latest::<Noted>().unwrap().number, behind.state().unreadable()), (4, 1));
+    assert!(behind.recovery().snapshot_problem.is_some());
+}
+
+/// `Sum`, after somebody changed their mind.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Doubled(u64);
+
+impl Fold for Doubled {
+    const NAME: &'static str = Sum::NAME;
+    const VERSION: u32 = 2;
+
+    fn apply(&mut self, event: &SessionEvent) {
+        self.0 += event.get::<Noted>().map_or(0, |noted| noted.number * 2);
+    }
+}
+
+async fn a_fold_of_another_version_begins_anew(place: Place) {
+    let one = place.sessions_with(Folds::none().with::<Sum>(), by_hand()).await;
+    let session = one.create(&place.session).await.unwrap();
+    publish(&session, 0..5).await;
+    session.snapshot().await.unwrap();
+    let two = place.sessions_with(Folds::none().with::<Doubled>(), by_hand()).await;
+    let again = two.recover(&place.session).await.unwrap();
+    assert_eq!((again.get::<Doubled>().unwrap().0, again.recovery().replayed), (20, 5));
+    again.snapshot().await.unwrap();
+    // Each has its own.
+    assert_eq!(one.recover(&place.session).await.unwrap().recovery().replayed, 0);
+    assert_eq!(two.recover(&place.session).await.unwrap().recovery().replayed, 0);
 }
 
 async fn a_state_can_be_had_as_it_was_at_an_entry_or_a_time(place: Place) {
