@@ -125,6 +125,13 @@ impl Session {
             self.claim(event)?;
         }
         let results = self.sessions.inner.bus.publish_all(events).await?;
+        // While the backend is away, reading would only make the caller wait.
+        let is_stored = |result: &BusResult<PublishResult>| {
+            result.as_ref().is_ok_and(|result| result.entry_id().is_some())
+        };
+        if !results.iter().any(is_stored) {
+            return Ok(results);
+        }
         if let Err(error) = self.refresh().await {
             warn!(session = %self.id, %error, "session could not be brought forward after publishing");
         }

@@ -9,6 +9,7 @@ mod copies;
 mod crashes;
 mod ends;
 mod large;
+mod outages;
 mod processes;
 mod recovery;
 mod snapshots;
