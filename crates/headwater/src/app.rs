@@ -9,6 +9,7 @@ use headwater_issue::{Inbox, Nudger, Store};
 use headwater_stream::Backend;
 use metrics_exporter_prometheus::PrometheusHandle;
 
+use crate::audit::Audit;
 use crate::health::Health;
 use crate::http::{Access, Rate};
 use crate::settings::Settings;
@@ -32,6 +33,8 @@ pub(crate) struct Shared {
     pub(crate) access: Access,
     /// Who asks too often.
     pub(crate) rate: Rate,
+    /// Who changed what.
+    pub(crate) audit: Audit,
     /// Renders `/metrics`.
     pub(crate) metrics: PrometheusHandle,
     /// Streams of events end when it begins.

@@ -21,6 +21,8 @@ mod open;
 mod app;
 mod http;
 
+mod audit;
+
 pub mod client;
 pub mod marker;
 
@@ -37,6 +39,7 @@ mod admin;
 mod issues;
 
 mod health;
+mod page;
 mod router;
 
 mod stand_in;

@@ -14,14 +14,17 @@ use axum::routing::get;
 use crate::admin::{self, Operations};
 use crate::app::App;
 use crate::http::{ApiError, access, limits, rate};
-use crate::{health, issues, webhooks};
+use crate::{audit, health, issues, page, webhooks};
 
 /// All routes of `serve`.
 pub(crate) fn serve(app: &App, operations: Operations) -> Router {
     // Routes below /api/v1 are merged here; the desk's, too.
-    let api = issues::routes().merge(admin::routes(operations));
-    let guarded = Router::new().nest("/api/v1", api).merge(metrics_routes());
-    let guarded = guarded.layer(from_fn_with_state(app.clone(), access::require));
+    let api = issues::routes().merge(audit::routes()).merge(admin::routes(operations));
+    let guarded = Router::new().nest("/api/v1", api).merge(metrics_routes()).merge(page::routes());
+    // The outer layer is the last: first who it is, then the entry in the audit log, then the change.
+    let guarded = guarded
+        .layer(from_fn_with_state(app.clone(), audit::record))
+        .layer(from_fn_with_state(app.clone(), access::require));
     // Webhooks check their callers themselves, by signatures.
     let open = health::routes().merge(webhooks::routes());
     finish(open.merge(guarded), app)

@@ -25,6 +25,7 @@ use tracing::{debug, error, info, warn};
 
 use crate::admin::Operations;
 use crate::app::{App, Shared};
+use crate::audit::Audit;
 use crate::failure::Failure;
 use crate::health::Health;
 use crate::http::{Access, Listening, Rate};
@@ -95,7 +96,9 @@ pub(crate) async fn run(
 
     // What people touch.
     let health = Health::new(worker.name(), stopping.clone());
+    let audit = Audit::open(Arc::clone(&store), settings.audit_rows_max).await;
     let app: App = Arc::new(Shared {
+        audit: audit.context("the audit log")?,
         access: Access::new(&settings.tokens),
         rate: Rate::new(&settings.http),
         metrics: telemetry.metrics.clone(),

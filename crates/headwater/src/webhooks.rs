@@ -28,6 +28,7 @@ use tracing::{debug, info};
 use crate::app::App;
 use crate::http::extract::PathOf;
 use crate::http::{ApiError, body};
+use crate::marker;
 use crate::settings::{Integration, Provider};
 
 /// Webhooks. Labels: provider, result (`recorded`, `duplicate`, `ignored`, or the code of a refusal).
@@ -232,25 +233,12 @@ fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
 fn is_ours(integration: &Integration, author: Option<&str>, text: Option<&str>) -> bool {
     let is_our_name =
         |login: &String| author.is_some_and(|author| author.eq_ignore_ascii_case(login));
-    integration.bot_login.as_ref().is_some_and(is_our_name) || text.is_some_and(is_marked)
-}
-
-/// Every comment that we post ends with a line like this, which is not shown. Quoted, it does not begin its line.
-fn is_marked(text: &str) -> bool {
-    text.lines().any(|line| line.trim_start().starts_with("<!-- headwater:reply "))
+    integration.bot_login.as_ref().is_some_and(is_our_name) || text.is_some_and(marker::is_ours)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_we_wrote_is_known_by_its_mark_or_our_name_and_a_quote_of_it_is_not() {
-        let ours = "Hello.\n\n<!-- headwater:reply a-1-2-0 -->";
-        assert!(is_marked(ours));
-        assert!(!is_marked("> Hello.\n> <!-- headwater:reply a-1-2-0 -->\n\nThanks, but no."));
-        assert!(!is_marked("Hello."));
-    }
 
     #[test]
     fn names_are_text_or_whole_numbers() {

@@ -81,7 +81,8 @@ pub(crate) async fn require(
     Ok(next.run(request).await)
 }
 
-fn is_look(method: &Method) -> bool {
+/// Whether a request with this method changes nothing.
+pub(crate) fn is_look(method: &Method) -> bool {
     [Method::GET, Method::HEAD, Method::OPTIONS].contains(method)
 }
 

@@ -1,0 +1,181 @@
+//! The audit log: who changed what, and when.
+//!
+//! Upstream: `router` puts [`record`] around every route that changes something. Downstream: the table `audit_log` of the same
+//! database as the issues, so that all processes share it.
+//! Promises: no change without an entry: it is committed before the change begins, and a change whose entry cannot be
+//! written is refused. How it ended is added afterwards; an entry without an end is of a change that was cut off. At most
+//! `audit.rows_max` entries are kept, within a thousand. Not here: bodies, which may hold what is nobody's business.
+
+mod sql;
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::middleware::Next;
+use axum::response::Response;
+use axum::routing::get;
+use axum::{Json, Router};
+use headwater_issue::{IssueError, Store};
+use headwater_stream::clock::{Clock, SystemClock, Timestamp};
+use headwater_stream::{Coalescer, CoalescerConfig};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tracing::warn;
+use uuid::Uuid;
+
+use crate::app::App;
+use crate::http::access::{self, Caller};
+use crate::http::body::Answer;
+use crate::http::extract::QueryOf;
+use crate::http::{ApiError, Peer};
+use crate::settings::Role;
+
+/// Entries written in one commit.
+const BATCH_MAX: usize = 256;
+/// Letters of a path that are kept.
+const PATH_BYTES_MAX: usize = 512;
+/// Entries on one page, if nobody says otherwise, and at most.
+const PAGE_DEFAULT: usize = 50;
+const PAGE_MAX: usize = 500;
+
+/// One change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Entry {
+    /// Grows with time.
+    id: String,
+    at: Timestamp,
+    caller: String,
+    role: String,
+    client: String,
+    method: String,
+    path: String,
+    /// The status of the answer, once there was one.
+    status: Option<u16>,
+}
+
+/// What is to be written.
+#[derive(Clone, Debug)]
+enum Write {
+    Begin(Entry),
+    End { id: String, status: u16 },
+}
+
+/// The log.
+pub(crate) struct Audit {
+    store: Arc<dyn Store>,
+    writes: Coalescer<Write, Result<(), IssueError>>,
+}
+
+impl Audit {
+    /// Opens the log and creates its table if it is missing.
+    pub(crate) async fn open(store: Arc<dyn Store>, rows_max: u64) -> Result<Self, IssueError> {
+        sql::create(store.as_ref()).await?;
+        sql::trim(store.as_ref(), rows_max).await?;
+        let writer = Arc::new(sql::Writer::new(Arc::clone(&store), rows_max));
+        let config = CoalescerConfig { max_items: BATCH_MAX, ..CoalescerConfig::default() };
+        let writes = Coalescer::new(config, move |batch: Vec<Write>| {
+            let writer = Arc::clone(&writer);
+            async move { writer.write(&batch).await }
+        });
+        let writes = writes.expect("the settings of the batch are within its limits");
+        Ok(Self { store, writes })
+    }
+
+    async fn write(&self, write: Write) -> Result<(), ApiError> {
+        match self.writes.call(write).await {
+            Ok(written) => Ok(written?),
+            Err(_) => Err(ApiError::unavailable("the audit log does not answer; try again")),
+        }
+    }
+
+    async fn page(&self, before: Option<&str>, limit: usize) -> Result<Vec<Entry>, IssueError> {
+        sql::page(self.store.as_ref(), before, limit).await
+    }
+}
+
+/// A layer below access: an entry before every change, and how it ended.
+pub(crate) async fn record(
+    State(app): State<App>,
+    request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    if access::is_look(request.method()) {
+        return Ok(next.run(request).await);
+    }
+    let entry = entry(&request);
+    let id = entry.id.clone();
+    app.audit.write(Write::Begin(entry)).await?;
+    let response = next.run(request).await;
+    let end = Write::End { id, status: response.status().as_u16() };
+    if let Err(error) = app.audit.write(end).await {
+        // The change is made, and its entry is there; only its end is missing.
+        warn!(?error, "the end of a change was not written to the audit log");
+    }
+    Ok(response)
+}
+
+fn entry(request: &Request) -> Entry {
+    let caller = request.extensions().get::<Caller>();
+    let client = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
+    let mut path = request.uri().path().to_owned();
+    // A path is ASCII.
+    path.truncate(PATH_BYTES_MAX);
+    Entry {
+        id: Uuid::now_v7().to_string(),
+        at: SystemClock.now(),
+        caller: caller.map_or_else(|| "unknown".to_owned(), |caller| caller.name.clone()),
+        role: caller.map_or("none", |caller| caller.role.as_str()).to_owned(),
+        client: client.as_ref().map_or_else(String::new, IpAddr::to_string),
+        method: request.method().to_string(),
+        path,
+        status: None,
+    }
+}
+
+/// `/audit`, below `/api/v1`.
+pub(crate) fn routes() -> Router<App> {
+    Router::new().route("/audit", get(list))
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ListQuery {
+    cursor: Option<String>,
+    limit: Option<usize>,
+}
+
+/// Newest first.
+async fn list(
+    State(app): State<App>,
+    caller: Caller,
+    QueryOf(query): QueryOf<ListQuery>,
+) -> Answer<Value> {
+    caller.must_be(Role::Admin)?;
+    let limit = query.limit.unwrap_or(PAGE_DEFAULT);
+    if !(1..=PAGE_MAX).contains(&limit) {
+        return Err(ApiError::invalid(format!("`limit` must be from 1 to {PAGE_MAX}")));
+    }
+    let cursor = query.cursor.as_deref().map(|cursor| {
+        let wrong = |_| ApiError::invalid("`cursor` must be the `next_cursor` of a page before");
+        Uuid::parse_str(cursor).map(|id| id.to_string()).map_err(wrong)
+    });
+    let cursor = cursor.transpose()?;
+    let entries = app.audit.page(cursor.as_deref(), limit).await?;
+    let next = entries.last().filter(|_| entries.len() == limit).map(|entry| entry.id.clone());
+    let entries: Vec<_> = entries.iter().map(describe).collect();
+    Ok(Json(json!({"entries": entries, "next_cursor": next})))
+}
+
+fn describe(entry: &Entry) -> Value {
+    json!({
+        "id": entry.id,
+        "at": entry.at.to_rfc3339(),
+        "caller": entry.caller,
+        "role": entry.role,
+        "client": entry.client,
+        "method": entry.method,
+        "path": entry.path,
+        "status": entry.status,
+    })
+}

@@ -1,0 +1,272 @@
+//! Who may do what, what is written down about it, and what HTTP refuses, against the real binary.
+
+mod support;
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use crate::support::sender::{github, github_issues, integrations, send};
+use crate::support::{LIMIT, Place, Server};
+
+const READ: &str = "read-read-read-read";
+const WRITE: &str = "write-write-write-write";
+const ADMIN: &str = "admin-admin-admin-admin";
+
+fn with_tokens() -> Result<(Place, Server)> {
+    let tokens = [("reader", "read", READ), ("writer", "write", WRITE), ("boss", "admin", ADMIN)];
+    let mut settings = integrations();
+    for (name, role, token) in tokens {
+        settings +=
+            &format!("[[token]]\nname = \"{name}\"\nrole = \"{role}\"\ntoken = \"{token}\"\n");
+    }
+    let place = Place::new()?.settings(&settings)?;
+    let server = place.serve(&["--issue-quiet", "50ms"])?;
+    Ok((place, server))
+}
+
+async fn ask(
+    server: &Server,
+    method: &str,
+    path: &str,
+    token: Option<&str>,
+) -> Result<(u16, Value)> {
+    let mut request = server.client.request(method.parse()?, server.url(path));
+    if let Some(token) = token {
+        request = request.bearer_auth(token);
+    }
+    send(request).await
+}
+
+#[tokio::test]
+async fn each_role_may_do_its_part_and_no_more() -> Result<()> {
+    let (_place, server) = with_tokens()?;
+    let body = github_issues("opened", 42, "x").to_string();
+    let (status, recorded) = send(github(&server, "issues", "d-1", body.as_bytes())).await?;
+    assert_eq!(status, 200, "a signature is enough for a webhook");
+    let id = recorded["issue_id"].as_i64().context("an id")?;
+
+    let look = [
+        "/api/v1/issues".to_owned(),
+        format!("/api/v1/issues/{id}"),
+        format!("/api/v1/issues/{id}/why"),
+        format!("/api/v1/issues/{id}/events"),
+        "/metrics".to_owned(),
+        "/".to_owned(),
+    ];
+    let change = [format!("/api/v1/issues/{id}/retry"), format!("/api/v1/issues/{id}/release")];
+    for path in &look {
+        for (token, status) in
+            [(None, 401), (Some("guess-guess-guess"), 401), (Some(READ), 200), (Some(ADMIN), 200)]
+        {
+            assert_eq!(ask(&server, "GET", path, token).await?.0, status, "{path} {token:?}");
+        }
+    }
+    for path in &change {
+        for (token, status) in
+            [(None, 401), (Some(READ), 403), (Some(WRITE), 200), (Some(ADMIN), 200)]
+        {
+            assert_eq!(ask(&server, "POST", path, token).await?.0, status, "{path} {token:?}");
+        }
+    }
+    for (token, status) in [(None, 401), (Some(READ), 403), (Some(WRITE), 403), (Some(ADMIN), 200)]
+    {
+        assert_eq!(ask(&server, "GET", "/api/v1/audit", token).await?.0, status, "{token:?}");
+    }
+    for path in ["/health/live", "/health/ready"] {
+        assert_ne!(ask(&server, "GET", path, None).await?.0, 401, "{path} is for everybody");
+    }
+    assert!(!server.log().contains(READ) && !server.log().contains(ADMIN), "no token is logged");
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_change_is_in_the_audit_log_with_who_what_and_when() -> Result<()> {
+    let (_place, server) = with_tokens()?;
+    assert_eq!(ask(&server, "POST", "/api/v1/issues/7/retry", Some(WRITE)).await?.0, 404);
+    assert_eq!(ask(&server, "POST", "/api/v1/issues/7/release", Some(ADMIN)).await?.0, 404);
+    assert_eq!(ask(&server, "POST", "/api/v1/issues/7/retry", Some(READ)).await?.0, 403);
+    assert_eq!(ask(&server, "GET", "/api/v1/issues", Some(WRITE)).await?.0, 200);
+
+    let (_, log) = ask(&server, "GET", "/api/v1/audit", Some(ADMIN)).await?;
+    let entries = log["entries"].as_array().context("entries")?;
+    let told: Vec<_> = entries
+        .iter()
+        .map(|entry| {
+            (
+                entry["caller"].as_str(),
+                entry["method"].as_str(),
+                entry["path"].as_str(),
+                entry["status"].as_u64(),
+            )
+        })
+        .collect();
+    assert_eq!(
+        told,
+        [
+            (Some("boss"), Some("POST"), Some("/api/v1/issues/7/release"), Some(404)),
+            (Some("writer"), Some("POST"), Some("/api/v1/issues/7/retry"), Some(404)),
+        ],
+        "newest first, looks and refusals are no changes"
+    );
+    for entry in entries {
+        assert!(entry["at"].as_str().is_some_and(|at| at.starts_with("20") && at.ends_with('Z')));
+        assert_eq!(entry["client"], "127.0.0.1");
+    }
+
+    let (_, first) = ask(&server, "GET", "/api/v1/audit?limit=1", Some(ADMIN)).await?;
+    let cursor = first["next_cursor"].as_str().context("a cursor")?;
+    let (_, second) =
+        ask(&server, "GET", &format!("/api/v1/audit?limit=1&cursor={cursor}"), Some(ADMIN)).await?;
+    assert_eq!(second["entries"][0], entries[1]);
+    for wrong in ["limit=0", "limit=501", "limit=x", "cursor=x", "cursro=1"] {
+        let (status, answer) =
+            ask(&server, "GET", &format!("/api/v1/audit?{wrong}"), Some(ADMIN)).await?;
+        assert_eq!((status, answer["error"]["code"].as_str()), (400, Some("invalid")), "{wrong}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn issues_that_do_not_exist_and_questions_that_make_no_sense_are_refused() -> Result<()> {
+    let place = Place::new()?;
+    let server = place.serve(&[])?;
+    for (method, path, status) in [
+        ("GET", "/api/v1/issues/7", 404),
+        ("GET", "/api/v1/issues/7/why", 404),
+        ("GET", "/api/v1/issues/7/events", 404),
+        ("POST", "/api/v1/issues/7/retry", 404),
+        ("POST", "/api/v1/issues/7/release", 404),
+        ("GET", "/api/v1/issues/seven", 404),
+        ("GET", "/api/v1/issues/99999999999999999999", 404),
+        ("GET", "/api/v1/issues/%00", 404),
+        ("GET", "/api/v1/issues/-1", 404),
+        ("POST", "/api/v1/issues/1;DROP%20TABLE%20issues/retry", 404),
+        ("GET", "/api/v1/issues?status=lost", 400),
+        ("GET", "/api/v1/issues?limit=0", 400),
+        ("GET", "/api/v1/issues?limit=501", 400),
+        ("GET", "/api/v1/issues?limit=-1", 400),
+        ("GET", "/api/v1/issues?cursor=x", 400),
+        ("GET", "/api/v1/issues?quarantined=maybe", 400),
+        ("GET", "/api/v1/issues?stauts=idle", 400),
+        ("GET", "/api/v1/issues/7/events?limit=0", 400),
+        ("DELETE", "/api/v1/issues/7", 405),
+        ("GET", "/api/v1/nothing", 404),
+        ("GET", "/api/v2/issues", 404),
+    ] {
+        let (found, answer) = ask(&server, method, path, None).await?;
+        assert_eq!(found, status, "{method} {path}: {answer}");
+        assert!(answer["error"]["code"].is_string(), "{method} {path}: {answer}");
+        assert!(answer["error"]["message"].is_string(), "{method} {path}: {answer}");
+    }
+    let odd = "/api/v1/issues?integration=%27%3B%20DROP%20TABLE%20issues%3B%20--&status=idle";
+    assert_eq!(
+        ask(&server, "GET", odd, None).await?,
+        (200, json!({"issues": [], "next_cursor": null}))
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn pages_of_issues_follow_each_other_and_filters_hold() -> Result<()> {
+    let place = Place::new()?.settings(&integrations())?;
+    let server = place.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
+    for number in 1..=5 {
+        let body = github_issues("opened", number, "x").to_string();
+        send(github(&server, "issues", &format!("d-{number}"), body.as_bytes())).await?;
+    }
+    let mut seen = Vec::new();
+    let mut path = "/api/v1/issues?limit=2&status=queued&integration=shop".to_owned();
+    loop {
+        let (_, page) = server.get(&path).await?;
+        let issues = page["issues"].as_array().context("issues")?;
+        assert!(issues.len() <= 2);
+        seen.extend(
+            issues
+                .iter()
+                .filter_map(|issue| issue["external_issue_id"].as_str().map(str::to_owned)),
+        );
+        let Some(cursor) = page["next_cursor"].as_i64() else { break };
+        path = format!("/api/v1/issues?limit=2&status=queued&integration=shop&cursor={cursor}");
+    }
+    assert_eq!(seen, ["1", "2", "3", "4", "5"]);
+    assert_eq!(server.get("/api/v1/issues?status=processing").await?.1["issues"], json!([]));
+    assert_eq!(server.get("/api/v1/issues?quarantined=true").await?.1["issues"], json!([]));
+    let why = server.get("/api/v1/issues/1/why").await?.1;
+    assert_eq!(why["reason"], "waiting");
+    assert!(
+        why["sentence"].as_str().is_some_and(|sentence| sentence.contains("waits until")),
+        "{why}"
+    );
+
+    let (_, retried) = server.post("/api/v1/issues/1/retry", &json!({})).await?;
+    assert_eq!(retried["result"], "queued", "it does not wait for quiet any more");
+    server.until("/api/v1/issues/1", |_, issue| issue["pending_events"] == 0).await?;
+    assert_eq!(
+        server.post("/api/v1/issues/1/release", &json!({})).await?.1["result"],
+        "not_quarantined"
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_status_page_escapes_what_others_wrote_and_fetches_nothing() -> Result<()> {
+    let place = Place::new()?.settings(&integrations())?;
+    let server = place.serve(&["--issue-quiet", "1h", "--issue-max-wait", "2h"])?;
+    let mut payload = github_issues("opened", 1, "x");
+    payload["repository"]["full_name"] = "<script>alert(1)</script>'\"&".into();
+    send(github(&server, "issues", "d", payload.to_string().as_bytes())).await?;
+
+    let response = server.client.get(server.url("/")).send().await?;
+    assert_eq!(response.headers()["content-type"], "text/html; charset=utf-8");
+    let policy = response.headers()["content-security-policy"].to_str()?.to_owned();
+    assert!(policy.starts_with("default-src 'none'"), "{policy}");
+    let page = response.text().await?;
+    assert!(page.contains("&lt;script&gt;alert(1)&lt;/script&gt;"), "{page}");
+    assert!(!page.contains("<script"), "{page}");
+    assert!(!page.contains("http://") && !page.contains("https://"), "{page}");
+    assert!(page.contains("Queued"), "{page}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_page_of_another_site_cannot_change_anything_through_the_users_browser() -> Result<()> {
+    let place = Place::new()?;
+    let server = place.serve(&[])?;
+    let change = || server.client.post(server.url("/api/v1/issues/1/retry"));
+    let (status, answer) = send(change().header("origin", "https://evil.example")).await?;
+    assert_eq!((status, answer["error"]["code"].as_str()), (403, Some("other_page")));
+    let (status, answer) = send(change().header("host", "evil.example")).await?;
+    assert_eq!((status, answer["error"]["code"].as_str()), (403, Some("other_name")));
+    assert_eq!(send(change()).await?.0, 404);
+    Ok(())
+}
+
+/// Sends bytes as they are and returns what comes back until the connection ends.
+async fn raw(server: &Server, bytes: &[u8]) -> Result<String> {
+    let mut stream = tokio::net::TcpStream::connect(server.address).await?;
+    stream.write_all(bytes).await?;
+    let mut answer = Vec::new();
+    // A connection that is cut off may end with an error after its answer.
+    let _ = tokio::time::timeout(LIMIT, stream.read_to_end(&mut answer)).await?;
+    Ok(String::from_utf8_lossy(&answer).into_owned())
+}
+
+#[tokio::test]
+async fn slow_large_and_broken_headers_are_cut_off() -> Result<()> {
+    let place = Place::new()?;
+    let server =
+        place.serve(&["--http-read-timeout", "300ms", "--http-header-bytes-max", "8192"])?;
+    let large = format!("GET / HTTP/1.1\r\nhost: localhost\r\nx: {}\r\n\r\n", "x".repeat(20_000));
+    assert!(raw(&server, large.as_bytes()).await?.starts_with("HTTP/1.1 431 "));
+    let many = format!("GET / HTTP/1.1\r\nhost: localhost\r\n{}\r\n", "x: 1\r\n".repeat(150));
+    assert!(raw(&server, many.as_bytes()).await?.starts_with("HTTP/1.1 431 "));
+    assert!(raw(&server, b"nonsense\r\n\r\n").await?.starts_with("HTTP/1.1 400 "));
+    // It ends although nothing more is ever sent.
+    raw(&server, b"GET / HTTP/1.1\r\nhost: ").await?;
+    let slow =
+        "POST /api/v1/issues/1/retry HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{";
+    raw(&server, slow.as_bytes()).await?;
+    assert_eq!(server.get("/health/live").await?.0, 200);
+    Ok(())
+}
