@@ -13,6 +13,7 @@ use headwater_stream::{
 };
 use headwater_testkit::{Cluster, Redis, unique};
 use serde::{Deserialize, Serialize};
+use tempfile::TempDir;
 
 /// Writes each scenario once and runs it on all three backends.
 macro_rules! everywhere {
@@ -43,6 +44,7 @@ pub(crate) struct Place {
     target: Target,
     pub(crate) prefix: String,
     pub(crate) session: SessionId,
+    _directory: Option<TempDir>,
 }
 
 enum Target {
@@ -113,7 +115,18 @@ impl Place {
 
     fn new(target: Target) -> Self {
         let prefix: String = unique("w").chars().take(32).collect();
-        Self { target, prefix, session: SessionId::random() }
+        Self { target, prefix, session: SessionId::random(), _directory: None }
+    }
+
+    /// The same, but with an embedded backend on the disk: every change of it takes a while.
+    pub(crate) async fn on_disk(self) -> Self {
+        if let Target::Url(_) = self.target {
+            return self;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("embedded:{}", directory.path().join("streams").display());
+        let backend = connect(&url, &Options::default()).await.unwrap();
+        Self { target: Target::Shared(backend), _directory: Some(directory), ..self }
     }
 
     /// The same backend, and other keys.
