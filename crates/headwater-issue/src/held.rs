@@ -266,6 +266,12 @@ impl ClaimWatch {
         if !self.is_held() {
             return Err(IssueError::Fenced { issue_id, epoch });
         }
+        self.renew().await
+    }
+
+    /// Asks the database, whatever we think of the claim, and trusts it again if it is ours.
+    pub(crate) async fn renew(&self) -> Result<()> {
+        let (issue_id, epoch) = (self.issue_id, self.epoch);
         match self.claims.beat(&[(issue_id, epoch)]).await?.first() {
             Some(Beat::Kept { .. }) => Ok(()),
             Some(Beat::Lost) | None => Err(IssueError::Fenced { issue_id, epoch }),

@@ -82,6 +82,9 @@ pub const NUDGES_WAITING_MAX: usize = 10_000;
 /// Nudges in the stream that nobody has read yet; beyond it, the sweep adds none for issues that wait.
 pub const NUDGES_UNREAD_MAX: u64 = 1000;
 
+/// The shortest time after which a nudge is overdue: without any, one sweep would never end.
+pub const NUDGE_OVERDUE_MIN: Duration = Duration::from_millis(1);
+
 /// Issues that a worker remembers to look at by itself; more are left to the sweep.
 pub const AGENDA_MAX: usize = 100_000;
 

@@ -14,7 +14,7 @@ use tracing::{debug, error, warn};
 
 use crate::claim::{Nudge, SweepOptions, Swept};
 use crate::error::{IssueError, Result};
-use crate::limits::{DELAY_MAX, NUDGES_UNREAD_MAX};
+use crate::limits::{DELAY_MAX, NUDGE_OVERDUE_MIN, NUDGES_UNREAD_MAX};
 use crate::metrics::{SWEEP_NUDGES, SWEEP_QUARANTINED, SWEEP_REQUEUED};
 use crate::nudge::Nudger;
 use crate::store::Store;
@@ -68,6 +68,10 @@ impl Sweeper {
         config.options.check()?;
         if config.every.is_zero() {
             return Err(IssueError::invalid("every", "it is zero"));
+        }
+        if config.options.nudge_overdue < NUDGE_OVERDUE_MIN {
+            let problem = format!("it is shorter than {NUDGE_OVERDUE_MIN:?}");
+            return Err(IssueError::invalid("nudge_overdue", problem));
         }
         Ok(Self { store, nudger, worker, config })
     }

@@ -3,11 +3,12 @@
 mod support;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Result;
 use headwater_issue::{
     HandlerError, IssueError, IssueId, NewEvent, OutboxConfig, Resolution, RetryPolicy, Run,
-    WorkerConfig, limits, why,
+    SweepOptions, Sweeper, SweeperConfig, WorkerConfig, limits, why,
 };
 use headwater_stream::{Fields, Range, Retention, StreamName};
 use support::{Journal, Letters, Place, System, event_of, until};
@@ -174,5 +175,16 @@ async fn settings_that_make_no_sense_are_refused() -> Result<()> {
     assert!(system.worker(Journal::default().handler(), worker).is_err());
     let outbox = OutboxConfig { concurrency: 0, ..OutboxConfig::default() };
     assert!(system.outbox(Letters::default(), outbox).is_err());
+    // A sweep to which everything is overdue always finds more, and would never end.
+    let options = SweepOptions { nudge_overdue: Duration::ZERO, ..SweepOptions::default() };
+    for (name, sweeper) in [
+        ("nudge_overdue", SweeperConfig { options, ..SweeperConfig::default() }),
+        ("every", SweeperConfig { every: Duration::ZERO, ..SweeperConfig::default() }),
+    ] {
+        let store = Arc::clone(&system.store);
+        let error = Sweeper::new(store, system.nudger.clone(), None, sweeper);
+        let error = error.expect_err("it is refused").to_string();
+        assert!(error.starts_with(name), "{error}");
+    }
     Ok(())
 }

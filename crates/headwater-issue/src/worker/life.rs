@@ -5,6 +5,7 @@
 //! dropped; a stop lets handlers finish, then cancels them and gives their issues back.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use headwater_queue::Queue;
@@ -53,7 +54,8 @@ impl Worker {
             batcher: Batcher::new(&store, config.claim_options(), config.calls_max)?,
             claims: Claims::new(Arc::clone(&store), config.claim_ttl),
             agenda: Agenda::default(),
-            slots: Arc::new(Semaphore::new(config.concurrency)),
+            slots: Semaphore::new(config.concurrency),
+            has_run: AtomicBool::new(false),
             stop: watch::Sender::new(false),
             handler: Arc::new(handler),
             store,
@@ -84,8 +86,18 @@ impl Worker {
         self.inner.slots.available_permits()
     }
 
-    /// Works until `shutdown` completes, then stops in good order. A worker runs once.
+    /// Works until `shutdown` completes, then stops in good order.
+    ///
+    /// # Panics
+    ///
+    /// At once, if it was called before: a worker runs once, since its name is never used twice. Make a new one.
     pub async fn run(&self, queue: &Queue, shutdown: impl Future<Output = ()>) {
+        let has_run = self.inner.has_run.swap(true, Ordering::SeqCst);
+        assert!(
+            !has_run,
+            "worker {} was run before; a worker runs once, make a new one",
+            self.name()
+        );
         info!(worker_id = self.name(), "worker started");
         // Each on a task of its own: a handler that holds its thread must not cost other issues their claims.
         let mut upkeep = JoinSet::new();

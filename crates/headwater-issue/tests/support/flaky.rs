@@ -15,7 +15,7 @@ pub(crate) struct Flaky {
     troubled: Mutex<Trouble>,
 }
 
-/// What is wrong with the completions of one issue, and with the outbox.
+/// What is wrong with the completions of one issue, with the outbox and with claims.
 #[derive(Debug, Default)]
 struct Trouble {
     refused: Option<IssueId>,
@@ -24,6 +24,9 @@ struct Trouble {
     refused_settlements: usize,
     refuses_shared_takes: bool,
     refused_takes: usize,
+    blocks_claims: bool,
+    blocked_claims: usize,
+    slow_claims: Duration,
 }
 
 impl Flaky {
@@ -64,6 +67,21 @@ impl Flaky {
     /// How many calls for several rows were refused.
     pub(crate) fn refused_takes(&self) -> usize {
         self.troubled.lock().expect("not poisoned").refused_takes
+    }
+
+    /// The database is not there for claims, or is again.
+    pub(crate) fn block_claims(&self, is_blocked: bool) {
+        self.troubled.lock().expect("not poisoned").blocks_claims = is_blocked;
+    }
+
+    /// How many claims have found no database.
+    pub(crate) fn blocked_claims(&self) -> usize {
+        self.troubled.lock().expect("not poisoned").blocked_claims
+    }
+
+    /// Answers to claims are so long on their way.
+    pub(crate) fn slow_down_claims(&self, by: Duration) {
+        self.troubled.lock().expect("not poisoned").slow_claims = by;
     }
 
     fn trouble(&self, completions: &[Completion]) -> Result<()> {
@@ -120,7 +138,6 @@ macro_rules! pass_on {
 
 pass_on! {
     impl Store {
-        claim(issues: &[IssueId], options: &ClaimOptions) -> Vec<Claim>;
         heartbeat(claims: &[(IssueId, ClaimEpoch)], ttl: Duration) -> Vec<Beat>;
         fail(failures: &[Failure], attempts_max: u32) -> Vec<Failed>;
         give_back(claims: &[GiveBack]) -> Vec<GivenBack>;
@@ -135,6 +152,20 @@ pass_on! {
             Ok(()) => answers,
             Err(error) => answers.iter().map(|_| Err(error.clone())).collect(),
         }
+    }
+
+    async fn claim(&self, issues: &[IssueId], options: &ClaimOptions) -> Result<Vec<Claim>> {
+        let slow_claims = {
+            let mut trouble = self.troubled.lock().expect("not poisoned");
+            if trouble.blocks_claims {
+                trouble.blocked_claims += 1;
+                return Err(IssueError::Unavailable { problem: "blocked".into(), source: None });
+            }
+            trouble.slow_claims
+        };
+        let answer = self.store.claim(issues, options).await;
+        tokio::time::sleep(slow_claims).await;
+        self.heard("claim", answer)
     }
 
     async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {

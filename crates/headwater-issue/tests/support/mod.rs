@@ -160,9 +160,10 @@ impl System {
         Ok(Running { worker, stop, task })
     }
 
-    /// A sweeper to which every queued issue is overdue.
+    /// A sweeper to which every queued issue is overdue at once.
     pub(crate) fn sweeper(&self, worker: Option<&Worker>) -> Result<Sweeper> {
-        let options = SweepOptions { nudge_overdue: Duration::ZERO, ..SweepOptions::default() };
+        let nudge_overdue = headwater_issue::limits::NUDGE_OVERDUE_MIN;
+        let options = SweepOptions { nudge_overdue, ..SweepOptions::default() };
         let config = SweeperConfig { every: Duration::from_millis(50), options };
         Ok(Sweeper::new(Arc::clone(&self.store), self.nudger.clone(), worker.cloned(), config)?)
     }
