@@ -219,4 +219,7 @@ pub struct Quiet {
     pub quiet: Duration,
     /// But no event waits longer than this, counted from the first that waits. Default zero.
     pub max_wait: Duration,
+    /// Nor does an issue wait that has so many events: as many as a run can have. Those of a run in progress count, so
+    /// the number is looked at when none is. Zero (default): any number waits.
+    pub events_max: usize,
 }

@@ -50,6 +50,7 @@ pub mod metrics;
 mod nudge;
 
 mod inbox;
+mod wake;
 
 mod agenda;
 mod batcher;
@@ -96,5 +97,6 @@ pub use steps::{NoSteps, Step, Steps};
 pub use store::Store;
 pub use sweeper::{Sweeper, SweeperConfig};
 pub use transaction::{Connection, Pool, Transaction};
+pub use wake::{release, retry};
 pub use why::{Reason, Why, why};
 pub use worker::{OnNewEvent, Worker, WorkerConfig};

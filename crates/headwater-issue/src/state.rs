@@ -208,17 +208,29 @@ impl IssueState {
         if self.quarantined_at.is_some() {
             return Effect::Nothing;
         }
-        if !quiet.quiet.is_zero() {
+        let ends_window = self.has_enough_for_a_run(quiet) && self.not_before > Some(now);
+        if self.has_enough_for_a_run(quiet) {
+            self.not_before = None;
+        } else if !quiet.quiet.is_zero() {
             let wait = now.after(quiet.quiet).min(first.after(quiet.max_wait));
             // A backoff that ends later stays.
             self.not_before = self.not_before.max(Some(wait));
         }
-        if self.status != ProcessingStatus::Idle {
+        if self.status != ProcessingStatus::Idle && !ends_window {
             return Effect::Nothing;
         }
         self.status = ProcessingStatus::Queued;
         self.nudged_at = Some(now);
         Effect::Queued
+    }
+
+    /// Whether so many events wait that a quiet window is of no more use. Only a backoff keeps such an issue from being
+    /// claimed, and after a failure that is what it waits for.
+    fn has_enough_for_a_run(&self, quiet: &Quiet) -> bool {
+        quiet.events_max > 0
+            && self.pending_events >= quiet.events_max as u64
+            && self.status != ProcessingStatus::Processing
+            && self.attempts == 0
     }
 
     fn claim(&mut self, owner: &str, ttl: Duration, now: Timestamp) -> Effect {

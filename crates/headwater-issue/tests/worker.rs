@@ -301,10 +301,28 @@ async fn a_run_hears_of_newer_events() -> Result<()> {
     Ok(())
 }
 
+fn window(quiet: Duration, events_max: usize) -> Quiet {
+    Quiet { quiet, max_wait: quiet * 50, events_max }
+}
+
+#[tokio::test]
+async fn a_quiet_window_ends_early_when_there_is_enough_for_a_run() -> Result<()> {
+    // Longer than the test would wait.
+    let config = InboxConfig { quiet: window(LONG * 10, 3), ..Default::default() };
+    let (system, journal) = (System::with(&Place::now(), config).await?, Journal::default());
+    let worker = system.start(journal.handler(), patient())?;
+    for event in ["a", "b", "c"] {
+        system.record("1", event).await?;
+    }
+    system.settled().await?;
+    worker.stop().await?;
+    assert_eq!(journal.runs(), [["a", "b", "c"]]);
+    Ok(())
+}
+
 #[tokio::test]
 async fn a_burst_within_the_quiet_window_is_one_run() -> Result<()> {
-    let quiet = Quiet { quiet: Duration::from_millis(400), max_wait: Duration::from_secs(20) };
-    let config = InboxConfig { quiet, ..InboxConfig::default() };
+    let config = InboxConfig { quiet: window(Duration::from_millis(400), 0), ..Default::default() };
     let (system, journal) = (System::with(&Place::now(), config).await?, Journal::default());
     let worker = system.start(journal.handler(), patient())?;
     for event in ["a", "b", "c", "d"] {

@@ -121,7 +121,7 @@ pub async fn options_that_make_no_sense_are_refused(env: Env) -> TestResult {
         assert!(is_invalid(&env.store.claim(&[issue], &bad).await), "{bad:?}");
     }
     let far = DELAY_MAX + Duration::from_secs(1);
-    let quiet = Quiet { quiet: far, max_wait: far };
+    let quiet = Quiet { quiet: far, max_wait: far, ..Quiet::default() };
     assert!(is_invalid(&env.store.record(&[event("1", "b")], &quiet).await[0]));
     let sweep = SweepOptions { limit: 0, ..SweepOptions::default() };
     assert!(is_invalid(&env.store.sweep(&sweep).await));

@@ -21,6 +21,8 @@ macro_rules! conformance_suite {
                 the_same_event_of_two_projects_without_a_key_is_two_events,
                 a_burst_in_a_quiet_window_is_one_run_with_all_its_events,
                 no_event_waits_longer_than_the_longest_wait,
+                a_quiet_window_ends_with_as_many_events_as_a_run_can_have,
+                a_backoff_does_not_end_with_the_number_of_events,
                 the_largest_and_the_deepest_payloads_come_back,
                 as_many_events_as_allowed_are_taken_in_one_call,
                 text_in_any_script_comes_back,

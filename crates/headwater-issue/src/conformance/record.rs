@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use super::env::{Env, INTEGRATION, TestResult, completion, event};
 use crate::limits::{BATCH_MAX, JSON_DEPTH_MAX, PAYLOAD_BYTES_MAX};
-use crate::{Claim, Completed, IssueError, NewEvent, ProcessingStatus, Quiet};
+use crate::{
+    AfterFailure, Claim, Completed, Failure, IssueError, NewEvent, ProcessingStatus, Quiet,
+};
 
 pub async fn an_event_creates_its_issue_and_queues_it(env: Env) -> TestResult {
     let recorded = env.record("42", "delivery-1").await?;
@@ -152,8 +154,13 @@ pub async fn the_same_event_of_two_projects_without_a_key_is_two_events(env: Env
     env.assert_sound().await
 }
 
+/// A quiet window of ten minutes.
+fn window(max_wait: Duration, events_max: usize) -> Quiet {
+    Quiet { quiet: Duration::from_secs(600), max_wait, events_max }
+}
+
 pub async fn a_burst_in_a_quiet_window_is_one_run_with_all_its_events(env: Env) -> TestResult {
-    let quiet = Quiet { quiet: Duration::from_secs(600), max_wait: Duration::from_secs(6000) };
+    let quiet = window(Duration::from_secs(6000), 0);
     let mut issue = Default::default();
     for key in ["a", "b", "c"] {
         let recorded = env.store.record(&[event("42", key)], &quiet).await.remove(0)?;
@@ -175,7 +182,7 @@ pub async fn a_burst_in_a_quiet_window_is_one_run_with_all_its_events(env: Env) 
 }
 
 pub async fn no_event_waits_longer_than_the_longest_wait(env: Env) -> TestResult {
-    let quiet = Quiet { quiet: Duration::from_secs(600), max_wait: Duration::from_secs(1000) };
+    let quiet = window(Duration::from_secs(1000), 0);
     let first = env.store.record(&[event("42", "a")], &quiet).await.remove(0)?;
     env.pass(Duration::from_secs(500)).await?;
     env.store.record(&[event("42", "b")], &quiet).await.remove(0)?;
@@ -186,6 +193,52 @@ pub async fn no_event_waits_longer_than_the_longest_wait(env: Env) -> TestResult
     env.pass(Duration::from_secs(510)).await?;
     assert_eq!(env.claim(first.issue_id).await?.events.len(), 2);
     Ok(())
+}
+
+pub async fn a_quiet_window_ends_with_as_many_events_as_a_run_can_have(env: Env) -> TestResult {
+    let quiet = window(Duration::from_secs(6000), 3);
+    let mut nudges = Vec::new();
+    let mut issue = Default::default();
+    for key in ["a", "b", "c", "d"] {
+        let recorded = env.store.record(&[event("42", key)], &quiet).await.remove(0)?;
+        issue = recorded.issue_id;
+        nudges.push((recorded.nudge, recorded.not_before.is_some()));
+    }
+    // The third ends the window, and is nudged for: whoever came for the first was sent away.
+    assert_eq!(nudges, [(true, true), (false, true), (true, false), (false, false)]);
+    let claimed = env.claim(issue).await?;
+    assert_eq!(claimed.events.len(), 4);
+
+    // Nobody counts the events of a run in progress; what comes meanwhile waits for its own quiet.
+    let recorded = env.store.record(&[event("42", "e")], &quiet).await.remove(0)?;
+    assert!(!recorded.nudge && recorded.not_before.is_some());
+    env.complete(completion(&claimed)).await?;
+    assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
+
+    // All at once is enough, too.
+    let events = ["x", "y", "z"].map(|key| event("43", key));
+    let recorded = env.store.record(&events, &quiet).await.remove(0)?;
+    assert!(recorded.nudge && recorded.not_before.is_none());
+    assert_eq!(env.claim(recorded.issue_id).await?.events.len(), 3);
+    env.assert_sound().await
+}
+
+pub async fn a_backoff_does_not_end_with_the_number_of_events(env: Env) -> TestResult {
+    let quiet = window(Duration::from_secs(6000), 2);
+    let recorded = env.record_all(&[event("42", "a")]).await?.remove(0);
+    let claimed = env.claim(recorded.issue_id).await?;
+    let then = AfterFailure::Retry { after: Duration::from_secs(6000) };
+    let failure = Failure {
+        issue_id: recorded.issue_id,
+        epoch: claimed.epoch,
+        error: "no model".into(),
+        then,
+    };
+    env.store.fail(&[failure], 5).await?;
+    let recorded = env.store.record(&[event("42", "b")], &quiet).await.remove(0)?;
+    assert!(!recorded.nudge && recorded.not_before.is_some());
+    assert!(matches!(env.try_claim(recorded.issue_id).await?, Claim::NotYet { .. }));
+    env.assert_sound().await
 }
 
 pub async fn the_largest_and_the_deepest_payloads_come_back(env: Env) -> TestResult {

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Row};
 
+use super::statements::number;
 use crate::error::{IssueError, Result};
 use crate::issue::{EventLogId, IssueId, Quiet, Recorded};
 use crate::prepared::{Prepared, conflict, unknown};
@@ -17,20 +18,22 @@ pub(super) async fn record(
     quiet: &Quiet,
 ) -> Result<Vec<Result<Recorded>>, Error> {
     let texts = |text: fn(&Prepared<'_>) -> String| events.iter().map(text).collect::<Vec<_>>();
-    let rows =
-        sqlx::query("SELECT * FROM headwater_record_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)")
-            .bind(texts(|one| one.event.integration.clone()))
-            .bind(texts(|one| one.event.external_project_id.clone()))
-            .bind(texts(|one| one.event.external_issue_id.clone()))
-            .bind(texts(|one| one.event.source.clone()))
-            .bind(texts(|one| one.event.event_type.clone()))
-            .bind(texts(|one| one.key.clone()))
-            .bind(events.iter().map(|one| one.digest.clone()).collect::<Vec<_>>())
-            .bind(texts(|one| one.event.payload.clone()))
-            .bind(ms(quiet.quiet))
-            .bind(ms(quiet.max_wait))
-            .fetch_all(connection)
-            .await?;
+    let rows = sqlx::query(
+        "SELECT * FROM headwater_record_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+    )
+    .bind(texts(|one| one.event.integration.clone()))
+    .bind(texts(|one| one.event.external_project_id.clone()))
+    .bind(texts(|one| one.event.external_issue_id.clone()))
+    .bind(texts(|one| one.event.source.clone()))
+    .bind(texts(|one| one.event.event_type.clone()))
+    .bind(texts(|one| one.key.clone()))
+    .bind(events.iter().map(|one| one.digest.clone()).collect::<Vec<_>>())
+    .bind(texts(|one| one.event.payload.clone()))
+    .bind(ms(quiet.quiet))
+    .bind(ms(quiet.max_wait))
+    .bind(number(quiet.events_max))
+    .fetch_all(connection)
+    .await?;
     let mut nudged = HashSet::new();
     events.iter().zip(&rows).map(|(event, row)| read(event, row, &mut nudged)).collect()
 }

@@ -153,7 +153,11 @@ fn giving_back_counts_no_attempt_but_counts_what_was_superseded() {
 
 #[test]
 fn a_quiet_window_is_pushed_by_each_event_up_to_the_longest_wait() {
-    let quiet = Quiet { quiet: Duration::from_secs(10), max_wait: Duration::from_secs(25) };
+    let quiet = Quiet {
+        quiet: Duration::from_secs(10),
+        max_wait: Duration::from_secs(25),
+        ..Quiet::default()
+    };
     let mut world = World::new();
     let mut due = Vec::new();
     for _ in 0..4 {

@@ -12,7 +12,8 @@
 -- another id or digest than the one given was there before.
 CREATE FUNCTION headwater_record_1(
     p_integration text[], p_project text[], p_issue text[], p_source text[], p_event_type text[], p_key text[],
-    p_digest bytea[], p_payload text[], p_quiet_ms bigint, p_max_wait_ms bigint
+    p_digest bytea[], p_payload text[], p_quiet_ms bigint, p_max_wait_ms bigint,
+    p_quiet_events_max bigint
 ) RETURNS TABLE (
     o_place bigint, o_known boolean, o_issue_id bigint, o_event_log_id bigint, o_new boolean, o_same boolean,
     o_processed boolean, o_became_queued boolean, o_status text, o_not_before bigint
@@ -69,15 +70,22 @@ BEGIN
         UPDATE issues i SET
             pending_events = i.pending_events + c.events,
             first_pending_at = coalesce(i.first_pending_at, v_now),
-            not_before = CASE WHEN i.quarantined_at IS NOT NULL OR p_quiet_ms = 0 THEN i.not_before
+            not_before = CASE WHEN before.is_full THEN NULL
+                WHEN i.quarantined_at IS NOT NULL OR p_quiet_ms = 0 THEN i.not_before
                 ELSE greatest(i.not_before, least(v_now + headwater_interval(p_quiet_ms),
                     coalesce(i.first_pending_at, v_now) + headwater_interval(p_max_wait_ms))) END,
             processing_status = CASE WHEN before.wakes THEN 'queued' ELSE i.processing_status END,
             nudged_at = CASE WHEN before.wakes THEN v_now ELSE i.nudged_at END,
             updated_at = v_now
-        FROM counted c JOIN (
-            SELECT id, processing_status = 'idle' AND quarantined_at IS NULL AS wakes FROM issues
-        ) before ON before.id = c.issue_id
+        FROM counted c CROSS JOIN LATERAL (
+            -- With enough events for a run, a quiet window is over; a backoff, which follows a failure, is not.
+            SELECT f.is_full, b.quarantined_at IS NULL AND (b.processing_status = 'idle'
+                OR f.is_full AND b.not_before > v_now) AS wakes
+            FROM issues b CROSS JOIN LATERAL (SELECT p_quiet_events_max > 0 AND b.quarantined_at IS NULL
+                AND b.pending_events + c.events >= p_quiet_events_max
+                AND b.processing_status <> 'processing' AND b.attempts = 0) AS f (is_full)
+            WHERE b.id = c.issue_id
+        ) before
         WHERE i.id = c.issue_id
         RETURNING i.id, before.wakes
     )

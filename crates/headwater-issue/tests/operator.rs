@@ -1,0 +1,68 @@
+//! What an operator asks for happens at once: nobody sweeps in these tests.
+
+mod support;
+
+use anyhow::Result;
+use headwater_issue::{
+    HandlerError, IssueError, IssueId, Released, Retried, Run, WorkerConfig, release, retry,
+};
+use support::{LONG, Place, System, replies, until};
+
+/// A worker whose first run of an issue fails with this, and whose later ones succeed.
+fn fails_first(system: &System, error: HandlerError) -> Result<support::Running> {
+    let handler = move |run: Run| {
+        let error = error.clone();
+        async move { if run.epoch().0 == 1 { Err(error) } else { Ok(replies(&run)) } }
+    };
+    system.start(handler, WorkerConfig::default())
+}
+
+async fn failed(system: &System, issue_id: IssueId) -> Result<()> {
+    until("the failure", || async {
+        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+        issue.attempts == 1
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_issue_that_is_released_is_worked_on_at_once() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let worker = fails_first(&system, HandlerError::quarantine("unknown project"))?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    failed(&system, issue_id).await?;
+    let store = system.store.as_ref();
+    assert_eq!(release(store, &system.nudger, issue_id).await?, Released::Queued);
+    until("the run", || async { store.audit(1).await.expect("it answers").processed == 1 }).await?;
+    assert_eq!(release(store, &system.nudger, issue_id).await?, Released::NotQuarantined);
+    worker.stop().await
+}
+
+#[tokio::test]
+async fn an_issue_that_waits_for_its_backoff_is_worked_on_at_once_if_an_operator_asks() -> Result<()>
+{
+    let system = System::at(&Place::now()).await?;
+    let worker = fails_first(&system, HandlerError::retry_after(LONG * 10, "rate limit"))?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    failed(&system, issue_id).await?;
+    let store = system.store.as_ref();
+    assert_eq!(retry(store, &system.nudger, issue_id).await?, Retried::Queued);
+    system.settled().await?;
+    assert_eq!(retry(store, &system.nudger, issue_id).await?, Retried::Idle);
+    worker.stop().await
+}
+
+#[tokio::test]
+async fn a_release_counts_although_the_stream_is_away() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let worker = fails_first(&system, HandlerError::quarantine("unknown project"))?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    failed(&system, issue_id).await?;
+    system.streams.close().await?;
+    let store = system.store.as_ref();
+    assert_eq!(release(store, &system.nudger, issue_id).await?, Released::Queued);
+    worker.abort().await;
+    let missing = release(store, &system.nudger, IssueId(12345)).await;
+    assert!(matches!(missing, Err(IssueError::NotFound { .. })), "{missing:?}");
+    Ok(())
+}
