@@ -124,9 +124,15 @@ fn reason(facts: &WhyFacts) -> Reason {
     }
 }
 
+fn counted(count: u64, what: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {what}{plural}")
+}
+
 impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { issue_id, pending_events, .. } = self;
+        let pending = counted(*pending_events, "event");
         let so =
             |error: &Option<String>| error.as_ref().map_or(String::new(), |e| format!(" ({e})"));
         match &self.reason {
@@ -153,15 +159,21 @@ impl fmt::Display for Why {
             }
             Reason::NoWorker => write!(
                 f,
-                "issue {issue_id} is queued with {pending_events} events, but no worker is alive; start one"
+                "issue {issue_id} is queued with {pending}, but no worker is alive; start one"
             ),
             Reason::Waiting { not_before, error, .. } => {
                 write!(f, "issue {issue_id} waits until {}{}", not_before.to_rfc3339(), so(error))
             }
-            Reason::Queued { workers, .. } => write!(
-                f,
-                "issue {issue_id} is queued with {pending_events} events and waits for one of {workers} workers"
-            ),
+            Reason::Queued { workers, nudged_at } => {
+                let workers = counted(*workers, "worker");
+                let nudged = nudged_at.map_or("not nudged for yet".to_owned(), |at| {
+                    format!("nudged for at {}", at.to_rfc3339())
+                });
+                write!(
+                    f,
+                    "issue {issue_id} is queued with {pending}, {nudged}, and waits for {workers}"
+                )
+            }
         }
     }
 }

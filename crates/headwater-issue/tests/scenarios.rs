@@ -1,4 +1,4 @@
-//! The concurrency scenarios of issue-centric processing, one test each.
+//! The concurrency scenarios of issue-centric processing, one test each, on both kinds of places.
 
 mod support;
 
@@ -10,9 +10,37 @@ use support::{Door, Journal, LONG, Letters, Place, System, event_ids, until};
 
 const CLAIM_TTL: Duration = Duration::from_secs(60);
 
-#[tokio::test]
-async fn two_webhooks_for_one_issue_become_one_run_with_both_events() -> Result<()> {
-    let (system, journal) = (System::at(&Place::memory()).await?, Journal::default());
+macro_rules! scenarios {
+    ($($name:ident,)*) => {
+        mod with_sqlite_and_embedded_streams {
+            $(#[tokio::test]
+            async fn $name() -> anyhow::Result<()> {
+                super::$name(super::Place::memory()).await
+            })*
+        }
+
+        #[cfg(feature = "postgres")]
+        mod with_postgres_and_redis {
+            $(#[tokio::test]
+            async fn $name() -> anyhow::Result<()> {
+                super::$name(super::Place::servers()?).await
+            })*
+        }
+    };
+}
+
+scenarios! {
+    two_webhooks_for_one_issue_become_one_run_with_both_events,
+    of_two_workers_with_the_same_nudge_one_works_and_the_other_does_nothing,
+    what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has_run_out,
+    after_a_commit_without_acknowledgement_the_old_nudge_is_a_no_op,
+    after_a_commit_without_acknowledgement_the_old_nudge_serves_for_a_new_event,
+    after_the_old_nudge_was_a_no_op_a_new_event_brings_its_own,
+    an_event_that_arrives_while_processing_is_not_lost,
+}
+
+async fn two_webhooks_for_one_issue_become_one_run_with_both_events(place: Place) -> Result<()> {
+    let (system, journal) = (System::at(&place).await?, Journal::default());
 
     let (a, b) = tokio::join!(system.record("1", "a"), system.record("1", "b"));
     let (a, b) = (a?, b?);
@@ -29,9 +57,10 @@ async fn two_webhooks_for_one_issue_become_one_run_with_both_events() -> Result<
     Ok(())
 }
 
-#[tokio::test]
-async fn of_two_workers_with_the_same_nudge_one_works_and_the_other_does_nothing() -> Result<()> {
-    let (system, journal) = (System::at(&Place::memory()).await?, Journal::default());
+async fn of_two_workers_with_the_same_nudge_one_works_and_the_other_does_nothing(
+    place: Place,
+) -> Result<()> {
+    let (system, journal) = (System::at(&place).await?, Journal::default());
     let issue_id = system.record("1", "a").await?.issue_id;
     let first = system.worker(journal.handler(), WorkerConfig::default())?;
     let second = system.worker(journal.handler(), WorkerConfig::default())?;
@@ -43,10 +72,9 @@ async fn of_two_workers_with_the_same_nudge_one_works_and_the_other_does_nothing
     Ok(())
 }
 
-#[tokio::test]
-async fn what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has_run_out()
--> Result<()> {
-    let place = Place::memory();
+async fn what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has_run_out(
+    place: Place,
+) -> Result<()> {
     let (system, journal, door) = (System::at(&place).await?, Journal::default(), Door::default());
     let issue_id = system.record("1", "a").await?.issue_id;
     let crashed = {
@@ -70,7 +98,7 @@ async fn what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has
     assert!(journal.runs().is_empty(), "the claim of the dead worker still holds");
     assert!(system.sweeper(None)?.run_once().await?.nudges.is_empty());
 
-    place.clock.as_ref().expect("time is ours").advance(CLAIM_TTL);
+    place.let_claims_run_out(CLAIM_TTL).await?;
     let swept = system.sweeper(None)?.run_once().await?;
     assert_eq!((swept.requeued, swept.nudges.len()), (1, 1));
     rescuer.look_at(issue_id).await;
@@ -81,9 +109,10 @@ async fn what_a_crashed_worker_had_claimed_is_done_by_another_when_the_claim_has
 
 /// Worker 1 has committed and dies before it acknowledges the nudge; this is what is left.
 async fn committed_and_not_acknowledged(
+    place: &Place,
     journal: &Journal,
 ) -> Result<(System, headwater_issue::IssueId)> {
-    let system = System::at(&Place::memory()).await?;
+    let system = System::at(place).await?;
     let issue_id = system.record("1", "a").await?.issue_id;
     system.record("1", "b").await?;
     // A worker that never reads the stream acknowledges nothing in it.
@@ -93,10 +122,11 @@ async fn committed_and_not_acknowledged(
     Ok((system, issue_id))
 }
 
-#[tokio::test]
-async fn after_a_commit_without_acknowledgement_the_old_nudge_is_a_no_op() -> Result<()> {
+async fn after_a_commit_without_acknowledgement_the_old_nudge_is_a_no_op(
+    place: Place,
+) -> Result<()> {
     let journal = Journal::default();
-    let (system, _) = committed_and_not_acknowledged(&journal).await?;
+    let (system, _) = committed_and_not_acknowledged(&place, &journal).await?;
 
     let worker = system.start(journal.handler(), WorkerConfig::default())?;
     acknowledged(&system, 1).await?;
@@ -106,11 +136,11 @@ async fn after_a_commit_without_acknowledgement_the_old_nudge_is_a_no_op() -> Re
     Ok(())
 }
 
-#[tokio::test]
-async fn after_a_commit_without_acknowledgement_the_old_nudge_serves_for_a_new_event() -> Result<()>
-{
+async fn after_a_commit_without_acknowledgement_the_old_nudge_serves_for_a_new_event(
+    place: Place,
+) -> Result<()> {
     let journal = Journal::default();
-    let (system, _) = committed_and_not_acknowledged(&journal).await?;
+    let (system, _) = committed_and_not_acknowledged(&place, &journal).await?;
     let recorded = system.record("1", "c").await?;
     assert!(recorded.nudge, "the issue was idle");
 
@@ -122,10 +152,9 @@ async fn after_a_commit_without_acknowledgement_the_old_nudge_serves_for_a_new_e
     Ok(())
 }
 
-#[tokio::test]
-async fn after_the_old_nudge_was_a_no_op_a_new_event_brings_its_own() -> Result<()> {
+async fn after_the_old_nudge_was_a_no_op_a_new_event_brings_its_own(place: Place) -> Result<()> {
     let journal = Journal::default();
-    let (system, _) = committed_and_not_acknowledged(&journal).await?;
+    let (system, _) = committed_and_not_acknowledged(&place, &journal).await?;
     let worker = system.start(journal.handler(), WorkerConfig::default())?;
     acknowledged(&system, 1).await?;
 
@@ -153,10 +182,8 @@ async fn acknowledged(system: &System, sent: u64) -> Result<()> {
     .await
 }
 
-#[tokio::test]
-async fn an_event_that_arrives_while_processing_is_not_lost() -> Result<()> {
-    let (system, journal, door) =
-        (System::at(&Place::memory()).await?, Journal::default(), Door::default());
+async fn an_event_that_arrives_while_processing_is_not_lost(place: Place) -> Result<()> {
+    let (system, journal, door) = (System::at(&place).await?, Journal::default(), Door::default());
     let issue_id = system.record("1", "a").await?.issue_id;
     let handler = {
         let (journal, door) = (journal.clone(), door.clone());

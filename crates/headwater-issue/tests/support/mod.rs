@@ -75,6 +75,24 @@ impl Place {
         })
     }
 
+    /// On servers, from a process whose own clock shows this.
+    pub(crate) fn with_clock(&self, clock: TestClock) -> Self {
+        Self { clock: Some(clock), ..Self::named(&self.database, &self.streams) }
+    }
+
+    /// Makes all claims run out, by the clock of the database.
+    pub(crate) async fn let_claims_run_out(&self, ttl: Duration) -> Result<()> {
+        if let Some(clock) = &self.clock {
+            clock.advance(ttl);
+            return Ok(());
+        }
+        use sqlx::Connection as _;
+        let mut postgres = sqlx::PgConnection::connect(&self.database).await?;
+        let now = "UPDATE issues SET claim_expires_at = now() WHERE claim_expires_at > now()";
+        sqlx::query(now).execute(&mut postgres).await?;
+        Ok(())
+    }
+
     /// Where somebody else has told us.
     pub(crate) fn named(database: &str, streams: &str) -> Self {
         let (database, streams) = (database.to_owned(), streams.to_owned());

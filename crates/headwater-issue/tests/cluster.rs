@@ -1,0 +1,49 @@
+//! The whole flow with nudges through a Redis Cluster.
+
+mod support;
+
+use anyhow::Result;
+use headwater_issue::{IssueFilter, OutboxConfig, WorkerConfig};
+use headwater_stream::StreamName;
+use headwater_testkit::Cluster;
+use support::{Journal, Letters, Place, System, event_ids, until};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_a_redis_cluster_every_event_is_processed_once_and_answered() -> Result<()> {
+    // Its own: the stream has a name that is not ours to choose.
+    let cluster = Cluster::start()?;
+    let database = Place::directory()?;
+    let place = Place::named(&database.database, &cluster.url());
+    let (system, journal, letters) =
+        (System::at(&place).await?, Journal::default(), Letters::default());
+    let workers = [
+        system.start(journal.handler(), WorkerConfig::default())?,
+        system.start(journal.handler(), WorkerConfig::default())?,
+    ];
+    for event in ["a", "b", "c"] {
+        for issue in 0..10 {
+            system.record(&issue.to_string(), event).await?;
+        }
+    }
+    // Nobody sweeps: every nudge has come through the cluster.
+    system.settled().await?;
+    let stream = StreamName::new(headwater_issue::STREAM)?;
+    until("nudges to be acknowledged", || async {
+        let stats = system.streams.stats(&stream).await.expect("the stream answers");
+        let groups = stats.map(|stats| stats.groups).unwrap_or_default();
+        groups.len() == 1 && groups[0].pending == 0 && groups[0].lag == Some(0)
+    })
+    .await?;
+    for worker in workers {
+        worker.stop().await?;
+    }
+    system.outbox(letters.clone(), OutboxConfig::default())?.run_once().await?;
+    let mut ids = Vec::new();
+    for issue in system.store.issues(&IssueFilter::default(), 100).await? {
+        ids.extend(event_ids(system.store.as_ref(), issue.id).await?);
+    }
+    assert_eq!(ids.len(), 30);
+    letters.assert_one_reply_each(ids);
+    system.assert_balanced().await?;
+    Ok(())
+}
