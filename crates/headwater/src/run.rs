@@ -243,8 +243,7 @@ async fn close(store: Arc<dyn Store>, streams: Arc<dyn Backend>) {
 }
 
 fn inbox_config(work: &Work) -> InboxConfig {
-    let quiet =
-        Quiet { quiet: work.quiet, max_wait: work.max_wait, events_max: work.events_max };
+    let quiet = Quiet { quiet: work.quiet, max_wait: work.max_wait, events_max: work.events_max };
     InboxConfig { quiet, ..InboxConfig::default() }
 }
 

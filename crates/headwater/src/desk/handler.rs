@@ -66,7 +66,7 @@ impl Default for DeskConfig {
 impl DeskConfig {
     /// The quiet window for whoever records events of the desk.
     pub fn quiet(&self) -> Quiet {
-        Quiet { quiet: self.quiet, max_wait: self.max_wait }
+        Quiet { quiet: self.quiet, max_wait: self.max_wait, events_max: self.events_max }
     }
 
     /// The settings of a worker that runs the desk: others as given.
