@@ -142,7 +142,12 @@ impl Worker {
                 }
                 let (page, later) = rest.split_at(self.page(rest).min(self.adoption_room().max(1)));
                 let ids: Vec<EntryId> = page.iter().map(|row| row.id).collect();
-                self.take(whose, &ids).await?;
+                let taken = self.take(whose, &ids).await;
+                if taken.as_ref().is_err_and(StreamError::is_transient) {
+                    // The reply may be lost: then they are ours, and nobody knows.
+                    self.look_for_unseen();
+                }
+                taken?;
                 rest = later;
             }
         }
@@ -225,8 +230,8 @@ impl Worker {
         }
     }
 
-    /// A read failed: what it may have fetched is pending for us, and nobody has seen it. It comes before what is read
-    /// next.
+    /// A read or a take-over failed: what it may have fetched is pending for us, and nobody has seen it. It comes before
+    /// what is read next.
     pub(super) fn look_for_unseen(self: &Arc<Self>) {
         self.has_unseen.store(true, Ordering::SeqCst);
         if self.stop_reading() {

@@ -13,8 +13,8 @@ use std::time::Duration;
 use futures_util::{TryStreamExt, stream};
 use headwater_stream::limits::READ_STREAMS_MAX;
 use headwater_stream::{
-    Backend, Batch, ConsumerName, Delivery, GroupName, GroupReader, Silenced, StreamError,
-    StreamName,
+    Backend, Batch, ConsumerName, Delivery, GroupName, GroupReader, Settle, Settlement, Silenced,
+    StreamError, StreamName, Then,
 };
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
@@ -211,7 +211,7 @@ impl Shared {
                     pause = PAUSE_FIRST;
                     let is_empty = batches.is_empty();
                     self.note_pace(&plan, &batches);
-                    self.deliver(batches);
+                    self.deliver(batches).await;
                     if self.confirm_ended(&plan, &mut doubt).await && is_empty && plan.is_waiting {
                         self.wait_for_change(true).await;
                     }
@@ -329,21 +329,42 @@ impl Shared {
         }
     }
 
-    fn deliver(&self, batches: Vec<Batch<Delivery>>) {
+    async fn deliver(&self, batches: Vec<Batch<Delivery>>) {
+        for stray in self.hand_out(batches) {
+            self.give_back(stray).await;
+        }
+    }
+
+    /// Gives everybody what was read for them. Returns what was read for nobody.
+    fn hand_out(&self, batches: Vec<Batch<Delivery>>) -> Vec<Batch<Delivery>> {
+        let mut strays = Vec::new();
         let routes = self.lock();
         let found: Vec<_> = batches
             .into_iter()
-            .filter_map(|batch| {
-                let route = routes.all.get(&batch.stream);
-                if route.is_none() {
-                    debug!(stream = %batch.stream, entries = batch.entries.len(), "read for a former owner");
+            .filter_map(|batch| match routes.all.get(&batch.stream) {
+                Some(route) => Some((Arc::clone(&route.worker), batch.entries)),
+                None => {
+                    strays.push(batch);
+                    None
                 }
-                Some((Arc::clone(&route?.worker), batch.entries))
             })
             .collect();
         drop(routes);
         for (worker, entries) in found {
             worker.receive(entries);
+        }
+        strays
+    }
+
+    /// Read for somebody who works on the partition no more: others shall have it at once.
+    async fn give_back(&self, Batch { stream, entries }: Batch<Delivery>) {
+        debug!(%stream, entries = entries.len(), "read for a former owner");
+        let release = |entry: &Delivery| Settlement { id: entry.id, then: Then::Release };
+        let entries: Vec<Settlement> = entries.iter().map(release).collect();
+        let FeedKey { group, consumer, .. } = &self.key;
+        let settle = Settle { stream: &stream, group, consumer, fence: None, entries: &entries };
+        if let Err(error) = self.backend.settle(settle).await {
+            debug!(%stream, %error, "what was read for a former owner stays pending");
         }
     }
 
@@ -373,7 +394,7 @@ impl Shared {
     async fn close(&self, reader: Box<dyn GroupReader>) -> bool {
         match reader.close().await {
             Ok(batches) => {
-                self.deliver(batches);
+                self.deliver(batches).await;
                 true
             }
             Err(error) => {

@@ -69,12 +69,16 @@ impl Queue {
         let bench = Arc::new(Bench::new(job, Arc::clone(&topic), Arc::clone(&inner.consumers)));
         let workplace = Arc::clone(&bench);
         let joining = Joining { group, topic, mode, member, workplace };
+        // Made before: if the caller goes away now, what has begun to work ends.
+        let subscription = Subscription { bench, membership: Mutex::default() };
         let membership = inner.coordinator.join(joining).await?;
-        inner.consumers.upkeep.add(&bench);
+        *subscription.lock() = Some(membership);
+        let bench = &subscription.bench;
+        inner.consumers.upkeep.add(bench);
         if order == Order::PerKey {
-            bench.spawn(gatekeeper::run(Arc::downgrade(&bench), Arc::downgrade(inner)));
+            bench.spawn(gatekeeper::run(Arc::downgrade(bench), Arc::downgrade(inner)));
         }
-        Ok(Subscription { bench, membership: Mutex::new(Some(membership)) })
+        Ok(subscription)
     }
 }
 

@@ -172,6 +172,7 @@ impl Session {
         match command {
             Command::Join { serial, joining, answer } => self.add(serial, joining, answer),
             Command::Leave { topic, serial, farewell } => {
+                self.wait_no_more(serial);
                 let is_it = |placement: &Placement| placement.serial == serial;
                 if self.placements.get(&topic).is_some_and(is_it) {
                     self.take_out(&topic);
@@ -204,6 +205,11 @@ impl Session {
                 let _ = answer.send(Err(QueueError::invalid("a second subscription", problem)));
             }
         }
+    }
+
+    /// One that was dropped before its turn came.
+    pub(super) fn wait_no_more(&mut self, serial: u64) {
+        self.waiting.retain(|(waiting, ..)| *waiting != serial);
     }
 
     /// Removes a subscription; those who waited for its topic come next.

@@ -229,6 +229,7 @@ impl Stay {
                 self.announce_at = Instant::now();
             }
             Command::Leave { topic, serial, farewell } => {
+                session.wait_no_more(serial);
                 let who = (topic, serial);
                 match find(session, &who) {
                     Some(placement) => placement.farewells.extend(farewell),

@@ -9,10 +9,11 @@ use std::time::Duration;
 use futures_util::future::{join_all, try_join_all};
 use headwater_stream::{
     Acquire, Backend, ConsumerName, ConsumerStats, Fence, GroupName, HeldLease, HolderName,
-    KeeperConfig, LeaseKeeper, LeaseName, Silenced, StreamError, StreamName, Then,
+    KeeperConfig, LeaseKeeper, LeaseName, PendingQuery, Settle, Settlement, Silenced, StreamError,
+    StreamName, Then,
 };
 use tokio::time::sleep;
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use super::identity;
 use super::members::{Entry, Stand, View};
@@ -28,6 +29,8 @@ const BELL_TTL: Duration = Duration::from_secs(1);
 /// A consumer that did nothing for this long has no read under way: it was silenced by whoever took over from it, or
 /// its connection is gone.
 const SILENT_AFTER: Duration = Duration::from_secs(60 * 60);
+/// Entries that are given back in one call.
+const GIVEN_BACK_AT_ONCE: usize = 1000;
 /// How long to wait between two tries of what must not be left undone.
 const AGAIN_AFTER: Duration = Duration::from_millis(250);
 
@@ -221,6 +224,9 @@ pub(super) struct Parting {
     pub(super) resting: Option<(Entry, Vec<LeaseName>)>,
     /// How long it is kept.
     pub(super) rest: Duration,
+    /// Where entries may be pending for us that nobody takes over before our heartbeat lapses, and for whom: shared
+    /// partitions have no next owner.
+    pub(super) shared: Option<(Vec<StreamName>, ConsumerName)>,
 }
 
 /// Takes a topic out of the group. Tries until it is done, or dropped: others would keep partitions for us.
@@ -251,7 +257,52 @@ async fn try_part(
         write(backend, group, &[entry.to_string()]).await?;
         release(keeper, leases).await;
     }
+    if let Some((streams, consumer)) = &parting.shared {
+        for stream in streams {
+            match give_back(backend, stream, group, consumer).await {
+                Err(error) if error.is_transient() => return Err(error.into()),
+                Err(error) => {
+                    // Then others take us for dead when our heartbeat lapses, and take over what is left.
+                    warn!(%stream, %group, %consumer, %error, "entries may stay pending, others are told");
+                    return Ok(());
+                }
+                Ok(()) => {}
+            }
+        }
+    }
     remove(backend, group, &[parting.entry.to_string()]).await
+}
+
+/// Gives back what is pending for a consumer that works on a stream no more: a dropped subscription had it in hand, or
+/// could not settle it.
+async fn give_back(
+    backend: &dyn Backend,
+    stream: &StreamName,
+    group: &GroupName,
+    consumer: &ConsumerName,
+) -> headwater_stream::Result<()> {
+    let query = PendingQuery {
+        stream,
+        group,
+        consumer: Some(consumer),
+        min_idle: Duration::ZERO,
+        after: None,
+        count: GIVEN_BACK_AT_ONCE,
+    };
+    loop {
+        let pending = match backend.pending(query).await {
+            Err(StreamError::NoGroup { .. }) => return Ok(()),
+            answer => answer?,
+        };
+        if pending.is_empty() {
+            return Ok(());
+        }
+        info!(%stream, %group, %consumer, entries = pending.len(), "giving back what is left in hand");
+        let entries: Vec<Settlement> =
+            pending.iter().map(|row| Settlement { id: row.id, then: Then::Release }).collect();
+        let settle = Settle { stream, group, consumer, fence: None, entries: &entries };
+        backend.settle(settle).await?;
+    }
 }
 
 /// Whether an entry of a dead member can be removed by anybody: nothing is taken over from it.

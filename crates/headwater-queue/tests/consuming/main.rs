@@ -4,6 +4,7 @@
 #[macro_use]
 mod env;
 mod counted;
+mod forgetful;
 mod record;
 
 mod backlog;
@@ -11,9 +12,11 @@ mod bad_handlers;
 mod bad_input;
 mod crash;
 mod cut_off;
+mod dropped;
 mod flow;
 mod frozen;
 mod growth;
+mod lost_replies;
 mod lost_server;
 mod ordered;
 mod owned;

@@ -12,6 +12,7 @@ use crate::config::Mode;
 use crate::group::placement::{PartState, Placement, Standing, Who};
 use crate::group::session::Session;
 use crate::group::steps::{self, Parting};
+use crate::keys;
 use crate::topic::{Partition, TopicName};
 
 impl Stay {
@@ -102,6 +103,11 @@ impl Stay {
             entry: placement.entry(&self.me),
             resting: rests.then(|| (placement.resting_entry(&self.me), leases)),
             rest: self.place.config.lease.ttl,
+            shared: (placement.joining.mode == Mode::Shared).then(|| {
+                let topic = &placement.topic;
+                let streams = (0..topic.partitions).map(|partition| keys::stream(topic, partition));
+                (streams.collect(), self.consumer.clone())
+            }),
         };
         let (place, keeper, who) = (Arc::clone(&self.place), Arc::clone(&self.keeper), who.clone());
         self.work.spawn(async move {
