@@ -8,7 +8,7 @@ use headwater_stream::limits::{COUNT_MAX, KEEP_MAX, WAIT_MAX};
 use headwater_stream::{GroupStart, KeeperConfig};
 
 use crate::error::{QueueError, Result};
-use crate::limits::{DEADLINE_MAX, GROUP_BYTES_MAX, IN_FLIGHT_MAX};
+use crate::limits::{DEADLINE_MAX, GROUP_BYTES_MAX, HELD_IDS_MAX, IN_FLIGHT_MAX};
 use crate::partitioner::{HashPartitioner, Partitioner};
 use crate::retry::RetryPolicy;
 use crate::trace::TraceBridge;
@@ -148,6 +148,9 @@ pub struct ConsumerConfig {
     /// [`Mode::Shared`]: after this time without a sign, messages of consumers that send no heartbeat (other programs)
     /// are taken over. Default: 5 min.
     pub reclaim_idle: Duration,
+    /// [`Order::PerKey`]: messages of a partition that may wait in memory for older ones of their key while a topic grows.
+    /// Of those beyond it only the id is kept, and they are read again when their turn comes. Default: 20,000.
+    pub held_max: usize,
 }
 
 impl Default for ConsumerConfig {
@@ -165,6 +168,7 @@ impl Default for ConsumerConfig {
             drain: Duration::from_secs(25),
             member: None,
             reclaim_idle: Duration::from_secs(5 * 60),
+            held_max: 20_000,
         }
     }
 }
@@ -175,6 +179,7 @@ impl ConsumerConfig {
             ("batch", self.batch, COUNT_MAX),
             ("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX),
             ("concurrency", self.concurrency, IN_FLIGHT_MAX),
+            ("held_max", self.held_max, HELD_IDS_MAX),
         ];
         for (name, count, max) in counts {
             if !(1..=max).contains(&count) {

@@ -56,6 +56,10 @@ pub const ATTEMPTS_MAX: u32 = 1000;
 /// Messages in the hands of one subscription.
 pub const IN_FLIGHT_MAX: usize = 100_000;
 
+/// Messages of one partition that wait for older ones of their key while a topic grows: beyond it, no more are read.
+/// It takes as many within the time in which a growth settles.
+pub const HELD_IDS_MAX: usize = 1_000_000;
+
 /// Items of one page of a listing.
 pub const PAGE_MAX: usize = 1000;
 

@@ -43,6 +43,11 @@ struct State {
     topic: Arc<Topic>,
     /// When we last knew that the topic is as it is.
     known_at: Instant,
+    /// Growths of which not all gates are open yet.
+    growths: Vec<Growth>,
+    /// When those began of which all are.
+    over: HashSet<u64>,
+    /// Open gates of growths that are not over.
     open: HashSet<Gate>,
     /// Keys that were found where they do not belong, with no growth to explain it: their sender chooses the partition
     /// itself, so there is no news to wait for with each of their messages.
@@ -54,8 +59,14 @@ const PLACED_MAX: usize = 10_000;
 
 impl Gates {
     pub(super) fn new(order: Order, topic: Arc<Topic>) -> Self {
-        let state =
-            State { topic, known_at: Instant::now(), open: HashSet::new(), placed: HashSet::new() };
+        let state = State {
+            growths: topic.growths.clone(),
+            topic,
+            known_at: Instant::now(),
+            over: HashSet::new(),
+            open: HashSet::new(),
+            placed: HashSet::new(),
+        };
         Self {
             is_ordered: order == Order::PerKey,
             state: Mutex::new(state),
@@ -72,6 +83,9 @@ impl Gates {
             {
                 state.placed.clear();
             }
+            let is_over = |growth: &Growth| state.over.contains(&growth.began.as_millis());
+            state.growths =
+                topic.growths.iter().filter(|growth| !is_over(growth)).cloned().collect();
             state.topic = topic;
         }
         state.known_at = state.known_at.max(known_at);
@@ -87,7 +101,7 @@ impl Gates {
         let mut state = self.lock();
         let topic = &state.topic;
         // The newest growth first: it is the one most likely to be under way.
-        for growth in topic.growths.iter().rev() {
+        for growth in state.growths.iter().rev() {
             if let Some(gate) = gate_of(growth, key, item.delivery.id, partition)
                 && !state.open.contains(&gate)
             {
@@ -117,12 +131,42 @@ impl Gates {
 
     /// The messages this gate kept back may pass, and all that come later.
     pub(super) fn open(&self, gate: Gate) {
-        self.lock().open.insert(gate);
+        let mut state = self.lock();
+        state.open.insert(gate);
+        // A growth of which all gates are open is looked at no more: it would cost every message a moment for ever.
+        let State { growths, over, open, .. } = &mut *state;
+        growths.retain(|growth| {
+            let is_over = shut_gates(growth, open).next().is_none();
+            if is_over {
+                over.insert(growth.began.as_millis());
+            }
+            !is_over
+        });
+        open.retain(|gate| match gate {
+            Gate::Growth { began_ms, .. } => !over.contains(began_ms),
+            Gate::News => false,
+        });
+    }
+
+    /// The gates of a growth that are not open yet.
+    pub(super) fn shut(&self, growth: &Growth) -> Vec<Gate> {
+        let state = self.lock();
+        match state.over.contains(&growth.began.as_millis()) {
+            true => Vec::new(),
+            false => shut_gates(growth, &state.open).collect(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no code panics while it holds the gates")
     }
+}
+
+fn shut_gates<'a>(growth: &Growth, open: &'a HashSet<Gate>) -> impl Iterator<Item = Gate> + 'a {
+    let began_ms = growth.began.as_millis();
+    (0..growth.from)
+        .map(move |old| Gate::Growth { began_ms, old })
+        .filter(|gate| !open.contains(gate))
 }
 
 /// Whether this is not older than what we know. Growths are only added, and settled, while a topic lives.
@@ -208,6 +252,32 @@ mod tests {
         gates.learn(Arc::new(grown()), came_at);
         let gate = Gate::Growth { began_ms: 1000, old: 1 };
         assert_eq!(gates.before(&item(69, 2000, came_at), 3), Some(gate));
+    }
+
+    #[test]
+    fn a_growth_is_forgotten_when_all_its_gates_are_open() {
+        let gates = gates(grown());
+        let now = Instant::now();
+        let growth = grown().growths.remove(0);
+        assert_eq!(gates.shut(&growth).len(), 4);
+        for old in 0..4 {
+            assert_eq!(gates.lock().growths.len(), 1);
+            gates.open(Gate::Growth { began_ms: 1000, old });
+        }
+        assert!(gates.lock().growths.is_empty() && gates.lock().open.is_empty());
+        gates.learn(Arc::new(grown()), now);
+        assert!(gates.lock().growths.is_empty(), "the same news do not bring it back");
+        assert_eq!(gates.before(&item(65, 2000, now), 5), None);
+        // Another one is another one.
+        let mut again = grown();
+        let began = Timestamp::from_millis(5000);
+        again.growths.push(Growth { from: 6, to: 8, began, last_ids: None });
+        again.partitions = 8;
+        gates.learn(Arc::new(again), now);
+        assert_eq!(gates.lock().growths.len(), 1);
+        // 70 = 4 of 6, 6 of 8.
+        let gate = Gate::Growth { began_ms: 5000, old: 4 };
+        assert_eq!(gates.before(&item(70, 6000, now), 6), Some(gate));
     }
 
     #[test]

@@ -3,17 +3,19 @@
 //! Upstream: `gate`. Downstream: the backend knows how far the group has come in the old partitions.
 //! Promises: a growth whose starter died is finished; a gate opens when the group has been given everything in the old
 //! partition up to the growth and nothing of it is pending any more but messages that the growth moved there; one that
-//! opened stays open.
+//! opened stays open. It also reads messages again that waited without their bytes, because there were too many.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use headwater_stream::{Backend, EntryId, PendingQuery, Range};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use super::gate::{Gate, Gates, is_moved_by};
+use super::worker::Worker;
 use super::workplace::Bench;
 use crate::error::Result;
 use crate::keys;
@@ -36,7 +38,14 @@ pub(super) async fn run(bench: Weak<Bench>, queue: Weak<queue::Inner>) {
             let workers = bench.workers();
             let awaited: HashSet<Gate> =
                 workers.iter().flat_map(|worker| worker.awaited()).collect();
+            let mut has_read = false;
+            for worker in &workers {
+                has_read |= worker.read_again().await;
+            }
             if awaited.is_empty() {
+                if has_read {
+                    continue;
+                }
                 break;
             }
             if let Err(error) = look(&Queue { inner }, &bench, &gates, &awaited).await {
@@ -46,6 +55,29 @@ pub(super) async fn run(bench: Weak<Bench>, queue: Weak<queue::Inner>) {
             drop((bench, workers));
             tokio::time::sleep(LOOK_EVERY).await;
         }
+    }
+}
+
+impl Worker {
+    /// Reads messages again of which only the id was kept while they waited. Returns whether there were any.
+    async fn read_again(self: &Arc<Self>) -> bool {
+        let ids = self.lock().lanes.absent(ROWS);
+        let found = join_all(ids.iter().map(|id| {
+            let range = Range { from: *id, to: *id, ..Range::first(1) };
+            self.job.backend.range(&self.rules.stream, range)
+        }))
+        .await;
+        for (id, found) in ids.iter().zip(found) {
+            match found {
+                Ok(entries) => self.read_one_again(*id, entries.into_iter().next()),
+                Err(error) => {
+                    warn!(stream = %self.rules.stream, %error, "messages cannot be read again, trying again");
+                    tokio::time::sleep(LOOK_EVERY).await;
+                    break;
+                }
+            }
+        }
+        !ids.is_empty()
     }
 }
 
@@ -73,6 +105,30 @@ async fn look(queue: &Queue, bench: &Bench, gates: &Gates, awaited: &HashSet<Gat
         if is_done {
             info!(topic = %topic.name, partition = old, "older messages are done, moved keys go on");
             gates.open(*gate);
+        }
+    }
+    forget_growths(bench, gates, &topic, awaited).await
+}
+
+/// Opens the gates at which nobody waits of growths whose last awaited gate was just opened: then they can be forgotten.
+async fn forget_growths(
+    bench: &Bench,
+    gates: &Gates,
+    topic: &Topic,
+    awaited: &HashSet<Gate>,
+) -> Result<()> {
+    for growth in topic.growths.iter().filter(|growth| growth.last_ids.is_some()) {
+        let was_awaited = |gate: &Gate| matches!(gate, Gate::Growth { began_ms, .. } if *began_ms == growth.began.as_millis());
+        let shut = gates.shut(growth);
+        if !awaited.iter().any(was_awaited) || shut.iter().any(|gate| awaited.contains(gate)) {
+            continue;
+        }
+        for gate in shut {
+            let Gate::Growth { old, .. } = gate else { continue };
+            if !is_done(bench, topic, growth, old).await? {
+                break;
+            }
+            gates.open(gate);
         }
     }
     Ok(())

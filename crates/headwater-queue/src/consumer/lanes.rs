@@ -5,10 +5,10 @@
 //! later ones stay behind it until it has ended. A message without a key waits for nobody.
 //! Not here: time and tasks. This is plain data, under the lock of its worker.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use bytes::Bytes;
-use headwater_stream::{Delivery, EntryId};
+use headwater_stream::{Delivery, EntryId, Fields};
 use tokio::time::Instant;
 
 use crate::config::Order;
@@ -26,6 +26,20 @@ pub(super) struct Item {
     pub(super) came_at: Instant,
 }
 
+impl Item {
+    /// Keeps nothing but what is needed to wait, and to be read again.
+    fn strip(&mut self) {
+        // Copied: a part of the bytes would keep all of them.
+        self.key = self.key.as_deref().map(Bytes::copy_from_slice);
+        self.delivery.fields = Fields::new::<Bytes, Bytes>([]);
+    }
+
+    /// Whether it is to be read again before it can be handled: an entry has at least one field.
+    fn is_bare(&self) -> bool {
+        self.delivery.fields.is_empty()
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Lanes {
     order: Order,
@@ -41,10 +55,14 @@ pub(super) struct Lanes {
     /// The keys of those, and how many messages they keep waiting, themselves included.
     held_keys: HashSet<Bytes>,
     held_up: usize,
+    /// Of those that are held up beyond this number, only the ids are kept.
+    held_max: usize,
+    /// Those whose turn it is, and which are to be read again.
+    absent: BTreeMap<EntryId, Item>,
 }
 
 impl Lanes {
-    pub(super) fn new(order: Order) -> Self {
+    pub(super) fn new(order: Order, held_max: usize) -> Self {
         Self {
             order,
             ready: VecDeque::new(),
@@ -54,6 +72,8 @@ impl Lanes {
             held: HashMap::new(),
             held_keys: HashSet::new(),
             held_up: 0,
+            held_max,
+            absent: BTreeMap::new(),
         }
     }
 
@@ -63,10 +83,15 @@ impl Lanes {
             Order::Relaxed => None,
             Order::PerKey => delivery.fields.get(KEY).cloned(),
         };
-        let item = Item { delivery, failures: 0, key, came_at };
+        let mut item = Item { delivery, failures: 0, key, came_at };
         if let Some(key) = &item.key {
             if let Some(lane) = self.busy.get_mut(key) {
-                self.held_up += usize::from(self.held_keys.contains(key));
+                if self.held_keys.contains(key) {
+                    self.held_up += 1;
+                    if self.held_up > self.held_max {
+                        item.strip();
+                    }
+                }
                 lane.push_back(item);
                 self.behind += 1;
                 return;
@@ -78,7 +103,34 @@ impl Lanes {
 
     /// The next message to handle.
     pub(super) fn next(&mut self) -> Option<Item> {
-        self.ready.pop_front()
+        loop {
+            let item = self.ready.pop_front()?;
+            if !item.is_bare() {
+                return Some(item);
+            }
+            self.absent.insert(item.delivery.id, item);
+        }
+    }
+
+    /// The first of those that are to be read again.
+    pub(super) fn absent(&self, count: usize) -> Vec<EntryId> {
+        self.absent.keys().take(count).copied().collect()
+    }
+
+    /// One of them was read again and is ready; or it is there no more, then it is taken out. Returns whether it was.
+    pub(super) fn fill(&mut self, id: EntryId, fields: Option<Fields>) -> bool {
+        let Some(mut item) = self.absent.remove(&id) else { return false };
+        match fields {
+            Some(fields) => {
+                item.delivery.fields = fields;
+                self.ready.push_back(item);
+                false
+            }
+            None => {
+                self.ended(item.key.as_ref());
+                true
+            }
+        }
     }
 
     /// A message of this key has ended: the next one is ready.
@@ -115,8 +167,16 @@ impl Lanes {
     }
 
     /// A message waits at a gate, and its lane with it.
-    pub(super) fn hold(&mut self, item: Item) {
+    pub(super) fn hold(&mut self, mut item: Item) {
         self.held_up += 1 + self.behind(&item);
+        if self.held_up > self.held_max {
+            item.strip();
+            if let Some(key) = &item.key
+                && let Some(lane) = self.busy.remove(key)
+            {
+                self.busy.insert(key.clone(), lane);
+            }
+        }
         self.held_keys.extend(item.key.clone());
         self.held.insert(item.delivery.id, item);
     }
@@ -158,30 +218,31 @@ impl Lanes {
 
     /// How many there are, whatever they wait for.
     pub(super) fn len(&self) -> usize {
-        self.ready.len() + self.behind + self.resting.len() + self.held.len()
+        self.ready.len() + self.behind + self.resting.len() + self.held.len() + self.absent.len()
     }
 
     /// The entries of all of them.
     pub(super) fn ids(&self) -> impl Iterator<Item = EntryId> {
         let behind = self.busy.values().flatten();
-        let apart = self.resting.values().chain(self.held.values());
+        let apart = self.resting.values().chain(self.held.values()).chain(self.absent.values());
         self.ready.iter().chain(behind).chain(apart).map(|item| item.delivery.id)
     }
 
     /// Takes everything out, in no particular order.
     pub(super) fn clear(&mut self) -> Vec<EntryId> {
         let ids = self.ids().collect();
-        *self = Self::new(self.order);
+        *self = Self::new(self.order, self.held_max);
         ids
     }
 
-    /// Takes everything out, in no particular order.
+    /// Takes everything out, in no particular order. Of those of which only the id was kept, nothing is left.
     pub(super) fn take_all(&mut self) -> impl Iterator<Item = Delivery> {
         let Self { ready, busy, resting, held, .. } =
-            std::mem::replace(self, Self::new(self.order));
+            std::mem::replace(self, Self::new(self.order, self.held_max));
         let behind = busy.into_values().flatten();
         let apart = resting.into_values().chain(held.into_values());
-        ready.into_iter().chain(behind).chain(apart).map(|item| item.delivery)
+        let all = ready.into_iter().chain(behind).chain(apart);
+        all.filter(|item| !item.is_bare()).map(|item| item.delivery)
     }
 
     /// Takes these out, wherever they wait. Returns how many there were.
@@ -197,6 +258,7 @@ impl Lanes {
         self.ready.retain(|item| stays(item) || !heads_push(&mut heads, item));
         self.resting.retain(|_, item| stays(item) || !heads_push(&mut heads, item));
         self.held.retain(|_, item| stays(item) || !heads_push(&mut heads, item));
+        self.absent.retain(|_, item| stays(item) || !heads_push(&mut heads, item));
         let removed = before - self.len();
         for key in heads {
             self.ended(key.as_ref());
@@ -214,8 +276,6 @@ fn heads_push(heads: &mut Vec<Option<Bytes>>, item: &Item) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use headwater_stream::Fields;
-
     use super::*;
 
     fn delivery(n: u64, key: Option<&str>) -> Delivery {
@@ -225,7 +285,7 @@ mod tests {
     }
 
     fn lanes(order: Order, keys: &[Option<&str>]) -> Lanes {
-        let mut lanes = Lanes::new(order);
+        let mut lanes = Lanes::new(order, 100);
         for (n, key) in keys.iter().enumerate() {
             lanes.add(delivery(n as u64, *key), Instant::now());
         }
@@ -297,6 +357,32 @@ mod tests {
         assert_eq!(lanes.held_len(), 2, "the next of its lane is ready instead");
         assert_eq!(lanes.let_through(|_| true), 1);
         assert_eq!(lanes.held_len(), 0);
+    }
+
+    #[test]
+    fn of_those_beyond_the_limit_only_ids_are_kept_until_their_turn_comes() {
+        let mut lanes = lanes(Order::PerKey, &[Some("a"), Some("b"), Some("b")]);
+        lanes.held_max = 1;
+        while let Some(item) = lanes.next() {
+            lanes.hold(item);
+        }
+        lanes.add(delivery(3, Some("a")), Instant::now());
+        assert_eq!((lanes.held_len(), lanes.len()), (4, 4));
+        assert_eq!(lanes.let_through(|_| true), 2);
+        // Whole is the first of each lane that came before the limit, and what was behind it then.
+        assert_eq!(ready(&mut lanes), [0]);
+        assert_eq!(lanes.absent(10), [EntryId::new(1, 0)]);
+        assert!(!lanes.fill(EntryId::new(1, 0), Some(delivery(1, Some("b")).fields)));
+        assert_eq!(ready(&mut lanes), [1]);
+        lanes.ended(Some(&Bytes::from_static(b"b")));
+        assert_eq!(ready(&mut lanes), [2]);
+        lanes.ended(Some(&Bytes::from_static(b"a")));
+        assert!(ready(&mut lanes).is_empty());
+        assert_eq!((lanes.absent(10), lanes.len()), (vec![EntryId::new(3, 0)], 1));
+        assert!(lanes.fill(EntryId::new(3, 0), None), "it is gone");
+        assert_eq!(lanes.len(), 0);
+        lanes.add(delivery(4, Some("a")), Instant::now());
+        assert_eq!(ready(&mut lanes), [4], "and its lane is free");
     }
 
     #[test]

@@ -30,6 +30,7 @@ mod closing;
 mod resting;
 
 mod mover;
+mod pulse;
 mod upkeep;
 
 mod consumers;

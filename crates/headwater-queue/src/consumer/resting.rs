@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_stream::{EntryId, Reclaim, ReclaimFrom, Reclaimed, StreamError};
+use headwater_stream::{Entry, EntryId, Reclaim, ReclaimFrom, Reclaimed, Settlement, StreamError};
 use tracing::{debug, warn};
 
 use super::lanes::Item;
@@ -36,6 +36,19 @@ impl Worker {
                 worker.start_runners(state);
             }
         });
+    }
+
+    /// A message of which only the id was kept was read again, or is there no more.
+    pub(super) fn read_one_again(self: &Arc<Self>, id: EntryId, entry: Option<Entry>) {
+        let mut state = self.lock();
+        if state.lanes.fill(id, entry.map(|entry| entry.fields)) {
+            self.meters.anomaly("deleted_while_pending", 1);
+            warn!(stream = %self.rules.stream, entry_id = %id, "a pending entry was trimmed or deleted by somebody; it is gone");
+            state.outcomes.push(Settlement::done(id));
+            self.gave(1);
+        }
+        self.start_runners(state);
+        self.settle_soon();
     }
 
     async fn wake_after(self: Arc<Self>, id: EntryId, after: Duration) {

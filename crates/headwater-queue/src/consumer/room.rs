@@ -10,12 +10,10 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::worker::Worker;
+use crate::limits::HELD_IDS_MAX;
 
 /// A handler that takes this long is worth telling at once that there is room for another message.
 pub(super) const LONG: Duration = Duration::from_millis(1);
-
-/// Messages of a partition that may wait at gates.
-const HELD_MAX: usize = 20_000;
 
 /// How much may be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +50,7 @@ impl Worker {
 
     fn free_room(&self) -> Room {
         let held = self.held.load(Ordering::SeqCst);
-        if held >= HELD_MAX {
+        if held >= HELD_IDS_MAX {
             return Room::None;
         }
         let in_hand = self.in_hand().saturating_sub(held);
@@ -87,7 +85,7 @@ impl Worker {
     /// How many pending entries may be taken over now. Those that wait at a gate take no room here either.
     pub(super) fn adoption_room(&self) -> usize {
         let held = self.held.load(Ordering::SeqCst);
-        if held >= HELD_MAX {
+        if held >= HELD_IDS_MAX {
             return 0;
         }
         let share = self.job.share.load(Ordering::Relaxed);

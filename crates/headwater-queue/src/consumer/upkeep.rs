@@ -2,7 +2,8 @@
 //!
 //! Upstream: `subscription` registers. Downstream: `worker`.
 //! Promises: entries in hand are kept alive, so that nobody takes live work for orphaned; what was released is taken up
-//! again; outcomes that nobody settled because a handler blocks its thread are settled.
+//! again; outcomes that nobody settled because a handler blocks its thread are settled. A `pulse` sees to it that there is
+//! a thread to do so.
 //! One task for all subscriptions: a thousand idle topics cost a look at each, not a task each.
 
 use std::collections::HashSet;
@@ -16,6 +17,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tracing::warn;
 
 use super::adoption::Whose;
+use super::pulse::Pulse;
 use super::worker::Worker;
 use super::workplace::Bench;
 use crate::config::Mode;
@@ -37,7 +39,14 @@ pub(super) struct Upkeep {
 
 #[derive(Default)]
 struct Shared {
-    benches: Mutex<Vec<Weak<Bench>>>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    benches: Vec<Weak<Bench>>,
+    /// Whether somebody looks after them.
+    is_running: bool,
 }
 
 impl Drop for Upkeep {
@@ -53,30 +62,37 @@ impl Upkeep {
     /// Looks after this subscription until it is gone.
     pub(super) fn add(&self, bench: &Arc<Bench>) {
         let mut task = self.task.lock().expect("no code panics while it holds the task");
-        let mut benches = self.shared.lock();
-        benches.push(Arc::downgrade(bench));
-        if task.as_ref().is_none_or(JoinHandle::is_finished) {
-            *task = Some(tokio::spawn(Arc::clone(&self.shared).run()));
+        let mut state = self.shared.lock();
+        state.benches.push(Arc::downgrade(bench));
+        // If the runtime it was spawned on is gone, it has ended without saying so.
+        if !state.is_running || task.as_ref().is_none_or(JoinHandle::is_finished) {
+            state.is_running = true;
+            let running = Arc::clone(&self.shared).run(Pulse::start());
+            *task = Some(tokio::spawn(running));
         }
     }
 }
 
 impl Shared {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Weak<Bench>>> {
-        self.benches.lock().expect("no code panics while it holds the subscriptions")
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().expect("no code panics while it holds the subscriptions")
     }
 
     /// Ends when there is no subscription left.
-    async fn run(self: Arc<Self>) {
+    async fn run(self: Arc<Self>, _pulse: Option<Pulse>) {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut sweep = Sweep::default();
         loop {
             ticks.tick().await;
             let benches: Vec<Arc<Bench>> = {
-                let mut benches = self.lock();
-                benches.retain(|bench| bench.strong_count() > 0);
-                benches.iter().filter_map(Weak::upgrade).collect()
+                let mut state = self.lock();
+                state.benches.retain(|bench| bench.strong_count() > 0);
+                if state.benches.is_empty() {
+                    state.is_running = false;
+                    return;
+                }
+                state.benches.iter().filter_map(Weak::upgrade).collect()
             };
             let workers = benches.iter().flat_map(|bench| bench.workers());
             sweep.run_once(&workers.collect::<Vec<_>>());

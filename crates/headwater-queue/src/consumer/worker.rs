@@ -130,7 +130,7 @@ impl Worker {
         let fence = (job.config.mode == Mode::Owned).then(|| lease.fence().clone());
         let state = State {
             phase: Phase::Open,
-            lanes: Lanes::new(job.config.order),
+            lanes: Lanes::new(job.config.order, job.config.held_max),
             running: Vec::new(),
             idle_slots: Vec::new(),
             outcomes: Vec::new(),
@@ -284,7 +284,12 @@ impl Worker {
     /// The next message that waits at no gate.
     fn next_free(&self, lanes: &mut Lanes) -> Option<Item> {
         loop {
-            let item = lanes.next()?;
+            let Some(item) = lanes.next() else {
+                if !lanes.absent(1).is_empty() {
+                    self.job.gates.waiting.notify_one();
+                }
+                return None;
+            };
             if self.job.gates.before(&item, self.rules.partition).is_none() {
                 return Some(item);
             }

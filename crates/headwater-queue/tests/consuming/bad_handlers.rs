@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use headwater_queue::{Backoff, ConsumerConfig, Message, Outcome, RetryPolicy, metrics};
 use tokio::sync::mpsc::unbounded_channel;
+use tokio::time::timeout;
 
 use crate::counted::{counted, start_counting};
 use crate::env::{Env, GROUP, PATIENCE, eventually, text};
@@ -109,8 +110,8 @@ async fn a_handler_that_blocks_its_thread_holds_up_its_partition_only(env: Env) 
     let may_go = std::sync::Mutex::new(may_go);
     let (handler, _) = recorder(move |message| {
         if message.payload.as_ref() == b"block" {
-            // Blocks a thread of the runtime, as no handler should.
-            let _ = may_go.lock().expect("nobody panicked").recv_timeout(PATIENCE);
+            // Blocks a thread of the runtime, as no handler should; longer than anybody waits for the others.
+            let _ = may_go.lock().expect("nobody panicked").recv_timeout(PATIENCE * 4);
         }
         let _ = seen_tx.send(payload(message));
         Outcome::Done
@@ -121,25 +122,75 @@ async fn a_handler_that_blocks_its_thread_holds_up_its_partition_only(env: Env) 
     }
     env.send(0, None, "block").await?;
     let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
+    let mut next = async || Ok::<_, anyhow::Error>(timeout(PATIENCE, seen.recv()).await?);
     for n in 0..300 {
-        assert_eq!(seen.recv().await, Some(format!("fast{n}")));
+        assert_eq!(next().await?, Some(format!("fast{n}")));
     }
     for n in 0..500 {
         env.send(1, None, &format!("m{n}")).await?;
     }
     for n in 0..500 {
-        assert_eq!(seen.recv().await, Some(format!("m{n}")));
+        assert_eq!(next().await?, Some(format!("m{n}")));
     }
     env.until_settled(1).await?;
     // Those before it in its own partition are settled, too.
     eventually("only the blocked one is pending", async || Ok(env.pending(0).await?.len() == 1))
         .await?;
     go.send(())?;
-    assert_eq!(seen.recv().await.as_deref(), Some("block"));
+    assert_eq!(next().await?.as_deref(), Some("block"));
     env.until_settled(0).await?;
     assert_eq!(counted(metrics::CONSUMED, &env.topic, "done"), 801);
     subscription.stop().await;
     Ok(())
+}
+
+/// The message that blocks is the only thing that happens, so nothing else wakes a thread that could look for more.
+async fn a_blocked_thread_does_not_keep_the_others_from_looking_for_work(env: Env) -> Result<()> {
+    env.create(2).await?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    // It may not be dropped where others must not wait for it.
+    let runtime = std::mem::ManuallyDrop::new(runtime);
+    let (seen_tx, mut seen) = unbounded_channel();
+    let (go, may_go) = mpsc::channel::<()>();
+    let may_go = std::sync::Mutex::new(may_go);
+    let (handler, _) = recorder(move |message| {
+        let _ = seen_tx.send(payload(message));
+        if message.payload.as_ref() == b"block" {
+            let _ = may_go.lock().expect("nobody panicked").recv_timeout(PATIENCE * 4);
+        }
+        Outcome::Done
+    });
+    let (url, topic) = (env.url.clone(), env.topic.clone());
+    let consuming = runtime.spawn(async move {
+        let backend = headwater_stream::connect(&url, &Default::default()).await?;
+        let queue = headwater_queue::Queue::with_config(backend, crate::env::quick())?;
+        let config = ConsumerConfig::default();
+        anyhow::Ok(queue.subscribe(&topic, GROUP, handler, config).await?)
+    });
+    let subscription = consuming.await??;
+    for round in 0..20 {
+        env.send(1, None, &round.to_string()).await?;
+        assert_eq!(timeout(PATIENCE, seen.recv()).await?, Some(round.to_string()));
+    }
+    env.send(0, None, "block").await?;
+    assert_eq!(timeout(PATIENCE, seen.recv()).await?.as_deref(), Some("block"));
+    for round in 0..20 {
+        let sent = std::time::Instant::now();
+        env.send(1, None, &round.to_string()).await?;
+        assert_eq!(timeout(PATIENCE, seen.recv()).await?, Some(round.to_string()));
+        println!("handled after {:?}", sent.elapsed());
+    }
+    go.send(())?;
+    runtime.spawn(async move { subscription.stop().await }).await?;
+    std::mem::ManuallyDrop::into_inner(runtime).shutdown_background();
+    Ok(())
+}
+
+mod alone {
+    use super::a_blocked_thread_does_not_keep_the_others_from_looking_for_work;
+
+    on_backends!(redis, cluster: a_blocked_thread_does_not_keep_the_others_from_looking_for_work);
 }
 
 on_every_backend!(

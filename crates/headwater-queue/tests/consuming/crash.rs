@@ -113,3 +113,84 @@ async fn a_dead_members_messages_are_taken_over_when_its_heartbeat_lapses() -> R
     subscription.stop().await;
     Ok(())
 }
+
+/// A directory that one process at a time works on.
+struct Directory {
+    url: String,
+    topic: String,
+    _kept: tempfile::TempDir,
+}
+
+impl Directory {
+    fn new() -> Result<Self> {
+        let directory = tempfile::tempdir()?;
+        let url = format!("embedded:{}", directory.path().display());
+        Ok(Self { url, topic: headwater_testkit::unique("orders"), _kept: directory })
+    }
+
+    async fn open(&self) -> Result<Env> {
+        let mut env = Env::open(&self.url, ()).await?;
+        env.topic = self.topic.clone();
+        Ok(env)
+    }
+
+    async fn send(&self, payloads: &[&str]) -> Result<()> {
+        let env = self.open().await?;
+        for payload in payloads {
+            env.send(0, None, payload).await?;
+        }
+        Ok(env.backend.close().await?)
+    }
+
+    fn spawn(&self, mode: &str) -> Result<Child> {
+        let environment = [("URL", self.url.as_str()), ("TOPIC", &self.topic), ("MODE", mode)];
+        Child::spawn_self("crash::victim", &environment)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn embedded_a_message_that_kills_its_handlers_becomes_a_dead_letter() -> Result<()> {
+    let directory = Directory::new()?;
+    directory.send(&["before", "poison", "after"]).await?;
+    for death in 1..=5 {
+        let child = directory.spawn("Owned")?;
+        let line = child.line_after("DYING at delivery ", PATIENCE)?;
+        println!("death {death} at delivery {line}");
+        // Whoever comes next finds the directory free.
+        child.wait(PATIENCE)?;
+    }
+    let env = directory.open().await?;
+    let queue = Queue::with_config(std::sync::Arc::clone(&env.backend), short_lived())?;
+    let (handler, mut seen) = recorder(|_| Outcome::Done);
+    let subscription =
+        queue.subscribe(&env.topic, GROUP, handler, ConsumerConfig::default()).await?;
+    assert_eq!(seen.payloads(1).await?, ["after"]);
+    let letters = env.until_dead_letters(1).await?;
+    assert_eq!(letters.len(), 1);
+    assert_eq!(text(&letters[0], "payload"), "poison");
+    env.until_settled(0).await?;
+    subscription.stop().await;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn embedded_what_a_killed_process_had_in_hand_is_there_for_the_next() -> Result<()> {
+    for mode in ["Shared", "Owned"] {
+        let directory = Directory::new()?;
+        directory.send(&["hang"]).await?;
+        let child = directory.spawn(mode)?;
+        child.line_after("HANGING", PATIENCE)?;
+        child.kill9()?;
+        let env = directory.open().await?;
+        let queue = Queue::with_config(std::sync::Arc::clone(&env.backend), short_lived())?;
+        let (handler, mut seen) = recorder(|_| Outcome::Done);
+        let mode = if mode == "Shared" { Mode::Shared } else { Mode::Owned };
+        let config = ConsumerConfig { mode, ..Default::default() };
+        let subscription = queue.subscribe(&env.topic, GROUP, handler, config).await?;
+        let message = seen.next().await?;
+        assert_eq!((message.deliveries, message.attempt), (2, 1));
+        env.until_settled(0).await?;
+        subscription.stop().await;
+    }
+    Ok(())
+}

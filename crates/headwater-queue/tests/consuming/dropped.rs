@@ -59,6 +59,17 @@ async fn a_subscribe_that_is_given_up_leaves_nothing_behind(env: Env) -> Result<
         // Some are given up before they are members, some after, some are too fast.
         let _ = tokio::time::timeout(Duration::from_micros(step * step * 10), subscribing).await;
     }
+    for polls in 1..12 {
+        let subscribing = env.queue.subscribe(&env.topic, &group, ghost.clone(), shared());
+        let mut subscribing = Box::pin(subscribing);
+        for _ in 0..polls {
+            // The rest of the world goes on, and answers to somebody who does not listen.
+            if futures_util::poll!(&mut subscribing).is_ready() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
     eventually("nobody is a member", async || {
         Ok(env.backend.set_members(&members).await?.is_empty())
     })

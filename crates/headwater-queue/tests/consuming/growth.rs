@@ -30,7 +30,9 @@ async fn a_key_that_moves_keeps_its_order_when_its_topic_grows(env: Env) -> Resu
             seen.lock().expect("nobody panicked").entry(key).or_default().push(number);
         }
     };
-    let config = ConsumerConfig { order: Order::PerKey, concurrency: 2, ..Default::default() };
+    // So few that most of those that wait do so without their bytes.
+    let config =
+        ConsumerConfig { order: Order::PerKey, concurrency: 2, held_max: 5, ..Default::default() };
     let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
 
     let producer = env.queue.producer(ProducerConfig::default())?;
@@ -123,7 +125,12 @@ async fn moved_messages_that_a_dead_owner_left_do_not_take_the_room_of_those_the
         crate::bad_input::read_and_die(&env, &env.stream(partition).await?).await?;
     }
     let (handler, mut seen) = crate::record::recorder(|_| headwater_queue::Outcome::Done);
-    let config = ConsumerConfig { order: Order::PerKey, in_flight_max: 4, ..Default::default() };
+    let config = ConsumerConfig {
+        order: Order::PerKey,
+        in_flight_max: 4,
+        held_max: 2,
+        ..Default::default()
+    };
     let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
     let mut last: HashMap<Option<String>, String> = HashMap::new();
     for _ in 0..all {

@@ -4,4 +4,5 @@
 
 mod env;
 mod processes;
+mod sequence;
 mod subscriptions;

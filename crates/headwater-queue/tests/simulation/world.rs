@@ -86,7 +86,7 @@ impl World {
         let producer = self.chance.below(PRODUCERS as u64) as usize;
         // Shorter and longer than a lease lives.
         let time = Duration::from_millis(100 + self.chance.below(2 * LEASE_TTL.as_millis() as u64));
-        let what = self.chance.below(11);
+        let what = self.chance.below(13);
         println!("step {what}: consumer {consumer}, producer {producer}, {time:?}");
         match what {
             0 | 1 => self.consumers[consumer].kill(time)?,
@@ -100,7 +100,9 @@ impl World {
                 self.redis_is_dead = true;
                 self.redis.kill9()?;
             }
-            _ => self.grow()?,
+            10 => self.grow()?,
+            11 => self.producers[producer].pause(time)?,
+            _ => self.stop_consumer(consumer)?,
         }
         std::thread::sleep(time);
         self.heal()
@@ -119,6 +121,14 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// One consumer goes in good order, and comes back when the world is healed.
+    fn stop_consumer(&mut self, number: usize) -> Result<()> {
+        let file = self.directory.path().join(format!("stop-{number}"));
+        fs::write(&file, "")?;
+        stop(&mut self.consumers[number..=number], START_LIMIT)?;
+        Ok(fs::remove_file(file)?)
     }
 
     fn grow(&mut self) -> Result<()> {
