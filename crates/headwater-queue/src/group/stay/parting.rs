@@ -154,10 +154,14 @@ impl Stay {
     pub(super) fn expel(self, session: &mut Session, reason: &str) -> End {
         warn!(group = %self.place.group, consumer = %self.consumer, reason,
             "no longer a member, joining again");
-        let mut entries = Vec::new();
+        let (mut owned, mut shared) = (Vec::new(), Vec::new());
         let mut leaving: Vec<TopicName> = Vec::new();
         for placement in session.placements.values_mut() {
             if placement.standing != Standing::Outside {
+                let entries = match placement.joining.mode {
+                    Mode::Owned => &mut owned,
+                    Mode::Shared => &mut shared,
+                };
                 entries.push(placement.entry(&self.me).to_string());
             }
             if matches!(placement.standing, Standing::Leaving | Standing::Parting) {
@@ -179,7 +183,12 @@ impl Stay {
             let tidied = async {
                 steps::release(&keeper, &[member]).await;
                 steps::release(&keeper, &partitions).await;
-                let _ = steps::remove(&*place.backend, &place.group, &entries).await;
+                let _ = steps::remove(&*place.backend, &place.group, &owned).await;
+                // What was in hand of shared partitions is taken over from a member that died. Written once more, for a
+                // server that lost everything has no entry of ours.
+                if !shared.is_empty() {
+                    let _ = steps::write(&*place.backend, &place.group, &shared).await;
+                }
             };
             // What takes longer has run out by itself, and others have tidied up.
             let _ = timeout(place.config.lease.ttl, tidied).await;
