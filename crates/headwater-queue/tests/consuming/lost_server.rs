@@ -42,15 +42,14 @@ async fn what_is_in_hand_when_the_server_loses_everything_is_tried_again() -> Re
 
     redis.command(&["FLUSHALL"])?;
     go.send_replace(true);
-    let again = tokio::time::timeout(PATIENCE, has_begun.recv()).await.context("it was lost")?;
-    assert_eq!(again, Some(("in hand".to_owned(), 2)));
-    assert_eq!(counted(metrics::ANOMALIES, &env.topic, "lost_by_the_server"), 1);
+    // If its lease was missed before the outcome was known, it begins once more.
+    while next(&mut has_begun).await? != ("in hand".to_owned(), 2) {}
+    assert!(counted(metrics::ANOMALIES, &env.topic, "lost_by_the_server") >= 1);
 
     redis.kill9()?;
     redis.restart()?;
     env.send(0, None, "after").await?;
-    let after = tokio::time::timeout(PATIENCE, has_begun.recv()).await.context("it hangs")?;
-    assert_eq!(after, Some(("after".to_owned(), 1)));
+    while next(&mut has_begun).await? != ("after".to_owned(), 1) {}
     env.until_settled(0).await?;
     subscription.stop().await;
     Ok(())
