@@ -12,6 +12,7 @@ pub mod text;
 
 mod settings;
 
+pub mod client;
 mod failure;
 mod stop;
 mod telemetry;
@@ -23,7 +24,6 @@ mod http;
 
 mod audit;
 
-pub mod client;
 pub mod marker;
 
 pub mod ticket_events;

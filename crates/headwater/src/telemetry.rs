@@ -4,14 +4,19 @@
 //! Promises: text on a terminal and JSON otherwise; a collector that is away costs no request anything; what is left is
 //! sent at the end, for a bounded time.
 
+mod traces;
+
 use std::io::IsTerminal;
 
 use anyhow::Context;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use secrecy::ExposeSecret;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
+use self::traces::Traces;
+pub(crate) use self::traces::continue_trace;
 use crate::failure::Failure;
 use crate::settings;
 
@@ -26,6 +31,7 @@ const COUNTS: [f64; 9] = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 1000.0]
 pub(crate) struct Telemetry {
     /// Renders `/metrics`.
     pub(crate) metrics: PrometheusHandle,
+    traces: Option<Traces>,
 }
 
 type AnyLayer = Box<dyn Layer<Registry> + Send + Sync>;
@@ -42,9 +48,23 @@ pub(crate) fn begin(settings: &settings::Telemetry) -> Result<Telemetry, Failure
     let logs: AnyLayer = if as_json {
         layer.json().flatten_event(true).with_filter(filter).boxed()
     } else {
-        layer.with_target(false).with_filter(filter).boxed()
+        layer
+            .with_ansi(std::io::stderr().is_terminal())
+            .with_target(false)
+            .with_filter(filter)
+            .boxed()
     };
-    tracing_subscriber::registry().with(vec![logs]).try_init().context("logs were begun before")?;
+    let mut layers = vec![logs];
+    let traces = match &settings.otlp_url {
+        Some(url) => {
+            let (layer, traces) =
+                Traces::begin(url.expose_secret()).context("the setting `otlp.url`")?;
+            layers.push(layer);
+            Some(traces)
+        }
+        None => None,
+    };
+    tracing_subscriber::registry().with(layers).try_init().context("logs were begun before")?;
 
     let metrics = PrometheusBuilder::new()
         .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &SECONDS)
@@ -54,10 +74,14 @@ pub(crate) fn begin(settings: &settings::Telemetry) -> Result<Telemetry, Failure
         .context("the buckets of metrics")?
         .install_recorder()
         .context("metrics were begun before")?;
-    Ok(Telemetry { metrics })
+    Ok(Telemetry { metrics, traces })
 }
 
 impl Telemetry {
     /// Sends what is left.
-    pub(crate) async fn end(self) {}
+    pub(crate) async fn end(self) {
+        if let Some(traces) = self.traces {
+            traces.end().await;
+        }
+    }
 }

@@ -12,10 +12,11 @@ use axum::response::{IntoResponse, Response};
 use futures_util::FutureExt;
 use metrics::{counter, histogram};
 use tokio::time::{Instant, timeout};
-use tracing::{debug, error};
+use tracing::{Instrument, debug, error, field, info_span};
 
 use super::ApiError;
 use crate::app::App;
+use crate::telemetry::continue_trace;
 
 /// Requests. Labels: route, method, status.
 pub(crate) const REQUESTS: &str = "headwater_http_requests_total";
@@ -28,7 +29,9 @@ pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) 
     let route = request.extensions().get::<MatchedPath>().map_or("none", |path| path.as_str());
     let (route, method) = (route.to_owned(), request.method().clone());
 
-    let answering = AssertUnwindSafe(next.run(request)).catch_unwind();
+    let span = info_span!("request", route, %method, status = field::Empty);
+    continue_trace(&span, request.headers());
+    let answering = AssertUnwindSafe(next.run(request).instrument(span.clone())).catch_unwind();
     let mut response = match timeout(app.settings.http.request_timeout, answering).await {
         Ok(Ok(response)) => response,
         Ok(Err(_)) => {
@@ -43,6 +46,7 @@ pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) 
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
     let (status, took) = (response.status(), started.elapsed());
+    span.record("status", status.as_u16());
     debug!(route, %method, status = status.as_u16(), elapsed_ms = took.as_millis(), "request");
     let method = if method.as_str().len() <= 7 { method.to_string() } else { "other".to_owned() };
     let status = status.as_u16().to_string();

@@ -1,0 +1,129 @@
+//! Traces to an OpenTelemetry collector (OTLP over HTTP), when one is named.
+//!
+//! Upstream: spans of all crates. Downstream: `POST {otlp.url}/v1/traces`. Promises: spans wait in a bounded queue and are
+//! dropped when it is full, so a collector that is away costs no request anything. A `traceparent` of the caller is kept.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use axum::http::HeaderMap;
+use bytes::Bytes;
+use opentelemetry::propagation::{Extractor, TextMapPropagator};
+use opentelemetry::trace::TracerProvider;
+use opentelemetry_http::{HttpClient, HttpError, Request, Response};
+use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithHttpConfig};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::propagation::TraceContextPropagator;
+use opentelemetry_sdk::trace::SdkTracerProvider;
+use tokio::runtime::Handle;
+use tracing::{Span, warn};
+use tracing_opentelemetry::OpenTelemetrySpanExt;
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::filter_fn;
+
+use super::AnyLayer;
+use crate::client;
+
+/// How long one batch may take to be sent, and all that is left at the end.
+const SEND_MAX: Duration = Duration::from_secs(5);
+
+/// Sends traces until it is ended.
+#[derive(Debug)]
+pub(super) struct Traces(SdkTracerProvider);
+
+impl Traces {
+    /// The layer that collects spans, and what sends them.
+    pub(super) fn begin(url: &str) -> anyhow::Result<(AnyLayer, Self)> {
+        let client = client::build().map_err(anyhow::Error::msg)?;
+        let exporter = SpanExporter::builder()
+            .with_http()
+            .with_http_client(OnRuntime { client, runtime: Handle::current() })
+            .with_endpoint(endpoint(url))
+            .with_timeout(SEND_MAX)
+            .build()?;
+        let resource = Resource::builder().with_service_name("headwater").build();
+        let provider = SdkTracerProvider::builder()
+            .with_batch_exporter(exporter)
+            .with_resource(resource)
+            .build();
+        let ours = filter_fn(|about| about.is_span() && about.target().starts_with("headwater"));
+        let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("headwater"));
+        Ok((layer.with_filter(ours).boxed(), Self(provider)))
+    }
+
+    /// Sends what is left.
+    pub(super) async fn end(self) {
+        // It blocks its thread.
+        let ended = tokio::task::spawn_blocking(move || self.0.shutdown_with_timeout(SEND_MAX));
+        if !matches!(ended.await, Ok(Ok(()))) {
+            warn!("the last traces were not sent");
+        }
+    }
+}
+
+/// The address of traces below that of the collector, unless it is an address of traces already.
+fn endpoint(url: &str) -> String {
+    let url = url.trim_end_matches('/');
+    if url.ends_with("/v1/traces") { url.to_owned() } else { format!("{url}/v1/traces") }
+}
+
+/// Lets a span go on with the trace of whoever sent these headers.
+pub(crate) fn continue_trace(span: &Span, headers: &HeaderMap) {
+    if headers.contains_key("traceparent") {
+        // An error means that nobody collects traces.
+        let _ = span.set_parent(TraceContextPropagator::new().extract(&Headers(headers)));
+    }
+}
+
+struct Headers<'a>(&'a HeaderMap);
+
+impl Extractor for Headers<'_> {
+    fn get(&self, key: &str) -> Option<&str> {
+        self.0.get(key)?.to_str().ok()
+    }
+
+    fn keys(&self) -> Vec<&str> {
+        self.0.keys().map(axum::http::HeaderName::as_str).collect()
+    }
+}
+
+/// Batches are sent from a thread of their own; our client needs the runtime.
+#[derive(Debug)]
+struct OnRuntime {
+    client: reqwest::Client,
+    runtime: Handle,
+}
+
+#[async_trait]
+impl HttpClient for OnRuntime {
+    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        let (parts, body) = request.into_parts();
+        let request = self
+            .client
+            .request(parts.method, parts.uri.to_string())
+            .headers(parts.headers)
+            .timeout(SEND_MAX)
+            .body(body);
+        let sending = self.runtime.spawn(async move {
+            let response = request.send().await?;
+            let status = response.status();
+            Ok::<_, reqwest::Error>((status, response.bytes().await?))
+        });
+        let (status, bytes) = sending.await??;
+        let mut response = Response::new(bytes);
+        *response.status_mut() = status;
+        Ok(response)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn traces_have_their_place_below_the_collector() {
+        for url in ["http://a:4318", "http://a:4318/", "http://a:4318/v1/traces"] {
+            assert_eq!(endpoint(url), "http://a:4318/v1/traces");
+        }
+    }
+}
