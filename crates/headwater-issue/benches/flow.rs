@@ -8,7 +8,7 @@
 //! `HEADWATER_BENCH_EVENTS` sets how many events a round has (default 4000).
 #![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]
 
-mod raw;
+mod shared;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,52 +17,20 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use headwater_issue::{
     HandlerError, Inbox, InboxConfig, IssueId, NewEvent, Nudger, Resolution, Run, Step, Steps,
-    Store, StoreOptions, Worker, WorkerConfig, connect,
+    Store, Worker, WorkerConfig,
 };
 use headwater_queue::Queue;
-use headwater_testkit::Postgres;
-use sqlx::postgres::PgPoolOptions;
-use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinSet;
 
-use self::raw::Raw;
+use self::shared::{
+    CLIENTS, ISSUES, ROUNDS, Raw, event, events_of_a_round, on_each_store, per_second, report,
+};
 
-const CLIENTS: usize = 64;
-const ROUNDS: usize = 3;
-const ISSUES: usize = 512;
 const LONG_RUN: Duration = Duration::from_secs(5);
 
 fn main() -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let postgres = Postgres::start()?;
-        let database = postgres.database()?;
-        let store = connect(&database.url(), &StoreOptions::default()).await?;
-        let pool = PgPoolOptions::new()
-            .max_connections(CLIENTS as u32)
-            .test_before_acquire(false)
-            .connect(&database.url())
-            .await?;
-        measure("postgres", store, Raw::Postgres(pool)).await?;
-
-        let directory = tempfile::tempdir()?;
-        let file = directory.path().join("issues.db");
-        let url = format!("sqlite:{}", file.display());
-        let store = connect(&url, &StoreOptions::default()).await?;
-        let options = SqliteConnectOptions::new()
-            .filename(&file)
-            .journal_mode(SqliteJournalMode::Wal)
-            .synchronous(SqliteSynchronous::Full)
-            .foreign_keys(true);
-        // One connection: SQLite has one writer, and waiting in a queue is faster than polling for the lock.
-        let pool = SqlitePoolOptions::new()
-            .max_connections(1)
-            .test_before_acquire(false)
-            .connect_with(options)
-            .await?;
-        measure("sqlite", store, Raw::Sqlite(pool)).await
-    })
+    on_each_store(measure)
 }
 
 /// The parts of a process that are measured.
@@ -74,9 +42,7 @@ struct Parts {
 }
 
 async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> Result<()> {
-    store.ensure_integration("main", "github").await?;
-    let events = std::env::var("HEADWATER_BENCH_EVENTS").ok().and_then(|text| text.parse().ok());
-    let events: usize = events.unwrap_or(4000);
+    let events = events_of_a_round();
     let streams =
         headwater_stream::connect("embedded:memory", &headwater_stream::Options::default()).await?;
     let nudger = Nudger::new(Arc::clone(&streams));
@@ -127,56 +93,6 @@ async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> Result<()> {
     report(name, "record, 64 clients", record, raw_record, 2.0);
     report(name, "claim + complete", run, raw_run, 3.0);
     webhook_beside_a_long_run(name, &parts).await
-}
-
-fn report(store: &str, path: &str, ours: f64, raw: f64, wanted: f64) {
-    let ratio = ours / raw;
-    let verdict = if ratio >= wanted { "reached" } else { "MISSED" };
-    println!(
-        "{store:9} {path:20} {ours:8.0}/s  raw {raw:8.0}/s  ratio {ratio:5.2} (to reach {wanted}: {verdict})"
-    );
-}
-
-fn event(prefix: &str, n: usize, issues: usize) -> NewEvent {
-    NewEvent {
-        integration: "main".into(),
-        external_project_id: if issues == ISSUES { "project".into() } else { prefix.into() },
-        external_issue_id: (n % issues).to_string(),
-        source: "github".into(),
-        event_type: "comment".into(),
-        dedup_key: Some(format!("{prefix}-{n}")),
-        payload: format!(r#"{{"action":"created","number":{n},"body":"{}"}}"#, "x".repeat(200)),
-    }
-}
-
-/// Runs `one` for every number below `total`, by as many clients at once, and returns how many a second.
-async fn per_second<F>(
-    clients: usize,
-    total: usize,
-    one: impl Fn(usize) -> F + Clone + Send + 'static,
-) -> Result<f64>
-where
-    F: Future<Output = Result<()>> + Send,
-{
-    let next = Arc::new(AtomicUsize::new(0));
-    let started = Instant::now();
-    let mut tasks = JoinSet::new();
-    for _ in 0..clients {
-        let (next, one) = (Arc::clone(&next), one.clone());
-        tasks.spawn(async move {
-            loop {
-                let n = next.fetch_add(1, Ordering::Relaxed);
-                if n >= total {
-                    return anyhow::Ok(());
-                }
-                one(n).await?;
-            }
-        });
-    }
-    while let Some(done) = tasks.join_next().await {
-        done??;
-    }
-    Ok(total as f64 / started.elapsed().as_secs_f64())
 }
 
 /// Records by 64 clients of one inbox: the speed, and the issues.

@@ -8,65 +8,27 @@
 //! `HEADWATER_BENCH_EVENTS` sets how many events a round has (default 4000).
 #![allow(clippy::unwrap_used, reason = "a benchmark that panics has failed")]
 
-mod raw;
+mod shared;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
 
 use headwater_issue::{
-    Claim, ClaimOptions, Completion, IssueId, NewEvent, Quiet, Recorded, Store, StoreOptions,
-    connect, limits,
+    Claim, ClaimOptions, Completion, IssueId, NewEvent, Quiet, Recorded, Store, limits,
 };
-use headwater_testkit::Postgres;
-use sqlx::postgres::PgPoolOptions;
-use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::JoinSet;
 
-use self::raw::Raw;
+use self::shared::{
+    CLIENTS, ISSUES, ROUNDS, Raw, event, events_of_a_round, on_each_store, per_second, report,
+};
 
-const CLIENTS: usize = 64;
 const WORKERS: usize = 4;
-const ROUNDS: usize = 3;
-const ISSUES: usize = 512;
 
 fn main() -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let postgres = Postgres::start()?;
-        let database = postgres.database()?;
-        let store = connect(&database.url(), &StoreOptions::default()).await?;
-        let pool = PgPoolOptions::new()
-            .max_connections(CLIENTS as u32)
-            .test_before_acquire(false)
-            .connect(&database.url())
-            .await?;
-        measure("postgres", store, Raw::Postgres(pool)).await?;
-
-        let directory = tempfile::tempdir()?;
-        let file = directory.path().join("issues.db");
-        let store =
-            connect(&format!("sqlite:{}", file.display()), &StoreOptions::default()).await?;
-        let options = SqliteConnectOptions::new()
-            .filename(&file)
-            .journal_mode(SqliteJournalMode::Wal)
-            .synchronous(SqliteSynchronous::Full)
-            .foreign_keys(true);
-        // One connection: SQLite has one writer, and waiting in a queue is faster than polling for the lock.
-        let pool = SqlitePoolOptions::new()
-            .max_connections(1)
-            .test_before_acquire(false)
-            .connect_with(options)
-            .await?;
-        measure("sqlite", store, Raw::Sqlite(pool)).await
-    })
+    on_each_store(measure)
 }
 
 async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> anyhow::Result<()> {
-    store.ensure_integration("main", "github").await?;
-    let events = std::env::var("HEADWATER_BENCH_EVENTS").ok().and_then(|text| text.parse().ok());
-    let events: usize = events.unwrap_or(4000);
+    let events = events_of_a_round();
     let (mut record, mut raw_record) = (0.0_f64, 0.0_f64);
     let (mut run, mut raw_run) = (0.0_f64, 0.0_f64);
     for round in 0..ROUNDS {
@@ -83,56 +45,6 @@ async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> anyhow::Result<
     report(name, "record, 64 clients", record, raw_record, 2.0);
     report(name, "claim + complete", run, raw_run, 3.0);
     Ok(())
-}
-
-fn report(store: &str, path: &str, ours: f64, raw: f64, wanted: f64) {
-    let ratio = ours / raw;
-    let verdict = if ratio >= wanted { "reached" } else { "MISSED" };
-    println!(
-        "{store:9} {path:20} {ours:8.0}/s  raw {raw:8.0}/s  ratio {ratio:5.2} (to reach {wanted}: {verdict})"
-    );
-}
-
-fn event(prefix: &str, n: usize) -> NewEvent {
-    NewEvent {
-        integration: "main".into(),
-        external_project_id: "project".into(),
-        external_issue_id: (n % ISSUES).to_string(),
-        source: "github".into(),
-        event_type: "comment".into(),
-        dedup_key: Some(format!("{prefix}-{n}")),
-        payload: format!(r#"{{"action":"created","number":{n},"body":"{}"}}"#, "x".repeat(200)),
-    }
-}
-
-/// Runs `one` for every number below `total`, by as many clients at once, and returns how many a second.
-async fn per_second<F>(
-    clients: usize,
-    total: usize,
-    one: impl Fn(usize) -> F + Clone + Send + 'static,
-) -> anyhow::Result<f64>
-where
-    F: Future<Output = anyhow::Result<()>> + Send,
-{
-    let next = Arc::new(AtomicUsize::new(0));
-    let started = Instant::now();
-    let mut tasks = JoinSet::new();
-    for _ in 0..clients {
-        let (next, one) = (Arc::clone(&next), one.clone());
-        tasks.spawn(async move {
-            loop {
-                let n = next.fetch_add(1, Ordering::Relaxed);
-                if n >= total {
-                    return anyhow::Ok(());
-                }
-                one(n).await?;
-            }
-        });
-    }
-    while let Some(done) = tasks.join_next().await {
-        done??;
-    }
-    Ok(total as f64 / started.elapsed().as_secs_f64())
 }
 
 type Waiting = (NewEvent, oneshot::Sender<headwater_issue::Result<Recorded>>);
@@ -157,7 +69,7 @@ async fn record_shared(store: &Arc<dyn Store>, round: usize, events: usize) -> a
         let sender = sender.clone();
         async move {
             let (reply, answer) = oneshot::channel();
-            sender.send((event(&format!("shared-{round}"), n), reply)).await?;
+            sender.send((event(&format!("shared-{round}"), n, ISSUES), reply)).await?;
             answer.await??;
             Ok(())
         }
@@ -171,7 +83,7 @@ async fn record_raw(raw: &Raw, round: usize, events: usize) -> anyhow::Result<f6
     let raw = raw.clone();
     per_second(CLIENTS, events, move |n| {
         let raw = raw.clone();
-        async move { raw.record(&event(&format!("raw-{round}"), n)).await }
+        async move { raw.record(&event(&format!("raw-{round}"), n, ISSUES)).await }
     })
     .await
 }
@@ -193,7 +105,8 @@ async fn fill(store: &Arc<dyn Store>, prefix: &str, issues: usize) -> anyhow::Re
     let mut ids = Vec::new();
     for first in (0..issues).step_by(limits::BATCH_MAX) {
         let last = (first + limits::BATCH_MAX).min(issues);
-        let new = |n| NewEvent { external_issue_id: format!("{prefix}-{n}"), ..event(prefix, n) };
+        let new =
+            |n| NewEvent { external_issue_id: format!("{prefix}-{n}"), ..event(prefix, n, ISSUES) };
         let events: Vec<NewEvent> = (first..last).map(new).collect();
         for recorded in store.record(&events, &Quiet::default()).await {
             ids.push(recorded?.issue_id);

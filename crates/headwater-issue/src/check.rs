@@ -129,6 +129,7 @@ impl SweepOptions {
             return Err(IssueError::invalid("limit or crashes_max", "it is zero"));
         }
         delay("nudge_overdue", self.nudge_overdue)?;
+        delay("keep", self.keep)?;
         count("limit", self.limit, SWEEP_MAX)
     }
 }

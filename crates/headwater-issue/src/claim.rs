@@ -215,17 +215,21 @@ pub enum GivenBack {
 /// How to sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SweepOptions {
-    /// The most issues to requeue, and the most to nudge. Default: 256.
+    /// The most issues to requeue, the most to nudge, and the most rows to remove. Default: 256.
     pub limit: usize,
     /// A queued issue is nudged again if its nudge is older than this. Default: 5 s.
     pub nudge_overdue: Duration,
     /// Claims that may run out before the issue is quarantined. Default: 5.
     pub crashes_max: u32,
+    /// How long delivered rows of the outbox are kept, and dead letters after their release; so long the key of a row is
+    /// remembered. Default: 7 days.
+    pub keep: Duration,
 }
 
 impl Default for SweepOptions {
     fn default() -> Self {
-        Self { limit: 256, nudge_overdue: Duration::from_secs(5), crashes_max: 5 }
+        let keep = Duration::from_secs(7 * 24 * 60 * 60);
+        Self { limit: 256, nudge_overdue: Duration::from_secs(5), crashes_max: 5, keep }
     }
 }
 
@@ -247,6 +251,8 @@ pub struct Swept {
     pub requeued: usize,
     /// Issues quarantined because too many of their claims had run out.
     pub quarantined: Vec<IssueId>,
+    /// Rows removed because they were kept for long enough.
+    pub pruned: usize,
     /// Whether a limit was reached, so that another sweep should follow at once.
     pub more: bool,
 }

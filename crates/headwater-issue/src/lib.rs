@@ -34,6 +34,8 @@ mod deadline;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod prepared;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod queries;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod rows;
 
 #[cfg(feature = "postgres")]

@@ -8,6 +8,9 @@ use std::time::Duration;
 /// Bytes of the payload of one event, of one outbox row, and of the changed fields of one completion.
 pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
 
+/// Bytes of all fields of an issue together. A completion that would make them more is refused.
+pub const FIELDS_BYTES_MAX: usize = PAYLOAD_BYTES_MAX;
+
 /// Levels of arrays and objects in any JSON we take. Readers of JSON stop at 128, and a payload may be wrapped.
 pub const JSON_DEPTH_MAX: usize = 100;
 
@@ -57,6 +60,9 @@ pub const OUTBOX_TAKE_MAX: usize = 256;
 
 /// Issues nudged, and issues requeued, in one sweep.
 pub const SWEEP_MAX: usize = 1000;
+
+/// How long an audit may take, which reads everything.
+pub(crate) const AUDIT_DEADLINE: Duration = Duration::from_secs(600);
 
 /// Rows in one page of a listing.
 pub const PAGE_MAX: usize = 1000;

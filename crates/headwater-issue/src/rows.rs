@@ -18,6 +18,11 @@ pub(crate) fn maybe_time(ms: Option<i64>) -> Option<Timestamp> {
     ms.map(time)
 }
 
+/// A count or a limit as a parameter.
+pub(crate) fn number(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
 /// A count from a column.
 pub(crate) fn count<T: TryFrom<i64>>(value: i64) -> Result<T, sqlx::Error> {
     T::try_from(value).map_err(|_| sqlx::Error::Decode(format!("a count is {value}").into()))
@@ -39,6 +44,9 @@ pub(crate) fn database_error(what: &str, error: sqlx::Error) -> IssueError {
     let problem = format!("{what}: {error}");
     let code = error.as_database_error().and_then(|error| error.code()).unwrap_or_default();
     match (&error, code.as_ref()) {
+        (sqlx::Error::InvalidArgument(problem), _) => {
+            IssueError::Invalid { what: "a value".into(), problem: format!("{what}: {problem}") }
+        }
         // Classes 22 and 23 of SQL states: the data is at fault. 42: the tables are not ours.
         (sqlx::Error::Database(_), code) if code.len() == 5 && code.starts_with("22") => {
             IssueError::Invalid { what: "a value".into(), problem }
@@ -62,6 +70,13 @@ pub(crate) fn database_error(what: &str, error: sqlx::Error) -> IssueError {
         ) => IssueError::Schema { problem },
         _ => IssueError::Unavailable { problem, source: Some(std::sync::Arc::new(error)) },
     }
+}
+
+/// Whether another transaction stood in the way: a deadlock, or a conflict. Nothing was changed, and the way is free now.
+#[cfg(feature = "postgres")]
+pub(crate) fn is_conflict(error: &sqlx::Error) -> bool {
+    let code = error.as_database_error().and_then(|error| error.code()).unwrap_or_default();
+    code.len() == 5 && code.starts_with("40")
 }
 
 /// Whether the server answered with what may be the fault of one row: it is locked, or too large, or in conflict.

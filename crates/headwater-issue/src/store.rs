@@ -61,8 +61,8 @@ pub trait Store: Operator + std::fmt::Debug {
     /// Ends claims that came to nothing, without counting an attempt.
     async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>>;
 
-    /// Requeues claims that have run out, and finds queued issues whose nudge is overdue. Passes by what others hold
-    /// at the moment.
+    /// Requeues claims that have run out, finds queued issues whose nudge is overdue, and removes what was kept for long
+    /// enough. Passes by what others hold at the moment.
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept>;
 
     /// Takes rows that are due for delivery: of each issue only the oldest undelivered one, so that order is kept, for

@@ -85,6 +85,7 @@ impl Sweeper {
             all.nudges.extend(swept.nudges);
             all.quarantined.extend(swept.quarantined);
             all.requeued += swept.requeued;
+            all.pruned += swept.pruned;
             all.more = swept.more;
             if !swept.more {
                 break;

@@ -50,7 +50,8 @@ pub trait Transaction: Send + std::fmt::Debug {
     /// Puts rows into the outbox of an issue, behind all that is there: those of earlier runs come first, those of later
     /// runs after it.
     ///
-    /// A row whose key this issue has seen is not written again: the answer says so if it is the same row, else the whole
+    /// A row whose key this issue has seen is not written again, as long as the old one is kept (see
+    /// [`SweepOptions::keep`](crate::SweepOptions::keep)): the answer says so if it is the same row, else the whole
     /// call is [`OutboxConflict`](crate::IssueError::OutboxConflict). `NotFound` if there is no such issue. At most
     /// [`OUTBOX_PER_RUN_MAX`](crate::limits::OUTBOX_PER_RUN_MAX) rows.
     async fn write_outbox(

@@ -77,7 +77,9 @@ mod postgres {
                  nudged_at = nudged_at - headwater_interval($1)
              WHERE processing_status != 'idle' OR quarantined_at IS NOT NULL",
             "UPDATE outbox SET due_at = due_at - headwater_interval($1),
-                 created_at = created_at - headwater_interval($1)",
+                 created_at = created_at - headwater_interval($1),
+                 delivered_at = delivered_at - headwater_interval($1)",
+            "UPDATE dead_letters SET released_at = released_at - headwater_interval($1)",
             "UPDATE workers SET expires_at = expires_at - headwater_interval($1)",
         ];
         for statement in statements {

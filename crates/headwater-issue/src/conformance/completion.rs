@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::env::{Env, TTL, TestResult, completion, ids, options, reply, won};
+use crate::limits::FIELDS_BYTES_MAX;
 use crate::{
     ClaimEpoch, Completed, Completion, EventLogFilter, IssueId, ProcessingStatus, SweepOptions,
 };
@@ -162,4 +163,27 @@ pub async fn a_completion_after_its_claim_was_swept_is_fenced(env: Env) -> TestR
     assert_eq!(env.complete(completion(&claimed)).await?, Completed::Fenced);
     assert_eq!(env.claim(issue).await?.events.len(), 1);
     env.assert_sound().await
+}
+
+pub async fn fields_that_would_grow_beyond_their_limit_are_refused(env: Env) -> TestResult {
+    let large = |name: &str| format!(r#"{{"{name}":"{}"}}"#, "x".repeat(FIELDS_BYTES_MAX * 2 / 3));
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    env.complete(Completion { fields: Some(large("a")), ..completion(&claimed) }).await?;
+
+    env.record("42", "b").await?;
+    let claimed = env.claim(issue).await?;
+    let before = env.issue(issue).await?;
+    let grown = Completion { fields: Some(large("b")), ..completion(&claimed) };
+    let refused = env.store.complete(&[grown]).await;
+    assert!(matches!(refused, Err(crate::IssueError::Invalid { .. })), "{refused:?}");
+    let problem = format!("{refused:?}");
+    assert!(problem.contains("the fields of issue"), "{problem}");
+    assert!(env.issue(issue).await? == before, "nothing was changed");
+
+    // What takes the place of something is no growth.
+    let changed = Completion { fields: Some(large("a")), ..completion(&claimed) };
+    let completed = env.complete(changed).await?;
+    assert!(matches!(completed, Completed::Committed { repeated: false, .. }), "{completed:?}");
+    Ok(())
 }

@@ -299,7 +299,8 @@ impl<'a> Sequence<'a> {
     async fn sweep(&mut self) -> TestResult {
         self.calls.push("sweep".into());
         let overdue = MINUTE * 20;
-        let options = SweepOptions { limit: 256, nudge_overdue: overdue, crashes_max: CRASHES_MAX };
+        let (nudge_overdue, crashes_max) = (overdue, CRASHES_MAX);
+        let options = SweepOptions { nudge_overdue, crashes_max, ..SweepOptions::default() };
         let swept = self.env.store.sweep(&options).await?;
         for model in &mut self.issues {
             let expired = model.step(&Transition::Expire { crashes_max: CRASHES_MAX }, self.now);

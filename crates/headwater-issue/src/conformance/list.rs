@@ -52,6 +52,7 @@ macro_rules! conformance_suite {
                 a_fenced_completion_does_not_fail_its_neighbours,
                 a_run_may_complete_without_having_handled_anything,
                 a_completion_after_its_claim_was_swept_is_fenced,
+                fields_that_would_grow_beyond_their_limit_are_refused,
             }
             failure {
                 a_failed_run_is_tried_again_after_its_backoff,
@@ -73,6 +74,7 @@ macro_rules! conformance_suite {
                 a_sweep_stops_at_its_limit_and_says_so,
                 a_live_claim_is_left_alone,
                 what_an_operator_frees_is_nudged_by_the_next_sweep,
+                what_was_delivered_is_removed_after_a_while_and_nothing_else,
             }
             outbox {
                 replies_come_in_order_one_issue_at_a_time,

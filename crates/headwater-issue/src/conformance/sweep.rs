@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::env::{Env, TTL, TestResult, options, won};
-use crate::{AfterFailure, Failure, Nudge, SweepOptions, Swept};
+use crate::{AfterFailure, Delivery, Failure, Nudge, OutboxSettlement, SweepOptions, Swept};
 
 const OVERDUE: Duration = Duration::from_secs(600);
 
@@ -128,5 +128,45 @@ pub async fn what_an_operator_frees_is_nudged_by_the_next_sweep(env: Env) -> Tes
     env.store.retry(issue).await?;
     assert_eq!(env.second.sweep(&sweep()).await?.nudges, [nudge]);
     assert_eq!(env.store.sweep(&sweep()).await?, Swept::default());
+    Ok(())
+}
+
+pub async fn what_was_delivered_is_removed_after_a_while_and_nothing_else(env: Env) -> TestResult {
+    let keep = TTL * 10;
+    let options = SweepOptions { keep, limit: 2, ..sweep() };
+    for issue in 0..5 {
+        env.replied(&issue.to_string(), &["a", "b"]).await?;
+    }
+    // Three are delivered, one is dead, one is in hand; five wait.
+    let rows = env.store.take_outbox("deliverer", 10, TTL).await?;
+    for (n, row) in rows.iter().take(4).enumerate() {
+        let dead = || Delivery::Dead { error: "gone".into() };
+        let delivery = if n < 3 { Delivery::Delivered } else { dead() };
+        let (id, deliveries) = (row.id, row.deliveries);
+        env.store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
+    }
+    let quarantined = env.record("9", "z").await?.issue_id;
+    let (epoch, error) = (env.claim(quarantined).await?.epoch, "broken".to_owned());
+    let then = AfterFailure::Quarantine;
+    env.store.fail(&[Failure { issue_id: quarantined, epoch, error, then }], 5).await?;
+    env.pass(keep - Duration::from_secs(600)).await?;
+    assert_eq!(env.store.sweep(&options).await?, Swept::default());
+    env.pass(Duration::from_secs(600)).await?;
+    let swept = env.store.sweep(&options).await?;
+    assert_eq!((swept.pruned, swept.more), (2, true));
+    let swept = env.second.sweep(&options).await?;
+    assert_eq!((swept.pruned, swept.more), (1, false));
+    assert_eq!(env.store.sweep(&options).await?, Swept::default());
+    let backlog = env.store.backlog().await?;
+    assert_eq!((backlog.outbox_pending, backlog.outbox_dead), (6, 1));
+
+    // A dead letter is kept for as long as it stands, and a while longer.
+    assert_eq!(env.store.dead_letters(None, 10).await?.len(), 1);
+    env.store.release(quarantined).await?;
+    env.store.sweep(&options).await?;
+    assert_eq!(env.store.dead_letters(None, 10).await?.len(), 1);
+    env.pass(keep).await?;
+    assert_eq!(env.store.sweep(&options).await?.pruned, 1);
+    assert_eq!(env.store.dead_letters(None, 10).await?, []);
     Ok(())
 }

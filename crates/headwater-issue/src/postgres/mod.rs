@@ -39,7 +39,7 @@ use crate::error::{IssueError, Result};
 use crate::issue::{ClaimEpoch, IssueId, NewEvent, Quiet, Recorded};
 use crate::limits::{OUTBOX_TAKE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
 use crate::prepared::{Batch, Prepared, refuse_all};
-use crate::rows::database_error;
+use crate::rows::{database_error, is_conflict};
 use crate::store::Store;
 use crate::transaction::{Pool, Transaction};
 
@@ -108,12 +108,33 @@ impl PostgresStore {
         within(self.deadline, what, call).await
     }
 
+    /// The same for a transition. One that met another transaction which waited for it in turn is repeated once.
+    async fn transition<T: Send, F>(
+        &self,
+        what: &str,
+        call: impl Fn() -> F + Send + Sync,
+    ) -> Result<T>
+    where
+        F: Future<Output = Result<T, sqlx::Error>> + Send,
+    {
+        self.limited(what, async {
+            match call().await {
+                Err(error) if is_conflict(&error) => {
+                    tracing::debug!(%error, "in conflict with another transaction, trying again");
+                    call().await
+                }
+                answer => answer,
+            }
+        })
+        .await
+    }
+
     async fn record_batch(
         &self,
         events: &[Prepared<'_>],
         quiet: &Quiet,
     ) -> Result<Vec<Result<Recorded>>> {
-        self.limited("recording events", async {
+        self.transition("recording events", || async {
             let mut connection = self.pool.acquire().await?;
             record::record(&mut connection, events, quiet).await
         })
@@ -182,7 +203,7 @@ impl Store for PostgresStore {
         if issues.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("claiming issues", runs::claim(&self.pool, issues, options)).await
+        self.transition("claiming issues", || runs::claim(&self.pool, issues, options)).await
     }
 
     async fn heartbeat(
@@ -195,7 +216,7 @@ impl Store for PostgresStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("extending claims", runs::heartbeat(&self.pool, claims, ttl)).await
+        self.transition("extending claims", || runs::heartbeat(&self.pool, claims, ttl)).await
     }
 
     async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
@@ -203,8 +224,8 @@ impl Store for PostgresStore {
         if completions.is_empty() {
             return Ok(vec![]);
         }
-        let call = runs::complete(&self.pool, &self.identity, completions);
-        let completed = self.limited("completing runs", call).await?;
+        let call = || runs::complete(&self.pool, &self.identity, completions);
+        let completed = self.transition("completing runs", call).await?;
         if completions.iter().any(|completion| !completion.outbox.is_empty()) {
             self.listener.wake();
         }
@@ -216,7 +237,7 @@ impl Store for PostgresStore {
         if failures.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("failing runs", runs::fail(&self.pool, failures, attempts_max)).await
+        self.transition("failing runs", || runs::fail(&self.pool, failures, attempts_max)).await
     }
 
     async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>> {
@@ -224,12 +245,12 @@ impl Store for PostgresStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("giving claims back", runs::give_back(&self.pool, claims)).await
+        self.transition("giving claims back", || runs::give_back(&self.pool, claims)).await
     }
 
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
         options.check()?;
-        self.limited("sweeping", sweep::sweep(&self.pool, options)).await
+        self.transition("sweeping", || sweep::sweep(&self.pool, options)).await
     }
 
     async fn take_outbox(
@@ -250,7 +271,7 @@ impl Store for PostgresStore {
         if settlements.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("settling deliveries", outbox::settle(&self.pool, settlements)).await
+        self.transition("settling deliveries", || outbox::settle(&self.pool, settlements)).await
     }
 
     async fn outbox_wake(&self, wait: Duration) {

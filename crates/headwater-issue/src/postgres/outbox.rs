@@ -6,11 +6,10 @@ use std::time::Duration;
 use sqlx::postgres::PgPool;
 use sqlx::{Error, Row};
 
-use super::statements::number;
 use crate::check::error_text;
 use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::Result;
-use crate::rows::{ms, read_outbox};
+use crate::rows::{ms, number, read_outbox};
 
 pub(super) async fn take(
     pool: &PgPool,

@@ -5,11 +5,10 @@ use std::collections::HashSet;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Row};
 
-use super::statements::number;
 use crate::error::{IssueError, Result};
 use crate::issue::{EventLogId, IssueId, Quiet, Recorded};
 use crate::prepared::{Prepared, conflict, unknown};
-use crate::rows::{maybe_time, ms};
+use crate::rows::{maybe_time, ms, number};
 
 /// Stores events whose keys differ, in the transaction of `connection` or in one of its own.
 pub(super) async fn record(

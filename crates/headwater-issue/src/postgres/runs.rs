@@ -6,7 +6,6 @@ use std::time::Duration;
 use sqlx::postgres::{PgPool, PgRow};
 use sqlx::{Error, Row};
 
-use super::statements::number;
 use crate::check::error_text;
 use crate::claim::{
     AfterFailure, Beat, Claim, ClaimOptions, ClaimedIssue, Completed, Completion, Failed, Failure,
@@ -15,8 +14,8 @@ use crate::claim::{
 use crate::delivery::{NewOutbox, idempotency_key};
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId};
-use crate::limits::{RUN_EVENTS_MAX, claim_bytes_max};
-use crate::rows::{count, maybe_time, ms, read_issue, time};
+use crate::limits::{FIELDS_BYTES_MAX, RUN_EVENTS_MAX, claim_bytes_max};
+use crate::rows::{count, maybe_time, ms, number, read_issue, time};
 
 pub(super) async fn claim(
     pool: &PgPool,
@@ -151,7 +150,7 @@ pub(super) async fn complete(
         outbox.extend(run.outbox.iter().enumerate().map(|(n, row)| (place, key(n), row)));
     }
     let answers = sqlx::query(
-        "SELECT * FROM headwater_complete_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+        "SELECT * FROM headwater_complete_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
     )
     .bind(runs.iter().map(|run| run.issue_id.0).collect::<Vec<_>>())
     .bind(runs.iter().map(|run| run.epoch.0).collect::<Vec<_>>())
@@ -164,6 +163,7 @@ pub(super) async fn complete(
     .bind(outbox.iter().map(|(.., row)| row.target.as_str()).collect::<Vec<_>>())
     .bind(outbox.iter().map(|(_, key, _)| key.as_str()).collect::<Vec<_>>())
     .bind(outbox.iter().map(|(.., row)| row.payload.as_str()).collect::<Vec<_>>())
+    .bind(number(FIELDS_BYTES_MAX))
     .fetch_all(pool)
     .await?;
     let mut found = HashMap::new();

@@ -39,8 +39,3 @@ macro_rules! outbox_columns {
     };
 }
 pub(super) use outbox_columns;
-
-/// A count or a limit as a parameter.
-pub(super) fn number(count: usize) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
-}

@@ -1,13 +1,12 @@
-//! The sweep: claims that have run out, and nudges that are overdue.
+//! The sweep: claims that have run out, nudges that are overdue, and what was kept for long enough.
 
 use sqlx::postgres::PgPool;
 use sqlx::{Error, Row};
 
-use super::statements::number;
 use crate::claim::{Nudge, SweepOptions, Swept};
 use crate::error::Result;
 use crate::issue::{EventLogId, IssueId};
-use crate::rows::ms;
+use crate::rows::{count, ms, number};
 
 pub(super) async fn sweep(pool: &PgPool, options: &SweepOptions) -> Result<Swept, Error> {
     let rows = sqlx::query("SELECT * FROM headwater_sweep_1($1, $2, $3)")
@@ -30,7 +29,15 @@ pub(super) async fn sweep(pool: &PgPool, options: &SweepOptions) -> Result<Swept
             swept.nudges.push(Nudge { issue_id, event_log_id: EventLogId(row.try_get(1)?) });
         }
     }
+    swept.pruned = count(
+        sqlx::query("SELECT headwater_prune_1($1, $2)")
+            .bind(number(options.limit))
+            .bind(ms(options.keep))
+            .fetch_one(pool)
+            .await?
+            .try_get(0)?,
+    )?;
     let expired = swept.requeued + swept.quarantined.len();
-    swept.more = expired >= options.limit || overdue >= options.limit;
+    swept.more = [expired, overdue, swept.pruned].iter().any(|found| *found >= options.limit);
     Ok(swept)
 }

@@ -11,6 +11,7 @@ use sqlx::sqlite::SqliteConnection;
 use super::statements::{column, table};
 use crate::issue::IssueId;
 use crate::limits::RUN_EVENTS_MAX;
+use crate::rows::number;
 
 fn ids(issues: &BTreeSet<IssueId>) -> String {
     table(issues.iter().map(|issue| issue.0.into()).collect())
@@ -45,7 +46,7 @@ pub(super) async fn write(
          WHERE event_logs.id = oldest.id",
     )
     .bind(ids(issues))
-    .bind(i64::try_from(RUN_EVENTS_MAX).unwrap_or(i64::MAX))
+    .bind(number(RUN_EVENTS_MAX))
     .execute(connection)
     .await?;
     Ok(())

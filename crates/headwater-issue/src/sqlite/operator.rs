@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use async_trait::async_trait;
 use sqlx::{Error, Row};
 
 use super::statements::{
@@ -11,25 +10,22 @@ use super::statements::{
 use super::states::States;
 use super::{SqliteStore, Writing};
 use crate::check;
+use crate::deadline::within;
 use crate::error::{IssueError, Result};
 use crate::issue::{
     DeadLetterId, EventLog, IntegrationId, Issue, IssueId, OutboxId, ProcessingStatus,
 };
-use crate::limits::PAGE_MAX;
+use crate::limits::{AUDIT_DEADLINE, PAGE_MAX};
 use crate::operator::{
-    Audit, Backlog, DeadLetter, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter,
-    Operator, Released, Retried, WhyFacts, WorkerInfo,
+    Audit, Backlog, DeadLetter, DeadOutbox, EventLogFilter, Integration, IssueFilter, Released,
+    Retried, WhyFacts, WorkerInfo,
 };
+use crate::queries::{implement_operator, read_audit};
 use crate::rows::{
-    count, imbalance, known, maybe_time, read_dead_letter, read_event_log, read_issue, read_outbox,
-    time,
+    count, database_error, known, maybe_time, number, read_dead_letter, read_event_log, read_issue,
+    read_outbox, time,
 };
 use crate::state::{Effect, Transition};
-
-/// A limit as a parameter.
-fn limit(rows: usize) -> i64 {
-    i64::try_from(rows).unwrap_or(i64::MAX)
-}
 
 pub(super) async fn beat_worker(
     writing: &mut Writing,
@@ -82,8 +78,7 @@ impl SqliteStore {
     }
 }
 
-#[async_trait]
-impl Operator for SqliteStore {
+implement_operator! { for SqliteStore, reading from readers, with {
     async fn ensure_integration(&self, name: &str, provider: &str) -> Result<IntegrationId> {
         check::name("name", name)?;
         check::name("provider", provider)?;
@@ -111,115 +106,6 @@ impl Operator for SqliteStore {
             return Err(IssueError::OtherProvider { integration: name.into(), provider: found });
         }
         Ok(IntegrationId(id))
-    }
-
-    async fn integrations(&self, after: Option<&str>) -> Result<Vec<Integration>> {
-        self.limited("listing integrations", async {
-            let rows = sqlx::query(
-                "SELECT id, name, provider FROM integrations WHERE name > ?1 ORDER BY name LIMIT ?2",
-            )
-            .bind(after.unwrap_or_default())
-            .bind(limit(PAGE_MAX))
-            .fetch_all(&self.readers)
-            .await?;
-            let read = |row: &sqlx::sqlite::SqliteRow| {
-                Ok(Integration {
-                    id: IntegrationId(row.try_get(0)?),
-                    name: row.try_get(1)?,
-                    provider: row.try_get(2)?,
-                })
-            };
-            rows.iter().map(read).collect()
-        })
-        .await
-    }
-
-    async fn issue(&self, id: IssueId) -> Result<Option<Issue>> {
-        self.limited("reading an issue", async {
-            let row = sqlx::query(concat!(
-                "SELECT ",
-                issue_columns!(),
-                " FROM issues i JOIN integrations g ON g.id = i.integration_id WHERE i.id = ?1"
-            ))
-            .bind(id.0)
-            .fetch_optional(&self.readers)
-            .await?;
-            row.map(|row| Ok(read_issue!(&row))).transpose()
-        })
-        .await
-    }
-
-    async fn find_issue(
-        &self,
-        integration: &str,
-        external_project_id: &str,
-        external_issue_id: &str,
-    ) -> Result<Option<Issue>> {
-        self.limited("finding an issue", async {
-            let row = sqlx::query(concat!(
-                "SELECT ",
-                issue_columns!(),
-                " FROM issues i JOIN integrations g ON g.id = i.integration_id
-                  WHERE g.name = ?1 AND i.external_project_id = ?2 AND i.external_issue_id = ?3"
-            ))
-            .bind(integration)
-            .bind(external_project_id)
-            .bind(external_issue_id)
-            .fetch_optional(&self.readers)
-            .await?;
-            row.map(|row| Ok(read_issue!(&row))).transpose()
-        })
-        .await
-    }
-
-    async fn issues(&self, filter: &IssueFilter, rows: usize) -> Result<Vec<Issue>> {
-        check::page(rows)?;
-        self.limited("listing issues", async {
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                issue_columns!(),
-                " FROM issues i JOIN integrations g ON g.id = i.integration_id
-                  WHERE i.id > ?1 AND (?2 IS NULL OR i.processing_status = ?2)
-                      AND (?3 IS NULL OR (i.quarantined_at IS NOT NULL) = ?3)
-                      AND (?4 IS NULL OR g.name = ?4)
-                  ORDER BY i.id LIMIT ?5"
-            ))
-            .bind(filter.after.map_or(i64::MIN, |after| after.0))
-            .bind(filter.status.map(ProcessingStatus::as_str))
-            .bind(filter.quarantined)
-            .bind(filter.integration.as_deref())
-            .bind(limit(rows))
-            .fetch_all(&self.readers)
-            .await?;
-            rows.iter().map(|row| Ok(read_issue!(row))).collect()
-        })
-        .await
-    }
-
-    async fn event_logs(
-        &self,
-        issue_id: IssueId,
-        filter: &EventLogFilter,
-        rows: usize,
-    ) -> Result<Vec<EventLog>> {
-        check::page(rows)?;
-        self.limited("listing event logs", async {
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                event_log_columns!(),
-                " FROM event_logs e WHERE e.issue_id = ?1 AND e.id > ?2
-                      AND (?3 IS NULL OR (e.processed_at IS NOT NULL) = ?3)
-                  ORDER BY e.id LIMIT ?4"
-            ))
-            .bind(issue_id.0)
-            .bind(filter.after.map_or(i64::MIN, |after| after.0))
-            .bind(filter.processed)
-            .bind(limit(rows))
-            .fetch_all(&self.readers)
-            .await?;
-            rows.iter().map(|row| Ok(read_event_log!(row))).collect()
-        })
-        .await
     }
 
     async fn release(&self, id: IssueId) -> Result<Released> {
@@ -267,64 +153,15 @@ impl Operator for SqliteStore {
         .await
     }
 
-    async fn audit(&self, rows: usize) -> Result<Audit> {
-        check::page(rows)?;
-        self.limited("auditing", async {
+    async fn audit(&self, limit: usize) -> Result<Audit> {
+        check::page(limit)?;
+        let reading = async {
             // One transaction, so that all of it is seen at one moment.
-            let mut reading = self.readers.begin().await?;
-            let totals = sqlx::query(
-                "SELECT (SELECT count(*) FROM issues), (SELECT count(*) FROM event_logs),
-                     (SELECT count(*) FROM event_logs WHERE processed_at IS NOT NULL),
-                     (SELECT coalesce(sum(pending_events), 0) FROM issues
-                      WHERE quarantined_at IS NULL),
-                     (SELECT coalesce(sum(pending_events), 0) FROM issues
-                      WHERE quarantined_at IS NOT NULL)",
-            )
-            .fetch_one(&mut *reading)
-            .await?;
-            let wrong = sqlx::query(
-                "SELECT i.id, i.processing_status, i.pending_events, coalesce(e.unprocessed, 0),
-                     i.quarantined_at IS NOT NULL, count(*) OVER ()
-                 FROM issues AS i LEFT JOIN (
-                     SELECT issue_id, count(*) AS unprocessed FROM event_logs
-                     WHERE processed_at IS NULL GROUP BY issue_id) AS e ON e.issue_id = i.id
-                 WHERE i.pending_events != coalesce(e.unprocessed, 0)
-                     OR (i.processing_status = 'idle' AND i.quarantined_at IS NULL
-                         AND i.pending_events > 0)
-                     OR (i.processing_status != 'idle'
-                         AND (i.quarantined_at IS NOT NULL OR i.pending_events = 0))
-                 ORDER BY i.id LIMIT ?1",
-            )
-            .bind(limit(rows))
-            .fetch_all(&mut *reading)
-            .await?;
-            let mut audit = Audit {
-                issues: count(totals.try_get(0)?)?,
-                recorded: count(totals.try_get(1)?)?,
-                processed: count(totals.try_get(2)?)?,
-                pending: count(totals.try_get(3)?)?,
-                quarantined: count(totals.try_get(4)?)?,
-                ..Audit::default()
-            };
-            for row in &wrong {
-                audit.discrepancies_total = count(row.try_get(5)?)?;
-                let status: String = row.try_get(1)?;
-                let status = known(&status, ProcessingStatus::parse(&status))?;
-                let (pending_events, unprocessed) = (row.try_get(2)?, row.try_get(3)?);
-                let quarantined = row.try_get(4)?;
-                let problem = imbalance(status, pending_events, unprocessed, quarantined);
-                audit.discrepancies.push(Discrepancy {
-                    issue_id: IssueId(row.try_get(0)?),
-                    status,
-                    pending_events,
-                    unprocessed: count(unprocessed)?,
-                    quarantined,
-                    problem: problem.unwrap_or_default(),
-                });
-            }
-            Ok(audit)
-        })
-        .await
+            let reading = self.readers.begin().await?;
+            Ok(read_audit!(reading, limit))
+        };
+        let reading = async { reading.await.map_err(|error| database_error("auditing", error)) };
+        within(AUDIT_DEADLINE, "auditing", reading).await
     }
 
     async fn backlog(&self) -> Result<Backlog> {
@@ -362,7 +199,7 @@ impl Operator for SqliteStore {
                  FROM workers WHERE expires_at > ?1 ORDER BY worker LIMIT ?2",
             )
             .bind(column(now))
-            .bind(limit(PAGE_MAX))
+            .bind(number(PAGE_MAX))
             .fetch_all(&self.readers)
             .await?;
             let read = |row: &sqlx::sqlite::SqliteRow| {
@@ -373,51 +210,6 @@ impl Operator for SqliteStore {
                     expires_at: time(row.try_get(3)?),
                     claims: count(row.try_get(4)?)?,
                 })
-            };
-            rows.iter().map(read).collect()
-        })
-        .await
-    }
-
-    async fn dead_letters(
-        &self,
-        after: Option<DeadLetterId>,
-        rows: usize,
-    ) -> Result<Vec<DeadLetter>> {
-        check::page(rows)?;
-        self.limited("listing dead letters", async {
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                dead_letter_columns!(),
-                " FROM dead_letters d JOIN issues i ON i.id = d.issue_id
-                      JOIN integrations g ON g.id = i.integration_id
-                  WHERE d.id > ?1 ORDER BY d.id LIMIT ?2"
-            ))
-            .bind(after.map_or(i64::MIN, |after| after.0))
-            .bind(limit(rows))
-            .fetch_all(&self.readers)
-            .await?;
-            rows.iter().map(|row| Ok(read_dead_letter!(row))).collect()
-        })
-        .await
-    }
-
-    async fn dead_outbox(&self, after: Option<OutboxId>, rows: usize) -> Result<Vec<DeadOutbox>> {
-        check::page(rows)?;
-        self.limited("listing dead rows of the outbox", async {
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                outbox_columns!(),
-                ", coalesce(o.last_error, '') FROM outbox o JOIN issues i ON i.id = o.issue_id
-                       JOIN integrations g ON g.id = i.integration_id
-                   WHERE o.status = 'dead' AND o.id > ?1 ORDER BY o.id LIMIT ?2"
-            ))
-            .bind(after.map_or(i64::MIN, |after| after.0))
-            .bind(limit(rows))
-            .fetch_all(&self.readers)
-            .await?;
-            let read = |row: &sqlx::sqlite::SqliteRow| {
-                Ok(DeadOutbox { row: read_outbox!(row), error: row.try_get(14)? })
             };
             rows.iter().map(read).collect()
         })
@@ -439,4 +231,4 @@ impl Operator for SqliteStore {
         self.wake.notify_one();
         Ok(())
     }
-}
+} }

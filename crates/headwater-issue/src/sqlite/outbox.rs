@@ -14,7 +14,7 @@ use crate::check::error_text;
 use crate::delivery::{Delivery, NewOutbox, OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::Result;
 use crate::issue::{IssueId, OutboxId};
-use crate::rows::read_outbox;
+use crate::rows::{number, read_outbox};
 
 /// Whether any row may be due.
 pub(super) async fn is_due(
@@ -72,7 +72,7 @@ pub(super) async fn take(
     .bind(worker)
     .bind(column(writing.now.after(ttl)))
     .bind(column(writing.now))
-    .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+    .bind(number(limit))
     .fetch_all(&mut *writing.transaction)
     .await?;
     let ids = taken.iter().map(|row| row.try_get::<i64, _>(0).map(Value::from));

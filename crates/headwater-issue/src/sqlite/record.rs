@@ -12,6 +12,7 @@ use super::states::States;
 use crate::error::Result;
 use crate::issue::{EventLogId, IntegrationId, IssueId, ProcessingStatus, Quiet, Recorded};
 use crate::prepared::{Prepared, conflict, unknown};
+use crate::rows::number;
 use crate::state::{Effect, Transition};
 
 /// An event log that has the key of an event.
@@ -234,7 +235,7 @@ async fn insert(
     .bind(event.key.as_str())
     .bind(event.digest.as_slice())
     .bind(event.event.payload.as_str())
-    .bind(i64::try_from(event.event.payload.len()).unwrap_or(i64::MAX))
+    .bind(number(event.event.payload.len()))
     .bind(column(now))
     .fetch_one(connection)
     .await?;

@@ -19,8 +19,8 @@ use crate::claim::{
 use crate::delivery::idempotency_key;
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLog, Issue, IssueId, ProcessingStatus};
-use crate::limits::{RUN_EVENTS_MAX, claim_bytes_max};
-use crate::rows::{count, read_event_log, read_issue};
+use crate::limits::{FIELDS_BYTES_MAX, RUN_EVENTS_MAX, claim_bytes_max};
+use crate::rows::{count, number, read_event_log, read_issue};
 use crate::state::{Effect, IssueState, Transition};
 
 pub(super) async fn claim(
@@ -116,7 +116,7 @@ async fn load_events(
          ORDER BY e.issue_id, e.id",
     )
     .bind(table(issues))
-    .bind(i64::try_from(events_max).unwrap_or(i64::MAX))
+    .bind(number(events_max))
     .fetch_all(&mut *connection)
     .await?;
     // Sizes first, payloads second: a run is bounded in bytes, too.
@@ -240,6 +240,12 @@ async fn change_fields(writing: &mut Writing, held: &[&Completion]) -> Result<()
                 .fetch_one(&mut *writing.transaction)
                 .await?;
             let merged = merge(&row.try_get::<String, _>(0)?, fields)?;
+            if merged.len() > FIELDS_BYTES_MAX {
+                let (issue, bytes) = (completion.issue_id, merged.len());
+                return Err(Error::InvalidArgument(format!(
+                    "the fields of issue {issue} would have {bytes} bytes, at most {FIELDS_BYTES_MAX} are allowed"
+                )));
+            }
             sqlx::query("UPDATE issues SET fields = ?2 WHERE id = ?1")
                 .bind(completion.issue_id.0)
                 .bind(merged)
@@ -328,7 +334,7 @@ async fn keep_error(writing: &mut Writing, issue_id: IssueId, error: &str) -> Re
     )
     .bind(issue_id.0)
     .bind(error)
-    .bind(i64::try_from(RUN_EVENTS_MAX).unwrap_or(i64::MAX))
+    .bind(number(RUN_EVENTS_MAX))
     .execute(&mut *writing.transaction)
     .await?;
     Ok(())

@@ -1,4 +1,4 @@
-//! The sweep: claims that have run out, and nudges that are overdue.
+//! The sweep: claims that have run out, nudges that are overdue, and what was kept for long enough.
 
 use headwater_stream::clock::Timestamp;
 use sqlx::sqlite::SqliteConnection;
@@ -10,6 +10,7 @@ use super::states::States;
 use crate::claim::{Nudge, SweepOptions, Swept};
 use crate::error::Result;
 use crate::issue::{EventLogId, IssueId};
+use crate::rows::number;
 use crate::state::{Effect, Transition};
 
 /// Whether there is anything to sweep.
@@ -20,7 +21,39 @@ pub(super) async fn is_needed(
 ) -> Result<bool, Error> {
     let options = SweepOptions { limit: 1, ..*options };
     Ok(!expired(connection, &options, now).await?.is_empty()
-        || !overdue(connection, &options, now).await?.is_empty())
+        || !overdue(connection, &options, now).await?.is_empty()
+        || is_old_there(connection, now.before(options.keep)).await?)
+}
+
+async fn is_old_there(connection: &mut SqliteConnection, old: Timestamp) -> Result<bool, Error> {
+    let row = sqlx::query(
+        "SELECT EXISTS (SELECT 1 FROM outbox WHERE status = 'delivered' AND delivered_at <= ?1)
+             OR EXISTS (SELECT 1 FROM dead_letters WHERE released_at <= ?1)",
+    )
+    .bind(column(old))
+    .fetch_one(connection)
+    .await?;
+    row.try_get(0)
+}
+
+/// Removes what was kept for long enough, and returns how many rows of the more numerous kind.
+async fn prune(writing: &mut Writing, options: &SweepOptions) -> Result<usize, Error> {
+    let statements = [
+        "DELETE FROM outbox WHERE id IN (SELECT id FROM outbox
+             WHERE status = 'delivered' AND delivered_at <= ?1 ORDER BY delivered_at LIMIT ?2)",
+        "DELETE FROM dead_letters WHERE id IN (SELECT id FROM dead_letters
+             WHERE released_at <= ?1 ORDER BY released_at LIMIT ?2)",
+    ];
+    let mut most = 0;
+    for statement in statements {
+        let removed = sqlx::query(statement)
+            .bind(column(writing.now.before(options.keep)))
+            .bind(number(options.limit))
+            .execute(&mut *writing.transaction)
+            .await?;
+        most = removed.rows_affected().max(most);
+    }
+    Ok(usize::try_from(most).unwrap_or(usize::MAX))
 }
 
 pub(super) async fn sweep(writing: &mut Writing, options: &SweepOptions) -> Result<Swept, Error> {
@@ -30,10 +63,9 @@ pub(super) async fn sweep(writing: &mut Writing, options: &SweepOptions) -> Resu
     let issues = expired.iter().chain(&overdue).copied();
     let mut states = States::load(&mut writing.transaction, issues, now).await?;
 
-    let mut swept = Swept {
-        more: expired.len() == options.limit || overdue.len() == options.limit,
-        ..Swept::default()
-    };
+    let pruned = prune(writing, options).await?;
+    let more = [expired.len(), overdue.len(), pruned].contains(&options.limit);
+    let mut swept = Swept { pruned, more, ..Swept::default() };
     let mut nudged = Vec::new();
     for issue in &expired {
         match states.step(*issue, &Transition::Expire { crashes_max: options.crashes_max }) {
@@ -70,7 +102,7 @@ async fn expired(
          ORDER BY coalesce(claim_expires_at, 0) LIMIT ?2",
     )
     .bind(column(now))
-    .bind(i64::try_from(options.limit).unwrap_or(i64::MAX))
+    .bind(number(options.limit))
     .fetch_all(connection)
     .await?;
     rows.iter().map(|row| Ok(IssueId(row.try_get(0)?))).collect()
@@ -87,7 +119,7 @@ async fn overdue(
          ORDER BY max(coalesce(nudged_at, 0), coalesce(not_before, 0)) LIMIT ?2",
     )
     .bind(column(now.before(options.nudge_overdue)))
-    .bind(i64::try_from(options.limit).unwrap_or(i64::MAX))
+    .bind(number(options.limit))
     .fetch_all(connection)
     .await?;
     rows.iter().map(|row| Ok(IssueId(row.try_get(0)?))).collect()

@@ -16,7 +16,7 @@ use super::{File, event, open, open_with, record};
 /// Short, so that a test need not wait long for what cannot succeed.
 fn impatient() -> StoreOptions {
     StoreOptions {
-        call_deadline: Duration::from_millis(500),
+        call_deadline: Duration::from_secs(2),
         connections_max: 2,
         ..StoreOptions::default()
     }
@@ -231,5 +231,72 @@ async fn an_outbox_filled_by_another_process_wakes_who_waits_on_postgres() -> Re
         .complete(&[Completion { issue_id: issue, epoch, outbox, ..Completion::default() }])
         .await?;
     assert!(waiting.await? < Duration::from_secs(30));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_was_ended_for_a_deadlock_is_repeated_and_nobody_notices() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    // Our connections look for deadlocks soon, and so ours is the call that is ended; the other one never looks.
+    let name = database.name();
+    database.query(&format!("ALTER DATABASE {name} SET deadlock_timeout = '300ms'"))?;
+    let store = open(&database.url()).await?;
+    let mut connection = PgConnection::connect(&database.url()).await?;
+    sqlx::query("SET deadlock_timeout = '60s'").execute(&mut connection).await?;
+    let found = format!("SELECT deadlocks FROM pg_stat_database WHERE datname = '{name}'");
+    // Once is enough; on a machine that is slow, ours may look before there is anything to find.
+    for round in 0.. {
+        let first = record(&*store, "1", &format!("{round}-a")).await?.issue_id;
+        let second = record(&*store, "2", &format!("{round}-b")).await?.issue_id;
+        let mut other = connection.begin().await?;
+        let lock = "SELECT 1 FROM issues WHERE id = $1 FOR UPDATE";
+        sqlx::query(lock).bind(second.0).execute(&mut *other).await?;
+        let claiming = tokio::spawn({
+            let store = Arc::clone(&store);
+            async move { store.claim(&[first, second], &ClaimOptions::new("w")).await }
+        });
+        // Not before ours has the first and waits for the second.
+        let waits = "SELECT count(*) FROM pg_stat_activity
+                     WHERE wait_event_type = 'Lock' AND datname = current_database()";
+        while database.query(waits)? != "1" && !claiming.is_finished() {}
+        sqlx::query(lock).bind(first.0).execute(&mut *other).await?;
+        other.commit().await?;
+        match claiming.await? {
+            Ok(claims) => {
+                for claim in claims {
+                    let Claim::Won(claimed) = claim else { panic!("{claim:?}") };
+                    let (issue_id, epoch) = (claimed.issue.id, claimed.epoch);
+                    let event_log_ids = claimed.events.iter().map(|event| event.id).collect();
+                    let run =
+                        Completion { issue_id, epoch, event_log_ids, ..Completion::default() };
+                    store.complete(&[run]).await?;
+                }
+            }
+            Err(error) => assert!(error.to_string().contains("lock timeout"), "{error}"),
+        }
+        if database.query(&found)? != "0" {
+            return Ok(());
+        }
+        assert!(round < 20, "there was a deadlock");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_audit_has_more_time_than_other_calls() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    let store = open_with(&database.url(), &impatient()).await?;
+    record(&*store, "1", "a").await?;
+    let mut connection = PgConnection::connect(&database.url()).await?;
+    let mut holder = connection.begin().await?;
+    sqlx::query("LOCK TABLE event_logs").execute(&mut *holder).await?;
+    let auditing = tokio::spawn({
+        let store = Arc::clone(&store);
+        async move { store.audit(10).await }
+    });
+    // Beyond the deadline of a call.
+    tokio::time::sleep(impatient().call_deadline + Duration::from_millis(200)).await;
+    holder.rollback().await?;
+    assert_eq!(auditing.await??.recorded, 1);
     Ok(())
 }

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
 mod admin;
+mod backlog;
 mod failures;
 mod start;
 mod transactions;

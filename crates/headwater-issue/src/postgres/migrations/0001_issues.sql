@@ -86,6 +86,7 @@ CREATE TABLE outbox (
 CREATE INDEX idx_outbox_due ON outbox (due_at, id) WHERE status IN ('pending', 'taken');
 CREATE INDEX idx_outbox_order ON outbox (issue_id, id) WHERE status IN ('waiting', 'pending', 'taken');
 CREATE INDEX idx_outbox_dead ON outbox (id) WHERE status = 'dead';
+CREATE INDEX idx_outbox_delivered_at ON outbox (delivered_at) WHERE status = 'delivered';
 
 -- Quarantines, those that have ended included.
 CREATE TABLE dead_letters (

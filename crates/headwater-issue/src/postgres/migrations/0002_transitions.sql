@@ -228,12 +228,14 @@ $$;
 -- Completes runs; an issue and an epoch are named together once. Event logs and outbox rows name their run by its place.
 CREATE FUNCTION headwater_complete_1(
     p_issue bigint[], p_epoch bigint[], p_fields text[], p_discussions text[], p_log_run bigint[], p_log_id bigint[],
-    p_outbox_run bigint[], p_kind text[], p_target text[], p_idempotency_key text[], p_payload text[]
+    p_outbox_run bigint[], p_kind text[], p_target text[], p_idempotency_key text[], p_payload text[],
+    p_fields_bytes_max bigint
 ) RETURNS TABLE (o_place bigint, o_repeated boolean, o_status text, o_not_before bigint)
 LANGUAGE plpgsql AS $$
 DECLARE
     v_now timestamptz;
     v_held bigint[];
+    v_large record;
 BEGIN
     PERFORM 1 FROM issues WHERE id = ANY (p_issue) ORDER BY id FOR UPDATE;
     v_now := headwater_now();
@@ -288,6 +290,14 @@ BEGIN
         last_processed_at = v_now, updated_at = v_now
     FROM ended d WHERE i.id = d.id
     RETURNING d.place, false, i.processing_status, headwater_ms(i.not_before);
+
+    SELECT i.id, octet_length(i.fields::text) AS bytes INTO v_large
+    FROM unnest(v_held, p_issue, p_fields) AS n (place, issue, fields) JOIN issues i ON i.id = n.issue
+    WHERE n.place IS NOT NULL AND n.fields IS NOT NULL AND octet_length(i.fields::text) > p_fields_bytes_max LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'the fields of issue % would have % bytes, at most % are allowed',
+            v_large.id, v_large.bytes, p_fields_bytes_max USING ERRCODE = 'string_data_right_truncation';
+    END IF;
 END $$;
 
 -- Puts rows into the outbox of an issue, in the transaction of a caller. Keys differ within a call. No answer: there is no
@@ -452,6 +462,24 @@ BEGIN
         false, false, true;
 END $$;
 
+-- Removes delivered rows of the outbox, and dead letters of issues that were released, when they were kept for long enough;
+-- passes by what others hold. Returns how many of the more numerous.
+CREATE FUNCTION headwater_prune_1(p_limit bigint, p_keep_ms bigint) RETURNS bigint
+LANGUAGE plpgsql AS $$
+DECLARE
+    v_old timestamptz := headwater_now() - headwater_interval(p_keep_ms);
+    v_rows bigint;
+    v_letters bigint;
+BEGIN
+    DELETE FROM outbox o USING (SELECT id FROM outbox WHERE status = 'delivered' AND delivered_at <= v_old
+        ORDER BY delivered_at LIMIT p_limit FOR UPDATE SKIP LOCKED) old WHERE o.id = old.id;
+    GET DIAGNOSTICS v_rows = ROW_COUNT;
+    DELETE FROM dead_letters d USING (SELECT id FROM dead_letters WHERE released_at <= v_old
+        ORDER BY released_at LIMIT p_limit FOR UPDATE SKIP LOCKED) old WHERE d.id = old.id;
+    GET DIAGNOSTICS v_letters = ROW_COUNT;
+    RETURN greatest(v_rows, v_letters);
+END $$;
+
 -- Takes rows of the outbox that are due, the longest due first; passes by what others hold. A row that was taken and whose
 -- time is over has cost a deliverer.
 CREATE FUNCTION headwater_take_1(p_worker text, p_limit bigint, p_ttl_ms bigint)
@@ -569,7 +597,7 @@ BEGIN
     FOR v_function IN
         SELECT oid FROM pg_proc WHERE pronamespace = current_schema()::regnamespace
             AND proname IN ('headwater_record_1', 'headwater_claim_1', 'headwater_heartbeat_1', 'headwater_complete_1',
-                'headwater_bury_1', 'headwater_outbox_1', 'headwater_take_1', 'headwater_settle_1', 'headwater_revive_1',
+                'headwater_bury_1', 'headwater_prune_1', 'headwater_outbox_1', 'headwater_take_1', 'headwater_settle_1', 'headwater_revive_1',
                 'headwater_fail_1', 'headwater_give_back_1', 'headwater_sweep_1', 'headwater_free_1')
     LOOP
         FOREACH v_setting IN ARRAY ARRAY[

@@ -1,0 +1,95 @@
+//! How the outbox fares with much in it that cannot go yet.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use headwater_testkit::Postgres;
+use sqlx::Row;
+
+use super::{File, open, record};
+
+/// Rows that wait behind one which is in backoff.
+const BLOCKED: i64 = 100_000;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -> Result<()> {
+    let (file, database) = (File::new()?, Postgres::shared()?.database()?);
+    for url in [file.url.clone(), database.url()] {
+        let store = open(&url).await?;
+        let issue = record(&*store, "1", "a").await?.issue_id;
+        let mut transaction = store.begin().await?;
+        let row = |n: i64| headwater_issue::KeyedOutbox {
+            key: n.to_string(),
+            row: headwater_issue::NewOutbox {
+                kind: headwater_issue::OutboxKind::Reply,
+                target: String::new(),
+                payload: "{}".into(),
+            },
+        };
+        transaction.write_outbox(issue, &[row(0), row(1)]).await?;
+        transaction.commit().await?;
+        let head = store.take_outbox("d", 1, Duration::from_secs(60)).await?.remove(0);
+        let delivery = headwater_issue::Delivery::Retry {
+            after: Duration::from_secs(3600),
+            error: "busy".into(),
+        };
+        let (id, deliveries) = (head.id, head.deliveries);
+        let settlement = headwater_issue::OutboxSettlement { id, deliveries, delivery };
+        store.settle_outbox(&[settlement]).await?;
+
+        let before = cost(&store.pool()).await?;
+        let many = format!(
+            "INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, status, due_at, created_at)
+             WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < {BLOCKED})
+             SELECT o.issue_id, o.kind, o.target, o.idempotency_key || n.n, o.payload, o.status, o.due_at, o.created_at
+             FROM n, outbox o WHERE o.status = 'waiting'"
+        );
+        let mut transaction = store.begin().await?;
+        match transaction.connection() {
+            headwater_issue::Connection::Postgres(connection) => {
+                sqlx::query(sqlx::AssertSqlSafe(many)).execute(connection).await?;
+            }
+            headwater_issue::Connection::Sqlite(connection) => {
+                sqlx::query(sqlx::AssertSqlSafe(many)).execute(connection).await?;
+            }
+            other => panic!("{other:?}"),
+        }
+        transaction.commit().await?;
+        assert_eq!(store.backlog().await?.outbox_pending, 2 + BLOCKED as u64);
+        let after = cost(&store.pool()).await?;
+        println!("{before} before, {after} with {BLOCKED} rows blocked");
+        assert!(after * 4 <= before * 5, "{before} became {after}");
+        assert!(store.take_outbox("d", 10, Duration::from_secs(60)).await?.is_empty());
+    }
+    Ok(())
+}
+
+/// What a look costs: pages on Postgres, rows that are looked at on SQLite. Neither depends on what else the machine does.
+async fn cost(pool: &headwater_issue::Pool) -> Result<i64> {
+    match pool {
+        headwater_issue::Pool::Postgres(pool) => {
+            let mut connection = pool.acquire().await?;
+            let look = "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_1('d', 32, 60000)";
+            let mut pages = 0;
+            // The first looks of a connection read the catalog, too.
+            for _ in 0..4 {
+                let rows = sqlx::query(look).fetch_all(&mut *connection).await?;
+                let lines = rows.iter().map(|row| row.try_get::<String, _>(0));
+                let lines = lines.collect::<Result<Vec<_>, _>>()?;
+                let line = lines.iter().find(|line| line.contains("Buffers: shared")).unwrap();
+                let numbers = line.split(['=', ' ']).filter_map(|word| word.parse::<i64>().ok());
+                pages = numbers.sum();
+            }
+            Ok(pages)
+        }
+        headwater_issue::Pool::Sqlite(pool) => {
+            let rows = sqlx::query(
+                "SELECT id FROM outbox WHERE status IN ('pending', 'taken') AND due_at <= 9e15",
+            )
+            .fetch_all(pool)
+            .await?;
+            Ok(rows.len() as i64)
+        }
+        other => panic!("{other:?}"),
+    }
+}
