@@ -45,16 +45,19 @@ pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort)
     Ok(())
 }
 
-/// Sends batches, one after the other.
+/// Sends batches, one after the other, from a task like those of an application.
 pub(crate) async fn batches(producer: &Producer, topic: &str, entries: usize) -> Result<Duration> {
-    let message = message();
-    let start = Instant::now();
-    for _ in 0..entries / BATCH {
-        for sent in producer.send_batch(topic, vec![message.clone(); BATCH]).await? {
-            sent?;
+    let (producer, topic, message) = (producer.clone(), topic.to_owned(), message());
+    let sending = tokio::spawn(async move {
+        let start = Instant::now();
+        for _ in 0..entries / BATCH {
+            for sent in producer.send_batch(&topic, vec![message.clone(); BATCH]).await? {
+                sent?;
+            }
         }
-    }
-    Ok(start.elapsed())
+        anyhow::Ok(start.elapsed())
+    });
+    sending.await?
 }
 
 /// Many callers, each sends one message after the other.

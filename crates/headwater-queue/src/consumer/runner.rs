@@ -46,7 +46,7 @@ pub(super) async fn run(worker: Arc<Worker>, slot: Slot) {
 }
 
 /// Goes to the end of the line. Not `yield_now`: who yields so waits at its thread, where nobody can fetch it either.
-async fn let_others_run() {
+pub(super) async fn let_others_run() {
     let mut has_yielded = false;
     poll_fn(|context| {
         if std::mem::replace(&mut has_yielded, true) {
