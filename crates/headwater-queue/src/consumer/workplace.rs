@@ -255,3 +255,30 @@ impl Workplace for Bench {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use headwater_stream::{Options, connect};
+
+    use super::*;
+    use crate::config::ConsumerConfig;
+    use crate::keys::Layout;
+    use crate::retry::Outcome;
+    use crate::topic::{GroupName, TopicName};
+
+    #[tokio::test]
+    async fn who_has_no_partitions_buries_nobody() -> anyhow::Result<()> {
+        let backend = connect("embedded:memory", &Options::default()).await?;
+        let topic = Arc::new(Topic::plain(TopicName::new("orders")?, Layout::Plain));
+        let handler = Arc::new(|_: crate::Message| async { Outcome::Done });
+        let config = ConsumerConfig { mode: Mode::Shared, ..Default::default() };
+        let group = GroupName::new("billing")?;
+        let job = Job::new(backend, Arc::clone(&topic), group, handler, config, None);
+        let bench = Bench::new(job, topic, Arc::default());
+        // Not joined yet, or stopping: what the dead member had is still to be taken over.
+        assert!(!bench.orphaned(ConsumerName::new("dead")?).await);
+        bench.end();
+        assert!(!bench.orphaned(ConsumerName::new("dead")?).await);
+        Ok(())
+    }
+}

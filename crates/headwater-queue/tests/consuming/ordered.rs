@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use headwater_queue::{Backoff, ConsumerConfig, Message, Order, Outcome, RetryPolicy};
+use headwater_stream::{ConsumerName, GroupName, Reclaim, ReclaimFrom};
 
-use crate::env::{Env, GROUP, text};
+use crate::env::{Env, GROUP, PATIENCE, text};
 use crate::record::{payload, recorder};
 
 fn per_key() -> ConsumerConfig {
@@ -184,7 +185,53 @@ async fn keys_are_handled_at_once_up_to_the_limit_and_each_in_order(env: Env) ->
     Ok(())
 }
 
+/// Entries that were delivered often are taken over a few at a time, when nothing else is handled. One that rests until
+/// its next try is not handled.
+async fn a_take_over_does_not_wait_for_messages_that_wait_for_their_next_try(
+    env: Env,
+) -> Result<()> {
+    const MESSAGES: usize = 20;
+    env.create(1).await?;
+    for n in 0..MESSAGES {
+        env.send(0, Some(&format!("k{n}")), &n.to_string()).await?;
+    }
+    let stream = env.stream(0).await?;
+    crate::bad_input::read_and_die(&env, &stream).await?;
+    let (group, dead) = (GroupName::new(GROUP)?, ConsumerName::new("foreign")?);
+    for _ in 0..2 {
+        let reclaim = Reclaim {
+            stream: &stream,
+            group: &group,
+            consumer: &dead,
+            fence: None,
+            from: ReclaimFrom::Anyone,
+            min_idle: Duration::ZERO,
+            after: None,
+            count: MESSAGES,
+        };
+        env.backend.reclaim(reclaim).await?;
+    }
+    let (handler, mut seen) = recorder(|message| match message.attempt {
+        1 => Outcome::retry("later"),
+        _ => Outcome::Done,
+    });
+    let backoff = Backoff::Fixed(PATIENCE);
+    let config = ConsumerConfig {
+        order: Order::PerKey,
+        concurrency: 2,
+        retry: RetryPolicy { backoff, ..Default::default() },
+        drain: Duration::from_millis(100),
+        ..Default::default()
+    };
+    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
+    let all = tokio::time::timeout(PATIENCE, seen.payloads(MESSAGES)).await;
+    all.context("each page waited for the one before it")??;
+    subscription.stop().await;
+    Ok(())
+}
+
 on_every_backend!(
+    a_take_over_does_not_wait_for_messages_that_wait_for_their_next_try,
     a_released_message_holds_up_its_key_and_counts_nothing,
     what_fails_while_the_subscription_stops_is_given_back_at_once,
     while_a_key_is_tried_again_its_later_messages_wait_and_others_go_on,
