@@ -132,7 +132,7 @@ pub struct MainLoopRequest {
     pub deadline: Option<String>,
     /// What it may use.
     pub resources: Json,
-    /// Who waits for the reply.
+    /// Who waits for the reply: it goes to `wink:control:<namespace>:reply:<reply_to>`. Without this, nobody does.
     pub reply_to: Option<String>,
     /// When, as in RFC 3339.
     pub created_at: Option<String>,
@@ -158,6 +158,73 @@ pub struct Budget {
     pub max_cost_micros: Option<u64>,
 }
 
+/// What a request took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Usage {
+    /// Tokens sent to models.
+    pub input_tokens: u64,
+    /// Tokens that models answered with.
+    pub output_tokens: u64,
+    /// Calls to models and tools.
+    pub calls: u64,
+    /// Money, in millionths of the currency that the application counts in.
+    pub cost_micros: u64,
+}
+
+/// Why a request was given up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum RequestFailure {
+    /// It failed as often as it may be tried.
+    #[default]
+    Failed,
+    /// It panicked as often as it may be tried.
+    Panicked,
+    /// Whoever carried it out said that it can never succeed.
+    GivenUp,
+    /// The processes that carried it out died, as often as they may.
+    Crashed,
+    /// It took more than its budget.
+    OverBudget,
+    /// Its deadline passed, or it took longer than any request may.
+    DeadlinePassed,
+    /// Its requester does not want it any more.
+    Cancelled,
+    /// The request is not what the main loop understands.
+    Malformed,
+    /// What came of it is larger than an event may be.
+    TooLarge,
+    /// Something that only a newer version knows.
+    #[serde(other)]
+    Other,
+}
+
+impl RequestFailure {
+    /// Its name, as in events and metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Failed => "failed",
+            Self::Panicked => "panicked",
+            Self::GivenUp => "given_up",
+            Self::Crashed => "crashed",
+            Self::OverBudget => "over_budget",
+            Self::DeadlinePassed => "deadline_passed",
+            Self::Cancelled => "cancelled",
+            Self::Malformed => "malformed",
+            Self::TooLarge => "too_large",
+            Self::Other => "other",
+        }
+    }
+}
+
+impl std::fmt::Display for RequestFailure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
 /// A request was carried out.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
@@ -170,6 +237,8 @@ pub struct MainLoopCompleted {
     pub session_id: Option<String>,
     /// When, as in RFC 3339.
     pub completed_at: Option<String>,
+    /// What it took, as far as it was charged.
+    pub usage: Usage,
 }
 
 impl Event for MainLoopCompleted {
@@ -182,12 +251,16 @@ impl Event for MainLoopCompleted {
 pub struct MainLoopFailed {
     /// The request.
     pub request_id: String,
-    /// Why.
+    /// Why, for people.
     pub error: String,
+    /// Why, for programs.
+    pub kind: RequestFailure,
     /// The session in which it was tried, if it came that far.
     pub session_id: Option<String>,
     /// When, as in RFC 3339.
     pub failed_at: Option<String>,
+    /// What it took, as far as it was charged.
+    pub usage: Usage,
 }
 
 impl Event for MainLoopFailed {
@@ -223,5 +296,17 @@ mod tests {
         let event: ToolInvoked = serde_json::from_str(json).unwrap();
         assert_eq!((event.name.as_str(), event.result.success), ("search", true));
         assert_eq!(event.session(), None);
+    }
+
+    #[test]
+    fn why_a_request_failed_is_spelled_the_same_in_events_and_metrics() {
+        for kind in [RequestFailure::OverBudget, RequestFailure::Failed, RequestFailure::TooLarge] {
+            assert_eq!(serde_json::to_value(kind).unwrap(), kind.as_str());
+        }
+        let newer: MainLoopFailed =
+            serde_json::from_str(r#"{"kind":"struck_by_lightning"}"#).unwrap();
+        assert_eq!(newer.kind, RequestFailure::Other);
+        let older: MainLoopFailed = serde_json::from_str(r#"{"error":"no"}"#).unwrap();
+        assert_eq!(older.kind, RequestFailure::Failed);
     }
 }

@@ -131,6 +131,6 @@ impl<'a> Round<'a> {
 }
 
 /// Drawn evenly from 0 to 1.
-fn chance() -> f64 {
+pub(crate) fn chance() -> f64 {
     (random_bits() as u64 >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -183,6 +183,8 @@ pub struct Envelope {
     pub entry_id: Option<EntryId>,
     /// The entry that this one repeats for a group that failed on it. Who reads the whole stream skips such entries.
     pub copy_of: Option<EntryId>,
+    /// How often it was delivered to a group, deliveries to processes that died included; 1 where there is no group.
+    pub deliveries: u64,
 }
 
 impl Envelope {
@@ -207,6 +209,7 @@ impl Envelope {
             stream: None,
             entry_id: None,
             copy_of: None,
+            deliveries: 1,
         }
     }
 
@@ -266,6 +269,7 @@ impl Envelope {
             stream: Some(stream.clone()),
             entry_id: Some(entry_id),
             copy_of: text(ORIGINAL_MESSAGE_ID).and_then(|id| id.parse().ok()),
+            deliveries: 1,
         })
     }
 
@@ -342,6 +346,7 @@ mod tests {
             stream: Some(stream()),
             entry_id: Some(EntryId::new(5, 1)),
             copy_of: None,
+            deliveries: 1,
         };
         let read = Envelope::from_entry(&stream(), EntryId::new(5, 1), &envelope.to_fields());
         assert_eq!(read.as_ref(), Ok(&envelope));

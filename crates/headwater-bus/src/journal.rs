@@ -11,18 +11,21 @@ use headwater_stream::Backend;
 
 use crate::error::Result;
 use crate::keys::Keys;
+use crate::name::Namespace;
 
 /// Where the sessions of a bus lie. Clones are the same place.
 #[derive(Clone)]
 pub struct Journal {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) keys: Keys,
+    pub(crate) namespace: Namespace,
 }
 
 impl Journal {
-    /// A journal in a backend, behind a prefix of keys.
+    /// A journal in a backend, behind a prefix of keys, in the namespace `default`.
     pub fn new(backend: Arc<dyn Backend>, prefix: &str) -> Result<Self> {
-        Ok(Self { backend, keys: Keys::new(prefix)? })
+        let namespace = Namespace::new("default")?;
+        Ok(Self { backend, keys: Keys::new(prefix)?, namespace })
     }
 }
 

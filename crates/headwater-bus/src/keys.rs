@@ -5,11 +5,11 @@
 //! derived from its name by the layers below.
 
 use headwater_queue::limits::{GROUP_BYTES_MAX, TOPIC_BYTES_MAX};
-use headwater_stream::{GroupName, MapName, StreamName};
+use headwater_stream::{DedupScope, GroupName, LeaseName, MapName, SetName, StreamName};
 
 use crate::error::{BusError, Result};
 use crate::limits::{PREFIX_BYTES_MAX, SESSION_BYTES_MAX};
-use crate::name::{Namespace, SessionId, UNKNOWN};
+use crate::name::{Namespace, Requester, SessionId, UNKNOWN};
 
 /// The prefix that other programs use.
 pub(crate) const PREFIX: &str = "wink";
@@ -51,6 +51,26 @@ impl Keys {
     /// The events of a namespace.
     pub(crate) fn control(&self, namespace: &Namespace) -> StreamName {
         fits(StreamName::new(format!("{}:control:{namespace}", self.prefix)))
+    }
+
+    /// The replies of main loops to a requester.
+    pub(crate) fn replies(&self, namespace: &Namespace, requester: &Requester) -> StreamName {
+        fits(StreamName::new(format!("{}:reply:{requester}", self.control(namespace))))
+    }
+
+    /// Those who have replies.
+    pub(crate) fn requesters(&self, namespace: &Namespace) -> SetName {
+        fits(SetName::new(format!("{}:requesters", self.control(namespace))))
+    }
+
+    /// Which requester has the reply to a request.
+    pub(crate) fn replied(&self, namespace: &Namespace) -> DedupScope {
+        fits(DedupScope::new(format!("{}:replied", self.control(namespace))))
+    }
+
+    /// The right to carry out a request, known by its session.
+    pub(crate) fn request_lock(&self, session: &SessionId) -> LeaseName {
+        fits(LeaseName::new(format!("{}:lock:{session}", self.prefix)))
     }
 
     /// Entries that nobody can read.
@@ -112,6 +132,11 @@ mod tests {
         let namespace = Namespace::new("default").unwrap();
         assert_eq!(keys.session(&session).as_str(), "wink:events:s1");
         assert_eq!(keys.control(&namespace).as_str(), "wink:control:default");
+        let requester = Requester::new("desk").unwrap();
+        let replies = keys.replies(&namespace, &requester);
+        assert_eq!(replies.as_str(), "wink:control:default:reply:desk");
+        assert_eq!(keys.requesters(&namespace).as_str(), "wink:control:default:requesters");
+        assert_eq!(keys.request_lock(&session).as_str(), "wink:lock:s1");
         assert_eq!(keys.unknown().as_str(), "wink:events:unknown");
         assert_eq!(keys.session_meta(&session).as_str(), "wink:session:s1:meta");
         assert_eq!(keys.session_guard(&session).as_str(), "wink:session:s1:guard");

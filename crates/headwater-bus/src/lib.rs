@@ -32,13 +32,15 @@ mod streamed;
 mod fold;
 mod session;
 
+mod main_loop;
+
 #[cfg(feature = "conformance")]
 pub mod conformance;
 
 pub use breaker::{Breaker, BreakerConfig, BreakerState, Permit};
 pub use builtin::{
     Budget, MainLoopCompleted, MainLoopFailed, MainLoopRequest, PromptExecuted, PromptRendered,
-    ToolInvoked, ToolResult,
+    RequestFailure, ToolInvoked, ToolResult, Usage,
 };
 pub use bus::{
     EventBus, EventBusExt, GroupHealth, Health, PublishResult, SpoolHealth, Stored, StreamHealth,
@@ -51,7 +53,12 @@ pub use handler::{EventHandler, Handlers};
 pub use headwater_queue::{Backoff, Outcome, RetryPolicy, TraceContext};
 pub use journal::Journal;
 pub use local::{LocalBus, LocalDeadLetter};
-pub use name::{EventId, Namespace, SessionId, SubscriptionId};
+pub use main_loop::{
+    Cancelled, Completed, ExecuteError, FailedRequest, Loan, MainLoop, MainLoopClient,
+    MainLoopClientConfig, MainLoopConfig, MainLoopError, MainLoopWorker, Meter, OverBudget,
+    ReplyConfig, Run, Submit,
+};
+pub use name::{EventId, Namespace, RequestId, Requester, SessionId, SubscriptionId};
 pub use parked::ParkedEntry;
 pub use registry::Registry;
 pub use session::{

@@ -16,6 +16,9 @@ pub const SESSION_BYTES_MAX: usize = 64;
 /// Bytes of an event's id.
 pub const EVENT_ID_BYTES_MAX: usize = 256;
 
+/// Bytes of the id of a request to a main loop.
+pub const REQUEST_ID_BYTES_MAX: usize = 128;
+
 /// Bytes of the name of an event type.
 pub const TYPE_BYTES_MAX: usize = 200;
 
@@ -84,6 +87,25 @@ pub const IMPORT_LINE_BYTES_MAX: usize = 4 * SNAPSHOT_BYTES_MAX;
 
 /// Sessions in one page of a list.
 pub const LIST_MAX: usize = 1000;
+
+/// Requests that one process carries out at once.
+pub const REQUESTS_MAX: usize = 10_000;
+
+/// The longest time one request may be carried out.
+pub const RUN_MAX: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+
+/// Replies that one process waits for at once.
+pub const WAITERS_MAX: usize = 100_000;
+
+/// Bytes of what a failed request says of its failure; more is cut off.
+pub const FAILURE_BYTES_MAX: usize = 8 * 1024;
+
+/// The longest time replies of main loops are kept.
+pub const REPLY_KEEP_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+
+// The ids of the events that ask and reply: a word, the requester, the request.
+const _: () =
+    assert!("request:".len() + SESSION_BYTES_MAX + 1 + REQUEST_ID_BYTES_MAX <= EVENT_ID_BYTES_MAX);
 
 // A batch of the largest payloads, each with its fields around it, is one append.
 const _: () = assert!(BATCH_BYTES_MAX + BATCH_MAX * 2048 <= stream::BATCH_BYTES_MAX);

@@ -41,6 +41,56 @@ pub const EXPIRED: &str = "headwater_bus_sessions_expired_total";
 /// Sessions made of others. Labels: of (`fork`, `import`).
 pub const FILLED: &str = "headwater_bus_sessions_filled_total";
 
+/// Requests that the main loop is done with. Labels: result (`completed`, or why it failed).
+pub const REQUESTS: &str = "headwater_bus_main_loop_requests_total";
+/// Seconds from the first delivery of a request here to its reply. Labels: result.
+pub const REQUEST_LATENCY: &str = "headwater_bus_main_loop_request_seconds";
+/// Requests that are being carried out here. Labels: none.
+pub const REQUESTS_RUNNING: &str = "headwater_bus_main_loop_running";
+/// Tries of a request that failed and were followed by another. Labels: none.
+pub const REQUEST_RETRIES: &str = "headwater_bus_main_loop_retries_total";
+/// Requests given back unfinished. Labels: reason (`stopping`, `lock_lost`, `held`, `unavailable`).
+pub const REQUESTS_GIVEN_BACK: &str = "headwater_bus_main_loop_given_back_total";
+/// Deliveries of requests that had a reply already. Labels: none.
+pub const REQUESTS_REPEATED: &str = "headwater_bus_main_loop_repeated_total";
+/// Requests submitted. Labels: result (`completed`, `failed`, `timed_out`, `error`).
+pub const SUBMITTED: &str = "headwater_bus_main_loop_submitted_total";
+/// Seconds from submitting a request to its reply. Labels: result.
+pub const SUBMIT_LATENCY: &str = "headwater_bus_main_loop_submit_seconds";
+/// Replies, and streams of replies, that were removed because their time was up. Labels: what (`reply`, `stream`).
+pub const REPLIES_SWEPT: &str = "headwater_bus_main_loop_swept_total";
+
+pub(crate) fn request_ended(result: &'static str, took: Duration) {
+    counter!(REQUESTS, "result" => result).increment(1);
+    histogram!(REQUEST_LATENCY, "result" => result).record(took);
+}
+
+pub(crate) fn requests_running(by: f64) {
+    gauge!(REQUESTS_RUNNING).increment(by);
+}
+
+pub(crate) fn request_retried() {
+    counter!(REQUEST_RETRIES).increment(1);
+}
+
+pub(crate) fn request_given_back(reason: &'static str) {
+    counter!(REQUESTS_GIVEN_BACK, "reason" => reason).increment(1);
+}
+
+pub(crate) fn request_repeated() {
+    counter!(REQUESTS_REPEATED).increment(1);
+}
+
+pub(crate) fn submitted(result: &'static str, took: Duration) {
+    counter!(SUBMITTED, "result" => result).increment(1);
+    histogram!(SUBMIT_LATENCY, "result" => result).record(took);
+}
+
+pub(crate) fn replies_swept(replies: u64, streams: u64) {
+    counter!(REPLIES_SWEPT, "what" => "reply").increment(replies);
+    counter!(REPLIES_SWEPT, "what" => "stream").increment(streams);
+}
+
 pub(crate) fn published(event_type: &str, result: &'static str, took: Duration) {
     counter!(PUBLISHED, "type" => event_type.to_owned(), "result" => result).increment(1);
     histogram!(PUBLISH_LATENCY, "type" => event_type.to_owned()).record(took);

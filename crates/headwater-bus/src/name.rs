@@ -9,7 +9,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
 use crate::error::{BusError, Result};
-use crate::limits::{EVENT_ID_BYTES_MAX, SESSION_BYTES_MAX};
+use crate::limits::{EVENT_ID_BYTES_MAX, REQUEST_ID_BYTES_MAX, SESSION_BYTES_MAX};
 
 macro_rules! name {
     ($(#[$doc:meta])* $type:ident, $check:ident, $what:literal) => {
@@ -64,6 +64,34 @@ name!(
     "an event id"
 );
 
+name!(
+    /// Who asks main loops and gets their replies: 1 to 64 bytes of text without spaces, control characters, braces and
+    /// colons. Processes of one name share their replies.
+    Requester,
+    check_part,
+    "a requester"
+);
+name!(
+    /// The id of a request to a main loop: 1 to 128 bytes of text without control characters.
+    RequestId,
+    check_request_id,
+    "a request id"
+);
+
+impl RequestId {
+    /// An id that nobody else has.
+    pub fn random() -> Self {
+        Self(random_uuid().into())
+    }
+}
+
+impl Requester {
+    /// Where replies go that nobody waits for.
+    pub(crate) fn nobody() -> Self {
+        Self("nobody".into())
+    }
+}
+
 impl SessionId {
     /// An id that nobody else has.
     pub fn random() -> Self {
@@ -108,10 +136,18 @@ fn check_part(what: &str, name: &str) -> Result<()> {
 }
 
 fn check_event_id(what: &str, name: &str) -> Result<()> {
+    check_text(what, name, EVENT_ID_BYTES_MAX)
+}
+
+fn check_request_id(what: &str, name: &str) -> Result<()> {
+    check_text(what, name, REQUEST_ID_BYTES_MAX)
+}
+
+fn check_text(what: &str, name: &str, limit: usize) -> Result<()> {
     let problem = if name.is_empty() {
         "it is empty".to_owned()
-    } else if name.len() > EVENT_ID_BYTES_MAX {
-        format!("{} bytes; the limit is {EVENT_ID_BYTES_MAX}", name.len())
+    } else if name.len() > limit {
+        format!("{} bytes; the limit is {limit}", name.len())
     } else if let Some(control) = name.chars().find(|c| c.is_control()) {
         format!("it holds the control character {control:?}")
     } else {
@@ -157,7 +193,10 @@ mod tests {
         }
         for bad in ["", "a\nb", &"x".repeat(257)] {
             assert!(matches!(EventId::new(bad), Err(BusError::Invalid { .. })), "{bad:?}");
+            assert!(matches!(RequestId::new(bad), Err(BusError::Invalid { .. })), "{bad:?}");
         }
+        assert!(RequestId::new("x".repeat(129)).is_err());
+        assert!(RequestId::new("a:{b} 键").is_ok());
     }
 
     #[test]

@@ -140,6 +140,7 @@ impl SavedEvent {
             stream: stream.map_err(|error| error.to_string())?,
             entry_id: entry_id.map_err(|error| error.to_string())?,
             copy_of: None,
+            deliveries: 1,
         })
     }
 }

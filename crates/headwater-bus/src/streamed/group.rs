@@ -146,7 +146,8 @@ impl Inner {
         pursuit: &Pursuit,
         message: &Message,
     ) -> Result<Option<Delivered>, Misfit> {
-        let envelope = Envelope::from_entry(stream, message.id, &message.fields)?;
+        let mut envelope = Envelope::from_entry(stream, message.id, &message.fields)?;
+        envelope.deliveries = message.deliveries;
         let is_known = self.registry.scope(&envelope.event_type).is_some();
         if is_known && !pursuit.handles(&envelope.event_type) {
             return Ok(None);

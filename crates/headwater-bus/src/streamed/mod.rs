@@ -285,8 +285,9 @@ impl EventBus for StreamedBus {
     }
 
     async fn journal(&self) -> Result<Journal> {
-        let Inner { backend, keys, .. } = &*self.inner;
-        Ok(Journal { backend: Arc::clone(backend), keys: keys.clone() })
+        let Inner { backend, keys, config, .. } = &*self.inner;
+        let namespace = config.namespace.clone();
+        Ok(Journal { backend: Arc::clone(backend), keys: keys.clone(), namespace })
     }
 
     async fn health(&self) -> Health {

@@ -1,0 +1,304 @@
+//! Budgets: what a request may cost, charged while it is carried out and passed along to what it asks of others.
+//!
+//! Upstream: the `Budget` of a request. Downstream: the code that carries it out charges a [`Meter`].
+//! Promises: the charge that breaks a limit is counted and is an error, and the run ends, also if the error is ignored.
+//! What is lent to another request cannot be spent here; what comes back unused can.
+//! Not here: what an earlier process spent before it died; nobody knows.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use tokio::sync::watch;
+
+use crate::builtin::{Budget, Usage};
+
+/// More was charged than a request may cost. Its run ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("over budget: {used} {what} of {limit}")]
+pub struct OverBudget {
+    /// What there was too much of.
+    pub what: &'static str,
+    /// How much was charged, what is lent to other requests included.
+    pub used: u64,
+    /// How much is allowed.
+    pub limit: u64,
+}
+
+/// Charges what a request costs against its budget. Clones are the same meter.
+#[derive(Clone)]
+pub struct Meter {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    budget: Budget,
+    spent: Mutex<Spent>,
+    over: watch::Sender<Option<OverBudget>>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Spent {
+    used: Usage,
+    /// What loans hold, and what was lost with those that never came back.
+    lent: Amounts,
+}
+
+/// One number for each limit of a budget.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Amounts([u64; 5]);
+
+/// What the numbers are, in order.
+const WHAT: [&str; 5] =
+    ["tokens in and out", "input tokens", "output tokens", "calls", "millionths of cost"];
+
+impl From<Usage> for Amounts {
+    fn from(usage: Usage) -> Self {
+        let Usage { input_tokens, output_tokens, calls, cost_micros } = usage;
+        let total = input_tokens.saturating_add(output_tokens);
+        Self([total, input_tokens, output_tokens, calls, cost_micros])
+    }
+}
+
+impl Amounts {
+    fn plus(self, other: Self) -> Self {
+        Self(std::array::from_fn(|index| self.0[index].saturating_add(other.0[index])))
+    }
+
+    fn minus(self, other: Self) -> Self {
+        Self(std::array::from_fn(|index| self.0[index].saturating_sub(other.0[index])))
+    }
+}
+
+fn limits(budget: &Budget) -> [Option<u64>; 5] {
+    [
+        budget.max_total_tokens,
+        budget.max_input_tokens,
+        budget.max_output_tokens,
+        budget.max_calls,
+        budget.max_cost_micros,
+    ]
+}
+
+fn from_limits(limits: [Option<u64>; 5]) -> Budget {
+    let [max_total_tokens, max_input_tokens, max_output_tokens, max_calls, max_cost_micros] =
+        limits;
+    Budget { max_total_tokens, max_input_tokens, max_output_tokens, max_calls, max_cost_micros }
+}
+
+fn plus(one: Usage, other: Usage) -> Usage {
+    Usage {
+        input_tokens: one.input_tokens.saturating_add(other.input_tokens),
+        output_tokens: one.output_tokens.saturating_add(other.output_tokens),
+        calls: one.calls.saturating_add(other.calls),
+        cost_micros: one.cost_micros.saturating_add(other.cost_micros),
+    }
+}
+
+impl Meter {
+    /// A meter on which nothing is charged yet.
+    pub fn new(budget: Budget) -> Self {
+        let (over, _) = watch::channel(None);
+        Self { inner: Arc::new(Inner { budget, spent: Mutex::default(), over }) }
+    }
+
+    /// Charges what was just used. An error means that it was too much, now or before: stop.
+    pub fn charge(&self, usage: Usage) -> Result<(), OverBudget> {
+        let mut spent = self.spent();
+        spent.used = plus(spent.used, usage);
+        self.judge(&spent)
+    }
+
+    /// Charges one call to a model: its tokens in and out, and what it cost.
+    pub fn charge_model(
+        &self,
+        input_tokens: u64,
+        output_tokens: u64,
+        cost_micros: u64,
+    ) -> Result<(), OverBudget> {
+        self.charge(Usage { input_tokens, output_tokens, calls: 1, cost_micros })
+    }
+
+    /// Charges one call to a tool.
+    pub fn charge_call(&self) -> Result<(), OverBudget> {
+        self.charge(Usage { calls: 1, ..Usage::default() })
+    }
+
+    /// What was charged so far; for a model that is to be asked within what is left, see [`left`](Self::left).
+    pub fn used(&self) -> Usage {
+        self.spent().used
+    }
+
+    /// What is left of the budget.
+    pub fn left(&self) -> Budget {
+        let spent = *self.spent();
+        let used = Amounts::from(spent.used).plus(spent.lent);
+        let limits = limits(&self.inner.budget);
+        from_limits(std::array::from_fn(|index| {
+            limits[index].map(|limit| limit.saturating_sub(used.0[index]))
+        }))
+    }
+
+    /// Sets a part of what is left aside for another request: as much as asked for, where it is there. What `asked` does
+    /// not limit gets all that is left.
+    pub fn lend(&self, asked: Budget) -> Result<Loan, OverBudget> {
+        let mut spent = self.spent();
+        self.judge(&spent)?;
+        let used = Amounts::from(spent.used).plus(spent.lent);
+        let (mine, asked) = (limits(&self.inner.budget), limits(&asked));
+        let lent: [Option<u64>; 5] = std::array::from_fn(|index| {
+            let left = mine[index].map(|limit| limit.saturating_sub(used.0[index]));
+            match (left, asked[index]) {
+                (Some(left), Some(asked)) => Some(left.min(asked)),
+                (left, asked) => left.or(asked),
+            }
+        });
+        // Only what is limited here is scarce.
+        let amounts =
+            Amounts(std::array::from_fn(|index| mine[index].and(lent[index]).unwrap_or_default()));
+        spent.lent = spent.lent.plus(amounts);
+        Ok(Loan { meter: self.clone(), budget: from_limits(lent), amounts })
+    }
+
+    /// By how much the budget is broken, if it is.
+    pub fn over(&self) -> Option<OverBudget> {
+        *self.inner.over.borrow()
+    }
+
+    /// Returns when the budget is broken. Cancel-safe.
+    pub(crate) async fn exceeded(&self) -> OverBudget {
+        let mut over = self.inner.over.subscribe();
+        loop {
+            if let Some(over) = *over.borrow_and_update() {
+                return over;
+            }
+            if over.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+        }
+    }
+
+    fn judge(&self, spent: &Spent) -> Result<(), OverBudget> {
+        let used = Amounts::from(spent.used).plus(spent.lent);
+        for (index, limit) in limits(&self.inner.budget).into_iter().enumerate() {
+            if let Some(limit) = limit.filter(|limit| used.0[index] > *limit) {
+                let over = OverBudget { what: WHAT[index], used: used.0[index], limit };
+                self.inner.over.send_if_modified(|known| known.replace(over).is_none());
+                return Err(over);
+            }
+        }
+        // Once broken, it stays broken, whatever comes back.
+        self.over().map_or(Ok(()), Err)
+    }
+
+    fn spent(&self) -> MutexGuard<'_, Spent> {
+        self.inner.spent.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+impl fmt::Debug for Meter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Meter").field("used", &self.used()).field("left", &self.left()).finish()
+    }
+}
+
+/// A part of a budget, set aside for another request. One that is dropped counts as spent: nobody knows what became of it.
+#[derive(Debug)]
+#[must_use = "a loan that is dropped is spent"]
+pub struct Loan {
+    meter: Meter,
+    budget: Budget,
+    amounts: Amounts,
+}
+
+impl Loan {
+    /// What the other request may cost.
+    pub fn budget(&self) -> Budget {
+        self.budget
+    }
+
+    /// Charges what the other request took, and gives back the rest.
+    pub fn settle(self, usage: Usage) -> Result<(), OverBudget> {
+        let mut spent = self.meter.spent();
+        spent.lent = spent.lent.minus(self.amounts);
+        spent.used = plus(spent.used, usage);
+        self.meter.judge(&spent)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokens(total: u64) -> Budget {
+        Budget { max_total_tokens: Some(total), ..Budget::default() }
+    }
+
+    #[test]
+    fn a_budget_may_be_used_up_and_not_broken() {
+        let meter = Meter::new(Budget { max_calls: Some(3), ..tokens(100) });
+        assert_eq!(meter.charge_model(40, 50, 7), Ok(()));
+        assert_eq!(meter.charge_model(5, 5, 7), Ok(()));
+        assert_eq!(meter.left(), Budget { max_calls: Some(1), ..tokens(0) });
+        let over = OverBudget { what: WHAT[0], used: 101, limit: 100 };
+        assert_eq!(meter.charge_model(1, 0, 0), Err(over));
+        assert_eq!(meter.charge(Usage::default()), Err(over), "it stays broken");
+        assert_eq!(meter.over(), Some(over));
+        assert_eq!(meter.used().cost_micros, 14, "what is not limited is counted, too");
+    }
+
+    #[test]
+    fn each_limit_is_one_of_its_own() {
+        for (budget, usage) in [
+            (
+                Budget { max_input_tokens: Some(1), ..Budget::default() },
+                Usage { input_tokens: 2, ..Usage::default() },
+            ),
+            (
+                Budget { max_output_tokens: Some(1), ..Budget::default() },
+                Usage { output_tokens: 2, ..Usage::default() },
+            ),
+            (
+                Budget { max_calls: Some(1), ..Budget::default() },
+                Usage { calls: 2, ..Usage::default() },
+            ),
+            (
+                Budget { max_cost_micros: Some(1), ..Budget::default() },
+                Usage { cost_micros: u64::MAX, ..Usage::default() },
+            ),
+        ] {
+            assert!(Meter::new(budget).charge(usage).is_err(), "{budget:?}");
+            assert!(Meter::new(Budget::default()).charge(usage).is_ok(), "{budget:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_lent_cannot_be_spent_twice_and_comes_back_unless_it_was_used() {
+        let meter = Meter::new(tokens(100));
+        meter.charge_model(30, 0, 0).unwrap();
+        let first = meter.lend(tokens(50)).unwrap();
+        assert_eq!(first.budget(), tokens(50));
+        let second = meter.lend(Budget { max_calls: Some(4), ..Budget::default() }).unwrap();
+        assert_eq!(second.budget(), Budget { max_calls: Some(4), ..tokens(20) });
+        assert_eq!(meter.left(), tokens(0));
+
+        first.settle(Usage { input_tokens: 10, ..Usage::default() }).unwrap();
+        assert_eq!(meter.left(), tokens(40));
+        drop(second);
+        assert_eq!(meter.left(), tokens(40), "nobody knows what became of it");
+        meter.charge_model(40, 0, 0).unwrap();
+        assert!(meter.charge_model(1, 0, 0).is_err());
+        assert!(meter.lend(tokens(1)).is_err(), "there is nothing to lend");
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_hears_of_the_charge_that_was_too_much() {
+        let meter = Meter::new(tokens(1));
+        let waiting = tokio::spawn({
+            let meter = meter.clone();
+            async move { meter.exceeded().await }
+        });
+        let _ = meter.charge_model(2, 0, 0);
+        assert_eq!(waiting.await.unwrap().used, 2);
+        assert_eq!(meter.exceeded().await.used, 2);
+    }
+}

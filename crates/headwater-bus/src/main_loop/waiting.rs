@@ -1,0 +1,150 @@
+//! Waiting for replies: one reader of a requester's stream for all who wait in this process.
+//!
+//! Upstream: `client`. Downstream: the stream of replies, read without a group, so that all processes of a requester see
+//! all of it.
+//! Promises: whoever waits is woken by the reply, not by a clock; an outage delays. What a reader may miss (a stream that
+//! was trimmed or deleted under it) is found by looking once more at the end.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use headwater_stream::{Backend, EntryId, StreamName, TailReader};
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tracing::debug;
+
+use super::reply;
+use crate::error::{BusError, Result};
+use crate::event::Envelope;
+use crate::limits::WAITERS_MAX;
+use crate::name::RequestId;
+
+/// How long one read waits.
+const POLL: Duration = Duration::from_secs(30);
+
+/// Replies in one read.
+const COUNT: usize = 64;
+
+/// The waits between tries while the backend is away.
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+const RETRY_MAX: Duration = Duration::from_secs(2);
+
+type Arrived = Option<Arc<Envelope>>;
+
+/// Those who wait, by what they wait for.
+#[derive(Default)]
+pub(super) struct Waiters {
+    waiting: Mutex<HashMap<RequestId, watch::Sender<Arrived>>>,
+}
+
+impl Waiters {
+    /// Waits for the reply to a request, from now on.
+    pub(super) fn add(self: &Arc<Self>, request: &RequestId) -> Result<Waiter> {
+        let mut waiting = self.lock();
+        let receiver = match waiting.get(request) {
+            Some(sender) => sender.subscribe(),
+            None if waiting.len() >= WAITERS_MAX => {
+                let problem = format!("{WAITERS_MAX} replies are waited for, which is the limit");
+                return Err(BusError::invalid("a request", problem));
+            }
+            None => {
+                let (sender, receiver) = watch::channel(None);
+                waiting.insert(request.clone(), sender);
+                receiver
+            }
+        };
+        let waiters = Arc::clone(self);
+        Ok(Waiter { waiters, request: request.clone(), receiver: Some(receiver) })
+    }
+
+    fn wake(&self, request: &RequestId, envelope: Envelope) {
+        if let Some(sender) = self.lock().get(request) {
+            sender.send_replace(Some(Arc::new(envelope)));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<RequestId, watch::Sender<Arrived>>> {
+        self.waiting.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+/// Somebody who waits for a reply.
+pub(super) struct Waiter {
+    waiters: Arc<Waiters>,
+    request: RequestId,
+    receiver: Option<watch::Receiver<Arrived>>,
+}
+
+impl Waiter {
+    /// Returns when the reply is there. Cancel-safe.
+    pub(super) async fn arrived(&mut self) -> Arc<Envelope> {
+        let Some(receiver) = &mut self.receiver else { return std::future::pending().await };
+        match receiver.wait_for(Option::is_some).await.map(|arrived| arrived.clone()) {
+            Ok(Some(envelope)) => envelope,
+            // The list is gone, and it goes only together with its last waiter.
+            _ => std::future::pending().await,
+        }
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        let mut waiting = self.waiters.lock();
+        self.receiver = None;
+        if waiting.get(&self.request).is_some_and(|sender| sender.receiver_count() == 0) {
+            waiting.remove(&self.request);
+        }
+    }
+}
+
+/// Reads replies after `position` and wakes those who wait for them, for as long as it is polled.
+pub(super) async fn follow(
+    backend: Arc<dyn Backend>,
+    stream: StreamName,
+    mut position: EntryId,
+    waiters: Arc<Waiters>,
+) {
+    let mut wait = RETRY_FIRST;
+    let mut reader: Option<Box<dyn TailReader>> = None;
+    loop {
+        match read(&*backend, &mut reader, (stream.clone(), position)).await {
+            Ok(envelopes) => {
+                wait = RETRY_FIRST;
+                for (entry_id, envelope) in envelopes {
+                    position = position.max(entry_id);
+                    // What cannot be read is nobody's reply.
+                    let Some(envelope) = envelope else { continue };
+                    if let Some(request) = reply::request_of(&envelope) {
+                        waiters.wake(&request, envelope);
+                    }
+                }
+            }
+            Err(error) => {
+                debug!(%stream, %error, "replies cannot be read, trying again");
+                reader = None;
+                sleep(wait).await;
+                wait = (wait * 2).min(RETRY_MAX);
+            }
+        }
+    }
+}
+
+async fn read(
+    backend: &dyn Backend,
+    reader: &mut Option<Box<dyn TailReader>>,
+    position: (StreamName, EntryId),
+) -> Result<Vec<(EntryId, Option<Envelope>)>> {
+    let reader = match reader {
+        Some(reader) => reader,
+        None => reader.insert(backend.tail().await?),
+    };
+    let batches = reader.read(&[position], COUNT, POLL).await?;
+    let read = batches.into_iter().flat_map(|batch| {
+        let stream = batch.stream;
+        batch.entries.into_iter().map(move |entry| {
+            (entry.id, Envelope::from_entry(&stream, entry.id, &entry.fields).ok())
+        })
+    });
+    Ok(read.collect())
+}

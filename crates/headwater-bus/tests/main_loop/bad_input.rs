@@ -1,0 +1,149 @@
+//! Requests and outputs that make no sense: typed failures, and a worker that lives.
+
+use headwater_bus::conformance::Log;
+use headwater_bus::limits::PAYLOAD_BYTES_MAX;
+use headwater_bus::{
+    BusError, Event, EventBusExt, MainLoopConfig, MainLoopError, MainLoopFailed, MainLoopRequest,
+    MainLoopWorker, Received, ReplyConfig, RequestFailure, RequestId, Submit, Subscribe,
+};
+use headwater_stream::{EntryId, Fields, Retention};
+use serde_json::{Value, json};
+
+use crate::place::{Ask, Loop, Place, quick};
+
+everywhere![
+    a_request_that_the_main_loop_does_not_understand_fails_at_once,
+    odd_requests_of_other_programs_fail_where_others_can_see,
+    an_output_of_more_than_a_mebibyte_is_a_failure_and_not_a_hang,
+    a_request_of_more_than_a_mebibyte_is_refused_without_effect,
+    settings_that_make_no_sense_are_refused_by_name,
+];
+
+mod on_backends {
+    use super::*;
+    on_streams![an_entry_that_is_no_request_is_parked_and_stops_nobody];
+}
+
+async fn lives(place: &Place, main_loop: &Loop) {
+    let client = place.client("alive").await;
+    let before = main_loop.log.lines().len();
+    let done = client.submit::<_, String>(Submit::new(Ask::Echo("a".to_owned()))).await.unwrap();
+    assert_eq!((done.output.as_str(), main_loop.log.lines().len()), ("a", before + 1));
+}
+
+async fn a_request_that_the_main_loop_does_not_understand_fails_at_once(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    for odd in [json!(7), json!({ "Fly": "to the moon" }), Value::Null] {
+        let failed = client.submit::<_, Value>(Submit::new(odd)).await.unwrap_err();
+        assert_eq!(failed.failure(), Some(RequestFailure::Malformed), "{failed}");
+    }
+    assert!(main_loop.log.lines().is_empty());
+    lives(&place, &main_loop).await;
+    worker.stop().await.unwrap();
+}
+
+async fn odd_requests_of_other_programs_fail_where_others_can_see(place: Place) {
+    let main_loop = Loop::default();
+    let bus = place.bus().await;
+    let watched = Log::default();
+    let watch = {
+        let watched = watched.clone();
+        move |event: Received<MainLoopFailed>| {
+            watched.add(format!("{:?} {}", event.request_id, event.kind));
+            std::future::ready(())
+        }
+    };
+    bus.subscribe::<MainLoopFailed>(Subscribe::live(), watch).await.unwrap();
+    let worker = place.worker(&main_loop).await;
+    let request = |id: &str| MainLoopRequest {
+        request_id: id.to_owned(),
+        request: json!({ "Echo": "a" }),
+        ..Default::default()
+    };
+    let odd = [
+        request(""),
+        request("a\nb"),
+        MainLoopRequest { reply_to: Some("a:b".to_owned()), ..request("reply_to") },
+        MainLoopRequest { deadline: Some("soon".to_owned()), ..request("deadline") },
+    ];
+    let mut seen = 0;
+    for event in odd {
+        bus.publish(event).await.unwrap();
+        seen += 1;
+        watched.wait_for(seen).await;
+    }
+    let expected = [
+        "\"\" malformed",
+        "\"a\\nb\" malformed",
+        "\"reply_to\" malformed",
+        "\"deadline\" malformed",
+    ];
+    assert_eq!(watched.lines(), expected);
+    assert!(main_loop.log.lines().is_empty());
+    lives(&place, &main_loop).await;
+    worker.stop().await.unwrap();
+}
+
+async fn an_entry_that_is_no_request_is_parked_and_stops_nobody(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let backend = place.backend().await;
+    let fields = [
+        Fields::new([("type", MainLoopRequest::TYPE), ("payload", r#"{"request_id":5}"#)]),
+        Fields::new([("type", MainLoopRequest::TYPE), ("payload", "no JSON")]),
+        Fields::new([("odd", "entry")]),
+    ];
+    backend.append(&place.control(), &fields, &Retention::KEEP_ALL).await.unwrap();
+    lives(&place, &main_loop).await;
+    let bus = place.streamed().await;
+    let deadline = tokio::time::Instant::now() + crate::place::LIMIT;
+    while bus.parked(EntryId::MIN, 10).await.unwrap().len() < 3 {
+        assert!(tokio::time::Instant::now() < deadline);
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    worker.stop().await.unwrap();
+}
+
+async fn an_output_of_more_than_a_mebibyte_is_a_failure_and_not_a_hang(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    let id = RequestId::new("big").unwrap();
+    let submit = |size| Submit::new(Ask::Big(size)).id(id.clone());
+    let failed = client.submit::<_, String>(submit(PAYLOAD_BYTES_MAX + 1)).await.unwrap_err();
+    assert_eq!(failed.failure(), Some(RequestFailure::TooLarge), "{failed}");
+    assert_eq!(main_loop.log.lines().len(), 1, "it is not tried again");
+    // The largest that fits, with what surrounds it.
+    let fits = Submit::new(Ask::Big(PAYLOAD_BYTES_MAX - 1000));
+    let done = client.submit::<_, String>(fits).await.unwrap();
+    assert_eq!(done.output.len(), PAYLOAD_BYTES_MAX - 1000);
+    worker.stop().await.unwrap();
+}
+
+async fn a_request_of_more_than_a_mebibyte_is_refused_without_effect(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    let big = Ask::Echo("x".repeat(PAYLOAD_BYTES_MAX + 1));
+    let error = client.submit::<_, String>(Submit::new(big)).await.unwrap_err();
+    assert!(matches!(error, MainLoopError::Bus(BusError::TooLarge { .. })), "{error}");
+    lives(&place, &main_loop).await;
+    worker.stop().await.unwrap();
+}
+
+async fn settings_that_make_no_sense_are_refused_by_name(place: Place) {
+    let replies = ReplyConfig { max_len: 0, ..Default::default() };
+    for (name, config) in [
+        ("concurrency", MainLoopConfig { concurrency: 0, ..quick() }),
+        ("max_attempts", MainLoopConfig { max_attempts: 0, ..quick() }),
+        ("max_crashes", MainLoopConfig { max_crashes: 0, ..quick() }),
+        ("run_max", MainLoopConfig { run_max: std::time::Duration::ZERO, ..quick() }),
+        ("max_len", MainLoopConfig { replies, ..quick() }),
+    ] {
+        let sessions = place.sessions().await;
+        let error = MainLoopWorker::start(sessions, Loop::default(), config).await.unwrap_err();
+        assert!(error.to_string().starts_with(name), "{name}: {error}");
+    }
+}

@@ -1,0 +1,190 @@
+//! Workers that are killed, that die over a request, and that come back when nobody expects them.
+
+use std::env;
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_bus::{
+    Completed, Event, EventBusExt, MainLoopClient, MainLoopCompleted, MainLoopConfig,
+    MainLoopError, MainLoopFailed, Received, RequestFailure, RequestId, Submit, Subscribe,
+};
+use headwater_testkit::{Child, Cluster, Redis};
+use tokio::task::JoinHandle;
+
+use crate::place::{Ask, LIMIT, Loop, Place, begun, quick};
+
+/// Writes each scenario once and runs it where processes can share something.
+macro_rules! between_processes {
+    ($($scenario:ident),* $(,)?) => {
+        mod redis {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(super::Redis::shared().unwrap().url()).await;
+            })*
+        }
+        mod cluster {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(super::Cluster::shared().unwrap().url()).await;
+            })*
+        }
+    };
+}
+
+between_processes![
+    of_two_workers_one_is_killed_in_the_middle_and_there_is_one_completion,
+    a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_again,
+    a_request_over_which_processes_die_fails_at_last,
+    a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes,
+];
+
+fn id(text: &str) -> RequestId {
+    RequestId::new(text).unwrap()
+}
+
+fn spawn(place: &Place, url: &str, role: &str) -> Child {
+    let environment = [("URL", url), ("PREFIX", place.prefix.as_str()), ("ROLE", role)];
+    let child = Child::spawn_self("crashes::worker", &environment).unwrap();
+    child.line_after("READY", LIMIT).unwrap();
+    child
+}
+
+/// A worker in a process of its own.
+#[test]
+#[ignore = "a role that other tests of this file start as a process of its own"]
+fn worker() {
+    let (Ok(url), Ok(prefix), Ok(role)) = (env::var("URL"), env::var("PREFIX"), env::var("ROLE"))
+    else {
+        return;
+    };
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let place = Place::with_prefix(url, prefix);
+        let main_loop = Loop { dies: role == "dies", ..Loop::default() };
+        if role == "open" {
+            main_loop.open_gate();
+        }
+        let bus = place.bus().await;
+        if role == "dies after replying" {
+            // Handlers of the process run when the copy of the reply is stored, before the request is acknowledged.
+            let die = |_: Received<MainLoopCompleted>| {
+                std::process::abort();
+                #[allow(unreachable_code, reason = "a handler has a future")]
+                std::future::ready(())
+            };
+            bus.subscribe::<MainLoopCompleted>(Subscribe::live(), die).await.unwrap();
+        }
+        let sessions = crate::place::sessions(bus).await;
+        let _worker =
+            headwater_bus::MainLoopWorker::start(sessions, main_loop.clone(), config()).await;
+        println!("READY");
+        loop {
+            main_loop.begun.notified().await;
+            println!("BEGUN {}", main_loop.log.lines().last().unwrap());
+        }
+    });
+}
+
+/// Asks in a task of its own, so that the test can wait for children meanwhile.
+fn ask(client: &Arc<MainLoopClient>, submit: Submit<Ask>) -> JoinHandle<Asked> {
+    let client = Arc::clone(client);
+    tokio::spawn(async move { client.submit(submit).await })
+}
+
+type Asked = Result<Completed<String>, MainLoopError>;
+
+fn config() -> MainLoopConfig {
+    MainLoopConfig { max_crashes: 2, ..quick() }
+}
+
+async fn of_two_workers_one_is_killed_in_the_middle_and_there_is_one_completion(url: String) {
+    let place = Place::at(url.clone());
+    let client = Arc::new(place.client("desk").await);
+    let first = spawn(&place, &url, "waits");
+    let submit = Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+    let asking = ask(&client, submit);
+    let second = tokio::task::block_in_place(|| {
+        first.line_after("BEGUN begun r1", LIMIT).unwrap();
+        let second = spawn(&place, &url, "open");
+        first.kill9().unwrap();
+        second.line_after("BEGUN begun r1", LIMIT).unwrap();
+        second
+    });
+    assert_eq!(asking.await.unwrap().unwrap().output, "a");
+    place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
+    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
+    second.kill9().unwrap();
+}
+
+async fn a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_again(url: String) {
+    let place = Place::at(url.clone());
+    let client = Arc::new(place.client("desk").await);
+    let first = spawn(&place, &url, "dies after replying");
+    let submit = || Submit::new(Ask::Note(7)).id(id("r1"));
+    let done = client.submit::<_, Vec<u64>>(submit()).await.unwrap();
+    assert_eq!(done.output, [7]);
+    tokio::task::block_in_place(|| first.wait(LIMIT)).unwrap();
+
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    // When the dead one's request is settled, all that was asked is.
+    let backend = place.backend().await;
+    let deadline = tokio::time::Instant::now() + LIMIT;
+    loop {
+        let stats = backend.stats(&place.control()).await.unwrap().unwrap();
+        let group = stats.groups.iter().find(|group| group.name.as_str().ends_with(":control"));
+        if group.is_some_and(|group| group.pending == 0 && group.lag == Some(0)) {
+            break;
+        }
+        assert!(tokio::time::Instant::now() < deadline, "{stats:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(main_loop.log.lines().is_empty(), "{:?}", main_loop.log.lines());
+    place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
+    assert_eq!(client.submit::<_, Vec<u64>>(submit()).await.unwrap().output, [7]);
+    worker.stop().await.unwrap();
+}
+
+async fn a_request_over_which_processes_die_fails_at_last(url: String) {
+    let place = Place::at(url.clone());
+    let client = Arc::new(place.client("desk").await);
+    let victims = [spawn(&place, &url, "dies"), spawn(&place, &url, "dies")];
+    let asking = ask(&client, Submit::new(Ask::Die).id(id("r1")));
+    tokio::task::block_in_place(|| {
+        victims.iter().for_each(|victim| {
+            victim.wait(LIMIT).unwrap();
+        });
+    });
+    let main_loop = Loop::default();
+    let worker = place.worker_with(&main_loop, config()).await;
+    let failed = asking.await.unwrap().unwrap_err();
+    assert_eq!(failed.failure(), Some(RequestFailure::Crashed), "{failed}");
+    assert!(main_loop.log.lines().is_empty(), "two may die, and no more");
+    place.control_settles_at(MainLoopFailed::TYPE, 1).await;
+    worker.stop().await.unwrap();
+}
+
+async fn a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes(url: String) {
+    let place = Place::at(url.clone());
+    let client = Arc::new(place.client("desk").await);
+    let first = spawn(&place, &url, "waits");
+    let main_loop = Loop::default();
+    main_loop.open_gate();
+    let submit = Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+    let asking = ask(&client, submit);
+    tokio::task::block_in_place(|| {
+        first.line_after("BEGUN begun r1", LIMIT).unwrap();
+        first.pause().unwrap();
+    });
+    let worker = place.worker(&main_loop).await;
+    assert_eq!(asking.await.unwrap().unwrap().output, "a");
+    assert_eq!(begun(&main_loop, "r1"), 1);
+    first.resume().unwrap();
+    // It takes part again, and has forgotten what it had: it is asked until it answers, which it does with its gate shut.
+    worker.stop().await.unwrap();
+    let next = Submit::new(Ask::Echo("b".to_owned())).id(id("r2"));
+    let done = client.submit::<_, String>(next).await.unwrap();
+    assert_eq!(done.output, "b");
+    place.control_settles_at(MainLoopCompleted::TYPE, 2).await;
+    assert_eq!(place.entries(&place.replies("desk")).await.len(), 2);
+    first.kill9().unwrap();
+}

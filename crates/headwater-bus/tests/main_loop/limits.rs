@@ -1,0 +1,123 @@
+//! Budgets and deadlines: enforced, and passed along.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_bus::{
+    Budget, MainLoopConfig, MainLoopError, RequestFailure, RequestId, Submit, Usage,
+};
+use serde_json::{Value, json};
+
+use crate::place::{Ask, Given, Loop, Place, begun, quick};
+
+everywhere![
+    a_request_over_its_budget_ends_whether_it_heeds_that_or_not,
+    a_request_that_uses_up_its_budget_is_fine,
+    a_request_ends_at_its_deadline_and_at_the_longest_time_any_may_take,
+    a_request_whose_deadline_passed_while_it_waited_is_not_begun,
+    a_request_to_others_gets_what_is_left_and_is_charged_for,
+];
+
+fn tokens(max: u64) -> Budget {
+    Budget { max_total_tokens: Some(max), ..Budget::default() }
+}
+
+async fn a_request_over_its_budget_ends_whether_it_heeds_that_or_not(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    for is_stubborn in [false, true] {
+        // A stubborn one would go on for ever.
+        let charges = if is_stubborn { u64::MAX } else { 11 };
+        let ask = Ask::Spend { tokens: 10, charges, is_stubborn };
+        let id = RequestId::new(format!("stubborn {is_stubborn}")).unwrap();
+        let submit = Submit::new(ask).budget(tokens(100)).id(id.clone());
+        let error = client.submit::<_, Value>(submit).await.unwrap_err();
+        let MainLoopError::Failed(failed) = error else { panic!("{error}") };
+        assert_eq!(failed.kind, RequestFailure::OverBudget);
+        assert!(failed.usage.input_tokens > 100 && failed.session.is_some(), "{failed:?}");
+        assert_eq!(begun(&main_loop, id.as_str()), 1, "it is not tried again");
+    }
+    worker.stop().await.unwrap();
+}
+
+async fn a_request_that_uses_up_its_budget_is_fine(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    let ask = Ask::Spend { tokens: 10, charges: 10, is_stubborn: false };
+    let budget = Budget { max_calls: Some(10), max_cost_micros: Some(10), ..tokens(100) };
+    let done = client.submit::<_, Usage>(Submit::new(ask).budget(budget)).await.unwrap();
+    assert_eq!(done.output, done.usage);
+    assert_eq!((done.usage.input_tokens, done.usage.calls), (100, 10));
+    worker.stop().await.unwrap();
+}
+
+async fn a_request_ends_at_its_deadline_and_at_the_longest_time_any_may_take(place: Place) {
+    let main_loop = Loop::default();
+    let config = MainLoopConfig { run_max: Duration::from_millis(300), ..quick() };
+    let worker = place.worker_with(&main_loop, config).await;
+    let client = place.client("desk").await;
+    for (name, submit) in [
+        ("own", Submit::new(Ask::Wait(String::new())).within(Duration::from_millis(150))),
+        ("any", Submit::new(Ask::Wait(String::new())).within(Duration::from_secs(3600))),
+        ("none", Submit::new(Ask::Wait(String::new()))),
+    ] {
+        let id = RequestId::new(name).unwrap();
+        let failed = client.submit::<_, Value>(submit.id(id)).await.unwrap_err();
+        assert_eq!(failed.failure(), Some(RequestFailure::DeadlinePassed), "{failed}");
+        assert_eq!(begun(&main_loop, name), 1);
+    }
+    let dropped = main_loop.log.lines().iter().filter(|line| line.starts_with("dropped")).count();
+    assert_eq!(dropped, 3, "nothing runs on");
+    worker.stop().await.unwrap();
+}
+
+async fn a_request_whose_deadline_passed_while_it_waited_is_not_begun(place: Place) {
+    // All places of the worker are taken, so the request waits.
+    let main_loop = Loop::default();
+    let config = MainLoopConfig { concurrency: 1, ..quick() };
+    let worker = place.worker_with(&main_loop, config).await;
+    let client = place.client("desk").await;
+    let first = client.submit::<_, String>(Submit::new(Ask::Wait("a".to_owned())));
+    let late = async {
+        main_loop.begun.notified().await;
+        let submit = Submit::new(Ask::Echo("b".to_owned()))
+            .id(RequestId::new("late").unwrap())
+            .within(Duration::from_millis(50));
+        let (failed, ()) = tokio::join!(client.submit::<_, String>(submit), async {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            main_loop.open_gate();
+        });
+        failed
+    };
+    let (first, failed) = tokio::join!(first, late);
+    assert_eq!(first.unwrap().output, "a");
+    assert_eq!(failed.unwrap_err().failure(), Some(RequestFailure::DeadlinePassed));
+    assert_eq!(begun(&main_loop, "late"), 0);
+    worker.stop().await.unwrap();
+}
+
+async fn a_request_to_others_gets_what_is_left_and_is_charged_for(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = Arc::new(place.client("desk").await);
+    *main_loop.client.lock().unwrap() = Some(Arc::new(place.client("main-loop").await));
+    let submit = Submit::new(Ask::Delegate { tokens: 30 })
+        .budget(Budget { max_calls: Some(5), ..tokens(100) })
+        .within(Duration::from_secs(40));
+    let done = client.submit::<_, (Given, Usage)>(submit).await.unwrap();
+    let (given, used) = done.output;
+    assert_eq!(given.budget, Budget { max_calls: Some(4), ..tokens(70) });
+    assert!(given.time_left_ms <= 40_000, "{given:?}");
+    assert_eq!(used, Usage { input_tokens: 37, calls: 1, ..Usage::default() });
+    assert_eq!(done.usage, used);
+
+    let submit = Submit::new(Ask::Limits).resources(json!({ "tool": "search" }));
+    let given = client.submit::<_, Given>(submit).await.unwrap().output;
+    assert_eq!(given.resources, json!({ "tool": "search" }));
+    assert_eq!(given.budget, Budget::default(), "without a budget there is no limit");
+    // It holds the bus, and the bus holds what holds it.
+    *main_loop.client.lock().unwrap() = None;
+    worker.stop().await.unwrap();
+}

@@ -1,0 +1,14 @@
+//! The main loop: requests, replies, limits, cancellation, crashes; on every bus.
+#![cfg(all(feature = "conformance", feature = "redis"))]
+#![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
+
+#[macro_use]
+mod place;
+
+mod bad_input;
+mod cancelling;
+mod crashes;
+mod limits;
+mod replies;
+mod requests;
+mod stopping;

@@ -1,0 +1,386 @@
+//! Where a scenario runs, and the main loop that all of them ask.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use headwater_bus::conformance::{Log, Noted};
+use headwater_bus::{
+    Backoff, Budget, EventBus, ExecuteError, Folds, LocalBus, MainLoop, MainLoopClient,
+    MainLoopClientConfig, MainLoopConfig, MainLoopWorker, Namespace, Registry, Requester, Run,
+    Session, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig, Submit, Usage,
+};
+use headwater_queue::QueueConfig;
+use headwater_stream::{Backend, Entry, KeeperConfig, Options, Range, StreamName, connect};
+use headwater_testkit::{Cluster, Redis, unique};
+use serde::{Deserialize, Serialize};
+use tokio::sync::{Notify, Semaphore};
+
+/// Writes each scenario once and runs it on a local bus and on all three backends.
+macro_rules! everywhere {
+    ($($scenario:ident),* $(,)?) => {
+        mod local {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::local()).await;
+            })*
+        }
+        on_streams!($($scenario),*);
+    };
+}
+
+/// Writes each scenario once and runs it on all three backends.
+macro_rules! on_streams {
+    ($($scenario:ident),* $(,)?) => {
+        mod embedded {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::embedded().await).await;
+            })*
+        }
+        mod redis {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::redis()).await;
+            })*
+        }
+        mod cluster {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::cluster()).await;
+            })*
+        }
+    };
+}
+
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+/// A bus or a backend, and keys that no other test uses.
+pub(crate) struct Place {
+    target: Target,
+    pub(crate) prefix: String,
+}
+
+enum Target {
+    /// There is one bus, and one process.
+    Local(Arc<dyn EventBus>),
+    /// All buses share the one backend there is.
+    Shared(Arc<dyn Backend>),
+    /// Each bus has its own connections.
+    Url(String),
+}
+
+impl Place {
+    pub(crate) fn local() -> Self {
+        Self::new(Target::Local(Arc::new(LocalBus::new(registry()))))
+    }
+
+    pub(crate) async fn embedded() -> Self {
+        Self::new(Target::Shared(connect("embedded:memory", &Options::default()).await.unwrap()))
+    }
+
+    pub(crate) fn redis() -> Self {
+        Self::at(Redis::shared().unwrap().url())
+    }
+
+    pub(crate) fn cluster() -> Self {
+        Self::at(Cluster::shared().unwrap().url())
+    }
+
+    pub(crate) fn at(url: String) -> Self {
+        Self::new(Target::Url(url))
+    }
+
+    fn new(target: Target) -> Self {
+        let prefix: String = unique("w").chars().take(32).collect();
+        Self { target, prefix }
+    }
+
+    pub(crate) fn with_prefix(url: String, prefix: String) -> Self {
+        Self { target: Target::Url(url), prefix }
+    }
+
+    pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
+        match &self.target {
+            Target::Local(_) => panic!("a local bus has no backend to look into"),
+            Target::Shared(backend) => Arc::clone(backend),
+            Target::Url(url) => connect(url, &Options::default()).await.unwrap(),
+        }
+    }
+
+    /// A bus as another process would have it.
+    pub(crate) async fn bus(&self) -> Arc<dyn EventBus> {
+        match &self.target {
+            Target::Local(bus) => Arc::clone(bus),
+            _ => self.streamed().await,
+        }
+    }
+
+    pub(crate) async fn streamed(&self) -> Arc<StreamedBus> {
+        let config = StreamedBusConfig {
+            prefix: self.prefix.clone(),
+            namespace: Namespace::new("tests").unwrap(),
+            queue: quick_queue(),
+            ..Default::default()
+        };
+        Arc::new(StreamedBus::open(self.backend().await, registry(), config).await.unwrap())
+    }
+
+    pub(crate) async fn sessions(&self) -> Sessions {
+        sessions(self.bus().await).await
+    }
+
+    /// A worker on a bus of its own.
+    pub(crate) async fn worker(&self, main_loop: &Loop) -> MainLoopWorker {
+        self.worker_with(main_loop, quick()).await
+    }
+
+    pub(crate) async fn worker_with(
+        &self,
+        main_loop: &Loop,
+        config: MainLoopConfig,
+    ) -> MainLoopWorker {
+        let sessions = self.sessions().await;
+        MainLoopWorker::start(sessions, main_loop.clone(), config).await.unwrap()
+    }
+
+    /// A client on a bus of its own.
+    pub(crate) async fn client(&self, requester: &str) -> MainLoopClient {
+        self.client_with(requester, client_config()).await
+    }
+
+    pub(crate) async fn client_with(
+        &self,
+        requester: &str,
+        config: MainLoopClientConfig,
+    ) -> MainLoopClient {
+        let requester = Requester::new(requester).unwrap();
+        MainLoopClient::open(self.bus().await, requester, config).await.unwrap()
+    }
+
+    pub(crate) fn control(&self) -> StreamName {
+        StreamName::new(format!("{}:control:tests", self.prefix)).unwrap()
+    }
+
+    pub(crate) fn replies(&self, requester: &str) -> StreamName {
+        StreamName::new(format!("{}:reply:{requester}", self.control())).unwrap()
+    }
+
+    /// The first 1000 entries of a stream.
+    pub(crate) async fn entries(&self, stream: &StreamName) -> Vec<Entry> {
+        self.backend().await.range(stream, Range::first(1000)).await.unwrap()
+    }
+
+    /// Waits until there are so many events of a type on the control stream, and sees that no more follow.
+    pub(crate) async fn control_settles_at(&self, event_type: &str, count: usize) {
+        let backend = self.backend().await;
+        let deadline = tokio::time::Instant::now() + LIMIT;
+        let of_type = || async {
+            let entries = backend.range(&self.control(), Range::first(1000)).await.unwrap();
+            let is_one = |entry: &&Entry| entry.fields.get("type").unwrap() == event_type;
+            entries.iter().filter(is_one).count()
+        };
+        while of_type().await < count {
+            assert!(tokio::time::Instant::now() < deadline, "waited for {count} {event_type}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(of_type().await, count, "{event_type}");
+    }
+}
+
+pub(crate) async fn sessions(bus: Arc<dyn EventBus>) -> Sessions {
+    let folds = Folds::none().all::<Noted>(100);
+    Sessions::new(bus, folds, SessionsConfig::default()).await.unwrap()
+}
+
+pub(crate) fn registry() -> Registry {
+    Registry::builtin().with::<Noted>().unwrap()
+}
+
+pub(crate) fn quick_lease() -> KeeperConfig {
+    KeeperConfig {
+        ttl: Duration::from_millis(1500),
+        renew_every: Duration::from_millis(300),
+        margin: Duration::from_millis(200),
+    }
+}
+
+fn quick_queue() -> QueueConfig {
+    QueueConfig {
+        lease: quick_lease(),
+        rebalance_every: Duration::from_millis(300),
+        ..Default::default()
+    }
+}
+
+/// Settings that make no test wait.
+pub(crate) fn quick() -> MainLoopConfig {
+    MainLoopConfig {
+        backoff: Backoff::Fixed(Duration::from_millis(5)),
+        lease: quick_lease(),
+        drain: Duration::from_secs(10),
+        ..Default::default()
+    }
+}
+
+fn client_config() -> MainLoopClientConfig {
+    MainLoopClientConfig { timeout: LIMIT, ..Default::default() }
+}
+
+/// What the main loop of the tests is asked for.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Ask {
+    /// Say it back.
+    Echo(String),
+    /// Say it back when the gate is open.
+    Wait(String),
+    /// Fail so many times, then say how often it was tried.
+    FailTimes(u32),
+    /// Say that it can never work.
+    GiveUp,
+    /// Panic.
+    Panic,
+    /// Use this much, in so many charges. A stubborn one does not heed that it is too much.
+    Spend { tokens: u64, charges: u64, is_stubborn: bool },
+    /// Answer with so many characters.
+    Big(usize),
+    /// Note this in the session, then say what is there.
+    Note(u64),
+    /// Use some tokens, then ask the same of another request and say what it was given.
+    Delegate { tokens: u64 },
+    /// Say what there is to use.
+    Limits,
+    /// Die, if that is allowed here.
+    Die,
+}
+
+/// What a request was given.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Given {
+    pub(crate) budget: Budget,
+    pub(crate) time_left_ms: u64,
+    pub(crate) resources: serde_json::Value,
+}
+
+/// A main loop that writes down what it does. Clones are the same.
+#[derive(Clone)]
+pub(crate) struct Loop {
+    pub(crate) log: Log,
+    pub(crate) gate: Arc<Semaphore>,
+    pub(crate) begun: Arc<Notify>,
+    pub(crate) client: Arc<Mutex<Option<Arc<MainLoopClient>>>>,
+    pub(crate) dies: bool,
+}
+
+impl Default for Loop {
+    fn default() -> Self {
+        Self {
+            log: Log::default(),
+            gate: Arc::new(Semaphore::new(0)),
+            begun: Arc::default(),
+            client: Arc::default(),
+            dies: false,
+        }
+    }
+}
+
+/// Writes down that a run was dropped before its end.
+struct Unfinished(Log, String);
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if !self.1.is_empty() {
+            self.0.add(format!("dropped {}", self.1));
+        }
+    }
+}
+
+impl Loop {
+    /// Lets everybody pass who waits at the gate, now and later.
+    pub(crate) fn open_gate(&self) {
+        self.gate.add_permits(10_000);
+    }
+
+    async fn answer(
+        &self,
+        ask: Ask,
+        session: &Session,
+        run: &Run,
+    ) -> Result<serde_json::Value, ExecuteError> {
+        let meter = run.meter();
+        Ok(match ask {
+            Ask::Echo(text) => text.into(),
+            Ask::Wait(text) => {
+                self.gate.acquire().await?.forget();
+                text.into()
+            }
+            Ask::FailTimes(times) if run.attempt() <= times => {
+                return Err(ExecuteError::retry("not yet"));
+            }
+            Ask::FailTimes(_) => run.attempt().into(),
+            Ask::GiveUp => return Err(ExecuteError::give_up("never")),
+            Ask::Panic => panic!("as it was asked to"),
+            Ask::Spend { tokens, charges, is_stubborn } => {
+                for _ in 0..charges {
+                    let charged = meter.charge_model(tokens, 0, 1);
+                    if !is_stubborn {
+                        charged?;
+                    }
+                    tokio::task::yield_now().await;
+                }
+                serde_json::to_value(meter.used())?
+            }
+            Ask::Big(size) => "x".repeat(size).into(),
+            Ask::Note(number) => {
+                session.publish(Noted { number, ..Default::default() }).await?;
+                let all = session.all::<Noted>().map(|all| all.events).unwrap_or_default();
+                all.iter().map(|event| event.number).collect::<Vec<u64>>().into()
+            }
+            Ask::Delegate { tokens } => {
+                meter.charge_model(tokens, 0, 0)?;
+                let client = self.client.lock().unwrap().clone().unwrap();
+                let asked = Submit::new(Ask::Limits);
+                let given = client.submit_within::<_, Given>(run, asked).await?;
+                serde_json::to_value((given.output, meter.used()))?
+            }
+            Ask::Limits => {
+                let given = Given {
+                    budget: meter.left(),
+                    time_left_ms: run.time_left().as_millis() as u64,
+                    resources: run.resources().clone(),
+                };
+                meter.charge(Usage { input_tokens: 7, ..Usage::default() })?;
+                serde_json::to_value(given)?
+            }
+            Ask::Die if self.dies => std::process::abort(),
+            Ask::Die => "alive".into(),
+        })
+    }
+}
+
+#[async_trait]
+impl MainLoop for Loop {
+    type Request = Ask;
+    type Output = serde_json::Value;
+
+    async fn execute(
+        &self,
+        request: Ask,
+        session: &Session,
+        run: &Run,
+    ) -> Result<serde_json::Value, ExecuteError> {
+        self.log.add(format!("begun {}", run.request_id()));
+        let mut unfinished = Unfinished(self.log.clone(), run.request_id().to_string());
+        self.begun.notify_one();
+        let answer = self.answer(request, session, run).await;
+        unfinished.1.clear();
+        answer
+    }
+}
+
+/// How often a request was begun.
+pub(crate) fn begun(main_loop: &Loop, request: &str) -> usize {
+    let line = format!("begun {request}");
+    main_loop.log.lines().iter().filter(|other| **other == line).count()
+}

@@ -1,0 +1,179 @@
+//! Requests and what comes of them.
+
+use std::collections::BTreeSet;
+
+use headwater_bus::conformance::Log;
+use headwater_bus::{
+    Event, EventBusExt, MainLoopCompleted, MainLoopRequest, Received, RequestFailure, RequestId,
+    Submit, Subscribe,
+};
+use serde_json::{Value, json};
+
+use crate::place::{Ask, Loop, Place, begun, quick};
+
+everywhere![
+    a_request_is_carried_out_in_a_session_of_its_own_and_replied_to,
+    a_request_submitted_twice_is_carried_out_once_and_both_get_its_reply,
+    two_requesters_with_one_request_get_one_reply,
+    a_failed_request_is_tried_again_in_the_same_session,
+    a_request_that_keeps_failing_fails_with_its_reason,
+    a_request_of_another_program_is_carried_out_without_anybody_to_reply_to,
+];
+
+mod together {
+    use super::requests_compete_over_workers_and_each_is_carried_out_once;
+    on_streams![requests_compete_over_workers_and_each_is_carried_out_once];
+}
+
+fn id(text: &str) -> RequestId {
+    RequestId::new(text).unwrap()
+}
+
+async fn a_request_is_carried_out_in_a_session_of_its_own_and_replied_to(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    let watched = Log::default();
+    let bus = place.bus().await;
+    let watch = {
+        let watched = watched.clone();
+        move |event: Received<MainLoopCompleted>| {
+            watched.add(format!("{} {}", event.envelope.event_id, event.response));
+            std::future::ready(())
+        }
+    };
+    bus.subscribe::<MainLoopCompleted>(Subscribe::live(), watch).await.unwrap();
+
+    let first =
+        client.submit::<_, Vec<u64>>(Submit::new(Ask::Note(1)).id(id("r 1:{}"))).await.unwrap();
+    assert_eq!(first.output, [1]);
+    let session = client.session_of(&id("r 1:{}"));
+    assert_eq!(first.session.as_ref(), Some(&session));
+    let second = client.submit::<_, Vec<u64>>(Submit::new(Ask::Note(2))).await.unwrap();
+    assert_eq!(second.output, [2], "another request has another session");
+
+    let seen = watched.settles_at(2).await;
+    assert!(seen.contains(&"reply:r 1:{} [1]".to_owned()), "{seen:?}");
+    let sessions = place.sessions().await;
+    assert!(sessions.recover(&session).await.is_ok());
+    assert_eq!(main_loop.log.lines().len(), 2);
+    worker.stop().await.unwrap();
+}
+
+async fn a_request_submitted_twice_is_carried_out_once_and_both_get_its_reply(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let [one, other] = [place.client("desk").await, place.client("desk").await];
+    let ask = |text: &str| Submit::new(Ask::Wait(text.to_owned())).id(id("r1"));
+    let open = async {
+        main_loop.begun.notified().await;
+        // Long enough for the second one to meet the first; if it does not, it meets its reply.
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        main_loop.open_gate();
+    };
+    let (first, second, ()) =
+        tokio::join!(one.submit::<_, String>(ask("a")), other.submit::<_, String>(ask("a")), open);
+    assert_eq!(first.unwrap().output, "a");
+    assert_eq!(second.unwrap().output, "a");
+    let third = one.submit::<_, String>(ask("something else")).await.unwrap();
+    assert_eq!(third.output, "a", "the id decides");
+    assert_eq!(begun(&main_loop, "r1"), 1);
+    worker.stop().await.unwrap();
+}
+
+async fn two_requesters_with_one_request_get_one_reply(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let [desk, shop] = [place.client("desk").await, place.client("shop").await];
+    let ask = || Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+    let open = async {
+        main_loop.begun.notified().await;
+        main_loop.open_gate();
+    };
+    let (first, second, ()) =
+        tokio::join!(desk.submit::<_, String>(ask()), shop.submit::<_, String>(ask()), open);
+    assert_eq!((first.unwrap().output, second.unwrap().output), ("a".to_owned(), "a".to_owned()));
+    assert_eq!(begun(&main_loop, "r1"), 1);
+    worker.stop().await.unwrap();
+}
+
+async fn a_failed_request_is_tried_again_in_the_same_session(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    let done = client.submit::<_, u32>(Submit::new(Ask::FailTimes(2)).id(id("r1"))).await.unwrap();
+    assert_eq!(done.output, 3);
+    assert_eq!(begun(&main_loop, "r1"), 3);
+    worker.stop().await.unwrap();
+}
+
+async fn a_request_that_keeps_failing_fails_with_its_reason(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    for (ask, name, kind, reason, tries) in [
+        (Ask::FailTimes(100), "fails", RequestFailure::Failed, "not yet (attempt 3)", 3),
+        (Ask::GiveUp, "gives up", RequestFailure::GivenUp, "never", 1),
+        (Ask::Panic, "panics", RequestFailure::Panicked, "it panicked: as it was asked to", 3),
+    ] {
+        let failed = client.submit::<_, Value>(Submit::new(ask).id(id(name))).await.unwrap_err();
+        assert_eq!(failed.failure(), Some(kind), "{failed}");
+        assert!(failed.to_string().contains(reason), "{failed}");
+        assert_eq!(begun(&main_loop, name), tries);
+    }
+    let fine = client.submit::<_, String>(Submit::new(Ask::Echo("a".to_owned()))).await.unwrap();
+    assert_eq!(fine.output, "a", "the worker lives");
+    worker.stop().await.unwrap();
+}
+
+async fn a_request_of_another_program_is_carried_out_without_anybody_to_reply_to(place: Place) {
+    let main_loop = Loop::default();
+    let bus = place.bus().await;
+    let watched = Log::default();
+    let watch = {
+        let watched = watched.clone();
+        move |event: Received<MainLoopCompleted>| {
+            watched.add(&event.response);
+            std::future::ready(())
+        }
+    };
+    bus.subscribe::<MainLoopCompleted>(Subscribe::live(), watch).await.unwrap();
+    let worker = place.worker(&main_loop).await;
+    let request = MainLoopRequest {
+        request_id: "theirs".to_owned(),
+        request: json!({ "Echo": "a" }),
+        ..Default::default()
+    };
+    bus.publish(request.clone()).await.unwrap();
+    bus.publish(request).await.unwrap();
+    assert_eq!(watched.settles_at(1).await, ["\"a\""]);
+    assert_eq!(begun(&main_loop, "theirs"), 1);
+    worker.stop().await.unwrap();
+}
+
+async fn requests_compete_over_workers_and_each_is_carried_out_once(place: Place) {
+    const REQUESTS: usize = 100;
+    let loops = [Loop::default(), Loop::default()];
+    let config = headwater_bus::MainLoopConfig { concurrency: 4, ..quick() };
+    let workers = [
+        place.worker_with(&loops[0], config.clone()).await,
+        place.worker_with(&loops[1], config).await,
+    ];
+    let client = place.client("desk").await;
+    let asking = (0..REQUESTS)
+        .map(|number| client.submit::<_, String>(Submit::new(Ask::Echo(number.to_string()))));
+    let outputs: BTreeSet<String> = futures_util::future::join_all(asking)
+        .await
+        .into_iter()
+        .map(|completed| completed.unwrap().output)
+        .collect();
+    assert_eq!(outputs.len(), REQUESTS);
+    let share = loops.each_ref().map(|main_loop| main_loop.log.lines().len());
+    println!("shares: {share:?}");
+    assert_eq!(share.iter().sum::<usize>(), REQUESTS);
+    place.control_settles_at(MainLoopCompleted::TYPE, REQUESTS).await;
+    assert_eq!(place.entries(&place.replies("desk")).await.len(), REQUESTS);
+    for worker in &workers {
+        worker.stop().await.unwrap();
+    }
+}
