@@ -115,6 +115,9 @@ pub struct Subscribe {
     pub retry: RetryPolicy,
     /// Durable: events in the hands of this process at once. Default: 64. There is no order between them above 1.
     pub concurrency: usize,
+    /// Durable: events read ahead, so that nobody waits for a round trip. They are kept from other processes. `None`
+    /// (default): as many as `concurrency`.
+    pub read_ahead: Option<usize>,
 }
 
 /// Who gets an event.
@@ -136,6 +139,7 @@ impl Subscribe {
             handler_timeout: Duration::from_secs(30),
             retry: RetryPolicy { max_attempts: Some(5), ..RetryPolicy::default() },
             concurrency: 64,
+            read_ahead: None,
         }
     }
 
@@ -162,6 +166,12 @@ impl Subscribe {
         if self.concurrency == 0 || self.concurrency > CONCURRENCY_MAX {
             let problem = format!("{}; 1 to {CONCURRENCY_MAX}", self.concurrency);
             return Err(BusError::invalid("concurrency", problem));
+        }
+        if let Some(count) = self.read_ahead.filter(|count| *count > CONCURRENCY_MAX) {
+            return Err(BusError::invalid(
+                "read_ahead",
+                format!("{count}; 0 to {CONCURRENCY_MAX}"),
+            ));
         }
         Ok(())
     }

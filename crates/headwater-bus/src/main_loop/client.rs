@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value as Json;
 use tokio::time::{Instant, timeout};
-use tracing::Instrument;
+use tracing::{Instrument, warn};
 
 use super::config::MainLoopClientConfig;
 use super::error::MainLoopError;
@@ -29,6 +29,7 @@ use crate::builtin::{Budget, MainLoopCompleted, MainLoopFailed, MainLoopRequest,
 use crate::bus::{EventBus, EventBusExt};
 use crate::error::BusError;
 use crate::event::{Envelope, Outgoing};
+use crate::limits::REPLY_KEEP_MAX;
 use crate::local::AbortOnDrop;
 use crate::metrics;
 use crate::name::{EventId, RequestId, Requester, SessionId};
@@ -110,6 +111,14 @@ pub enum Cancelled {
     Yes,
     /// It had a reply already.
     TooLate,
+}
+
+/// Somebody who waits for a reply, and how long.
+struct Waiting {
+    waiter: Waiter,
+    request_id: RequestId,
+    until: Instant,
+    limit: Duration,
 }
 
 /// Asks main loops of the bus's namespace, in the name of a requester.
@@ -205,10 +214,9 @@ impl MainLoopClient {
         submit: Submit<R>,
     ) -> Result<Reply> {
         let limit = submit.timeout.unwrap_or(self.config.timeout);
-        let waiter = self.waiters.add(&request_id)?;
-        let until = Instant::now() + limit;
+        let waiting = self.begin_to_wait(&request_id, limit)?;
         self.send(&request_id, submit).await?;
-        self.wait_until(waiter, &request_id, until, limit).await
+        self.wait_for(waiting).await
     }
 
     async fn send<R: Serialize>(&self, request_id: &RequestId, submit: Submit<R>) -> Result<()> {
@@ -248,30 +256,45 @@ impl MainLoopClient {
         request_id: &RequestId,
         limit: Duration,
     ) -> Result<Completed<O>> {
-        let waiter = self.waiters.add(request_id)?;
-        let until = Instant::now() + limit;
-        self.wait_until(waiter, request_id, until, limit).await?.into_output(request_id)
+        let waiting = self.begin_to_wait(request_id, limit)?;
+        self.wait_for(waiting).await?.into_output(request_id)
     }
 
-    async fn wait_until(
-        &self,
-        mut waiter: Waiter,
-        request_id: &RequestId,
-        until: Instant,
-        limit: Duration,
-    ) -> Result<Reply> {
+    fn begin_to_wait(&self, request_id: &RequestId, limit: Duration) -> Result<Waiting> {
+        let limit = limit.min(REPLY_KEEP_MAX);
+        Ok(Waiting {
+            waiter: self.waiters.add(request_id)?,
+            request_id: request_id.clone(),
+            until: Instant::now() + limit,
+            limit,
+        })
+    }
+
+    async fn wait_for(&self, mut waiting: Waiting) -> Result<Reply> {
+        let request_id = &waiting.request_id;
         // It may have been there before anybody waited.
-        if let Some(reply) = self.look(request_id).await? {
+        if let Some(reply) = self.look_if_possible(request_id).await? {
             return Ok(reply);
         }
-        let left = until.saturating_duration_since(Instant::now());
-        match timeout(left, waiter.arrived()).await {
-            Ok(envelope) => self.read(request_id, &envelope),
-            // What the reader may have missed.
-            Err(_) => self.look(request_id).await?.ok_or_else(|| MainLoopError::TimedOut {
-                request_id: request_id.clone(),
-                after: limit,
-            }),
+        let left = waiting.until.saturating_duration_since(Instant::now());
+        if let Ok(envelope) = timeout(left, waiting.waiter.arrived()).await {
+            return self.read(request_id, &envelope);
+        }
+        // What the reader may have missed.
+        self.look_if_possible(request_id).await?.ok_or_else(|| MainLoopError::TimedOut {
+            request_id: request_id.clone(),
+            after: waiting.limit,
+        })
+    }
+
+    /// Looks for a reply. A backend that does not answer is no reason to stop waiting: the request is on its way.
+    async fn look_if_possible(&self, request_id: &RequestId) -> Result<Option<Reply>> {
+        match self.look(request_id).await {
+            Err(error) if error.is_transient() => {
+                warn!(%request_id, %error, "a reply cannot be looked for");
+                Ok(None)
+            }
+            found => found,
         }
     }
 
@@ -308,7 +331,6 @@ impl MainLoopClient {
             request_id: request_id.to_string(),
             error: "its requester cancelled it".to_owned(),
             kind: RequestFailure::Cancelled,
-            session_id: Some(self.session_of(request_id).to_string()),
             failed_at: Some(now.to_rfc3339()),
             ..MainLoopFailed::default()
         });

@@ -60,12 +60,17 @@ impl MainLoopConfig {
                 return Err(BusError::invalid(name, format!("{count}; 1 to {ATTEMPTS_MAX}")));
             }
         }
-        if self.run_max.is_zero() || self.run_max > RUN_MAX {
-            let problem = format!("{:?}; more than zero, at most {RUN_MAX:?}", self.run_max);
-            return Err(BusError::invalid("run_max", problem));
+        for (name, time) in [("run_max", self.run_max), ("sweep_every", self.sweep_every)] {
+            if time.is_zero() || time > RUN_MAX {
+                let problem = format!("{time:?}; more than zero, at most {RUN_MAX:?}");
+                return Err(BusError::invalid(name, problem));
+            }
         }
-        if self.sweep_every.is_zero() {
-            return Err(BusError::invalid("sweep_every", "it is zero"));
+        if self.drain > RUN_MAX {
+            return Err(BusError::invalid(
+                "drain",
+                format!("{:?}; at most {RUN_MAX:?}", self.drain),
+            ));
         }
         self.lease.validate()?;
         self.replies.validate()
@@ -81,7 +86,7 @@ const _: () = assert!(ATTEMPTS_MAX < headwater_queue::limits::ATTEMPTS_MAX);
 /// Settings of a [`MainLoopClient`](crate::MainLoopClient).
 #[derive(Clone, Debug)]
 pub struct MainLoopClientConfig {
-    /// How long to wait for a reply, if a request does not say. Default: 60 s.
+    /// How long to wait for a reply, if a request does not say. Default: 60 s; no longer than any reply is kept.
     pub timeout: Duration,
     /// How replies are kept that this client writes itself: those of requests it cancels.
     pub replies: ReplyConfig,

@@ -124,7 +124,7 @@ impl Hold {
     pub(super) async fn cancelled(&self) {
         let mut cancelled = self.cancelled.clone();
         if cancelled.wait_for(|is_cancelled| *is_cancelled).await.is_err() {
-            std::future::pending().await
+            std::future::pending::<()>().await;
         }
     }
 

@@ -97,6 +97,8 @@ impl MainLoopWorker {
         let config = &self.carrier.config;
         let subscribe = Subscribe {
             concurrency: config.concurrency,
+            // Requests take long: one that is read ahead would wait here while others have nothing to do.
+            read_ahead: Some(0),
             handler_timeout: config.run_max + KEEPING,
             // Tries are counted by `carry`, which ends each request with a reply.
             retry: RetryPolicy {

@@ -176,12 +176,12 @@ impl Inner {
 
 fn consumer_config(subscribe: &Subscribe, drain: std::time::Duration) -> ConsumerConfig {
     let concurrency = subscribe.concurrency;
+    let in_flight = concurrency + subscribe.read_ahead.unwrap_or(concurrency);
     ConsumerConfig {
         mode: Mode::Shared,
         concurrency,
-        // As many again are read ahead, so that nobody waits for a round trip.
-        in_flight_max: concurrency * 2,
-        batch: (concurrency * 2).min(256),
+        in_flight_max: in_flight,
+        batch: in_flight.min(256),
         retry: subscribe.retry.clone(),
         drain,
         ..Default::default()

@@ -140,6 +140,8 @@ async fn settings_that_make_no_sense_are_refused_by_name(place: Place) {
         ("max_attempts", MainLoopConfig { max_attempts: 0, ..quick() }),
         ("max_crashes", MainLoopConfig { max_crashes: 0, ..quick() }),
         ("run_max", MainLoopConfig { run_max: std::time::Duration::ZERO, ..quick() }),
+        ("drain", MainLoopConfig { drain: std::time::Duration::MAX, ..quick() }),
+        ("sweep_every", MainLoopConfig { sweep_every: std::time::Duration::MAX, ..quick() }),
         ("max_len", MainLoopConfig { replies, ..quick() }),
     ] {
         let sessions = place.sessions().await;

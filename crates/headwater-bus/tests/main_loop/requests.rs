@@ -21,8 +21,11 @@ everywhere![
 ];
 
 mod together {
-    use super::requests_compete_over_workers_and_each_is_carried_out_once;
-    on_streams![requests_compete_over_workers_and_each_is_carried_out_once];
+    use super::*;
+    on_streams![
+        requests_compete_over_workers_and_each_is_carried_out_once,
+        no_request_waits_behind_another_while_a_worker_is_free,
+    ];
 }
 
 fn id(text: &str) -> RequestId {
@@ -173,6 +176,29 @@ async fn requests_compete_over_workers_and_each_is_carried_out_once(place: Place
     assert_eq!(share.iter().sum::<usize>(), REQUESTS);
     place.control_settles_at(MainLoopCompleted::TYPE, REQUESTS).await;
     assert_eq!(place.entries(&place.replies("desk")).await.len(), REQUESTS);
+    for worker in &workers {
+        worker.stop().await.unwrap();
+    }
+}
+
+async fn no_request_waits_behind_another_while_a_worker_is_free(place: Place) {
+    let main_loop = Loop::default();
+    let config = headwater_bus::MainLoopConfig { concurrency: 1, ..quick() };
+    let mut workers = Vec::new();
+    for _ in 0..3 {
+        workers.push(place.worker_with(&main_loop, config.clone()).await);
+    }
+    let client = place.client("desk").await;
+    for round in 1..=5 {
+        let asking = (0..3)
+            .map(|number| client.submit::<_, String>(Submit::new(Ask::Wait(number.to_string()))));
+        let (done, ()) = tokio::join!(futures_util::future::join_all(asking), async {
+            // All three run at once, or this waits in vain.
+            main_loop.log.wait_for(round * 3).await;
+            main_loop.gate.add_permits(3);
+        });
+        assert!(done.into_iter().all(|done| done.is_ok()));
+    }
     for worker in &workers {
         worker.stop().await.unwrap();
     }
