@@ -11,7 +11,7 @@ use headwater_bus::{
 use headwater_testkit::{Child, Cluster, Redis};
 use tokio::task::JoinHandle;
 
-use crate::place::{Ask, LIMIT, Loop, Place, begun, quick};
+use crate::place::{Ask, LIMIT, Loop, Place, begun, quick, quick_lease};
 
 /// Writes each scenario once and runs it where processes can share something.
 macro_rules! between_processes {
@@ -58,7 +58,7 @@ fn worker() {
         return;
     };
     tokio::runtime::Runtime::new().unwrap().block_on(async {
-        let place = Place::with_prefix(url, prefix);
+        let place = Place::with_prefix(url, prefix).impatient();
         let main_loop = Loop { dies: role == "dies", ..Loop::default() };
         if role == "open" {
             main_loop.open_gate();
@@ -93,11 +93,11 @@ fn ask(client: &Arc<MainLoopClient>, submit: Submit<Ask>) -> JoinHandle<Asked> {
 type Asked = Result<Completed<String>, MainLoopError>;
 
 fn config() -> MainLoopConfig {
-    MainLoopConfig { max_crashes: 2, ..quick() }
+    MainLoopConfig { max_crashes: 2, lease: quick_lease(), ..quick() }
 }
 
 async fn of_two_workers_one_is_killed_in_the_middle_and_there_is_one_completion(url: String) {
-    let place = Place::at(url.clone());
+    let place = Place::at(url.clone()).impatient();
     let client = Arc::new(place.client("desk").await);
     let first = spawn(&place, &url, "waits");
     let submit = Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
@@ -116,7 +116,7 @@ async fn of_two_workers_one_is_killed_in_the_middle_and_there_is_one_completion(
 }
 
 async fn a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_again(url: String) {
-    let place = Place::at(url.clone());
+    let place = Place::at(url.clone()).impatient();
     let client = Arc::new(place.client("desk").await);
     let first = spawn(&place, &url, "dies after replying");
     let submit = || Submit::new(Ask::Note(7)).id(id("r1"));
@@ -145,7 +145,7 @@ async fn a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_ag
 }
 
 async fn a_request_over_which_processes_die_fails_at_last(url: String) {
-    let place = Place::at(url.clone());
+    let place = Place::at(url.clone()).impatient();
     let client = Arc::new(place.client("desk").await);
     let victims = [spawn(&place, &url, "dies"), spawn(&place, &url, "dies")];
     let asking = ask(&client, Submit::new(Ask::Die).id(id("r1")));
@@ -164,7 +164,7 @@ async fn a_request_over_which_processes_die_fails_at_last(url: String) {
 }
 
 async fn a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes(url: String) {
-    let place = Place::at(url.clone());
+    let place = Place::at(url.clone()).impatient();
     let client = Arc::new(place.client("desk").await);
     let first = spawn(&place, &url, "waits");
     let main_loop = Loop::default();

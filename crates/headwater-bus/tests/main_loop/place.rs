@@ -59,6 +59,7 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 pub(crate) struct Place {
     target: Target,
     pub(crate) prefix: String,
+    lease: KeeperConfig,
 }
 
 enum Target {
@@ -93,11 +94,16 @@ impl Place {
 
     fn new(target: Target) -> Self {
         let prefix: String = unique("w").chars().take(32).collect();
-        Self { target, prefix }
+        Self { target, prefix, lease: KeeperConfig::default() }
     }
 
     pub(crate) fn with_prefix(url: String, prefix: String) -> Self {
-        Self { target: Target::Url(url), prefix }
+        Self { prefix, ..Self::at(url) }
+    }
+
+    /// Those who die here are soon known to be dead. So may be those that are only slow.
+    pub(crate) fn impatient(self) -> Self {
+        Self { lease: quick_lease(), ..self }
     }
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
@@ -120,7 +126,7 @@ impl Place {
         let config = StreamedBusConfig {
             prefix: self.prefix.clone(),
             namespace: Namespace::new("tests").unwrap(),
-            queue: quick_queue(),
+            queue: quick_queue(self.lease),
             ..Default::default()
         };
         Arc::new(StreamedBus::open(self.backend().await, registry(), config).await.unwrap())
@@ -206,19 +212,14 @@ pub(crate) fn quick_lease() -> KeeperConfig {
     }
 }
 
-fn quick_queue() -> QueueConfig {
-    QueueConfig {
-        lease: quick_lease(),
-        rebalance_every: Duration::from_millis(300),
-        ..Default::default()
-    }
+fn quick_queue(lease: KeeperConfig) -> QueueConfig {
+    QueueConfig { lease, rebalance_every: Duration::from_millis(300), ..Default::default() }
 }
 
 /// Settings that make no test wait.
 pub(crate) fn quick() -> MainLoopConfig {
     MainLoopConfig {
         backoff: Backoff::Fixed(Duration::from_millis(5)),
-        lease: quick_lease(),
         drain: Duration::from_secs(10),
         ..Default::default()
     }
