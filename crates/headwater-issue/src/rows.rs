@@ -72,7 +72,7 @@ pub(crate) fn database_error(what: &str, error: sqlx::Error) -> IssueError {
     }
 }
 
-/// Whether another transaction stood in the way: a deadlock, or a conflict. Nothing was changed, and the way is free now.
+/// Whether another transaction stood in the way: a deadlock, or a conflict. Nothing was changed.
 #[cfg(feature = "postgres")]
 pub(crate) fn is_conflict(error: &sqlx::Error) -> bool {
     let code = error.as_database_error().and_then(|error| error.code()).unwrap_or_default();

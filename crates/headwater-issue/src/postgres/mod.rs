@@ -49,6 +49,10 @@ const IDLE_TRUST: Duration = Duration::from_secs(1);
 /// How long a call waits for a row that somebody else holds; then the rest of its batch goes on without that row.
 const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
 
+/// How long to wait after a conflict with another transaction, before a call is repeated for the first time and later.
+const CONFLICT_PAUSES: [Duration; 3] =
+    [Duration::from_millis(50), Duration::from_millis(200), Duration::from_millis(500)];
+
 /// A store on a Postgres server.
 #[derive(Debug)]
 pub(crate) struct PostgresStore {
@@ -108,7 +112,8 @@ impl PostgresStore {
         within(self.deadline, what, call).await
     }
 
-    /// The same for a transition. One that met another transaction which waited for it in turn is repeated once.
+    /// The same for a transition. One that met another transaction which waited for it in turn is repeated, each time after
+    /// a longer pause: at once, it would often be back before the other one has noticed that the way is free.
     async fn transition<T: Send, F>(
         &self,
         what: &str,
@@ -118,13 +123,16 @@ impl PostgresStore {
         F: Future<Output = Result<T, sqlx::Error>> + Send,
     {
         self.limited(what, async {
-            match call().await {
-                Err(error) if is_conflict(&error) => {
-                    tracing::debug!(%error, "in conflict with another transaction, trying again");
-                    call().await
+            for pause in CONFLICT_PAUSES {
+                match call().await {
+                    Err(error) if is_conflict(&error) => {
+                        tracing::debug!(%error, "in conflict with another transaction, trying again");
+                        tokio::time::sleep(pause).await;
+                    }
+                    answer => return answer,
                 }
-                answer => answer,
             }
+            call().await
         })
         .await
     }
