@@ -55,21 +55,25 @@ async fn a_request_that_uses_up_its_budget_is_fine(place: Place) {
 
 async fn a_request_ends_at_its_deadline_and_at_the_longest_time_any_may_take(place: Place) {
     let main_loop = Loop::default();
-    let config = MainLoopConfig { run_max: Duration::from_millis(300), ..quick() };
+    let config = MainLoopConfig { run_max: Duration::from_secs(2), ..quick() };
     let worker = place.worker_with(&main_loop, config).await;
     let client = place.client("desk").await;
-    for (name, submit) in [
-        ("own", Submit::new(Ask::Wait(String::new())).within(Duration::from_millis(150))),
-        ("any", Submit::new(Ask::Wait(String::new())).within(Duration::from_secs(3600))),
-        ("none", Submit::new(Ask::Wait(String::new()))),
-    ] {
-        let id = RequestId::new(name).unwrap();
-        let failed = client.submit::<_, Value>(submit.id(id)).await.unwrap_err();
+    let asking = [("own", Some(1)), ("any", Some(3600)), ("none", None)].map(|(name, seconds)| {
+        let submit = Submit::new(Ask::Wait(String::new())).id(RequestId::new(name).unwrap());
+        client.submit::<_, Value>(match seconds {
+            Some(seconds) => submit.within(Duration::from_secs(seconds)),
+            None => submit,
+        })
+    });
+    for failed in futures_util::future::join_all(asking).await {
+        let failed = failed.unwrap_err();
         assert_eq!(failed.failure(), Some(RequestFailure::DeadlinePassed), "{failed}");
-        assert_eq!(begun(&main_loop, name), 1);
     }
+    // On a slow machine, the time of the first may be up before it is begun.
+    let begun = [begun(&main_loop, "own"), begun(&main_loop, "any"), begun(&main_loop, "none")];
+    assert!(begun == [1, 1, 1] || begun == [0, 1, 1], "{begun:?}");
     let dropped = main_loop.log.lines().iter().filter(|line| line.starts_with("dropped")).count();
-    assert_eq!(dropped, 3, "nothing runs on");
+    assert_eq!(dropped, begun.iter().sum::<usize>(), "nothing runs on");
     worker.stop().await.unwrap();
 }
 
