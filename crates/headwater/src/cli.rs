@@ -13,7 +13,7 @@ use crate::settings::{Kind, TABLE};
 #[derive(Debug, Parser)]
 #[command(name = "headwater", version, about, arg_required_else_help = true)]
 #[command(
-    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage or setting, 3 a server cannot be reached."
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage or setting, 3 a server cannot be reached, 4 `doctor` has warnings."
 )]
 pub(crate) struct CommandLine {
     /// Read settings from this file instead of headwater.toml.

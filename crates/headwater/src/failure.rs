@@ -16,6 +16,9 @@ pub(crate) enum Failure {
     /// Exit code 2: mend the command line.
     #[error("{0}")]
     Usage(String),
+    /// Exit code 4: nothing is broken, but something should be changed.
+    #[error("there are warnings, see above")]
+    Warnings,
     /// Exit code 0: whoever read our output has gone, as `head` does.
     #[error("nobody reads the output any more")]
     NobodyReads,
@@ -44,6 +47,7 @@ impl Failure {
             Self::Failed(_) => ExitCode::FAILURE,
             Self::Settings(_) | Self::Usage(_) => ExitCode::from(2),
             Self::NobodyReads => ExitCode::SUCCESS,
+            Self::Warnings => ExitCode::from(4),
             Self::Unreachable(_) => ExitCode::from(3),
         }
     }

@@ -5,9 +5,11 @@
 //! Promises: `--json` gives one JSON value a line on standard output and nothing else; what destroys asks first, or takes
 //! `--yes`; texts from strangers reach no terminal unescaped.
 
+mod bench;
 mod client;
 mod consume;
 mod dlq;
+mod doctor;
 mod group;
 mod print;
 mod produce;
@@ -39,14 +41,20 @@ pub(crate) enum Verb {
     Pending(group::Pending),
     /// List, show, replay or purge the dead letters of a topic.
     Dlq(dlq::Dlq),
+    /// Measure how fast this program is on these servers.
+    Bench(bench::Bench),
+    /// Look at the servers and say what to change.
+    Doctor(doctor::Doctor),
 }
 
 impl Verb {
     /// Does it.
     pub(crate) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
         let reach = match self {
-            // It stays in its group for longer than a request.
+            // These need the servers themselves.
             Self::Consume(consume) => return consume.run(settings).await,
+            Self::Bench(bench) => return bench.run(settings).await,
+            Self::Doctor(doctor) => return doctor.run(settings).await,
             Self::Topic(topic) => &topic.reach,
             Self::Produce(produce) => &produce.reach,
             Self::Tail(tail) => &tail.reach,
@@ -65,7 +73,7 @@ impl Verb {
             Self::Group(group) => group.run(&client).await,
             Self::Pending(pending) => pending.run(&client).await,
             Self::Dlq(dlq) => dlq.run(&client).await,
-            Self::Consume(_) => Ok(()),
+            Self::Consume(_) | Self::Bench(_) | Self::Doctor(_) => Ok(()),
         };
         client.close().await;
         outcome

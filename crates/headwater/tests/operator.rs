@@ -59,6 +59,14 @@ impl Reach {
         self.json_of(verb, "")
     }
 
+    /// The same for a verb that prints JSON anyway.
+    fn bench(&self, verb: &[&str]) -> Vec<Value> {
+        let output = self.run(verb, "");
+        let (out, err) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{verb:?}: {out}{err}");
+        out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
     fn json_of(&self, verb: &[&str], input: &str) -> Vec<Value> {
         let output = self.run(&[verb, &["--json"]].concat(), input);
         let (out, err) = (text(&output.stdout), text(&output.stderr));
@@ -285,4 +293,44 @@ fn a_server_that_cannot_be_reached_is_exit_code_3_within_its_deadline() {
         assert!(text(&output.stderr).contains("cannot be reached"), "{}", text(&output.stderr));
         assert!(started.elapsed() < Duration::from_secs(30), "{words:?}");
     }
+}
+
+#[test]
+fn every_workload_of_bench_counts_what_arrived() {
+    for reach in [Reach::embedded(), Reach::redis()] {
+        for workload in ["produce", "consume", "latency", "record", "claim"] {
+            let line = &reach.bench(&["bench", workload, "--count", "200", "--partitions", "3"])[0];
+            assert_eq!(
+                (&line["workload"], &line["count"]),
+                (&json!(workload), &json!(200)),
+                "{line}"
+            );
+            assert_eq!((&line["lost"], &line["duplicated"]), (&json!(0), &json!(0)), "{line}");
+            assert!(line["per_second"].as_f64().unwrap() > 0.0, "{line}");
+        }
+        // The topics of the runs are gone.
+        assert!(reach.json(&["topic", "list"]).is_empty());
+    }
+}
+
+#[test]
+fn the_doctor_says_what_to_change() {
+    let reach = Reach::redis();
+    let redis = reach._redis.as_ref().unwrap();
+    redis.command(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).unwrap();
+    let output = reach.run(&["doctor", "--json"], "");
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let said = text(&output.stdout);
+    assert!(said.contains("set `maxmemory-policy noeviction`"), "{said}");
+
+    redis.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
+    let output = reach.run(&["doctor"], "");
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(4), "{said}");
+    assert!(said.contains("workers: none is alive"), "{said}");
+    assert!(said.contains("audit: every event is accounted for"), "{said}");
+
+    redis.stop().unwrap();
+    let output = reach.run(&["doctor"], "");
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stdout));
 }

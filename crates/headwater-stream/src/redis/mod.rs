@@ -142,7 +142,9 @@ impl RedisBackend {
 /// Looks at the server: its version, and what it lets us do.
 async fn look(servers: &Servers, url: &Url) -> Result<Description> {
     let mut commands = Commands::new();
-    commands.add(&["INFO", "server"]);
+    for section in ["server", "persistence", "memory"] {
+        commands.add(&["INFO", section]);
+    }
     commands.add(&["CLIENT", "UNBLOCK", "0"]);
     commands.add(&["CONFIG", "GET", notify::SETTING]);
     let replies = servers.call(0, commands, Effect::Repeatable).await?;
@@ -151,7 +153,8 @@ async fn look(servers: &Servers, url: &Url) -> Result<Description> {
         Ok(Value::Text(text)) => Some(String::from_utf8_lossy(text).into_owned()),
         _ => None,
     };
-    let info = text().unwrap_or_default();
+    // A server that tells nothing leaves gaps, no more.
+    let info = [text(), text(), text()].map(Option::unwrap_or_default).join("\n");
     let line = |name: &str| {
         info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::to_owned)
     };
@@ -166,7 +169,7 @@ async fn look(servers: &Servers, url: &Url) -> Result<Description> {
         Place::Sentinel { service, .. } => format!("sentinel, service {service}"),
         Place::Cluster { .. } => format!("cluster, {} primaries", servers.primaries().len()),
     };
-    let facts = vec![
+    let mut facts = vec![
         ("topology", topology),
         ("tls", if url.access.tls { "yes" } else { "no" }.to_owned()),
         (notify::SETTING, flags.map_or_else(|reason| reason, |flags| format!("{flags:?}"))),
@@ -179,6 +182,10 @@ async fn look(servers: &Servers, url: &Url) -> Result<Description> {
             },
         ),
     ];
+    if let Some(enabled) = line("aof_enabled") {
+        facts.push(("append only file", if enabled == "0" { "off" } else { "on" }.to_owned()));
+    }
+    facts.extend(line("maxmemory_policy").map(|policy| ("eviction", policy)));
     Ok(Description { kind: "redis", address: url.to_string(), version, facts })
 }
 

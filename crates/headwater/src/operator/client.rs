@@ -11,6 +11,7 @@ use axum::body::Body;
 use axum::http::{Method, Request, StatusCode, header};
 use bytes::Bytes;
 use futures_util::stream::{BoxStream, StreamExt, TryStreamExt};
+use headwater_issue::Store;
 use headwater_stream::Backend;
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::Value;
@@ -201,6 +202,13 @@ pub(super) async fn streams(settings: &Settings) -> Result<Arc<dyn Backend>, Fai
     let mut settings = settings.clone();
     settings.start_wait = settings.start_wait.min(STREAMS_MAX);
     open::streams(&settings, &Stopping::default()).await
+}
+
+/// The database of the settings, alike.
+pub(super) async fn store(settings: &Settings) -> Result<Arc<dyn Store>, Failure> {
+    let mut settings = settings.clone();
+    settings.start_wait = settings.start_wait.min(STREAMS_MAX);
+    open::store(&settings, &Stopping::default()).await
 }
 
 async fn in_process(
