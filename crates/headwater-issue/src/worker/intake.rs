@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use headwater_queue::{ConsumerConfig, Mode, Queue, Subscription};
 use tokio::sync::watch;
-use tokio::time::sleep;
+use tokio::time::timeout;
 use tracing::warn;
 
 use super::Worker;
@@ -23,24 +23,28 @@ const SETTLE_MAX: Duration = Duration::from_secs(10);
 impl Worker {
     /// Takes nudges until the drain begins, and returns when those in hand are acknowledged or released.
     pub(super) async fn work_queue(&self, queue: &Queue, mut drain: watch::Receiver<bool>) {
-        let subscription = tokio::select! {
-            _ = drain.wait_for(|drain| *drain) => return,
-            subscription = self.subscribe(queue) => subscription,
-        };
+        let Some(subscription) = self.subscribe(queue, &mut drain).await else { return };
         let _ = drain.wait_for(|drain| *drain).await;
         subscription.stop().await;
     }
 
-    async fn subscribe(&self, queue: &Queue) -> Subscription {
-        loop {
+    /// Subscribes; none if the drain begins first. An attempt is never dropped half way: what it has begun in the group ends
+    /// in good order, by a stop, before another worker of this process takes its place.
+    async fn subscribe(
+        &self,
+        queue: &Queue,
+        drain: &mut watch::Receiver<bool>,
+    ) -> Option<Subscription> {
+        while !*drain.borrow_and_update() {
             match queue.subscribe(STREAM, GROUP, self.clone(), self.consumer_config()).await {
-                Ok(subscription) => return subscription,
+                Ok(subscription) => return Some(subscription),
                 Err(error) => {
                     warn!(%error, "worker gets no nudges yet, trying again");
-                    sleep(ASK_AGAIN_AFTER).await;
+                    let _ = timeout(ASK_AGAIN_AFTER, drain.wait_for(|drain| *drain)).await;
                 }
             }
         }
+        None
     }
 
     fn consumer_config(&self) -> ConsumerConfig {
