@@ -9,7 +9,7 @@ use super::env::{Env, TTL, TestResult, completion, event, options, reply, text_o
 use super::random::{Random, seed};
 use crate::{
     Claim, Completed, Completion, Delivery, IssueId, KeyedOutbox, NewEvent, OutboxSettlement,
-    Quiet, Store,
+    Quiet, Store, SweepOptions,
 };
 
 /// The store under test and the other process, in turn.
@@ -170,16 +170,20 @@ pub async fn batches_in_any_order_never_block_each_other(env: Env) -> TestResult
                     .map(|k| event(&(k + round).to_string(), &format!("{n}-{round}-{k}")))
                     .collect();
                 random.shuffle(&mut events);
-                for recorded in store.record(&events, &Quiet::default()).await {
-                    recorded?;
-                }
-                let claims = store.claim(&issues, &options(&format!("w{n}"))).await?;
+                repeat(|| async {
+                    let recorded = store.record(&events, &Quiet::default()).await;
+                    recorded.into_iter().collect::<crate::Result<Vec<_>>>()
+                })
+                .await?;
+                let worker = options(&format!("w{n}"));
+                let claims = repeat(|| store.claim(&issues, &worker)).await?;
                 let claims = claims.into_iter().filter(|claim| matches!(claim, Claim::Won(_)));
                 let mut runs: Vec<Completion> =
                     claims.map(|claim| completion(&won(claim))).collect();
                 random.shuffle(&mut runs);
-                store.sweep(&Default::default()).await?;
-                store.complete(&runs).await?;
+                let sweep = SweepOptions::default();
+                repeat(|| store.sweep(&sweep)).await?;
+                repeat(|| store.complete(&runs)).await?;
             }
             Ok::<_, crate::IssueError>(())
         });

@@ -98,6 +98,7 @@ macro_rules! conformance_suite {
                 a_key_of_another_row_is_refused_and_nothing_is_written,
                 bad_rows_are_refused_and_leave_the_transaction_usable,
                 rows_of_transactions_and_of_runs_come_in_the_order_of_their_commits,
+                a_row_written_while_the_one_before_it_is_settled_is_not_left_behind,
                 a_committed_transaction_wakes_who_waits_for_the_outbox,
             }
             operator {

@@ -161,6 +161,36 @@ pub async fn rows_of_transactions_and_of_runs_come_in_the_order_of_their_commits
     Ok(())
 }
 
+pub async fn a_row_written_while_the_one_before_it_is_settled_is_not_left_behind(
+    env: Env,
+) -> TestResult {
+    let issue = env.replied("1", &["first"]).await?;
+    let row = env.store.take_outbox("deliverer", 1, TTL).await?.remove(0);
+    let mut transaction = env.store.begin().await?;
+    transaction.write_outbox(issue, &[keyed("a", "second")]).await?;
+    // The first one goes while the second waits for it and cannot be seen yet.
+    let store = Arc::clone(&env.second);
+    let (id, deliveries, delivery) = (row.id, row.deliveries, Delivery::Delivered);
+    let settlement = OutboxSettlement { id, deliveries, delivery };
+    let mut settling = tokio::spawn(async move {
+        // Again, if it has waited for as long as a call waits for a lock.
+        loop {
+            match store.settle_outbox(std::slice::from_ref(&settlement)).await {
+                Err(error) if error.is_transient() => {}
+                answer => return answer,
+            }
+        }
+    });
+    // Long enough for one that does not wait to be done.
+    let _ = tokio::time::timeout(Duration::from_millis(200), &mut settling).await;
+    transaction.commit().await?;
+    if !settling.is_finished() {
+        settling.await??;
+    }
+    assert_eq!(texts(&env).await?, ["second"]);
+    Ok(())
+}
+
 pub async fn a_committed_transaction_wakes_who_waits_for_the_outbox(env: Env) -> TestResult {
     let issue = env.record("1", "a").await?.issue_id;
     let mut transaction = env.store.begin().await?;
