@@ -14,6 +14,8 @@ use crate::health::Health;
 use crate::http::{Access, Rate};
 use crate::settings::Settings;
 use crate::stop::Stopping;
+use crate::ticket_listening::Listeners;
+use crate::tickets::Tickets;
 
 /// What the routes share.
 pub(crate) struct Shared {
@@ -39,7 +41,10 @@ pub(crate) struct Shared {
     pub(crate) metrics: PrometheusHandle,
     /// Streams of events end when it begins.
     pub(crate) stopping: Stopping,
-    // The desk's parts go here.
+    /// Tickets.
+    pub(crate) tickets: Tickets,
+    /// Who listens to tickets.
+    pub(crate) listeners: Listeners,
 }
 
 /// The state of every router.

@@ -10,9 +10,20 @@
 pub mod limits;
 pub mod text;
 
+pub mod client;
+pub mod marker;
+
+pub mod ticket_events;
+
+pub mod desk;
+
+pub mod replies;
+pub mod tickets;
+
+pub mod ticket_intake;
+
 mod settings;
 
-pub mod client;
 mod failure;
 mod stop;
 mod telemetry;
@@ -24,25 +35,18 @@ mod http;
 
 mod audit;
 
-pub mod marker;
-
-pub mod ticket_events;
-
-pub mod desk;
-
-pub mod replies;
-pub mod tickets;
-
 mod webhooks;
 
 mod admin;
 mod issues;
+mod ticket_listening;
+mod ticket_routes;
 
 mod health;
 mod page;
 mod router;
 
-mod stand_in;
+mod desk_parts;
 
 mod run;
 

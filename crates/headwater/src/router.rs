@@ -14,12 +14,12 @@ use axum::routing::get;
 use crate::admin::{self, Operations};
 use crate::app::App;
 use crate::http::{ApiError, access, limits, rate};
-use crate::{audit, health, issues, page, webhooks};
+use crate::{audit, health, issues, page, ticket_routes, webhooks};
 
 /// All routes of `serve`.
 pub(crate) fn serve(app: &App, operations: Operations) -> Router {
-    // Routes below /api/v1 are merged here; the desk's, too.
-    let api = issues::routes().merge(audit::routes()).merge(admin::routes(operations));
+    let api = issues::routes().merge(ticket_routes::routes()).merge(audit::routes());
+    let api = api.merge(admin::routes(operations));
     let guarded = Router::new().nest("/api/v1", api).merge(metrics_routes()).merge(page::routes());
     // The outer layer is the last: first who it is, then the entry in the audit log, then the change.
     let guarded = guarded

@@ -13,9 +13,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use async_trait::async_trait;
 use headwater_issue::{
-    Inbox, InboxConfig, IssueHandler, Nudger, Outbox, OutboxConfig, Quiet, RetryPolicy, STREAM,
-    Store, SweepOptions, Sweeper, SweeperConfig, Worker, WorkerConfig,
+    HandlerError, Inbox, InboxConfig, IssueHandler, Nudger, Outbox, OutboxConfig, Quiet,
+    Resolution, RetryPolicy, Run, STREAM, Store, SweepOptions, Sweeper, SweeperConfig, Worker,
+    WorkerConfig,
 };
 use headwater_queue::Queue;
 use headwater_stream::Backend;
@@ -26,14 +28,15 @@ use tracing::{debug, error, info, warn};
 use crate::admin::Operations;
 use crate::app::{App, Shared};
 use crate::audit::Audit;
+use crate::desk_parts::DeskParts;
 use crate::failure::Failure;
 use crate::health::Health;
 use crate::http::{Access, Listening, Rate};
 use crate::settings::{Settings, Work};
-use crate::stand_in::{Chosen, Counting, Logging};
 use crate::stop::Stopping;
 use crate::telemetry::Telemetry;
-use crate::{open, router};
+use crate::ticket_listening::Listeners;
+use crate::{desk_parts, open, router};
 
 /// Beyond the drain: to give claims back, send the last replies and close.
 const CLOSE_MAX: Duration = Duration::from_secs(5);
@@ -77,11 +80,15 @@ pub(crate) async fn run(
     let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config(&settings.work))
         .context("the inbox")?;
 
-    // Work: claim, handle, complete. The desk's handler goes here.
-    let handler = Chosen(handler.unwrap_or_else(|| Arc::new(Counting)));
-    let worker =
-        Worker::new(Arc::clone(&store), nudger.clone(), handler, worker_config(&settings.work))
-            .context("the worker")?;
+    // Work: claim, handle, complete. The desk handles what no handler of your own does.
+    let desk = DeskParts::open(&settings, &store, &streams, &nudger).await.context("the desk")?;
+    let config = worker_config(&settings.work);
+    let (handler, config) = match handler {
+        Some(handler) => (handler, config),
+        None => (Arc::clone(&desk.desk) as Arc<dyn IssueHandler>, settings.desk.worker(config)),
+    };
+    let worker = Worker::new(Arc::clone(&store), nudger.clone(), Chosen(handler), config)
+        .context("the worker")?;
     let sweeper = Sweeper::new(
         Arc::clone(&store),
         nudger.clone(),
@@ -90,8 +97,9 @@ pub(crate) async fn run(
     )
     .context("the sweeper")?;
 
-    // The way out: replies and events leave after the commit. The desk's deliverer goes here.
-    let outbox = Outbox::new(Arc::clone(&store), Logging, outbox_config(&settings.work))
+    // The way out: replies and events leave after the commit.
+    let DeskParts { tickets, replies, intake, bus, .. } = desk;
+    let outbox = Outbox::new(Arc::clone(&store), replies, outbox_config(&settings.work))
         .context("the outbox")?;
 
     // What people touch.
@@ -109,6 +117,8 @@ pub(crate) async fn run(
         nudger,
         inbox,
         settings: settings.clone(),
+        tickets,
+        listeners: Listeners::default(),
     });
     let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), stopping.clone());
     let operations = operations.context("the operations")?;
@@ -125,7 +135,7 @@ pub(crate) async fn run(
         async move { stopping.begun().await }
     };
     let shutdown = until();
-    let work_queue = queue.clone();
+    let (work_queue, intake_queue) = (queue.clone(), queue.clone());
     parts.start("worker", async move { worker.run(&work_queue, shutdown).await });
     let shutdown = until();
     parts.start("sweeper", async move { sweeper.run(shutdown).await });
@@ -135,7 +145,9 @@ pub(crate) async fn run(
     parts.start("gauges", async move {
         tokio::select! { () = shutdown => {}, () = sampling => {} }
     });
-    // The desk's background parts start here.
+    // What other programs say of tickets.
+    let shutdown = until();
+    parts.start("ticket events", async move { intake.run(&intake_queue, shutdown).await });
     let last_replies = Stopping::default();
     let replies = last_replies.clone();
     let mut outbox_part = Parts::new(parts.health.clone(), stopping.clone());
@@ -152,6 +164,7 @@ pub(crate) async fn run(
     last_replies.begin();
     failed = failed.or(outbox_part.join(deadline.max(Instant::now() + CLOSE_MAX / 2)).await);
     drop(app);
+    desk_parts::close(bus).await;
     close(store, streams).await;
     match failed {
         Some(part) => Err(Failure::new(format!("`{part}` ended by itself; the log says why"))),
@@ -159,6 +172,16 @@ pub(crate) async fn run(
             info!("stopped");
             Ok(())
         }
+    }
+}
+
+/// A handler that is chosen when the process starts.
+struct Chosen(Arc<dyn IssueHandler>);
+
+#[async_trait]
+impl IssueHandler for Chosen {
+    async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
+        self.0.handle(run).await
     }
 }
 
@@ -270,7 +293,9 @@ fn sweeper_config(work: &Work) -> SweeperConfig {
 }
 
 fn outbox_config(work: &Work) -> OutboxConfig {
-    OutboxConfig { retry: retry(work), ..OutboxConfig::default() }
+    // A row that a killed process had in hand comes again after `ttl`; somebody waits for it.
+    let (deadline, ttl) = (Duration::from_secs(26), Duration::from_secs(30));
+    OutboxConfig { retry: retry(work), deadline, ttl, ..OutboxConfig::default() }
 }
 
 fn retry(work: &Work) -> RetryPolicy {

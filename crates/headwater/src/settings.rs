@@ -18,6 +18,8 @@ use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
+use crate::desk::{Budget, DeskConfig, SearchScope};
+
 pub(crate) use self::describe::{as_json, as_markdown, as_text};
 pub(crate) use self::error::SettingsError;
 pub(crate) use self::kind::{Kind, time};
@@ -45,6 +47,12 @@ pub(crate) struct Settings {
     pub(crate) http: Http,
     /// Work on issues.
     pub(crate) work: Work,
+    /// The language model.
+    pub(crate) model: Model,
+    /// The desk.
+    pub(crate) desk: DeskConfig,
+    /// When entries of programs without heartbeats are taken over.
+    pub(crate) desk_reclaim_idle: Duration,
     /// How old a signed webhook may be.
     pub(crate) webhook_tolerance: Duration,
     /// Entries of the audit log that are kept.
@@ -106,6 +114,23 @@ pub(crate) struct Work {
     pub(crate) events_max: usize,
     /// How often to sweep.
     pub(crate) sweep_every: Duration,
+}
+
+/// Settings of the language model.
+#[derive(Clone, Debug)]
+pub(crate) struct Model {
+    /// The built-in model and how slow it is; `None`: a service.
+    pub(crate) scripted: Option<Duration>,
+    /// Where the service is.
+    pub(crate) url: String,
+    /// Which model.
+    pub(crate) name: String,
+    /// What is presented there.
+    pub(crate) key: Option<SecretString>,
+    /// How long an answer may take.
+    pub(crate) timeout: Duration,
+    /// How long it may say nothing.
+    pub(crate) idle_timeout: Duration,
 }
 
 /// Settings of logs and traces.
@@ -188,6 +213,22 @@ impl Settings {
             events_max: read.count("issue.events_max"),
             sweep_every: read.time("sweep.every"),
         };
+        let model = read.model();
+        let desk = DeskConfig {
+            quiet: work.quiet,
+            max_wait: work.max_wait,
+            events_max: work.events_max,
+            supersede_max: read.count("desk.supersede_max"),
+            output_tokens_max: read.count("model.output_tokens_max"),
+            budget: Budget {
+                issue_tokens_max: read.count("desk.issue_tokens_max"),
+                day_tokens_max: read.count("desk.day_tokens_max"),
+            },
+            search: match read.text("desk.search") {
+                "all" => SearchScope::AllTickets,
+                _ => SearchScope::OwnTickets,
+            },
+        };
         let telemetry = Telemetry {
             format: read.text("log.format").to_owned(),
             level: read.text("log.level").to_owned(),
@@ -200,6 +241,9 @@ impl Settings {
             start_wait: read.time("start.wait"),
             http,
             work,
+            model,
+            desk,
+            desk_reclaim_idle: read.time("desk.reclaim_idle"),
             webhook_tolerance: read.time("webhook.tolerance"),
             audit_rows_max: read.count("audit.rows_max"),
             telemetry,
@@ -212,6 +256,11 @@ impl Settings {
 
     /// What no setting can say alone.
     fn check(&self) -> Result<(), SettingsError> {
+        if self.model.scripted.is_none() && self.model.name.is_empty() {
+            return Err(SettingsError::new(
+                "the setting `model.name` is empty, but `model.url` names a service; allowed is the name of one of its models",
+            ));
+        }
         for (name, listen) in
             [("http.listen", self.http.listen), ("worker.listen", self.http.worker_listen)]
         {
@@ -262,6 +311,19 @@ impl Reader<'_> {
 
     fn time(&self, name: &str) -> Duration {
         kind::time(self.text(name)).expect("checked by its kind")
+    }
+
+    fn model(&self) -> Model {
+        let url = self.text("model.url").to_owned();
+        let scripted = url.strip_prefix(kind::SCRIPTED);
+        Model {
+            scripted: scripted.map(|delay| kind::time(delay).unwrap_or_default()),
+            name: self.text("model.name").to_owned(),
+            key: self.optional("model.key").map(SecretString::from),
+            timeout: self.time("model.timeout"),
+            idle_timeout: self.time("model.idle_timeout"),
+            url,
+        }
     }
 
     fn listen(&self, name: &str) -> SocketAddr {

@@ -5,5 +5,7 @@
 
 // In dependency order: each module uses only those above it.
 mod event;
+mod outlet;
 
 pub use self::event::{Author, TicketEvent, TicketEventType, TicketPayload};
+pub use self::outlet::{Outlet, TICKET_EVENTS};

@@ -17,7 +17,7 @@ mod foreign;
 mod inside;
 
 pub use self::foreign::TakenIn;
-pub use self::store::{INTEGRATION, TICKET_EVENTS, Tickets};
+pub use self::store::{INTEGRATION, Tickets};
 pub use self::ticket::{
     NewTicket, NewTicketMessage, Posted, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus,

@@ -14,8 +14,8 @@ use headwater::desk::tools::{FoundTicket, SearchQuery};
 use headwater::desk::{Desk, DeskConfig, NoTickets, Reply, ReplyTarget, TicketSearch};
 use headwater::replies::{Destination, Inside, Replies};
 use headwater_bus::{
-    EventBus, EventBusExt, LocalBus, PromptExecuted, PromptRendered, Received, Registry, Subscribe,
-    ToolInvoked,
+    EventBus, EventBusExt, Folds, LocalBus, PromptExecuted, PromptRendered, Received, Registry,
+    SessionId, Sessions, SessionsConfig, Subscribe, ToolInvoked,
 };
 use headwater_issue::{
     DeliverError, Inbox, InboxConfig, IssueId, NewEvent, Nudger, Outbox, OutboxConfig, OutboxRow,
@@ -37,6 +37,7 @@ struct System {
     stop: watch::Sender<bool>,
     working: tokio::task::JoinHandle<()>,
     ledger: Arc<MemoryLedger>,
+    sessions: Arc<Sessions>,
 }
 
 struct Setup {
@@ -68,11 +69,18 @@ impl System {
         let bus = Arc::new(LocalBus::new(Registry::builtin()));
         let steps = watch_session(&bus).await;
         let ledger = Arc::new(MemoryLedger::default());
+        let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
+        let sessions = Sessions::new(
+            on_bus,
+            Folds::none().all::<PromptExecuted>(10),
+            SessionsConfig::default(),
+        );
+        let sessions = Arc::new(sessions.await.unwrap());
         let desk = Desk::new(
             setup.model,
             setup.search,
             Arc::clone(&ledger) as Arc<dyn Ledger>,
-            Arc::clone(&bus) as Arc<dyn EventBus>,
+            Arc::clone(&sessions),
             setup.config,
         );
         let retry = RetryPolicy {
@@ -96,7 +104,7 @@ impl System {
             };
             worker.run(&queue, shutdown).await;
         });
-        Self { store, inbox, bus, steps, stop, working, ledger }
+        Self { store, inbox, bus, steps, stop, working, ledger, sessions }
     }
 
     async fn say(&self, ticket: Uuid, content: &str) -> IssueId {
@@ -242,6 +250,13 @@ async fn a_burst_of_messages_gives_one_reply_to_all_of_them() {
     assert!(replies[0].1.content.contains("message 19"));
     assert_eq!(model.asked().len(), 1);
     assert_eq!(system.steps(), ["rendered", "executed"]);
+
+    // The run can be replayed by the session that its reply names.
+    let session = SessionId::new(replies[0].1.session_id.as_ref().unwrap()).unwrap();
+    let session = system.sessions.recover(&session).await.unwrap();
+    let executed = session.all::<PromptExecuted>().unwrap().events;
+    assert_eq!(executed.len(), 1);
+    assert_eq!(executed[0].result["text"], replies[0].1.content.as_str());
     system.stop().await;
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater_bus::EventBus;
+use headwater_bus::Sessions;
 use headwater_issue::{
     EventLogId, HandlerError, IssueHandler, OnNewEvent, Quiet, Resolution, Run, WorkerConfig,
 };
@@ -84,7 +84,7 @@ pub struct Desk {
     model: Arc<dyn LanguageModel>,
     search: Arc<dyn TicketSearch>,
     ledger: Arc<dyn Ledger>,
-    bus: Arc<dyn EventBus>,
+    sessions: Arc<Sessions>,
     config: DeskConfig,
 }
 
@@ -120,10 +120,10 @@ impl Desk {
         model: Arc<dyn LanguageModel>,
         search: Arc<dyn TicketSearch>,
         ledger: Arc<dyn Ledger>,
-        bus: Arc<dyn EventBus>,
+        sessions: Arc<Sessions>,
         config: DeskConfig,
     ) -> Self {
-        Self { model, search, ledger, bus, config }
+        Self { model, search, ledger, sessions, config }
     }
 
     /// Asks the model, and carries out its tools, until it has an answer.
@@ -300,7 +300,7 @@ impl IssueHandler for Desk {
         if !thread.wants_answer {
             return Ok(remembering(&thread, None));
         }
-        let session = RunSession::new(Arc::clone(&self.bus), &run, self.model.name());
+        let session = RunSession::begin(&self.sessions, &run, self.model.name()).await;
         let outcome = match self.converse(&run, &thread, &session).await {
             Ok(outcome) => outcome,
             Err(Stop::Spent) => {

@@ -17,6 +17,7 @@ use super::model::{
 };
 use super::prompt;
 use super::tools;
+use crate::text;
 
 /// One answer of a script.
 #[derive(Clone, Debug)]
@@ -122,13 +123,13 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// What the model does without a script: a few words of the newest message make it use a tool, all else is answered.
 fn rule(model_prompt: &ModelPrompt) -> Line {
-    let Some(text) = model_prompt.turns.iter().find_map(|turn| match turn {
+    let Some(newest) = model_prompt.turns.iter().find_map(|turn| match turn {
         Turn::Data(data) => prompt::newest_user_text(data),
         _ => None,
     }) else {
         return Line::Say("There is nothing to answer.".to_owned());
     };
-    let words = text.text.to_lowercase();
+    let words = newest.text.to_lowercase();
     let has = |any: &[&str]| any.iter().any(|word| words.contains(word));
     let called = |name: &str| model_prompt.turns.iter().any(|turn| calls(turn, name));
     let may = |name: &str| model_prompt.tools.iter().any(|tool| tool.name == name) && !called(name);
@@ -149,9 +150,9 @@ fn rule(model_prompt: &ModelPrompt) -> Line {
         );
     }
     if may(tools::SEARCH_TICKETS) && has(&["again", "last time", "as before"]) {
-        return call(tools::SEARCH_TICKETS, serde_json::json!({"query": shortened(&text.text)}));
+        return call(tools::SEARCH_TICKETS, serde_json::json!({"query": shortened(&newest.text)}));
     }
-    let messages = if text.pending == 1 { "message" } else { "messages" };
+    let messages = if newest.pending == 1 { "message" } else { "messages" };
     let done = if called(tools::CLOSE_TICKET) {
         " The ticket is closed."
     } else if called(tools::HAND_OVER) {
@@ -163,8 +164,8 @@ fn rule(model_prompt: &ModelPrompt) -> Line {
     };
     Line::Say(format!(
         "Thank you. I have read your {} {messages}; the last one says: \u{201c}{}\u{201d}.{done}",
-        text.pending,
-        shortened(&text.text)
+        newest.pending,
+        shortened(&newest.text)
     ))
 }
 
@@ -173,7 +174,7 @@ fn calls(turn: &Turn, name: &str) -> bool {
 }
 
 fn shortened(text: &str) -> String {
-    let line = text.lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    let line = text::one_line(text, usize::MAX);
     let short: String = line.chars().take(120).collect();
     if short.len() < line.len() { format!("{short}…") } else { short }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_bus::{
-    Event, EventBus, EventBusExt, PromptExecuted, PromptRendered, SessionId, ToolInvoked,
+    Event, EventBusExt, PromptExecuted, PromptRendered, Session, SessionId, Sessions, ToolInvoked,
     ToolResult,
 };
 use headwater_issue::Run;
@@ -26,20 +26,32 @@ const PROMPT_NAMESPACE: &str = "headwater.desk";
 const PROMPT_KEY: &str = "reply";
 
 /// The session of one run.
-#[derive(Clone)]
 pub(crate) struct RunSession {
-    bus: Arc<dyn EventBus>,
+    sessions: Arc<Sessions>,
+    /// `None` while the backend is away; what is published then is in no list, but where the session would be.
+    session: Option<Session>,
     id: SessionId,
     adapter: String,
 }
 
 impl RunSession {
     /// A new session for a run: `issue-7-run-3-` and a random part, so that a database that began anew repeats none.
-    pub(crate) fn new(bus: Arc<dyn EventBus>, run: &Run, adapter: &str) -> Self {
+    pub(crate) async fn begin(sessions: &Arc<Sessions>, run: &Run, adapter: &str) -> Self {
         let random = uuid::Uuid::new_v4().simple().to_string();
         let id = format!("issue-{}-run-{}-{}", run.issue().id, run.epoch(), &random[..12]);
         let id = SessionId::new(id).expect("numbers and letters are a valid session id");
-        Self { bus, id, adapter: adapter.to_owned() }
+        let session = match timeout(PUBLISH_TIMEOUT, sessions.create(&id)).await {
+            Ok(Ok(session)) => Some(session),
+            Ok(Err(error)) => {
+                warn!(session = %id, %error, "a model run goes on without a session");
+                None
+            }
+            Err(_) => {
+                warn!(session = %id, "a model run goes on without a session: the bus is slow");
+                None
+            }
+        };
+        Self { sessions: Arc::clone(sessions), session, id, adapter: adapter.to_owned() }
     }
 
     pub(crate) fn id(&self) -> &str {
@@ -93,9 +105,17 @@ impl RunSession {
     }
 
     async fn publish<E: Event>(&self, event: E) {
-        let problem = match timeout(PUBLISH_TIMEOUT, self.bus.publish(event)).await {
-            Ok(Ok(_)) => return,
-            Ok(Err(error)) => error.to_string(),
+        let publishing = async {
+            match &self.session {
+                Some(session) => session.publish(event).await.map(drop).map_err(|e| e.to_string()),
+                None => {
+                    self.sessions.bus().publish(event).await.map(drop).map_err(|e| e.to_string())
+                }
+            }
+        };
+        let problem = match timeout(PUBLISH_TIMEOUT, publishing).await {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error,
             Err(_) => format!("the bus took longer than {PUBLISH_TIMEOUT:?}"),
         };
         warn!(session = %self.id, event_type = E::TYPE, error = %problem, "a step of a model run is not in its session");

@@ -18,6 +18,8 @@ pub(crate) enum Kind {
     DatabaseUrl,
     /// `http://` or `https://`.
     WebUrl,
+    /// Where a model is: in this process, or behind HTTP.
+    ModelUrl,
     /// An address and a port to listen on.
     Listen,
     /// A whole number.
@@ -51,6 +53,8 @@ pub(crate) enum Kind {
 const STREAM_SCHEMES: [&str; 5] =
     ["embedded:", "redis://", "rediss://", "redis-sentinel://", "redis-cluster://"];
 const DATABASE_SCHEMES: [&str; 3] = ["sqlite:", "postgres://", "postgresql://"];
+/// The model of this process.
+pub(crate) const SCRIPTED: &str = "scripted:";
 const WEB_SCHEMES: [&str; 2] = ["http://", "https://"];
 
 impl Kind {
@@ -60,6 +64,7 @@ impl Kind {
             Self::StreamUrl => "`embedded:DIR`, `embedded:memory`, `redis://HOST:PORT`, `rediss://`, `redis-sentinel://` or `redis-cluster://`".to_owned(),
             Self::DatabaseUrl => "`sqlite:FILE` or `postgres://USER:PASSWORD@HOST/DATABASE`".to_owned(),
             Self::WebUrl => "an address that begins with `http://` or `https://`".to_owned(),
+            Self::ModelUrl => "`scripted:`, `scripted:TIME` for a slow one, or an address that begins with `http://` or `https://`".to_owned(),
             Self::Listen => "an address and a port, such as `127.0.0.1:8080`".to_owned(),
             Self::Count { min, max } => format!("a number from {min} to {max}"),
             Self::Time { min, max } => format!("a time from {} to {}, such as `800ms`, `5s`, `2m` or `1h`", show_time(*min), show_time(*max)),
@@ -76,6 +81,10 @@ impl Kind {
             Self::StreamUrl => begins_with(value, &STREAM_SCHEMES),
             Self::DatabaseUrl => begins_with(value, &DATABASE_SCHEMES),
             Self::WebUrl => begins_with(value, &WEB_SCHEMES) && reqwest::Url::parse(value).is_ok(),
+            Self::ModelUrl => match value.strip_prefix(SCRIPTED) {
+                Some(delay) => delay.is_empty() || time(delay).is_some(),
+                None => Self::WebUrl.check(value).is_ok(),
+            },
             Self::Listen => listen(value).is_some(),
             Self::Count { min, max } => {
                 value.parse().is_ok_and(|count: u64| (*min..=*max).contains(&count))

@@ -96,7 +96,29 @@ pub(crate) const TABLE: &[Setting] = &[
     setting("webhook.tolerance", "5m", Kind::Time { min: seconds(1), max: seconds(86_400) },
         "How old, or how far ahead, the time of a signed webhook may be."),
 
-    // The desk: `desk.*` and `model.*` follow here.
+    // The desk.
+    setting("model.url", "scripted:", Kind::ModelUrl,
+        "The language model: `scripted:` in this process, or any chat endpoint that speaks like OpenAI's, such as `https://HOST/v1`."),
+    setting("model.name", "", Kind::Text,
+        "Which model of that service."),
+    setting("model.key", "", Kind::Secret,
+        "The key for that service."),
+    setting("model.timeout", "2m", Kind::Time { min: seconds(1), max: seconds(3600) },
+        "How long one answer of the model may take, repeated questions included."),
+    setting("model.idle_timeout", "30s", Kind::Time { min: Duration::from_millis(100), max: seconds(3600) },
+        "How long the model may say nothing."),
+    setting("model.output_tokens_max", "1024", Kind::Count { min: 16, max: 1_000_000 },
+        "Tokens of one answer."),
+    setting("desk.issue_tokens_max", "200000", Kind::Count { min: 0, max: 1_000_000_000_000 },
+        "Tokens that one issue may cost; then a person takes over."),
+    setting("desk.day_tokens_max", "5000000", Kind::Count { min: 0, max: 1_000_000_000_000 },
+        "Tokens that all issues may cost per day (UTC); then they wait for the next."),
+    setting("desk.supersede_max", "5", Kind::Count { min: 0, max: 1000 },
+        "How often in a row newer events may end a run of the desk before its answer."),
+    setting("desk.search", "own", Kind::Choice(&["own", "all"]),
+        "Whose earlier tickets the model may search: those of the same user, or all."),
+    setting("desk.reclaim_idle", "5m", Kind::Time { min: Duration::from_millis(100), max: seconds(86_400) },
+        "After how long an entry of `ticket_events` is taken over from a program that read it and shows no sign of life."),
 
     // What is told to operators.
     setting("audit.rows_max", "100000", Kind::Count { min: 100, max: 10_000_000 },

@@ -31,7 +31,7 @@ impl Tickets {
 
     /// Takes in an event of another program.
     pub async fn take_in(&self, event: &TicketEvent) -> Result<TakenIn, TicketError> {
-        repeated(async || self.take_in_once(event).await).await
+        repeated!(self.take_in_once(event))
     }
 
     async fn take_in_once(&self, event: &TicketEvent) -> Result<TakenIn, TicketError> {

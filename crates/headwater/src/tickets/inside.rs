@@ -29,7 +29,7 @@ impl Tickets {
             .map_err(|_| DeliverError::Dead(format!("`{}` is no ticket", row.external_issue_id)))?;
         let delivered = match target {
             ReplyTarget::Answer => {
-                repeated(async || self.answer_once(ticket_id, row, reply).await).await
+                repeated!(self.answer_once(ticket_id, row, reply))
             }
             ReplyTarget::Close | ReplyTarget::HandOver
                 if overtaken(&self.store, row, reply).await? =>
@@ -37,9 +37,9 @@ impl Tickets {
                 Ok(())
             }
             ReplyTarget::Close => {
-                repeated(async || self.close_once(ticket_id, row, reply).await).await
+                repeated!(self.close_once(ticket_id, row, reply))
             }
-            ReplyTarget::HandOver => repeated(async || self.hand_over_once(ticket_id).await).await,
+            ReplyTarget::HandOver => repeated!(self.hand_over_once(ticket_id)),
         };
         delivered.map_err(|error| match error {
             error if error.is_transient() => DeliverError::Retry(error.to_string()),

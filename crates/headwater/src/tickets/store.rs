@@ -25,16 +25,13 @@ use super::ticket::{
 };
 use super::{postgres, sqlite};
 use crate::limits::PAGE_MAX;
-use crate::ticket_events::{Author, TicketEvent, TicketEventType, TicketPayload};
+use crate::ticket_events::{Author, TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload};
 
 /// The integration, and its provider, whose issues are tickets.
 pub const INTEGRATION: &str = "desk";
 
-/// Where events of tickets go: the target of their outbox rows, and the stream.
-pub const TICKET_EVENTS: &str = "ticket_events";
-
 /// How often a transaction is repeated that met another one on its way.
-const CONFLICTS_MAX: u32 = 5;
+pub(super) const CONFLICTS_MAX: u32 = 5;
 
 /// Changes that a slow listener may be behind; then it looks at everything.
 const CHANGES_MAX: usize = 1024;
@@ -68,7 +65,25 @@ macro_rules! look {
         .map_err(|error| $crate::tickets::store::database_error(stringify!($statement), error))
     };
 }
-pub(super) use {look, on};
+
+/// Repeats a transaction that another one has overtaken: the second time it sees what that one did.
+macro_rules! repeated {
+    ($call:expr) => {{
+        let mut tries = 1;
+        loop {
+            match $call.await {
+                Err(error)
+                    if tries < $crate::tickets::store::CONFLICTS_MAX
+                        && $crate::tickets::store::is_conflict(&error) =>
+                {
+                    tries += 1;
+                }
+                answer => break answer,
+            }
+        }
+    }};
+}
+pub(super) use {look, on, repeated};
 
 /// The tickets of a database. Clones are the same tickets.
 #[derive(Clone, Debug)]
@@ -125,7 +140,7 @@ impl Tickets {
                 author: None,
             },
         };
-        repeated(async || self.create_once(&event).await).await
+        repeated!(self.create_once(&event))
     }
 
     async fn create_once(&self, event: &TicketEvent) -> Result<Posted, TicketError> {
@@ -160,7 +175,7 @@ impl Tickets {
         let message_id = new.message_id.unwrap_or_else(Uuid::now_v7);
         let event_type = TicketEventType::MessageReceived;
         let event = TicketEvent { event_type, ticket_id, message_id, user_id: None, payload };
-        repeated(async || self.post_once(&event).await).await
+        repeated!(self.post_once(&event))
     }
 
     async fn post_once(&self, event: &TicketEvent) -> Result<Posted, TicketError> {
@@ -183,13 +198,13 @@ impl Tickets {
     /// Closes a ticket. Returns whether it was open.
     pub async fn close(&self, ticket_id: Uuid) -> Result<bool, TicketError> {
         let event = status_event(TicketEventType::TicketClosed, ticket_id, Uuid::now_v7());
-        repeated(async || self.change_once(&event).await).await
+        repeated!(self.change_once(&event))
     }
 
     /// Opens a ticket again, and lets the desk answer it. Returns whether that changed anything.
     pub async fn reopen(&self, ticket_id: Uuid) -> Result<bool, TicketError> {
         let event = status_event(TicketEventType::TicketReopened, ticket_id, Uuid::now_v7());
-        repeated(async || self.change_once(&event).await).await
+        repeated!(self.change_once(&event))
     }
 
     async fn change_once(&self, event: &TicketEvent) -> Result<bool, TicketError> {
@@ -396,25 +411,18 @@ pub(super) fn now() -> Timestamp {
     SystemClock.now()
 }
 
-/// Repeats a transaction that another one has overtaken: the second time it sees what that one did.
-pub(super) async fn repeated<T>(
-    call: impl AsyncFn() -> Result<T, TicketError>,
-) -> Result<T, TicketError> {
-    let mut tries = 1;
-    loop {
-        match call().await {
-            Err(error) if tries < CONFLICTS_MAX && is_conflict(&error) => tries += 1,
-            answer => return answer,
-        }
-    }
-}
-
-fn is_conflict(error: &TicketError) -> bool {
-    let TicketError::Issue(IssueError::Unavailable { source, .. }) = error else { return false };
+pub(super) fn is_conflict(error: &TicketError) -> bool {
+    let source = match error {
+        // Somebody stored a message of this id at the same time: the next try finds it.
+        TicketError::Issue(IssueError::DedupConflict { .. }) => return true,
+        TicketError::Issue(IssueError::Unavailable { source, .. }) => source,
+        _ => return false,
+    };
     let source = source.as_ref().and_then(|source| source.downcast_ref::<sqlx::Error>());
     let Some(sqlx::Error::Database(error)) = source else { return false };
-    // Serialization failure and dead-lock of Postgres.
-    error.is_unique_violation() || matches!(error.code().as_deref(), Some("40001" | "40P01"))
+    // Serialization failure, dead-lock, and a lock that others held for a second, of Postgres.
+    let codes = ["40001", "40P01", "55P03"];
+    error.is_unique_violation() || error.code().is_some_and(|code| codes.contains(&&*code))
 }
 
 pub(super) fn database_error(what: &str, error: sqlx::Error) -> TicketError {

@@ -1,0 +1,155 @@
+//! The desk, put together from its settings: model, tickets, sessions, the way out and the way in for other programs.
+//!
+//! Upstream: `run`, which starts what is built here. Promises: nothing runs before `run` starts it but the bus, which `close`
+//! ends.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use async_trait::async_trait;
+use headwater_bus::{
+    EventBus, Folds, PromptExecuted, Registry, Sessions, SessionsConfig, StreamedBus,
+    StreamedBusConfig, ToolInvoked,
+};
+use headwater_issue::{DeliverError, Nudger, OutboxRow, Store};
+use headwater_stream::Backend;
+use tracing::warn;
+
+use crate::desk::{
+    Desk, DeskConfig, LanguageModel, Ledger, OpenAiConfig, OpenAiModel, Reply, ReplyTarget,
+    ScriptedModel, TicketSearch,
+};
+use crate::replies::{Destination, Inside, Replies};
+use crate::settings::{Integration, Model, Provider, Settings};
+use crate::ticket_events::Outlet;
+use crate::ticket_intake::TicketIntake;
+use crate::tickets::Tickets;
+
+/// The bus is left after this, whatever it still does.
+const CLOSE_MAX: Duration = Duration::from_secs(5);
+
+/// Sessions of model runs end this long after their last event.
+const SESSION_KEPT: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+
+/// Everything of the desk.
+pub(crate) struct DeskParts {
+    pub(crate) tickets: Tickets,
+    pub(crate) desk: Arc<Desk>,
+    pub(crate) replies: Replies,
+    pub(crate) intake: TicketIntake,
+    pub(crate) sessions: Arc<Sessions>,
+    pub(crate) bus: Arc<StreamedBus>,
+}
+
+impl DeskParts {
+    /// Builds the desk.
+    pub(crate) async fn open(
+        settings: &Settings,
+        store: &Arc<dyn Store>,
+        streams: &Arc<dyn Backend>,
+        nudger: &Nudger,
+    ) -> Result<Self> {
+        let config = settings.desk;
+        let tickets = Tickets::open(Arc::clone(store), nudger.clone(), config.quiet()).await;
+        let tickets = tickets.context("the tables of tickets")?;
+        let bus = StreamedBus::open(Arc::clone(streams), Registry::builtin(), bus_config()).await;
+        let bus = Arc::new(bus.context("the bus")?);
+        let folds = Folds::none().all::<ToolInvoked>(100).all::<PromptExecuted>(100);
+        let sessions_config =
+            SessionsConfig { ttl: Some(SESSION_KEPT), ..SessionsConfig::default() };
+        let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
+        let sessions = Sessions::new(on_bus, folds, sessions_config).await.context("sessions")?;
+        let sessions = Arc::new(sessions);
+        let desk = Desk::new(
+            model(&settings.model)?,
+            Arc::new(tickets.clone()) as Arc<dyn TicketSearch>,
+            Arc::new(tickets.clone()) as Arc<dyn Ledger>,
+            Arc::clone(&sessions),
+            config,
+        );
+        let inside =
+            DeskInside { tickets: tickets.clone(), outlet: Outlet::new(Arc::clone(streams)) };
+        let destinations = settings.integrations.iter().map(destination).collect::<HashMap<_, _>>();
+        let replies = Replies::new(Arc::clone(store), destinations, Arc::new(inside));
+        let replies = replies.map_err(|problem| anyhow!("replies: {problem}"))?;
+        let intake =
+            TicketIntake::new(tickets.clone(), Arc::clone(streams), settings.desk_reclaim_idle);
+        Ok(Self { tickets, desk: Arc::new(desk), replies, intake, sessions, bus })
+    }
+}
+
+/// Ends what runs by itself.
+pub(crate) async fn close(bus: Arc<StreamedBus>) {
+    match tokio::time::timeout(CLOSE_MAX, bus.close()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => warn!(%error, "the bus did not close well"),
+        Err(_) => warn!("the bus did not close in time"),
+    }
+}
+
+fn bus_config() -> StreamedBusConfig {
+    StreamedBusConfig { drain: CLOSE_MAX / 2, ..StreamedBusConfig::default() }
+}
+
+/// The model that the settings name.
+fn model(settings: &Model) -> Result<Arc<dyn LanguageModel>> {
+    if let Some(delay) = &settings.scripted {
+        return Ok(Arc::new(ScriptedModel::default().slow(*delay)));
+    }
+    let config = OpenAiConfig {
+        total_timeout: settings.timeout,
+        idle_timeout: settings.idle_timeout,
+        ..OpenAiConfig::new(&settings.url, &settings.name, settings.key.clone())
+    };
+    let model = OpenAiModel::new(config).map_err(|problem| anyhow!("the model: {problem}"))?;
+    Ok(Arc::new(model))
+}
+
+/// Where replies of an integration go.
+fn destination(one: &Integration) -> (String, Destination) {
+    let nowhere = |what: &str| Destination::Nowhere {
+        problem: format!("[[integration]] `{}` has no {what}, so nobody gets its replies", one.id),
+    };
+    let or = |default: &str| one.base_url.clone().unwrap_or_else(|| default.to_owned());
+    let destination = match (one.provider, &one.reply_token) {
+        (Provider::Desk, _) => Destination::Tickets,
+        (Provider::Github, Some(token)) => {
+            Destination::Github { base_url: or("https://api.github.com"), token: token.clone() }
+        }
+        (Provider::Gitlab, Some(token)) => {
+            Destination::Gitlab { base_url: or("https://gitlab.com"), token: token.clone() }
+        }
+        (Provider::Github | Provider::Gitlab, None) => nowhere("reply_token_env"),
+        (Provider::Standard, _) => match (&one.base_url, &one.secret) {
+            (Some(url), Some(secret)) => {
+                Destination::Callback { url: url.clone(), secret: secret.clone() }
+            }
+            _ => nowhere("base_url"),
+        },
+    };
+    (one.id.clone(), destination)
+}
+
+/// The parts of the way out that stay here.
+struct DeskInside {
+    tickets: Tickets,
+    outlet: Outlet,
+}
+
+#[async_trait]
+impl Inside for DeskInside {
+    async fn reply(
+        &self,
+        row: &OutboxRow,
+        target: ReplyTarget,
+        reply: Reply,
+    ) -> Result<(), DeliverError> {
+        self.tickets.deliver(row, target, &reply).await
+    }
+
+    async fn event(&self, row: &OutboxRow) -> Result<(), DeliverError> {
+        self.outlet.publish(row).await
+    }
+}

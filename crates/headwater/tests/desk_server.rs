@@ -1,0 +1,537 @@
+//! The desk in the real binary: tickets over HTTP, processes that die, other programs on the stream, and bad input.
+
+#![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
+
+mod support;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::header;
+use axum::response::IntoResponse;
+use axum::routing::post;
+use futures_util::StreamExt;
+use headwater_testkit::{Postgres, Redis, wait_until};
+use serde_json::{Value, json};
+use support::{LIMIT, Place, Server, answer};
+use tokio::sync::Semaphore;
+use uuid::Uuid;
+
+/// An OpenAI-compatible service that answers when it is let.
+#[derive(Clone)]
+struct FakeModel {
+    door: Arc<Semaphore>,
+    asked: Arc<AtomicUsize>,
+}
+
+impl FakeModel {
+    async fn start() -> (Self, String) {
+        let model = Self { door: Arc::new(Semaphore::new(0)), asked: Arc::default() };
+        let router =
+            Router::new().route("/v1/chat/completions", post(complete)).with_state(model.clone());
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address: SocketAddr = listener.local_addr().unwrap();
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        (model, format!("http://{address}/v1"))
+    }
+}
+
+async fn complete(State(model): State<FakeModel>) -> impl IntoResponse {
+    model.asked.fetch_add(1, Ordering::SeqCst);
+    drop(model.door.acquire().await.unwrap());
+    let chunk = json!({"choices": [{"delta": {"content": "A model says <hello>."}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 5}});
+    ([(header::CONTENT_TYPE, "text/event-stream")], format!("data: {chunk}\n\ndata: [DONE]\n\n"))
+}
+
+fn new_ticket(content: &str) -> Value {
+    json!({"title": "Parcel", "content": content, "user_id": "ada"})
+}
+
+fn by<'a>(ticket: &'a Value, author: &str) -> Vec<&'a str> {
+    let messages = ticket["messages"].as_array().unwrap().iter();
+    let mine = messages.filter(|message| message["author"] == author);
+    mine.map(|message| message["content"].as_str().unwrap()).collect()
+}
+
+async fn answered(server: &Server, ticket_id: &str, answers: usize) -> Value {
+    let path = format!("/api/v1/tickets/{ticket_id}");
+    server
+        .until(&path, |status, body| status == 200 && by(body, "assistant").len() >= answers)
+        .await
+        .unwrap()
+}
+
+async fn open(server: &Server, content: &str) -> Value {
+    let (status, body) = server.post("/api/v1/tickets", &new_ticket(content)).await.unwrap();
+    assert_eq!(status, 201, "{body}");
+    body
+}
+
+#[tokio::test]
+async fn a_ticket_is_answered_closed_and_opened_again_with_nothing_installed() {
+    let place = Place::new().unwrap();
+    let mut server = place.serve(&["--issue-quiet", "100ms"]).unwrap();
+    let created = open(&server, "Where is my parcel? <script>alert(1)</script>").await;
+    let id = created["ticket_id"].as_str().unwrap().to_owned();
+    assert!(created["issue_id"].is_i64() && created["message_id"].is_string());
+    let ticket = answered(&server, &id, 1).await;
+    assert_eq!(ticket["status"], "open");
+    assert_eq!(by(&ticket, "user"), ["Where is my parcel? <script>alert(1)</script>"]);
+    assert!(by(&ticket, "assistant")[0].contains("Where is my parcel?"), "{ticket:#}");
+
+    // A listener gets everything from the beginning, and what comes.
+    let listening = server
+        .client
+        .get(server.url(&format!("/api/v1/tickets/{id}/events")))
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(listening.headers()["content-type"], "text/event-stream");
+    let mut events = listening.bytes_stream();
+    let mut heard = String::new();
+    let mut wait_for = async |what: &str| {
+        let waiting = async {
+            while !heard.contains(what) {
+                heard.push_str(&String::from_utf8_lossy(&events.next().await.unwrap().unwrap()));
+            }
+        };
+        tokio::time::timeout(LIMIT, waiting).await.expect(what);
+    };
+    wait_for("\"status\":\"open\"").await;
+    let path = format!("/api/v1/tickets/{id}/messages");
+    let (status, _) = server.post(&path, &json!({"content": "Thank you, solved"})).await.unwrap();
+    assert_eq!(status, 201);
+    wait_for("Thank you, solved").await;
+    // The scripted model closes the ticket by a tool.
+    wait_for("\"status\":\"closed\"").await;
+    let (status, body) =
+        server.post(&format!("/api/v1/tickets/{id}/reopen"), &json!({})).await.unwrap();
+    assert_eq!((status, &body["status"], &body["changed"]), (200, &json!("open"), &json!(true)));
+    let (_, body) = server.post(&format!("/api/v1/tickets/{id}/close"), &json!({})).await.unwrap();
+    assert_eq!((&body["status"], &body["changed"]), (&json!("closed"), &json!(true)));
+    let (_, list) = server.get("/api/v1/tickets?status=closed&user_id=ada&limit=1").await.unwrap();
+    assert_eq!(list["tickets"][0]["ticket_id"], id.as_str());
+    let (_, list) = server.get("/api/v1/tickets?status=open").await.unwrap();
+    assert_eq!(list["tickets"], json!([]));
+    assert!(server.stop().unwrap().success(), "{}", server.log());
+}
+
+#[tokio::test]
+async fn tickets_and_answers_survive_a_kill_at_any_moment() {
+    let place = Place::new().unwrap();
+    let mut ids: Vec<String> = Vec::new();
+    for round in 0..3 {
+        let mut server = place
+            .serve(&[
+                "--issue-quiet",
+                "0ms",
+                "--issue-max-wait",
+                "0ms",
+                "--worker-claim",
+                "1s",
+                "--sweep-every",
+                "200ms",
+                "--model-url",
+                "scripted:50ms",
+            ])
+            .unwrap();
+        for number in 0..5 {
+            let created = open(&server, &format!("question {number} of {round}")).await;
+            ids.push(created["ticket_id"].as_str().unwrap().to_owned());
+        }
+        tokio::time::sleep(Duration::from_millis(20 * round)).await;
+        server.kill9().unwrap();
+    }
+    let server = place
+        .serve(&[
+            "--issue-quiet",
+            "0ms",
+            "--issue-max-wait",
+            "0ms",
+            "--worker-claim",
+            "1s",
+            "--sweep-every",
+            "200ms",
+        ])
+        .unwrap();
+    for id in &ids {
+        let ticket = answered(&server, id, 1).await;
+        assert_eq!(by(&ticket, "user").len(), 1, "{ticket:#}");
+    }
+    // Nobody is answered twice, also not by what was under way when a process died.
+    server
+        .until("/api/v1/issues?status=queued", |_, body| body["issues"] == json!([]))
+        .await
+        .unwrap();
+    for id in &ids {
+        let ticket = answered(&server, id, 1).await;
+        assert_eq!(by(&ticket, "assistant").len(), 1, "{ticket:#}");
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_is_killed_during_a_model_call_costs_no_ticket_its_one_reply() {
+    let redis = Redis::start().unwrap();
+    let database = Postgres::shared().unwrap().database().unwrap();
+    let (model, url) = FakeModel::start().await;
+    let place = Place::new().unwrap();
+    let (streams, database) = (redis.url(), database.url());
+    let arguments = [
+        "--stream-url",
+        &streams,
+        "--database-url",
+        &database,
+        "--model-url",
+        &url,
+        "--model-name",
+        "m",
+        "--worker-claim",
+        "2s",
+        "--sweep-every",
+        "500ms",
+        "--issue-quiet",
+        "0ms",
+        "--issue-max-wait",
+        "0ms",
+        "--worker-concurrency",
+        "4",
+    ];
+    let server = place.serve(&arguments).unwrap();
+    let mut victim = place.worker(&arguments).unwrap();
+    let _other = place.worker(&arguments).unwrap();
+
+    // Until the victim has one in its hands, while the model thinks.
+    let mut tickets: HashMap<String, i64> = HashMap::new();
+    let pid = format!(":{}:", victim.pid());
+    let deadline = tokio::time::Instant::now() + LIMIT;
+    let in_hand = 'found: loop {
+        assert!(tokio::time::Instant::now() < deadline && tickets.len() < 60, "{}", server.log());
+        let created = open(&server, &format!("question {}", tickets.len())).await;
+        tickets.insert(
+            created["ticket_id"].as_str().unwrap().to_owned(),
+            created["issue_id"].as_i64().unwrap(),
+        );
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let (_, body) = server.get("/api/v1/issues?status=processing").await.unwrap();
+        for issue in body["issues"].as_array().unwrap() {
+            if issue["claim_owner"].as_str().is_some_and(|owner| owner.contains(&pid)) {
+                break 'found issue["id"].as_i64().unwrap();
+            }
+        }
+    };
+    let asked = model.asked.load(Ordering::SeqCst);
+    assert!(asked >= 1, "the model is being asked");
+    victim.kill9().unwrap();
+    model.door.add_permits(1000);
+    assert!(tickets.values().any(|issue| *issue == in_hand));
+    for id in tickets.keys() {
+        answered(&server, id, 1).await;
+    }
+    server
+        .until("/api/v1/issues?status=processing", |_, body| body["issues"] == json!([]))
+        .await
+        .unwrap();
+    server
+        .until("/api/v1/issues?status=queued", |_, body| body["issues"] == json!([]))
+        .await
+        .unwrap();
+    for id in tickets.keys() {
+        let ticket = answered(&server, id, 1).await;
+        assert_eq!(by(&ticket, "assistant"), ["A model says <hello>."], "one reply");
+    }
+}
+
+#[tokio::test]
+async fn the_sample_commands_of_the_seed_work_against_a_running_desk() {
+    let redis = Redis::start().unwrap();
+    let place = Place::new().unwrap();
+    // Somebody may have made the group before the desk came.
+    let create = ["XGROUP", "CREATE", "ticket_events", "ai_processor_group", "$", "MKSTREAM"];
+    redis.command(&create).unwrap().ok().unwrap();
+    let server = place
+        .serve(&[
+            "--stream-url",
+            &redis.url(),
+            "--issue-quiet",
+            "50ms",
+            "--desk-reclaim-idle",
+            "500ms",
+        ])
+        .unwrap();
+    let busy = redis.command(&create).unwrap().text();
+    assert!(busy.starts_with("BUSYGROUP"), "{busy}");
+
+    let add = |event: Value| {
+        redis
+            .command(&["XADD", "ticket_events", "*", "data", &event.to_string()])
+            .unwrap()
+            .ok()
+            .unwrap()
+    };
+    let (ticket, message) = (Uuid::new_v4(), Uuid::new_v4());
+    let sample =
+        json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": ticket, "message_id": message});
+    add(sample.clone());
+    let shown = answered(&server, &ticket.to_string(), 1).await;
+    assert_eq!(by(&shown, "user"), [""]);
+
+    // The same again, and again in other words: the message id counts.
+    add(sample);
+    add(
+        json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": ticket, "message_id": message, "content": "again"}),
+    );
+    // The whole form, and the flat one.
+    let created = Uuid::new_v4();
+    add(
+        json!({"event_type": "TICKET_CREATED", "ticket_id": created, "message_id": Uuid::new_v4(), "user_id": Uuid::new_v4(),
+        "payload": {"content": "My router is broken", "timestamp": "2026-01-01T00:00:00Z"}}),
+    );
+    add(
+        json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": created, "message_id": Uuid::new_v4(), "content": "flat"}),
+    );
+    let path = format!("/api/v1/tickets/{created}");
+    server
+        .until(&path, |status, body| {
+            status == 200 && by(body, "user").len() == 2 && !by(body, "assistant").is_empty()
+        })
+        .await
+        .unwrap();
+
+    // Another program reads an entry and dies with it: it is taken over.
+    let pending = || {
+        let reply = redis.command(&["XPENDING", "ticket_events", "ai_processor_group"]).unwrap();
+        reply.items().first().and_then(headwater_testkit::Reply::int)
+    };
+    wait_until("all entries to be acknowledged", LIMIT, || pending() == Some(0)).unwrap();
+    let read = [
+        "XREADGROUP",
+        "GROUP",
+        "ai_processor_group",
+        "worker_1",
+        "COUNT",
+        "1",
+        "STREAMS",
+        "ticket_events",
+        ">",
+    ];
+    let late = Uuid::new_v4();
+    // The desk reads, too: try until the other program was quicker.
+    wait_until("worker_1 to get an entry", LIMIT, || {
+        add(json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": late, "message_id": Uuid::new_v4(), "content": "taken"}));
+        !redis.command(&read).unwrap().items().is_empty()
+    })
+    .unwrap();
+    let added = || {
+        let reply = redis.command(&["XLEN", "ticket_events"]).unwrap();
+        reply.int().unwrap()
+    };
+    assert!(added() > 5);
+    wait_until("the abandoned entry to be taken over", LIMIT, || pending() == Some(0)).unwrap();
+    server.until(&format!("/api/v1/tickets/{late}"), |status, _| status == 200).await.unwrap();
+
+    // What makes no sense is a dead letter with its bytes, and stops nobody.
+    let letters = || redis.command(&["XLEN", "ticket_events:dlq"]).unwrap().int().unwrap_or(0);
+    redis
+        .command(&[
+            "XADD",
+            "ticket_events",
+            "*",
+            "data",
+            r#"{"event_type": "MESSAGE_RECEIVED", "ticket_id": "...", "message_id": "..."}"#,
+        ])
+        .unwrap();
+    redis.command(&["XADD", "ticket_events", "*", "data", "no json"]).unwrap();
+    redis.command(&["XADD", "ticket_events", "*", "other", "field"]).unwrap();
+    wait_until("three dead letters", LIMIT, || letters() == 3).unwrap();
+
+    // Our own events are there in the seed's form, and the desk has not answered itself.
+    let (_, shown) = server.get(&format!("/api/v1/tickets/{ticket}")).await.unwrap();
+    assert_eq!((by(&shown, "user").len(), by(&shown, "assistant").len()), (1, 1), "{shown:#}");
+    let entries = redis.command(&["XRANGE", "ticket_events", "-", "+"]).unwrap();
+    let ours = entries.items().iter().filter(|entry| {
+        let fields = entry.items()[1].items();
+        let event: Value = serde_json::from_str(&fields[1].text()).unwrap_or_default();
+        event["event_type"] == "AI_RESPONSE_GENERATED" && event["ticket_id"] == ticket.to_string()
+    });
+    assert_eq!(ours.count(), 1);
+    let cached = redis
+        .command(&["SISMEMBER", &format!("processed_messages:{ticket}"), &message.to_string()])
+        .unwrap();
+    assert_eq!(cached.int(), Some(1));
+    let ttl =
+        redis.command(&["TTL", &format!("processed_messages:{ticket}")]).unwrap().int().unwrap();
+    assert!((1..=86_400).contains(&ttl), "{ttl}");
+
+    // Everything in Redis is gone, and nothing is lost.
+    redis.command(&["FLUSHALL"]).unwrap().ok().unwrap();
+    let again = Uuid::new_v4();
+    wait_until("the desk to read again", LIMIT, || {
+        redis.command(&["XINFO", "GROUPS", "ticket_events"]).unwrap().items().len() == 1
+    })
+    .unwrap();
+    add(
+        json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": again, "message_id": Uuid::new_v4(), "content": "after"}),
+    );
+    answered(&server, &again.to_string(), 1).await;
+    let (_, shown) = server.get(&format!("/api/v1/tickets/{ticket}")).await.unwrap();
+    assert_eq!(by(&shown, "assistant").len(), 1);
+}
+
+async fn raw(server: &Server, path: &str, content_type: &str, body: Vec<u8>) -> (u16, Value) {
+    let request =
+        server.client.post(server.url(path)).header("content-type", content_type).body(body);
+    answer(request.send().await.unwrap()).await.unwrap()
+}
+
+#[tokio::test]
+async fn bad_input_is_refused_by_name_and_changes_nothing() {
+    let place = Place::new().unwrap();
+    let server = place.serve(&["--issue-quiet", "50ms"]).unwrap();
+    let created = open(&server, "x").await;
+    let id = created["ticket_id"].as_str().unwrap().to_owned();
+    answered(&server, &id, 1).await;
+    let create = "/api/v1/tickets".to_owned();
+    let add = format!("/api/v1/tickets/{id}/messages");
+    let json = "application/json";
+    let long = "x".repeat(70_000);
+    let deep = format!("{{\"title\":{}1{}}}", "[".repeat(5000), "]".repeat(5000));
+    let cases: Vec<(&str, &str, Vec<u8>, u16)> = vec![
+        (&create, json, b"".to_vec(), 400),
+        (&create, json, b"{".to_vec(), 400),
+        (&create, json, b"[]".to_vec(), 400),
+        (&create, json, b"{\"title\":\"\xff\xfe\",\"content\":\"x\"}".to_vec(), 400),
+        (&create, json, deep.into_bytes(), 400),
+        (&create, json, br#"{"title":"t"}"#.to_vec(), 400),
+        (&create, json, br#"{"title":1,"content":"x"}"#.to_vec(), 400),
+        (&create, json, br#"{"title":"t","content":{"a":1}}"#.to_vec(), 400),
+        (&create, json, br#"{"title":"t","content":"x","message_id":"no uuid"}"#.to_vec(), 400),
+        (&create, json, br#"{"title":"t","content":"x","user_id":7}"#.to_vec(), 400),
+        (&create, json, br#"{"title":"t","content":"x","status":"closed"}"#.to_vec(), 400),
+        (&create, json, br#"{"title":"","content":"x"}"#.to_vec(), 400),
+        (&create, json, br#"{"title":"t","content":" "}"#.to_vec(), 400),
+        (&create, json, json!({"title": "t", "content": long}).to_string().into_bytes(), 400),
+        (&create, json, json!({"title": long, "content": "x"}).to_string().into_bytes(), 400),
+        (
+            &create,
+            json,
+            json!({"title": "t", "content": "x", "user_id": long}).to_string().into_bytes(),
+            400,
+        ),
+        (&create, "text/plain", new_ticket("x").to_string().into_bytes(), 415),
+        (&create, json, vec![b'x'; 10 * 1024 * 1024], 413),
+        (&add, json, br#"{"content":"x","author":"assistant"}"#.to_vec(), 400),
+        (&add, json, br#"{"content":"x","author":"root"}"#.to_vec(), 400),
+        (&add, json, br#"{"content":""}"#.to_vec(), 400),
+        (&add, json, br#"{"content":null}"#.to_vec(), 400),
+        (&add, "application/x-www-form-urlencoded", b"content=x".to_vec(), 415),
+    ];
+    for (path, kind, body, expected) in cases {
+        let shown = String::from_utf8_lossy(&body[..body.len().min(80)]).into_owned();
+        let (status, answer) = raw(&server, path, kind, body).await;
+        assert_eq!(status, expected, "{path} {shown}: {answer}");
+        assert!(
+            answer["error"]["code"].is_string() && answer["error"]["message"].is_string(),
+            "{answer}"
+        );
+    }
+    let unknown = Uuid::new_v4();
+    for path in [
+        format!("/api/v1/tickets/{unknown}"),
+        "/api/v1/tickets/1".to_owned(),
+        "/api/v1/tickets/'%20OR%201=1".to_owned(),
+        format!("/api/v1/tickets/{unknown}/events"),
+        format!("/api/v1/tickets/{unknown}/messages"),
+    ] {
+        let (status, answer) = server.get(&path).await.unwrap();
+        assert_eq!(
+            (status, answer["error"]["code"].as_str()),
+            (404, Some("not_found")),
+            "{path}: {answer}"
+        );
+    }
+    for action in ["messages", "close", "reopen"] {
+        let (status, _) = server
+            .post(&format!("/api/v1/tickets/{unknown}/{action}"), &json!({"content": "x"}))
+            .await
+            .unwrap();
+        assert_eq!(status, 404, "{action}");
+    }
+    for query in [
+        "status=gone",
+        "limit=0",
+        "limit=99999",
+        "limit=x",
+        "cursor=x",
+        "unknown=1",
+        "user_id=%00",
+        "user_id=%ff",
+    ] {
+        let (status, answer) = server.get(&format!("/api/v1/tickets?{query}")).await.unwrap();
+        assert!(
+            status == 400 || (status == 200 && query == "user_id=%ff"),
+            "{query}: {status} {answer}"
+        );
+    }
+    let request = server
+        .client
+        .get(server.url(&format!("/api/v1/tickets/{id}/events")))
+        .header("last-event-id", "x");
+    assert_eq!(request.send().await.unwrap().status(), 400);
+
+    // SQL and HTML are text like any other.
+    let nasty = "'; DROP TABLE tickets; -- <script>alert(1)</script>";
+    let (status, body) = server
+        .post(&create, &json!({"title": nasty, "content": nasty, "user_id": nasty}))
+        .await
+        .unwrap();
+    assert_eq!(status, 201, "{body}");
+    let ticket = answered(&server, body["ticket_id"].as_str().unwrap(), 1).await;
+    assert_eq!((&ticket["title"], &ticket["user_id"]), (&json!(nasty), &json!(nasty)));
+    let (_, list) = server.get("/api/v1/tickets").await.unwrap();
+    assert_eq!(list["tickets"].as_array().unwrap().len(), 2, "nothing else was written: {list:#}");
+
+    // A message id that is used again for something else.
+    let again = json!({"title": "other", "content": "other", "message_id": created["message_id"]});
+    let (status, body) = server.post(&create, &again).await.unwrap();
+    assert_eq!((status, body["error"]["code"].as_str()), (409, Some("conflict")), "{body}");
+}
+
+#[tokio::test]
+async fn a_token_does_what_its_role_allows() {
+    let text = "[[token]]\nname = \"r\"\nrole = \"read\"\ntoken = \"rrrrrrrrrrrrrrrrrrrr\"\n\
+                [[token]]\nname = \"w\"\nrole = \"write\"\ntoken = \"wwwwwwwwwwwwwwwwwwww\"\n";
+    let place = Place::new().unwrap().settings(text).unwrap();
+    let server = place.serve(&[]).unwrap();
+    let call = async |token: &str, method: &str, path: &str| {
+        let request = match method {
+            "GET" => server.client.get(server.url(path)),
+            _ => server.client.post(server.url(path)).json(&new_ticket("x")),
+        };
+        let request = if token.is_empty() { request } else { request.bearer_auth(token) };
+        answer(request.send().await.unwrap()).await.unwrap()
+    };
+    let (status, body) = call("wwwwwwwwwwwwwwwwwwww", "POST", "/api/v1/tickets").await;
+    assert_eq!(status, 201, "{body}");
+    let id = body["ticket_id"].as_str().unwrap().to_owned();
+    for path in ["/api/v1/tickets".to_owned(), format!("/api/v1/tickets/{id}")] {
+        assert_eq!(call("rrrrrrrrrrrrrrrrrrrr", "GET", &path).await.0, 200);
+        assert_eq!(call("", "GET", &path).await.0, 401);
+        assert_eq!(call("wrong-wrong-wrong-wrong", "GET", &path).await.0, 401);
+    }
+    for path in [
+        "/api/v1/tickets".to_owned(),
+        format!("/api/v1/tickets/{id}/messages"),
+        format!("/api/v1/tickets/{id}/close"),
+        format!("/api/v1/tickets/{id}/reopen"),
+    ] {
+        assert_eq!(call("rrrrrrrrrrrrrrrrrrrr", "POST", &path).await.0, 403, "{path}");
+        assert_eq!(call("", "POST", &path).await.0, 401, "{path}");
+    }
+    assert_eq!(call("", "GET", &format!("/api/v1/tickets/{id}/events")).await.0, 401);
+}
