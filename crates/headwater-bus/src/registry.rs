@@ -1,11 +1,13 @@
 //! The registry: which event types a bus knows, and how older versions become the newest one.
 //!
 //! Upstream: the application, which registers its types once. Downstream: every bus asks it before it trusts an entry.
-//! Promises: what is not registered is refused or parked, never guessed.
+//! Promises: what is not registered is refused or parked, never guessed. An upcaster or a type that panics on an entry
+//! is an error of that entry, and of nothing else.
 
 use std::any::TypeId;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use headwater_stream::BoxError;
@@ -13,6 +15,7 @@ use serde_json::Value as Json;
 
 use crate::error::{BusError, Misfit, Result};
 use crate::event::{Envelope, Event, Outgoing, Scope, Value};
+use crate::handler::panic_text;
 use crate::limits::TYPE_BYTES_MAX;
 
 /// The allow-list of event types.
@@ -121,31 +124,17 @@ impl Registry {
 
     /// Reads the event in an envelope, whatever its type is.
     pub(crate) fn decode_any(&self, envelope: &Envelope) -> Result<Value, Misfit> {
-        let Envelope { event_type, version, payload, .. } = envelope;
+        let event_type = &envelope.event_type;
         let known = self
             .types
             .get(event_type)
             .ok_or_else(|| Misfit::UnknownType { event_type: event_type.clone() })?;
-        let unfit = |problem: String| Misfit::Payload {
-            event_type: event_type.clone(),
-            version: *version,
-            problem,
-        };
-        if *version == known.version {
-            return (known.decode)(payload).map_err(|error| unfit(error.to_string()));
-        }
-        let mut json: Json =
-            serde_json::from_slice(payload).map_err(|error| unfit(error.to_string()))?;
-        for step in *version..known.version {
-            let Some(upcast) = known.upcasters.get(&step) else {
-                return Err(known.unreadable(event_type, *version));
-            };
-            json = upcast(json).map_err(|error| unfit(format!("from version {step}: {error}")))?;
-        }
-        if *version > known.version {
-            return Err(known.unreadable(event_type, *version));
-        }
-        (known.decode_lifted)(json).map_err(|error| unfit(error.to_string()))
+        // Foreign code on foreign data: whoever reads a stream must outlive it. It is given nothing that it could leave
+        // half changed.
+        catch_unwind(AssertUnwindSafe(|| known.read(envelope))).unwrap_or_else(|panic| {
+            let problem = format!("reading it panicked: {}", panic_text(&*panic));
+            Err(misfit(envelope, problem))
+        })
     }
 
     /// Whether `E` is the type that is allowed under its name.
@@ -177,6 +166,27 @@ impl Registry {
 }
 
 impl Registration {
+    /// Reads an event of this type.
+    fn read(&self, envelope: &Envelope) -> Result<Value, Misfit> {
+        let Envelope { event_type, version, payload, .. } = envelope;
+        let unfit = |problem: String| misfit(envelope, problem);
+        if *version == self.version {
+            return (self.decode)(payload).map_err(|error| unfit(error.to_string()));
+        }
+        let mut json: Json =
+            serde_json::from_slice(payload).map_err(|error| unfit(error.to_string()))?;
+        for step in *version..self.version {
+            let Some(upcast) = self.upcasters.get(&step) else {
+                return Err(self.unreadable(event_type, *version));
+            };
+            json = upcast(json).map_err(|error| unfit(format!("from version {step}: {error}")))?;
+        }
+        if *version > self.version {
+            return Err(self.unreadable(event_type, *version));
+        }
+        (self.decode_lifted)(json).map_err(|error| unfit(error.to_string()))
+    }
+
     fn unreadable(&self, event_type: &str, version: u32) -> Misfit {
         let lifted: Vec<String> = self.upcasters.keys().map(u32::to_string).collect();
         let problem = match lifted.as_slice() {
@@ -195,6 +205,11 @@ impl fmt::Debug for Registry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_map().entries(self.types()).finish()
     }
+}
+
+fn misfit(envelope: &Envelope, problem: String) -> Misfit {
+    let Envelope { event_type, version, .. } = envelope;
+    Misfit::Payload { event_type: event_type.clone(), version: *version, problem }
 }
 
 fn check_name(name: &str) -> Result<()> {
@@ -288,6 +303,38 @@ mod tests {
         let registry = Registry::empty().with_upcaster::<Priced>(2, Ok).unwrap();
         let error = registry.decode_any(&envelope(Priced::TYPE, "1", "{}")).err().unwrap();
         assert!(error.to_string().contains("with upcasters from 2"), "{error}");
+    }
+
+    #[test]
+    fn an_upcaster_or_a_type_that_panics_is_an_error_of_the_entry() {
+        fn touchy<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+            let number = u64::deserialize(deserializer)?;
+            assert_ne!(number, 13, "unlucky");
+            Ok(number)
+        }
+        #[derive(Serialize, Deserialize, JsonSchema)]
+        struct Touchy {
+            #[serde(deserialize_with = "touchy")]
+            number: u64,
+        }
+        impl Event for Touchy {
+            const TYPE: &'static str = "tests.Touchy";
+            const VERSION: u32 = 2;
+        }
+        let lift = |old: Json| Ok(json!({ "number": old["old"].as_u64().expect("no old") }));
+        let registry = Registry::empty().with_upcaster::<Touchy>(1, lift).unwrap();
+        for (version, payload, reason) in [
+            ("1", "{}", "no old"),
+            ("1", r#"{"old":13}"#, "unlucky"),
+            ("2", r#"{"number":13}"#, "unlucky"),
+        ] {
+            let read = registry.decode_any(&envelope(Touchy::TYPE, version, payload));
+            let misfit = read.err().unwrap();
+            assert!(matches!(misfit, Misfit::Payload { .. }), "{misfit}");
+            let text = misfit.to_string();
+            assert!(text.contains("panicked") && text.contains(reason), "{text}");
+        }
+        assert!(registry.decode_any(&envelope(Touchy::TYPE, "1", r#"{"old":12}"#)).is_ok());
     }
 
     #[test]

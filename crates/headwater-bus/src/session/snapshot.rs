@@ -6,6 +6,7 @@
 //! Not here: what may be trimmed below it (see `compaction`).
 
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
@@ -18,6 +19,7 @@ use super::error::SessionError;
 use super::meta::{self, Point, Stage};
 use super::state::{Seen, SessionState, Unreadable};
 use crate::fold::Folds;
+use crate::handler::panic_text;
 use crate::journal::Journal;
 use crate::limits::{SNAPSHOT_BYTES_MAX, SNAPSHOT_SETS_MAX};
 use crate::name::{EventId, SessionId};
@@ -207,7 +209,10 @@ fn load(saved: Vec<SavedFold>, folds: &Folds, registry: &Registry) -> Result<Fol
     for fold in folds.iter_mut() {
         let state = saved.remove(fold.name()).ok_or("it is of other folds")?;
         let name = fold.name().to_owned();
-        fold.load(&state, registry).map_err(|problem| format!("fold `{name}`: {problem}"))?;
+        // Foreign code reads it. A snapshot that it panics on is passed over, like any other that cannot be used.
+        catch_unwind(AssertUnwindSafe(|| fold.load(&state, registry)))
+            .unwrap_or_else(|panic| Err(format!("it panicked: {}", panic_text(&*panic))))
+            .map_err(|problem| format!("fold `{name}`: {problem}"))?;
     }
     Ok(folds)
 }

@@ -28,6 +28,8 @@ everywhere!(
     what_was_published_past_a_session_is_missed_when_it_is_gone,
     what_is_kept_beside_the_events_may_be_damaged,
     an_older_version_in_a_snapshot_is_lifted,
+    an_entry_that_panics_whoever_reads_it_is_unreadable_and_no_more,
+    a_snapshot_that_panics_whoever_reads_it_is_passed_over,
     a_fold_of_another_version_begins_anew,
     a_state_can_be_had_as_it_was_at_an_entry_or_a_time,
     sessions_are_listed_page_by_page_in_the_order_they_were_made,
@@ -323,6 +325,52 @@ impl Fold for Doubled {
     fn apply(&mut self, event: &SessionEvent) {
         self.0 += event.get::<Noted>().map_or(0, |noted| noted.number * 2);
     }
+}
+
+async fn an_entry_that_panics_whoever_reads_it_is_unreadable_and_no_more(place: Place) {
+    let careless = |mut payload: serde_json::Value| {
+        payload["importance"] = payload["weight"].as_u64().unwrap().into();
+        Ok(payload)
+    };
+    let later = Registry::empty().with_upcaster::<NotedLater>(1, careless).unwrap();
+    let folds = Folds::none().latest::<NotedLater>();
+    let sessions = Sessions::new(place.bus_for(later).await, folds, by_hand()).await.unwrap();
+    let session = sessions.create(&place.session).await.unwrap();
+    place.append(&[("type", Noted::TYPE), ("payload", "{\"number\":1}")]).await;
+    session.publish(NotedLater { number: 2, importance: 9 }).await.unwrap();
+    for session in [session, sessions.recover(&place.session).await.unwrap()] {
+        assert_eq!(session.latest::<NotedLater>().unwrap().number, 2);
+        assert_eq!((session.state().events(), session.state().unreadable()), (1, 1));
+    }
+}
+
+/// A fold whose state cannot be read back.
+#[derive(Clone, Debug, Default, Serialize)]
+struct Forgetful(u64);
+
+impl<'de> Deserialize<'de> for Forgetful {
+    fn deserialize<D: serde::Deserializer<'de>>(_: D) -> Result<Self, D::Error> {
+        panic!("forgotten")
+    }
+}
+
+impl Fold for Forgetful {
+    const NAME: &'static str = "tests.Forgetful";
+
+    fn apply(&mut self, _: &SessionEvent) {
+        self.0 += 1;
+    }
+}
+
+async fn a_snapshot_that_panics_whoever_reads_it_is_passed_over(place: Place) {
+    let sessions = place.sessions_with(Folds::none().with::<Forgetful>(), by_hand()).await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..5).await;
+    session.snapshot().await.unwrap();
+    let again = sessions.recover(&place.session).await.unwrap();
+    assert_eq!((again.get::<Forgetful>().unwrap().0, again.recovery().replayed), (5, 5));
+    let problem = again.recovery().snapshot_problem.unwrap();
+    assert!(problem.contains("forgotten"), "{problem}");
 }
 
 async fn a_fold_of_another_version_begins_anew(place: Place) {

@@ -13,6 +13,7 @@ use crate::place::{Place, entries, watch, writes};
 everywhere!(
     unreadable_entries_are_parked_once_and_hold_up_nobody,
     a_parked_entry_is_handled_when_its_type_is_known,
+    an_entry_that_panics_whoever_reads_it_is_parked_and_readers_go_on,
     an_entry_too_large_to_be_parked_whole_is_parked_by_its_place,
 );
 
@@ -107,6 +108,48 @@ async fn a_parked_entry_is_handled_when_its_type_is_known(place: Place) {
     assert_eq!(new.retry_parked(parked.id).await.unwrap(), Retried::Missing);
     assert_eq!(entries(&*place.connect().await, &place.stream()).await.len(), 1);
     new.close().await.unwrap();
+}
+
+/// `Noted` as a later version of the application knows it.
+#[derive(Serialize, Deserialize, JsonSchema)]
+struct NotedLater {
+    number: u64,
+}
+
+impl Event for NotedLater {
+    const TYPE: &'static str = Noted::TYPE;
+    const VERSION: u32 = 2;
+    const SCOPE: Scope = Scope::Session;
+}
+
+async fn an_entry_that_panics_whoever_reads_it_is_parked_and_readers_go_on(place: Place) {
+    // Given an upcaster that trusts what others wrote, a live reader and a group.
+    let careless = |old: serde_json::Value| {
+        Ok(serde_json::json!({ "number": old["number"].as_u64().unwrap() }))
+    };
+    let registry = headwater_bus::Registry::empty();
+    let registry = registry.with_upcaster::<NotedLater>(1, careless).unwrap();
+    let bus = place.bus_with(registry, place.config()).await;
+    let (live, durable) = (Log::default(), Log::default());
+    for (log, subscribe) in [(&live, Subscribe::live()), (&durable, Subscribe::durable("all"))] {
+        let log = log.clone();
+        let write = move |event: Received<NotedLater>| {
+            log.add(event.number);
+            async {}
+        };
+        bus.subscribe::<NotedLater>(subscribe, write).await.unwrap();
+    }
+    // When an entry comes that it panics on, and one that it reads.
+    let bad = place.append(&[("type", Noted::TYPE), ("payload", "{}")]).await;
+    place.append(&[("type", Noted::TYPE), ("payload", "{\"number\":7}")]).await;
+    // Then the second is handled by both, and the first is parked.
+    for log in [&live, &durable] {
+        assert_eq!(log.settles_at(1).await, ["7"]);
+    }
+    let parked = wait_for_parked(&bus, 1).await;
+    assert_eq!(parked.iter().map(|entry| entry.entry_id).collect::<Vec<_>>(), [bad]);
+    assert!(parked[0].reason.contains("panicked"), "{}", parked[0].reason);
+    bus.close().await.unwrap();
 }
 
 async fn an_entry_too_large_to_be_parked_whole_is_parked_by_its_place(place: Place) {
