@@ -2,7 +2,8 @@
 //!
 //! Upstream: operators, with a file of their own. Downstream: `filling`.
 //! Promises: a file is checked line by line and as a whole: one that is torn, of another kind or out of order is an error,
-//! and nothing of it is imported.
+//! and nothing of it is imported. A call that is given up half way is the end of the import, too: nobody knows what of
+//! its entries was stored.
 
 use headwater_stream::{EntryId, Fields, RegistryMap};
 
@@ -34,6 +35,7 @@ impl Sessions {
             entries: 0,
             checksum: crc32fast::Hasher::new(),
             stage: ImportStage::Head,
+            is_taking: false,
         }
     }
 }
@@ -53,6 +55,8 @@ pub struct Import {
     entries: u64,
     checksum: crc32fast::Hasher,
     stage: ImportStage,
+    /// A line is being taken. If it still is when the next one comes, its future was dropped.
+    is_taking: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,13 +70,30 @@ enum ImportStage {
 
 impl Import {
     /// Takes the next line, without its end. An error is the end of the import: nothing of it is left.
+    ///
+    /// Not cancel-safe: an import whose `line` was begun and dropped has failed.
     pub async fn line(&mut self, line: &str) -> Result<()> {
         self.line += 1;
-        let taken = self.take(line).await;
+        let taken = match self.check_taken() {
+            Ok(()) => {
+                self.is_taking = true;
+                self.take(line).await
+            }
+            Err(error) => Err(error),
+        };
         if taken.is_err() {
             self.fail().await;
         }
+        self.is_taking = false;
         taken
+    }
+
+    /// The line before must have been taken to its end.
+    fn check_taken(&self) -> Result<()> {
+        match self.is_taking {
+            false => Ok(()),
+            true => Err(self.wrong("the call before was given up half way; begin the import anew")),
+        }
     }
 
     /// Makes it a session, if all of it is there.
@@ -203,8 +224,15 @@ impl Import {
 
     async fn check_end(&mut self) -> Result<Beginning> {
         self.line += 1;
+        self.check_taken()?;
         if self.stage != ImportStage::Ended {
             return Err(self.wrong("the end is missing: the file is cut off"));
+        }
+        // What was read has been checked. This is what was stored.
+        let stored = self.filling.as_ref().map_or(0, |filling| filling.entries);
+        if stored != self.entries {
+            let problem = format!("{stored} of {} entries were stored", self.entries);
+            return Err(self.wrong(problem));
         }
         let beginning = match self.head.as_ref().map(|head| &head.beginning) {
             Some(SavedBeginning::Whole) => Beginning::Whole,

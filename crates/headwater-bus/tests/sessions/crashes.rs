@@ -24,6 +24,7 @@ everywhere!(
     a_compaction_that_is_cut_off_anywhere_leaves_the_session_whole,
     a_fork_that_is_cut_off_anywhere_is_whole_or_no_session,
     an_import_that_is_cut_off_anywhere_is_whole_or_no_session,
+    an_import_of_which_one_call_is_cut_off_has_failed,
     an_end_that_is_cut_off_anywhere_is_still_told,
 );
 
@@ -174,6 +175,60 @@ async fn an_import_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place)
             println!("{polls} polls");
             assert!(polls > ENDS, "it was not cut off anywhere");
             return;
+        }
+    }
+}
+
+async fn an_import_of_which_one_call_is_cut_off_has_failed(place: Place) {
+    let place = place.on_disk().await;
+    let sessions = place.sessions().await;
+    let original = sessions.create(&place.session).await.unwrap();
+    publish(&original, 0..600).await;
+    let mut lines = Vec::new();
+    let mut export = sessions.export(&place.session).await.unwrap();
+    while let Some(line) = export.next_line().await.unwrap() {
+        lines.push(line);
+    }
+    let last = lines.len() - 1;
+    // The calls that write: the first entry, a full batch, the end.
+    for cut in [1, 500, last] {
+        let (mut ends, mut cuts) = (0, 0);
+        for round in 0.. {
+            // Answers may be there at once, whenever the machine is busy: some rounds are not cut off.
+            assert!(round < 1000, "line {cut} was not cut off anywhere");
+            let polls = 1 + round % 12;
+            let id = SessionId::random();
+            let mut import = sessions.import(&id);
+            let mut failed = None;
+            let mut was_cut = false;
+            for (index, line) in lines.iter().enumerate() {
+                let polls = if index == cut { polls } else { usize::MAX };
+                match cut_off(polls, import.line(line)).await {
+                    // The caller goes on as if nothing had happened.
+                    None => was_cut = true,
+                    Some(Ok(())) => {}
+                    Some(Err(error)) => {
+                        failed = Some(error);
+                        break;
+                    }
+                }
+            }
+            let finished = import.finish().await;
+            settle().await;
+            if was_cut {
+                cuts += 1;
+                assert_eq!(failed.is_some(), cut != last, "line {cut} after {polls} polls");
+                assert!(finished.is_err(), "line {cut} after {polls} polls");
+                let recovered = sessions.recover(&id).await;
+                assert!(recovered.is_err(), "line {cut} after {polls} polls");
+            } else {
+                assert_eq!(sum(&finished.unwrap()), Sum::of(0..600));
+                ends += 1;
+            }
+            if ends >= ENDS && cuts > 0 {
+                println!("line {cut}: cut off {cuts} times");
+                break;
+            }
         }
     }
 }
