@@ -6,6 +6,7 @@
 //! is an error. A spool belongs to one bus.
 //! Not here: when to replay, and how to see to it that nothing is stored twice (see `streamed/replay`).
 
+mod faults;
 mod file;
 mod record;
 
@@ -59,7 +60,7 @@ impl SpoolConfig {
 pub(crate) struct Spool {
     shared: Arc<Shared>,
     /// Events that are added at the same time share one sync of the disk.
-    writes: Coalescer<Vec<Spooled>, Result<(), SpoolError>>,
+    writes: Coalescer<Unwritten, Result<(), SpoolError>>,
 }
 
 struct Shared {
@@ -67,9 +68,11 @@ struct Shared {
     owner: String,
     /// Locked only by threads that may block. `None` once it is closed.
     file: Mutex<Option<SpoolFile>>,
-    /// Events that were accepted, written or not, and are not in their streams. While there are any, nothing goes past
-    /// them.
-    waiting: AtomicUsize,
+    /// Events that were accepted and may not be in the file yet. While there are any, or any wait in the file, nothing
+    /// goes past them.
+    unwritten: AtomicUsize,
+    /// Events that wait in the file, as it says itself.
+    written: AtomicUsize,
     bytes: AtomicU64,
     rejected: AtomicU64,
     /// Something was added.
@@ -105,7 +108,8 @@ impl Spool {
         });
         let shared = Arc::new(Shared {
             owner: owner.to_owned(),
-            waiting: AtomicUsize::new(file.waiting()),
+            unwritten: AtomicUsize::new(0),
+            written: AtomicUsize::new(file.waiting()),
             bytes: AtomicU64::new(file.bytes()),
             rejected: AtomicU64::new(rejected.0),
             added: Notify::new(),
@@ -113,7 +117,7 @@ impl Spool {
             file: Mutex::new(Some(file)),
             config,
         });
-        metrics::spooled(shared.waiting.load(Ordering::SeqCst));
+        metrics::spooled(shared.waiting());
         let writer = Arc::clone(&shared);
         let writes = Coalescer::new(CoalescerConfig::default(), move |batch| {
             let shared = Arc::clone(&writer);
@@ -124,27 +128,20 @@ impl Spool {
 
     /// Whether events wait: then every newer one must be added behind them.
     pub(crate) fn is_waiting(&self) -> bool {
-        self.shared.waiting.load(Ordering::SeqCst) > 0
+        self.shared.waiting() > 0
     }
 
     /// Adds events in order, all or none. When it returns they are on the disk.
     pub(crate) async fn add(&self, events: Vec<Spooled>) -> Result<(), SpoolError> {
-        let count = events.len();
         let bytes = events.iter().map(|event| event.fields.bytes()).sum();
-        // Counted before they are written: from now on nothing may go past them.
-        self.shared.waiting.fetch_add(count, Ordering::SeqCst);
         let gone = || SpoolError::Disk {
             file: self.shared.config.file.clone(),
             problem: "the writer ended".to_owned(),
         };
-        let written =
-            self.writes.call_weighing(events, bytes).await.unwrap_or_else(|_| Err(gone()));
-        if written.is_err() {
-            self.shared.waiting.fetch_sub(count, Ordering::SeqCst);
-        }
-        metrics::spooled(self.shared.waiting.load(Ordering::SeqCst));
-        self.shared.added.notify_one();
-        written
+        let events = Unwritten::new(&self.shared, events);
+        let written = self.writes.call_weighing(events, bytes).await;
+        metrics::spooled(self.shared.waiting());
+        written.unwrap_or_else(|_| Err(gone()))
     }
 
     /// Lets older events get on before newer ones are added. Without this, whoever publishes all the time would be
@@ -183,9 +180,12 @@ impl Spool {
 
     /// The oldest `count` events are in their streams.
     pub(crate) async fn done(&self, count: usize) -> Result<(), SpoolError> {
-        self.with_file(move |file| file.done(count)).await?;
-        let before = self.shared.waiting.fetch_sub(count, Ordering::SeqCst);
-        metrics::spooled(before - count);
+        let noting = self.with_file(move |file| {
+            file.done(count);
+            Ok(())
+        });
+        noting.await?;
+        metrics::spooled(self.shared.waiting());
         Ok(())
     }
 
@@ -218,7 +218,7 @@ impl Spool {
     pub(crate) fn health(&self) -> SpoolHealth {
         let shared = &self.shared;
         SpoolHealth {
-            events: shared.waiting.load(Ordering::SeqCst),
+            events: shared.waiting(),
             bytes: shared.bytes.load(Ordering::SeqCst),
             max_bytes: shared.config.max_bytes,
             rejected: shared.rejected.load(Ordering::SeqCst),
@@ -235,13 +235,34 @@ impl Spool {
     }
 }
 
+/// Events on their way to the file. They count from the beginning, so that nothing goes past them, until they are in the
+/// file or refused, even if whoever added them has gone away.
+struct Unwritten {
+    shared: Arc<Shared>,
+    events: Vec<Spooled>,
+}
+
+impl Unwritten {
+    fn new(shared: &Arc<Shared>, events: Vec<Spooled>) -> Self {
+        shared.unwritten.fetch_add(events.len(), Ordering::SeqCst);
+        Self { shared: Arc::clone(shared), events }
+    }
+}
+
+impl Drop for Unwritten {
+    fn drop(&mut self) {
+        self.shared.unwritten.fetch_sub(self.events.len(), Ordering::SeqCst);
+        self.shared.added.notify_one();
+    }
+}
+
 /// Says how the events that wait get on.
 pub(crate) struct Pacer(Arc<Shared>);
 
 impl Pacer {
     /// Some of them are in their streams. When no more than `few` are left, newer ones wait for the end.
     pub(crate) fn moved(&self, few: usize) {
-        let left = self.0.waiting.load(Ordering::SeqCst);
+        let left = self.0.waiting();
         self.0.pace.send_modify(|pace| {
             pace.steps += 1;
             pace.is_moving = left > 0;
@@ -262,15 +283,24 @@ impl Drop for Pacer {
 }
 
 impl Shared {
+    /// All events that are not in their streams. One that is just being written may count twice, and never not at all.
+    fn waiting(&self) -> usize {
+        // In this order: an event is in the file before it ceases to be unwritten.
+        let unwritten = self.unwritten.load(Ordering::SeqCst);
+        unwritten + self.written.load(Ordering::SeqCst)
+    }
+
     /// Writes what gathered, one request after the other if all together do not fit.
-    async fn write(self: Arc<Self>, batch: Vec<Vec<Spooled>>) -> Vec<Result<(), SpoolError>> {
+    async fn write(self: Arc<Self>, batch: Vec<Unwritten>) -> Vec<Result<(), SpoolError>> {
         let (count, path) = (batch.len(), self.config.file.clone());
         let work = move || {
             self.with_file(|file| {
-                if file.append(&batch.concat()).is_ok() {
+                let all: Vec<Spooled> =
+                    batch.iter().flat_map(|unwritten| unwritten.events.iter().cloned()).collect();
+                if file.append(&all).is_ok() {
                     return Ok(vec![Ok(()); batch.len()]);
                 }
-                Ok(batch.iter().map(|events| file.append(events)).collect())
+                Ok(batch.iter().map(|unwritten| file.append(&unwritten.events)).collect())
             })
         };
         blocking(&path, work).await.unwrap_or_else(|error| vec![Err(error); count])
@@ -287,6 +317,7 @@ impl Shared {
         };
         let result = work(file);
         self.bytes.store(file.bytes(), Ordering::SeqCst);
+        self.written.store(file.waiting(), Ordering::SeqCst);
         result
     }
 

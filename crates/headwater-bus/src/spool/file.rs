@@ -3,7 +3,7 @@
 //! Upstream: `spool`, from a thread that may block. Downstream: the disk.
 //! Promises: what was appended survives a crash of the process and of the machine; a write that was cut off by a crash
 //! is cut off for good when the file is opened; damage before that is an error and changes nothing; one process has
-//! the file at a time.
+//! the file at a time. A disk that fails is an error of what was to be written then, and is tried again later.
 
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use tracing::warn;
 
+use super::faults::{Faults, Operation};
 use super::record::{self, Found, Record, Spooled};
 use crate::error::SpoolError;
 
@@ -33,8 +34,9 @@ pub(super) struct SpoolFile {
     done: u64,
     /// Where the events lie that are not done, oldest first: their ends.
     waiting: VecDeque<u64>,
-    /// Why it cannot be written to any more.
+    /// What went wrong with the disk, and must be mended before the next write.
     broken: Option<SpoolError>,
+    pub(super) faults: Faults,
 }
 
 impl SpoolFile {
@@ -69,6 +71,7 @@ impl SpoolFile {
             done: 0,
             waiting: VecDeque::new(),
             broken: None,
+            faults: Faults::default(),
         };
         spool.recover()?;
         Ok(spool)
@@ -135,7 +138,7 @@ impl SpoolFile {
 
     /// Appends events, all or none, and returns when they are on the disk.
     pub(super) fn append(&mut self, events: &[Spooled]) -> Result<(), SpoolError> {
-        self.check()?;
+        self.mend()?;
         let mut bytes = Vec::new();
         let mut ends = Vec::with_capacity(events.len());
         for event in events {
@@ -191,27 +194,34 @@ impl SpoolFile {
         }
     }
 
-    /// Notes that the oldest `count` events are in their streams.
-    pub(super) fn done(&mut self, count: usize) -> Result<(), SpoolError> {
-        self.check()?;
+    /// Notes that the oldest `count` events are in their streams. They are, whatever the disk says: the next note makes up
+    /// for one that cannot be written, and if a crash comes first, the events are sent again, and their ids tell.
+    pub(super) fn done(&mut self, count: usize) {
         let count = count.min(self.waiting.len());
-        if count == self.waiting.len() {
-            return self.start_anew();
-        }
         self.done += count as u64;
         if let Some(front) = self.waiting.drain(..count).next_back() {
             self.front = front;
         }
-        // If this mark is lost in a crash, the events are sent again, and their ids tell.
-        self.write(&Record::Replayed(self.done).encode())
+        let noted = match self.waiting.is_empty() {
+            true => self.start_anew(),
+            false => {
+                let mark = Record::Replayed(self.done).encode();
+                self.mend().and_then(|()| self.write(&mark))
+            }
+        };
+        if let Err(error) = noted {
+            warn!(%error, "spool could not note that events are in their streams");
+        }
     }
 
     /// Forgets everything and begins with an empty file.
     fn start_anew(&mut self) -> Result<(), SpoolError> {
         let head = record::head(&self.owner);
         let mut begin = || {
+            self.faults.check(Operation::SetLength)?;
             self.file.set_len(0)?;
             self.file.seek(SeekFrom::Start(0))?;
+            self.faults.check(Operation::Write)?;
             self.file.write_all(&head)?;
             self.file.sync_all()
         };
@@ -219,6 +229,7 @@ impl SpoolFile {
         self.first = head.len() as u64;
         (self.front, self.end, self.done) = (self.first, self.first, 0);
         self.waiting.clear();
+        self.broken = None;
         Ok(())
     }
 
@@ -232,32 +243,34 @@ impl SpoolFile {
             bytes.extend(Record::Event(event).encode());
             ends.push(bytes.len() as u64);
         }
-        let unfinished = self.path.with_extension("new");
+        let unfinished = unfinished_path(&self.path);
         let replace = || {
             let mut file = OpenOptions::new()
                 .read(true)
                 .write(true)
                 .create(true)
-                .truncate(true)
+                .truncate(false)
                 .open(&unfinished)?;
-            // Nobody may get at it in between.
+            // Nobody may get at it in between; and whoever has it is not to be disturbed.
             file.try_lock().map_err(io::Error::other)?;
+            file.set_len(0)?;
             file.write_all(&bytes)?;
             file.sync_all()?;
             fs::rename(&unfinished, &self.path)?;
-            sync_directory(&self.path)?;
             Ok(file)
         };
         let file = replace().map_err(|error: io::Error| disk(&self.path, &error))?;
+        // From here on it is the file that has the name: the old one must not be written to again.
         self.file = file;
         (self.first, self.front, self.end, self.done) = (first, first, bytes.len() as u64, 0);
         self.waiting = ends.into();
-        Ok(())
+        self.sync_name().map_err(|error| self.fail(&error))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), SpoolError> {
         let mut write = || {
             self.file.seek(SeekFrom::Start(self.end))?;
+            self.faults.check(Operation::Write)?;
             self.file.write_all(bytes)?;
             self.file.sync_data()
         };
@@ -269,17 +282,35 @@ impl SpoolFile {
             Err(error) => {
                 // Half a record must not stand before the next one.
                 let problem = disk(&self.path, &error);
-                if let Err(error) = self.file.set_len(self.end).and_then(|()| self.file.sync_all())
-                {
-                    return Err(self.fail(&error));
-                }
+                self.cut().map_err(|error| self.fail(&error))?;
                 Err(problem)
             }
         }
     }
 
-    fn check(&self) -> Result<(), SpoolError> {
-        self.broken.clone().map_or(Ok(()), Err)
+    /// Cuts off what stands behind the last whole record.
+    fn cut(&mut self) -> io::Result<()> {
+        self.faults.check(Operation::SetLength)?;
+        self.file.set_len(self.end)?;
+        self.file.sync_all()
+    }
+
+    fn sync_name(&mut self) -> io::Result<()> {
+        self.faults.check(Operation::SyncDirectory)?;
+        sync_directory(&self.path)
+    }
+
+    /// Makes up for what the disk refused before.
+    fn mend(&mut self) -> Result<(), SpoolError> {
+        if self.broken.is_none() {
+            return Ok(());
+        }
+        if self.waiting.is_empty() {
+            self.start_anew()?;
+        }
+        self.cut().and_then(|()| self.sync_name()).map_err(|error| self.fail(&error))?;
+        self.broken = None;
+        Ok(())
     }
 
     fn fail(&mut self, error: &io::Error) -> SpoolError {
@@ -296,6 +327,13 @@ impl SpoolFile {
     fn corrupt_at(&self, at: usize, problem: &str) -> SpoolError {
         self.corrupt(self.front as usize + at, problem)
     }
+}
+
+/// Where a file is made that will take the place of another. Its whole name counts: spools may differ in their endings.
+fn unfinished_path(path: &Path) -> PathBuf {
+    let mut path = path.as_os_str().to_owned();
+    path.push(".new");
+    path.into()
 }
 
 /// Adds events to a file of those that their streams refused.

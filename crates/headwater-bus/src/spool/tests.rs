@@ -7,6 +7,7 @@ use headwater_stream::{Fields, StreamName};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
+use super::faults::Operation;
 use super::*;
 use crate::name::EventId;
 
@@ -42,9 +43,9 @@ fn what_was_added_is_there_after_reopening_in_order_and_what_is_done_is_not() {
     let directory = tempfile::tempdir().unwrap();
     let mut file = open(&directory, MIB).unwrap();
     file.append(&events(0..10)).unwrap();
-    file.done(3).unwrap();
+    file.done(3);
     file.append(&events(10..12)).unwrap();
-    file.done(1).unwrap();
+    file.done(1);
     assert_eq!(peek_all(&mut file), events(4..12));
     drop(file);
 
@@ -54,7 +55,7 @@ fn what_was_added_is_there_after_reopening_in_order_and_what_is_done_is_not() {
     assert_eq!(file.peek(2, u64::MAX).unwrap(), events(4..6));
     assert_eq!(file.peek(5, 1).unwrap(), events(4..5), "at least one, however large");
 
-    file.done(8).unwrap();
+    file.done(8);
     file.append(&events(20..21)).unwrap();
     drop(file);
     assert_eq!(peek_all(&mut open(&directory, MIB).unwrap()), events(20..21));
@@ -151,9 +152,9 @@ fn a_full_spool_refuses_and_has_room_again_when_something_is_done() {
     assert_eq!(peek_all(&mut file), events(0..added));
 
     // Nothing of a batch is kept if one of it has no room.
-    file.done(1).unwrap();
+    file.done(1);
     assert!(file.append(&events(added..added + 10)).is_err());
-    file.done(added / 2).unwrap();
+    file.done(added / 2);
     file.append(&events(added..added + 3)).unwrap();
     let expected = events(1 + added / 2..added + 3);
     assert_eq!(peek_all(&mut file), expected);
@@ -257,6 +258,133 @@ async fn newer_events_give_way_while_older_ones_get_on_and_never_when_they_do_no
     }
 }
 
+impl Spool {
+    /// Makes the disk fail.
+    fn order(&self, operations: &[Operation]) {
+        self.shared.lock().as_mut().unwrap().faults.order(operations);
+    }
+}
+
+#[tokio::test]
+async fn a_note_that_cannot_be_written_holds_up_nobody() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = SpoolConfig::new(directory.path().join("spool"));
+    for faults in [&[Operation::Write][..], &[Operation::Write, Operation::SetLength]] {
+        let spool = Arc::new(Spool::open(config.clone(), "wink:default").await.unwrap());
+        spool.add(events(0..10)).await.unwrap();
+        // Some events are in their streams, and the disk is full when that is to be noted.
+        spool.order(faults);
+        spool.done(6).await.unwrap();
+        assert_eq!(spool.health().events, 4);
+        assert_eq!(spool.peek(100, MIB).await.unwrap(), events(6..10));
+        // The next note makes up for it.
+        spool.done(1).await.unwrap();
+        spool.add(events(10..11)).await.unwrap();
+        spool.close().await;
+        let spool = Arc::new(Spool::open(config.clone(), "wink:default").await.unwrap());
+        assert_eq!(spool.peek(100, MIB).await.unwrap(), events(7..11));
+        // At the end nothing waits, and nobody waits for it.
+        let pacer = spool.pacer();
+        spool.done(4).await.unwrap();
+        pacer.moved(100);
+        assert!(!spool.is_waiting());
+        spool.give_way().await;
+        spool.close().await;
+    }
+}
+
+#[tokio::test]
+async fn a_disk_that_fails_when_all_is_done_keeps_nobody_from_going_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = SpoolConfig::new(directory.path().join("spool"));
+    for faults in [
+        &[Operation::SetLength][..],
+        &[Operation::Write],
+        // Still so when it is needed next; whoever adds events tries twice.
+        &[Operation::Write; 3],
+    ] {
+        let spool = Spool::open(config.clone(), "wink:default").await.unwrap();
+        spool.add(events(0..10)).await.unwrap();
+        spool.order(faults);
+        spool.done(10).await.unwrap();
+        // Events go to their streams again.
+        assert!(!spool.is_waiting());
+        assert_eq!(spool.peek(100, MIB).await.unwrap(), []);
+        if faults.len() > 1 {
+            let refused = spool.add(events(20..22)).await;
+            assert!(matches!(refused, Err(SpoolError::Disk { .. })));
+            assert!(!spool.is_waiting());
+        }
+        // And the spool serves again as soon as the disk does.
+        spool.add(events(10..12)).await.unwrap();
+        spool.close().await;
+        let spool = Spool::open(config.clone(), "wink:default").await.unwrap();
+        assert_eq!(spool.peek(100, MIB).await.unwrap(), events(10..12));
+        spool.done(2).await.unwrap();
+        spool.close().await;
+    }
+}
+
+#[tokio::test]
+async fn events_whose_caller_went_away_count_until_they_are_written_or_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let config =
+        SpoolConfig { max_bytes: 4096, ..SpoolConfig::new(directory.path().join("spool")) };
+    let spool = Spool::open(config, "wink:default").await.unwrap();
+    // One that fits and one that does not, dropped before they are taken to be written, or after.
+    for (numbers, polls) in [(0..2, 1), (2..200, 1), (0..2, 2), (2..200, 2), (2..200, 3)] {
+        {
+            let mut adding = std::pin::pin!(spool.add(events(numbers)));
+            for _ in 0..polls {
+                let _ = futures_util::poll!(&mut adding);
+                tokio::task::yield_now().await;
+            }
+        }
+        // The next one is dealt with after them.
+        let _ = spool.add(events(300..500)).await;
+        let waiting = spool.peek(1000, MIB).await.unwrap().len();
+        assert_eq!(spool.health().events, waiting);
+    }
+}
+
+#[test]
+fn a_disk_that_fails_while_the_file_is_replaced_loses_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut file = open(&directory, 4096).unwrap();
+    let mut added = 0;
+    while file.append(&events(added..added + 1)).is_ok() {
+        added += 1;
+    }
+    file.done(added / 2);
+    file.faults.order(&[Operation::SyncDirectory]);
+    let refused = file.append(&events(added..added + 3)).unwrap_err();
+    assert!(matches!(refused, SpoolError::Disk { .. }), "{refused}");
+    // The name is the file's that is written to, and nobody else may have it.
+    assert!(matches!(open(&directory, 4096), Err(SpoolError::InUse { .. })));
+    file.append(&events(added..added + 3)).unwrap();
+    drop(file);
+    let expected = events(added / 2..added + 3);
+    assert_eq!(peek_all(&mut open(&directory, 4096).unwrap()), expected);
+}
+
+#[test]
+fn spools_that_differ_in_their_endings_do_not_meet() {
+    let directory = tempfile::tempdir().unwrap();
+    let open = |name: &str| SpoolFile::open(&directory.path().join(name), "wink:default", 4096);
+    let mut one = open("bus.one").unwrap();
+    // The other one is just being replaced.
+    let other = open("bus.new").unwrap();
+    let mut added = 0;
+    while one.append(&events(added..added + 1)).is_ok() {
+        added += 1;
+    }
+    one.done(added / 2);
+    one.append(&events(added..added + 3)).unwrap();
+    assert_eq!(peek_all(&mut one), events(added / 2..added + 3));
+    drop((one, other));
+    assert_eq!(open("bus.new").unwrap().waiting(), 0);
+}
+
 fn giving_way(spool: &Arc<Spool>) -> tokio::task::JoinHandle<()> {
     let spool = Arc::clone(spool);
     tokio::spawn(async move { spool.give_way().await })
@@ -282,7 +410,7 @@ proptest! {
                     }
                 }
                 2 => {
-                    file.done(count).unwrap();
+                    file.done(count);
                     front = back.min(front + count);
                 }
                 _ => {

@@ -34,6 +34,9 @@ const RETRY_WAIT: Duration = Duration::from_millis(200);
 /// The wait for events that are being written to the spool.
 const BEING_WRITTEN_WAIT: Duration = Duration::from_millis(2);
 
+/// So many waits in a row are no wait for events that are being written: whoever gives way to them goes on.
+const BEING_WRITTEN_WAITS: usize = 100;
+
 /// How far the clocks of this machine and the backend's may be apart when a stream is searched.
 const CLOCK_SKEW: Duration = Duration::from_secs(60 * 60);
 
@@ -43,8 +46,9 @@ const SEARCH_PAGE: usize = 1000;
 /// Moves events until the bus closes; what is left stays in the spool.
 pub(super) async fn run(inner: Arc<Inner>) {
     let Some(spool) = &inner.spool else { return };
-    // A process before this one may have sent as many without noting it.
-    let mut maybe_sent = BATCH;
+    // A process before this one may have sent all of them without noting it, if its disk refused the notes.
+    let mut maybe_sent = spool.health().events.max(BATCH);
+    let mut waits = 0;
     let pacer = spool.pacer();
     // At most so many are added for each step: from here on, one step more is the end.
     let few = BATCH.max(inner.config.in_flight_max);
@@ -59,10 +63,17 @@ pub(super) async fn run(inner: Arc<Inner>) {
         }
         let wait = match run_once(&inner, spool, &mut maybe_sent).await {
             Ok(Step::Moved) => {
+                waits = 0;
                 pacer.moved(few);
                 continue;
             }
-            Ok(Step::Soon) => BEING_WRITTEN_WAIT,
+            Ok(Step::Soon) => {
+                waits += 1;
+                if waits >= BEING_WRITTEN_WAITS {
+                    pacer.stalled();
+                }
+                BEING_WRITTEN_WAIT
+            }
             Ok(Step::Wait(wait)) => {
                 pacer.stalled();
                 wait
