@@ -57,7 +57,7 @@ impl Sessions {
         self.check_free(session).await?;
         let meta = self.begin(session, First::Unseen).await?;
         self.found(session, &meta).await?;
-        Ok(Session::empty(self.clone(), session.clone()))
+        Ok(Session::empty(self.clone(), session.clone(), meta.index))
     }
 
     /// Nothing may be there of a session that is to be made.

@@ -13,7 +13,7 @@ use headwater_stream::{EntryId, RegistryMap};
 use crate::name::SessionId;
 
 pub(crate) const STAGE: &str = "stage";
-const INDEX: &str = "index";
+pub(crate) const INDEX: &str = "index";
 const CREATED_AT: &str = "created_at";
 pub(crate) const FIRST: &str = "first_entry";
 const TTL_MS: &str = "ttl_ms";

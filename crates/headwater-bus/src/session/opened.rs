@@ -2,7 +2,8 @@
 //!
 //! Upstream: applications and the main loop. Downstream: the bus, to publish; `replay`, to read back what was stored.
 //! Promises: the state is made of what is in the stream, in its order, whoever published it: an event that is published
-//! here counts after it was read back. Calls may be made at the same time.
+//! here counts after it was read back. Calls may be made at the same time. Events that it knows and that are lost in the
+//! backend are an error, and its state stays as it was.
 
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,7 +13,7 @@ use tracing::{Instrument, warn};
 
 use super::error::{Missing, MissingReason};
 use super::meta::First;
-use super::recovery::{Gaps, Recovery};
+use super::recovery::{Gaps, Loaded, Recovery};
 use super::replay::{self, Page, Pages, Until};
 use super::snapshot::{self, Saved};
 use super::state::SessionState;
@@ -28,6 +29,8 @@ use crate::name::SessionId;
 pub struct Session {
     sessions: Sessions,
     id: SessionId,
+    /// Its place in the list of sessions: what it is known by if there ever is another one of this name.
+    index: EntryId,
     held: Mutex<Held>,
 }
 
@@ -49,19 +52,20 @@ impl Held {
 }
 
 impl Session {
-    pub(super) fn empty(sessions: Sessions, id: SessionId) -> Self {
+    pub(super) fn empty(sessions: Sessions, id: SessionId, index: EntryId) -> Self {
         let state = SessionState::new(id, sessions.inner.folds.clone());
-        Self::recovered(sessions, state, Recovery::default())
+        Self::recovered(sessions, Loaded { index, state, recovery: Recovery::default() })
     }
 
-    pub(super) fn recovered(sessions: Sessions, state: SessionState, recovery: Recovery) -> Self {
+    pub(super) fn recovered(sessions: Sessions, loaded: Loaded) -> Self {
+        let Loaded { index, state, recovery } = loaded;
         let id = state.session.clone();
         let snapshot_entries = match recovery.from_snapshot {
             Some(_) => state.entries.saturating_sub(recovery.replayed),
             None => 0,
         };
         let held = Held { state, recovery, snapshot_entries, broken: None };
-        Self { sessions, id, held: Mutex::new(held) }
+        Self { sessions, id, index, held: Mutex::new(held) }
     }
 
     /// Its id.
@@ -74,7 +78,7 @@ impl Session {
         &self.sessions
     }
 
-    /// How it was recovered; of a new session, that nothing had to be.
+    /// How it was recovered, or read anew after a compaction; of a new session, that nothing had to be.
     pub fn recovery(&self) -> Recovery {
         self.held().recovery.clone()
     }
@@ -166,15 +170,15 @@ impl Session {
         let stream = journal.keys.session(&self.id);
         let mut pages = Pages::new(journal, &stream);
         loop {
-            let after = {
+            let (after, known) = {
                 let held = self.held();
                 held.broken.clone().map_or(Ok(()), Err)?;
-                held.state.position
+                (held.state.position, held.state.entries)
             };
             let entries = match pages.next(after, EntryId::MAX).await? {
                 Page::Entries(entries) if entries.is_empty() => return Ok(()),
                 Page::Entries(entries) => entries,
-                Page::Gap(_) => return self.reload().await,
+                Page::Gap(before) => return self.reload(after, before, known).await,
             };
             if after == EntryId::MIN {
                 self.check_first(entries[0].id).await?;
@@ -223,13 +227,21 @@ impl Session {
         }
     }
 
-    /// Entries that this state has not seen are gone: a compaction went past it. Its snapshot has them.
-    async fn reload(&self) -> Result<()> {
-        let (state, recovery) = self.sessions.load(&self.id, Until::End, Gaps::Refuse).await?;
+    /// The entry that this state stood at is gone. If a compaction went past it, a snapshot has all that it had. If not,
+    /// entries are lost: what is left must not take the place of what is known here.
+    async fn reload(&self, after: EntryId, before: EntryId, entries: u64) -> Result<()> {
+        self.sessions.check_same(&self.id, self.index).await?;
+        let loaded = self.sessions.load(&self.id, Until::End, Gaps::Refuse).await?;
+        let Loaded { index, state, recovery } = loaded;
+        let snapshot_entries = state.entries.saturating_sub(recovery.replayed);
+        let went_past = recovery.from_snapshot.is_some_and(|position| position >= after);
+        if index != self.index || !went_past || snapshot_entries < entries {
+            let missing = Missing { after, before, count: None, why: MissingReason::Lost };
+            return Err(SessionError::Incomplete { session: self.id.clone(), missing });
+        }
         let mut held = self.held();
         if state.position >= held.state.position {
-            held.snapshot_entries = state.entries.saturating_sub(recovery.replayed);
-            held.state = state;
+            *held = Held { state, recovery, snapshot_entries, broken: None };
         }
         Ok(())
     }
@@ -254,7 +266,9 @@ impl Session {
             (snapshot::encode(&held.state, now)?, held.state.entries)
         };
         let journal = self.sessions.journal();
-        let saved = snapshot::save(journal, &self.id, &self.sessions.inner.set, &fields).await?;
+        let saved =
+            snapshot::save(journal, &self.id, self.index, &self.sessions.inner.set, &fields);
+        let saved = saved.await?;
         let mut held = self.held();
         held.snapshot_entries = held.snapshot_entries.max(entries);
         metrics::snapshot(saved == Saved::Yes);

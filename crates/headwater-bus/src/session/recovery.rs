@@ -46,6 +46,14 @@ pub(super) enum Gaps {
     Accept,
 }
 
+/// A session as it was recovered.
+pub(super) struct Loaded {
+    /// Its place in the list of sessions, which no other session ever has.
+    pub(super) index: EntryId,
+    pub(super) state: SessionState,
+    pub(super) recovery: Recovery,
+}
+
 /// One try of a recovery.
 struct Attempt {
     state: SessionState,
@@ -61,20 +69,20 @@ impl Sessions {
     /// The stream of a session that other programs wrote is taken over as it is; nobody knows then whether its beginning
     /// is still there, and [`Session::recovery`] says so.
     pub async fn recover(&self, session: &SessionId) -> Result<Session> {
-        let (state, recovery) = self.load(session, Until::End, Gaps::Refuse).await?;
-        Ok(Session::recovered(self.clone(), state, recovery))
+        let loaded = self.load(session, Until::End, Gaps::Refuse).await?;
+        Ok(Session::recovered(self.clone(), loaded))
     }
 
     /// Recovers a session of what is left of it; [`Session::recovery`] says what is missing. It takes no snapshots: they
     /// would hide that.
     pub async fn recover_incomplete(&self, session: &SessionId) -> Result<Session> {
-        let (state, recovery) = self.load(session, Until::End, Gaps::Accept).await?;
-        Ok(Session::recovered(self.clone(), state, recovery))
+        let loaded = self.load(session, Until::End, Gaps::Accept).await?;
+        Ok(Session::recovered(self.clone(), loaded))
     }
 
     /// The state of a session as it was at an entry or a time. Changes nothing.
     pub async fn state_at(&self, session: &SessionId, until: Until) -> Result<SessionState> {
-        let (state, _) = self.load(session, until, Gaps::Refuse).await?;
+        let Loaded { state, .. } = self.load(session, until, Gaps::Refuse).await?;
         if let Until::Entry(id) = until
             && state.position != id
         {
@@ -89,7 +97,7 @@ impl Sessions {
         session: &SessionId,
         until: Until,
         gaps: Gaps,
-    ) -> Result<(SessionState, Recovery)> {
+    ) -> Result<Loaded> {
         let began = Instant::now();
         let mut tries = 0;
         let span = tracing::debug_span!("recover", %session);
@@ -120,7 +128,7 @@ impl Sessions {
                 elapsed_ms = recovery.took.as_millis() as u64,
                 "session recovered"
             );
-            return Ok((state, recovery));
+            return Ok(Loaded { index: meta.index, state, recovery });
         }
     }
 
@@ -159,6 +167,20 @@ impl Sessions {
         }
     }
 
+    /// A session that is known here must still be the one it was. One of the same name that somebody made or took over
+    /// since, because the old one was gone, is another one.
+    pub(super) async fn check_same(&self, session: &SessionId, index: EntryId) -> Result<()> {
+        if self.meta(session).await?.is_some_and(|meta| meta.index == index) {
+            return Ok(());
+        }
+        let stream = self.journal().keys.session(session);
+        let stats = self.journal().backend.stats(&stream).await?;
+        let before = stats.and_then(|stats| stats.first_id).unwrap_or(EntryId::MAX);
+        let (after, why) = (EntryId::MIN, MissingReason::Lost);
+        let missing = Missing { after, before, count: None, why };
+        Err(SessionError::Incomplete { session: session.clone(), missing })
+    }
+
     async fn attempt(&self, session: &SessionId, meta: &Meta, until: Until) -> Result<Attempt> {
         let (journal, registry) = (self.journal(), self.inner.bus.registry());
         let mut recovery = Recovery::default();
@@ -177,7 +199,15 @@ impl Sessions {
                 Replayed::Gap(before) => gap = Some((state, before)),
             }
         }
-        let begins = self.beginning(session, meta, stats.as_ref()).await?;
+        let mut begins = self.beginning(session, meta, stats.as_ref()).await?;
+        // A snapshot stands before all that is left. If it is one of a session that was removed, it stands for nothing.
+        if let (Ok(first), Some((state, before))) = (&begins, &gap)
+            && meta.snapshots.contains_key(&self.inner.set)
+            && first.is_none_or(|first| first > state.position)
+        {
+            let why = MissingReason::Trimmed;
+            begins = Err(Missing { after: state.position, before: *before, count: None, why });
+        }
         if let Ok(first) = begins {
             let mut state = SessionState::new(session.clone(), self.inner.folds.clone());
             let replayed = replay::replay(journal, registry, &mut state, first, until).await?;
@@ -187,9 +217,17 @@ impl Sessions {
                     let (after, why) = (state.position, MissingReason::Trimmed);
                     Some(Missing { after, before, count: None, why })
                 }
-                Replayed::Done => (meta.first == First::Unknown).then(unknown),
+                Replayed::Done => {
+                    let lost = match &gap {
+                        Some((snapshot, _)) => self.lost(snapshot, &state, until).await?,
+                        None => None,
+                    };
+                    lost.or_else(|| (meta.first == First::Unknown).then(unknown))
+                }
             };
-            let is_overtaken = replayed != Replayed::Done;
+            let is_lost =
+                recovery.missing.as_ref().is_some_and(|missing| missing.why == MissingReason::Lost);
+            let is_overtaken = replayed != Replayed::Done || is_lost;
             return Ok(Attempt { state, recovery, is_overtaken });
         }
         let mut missing = begins.err().unwrap_or_else(unknown);
@@ -205,6 +243,35 @@ impl Sessions {
         };
         recovery.missing = Some(missing);
         Ok(Attempt { state, recovery, is_overtaken: true })
+    }
+
+    /// What is missing if the entry of a snapshot is gone and the beginning is not. Streams are trimmed from the beginning
+    /// only: entries were lost, as in a failover to a server that did not have the last ones yet.
+    async fn lost(
+        &self,
+        snapshot: &SessionState,
+        replayed: &SessionState,
+        until: Until,
+    ) -> Result<Option<Missing>> {
+        let journal = self.journal();
+        let stream = journal.keys.session(&snapshot.session);
+        let before = Range { from: EntryId::MIN, ..only(snapshot.position) };
+        let before = Range { direction: Direction::Backward, ..before };
+        let last = journal.backend.range(&stream, before).await?.pop();
+        // One of a session that was removed, or of a time after the one that was asked for.
+        let Some(last) = last.filter(|last| until.includes(last)) else { return Ok(None) };
+        // It was there meanwhile.
+        if last.id == snapshot.position {
+            return Ok(None);
+        }
+        let after = Range { to: EntryId::MAX, ..only(snapshot.position) };
+        let next = journal.backend.range(&stream, after).await?.pop();
+        let count = match replayed.position <= last.id {
+            true => snapshot.entries.checked_sub(replayed.entries),
+            false => None,
+        };
+        let before = next.map_or(EntryId::MAX, |next| next.id);
+        Ok(Some(Missing { after: last.id, before, count, why: MissingReason::Lost }))
     }
 
     /// Whether all entries from the first on are there: the first one (none if it is empty), or what is missing.
@@ -313,6 +380,10 @@ impl Sessions {
     ) -> Result<()> {
         let (journal, registry) = (self.journal(), self.inner.bus.registry());
         let state = &mut attempt.state;
+        // All that is left was replayed, from before the gap to behind it.
+        if state.position >= missing.before {
+            return Ok(());
+        }
         let before = state.entries;
         let stream = journal.keys.session(&state.session);
         let mut next = missing.before;

@@ -225,10 +225,11 @@ pub(crate) enum Saved {
     Superseded,
 }
 
-/// Keeps a snapshot, unless there is a later one.
+/// Keeps a snapshot of the session at this place in the list, unless there is a later one.
 pub(crate) async fn save(
     journal: &Journal,
     session: &SessionId,
+    index: EntryId,
     set: &str,
     fields: &RegistryMap,
 ) -> Result<Saved, SessionError> {
@@ -238,6 +239,9 @@ pub(crate) async fn save(
     let backend = &journal.backend;
     let is_known = super::read_meta(journal, session).await?;
     match is_known {
+        Some(meta) if meta.index != index => {
+            return Err(refuse("there is another session of this name by now".to_owned()));
+        }
         Some(meta) if meta.stage == Stage::Expired => {
             return Err(refuse("it is expired".to_owned()));
         }
@@ -266,13 +270,10 @@ pub(crate) async fn save(
         };
         if done {
             // After the snapshot: whoever trims trusts this, and it must not promise what is not there.
-            backend
-                .map_update(
-                    &journal.keys.session_meta(session),
-                    None,
-                    &meta::snapshot_is(set, point),
-                )
-                .await?;
+            let meta = journal.keys.session_meta(session);
+            let index = index.to_string();
+            let expected = Some((meta::INDEX, index.as_bytes()));
+            backend.map_update(&meta, expected, &meta::snapshot_is(set, point)).await?;
             return Ok(Saved::Yes);
         }
     }

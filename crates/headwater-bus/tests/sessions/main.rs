@@ -9,6 +9,7 @@ mod copies;
 mod crashes;
 mod ends;
 mod large;
+mod losses;
 mod outages;
 mod processes;
 mod recovery;
