@@ -56,7 +56,7 @@ struct Inner {
     dead_letters: Arc<Mutex<VecDeque<LocalDeadLetter>>>,
     next_id: AtomicU64,
     closing: Closing,
-    in_flight: Semaphore,
+    in_flight: Arc<Semaphore>,
     /// Where events of sessions are kept, from the time on when somebody asks for it.
     journal: OnceCell<Journal>,
     clock: SystemClock,
@@ -93,7 +93,7 @@ impl LocalBus {
             dead_letters: Arc::default(),
             next_id: AtomicU64::new(1),
             closing,
-            in_flight: Semaphore::new(IN_FLIGHT as usize),
+            in_flight: Arc::new(Semaphore::new(IN_FLIGHT as usize)),
             journal: OnceCell::new(),
             clock: SystemClock,
         };
@@ -176,15 +176,20 @@ impl EventBus for LocalBus {
         // The trace is that of the caller, and the task below does not know it.
         events.iter_mut().for_each(Outgoing::join_trace);
         let inner = Arc::clone(&self.inner);
-        // A task of its own: handlers run to their end also if the caller goes away.
-        let is_nested = handler::is_handling();
-        let publishing = tokio::spawn(async move {
-            // What a handler publishes is part of what is under way: it waits for no room, and closing waits for it.
-            if is_nested {
-                return inner.publish_all(events).await;
+        // What a handler publishes is part of what is under way: it waits for no room, and closing waits for it. Others
+        // wait for room here: of those who go away meanwhile nothing is left.
+        let under_way = match handler::is_handling() {
+            true => None,
+            false => {
+                let room = Arc::clone(&inner.in_flight).acquire_owned().await;
+                let room = room.map_err(|_| BusError::Closed)?;
+                inner.check_open()?;
+                Some(room)
             }
-            let _under_way = inner.in_flight.acquire().await.map_err(|_| BusError::Closed)?;
-            inner.check_open()?;
+        };
+        // A task of its own: handlers run to their end also if the caller goes away.
+        let publishing = tokio::spawn(async move {
+            let _under_way = under_way;
             inner.publish_all(events).await
         });
         publishing.await.unwrap_or(Err(BusError::Closed))

@@ -77,7 +77,7 @@ pub(crate) struct Inner {
     next_id: AtomicU64,
     closing: Closing,
     /// One permit for each publish under way.
-    in_flight: Semaphore,
+    in_flight: Arc<Semaphore>,
     last_health: Mutex<Option<Health>>,
 }
 
@@ -111,7 +111,7 @@ impl StreamedBus {
             spool,
             next_id: AtomicU64::new(1),
             closing,
-            in_flight: Semaphore::new(config.in_flight_max),
+            in_flight: Arc::new(Semaphore::new(config.in_flight_max)),
             last_health: Mutex::default(),
             backend,
             registry,
@@ -268,17 +268,21 @@ impl EventBus for StreamedBus {
         // The trace is that of the caller, and the task below does not know it.
         events.iter_mut().for_each(Outgoing::join_trace);
         let inner = Arc::clone(&self.inner);
+        // What a handler publishes is part of what is under way: it waits for no room, and closing waits for it. Others
+        // wait for room here: of those who go away meanwhile nothing is left.
+        let under_way = match handler::is_handling() {
+            true => None,
+            false => {
+                let room = Arc::clone(&inner.in_flight).acquire_owned().await;
+                Some(room.map_err(|_| BusError::Closed)?)
+            }
+        };
+        if under_way.is_some() && inner.closing.is_set() {
+            return Err(BusError::Closed);
+        }
         // A task of its own: an event that is stored is handled, also if the caller goes away in between.
-        let is_nested = handler::is_handling();
         let publishing = tokio::spawn(async move {
-            // What a handler publishes is part of what is under way: it waits for no room, and closing waits for it.
-            if is_nested {
-                return inner.publish_all(events).await;
-            }
-            let _under_way = inner.in_flight.acquire().await.map_err(|_| BusError::Closed)?;
-            if inner.closing.is_set() {
-                return Err(BusError::Closed);
-            }
+            let _under_way = under_way;
             inner.publish_all(events).await
         });
         publishing.await.unwrap_or(Err(BusError::Closed))

@@ -1,13 +1,15 @@
 //! What becomes of events while the backend is away, or its answers are lost.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::Log;
+use headwater_bus::conformance::{Log, Noted};
 use headwater_bus::{
-    BreakerState, BusError, EventBus, EventBusExt, EventId, FailurePolicy, Outgoing, SpoolConfig,
-    Stored, StreamedBusConfig,
+    BreakerState, BusError, EventBus, EventBusExt, EventId, FailurePolicy, Outgoing, Received,
+    SpoolConfig, Stored, StreamedBusConfig, Subscribe,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
+use tokio::sync::Notify;
 
 use crate::place::{Place, stored, watch};
 
@@ -178,4 +180,41 @@ async fn an_event_with_an_id_counts_once_whoever_publishes_it_again(place: Place
     assert_eq!(seen_by_ada.settles_at(1).await, ["1"]);
     assert_eq!(seen_by_bob.settles_at(1).await, ["1"]);
     assert_eq!(stored(&*place.connect().await, &place.stream()).await, [1]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_publishes_that_are_given_up_before_there_is_room_nothing_is_left() {
+    let place = Place::embedded().await;
+    let config = StreamedBusConfig { in_flight_max: 1, ..place.config() };
+    let bus = place.bus_with(headwater_bus::conformance::registry(), config).await;
+    let began = Arc::new(Notify::new());
+    let goes_on = Arc::new(Notify::new());
+    let handler = {
+        let (began, goes_on) = (Arc::clone(&began), Arc::clone(&goes_on));
+        move |event: Received<Noted>| {
+            let (began, goes_on) = (Arc::clone(&began), Arc::clone(&goes_on));
+            async move {
+                if event.number == 1 {
+                    began.notify_one();
+                    goes_on.notified().await;
+                }
+            }
+        }
+    };
+    bus.subscribe::<Noted>(Subscribe::live(), handler).await.unwrap();
+    // One takes all the room there is, and others do not wait for long.
+    let first = bus.publish(place.noted(1));
+    let others = async {
+        began.notified().await;
+        for _ in 0..5 {
+            let second = bus.publish(place.noted(2));
+            assert!(tokio::time::timeout(Duration::from_millis(20), second).await.is_err());
+        }
+        goes_on.notify_one();
+    };
+    let (first, ()) = tokio::join!(first, others);
+    first.unwrap().raise().unwrap();
+    bus.publish(place.noted(3)).await.unwrap().raise().unwrap();
+    bus.close().await.unwrap();
+    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [1, 3]);
 }
