@@ -141,7 +141,7 @@ impl Inner {
         let now = self.config.clock.now();
         let mut streams: Vec<(StreamName, Vec<(Spooled, bool)>)> = Vec::new();
         for (index, event) in events.into_iter().enumerate() {
-            let is_old = now.since(event.spooled_at) > self.remember() / 2;
+            let is_old = is_old(event.spooled_at, now, self.remember());
             let is_suspect = is_old && (event.attempted || index < sent_before);
             match streams.iter_mut().find(|(stream, _)| *stream == event.stream) {
                 Some((_, events)) => events.push((event, is_suspect)),
@@ -209,5 +209,25 @@ impl Inner {
                 _ => return Ok(found),
             }
         }
+    }
+}
+
+/// Whether the backend may have forgotten the id of an event. If the clock was set back meanwhile, nobody can tell.
+fn is_old(spooled_at: Timestamp, now: Timestamp, remember: Duration) -> bool {
+    spooled_at > now || now.since(spooled_at) > remember / 2
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_is_old_when_its_id_may_be_forgotten_also_after_the_clock_was_set_back() {
+        let at = |seconds: u64| Timestamp::from_millis(1_767_225_600_000 + seconds * 1000);
+        let remember = Duration::from_secs(600);
+        assert!(!is_old(at(0), at(0), remember));
+        assert!(!is_old(at(0), at(300), remember));
+        assert!(is_old(at(0), at(301), remember));
+        assert!(is_old(at(3600), at(1200), remember));
     }
 }
