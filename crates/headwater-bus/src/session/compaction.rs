@@ -156,6 +156,10 @@ impl Sessions {
             let Some(last) = page.last() else { return Ok(swept) };
             after = last.index;
             for Listed { index, info } in &page {
+                let Ok(info) = info else {
+                    swept.failed += 1;
+                    continue;
+                };
                 let Some(info) = info else {
                     self.sweep_list(*index, now).await?;
                     continue;
@@ -238,6 +242,14 @@ impl Sessions {
         let map = journal.keys.session_meta(session);
         if !journal.backend.map_update(&map, expected, &meta::expired_is(point)).await? {
             return Ok(true);
+        }
+        // Somebody published between the look and the end. Nothing has gone yet: it is in use after all.
+        let last = journal.backend.stats(&stream).await?.and_then(|stats| stats.last_id);
+        if last != info.last_entry {
+            let expired = meta::stage_text(Stage::Expired);
+            let expected = Some((meta::STAGE, expired.as_bytes()));
+            journal.backend.map_update(&map, expected, &meta::open_again()).await?;
+            return Ok(false);
         }
         let Some(meta) = self.meta(session).await? else { return Ok(true) };
         self.clear(session, &meta).await?;

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{Direction, Entry, EntryId, Fields, GroupStart, Range, Retention};
+use tracing::warn;
 
 use super::meta::{self, First, Meta, Parent, Stage};
 use super::replay::ORIGINAL_ENTRY_ID;
@@ -47,7 +48,8 @@ pub struct SessionInfo {
 /// counts for nothing.
 pub(super) struct Listed {
     pub(super) index: EntryId,
-    pub(super) info: Option<SessionInfo>,
+    /// An error says why nobody can tell.
+    pub(super) info: Result<Option<SessionInfo>>,
 }
 
 impl Sessions {
@@ -144,7 +146,7 @@ impl Sessions {
             let page = self.page(from, count - found.len()).await?;
             let Some(last) = page.last() else { break };
             from = last.index;
-            found.extend(page.into_iter().filter_map(|listed| listed.info));
+            found.extend(page.into_iter().filter_map(|listed| listed.info.ok().flatten()));
         }
         Ok(found)
     }
@@ -159,11 +161,15 @@ impl Sessions {
         for entry in entries {
             let name = entry.fields.get(SESSION).and_then(|id| std::str::from_utf8(id).ok());
             let info = match name.and_then(|id| SessionId::new(id).ok()) {
-                None => None,
+                None => Ok(None),
                 Some(session) => match self.info(&session).await {
-                    Ok(info) => info.filter(|info| info.index == entry.id),
-                    Err(SessionError::Damaged { .. }) => None,
-                    Err(error) => return Err(error),
+                    Ok(info) => Ok(info.filter(|info| info.index == entry.id)),
+                    Err(error) if error.is_transient() => return Err(error),
+                    // Others are none the worse for it.
+                    Err(error) => {
+                        warn!(%session, %error, "session cannot be looked at");
+                        Err(error)
+                    }
                 },
             };
             page.push(Listed { index: entry.id, info });

@@ -225,6 +225,13 @@ pub(crate) fn expired_is(point: Point) -> RegistryMap {
     fields
 }
 
+pub(crate) fn open_again() -> RegistryMap {
+    let mut fields = one(STAGE, stage_text(Stage::Open).to_owned());
+    fields.extend(one(EXPIRED_THROUGH, String::new()));
+    fields.extend(one(EXPIRED_ENTRIES, String::new()));
+    fields
+}
+
 fn one(name: &str, value: String) -> RegistryMap {
     BTreeMap::from([(name.to_owned(), Bytes::from(value))])
 }

@@ -39,7 +39,7 @@ struct Held {
     recovery: Recovery,
     /// How many entries the newest snapshot that is known here has, or was tried with.
     snapshot_entries: u64,
-    /// A fold panicked: the state is not to be used any more.
+    /// A fold panicked: the state does not get on any more.
     broken: Option<SessionError>,
 }
 
@@ -104,6 +104,12 @@ impl Session {
         self.held().state.clone()
     }
 
+    /// Why its state stays as it is for good, whatever is published: a fold panicked on the next event. What it knows is
+    /// what was before that event.
+    pub fn problem(&self) -> Option<SessionError> {
+        self.held().broken.clone()
+    }
+
     /// The last entry that its state knows; `EntryId::MIN` before the first.
     pub fn position(&self) -> EntryId {
         self.held().state.position
@@ -120,7 +126,8 @@ impl Session {
     /// else there is a result for each event.
     ///
     /// If the state cannot be brought forward (the backend went away, a fold panicked), the events are stored all the
-    /// same; the next [`refresh`](Self::refresh) tries again, or says why not.
+    /// same; the next [`refresh`](Self::refresh) tries again, or says why not. If the session has expired, that is an
+    /// error: the events count for nothing, though they may lie in its stream.
     pub async fn publish_all(
         &self,
         mut events: Vec<Outgoing>,
@@ -137,6 +144,9 @@ impl Session {
             return Ok(results);
         }
         if let Err(error) = self.refresh().await {
+            if matches!(error, SessionError::Expired { .. }) {
+                return Err(error);
+            }
             warn!(session = %self.id, %error, "session could not be brought forward after publishing");
         }
         Ok(results)
@@ -183,7 +193,14 @@ impl Session {
             if after == EntryId::MIN {
                 self.check_first(entries[0].id).await?;
             }
-            for (index, misfit) in self.take(&entries)? {
+            let misfits = match self.take(&entries) {
+                Ok(misfits) => misfits,
+                Err(error) => {
+                    self.restore().await;
+                    return Err(error);
+                }
+            };
+            for (index, misfit) in misfits {
                 replay::park(journal, &stream, &entries[index], &misfit).await?;
             }
         }
@@ -209,6 +226,28 @@ impl Session {
             }
         }
         Ok(misfits)
+    }
+
+    /// After a fold panicked, some folds know an entry that others do not. Their state is read anew as it was before it.
+    async fn restore(&self) {
+        let position = self.position();
+        let before = match position {
+            EntryId::MIN => {
+                Ok(SessionState::new(self.id.clone(), self.sessions.inner.folds.clone()))
+            }
+            position => self.sessions.state_at(&self.id, Until::Entry(position)).await,
+        };
+        match before {
+            Ok(state) => {
+                let mut held = self.held();
+                if held.broken.is_some() && held.state.position == state.position {
+                    held.state = state;
+                }
+            }
+            Err(error) => {
+                warn!(session = %self.id, %error, "what a fold changed before it panicked stays changed");
+            }
+        }
     }
 
     /// The first entry that a session without entries sees must be its first.

@@ -54,7 +54,7 @@ async fn a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_
     let info = sessions.info(&place.session).await.unwrap().unwrap();
     assert_eq!((info.stage, info.length, info.gone), (Stage::Expired, 0, 15));
     // Once is enough, and a late event does not bring it back.
-    session.publish(noted(15)).await.unwrap();
+    expired(session.publish(noted(15)).await.unwrap_err());
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
     expired(sessions.recover(&place.session).await.unwrap_err());
     assert_eq!(place.entries(&place.session).await.len(), 1);

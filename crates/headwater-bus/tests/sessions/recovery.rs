@@ -273,6 +273,17 @@ async fn what_is_kept_beside_the_events_may_be_damaged(place: Place) {
         backend.map_update(&meta, None, &before).await.unwrap();
     }
     sessions.recover(&place.session).await.unwrap();
+
+    // A key of another kind in its place, where kinds share names.
+    backend.map_delete(&meta).await.unwrap();
+    let taken = headwater_stream::StreamName::new(meta.as_str()).unwrap();
+    let odd = headwater_stream::Fields::new([("odd", "entry")]);
+    backend.append(&taken, &[odd], &Retention::KEEP_ALL).await.unwrap();
+    let listed = sessions.list(EntryId::MIN, 10).await.unwrap();
+    assert_eq!(listed.iter().map(|info| &info.session).collect::<Vec<_>>(), [fine.id()]);
+    let swept = sessions.sweep().await.unwrap();
+    let share_names = backend.map_get(&meta).await.is_err();
+    assert_eq!((swept.seen, swept.failed), (1, u64::from(share_names)));
 }
 
 /// `Noted` as a later version of the application knows it.
@@ -479,6 +490,23 @@ async fn a_fold_that_panics_is_an_error_and_hurts_nobody(place: Place) {
     is_fold(touchy.recover(&place.session).await.unwrap_err());
     let calm = place.sessions().await.recover(&place.session).await.unwrap();
     assert_eq!(sum(&calm), Sum::of([1, 13]));
+
+    // Whoever goes on reading the state finds what was before the event, of all folds, and can ask why.
+    let both = Folds::none().latest::<Noted>().with::<Sum>().with::<Touchy>();
+    let other = place.sessions_with(both, by_hand()).await;
+    for numbers in [&[13][..], &[1, 2, 13, 4]] {
+        let session = other.create(&SessionId::random()).await.unwrap();
+        assert!(session.problem().is_none());
+        for number in numbers {
+            session.publish(noted(*number)).await.unwrap();
+        }
+        let before = numbers.iter().copied().take_while(|number| *number != 13);
+        let latest = before.clone().last();
+        assert_eq!(session.latest::<Noted>().map(|noted| noted.number), latest);
+        assert_eq!(sum(&session), Sum::of(before.clone()));
+        assert_eq!(session.get::<Touchy>().unwrap().0, before.count() as u64);
+        is_fold(session.problem().unwrap());
+    }
 }
 
 #[tokio::test]
