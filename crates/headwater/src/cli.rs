@@ -27,16 +27,25 @@ pub(crate) struct CommandLine {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
     /// Run everything in one process: HTTP, webhooks, workers, sweeper, outbox.
-    Serve,
+    Serve(Serve),
     /// Run a worker without HTTP, but for health and metrics, beside other processes on the same Redis and Postgres.
     Worker,
     /// Print each setting and where it came from.
     Config(Config),
-    /// Show an embedded stream at work: append, read, settle, crash and go on.
-    Demo,
     #[command(flatten)]
     Operator(Box<operator::Verb>),
     // More verbs go here.
+}
+
+/// How to serve.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Serve {
+    /// Open a few tickets, send a signed webhook to itself, tell what happened, and go on serving.
+    #[arg(long)]
+    pub(crate) demo: bool,
+    /// Stop after the demo instead of going on.
+    #[arg(long, requires = "demo")]
+    pub(crate) demo_exit: bool,
 }
 
 /// How to print settings.

@@ -10,11 +10,12 @@ use std::sync::Arc;
 
 use headwater_issue::IssueHandler;
 
-use crate::cli::{self, CommandLine, Config, Parsed, Verb};
+use crate::cli::{self, CommandLine, Config, Parsed, Serve, Verb};
+use crate::demo::{Demo, Then};
 use crate::failure::Failure;
 use crate::run::{self, Role};
 use crate::settings::{self, FILE, FILE_VARIABLE, Given, Loaded, SettingsError};
-use crate::{demo, telemetry};
+use crate::telemetry;
 
 /// Runs the command line of this process, with the desk as handler.
 pub async fn main() -> ExitCode {
@@ -48,23 +49,39 @@ async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
 async fn dispatch(parsed: Parsed, handler: Option<Arc<dyn IssueHandler>>) -> Result<(), Failure> {
     let Parsed { line, flags } = parsed;
     match &line.verb {
-        Verb::Serve => start(Role::Serve, load(&line, flags)?, handler).await,
-        Verb::Worker => start(Role::Worker, load(&line, flags)?, handler).await,
+        Verb::Serve(options) => serve(options, load(&line, flags)?, handler).await,
+        Verb::Worker => start(Role::Worker, load(&line, flags)?, handler, None).await,
         Verb::Config(config) => print_settings(config, &line, flags),
-        Verb::Demo => Ok(demo::run().await?),
         Verb::Operator(verb) => verb.run(&load(&line, flags)?.settings).await,
     }
+}
+
+async fn serve(
+    options: &Serve,
+    mut loaded: Loaded,
+    handler: Option<Arc<dyn IssueHandler>>,
+) -> Result<(), Failure> {
+    if !options.demo {
+        return start(Role::Serve, loaded, handler, None).await;
+    }
+    let then = if options.demo_exit { Then::Exit } else { Then::Serve };
+    let (demo, directory) = Demo::prepare(&mut loaded, then).await?;
+    let outcome = start(Role::Serve, loaded, handler, Some(demo)).await;
+    // Not before everything in it is closed.
+    drop(directory);
+    outcome
 }
 
 async fn start(
     role: Role,
     loaded: Loaded,
     handler: Option<Arc<dyn IssueHandler>>,
+    demo: Option<Demo>,
 ) -> Result<(), Failure> {
     // One TLS stack for everything. An error means that somebody has chosen before us.
     let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
     let telemetry = telemetry::begin(&loaded.settings.telemetry)?;
-    let outcome = run::run(role, loaded.settings, handler, &telemetry).await;
+    let outcome = run::run(role, loaded.settings, handler, demo, &telemetry).await;
     telemetry.end().await;
     outcome
 }

@@ -18,8 +18,8 @@ use headwater_stream::Backend;
 use tracing::warn;
 
 use crate::desk::{
-    Desk, DeskConfig, LanguageModel, Ledger, OpenAiConfig, OpenAiModel, Reply, ReplyTarget,
-    ScriptedModel, TicketSearch,
+    Desk, LanguageModel, Ledger, OpenAiConfig, OpenAiModel, Reply, ReplyTarget, ScriptedModel,
+    TicketSearch,
 };
 use crate::replies::{Destination, Inside, Replies};
 use crate::settings::{Integration, Model, Provider, Settings};
@@ -39,7 +39,6 @@ pub(crate) struct DeskParts {
     pub(crate) desk: Arc<Desk>,
     pub(crate) replies: Replies,
     pub(crate) intake: TicketIntake,
-    pub(crate) sessions: Arc<Sessions>,
     pub(crate) bus: Arc<StreamedBus>,
 }
 
@@ -76,7 +75,7 @@ impl DeskParts {
         let replies = replies.map_err(|problem| anyhow!("replies: {problem}"))?;
         let intake =
             TicketIntake::new(tickets.clone(), Arc::clone(streams), settings.desk_reclaim_idle);
-        Ok(Self { tickets, desk: Arc::new(desk), replies, intake, sessions, bus })
+        Ok(Self { tickets, desk: Arc::new(desk), replies, intake, bus })
     }
 }
 

@@ -3,9 +3,6 @@
 //! `main` reads the command line and runs what it asks for; a program of your own calls [`main_with`] instead and has the
 //! same server, with a handler of its own in place of the desk.
 
-#![allow(dead_code, reason = "the routes that use it all are on their way")]
-#![allow(unused_imports, reason = "the same")]
-
 // In dependency order: each module uses only those above it.
 pub mod limits;
 pub mod text;
@@ -48,9 +45,9 @@ mod router;
 
 mod desk_parts;
 
-mod run;
-
 mod demo;
+
+mod run;
 
 mod operator;
 

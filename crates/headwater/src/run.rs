@@ -23,11 +23,12 @@ use headwater_queue::Queue;
 use headwater_stream::Backend;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
-use tracing::{debug, error, info, warn};
+use tracing::{Instrument, debug, error, info, info_span, warn};
 
 use crate::admin::Operations;
 use crate::app::{App, Shared};
 use crate::audit::Audit;
+use crate::demo::Demo;
 use crate::desk_parts::DeskParts;
 use crate::failure::Failure;
 use crate::health::Health;
@@ -58,6 +59,7 @@ pub(crate) async fn run(
     role: Role,
     settings: Settings,
     handler: Option<Arc<dyn IssueHandler>>,
+    demo: Option<Demo>,
     telemetry: &Telemetry,
 ) -> Result<(), Failure> {
     let stopping = Stopping::default();
@@ -152,6 +154,9 @@ pub(crate) async fn run(
     let replies = last_replies.clone();
     let mut outbox_part = Parts::new(parts.health.clone(), stopping.clone());
     outbox_part.start("outbox", async move { outbox.run(async { replies.begun().await }).await });
+    if let Some(demo) = demo {
+        parts.start("demo", demo.run(listening.address, stopping.clone()));
+    }
     let serving =
         listening.serve(routes, settings.http.clone(), settings.work.drain, stopping.clone());
     parts.start("http", serving);
@@ -181,7 +186,9 @@ struct Chosen(Arc<dyn IssueHandler>);
 #[async_trait]
 impl IssueHandler for Chosen {
     async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
-        self.0.handle(run).await
+        let (issue_id, attempt, events) = (run.issue().id, run.attempt(), run.events().len());
+        let span = info_span!("run", %issue_id, attempt, events);
+        self.0.handle(run).instrument(span).await
     }
 }
 

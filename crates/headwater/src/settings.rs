@@ -26,7 +26,7 @@ pub(crate) use self::kind::{Kind, time};
 use self::lists::Lists;
 pub(crate) use self::lists::{Integration, Provider, Role, Token};
 pub(crate) use self::shown::url as shown_url;
-pub(crate) use self::sources::{FILE_VARIABLE, Given, Values};
+pub(crate) use self::sources::{FILE_VARIABLE, Given, Source, Values};
 pub(crate) use self::table::TABLE;
 
 /// The file that is read if nobody names one, if it is there.
@@ -72,9 +72,6 @@ pub(crate) struct Http {
     pub(crate) listen: SocketAddr,
     /// Where `worker` answers for health and metrics.
     pub(crate) worker_listen: SocketAddr,
-    /// How others reach this server.
-    #[allow(dead_code, reason = "for links in replies")]
-    pub(crate) public_url: Option<String>,
     /// The largest body.
     pub(crate) body_bytes_max: usize,
     /// The most bytes of headers.
@@ -192,7 +189,6 @@ impl Settings {
         let http = Http {
             listen: read.listen("http.listen"),
             worker_listen: read.listen("worker.listen"),
-            public_url: read.optional("http.public_url"),
             body_bytes_max: read.count("http.body_bytes_max"),
             header_bytes_max: read.count("http.header_bytes_max"),
             connections_max: read.count("http.connections_max"),

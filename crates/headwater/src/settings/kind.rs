@@ -43,10 +43,8 @@ pub(crate) enum Kind {
     /// What to log.
     Filter,
     /// Any text.
-    #[allow(dead_code, reason = "for settings of the desk")]
     Text,
     /// Any text, never shown, and no flag: others could see it in the list of processes.
-    #[allow(dead_code, reason = "for settings of the desk")]
     Secret,
 }
 

@@ -79,10 +79,8 @@ pub(crate) struct Integration {
     /// What webhooks are signed with. Every provider but the desk has one.
     pub(crate) secret: Option<SecretString>,
     /// What we present when we reply.
-    #[allow(dead_code, reason = "for replies")]
     pub(crate) reply_token: Option<SecretString>,
     /// Where the other side's API is; of a `standard` integration, where replies go.
-    #[allow(dead_code, reason = "for replies")]
     pub(crate) base_url: Option<String>,
     /// The name under which we reply there: what it writes is not an event for us.
     pub(crate) bot_login: Option<String>,

@@ -51,8 +51,6 @@ pub(crate) const TABLE: &[Setting] = &[
     // HTTP.
     setting("http.listen", "127.0.0.1:8080", Kind::Listen,
         "Where `serve` listens. Anything but the machine itself needs a `[[token]]`."),
-    setting("http.public_url", "", Kind::WebUrl,
-        "How others reach this server, for links."),
     setting("http.body_bytes_max", "1048576", Kind::Count { min: 1024, max: 1024 * 1024 },
         "The largest body of a request."),
     setting("http.header_bytes_max", "32768", Kind::Count { min: 8192, max: 1024 * 1024 },

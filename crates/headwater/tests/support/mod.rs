@@ -24,11 +24,12 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 /// A place of its own for every server: working directory, data and settings file.
 pub(crate) struct Place {
     directory: tempfile::TempDir,
+    environment: Vec<(String, String)>,
 }
 
 impl Place {
     pub(crate) fn new() -> Result<Self> {
-        Ok(Self { directory: tempfile::tempdir()? })
+        Ok(Self { directory: tempfile::tempdir()?, environment: Vec::new() })
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -41,6 +42,12 @@ impl Place {
         Ok(self)
     }
 
+    /// Sets a variable for everything that runs here.
+    pub(crate) fn variable(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
     /// The binary in this place, with nothing of ours in its environment.
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_headwater"));
@@ -49,6 +56,7 @@ impl Place {
                 command.env_remove(name);
             }
         }
+        command.envs(self.environment.iter().cloned());
         command.args(arguments).current_dir(self.path()).stdin(Stdio::null());
         command
     }

@@ -1,0 +1,48 @@
+//! The demo of the real binary: what the README's first command shows.
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+use crate::support::{Place, text};
+
+#[test]
+fn the_demo_shows_the_whole_way_and_leaves_nothing_behind() -> Result<()> {
+    let place = Place::new()?;
+    let started = Instant::now();
+    let output = place.run(&["serve", "--http-listen", "127.0.0.1:0", "--demo", "--demo-exit"])?;
+    let (told, log) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{told}\n{log}");
+    assert!(started.elapsed() < Duration::from_secs(60), "it takes less than a minute");
+
+    let words: Vec<_> = told.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    let expected = [
+        "started", "opened", "answered", "answered", "answered", "gathered", "received", "refused",
+        "replied", "balanced", "stopping",
+    ];
+    assert_eq!(words, expected, "{told}");
+    assert!(told.contains("6 messages in a row got 1 reply"), "{told}");
+    assert!(!log.contains("\"level\":\"ERROR\""), "{log}");
+    assert_eq!(
+        std::fs::read_dir(place.path())?.count(),
+        0,
+        "its data was in a directory of its own"
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn after_the_demo_it_goes_on_serving_until_it_is_stopped() -> Result<()> {
+    let place = Place::new()?;
+    let mut server = place.serve(&["--demo", "--log-level", "info"])?;
+    server
+        .until("/api/v1/issues", |_, body| {
+            body["issues"].as_array().is_some_and(|issues| issues.len() == 5)
+        })
+        .await?;
+    assert_eq!(server.get("/health/live").await?.0, 200);
+    assert!(server.stop()?.success(), "{}", server.log());
+    Ok(())
+}
