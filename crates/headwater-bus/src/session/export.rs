@@ -94,7 +94,7 @@ impl Export {
             self.position = entry.id;
             self.ready.push_back(line);
         }
-        if entries.is_empty() {
+        if pages.is_at_end() {
             let crc32 = self.checksum.clone().finalize();
             let end = End { entries: self.entries, crc32 };
             self.ready.push_back(write(&self.session, &Line::End(end))?);

@@ -106,7 +106,7 @@ impl Sessions {
                 .take_while(|entry| until.includes(entry))
                 .map(|entry| (entry.id, entry.fields))
                 .collect();
-            is_done = wanted.last().is_none_or(|(id, _)| *id != position);
+            is_done = pages.is_at_end() || wanted.last().is_none_or(|(id, _)| *id != position);
             filling.add(&wanted).await?;
         }
         if let Until::Entry(id) = until

@@ -203,6 +203,9 @@ impl Session {
             for (index, misfit) in misfits {
                 replay::park(journal, &stream, &entries[index], &misfit).await?;
             }
+            if pages.is_at_end() {
+                return Ok(());
+            }
         }
     }
 
@@ -218,7 +221,10 @@ impl Session {
             }
             match held.state.take(registry, &stream, entry) {
                 Ok(None) => {}
-                Ok(Some(misfit)) => misfits.push((index, misfit)),
+                Ok(Some(misfit)) if held.state.unreadable.is_to_be_parked() => {
+                    misfits.push((index, misfit));
+                }
+                Ok(Some(_)) => {}
                 Err(error) => {
                     held.broken = Some(error.clone());
                     return Err(error);

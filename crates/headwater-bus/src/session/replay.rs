@@ -45,6 +45,7 @@ pub(crate) struct Pages<'a> {
     journal: &'a Journal,
     stream: &'a StreamName,
     count: usize,
+    is_at_end: bool,
 }
 
 /// What follows a position.
@@ -56,7 +57,7 @@ pub(crate) enum Page {
 
 impl<'a> Pages<'a> {
     pub(crate) fn new(journal: &'a Journal, stream: &'a StreamName) -> Self {
-        Self { journal, stream, count: FIRST_PAGE }
+        Self { journal, stream, count: FIRST_PAGE, is_at_end: false }
     }
 
     /// The entries after a position, `to` included.
@@ -67,6 +68,7 @@ impl<'a> Pages<'a> {
         let to = to.max(after);
         let range = Range { from: after, to, direction: Direction::Forward, count };
         let mut entries = self.journal.backend.range(self.stream, range).await?;
+        self.is_at_end = entries.len() < count;
         if has_witness {
             if entries.first().is_none_or(|entry| entry.id != after) {
                 return Ok(Page::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
@@ -78,6 +80,14 @@ impl<'a> Pages<'a> {
             self.count = (REPLAY_PAGE_BYTES / each.max(1)).clamp(1, REPLAY_PAGE_MAX);
         }
         Ok(Page::Entries(entries))
+    }
+}
+
+impl Pages<'_> {
+    /// Whether the last page went to the end, as it was then. Whoever reads on until a page is empty may never be done
+    /// with a stream that others write to.
+    pub(crate) fn is_at_end(&self) -> bool {
+        self.is_at_end
     }
 }
 
@@ -99,14 +109,14 @@ pub(crate) async fn replay(
         if state.position == EntryId::MIN && !until.begins_with(first, &entries) {
             return Ok(Replayed::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
         }
-        if entries.is_empty() {
-            return Ok(Replayed::Done);
-        }
         for entry in &entries {
             if !until.includes(entry) {
                 return Ok(Replayed::Done);
             }
             take(journal, registry, state, &stream, entry).await?;
+        }
+        if pages.is_at_end() {
+            return Ok(Replayed::Done);
         }
     }
 }
@@ -119,7 +129,9 @@ pub(crate) async fn take(
     stream: &StreamName,
     entry: &Entry,
 ) -> Result<(), SessionError> {
-    if let Some(misfit) = state.take(registry, stream, entry)? {
+    if let Some(misfit) = state.take(registry, stream, entry)?
+        && state.unreadable.is_to_be_parked()
+    {
         park(journal, stream, entry, &misfit).await?;
     }
     Ok(())

@@ -89,7 +89,8 @@ impl SessionState {
         self.events
     }
 
-    /// How many entries could not be read because no registered type fits them. They are parked.
+    /// How many entries could not be read because no registered type fits them. The first
+    /// [`UNREADABLE_MAX`](crate::limits::UNREADABLE_MAX) of them are parked.
     pub fn unreadable(&self) -> u64 {
         self.unreadable.count
     }
@@ -171,6 +172,12 @@ impl Seen {
 }
 
 impl Unreadable {
+    /// Whether the last of them is one to park. Of a session that is full of them the first tell all there is to know,
+    /// and the others would push out what was parked elsewhere.
+    pub(crate) fn is_to_be_parked(&self) -> bool {
+        self.count <= UNREADABLE_MAX as u64
+    }
+
     fn add(&mut self, id: EntryId) {
         if self.ids.len() < UNREADABLE_MAX {
             self.ids.push(id);

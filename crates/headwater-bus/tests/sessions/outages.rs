@@ -84,3 +84,28 @@ async fn spooled_events_are_part_of_the_state_once_they_are_in_the_stream() {
     assert_eq!(sum(&session), Sum::of(0..20));
     assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..20));
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_read_ends_where_the_stream_did_and_not_when_others_pause() {
+    let redis = Redis::start().unwrap();
+    let place = Place::at(redis.url());
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..10).await;
+    let reads = || {
+        let text = redis.command(&["INFO", "commandstats"]).unwrap().text();
+        let calls = text.split("cmdstat_xrange:calls=").nth(1).unwrap_or("0");
+        calls.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u64>().unwrap()
+    };
+    // A page that is not full is the last one: whoever asked again would never come to an end while others publish.
+    let before = reads();
+    session.publish(noted(10)).await.unwrap();
+    assert_eq!(reads() - before, 1);
+    let before = reads();
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..11));
+    assert_eq!(reads() - before, 1);
+    let before = reads();
+    let mut export = sessions.export(&place.session).await.unwrap();
+    while export.next_line().await.unwrap().is_some() {}
+    assert_eq!(reads() - before, 1);
+}

@@ -23,6 +23,7 @@ everywhere!(
     an_event_that_is_stored_twice_counts_once,
     entries_that_repeat_others_for_a_group_do_not_count,
     what_cannot_be_read_is_counted_and_parked,
+    a_session_full_of_what_cannot_be_read_parks_the_first,
     a_trimmed_session_says_what_is_missing,
     a_lost_stream_is_noticed_also_when_it_begins_anew,
     what_was_published_past_a_session_is_missed_when_it_is_gone,
@@ -186,6 +187,23 @@ async fn what_cannot_be_read_is_counted_and_parked(place: Place) {
     let again = place.sessions().await.recover(&place.session).await.unwrap();
     assert_eq!((sum(&again), again.state().unreadable()), (Sum::of([1, 2]), 3));
     assert_eq!(bus.parked(EntryId::MIN, 100).await.unwrap().len(), 3);
+}
+
+async fn a_session_full_of_what_cannot_be_read_parks_the_first(place: Place) {
+    let max = headwater_bus::limits::UNREADABLE_MAX;
+    let bus = place.bus().await;
+    let sessions = Sessions::new(bus.clone(), folds(), by_hand()).await.unwrap();
+    let session = sessions.create(&place.session).await.unwrap();
+    let foreign = headwater_stream::Fields::new([("type", "nobody.Knows"), ("payload", "{}")]);
+    let backend = place.backend().await;
+    let many = vec![foreign; max + 50];
+    backend.append(&place.stream(), &many, &Retention::KEEP_ALL).await.unwrap();
+    session.publish(noted(1)).await.unwrap();
+    for session in [session, sessions.recover(&place.session).await.unwrap()] {
+        assert_eq!(sum(&session), Sum::of([1]));
+        assert_eq!(session.state().unreadable(), max as u64 + 50);
+        assert_eq!(bus.parked(EntryId::MIN, 1000).await.unwrap().len(), max);
+    }
 }
 
 async fn a_trimmed_session_says_what_is_missing(place: Place) {
