@@ -336,7 +336,9 @@ async fn events_whose_caller_went_away_count_until_they_are_written_or_refused()
         {
             let mut adding = std::pin::pin!(spool.add(events(numbers)));
             for _ in 0..polls {
-                let _ = futures_util::poll!(&mut adding);
+                if futures_util::poll!(&mut adding).is_ready() {
+                    break;
+                }
                 tokio::task::yield_now().await;
             }
         }
