@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use futures_util::future::LocalBoxFuture;
 use headwater_issue::IssueHandler;
 
 use crate::cli::{self, CommandLine, Config, Parsed, Serve, Verb};
@@ -48,12 +49,18 @@ async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
 
 async fn dispatch(parsed: Parsed, handler: Option<Arc<dyn IssueHandler>>) -> Result<(), Failure> {
     let Parsed { line, flags } = parsed;
-    match &line.verb {
-        Verb::Serve(options) => serve(options, load(&line, flags)?, handler).await,
-        Verb::Worker => start(Role::Worker, load(&line, flags)?, handler, None).await,
-        Verb::Config(config) => print_settings(config, &line, flags),
-        Verb::Operator(verb) => verb.run(&load(&line, flags)?.settings).await,
-    }
+    // In boxes: the future of a whole server holds those of all its parts, and the compiler gives up on a `main` that holds
+    // it by value.
+    let running: LocalBoxFuture<'_, _> = match &line.verb {
+        Verb::Config(config) => return print_settings(config, &line, flags),
+        Verb::Serve(options) => Box::pin(serve(options, load(&line, flags)?, handler)),
+        Verb::Worker => Box::pin(start(Role::Worker, load(&line, flags)?, handler, None)),
+        Verb::Operator(verb) => {
+            let loaded = load(&line, flags)?;
+            Box::pin(async move { verb.run(&loaded.settings).await })
+        }
+    };
+    running.await
 }
 
 async fn serve(
@@ -81,7 +88,9 @@ async fn start(
     // One TLS stack for everything. An error means that somebody has chosen before us.
     let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
     let telemetry = telemetry::begin(&loaded.settings.telemetry)?;
-    let outcome = run::run(role, loaded.settings, handler, demo, &telemetry).await;
+    let running: LocalBoxFuture<'_, _> =
+        Box::pin(run::run(role, loaded.settings, handler, demo, &telemetry));
+    let outcome = running.await;
     telemetry.end().await;
     outcome
 }

@@ -83,7 +83,8 @@ pub(crate) async fn run(
         .context("the inbox")?;
 
     // Work: claim, handle, complete. The desk handles what no handler of your own does.
-    let desk = DeskParts::open(&settings, &store, &streams, &nudger).await.context("the desk")?;
+    let desk = Box::pin(DeskParts::open(&settings, &store, &streams, &nudger)).await;
+    let desk = desk.context("the desk")?;
     let config = worker_config(&settings.work);
     let (handler, config) = match handler {
         Some(handler) => (handler, config),
