@@ -68,7 +68,7 @@ async fn measure(name: &str, store: Arc<dyn Store>, raw: Raw) -> Result<()> {
                 None,
                 headwater_issue::SweeperConfig {
                     options: headwater_issue::SweepOptions {
-                        nudge_overdue: Duration::ZERO,
+                        nudge_overdue: Duration::from_millis(1),
                         ..Default::default()
                     },
                     ..Default::default()
