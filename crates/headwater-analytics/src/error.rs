@@ -34,7 +34,7 @@ pub enum AnalyticsError {
         path: String,
     },
 
-    /// The file was written by a newer Headwater. Use that one, or build the file anew (`headwater analytics rebuild`).
+    /// The file was written by a newer Headwater. Use that one, or build the file anew (`Warehouse::rebuild`).
     #[error("the DuckDB file {path} has version {found}; this program knows version {known}")]
     Newer {
         /// The file.

@@ -70,8 +70,7 @@ impl WarehouseReader {
     /// Opens a file that no process writes.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.exists() {
-            let problem =
-                format!("{} does not exist; run `headwater analytics rebuild`", path.display());
+            let problem = format!("{} does not exist; it is made by what ingests", path.display());
             return Err(AnalyticsError::invalid("the DuckDB file", problem));
         }
         let connection = connect(path, AccessMode::ReadOnly)?;

@@ -339,7 +339,7 @@ fn a_file_that_is_no_warehouse_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("w.duckdb");
     let error = WarehouseReader::open(&file).unwrap_err().to_string();
-    assert!(error.contains("does not exist; run `headwater analytics rebuild`"), "{error}");
+    assert!(error.contains("does not exist; it is made by what ingests"), "{error}");
     std::fs::write(&file, "something else").unwrap();
     assert!(matches!(Warehouse::open(&file), Err(AnalyticsError::Warehouse { .. })));
     assert_eq!(std::fs::read(&file).unwrap(), b"something else");

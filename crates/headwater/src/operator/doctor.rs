@@ -191,7 +191,7 @@ async fn database_findings(store: &dyn Store) -> Vec<Finding> {
         Ok(_) => findings.push(Finding::error(
             "audit",
             "recorded events are not all processed, pending or quarantined",
-            "run `headwater audit` for the issues that do not add up",
+            "`headwater_issue::audit` names the issues that do not add up; there is no verb for it yet",
         )),
         Err(error) => findings.push(Finding::warning("audit", error.to_string(), "")),
     }
@@ -211,7 +211,7 @@ async fn database_findings(store: &dyn Store) -> Vec<Finding> {
         Ok(_) => findings.push(Finding::warning(
             "outbox",
             "replies or events were given up after their last try",
-            "look at them and send them again: GET /api/v1/outbox/dead",
+            "`Operator::dead_outbox` lists them, `retry_outbox` sends them again; no verb does it yet",
         )),
         Err(error) => findings.push(Finding::warning("outbox", error.to_string(), "")),
     }
