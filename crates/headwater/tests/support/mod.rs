@@ -237,7 +237,10 @@ impl Drop for Server {
 /// An HTTP client; it never speaks TLS here, but wants to know how.
 pub(crate) fn client() -> reqwest::Client {
     let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
-    reqwest::Client::builder().timeout(LIMIT).no_proxy().build().expect("a client")
+    // Each request has its own connection: the server closes those that wait for long, and a test that waits in its
+    // thread would find out only after it had sent the next one.
+    let client = reqwest::Client::builder().timeout(LIMIT).no_proxy().pool_max_idle_per_host(0);
+    client.build().expect("a client")
 }
 
 pub(crate) async fn answer(response: reqwest::Response) -> Result<(u16, Value)> {
