@@ -64,6 +64,7 @@ pub use registry::Registry;
 pub use session::{
     Compacted, Export, Import, Missing, MissingReason, Parent, Recovery, Session, SessionError,
     SessionInfo, SessionState, Sessions, SessionsConfig, Stage, Swept, UnreadableEntries, Until,
+    Upkeep,
 };
 pub use spool::SpoolConfig;
 pub use streamed::{FailurePolicy, RejectedEvent, Retried, StreamedBus, StreamedBusConfig};

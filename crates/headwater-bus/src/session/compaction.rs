@@ -1,19 +1,15 @@
-//! Compaction: trims what snapshots stand for. And the end of sessions that nobody uses any more.
+//! Compaction: trims what snapshots stand for.
 //!
-//! Upstream: applications and operators. Downstream: the guard of a session, a group that never reads, and a safe trim.
+//! Upstream: applications, operators and `upkeep`. Downstream: the guard of a session, a group that never reads, and a safe trim.
 //! Promises: only entries before the newest snapshot of *every* set of folds go, and of them only those that every group
 //! has read and acknowledged: the guard stands at the snapshot, and a safe trim stops at the slowest group. The entry
 //! of the snapshot itself stays, as a witness that nothing after it is gone. A crash anywhere leaves the session whole.
-//! An expired session leaves a note that it was.
 
-use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, GroupStart, Retention, TrimGuard};
-use tracing::{info, warn};
+use tracing::info;
 
-use super::life::Listed;
 use super::meta::{self, Meta, Point, Stage};
-use super::{Result, Session, SessionError, SessionInfo, Sessions, snapshot};
-use crate::limits::LIST_MAX;
+use super::{Result, Session, SessionError, Sessions, snapshot};
 use crate::metrics;
 use crate::name::SessionId;
 
@@ -27,22 +23,6 @@ pub struct Compacted {
     pub before: EntryId,
     /// Whether entries stayed that snapshots stand for, because a group still needs them.
     pub held_back: bool,
-}
-
-/// What a sweep did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Swept {
-    /// Sessions looked at.
-    pub seen: u64,
-    /// Sessions whose time was up.
-    pub expired: u64,
-    /// Sessions whose time is up, but whose events some group still needs.
-    pub held_back: u64,
-    /// Abandoned forks and imports that were removed.
-    pub unfinished: u64,
-    /// Sessions that could not be dealt with; the log says why.
-    pub failed: u64,
 }
 
 /// What to do with entries that could not be read when a snapshot was taken.
@@ -140,137 +120,6 @@ impl Sessions {
         journal.backend.map_update(&map, None, &meta::snapshot_is_gone(set)).await?;
         journal.backend.map_delete(&journal.keys.session_snapshot(session, set)).await?;
         Ok(true)
-    }
-
-    /// Ends sessions whose time is up, and removes abandoned forks and imports. Run it now and then, in any process and
-    /// in several: it does each thing once.
-    ///
-    /// An expired session keeps a note of how many entries it had ([`SessionError::Expired`]) until it is
-    /// [forgotten](Self::forget). Entries that a group has not read or acknowledged stay, and so does their session.
-    pub async fn sweep(&self) -> Result<Swept> {
-        let mut swept = Swept::default();
-        let now = self.now().await?;
-        let mut after = EntryId::MIN;
-        loop {
-            let page = self.page(after, LIST_MAX).await?;
-            let Some(last) = page.last() else { return Ok(swept) };
-            after = last.index;
-            for Listed { index, info } in &page {
-                let Ok(info) = info else {
-                    swept.failed += 1;
-                    continue;
-                };
-                let Some(info) = info else {
-                    self.sweep_list(*index, now).await?;
-                    continue;
-                };
-                swept.seen += 1;
-                if let Err(error) = self.sweep_one(info, now, &mut swept).await {
-                    swept.failed += 1;
-                    warn!(session = %info.session, %error, "session could not be swept");
-                }
-            }
-        }
-    }
-
-    /// Removes an entry of the list that counts for nothing, once nobody can be about to make it count.
-    async fn sweep_list(&self, index: EntryId, now: Timestamp) -> Result<()> {
-        let age = now.since(Timestamp::from_millis(index.ms));
-        if age > self.inner.config.unfinished_after {
-            let list = self.journal().keys.sessions();
-            self.journal().backend.delete_entries(&list, &[index]).await?;
-        }
-        Ok(())
-    }
-
-    async fn sweep_one(&self, info: &SessionInfo, now: Timestamp, swept: &mut Swept) -> Result<()> {
-        let session = &info.session;
-        match info.stage {
-            Stage::Filling => {
-                let Some(meta) = self.meta(session).await? else { return Ok(()) };
-                let is_abandoned = now.since(meta.progress_at) > self.inner.config.unfinished_after;
-                if meta.stage == Stage::Filling
-                    && is_abandoned
-                    && self.remove_unfinished(session, &meta.filler).await?
-                {
-                    swept.unfinished += 1;
-                    info!(%session, "an abandoned fork or import was removed");
-                }
-            }
-            Stage::Open => {
-                let last = info.last_entry.map_or(0, |id| id.ms);
-                let used_at = info.created_at.max(Timestamp::from_millis(last));
-                if info.ttl.is_some_and(|ttl| now.since(used_at) > ttl) {
-                    match self.expire(session, info).await? {
-                        true => swept.expired += 1,
-                        false => swept.held_back += 1,
-                    }
-                }
-            }
-            // Whoever expired it may have died before all of it was gone.
-            Stage::Expired if info.length > 0 => {
-                let Some(meta) = self.meta(session).await? else { return Ok(()) };
-                self.clear(session, &meta).await?;
-            }
-            Stage::Expired => {}
-        }
-        Ok(())
-    }
-
-    /// Ends a session. Returns `false` if a group still needs some of its events.
-    async fn expire(&self, session: &SessionId, info: &SessionInfo) -> Result<bool> {
-        let journal = self.journal();
-        let stream = journal.keys.session(session);
-        let guard = journal.keys.session_guard(session);
-        let Some(stats) = journal.backend.stats(&stream).await? else { return Ok(true) };
-        let needs = |group: &headwater_stream::GroupStats| {
-            group.name != guard && (group.pending > 0 || group.lag != Some(0))
-        };
-        if stats.groups.iter().any(needs) {
-            return Ok(false);
-        }
-        // Somebody published meanwhile: it is in use.
-        if stats.last_id != info.last_entry {
-            return Ok(false);
-        }
-        let point = Point {
-            entry_id: info.last_entry.unwrap_or(EntryId::MIN),
-            entries: info.length + info.gone,
-        };
-        let open = meta::stage_text(Stage::Open);
-        let expected = Some((meta::STAGE, open.as_bytes()));
-        let map = journal.keys.session_meta(session);
-        if !journal.backend.map_update(&map, expected, &meta::expired_is(point)).await? {
-            return Ok(true);
-        }
-        // Somebody published between the look and the end. Nothing has gone yet: it is in use after all.
-        let last = journal.backend.stats(&stream).await?.and_then(|stats| stats.last_id);
-        if last != info.last_entry {
-            let expired = meta::stage_text(Stage::Expired);
-            let expected = Some((meta::STAGE, expired.as_bytes()));
-            journal.backend.map_update(&map, expected, &meta::open_again()).await?;
-            return Ok(false);
-        }
-        let Some(meta) = self.meta(session).await? else { return Ok(true) };
-        self.clear(session, &meta).await?;
-        metrics::expired();
-        info!(%session, entries = point.entries, "session expired");
-        Ok(true)
-    }
-
-    /// Removes what an expired session had. An event that came after its end stays, for whoever wonders.
-    async fn clear(&self, session: &SessionId, meta: &Meta) -> Result<()> {
-        let Some(point) = meta.expired else { return Ok(()) };
-        let journal = self.journal();
-        let (stream, guard) = (journal.keys.session(session), journal.keys.session_guard(session));
-        for set in meta.snapshots.keys() {
-            journal.backend.map_delete(&journal.keys.session_snapshot(session, set)).await?;
-        }
-        let start = GroupStart::After(point.entry_id);
-        if journal.backend.reset_group(&stream, &guard, start).await? {
-            journal.backend.trim(&stream, &Retention::max_len(0), TrimGuard::Safe).await?;
-        }
-        Ok(())
     }
 }
 

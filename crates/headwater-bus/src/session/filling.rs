@@ -198,7 +198,8 @@ impl Sessions {
         // First the token: whoever fills it cannot finish it any more, and what somebody else made meanwhile stays.
         let map = self.journal().keys.session_meta(session);
         let expected = Some((meta::FILLER, filler.as_bytes()));
-        let taken = RegistryMap::from([(meta::FILLER.to_owned(), "taken away".into())]);
+        // Of two who remove it one does: the other could take away what somebody made of this name right afterwards.
+        let taken = meta::taken_by(&format!("{:032x}", random_bits()), self.now().await?);
         if !self.journal().backend.map_update(&map, expected, &taken).await? {
             return Ok(false);
         }

@@ -7,8 +7,12 @@
 
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
+use futures_util::{FutureExt, StreamExt, stream};
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{Direction, Entry, EntryId, Fields, GroupStart, Range, Retention};
+use headwater_stream::{
+    Direction, Entry, EntryId, Fields, GroupStart, Range, Retention, StreamStats,
+};
 use tracing::warn;
 
 use super::meta::{self, First, Meta, Parent, Stage};
@@ -44,12 +48,40 @@ pub struct SessionInfo {
     pub last_entry: Option<EntryId>,
 }
 
+/// Sessions that are looked at or dealt with at the same time.
+pub(super) const AT_ONCE: usize = 32;
+
 /// An entry of the list of sessions. Whoever began to make a session and died, or lost against another, left one that
 /// counts for nothing.
 pub(super) struct Listed {
     pub(super) index: EntryId,
     /// An error says why nobody can tell.
-    pub(super) info: Result<Option<SessionInfo>>,
+    pub(super) looked: Result<Option<Looked>>,
+}
+
+/// A session as it is found.
+pub(super) struct Looked {
+    pub(super) session: SessionId,
+    pub(super) meta: Meta,
+    pub(super) stats: Option<StreamStats>,
+}
+
+impl Looked {
+    pub(super) fn info(&self) -> SessionInfo {
+        let Self { session, meta, stats } = self;
+        let gone = meta.expired.or(meta.compacted).map_or(0, |point| point.entries);
+        SessionInfo {
+            session: session.clone(),
+            index: meta.index,
+            stage: meta.stage,
+            created_at: meta.created_at,
+            parent: meta.parent.clone(),
+            ttl: meta.ttl,
+            length: stats.as_ref().map_or(0, |stats| stats.length),
+            gone,
+            last_entry: stats.as_ref().and_then(|stats| stats.last_id),
+        }
+    }
 }
 
 impl Sessions {
@@ -146,54 +178,51 @@ impl Sessions {
             let page = self.page(from, count - found.len()).await?;
             let Some(last) = page.last() else { break };
             from = last.index;
-            found.extend(page.into_iter().filter_map(|listed| listed.info.ok().flatten()));
+            for listed in page {
+                match listed.looked {
+                    Ok(looked) => found.extend(looked.map(|looked| looked.info())),
+                    Err(error) if error.is_transient() => return Err(error),
+                    // Others are none the worse for it.
+                    Err(_) => {}
+                }
+            }
         }
         Ok(found)
     }
 
-    /// Entries of the list after this one.
+    /// Entries of the list after this one, with what is known of their sessions.
     pub(super) async fn page(&self, after: EntryId, count: usize) -> Result<Vec<Listed>> {
         let journal = self.journal();
         let (from, to) = (after.next(), EntryId::MAX);
         let range = Range { from, to, direction: Direction::Forward, count };
         let entries = journal.backend.range(&journal.keys.sessions(), range).await?;
-        let mut page = Vec::with_capacity(entries.len());
-        for entry in entries {
-            let name = entry.fields.get(SESSION).and_then(|id| std::str::from_utf8(id).ok());
-            let info = match name.and_then(|id| SessionId::new(id).ok()) {
-                None => Ok(None),
-                Some(session) => match self.info(&session).await {
-                    Ok(info) => Ok(info.filter(|info| info.index == entry.id)),
-                    Err(error) if error.is_transient() => return Err(error),
-                    // Others are none the worse for it.
-                    Err(error) => {
-                        warn!(%session, %error, "session cannot be looked at");
-                        Err(error)
-                    }
-                },
-            };
-            page.push(Listed { index: entry.id, info });
-        }
-        Ok(page)
+        let each = entries.into_iter().map(|entry| self.look_up(entry).boxed());
+        let each: Vec<BoxFuture<'_, Listed>> = each.collect();
+        Ok(stream::iter(each).buffered(AT_ONCE).collect().await)
+    }
+
+    async fn look_up(&self, entry: Entry) -> Listed {
+        let name = entry.fields.get(SESSION).and_then(|id| std::str::from_utf8(id).ok());
+        let looked = match name.and_then(|id| SessionId::new(id).ok()) {
+            None => Ok(None),
+            Some(session) => self
+                .look(&session)
+                .await
+                .inspect_err(|error| warn!(%session, %error, "session cannot be looked at")),
+        };
+        let looked = looked.map(|looked| looked.filter(|looked| looked.meta.index == entry.id));
+        Listed { index: entry.id, looked }
+    }
+
+    async fn look(&self, session: &SessionId) -> Result<Option<Looked>> {
+        let Some(meta) = self.meta(session).await? else { return Ok(None) };
+        let stats = self.journal().backend.stats(&self.journal().keys.session(session)).await?;
+        Ok(Some(Looked { session: session.clone(), meta, stats }))
     }
 
     /// What there is to know of a session; `None` if there is none.
     pub async fn info(&self, session: &SessionId) -> Result<Option<SessionInfo>> {
-        let Some(meta) = self.meta(session).await? else { return Ok(None) };
-        let journal = self.journal();
-        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
-        let gone = meta.expired.or(meta.compacted).map_or(0, |point| point.entries);
-        Ok(Some(SessionInfo {
-            session: session.clone(),
-            index: meta.index,
-            stage: meta.stage,
-            created_at: meta.created_at,
-            parent: meta.parent,
-            ttl: meta.ttl,
-            length: stats.as_ref().map_or(0, |stats| stats.length),
-            gone,
-            last_entry: stats.and_then(|stats| stats.last_id),
-        }))
+        Ok(self.look(session).await?.map(|looked| looked.info()))
     }
 
     /// Removes a session with all its events, snapshots and groups, read or not. Returns whether there was one. Nothing is

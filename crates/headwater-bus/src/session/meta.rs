@@ -26,6 +26,7 @@ pub(crate) const FILLER: &str = "filler";
 const PROGRESS_AT: &str = "progress_at";
 const EXPIRED_ENTRIES: &str = "expired_entries";
 const EXPIRED_THROUGH: &str = "expired_through";
+const EXPIRED_AT: &str = "expired_at";
 /// With the key of a set of folds behind it: the newest snapshot of that set.
 const SNAPSHOT: &str = "snapshot:";
 
@@ -85,6 +86,7 @@ pub(crate) struct Meta {
     pub(crate) filler: String,
     pub(crate) progress_at: Timestamp,
     pub(crate) expired: Option<Point>,
+    pub(crate) expired_at: Option<Timestamp>,
     /// The newest snapshot of each set of folds.
     pub(crate) snapshots: BTreeMap<String, Point>,
 }
@@ -103,6 +105,7 @@ impl Meta {
             filler: String::new(),
             progress_at: created_at,
             expired: None,
+            expired_at: None,
             snapshots: BTreeMap::new(),
         }
     }
@@ -131,6 +134,9 @@ impl Meta {
         if let Some(Point { entry_id, entries }) = self.expired {
             put(EXPIRED_THROUGH, entry_id.to_string());
             put(EXPIRED_ENTRIES, entries.to_string());
+        }
+        if let Some(at) = self.expired_at {
+            put(EXPIRED_AT, at.to_rfc3339());
         }
         for (set, point) in &self.snapshots {
             put(&format!("{SNAPSHOT}{set}"), point.to_text());
@@ -179,6 +185,10 @@ impl Meta {
             filler: text(FILLER)?.to_owned(),
             progress_at: time(PROGRESS_AT)?,
             expired: point(EXPIRED_THROUGH, EXPIRED_ENTRIES)?,
+            expired_at: match text(EXPIRED_AT)? {
+                "" => None,
+                _ => Some(time(EXPIRED_AT)?),
+            },
             snapshots: read_snapshots(fields),
         }))
     }
@@ -218,8 +228,24 @@ pub(crate) fn compacted_is(point: Point) -> RegistryMap {
     fields
 }
 
-pub(crate) fn expired_is(point: Point) -> RegistryMap {
+/// Somebody is about to forget it.
+pub(crate) fn going(filler: &str, now: Timestamp) -> RegistryMap {
+    let mut fields = one(STAGE, stage_text(Stage::Filling).to_owned());
+    fields.extend(one(FILLING, "an expired session, which is being forgotten,".to_owned()));
+    fields.extend(taken_by(filler, now));
+    fields
+}
+
+/// Somebody else has it in hand from now on.
+pub(crate) fn taken_by(filler: &str, now: Timestamp) -> RegistryMap {
+    let mut fields = one(FILLER, filler.to_owned());
+    fields.extend(progress_is(now));
+    fields
+}
+
+pub(crate) fn expired_is(point: Point, now: Timestamp) -> RegistryMap {
     let mut fields = one(STAGE, stage_text(Stage::Expired).to_owned());
+    fields.extend(one(EXPIRED_AT, now.to_rfc3339()));
     fields.extend(one(EXPIRED_THROUGH, point.entry_id.to_string()));
     fields.extend(one(EXPIRED_ENTRIES, point.entries.to_string()));
     fields
@@ -229,6 +255,7 @@ pub(crate) fn open_again() -> RegistryMap {
     let mut fields = one(STAGE, stage_text(Stage::Open).to_owned());
     fields.extend(one(EXPIRED_THROUGH, String::new()));
     fields.extend(one(EXPIRED_ENTRIES, String::new()));
+    fields.extend(one(EXPIRED_AT, String::new()));
     fields
 }
 

@@ -22,6 +22,8 @@ mod opened;
 mod compaction;
 mod filling;
 
+mod upkeep;
+
 mod fork;
 
 mod lines;
@@ -36,7 +38,7 @@ use std::time::Duration;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::limits::KEEP_MAX;
 
-pub use self::compaction::{Compacted, Swept, UnreadableEntries};
+pub use self::compaction::{Compacted, UnreadableEntries};
 pub use self::error::{Missing, MissingReason, SessionError};
 pub use self::export::Export;
 pub use self::import::Import;
@@ -47,6 +49,7 @@ pub use self::opened::Session;
 pub use self::recovery::Recovery;
 pub use self::replay::Until;
 pub use self::state::SessionState;
+pub use self::upkeep::{Swept, Upkeep};
 use crate::bus::EventBus;
 use crate::error::{BusError, Result as BusResult};
 use crate::fold::Folds;
@@ -61,10 +64,16 @@ pub struct SessionsConfig {
     /// After how many entries a session takes a snapshot by itself, when it is published to or refreshed. Default: 1000;
     /// `None` never.
     pub snapshot_every: Option<u64>,
-    /// How long a session that is made here lives after its last event, if somebody sweeps. Default: `None`, for ever.
+    /// How long a session that is made here lives after its last event, if somebody [runs](Sessions::run) the upkeep.
+    /// Default: `None`, for ever.
     pub ttl: Option<Duration>,
+    /// How long an expired session is known to have been one; then the upkeep forgets it. Default: 30 days.
+    pub note_kept_for: Duration,
     /// How long after the last step of a fork or import it is taken for abandoned. Default: 1 h.
     pub unfinished_after: Duration,
+    /// The upkeep compacts a session that has so many entries before the oldest of its snapshots; what it was before them
+    /// cannot be asked for any more. Default: 10 000; `None` never.
+    pub compact_from: Option<u64>,
 }
 
 impl Default for SessionsConfig {
@@ -72,17 +81,27 @@ impl Default for SessionsConfig {
         Self {
             snapshot_every: Some(1000),
             ttl: None,
+            note_kept_for: Duration::from_secs(30 * 24 * 60 * 60),
             unfinished_after: Duration::from_secs(60 * 60),
+            compact_from: Some(10_000),
         }
     }
 }
 
 impl SessionsConfig {
     fn validate(&self) -> BusResult<()> {
-        if self.snapshot_every == Some(0) {
-            return Err(BusError::invalid("snapshot_every", "it is zero"));
+        for (name, count) in
+            [("snapshot_every", self.snapshot_every), ("compact_from", self.compact_from)]
+        {
+            if count == Some(0) {
+                return Err(BusError::invalid(name, "it is zero"));
+            }
         }
-        for (name, time) in [("ttl", self.ttl), ("unfinished_after", Some(self.unfinished_after))] {
+        for (name, time) in [
+            ("ttl", self.ttl),
+            ("note_kept_for", Some(self.note_kept_for)),
+            ("unfinished_after", Some(self.unfinished_after)),
+        ] {
             if time.is_some_and(|time| time.as_millis() == 0 || time > KEEP_MAX) {
                 let problem = format!("{time:?}; 1 ms to {KEEP_MAX:?}");
                 return Err(BusError::invalid(name, problem));

@@ -14,3 +14,4 @@ mod outages;
 mod processes;
 mod recovery;
 mod snapshots;
+mod upkeep;

@@ -1,0 +1,227 @@
+//! The upkeep: what a server does for all sessions now and then.
+
+use std::time::Duration;
+
+use headwater_bus::{EventBus, EventBusExt, Sessions, conformance::Noted};
+use headwater_bus::{SessionError, SessionId, SessionsConfig, Stage, Subscribe};
+use headwater_stream::{EntryId, GroupStart, StreamName};
+use tokio::sync::oneshot;
+
+use crate::place::{LIMIT, Place, Sum, by_hand, folds, noted, publish, sum};
+
+everywhere!(
+    what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told_to_stop,
+    a_long_session_is_compacted_and_a_short_one_is_not,
+    what_cannot_be_compacted_holds_up_nobody,
+    a_note_is_kept_for_its_time_and_for_as_long_as_a_group_needs_what_came_after,
+    whoever_dies_while_it_forgets_leaves_what_is_swept_later,
+    a_session_whose_stream_is_gone_ends_once,
+    several_look_after_many_sessions_and_each_is_ended_once,
+);
+
+const MOMENT: Duration = Duration::from_millis(1);
+
+async fn pause() {
+    tokio::time::sleep(Duration::from_millis(20)).await;
+}
+
+async fn until(mut is_so: impl AsyncFnMut() -> bool) {
+    let waiting = async {
+        while !is_so().await {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(LIMIT, waiting).await.unwrap();
+}
+
+async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told_to_stop(
+    place: Place,
+) {
+    let config = SessionsConfig { ttl: Some(MOMENT), note_kept_for: MOMENT, ..by_hand() };
+    let sessions = place.sessions_with(folds(), config).await;
+    let for_ever = place.sessions().await.create(&SessionId::random()).await.unwrap();
+    publish(&for_ever, 0..1).await;
+    let (stop, stopped) = oneshot::channel::<()>();
+    let running = tokio::spawn({
+        let sessions = sessions.clone();
+        async move {
+            let shutdown = async { drop(stopped.await) };
+            sessions.run(Duration::from_millis(5), shutdown).await
+        }
+    });
+    // One after the other: it goes on.
+    for _ in 0..2 {
+        let id = SessionId::random();
+        sessions.create(&id).await.unwrap();
+        until(async || sessions.info(&id).await.unwrap().is_none()).await;
+        let error = sessions.recover(&id).await.unwrap_err();
+        assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
+        let stream = place.stream_of(&id);
+        assert!(place.backend().await.stats(&stream).await.unwrap().is_none());
+    }
+    let listed = sessions.list(EntryId::MIN, 10).await.unwrap();
+    assert_eq!(listed.iter().map(|info| &info.session).collect::<Vec<_>>(), [for_ever.id()]);
+    stop.send(()).unwrap();
+    tokio::time::timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+
+    let error = sessions.run(Duration::ZERO, std::future::pending()).await.unwrap_err();
+    assert!(error.to_string().contains("every"), "{error}");
+}
+
+async fn a_long_session_is_compacted_and_a_short_one_is_not(place: Place) {
+    let config = SessionsConfig { compact_from: Some(20), ..by_hand() };
+    let sessions = place.sessions_with(folds(), config).await;
+    let long = sessions.create(&place.session).await.unwrap();
+    let short = sessions.create(&SessionId::random()).await.unwrap();
+    let unknown = sessions.create(&SessionId::random()).await.unwrap();
+    publish(&long, 0..21).await;
+    publish(&short, 0..20).await;
+    publish(&unknown, 0..50).await;
+    assert!(long.snapshot().await.unwrap() && short.snapshot().await.unwrap());
+    publish(&long, 21..30).await;
+
+    assert_eq!(sessions.sweep().await.unwrap().seen, 3);
+    assert_eq!(place.entries(long.id()).await.len(), 30, "a sweep compacts nothing");
+    let done = sessions.run_once().await.unwrap();
+    assert_eq!((done.compacted, done.removed, done.refused), (1, 20, 0));
+    assert_eq!((done.swept.seen, done.swept.failed), (3, 0));
+    assert_eq!(place.entries(long.id()).await.len(), 10);
+    assert_eq!(place.entries(short.id()).await.len(), 20);
+    assert_eq!(place.entries(unknown.id()).await.len(), 50);
+    assert_eq!(sum(&sessions.recover(long.id()).await.unwrap()), Sum::of(0..30));
+
+    // Only what came since counts.
+    assert_eq!(sessions.run_once().await.unwrap().compacted, 0);
+    publish(&long, 30..41).await;
+    assert!(long.snapshot().await.unwrap());
+    let done = sessions.run_once().await.unwrap();
+    assert_eq!((done.compacted, done.removed), (1, 20));
+    assert_eq!(sum(&sessions.recover(long.id()).await.unwrap()), Sum::of(0..41));
+
+    let never = SessionsConfig { compact_from: None, ..by_hand() };
+    publish(&long, 41..90).await;
+    assert!(long.snapshot().await.unwrap());
+    let never = place.sessions_with(folds(), never).await;
+    assert_eq!(never.run_once().await.unwrap().compacted, 0);
+    let zero = SessionsConfig { compact_from: Some(0), ..by_hand() };
+    assert!(Sessions::new(place.bus().await, folds(), zero).await.is_err());
+}
+
+async fn what_cannot_be_compacted_holds_up_nobody(place: Place) {
+    let config = SessionsConfig { compact_from: Some(1), ..by_hand() };
+    let sessions = place.sessions_with(folds(), config).await;
+    let odd = sessions.create(&place.session).await.unwrap();
+    publish(&odd, 0..5).await;
+    place.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
+    odd.refresh().await.unwrap();
+    let fine = sessions.create(&SessionId::random()).await.unwrap();
+    publish(&fine, 0..5).await;
+    assert!(odd.snapshot().await.unwrap() && fine.snapshot().await.unwrap());
+    let done = sessions.run_once().await.unwrap();
+    assert_eq!((done.compacted, done.refused, done.swept.failed), (1, 1, 0));
+    assert_eq!(place.entries(odd.id()).await.len(), 6);
+    assert_eq!(place.entries(fine.id()).await.len(), 1);
+}
+
+async fn a_note_is_kept_for_its_time_and_for_as_long_as_a_group_needs_what_came_after(
+    place: Place,
+) {
+    let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
+    let patient = place.sessions_with(folds(), config).await;
+    let config = SessionsConfig { note_kept_for: MOMENT, ..config };
+    let forgetful = place.sessions_with(folds(), config).await;
+    let session = patient.create(&place.session).await.unwrap();
+    publish(&session, 0..3).await;
+    pause().await;
+    assert_eq!(patient.sweep().await.unwrap().expired, 1);
+    pause().await;
+    assert_eq!(patient.sweep().await.unwrap().forgotten, 0);
+    let error = patient.recover(&place.session).await.unwrap_err();
+    assert!(matches!(error, SessionError::Expired { entries: 3, .. }), "{error}");
+
+    // An event that came too late, and a group that is to have it.
+    let bus = place.bus().await;
+    let subscribe = Subscribe::durable("workers").session(place.session.clone());
+    let workers = bus.subscribe::<Noted>(subscribe, |_| async {}).await.unwrap();
+    assert!(bus.unsubscribe(workers).await.unwrap());
+    bus.publish(Noted { session_id: Some(place.session.to_string()), ..noted(3) }).await.unwrap();
+    assert_eq!(forgetful.sweep().await.unwrap().forgotten, 0);
+    assert_eq!(place.entries(&place.session).await.len(), 1);
+
+    let backend = place.backend().await;
+    let group =
+        headwater_stream::GroupName::new(format!("{}:cg:{}:workers", place.prefix, place.session));
+    assert!(backend.remove_group(&place.stream(), &group.unwrap()).await.unwrap());
+    assert_eq!(forgetful.sweep().await.unwrap().forgotten, 1);
+    assert_eq!(forgetful.sweep().await.unwrap(), Default::default());
+    // The name is free again, and nothing of the old session is left.
+    let anew = patient.create(&place.session).await.unwrap();
+    publish(&anew, 7..8).await;
+    assert_eq!(sum(&anew), Sum::of([7]));
+}
+
+async fn whoever_dies_while_it_forgets_leaves_what_is_swept_later(place: Place) {
+    let config = SessionsConfig { ttl: Some(MOMENT), note_kept_for: MOMENT, ..by_hand() };
+    let sessions = place.sessions_with(folds(), config).await;
+    sessions.create(&place.session).await.unwrap();
+    pause().await;
+    assert_eq!(sessions.sweep().await.unwrap().expired, 1);
+    // As it is after the first step: nobody may take it up, and nobody may take the name.
+    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
+    let meta = headwater_stream::MapName::new(meta).unwrap();
+    let going = [("stage", "filling"), ("filler", "somebody"), ("filling", "an expired session,")];
+    let going = going.map(|(name, value)| (name.to_owned(), value.into()));
+    let backend = place.backend().await;
+    backend.map_update(&meta, None, &going.into_iter().collect()).await.unwrap();
+    let error = sessions.recover(&place.session).await.unwrap_err();
+    assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
+    let error = sessions.create(&place.session).await.unwrap_err();
+    assert!(matches!(error, SessionError::Exists { .. }), "{error}");
+    assert_eq!(sessions.sweep().await.unwrap().unfinished, 0, "somebody may be at it");
+
+    let config = SessionsConfig { unfinished_after: MOMENT, ..config };
+    let impatient = place.sessions_with(folds(), config).await;
+    pause().await;
+    assert_eq!(impatient.sweep().await.unwrap().unfinished, 1);
+    assert_eq!(sessions.info(&place.session).await.unwrap(), None);
+    sessions.create(&place.session).await.unwrap();
+}
+
+async fn a_session_whose_stream_is_gone_ends_once(place: Place) {
+    let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
+    let sessions = place.sessions_with(folds(), config).await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..3).await;
+    assert!(place.backend().await.delete_stream(&place.stream()).await.unwrap());
+    pause().await;
+    assert_eq!(sessions.sweep().await.unwrap().expired, 1);
+    assert_eq!(sessions.sweep().await.unwrap().expired, 0);
+    let info = sessions.info(&place.session).await.unwrap().unwrap();
+    assert_eq!(info.stage, Stage::Expired);
+}
+
+async fn several_look_after_many_sessions_and_each_is_ended_once(place: Place) {
+    const MANY: u64 = 150;
+    let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
+    let sessions = place.sessions_with(folds(), config).await;
+    for _ in 0..MANY {
+        sessions.create(&SessionId::random()).await.unwrap();
+    }
+    // One that is damaged, and one of another kind in the list.
+    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
+    sessions.create(&place.session).await.unwrap();
+    let backend = place.backend().await;
+    let odd = [("stage".to_owned(), "{odd}".into())].into_iter().collect();
+    let meta = headwater_stream::MapName::new(meta).unwrap();
+    backend.map_update(&meta, None, &odd).await.unwrap();
+    let list = StreamName::new(format!("{}:sessions", place.prefix)).unwrap();
+    let group = headwater_stream::GroupName::new("watchers").unwrap();
+    backend.ensure_group(&list, &group, GroupStart::Beginning).await.unwrap();
+    pause().await;
+    let (one, other) = tokio::join!(sessions.sweep(), sessions.sweep());
+    let (one, other) = (one.unwrap(), other.unwrap());
+    assert_eq!((one.seen, other.seen), (MANY, MANY));
+    assert_eq!((one.failed, other.failed), (1, 1));
+    assert_eq!(one.expired + other.expired, MANY, "{one:?} {other:?}");
+    assert_eq!(sessions.list(EntryId::MIN, 1000).await.unwrap().len(), MANY as usize);
+}
