@@ -115,8 +115,9 @@ CREATE TABLE workers (
 CREATE TABLE headwater_identity (identity text NOT NULL);
 INSERT INTO headwater_identity VALUES (left(replace(gen_random_uuid()::text, '-', ''), 16));
 
+-- Not immutable, as `extract` is not: else the planner could not put its text in place of each call.
 CREATE FUNCTION headwater_ms(timestamptz) RETURNS bigint
-LANGUAGE sql IMMUTABLE PARALLEL SAFE
+LANGUAGE sql STABLE PARALLEL SAFE
 AS $$ SELECT floor(extract(epoch FROM $1) * 1000)::bigint $$;
 
 CREATE FUNCTION headwater_interval(bigint) RETURNS interval

@@ -140,16 +140,16 @@ BEGIN
     PERFORM 1 FROM issues WHERE id = ANY (p_issue) ORDER BY id FOR UPDATE;
     v_now := headwater_now();
 
-    WITH expiry AS (
-        -- A claim without an end is none of ours; left alone it would never end.
-        SELECT id, processing_status = 'processing' AND coalesce(claim_expires_at <= v_now, true) AS expired FROM issues
-        WHERE id = ANY (p_issue)
-    ), decided AS (
-        SELECT i.id, x.expired, x.expired AND i.crashes + 1 >= p_crashes_max AS quarantines,
+    WITH decided AS (
+        SELECT i.id, i.expired, i.expired AND i.crashes + 1 >= p_crashes_max AS quarantines,
             (i.processing_status = 'queued'
-                OR (x.expired AND i.crashes + 1 < p_crashes_max AND i.pending_events > 0))
+                OR (i.expired AND i.crashes + 1 < p_crashes_max AND i.pending_events > 0))
                 AND coalesce(i.not_before <= v_now, true) AS wins
-        FROM issues i JOIN expiry x ON x.id = i.id
+        FROM (
+            -- A claim without an end is none of ours; left alone it would never end.
+            SELECT *, processing_status = 'processing' AND coalesce(claim_expires_at <= v_now, true) AS expired
+            FROM issues WHERE id = ANY (p_issue)
+        ) i
     ), updated AS (
         UPDATE issues i SET
             processing_status = CASE WHEN d.wins THEN 'processing'
@@ -235,6 +235,7 @@ LANGUAGE plpgsql AS $$
 DECLARE
     v_now timestamptz;
     v_held bigint[];
+    v_events bigint[];
     v_large record;
 BEGIN
     PERFORM 1 FROM issues WHERE id = ANY (p_issue) ORDER BY id FOR UPDATE;
@@ -260,22 +261,21 @@ BEGIN
         PERFORM pg_notify('headwater_outbox', '');
     END IF;
 
-    RETURN QUERY
+    -- How many event logs each run has processed, in the order of runs.
     WITH processed AS (
         UPDATE event_logs e SET processed_at = v_now, processing_error = NULL
-        FROM (SELECT DISTINCT p_issue[n.run] AS issue, n.id FROM unnest(p_log_run, p_log_id) AS n (run, id)
-            WHERE v_held[n.run] IS NOT NULL) done
-        WHERE e.id = done.id AND e.issue_id = done.issue AND e.processed_at IS NULL
-        RETURNING e.issue_id
+        FROM unnest(p_log_run, p_log_id) AS done (run, id)
+        WHERE v_held[done.run] IS NOT NULL AND e.id = done.id AND e.issue_id = p_issue[done.run]
+            AND e.processed_at IS NULL
+        RETURNING done.run
     ), counted AS (
-        SELECT issue_id, count(*) AS events FROM processed GROUP BY issue_id
-    ), ended AS (
-        SELECT n.place, i.id, i.pending_events - coalesce(c.events, 0) AS left_over, n.fields::jsonb AS fields,
-            n.discussions::jsonb AS discussions
-        FROM unnest(v_held, p_issue, p_fields, p_discussions) AS n (place, issue, fields, discussions)
-        JOIN issues i ON i.id = n.issue LEFT JOIN counted c ON c.issue_id = n.issue
-        WHERE n.place IS NOT NULL
+        SELECT place, 0 AS events FROM generate_series(1, cardinality(p_issue)) AS place
+        UNION ALL SELECT run, 1 FROM processed
     )
+    SELECT array_agg(events ORDER BY place) INTO v_events
+    FROM (SELECT place, sum(events) AS events FROM counted GROUP BY place) AS run;
+
+    RETURN QUERY
     UPDATE issues i SET
         pending_events = greatest(d.left_over, 0),
         processing_status = CASE WHEN d.left_over > 0 THEN 'queued' ELSE 'idle' END,
@@ -288,7 +288,13 @@ BEGIN
             SELECT change.key FROM jsonb_each(d.fields) change WHERE change.value = 'null') END,
         discussions = coalesce(d.discussions, i.discussions),
         last_processed_at = v_now, updated_at = v_now
-    FROM ended d WHERE i.id = d.id
+    FROM (
+        SELECT n.place, i.id, i.pending_events - n.events AS left_over, n.fields::jsonb AS fields,
+            n.discussions::jsonb AS discussions
+        FROM unnest(v_held, p_issue, v_events, p_fields, p_discussions) AS n (place, issue, events, fields, discussions)
+        JOIN issues i ON i.id = n.issue
+        WHERE n.place IS NOT NULL
+    ) d WHERE i.id = d.id
     RETURNING d.place, false, i.processing_status, headwater_ms(i.not_before);
 
     SELECT i.id, octet_length(i.fields::text) AS bytes INTO v_large
