@@ -118,6 +118,9 @@ pub struct Subscribe {
     /// Durable: events read ahead, so that nobody waits for a round trip. They are kept from other processes. `None`
     /// (default): as many as `concurrency`.
     pub read_ahead: Option<usize>,
+    /// Durable, on streams: events that another program took for the group and left without a sign for this long are taken
+    /// over. Those of our own processes that died are taken over as soon as that is known. Default: 5 min.
+    pub reclaim_idle: Duration,
 }
 
 /// Who gets an event.
@@ -140,6 +143,7 @@ impl Subscribe {
             retry: RetryPolicy { max_attempts: Some(5), ..RetryPolicy::default() },
             concurrency: 64,
             read_ahead: None,
+            reclaim_idle: Duration::from_secs(5 * 60),
         }
     }
 
@@ -162,6 +166,9 @@ impl Subscribe {
     pub(crate) fn validate(&self) -> Result<()> {
         if self.handler_timeout.is_zero() {
             return Err(BusError::invalid("handler_timeout", "it is zero"));
+        }
+        if self.reclaim_idle.is_zero() {
+            return Err(BusError::invalid("reclaim_idle", "it is zero"));
         }
         if self.concurrency == 0 || self.concurrency > CONCURRENCY_MAX {
             let problem = format!("{}; 1 to {CONCURRENCY_MAX}", self.concurrency);

@@ -33,7 +33,8 @@ pub struct SpoolConfig {
     /// The file; it is made if it is missing. Events that their streams refuse for good go to a file beside it, with
     /// `.rejected` at the end of its name.
     pub file: PathBuf,
-    /// Bytes it may have. Default: 64 MiB, at most 1 GiB.
+    /// Bytes it may have, and as many the file beside it; if that is full, nothing is replayed until somebody removes
+    /// it. Default: 64 MiB, at most 1 GiB.
     pub max_bytes: u64,
 }
 
@@ -189,14 +190,15 @@ impl Spool {
         Ok(())
     }
 
-    /// Puts events that their stream refused for good into the file beside the spool. They still wait in the spool.
+    /// Puts events that their stream refused for good into the file beside the spool, each once. They still wait in the
+    /// spool. An error means that they must not be taken out of it.
     pub(crate) async fn reject(&self, events: Vec<Spooled>) -> Result<(), SpoolError> {
         let shared = &self.shared;
         let (path, owner) = (rejected_path(&shared.config.file), shared.owner.clone());
-        let count = events.len() as u64;
-        let write = move || file::reject(&path, &owner, &events);
-        blocking(&shared.config.file, write).await?;
-        shared.rejected.fetch_add(count, Ordering::SeqCst);
+        let max_bytes = shared.config.max_bytes;
+        let write = move || file::reject(&path, &owner, max_bytes, &events);
+        let count = blocking(&shared.config.file, write).await?;
+        shared.rejected.store(count, Ordering::SeqCst);
         Ok(())
     }
 

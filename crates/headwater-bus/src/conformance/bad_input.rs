@@ -80,7 +80,8 @@ pub async fn subscriptions_that_make_no_sense_are_refused(env: Env) {
     let impatient = Subscribe { handler_timeout: Duration::ZERO, ..Subscribe::live() };
     let idle = Subscribe { concurrency: 0, ..Subscribe::durable("a") };
     let of_no_session = Subscribe::durable("a");
-    for subscribe in [impatient, idle, of_no_session] {
+    let grasping = Subscribe { reclaim_idle: Duration::ZERO, ..Subscribe::live() };
+    for subscribe in [impatient, idle, of_no_session, grasping] {
         let refused = env.bus.subscribe::<Noted>(subscribe.clone(), nothing).await;
         assert!(matches!(refused, Err(BusError::Invalid { .. })), "{subscribe:?}: {refused:?}");
     }

@@ -5,7 +5,7 @@
 //! is cut off for good when the file is opened; damage before that is an error and changes nothing; one process has
 //! the file at a time. A disk that fails is an error of what was to be written then, and is tried again later.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -204,14 +204,20 @@ impl SpoolFile {
         }
         let noted = match self.waiting.is_empty() {
             true => self.start_anew(),
-            false => {
-                let mark = Record::Replayed(self.done).encode();
-                self.mend().and_then(|()| self.write(&mark))
-            }
+            false => self.mend().and_then(|()| self.mark()),
         };
         if let Err(error) = noted {
             warn!(%error, "spool could not note that events are in their streams");
         }
+    }
+
+    /// Writes down how many events are done; where that has no room, they leave the file, which says the same.
+    fn mark(&mut self) -> Result<(), SpoolError> {
+        let mark = Record::Replayed(self.done).encode();
+        if self.end + mark.len() as u64 > self.max_bytes {
+            return self.rewrite();
+        }
+        self.write(&mark)
     }
 
     /// Forgets everything and begins with an empty file.
@@ -336,10 +342,21 @@ fn unfinished_path(path: &Path) -> PathBuf {
     path.into()
 }
 
-/// Adds events to a file of those that their streams refused.
-pub(super) fn reject(path: &Path, owner: &str, events: &[Spooled]) -> Result<(), SpoolError> {
-    let mut file = SpoolFile::open(path, owner, u64::MAX)?;
-    file.append(events)
+/// Adds events to a file of those that their streams refused, unless they are there: a crash may have come before it was
+/// noted that they are dealt with. Returns how many there are.
+pub(super) fn reject(
+    path: &Path,
+    owner: &str,
+    max_bytes: u64,
+    events: &[Spooled],
+) -> Result<u64, SpoolError> {
+    let mut file = SpoolFile::open(path, owner, max_bytes)?;
+    let known = file.peek(usize::MAX, u64::MAX)?;
+    let known: HashSet<_> = known.iter().map(|event| (&event.stream, &event.event_id)).collect();
+    let is_new = |event: &&Spooled| !known.contains(&(&event.stream, &event.event_id));
+    let new: Vec<Spooled> = events.iter().filter(is_new).cloned().collect();
+    file.append(&new)?;
+    Ok(file.waiting() as u64)
 }
 
 /// How many events their streams refused, and the oldest of them, up to so many.

@@ -184,6 +184,7 @@ fn consumer_config(subscribe: &Subscribe, drain: std::time::Duration) -> Consume
         batch: in_flight.min(256),
         retry: subscribe.retry.clone(),
         drain,
+        reclaim_idle: subscribe.reclaim_idle,
         ..Default::default()
     }
 }

@@ -150,16 +150,21 @@ impl Inner {
         }
         let moving = streams.iter().map(|(stream, events)| self.move_to_stream(stream, events));
         let moved = join_all(moving).await;
+        let mut refused = Vec::new();
         for ((stream, events), moved) in streams.into_iter().zip(moved) {
             match moved {
                 Ok(()) => {}
                 Err(error @ (StreamError::Invalid { .. } | StreamError::WrongType { .. })) => {
-                    let count = events.len();
-                    error!(%stream, %error, events = count, "spooled events were refused for good");
-                    spool.reject(events.into_iter().map(|(event, _)| event).collect()).await?;
+                    refused.push((stream, events, error));
                 }
+                // All of them are tried again then. Setting some aside before would do so at every try.
                 Err(error) => return Ok(Err(error)),
             }
+        }
+        for (stream, events, error) in refused {
+            let count = events.len();
+            error!(%stream, %error, events = count, "spooled events were refused for good");
+            spool.reject(events.into_iter().map(|(event, _)| event).collect()).await?;
         }
         Ok(Ok(()))
     }

@@ -35,7 +35,8 @@ fn config_of_child() -> StreamedBusConfig {
     }
 }
 
-fn quick_queue() -> QueueConfig {
+/// Whoever dies is soon known to be dead.
+pub(crate) fn quick_queue() -> QueueConfig {
     let lease = KeeperConfig {
         ttl: Duration::from_millis(1500),
         renew_every: Duration::from_millis(300),

@@ -5,10 +5,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted};
-use headwater_bus::{Backoff, EventBus, EventBusExt, Received, RetryPolicy, Subscribe};
-use headwater_stream::StreamName;
+use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::{
+    Backoff, EventBus, EventBusExt, Received, RetryPolicy, StreamedBusConfig, Subscribe,
+};
+use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
 
+use crate::crashes::quick_queue;
 use crate::place::{Place, entries, numbers, stored, writes};
 
 everywhere!(
@@ -18,6 +21,8 @@ everywhere!(
     what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream,
     an_event_given_back_at_closing_is_handled_by_another_bus,
     a_subscription_whose_caller_went_away_leaves_its_group_free,
+    what_another_program_took_and_left_is_taken_over,
+    what_a_bus_that_is_gone_had_in_hand_is_taken_over,
 );
 
 fn group(label: &str) -> Subscribe {
@@ -168,4 +173,53 @@ async fn a_subscription_whose_caller_went_away_leaves_its_group_free(place: Plac
     bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
     assert_eq!(log.settles_at(1).await, ["1"]);
     bus.close().await.unwrap();
+}
+
+async fn what_another_program_took_and_left_is_taken_over(place: Place) {
+    let bus = place.bus_with(registry(), in_a_hurry(&place)).await;
+    for number in 0..3 {
+        bus.publish(place.noted(number)).await.unwrap().raise().unwrap();
+    }
+    // Given a consumer that sends no signs of life and has two of three events.
+    let backend = place.connect().await;
+    let name = GroupName::new(format!("{}:cg:{}:workers", place.prefix, place.session)).unwrap();
+    backend.ensure_group(&place.stream(), &name, GroupStart::Beginning).await.unwrap();
+    let stranger = ConsumerName::new("stranger").unwrap();
+    let mut reader = backend.reader(&name, &stranger).await.unwrap();
+    let taken = reader.read(&[place.stream()], 2, Duration::from_secs(1)).await.unwrap();
+    assert_eq!(taken[0].entries.len(), 2);
+    // Then the group of a bus gets all of them, and nothing is left.
+    let log = Log::default();
+    let reclaim_idle = Duration::from_millis(200);
+    let patient = Subscribe { reclaim_idle, ..group("workers") };
+    bus.subscribe::<Noted>(patient, writes(&log)).await.unwrap();
+    assert_eq!(sorted(log.settles_at(3).await), numbers(0..3));
+    bus.close().await.unwrap();
+    let stats = backend.stats(&place.stream()).await.unwrap().unwrap();
+    assert_eq!((stats.groups[0].pending, stats.groups[0].lag), (0, Some(0)));
+}
+
+async fn what_a_bus_that_is_gone_had_in_hand_is_taken_over(place: Place) {
+    let gone = place.bus_with(registry(), in_a_hurry(&place)).await;
+    let stays = place.bus_with(registry(), in_a_hurry(&place)).await;
+    let (held, log) = (Log::default(), Log::default());
+    let seen = held.clone();
+    let hold = move |event: Received<Noted>| {
+        seen.add(event.number);
+        std::future::pending::<()>()
+    };
+    gone.subscribe::<Noted>(group("workers"), hold).await.unwrap();
+    for number in 0..3 {
+        stays.publish(place.noted(number)).await.unwrap().raise().unwrap();
+    }
+    held.wait_for(3).await;
+    stays.subscribe::<Noted>(group("workers"), writes(&log)).await.unwrap();
+    drop(gone);
+    assert_eq!(sorted(log.settles_at(3).await), numbers(0..3));
+    stays.close().await.unwrap();
+}
+
+/// Settings of a bus that soon knows who is dead.
+fn in_a_hurry(place: &Place) -> StreamedBusConfig {
+    StreamedBusConfig { queue: quick_queue(), ..place.config() }
 }

@@ -4,11 +4,16 @@
 
 #[macro_use]
 mod place;
+#[macro_use]
+mod away;
 
+mod breaker;
 mod crashes;
 mod groups;
+mod health;
 mod metrics;
 mod others;
 mod parked;
 mod policies;
+mod replay;
 mod spool;

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use headwater_bus::conformance::{Announced, Log, Noted};
-use headwater_bus::{EventBus, EventBusExt, Received, Stored, Subscribe};
+use headwater_bus::{EventBus, EventBusExt, EventId, Outgoing, Received, Stored, Subscribe};
 use tokio::sync::Semaphore;
 
-use crate::place::{Place, entries, numbers, watch, writes};
+use crate::place::{Place, entries, numbers, stored, watch, writes};
 
 everywhere!(
     every_bus_sees_what_another_publishes_once_and_in_order,
@@ -15,6 +15,7 @@ everywhere!(
     a_handler_of_a_namespace_sees_its_events_whatever_the_session,
     after_unsubscribing_nothing_is_seen_any_more,
     an_entry_has_the_fields_of_the_wire_format,
+    an_event_with_an_id_counts_once_whoever_publishes_it_again,
 );
 
 async fn every_bus_sees_what_another_publishes_once_and_in_order(place: Place) {
@@ -118,4 +119,19 @@ async fn an_entry_has_the_fields_of_the_wire_format(place: Place) {
     assert_eq!((value("type").as_str(), value("version").as_str()), ("conformance.Noted", "1"));
     assert_eq!((value("trace_id").len(), value("span_id").len()), (32, 16));
     assert_eq!(value("origin"), bus.origin());
+}
+
+async fn an_event_with_an_id_counts_once_whoever_publishes_it_again(place: Place) {
+    let (ada, bob) = (place.bus().await, place.bus().await);
+    let (seen_by_ada, seen_by_bob) = (watch(&ada).await, watch(&bob).await);
+    let event = || Outgoing::new(place.noted(1)).unwrap().with_id(EventId::new("one").unwrap());
+    let first = ada.publish_outgoing(event()).await.unwrap();
+    let Stored::Entry(entry_id) = first.stored else { panic!("{first:?}") };
+    for bus in [&ada, &bob, &ada] {
+        let again = bus.publish_outgoing(event()).await.unwrap();
+        assert_eq!((again.stored, again.handlers_invoked), (Stored::Duplicate(entry_id), 0));
+    }
+    assert_eq!(seen_by_ada.settles_at(1).await, ["1"]);
+    assert_eq!(seen_by_bob.settles_at(1).await, ["1"]);
+    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [1]);
 }

@@ -54,7 +54,7 @@ enum Target {
 impl Place {
     pub(crate) async fn embedded() -> Self {
         let backend = connect("embedded:memory", &Options::default()).await.unwrap();
-        Self::new(Target::Shared(backend))
+        Self::on(backend)
     }
 
     pub(crate) fn redis() -> Self {
@@ -69,9 +69,21 @@ impl Place {
         Self::new(Target::Url(url))
     }
 
+    /// All buses share this backend.
+    pub(crate) fn on(backend: Arc<dyn Backend>) -> Self {
+        Self::new(Target::Shared(backend))
+    }
+
     fn new(target: Target) -> Self {
         let prefix: String = unique("w").chars().take(32).collect();
         Self { target, prefix, session: SessionId::random() }
+    }
+
+    pub(crate) fn url(&self) -> &str {
+        match &self.target {
+            Target::Shared(_) => panic!("it has no address"),
+            Target::Url(url) => url,
+        }
     }
 
     pub(crate) async fn connect(&self) -> Arc<dyn Backend> {
@@ -119,8 +131,13 @@ impl Place {
     }
 
     pub(crate) fn noted(&self, number: u64) -> Noted {
-        Noted { session_id: Some(self.session.to_string()), number, text: String::new() }
+        noted(&self.session, number)
     }
+}
+
+/// An event of a session.
+pub(crate) fn noted(session: &SessionId, number: u64) -> Noted {
+    Noted { session_id: Some(session.to_string()), number, text: String::new() }
 }
 
 /// A short deadline, so that an outage is noticed soon.

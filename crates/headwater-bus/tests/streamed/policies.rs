@@ -3,73 +3,135 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted};
+use headwater_bus::conformance::{Log, Noted, registry};
 use headwater_bus::{
-    BreakerState, BusError, EventBus, EventBusExt, EventId, FailurePolicy, Outgoing, Received,
-    SpoolConfig, Stored, StreamedBusConfig, Subscribe,
+    BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, EventId, FailurePolicy, Outgoing,
+    Received, SpoolConfig, Stored, StreamedBusConfig, Subscribe,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
 use tokio::sync::Notify;
 
-use crate::place::{Place, stored, watch};
+use crate::away::{Away, LIMIT, publish_until_stored, until};
+use crate::place::{Place, noted, numbers, stored, watch};
+use crate::spool::{spooling, wait_until_empty};
 
 fn durable_redis() -> Redis {
     Redis::builder().persistence(Persistence::Always).start().unwrap()
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_fail_an_outage_is_an_error_and_no_handler_runs() {
-    let redis = durable_redis();
-    let place = Place::at(redis.url());
-    let bus = place.bus().await;
+away!(
+    with_fail_an_outage_is_an_error_and_no_handler_runs,
+    with_a_spool_events_wait_and_others_see_them_when_the_outage_is_over,
+    with_local_only_handlers_run_and_the_result_says_that_nothing_is_stored,
+);
+
+async fn with_fail_an_outage_is_an_error_and_no_handler_runs(away: Away) {
+    let place = &away.place;
+    // Longer than this test may be held up between two of its steps.
+    let breaker = BreakerConfig { failure_threshold: 3, recovery: Duration::from_secs(10) };
+    let config = StreamedBusConfig { breaker, ..place.config() };
+    let bus = place.bus_with(registry(), config).await;
     let log = watch(&bus).await;
-    redis.kill9().unwrap();
-    for _ in 0..3 {
-        let error = bus.publish(place.noted(0)).await.unwrap_err();
+    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+
+    away.begin().await;
+    for number in 1..4 {
+        let error = bus.publish(place.noted(number)).await.unwrap_err();
         assert!(matches!(error, BusError::Unconfirmed { .. }), "{error}");
         assert!(error.is_transient());
     }
-    let error = bus.publish(place.noted(0)).await.unwrap_err();
+    let error = bus.publish(place.noted(4)).await.unwrap_err();
     assert!(matches!(error, BusError::BreakerOpen { .. }), "{error}");
-    let health = bus.health().await;
-    assert!(!health.connected && health.problem.is_some(), "{health:?}");
-    assert_ne!(health.breaker, BreakerState::Closed);
-    assert!(log.lines().is_empty());
+    assert_ne!(bus.health().await.breaker, BreakerState::Closed);
+    assert_eq!(log.lines(), ["0"]);
 
-    redis.restart().unwrap();
-    let mut result = bus.publish(place.noted(1)).await;
-    for _ in 0..200 {
-        if result.is_ok() {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        result = bus.publish(place.noted(1)).await;
-    }
-    assert_eq!(result.unwrap().handlers_invoked, 1);
-    assert_eq!(log.settles_at(1).await, ["1"]);
+    away.end().await;
+    publish_until_stored(&bus, &place.session, 5).await;
+    assert_eq!(log.settles_at(2).await, ["0", "5"]);
+    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [0, 5]);
     assert_eq!(bus.health().await.breaker, BreakerState::Closed);
     bus.close().await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_local_only_handlers_run_and_the_result_says_that_nothing_is_stored() {
-    let redis = durable_redis();
-    let place = Place::at(redis.url());
+async fn with_a_spool_events_wait_and_others_see_them_when_the_outage_is_over(away: Away) {
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
+    let other = place.bus().await;
+    let (here, there) = (watch(&bus).await, watch(&other).await);
+    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+
+    away.begin().await;
+    for number in 1..20 {
+        let result = bus.publish(place.noted(number)).await.unwrap();
+        assert_eq!((result.stored, result.handlers_invoked), (Stored::Spooled, 1));
+    }
+    let spool = bus.health().await.spool.unwrap();
+    assert_eq!((spool.events, spool.rejected), (19, 0));
+    assert_eq!(here.lines(), numbers(0..20));
+
+    away.end().await;
+    wait_until_empty(&bus, LIMIT).await;
+    publish_until_stored(&bus, &place.session, 20).await;
+    assert_eq!(there.settles_at(21).await, numbers(0..21));
+    assert_eq!(here.settles_at(21).await, numbers(0..21));
+    let numbers = stored(&*place.connect().await, &place.stream()).await;
+    assert_eq!(numbers, (0..21).collect::<Vec<u64>>());
+    bus.close().await.unwrap();
+    other.close().await.unwrap();
+}
+
+async fn with_local_only_handlers_run_and_the_result_says_that_nothing_is_stored(away: Away) {
+    let place = &away.place;
     let config = StreamedBusConfig { on_failure: FailurePolicy::LocalOnly, ..place.config() };
-    let bus = place.bus_with(headwater_bus::conformance::registry(), config).await;
+    let bus = place.bus_with(registry(), config).await;
     let log = watch(&bus).await;
-    redis.kill9().unwrap();
+    away.begin().await;
     for number in 0..10 {
         let result = bus.publish(place.noted(number)).await.unwrap();
         assert_eq!((result.stored, result.handlers_invoked), (Stored::LocalOnly, 1));
     }
-    redis.restart().unwrap();
-    tokio::time::sleep(Duration::from_millis(400)).await;
-    while bus.publish(place.noted(99)).await.unwrap().stored == Stored::LocalOnly {
+    assert_eq!(log.lines(), numbers(0..10));
+
+    away.end().await;
+    let mut number = 10;
+    while bus.publish(place.noted(number)).await.unwrap().stored == Stored::LocalOnly {
+        assert!(number < 1000, "the bus stays local");
         tokio::time::sleep(Duration::from_millis(50)).await;
+        number += 1;
     }
-    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [99]);
-    assert!(log.lines().len() >= 11);
+    let stored = stored(&*place.connect().await, &place.stream()).await;
+    assert_eq!(stored.last(), Some(&number));
+    assert!(stored.iter().all(|number| *number >= 10), "{stored:?}");
+    assert_eq!(log.settles_at(number as usize + 1).await, numbers(0..number + 1));
+    bus.close().await.unwrap();
+}
+
+/// One node of three is away. What the others have goes on as ever, whatever becomes of the rest.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_other_nodes_of_a_cluster_go_on_while_one_is_away() {
+    let away = Away::cluster();
+    let place = &away.place;
+    let stays = away.elsewhere().next().unwrap();
+    let (bus, backend) = (place.bus().await, place.connect().await);
+    let log = watch(&bus).await;
+    away.begin().await;
+    for number in 0..6 {
+        let error = bus.publish(place.noted(number)).await.unwrap_err();
+        assert!(matches!(error, BusError::Unconfirmed { .. }), "{error}");
+        let result = bus.publish(noted(&stays, 100 + number)).await.unwrap();
+        assert!(matches!(result.stored, Stored::Entry(_)), "{result:?}");
+    }
+    // Failures with successes between them are no reason to leave the backend alone.
+    let health = bus.health().await;
+    assert_eq!(health.breaker, BreakerState::Closed);
+    assert!(health.problem.is_some(), "{health:?}");
+    let numbers = stored(&*backend, &place.stream_of(stays.as_str())).await;
+    assert_eq!(numbers, (100..106).collect::<Vec<u64>>());
+
+    away.end().await;
+    publish_until_stored(&bus, &place.session, 200).await;
+    assert_eq!(stored(&*backend, &place.stream()).await, [200]);
+    assert!(!log.lines().iter().any(|line| line.len() == 1), "{:?}", log.lines());
     bus.close().await.unwrap();
 }
 
@@ -81,7 +143,7 @@ async fn behind_proxy(
     let proxy = Proxy::start(redis.addr()).unwrap();
     let place = Place::at(redis.url_at(proxy.addr()));
     let config = StreamedBusConfig { on_failure: policy, ..place.config() };
-    let bus = place.bus_with(headwater_bus::conformance::registry(), config).await;
+    let bus = place.bus_with(registry(), config).await;
     let log = watch(&bus).await;
     bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
     (proxy, place, bus, log)
@@ -112,7 +174,7 @@ async fn lose_answers(policy: FailurePolicy) {
     proxy.heal().unwrap();
     let mut lines = log.settles_at(20).await;
     lines.sort_by_key(|line| line.parse::<u64>().unwrap());
-    assert_eq!(lines, crate::place::numbers(0..20));
+    assert_eq!(lines, numbers(0..20));
     // What waited in a spool is there by now, or soon.
     let backend = crate::place::open(&redis.url()).await;
     let mut numbers = stored(&*backend, &place.stream()).await;
@@ -145,48 +207,37 @@ async fn an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too() {
     let (proxy, place, bus, log) = behind_proxy(&redis, FailurePolicy::Fail).await;
     // The answer stays away until the call has given up; the event arrives, late.
     let backend = crate::place::open(&redis.url()).await;
-    let mut unconfirmed = 0;
+    let mut unconfirmed = Vec::new();
     for number in 1..4 {
         redis.pause().unwrap();
-        let result = bus.publish(place.noted(number)).await;
-        unconfirmed += usize::from(matches!(result, Err(BusError::Unconfirmed { .. })));
+        if let Err(BusError::Unconfirmed { .. }) = bus.publish(place.noted(number)).await {
+            unconfirmed.push(number);
+        }
         redis.resume().unwrap();
         // Until the breaker lets the next one through.
         tokio::time::sleep(Duration::from_millis(400)).await;
     }
-    assert!(unconfirmed > 0);
     proxy.heal().unwrap();
-    tokio::time::sleep(Duration::from_secs(3)).await;
-    let stored: Vec<String> =
-        stored(&*backend, &place.stream()).await.iter().map(u64::to_string).collect();
-    let mut handled = log.lines();
-    handled.sort();
-    assert_eq!(handled, stored, "what is stored is handled here, and nothing else is");
+    let all = || async { stored(&*backend, &place.stream()).await };
+    until(|| async { all().await.iter().any(|number| unconfirmed.contains(number)) }).await;
+    let is_handled = || async {
+        let lines = all().await.iter().map(u64::to_string).collect::<Vec<_>>();
+        let mut handled = log.lines();
+        handled.sort();
+        handled == lines
+    };
+    until(is_handled).await;
+    // What is stored is handled here, once, and nothing else is.
+    log.settles_at(all().await.len()).await;
+    assert!(is_handled().await, "{:?} of {:?}", log.lines(), all().await);
     bus.close().await.unwrap();
-}
-
-everywhere!(an_event_with_an_id_counts_once_whoever_publishes_it_again);
-
-async fn an_event_with_an_id_counts_once_whoever_publishes_it_again(place: Place) {
-    let (ada, bob) = (place.bus().await, place.bus().await);
-    let (seen_by_ada, seen_by_bob) = (watch(&ada).await, watch(&bob).await);
-    let event = || Outgoing::new(place.noted(1)).unwrap().with_id(EventId::new("one").unwrap());
-    let first = ada.publish_outgoing(event()).await.unwrap();
-    let Stored::Entry(entry_id) = first.stored else { panic!("{first:?}") };
-    for bus in [&ada, &bob, &ada] {
-        let again = bus.publish_outgoing(event()).await.unwrap();
-        assert_eq!((again.stored, again.handlers_invoked), (Stored::Duplicate(entry_id), 0));
-    }
-    assert_eq!(seen_by_ada.settles_at(1).await, ["1"]);
-    assert_eq!(seen_by_bob.settles_at(1).await, ["1"]);
-    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [1]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_publishes_that_are_given_up_before_there_is_room_nothing_is_left() {
     let place = Place::embedded().await;
     let config = StreamedBusConfig { in_flight_max: 1, ..place.config() };
-    let bus = place.bus_with(headwater_bus::conformance::registry(), config).await;
+    let bus = place.bus_with(registry(), config).await;
     let began = Arc::new(Notify::new());
     let goes_on = Arc::new(Notify::new());
     let handler = {

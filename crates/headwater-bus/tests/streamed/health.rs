@@ -1,0 +1,90 @@
+//! What a bus says of its health, to the number.
+
+use std::sync::Arc;
+
+use headwater_bus::conformance::{Announced, Log, Noted, registry};
+use headwater_bus::{
+    EventBus, EventBusExt, GroupHealth, Received, StreamHealth, StreamedBusConfig, Subscribe,
+};
+use headwater_stream::clock::{TestClock, Timestamp};
+use tokio::sync::Semaphore;
+
+use crate::away::until;
+use crate::place::{Place, watch};
+
+everywhere!(lengths_pending_lag_and_the_time_are_told_exactly);
+
+async fn lengths_pending_lag_and_the_time_are_told_exactly(place: Place) {
+    let now = Timestamp::from_millis(1_767_225_600_123);
+    let config = StreamedBusConfig {
+        clock: Arc::new(TestClock::at(now)),
+        health_every: None,
+        ..place.config()
+    };
+    let bus = place.bus_with(registry(), config).await;
+    let group = |label: &str| format!("{}:cg:{}:{label}", place.prefix, place.session);
+    let control_group = format!("{}:cg:tests:news", place.prefix);
+    let control = format!("{}:control:tests", place.prefix);
+
+    // Of a stream that nobody wrote to or reads from there is nothing to say.
+    assert_eq!(bus.last_health(), None);
+    let health = bus.health().await;
+    assert!(health.connected && health.latency.is_some() && health.streams.is_empty());
+    assert_eq!((health.parked, health.spool, health.last_check), (0, None, now));
+
+    // Given a group that holds one event and has read none ahead, one that is done, and one of the namespace.
+    let (gate, begun) = (Arc::new(Semaphore::new(0)), Log::default());
+    let (opened, seen) = (gate.clone(), begun.clone());
+    let hold = move |event: Received<Noted>| {
+        let (opened, seen) = (opened.clone(), seen.clone());
+        async move {
+            seen.add(event.number);
+            opened.acquire().await.unwrap().forget();
+        }
+    };
+    let one = Subscribe { concurrency: 1, read_ahead: Some(0), ..Subscribe::durable("slow") };
+    bus.subscribe::<Noted>(one, hold).await.unwrap();
+    let done = |_: Received<Noted>| async {};
+    bus.subscribe::<Noted>(Subscribe::durable("quick"), done).await.unwrap();
+    let read = |_: Received<Announced>| async {};
+    bus.subscribe::<Announced>(Subscribe::durable("news"), read).await.unwrap();
+    for number in 0..5 {
+        bus.publish(place.noted(number)).await.unwrap().raise().unwrap();
+    }
+    for number in 0..2 {
+        bus.publish(Announced { number }).await.unwrap().raise().unwrap();
+    }
+    begun.wait_for(1).await;
+
+    // Then the health is just that, as soon as the quick ones are done.
+    let at = |pending, lag| GroupHealth { pending, lag: Some(lag) };
+    let expected = |pending, lag| {
+        let groups = [(group("quick"), at(0, 0)), (group("slow"), at(pending, lag))];
+        let session = StreamHealth { length: 5, groups: groups.into() };
+        let control_groups = [(control_group.clone(), at(0, 0))].into();
+        let namespace = StreamHealth { length: 2, groups: control_groups };
+        [(place.stream().to_string(), session), (control.clone(), namespace)].into()
+    };
+    until(|| async { bus.health().await.streams == expected(1, 4) }).await;
+    gate.add_permits(2);
+    begun.wait_for(3).await;
+    until(|| async { bus.health().await.streams == expected(1, 2) }).await;
+    gate.add_permits(3);
+    until(|| async { bus.health().await.streams == expected(0, 0) }).await;
+    let health = bus.health().await;
+    assert_eq!(bus.last_health(), Some(health));
+
+    // What is parked is counted, and streams that are only followed are told of.
+    let other = headwater_bus::SessionId::random();
+    let follow = Subscribe::live().session(other.clone());
+    bus.subscribe::<Noted>(follow, |_: Received<Noted>| async {}).await.unwrap();
+    bus.publish(crate::place::noted(&other, 7)).await.unwrap().raise().unwrap();
+    let _log = watch(&bus).await;
+    place.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
+    until(|| async { bus.health().await.parked == 1 }).await;
+    let health = bus.health().await;
+    let followed = StreamHealth { length: 1, ..Default::default() };
+    assert_eq!(health.streams[place.stream_of(other.as_str()).as_str()], followed);
+    assert_eq!(health.streams[place.stream().as_str()].length, 6);
+    bus.close().await.unwrap();
+}
