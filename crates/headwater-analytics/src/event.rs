@@ -6,7 +6,7 @@
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, Fields};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// The field that holds the JSON of an event.
 const DATA: &str = "data";
@@ -32,17 +32,21 @@ pub struct TicketEvent {
     pub run: RunFigures,
 }
 
-/// What one run of the model took, as far as the event says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
+/// What one run of the model took, as far as the event says. What is unknown is not written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RunFigures {
     /// Event logs that were answered together.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub events: Option<u32>,
-    /// Tokens of the prompt.
+    /// Tokens of the prompts.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens_in: Option<u32>,
-    /// Tokens of the answer.
+    /// Tokens of the answers.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens_out: Option<u32>,
     /// What they cost, in the currency of the price list.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub cost: Option<f64>,
 }
 

@@ -22,7 +22,7 @@ mod session;
 pub mod handler;
 
 pub use self::budget::{Budget, Ledger, MemoryLedger};
-pub use self::handler::{Desk, DeskConfig};
+pub use self::handler::{Desk, DeskConfig, Prices};
 pub use self::model::{LanguageModel, ModelError};
 pub use self::openai::{OpenAiConfig, OpenAiModel};
 pub use self::reply::{Reply, ReplyTarget};

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
 
-use crate::desk::{Budget, DeskConfig, SearchScope};
+use crate::desk::{Budget, DeskConfig, Prices, SearchScope};
 
 pub(crate) use self::describe::{as_json, as_markdown, as_text};
 pub(crate) use self::error::SettingsError;
@@ -224,6 +224,10 @@ impl Settings {
                 "all" => SearchScope::AllTickets,
                 _ => SearchScope::OwnTickets,
             },
+            prices: Prices {
+                input: read.price("model.price_in"),
+                output: read.price("model.price_out"),
+            },
         };
         let telemetry = Telemetry {
             format: read.text("log.format").to_owned(),
@@ -307,6 +311,10 @@ impl Reader<'_> {
 
     fn time(&self, name: &str) -> Duration {
         kind::time(self.text(name)).expect("checked by its kind")
+    }
+
+    fn price(&self, name: &str) -> f64 {
+        kind::price(self.text(name)).expect("checked by its kind")
     }
 
     fn model(&self) -> Model {

@@ -349,7 +349,12 @@ async fn the_sample_commands_of_the_seed_work_against_a_running_desk() {
     let ours = entries.items().iter().filter(|entry| {
         let fields = entry.items()[1].items();
         let event: Value = serde_json::from_str(&fields[1].text()).unwrap_or_default();
-        event["event_type"] == "AI_RESPONSE_GENERATED" && event["ticket_id"] == ticket.to_string()
+        let figures = &event["payload"];
+        event["event_type"] == "AI_RESPONSE_GENERATED"
+            && event["ticket_id"] == ticket.to_string()
+            && figures["events"] == 1
+            && figures["tokens_in"].as_u64() > Some(0)
+            && figures["tokens_out"].as_u64() > Some(0)
     });
     assert_eq!(ours.count(), 1);
     let cached = redis

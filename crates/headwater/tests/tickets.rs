@@ -13,11 +13,12 @@ use headwater::ticket_events::{Author, TicketEvent, TicketEventType, TicketPaylo
 use headwater::tickets::{
     NewTicket, NewTicketMessage, Posted, TakenIn, TicketError, TicketFilter, TicketStatus, Tickets,
 };
+use headwater_analytics::RunFigures;
 use headwater_issue::{
     DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, Quiet, Store, StoreOptions,
     connect,
 };
-use headwater_stream::clock::{Clock, SystemClock};
+use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_testkit::Postgres;
 use uuid::Uuid;
 
@@ -114,12 +115,13 @@ fn row(posted: Posted, key: &str) -> OutboxRow {
 }
 
 fn reply(content: &str) -> Reply {
-    Reply { content: content.into(), message_id: None, session_id: None, up_to: None }
+    let run = RunFigures { events: Some(1), tokens_in: Some(20), ..RunFigures::default() };
+    Reply { content: content.into(), message_id: None, session_id: None, up_to: None, run }
 }
 
 fn foreign(event_type: TicketEventType, ticket_id: Uuid, content: &str) -> TicketEvent {
-    let timestamp = "2026-01-01T00:00:00.000Z".to_owned();
-    let payload = TicketPayload { content: content.into(), timestamp, title: None, author: None };
+    // 2026-01-01.
+    let payload = TicketPayload::new(content, Timestamp::from_millis(1_767_225_600_000));
     TicketEvent { event_type, ticket_id, message_id: Uuid::now_v7(), user_id: None, payload }
 }
 
@@ -140,6 +142,9 @@ async fn told(place: &Place) -> Vec<String> {
             assert_eq!(row.target, "ticket_events");
             let json: serde_json::Value = serde_json::from_str(&row.payload).unwrap();
             told.push(json["event_type"].as_str().unwrap().to_owned());
+            // Only an answer tells what it took.
+            let took = (told.last().unwrap() == "AI_RESPONSE_GENERATED").then_some(20);
+            assert_eq!(json["payload"]["tokens_in"].as_u64(), took, "{json}");
             let delivery = headwater_issue::Delivery::Delivered;
             let settlement = headwater_issue::OutboxSettlement {
                 id: row.id,

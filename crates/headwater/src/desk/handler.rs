@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use headwater_analytics::RunFigures;
 use headwater_bus::Sessions;
 use headwater_issue::{
     EventLogId, HandlerError, IssueHandler, OnNewEvent, Quiet, Resolution, Run, WorkerConfig,
@@ -47,6 +48,25 @@ pub struct DeskConfig {
     pub budget: Budget,
     /// Whose tickets the model may search. Default: those of the same user.
     pub search: SearchScope,
+    /// What the model's tokens cost.
+    pub prices: Prices,
+}
+
+/// What a million tokens cost, in the currency that reports are to show. Default: nothing is known, so no cost is told.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Prices {
+    /// Of prompts.
+    pub input: f64,
+    /// Of answers.
+    pub output: f64,
+}
+
+impl Prices {
+    fn cost(&self, usage: Usage) -> Option<f64> {
+        let known = *self != Self::default();
+        let of = |tokens: u64, price: f64| tokens as f64 * price / 1e6;
+        known.then(|| of(usage.input_tokens, self.input) + of(usage.output_tokens, self.output))
+    }
 }
 
 impl Default for DeskConfig {
@@ -59,6 +79,7 @@ impl Default for DeskConfig {
             output_tokens_max: 1024,
             budget: Budget::default(),
             search: SearchScope::default(),
+            prices: Prices::default(),
         }
     }
 }
@@ -99,6 +120,8 @@ impl std::fmt::Debug for Desk {
 struct Outcome {
     text: String,
     effects: Vec<Effect>,
+    /// Of all questions of the run.
+    usage: Usage,
 }
 
 /// Why a run ends without the model.
@@ -145,7 +168,8 @@ impl Desk {
             if round == TOOL_ROUNDS_MAX {
                 prompt.tools.clear();
             }
-            let answer = self.ask(run, &prompt, session).await?;
+            let (answer, usage) = self.ask(run, &prompt, session).await?;
+            outcome.usage = outcome.usage.plus(usage);
             outcome.text = answer.text.clone();
             if answer.calls.is_empty() || prompt.tools.is_empty() {
                 break;
@@ -171,7 +195,7 @@ impl Desk {
         run: &Run,
         prompt: &ModelPrompt,
         session: &RunSession,
-    ) -> Result<Answer, Stop> {
+    ) -> Result<(Answer, Usage), Stop> {
         let now = budget::now();
         let tokens = prompt.tokens_estimate() + u64::from(prompt.output_tokens_max);
         let reservation = Reservation::new(run.issue().id, tokens, now);
@@ -204,13 +228,24 @@ impl Desk {
         let usage = answer.usage.unwrap_or(estimate);
         self.settle(&reservation, usage.total()).await;
         session.executed(&answer, usage).await;
-        Ok(answer)
+        Ok((answer, usage))
     }
 
     async fn settle(&self, reservation: &Reservation, used: u64) {
         if let Err(error) = self.ledger.settle(reservation, used).await {
             // What was reserved stays spent: the budget errs on the safe side.
             warn!(issue_id = %reservation.issue_id, %error, "tokens were not settled");
+        }
+    }
+
+    /// What a run took.
+    fn figures(&self, run: &Run, usage: Usage) -> RunFigures {
+        let count = |number: u64| Some(u32::try_from(number).unwrap_or(u32::MAX));
+        RunFigures {
+            events: count(run.events().len() as u64),
+            tokens_in: count(usage.input_tokens),
+            tokens_out: count(usage.output_tokens),
+            cost: self.config.prices.cost(usage),
         }
     }
 
@@ -228,10 +263,11 @@ impl Desk {
         let up_to = run.events().last().map(|event| event.id).map(|EventLogId(id)| id);
         let up_to = up_to.filter(|_| unless_stale);
         let session_id = Some(session.id().to_owned());
-        let row = |content: String, target| {
-            let message_id = Some(Uuid::now_v7());
-            Reply { content, message_id, session_id: session_id.clone(), up_to }.into_row(target)
+        let row = |content: String, target, run| {
+            let (message_id, session_id) = (Some(Uuid::now_v7()), session_id.clone());
+            Reply { content, message_id, session_id, up_to, run }.into_row(target)
         };
+        let figures = self.figures(run, outcome.usage);
         let answer = Entry {
             author: Author::Assistant,
             name: None,
@@ -247,11 +283,12 @@ impl Desk {
             "handed_over": (hands_over || thread.handed_over).then_some(true),
         });
         resolution.fields = Some(fields.to_string());
-        resolution.outbox.push(row(content, ReplyTarget::Answer));
+        resolution.outbox.push(row(content, ReplyTarget::Answer, figures));
+        let nothing = RunFigures::default();
         for effect in outcome.effects {
             resolution.outbox.push(match effect {
-                Effect::HandOver { reason } => row(reason, ReplyTarget::HandOver),
-                Effect::Close { reason } => row(reason, ReplyTarget::Close),
+                Effect::HandOver { reason } => row(reason, ReplyTarget::HandOver, nothing),
+                Effect::Close { reason } => row(reason, ReplyTarget::Close, nothing),
             });
         }
         resolution
@@ -289,6 +326,7 @@ impl Outcome {
             effects: vec![Effect::HandOver {
                 reason: "the token budget of this issue is used up".to_owned(),
             }],
+            usage: Usage::default(),
         }
     }
 }

@@ -128,6 +128,14 @@ impl Usage {
     pub fn total(self) -> u64 {
         self.input_tokens.saturating_add(self.output_tokens)
     }
+
+    /// This and another.
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            input_tokens: self.input_tokens.saturating_add(other.input_tokens),
+            output_tokens: self.output_tokens.saturating_add(other.output_tokens),
+        }
+    }
 }
 
 /// A whole answer.

@@ -2,6 +2,7 @@
 //!
 //! Upstream: `handler`. Downstream: `replies`. Promises: what is written here is read here, so both sides agree.
 
+use headwater_analytics::RunFigures;
 use headwater_issue::{NewOutbox, OutboxKind};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -34,7 +35,7 @@ impl ReplyTarget {
 }
 
 /// What a reply carries. Any handler may write one; only `content` is needed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reply {
     /// The text.
     pub content: String,
@@ -48,6 +49,9 @@ pub struct Reply {
     /// is sent in any case.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub up_to: Option<i64>,
+    /// What the run took, for whoever counts.
+    #[serde(flatten)]
+    pub run: RunFigures,
 }
 
 impl Reply {

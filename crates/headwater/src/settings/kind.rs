@@ -29,6 +29,8 @@ pub(crate) enum Kind {
         /// The most.
         max: u64,
     },
+    /// What something costs.
+    Price,
     /// A length of time.
     Time {
         /// The shortest.
@@ -53,6 +55,8 @@ const STREAM_SCHEMES: [&str; 5] =
 const DATABASE_SCHEMES: [&str; 3] = ["sqlite:", "postgres://", "postgresql://"];
 /// The model of this process.
 pub(crate) const SCRIPTED: &str = "scripted:";
+/// Nothing that is counted here costs more.
+const PRICE_MAX: f64 = 1e9;
 const WEB_SCHEMES: [&str; 2] = ["http://", "https://"];
 
 impl Kind {
@@ -65,6 +69,7 @@ impl Kind {
             Self::ModelUrl => "`scripted:`, `scripted:TIME` for a slow one, or an address that begins with `http://` or `https://`".to_owned(),
             Self::Listen => "an address and a port, such as `127.0.0.1:8080`".to_owned(),
             Self::Count { min, max } => format!("a number from {min} to {max}"),
+            Self::Price => "a number such as `2.5`".to_owned(),
             Self::Time { min, max } => format!("a time from {} to {}, such as `800ms`, `5s`, `2m` or `1h`", show_time(*min), show_time(*max)),
             Self::Switch => "`true` or `false`".to_owned(),
             Self::Choice(words) => words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", "),
@@ -87,6 +92,7 @@ impl Kind {
             Self::Count { min, max } => {
                 value.parse().is_ok_and(|count: u64| (*min..=*max).contains(&count))
             }
+            Self::Price => price(value).is_some(),
             Self::Time { min, max } => {
                 time(value).is_some_and(|length| (*min..=*max).contains(&length))
             }
@@ -110,6 +116,12 @@ fn begins_with(value: &str, schemes: &[&str]) -> bool {
 /// An address to listen on; a name such as `localhost` is looked up.
 pub(crate) fn listen(value: &str) -> Option<SocketAddr> {
     value.to_socket_addrs().ok()?.next()
+}
+
+/// What something costs: digits, maybe with a fraction.
+pub(crate) fn price(value: &str) -> Option<f64> {
+    let is_plain = value.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+    value.parse().ok().filter(|price| is_plain && *price <= PRICE_MAX)
 }
 
 /// A length of time: a number and a unit.
@@ -166,6 +178,10 @@ mod tests {
         assert!(Kind::DatabaseUrl.check("mysql://localhost/a").is_err());
         assert!(Kind::WebUrl.check("http://").is_err());
         assert!(Kind::Switch.check("yes").is_err());
+        for wrong in ["", ".", "-1", "1e3", "inf", "NaN", "1,5", "99999999999"] {
+            assert_eq!(Kind::Price.check(wrong), Err(NotAllowed), "{wrong}");
+        }
+        assert_eq!(price("0.075"), Some(0.075));
         assert!(Kind::Filter.check("headwater=loud").is_err());
     }
 }

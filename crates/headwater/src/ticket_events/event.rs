@@ -5,6 +5,7 @@
 //! (`content` beside `event_type` instead of below `payload`). Refuses: ids that are no UUIDs, unknown types, text beyond
 //! the limits.
 
+use headwater_analytics::RunFigures;
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -77,7 +78,7 @@ impl Author {
 }
 
 /// An event of a ticket.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TicketEvent {
     /// What happened.
     pub event_type: TicketEventType,
@@ -92,7 +93,7 @@ pub struct TicketEvent {
 }
 
 /// What an event carries.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TicketPayload {
     /// The text.
     pub content: String,
@@ -104,6 +105,22 @@ pub struct TicketPayload {
     /// Who wrote the text, where it is not who the type says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub author: Option<Author>,
+    /// What an answer took; empty in all other events.
+    #[serde(flatten)]
+    pub run: RunFigures,
+}
+
+impl TicketPayload {
+    /// A text and nothing else.
+    pub fn new(content: impl Into<String>, at: Timestamp) -> Self {
+        Self {
+            content: content.into(),
+            timestamp: at.to_rfc3339(),
+            title: None,
+            author: None,
+            run: RunFigures::default(),
+        }
+    }
 }
 
 impl TicketEvent {
@@ -150,8 +167,7 @@ impl TicketEvent {
             (TicketEventType::MessageReceived, Some(Author::Agent)) => Some(Author::Agent),
             _ => None,
         };
-        let timestamp = timestamp.to_rfc3339();
-        let payload = TicketPayload { content, timestamp, title, author };
+        let payload = TicketPayload { title, author, ..TicketPayload::new(content, timestamp) };
         Ok(Self { event_type, ticket_id, message_id, user_id, payload })
     }
 }
@@ -187,6 +203,7 @@ mod tests {
 
     const TICKET: &str = "6c1f3a9e-30f6-4f6b-9a2f-2f1f8f6f0a01";
     const MESSAGE: &str = "6c1f3a9e-30f6-4f6b-9a2f-2f1f8f6f0a02";
+    const NEW_YEAR: Timestamp = Timestamp::from_millis(1_767_225_600_000);
 
     fn read(json: &str) -> Result<TicketEvent, String> {
         TicketEvent::read_foreign(json.as_bytes(), Uuid::nil(), Timestamp::from_millis(1000))
@@ -199,18 +216,31 @@ mod tests {
             ticket_id: TICKET.parse().unwrap(),
             message_id: MESSAGE.parse().unwrap(),
             user_id: Some("u".into()),
-            payload: TicketPayload {
-                content: "Hi <b>".into(),
-                timestamp: "2026-01-01T00:00:00.000Z".into(),
-                title: None,
-                author: None,
-            },
+            payload: TicketPayload::new("Hi <b>", NEW_YEAR),
         };
         let expected = format!(
             r#"{{"event_type":"MESSAGE_RECEIVED","ticket_id":"{TICKET}","message_id":"{MESSAGE}","user_id":"u","payload":{{"content":"Hi <b>","timestamp":"2026-01-01T00:00:00.000Z"}}}}"#
         );
         assert_eq!(event.to_json(), expected);
         assert_eq!(read(&expected), Ok(event));
+    }
+
+    #[test]
+    fn an_answer_carries_what_it_took_beside_its_text() {
+        let run = RunFigures {
+            events: Some(2),
+            tokens_in: Some(300),
+            tokens_out: Some(20),
+            cost: Some(0.5),
+        };
+        let payload = TicketPayload { run, ..TicketPayload::new("Hi", NEW_YEAR) };
+        let json = serde_json::to_value(&payload).unwrap();
+        let expected = serde_json::json!({
+            "content": "Hi", "timestamp": "2026-01-01T00:00:00.000Z",
+            "events": 2, "tokens_in": 300, "tokens_out": 20, "cost": 0.5,
+        });
+        assert_eq!(json, expected);
+        assert_eq!(serde_json::from_value::<TicketPayload>(json).unwrap(), payload);
     }
 
     #[test]

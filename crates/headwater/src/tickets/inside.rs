@@ -59,27 +59,24 @@ impl Tickets {
         if on!(transaction.connection(), message(message_id))?.is_some() {
             return Ok(());
         }
+        let (run, now) = (reply.run, now());
         let message = NewMessageRow {
             message_id,
             ticket_id,
             author: Author::Assistant,
             content: &reply.content,
-            now: now(),
+            run,
+            now,
         };
         on!(transaction.connection(), insert_message(&message))?;
         let (status, handed_over) = (ticket.status, ticket.handed_over);
-        on!(transaction.connection(), change_ticket(ticket_id, status, handed_over, now()))?;
+        on!(transaction.connection(), change_ticket(ticket_id, status, handed_over, now))?;
         let event = TicketEvent {
             event_type: TicketEventType::AiResponseGenerated,
             ticket_id,
             message_id,
             user_id: ticket.user_id,
-            payload: TicketPayload {
-                content: reply.content.clone(),
-                timestamp: now().to_rfc3339(),
-                title: None,
-                author: None,
-            },
+            payload: TicketPayload { run, ..TicketPayload::new(&reply.content, now) },
         };
         tell(transaction.as_mut(), ticket.issue_id, &event).await?;
         transaction.commit().await?;

@@ -1,5 +1,6 @@
 //! What the two dialects share: how values stand in rows.
 
+use headwater_analytics::RunFigures;
 use headwater_issue::IssueId;
 use headwater_stream::clock::Timestamp;
 use sqlx::Error;
@@ -23,6 +24,8 @@ pub(super) struct NewMessageRow<'a> {
     pub(super) ticket_id: Uuid,
     pub(super) author: Author,
     pub(super) content: &'a str,
+    /// What an answer took.
+    pub(super) run: RunFigures,
     pub(super) now: Timestamp,
 }
 
@@ -43,6 +46,12 @@ pub(super) fn ms(time: Timestamp) -> i64 {
 
 pub(super) fn time(ms: i64) -> Timestamp {
     Timestamp::from_millis(u64::try_from(ms).unwrap_or(0))
+}
+
+/// Figures as a column holds them: nothing where nothing is known.
+pub(super) fn figures(run: &RunFigures) -> Option<String> {
+    let known = *run != RunFigures::default();
+    known.then(|| serde_json::to_string(run).expect("numbers are JSON"))
 }
 
 pub(super) fn status(name: &str) -> Result<TicketStatus, Error> {

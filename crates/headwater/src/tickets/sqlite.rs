@@ -11,7 +11,8 @@ use super::rows::{self, NewMessageRow, NewTicketRow, SEARCHED_MAX, SearchRow};
 use super::ticket::{Ticket, TicketFilter, TicketMessage, TicketStatus};
 use crate::desk::tools::FoundTicket;
 
-const MIGRATIONS: [&str; 1] = [include_str!("migrations/sqlite_0001.sql")];
+const MIGRATIONS: [&str; 2] =
+    [include_str!("migrations/sqlite_0001.sql"), include_str!("migrations/sqlite_0002.sql")];
 
 /// The newest version of the tables that this program knows.
 pub(super) const VERSION: usize = MIGRATIONS.len();
@@ -121,14 +122,15 @@ pub(super) async fn insert_message(
     row: &NewMessageRow<'_>,
 ) -> Result<(), Error> {
     sqlx::query(
-        "INSERT INTO ticket_messages (message_id, ticket_id, author, content, created_at)
-         VALUES ($1, $2, $3, $4, $5)",
+        "INSERT INTO ticket_messages (message_id, ticket_id, author, content, created_at, run)
+         VALUES ($1, $2, $3, $4, $5, $6)",
     )
     .bind(row.message_id.to_string())
     .bind(row.ticket_id.to_string())
     .bind(row.author.as_str())
     .bind(row.content)
     .bind(rows::ms(row.now))
+    .bind(rows::figures(&row.run))
     .execute(connection)
     .await?;
     Ok(())

@@ -133,12 +133,7 @@ impl Tickets {
             ticket_id: Uuid::now_v7(),
             message_id: new.message_id.unwrap_or_else(Uuid::now_v7),
             user_id,
-            payload: TicketPayload {
-                content,
-                timestamp: now().to_rfc3339(),
-                title: Some(title),
-                author: None,
-            },
+            payload: TicketPayload { title: Some(title), ..TicketPayload::new(content, now()) },
         };
         repeated!(self.create_once(&event))
     }
@@ -171,7 +166,7 @@ impl Tickets {
             return Err(TicketError::Invalid("author must be `user` or `agent`".to_owned()));
         }
         let author = (new.author == Author::Agent).then_some(Author::Agent);
-        let payload = TicketPayload { content, timestamp: now().to_rfc3339(), title: None, author };
+        let payload = TicketPayload { author, ..TicketPayload::new(content, now()) };
         let message_id = new.message_id.unwrap_or_else(Uuid::now_v7);
         let event_type = TicketEventType::MessageReceived;
         let event = TicketEvent { event_type, ticket_id, message_id, user_id: None, payload };
@@ -377,6 +372,7 @@ fn message_row(event: &TicketEvent) -> NewMessageRow<'_> {
         ticket_id: event.ticket_id,
         author: event.author(),
         content: &event.payload.content,
+        run: event.payload.run,
         now: now(),
     }
 }
@@ -386,8 +382,7 @@ pub(super) fn status_event(
     ticket_id: Uuid,
     message_id: Uuid,
 ) -> TicketEvent {
-    let timestamp = now().to_rfc3339();
-    let payload = TicketPayload { content: String::new(), timestamp, title: None, author: None };
+    let payload = TicketPayload::new("", now());
     TicketEvent { event_type, ticket_id, message_id, user_id: None, payload }
 }
 
