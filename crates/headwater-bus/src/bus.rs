@@ -40,7 +40,8 @@ pub trait EventBus: Send + Sync {
     async fn unsubscribe(&self, subscription: SubscriptionId) -> Result<bool>;
 
     /// Publishes events in order, and in as few steps as there are streams. An error means that none was published; else
-    /// there is a result for each event.
+    /// there is a result for each event: events of different sessions lie in different streams, and one may take them
+    /// when another does not.
     ///
     /// An event is stored first. Then the live handlers of this process run, in the order of their subscriptions, each
     /// once; one that fails does not keep the others from running. Durable subscriptions get it from the stream.
@@ -205,13 +206,40 @@ pub struct PublishResult {
 pub enum Stored {
     /// In its stream, for everybody.
     Entry(EntryId),
-    /// In the stream before: an event with its id was published already. No handler ran.
+    /// In the stream before: an event with its id was published already. No handler ran. On a local bus, which may store
+    /// nothing, the entry may be `EntryId::MIN`, which is none.
     Duplicate(EntryId),
     /// In the spool of this process, on its way to the stream. The backend is away.
     Spooled,
     /// Nowhere but in the hands of this process: the bus is a local one, or the backend is away and the bus was told to
     /// go on without it.
     LocalOnly,
+}
+
+impl Stored {
+    /// Its entry, if it is in its stream.
+    pub fn entry_id(self) -> Option<EntryId> {
+        match self {
+            Self::Duplicate(EntryId::MIN) => None,
+            Self::Entry(id) | Self::Duplicate(id) => Some(id),
+            Self::Spooled | Self::LocalOnly => None,
+        }
+    }
+
+    /// Whether it was not published before.
+    pub(crate) fn is_new(self) -> bool {
+        !matches!(self, Self::Duplicate(_))
+    }
+
+    /// How metrics call it.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Entry(_) => "stored",
+            Self::Duplicate(_) => "duplicate",
+            Self::Spooled => "spooled",
+            Self::LocalOnly => "local",
+        }
+    }
 }
 
 impl PublishResult {
@@ -230,10 +258,7 @@ impl PublishResult {
 
     /// Its entry, if it is in its stream.
     pub fn entry_id(&self) -> Option<EntryId> {
-        match self.stored {
-            Stored::Entry(id) | Stored::Duplicate(id) => Some(id),
-            Stored::Spooled | Stored::LocalOnly => None,
-        }
+        self.stored.entry_id()
     }
 }
 
@@ -252,6 +277,9 @@ pub struct Health {
     pub spool: Option<SpoolHealth>,
     /// How many entries of unknown or unfit types are parked.
     pub parked: u64,
+    /// How often, since the bus was opened, its live subscriptions came so late that entries may have been trimmed before
+    /// they read them. Read in larger batches, handle more quickly, or keep more.
+    pub missed: u64,
     /// When this was found out, by the clock of the bus.
     pub last_check: Timestamp,
     /// What went wrong, if something did.

@@ -50,6 +50,12 @@ pub const LOCAL_QUEUE_MAX: usize = 10_000;
 /// Dead letters that a local bus keeps.
 pub const LOCAL_DEAD_LETTERS_MAX: usize = 1000;
 
+/// Ids of published events that a local bus remembers.
+pub const LOCAL_IDS_MAX: usize = 10_000;
+
+/// Bytes of memory that the sessions of a local bus may take; more is refused.
+pub const LOCAL_JOURNAL_BYTES_MAX: u64 = 256 * 1024 * 1024;
+
 /// Bytes of a spool: it is read whole when it is opened.
 pub const SPOOL_BYTES_MAX: u64 = 1024 * 1024 * 1024;
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use metrics::{counter, gauge, histogram};
 
-/// Events published. Labels: type, result (`stored`, `spooled`, `local`).
+/// Events published. Labels: type, result (`stored`, `duplicate`, `spooled`, `local`).
 pub const PUBLISHED: &str = "headwater_bus_publish_total";
 /// Seconds from the call to the end of storing, handlers not included. Labels: type.
 pub const PUBLISH_LATENCY: &str = "headwater_bus_publish_latency_seconds";
@@ -16,7 +16,8 @@ pub const CONSUMED: &str = "headwater_bus_consume_total";
 pub const CONSUME_LATENCY: &str = "headwater_bus_consume_latency_seconds";
 /// Handlers that failed. Labels: type, kind.
 pub const CONSUME_ERRORS: &str = "headwater_bus_consume_errors_total";
-/// Entries of a group that are delivered and not settled, as the last look at the bus's health found them. Labels: stream, group.
+/// Entries of groups that are delivered and not settled, as the last look at the bus's health found them: 0 when nobody
+/// works with them any more. Labels: stream (`control`, or `session` for all sessions together), group (its label).
 pub const PENDING: &str = "headwater_bus_pending";
 /// Entries of unknown or unfit types that were parked. Labels: none.
 pub const PARKED: &str = "headwater_bus_parked_total";
@@ -26,6 +27,8 @@ pub const BREAKER_OPENED: &str = "headwater_bus_breaker_opened_total";
 pub const SPOOLED: &str = "headwater_bus_spooled";
 /// Events that went from the spool to their streams. Labels: none.
 pub const REPLAYED: &str = "headwater_bus_replayed_total";
+/// How often live subscriptions came so late that entries may have been trimmed before they read them. Labels: none.
+pub const LIVE_MISSED: &str = "headwater_bus_live_missed_total";
 
 /// Sessions recovered. Labels: from (`snapshot`, `events`).
 pub const RECOVERED: &str = "headwater_bus_sessions_recovered_total";
@@ -108,8 +111,12 @@ pub(crate) fn consumed(event_type: &str, kind: &'static str, took: Duration, fai
     }
 }
 
-pub(crate) fn pending(stream: &str, group: &str, count: u64) {
-    gauge!(PENDING, "stream" => stream.to_owned(), "group" => group.to_owned()).set(count as f64);
+pub(crate) fn pending(kind: &'static str, group: &str, count: u64) {
+    gauge!(PENDING, "stream" => kind, "group" => group.to_owned()).set(count as f64);
+}
+
+pub(crate) fn live_missed() {
+    counter!(LIVE_MISSED).increment(1);
 }
 
 pub(crate) fn parked() {

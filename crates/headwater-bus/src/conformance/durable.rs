@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use headwater_queue::{Backoff, Outcome, RetryPolicy};
+use tokio::sync::Semaphore;
 
-use super::env::{Announced, Env, Log, Noted};
+use super::env::{Announced, Env, Log, Noted, wait_until};
 use crate::bus::{EventBusExt, Subscribe};
 use crate::error::BusError;
 use crate::event::Received;
@@ -185,4 +186,34 @@ pub async fn no_more_than_concurrency_events_are_in_hand_at_once(env: Env) {
     assert!(results.into_iter().all(|result| result.is_ok()));
     log.settles_at(20).await;
     assert!(most.load(Ordering::SeqCst) <= 3, "{most:?}");
+}
+
+pub async fn health_tells_what_is_in_hand_and_what_waits(env: Env) {
+    let (gate, log) = (Arc::new(Semaphore::new(0)), Log::default());
+    let (opened, seen) = (gate.clone(), log.clone());
+    let hold = move |event: Received<Noted>| {
+        let (opened, seen) = (opened.clone(), seen.clone());
+        async move {
+            seen.add(event.number);
+            opened.acquire().await.unwrap().forget();
+        }
+    };
+    let two = Subscribe { concurrency: 2, read_ahead: Some(0), ..group("held", 5) };
+    env.bus.subscribe::<Noted>(two.session(env.session.clone()), hold).await.unwrap();
+    let results = env.bus.publish_batch((0..5).map(|n| env.noted(n)).collect()).await.unwrap();
+    assert!(results.into_iter().all(|result| result.is_ok()));
+
+    let health = async || {
+        let health = env.bus.health().await;
+        let mut groups = health.streams.values().flat_map(|stream| &stream.groups);
+        let (_, found) = groups.find(|(name, _)| name.ends_with("held")).unwrap();
+        (found.pending, found.lag)
+    };
+    log.wait_for(2).await;
+    wait_until(async || health().await == (2, Some(3))).await;
+    gate.add_permits(2);
+    log.wait_for(4).await;
+    wait_until(async || health().await == (2, Some(1))).await;
+    gate.add_permits(3);
+    wait_until(async || health().await == (0, Some(0))).await;
 }

@@ -15,7 +15,7 @@ use crate::name::SessionId;
 use crate::registry::Registry;
 
 /// Nothing that should happen takes longer.
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(90);
 
 /// How long nothing must happen before a promise believes that it does not.
 const QUIET: Duration = Duration::from_millis(300);
@@ -125,5 +125,14 @@ impl Log {
         let lines = self.lines();
         assert_eq!(lines.len(), count, "{lines:?}");
         lines
+    }
+}
+
+/// Waits until something is so.
+pub(crate) async fn wait_until(is_so: impl AsyncFn() -> bool) {
+    let deadline = Instant::now() + LIMIT;
+    while !is_so().await {
+        assert!(Instant::now() < deadline, "it did not happen within {LIMIT:?}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }

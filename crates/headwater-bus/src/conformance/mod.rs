@@ -54,6 +54,8 @@ macro_rules! bus_suite {
                 an_event_carries_what_surrounds_it,
                 a_publish_that_is_dropped_is_carried_out_to_its_end,
                 a_healthy_bus_says_so,
+                an_event_with_an_id_counts_once,
+                an_id_counts_in_its_own_session_only,
             }
             durable {
                 a_group_gets_each_event_of_its_own_process_once,
@@ -67,6 +69,7 @@ macro_rules! bus_suite {
                 types_without_a_handler_do_not_hold_up_the_rest,
                 a_group_is_subscribed_once_and_free_again_afterwards,
                 no_more_than_concurrency_events_are_in_hand_at_once,
+                health_tells_what_is_in_hand_and_what_waits,
             }
             bad_input {
                 a_type_that_is_not_registered_is_refused,

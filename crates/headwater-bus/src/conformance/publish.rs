@@ -7,9 +7,9 @@ use tokio::sync::Notify;
 
 use super::env::{Announced, Env, Log, Noted};
 use crate::breaker::BreakerState;
-use crate::bus::{EventBusExt, Subscribe};
+use crate::bus::{EventBusExt, Stored, Subscribe};
 use crate::event::{Outgoing, Received};
-use crate::name::EventId;
+use crate::name::{EventId, SessionId};
 use crate::registry::Registry;
 
 pub async fn a_batch_keeps_its_order(env: Env) {
@@ -84,4 +84,50 @@ pub async fn a_healthy_bus_says_so(env: Env) {
     assert!(groups.iter().any(|group| group.ends_with("watchers")), "{health:?}");
     let registry: &Registry = env.bus.registry();
     assert!(registry.schema("conformance.Noted").is_some());
+}
+
+pub async fn an_event_with_an_id_counts_once(env: Env) {
+    let log = Log::default();
+    for (subscribe, name) in [
+        (Subscribe::live(), "live"),
+        (Subscribe::durable("ids").session(env.session.clone()), "durable"),
+    ] {
+        let seen = log.clone();
+        let note = move |event: Received<Noted>| {
+            seen.add(format_args!("{name} {}", event.number));
+            async {}
+        };
+        env.bus.subscribe::<Noted>(subscribe, note).await.unwrap();
+    }
+    let event = |number, id: &str| {
+        Outgoing::new(env.noted(number)).unwrap().with_id(EventId::new(id).unwrap())
+    };
+    let first = env.bus.publish_outgoing(event(1, "one")).await.unwrap();
+    assert!(!matches!(first.stored, Stored::Duplicate(_)), "{first:?}");
+    for _ in 0..3 {
+        let again = env.bus.publish_outgoing(event(1, "one")).await.unwrap();
+        assert!(matches!(again.stored, Stored::Duplicate(_)), "{again:?}");
+        assert_eq!((again.handlers_invoked, again.entry_id()), (0, first.entry_id()));
+    }
+    // In a batch, beside others and beside itself.
+    let batch = vec![event(1, "one"), event(2, "two"), event(2, "two"), event(3, "three")];
+    let results = env.bus.publish_all(batch).await.unwrap();
+    let is_new = |result: &crate::Result<crate::bus::PublishResult>| {
+        !matches!(result.as_ref().unwrap().stored, Stored::Duplicate(_))
+    };
+    assert_eq!(results.iter().map(is_new).collect::<Vec<_>>(), [false, true, false, true]);
+    let mut lines = log.settles_at(6).await;
+    lines.sort();
+    let expected = ["durable 1", "durable 2", "durable 3", "live 1", "live 2", "live 3"];
+    assert_eq!(lines, expected);
+}
+
+pub async fn an_id_counts_in_its_own_session_only(env: Env) {
+    let id = || EventId::new("the same").unwrap();
+    for _ in 0..2 {
+        let session_id = Some(SessionId::random().to_string());
+        let event = Outgoing::new(Noted { session_id, ..Default::default() }).unwrap();
+        let result = env.bus.publish_outgoing(event.with_id(id())).await.unwrap();
+        assert!(!matches!(result.stored, Stored::Duplicate(_)), "{result:?}");
+    }
 }

@@ -41,7 +41,7 @@ pub struct StreamedBusConfig {
     pub batch: usize,
     /// How long such a read waits. Default: 5 s.
     pub poll: Duration,
-    /// How long closing waits for what was begun. Default: 25 s.
+    /// How long closing waits for what was begun: publishes, handlers, all at once. Default: 25 s.
     pub drain: Duration,
     /// How often the bus looks at its health by itself, for metrics and [`last_health`](crate::StreamedBus::last_health).
     /// Default: 30 s; `None` never.

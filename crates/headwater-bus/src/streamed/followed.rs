@@ -1,6 +1,7 @@
 //! The streams that live subscriptions follow, and how far each was read.
 //!
-//! Upstream: subscriptions add and remove streams. Downstream: `tail` reads them.
+//! Upstream: subscriptions add and remove streams. Downstream: `tail` reads them, and looks for what it may have missed
+//! where this says that it came late.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -21,6 +22,10 @@ pub(super) struct Followed {
 struct Following {
     /// Everything up to here was read.
     position: EntryId,
+    /// Whether the entry at the position was read, and not only where the stream ended when somebody began to follow it.
+    is_read: bool,
+    /// Whether nobody waited for the next entries when they came, or may have come.
+    is_late: bool,
     /// How many subscriptions follow it.
     subscriptions: usize,
 }
@@ -33,7 +38,7 @@ impl Followed {
             let problem = format!("the bus follows {FOLLOWED_MAX} streams, which is the limit");
             return Err(BusError::invalid("a live subscription", problem));
         }
-        let fresh = Following { position: from, subscriptions: 0 };
+        let fresh = Following { position: from, is_read: false, is_late: false, subscriptions: 0 };
         streams.entry(stream.clone()).or_insert(fresh).subscriptions += 1;
         drop(streams);
         self.changed.notify_one();
@@ -59,9 +64,32 @@ impl Followed {
 
     /// Everything up to `entry_id` was dealt with.
     pub(super) fn advance(&self, stream: &StreamName, entry_id: EntryId) {
-        if let Some(following) = self.lock().get_mut(stream) {
-            following.position = following.position.max(entry_id);
+        if let Some(following) = self.lock().get_mut(stream)
+            && following.position < entry_id
+        {
+            (following.position, following.is_read) = (entry_id, true);
         }
+    }
+
+    /// Nobody waits for the next entries of this stream.
+    pub(super) fn is_late(&self, stream: &StreamName) {
+        if let Some(following) = self.lock().get_mut(stream) {
+            following.is_late = true;
+        }
+    }
+
+    /// Nobody waits for anything.
+    pub(super) fn all_are_late(&self) {
+        self.lock().values_mut().for_each(|following| following.is_late = true);
+    }
+
+    /// Entries have come. Returns the last one that was read before, if some between may be gone: streams are trimmed from
+    /// their beginning only, so as long as it is there, none is.
+    pub(super) fn witness(&self, stream: &StreamName) -> Option<EntryId> {
+        let mut streams = self.lock();
+        let following = streams.get_mut(stream)?;
+        let was_late = std::mem::take(&mut following.is_late);
+        (was_late && following.is_read).then_some(following.position)
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<StreamName, Following>> {

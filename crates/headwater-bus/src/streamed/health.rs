@@ -1,7 +1,8 @@
 //! How a bus on streams is: asked for, and looked at now and then.
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use headwater_stream::{StreamError, StreamName};
@@ -9,6 +10,13 @@ use headwater_stream::{StreamError, StreamName};
 use super::Inner;
 use crate::bus::{GroupHealth, Health, StreamHealth};
 use crate::metrics;
+
+/// A group as the metrics know it: the same label in all sessions is one.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Reported {
+    kind: &'static str,
+    group: String,
+}
 
 /// Looks at the health of the bus every so often, until it closes.
 pub(super) async fn run(inner: Arc<Inner>, every: Duration) {
@@ -27,16 +35,13 @@ impl Inner {
             breaker: self.breaker.state(),
             spool: self.spool.as_ref().map(|spool| spool.health()),
             parked: 0,
+            missed: self.missed.load(Ordering::Relaxed),
             last_check: self.config.clock.now(),
             problem: None,
         };
-        if let Err(error) = self.ask(&mut health).await {
-            health.problem = Some(error.to_string());
-        }
-        for (stream, found) in &health.streams {
-            for (group, at) in &found.groups {
-                metrics::pending(stream, group, at.pending);
-            }
+        match self.ask(&mut health).await {
+            Ok(()) => self.report(&health),
+            Err(error) => health.problem = Some(error.to_string()),
         }
         *self.last_health() = Some(health.clone());
         health
@@ -60,6 +65,46 @@ impl Inner {
         }
         health.parked = self.parked.count().await?;
         Ok(())
+    }
+
+    /// Tells the metrics what is pending: all sessions together, for there may be millions of them.
+    fn report(&self, health: &Health) {
+        let mut pending: BTreeMap<Reported, u64> = BTreeMap::new();
+        for (stream, found) in &health.streams {
+            for (group, at) in &found.groups {
+                *pending.entry(self.reported_as(stream, group)).or_default() += at.pending;
+            }
+        }
+        let now: BTreeSet<Reported> = pending.keys().cloned().collect();
+        let before = std::mem::replace(&mut *self.reported(), now);
+        // Nobody works with them any more: what was told last would stand for ever.
+        for Reported { kind, group } in before.iter().filter(|one| !pending.contains_key(one)) {
+            metrics::pending(kind, group, 0);
+        }
+        for (Reported { kind, group }, count) in &pending {
+            metrics::pending(kind, group, *count);
+        }
+    }
+
+    /// The bus is closed: nobody looks any more.
+    pub(super) fn report_nothing(&self) {
+        for Reported { kind, group } in std::mem::take(&mut *self.reported()) {
+            metrics::pending(kind, &group, 0);
+        }
+    }
+
+    fn reported_as(&self, stream: &str, group: &str) -> Reported {
+        let session = stream.strip_prefix(&format!("{}:events:", self.keys.prefix()));
+        let kind = if session.is_some() { "session" } else { "control" };
+        let place = session.unwrap_or(self.config.namespace.as_str());
+        let label = group.strip_prefix(&format!("{}:cg:{place}:", self.keys.prefix()));
+        // A group of another program may have the session in its name, in whichever way.
+        let other = if session.is_some() { "other" } else { group };
+        Reported { kind, group: label.unwrap_or(other).to_owned() }
+    }
+
+    fn reported(&self) -> MutexGuard<'_, BTreeSet<Reported>> {
+        self.reported.lock().expect("no code panics while it holds this lock")
     }
 
     /// Every stream this bus works with.

@@ -21,13 +21,14 @@ mod group;
 mod health;
 mod replay;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::join_all;
 use headwater_queue::Queue;
 use headwater_stream::{Backend, EntryId, Fields, StreamName};
 use tokio::sync::{Semaphore, watch};
@@ -38,6 +39,7 @@ use tracing::warn;
 pub use self::config::{FailurePolicy, StreamedBusConfig};
 use self::followed::Followed;
 use self::group::Group;
+use self::health::Reported;
 use self::origin::Origin;
 use crate::breaker::Breaker;
 use crate::bus::{EventBus, Health, PublishResult, Subscribe, SubscriptionKind};
@@ -79,6 +81,10 @@ pub(crate) struct Inner {
     /// One permit for each publish under way.
     in_flight: Arc<Semaphore>,
     last_health: Mutex<Option<Health>>,
+    /// How often live subscriptions may have missed something.
+    missed: AtomicU64,
+    /// What the metric of pending entries tells of.
+    reported: Mutex<BTreeSet<Reported>>,
 }
 
 impl StreamedBus {
@@ -113,6 +119,8 @@ impl StreamedBus {
             closing,
             in_flight: Arc::new(Semaphore::new(config.in_flight_max)),
             last_health: Mutex::default(),
+            missed: AtomicU64::new(0),
+            reported: Mutex::default(),
             backend,
             registry,
             config,
@@ -301,24 +309,31 @@ impl EventBus for StreamedBus {
     async fn close(&self) -> Result<()> {
         let inner = &self.inner;
         let _ = self.stop.send(true);
-        let drain = inner.config.drain;
-        let all = inner.config.in_flight_max as u32;
-        if timeout(drain, inner.in_flight.acquire_many(all)).await.is_err() {
-            warn!("publishes were still under way when the bus was closed");
-        }
-        inner.in_flight.close();
         let groups: Vec<Group> = inner.groups().drain().map(|(_, group)| group).collect();
-        let stopping = groups.iter().filter_map(|group| group.subscription.as_ref());
-        futures_util::future::join_all(stopping.map(|subscription| subscription.stop())).await;
         let tasks: Vec<JoinHandle<()>> = self.tasks().drain(..).collect();
-        for task in tasks {
-            end(task, drain).await;
-        }
+        let drain = inner.config.drain;
+        // All at once: together they take no longer than the one that takes longest.
+        tokio::join!(
+            inner.end_publishes(),
+            end_groups(&groups, drain),
+            join_all(tasks.into_iter().map(|task| end(task, drain))),
+        );
         inner.live.clear();
+        inner.report_nothing();
         if let Some(spool) = &inner.spool {
             spool.close().await;
         }
         Ok(())
+    }
+}
+
+/// Stops reading for groups, waits for their handlers and gives back what they did not get to.
+async fn end_groups(groups: &[Group], drain: Duration) {
+    let subscriptions = groups.iter().filter_map(|group| group.subscription.as_ref());
+    let stopping = join_all(subscriptions.map(|subscription| subscription.stop()));
+    if timeout(drain + GIVE_BACK, stopping).await.is_err() {
+        // Whoever is left in the group takes it over.
+        warn!("the backend did not take back in time what groups had in hand");
     }
 }
 
@@ -328,6 +343,20 @@ async fn end(mut task: JoinHandle<()>, drain: Duration) {
         warn!("a handler was still running when the bus was closed");
         task.abort();
         let _ = task.await;
+    }
+}
+
+/// How long groups may take to give back what they did not get to, after the time for handlers is up.
+const GIVE_BACK: Duration = Duration::from_secs(2);
+
+impl Inner {
+    /// Waits for publishes under way, and lets no more begin.
+    async fn end_publishes(&self) {
+        let all = self.config.in_flight_max as u32;
+        if timeout(self.config.drain, self.in_flight.acquire_many(all)).await.is_err() {
+            warn!("publishes were still under way when the bus was closed");
+        }
+        self.in_flight.close();
     }
 }
 

@@ -45,7 +45,7 @@ impl Inner {
             let event_type = event.delivered.envelope.event_type.clone();
             results.push(match stored {
                 Ok(stored) => {
-                    metrics::published(&event_type, label(stored), took);
+                    metrics::published(&event_type, stored.label(), took);
                     Ok(self.dispatch(event, stored).await)
                 }
                 Err(error) => {
@@ -123,7 +123,7 @@ impl Inner {
         let event_id = event.delivered.envelope.event_id.clone();
         let mut result =
             PublishResult { event_id, stored, handlers_invoked: 0, failures: Vec::new() };
-        if matches!(stored, Stored::Duplicate(_)) {
+        if !stored.is_new() {
             return result;
         }
         Arc::make_mut(&mut event.delivered.envelope).entry_id = result.entry_id();
@@ -143,14 +143,5 @@ impl Prepared {
             fields: self.delivered.envelope.to_fields(),
             has_given_id: self.has_given_id,
         }
-    }
-}
-
-fn label(stored: Stored) -> &'static str {
-    match stored {
-        Stored::Entry(_) => "stored",
-        Stored::Duplicate(_) => "duplicate",
-        Stored::Spooled => "spooled",
-        Stored::LocalOnly => "local",
     }
 }

@@ -1,53 +1,113 @@
 //! What other processes publish, for the live subscriptions of this one.
 //!
 //! Upstream: the streams that are `followed`. Downstream: `live`, and `parked` for what cannot be read.
-//! Promises: entries are dealt with in order; those that this bus wrote itself are skipped, for its handlers have had
-//! them; a bad entry never stops the reader; an outage delays, and loses nothing that is still in the stream.
+//! Promises: entries of one stream are dealt with in order, and hold up no other stream; those that this bus wrote itself
+//! are skipped, for its handlers have had them; a bad entry never stops the reader; an outage delays. What was trimmed
+//! before it was read is lost to live handlers, and that is counted and told.
 
+use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use headwater_stream::{Batch, Entry, EntryId, Fields, StreamError, StreamName, TailReader};
-use tracing::{debug, error};
+use headwater_stream::{
+    Batch, Direction, Entry, EntryId, Fields, Range, StreamError, StreamName, TailReader,
+};
+use tokio::task::{Id, JoinError, JoinSet};
+use tokio::time::{Instant, timeout};
+use tracing::{debug, error, warn};
 
 use super::Inner;
 use crate::error::Misfit;
 use crate::event::Envelope;
 use crate::handler::Delivered;
 use crate::live::Source;
+use crate::metrics;
 
 /// The waits between tries while the backend is away.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
-/// Follows streams until the bus closes.
+/// How long reading waits for the handlers of what it has read. After that, the other streams are read without theirs, and
+/// theirs is late.
+const SOON: Duration = Duration::from_millis(20);
+
+/// Follows streams until the bus closes. What was begun then is ended first.
 pub(super) async fn run(inner: Arc<Inner>) {
+    let mut lanes = Lanes::default();
+    follow(&inner, &mut lanes).await;
+    while lanes.ended(&inner).await {}
+}
+
+async fn follow(inner: &Arc<Inner>, lanes: &mut Lanes) {
     let mut wait = RETRY_FIRST;
     let mut reader = None;
     while !inner.closing.is_set() {
-        let positions = inner.followed.positions();
+        let positions = lanes.free(inner.followed.positions());
         // Only reading is ended by a change or by closing: reads are cancel-safe, handlers need not be.
         let read = tokio::select! {
-            read = read(&inner, &mut reader, &positions) => read,
+            read = read(inner, &mut reader, &positions) => read,
+            true = lanes.ended(inner) => continue,
             () = inner.followed.changed.notified() => continue,
             () = inner.closing.wait() => return,
         };
         match read {
             Ok(batches) => {
                 wait = RETRY_FIRST;
-                for batch in batches {
-                    inner.receive(batch).await;
+                let began = Instant::now();
+                let streams: Vec<StreamName> =
+                    batches.iter().map(|batch| batch.stream.clone()).collect();
+                batches.into_iter().for_each(|batch| lanes.begin(inner, batch));
+                let _ = timeout(SOON, async { while lanes.ended(inner).await {} }).await;
+                if began.elapsed() >= SOON {
+                    streams.iter().for_each(|stream| inner.followed.is_late(stream));
                 }
             }
             Err(error) => {
                 debug!(%error, "live subscriptions cannot read, trying again");
                 reader = None;
+                inner.followed.all_are_late();
                 if !inner.pause(wait).await {
                     return;
                 }
                 wait = (wait * 2).min(RETRY_MAX);
             }
         }
+    }
+}
+
+/// What is being handled: entries of one stream in each lane. They end with whoever follows.
+#[derive(Default)]
+struct Lanes {
+    tasks: JoinSet<()>,
+    busy: HashMap<Id, StreamName>,
+}
+
+impl Lanes {
+    /// Those streams of which nothing is being handled.
+    fn free(&self, positions: Vec<(StreamName, EntryId)>) -> Vec<(StreamName, EntryId)> {
+        let is_free =
+            |(stream, _): &(StreamName, EntryId)| self.busy.values().all(|busy| busy != stream);
+        positions.into_iter().filter(is_free).collect()
+    }
+
+    fn begin(&mut self, inner: &Arc<Inner>, batch: Batch<Entry>) {
+        let (inner, stream) = (Arc::clone(inner), batch.stream.clone());
+        let task = self.tasks.spawn(async move { inner.receive(batch).await });
+        self.busy.insert(task.id(), stream);
+    }
+
+    /// Waits until one of them ends. Returns `false` if there is none. Cancel-safe.
+    async fn ended(&mut self, inner: &Inner) -> bool {
+        let Some(ended) = self.tasks.join_next_with_id().await else { return false };
+        let id = ended.as_ref().map_or_else(JoinError::id, |(id, ())| *id);
+        let stream = self.busy.remove(&id);
+        if let (Err(error), Some(stream)) = (ended, stream) {
+            // A bug of ours. Its entries are read again.
+            error!(%stream, %error, "live subscriptions failed");
+            inner.pause(RETRY_MAX).await;
+        }
+        true
     }
 }
 
@@ -69,12 +129,36 @@ async fn read(
 
 impl Inner {
     async fn receive(&self, batch: Batch<Entry>) {
-        for entry in batch.entries {
+        let Batch { stream, entries } = batch;
+        if let Some(witness) = self.followed.witness(&stream) {
+            self.look_for_gap(&stream, witness).await;
+        }
+        // Then there are more, which nobody waits for meanwhile.
+        if entries.len() >= self.config.batch {
+            self.followed.is_late(&stream);
+        }
+        for entry in entries {
             if self.closing.is_set() {
                 return;
             }
-            self.receive_one(&batch.stream, &entry).await;
-            self.followed.advance(&batch.stream, entry.id);
+            self.receive_one(&stream, &entry).await;
+            self.followed.advance(&stream, entry.id);
+        }
+    }
+
+    /// Tells if entries may be gone that came after `witness` and were not read.
+    async fn look_for_gap(&self, stream: &StreamName, witness: EntryId) {
+        let range = Range { from: witness, to: witness, direction: Direction::Forward, count: 1 };
+        // Whoever cannot look cannot tell.
+        let Ok(found) = self.backend.range(stream, range).await else { return };
+        if found.is_empty() {
+            self.missed.fetch_add(1, Ordering::Relaxed);
+            metrics::live_missed();
+            warn!(
+                %stream,
+                entry_id = %witness,
+                "live subscriptions came too late: entries after this one may have been trimmed unread"
+            );
         }
     }
 

@@ -8,9 +8,11 @@ mod place;
 mod away;
 
 mod breaker;
+mod closing;
 mod crashes;
 mod groups;
 mod health;
+mod live;
 mod metrics;
 mod others;
 mod parked;

@@ -2,17 +2,19 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use headwater_bus::conformance::{Announced, Noted};
+use headwater_bus::conformance::{Announced, Log, Noted, registry};
 use headwater_bus::{
-    EventBus, EventBusExt, Folds, Received, SessionId, Sessions, SessionsConfig, Subscribe, Until,
+    EventBus, EventBusExt, Folds, Received, SessionId, Sessions, SessionsConfig, StreamedBusConfig,
+    Subscribe, Until,
 };
 use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder,
     SharedString, Unit,
 };
 
-use crate::place::{Place, watch};
+use crate::place::{Place, noted, watch};
 
 /// On one thread, so that the recorder of this test hears its bus and no others.
 #[tokio::test]
@@ -49,12 +51,59 @@ async fn the_life_of_events_is_counted() {
     ] {
         assert_eq!(counts.of(name), Some(expected), "{name} in {counts:?}");
     }
-    let stream = place.stream();
-    let group = format!("{}:cg:{}:telemetry", place.prefix, place.session);
-    assert_eq!(counts.of(&format!("pending{{stream={stream}}}{{group={group}}}")), Some(0));
+    assert_eq!(counts.of("pending{stream=session}{group=telemetry}"), Some(0));
     assert!(bus.last_health().unwrap().connected);
     bus.close().await.unwrap();
 }
+
+/// One series for all sessions, however many there are, and none that stands still when nobody looks any more.
+#[tokio::test]
+async fn what_is_pending_is_counted_over_all_sessions_and_ends_with_its_group() {
+    let counts = Counts::default();
+    let _guard = metrics::set_default_local_recorder(&counts);
+    let place = Place::embedded().await;
+    let drain = Duration::from_millis(100);
+    let config = StreamedBusConfig { drain, ..place.config() };
+    let bus = place.bus_with(registry(), config).await;
+    let log = Log::default();
+    let mut subscriptions = Vec::new();
+    for number in 0..3 {
+        let session = SessionId::random();
+        let seen = log.clone();
+        let hold = move |_: Received<Noted>| {
+            seen.add(number);
+            std::future::pending::<()>()
+        };
+        let held = Subscribe { handler_timeout: DAY, ..Subscribe::durable("held") };
+        subscriptions.push(bus.subscribe::<Noted>(held.session(session.clone()), hold).await);
+        bus.publish(noted(&session, number)).await.unwrap().raise().unwrap();
+    }
+    let seen = log.clone();
+    let hold = move |_: Received<Announced>| {
+        seen.add("news");
+        std::future::pending::<()>()
+    };
+    let news = Subscribe { handler_timeout: DAY, ..Subscribe::durable("news") };
+    bus.subscribe::<Announced>(news, hold).await.unwrap();
+    bus.publish(Announced { number: 1 }).await.unwrap().raise().unwrap();
+    log.wait_for(4).await;
+    bus.health().await;
+    let (held, news) =
+        ("pending{stream=session}{group=held}", "pending{stream=control}{group=news}");
+    assert_eq!((counts.of(held), counts.of(news)), (Some(3), Some(1)));
+    let series = counts.names().into_iter().filter(|name| name.contains("_pending")).count();
+    assert_eq!(series, 2);
+
+    for subscription in subscriptions {
+        assert!(bus.unsubscribe(subscription.unwrap()).await.unwrap());
+    }
+    bus.health().await;
+    assert_eq!((counts.of(held), counts.of(news)), (Some(0), Some(1)));
+    bus.close().await.unwrap();
+    assert_eq!((counts.of(held), counts.of(news)), (Some(0), Some(0)));
+}
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The same for sessions.
 #[tokio::test]
@@ -64,7 +113,7 @@ async fn the_life_of_sessions_is_counted() {
     let place = Place::embedded().await;
     let bus = Arc::new(place.bus().await);
     let folds = Folds::none().latest::<Noted>();
-    let ttl = Some(std::time::Duration::from_millis(1));
+    let ttl = Some(Duration::from_millis(1));
     let config = SessionsConfig { ttl, ..Default::default() };
     let sessions = Sessions::new(bus.clone(), folds, config).await.unwrap();
     let session = sessions.create(&place.session).await.unwrap();
@@ -78,7 +127,7 @@ async fn the_life_of_sessions_is_counted() {
     sessions.fork(&place.session, Until::End, &SessionId::random()).await.unwrap();
     // The guard of a session is no group that anybody waits for.
     assert!(bus.health().await.streams.values().all(|stream| stream.groups.is_empty()));
-    tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    tokio::time::sleep(Duration::from_millis(20)).await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 2);
 
     for (name, expected) in [
@@ -103,6 +152,10 @@ struct Counts(Arc<Mutex<BTreeMap<String, u64>>>);
 impl Counts {
     fn of(&self, name: &str) -> Option<u64> {
         self.0.lock().unwrap().get(&format!("headwater_bus_{name}")).copied()
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.0.lock().unwrap().keys().cloned().collect()
     }
 
     fn count(&self, key: &Key) -> Arc<Count> {

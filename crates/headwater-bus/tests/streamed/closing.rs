@@ -1,0 +1,47 @@
+//! How long closing takes, on a clock that goes as fast as nothing happens.
+
+use std::time::Duration;
+
+use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::{EventBus, EventBusExt, Received, StreamedBusConfig, Subscribe};
+use tokio::time::Instant;
+
+use crate::place::Place;
+
+#[tokio::test(start_paused = true)]
+async fn closing_takes_one_drain_whatever_hangs() {
+    const DRAIN: Duration = Duration::from_secs(20);
+    let place = Place::embedded().await;
+    let config = StreamedBusConfig { drain: DRAIN, ..place.config() };
+    let bus = std::sync::Arc::new(place.bus_with(registry(), config).await);
+    let other = place.bus().await;
+    let log = Log::default();
+    let hanging = |name: &'static str| {
+        let log = log.clone();
+        move |_: Received<Noted>| {
+            log.add(name);
+            std::future::pending::<()>()
+        }
+    };
+    let for_ever = Duration::from_secs(1_000_000);
+    let live = Subscribe { handler_timeout: for_ever, ..Subscribe::live() };
+    let durable = Subscribe { handler_timeout: for_ever, ..Subscribe::durable("all") };
+    bus.subscribe::<Noted>(live, hanging("live")).await.unwrap();
+    bus.subscribe::<Noted>(durable, hanging("durable")).await.unwrap();
+    // A handler of what another bus published hangs, one of what is published here, and one of a group for each.
+    other.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    let (here, event) = (bus.clone(), place.noted(2));
+    let publishing = tokio::spawn(async move { here.publish(event).await });
+    let mut lines = log.wait_for(4).await;
+    lines.sort();
+    assert_eq!(lines, ["durable", "durable", "live", "live"]);
+
+    let began = Instant::now();
+    bus.close().await.unwrap();
+    let took = began.elapsed();
+    assert!(took >= DRAIN && took < DRAIN * 3 / 2, "{took:?}");
+    publishing.abort();
+    // What the group did not get done is there for others.
+    let stats = place.connect().await.stats(&place.stream()).await.unwrap().unwrap();
+    assert_eq!((stats.length, stats.groups.len()), (2, 1));
+}
