@@ -1,10 +1,11 @@
 //! Entries: what a stream holds. An id that grows, and fields whose bytes nobody changes.
 
+mod fields;
+
 use std::fmt;
 use std::str::FromStr;
-use std::sync::Arc;
 
-use bytes::Bytes;
+pub use self::fields::Fields;
 
 /// The id of an entry: the millisecond it was appended, and a sequence number within it. Ids of a stream only grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -60,58 +61,6 @@ impl FromStr for EntryId {
         text.split_once('-')
             .and_then(|(ms, seq)| Some(Self { ms: number(ms)?, seq: number(seq)? }))
             .ok_or_else(|| ParseEntryIdError { text: text.chars().take(64).collect() })
-    }
-}
-
-/// The fields of an entry, in the order they were written. Clones share the bytes.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Fields(Arc<[(Bytes, Bytes)]>);
-
-impl Fields {
-    /// Fields from pairs of name and value.
-    pub fn new<N: Into<Bytes>, V: Into<Bytes>>(pairs: impl IntoIterator<Item = (N, V)>) -> Self {
-        Self(pairs.into_iter().map(|(name, value)| (name.into(), value.into())).collect())
-    }
-
-    /// The value of the first field with this name.
-    pub fn get(&self, name: impl AsRef<[u8]>) -> Option<&Bytes> {
-        let name = name.as_ref();
-        self.0.iter().find(|(field, _)| field == name).map(|(_, value)| value)
-    }
-
-    /// The pairs of name and value, in order.
-    pub fn iter(&self) -> std::slice::Iter<'_, (Bytes, Bytes)> {
-        self.0.iter()
-    }
-
-    /// How many fields there are.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// The bytes of all names and values together.
-    pub fn bytes(&self) -> usize {
-        self.0.iter().map(|(name, value)| name.len() + value.len()).sum()
-    }
-}
-
-impl<'a> IntoIterator for &'a Fields {
-    type Item = &'a (Bytes, Bytes);
-    type IntoIter = std::slice::Iter<'a, (Bytes, Bytes)>;
-
-    fn into_iter(self) -> Self::IntoIter {
-        self.iter()
-    }
-}
-
-impl fmt::Debug for Fields {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_map().entries(self.0.iter().map(|(name, value)| (name, value))).finish()
     }
 }
 

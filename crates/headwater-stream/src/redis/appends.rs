@@ -6,10 +6,10 @@ use futures_util::future::join_all;
 use tracing::warn;
 
 use super::RedisBackend;
-use super::command::Commands;
+use super::parts::PartedCall;
 use super::reply::Cursor;
 use super::servers::Effect;
-use super::streams::{add_appends, packed_bytes};
+use super::streams::packed_bytes;
 use super::trim;
 use crate::check;
 use crate::entry::{EntryId, Fields};
@@ -36,15 +36,19 @@ impl RedisBackend {
         let bytes = |append: &Append<'_>| {
             append.entries.iter().map(|fields| packed_bytes(append.stream, fields)).sum::<usize>()
         };
-        let mut commands = Commands::with_capacity(appends.iter().map(bytes).sum());
+        let bytes = appends.iter().map(bytes).sum();
+        let mut call = match PartedCall::new(&self.servers, 0, bytes) {
+            Ok(call) => call,
+            Err(error) => return appends.iter().map(|_| Err(error.again())).collect(),
+        };
         // For each append whether a trim goes with it, or why it is refused.
         let sent: Vec<Result<bool>> =
-            appends.iter().map(|append| self.add_append(&mut commands, append)).collect();
+            appends.iter().map(|append| self.add_append(&mut call, append)).collect();
         if sent.iter().all(Result::is_err) {
             return sent.into_iter().map(|refused| refused.map(|_| Vec::new())).collect();
         }
         let each = appends.iter().zip(sent);
-        match self.servers.call(0, commands, Effect::Once).await {
+        match call.finish(Effect::Once).await {
             Ok(replies) => {
                 let mut cursor = replies.cursor();
                 each.map(|(append, trims)| self.read_append(append, trims?, &mut cursor)).collect()
@@ -54,13 +58,13 @@ impl RedisBackend {
     }
 
     /// Adds the commands of one append. Returns whether a trim goes with it.
-    fn add_append(&self, commands: &mut Commands, append: &Append<'_>) -> Result<bool> {
+    fn add_append(&self, call: &mut PartedCall<'_>, append: &Append<'_>) -> Result<bool> {
         let Append { stream, entries, retention } = *append;
         check::append(entries, retention)?;
-        add_appends(commands, stream, entries);
+        call.add_appends(stream, entries);
         let trims = !entries.is_empty() && self.trims.is_due(stream, entries.len(), retention);
         if trims {
-            trim::add(commands, stream, retention, TrimGuard::Safe, true);
+            trim::add(&mut call.commands, stream, retention, TrimGuard::Safe, true);
         }
         Ok(trims)
     }

@@ -101,6 +101,16 @@ impl Commands {
         self.bytes.len()
     }
 
+    /// How many commands are complete.
+    pub(super) fn len(&self) -> usize {
+        self.count
+    }
+
+    /// The bytes from this place on.
+    pub(super) fn bytes_from(&self, position: usize) -> &[u8] {
+        &self.bytes[position..]
+    }
+
     /// Begins a command with the same bytes as an earlier one; `words` follow by `arg`.
     pub(super) fn begin_like(&mut self, earlier: Range<usize>, words: usize) {
         debug_assert_eq!(self.missing, 0, "the command before is complete");

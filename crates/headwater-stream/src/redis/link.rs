@@ -39,6 +39,15 @@ const _: () = assert!(ROOM_KIB * 1024 > crate::limits::BATCH_BYTES_MAX * 3 / 2);
 /// What a link makes of a request.
 pub(super) type Outcome = Result<Replies, Broken>;
 
+/// Whether a request waits for others that may leave with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Haste {
+    /// As is best for all.
+    None,
+    /// It leaves now: there is enough of it to be worth a write.
+    Now,
+}
+
 /// A request that got no reply.
 #[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum Broken {
@@ -130,7 +139,7 @@ impl Link {
             Ok(Err(_)) => return Err(not_sent(closed())),
             Err(_) => return Err(not_sent(timed_out())),
         }
-        shared.accept(bytes, replies, kib, deadline)?.await
+        shared.accept(bytes, replies, kib, deadline, Haste::None)?.await
     }
 
     /// Sends commands if the link is open and has room.
@@ -139,11 +148,12 @@ impl Link {
         bytes: &[u8],
         replies: usize,
         deadline: Instant,
+        haste: Haste,
     ) -> Option<Answer> {
         let shared = &self.handle.shared;
         let kib = kib_of(bytes);
         shared.room.try_acquire_many(kib).ok()?.forget();
-        shared.accept(bytes, replies, kib, deadline).ok()
+        shared.accept(bytes, replies, kib, deadline, haste).ok()
     }
 
     /// Whether the link still takes requests.
@@ -172,6 +182,7 @@ impl Shared {
         replies: usize,
         kib: u32,
         deadline: Instant,
+        haste: Haste,
     ) -> Result<Answer, Broken> {
         let (promise, answer) = answer();
         let mut state = self.lock();
@@ -184,7 +195,7 @@ impl Shared {
         state.incoming.push(Waiting { replies, starts_at, kib, deadline, promise });
         state.in_flight += 1;
         let alone = state.in_flight == 1 && !state.crowded;
-        if (alone || state.outbox.len() >= WRITE_BYTES)
+        if (alone || haste == Haste::Now || state.outbox.len() >= WRITE_BYTES)
             && !state.writing
             && let Some(socket) = state.socket.clone()
         {

@@ -31,6 +31,7 @@ mod node;
 mod cluster;
 
 mod call;
+mod parts;
 mod servers;
 
 mod silence;

@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::command::Commands;
 use super::connection::{ConnectError, Connection};
-use super::link::{Answer, Link, Outcome};
+use super::link::{Answer, Haste, Link, Outcome};
 use super::reply::Value;
 use super::sentinel::Sentinels;
 use super::url::{Access, Address};
@@ -80,8 +80,12 @@ impl Node {
         deadline: Instant,
     ) -> Option<Answer> {
         // Not under the lock: sending may be a call to the system, and others would queue up behind it.
-        let link = self.lock().link.clone()?;
-        link.try_send(bytes, replies, deadline)
+        self.link()?.try_send(bytes, replies, deadline, Haste::None)
+    }
+
+    /// The link, open or not, if there is one.
+    pub(super) fn link(&self) -> Option<Link> {
+        self.lock().link.clone()
     }
 
     /// A connection for one caller.

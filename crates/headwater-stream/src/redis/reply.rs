@@ -3,6 +3,8 @@
 //! There is no tree of values in between: a cursor walks over the bytes once and makes what the caller asked for.
 //! Promises: whatever a server sends is an answer or an error, never a panic; no buffer grows without a limit.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 
 use super::error::{Failure, Refusal};
@@ -17,6 +19,9 @@ const LINE_BYTES_MAX: usize = 64 * 1024;
 
 /// Values in all replies to one request.
 const VALUES_MAX: usize = 64 * 1024 * 1024;
+
+/// Digits of a count that is read the short way.
+const COUNTED_DIGITS_MAX: usize = 9;
 
 /// Entries of a reply this small share its memory; those of larger ones are copied out, so that one entry in hand
 /// does not keep a whole batch alive.
@@ -45,6 +50,16 @@ impl Scanner {
     pub(super) fn scan(&mut self, buffer: &[u8]) -> Result<Option<usize>, Malformed> {
         while self.missing > 0 {
             let Some(rest) = buffer.get(self.at..) else { return Ok(None) };
+            if let Some((kind, number, end)) = counted(rest) {
+                self.at += end;
+                self.missing -= 1;
+                match kind {
+                    Counted::Text => self.at += number + 2,
+                    Counted::Array => self.missing += number,
+                }
+                self.check()?;
+                continue;
+            }
             let Some(end) = rest.iter().take(LINE_BYTES_MAX).position(|byte| *byte == b'\n') else {
                 if rest.len() >= LINE_BYTES_MAX {
                     return Err(Malformed("a line without an end"));
@@ -62,19 +77,22 @@ impl Scanner {
                         self.at += bytes + 2;
                     }
                 }
-                b'*' => {
-                    self.missing += length(text)?.unwrap_or(0);
-                    if self.missing > VALUES_MAX {
-                        return Err(Malformed("an array without measure"));
-                    }
-                }
+                b'*' => self.missing += length(text)?.unwrap_or(0),
                 _ => return Err(Malformed("an unknown kind of value")),
             }
-            if self.at > REPLIES_BYTES_MAX {
-                return Err(Malformed("replies of more than 2 GiB"));
-            }
+            self.check()?;
         }
         Ok((self.at <= buffer.len()).then_some(self.at))
+    }
+
+    fn check(&self) -> Result<(), Malformed> {
+        if self.missing > VALUES_MAX {
+            return Err(Malformed("an array without measure"));
+        }
+        if self.at > REPLIES_BYTES_MAX {
+            return Err(Malformed("replies of more than 2 GiB"));
+        }
+        Ok(())
     }
 
     /// Up to which length the buffer must grow before it is worth scanning again.
@@ -86,6 +104,39 @@ impl Scanner {
     pub(super) fn refusals(&self) -> bool {
         self.refusals
     }
+}
+
+/// What a value is that says how much follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Counted {
+    Text,
+    Array,
+}
+
+/// The head of a text or an array that is there and in order: how much follows, and where its line ends. Nearly all
+/// values are such, so they take this short way; whatever is otherwise takes the long one.
+#[inline]
+fn counted(rest: &[u8]) -> Option<(Counted, usize, usize)> {
+    let kind = match rest.first()? {
+        b'$' => Counted::Text,
+        b'*' => Counted::Array,
+        _ => return None,
+    };
+    let (mut number, mut at) = (0_usize, 1);
+    // So few digits that no number is too large to be added to others.
+    while at <= COUNTED_DIGITS_MAX {
+        let digit = rest.get(at)?.wrapping_sub(b'0');
+        if digit > 9 {
+            break;
+        }
+        number = number * 10 + usize::from(digit);
+        at += 1;
+    }
+    (at > 1 && rest.get(at) == Some(&b'\r') && rest.get(at + 1) == Some(&b'\n')).then_some((
+        kind,
+        number,
+        at + 2,
+    ))
 }
 
 fn line(line: &[u8]) -> Result<(u8, &[u8]), Malformed> {
@@ -131,6 +182,12 @@ pub(super) struct Replies {
 impl Replies {
     pub(super) fn new(bytes: Bytes, refusals: bool) -> Self {
         Self { bytes, refusals }
+    }
+
+    /// The replies to several requests as those to one.
+    pub(super) fn joined(parts: &[Self]) -> Self {
+        let bytes: Vec<&[u8]> = parts.iter().map(|part| part.bytes.as_ref()).collect();
+        Self::new(bytes.concat().into(), parts.iter().any(Self::may_refuse))
     }
 
     /// Whether an error may be among them.
@@ -184,6 +241,14 @@ impl<'a> Cursor<'a> {
     pub(super) fn value(&mut self) -> Result<Value<'a>, Failure> {
         let short = || Failure::shape("a reply that ends too early");
         let rest = self.source.get(self.at..).ok_or_else(short)?;
+        if let Some((kind, number, end)) = counted(rest) {
+            self.at += end;
+            if kind == Counted::Array {
+                return Ok(Value::Array(number));
+            }
+            self.at += number + 2;
+            return rest.get(end..end + number).map(Value::Text).ok_or_else(short);
+        }
         let end = rest.iter().position(|byte| *byte == b'\n').ok_or_else(short)?;
         let (kind, text) = line(&rest[..=end]).map_err(Failure::shape)?;
         self.at += end + 1;
@@ -286,10 +351,19 @@ impl<'a> Cursor<'a> {
     pub(super) fn entry(&mut self) -> Result<(EntryId, Option<Fields>), Failure> {
         self.array_of(2)?;
         let id = self.id()?;
-        let start = self.at;
         let Some(values) = self.array_or_nil()? else { return Ok((id, None)) };
         if values % 2 != 0 {
             return Err(Failure::shape("a field without a value"));
+        }
+        let start = self.at;
+        if let Some(end) = self.end_of_texts(values) {
+            self.at = end;
+            let bytes = if self.source.len() <= SHARED_BYTES_MAX {
+                self.source.slice(start..end)
+            } else {
+                Bytes::copy_from_slice(&self.source[start..end])
+            };
+            return Ok((id, Some(Fields::packed(bytes, values / 2, next_text))));
         }
         let mut ranges = Vec::with_capacity((values / 2).min(FIELDS_MAX));
         for _ in 0..values / 2 {
@@ -305,12 +379,29 @@ impl<'a> Cursor<'a> {
         Ok((id, Some(Fields::new(pairs))))
     }
 
+    /// Where so many counted texts end, if that is what comes next.
+    fn end_of_texts(&self, texts: usize) -> Option<usize> {
+        let mut end = self.at;
+        for _ in 0..texts {
+            end += next_text(self.source.get(end..)?)?.1;
+        }
+        (end <= self.source.len()).then_some(end)
+    }
+
     /// Where the bytes of the next text lie.
     fn range(&mut self) -> Result<(usize, usize), Failure> {
         let text = self.text()?;
         let end = self.at - 2;
         // A text that came as a line instead of counted bytes ends before its own line end, too.
         Ok((end - text.len(), end))
+    }
+}
+
+/// Where a counted text lies, and what follows it.
+fn next_text(rest: &[u8]) -> Option<(Range<usize>, usize)> {
+    match counted(rest)? {
+        (Counted::Text, length, start) => Some((start..start + length, start + length + 2)),
+        (Counted::Array, ..) => None,
     }
 }
 
@@ -422,6 +513,20 @@ mod tests {
                 prop_assert_eq!(scanner.scan(&READ[..cut]).unwrap(), None);
             }
             prop_assert_eq!(scanner.scan(READ).unwrap(), Some(READ.len()));
+        }
+
+        #[test]
+        fn the_short_way_and_the_long_one_see_the_same(
+            text in prop_oneof![
+                "[$*][-0-9]{0,12}\r?\n?".prop_map(String::into_bytes),
+                prop::collection::vec(any::<u8>(), 0..12),
+            ],
+        ) {
+            if let Some((kind, number, end)) = counted(&text) {
+                let (sign, digits) = line(&text[..end]).unwrap();
+                prop_assert_eq!(sign, if kind == Counted::Text { b'$' } else { b'*' });
+                prop_assert_eq!(length(digits).unwrap(), Some(number));
+            }
         }
 
         #[test]

@@ -14,6 +14,7 @@ use super::cluster::Cluster;
 use super::command::Commands;
 use super::connection::{ConnectError, Connection};
 use super::keys;
+use super::link::Link;
 use super::node::{Manners, Node, Target};
 use super::reply::Replies;
 use super::sentinel::Sentinels;
@@ -141,6 +142,14 @@ impl Servers {
         match outcome {
             Some(Ok(replies)) if !replies.may_refuse() => Ok(replies),
             outcome => Box::pin(Call::new(self, slot, packed, effect, deadline).run(outcome)).await,
+        }
+    }
+
+    /// The shared link to the server of this slot, if there is one already.
+    pub(super) fn link(&self, slot: u16) -> Option<Link> {
+        match &self.topology {
+            Topology::One(node) => node.link(),
+            Topology::Cluster(cluster) => cluster.owner(slot)?.link(),
         }
     }
 

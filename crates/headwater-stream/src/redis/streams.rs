@@ -9,6 +9,7 @@ use super::RedisBackend;
 use super::command::Commands;
 use super::error::Failure;
 use super::foreign_name;
+use super::parts::PartedCall;
 use super::reader::RedisGroupReader;
 use super::reply::{Cursor, Replies, parse_id};
 use super::servers::Effect;
@@ -37,10 +38,10 @@ impl Streams for RedisBackend {
             return self.servers.check_open().map(|()| Vec::new());
         }
         let bytes: usize = entries.iter().map(|fields| packed_bytes(stream, fields)).sum();
-        let mut commands = Commands::with_capacity(bytes);
-        add_appends(&mut commands, stream, entries);
-        let trims = self.add_trim(&mut commands, stream, entries.len(), retention);
-        let replies = self.call(stream, commands, Effect::Once).await?;
+        let mut call = PartedCall::new(&self.servers, self.slot(stream), bytes)?;
+        call.add_appends(stream, entries);
+        let trims = self.add_trim(&mut call.commands, stream, entries.len(), retention);
+        let replies = call.finish(Effect::Once).await?;
         let mut cursor = replies.cursor();
         let ids = (0..entries.len()).map(|_| cursor.id()).collect::<Result<_, _>>();
         let ids = ids.map_err(|failure: Failure| failure.about(stream))?;
@@ -359,25 +360,46 @@ pub(super) fn add_appends<'a>(
     stream: &StreamName,
     entries: impl IntoIterator<Item = &'a Fields>,
 ) {
-    // Entries of one stream mostly have as many fields: their commands begin with the same bytes.
-    let mut last: Option<(usize, std::ops::Range<usize>)> = None;
-    for fields in entries {
-        match &last {
-            Some((len, head)) if *len == fields.len() => {
-                commands.begin_like(head.clone(), 2 * fields.len());
-            }
-            _ => {
-                let start = commands.position();
-                commands.begin(3 + 2 * fields.len());
-                commands.arg("XADD");
-                commands.arg(stream.as_str());
-                commands.arg("*");
-                last = Some((fields.len(), start..commands.position()));
-            }
+    let mut last = None;
+    entries.into_iter().for_each(|fields| add_one_append(commands, stream, fields, &mut last));
+}
+
+/// How many fields the entry before has, and where its command begins.
+type Before = Option<(usize, std::ops::Range<usize>)>;
+
+/// Entries of one stream mostly have as many fields: their commands begin with the same bytes.
+fn add_one_append(
+    commands: &mut Commands,
+    stream: &StreamName,
+    fields: &Fields,
+    before: &mut Before,
+) {
+    match before {
+        Some((len, head)) if *len == fields.len() => {
+            commands.begin_like(head.clone(), 2 * fields.len());
         }
-        for (name, value) in fields {
-            commands.arg(name);
-            commands.arg(value);
+        _ => {
+            let start = commands.position();
+            commands.begin(3 + 2 * fields.len());
+            commands.arg("XADD");
+            commands.arg(stream.as_str());
+            commands.arg("*");
+            *before = Some((fields.len(), start..commands.position()));
+        }
+    }
+    for (name, value) in fields {
+        commands.arg(name);
+        commands.arg(value);
+    }
+}
+
+impl PartedCall<'_> {
+    /// Adds one append per entry. The first of them are on their way when it returns.
+    pub(super) fn add_appends(&mut self, stream: &StreamName, entries: &[Fields]) {
+        let mut before = None;
+        for fields in entries {
+            add_one_append(&mut self.commands, stream, fields, &mut before);
+            self.send_some();
         }
     }
 }
