@@ -253,9 +253,9 @@ impl Message {
             retry_group: None,
             fields: fields.clone(),
         };
-        for (name, value) in fields {
-            match name.as_ref() {
-                b"payload" => message.payload = value.clone(),
+        for (name, value) in fields.slices() {
+            match name {
+                b"payload" => message.payload = fields.share(value),
                 b"key" => message.key = Some(text(KEY, value)?.to_owned()),
                 b"headers" => message.headers = headers_from_json(text(HEADERS, value)?)?,
                 b"retryCount" => {
@@ -320,21 +320,21 @@ pub(crate) fn replace_fields(
     Fields::new(kept.chain(new))
 }
 
-pub(crate) fn read_id(value: &Bytes) -> Option<EntryId> {
-    std::str::from_utf8(value).ok()?.parse().ok()
+pub(crate) fn read_id(value: impl AsRef<[u8]>) -> Option<EntryId> {
+    std::str::from_utf8(value.as_ref()).ok()?.parse().ok()
 }
 
-pub(crate) fn read_timestamp(value: &Bytes) -> Option<Timestamp> {
-    let text = std::str::from_utf8(value).ok()?;
+pub(crate) fn read_timestamp(value: impl AsRef<[u8]>) -> Option<Timestamp> {
+    let text = std::str::from_utf8(value.as_ref()).ok()?;
     Timestamp::from_rfc3339(text).or_else(|| text.parse().ok().map(Timestamp::from_millis))
 }
 
-fn text<'a>(field: &'static str, value: &'a Bytes) -> std::result::Result<&'a str, Malformed> {
+fn text<'a>(field: &'static str, value: &'a [u8]) -> std::result::Result<&'a str, Malformed> {
     std::str::from_utf8(value)
         .map_err(|_| Malformed { field, problem: "is not UTF-8 text".to_owned() })
 }
 
-fn number(field: &'static str, value: &Bytes) -> std::result::Result<u32, Malformed> {
+fn number(field: &'static str, value: &[u8]) -> std::result::Result<u32, Malformed> {
     let parsed = std::str::from_utf8(value).ok().and_then(|text| text.parse().ok());
     parsed.ok_or_else(|| {
         let shown: String = String::from_utf8_lossy(value).chars().take(40).collect();

@@ -33,9 +33,8 @@ const BROKEN_FOR: Duration = Duration::from_secs(2);
 const DOUBT_FOR: Duration = Duration::from_secs(30);
 /// Streams that are silenced at the same time.
 const SILENCED_AT_ONCE: usize = 16;
-/// After so few entries of a read of so many partitions, handlers come before the next read.
+/// After so few entries, handlers come before the next read.
 const FEW: usize = 8;
-const MANY: usize = 64;
 const PAUSE_FIRST: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
 
@@ -217,9 +216,9 @@ impl Shared {
                     let is_empty = entries == 0;
                     self.note_pace(&plan, &batches);
                     self.deliver(batches).await;
-                    if plan.streams.len() >= MANY && (1..=FEW).contains(&entries) {
-                        // Their handlers are on this thread, where nobody else can fetch them, and the next read of
-                        // many partitions takes longer to put together than they may take.
+                    if (1..=FEW).contains(&entries) {
+                        // Their handlers are on this thread, where nobody else can fetch them, and to put the next
+                        // read together and send it takes longer than they may take.
                         let_others_run().await;
                     }
                     if self.confirm_ended(&plan, &mut doubt).await && is_empty && plan.is_waiting {

@@ -26,6 +26,13 @@ pub(super) struct Item {
     pub(super) came_at: Instant,
 }
 
+/// What decides the order of an entry.
+fn key_of(fields: &Fields) -> Option<Bytes> {
+    let mut slices = fields.slices();
+    let (_, key) = slices.find(|(name, _)| *name == KEY.as_bytes())?;
+    Some(fields.share(key))
+}
+
 impl Item {
     /// Keeps nothing but what is needed to wait, and to be read again.
     fn strip(&mut self) {
@@ -81,7 +88,7 @@ impl Lanes {
     pub(super) fn add(&mut self, delivery: Delivery, came_at: Instant) {
         let key = match self.order {
             Order::Relaxed => None,
-            Order::PerKey => delivery.fields.get(KEY).cloned(),
+            Order::PerKey => key_of(&delivery.fields),
         };
         let mut item = Item { delivery, failures: 0, key, came_at };
         if let Some(key) = &item.key {

@@ -16,6 +16,7 @@ use tokio::time::Instant;
 use tracing::{debug, error, warn};
 
 use super::rescue::Rescuer;
+use super::runner::let_others_run;
 use super::worker::{Leftovers, State, Worker};
 
 /// The first and the longest pause before a call is repeated.
@@ -27,6 +28,8 @@ const BYTES_AT_ONCE: usize = BATCH_BYTES_MAX - FOLLOW_UP_BYTES_MAX;
 impl Worker {
     /// Settles until there is nothing left to settle.
     pub(super) async fn settle_all(self: Arc<Self>, generation: u64) {
+        // Those who are at work on other partitions end first: what is settled at the same time leaves in one write.
+        let_others_run().await;
         while let Some(batch) = self.take_batch(generation) {
             self.settle_batch(&batch).await;
         }
