@@ -4,10 +4,11 @@
 //! nothing later of its partition is sent. Partitions do not wait for each other.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use futures_util::future::join_all;
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, ENTRY_BYTES_MAX};
-use headwater_stream::{Append, Fields, StreamError};
+use headwater_stream::{Append, Fields};
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
@@ -22,23 +23,53 @@ use crate::message::{Headers, NewMessage};
 use crate::topic::{Partition, Topic};
 use crate::trace::{self, TraceContext};
 
-/// The messages of one partition, in order.
-struct Share {
-    partition: Partition,
+/// Messages that are ready to be sent, those of one partition together and in order.
+struct Batch {
     entries: Vec<Fields>,
-    /// Those that have an id, by their number among the entries.
-    known_ids: BTreeMap<usize, KnownId>,
-    /// Where each of them stands in the batch.
+    /// Where each of them stands in what the caller gave.
     places: Vec<usize>,
+    /// Those that have an id, by their place.
+    known_ids: BTreeMap<usize, KnownId>,
+    shares: Vec<Share>,
 }
 
-impl Share {
-    fn new(partition: Partition, room: usize) -> Self {
-        Self {
-            partition,
-            entries: Vec::with_capacity(room),
-            known_ids: BTreeMap::new(),
-            places: Vec::with_capacity(room),
+/// Which of the entries are for one partition.
+struct Share {
+    partition: Partition,
+    entries: Range<usize>,
+}
+
+/// What became of messages, by their place; `None` until it is known.
+type Told = Vec<Option<Result<Sent>>>;
+
+impl Batch {
+    /// Puts messages of one partition together. They come in the order of their places.
+    fn new(
+        mut sealed: Vec<(Partition, usize, Fields)>,
+        known_ids: BTreeMap<usize, KnownId>,
+    ) -> Self {
+        // A stable sort: what has one partition stays in order.
+        sealed.sort_by_key(|(partition, ..)| *partition);
+        let mut shares: Vec<Share> = Vec::new();
+        for (at, (partition, ..)) in sealed.iter().enumerate() {
+            match shares.last_mut() {
+                Some(share) if share.partition == *partition => share.entries.end = at + 1,
+                _ => shares.push(Share { partition: *partition, entries: at..at + 1 }),
+            }
+        }
+        let (places, entries) =
+            sealed.into_iter().map(|(_, place, fields)| (place, fields)).unzip();
+        Self { entries, places, known_ids, shares }
+    }
+
+    fn has_id(&self, at: usize) -> bool {
+        self.known_ids.contains_key(&self.places[at])
+    }
+
+    /// Tells of these entries.
+    fn tell(&self, told: &mut Told, from: usize, results: impl Iterator<Item = Result<Sent>>) {
+        for (place, result) in self.places[from..].iter().zip(results) {
+            told[*place] = Some(result);
         }
     }
 }
@@ -61,22 +92,20 @@ impl Producer {
         }
         let route = self.route(topic, until).await?;
         let traced = trace::sending(self.bridge(), &route.topic.name, None, &Headers::new());
-        let shares = self.share_out(&route, messages, traced.context)?;
+        let batch = self.share_out(&route, messages, traced.context)?;
         let sending = async {
-            self.admit_shares(&route, &shares, until).await?;
+            self.admit_batch(&route, &batch, until).await?;
             // Without ids and with one server, one request serves all partitions.
-            let together = shares.len() > 1
-                && !is_spread(&route.topic)
-                && shares.iter().all(|share| share.known_ids.is_empty());
-            let results = if together {
-                self.send_together(&route, shares, until).await
+            let together =
+                batch.shares.len() > 1 && !is_spread(&route.topic) && batch.known_ids.is_empty();
+            let told = if together {
+                self.send_together(&route, &batch, until).await
             } else {
-                let each = shares.into_iter().map(|share| self.send_share(&route, share, until));
-                join_all(each).await
+                self.send_shares(&route, &batch, until).await
             };
             // If there is no time left to look, there was none to warn in either.
             let _ = timeout_at(until, self.confirm(&route)).await;
-            Ok(in_order(results, count))
+            Ok(told.into_iter().map(|result| result.unwrap_or_else(|| Err(too_few()))).collect())
         };
         sending.instrument(traced.span).await
     }
@@ -87,11 +116,10 @@ impl Producer {
         route: &Route,
         messages: Vec<NewMessage>,
         trace: Option<TraceContext>,
-    ) -> Result<Vec<Share>> {
-        let mut shares: Vec<Share> = Vec::new();
-        // Which share is that of a partition.
-        let mut share_of: Vec<Option<usize>> = vec![None; usize::from(route.topic.partitions)];
-        let (now, count) = (self.inner.stamp.now(), messages.len());
+    ) -> Result<Batch> {
+        let mut all = Vec::with_capacity(messages.len());
+        let mut known_ids = BTreeMap::new();
+        let now = self.inner.stamp.now();
         for (place, message) in messages.into_iter().enumerate() {
             let sealed = message.validate(&route.topic).and_then(|()| {
                 let partition = self.partition_of(route, &message)?;
@@ -99,127 +127,141 @@ impl Producer {
             });
             let Sealed { partition, known_id, fields } =
                 sealed.map_err(|error| at_place(place, error))?;
-            let index = *share_of[usize::from(partition)].get_or_insert_with(|| {
-                let room = if route.topic.partitions == 1 { count } else { 0 };
-                shares.push(Share::new(partition, room));
-                shares.len() - 1
-            });
-            let share = &mut shares[index];
             if let Some(known_id) = known_id {
-                share.known_ids.insert(share.entries.len(), known_id);
+                known_ids.insert(place, known_id);
             }
-            share.entries.push(fields);
-            share.places.push(place);
+            all.push((partition, place, fields));
         }
-        Ok(shares)
+        Ok(Batch::new(all, known_ids))
     }
 
-    async fn admit_shares(&self, route: &Route, shares: &[Share], until: Instant) -> Result<()> {
+    async fn admit_batch(&self, route: &Route, batch: &Batch, until: Instant) -> Result<()> {
         if route.budget.is_none() {
             return Ok(());
         }
-        let bytes = shares.iter().flat_map(|share| &share.entries).map(Fields::bytes).sum();
+        let bytes = batch.entries.iter().map(Fields::bytes).sum();
         timeout_at(until, self.admit(route, bytes))
             .await
             .unwrap_or_else(|_| Err(self.too_late(route.topic.name.as_str())))
     }
 
     /// Sends all shares by one request, and what does not fit into it by further ones.
-    async fn send_together(
-        &self,
-        route: &Route,
-        shares: Vec<Share>,
-        until: Instant,
-    ) -> Vec<(Share, Vec<Result<Sent>>)> {
+    async fn send_together(&self, route: &Route, batch: &Batch, until: Instant) -> Told {
         let retention = &route.topic.policies.retention;
-        let mut told: Vec<(Share, Vec<Result<Sent>>)> =
-            shares.into_iter().map(|share| (share, Vec::new())).collect();
-        loop {
-            let outlets: Vec<(usize, &Outlet)> = told
+        let mut told = untold(batch.entries.len());
+        let outlet = |share: &Share| (share.entries.clone(), route.outlet(share.partition));
+        // What is left of each share.
+        let mut left: Vec<(Range<usize>, &Outlet)> = batch.shares.iter().map(outlet).collect();
+        while !left.is_empty() {
+            let appends: Vec<Append<'_>> = left
                 .iter()
-                .enumerate()
-                .filter(|(_, (share, results))| results.len() < share.entries.len())
-                .map(|(at, (share, _))| (at, route.outlet(share.partition)))
-                .collect();
-            if outlets.is_empty() {
-                return told;
-            }
-            let appends: Vec<Append<'_>> = outlets
-                .iter()
-                .map(|(at, outlet)| {
-                    let (share, results) = &told[*at];
-                    let left = &share.entries[results.len()..];
-                    let entries = &left[..fitting(left)];
-                    Append { stream: &outlet.stream, entries, retention }
+                .map(|(range, outlet)| {
+                    let entries = &batch.entries[range.clone()];
+                    Append {
+                        stream: &outlet.stream,
+                        entries: &entries[..fitting(entries)],
+                        retention,
+                    }
                 })
                 .collect();
             let sending = self.inner.queue.backend().append_many(&appends);
-            let sent = timeout_at(until, sending).await;
-            for (nth, (at, outlet)) in outlets.into_iter().enumerate() {
-                let sent = match &sent {
-                    Ok(sent) => sent.get(nth).map(|sent| sent.as_ref().map_err(again)),
-                    Err(_) => Some(Err(self.too_late(route.topic.name.as_str()))),
+            let mut sent = timeout_at(until, sending).await.map(Vec::into_iter);
+            left.retain_mut(|(range, outlet)| {
+                let answer = match &mut sent {
+                    Ok(sent) => sent.next().unwrap_or_else(|| Ok(Vec::new())).map_err(Into::into),
+                    Err(_) => Err(self.too_late(route.topic.name.as_str())),
                 };
-                let (share, results) = &mut told[at];
-                let before = results.len();
-                match sent {
-                    Some(Ok(ids)) => results.extend(ids.iter().map(|id| Ok(outlet.sent(*id)))),
-                    Some(Err(error)) => fail(share, results, &error),
-                    None => fail(share, results, &too_few()),
+                let ids =
+                    answer.and_then(|ids| if ids.is_empty() { Err(too_few()) } else { Ok(ids) });
+                match ids {
+                    Ok(ids) => {
+                        let count = ids.len().min(range.len());
+                        let sent = ids.into_iter().take(count).map(|id| Ok(outlet.sent(id)));
+                        batch.tell(&mut told, range.start, sent);
+                        outlet.count_sent(count);
+                        range.start += count;
+                    }
+                    Err(error) => {
+                        outlet.errors.increment(range.len() as u64);
+                        batch.tell(
+                            &mut told,
+                            range.start,
+                            range.clone().map(|_| Err(error.again())),
+                        );
+                        range.start = range.end;
+                    }
                 }
-                results[before..].iter().for_each(|result| outlet.count(result));
-            }
+                range.start < range.end
+            });
         }
+        told
+    }
+
+    /// Sends each share by requests of its own.
+    async fn send_shares(&self, route: &Route, batch: &Batch, until: Instant) -> Told {
+        let each = batch.shares.iter().map(|share| self.send_share(route, batch, share, until));
+        let mut told = untold(batch.entries.len());
+        for (share, results) in batch.shares.iter().zip(join_all(each).await) {
+            batch.tell(&mut told, share.entries.start, results.into_iter());
+        }
+        told
     }
 
     async fn send_share(
         &self,
         route: &Route,
-        mut share: Share,
+        batch: &Batch,
+        share: &Share,
         until: Instant,
-    ) -> (Share, Vec<Result<Sent>>) {
+    ) -> Vec<Result<Sent>> {
         let outlet = route.outlet(share.partition);
         let mut results = Vec::with_capacity(share.entries.len());
         while results.len() < share.entries.len() {
-            let run = self.send_run(route, outlet, &mut share, results.len());
-            match timeout_at(until, run).await {
-                Ok(Ok(sent)) if sent.is_empty() => fail(&share, &mut results, &too_few()),
-                Ok(Ok(sent)) => results.extend(sent.into_iter().map(Ok)),
-                Ok(Err(error)) => fail(&share, &mut results, &error),
-                Err(_) => {
-                    let error = self.too_late(route.topic.name.as_str());
-                    fail(&share, &mut results, &error);
-                }
-            }
+            let left = share.entries.start + results.len()..share.entries.end;
+            let error =
+                match timeout_at(until, self.send_run(route, outlet, batch, left.clone())).await {
+                    Ok(Ok(sent)) if sent.is_empty() => too_few(),
+                    Ok(Ok(sent)) => {
+                        results.extend(sent.into_iter().map(Ok));
+                        continue;
+                    }
+                    Ok(Err(error)) => error,
+                    Err(_) => self.too_late(route.topic.name.as_str()),
+                };
+            // What is left of a share was not sent, because of this.
+            results.extend(left.map(|_| Err(error.again())));
         }
         results.iter().for_each(|result| outlet.count(result));
-        (share, results)
+        results
     }
 
-    /// Sends as many as go together, from this one on: all with ids, or all without.
+    /// Sends as many as go together, from the first of these on: all with ids, or all without.
     async fn send_run(
         &self,
         route: &Route,
         outlet: &Outlet,
-        share: &mut Share,
-        from: usize,
+        batch: &Batch,
+        left: Range<usize>,
     ) -> Result<Vec<Sent>> {
-        let has_id = share.known_ids.contains_key(&from);
-        let mut count = fitting(&share.entries[from..]);
-        if !share.known_ids.is_empty() {
-            let alike = |at: &usize| share.known_ids.contains_key(at) == has_id;
-            count = (from..from + count).take_while(alike).count();
+        let mut run = left.start..left.start + fitting(&batch.entries[left.clone()]);
+        let has_id = batch.has_id(run.start);
+        if !batch.known_ids.is_empty() {
+            run.end = run.start + run.clone().take_while(|at| batch.has_id(*at) == has_id).count();
         }
-        let entries = &share.entries[from..from + count];
+        let entries = &batch.entries[run.clone()];
         if has_id {
-            let ids = (from..from + count).filter_map(|at| share.known_ids.remove(&at));
-            let entries = ids.zip(entries.iter().cloned()).collect();
+            let ids = batch.places[run].iter().filter_map(|place| batch.known_ids.get(place));
+            let entries = ids.cloned().zip(entries.iter().cloned()).collect();
             return self.append_once_all(route, outlet, entries).await;
         }
         let retention = &route.topic.policies.retention;
         let ids = self.inner.queue.backend().append(&outlet.stream, entries, retention).await?;
         Ok(ids.into_iter().map(|id| outlet.sent(id)).collect())
     }
+}
+
+fn untold(count: usize) -> Told {
+    std::iter::repeat_with(|| None).take(count).collect()
 }
 
 /// How many of these fit into one append; at least one, for each fits alone.
@@ -234,30 +276,6 @@ fn fitting(entries: &[Fields]) -> usize {
         bytes <= BATCH_BYTES_MAX
     };
     entries.iter().take(BATCH_MAX).take_while(fits).count()
-}
-
-/// What is left of a share was not sent, because of this.
-fn fail(share: &Share, results: &mut Vec<Result<Sent>>, error: &QueueError) {
-    results.extend(share.entries[results.len()..].iter().map(|_| Err(error.again())));
-}
-
-fn again(error: &StreamError) -> QueueError {
-    error.again().into()
-}
-
-/// The results of all shares in the order of the batch.
-fn in_order(told: Vec<(Share, Vec<Result<Sent>>)>, count: usize) -> Vec<Result<Sent>> {
-    let mut ordered: Vec<Option<Result<Sent>>> =
-        std::iter::repeat_with(|| None).take(count).collect();
-    for (share, results) in told {
-        if share.places.len() == count {
-            return results;
-        }
-        for (place, result) in share.places.into_iter().zip(results) {
-            ordered[place] = Some(result);
-        }
-    }
-    ordered.into_iter().map(|result| result.unwrap_or_else(|| Err(too_few()))).collect()
 }
 
 fn at_place(place: usize, error: QueueError) -> QueueError {

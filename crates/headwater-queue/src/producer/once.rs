@@ -27,7 +27,7 @@ const CLOCK_SKEW_MAX: Duration = Duration::from_secs(5 * 60);
 pub(super) type OnceSends = Coalescer<Once, Result<Appended>>;
 
 /// The id of a message, and where it may have been sent before.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct KnownId {
     pub(super) id: String,
     /// The partitions it had before recent growths.

@@ -53,6 +53,11 @@ impl Outlet {
         Sent { id, partition: self.partition, duplicate: false }
     }
 
+    /// Counts messages that were sent.
+    pub(super) fn count_sent(&self, messages: usize) {
+        self.sent.increment(messages as u64);
+    }
+
     /// Counts what became of a message.
     pub(super) fn count(&self, sent: &Result<Sent>) {
         match sent {
