@@ -2,7 +2,7 @@
 //!
 //! Machines are noisy, so the figures that count are ratios: raw and ours take turns, round by round, and the median
 //! of what the rounds give is shown. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look;
-//! `produce`, `consume`, `latency`, `growth` and `idle` choose parts of it, `--rounds=9` and `--partitions=8` other numbers than the usual ones.
+//! `produce` (or only its `batches` or `callers`), `consume`, `latency`, `growth` and `idle` choose parts of it, `--rounds=9` and `--partitions=8` other numbers than the usual ones.
 
 mod consume;
 mod idle;
@@ -105,9 +105,9 @@ async fn main() -> Result<()> {
     let mut report = Report;
     let place = Place::start().await?;
 
-    if request.wants("produce") {
+    if ["produce", "batches", "callers"].iter().any(|part| request.wants(part)) {
         report.heading("produce: ours beside the raw loop (1.00 = raw)");
-        produce::compare(&mut report, &place, &effort).await?;
+        produce::compare(&mut report, &place, &effort, &request).await?;
     }
     if request.wants("consume") {
         report.heading("consume: ours beside the raw loop (1.00 = raw)");

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use headwater_queue::{NewMessage, Producer};
-use headwater_testkit::bench::{Raw, Report, timed};
+use headwater_testkit::bench::{Raw, Report, Request, timed};
 
 use crate::raw::pipelines;
 use crate::{Effort, PAYLOAD_BYTES, Place};
@@ -16,9 +16,21 @@ pub(crate) const BATCH: usize = 100;
 /// Callers that send one message each at the same time, and the pipeline they are compared with.
 const CALLERS: usize = 64;
 
-pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort) -> Result<()> {
+/// The ways to send that are compared: a part of the run, its name, and the pipeline of the raw loop.
+const WAYS: [(&str, &str, usize); 2] =
+    [("batches", "batches of 100", BATCH), ("callers", "64 callers", CALLERS)];
+
+pub(crate) async fn compare(
+    report: &mut Report,
+    place: &Place,
+    effort: &Effort,
+    request: &Request,
+) -> Result<()> {
     for partitions in effort.partitions {
-        for (name, pipeline) in [("batches of 100", BATCH), ("64 callers", CALLERS)] {
+        for (part, name, pipeline) in WAYS {
+            if !request.wants("produce") && !request.wants(part) {
+                continue;
+            }
             let (mut theirs, mut mine) = (Vec::new(), Vec::new());
             let entries = effort.entries / pipeline * pipeline;
             for round in 0..effort.rounds {
