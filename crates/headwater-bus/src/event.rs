@@ -322,6 +322,18 @@ impl<E: fmt::Debug> fmt::Debug for Received<E> {
     }
 }
 
+/// The span in which events are published, with the ids that the first of them carries on.
+pub(crate) fn publish_span(first: Option<&Envelope>, events: usize) -> tracing::Span {
+    tracing::debug_span!(
+        "publish",
+        events,
+        event_type = first.map(|event| event.event_type.as_str()),
+        event_id = first.map(|event| event.event_id.as_str()),
+        trace_id = first.and_then(|event| event.trace_id.as_deref()),
+        span_id = first.and_then(|event| event.span_id.as_deref()),
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

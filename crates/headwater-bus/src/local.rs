@@ -21,7 +21,7 @@ use headwater_stream::{EntryId, Fields, Options, Retention, connect};
 use tokio::sync::{OnceCell, Semaphore, mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, timeout_at};
-use tracing::warn;
+use tracing::{Instrument, warn};
 
 use self::remembered::{Place, Remembered, UnderWay};
 use crate::breaker::BreakerState;
@@ -30,7 +30,7 @@ use crate::bus::{
 };
 use crate::durable::{Closing, Ended, Pursuit};
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Outgoing, Scope};
+use crate::event::{Envelope, Outgoing, Scope, publish_span};
 use crate::handler::{self, Delivered, Handlers};
 use crate::journal::Journal;
 use crate::keys::PREFIX;
@@ -301,7 +301,9 @@ impl Inner {
         // nothing happened.
         let wanting = self.wanting(&prepared, &known);
         let reserved = reserve(&wanting)?;
-        let stored = self.record(&mut prepared, known).await;
+        let first = prepared.first().map(|event| &*event.delivered.envelope);
+        let span = publish_span(first, prepared.len());
+        let stored = self.record(&mut prepared, known).instrument(span).await;
         for (event, stored) in prepared.iter().zip(&stored) {
             if let Ok(stored) = stored {
                 under_way.published(&event.remembered_as(), stored.entry_id());

@@ -14,7 +14,7 @@ use super::Inner;
 use super::store::Ready;
 use crate::bus::{PublishResult, Stored};
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Outgoing, Scope};
+use crate::event::{Envelope, Outgoing, Scope, publish_span};
 use crate::handler::Delivered;
 use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX};
 use crate::live::Source;
@@ -37,7 +37,8 @@ impl Inner {
     ) -> Result<Vec<Result<PublishResult>>> {
         let mut prepared = self.prepare(events)?;
         let began = Instant::now();
-        let span = tracing::debug_span!("publish", events = prepared.len());
+        let first = prepared.first().map(|event| &*event.delivered.envelope);
+        let span = publish_span(first, prepared.len());
         let stored = self.store_all(&prepared).instrument(span).await;
         let took = began.elapsed();
         let mut results = Vec::with_capacity(stored.len());

@@ -5,7 +5,7 @@
 //! are skipped, for its handlers have had them; a bad entry never stops the reader; an outage delays. What was trimmed
 //! before it was read is lost to live handlers, and that is counted and told.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use headwater_stream::{
     Batch, Direction, Entry, EntryId, Fields, Range, StreamError, StreamName, TailReader,
 };
 use tokio::task::{Id, JoinError, JoinSet};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, error, warn};
 
 use super::Inner;
@@ -32,6 +32,9 @@ const RETRY_MAX: Duration = Duration::from_secs(2);
 /// theirs is late.
 const SOON: Duration = Duration::from_millis(20);
 
+/// When a key that is no stream is looked at again.
+const FOREIGN_AGAIN: Duration = Duration::from_secs(10);
+
 /// Follows streams until the bus closes. What was begun then is ended first.
 pub(super) async fn run(inner: Arc<Inner>) {
     let mut lanes = Lanes::default();
@@ -42,13 +45,21 @@ pub(super) async fn run(inner: Arc<Inner>) {
 async fn follow(inner: &Arc<Inner>, lanes: &mut Lanes) {
     let mut wait = RETRY_FIRST;
     let mut reader = None;
+    // Streams that are none, and when to look at them again.
+    let mut foreign: HashSet<StreamName> = HashSet::new();
+    let mut again = Instant::now();
     while !inner.closing.is_set() {
-        let positions = lanes.free(inner.followed.positions());
+        let mut positions = lanes.free(inner.followed.positions());
+        positions.retain(|(stream, _)| !foreign.contains(stream));
         // Only reading is ended by a change or by closing: reads are cancel-safe, handlers need not be.
         let read = tokio::select! {
             read = read(inner, &mut reader, &positions) => read,
             true = lanes.ended(inner) => continue,
             () = inner.followed.changed.notified() => continue,
+            () = sleep_until(again), if !foreign.is_empty() => {
+                foreign.clear();
+                continue;
+            }
             () = inner.closing.wait() => return,
         };
         match read {
@@ -62,6 +73,10 @@ async fn follow(inner: &Arc<Inner>, lanes: &mut Lanes) {
                 if began.elapsed() >= SOON {
                     streams.iter().for_each(|stream| inner.followed.is_late(stream));
                 }
+            }
+            // One that nobody can read must not keep the others from being read.
+            Err(error) if set_aside(&error, &positions, &mut foreign) => {
+                again = Instant::now() + FOREIGN_AGAIN;
             }
             Err(error) => {
                 debug!(%error, "live subscriptions cannot read, trying again");
@@ -109,6 +124,20 @@ impl Lanes {
         }
         true
     }
+}
+
+/// Adds the stream that a read failed at to those that are none. Returns `false` if it failed for another reason.
+fn set_aside(
+    error: &StreamError,
+    positions: &[(StreamName, EntryId)],
+    foreign: &mut HashSet<StreamName>,
+) -> bool {
+    let StreamError::WrongType { name } = error else { return false };
+    let Some((stream, _)) = positions.iter().find(|(stream, _)| stream.as_str() == name) else {
+        return false;
+    };
+    error!(%stream, "live subscriptions cannot read a key that is no stream; remove it");
+    foreign.insert(stream.clone())
 }
 
 async fn read(

@@ -26,6 +26,13 @@ macro_rules! away {
                 super::$scenario(crate::away::Away::embedded().await).await;
             })*
         }
+        servers!($($scenario),*);
+    };
+}
+
+/// The same for scenarios that need a server.
+macro_rules! servers {
+    ($($scenario:ident),* $(,)?) => {
         mod redis {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $scenario() {
@@ -120,8 +127,22 @@ impl Away {
 
     /// Carries out a command at the node that has this session.
     pub(crate) fn command_at(&self, session: &SessionId, words: &[&str]) {
-        let Server::Cluster(cluster) = &self.server else { panic!("it is no cluster") };
-        self.node_of(cluster, session).command(words).unwrap().ok().unwrap();
+        let node = match &self.server {
+            Server::Embedded(_) => panic!("there is no server"),
+            Server::Redis(redis) => redis,
+            Server::Cluster(cluster) => self.node_of(cluster, session),
+        };
+        node.command(words).unwrap().ok().unwrap();
+    }
+
+    /// Removes everything from every server.
+    pub(crate) fn flush(&self) {
+        let nodes = match &self.server {
+            Server::Embedded(_) => panic!("there is no server"),
+            Server::Redis(redis) => std::slice::from_ref(&**redis),
+            Server::Cluster(cluster) => &cluster.nodes()[..3],
+        };
+        nodes.iter().for_each(|node| drop(node.command(&["FLUSHALL"]).unwrap().ok().unwrap()));
     }
 
     fn node_of<'a>(&self, cluster: &'a Cluster, session: &SessionId) -> &'a Redis {

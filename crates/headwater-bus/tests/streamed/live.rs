@@ -55,7 +55,7 @@ async fn a_handler_that_hangs_holds_up_its_own_session_only(place: Place) {
     bob.close().await.unwrap();
 }
 
-async fn who_comes_too_late_for_an_entry_is_told(place: Place) {
+pub(crate) async fn who_comes_too_late_for_an_entry_is_told(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
     let (log, gate) = slow(&bob, &place.session).await;
     ada.publish(place.noted(0)).await.unwrap().raise().unwrap();

@@ -7,9 +7,11 @@ mod place;
 #[macro_use]
 mod away;
 
+mod bad_input;
 mod breaker;
 mod closing;
 mod crashes;
+mod damaged;
 mod groups;
 mod health;
 mod live;
@@ -19,3 +21,4 @@ mod parked;
 mod policies;
 mod replay;
 mod spool;
+mod traces;

@@ -6,15 +6,17 @@ use std::time::Duration;
 
 use headwater_bus::conformance::{Announced, Log, Noted, registry};
 use headwater_bus::{
-    EventBus, EventBusExt, Folds, Received, SessionId, Sessions, SessionsConfig, StreamedBusConfig,
-    Subscribe, Until,
+    EventBus, EventBusExt, EventId, FailurePolicy, Folds, Outgoing, Received, SessionId, Sessions,
+    SessionsConfig, StreamedBusConfig, Subscribe, Until,
 };
 use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder,
     SharedString, Unit,
 };
 
+use crate::away::Away;
 use crate::place::{Place, noted, watch};
+use crate::spool::{spooling, wait_until_empty};
 
 /// On one thread, so that the recorder of this test hears its bus and no others.
 #[tokio::test]
@@ -54,6 +56,73 @@ async fn the_life_of_events_is_counted() {
     assert_eq!(counts.of("pending{stream=session}{group=telemetry}"), Some(0));
     assert!(bus.last_health().unwrap().connected);
     bus.close().await.unwrap();
+}
+
+/// The names of the metrics that the first design of the bus lists, and ours for them.
+#[test]
+fn every_metric_of_the_first_design_has_its_name_behind_our_prefix() {
+    let ours = headwater_bus::metrics::PUBLISHED;
+    assert_eq!(ours, "headwater_bus_publish_total", "publish.count");
+    let ours = headwater_bus::metrics::PUBLISH_LATENCY;
+    assert_eq!(ours, "headwater_bus_publish_latency_seconds", "publish.latency");
+    let ours = headwater_bus::metrics::PUBLISH_ERRORS;
+    assert_eq!(ours, "headwater_bus_publish_errors_total", "publish.error");
+    let ours = headwater_bus::metrics::CONSUMED;
+    assert_eq!(ours, "headwater_bus_consume_total", "consume.count");
+    let ours = headwater_bus::metrics::CONSUME_LATENCY;
+    assert_eq!(ours, "headwater_bus_consume_latency_seconds", "consume.latency");
+    assert_eq!(headwater_bus::metrics::PENDING, "headwater_bus_pending", "pending.count");
+}
+
+#[tokio::test]
+async fn what_goes_wrong_is_counted() {
+    let counts = Counts::default();
+    let _guard = metrics::set_default_local_recorder(&counts);
+    let (away, directory) = (Away::embedded().await, tempfile::tempdir().unwrap());
+    let place = &away.place;
+    let fails = place.bus().await;
+    let spools = place.bus_with(registry(), spooling(place, &directory)).await;
+    let config = StreamedBusConfig { on_failure: FailurePolicy::LocalOnly, ..place.config() };
+    let stays = place.bus_with(registry(), config).await;
+    let event = || Outgoing::new(place.noted(0)).unwrap().with_id(EventId::new("0").unwrap());
+    for _ in 0..2 {
+        fails.publish_outgoing(event()).await.unwrap().raise().unwrap();
+    }
+    away.begin().await;
+    for number in 1..4 {
+        assert!(fails.publish(place.noted(number)).await.is_err());
+        spools.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        stays.publish(place.noted(number)).await.unwrap().raise().unwrap();
+    }
+    let type_ = "{type=conformance.Noted}";
+    for (name, expected) in [
+        (format!("publish_errors_total{type_}"), 3),
+        (format!("publish_total{type_}{{result=stored}}"), 1),
+        (format!("publish_total{type_}{{result=duplicate}}"), 1),
+        (format!("publish_total{type_}{{result=spooled}}"), 3),
+        (format!("publish_total{type_}{{result=local}}"), 3),
+        (format!("publish_latency_seconds{type_}"), 8),
+        ("spooled".to_owned(), 3),
+    ] {
+        assert_eq!(counts.of(&name), Some(expected), "{name} in {counts:?}");
+    }
+    // Three failures open a breaker, and all three buses had them, one of them for its spool, too.
+    assert!(counts.of("breaker_opened_total").is_some_and(|count| count >= 2), "{counts:?}");
+    away.end().await;
+    wait_until_empty(&spools, crate::away::LIMIT).await;
+    assert_eq!((counts.of("spooled"), counts.of("replayed_total")), (Some(0), Some(3)));
+    for bus in [fails, spools, stays] {
+        bus.close().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_live_subscriptions_may_have_missed_is_counted() {
+    let counts = Counts::default();
+    let _guard = metrics::set_default_local_recorder(&counts);
+    let place = Place::embedded().await;
+    crate::live::who_comes_too_late_for_an_entry_is_told(place).await;
+    assert_eq!(counts.of("live_missed_total"), Some(1));
 }
 
 /// One series for all sessions, however many there are, and none that stands still when nobody looks any more.

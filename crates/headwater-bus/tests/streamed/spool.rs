@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
-    BusError, EventBus, EventBusExt, FailurePolicy, Namespace, SpoolConfig, SpoolError, Stored,
-    StreamedBus, StreamedBusConfig,
+    EventBus, EventBusExt, FailurePolicy, SpoolConfig, Stored, StreamedBus, StreamedBusConfig,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
 use tempfile::TempDir;
@@ -143,58 +142,6 @@ async fn what_waits_is_stored_by_the_next_start_before_anything_new() {
     assert!(before.is_sorted_by(|a, b| a < b), "{before:?}");
     bus.close().await.unwrap();
     other.close().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_full_spool_is_an_error_and_has_room_again_when_redis_is_back() {
-    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let place = Place::at(redis.url());
-    let spool = SpoolConfig { max_bytes: 8192, ..SpoolConfig::new(directory.path().join("spool")) };
-    let config = StreamedBusConfig { on_failure: FailurePolicy::Spool(spool), ..place.config() };
-    let bus = place.bus_with(registry(), config).await;
-    let log = watch(&bus).await;
-    redis.kill9().unwrap();
-    let mut accepted = 0;
-    let error = loop {
-        match bus.publish(place.noted(accepted)).await {
-            Ok(result) => assert_eq!(result.stored, Stored::Spooled),
-            Err(error) => break error,
-        }
-        accepted += 1;
-    };
-    assert!(matches!(error, BusError::Spool(SpoolError::Full { .. })), "{error}");
-    assert!(error.is_transient() && accepted > 5, "{accepted}");
-    // What was refused was handled by nobody.
-    assert_eq!(log.lines().len() as u64, accepted);
-    redis.restart().unwrap();
-    wait_until_empty(&bus, Duration::from_secs(30)).await;
-    bus.publish(place.noted(accepted)).await.unwrap().raise().unwrap();
-    let numbers = stored(&*place.connect().await, &place.stream()).await;
-    assert_eq!(numbers, (0..=accepted).collect::<Vec<u64>>());
-    bus.close().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_spool_of_another_bus_or_a_damaged_one_keeps_the_bus_from_opening() {
-    let directory = tempfile::tempdir().unwrap();
-    let place = Place::embedded().await;
-    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
-    let open = |config| async {
-        StreamedBus::open(place.connect().await, registry(), config).await.map(drop)
-    };
-    let error = open(spooling(&place, &directory)).await.unwrap_err();
-    assert!(matches!(error, BusError::Spool(SpoolError::InUse { .. })), "{error}");
-    bus.close().await.unwrap();
-    drop(bus);
-    let namespace = Namespace::new("other").unwrap();
-    let error =
-        open(StreamedBusConfig { namespace, ..spooling(&place, &directory) }).await.unwrap_err();
-    assert!(matches!(error, BusError::Spool(SpoolError::Foreign { .. })), "{error}");
-    std::fs::write(directory.path().join("spool"), b"a letter to my aunt").unwrap();
-    let error = open(spooling(&place, &directory)).await.unwrap_err();
-    assert!(matches!(error, BusError::Spool(SpoolError::Corrupt { .. })), "{error}");
-    assert_eq!(std::fs::read(directory.path().join("spool")).unwrap(), b"a letter to my aunt");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

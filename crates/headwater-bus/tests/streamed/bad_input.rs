@@ -1,0 +1,111 @@
+//! What others may put in the way of a bus: keys that are no streams, servers that lost everything, payloads that do
+//! not fit.
+//!
+//! An embedded backend keeps each kind of value under names of its own and loses nothing while its process lives, so
+//! these need a server. What every bus refuses by itself is in the conformance suite, unreadable entries in `parked`,
+//! damaged spools in `damaged`.
+
+use std::time::Duration;
+
+use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::{
+    BusError, EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, Stored,
+    StreamedBusConfig, Subscribe,
+};
+
+use crate::away::{Away, publish_until_stored, until};
+use crate::place::{noted, numbers, stored, writes};
+
+servers!(
+    a_key_that_is_no_stream_is_an_error_whatever_the_policy_and_the_bus_goes_on,
+    a_key_that_is_no_stream_does_not_keep_live_subscriptions_from_others,
+    subscriptions_go_on_when_the_server_has_lost_everything,
+);
+
+async fn a_key_that_is_no_stream_is_an_error_whatever_the_policy_and_the_bus_goes_on(away: Away) {
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+    let spool = FailurePolicy::Spool(SpoolConfig::new(directory.path().join("spool")));
+    let bad = SessionId::random();
+    let stream = place.stream_of(bad.as_str());
+    away.command_at(&bad, &["SET", stream.as_str(), "no stream"]);
+    for (number, policy) in
+        [FailurePolicy::Fail, spool, FailurePolicy::LocalOnly].into_iter().enumerate()
+    {
+        let number = number as u64;
+        let config = StreamedBusConfig { on_failure: policy, ..place.config() };
+        let bus = place.bus_with(registry(), config).await;
+        let log = Log::default();
+        bus.subscribe::<Noted>(Subscribe::live(), writes(&log)).await.unwrap();
+        for _ in 0..5 {
+            let error = bus.publish(noted(&bad, 100)).await.unwrap_err();
+            assert!(matches!(error, BusError::Backend(_)) && !error.is_transient(), "{error}");
+            assert!(error.to_string().contains(stream.as_str()), "{error}");
+        }
+        for subscribe in [Subscribe::live(), Subscribe::durable("all")] {
+            let to_bad = subscribe.session(bad.clone());
+            let refused = bus.subscribe::<Noted>(to_bad, writes(&log)).await;
+            assert!(refused.is_err(), "{refused:?}");
+        }
+        // No handler ran, and no breaker opened: the backend answers.
+        let result = bus.publish(place.noted(number)).await.unwrap();
+        assert!(matches!(result.stored, Stored::Entry(_)), "{result:?}");
+        assert_eq!(log.lines(), [number.to_string()]);
+        bus.close().await.unwrap();
+    }
+    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [0, 1, 2]);
+}
+
+async fn a_key_that_is_no_stream_does_not_keep_live_subscriptions_from_others(away: Away) {
+    let place = &away.place;
+    let (ada, bob) = (place.bus().await, place.bus().await);
+    let (bad, good) = (SessionId::random(), SessionId::random());
+    let log = Log::default();
+    for session in [&bad, &good] {
+        let subscribe = Subscribe::live().session(session.clone());
+        bob.subscribe::<Noted>(subscribe, writes(&log)).await.unwrap();
+    }
+    let stream = place.stream_of(bad.as_str());
+    away.command_at(&bad, &["SET", stream.as_str(), "no stream"]);
+    for number in 0..5 {
+        ada.publish(noted(&good, number)).await.unwrap().raise().unwrap();
+    }
+    assert_eq!(log.settles_at(5).await, numbers(0..5));
+    // Somebody removes the key, and after a while its events are seen again.
+    away.command_at(&bad, &["DEL", stream.as_str()]);
+    ada.publish(noted(&bad, 5)).await.unwrap().raise().unwrap();
+    assert_eq!(log.settles_at(6).await, numbers(0..6));
+    ada.close().await.unwrap();
+    bob.close().await.unwrap();
+}
+
+async fn subscriptions_go_on_when_the_server_has_lost_everything(away: Away) {
+    let place = &away.place;
+    let queue = crate::crashes::quick_queue();
+    let config = || StreamedBusConfig { queue: queue.clone(), ..place.config() };
+    let (ada, bob) =
+        (place.bus_with(registry(), config()).await, place.bus_with(registry(), config()).await);
+    let (live, durable) = (Log::default(), Log::default());
+    bob.subscribe::<Noted>(Subscribe::live(), writes(&live)).await.unwrap();
+    bob.subscribe::<Noted>(Subscribe::durable("all"), writes(&durable)).await.unwrap();
+    ada.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    live.wait_for(1).await;
+    durable.wait_for(1).await;
+    // Nothing is left of the stream, its groups, and who is a member of them.
+    until(|| async {
+        let group = &bob.health().await.streams[place.stream().as_str()].groups;
+        group.values().all(|group| group.pending == 0)
+    })
+    .await;
+    away.flush();
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    for number in 1..4 {
+        publish_until_stored(&ada, &place.session, number).await;
+    }
+    assert_eq!(live.settles_at(4).await, numbers(0..4));
+    let mut handled = durable.wait_for(4).await;
+    handled.sort();
+    handled.dedup();
+    assert_eq!(handled, numbers(0..4));
+    ada.close().await.unwrap();
+    bob.close().await.unwrap();
+}
