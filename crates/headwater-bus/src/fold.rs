@@ -21,7 +21,7 @@ use self::kept::Kept;
 use crate::error::{BusError, Result};
 use crate::event::{Envelope, Event, Received};
 use crate::handler::Delivered;
-use crate::limits::{FOLD_NAME_BYTES_MAX, FOLDS_MAX};
+use crate::limits::{FOLD_NAME_BYTES_MAX, FOLDED_BYTES_MAX, FOLDS_MAX};
 use crate::registry::Registry;
 
 /// How the names of the built-in folds begin.
@@ -102,7 +102,8 @@ impl Folds {
         self.add(Kept::<E>::new(format!("{LATEST}{}", E::TYPE), 1))
     }
 
-    /// Keeps the newest `max` events of type `E`, and counts those that had to go.
+    /// Keeps the newest `max` events of type `E`, and counts those that had to go. All folds that keep events share
+    /// [`FOLDED_BYTES_MAX`](crate::limits::FOLDED_BYTES_MAX), so that snapshots can hold them: fewer than `max` may stay.
     pub fn all<E: Event>(mut self, max: usize) -> Self {
         self.checks.push(|registry| registry.check::<E>());
         self.add(Kept::<E>::new(format!("{ALL}{}:{max}", E::TYPE), max))
@@ -139,6 +140,15 @@ impl Folds {
             fold.check()?;
         }
         self.checks.iter().try_for_each(|check| check(registry))
+    }
+
+    /// The same folds, each with its share of what all may keep.
+    pub(crate) fn limited(mut self) -> Self {
+        let keep = self.iter().filter(|fold| fold.keeps_events()).count();
+        if let Some(share) = FOLDED_BYTES_MAX.checked_div(keep) {
+            self.iter_mut().for_each(|fold| fold.limit(share));
+        }
+        self
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -204,6 +214,12 @@ pub(crate) trait AnyFold: Send + Sync + 'static {
     fn name(&self) -> &str;
     fn version(&self) -> u32;
     fn check(&self) -> Result<()>;
+    /// Whether it keeps events as they are.
+    fn keeps_events(&self) -> bool {
+        false
+    }
+    /// About how many bytes the events that it keeps may have in a snapshot.
+    fn limit(&mut self, _bytes: usize) {}
     fn apply(&mut self, event: &SessionEvent);
     fn save(&self) -> serde_json::Result<Box<RawValue>>;
     /// Replaces the state by one that was saved; an error says why it does not fit.

@@ -71,10 +71,15 @@ pub const FOLD_NAME_BYTES_MAX: usize = 256;
 /// Events that one fold keeps ([`Folds::all`](crate::Folds::all)).
 pub const FOLDED_EVENTS_MAX: usize = 100_000;
 
+/// Bytes of the events that all folds of an application keep as they are, each the same share, about as a snapshot writes
+/// them. The newest event of each always stays.
+pub const FOLDED_BYTES_MAX: usize = 4 * 1024 * 1024;
+
 /// The newest events of a session by whose ids a second copy of an event is known.
 pub const SEEN_MAX: usize = 4096;
 
-/// Unreadable entries of a session that are remembered one by one, to be tried again.
+/// Unreadable entries of a session that are parked; types that were not registered, and payloads that did not fit, that
+/// are remembered one by one, to be tried again.
 pub const UNREADABLE_MAX: usize = 256;
 
 /// Entries of a session in one step of a replay, and about how many bytes.
@@ -108,6 +113,10 @@ pub const FAILURE_BYTES_MAX: usize = 8 * 1024;
 
 /// The longest time replies of main loops are kept.
 pub const REPLY_KEEP_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+
+// A snapshot of full folds, with the ids of events beside them, leaves room for folds of the application's own.
+const _: () =
+    assert!(FOLDED_BYTES_MAX + SEEN_MAX * (EVENT_ID_BYTES_MAX + 3) < SNAPSHOT_BYTES_MAX * 3 / 4);
 
 // The ids of the events that ask and reply: a word, the requester, the request.
 const _: () =

@@ -34,7 +34,7 @@ pub const LIVE_MISSED: &str = "headwater_bus_live_missed_total";
 pub const RECOVERED: &str = "headwater_bus_sessions_recovered_total";
 /// Seconds a recovery took. Labels: from.
 pub const RECOVERY_LATENCY: &str = "headwater_bus_session_recovery_seconds";
-/// Snapshots of sessions. Labels: result (`kept`, `superseded`).
+/// Snapshots of sessions. Labels: result (`kept`, `superseded`; `failed` for those that a session takes by itself).
 pub const SNAPSHOTS: &str = "headwater_bus_session_snapshots_total";
 
 /// Entries of sessions that compactions removed. Labels: none.
@@ -140,6 +140,10 @@ pub(crate) fn recovered(from_snapshot: bool, took: Duration) {
 pub(crate) fn snapshot(is_kept: bool) {
     let result = if is_kept { "kept" } else { "superseded" };
     counter!(SNAPSHOTS, "result" => result).increment(1);
+}
+
+pub(crate) fn snapshot_failed() {
+    counter!(SNAPSHOTS, "result" => "failed").increment(1);
 }
 
 pub(crate) fn compacted(entries: u64) {

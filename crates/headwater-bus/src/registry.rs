@@ -159,6 +159,14 @@ impl Registry {
         })
     }
 
+    /// Whether payloads of this type and version can be read, if they fit.
+    pub(crate) fn reads(&self, event_type: &str, version: u32) -> bool {
+        self.types.get(event_type).is_some_and(|known| {
+            version <= known.version
+                && (version..known.version).all(|step| known.upcasters.contains_key(&step))
+        })
+    }
+
     /// Where events of a type are stored.
     pub fn scope(&self, event_type: &str) -> Option<Scope> {
         self.types.get(event_type).map(|known| known.scope)

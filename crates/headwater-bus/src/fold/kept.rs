@@ -1,6 +1,7 @@
 //! Folds that keep events as they are: the newest one, or some of them.
 //!
 //! Upstream: `fold`. Promises: a payload is kept as it was written, so that upcasters still apply when a snapshot is read.
+//! What is kept is bounded in number and bytes; the newest event always stays, and those that had to go are counted.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -14,7 +15,7 @@ use serde_json::value::RawValue;
 use super::{AnyFold, SessionEvent};
 use crate::error::{BusError, Result};
 use crate::event::{Envelope, Event, Received};
-use crate::limits::FOLDED_EVENTS_MAX;
+use crate::limits::{FOLDED_BYTES_MAX, FOLDED_EVENTS_MAX};
 use crate::name::EventId;
 use crate::registry::Registry;
 
@@ -22,13 +23,26 @@ use crate::registry::Registry;
 pub(super) struct Kept<E> {
     pub(super) name: String,
     max: usize,
+    max_bytes: usize,
+    bytes: usize,
     pub(super) events: VecDeque<Received<E>>,
     pub(super) dropped: u64,
 }
 
 impl<E> Kept<E> {
     pub(super) fn new(name: String, max: usize) -> Self {
-        Self { name, max, events: VecDeque::new(), dropped: 0 }
+        let (bytes, max_bytes) = (0, FOLDED_BYTES_MAX);
+        Self { name, max, max_bytes, bytes, events: VecDeque::new(), dropped: 0 }
+    }
+
+    fn push(&mut self, received: Received<E>) {
+        self.bytes += saved_bytes(&received.envelope);
+        self.events.push_back(received);
+        while self.events.len() > self.max || self.bytes > self.max_bytes && self.events.len() > 1 {
+            let Some(oldest) = self.events.pop_front() else { break };
+            self.bytes -= saved_bytes(&oldest.envelope);
+            self.dropped += 1;
+        }
     }
 }
 
@@ -70,12 +84,17 @@ impl<E: Event> AnyFold for Kept<E> {
     }
 
     fn apply(&mut self, event: &SessionEvent) {
-        let Some(received) = event.get::<E>() else { return };
-        if self.events.len() >= self.max {
-            self.events.pop_front();
-            self.dropped += 1;
+        if let Some(received) = event.get::<E>() {
+            self.push(received);
         }
-        self.events.push_back(received);
+    }
+
+    fn keeps_events(&self) -> bool {
+        true
+    }
+
+    fn limit(&mut self, bytes: usize) {
+        self.max_bytes = bytes;
     }
 
     fn save(&self) -> serde_json::Result<Box<RawValue>> {
@@ -91,8 +110,10 @@ impl<E: Event> AnyFold for Kept<E> {
             let event = registry.decode::<E>(&envelope).map_err(|error| error.to_string())?;
             Ok(Received { event, envelope: Arc::new(envelope) })
         };
-        self.events = saved.events.into_iter().map(read).collect::<Result<_, _>>()?;
-        self.dropped = saved.dropped;
+        let events = saved.events.into_iter().map(read).collect::<Result<Vec<_>, _>>()?;
+        self.events.clear();
+        (self.bytes, self.dropped) = (0, saved.dropped);
+        events.into_iter().for_each(|event| self.push(event));
         Ok(())
     }
 
@@ -104,11 +125,26 @@ impl<E: Event> AnyFold for Kept<E> {
         Box::new(Self {
             name: self.name.clone(),
             max: self.max,
+            max_bytes: self.max_bytes,
+            bytes: self.bytes,
             events: self.events.clone(),
             dropped: self.dropped,
         })
     }
 }
+
+/// About how many bytes a snapshot takes for an event.
+fn saved_bytes(envelope: &Envelope) -> usize {
+    // The payload is text in JSON there: what has to be escaped takes two bytes.
+    let escaped = envelope.payload.iter().filter(|byte| matches!(byte, 0..0x20 | b'"' | b'\\'));
+    let origin = envelope.origin.as_ref().map_or(0, String::len);
+    let stream = envelope.stream.as_ref().map_or(0, |stream| stream.as_str().len());
+    let names = envelope.event_id.as_str().len() + origin + stream;
+    AROUND_BYTES + names + envelope.payload.len() + escaped.count()
+}
+
+/// What stands around a payload beside names: field names, numbers, the ids of a trace and an entry.
+const AROUND_BYTES: usize = 256;
 
 impl SavedEvent {
     fn new(envelope: &Envelope) -> Self {

@@ -14,6 +14,7 @@ use super::lines::{
     End, FORMAT, Head, Line, SavedBeginning, SavedEntry, SavedSnapshot, Text, write,
 };
 use super::replay::{Page, Pages, Until};
+use super::state::{COPIED_BY, is_stray};
 use super::{Result, Sessions};
 use crate::name::SessionId;
 
@@ -23,6 +24,8 @@ pub struct Export {
     session: SessionId,
     source: Source,
     position: EntryId,
+    /// Where the stream ended when its second page was asked for.
+    end: Option<EntryId>,
     ready: VecDeque<String>,
     entries: u64,
     checksum: crc32fast::Hasher,
@@ -58,6 +61,7 @@ impl Sessions {
             session: session.clone(),
             source,
             position: EntryId::MIN,
+            end: None,
             ready,
             entries: 0,
             checksum: crc32fast::Hasher::new(),
@@ -69,7 +73,7 @@ impl Sessions {
 impl Export {
     /// The next line, without its end; `None` after the last.
     pub async fn next_line(&mut self) -> Result<Option<String>> {
-        if self.ready.is_empty() && !self.is_ended {
+        while self.ready.is_empty() && !self.is_ended {
             self.read().await?;
         }
         Ok(self.ready.pop_front())
@@ -78,23 +82,29 @@ impl Export {
     async fn read(&mut self) -> Result<()> {
         let journal = self.sessions.journal();
         let stream = journal.keys.session(&self.session);
-        let mut pages = Pages::new(journal, &stream);
+        let mut pages = Pages::new(journal, &stream, self.end);
         let entries = match pages.next(self.position, EntryId::MAX).await? {
             Page::Gap(before) => return Err(overtaken(&self.session, self.position, before)),
             Page::Entries(entries) => entries,
         };
         self.source.check_first(&self.session, self.position, Until::End, &entries)?;
+        self.end = pages.end();
+        let is_at_end = pages.is_at_end();
         for entry in &entries {
-            let fields =
-                entry.fields.iter().map(|(name, value)| (Text::new(name), Text::new(value)));
+            self.position = entry.id;
+            if is_stray(&self.source.meta.copied_by, &entry.fields) {
+                continue;
+            }
+            // Who copied it says nothing to whoever copies it next.
+            let fields = entry.fields.iter().filter(|(name, _)| name != COPIED_BY.as_bytes());
+            let fields = fields.map(|(name, value)| (Text::new(name), Text::new(value)));
             let saved = SavedEntry { id: entry.id.to_string(), fields: fields.collect() };
             let line = write(&self.session, &Line::Entry(saved))?;
             self.checksum.update(line.as_bytes());
             self.entries += 1;
-            self.position = entry.id;
             self.ready.push_back(line);
         }
-        if pages.is_at_end() {
+        if is_at_end {
             let crc32 = self.checksum.clone().finalize();
             let end = End { entries: self.entries, crc32 };
             self.ready.push_back(write(&self.session, &Line::End(end))?);

@@ -2,16 +2,19 @@
 //!
 //! Upstream: `fork` and `import`. Downstream: the new session's stream and meta.
 //! Promises: until all of it is there, nobody takes it for a session: it says that it is unfinished, and becomes one in a
-//! single step. Whoever is taken for dead and goes on cannot finish it any more.
+//! single step. Whoever is taken for dead and goes on cannot finish it any more, and what it still copies counts nowhere:
+//! copies say who made them, and a session says whose it is made of.
 
 use std::collections::{HashMap, HashSet};
 
+use bytes::Bytes;
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
 use headwater_stream::{EntryId, Fields, RegistryMap, Retention};
 use tracing::warn;
 
 use super::meta::{self, First, Meta, Parent, Point, Stage};
-use super::replay::{ORIGINAL_ENTRY_ID, original_id};
+use super::replay::ORIGINAL_ENTRY_ID;
+use super::state::COPIED_BY;
 use super::{Result, Session, SessionError, Sessions, snapshot};
 use crate::limits::REPLAY_PAGE_BYTES;
 use crate::name::{SessionId, random_bits};
@@ -92,7 +95,9 @@ impl Filling {
         self.go_on().await?;
         let journal = self.sessions.journal();
         let stream = journal.keys.session(&self.session);
-        let copies: Vec<Fields> = entries.iter().map(|(id, fields)| copy(*id, fields)).collect();
+        let filler = &self.meta.filler;
+        let copies = entries.iter().map(|(id, fields)| copy(*id, fields, filler));
+        let copies: Vec<Fields> = copies.collect();
         let ids = journal.backend.append(&stream, &copies, &Retention::KEEP_ALL).await?;
         for ((old, _), new) in entries.iter().zip(ids) {
             self.first.get_or_insert(new);
@@ -147,6 +152,7 @@ impl Filling {
         let journal = self.sessions.journal();
         let mut meta = self.meta.clone();
         meta.stage = Stage::Open;
+        meta.copied_by.clone_from(&meta.filler);
         meta.progress_at = self.sessions.now().await?;
         if let (Some(parent), Some(last)) = (&mut meta.parent, self.last) {
             parent.entry_id = last;
@@ -160,7 +166,9 @@ impl Filling {
         if let (Beginning::After(entries), Some(entry_id)) = (beginning, self.first) {
             meta.compacted = Some(Point { entry_id, entries });
         }
-        for (set, fields) in self.moved_snapshots() {
+        // If all events are there, they make the state anew: only then it names the entries that are here.
+        let is_all_there = !matches!(beginning, Beginning::After(_));
+        for (set, fields) in self.moved_snapshots().filter(|_| !is_all_there) {
             let map = journal.keys.session_snapshot(&self.session, set);
             // One that is there is left over from a session that was removed.
             if !journal.backend.map_create(&map, &fields).await? {
@@ -172,11 +180,16 @@ impl Filling {
         }
         let mut fields = meta.to_fields();
         // Whoever filled it is done.
-        fields.insert(meta::FILLER.to_owned(), bytes::Bytes::new());
+        fields.insert(meta::FILLER.to_owned(), Bytes::new());
         if !self.change(&fields).await? {
             return Err(self.taken_away());
         }
-        self.sessions.recover(&self.session).await
+        let session = self.sessions.recover(&self.session).await?;
+        let had_snapshot = self.snapshots.iter().any(|(set, _)| *set == self.sessions.inner.set);
+        if is_all_there && had_snapshot && session.position() != EntryId::MIN {
+            session.snapshot_or_warn().await;
+        }
+        Ok(session)
     }
 
     /// Removes what was made so far. If that fails, it stays unfinished, and is swept later.
@@ -207,15 +220,17 @@ impl Sessions {
     }
 }
 
-/// The same entry, with a note of the id it had when it was first stored.
-fn copy(id: EntryId, fields: &Fields) -> Fields {
-    let note = (ORIGINAL_ENTRY_ID, original_id(id, fields).to_string());
-    let has_note = fields.get(ORIGINAL_ENTRY_ID).is_some();
-    let bytes = fields.bytes() + note.0.len() + note.1.len();
+/// The same entry, with a note of the id it had when it was first stored, and of who copied it.
+fn copy(id: EntryId, fields: &Fields, filler: &str) -> Fields {
+    let note = |name: &str, value: String| (Bytes::copy_from_slice(name.as_bytes()), value.into());
+    let bare = fields.iter().filter(|(name, _)| name != COPIED_BY.as_bytes()).cloned();
+    let has_id = fields.get(ORIGINAL_ENTRY_ID).is_some();
+    let id = (!has_id).then(|| note(ORIGINAL_ENTRY_ID, id.to_string()));
+    let by = note(COPIED_BY, filler.to_owned());
+    let copy = Fields::new(bare.clone().chain(id).chain([by]));
     // An entry of another program may be as large as an entry can be; then it does without.
-    if has_note || fields.len() >= FIELDS_MAX || bytes > ENTRY_BYTES_MAX {
-        return fields.clone();
+    if copy.len() > FIELDS_MAX || copy.bytes() > ENTRY_BYTES_MAX {
+        return Fields::new(bare);
     }
-    let note = (note.0.as_bytes().to_vec().into(), note.1.into_bytes().into());
-    Fields::new(fields.iter().cloned().chain([note]))
+    copy
 }

@@ -10,6 +10,7 @@ use super::error::MissingReason;
 use super::filling::{Beginning, Filling};
 use super::meta::{First, Meta, Parent};
 use super::replay::{Page, Pages, Until};
+use super::state::is_stray;
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
 use crate::metrics;
@@ -90,7 +91,7 @@ impl Sessions {
     ) -> Result<()> {
         let journal = self.journal();
         let stream = journal.keys.session(parent);
-        let mut pages = Pages::new(journal, &stream);
+        let mut pages = Pages::new(journal, &stream, None);
         let mut position = EntryId::MIN;
         let mut is_done = false;
         while !is_done {
@@ -101,12 +102,15 @@ impl Sessions {
             source.check_first(parent, position, until, &entries)?;
             let Some(last) = entries.last() else { break };
             position = last.id;
+            let is_ours = |entry: &&Entry| !is_stray(&source.meta.copied_by, &entry.fields);
+            let ours = entries.iter().filter(is_ours).count();
             let wanted: Vec<_> = entries
                 .into_iter()
+                .filter(|entry| is_ours(&entry))
                 .take_while(|entry| until.includes(entry))
                 .map(|entry| (entry.id, entry.fields))
                 .collect();
-            is_done = pages.is_at_end() || wanted.last().is_none_or(|(id, _)| *id != position);
+            is_done = pages.is_at_end() || wanted.len() < ours;
             filling.add(&wanted).await?;
         }
         if let Until::Entry(id) = until

@@ -48,6 +48,9 @@ pub struct SessionInfo {
     pub last_entry: Option<EntryId>,
 }
 
+/// Tries to change a number that others change at the same time.
+const NOTE_TRIES: usize = 8;
+
 /// Sessions that are looked at or dealt with at the same time.
 pub(super) const AT_ONCE: usize = 32;
 
@@ -91,7 +94,7 @@ impl Sessions {
         self.check_free(session).await?;
         let meta = self.begin(session, First::Unseen).await?;
         self.found(session, &meta).await?;
-        Ok(Session::empty(self.clone(), session.clone(), meta.index))
+        Ok(Session::empty(self.clone(), session.clone(), &meta))
     }
 
     /// Nothing may be there of a session that is to be made.
@@ -255,6 +258,21 @@ impl Sessions {
         let is_copy = |entry: &Entry| entry.fields.get(ORIGINAL_ENTRY_ID).is_some();
         let copy = first.into_iter().find(is_copy);
         Ok(copy.map(|entry| Timestamp::from_millis(entry.id.ms)))
+    }
+
+    /// Notes that a main loop lost its lock over a request, however many do so at once.
+    pub(crate) async fn note_lost_run(&self, session: &SessionId) -> Result<()> {
+        let map = self.journal().keys.session_meta(session);
+        for _ in 0..NOTE_TRIES {
+            let Some(meta) = self.meta(session).await? else { return Ok(()) };
+            let known = meta.lost_runs.to_string();
+            let expected = Some((meta::LOST_RUNS, known.as_bytes()));
+            let more = meta::lost_runs_are(meta.lost_runs + 1);
+            if self.journal().backend.map_update(&map, expected, &more).await? {
+                return Ok(());
+            }
+        }
+        Ok(())
     }
 
     /// Notes the first entry of a session that was empty until now. Returns what is known of its beginning.

@@ -23,6 +23,9 @@ const COMPACTED_BEFORE: &str = "compacted_before";
 const COMPACTED_ENTRIES: &str = "compacted_entries";
 const FILLING: &str = "filling";
 pub(crate) const FILLER: &str = "filler";
+const COPIED_BY: &str = "copied_by";
+const PARKED_THROUGH: &str = "parked_through";
+pub(crate) const LOST_RUNS: &str = "lost_runs";
 const PROGRESS_AT: &str = "progress_at";
 const EXPIRED_ENTRIES: &str = "expired_entries";
 const EXPIRED_THROUGH: &str = "expired_through";
@@ -85,6 +88,12 @@ pub(crate) struct Meta {
     pub(crate) filling: String,
     pub(crate) filler: String,
     pub(crate) progress_at: Timestamp,
+    /// By whom it was made of another session or of a file.
+    pub(crate) copied_by: String,
+    /// What cannot be read is parked up to this entry.
+    pub(crate) parked_through: EntryId,
+    /// How often a main loop lost its lock while it carried out the request that this session is of.
+    pub(crate) lost_runs: u64,
     pub(crate) expired: Option<Point>,
     pub(crate) expired_at: Option<Timestamp>,
     /// The newest snapshot of each set of folds.
@@ -104,6 +113,9 @@ impl Meta {
             filling: String::new(),
             filler: String::new(),
             progress_at: created_at,
+            copied_by: String::new(),
+            parked_through: EntryId::MIN,
+            lost_runs: 0,
             expired: None,
             expired_at: None,
             snapshots: BTreeMap::new(),
@@ -120,6 +132,8 @@ impl Meta {
         put(FILLING, self.filling.clone());
         put(FILLER, self.filler.clone());
         put(PROGRESS_AT, self.progress_at.to_rfc3339());
+        put(COPIED_BY, self.copied_by.clone());
+        put(LOST_RUNS, self.lost_runs.to_string());
         if let Some(ttl) = self.ttl {
             put(TTL_MS, ttl.as_millis().to_string());
         }
@@ -184,6 +198,15 @@ impl Meta {
             filling: text(FILLING)?.to_owned(),
             filler: text(FILLER)?.to_owned(),
             progress_at: time(PROGRESS_AT)?,
+            copied_by: text(COPIED_BY)?.to_owned(),
+            parked_through: match text(PARKED_THROUGH)? {
+                "" => EntryId::MIN,
+                _ => entry_id(PARKED_THROUGH)?,
+            },
+            lost_runs: match text(LOST_RUNS)? {
+                "" => 0,
+                _ => number(LOST_RUNS)?,
+            },
             expired: point(EXPIRED_THROUGH, EXPIRED_ENTRIES)?,
             expired_at: match text(EXPIRED_AT)? {
                 "" => None,
@@ -212,6 +235,14 @@ pub(crate) fn first_is(first: First) -> RegistryMap {
 
 pub(crate) fn progress_is(now: Timestamp) -> RegistryMap {
     one(PROGRESS_AT, now.to_rfc3339())
+}
+
+pub(crate) fn parked_through(id: EntryId) -> RegistryMap {
+    one(PARKED_THROUGH, id.to_string())
+}
+
+pub(crate) fn lost_runs_are(runs: u64) -> RegistryMap {
+    one(LOST_RUNS, runs.to_string())
 }
 
 pub(crate) fn snapshot_is(set: &str, point: Point) -> RegistryMap {

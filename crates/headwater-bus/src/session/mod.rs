@@ -67,9 +67,10 @@ pub struct SessionsConfig {
     /// How long a session that is made here lives after its last event, if somebody [runs](Sessions::run) the upkeep.
     /// Default: `None`, for ever.
     pub ttl: Option<Duration>,
-    /// How long an expired session is known to have been one; then the upkeep forgets it. Default: 30 days.
+    /// How long an expired session is known to have been one; then the upkeep forgets it, but not before
+    /// `unfinished_after`. Default: 30 days.
     pub note_kept_for: Duration,
-    /// How long after the last step of a fork or import it is taken for abandoned. Default: 1 h.
+    /// How long after the last step of a fork, an import or an end whoever was at it is taken for dead. Default: 1 h.
     pub unfinished_after: Duration,
     /// The upkeep compacts a session that has so many entries before the oldest of its snapshots; what it was before them
     /// cannot be asked for any more. Default: 10 000; `None` never.
@@ -131,6 +132,7 @@ impl Sessions {
     pub async fn new(bus: Arc<dyn EventBus>, folds: Folds, config: SessionsConfig) -> Result<Self> {
         config.validate()?;
         folds.check(bus.registry())?;
+        let folds = folds.limited();
         let journal = bus.journal().await?;
         let set = snapshot::set_of(&folds);
         Ok(Self { inner: Arc::new(Inner { bus, journal, folds, set, config }) })

@@ -7,19 +7,21 @@
 
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
+use headwater_stream::clock::Timestamp;
 use headwater_stream::{Entry, EntryId};
 use tracing::{Instrument, warn};
 
 use super::error::{Missing, MissingReason};
-use super::meta::First;
-use super::recovery::{Gaps, Loaded, Recovery};
+use super::meta::{First, Meta};
+use super::recovery::{Loaded, Purpose, Recovery};
 use super::replay::{self, Page, Pages, Until};
 use super::snapshot::{self, Saved};
-use super::state::SessionState;
+use super::state::{self, Read, SessionState};
 use super::{Result, SessionError, Sessions};
 use crate::bus::PublishResult;
-use crate::error::{BusError, Misfit, Result as BusResult};
+use crate::error::{BusError, Result as BusResult};
 use crate::event::{Event, Outgoing, Received, Scope};
 use crate::fold::{AllEvents, Fold};
 use crate::metrics;
@@ -31,6 +33,8 @@ pub struct Session {
     id: SessionId,
     /// Its place in the list of sessions: what it is known by if there ever is another one of this name.
     index: EntryId,
+    ttl: Option<Duration>,
+    lost_runs: u64,
     held: Mutex<Held>,
 }
 
@@ -52,20 +56,26 @@ impl Held {
 }
 
 impl Session {
-    pub(super) fn empty(sessions: Sessions, id: SessionId, index: EntryId) -> Self {
+    pub(super) fn empty(sessions: Sessions, id: SessionId, meta: &Meta) -> Self {
         let state = SessionState::new(id, sessions.inner.folds.clone());
-        Self::recovered(sessions, Loaded { index, state, recovery: Recovery::default() })
+        let (index, ttl, recovery) = (meta.index, meta.ttl, Recovery::default());
+        Self::recovered(sessions, Loaded { index, ttl, lost_runs: 0, state, recovery })
     }
 
     pub(super) fn recovered(sessions: Sessions, loaded: Loaded) -> Self {
-        let Loaded { index, state, recovery } = loaded;
+        let Loaded { index, ttl, lost_runs, state, recovery } = loaded;
         let id = state.session.clone();
         let snapshot_entries = match recovery.from_snapshot {
             Some(_) => state.entries.saturating_sub(recovery.replayed),
             None => 0,
         };
         let held = Held { state, recovery, snapshot_entries, broken: None };
-        Self { sessions, id, index, held: Mutex::new(held) }
+        Self { sessions, id, index, ttl, lost_runs, held: Mutex::new(held) }
+    }
+
+    /// How often a main loop had lost its lock over it when it was opened.
+    pub(crate) fn lost_runs(&self) -> u64 {
+        self.lost_runs
     }
 
     /// Its id.
@@ -122,12 +132,11 @@ impl Session {
         Ok(results.pop().unwrap_or(Err(BusError::Closed))?)
     }
 
-    /// Publishes events of this session in order, and brings its state forward. An error means that none was published;
-    /// else there is a result for each event.
+    /// Publishes events of this session in order, and brings its state forward. There is a result for each event; an error
+    /// means that none was published, or that those that were count for nothing, because the session has expired.
     ///
     /// If the state cannot be brought forward (the backend went away, a fold panicked), the events are stored all the
-    /// same; the next [`refresh`](Self::refresh) tries again, or says why not. If the session has expired, that is an
-    /// error: the events count for nothing, though they may lie in its stream.
+    /// same; the next [`refresh`](Self::refresh) tries again, or says why not.
     pub async fn publish_all(
         &self,
         mut events: Vec<Outgoing>,
@@ -135,21 +144,31 @@ impl Session {
         for event in &mut events {
             self.claim(event)?;
         }
+        let before = self.position();
         let results = self.sessions.inner.bus.publish_all(events).await?;
+        let stored = results.iter().filter_map(|result| result.as_ref().ok()?.entry_id());
         // While the backend is away, reading would only make the caller wait.
-        let is_stored = |result: &BusResult<PublishResult>| {
-            result.as_ref().is_ok_and(|result| result.entry_id().is_some())
-        };
-        if !results.iter().any(is_stored) {
-            return Ok(results);
-        }
-        if let Err(error) = self.refresh().await {
+        let Some(last) = stored.max() else { return Ok(results) };
+        self.check_in_use(before, last).await?;
+        if let Err(error) = self.refresh_to(Some(last)).await {
             if matches!(error, SessionError::Expired { .. }) {
                 return Err(error);
             }
             warn!(session = %self.id, %error, "session could not be brought forward after publishing");
         }
         Ok(results)
+    }
+
+    /// A session that nobody used for long may be about to end. Whoever ends it looks for new events after it said so; this
+    /// looks whether somebody said so after there was one. So one of the two notices.
+    async fn check_in_use(&self, before: EntryId, last: EntryId) -> Result<()> {
+        let Some(ttl) = self.ttl else { return Ok(()) };
+        let used_at = Timestamp::from_millis(before.max(self.index).ms);
+        // Half of it: the clocks of two servers of a cluster may differ.
+        if Timestamp::from_millis(last.ms).since(used_at) < ttl / 2 {
+            return Ok(());
+        }
+        self.sessions.open_meta(&self.id).await.map(drop)
     }
 
     /// Makes an event one of this session.
@@ -169,21 +188,28 @@ impl Session {
 
     /// Takes into account what was published since, here and elsewhere. Takes a snapshot if it is time for one.
     pub async fn refresh(&self) -> Result<()> {
+        self.refresh_to(None).await
+    }
+
+    /// The same, up to an entry that is known to be there; what came after it may be taken into account, too.
+    async fn refresh_to(&self, end: Option<EntryId>) -> Result<()> {
         let span = tracing::debug_span!("refresh", session = %self.id);
-        self.catch_up().instrument(span).await?;
+        self.catch_up(end).instrument(span).await?;
         self.snapshot_if_due().await;
         Ok(())
     }
 
-    async fn catch_up(&self) -> Result<()> {
+    async fn catch_up(&self, end: Option<EntryId>) -> Result<()> {
         let journal = self.sessions.journal();
         let stream = journal.keys.session(&self.id);
-        let mut pages = Pages::new(journal, &stream);
+        let mut pages = Pages::new(journal, &stream, end);
         loop {
-            let (after, known) = {
+            let (after, known, to_be_parked, copied_by) = {
                 let held = self.held();
                 held.broken.clone().map_or(Ok(()), Err)?;
-                (held.state.position, held.state.entries)
+                let state = &held.state;
+                let to_be_parked = state.unreadable.to_be_parked();
+                (state.position, state.entries, to_be_parked, state.copied_by.clone())
             };
             let entries = match pages.next(after, EntryId::MAX).await? {
                 Page::Entries(entries) if entries.is_empty() => return Ok(()),
@@ -193,15 +219,15 @@ impl Session {
             if after == EntryId::MIN {
                 self.check_first(entries[0].id).await?;
             }
-            let misfits = match self.take(&entries) {
-                Ok(misfits) => misfits,
-                Err(error) => {
-                    self.restore().await;
-                    return Err(error);
-                }
-            };
-            for (index, misfit) in misfits {
-                replay::park(journal, &stream, &entries[index], &misfit).await?;
+            let registry = self.sessions.inner.bus.registry();
+            let read = |entry| state::read(registry, &stream, &copied_by, entry);
+            let read: Vec<Read> = entries.iter().map(read).collect();
+            // Parked first: an entry that is behind the state is not looked at again.
+            let id = &self.id;
+            replay::park(journal, id, &entries, &read, EntryId::MIN, to_be_parked).await?;
+            if let Err(error) = self.take(&entries, read) {
+                self.restore().await;
+                return Err(error);
             }
             if pages.is_at_end() {
                 return Ok(());
@@ -210,28 +236,18 @@ impl Session {
     }
 
     /// Takes entries into the state. Another call may have taken some of them meanwhile.
-    fn take(&self, entries: &[Entry]) -> Result<Vec<(usize, Misfit)>> {
-        let stream = self.sessions.journal().keys.session(&self.id);
-        let registry = self.sessions.inner.bus.registry();
+    fn take(&self, entries: &[Entry], read: Vec<Read>) -> Result<()> {
         let mut held = self.held();
-        let mut misfits = Vec::new();
-        for (index, entry) in entries.iter().enumerate() {
+        for (entry, read) in entries.iter().zip(read) {
             if entry.id <= held.state.position {
                 continue;
             }
-            match held.state.take(registry, &stream, entry) {
-                Ok(None) => {}
-                Ok(Some(misfit)) if held.state.unreadable.is_to_be_parked() => {
-                    misfits.push((index, misfit));
-                }
-                Ok(Some(_)) => {}
-                Err(error) => {
-                    held.broken = Some(error.clone());
-                    return Err(error);
-                }
+            if let Err(error) = held.state.take(entry.id, read) {
+                held.broken = Some(error.clone());
+                return Err(error);
             }
         }
-        Ok(misfits)
+        Ok(())
     }
 
     /// After a fold panicked, some folds know an entry that others do not. Their state is read anew as it was before it.
@@ -239,7 +255,9 @@ impl Session {
         let position = self.position();
         let before = match position {
             EntryId::MIN => {
-                Ok(SessionState::new(self.id.clone(), self.sessions.inner.folds.clone()))
+                let copied_by = self.held().state.copied_by.clone();
+                let folds = self.sessions.inner.folds.clone();
+                Ok(SessionState { copied_by, ..SessionState::new(self.id.clone(), folds) })
             }
             position => self.sessions.state_at(&self.id, Until::Entry(position)).await,
         };
@@ -276,8 +294,8 @@ impl Session {
     /// entries are lost: what is left must not take the place of what is known here.
     async fn reload(&self, after: EntryId, before: EntryId, entries: u64) -> Result<()> {
         self.sessions.check_same(&self.id, self.index).await?;
-        let loaded = self.sessions.load(&self.id, Until::End, Gaps::Refuse).await?;
-        let Loaded { index, state, recovery } = loaded;
+        let loaded = self.sessions.load(&self.id, Until::End, Purpose::Use).await?;
+        let Loaded { index, state, recovery, .. } = loaded;
         let snapshot_entries = state.entries.saturating_sub(recovery.replayed);
         let went_past = recovery.from_snapshot.is_some_and(|position| position >= after);
         if index != self.index || !went_past || snapshot_entries < entries {
@@ -331,7 +349,12 @@ impl Session {
             // Noted before it is taken: one that fails is tried again after as many entries more.
             held.snapshot_entries = held.state.entries;
         }
+        self.snapshot_or_warn().await;
+    }
+
+    pub(super) async fn snapshot_or_warn(&self) {
         if let Err(error) = self.snapshot().await {
+            metrics::snapshot_failed();
             warn!(session = %self.id, %error, "snapshot failed, the session goes on without it");
         }
     }

@@ -6,19 +6,23 @@
 
 use std::time::{Duration, Instant};
 
+use futures_util::{StreamExt, stream};
 use headwater_stream::{Direction, EntryId, Range, StreamStats};
 use tracing::{Instrument, info, warn};
 
 use super::error::{Missing, MissingReason};
+use super::life::AT_ONCE;
 use super::meta::{First, Meta, Stage};
-use super::replay::{self, Replayed, Until};
+use super::replay::{self, Parking, Replayed, Until};
 use super::snapshot;
-use super::state::{self, SessionState};
+use super::state::{self, Read, SessionState};
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
-use crate::limits::UNREADABLE_MAX;
 use crate::metrics;
 use crate::name::SessionId;
+
+/// The place in the list of a stream that is in none.
+const UNLISTED: EntryId = EntryId::MIN;
 
 /// A recovery that is overtaken by compactions begins again so often.
 const TRIES: usize = 5;
@@ -39,17 +43,23 @@ pub struct Recovery {
     pub took: Duration,
 }
 
-/// Whether to go on when something is missing.
+/// What a session is read for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Gaps {
-    Refuse,
-    Accept,
+pub(super) enum Purpose {
+    /// To go on with it, if it is whole.
+    Use,
+    /// To go on with what is left of it.
+    UseIncomplete,
+    /// To look, and to leave everything as it is.
+    Look,
 }
 
 /// A session as it was recovered.
 pub(super) struct Loaded {
     /// Its place in the list of sessions, which no other session ever has.
     pub(super) index: EntryId,
+    pub(super) ttl: Option<Duration>,
+    pub(super) lost_runs: u64,
     pub(super) state: SessionState,
     pub(super) recovery: Recovery,
 }
@@ -69,20 +79,20 @@ impl Sessions {
     /// The stream of a session that other programs wrote is taken over as it is; nobody knows then whether its beginning
     /// is still there, and [`Session::recovery`] says so.
     pub async fn recover(&self, session: &SessionId) -> Result<Session> {
-        let loaded = self.load(session, Until::End, Gaps::Refuse).await?;
+        let loaded = self.load(session, Until::End, Purpose::Use).await?;
         Ok(Session::recovered(self.clone(), loaded))
     }
 
     /// Recovers a session of what is left of it; [`Session::recovery`] says what is missing. It takes no snapshots: they
     /// would hide that.
     pub async fn recover_incomplete(&self, session: &SessionId) -> Result<Session> {
-        let loaded = self.load(session, Until::End, Gaps::Accept).await?;
+        let loaded = self.load(session, Until::End, Purpose::UseIncomplete).await?;
         Ok(Session::recovered(self.clone(), loaded))
     }
 
     /// The state of a session as it was at an entry or a time. Changes nothing.
     pub async fn state_at(&self, session: &SessionId, until: Until) -> Result<SessionState> {
-        let Loaded { state, .. } = self.load(session, until, Gaps::Refuse).await?;
+        let Loaded { state, .. } = self.load(session, until, Purpose::Look).await?;
         if let Until::Entry(id) = until
             && state.position != id
         {
@@ -96,25 +106,33 @@ impl Sessions {
         &self,
         session: &SessionId,
         until: Until,
-        gaps: Gaps,
+        purpose: Purpose,
     ) -> Result<Loaded> {
         let began = Instant::now();
         let mut tries = 0;
         let span = tracing::debug_span!("recover", %session);
         loop {
             tries += 1;
-            let meta = self.open_meta(session).await?;
-            let mut attempt = self.attempt(session, &meta, until).instrument(span.clone()).await?;
+            let meta = match purpose {
+                Purpose::Look => self.look_at_meta(session).await?,
+                Purpose::Use | Purpose::UseIncomplete => self.open_meta(session).await?,
+            };
+            let parking = match purpose {
+                Purpose::Look => Parking::No,
+                Purpose::Use | Purpose::UseIncomplete => Parking::After(meta.parked_through),
+            };
+            let attempt = self.attempt(session, &meta, until, parking);
+            let mut attempt = attempt.instrument(span.clone()).await?;
             if attempt.is_overtaken && tries < TRIES {
                 continue;
             }
             match attempt.recovery.missing.clone() {
                 Some(missing) if missing.why != MissingReason::Unknown => {
-                    if gaps == Gaps::Refuse {
+                    if purpose != Purpose::UseIncomplete {
                         return Err(SessionError::Incomplete { session: session.clone(), missing });
                     }
                     warn!(%session, %missing, "session is recovered without some of its events");
-                    self.pass_over(&mut attempt, &missing, until).await?;
+                    self.pass_over(&mut attempt, &missing, until, parking).await?;
                 }
                 _ => {}
             }
@@ -128,43 +146,45 @@ impl Sessions {
                 elapsed_ms = recovery.took.as_millis() as u64,
                 "session recovered"
             );
-            return Ok(Loaded { index: meta.index, state, recovery });
+            let Meta { index, ttl, lost_runs, .. } = meta;
+            return Ok(Loaded { index, ttl, lost_runs, state, recovery });
         }
     }
 
     /// What is known of a session that is there; a stream of another program becomes one.
     pub(super) async fn open_meta(&self, session: &SessionId) -> Result<Meta> {
-        let journal = self.journal();
-        let meta = match self.meta(session).await? {
-            Some(meta) => meta,
+        match self.known_meta(session).await? {
+            Some(meta) => Ok(meta),
+            None => check_open(session, self.adopt(session).await?),
+        }
+    }
+
+    /// The same, but a stream of another program stays what it is.
+    async fn look_at_meta(&self, session: &SessionId) -> Result<Meta> {
+        match self.known_meta(session).await? {
+            Some(meta) => Ok(meta),
             None => {
-                let stats = journal.backend.stats(&journal.keys.session(session)).await?;
-                if stats.is_none_or(|stats| stats.length == 0) {
-                    return Err(SessionError::NotFound { session: session.clone() });
-                }
-                if let Some(since) = self.leftover(session).await? {
-                    let what = "a copy, which somebody removed,".to_owned();
-                    return Err(SessionError::Unfinished { session: session.clone(), what, since });
-                }
-                self.adopt(session).await?
-            }
-        };
-        match meta.stage {
-            Stage::Open => Ok(meta),
-            Stage::Filling => Err(SessionError::Unfinished {
-                session: session.clone(),
-                what: meta.filling,
-                since: meta.progress_at,
-            }),
-            Stage::Expired => {
-                let point = meta.expired;
-                Err(SessionError::Expired {
-                    session: session.clone(),
-                    entries: point.map_or(0, |point| point.entries),
-                    through: point.map_or(EntryId::MIN, |point| point.entry_id),
-                })
+                let meta = Meta::new(Stage::Open, UNLISTED, self.now().await?);
+                Ok(Meta { first: First::Unknown, ..meta })
             }
         }
+    }
+
+    /// What is known of a session that is there; `None` if it is a stream of another program.
+    async fn known_meta(&self, session: &SessionId) -> Result<Option<Meta>> {
+        if let Some(meta) = self.meta(session).await? {
+            return check_open(session, meta).map(Some);
+        }
+        let journal = self.journal();
+        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
+        if stats.is_none_or(|stats| stats.length == 0) {
+            return Err(SessionError::NotFound { session: session.clone() });
+        }
+        if let Some(since) = self.leftover(session).await? {
+            let what = "a copy, which somebody removed,".to_owned();
+            return Err(SessionError::Unfinished { session: session.clone(), what, since });
+        }
+        Ok(None)
     }
 
     /// A session that is known here must still be the one it was. One of the same name that somebody made or took over
@@ -181,7 +201,13 @@ impl Sessions {
         Err(SessionError::Incomplete { session: session.clone(), missing })
     }
 
-    async fn attempt(&self, session: &SessionId, meta: &Meta, until: Until) -> Result<Attempt> {
+    async fn attempt(
+        &self,
+        session: &SessionId,
+        meta: &Meta,
+        until: Until,
+        parking: Parking,
+    ) -> Result<Attempt> {
         let (journal, registry) = (self.journal(), self.inner.bus.registry());
         let mut recovery = Recovery::default();
         let stats = journal.backend.stats(&journal.keys.session(session)).await?;
@@ -190,7 +216,7 @@ impl Sessions {
         if let Some(mut state) = from_snapshot {
             let (position, entries) = (state.position, state.entries);
             recovery.from_snapshot = Some(position);
-            match replay::replay(journal, registry, &mut state, None, until).await? {
+            match replay::replay(journal, registry, &mut state, None, until, parking).await? {
                 Replayed::Done => {
                     recovery.replayed = state.entries - entries;
                     recovery.missing = (meta.first == First::Unknown).then(unknown);
@@ -209,8 +235,9 @@ impl Sessions {
             begins = Err(Missing { after: state.position, before: *before, count: None, why });
         }
         if let Ok(first) = begins {
-            let mut state = SessionState::new(session.clone(), self.inner.folds.clone());
-            let replayed = replay::replay(journal, registry, &mut state, first, until).await?;
+            let mut state = self.no_state(session, meta);
+            let replayed =
+                replay::replay(journal, registry, &mut state, first, until, parking).await?;
             recovery = Recovery { from_snapshot: None, replayed: state.entries, ..recovery };
             recovery.missing = match replayed {
                 Replayed::Gap(before) => {
@@ -239,10 +266,16 @@ impl Sessions {
                 }
                 state
             }
-            None => SessionState::new(session.clone(), self.inner.folds.clone()),
+            None => self.no_state(session, meta),
         };
         recovery.missing = Some(missing);
         Ok(Attempt { state, recovery, is_overtaken: true })
+    }
+
+    /// The state before the first entry.
+    fn no_state(&self, session: &SessionId, meta: &Meta) -> SessionState {
+        let copied_by = meta.copied_by.clone();
+        SessionState { copied_by, ..SessionState::new(session.clone(), self.inner.folds.clone()) }
     }
 
     /// What is missing if the entry of a snapshot is gone and the beginning is not. Streams are trimmed from the beginning
@@ -291,15 +324,19 @@ impl Sessions {
             count,
             why,
         };
-        if !is_guarded {
+        if !is_guarded && meta.index != UNLISTED {
             return Ok(Err(gone(MissingReason::Lost, None)));
         }
         let known = match (meta.first, first) {
             (First::Unseen, Some(first)) => self.note_first(session, first).await?,
             (known, _) => known,
         };
+        let is_compacted =
+            meta.compacted.is_some_and(|point| first.is_none_or(|first| first >= point.entry_id));
         Ok(match (known, first) {
-            (First::Unseen | First::Unknown, first) => Ok(first),
+            (First::Unseen, first) => Ok(first),
+            // Whatever was before: what was there when somebody looked is still there.
+            (First::Unknown, first) if !is_compacted => Ok(first),
             (First::Entry(known), Some(first)) if first <= known => Ok(Some(first)),
             _ => Err(match meta.compacted {
                 Some(point) => {
@@ -334,10 +371,14 @@ impl Sessions {
             Ok(state) if self.is_beyond(&state, until).await? => {
                 "it is of a later entry than was asked for".to_owned()
             }
-            Ok(state) if self.reads_more(&state).await? => {
+            // After a compaction there is nothing else.
+            Ok(state) if !is_compacted(meta) && self.reads_more(&state).await? => {
                 "entries that could not be read when it was taken can be read now".to_owned()
             }
-            Ok(state) => return Ok(Some(state)),
+            Ok(state) => {
+                let copied_by = meta.copied_by.clone();
+                return Ok(Some(SessionState { copied_by, ..state }));
+            }
         };
         info!(%session, problem, "snapshot is not used");
         recovery.snapshot_problem = Some(problem);
@@ -360,11 +401,20 @@ impl Sessions {
 
     /// Whether entries that this snapshot passed over could be taken into account now.
     async fn reads_more(&self, state: &SessionState) -> Result<bool> {
+        let registry = self.inner.bus.registry();
+        // Of more than are remembered nobody can tell.
+        if state.unreadable.has_more || state.unreadable.is_known_to(registry) {
+            return Ok(true);
+        }
         let stream = self.journal().keys.session(&state.session);
-        for id in state.unreadable.ids.iter().take(UNREADABLE_MAX) {
-            let entries = self.journal().backend.range(&stream, only(*id)).await?;
-            let registry = self.inner.bus.registry();
-            if entries.iter().any(|entry| state::is_readable(registry, &stream, entry)) {
+        let read = |id: EntryId| self.journal().backend.range(&stream, only(id));
+        let reading: Vec<_> = state.unreadable.unfit.iter().map(|id| read(*id)).collect();
+        let mut reading = stream::iter(reading).buffer_unordered(AT_ONCE);
+        while let Some(entries) = reading.next().await {
+            let is_read = |entry| {
+                matches!(state::read(registry, &stream, &state.copied_by, entry), Read::Event(_))
+            };
+            if entries?.iter().any(is_read) {
                 return Ok(true);
             }
         }
@@ -377,6 +427,7 @@ impl Sessions {
         attempt: &mut Attempt,
         missing: &Missing,
         until: Until,
+        parking: Parking,
     ) -> Result<()> {
         let (journal, registry) = (self.journal(), self.inner.bus.registry());
         let state = &mut attempt.state;
@@ -392,8 +443,8 @@ impl Sessions {
             let range = Range { count: 1, from: next, ..only(EntryId::MAX) };
             let entries = journal.backend.range(&stream, range).await?;
             let Some(entry) = entries.first().filter(|entry| until.includes(entry)) else { break };
-            replay::take(journal, registry, state, &stream, entry).await?;
-            match replay::replay(journal, registry, state, None, until).await? {
+            replay::take(journal, registry, state, std::slice::from_ref(entry), parking).await?;
+            match replay::replay(journal, registry, state, None, until, parking).await? {
                 Replayed::Done => break,
                 Replayed::Gap(before) => next = before,
             }
@@ -401,6 +452,31 @@ impl Sessions {
         attempt.recovery.replayed += state.entries - before;
         Ok(())
     }
+}
+
+/// What is known of a session that is there, or what it is instead.
+fn check_open(session: &SessionId, meta: Meta) -> Result<Meta> {
+    match meta.stage {
+        Stage::Open => Ok(meta),
+        Stage::Filling => Err(SessionError::Unfinished {
+            session: session.clone(),
+            what: meta.filling,
+            since: meta.progress_at,
+        }),
+        Stage::Expired => {
+            let point = meta.expired;
+            Err(SessionError::Expired {
+                session: session.clone(),
+                entries: point.map_or(0, |point| point.entries),
+                through: point.map_or(EntryId::MIN, |point| point.entry_id),
+            })
+        }
+    }
+}
+
+/// Whether a full replay is out of the question.
+fn is_compacted(meta: &Meta) -> bool {
+    meta.compacted.is_some() || meta.first == First::Elsewhere
 }
 
 /// A range of one entry.

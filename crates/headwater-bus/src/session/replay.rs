@@ -8,9 +8,12 @@ use headwater_stream::clock::Timestamp;
 use headwater_stream::{Direction, Entry, EntryId, Fields, Range, StreamName};
 
 use super::error::SessionError;
-use super::state::SessionState;
+use super::meta;
+use super::state::{self, Read, SessionState, is_stray};
+use crate::error::Misfit;
 use crate::journal::Journal;
 use crate::limits::{REPLAY_PAGE_BYTES, REPLAY_PAGE_MAX};
+use crate::name::SessionId;
 use crate::parked::Parked;
 use crate::registry::Registry;
 
@@ -45,6 +48,9 @@ pub(crate) struct Pages<'a> {
     journal: &'a Journal,
     stream: &'a StreamName,
     count: usize,
+    /// Where the stream ended when somebody looked. Whoever reads on until nothing follows may never be done with a stream
+    /// that others write to.
+    end: Option<EntryId>,
     is_at_end: bool,
 }
 
@@ -56,19 +62,21 @@ pub(crate) enum Page {
 }
 
 impl<'a> Pages<'a> {
-    pub(crate) fn new(journal: &'a Journal, stream: &'a StreamName) -> Self {
-        Self { journal, stream, count: FIRST_PAGE, is_at_end: false }
+    /// All that there is, up to this entry if it is known to be there.
+    pub(crate) fn new(journal: &'a Journal, stream: &'a StreamName, end: Option<EntryId>) -> Self {
+        Self { journal, stream, count: FIRST_PAGE, end, is_at_end: false }
     }
 
     /// The entries after a position, `to` included.
     pub(crate) async fn next(&mut self, after: EntryId, to: EntryId) -> Result<Page, SessionError> {
         let has_witness = after != EntryId::MIN;
         let count = self.count + usize::from(has_witness);
+        let to = self.end.map_or(to, |end| end.min(to));
         // `to` never lies before the witness, or a witness that is there would seem to be gone.
         let to = to.max(after);
         let range = Range { from: after, to, direction: Direction::Forward, count };
         let mut entries = self.journal.backend.range(self.stream, range).await?;
-        self.is_at_end = entries.len() < count;
+        self.find_end(&entries, count).await?;
         if has_witness {
             if entries.first().is_none_or(|entry| entry.id != after) {
                 return Ok(Page::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
@@ -81,14 +89,39 @@ impl<'a> Pages<'a> {
         }
         Ok(Page::Entries(entries))
     }
-}
 
-impl Pages<'_> {
-    /// Whether the last page went to the end, as it was then. Whoever reads on until a page is empty may never be done
-    /// with a stream that others write to.
+    /// A page that is not full is the last one. After one that is, somebody has to look where the stream ends.
+    async fn find_end(&mut self, entries: &[Entry], count: usize) -> Result<(), SessionError> {
+        self.is_at_end = entries.len() < count;
+        if self.is_at_end {
+            return Ok(());
+        }
+        if self.end.is_none() {
+            let stats = self.journal.backend.stats(self.stream).await?;
+            self.end = stats.and_then(|stats| stats.last_id);
+        }
+        self.is_at_end = entries.last().map(|entry| entry.id) >= self.end;
+        Ok(())
+    }
+
+    /// Whether the last page went to the end.
     pub(crate) fn is_at_end(&self) -> bool {
         self.is_at_end
     }
+
+    /// Where the stream ended, if that had to be found out.
+    pub(crate) fn end(&self) -> Option<EntryId> {
+        self.end
+    }
+}
+
+/// What becomes of entries that cannot be read, beside being counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parking {
+    /// Nothing: somebody only looks.
+    No,
+    /// They are parked. Those up to this one are, for sure.
+    After(EntryId),
 }
 
 /// Brings a state forward. One that has seen nothing yet must begin with `first`, if that is known.
@@ -98,56 +131,74 @@ pub(crate) async fn replay(
     state: &mut SessionState,
     first: Option<EntryId>,
     until: Until,
+    parking: Parking,
 ) -> Result<Replayed, SessionError> {
     let stream = journal.keys.session(&state.session);
-    let mut pages = Pages::new(journal, &stream);
+    let mut pages = Pages::new(journal, &stream, None);
     loop {
-        let entries = match pages.next(state.position, until.last_id()).await? {
+        let mut entries = match pages.next(state.position, until.last_id()).await? {
             Page::Gap(before) => return Ok(Replayed::Gap(before)),
             Page::Entries(entries) => entries,
         };
         if state.position == EntryId::MIN && !until.begins_with(first, &entries) {
             return Ok(Replayed::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
         }
-        for entry in &entries {
-            if !until.includes(entry) {
-                return Ok(Replayed::Done);
-            }
-            take(journal, registry, state, &stream, entry).await?;
-        }
-        if pages.is_at_end() {
+        let is_wanted =
+            |entry: &Entry| until.includes(entry) || is_stray(&state.copied_by, &entry.fields);
+        let wanted = entries.iter().take_while(|entry| is_wanted(entry)).count();
+        let is_done = wanted < entries.len() || pages.is_at_end();
+        entries.truncate(wanted);
+        take(journal, registry, state, &entries, parking).await?;
+        if is_done {
             return Ok(Replayed::Done);
         }
     }
 }
 
-/// Takes one entry into a state, and parks what cannot be read.
+/// Takes entries into a state, after what cannot be read is parked.
 pub(crate) async fn take(
     journal: &Journal,
     registry: &Registry,
     state: &mut SessionState,
-    stream: &StreamName,
-    entry: &Entry,
+    entries: &[Entry],
+    parking: Parking,
 ) -> Result<(), SessionError> {
-    if let Some(misfit) = state.take(registry, stream, entry)?
-        && state.unreadable.is_to_be_parked()
-    {
-        park(journal, stream, entry, &misfit).await?;
+    let stream = journal.keys.session(&state.session);
+    let read = |entry| state::read(registry, &stream, &state.copied_by, entry);
+    let read: Vec<Read> = entries.iter().map(read).collect();
+    if let Parking::After(after) = parking {
+        let max = state.unreadable.to_be_parked();
+        park(journal, &state.session, entries, &read, after, max).await?;
     }
-    Ok(())
+    entries.iter().zip(read).try_for_each(|(entry, read)| state.take(entry.id, read))
 }
 
-/// Parks an entry that cannot be read.
+/// Parks the first `max` of what cannot be read, and notes how far that went: nobody does so again.
 pub(crate) async fn park(
     journal: &Journal,
-    stream: &StreamName,
-    entry: &Entry,
-    misfit: &crate::error::Misfit,
+    session: &SessionId,
+    entries: &[Entry],
+    read: &[Read],
+    after: EntryId,
+    max: usize,
 ) -> Result<(), SessionError> {
+    let misfits = entries.iter().zip(read).filter_map(|(entry, read)| match read {
+        Read::Misfit { misfit, .. } => Some((entry, misfit)),
+        _ => None,
+    });
+    let misfits = misfits.take(max).filter(|(entry, _)| entry.id > after);
+    let misfits: Vec<(&Entry, &Misfit)> = misfits.collect();
+    let Some((last, _)) = misfits.last() else { return Ok(()) };
     let backend = std::sync::Arc::clone(&journal.backend);
     let now = backend.now().await?;
     let parked = Parked { backend, stream: journal.keys.unknown() };
-    Ok(parked.park(stream, entry.id, &entry.fields, misfit, now).await?)
+    let stream = journal.keys.session(session);
+    for (entry, misfit) in &misfits {
+        parked.park(&stream, entry.id, &entry.fields, misfit, now).await?;
+    }
+    let through = meta::parked_through(last.id);
+    journal.backend.map_update(&journal.keys.session_meta(session), None, &through).await?;
+    Ok(())
 }
 
 impl Until {

@@ -32,7 +32,9 @@ const FORMAT_FIELD: &str = "format";
 const POSITION: &str = "position";
 const ENTRIES: &str = "entries";
 const EVENTS: &str = "events";
-const UNREADABLE: &str = "unreadable";
+const UNREADABLE_TYPES: &str = "unreadable_types";
+const UNFIT: &str = "unfit";
+const UNREADABLE_MORE: &str = "unreadable_more";
 const UNREADABLE_COUNT: &str = "unreadable_count";
 const TAKEN_AT: &str = "taken_at";
 const BYTES: &str = "bytes";
@@ -81,8 +83,8 @@ pub(crate) fn point_of(fields: &RegistryMap) -> Option<Point> {
 
 /// The entries that a snapshot names.
 pub(crate) fn ids_of(fields: &RegistryMap) -> Vec<EntryId> {
-    let unreadable = text(fields, UNREADABLE).and_then(read_ids).unwrap_or_default();
-    point_of(fields).map(|point| point.entry_id).into_iter().chain(unreadable).collect()
+    let unfit = text(fields, UNFIT).and_then(read_ids).unwrap_or_default();
+    point_of(fields).map(|point| point.entry_id).into_iter().chain(unfit).collect()
 }
 
 /// Whether entries could not be read when it was taken.
@@ -96,17 +98,18 @@ pub(crate) fn verify(fields: &RegistryMap) -> Result<Point, String> {
     point_of(fields).ok_or_else(|| "its position is odd".to_owned())
 }
 
-/// The same snapshot in another stream, where the entries have other ids. `None` if one of them is not there.
+/// The same snapshot in another stream, where the entries have other ids. `None` if its own is not there. What it keeps
+/// of events still names the entries that they were, for nobody else has them.
 pub(crate) fn moved(
     fields: &RegistryMap,
     to: impl Fn(EntryId) -> Option<EntryId>,
 ) -> Option<RegistryMap> {
     let mut fields = fields.clone();
     let position = to(point_of(&fields)?.entry_id)?;
-    let unreadable = read_ids(text(&fields, UNREADABLE)?)?.into_iter().map(to);
-    let unreadable: Vec<EntryId> = unreadable.collect::<Option<_>>()?;
+    // Those that are gone were given up.
+    let unfit: Vec<EntryId> = read_ids(text(&fields, UNFIT)?)?.into_iter().filter_map(to).collect();
     fields.insert(POSITION.to_owned(), position.to_string().into());
-    fields.insert(UNREADABLE.to_owned(), write_ids(&unreadable).into());
+    fields.insert(UNFIT.to_owned(), write_ids(&unfit).into());
     Some(fields)
 }
 
@@ -131,13 +134,17 @@ pub(crate) fn encode(state: &SessionState, now: Timestamp) -> Result<RegistryMap
         let problem = format!("it has {} bytes; the limit is {SNAPSHOT_BYTES_MAX}", body.len());
         return Err(refuse(problem));
     }
+    let Unreadable { kinds, unfit, has_more, count } = &state.unreadable;
+    let kinds = serde_json::to_string(kinds).map_err(|error| refuse(error.to_string()))?;
     let mut fields: RegistryMap = [
         (FORMAT_FIELD, FORMAT.to_owned()),
         (POSITION, state.position.to_string()),
         (ENTRIES, state.entries.to_string()),
         (EVENTS, state.events.to_string()),
-        (UNREADABLE, write_ids(&state.unreadable.ids)),
-        (UNREADABLE_COUNT, state.unreadable.count.to_string()),
+        (UNREADABLE_TYPES, kinds),
+        (UNFIT, write_ids(unfit)),
+        (UNREADABLE_MORE, has_more.to_string()),
+        (UNREADABLE_COUNT, count.to_string()),
         (TAKEN_AT, now.to_rfc3339()),
         (BYTES, body.len().to_string()),
         (CHECKSUM, crc32fast::hash(&body).to_string()),
@@ -167,7 +174,10 @@ pub(crate) fn decode(
     state.entries = point.entries;
     state.events = number(fields, EVENTS)?;
     state.unreadable = Unreadable {
-        ids: read_ids(field(fields, UNREADABLE)?).ok_or("`unreadable` is odd")?,
+        kinds: serde_json::from_str(field(fields, UNREADABLE_TYPES)?)
+            .map_err(|error| format!("`{UNREADABLE_TYPES}` is odd: {error}"))?,
+        unfit: read_ids(field(fields, UNFIT)?).ok_or_else(|| format!("`{UNFIT}` is odd"))?,
+        has_more: field(fields, UNREADABLE_MORE)? != "false",
         count: number(fields, UNREADABLE_COUNT)?,
     };
     let seen: Result<Vec<EventId>, _> = body.seen.into_iter().map(EventId::new).collect();

@@ -2,14 +2,15 @@
 //!
 //! Upstream: entries of the stream, in order. Downstream: `fold`; `snapshot` keeps it.
 //! Promises: an entry counts once. Entries that repeat another one for a group are skipped, and so is a second copy of an
-//! event, known by its id among the newest thousands. What cannot be read is remembered, and changes nothing.
+//! event, known by its id among the newest thousands. What cannot be read is remembered, and changes nothing; nor does what
+//! somebody copied here who was taken for dead.
 
 use std::any::Any;
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use headwater_stream::{Entry, EntryId, StreamName};
+use headwater_stream::{Entry, EntryId, Fields, StreamName};
 
 use super::error::SessionError;
 use crate::error::Misfit;
@@ -33,6 +34,8 @@ pub struct SessionState {
     pub(crate) events: u64,
     pub(crate) seen: Seen,
     pub(crate) unreadable: Unreadable,
+    /// Whose copies count: of whoever made the session of another one or of a file. Empty if nobody did.
+    pub(crate) copied_by: String,
 }
 
 /// The newest ids of events.
@@ -45,10 +48,28 @@ pub(crate) struct Seen {
 /// Entries that no registered type fits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Unreadable {
-    /// The first of them.
-    pub(crate) ids: Vec<EntryId>,
+    /// The types and versions that were not registered, so many at most.
+    pub(crate) kinds: BTreeSet<(String, u32)>,
+    /// Those whose type was registered and whose payload did not fit, so many at most.
+    pub(crate) unfit: Vec<EntryId>,
+    /// Whether there were more of either.
+    pub(crate) has_more: bool,
     /// All of them.
     pub(crate) count: u64,
+}
+
+/// In a copied entry: who copied it.
+pub(crate) const COPIED_BY: &str = "copied_by";
+
+/// An entry as it is read, before it counts.
+pub(crate) enum Read {
+    Event(Delivered),
+    /// Somebody copied it here who was taken for dead.
+    Stray,
+    Misfit {
+        misfit: Misfit,
+        version: u32,
+    },
 }
 
 impl SessionState {
@@ -61,6 +82,7 @@ impl SessionState {
             events: 0,
             seen: Seen::default(),
             unreadable: Unreadable::default(),
+            copied_by: String::new(),
         }
     }
 
@@ -95,30 +117,22 @@ impl SessionState {
         self.unreadable.count
     }
 
-    /// Takes the next entry into account. Returns why, if it cannot be read.
-    pub(crate) fn take(
-        &mut self,
-        registry: &Registry,
-        stream: &StreamName,
-        entry: &Entry,
-    ) -> Result<Option<Misfit>, SessionError> {
-        let misfit = match read(registry, stream, entry) {
-            Err(misfit) => {
-                self.unreadable.add(entry.id);
-                Some(misfit)
-            }
-            Ok(delivered) => {
+    /// Takes the next entry into account, as it was read.
+    pub(crate) fn take(&mut self, entry_id: EntryId, read: Read) -> Result<(), SessionError> {
+        match read {
+            Read::Stray => {}
+            Read::Misfit { misfit, version } => self.unreadable.add(entry_id, misfit, version),
+            Read::Event(delivered) => {
                 let is_copy = delivered.envelope.copy_of.is_some();
                 if !is_copy && self.seen.insert(&delivered.envelope.event_id) {
-                    self.apply(&SessionEvent(delivered), entry.id)?;
+                    self.apply(&SessionEvent(delivered), entry_id)?;
                     self.events += 1;
                 }
-                None
             }
-        };
-        self.position = entry.id;
+        }
+        self.position = entry_id;
         self.entries += 1;
-        Ok(misfit)
+        Ok(())
     }
 
     fn apply(&mut self, event: &SessionEvent, entry_id: EntryId) -> Result<(), SessionError> {
@@ -136,15 +150,29 @@ impl SessionState {
     }
 }
 
-fn read(registry: &Registry, stream: &StreamName, entry: &Entry) -> Result<Delivered, Misfit> {
-    let envelope = Envelope::from_entry(stream, entry.id, &entry.fields)?;
-    let value = registry.decode_any(&envelope)?;
-    Ok(Delivered { value, envelope: Arc::new(envelope) })
+/// Reads an entry of a session whose copies are by `copied_by`.
+pub(crate) fn read(
+    registry: &Registry,
+    stream: &StreamName,
+    copied_by: &str,
+    entry: &Entry,
+) -> Read {
+    if is_stray(copied_by, &entry.fields) {
+        return Read::Stray;
+    }
+    let envelope = match Envelope::from_entry(stream, entry.id, &entry.fields) {
+        Ok(envelope) => envelope,
+        Err(misfit) => return Read::Misfit { misfit, version: 0 },
+    };
+    match registry.decode_any(&envelope) {
+        Ok(value) => Read::Event(Delivered { value, envelope: Arc::new(envelope) }),
+        Err(misfit) => Read::Misfit { misfit, version: envelope.version },
+    }
 }
 
-/// Whether an entry can be read by now.
-pub(crate) fn is_readable(registry: &Registry, stream: &StreamName, entry: &Entry) -> bool {
-    read(registry, stream, entry).is_ok()
+/// Whether an entry was copied by somebody who has nothing to do here (any more).
+pub(crate) fn is_stray(copied_by: &str, fields: &Fields) -> bool {
+    fields.get(COPIED_BY).is_some_and(|by| by != copied_by.as_bytes())
 }
 
 impl Seen {
@@ -172,16 +200,36 @@ impl Seen {
 }
 
 impl Unreadable {
-    /// Whether the last of them is one to park. Of a session that is full of them the first tell all there is to know,
-    /// and the others would push out what was parked elsewhere.
-    pub(crate) fn is_to_be_parked(&self) -> bool {
-        self.count <= UNREADABLE_MAX as u64
+    /// Of a session that is full of them the first tell all there is to know, and the others would push out what was
+    /// parked elsewhere. So many more are to be parked.
+    pub(crate) fn to_be_parked(&self) -> usize {
+        UNREADABLE_MAX.saturating_sub(usize::try_from(self.count).unwrap_or(usize::MAX))
     }
 
-    fn add(&mut self, id: EntryId) {
-        if self.ids.len() < UNREADABLE_MAX {
-            self.ids.push(id);
-        }
+    fn add(&mut self, id: EntryId, misfit: Misfit, version: u32) {
         self.count += 1;
+        let is_noted = match misfit {
+            Misfit::UnknownType { event_type } | Misfit::UnknownVersion { event_type, .. } => {
+                let kind = (event_type, version);
+                let has_room = self.kinds.len() < UNREADABLE_MAX || self.kinds.contains(&kind);
+                has_room && {
+                    self.kinds.insert(kind);
+                    true
+                }
+            }
+            // No registry ever reads it.
+            Misfit::Malformed { .. } => true,
+            Misfit::Payload { .. } => {
+                let has_room = self.unfit.len() < UNREADABLE_MAX;
+                self.unfit.extend(has_room.then_some(id));
+                has_room
+            }
+        };
+        self.has_more |= !is_noted;
+    }
+
+    /// Whether one of the types that were not registered is by now.
+    pub(crate) fn is_known_to(&self, registry: &Registry) -> bool {
+        self.kinds.iter().any(|(event_type, version)| registry.reads(event_type, *version))
     }
 }

@@ -189,12 +189,22 @@ impl Sessions {
                 }
             }
             Stage::Expired => {
-                // Whoever expired it may have died before all of it was gone.
+                // Whoever expired it may still be about to clear it, or to see that it is in use.
+                let ended = now.since(looked.ended_at());
+                if ended <= self.inner.config.unfinished_after {
+                    return Ok(());
+                }
+                // Or has died before either.
+                if self.is_in_use_after_all(looked).await? {
+                    self.open_again(session).await?;
+                    return Ok(());
+                }
                 if stats.as_ref().is_some_and(|stats| stats.length > 0) {
                     self.clear(session, meta).await?;
                 }
-                let is_long_ago = now.since(looked.ended_at()) > self.inner.config.note_kept_for;
-                if is_long_ago && self.forget_expired(looked, now).await? {
+                if ended > self.inner.config.note_kept_for
+                    && self.forget_expired(looked, now).await?
+                {
                     swept.forgotten += 1;
                 }
             }
@@ -225,14 +235,37 @@ impl Sessions {
         if stats.as_ref().and_then(|stats| stats.last_id) != info.last_entry
             || self.is_needed(session, stats.as_ref())
         {
-            let expired = meta::stage_text(Stage::Expired);
-            let expected = Some((meta::STAGE, expired.as_bytes()));
-            journal.backend.map_update(&map, expected, &meta::open_again()).await?;
+            self.open_again(session).await?;
             return Ok(false);
         }
         self.clear(session, &Meta { expired: Some(point), ..meta.clone() }).await?;
         metrics::expired();
         info!(%session, entries = point.entries, "session expired");
+        Ok(true)
+    }
+
+    async fn open_again(&self, session: &SessionId) -> Result<()> {
+        let map = self.journal().keys.session_meta(session);
+        let expired = meta::stage_text(Stage::Expired);
+        let expected = Some((meta::STAGE, expired.as_bytes()));
+        self.journal().backend.map_update(&map, expected, &meta::open_again()).await?;
+        Ok(())
+    }
+
+    /// Whether something came after an end of which nothing has been done yet.
+    async fn is_in_use_after_all(&self, looked: &Looked) -> Result<bool> {
+        let Looked { session, meta, stats } = looked;
+        let (Some(point), Some(stats)) = (meta.expired, stats) else { return Ok(false) };
+        let is_whole = stats.first_id.is_some_and(|first| first <= point.entry_id);
+        if !is_whole || stats.last_id <= Some(point.entry_id) {
+            return Ok(false);
+        }
+        for set in meta.snapshots.keys() {
+            let map = self.journal().keys.session_snapshot(session, set);
+            if self.journal().backend.map_get(&map).await?.is_none() {
+                return Ok(false);
+            }
+        }
         Ok(true)
     }
 

@@ -2,13 +2,13 @@
 
 use headwater_bus::conformance::Noted;
 use headwater_bus::{
-    BusError, Export, Import, MissingReason, Session, SessionError, SessionId, Sessions,
-    SessionsConfig, Stage, Until,
+    BusError, Import, MissingReason, Session, SessionError, SessionId, Sessions, SessionsConfig,
+    Stage, Until,
 };
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention};
 
-use crate::place::{Place, Sum, by_hand, folds, local, noted, publish, sum};
+use crate::place::{Place, Sum, by_hand, folds, lines_of, local, noted, publish, sum};
 
 everywhere!(
     a_fork_begins_like_its_parent_and_goes_on_by_itself,
@@ -18,11 +18,30 @@ everywhere!(
     a_fork_at_an_entry_that_is_not_there_leaves_nothing,
     an_unfinished_session_is_none_and_is_swept,
     whoever_was_taken_for_dead_touches_no_session_of_others,
+    what_whoever_was_taken_for_dead_still_copies_counts_nowhere,
+    the_state_of_a_fork_names_the_entries_of_the_fork,
+    a_stream_of_others_that_was_compacted_is_not_taken_for_whole,
+    an_export_ends_where_the_session_did_when_it_began,
     what_is_left_of_a_copy_is_not_taken_for_a_session,
     what_is_exported_and_imported_is_the_same,
+    what_is_exported_goes_on_where_it_is_imported,
     a_compacted_session_is_exported_with_its_snapshots,
     a_file_that_is_wrong_in_any_way_leaves_nothing,
     an_import_over_a_session_is_refused,
+);
+
+locally!(
+    a_fork_begins_like_its_parent_and_goes_on_by_itself,
+    a_fork_of_a_compacted_session_is_whole,
+    a_fork_before_what_was_compacted_is_refused,
+    a_fork_is_never_made_over_a_session,
+    a_fork_at_an_entry_that_is_not_there_leaves_nothing,
+    an_unfinished_session_is_none_and_is_swept,
+    whoever_was_taken_for_dead_touches_no_session_of_others,
+    an_export_ends_where_the_session_did_when_it_began,
+    a_compacted_session_is_exported_with_its_snapshots,
+    a_file_that_is_wrong_in_any_way_leaves_nothing,
+    what_is_exported_goes_on_where_it_is_imported,
 );
 
 async fn numbered(session: &Session, numbers: std::ops::Range<u64>) -> Vec<EntryId> {
@@ -199,6 +218,102 @@ async fn whoever_was_taken_for_dead_touches_no_session_of_others(place: Place) {
     assert_eq!(place.entries(&id).await.len(), 5);
 }
 
+async fn what_whoever_was_taken_for_dead_still_copies_counts_nowhere(place: Place) {
+    let sessions = place.sessions().await;
+    let original = sessions.create(&place.session).await.unwrap();
+    publish(&original, 0..700).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let id = SessionId::random();
+    let mut import = sessions.import(&id);
+    for line in &lines[..600] {
+        import.line(line).await.unwrap();
+    }
+    let copies: Vec<Fields> =
+        place.entries(&id).await.into_iter().map(|entry| entry.fields).collect();
+    assert!(!copies.is_empty());
+    // It is removed, and somebody makes a session of this name. Only then the last append of the import arrives: it had
+    // looked whether it may go on, and slept.
+    assert!(sessions.forget(&id).await.unwrap());
+    let other = sessions.create(&id).await.unwrap();
+    publish(&other, 0..5).await;
+    let backend = place.backend().await;
+    backend.append(&place.stream_of(&id), &copies, &Retention::KEEP_ALL).await.unwrap();
+    publish(&other, 5..8).await;
+    assert_eq!(sum(&other), Sum::of(0..8));
+    assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..8));
+    let state = sessions.state_at(&id, Until::Entry(other.position())).await.unwrap();
+    assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..8));
+    // Nor in what is made of it.
+    let fork = sessions.fork(&id, Until::End, &SessionId::random()).await.unwrap();
+    assert_eq!(sum(&fork), Sum::of(0..8));
+    assert_eq!(place.entries(fork.id()).await.len(), 8);
+    let exported = lines_of(sessions.export(&id).await.unwrap()).await;
+    assert_eq!(exported.len(), 10);
+    let imported = import_all(sessions.import(&SessionId::random()), &exported).await.unwrap();
+    assert_eq!(sum(&imported), Sum::of(0..8));
+    // The same copies do not count in a fork, either, though that one is made of copies.
+    let stream = place.stream_of(fork.id());
+    backend.append(&stream, &copies, &Retention::KEEP_ALL).await.unwrap();
+    fork.publish(noted(8)).await.unwrap();
+    assert_eq!(sum(&sessions.recover(fork.id()).await.unwrap()), Sum::of(0..9));
+}
+
+async fn the_state_of_a_fork_names_the_entries_of_the_fork(place: Place) {
+    let sessions = place.sessions().await;
+    let parent = sessions.create(&place.session).await.unwrap();
+    numbered(&parent, 0..20).await;
+    parent.snapshot().await.unwrap();
+    let last = numbered(&parent, 20..25).await[4];
+    let id = SessionId::random();
+    let fork = sessions.fork(&place.session, Until::Entry(last), &id).await.unwrap();
+    let ids: Vec<EntryId> = place.entries(&id).await.iter().map(|entry| entry.id).collect();
+    let again = sessions.recover(&id).await.unwrap();
+    // It has a snapshot, as its parent had, and one of its own.
+    assert_eq!(again.recovery().from_snapshot, Some(ids[24]));
+    for session in [&fork, &again] {
+        let latest = session.latest::<Noted>().unwrap().envelope.entry_id.unwrap();
+        assert_eq!(latest, ids[24]);
+        let all = session.all::<Noted>().unwrap().events;
+        let named: Vec<_> = all.iter().map(|event| event.envelope.entry_id.unwrap()).collect();
+        assert_eq!(named, ids[15..]);
+        let stream = place.stream_of(&id);
+        assert!(all.iter().all(|event| event.envelope.stream.as_ref() == Some(&stream)));
+        let state = sessions.state_at(&id, Until::Entry(named[0])).await.unwrap();
+        assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..16));
+    }
+}
+
+async fn a_stream_of_others_that_was_compacted_is_not_taken_for_whole(place: Place) {
+    let payload = |number: u64| format!(r#"{{"session_id":null,"number":{number},"text":""}}"#);
+    for number in 0..10 {
+        place.append(&[("type", "conformance.Noted"), ("payload", &payload(number))]).await;
+    }
+    let sessions = place.sessions().await;
+    let session = sessions.recover(&place.session).await.unwrap();
+    session.compact().await.unwrap();
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..10));
+    let other = headwater_bus::Folds::none().latest::<Noted>();
+    let other = place.sessions_with(other, by_hand()).await;
+    let error = other.recover(&place.session).await.unwrap_err();
+    let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
+    assert_eq!((missing.why, missing.count), (MissingReason::Compacted, Some(9)));
+    let fork = sessions.fork(&place.session, Until::End, &SessionId::random()).await.unwrap();
+    assert_eq!(sum(&fork), Sum::of(0..10));
+}
+
+async fn an_export_ends_where_the_session_did_when_it_began(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..600).await;
+    let mut export = sessions.export(&place.session).await.unwrap();
+    // The head, and one of the entries that were read with it.
+    export.next_line().await.unwrap().unwrap();
+    export.next_line().await.unwrap().unwrap();
+    // However many come meanwhile: it would never end if it went after them.
+    publish(&session, 600..5000).await;
+    assert_eq!(lines_of(export).await.len(), 600);
+}
+
 async fn what_is_left_of_a_copy_is_not_taken_for_a_session(place: Place) {
     let sessions = place.sessions().await;
     // The last step of somebody who slept while the session was swept.
@@ -217,15 +332,6 @@ async fn what_is_left_of_a_copy_is_not_taken_for_a_session(place: Place) {
     assert_eq!(sum(&sessions.ensure(&place.session).await.unwrap()), Sum::default());
 }
 
-async fn lines_of(mut export: Export) -> Vec<String> {
-    let mut lines = Vec::new();
-    while let Some(line) = export.next_line().await.unwrap() {
-        assert!(!line.contains('\n'));
-        lines.push(line);
-    }
-    lines
-}
-
 async fn import_all(mut import: Import, lines: &[String]) -> Result<Session, SessionError> {
     for line in lines {
         import.line(line).await?;
@@ -236,7 +342,7 @@ async fn import_all(mut import: Import, lines: &[String]) -> Result<Session, Ses
 /// The fields of all entries, without the note of where they come from.
 async fn fields_of(place: &Place, session: &SessionId) -> Vec<Fields> {
     let plain = |fields: &Fields| {
-        let ours = |name: &[u8]| name == b"original_entry_id";
+        let ours = |name: &[u8]| name == b"original_entry_id" || name == b"copied_by";
         Fields::new(fields.iter().filter(|(name, _)| !ours(name)).cloned())
     };
     place.entries(session).await.iter().map(|entry| plain(&entry.fields)).collect()
@@ -270,6 +376,26 @@ async fn what_is_exported_and_imported_is_the_same(place: Place) {
     assert_eq!(sum(&imported), Sum::of(0..705));
     let back = lines_of(elsewhere.export(&place.session).await.unwrap()).await;
     assert_eq!(back.len(), lines.len());
+}
+
+async fn what_is_exported_goes_on_where_it_is_imported(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..700).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let id = SessionId::random();
+    let imported = import_all(sessions.import(&id), &lines).await.unwrap();
+    assert_eq!(sum(&imported), Sum::of(0..700));
+    publish(&imported, 700..710).await;
+    assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..710));
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..700));
+    // Once more, now with copies in it.
+    let lines = lines_of(sessions.export(&id).await.unwrap()).await;
+    let again = import_all(sessions.import(&SessionId::random()), &lines).await.unwrap();
+    assert_eq!(sum(&again), Sum::of(0..710));
+    // And over a session it is refused.
+    let error = import_all(sessions.import(&place.session), &lines).await.unwrap_err();
+    assert!(matches!(error, SessionError::Exists { .. }), "{error}");
 }
 
 async fn a_compacted_session_is_exported_with_its_snapshots(place: Place) {

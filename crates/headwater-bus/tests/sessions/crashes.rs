@@ -17,7 +17,7 @@ use headwater_bus::{
 use headwater_stream::{Backend, EntryId, Options, connect};
 use headwater_testkit::{Child, Cluster, Redis};
 
-use crate::place::{LIMIT, Place, Sum, by_hand, folds, noted, publish, sum};
+use crate::place::{LIMIT, Place, Sum, by_hand, folds, lines_of, noted, publish, sum};
 
 everywhere!(
     a_snapshot_that_is_cut_off_anywhere_leaves_the_session_whole,
@@ -46,6 +46,19 @@ async fn cut_off<F: Future>(polls: usize, work: F) -> Option<F::Output> {
     .await
 }
 
+/// Cuts something off one poll later each time, until it came to its end often enough.
+async fn cut_off_anywhere(mut is_done_after: impl AsyncFnMut(usize) -> bool) {
+    let mut ends = 0;
+    for polls in 0.. {
+        ends += usize::from(is_done_after(polls).await);
+        if ends == ENDS {
+            println!("{polls} polls");
+            assert!(polls > ENDS, "it was not cut off anywhere");
+            return;
+        }
+    }
+}
+
 /// What was under way may still take effect.
 async fn settle() {
     tokio::time::sleep(Duration::from_millis(2)).await;
@@ -54,8 +67,7 @@ async fn settle() {
 async fn a_snapshot_that_is_cut_off_anywhere_leaves_the_session_whole(place: Place) {
     let place = place.on_disk().await;
     let sessions = place.sessions().await;
-    let mut ends = 0;
-    for polls in 0.. {
+    cut_off_anywhere(async |polls| {
         let session = sessions.create(&SessionId::random()).await.unwrap();
         publish(&session, 0..30).await;
         session.snapshot().await.unwrap();
@@ -69,22 +81,15 @@ async fn a_snapshot_that_is_cut_off_anywhere_leaves_the_session_whole(place: Pla
         // And it can be compacted, whatever its meta says of the snapshot.
         again.compact().await.unwrap();
         assert_eq!(sum(&sessions.recover(session.id()).await.unwrap()), Sum::of(0..40));
-        if taken.is_some() {
-            ends += 1;
-        }
-        if ends == ENDS {
-            println!("{polls} polls");
-            assert!(polls > ENDS, "it was not cut off anywhere");
-            return;
-        }
-    }
+        taken.is_some()
+    })
+    .await;
 }
 
 async fn a_compaction_that_is_cut_off_anywhere_leaves_the_session_whole(place: Place) {
     let place = place.on_disk().await;
     let sessions = place.sessions().await;
-    let mut ends = 0;
-    for polls in 0.. {
+    cut_off_anywhere(async |polls| {
         let session = sessions.create(&SessionId::random()).await.unwrap();
         publish(&session, 0..30).await;
         let compacted = cut_off(polls, session.compact()).await;
@@ -95,15 +100,9 @@ async fn a_compaction_that_is_cut_off_anywhere_leaves_the_session_whole(place: P
         session.compact().await.unwrap();
         assert_eq!(place.entries(session.id()).await.len(), 1, "after {polls} polls");
         assert_eq!(sum(&sessions.recover(session.id()).await.unwrap()), Sum::of(0..33));
-        if compacted.is_some() {
-            ends += 1;
-        }
-        if ends == ENDS {
-            println!("{polls} polls");
-            assert!(polls > ENDS, "it was not cut off anywhere");
-            return;
-        }
-    }
+        compacted.is_some()
+    })
+    .await;
 }
 
 /// What was cut off is a whole session or none, and can be removed.
@@ -127,22 +126,15 @@ async fn a_fork_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place) {
     publish(&parent, 0..30).await;
     parent.compact().await.unwrap();
     publish(&parent, 30..700).await;
-    let mut ends = 0;
-    for polls in 0.. {
+    cut_off_anywhere(async |polls| {
         let id = SessionId::random();
         let forked = cut_off(polls, sessions.fork(&place.session, Until::End, &id)).await;
         settle().await;
         is_whole_or_none(&sessions, &id, &Sum::of(0..700)).await;
         assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..700));
-        if forked.is_some() {
-            ends += 1;
-        }
-        if ends == ENDS {
-            println!("{polls} polls");
-            assert!(polls > ENDS, "it was not cut off anywhere");
-            return;
-        }
-    }
+        forked.is_some()
+    })
+    .await;
 }
 
 async fn an_import_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place) {
@@ -150,13 +142,8 @@ async fn an_import_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place)
     let sessions = place.sessions().await;
     let original = sessions.create(&place.session).await.unwrap();
     publish(&original, 0..1200).await;
-    let mut lines = Vec::new();
-    let mut export = sessions.export(&place.session).await.unwrap();
-    while let Some(line) = export.next_line().await.unwrap() {
-        lines.push(line);
-    }
-    let mut ends = 0;
-    for polls in 0.. {
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    cut_off_anywhere(async |polls| {
         let id = SessionId::random();
         let mut import = sessions.import(&id);
         let imported = cut_off(polls, async {
@@ -168,15 +155,9 @@ async fn an_import_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place)
         let is_done = imported.await.is_some();
         settle().await;
         is_whole_or_none(&sessions, &id, &Sum::of(0..1200)).await;
-        if is_done {
-            ends += 1;
-        }
-        if ends == ENDS {
-            println!("{polls} polls");
-            assert!(polls > ENDS, "it was not cut off anywhere");
-            return;
-        }
-    }
+        is_done
+    })
+    .await;
 }
 
 async fn an_import_of_which_one_call_is_cut_off_has_failed(place: Place) {
@@ -184,11 +165,7 @@ async fn an_import_of_which_one_call_is_cut_off_has_failed(place: Place) {
     let sessions = place.sessions().await;
     let original = sessions.create(&place.session).await.unwrap();
     publish(&original, 0..600).await;
-    let mut lines = Vec::new();
-    let mut export = sessions.export(&place.session).await.unwrap();
-    while let Some(line) = export.next_line().await.unwrap() {
-        lines.push(line);
-    }
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
     let last = lines.len() - 1;
     // The calls that write: the first entry, a full batch, the end.
     for cut in [1, 500, last] {
@@ -235,10 +212,10 @@ async fn an_import_of_which_one_call_is_cut_off_has_failed(place: Place) {
 
 async fn an_end_that_is_cut_off_anywhere_is_still_told(place: Place) {
     let place = place.on_disk().await;
-    let ttl = Some(Duration::from_millis(1));
-    let config = headwater_bus::SessionsConfig { ttl, ..by_hand() };
-    let mut ends = 0;
-    for polls in 0.. {
+    let moment = Duration::from_millis(1);
+    let (ttl, unfinished_after) = (Some(moment), moment);
+    let config = headwater_bus::SessionsConfig { ttl, unfinished_after, ..by_hand() };
+    cut_off_anywhere(async |polls| {
         // Each has a list of its own, so that a sweep meets one session.
         let place = place.another();
         let sessions = place.sessions_with(folds(), config).await;
@@ -257,15 +234,9 @@ async fn an_end_that_is_cut_off_anywhere_is_still_told(place: Place) {
         let ended = sessions.recover(&place.session).await.unwrap_err();
         assert!(matches!(ended, SessionError::Expired { entries: 10, .. }), "{ended}");
         assert_eq!(place.entries(&place.session).await, []);
-        if swept.is_some() {
-            ends += 1;
-        }
-        if ends == ENDS {
-            println!("{polls} polls");
-            assert!(polls > ENDS, "it was not cut off anywhere");
-            return;
-        }
-    }
+        swept.is_some()
+    })
+    .await;
 }
 
 /// Random numbers that a seed tells.

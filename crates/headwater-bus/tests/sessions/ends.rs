@@ -1,5 +1,7 @@
 //! Sessions whose time is up.
 
+use std::pin::Pin;
+use std::task::Poll;
 use std::time::Duration;
 
 use headwater_bus::conformance::{Log, Noted};
@@ -14,9 +16,12 @@ use crate::place::{Place, Sum, by_hand, folds, noted, publish, sum};
 everywhere!(
     a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_was,
     a_session_in_use_does_not_expire,
+    an_event_that_is_confirmed_while_a_session_ends_is_not_lost,
     what_a_group_has_not_handled_keeps_a_session,
     a_bus_that_keeps_little_takes_nothing_that_no_snapshot_stands_for,
 );
+
+locally!(a_session_in_use_does_not_expire,);
 
 fn short_lived() -> SessionsConfig {
     SessionsConfig { ttl: Some(Duration::from_millis(50)), ..by_hand() }
@@ -74,6 +79,59 @@ async fn a_session_in_use_does_not_expire(place: Place) {
     publish(&session, 0..3).await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
     assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..3));
+}
+
+/// Somebody publishes between any two steps of whoever ends the session, who then goes on or dies.
+async fn an_event_that_is_confirmed_while_a_session_ends_is_not_lost(place: Place) {
+    let place = place.on_disk().await;
+    let moment = Duration::from_millis(1);
+    let (ttl, unfinished_after) = (Some(moment), moment);
+    let config = SessionsConfig { ttl, unfinished_after, ..by_hand() };
+    let (mut ends, mut polls) = (0, 0);
+    while ends < 3 {
+        for dies in [false, true] {
+            let place = place.another();
+            let sessions = place.sessions_with(folds(), config).await;
+            let session = sessions.create(&place.session).await.unwrap();
+            publish(&session, 0..10).await;
+            session.snapshot().await.unwrap();
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            let mut sweep = Box::pin(sessions.sweep());
+            let is_over = poll_times(polls, &mut sweep).await;
+            let published = session.publish(noted(10)).await;
+            match dies || is_over {
+                true => drop(sweep),
+                false => drop(sweep.await.unwrap()),
+            }
+            ends += usize::from(is_over && dies);
+            // Its time may be up again, now with the event.
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            for _ in 0..2 {
+                sessions.sweep().await.unwrap();
+            }
+            let error = sessions.recover(&place.session).await.unwrap_err();
+            let SessionError::Expired { entries, .. } = error else { panic!("{error}") };
+            match published {
+                Ok(_) => assert_eq!(entries, 11, "after {polls} polls, dies: {dies}"),
+                Err(SessionError::Expired { .. }) => assert!((10..=11).contains(&entries)),
+                Err(other) => panic!("after {polls} polls: {other}"),
+            }
+        }
+        polls += 1;
+    }
+    assert!(polls > 3, "nobody came in between");
+}
+
+/// Polls something so many times; returns whether it is over.
+async fn poll_times<F: Future + Unpin>(mut times: usize, work: &mut F) -> bool {
+    std::future::poll_fn(|context| {
+        if times == 0 {
+            return Poll::Ready(false);
+        }
+        times -= 1;
+        Pin::new(&mut *work).poll(context).map(|_| true)
+    })
+    .await
 }
 
 async fn what_a_group_has_not_handled_keeps_a_session(place: Place) {

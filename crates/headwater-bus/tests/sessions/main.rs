@@ -14,4 +14,5 @@ mod outages;
 mod processes;
 mod recovery;
 mod snapshots;
+mod unreadable;
 mod upkeep;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
-    EventBus, Fold, Folds, LocalBus, Registry, Session, SessionEvent, SessionId, Sessions,
+    EventBus, Export, Fold, Folds, LocalBus, Registry, Session, SessionEvent, SessionId, Sessions,
     SessionsConfig, StreamedBus, StreamedBusConfig,
 };
 use headwater_stream::{
@@ -39,7 +39,19 @@ macro_rules! everywhere {
     };
 }
 
-/// A backend, and keys that no other test uses.
+/// Runs scenarios on a local bus as well: those that do not look into a backend.
+macro_rules! locally {
+    ($($scenario:ident),* $(,)?) => {
+        mod local {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::place::Place::local()).await;
+            })*
+        }
+    };
+}
+
+/// A bus or a backend, and keys that no other test uses.
 pub(crate) struct Place {
     target: Target,
     pub(crate) prefix: String,
@@ -48,6 +60,8 @@ pub(crate) struct Place {
 }
 
 enum Target {
+    /// There is one bus, and one process.
+    Local(Arc<LocalBus>),
     /// All buses share the one backend there is.
     Shared(Arc<dyn Backend>),
     /// Each bus has its own connections.
@@ -97,6 +111,10 @@ pub(crate) fn by_hand() -> SessionsConfig {
 }
 
 impl Place {
+    pub(crate) fn local() -> Self {
+        Self::new(Target::Local(Arc::new(LocalBus::new(registry()))))
+    }
+
     pub(crate) async fn embedded() -> Self {
         Self::new(Target::Shared(connect("embedded:memory", &Options::default()).await.unwrap()))
     }
@@ -120,7 +138,7 @@ impl Place {
 
     /// The same, but with an embedded backend on the disk: every change of it takes a while.
     pub(crate) async fn on_disk(self) -> Self {
-        if let Target::Url(_) = self.target {
+        if !matches!(self.target, Target::Shared(_)) {
             return self;
         }
         let directory = tempfile::tempdir().unwrap();
@@ -132,6 +150,7 @@ impl Place {
     /// The same backend, and other keys.
     pub(crate) fn another(&self) -> Self {
         Self::new(match &self.target {
+            Target::Local(bus) => Target::Local(Arc::clone(bus)),
             Target::Shared(backend) => Target::Shared(Arc::clone(backend)),
             Target::Url(url) => Target::Url(url.clone()),
         })
@@ -139,6 +158,7 @@ impl Place {
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
         match &self.target {
+            Target::Local(_) => panic!("a local bus has no backend to look into"),
             Target::Shared(backend) => Arc::clone(backend),
             Target::Url(url) => connect(url, &Options::default()).await.unwrap(),
         }
@@ -159,7 +179,11 @@ impl Place {
     }
 
     pub(crate) async fn sessions_with(&self, folds: Folds, config: SessionsConfig) -> Sessions {
-        Sessions::new(self.bus().await, folds, config).await.unwrap()
+        let bus: Arc<dyn EventBus> = match &self.target {
+            Target::Local(bus) => Arc::clone(bus) as Arc<dyn EventBus>,
+            _ => self.bus().await,
+        };
+        Sessions::new(bus, folds, config).await.unwrap()
     }
 
     pub(crate) fn stream(&self) -> StreamName {
@@ -177,6 +201,9 @@ impl Place {
     }
 
     pub(crate) async fn entries(&self, session: &SessionId) -> Vec<Entry> {
+        if let Target::Local(_) = self.target {
+            return self.exported(session).await;
+        }
         let backend = self.backend().await;
         let (mut all, mut from) = (Vec::new(), EntryId::MIN);
         loop {
@@ -187,6 +214,22 @@ impl Place {
             from = last.id.next();
             all.extend(page);
         }
+    }
+}
+
+impl Place {
+    /// The entries of a session as it is exported; none if there is no such session.
+    async fn exported(&self, session: &SessionId) -> Vec<Entry> {
+        let sessions = self.sessions().await;
+        let Ok(mut export) = sessions.export(session).await else { return Vec::new() };
+        let mut entries = Vec::new();
+        while let Some(line) = export.next_line().await.unwrap() {
+            let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+            let Some(entry) = line.get("entry") else { continue };
+            let id = entry["id"].as_str().unwrap().parse().unwrap();
+            entries.push(Entry { id, fields: Fields::new([("line", entry.to_string())]) });
+        }
+        entries
     }
 }
 
@@ -210,6 +253,16 @@ pub(crate) async fn publish(session: &Session, numbers: std::ops::Range<u64>) {
             result.unwrap();
         }
     }
+}
+
+/// The lines of an export.
+pub(crate) async fn lines_of(mut export: Export) -> Vec<String> {
+    let mut lines = Vec::new();
+    while let Some(line) = export.next_line().await.unwrap() {
+        assert!(!line.contains('\n'));
+        lines.push(line);
+    }
+    lines
 }
 
 pub(crate) fn sum(session: &Session) -> Sum {

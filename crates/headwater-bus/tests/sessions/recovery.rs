@@ -38,6 +38,19 @@ everywhere!(
     a_fold_that_panics_is_an_error_and_hurts_nobody,
 );
 
+locally!(
+    a_session_is_recovered_as_it_was,
+    a_session_of_any_length_is_recovered_page_by_page,
+    a_session_is_made_once,
+    one_that_never_was_is_not_found,
+    events_of_other_sessions_and_namespaces_are_refused,
+    a_snapshot_that_panics_whoever_reads_it_is_passed_over,
+    a_state_can_be_had_as_it_was_at_an_entry_or_a_time,
+    sessions_are_listed_page_by_page_in_the_order_they_were_made,
+    a_forgotten_session_is_as_if_it_never_was,
+    a_fold_that_panics_is_an_error_and_hurts_nobody,
+);
+
 async fn a_session_is_recovered_as_it_was(place: Place) {
     let sessions = place.sessions().await;
     let session = sessions.create(&place.session).await.unwrap();

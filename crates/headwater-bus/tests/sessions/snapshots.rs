@@ -29,6 +29,16 @@ everywhere!(
     what_could_not_be_read_counts_once_it_can,
 );
 
+locally!(
+    snapshots_are_taken_by_themselves,
+    an_older_snapshot_never_replaces_a_newer_one,
+    processes_that_take_snapshots_at_once_leave_a_whole_one,
+    a_snapshot_of_other_folds_is_not_used,
+    a_compacted_session_is_recovered_whole,
+    a_process_that_was_behind_a_compaction_catches_up,
+    nothing_is_compacted_without_a_snapshot,
+);
+
 /// Another set of folds.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Longest(usize);
@@ -350,7 +360,7 @@ async fn what_could_not_be_read_counts_once_it_can(place: Place) {
 #[tokio::test]
 async fn a_snapshot_that_is_too_large_is_refused_and_the_session_goes_on() {
     let sessions = local().await;
-    let folds = Folds::none().all::<Noted>(100);
+    let folds = Folds::none().with::<Texts>();
     let bus: Arc<dyn EventBus> = Arc::clone(sessions.bus());
     let sessions = Sessions::new(bus, folds, by_hand()).await.unwrap();
     let session = sessions.create(&headwater_bus::SessionId::random()).await.unwrap();
@@ -360,6 +370,51 @@ async fn a_snapshot_that_is_too_large_is_refused_and_the_session_goes_on() {
     }
     let refused = session.snapshot().await;
     assert!(matches!(refused, Err(SessionError::Snapshot { .. })), "{refused:?}");
-    assert_eq!(session.all::<Noted>().unwrap().events.len(), 10);
+    assert_eq!(session.get::<Texts>().unwrap().0.len(), 10);
     assert_ne!(session.position(), EntryId::MIN);
+}
+
+/// Keeps too much.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Texts(Vec<String>);
+
+impl Fold for Texts {
+    const NAME: &'static str = "tests.Texts";
+
+    fn apply(&mut self, event: &SessionEvent) {
+        self.0.extend(event.get::<Noted>().map(|noted| noted.text.clone()));
+    }
+}
+
+#[tokio::test]
+async fn what_folds_keep_fits_into_a_snapshot() {
+    let sessions = local().await;
+    let many = headwater_bus::limits::FOLDED_EVENTS_MAX;
+    let folds = Folds::none().all::<Noted>(many).latest::<Noted>();
+    let bus: Arc<dyn EventBus> = Arc::clone(sessions.bus());
+    let sessions = Sessions::new(bus, folds, by_hand()).await.unwrap();
+    let session = sessions.create(&headwater_bus::SessionId::random()).await.unwrap();
+    // Quotes take twice their room in a snapshot; and one event is larger than what all may keep in it.
+    let texts = (0..200).map(|_| "\"".repeat(40_000)).chain(["\"".repeat(500_000)]);
+    for (number, text) in (0..).zip(texts) {
+        session.publish(Noted { session_id: None, number, text }).await.unwrap();
+        if number == 100 {
+            assert!(session.snapshot().await.unwrap());
+        }
+    }
+    assert!(session.snapshot().await.unwrap());
+    let again = sessions.recover(session.id()).await.unwrap();
+    assert_eq!(again.recovery().replayed, 0);
+    for session in [&session, &again] {
+        assert_eq!(session.latest::<Noted>().unwrap().number, 200);
+        let all = session.all::<Noted>().unwrap();
+        assert_eq!(all.dropped + all.events.len() as u64, 201);
+        assert!(!all.events.is_empty() && all.events.len() < 100, "{}", all.events.len());
+        let newest = all.events.iter().map(|event| event.number).rev();
+        assert!(newest.eq((0..=200).rev().take(all.events.len())));
+    }
+    assert_eq!(
+        session.all::<Noted>().unwrap().events.len(),
+        again.all::<Noted>().unwrap().events.len()
+    );
 }

@@ -21,6 +21,11 @@ everywhere!(
 
 const MOMENT: Duration = Duration::from_millis(1);
 
+/// Whoever takes everybody for dead at once, and forgets sessions as soon as they expired.
+fn forgetful() -> SessionsConfig {
+    SessionsConfig { note_kept_for: MOMENT, unfinished_after: MOMENT, ..by_hand() }
+}
+
 async fn pause() {
     tokio::time::sleep(Duration::from_millis(20)).await;
 }
@@ -37,7 +42,7 @@ async fn until(mut is_so: impl AsyncFnMut() -> bool) {
 async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told_to_stop(
     place: Place,
 ) {
-    let config = SessionsConfig { ttl: Some(MOMENT), note_kept_for: MOMENT, ..by_hand() };
+    let config = SessionsConfig { ttl: Some(MOMENT), ..forgetful() };
     let sessions = place.sessions_with(folds(), config).await;
     let for_ever = place.sessions().await.create(&SessionId::random()).await.unwrap();
     publish(&for_ever, 0..1).await;
@@ -128,8 +133,7 @@ async fn a_note_is_kept_for_its_time_and_for_as_long_as_a_group_needs_what_came_
 ) {
     let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
     let patient = place.sessions_with(folds(), config).await;
-    let config = SessionsConfig { note_kept_for: MOMENT, ..config };
-    let forgetful = place.sessions_with(folds(), config).await;
+    let forgetful = place.sessions_with(folds(), forgetful()).await;
     let session = patient.create(&place.session).await.unwrap();
     publish(&session, 0..3).await;
     pause().await;
@@ -161,7 +165,7 @@ async fn a_note_is_kept_for_its_time_and_for_as_long_as_a_group_needs_what_came_
 }
 
 async fn whoever_dies_while_it_forgets_leaves_what_is_swept_later(place: Place) {
-    let config = SessionsConfig { ttl: Some(MOMENT), note_kept_for: MOMENT, ..by_hand() };
+    let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
     let sessions = place.sessions_with(folds(), config).await;
     sessions.create(&place.session).await.unwrap();
     pause().await;
@@ -179,8 +183,7 @@ async fn whoever_dies_while_it_forgets_leaves_what_is_swept_later(place: Place) 
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
     assert_eq!(sessions.sweep().await.unwrap().unfinished, 0, "somebody may be at it");
 
-    let config = SessionsConfig { unfinished_after: MOMENT, ..config };
-    let impatient = place.sessions_with(folds(), config).await;
+    let impatient = place.sessions_with(folds(), forgetful()).await;
     pause().await;
     assert_eq!(impatient.sweep().await.unwrap().unfinished, 1);
     assert_eq!(sessions.info(&place.session).await.unwrap(), None);
