@@ -3,7 +3,7 @@
 //! Upstream: `worker`, with what its group was given. Downstream: `run`, then `replies`.
 //! Promises: a request that has a reply is not carried out; a reply is kept before the request is acknowledged; each
 //! request that is not given back ends with exactly one reply, whatever becomes of it. Processes that die are counted by
-//! the group, tries that fail are counted here.
+//! the group, tries that fail are counted here, runs that lost their lock are counted in the session: each has its limit.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -171,7 +171,9 @@ impl Carrier {
         let meter = Meter::new(task.budget);
         let (ending, has_session) = match self.limits(task).await? {
             Ok(limits) => match self.session(task).await? {
-                Ok(session) => (self.pursue(task, &session, &meter, limits, hold).await?, true),
+                Ok(session) => {
+                    (self.pursue_here(task, &session, &meter, limits, hold).await?, true)
+                }
                 Err(problem) => (Ending::Failed(RequestFailure::Failed, problem), false),
             },
             Err((kind, problem)) => {
@@ -188,8 +190,8 @@ impl Carrier {
         let found = self.patiently(|| self.replies.find(requester, request_id)).await?;
         match found {
             Ok(Some(Kept::Reply(reply))) => {
-                // Whoever had it before may have died between the reply and its copy.
-                if task.deliveries > 1 {
+                // Whoever had it before may have died or stopped between the reply and its copy.
+                if task.is_stored {
                     let announced = || self.replies.announce(request_id, &reply);
                     self.patiently(announced).await?.map_err(|_| GivenBack::Unavailable)?;
                 }
@@ -258,6 +260,30 @@ impl Carrier {
                 Err(error) => return Ok(Err(error.to_string())),
             }
         }
+    }
+
+    /// Tries, unless that has cost too many their lock. One that blocks its process for longer than its lock lasts would be
+    /// carried out over and over: whoever takes it over loses its lock, too, and nobody dies of it.
+    async fn pursue_here(
+        &self,
+        task: &Task,
+        session: &Session,
+        meter: &Meter,
+        limits: (Timestamp, Instant),
+        hold: &Hold,
+    ) -> Result<Ending, GivenBack> {
+        let lost = session.lost_runs();
+        if lost >= u64::from(self.config.max_crashes) {
+            let problem = format!("{lost} workers lost their lock while they carried it out");
+            return Ok(Ending::Failed(RequestFailure::Crashed, problem));
+        }
+        let pursued = self.pursue(task, session, meter, limits, hold).await;
+        if let Err(GivenBack::LockLost) = &pursued
+            && let Err(error) = self.sessions.note_lost_run(&task.session).await
+        {
+            warn!(%error, "nobody will know that a request cost a worker its lock");
+        }
+        pursued
     }
 
     /// Tries until it works, or may not be tried any more.

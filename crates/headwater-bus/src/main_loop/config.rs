@@ -15,7 +15,8 @@ pub struct MainLoopConfig {
     pub concurrency: usize,
     /// How often a request is tried before it has failed. Default: 3.
     pub max_attempts: u32,
-    /// How many processes may die over a request before it has failed. Default: 3.
+    /// How many processes may die over a request, or lose their lock because it blocks them, before it has failed.
+    /// Default: 3.
     pub max_crashes: u32,
     /// How long to wait before the next try. Default: 1 s doubling up to 60 s, with jitter.
     pub backoff: Backoff,

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_bus::{
-    Completed, Event, EventBusExt, MainLoopClient, MainLoopCompleted, MainLoopConfig,
+    Completed, Event, EventBus, EventBusExt, MainLoopClient, MainLoopCompleted, MainLoopConfig,
     MainLoopError, MainLoopFailed, Received, RequestFailure, RequestId, Submit, Subscribe,
 };
 use headwater_testkit::{Child, Cluster, Redis};
 use tokio::task::JoinHandle;
 
-use crate::place::{Ask, LIMIT, Loop, Place, begun, quick, quick_lease};
+use crate::place::{Ask, LIMIT, Loop, Mute, Place, begun, quick, quick_lease};
 
 /// Writes each scenario once and runs it where processes can share something.
 macro_rules! between_processes {
@@ -34,6 +34,7 @@ macro_rules! between_processes {
 between_processes![
     of_two_workers_one_is_killed_in_the_middle_and_there_is_one_completion,
     a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_again,
+    a_worker_that_is_killed_between_a_reply_and_its_copy_leaves_the_copy_to_another,
     a_request_over_which_processes_die_fails_at_last,
     a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes,
 ];
@@ -73,6 +74,10 @@ fn worker() {
             };
             bus.subscribe::<MainLoopCompleted>(Subscribe::live(), die).await.unwrap();
         }
+        let bus: Arc<dyn EventBus> = match role.as_str() {
+            "stays at the copy" => Arc::new(Mute { bus, refuses: false }),
+            _ => bus,
+        };
         let sessions = crate::place::sessions(bus).await;
         let _worker =
             headwater_bus::MainLoopWorker::start(sessions, main_loop.clone(), config()).await;
@@ -141,6 +146,36 @@ async fn a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_ag
     assert!(main_loop.log.lines().is_empty(), "{:?}", main_loop.log.lines());
     place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
     assert_eq!(client.submit::<_, Vec<u64>>(submit()).await.unwrap().output, [7]);
+    worker.stop().await.unwrap();
+}
+
+async fn a_worker_that_is_killed_between_a_reply_and_its_copy_leaves_the_copy_to_another(
+    url: String,
+) {
+    let place = Place::at(url.clone()).impatient();
+    let client = Arc::new(place.client("desk").await);
+    let first = spawn(&place, &url, "stays at the copy");
+    let submit = Submit::new(Ask::Echo("a".to_owned())).id(id("r1"));
+    // The requester has it, whatever becomes of the copy.
+    let done = client.submit::<_, String>(submit).await.unwrap();
+    assert_eq!(done.output, "a");
+    tokio::task::block_in_place(|| {
+        first.line_after("PUBLISHING", LIMIT).unwrap();
+        first.kill9().unwrap();
+    });
+    let copies = |entries: Vec<headwater_stream::Entry>| {
+        let is_copy = |entry: &headwater_stream::Entry| {
+            entry.fields.get("type").is_some_and(|name| name == MainLoopCompleted::TYPE)
+        };
+        entries.into_iter().filter(is_copy).count()
+    };
+    assert_eq!(copies(place.entries(&place.control()).await), 0);
+
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
+    assert!(main_loop.log.lines().is_empty(), "it is not carried out again");
+    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
     worker.stop().await.unwrap();
 }
 

@@ -8,7 +8,7 @@ use headwater_bus::{
 };
 use serde_json::{Value, json};
 
-use crate::place::{Ask, Given, Loop, Place, begun, quick};
+use crate::place::{Ask, Given, LIMIT, Loop, Place, begun, quick, quick_lease};
 
 everywhere![
     a_request_over_its_budget_ends_whether_it_heeds_that_or_not,
@@ -17,6 +17,43 @@ everywhere![
     a_request_whose_deadline_passed_while_it_waited_is_not_begun,
     a_request_to_others_gets_what_is_left_and_is_charged_for,
 ];
+
+mod on_backends {
+    use super::*;
+    on_streams![a_request_that_blocks_its_worker_for_longer_than_a_lock_lasts_fails_at_last];
+}
+
+/// Whoever carries it out is cut off by it, lives, and gets it again.
+async fn a_request_that_blocks_its_worker_for_longer_than_a_lock_lasts_fails_at_last(place: Place) {
+    let place = place.impatient();
+    let main_loop = Loop::default();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let worker = std::thread::spawn({
+        let (place, main_loop) = (place.again(), main_loop.clone());
+        move || {
+            // One thread: what blocks it blocks the renewal of its lock, too.
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.unwrap().block_on(async {
+                let config = MainLoopConfig { max_crashes: 2, lease: quick_lease(), ..quick() };
+                let worker = place.worker_with(&main_loop, config).await;
+                let _ = stopped.await;
+                worker.stop().await.unwrap();
+            });
+        }
+    });
+    let client = place.client("desk").await;
+    let blocks = quick_lease().ttl.as_millis() as u64 + 500;
+    let submit = Submit::new(Ask::Block(blocks)).id(RequestId::new("blocks").unwrap());
+    let submit = submit.timeout(LIMIT * 2);
+    let failed = client.submit::<_, Value>(submit).await.unwrap_err();
+    assert_eq!(failed.failure(), Some(RequestFailure::Crashed), "{failed}");
+    assert_eq!(begun(&main_loop, "blocks"), 2);
+    // The worker is none the worse for it.
+    let fine = client.submit::<_, String>(Submit::new(Ask::Echo("a".to_owned()))).await.unwrap();
+    assert_eq!(fine.output, "a");
+    let _ = stop.send(());
+    tokio::task::spawn_blocking(move || worker.join().unwrap()).await.unwrap();
+}
 
 fn tokens(max: u64) -> Budget {
     Budget { max_total_tokens: Some(max), ..Budget::default() }

@@ -12,3 +12,4 @@ mod limits;
 mod replies;
 mod requests;
 mod stopping;
+mod watching;

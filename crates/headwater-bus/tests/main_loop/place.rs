@@ -6,9 +6,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use headwater_bus::conformance::{Log, Noted};
 use headwater_bus::{
-    Backoff, Budget, EventBus, ExecuteError, Folds, LocalBus, MainLoop, MainLoopClient,
-    MainLoopClientConfig, MainLoopConfig, MainLoopWorker, Namespace, Registry, Requester, Run,
-    Session, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig, Submit, Usage,
+    Backoff, Budget, BusError, EventBus, ExecuteError, Folds, Handlers, Health, Journal, LocalBus,
+    MainLoop, MainLoopClient, MainLoopClientConfig, MainLoopConfig, MainLoopWorker, Namespace,
+    Outgoing, PublishResult, Registry, Requester, Run, Session, Sessions, SessionsConfig,
+    StreamedBus, StreamedBusConfig, Submit, Subscribe, SubscriptionId, Usage,
 };
 use headwater_queue::QueueConfig;
 use headwater_stream::{Backend, Entry, KeeperConfig, Options, Range, StreamName, connect};
@@ -106,6 +107,16 @@ impl Place {
         Self { lease: quick_lease(), ..self }
     }
 
+    /// The same place, for a thread of its own.
+    pub(crate) fn again(&self) -> Self {
+        let target = match &self.target {
+            Target::Local(bus) => Target::Local(Arc::clone(bus)),
+            Target::Shared(backend) => Target::Shared(Arc::clone(backend)),
+            Target::Url(url) => Target::Url(url.clone()),
+        };
+        Self { target, prefix: self.prefix.clone(), lease: self.lease }
+    }
+
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
         match &self.target {
             Target::Local(_) => panic!("a local bus has no backend to look into"),
@@ -195,6 +206,54 @@ impl Place {
     }
 }
 
+/// A bus that publishes nothing: it says so and never answers, or refuses.
+pub(crate) struct Mute {
+    pub(crate) bus: Arc<dyn EventBus>,
+    pub(crate) refuses: bool,
+}
+
+#[async_trait]
+impl EventBus for Mute {
+    fn registry(&self) -> &Registry {
+        self.bus.registry()
+    }
+
+    async fn subscribe_handlers(
+        &self,
+        subscribe: Subscribe,
+        handlers: Handlers,
+    ) -> Result<SubscriptionId, BusError> {
+        self.bus.subscribe_handlers(subscribe, handlers).await
+    }
+
+    async fn unsubscribe(&self, subscription: SubscriptionId) -> Result<bool, BusError> {
+        self.bus.unsubscribe(subscription).await
+    }
+
+    async fn publish_all(
+        &self,
+        _: Vec<Outgoing>,
+    ) -> Result<Vec<Result<PublishResult, BusError>>, BusError> {
+        if self.refuses {
+            return Err(BusError::BreakerOpen { retry_after: Duration::from_secs(1) });
+        }
+        println!("PUBLISHING");
+        std::future::pending().await
+    }
+
+    async fn journal(&self) -> Result<Journal, BusError> {
+        self.bus.journal().await
+    }
+
+    async fn health(&self) -> Health {
+        self.bus.health().await
+    }
+
+    async fn close(&self) -> Result<(), BusError> {
+        self.bus.close().await
+    }
+}
+
 pub(crate) async fn sessions(bus: Arc<dyn EventBus>) -> Sessions {
     let folds = Folds::none().all::<Noted>(100);
     Sessions::new(bus, folds, SessionsConfig::default()).await.unwrap()
@@ -234,6 +293,8 @@ fn client_config() -> MainLoopClientConfig {
 pub(crate) enum Ask {
     /// Say it back.
     Echo(String),
+    /// Block the thread it runs on for so many milliseconds, then wait for ever.
+    Block(u64),
     /// Say it back when the gate is open.
     Wait(String),
     /// Fail so many times, then say how often it was tried.
@@ -312,6 +373,10 @@ impl Loop {
         let meter = run.meter();
         Ok(match ask {
             Ask::Echo(text) => text.into(),
+            Ask::Block(ms) => {
+                std::thread::sleep(Duration::from_millis(ms));
+                std::future::pending().await
+            }
             Ask::Wait(text) => {
                 self.gate.acquire().await?.forget();
                 text.into()

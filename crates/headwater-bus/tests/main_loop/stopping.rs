@@ -1,10 +1,11 @@
 //! Workers that stop: what runs is finished or given back.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_bus::{Event, EventBus, MainLoopCompleted, MainLoopConfig, RequestId, Submit};
 
-use crate::place::{Ask, Loop, Place, begun, quick, sessions};
+use crate::place::{Ask, Loop, Mute, Place, begun, quick, sessions};
 
 everywhere![a_worker_that_stops_finishes_what_runs];
 
@@ -14,6 +15,7 @@ mod on_backends {
         what_runs_longer_than_a_stop_waits_is_given_back_and_counts_as_no_try,
         a_worker_that_is_dropped_gives_back_what_it_had,
         a_bus_that_is_closed_under_its_worker_loses_nothing,
+        a_worker_that_stops_between_a_reply_and_its_copy_leaves_the_copy_to_another,
     ];
 }
 
@@ -74,6 +76,25 @@ async fn a_worker_that_is_dropped_gives_back_what_it_had(place: Place) {
     let first = Loop::default();
     let worker = place.worker(&first).await;
     taken_over(&place, &first, async { drop(worker) }).await;
+}
+
+async fn a_worker_that_stops_between_a_reply_and_its_copy_leaves_the_copy_to_another(place: Place) {
+    let first = Loop::default();
+    let config = MainLoopConfig { drain: Duration::from_millis(50), ..quick() };
+    let bus = Arc::new(Mute { bus: place.bus().await, refuses: true });
+    let sessions = sessions(bus).await;
+    let worker = headwater_bus::MainLoopWorker::start(sessions, first.clone(), config).await;
+    let client = place.client("desk").await;
+    let submit = Submit::new(Ask::Echo("a".to_owned())).id(id("r1"));
+    assert_eq!(client.submit::<_, String>(submit).await.unwrap().output, "a");
+    worker.unwrap().stop().await.unwrap();
+    place.control_settles_at(MainLoopCompleted::TYPE, 0).await;
+
+    let second = Loop::default();
+    let worker = place.worker(&second).await;
+    place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
+    assert_eq!(begun(&second, "r1"), 0, "it has its reply");
+    worker.stop().await.unwrap();
 }
 
 async fn a_bus_that_is_closed_under_its_worker_loses_nothing(place: Place) {
