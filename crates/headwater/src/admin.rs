@@ -1,16 +1,20 @@
-//! What operators do with topics, groups, messages and dead letters, as routes below `/api/v1`.
+//! What operators do with topics, groups, messages, dead letters, sessions and the outbox, as routes below `/api/v1`.
 //!
 //! Upstream: `router` puts them behind access and limits; the command line calls the same routes in its own process
 //! (`operator`), so that a verb does the same over the network and without. Downstream: `headwater-queue`.
 //! Promises: what destroys needs the role `admin`; listings come in pages; bytes that are no text travel as base64.
 
+mod attendance;
+pub(crate) mod checks;
+mod consuming;
 mod groups;
 mod letters;
 mod messages;
+mod outbox;
+mod sessions;
 mod topics;
 mod views;
 
-use axum::Router;
 use axum::http::StatusCode;
 use headwater_queue::{Producer, ProducerConfig, Queue, QueueError};
 use headwater_stream::{Backend, StreamError};
@@ -19,12 +23,15 @@ use std::time::Duration;
 use tracing::{error, warn};
 use utoipa_axum::router::OpenApiRouter;
 
+use crate::app::App;
 use crate::http::ApiError;
 use crate::http::body::ReadLimits;
 use crate::settings::Http;
 use crate::stop::Stopping;
 
-pub(crate) use self::views::{Payload, all as all_fields};
+use self::attendance::Consumers;
+pub(crate) use self::consuming::{LEASE, ModeName};
+pub(crate) use self::views::Payload;
 
 /// How soon to come back when somebody else changes the same thing.
 const BUSY_FOR: Duration = Duration::from_secs(1);
@@ -36,6 +43,7 @@ pub(crate) struct Operations {
     producer: Producer,
     http: Http,
     stopping: Stopping,
+    consumers: Arc<Consumers>,
 }
 
 impl Operations {
@@ -47,7 +55,12 @@ impl Operations {
     ) -> Result<Self, QueueError> {
         let queue = Queue::new(streams);
         let producer = queue.producer(ProducerConfig::default())?;
-        Ok(Self { queue, producer, http, stopping })
+        Ok(Self { queue, producer, http, stopping, consumers: Arc::default() })
+    }
+
+    /// Waits for what runs by itself: consumers leave their groups.
+    pub(crate) async fn close(&self) {
+        self.consumers.close().await;
     }
 }
 
@@ -62,13 +75,14 @@ pub(crate) fn described_routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
         .merge(topics::routes())
         .merge(messages::routes())
+        .merge(consuming::routes())
         .merge(groups::routes())
         .merge(letters::routes())
 }
 
-/// The routes, for a router with any state.
-pub(crate) fn routes<S>(operations: Operations) -> Router<S> {
-    Router::from(described_routes()).with_state(operations)
+/// Those that need more than streams.
+pub(crate) fn app_routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().merge(outbox::routes()).merge(sessions::routes()).merge(checks::routes())
 }
 
 impl From<QueueError> for ApiError {

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use headwater_bus::Sessions;
 use headwater_issue::{Inbox, Nudger, Store};
 use headwater_stream::Backend;
 use metrics_exporter_prometheus::PrometheusHandle;
@@ -43,6 +44,8 @@ pub(crate) struct Shared {
     pub(crate) stopping: Stopping,
     /// Tickets.
     pub(crate) tickets: Tickets,
+    /// What model runs did, step by step.
+    pub(crate) sessions: Arc<Sessions>,
     /// Who listens to tickets.
     pub(crate) listeners: Listeners,
 }

@@ -11,17 +11,18 @@ mod sql;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use axum::extract::{Request, State};
+use axum::Json;
+use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use axum::routing::get;
-use axum::{Json, Router};
 use headwater_issue::{IssueError, Store};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_stream::{Coalescer, CoalescerConfig};
-use serde::Deserialize;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use tracing::warn;
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 use uuid::Uuid;
 
 use crate::app::App;
@@ -38,6 +39,9 @@ const PATH_BYTES_MAX: usize = 512;
 /// Entries on one page, if nobody says otherwise, and at most.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
+
+/// The end of the routes whose calls are parts of a change that has an entry: every message of `consume` is settled.
+const PART_OF_ANOTHER: &str = "/settle";
 
 /// One change.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,7 +104,9 @@ pub(crate) async fn record(
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    if access::is_look(request.method()) {
+    let route = request.extensions().get::<MatchedPath>();
+    let is_part = route.is_some_and(|route| route.as_str().ends_with(PART_OF_ANOTHER));
+    if access::is_look(request.method()) || is_part {
         return Ok(next.run(request).await);
     }
     let entry = entry(&request);
@@ -133,24 +139,51 @@ fn entry(request: &Request) -> Entry {
     }
 }
 
-/// `/audit`, below `/api/v1`.
-pub(crate) fn routes() -> Router<App> {
-    Router::new().route("/audit", get(list))
+/// `/audit...`, below `/api/v1`.
+pub(crate) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().routes(routes!(list)).routes(routes!(books))
 }
 
-#[derive(Debug, Deserialize)]
+/// Which entries.
+#[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
 struct ListQuery {
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
+    /// At most this many; 50 by default, 500 at most.
     limit: Option<usize>,
 }
 
-/// Newest first.
+/// A part of a list.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct AuditPage {
+    entries: Vec<AuditEntry>,
+    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<String>,
+}
+
+/// Who changed what, and when.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct AuditEntry {
+    id: String,
+    at: String,
+    caller: String,
+    role: String,
+    client: String,
+    method: String,
+    path: String,
+    /// `null`: the change was cut off.
+    status: Option<u16>,
+}
+
+/// The changes that were made over HTTP, newest first.
+#[utoipa::path(get, path = "/audit", tag = "audit", params(ListQuery), responses((status = 200, body = AuditPage)))]
 async fn list(
     State(app): State<App>,
     caller: Caller,
     QueryOf(query): QueryOf<ListQuery>,
-) -> Answer<Value> {
+) -> Answer<AuditPage> {
     caller.must_be(Role::Admin)?;
     let limit = query.limit.unwrap_or(PAGE_DEFAULT);
     if !(1..=PAGE_MAX).contains(&limit) {
@@ -163,19 +196,71 @@ async fn list(
     let cursor = cursor.transpose()?;
     let entries = app.audit.page(cursor.as_deref(), limit).await?;
     let next = entries.last().filter(|_| entries.len() == limit).map(|entry| entry.id.clone());
-    let entries: Vec<_> = entries.iter().map(describe).collect();
-    Ok(Json(json!({"entries": entries, "next_cursor": next})))
+    Ok(Json(AuditPage { entries: entries.into_iter().map(describe).collect(), next_cursor: next }))
 }
 
-fn describe(entry: &Entry) -> Value {
-    json!({
-        "id": entry.id,
-        "at": entry.at.to_rfc3339(),
-        "caller": entry.caller,
-        "role": entry.role,
-        "client": entry.client,
-        "method": entry.method,
-        "path": entry.path,
-        "status": entry.status,
-    })
+fn describe(entry: Entry) -> AuditEntry {
+    AuditEntry {
+        id: entry.id,
+        at: entry.at.to_rfc3339(),
+        caller: entry.caller,
+        role: entry.role,
+        client: entry.client,
+        method: entry.method,
+        path: entry.path,
+        status: entry.status,
+    }
+}
+
+/// The books of all issues, seen at one moment: recorded = processed + pending + quarantined.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Books {
+    /// Whether everything adds up: in sum, and for every issue.
+    balances: bool,
+    issues: u64,
+    recorded: u64,
+    processed: u64,
+    pending: u64,
+    quarantined: u64,
+    /// How many issues do not add up.
+    discrepancies_total: u64,
+    /// Some of them.
+    discrepancies: Vec<DiscrepancyLine>,
+}
+
+/// An issue whose books do not balance.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DiscrepancyLine {
+    issue_id: i64,
+    processing_status: &'static str,
+    /// What its row counts as pending.
+    pending_events: i64,
+    /// Event logs that are not processed.
+    unprocessed: u64,
+    quarantined: bool,
+    problem: String,
+}
+
+/// Counts every event there ever was, and names the issues that do not add up. Reads everything: not for every second.
+#[utoipa::path(get, path = "/audit/books", tag = "audit", responses((status = 200, body = Books)))]
+async fn books(State(app): State<App>) -> Answer<Books> {
+    let audit = headwater_issue::audit(app.store.as_ref()).await?;
+    let line = |found: &headwater_issue::Discrepancy| DiscrepancyLine {
+        issue_id: found.issue_id.0,
+        processing_status: found.status.as_str(),
+        pending_events: found.pending_events,
+        unprocessed: found.unprocessed,
+        quarantined: found.quarantined,
+        problem: found.problem.clone(),
+    };
+    Ok(Json(Books {
+        balances: audit.balances(),
+        issues: audit.issues,
+        recorded: audit.recorded,
+        processed: audit.processed,
+        pending: audit.pending,
+        quarantined: audit.quarantined,
+        discrepancies_total: audit.discrepancies_total,
+        discrepancies: audit.discrepancies.iter().map(line).collect(),
+    }))
 }

@@ -64,6 +64,8 @@ pub(crate) struct Config {
 pub(crate) struct Parsed {
     pub(crate) line: CommandLine,
     pub(crate) flags: Vec<(&'static str, String)>,
+    /// The names of the verb, from the outside in.
+    pub(crate) path: Vec<String>,
 }
 
 /// Reads the command line.
@@ -72,7 +74,33 @@ pub(crate) fn parse(
 ) -> Result<Parsed, clap::Error> {
     let matches = definition().try_get_matches_from(arguments)?;
     let line = CommandLine::from_arg_matches(&matches)?;
-    Ok(Parsed { line, flags: flags(&matches) })
+    Ok(Parsed { line, flags: flags(&matches), path: path(&matches) })
+}
+
+/// How a verb is used, for whoever used it wrongly.
+pub(crate) fn usage(path: &[String]) -> String {
+    let mut command = definition();
+    // Gives the verbs their full names.
+    command.build();
+    let mut verb = &mut command;
+    for name in path {
+        // What was parsed has a definition.
+        if verb.find_subcommand(name).is_none() {
+            break;
+        }
+        verb = verb.find_subcommand_mut(name).expect("it was there a moment ago");
+    }
+    format!("{}\n\nFor more information, try '--help'.", verb.render_usage())
+}
+
+fn path(matches: &ArgMatches) -> Vec<String> {
+    let mut matches = matches;
+    let mut path = Vec::new();
+    while let Some((name, below)) = matches.subcommand() {
+        path.push(name.to_owned());
+        matches = below;
+    }
+    path
 }
 
 /// Verbs and flags together; for completions, too.

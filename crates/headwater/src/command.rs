@@ -37,18 +37,22 @@ async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
+    let path = parsed.path.clone();
     match dispatch(parsed, handler).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::NobodyReads) => ExitCode::SUCCESS,
         Err(failure) => {
             eprintln!("headwater: {failure}");
+            if let Failure::Usage(_) = &failure {
+                eprintln!("\n{}", cli::usage(&path));
+            }
             failure.exit_code()
         }
     }
 }
 
 async fn dispatch(parsed: Parsed, handler: Option<Arc<dyn IssueHandler>>) -> Result<(), Failure> {
-    let Parsed { line, flags } = parsed;
+    let Parsed { line, flags, .. } = parsed;
     // In boxes: the future of a whole server holds those of all its parts, and the compiler gives up on a `main` that holds
     // it by value.
     let running: LocalBoxFuture<'_, _> = match &line.verb {

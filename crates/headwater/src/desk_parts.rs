@@ -40,6 +40,7 @@ pub(crate) struct DeskParts {
     pub(crate) replies: Replies,
     pub(crate) intake: TicketIntake,
     pub(crate) bus: Arc<StreamedBus>,
+    pub(crate) sessions: Arc<Sessions>,
 }
 
 impl DeskParts {
@@ -53,14 +54,7 @@ impl DeskParts {
         let config = settings.desk;
         let tickets = Tickets::open(Arc::clone(store), nudger.clone(), config.quiet()).await;
         let tickets = tickets.context("the tables of tickets")?;
-        let bus = StreamedBus::open(Arc::clone(streams), Registry::builtin(), bus_config()).await;
-        let bus = Arc::new(bus.context("the bus")?);
-        let folds = Folds::none().all::<ToolInvoked>(100).all::<PromptExecuted>(100);
-        let sessions_config =
-            SessionsConfig { ttl: Some(SESSION_KEPT), ..SessionsConfig::default() };
-        let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
-        let sessions = Sessions::new(on_bus, folds, sessions_config).await.context("sessions")?;
-        let sessions = Arc::new(sessions);
+        let (bus, sessions) = sessions(streams).await?;
         let desk = Desk::new(
             model(&settings.model)?,
             Arc::new(tickets.clone()) as Arc<dyn TicketSearch>,
@@ -75,8 +69,21 @@ impl DeskParts {
         let replies = replies.map_err(|problem| anyhow!("replies: {problem}"))?;
         let intake =
             TicketIntake::new(tickets.clone(), Arc::clone(streams), settings.desk_reclaim_idle);
-        Ok(Self { tickets, desk: Arc::new(desk), replies, intake, bus })
+        Ok(Self { tickets, desk: Arc::new(desk), replies, intake, bus, sessions })
     }
+}
+
+/// The sessions of model runs, and the bus they are on.
+pub(crate) async fn sessions(
+    streams: &Arc<dyn Backend>,
+) -> Result<(Arc<StreamedBus>, Arc<Sessions>)> {
+    let bus = StreamedBus::open(Arc::clone(streams), Registry::builtin(), bus_config()).await;
+    let bus = Arc::new(bus.context("the bus")?);
+    let folds = Folds::none().all::<ToolInvoked>(100).all::<PromptExecuted>(100);
+    let config = SessionsConfig { ttl: Some(SESSION_KEPT), ..SessionsConfig::default() };
+    let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
+    let sessions = Sessions::new(on_bus, folds, config).await.context("sessions")?;
+    Ok((bus, Arc::new(sessions)))
 }
 
 /// Ends what runs by itself.

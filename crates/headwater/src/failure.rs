@@ -25,6 +25,9 @@ pub(crate) enum Failure {
     /// Exit code 3: start the server, or mend its address.
     #[error("{0}")]
     Unreachable(String),
+    /// Exit code 1: there is no such thing.
+    #[error("{0}")]
+    Missing(String),
     /// Exit code 1: everything else.
     #[error("{0:#}")]
     Failed(anyhow::Error),
@@ -44,7 +47,7 @@ impl Failure {
     /// 1 failed, 2 usage or a wrong setting, 3 a server cannot be reached.
     pub(crate) fn exit_code(&self) -> ExitCode {
         match self {
-            Self::Failed(_) => ExitCode::FAILURE,
+            Self::Failed(_) | Self::Missing(_) => ExitCode::FAILURE,
             Self::Settings(_) | Self::Usage(_) => ExitCode::from(2),
             Self::NobodyReads => ExitCode::SUCCESS,
             Self::Warnings => ExitCode::from(4),

@@ -8,16 +8,18 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
-use axum::{Json, Router};
 use headwater_issue::Store;
 use headwater_stream::Backend;
 use serde::Serialize;
 use tokio::time::{Instant, timeout};
 use tracing::warn;
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use crate::app::App;
 use crate::stop::Stopping;
@@ -34,7 +36,7 @@ pub(crate) struct Health {
 }
 
 /// One thing that must be so.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Check {
     name: &'static str,
     ok: bool,
@@ -44,8 +46,9 @@ pub(crate) struct Check {
 }
 
 /// All of them.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Readiness {
+    /// `ready` or `not_ready`.
     status: &'static str,
     checks: Vec<Check>,
 }
@@ -142,14 +145,26 @@ impl Check {
 }
 
 /// `/health/live` and `/health/ready`, for everybody.
-pub(crate) fn routes() -> Router<App> {
-    Router::new().route("/health/live", get(live)).route("/health/ready", get(ready))
+pub(crate) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().routes(routes!(live)).routes(routes!(ready))
 }
 
-async fn live() -> Json<serde_json::Value> {
-    Json(serde_json::json!({"status": "alive"}))
+/// That the process lives.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Alive {
+    /// `alive`.
+    status: &'static str,
 }
 
+/// Whether the process lives.
+#[utoipa::path(get, path = "/health/live", tag = "health", responses((status = 200, body = Alive)), security(()))]
+async fn live() -> Json<Alive> {
+    Json(Alive { status: "alive" })
+}
+
+/// Whether the process can do its work, with reasons.
+#[utoipa::path(get, path = "/health/ready", tag = "health",
+    responses((status = 200, body = Readiness), (status = 503, body = Readiness)), security(()))]
 async fn ready(State(app): State<App>) -> Response {
     let readiness = app.health.readiness(app.store.as_ref(), app.streams.as_ref()).await;
     let status =

@@ -13,6 +13,6 @@ pub(crate) mod rate;
 mod server;
 
 pub(crate) use self::access::Access;
-pub(crate) use self::error::ApiError;
+pub(crate) use self::error::{ApiError, Refusal};
 pub(crate) use self::rate::Rate;
 pub(crate) use self::server::{Listening, Peer};

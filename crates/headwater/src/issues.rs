@@ -3,16 +3,18 @@
 //! Upstream: `router`, behind access. Downstream: the operator's side of the store.
 //! Promises: pages follow ids, so nothing is shown twice or passed by while things change; a change nudges the workers.
 
+use axum::Json;
 use axum::extract::State;
-use axum::routing::{get, post};
-use axum::{Json, Router};
 use headwater_issue::{
-    EventLog, EventLogFilter, EventLogId, Issue, IssueFilter, IssueId, Nudge, ProcessingStatus,
-    Reason, Released, Retried,
+    EventLog, EventLogFilter, EventLogId, Issue, IssueFilter, IssueId, ProcessingStatus, Reason,
+    Released, Retried,
 };
 use headwater_stream::clock::Timestamp;
-use serde::Deserialize;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use crate::app::App;
 use crate::http::ApiError;
@@ -24,27 +26,44 @@ const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
 
 /// Below `/api/v1`.
-pub(crate) fn routes() -> Router<App> {
-    Router::new()
-        .route("/issues", get(list))
-        .route("/issues/{id}", get(show))
-        .route("/issues/{id}/events", get(events))
-        .route("/issues/{id}/why", get(why))
-        .route("/issues/{id}/retry", post(retry))
-        .route("/issues/{id}/release", post(release))
+pub(crate) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new()
+        .routes(routes!(list))
+        .routes(routes!(show))
+        .routes(routes!(events))
+        .routes(routes!(why))
+        .routes(routes!(retry))
+        .routes(routes!(release))
 }
 
-#[derive(Debug, Deserialize)]
+/// Which issues.
+#[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
 struct ListQuery {
+    /// `idle`, `queued` or `processing`.
     status: Option<String>,
+    /// Only those that are, or are not, quarantined.
     quarantined: Option<bool>,
+    /// Only those of this integration.
     integration: Option<String>,
+    /// `next_cursor` of the page before.
     cursor: Option<i64>,
+    /// At most this many; 50 by default, 500 at most.
     limit: Option<usize>,
 }
 
-async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Answer<Value> {
+/// A part of a list.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct IssuePage {
+    issues: Vec<IssueView>,
+    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<i64>,
+}
+
+/// Issues, in the order of their ids.
+#[utoipa::path(get, path = "/issues", tag = "issues", params(ListQuery), responses((status = 200, body = IssuePage)))]
+async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Answer<IssuePage> {
     let status = query.status.as_deref().map(|name| {
         ProcessingStatus::parse(name)
             .ok_or_else(|| ApiError::invalid("`status` must be `idle`, `queued` or `processing`"))
@@ -58,8 +77,7 @@ async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Ans
     let limit = page(query.limit)?;
     let issues = app.store.issues(&filter, limit).await?;
     let next = issues.last().filter(|_| issues.len() == limit).map(|issue| issue.id.0);
-    let issues: Vec<_> = issues.iter().map(describe).collect();
-    Ok(Json(json!({"issues": issues, "next_cursor": next})))
+    Ok(Json(IssuePage { issues: issues.iter().map(describe).collect(), next_cursor: next }))
 }
 
 fn page(limit: Option<usize>) -> Result<usize, ApiError> {
@@ -70,35 +88,69 @@ fn page(limit: Option<usize>) -> Result<usize, ApiError> {
     Err(ApiError::invalid(format!("`limit` must be from 1 to {PAGE_MAX}")))
 }
 
-async fn show(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<Value> {
+/// One issue.
+#[utoipa::path(get, path = "/issues/{id}", tag = "issues", params(("id" = i64, Path)),
+    responses((status = 200, body = IssueView), (status = 404)))]
+async fn show(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<IssueView> {
     let issue = app.store.issue(IssueId(id)).await?;
     Ok(Json(describe(&issue.ok_or_else(|| missing(id))?)))
 }
 
-#[derive(Debug, Deserialize)]
+/// Which events.
+#[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
 struct EventsQuery {
+    /// Only those that are, or are not, processed.
     processed: Option<bool>,
+    /// `next_cursor` of the page before.
     cursor: Option<i64>,
+    /// At most this many; 50 by default, 500 at most.
     limit: Option<usize>,
 }
 
+/// A part of a list.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct EventPage {
+    events: Vec<EventView>,
+    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<i64>,
+}
+
+/// The events of an issue, oldest first.
+#[utoipa::path(get, path = "/issues/{id}/events", tag = "issues", params(("id" = i64, Path), EventsQuery),
+    responses((status = 200, body = EventPage), (status = 404)))]
 async fn events(
     State(app): State<App>,
     PathOf(id): PathOf<i64>,
     QueryOf(query): QueryOf<EventsQuery>,
-) -> Answer<Value> {
+) -> Answer<EventPage> {
     let limit = page(query.limit)?;
     let after = query.cursor.map(EventLogId);
     let filter = EventLogFilter { processed: query.processed, after };
     app.store.issue(IssueId(id)).await?.ok_or_else(|| missing(id))?;
     let events = app.store.event_logs(IssueId(id), &filter, limit).await?;
     let next = events.last().filter(|_| events.len() == limit).map(|event| event.id.0);
-    let events: Vec<_> = events.iter().map(describe_event).collect();
-    Ok(Json(json!({"events": events, "next_cursor": next})))
+    Ok(Json(EventPage { events: events.iter().map(describe_event).collect(), next_cursor: next }))
 }
 
-async fn why(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<Value> {
+/// Why an issue is not being worked on, or that it is.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct WhyView {
+    issue_id: i64,
+    /// `idle`, `claimed`, `claim_ran_out`, `quarantined`, `no_worker`, `waiting`, `queued` or `other`.
+    reason: &'static str,
+    /// The same for people, with what to do.
+    sentence: String,
+    pending_events: u64,
+    /// How long its oldest event has waited.
+    waiting_ms: Option<u64>,
+}
+
+/// Says why an issue stands where it stands.
+#[utoipa::path(get, path = "/issues/{id}/why", tag = "issues", params(("id" = i64, Path)),
+    responses((status = 200, body = WhyView), (status = 404)))]
+async fn why(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<WhyView> {
     let why = headwater_issue::why(app.store.as_ref(), IssueId(id)).await?;
     let reason = match &why.reason {
         Reason::Idle => "idle",
@@ -111,86 +163,136 @@ async fn why(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<Value> {
         _ => "other",
     };
     let waiting_ms = why.waiting_for.map(|waited| waited.as_millis());
-    Ok(Json(json!({
-        "issue_id": id,
-        "reason": reason,
-        "sentence": why.to_string(),
-        "pending_events": why.pending_events,
-        "waiting_ms": waiting_ms.and_then(|ms| u64::try_from(ms).ok()),
-    })))
+    Ok(Json(WhyView {
+        issue_id: id,
+        reason,
+        sentence: why.to_string(),
+        pending_events: why.pending_events,
+        waiting_ms: waiting_ms.and_then(|ms| u64::try_from(ms).ok()),
+    }))
 }
 
-async fn retry(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<Value> {
-    let result = match app.store.retry(IssueId(id)).await? {
-        Retried::Queued => {
-            nudge(&app, id);
-            "queued"
-        }
+/// What became of a wish.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct IssueChange {
+    issue_id: i64,
+    /// `queued`: it will be worked on now. `processing`: a worker has it. `idle`: nothing is pending.
+    /// `not_quarantined`: there was nothing to release.
+    result: &'static str,
+}
+
+/// Makes an issue claimable now: ends a wait or a quarantine.
+#[utoipa::path(post, path = "/issues/{id}/retry", tag = "issues", params(("id" = i64, Path)),
+    responses((status = 200, body = IssueChange), (status = 404)))]
+async fn retry(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<IssueChange> {
+    let result = match headwater_issue::retry(app.store.as_ref(), &app.nudger, IssueId(id)).await? {
+        Retried::Queued => "queued",
         Retried::Processing => "processing",
         Retried::Idle => "idle",
     };
-    Ok(Json(json!({"issue_id": id, "result": result})))
+    Ok(Json(IssueChange { issue_id: id, result }))
 }
 
-async fn release(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<Value> {
-    let result = match app.store.release(IssueId(id)).await? {
-        Released::Queued => {
-            nudge(&app, id);
-            "queued"
-        }
-        Released::Idle => "idle",
-        Released::NotQuarantined => "not_quarantined",
-    };
-    Ok(Json(json!({"issue_id": id, "result": result})))
-}
-
-fn nudge(app: &App, id: i64) {
-    app.nudger.send_soon(Nudge { issue_id: IssueId(id), event_log_id: EventLogId(0) });
+/// Ends a quarantine.
+#[utoipa::path(post, path = "/issues/{id}/release", tag = "issues", params(("id" = i64, Path)),
+    responses((status = 200, body = IssueChange), (status = 404)))]
+async fn release(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<IssueChange> {
+    let result =
+        match headwater_issue::release(app.store.as_ref(), &app.nudger, IssueId(id)).await? {
+            Released::Queued => "queued",
+            Released::Idle => "idle",
+            Released::NotQuarantined => "not_quarantined",
+        };
+    Ok(Json(IssueChange { issue_id: id, result }))
 }
 
 fn missing(id: i64) -> ApiError {
     ApiError::not_found(format!("there is no issue {id}"))
 }
 
-fn describe(issue: &Issue) -> Value {
-    json!({
-        "id": issue.id.0,
-        "integration": issue.integration,
-        "provider": issue.provider,
-        "external_project_id": issue.external_project_id,
-        "external_issue_id": issue.external_issue_id,
-        "processing_status": issue.status.as_str(),
-        "pending_events": issue.pending_events,
-        "claim_epoch": issue.claim_epoch.0,
-        "claim_owner": issue.claim_owner,
-        "claim_expires_at": time(issue.claim_expires_at),
-        "not_before": time(issue.not_before),
-        "attempts": issue.attempts,
-        "crashes": issue.crashes,
-        "superseded": issue.superseded,
-        "last_error": issue.last_error,
-        "quarantined_at": time(issue.quarantined_at),
-        "fields": parsed(&issue.fields),
-        "discussions": parsed(&issue.discussions),
-        "processing_started_at": time(issue.processing_started_at),
-        "last_processed_at": time(issue.last_processed_at),
-        "created_at": time(Some(issue.created_at)),
-        "updated_at": time(Some(issue.updated_at)),
-    })
+/// An issue.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct IssueView {
+    id: i64,
+    integration: String,
+    provider: String,
+    external_project_id: String,
+    external_issue_id: String,
+    /// `idle`, `queued` or `processing`.
+    processing_status: &'static str,
+    pending_events: u64,
+    /// Grows with each claim.
+    claim_epoch: i64,
+    claim_owner: Option<String>,
+    claim_expires_at: Option<String>,
+    /// Nobody claims it before.
+    not_before: Option<String>,
+    attempts: u32,
+    crashes: u32,
+    superseded: u32,
+    last_error: Option<String>,
+    quarantined_at: Option<String>,
+    fields: Value,
+    discussions: Value,
+    processing_started_at: Option<String>,
+    last_processed_at: Option<String>,
+    created_at: String,
+    updated_at: String,
 }
 
-fn describe_event(event: &EventLog) -> Value {
-    json!({
-        "id": event.id.0,
-        "issue_id": event.issue_id.0,
-        "source": event.source,
-        "event_type": event.event_type,
-        "dedup_key": event.dedup_key,
-        "payload": parsed(&event.payload),
-        "created_at": time(Some(event.created_at)),
-        "processed_at": time(event.processed_at),
-        "processing_error": event.processing_error,
-    })
+fn describe(issue: &Issue) -> IssueView {
+    IssueView {
+        id: issue.id.0,
+        integration: issue.integration.clone(),
+        provider: issue.provider.clone(),
+        external_project_id: issue.external_project_id.clone(),
+        external_issue_id: issue.external_issue_id.clone(),
+        processing_status: issue.status.as_str(),
+        pending_events: issue.pending_events,
+        claim_epoch: issue.claim_epoch.0,
+        claim_owner: issue.claim_owner.clone(),
+        claim_expires_at: time(issue.claim_expires_at),
+        not_before: time(issue.not_before),
+        attempts: issue.attempts,
+        crashes: issue.crashes,
+        superseded: issue.superseded,
+        last_error: issue.last_error.clone(),
+        quarantined_at: time(issue.quarantined_at),
+        fields: parsed(&issue.fields),
+        discussions: parsed(&issue.discussions),
+        processing_started_at: time(issue.processing_started_at),
+        last_processed_at: time(issue.last_processed_at),
+        created_at: issue.created_at.to_rfc3339(),
+        updated_at: issue.updated_at.to_rfc3339(),
+    }
+}
+
+/// One stored event.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct EventView {
+    id: i64,
+    issue_id: i64,
+    source: String,
+    event_type: String,
+    dedup_key: String,
+    payload: Value,
+    created_at: String,
+    processed_at: Option<String>,
+    processing_error: Option<String>,
+}
+
+fn describe_event(event: &EventLog) -> EventView {
+    EventView {
+        id: event.id.0,
+        issue_id: event.issue_id.0,
+        source: event.source.clone(),
+        event_type: event.event_type.clone(),
+        dedup_key: event.dedup_key.clone(),
+        payload: parsed(&event.payload),
+        created_at: event.created_at.to_rfc3339(),
+        processed_at: time(event.processed_at),
+        processing_error: event.processing_error.clone(),
+    }
 }
 
 fn time(at: Option<Timestamp>) -> Option<String> {

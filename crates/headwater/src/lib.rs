@@ -39,6 +39,7 @@ mod issues;
 mod ticket_listening;
 mod ticket_routes;
 
+mod description;
 mod health;
 mod page;
 mod router;

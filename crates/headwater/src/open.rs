@@ -161,7 +161,7 @@ fn in_use(directory: &str) -> Failure {
         .map_or_else(|| "another process".to_owned(), |process| format!("process {process}"));
     Failure::new(format!(
         "the streams in `{directory}` are in use by {holder}; one process at a time can have them. \
-         Stop that one, set `stream.url` to another directory, or to Redis for several processes"
+         Ask that one by `--url`, stop it, set `stream.url` to another directory, or to Redis for several processes"
     ))
 }
 

@@ -5,15 +5,30 @@
 //! Promises: `--json` gives one JSON value a line on standard output and nothing else; what destroys asks first, or takes
 //! `--yes`; texts from strangers reach no terminal unescaped.
 
-mod bench;
+// In dependency order: each module uses only those above it.
+mod local;
+mod print;
+mod progress;
+
 mod client;
+
+mod audit;
+mod bench;
+mod completion;
+mod doctor;
+mod execute;
+mod frame;
+
 mod consume;
 mod dlq;
-mod doctor;
 mod group;
-mod print;
+mod issue;
+mod outbox;
 mod produce;
+mod session;
 mod tail;
+mod ticket;
+mod top;
 mod topic;
 
 use std::io::{IsTerminal, Write};
@@ -23,6 +38,7 @@ use crate::failure::Failure;
 use crate::settings::Settings;
 
 use self::client::Client;
+use self::local::Needs;
 
 /// What an operator wants.
 #[derive(Debug, clap::Subcommand)]
@@ -41,42 +57,74 @@ pub(crate) enum Verb {
     Pending(group::Pending),
     /// List, show, replay or purge the dead letters of a topic.
     Dlq(dlq::Dlq),
+    /// List, show, explain, retry or release issues.
+    Issue(issue::Issue),
+    /// Open, list, show, answer or close tickets.
+    Ticket(ticket::Ticket),
+    /// List, show, replay, fork, export or import sessions.
+    Session(session::Session),
+    /// List replies and events that were given up, or send one again.
+    Outbox(outbox::Outbox),
+    /// Say whether every event is accounted for, or who changed what.
+    Audit(audit::Audit),
+    /// Watch topics and groups.
+    Top(top::Top),
     /// Measure how fast this program is on these servers.
     Bench(bench::Bench),
     /// Look at the servers and say what to change.
     Doctor(doctor::Doctor),
+    /// Print what a shell needs to complete the words of this program.
+    Completion(completion::Completion),
 }
 
 impl Verb {
     /// Does it.
     pub(crate) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
-        let reach = match self {
-            // These need the servers themselves.
-            Self::Consume(consume) => return consume.run(settings).await,
+        let (reach, needs) = match self {
+            // These need the servers themselves, or none.
             Self::Bench(bench) => return bench.run(settings).await,
             Self::Doctor(doctor) => return doctor.run(settings).await,
-            Self::Topic(topic) => &topic.reach,
-            Self::Produce(produce) => &produce.reach,
-            Self::Tail(tail) => &tail.reach,
-            Self::Group(group) => &group.reach,
-            Self::Pending(pending) => &pending.reach,
-            Self::Dlq(dlq) => &dlq.reach,
+            Self::Completion(completion) => return completion.run(),
+            Self::Topic(topic) => (&topic.reach, Needs::Streams),
+            Self::Produce(produce) => (&produce.reach, Needs::Streams),
+            Self::Consume(consume) => (&consume.reach, Needs::Streams),
+            Self::Tail(tail) => (&tail.reach, Needs::Streams),
+            Self::Group(group) => (&group.reach, Needs::Streams),
+            Self::Pending(pending) => (&pending.reach, Needs::Streams),
+            Self::Dlq(dlq) => (&dlq.reach, Needs::Streams),
+            Self::Top(top) => (&top.reach, Needs::Streams),
+            Self::Issue(issue) => (&issue.reach, Needs::Everything),
+            Self::Ticket(ticket) => (&ticket.reach, Needs::Everything),
+            Self::Session(session) => (&session.reach, Needs::Everything),
+            Self::Outbox(outbox) => (&outbox.reach, Needs::Everything),
+            Self::Audit(audit) => (&audit.reach, Needs::Everything),
         };
         let client = match reach.url() {
             Some(url) => Client::network(&url)?,
-            None => Client::in_process(settings).await?,
+            None => Client::in_process(settings, needs).await?,
         };
-        let outcome = match self {
-            Self::Topic(topic) => topic.run(&client).await,
-            Self::Produce(produce) => produce.run(&client).await,
-            Self::Tail(tail) => tail.run(&client).await,
-            Self::Group(group) => group.run(&client).await,
-            Self::Pending(pending) => pending.run(&client).await,
-            Self::Dlq(dlq) => dlq.run(&client).await,
-            Self::Consume(_) | Self::Bench(_) | Self::Doctor(_) => Ok(()),
-        };
+        let outcome = self.ask(&client).await;
         client.close().await;
         outcome
+    }
+
+    async fn ask(&self, client: &Client) -> Result<(), Failure> {
+        match self {
+            Self::Topic(topic) => topic.run(client).await,
+            Self::Produce(produce) => produce.run(client).await,
+            Self::Consume(consume) => consume.run(client).await,
+            Self::Tail(tail) => tail.run(client).await,
+            Self::Group(group) => group.run(client).await,
+            Self::Pending(pending) => pending.run(client).await,
+            Self::Dlq(dlq) => dlq.run(client).await,
+            Self::Top(top) => top.run(client).await,
+            Self::Issue(issue) => issue.run(client).await,
+            Self::Ticket(ticket) => ticket.run(client).await,
+            Self::Session(session) => session.run(client).await,
+            Self::Outbox(outbox) => outbox.run(client).await,
+            Self::Audit(audit) => audit.run(client).await,
+            Self::Bench(_) | Self::Doctor(_) | Self::Completion(_) => Ok(()),
+        }
     }
 }
 

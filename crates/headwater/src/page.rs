@@ -3,13 +3,13 @@
 //! Upstream: `router`, behind access. Promises: every text of others is escaped (`maud` does it); nothing is fetched from
 //! elsewhere; a database that is away makes a page that says so.
 
-use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{Html, IntoResponse};
-use axum::routing::get;
 use headwater_issue::{Backlog, Issue, IssueFilter, ProcessingStatus, WorkerInfo};
 use maud::{DOCTYPE, Markup, html};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use crate::app::App;
 use crate::health::Readiness;
@@ -28,10 +28,13 @@ const STYLE: &str = "body{font-family:sans-serif;max-width:60rem;margin:2rem aut
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 /// `/`
-pub(crate) fn routes() -> Router<App> {
-    Router::new().route("/", get(page))
+pub(crate) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().routes(routes!(page))
 }
 
+/// The status page.
+#[utoipa::path(get, path = "/", tag = "health",
+    responses((status = 200, content_type = "text/html", body = String), (status = 503, content_type = "text/html", body = String)))]
 async fn page(State(app): State<App>) -> impl IntoResponse {
     let readiness = app.health.readiness(app.store.as_ref(), app.streams.as_ref()).await;
     let list = |status, quarantined| {

@@ -2,38 +2,54 @@
 //!
 //! Upstream: `run`. Downstream: the modules, each with its own `routes()`.
 //! Promises: everything stands behind the limits of time and rate; everything but health and webhooks (which are signed) stands
-//! behind access. What no route has is 404 in the shape of every refusal.
+//! behind access. What no route has is 404 in the shape of every refusal. Every route is described at `/openapi.json`: it is
+//! added with its description or not at all.
 
-use axum::Router;
+use std::sync::Arc;
+
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::middleware::from_fn_with_state;
 use axum::response::IntoResponse;
-use axum::routing::get;
+use axum::{Extension, Router};
+use bytes::Bytes;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use crate::admin::{self, Operations};
 use crate::app::App;
 use crate::http::{ApiError, access, limits, rate};
-use crate::{audit, health, issues, page, ticket_routes, webhooks};
+use crate::{audit, description, health, issues, page, ticket_routes, webhooks};
+
+/// The routes below `/api/v1`.
+pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
+    let routes = issues::routes().merge(ticket_routes::routes()).merge(audit::routes());
+    routes.merge(admin::app_routes()).merge(admin::described_routes().with_state(operations))
+}
 
 /// All routes of `serve`.
 pub(crate) fn serve(app: &App, operations: Operations) -> Router {
-    let api = issues::routes().merge(ticket_routes::routes()).merge(audit::routes());
-    let api = api.merge(admin::routes(operations));
-    let guarded = Router::new().nest("/api/v1", api).merge(metrics_routes()).merge(page::routes());
-    // The outer layer is the last: first who it is, then the entry in the audit log, then the change.
-    let guarded = guarded
-        .layer(from_fn_with_state(app.clone(), audit::record))
-        .layer(from_fn_with_state(app.clone(), access::require));
+    let guarded = OpenApiRouter::new().nest("/api/v1", api(operations)).merge(page::routes());
+    let guarded = guarded.routes(routes!(metrics)).routes(routes!(openapi));
     // Webhooks check their callers themselves, by signatures.
     let open = health::routes().merge(webhooks::routes());
+    let (guarded, mut described) = guarded.split_for_parts();
+    let (open, open_described) = open.split_for_parts();
+    described.merge(open_described);
+    let described = Description(Bytes::from(description::complete(described)).into());
+    // The outer layer is the last: first who it is, then the entry in the audit log, then the change.
+    let guarded = guarded
+        .layer(Extension(described))
+        .layer(from_fn_with_state(app.clone(), audit::record))
+        .layer(from_fn_with_state(app.clone(), access::require));
     finish(open.merge(guarded), app)
 }
 
 /// What a worker answers: health and metrics.
 pub(crate) fn worker(app: &App) -> Router {
-    let guarded = metrics_routes().layer(from_fn_with_state(app.clone(), access::require));
-    finish(health::routes().merge(guarded), app)
+    let guarded = Router::from(OpenApiRouter::new().routes(routes!(metrics)));
+    let guarded = guarded.layer(from_fn_with_state(app.clone(), access::require));
+    finish(Router::from(health::routes()).merge(guarded), app)
 }
 
 fn finish(routes: Router<App>, app: &App) -> Router {
@@ -48,11 +64,20 @@ fn finish(routes: Router<App>, app: &App) -> Router {
         .with_state(app.clone())
 }
 
-fn metrics_routes() -> Router<App> {
-    Router::new().route("/metrics", get(metrics))
-}
-
+/// Metrics for Prometheus.
+#[utoipa::path(get, path = "/metrics", tag = "health", responses((status = 200, content_type = "text/plain", body = String)))]
 async fn metrics(State(app): State<App>) -> impl IntoResponse {
     let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
     (kind, app.metrics.render())
+}
+
+/// The description of all routes, made once.
+#[derive(Clone)]
+struct Description(Arc<Bytes>);
+
+/// This description.
+#[utoipa::path(get, path = "/openapi.json", tag = "health",
+    responses((status = 200, description = "OpenAPI 3.1", body = serde_json::Value)))]
+async fn openapi(Extension(description): Extension<Description>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, "application/json")], Bytes::clone(&description.0))
 }

@@ -45,6 +45,9 @@ const CLOSE_MAX: Duration = Duration::from_secs(5);
 /// How often gauges are set.
 const SAMPLE_EVERY: Duration = Duration::from_secs(5);
 
+/// How often sessions are looked after: what is too old goes, what is long is compacted.
+const SESSIONS_EVERY: Duration = Duration::from_secs(10 * 60);
+
 /// What this process is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
@@ -101,13 +104,14 @@ pub(crate) async fn run(
     .context("the sweeper")?;
 
     // The way out: replies and events leave after the commit.
-    let DeskParts { tickets, replies, intake, bus, .. } = desk;
+    let DeskParts { tickets, replies, intake, bus, sessions, .. } = desk;
     let outbox = Outbox::new(Arc::clone(&store), replies, outbox_config(&settings.work))
         .context("the outbox")?;
 
     // What people touch.
     let health = Health::new(worker.name(), stopping.clone());
     let audit = Audit::open(Arc::clone(&store), settings.audit_rows_max).await;
+    let model_runs = Arc::clone(&sessions);
     let app: App = Arc::new(Shared {
         audit: audit.context("the audit log")?,
         access: Access::new(&settings.tokens),
@@ -121,12 +125,13 @@ pub(crate) async fn run(
         inbox,
         settings: settings.clone(),
         tickets,
+        sessions,
         listeners: Listeners::default(),
     });
     let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), stopping.clone());
     let operations = operations.context("the operations")?;
     let routes = match role {
-        Role::Serve => router::serve(&app, operations),
+        Role::Serve => router::serve(&app, operations.clone()),
         Role::Worker => router::worker(&app),
     };
 
@@ -151,6 +156,12 @@ pub(crate) async fn run(
     // What other programs say of tickets.
     let shutdown = until();
     parts.start("ticket events", async move { intake.run(&intake_queue, shutdown).await });
+    if role == Role::Serve {
+        let shutdown = until();
+        parts.start("sessions", async move {
+            let _ = model_runs.run(SESSIONS_EVERY, shutdown).await;
+        });
+    }
     let last_replies = Stopping::default();
     let replies = last_replies.clone();
     let mut outbox_part = Parts::new(parts.health.clone(), stopping.clone());
@@ -167,6 +178,9 @@ pub(crate) async fn run(
     stopping.begun().await;
     let deadline = Instant::now() + settings.work.drain + CLOSE_MAX;
     let mut failed = parts.join(deadline).await;
+    if timeout_at(deadline, operations.close()).await.is_err() {
+        warn!("consumers over HTTP did not leave in time");
+    }
     last_replies.begin();
     failed = failed.or(outbox_part.join(deadline.max(Instant::now() + CLOSE_MAX / 2)).await);
     drop(app);

@@ -56,6 +56,10 @@ struct Listening {
     _place: OwnedSemaphorePermit,
 }
 
+/// Messages and changes of status as they come, as server-sent events; `Last-Event-ID` goes on where another ended.
+#[utoipa::path(get, path = "/tickets/{id}/events", tag = "tickets", params(("id" = Uuid, Path)),
+    responses((status = 200, content_type = "text/event-stream", body = String), (status = 404),
+        (status = 503, description = "Too many listen already.")))]
 pub(crate) async fn listen(
     State(app): State<App>,
     PathOf(ticket_id): PathOf<Uuid>,
@@ -115,7 +119,7 @@ impl Listening {
         let ticket = self.tickets.ticket(self.ticket_id).await?;
         let messages = self.tickets.messages(self.ticket_id, self.after, PAGE_MAX).await?;
         for message in &messages {
-            let data = describe_message(message).to_string();
+            let data = json!(describe_message(message)).to_string();
             self.ready.push_back(
                 Event::default().event("message").id(message.seq.to_string()).data(data),
             );

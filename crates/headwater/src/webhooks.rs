@@ -13,17 +13,19 @@ mod standard;
 mod verify;
 
 use axum::Json;
-use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
-use axum::routing::post;
 use headwater_issue::{IssueError, NewEvent, Recorded};
 use headwater_stream::clock::{Clock, SystemClock};
 use metrics::counter;
 use secrecy::ExposeSecret;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 use tracing::{debug, info};
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
 
 use crate::app::App;
 use crate::http::extract::PathOf;
@@ -60,10 +62,16 @@ impl Mapped {
 }
 
 /// `/webhooks/...`
-pub(crate) fn routes() -> Router<App> {
-    Router::new().route("/webhooks/{provider}/{integration}", post(receive))
+pub(crate) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().routes(routes!(receive))
 }
 
+/// Takes a webhook. It is committed when the answer is 200 with `ok`.
+#[utoipa::path(post, path = "/webhooks/{provider}/{integration}", tag = "webhooks",
+    params(("provider" = String, Path, description = "`github`, `gitlab` or `standard`"), ("integration" = String, Path)),
+    request_body(content = Value, description = "As the provider sends it, signed."),
+    responses((status = 200, body = WebhookAnswer), (status = 401, description = "The signature is wrong."), (status = 404)),
+    security(()))]
 async fn receive(
     State(app): State<App>,
     PathOf((provider, id)): PathOf<(String, String)>,
@@ -81,7 +89,7 @@ async fn receive(
     let label = known.iter().map(|known| known.as_str()).find(|known| *known == provider);
     counter!(WEBHOOKS, "provider" => label.unwrap_or("unknown"), "result" => result).increment(1);
     match answer {
-        Ok(taken) => Json(taken.describe()).into_response(),
+        Ok(taken) => Json(WebhookAnswer::from(taken)).into_response(),
         Err(refusal) => {
             info!(integration = id, result, "webhook refused");
             refusal.into_response()
@@ -95,16 +103,25 @@ enum Taken {
     Ignored(String),
 }
 
-impl Taken {
-    fn describe(&self) -> Value {
-        match self {
-            Self::Recorded(recorded) => json!({
-                "status": "ok",
-                "issue_id": recorded.issue_id.0,
-                "event_log_id": recorded.event_log_id.0,
-                "duplicate": recorded.duplicate,
-            }),
-            Self::Ignored(reason) => json!({"status": "ignored", "reason": reason}),
+/// What became of a webhook.
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(tag = "status", rename_all = "lowercase")]
+pub(crate) enum WebhookAnswer {
+    /// It is committed.
+    Ok { issue_id: i64, event_log_id: i64, duplicate: bool },
+    /// It is nothing for us.
+    Ignored { reason: String },
+}
+
+impl From<Taken> for WebhookAnswer {
+    fn from(taken: Taken) -> Self {
+        match taken {
+            Taken::Recorded(recorded) => Self::Ok {
+                issue_id: recorded.issue_id.0,
+                event_log_id: recorded.event_log_id.0,
+                duplicate: recorded.duplicate,
+            },
+            Taken::Ignored(reason) => Self::Ignored { reason },
         }
     }
 }
@@ -238,6 +255,8 @@ fn is_ours(integration: &Integration, author: Option<&str>, text: Option<&str>) 
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]

@@ -252,7 +252,7 @@ async fn tail(
     Ok(Sse::new(events).keep_alive(KeepAlive::default()))
 }
 
-fn event<T: Serialize>(name: &str, data: &T) -> Result<Event, Infallible> {
+pub(super) fn event<T: Serialize>(name: &str, data: &T) -> Result<Event, Infallible> {
     let event = Event::default().event(name);
     Ok(event.json_data(data).unwrap_or_else(|_| Event::default().comment("not shown")))
 }

@@ -8,8 +8,9 @@ use std::time::Duration;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use headwater_issue::IssueError;
-use serde_json::json;
+use serde::Serialize;
 use tracing::{error, warn};
+use utoipa::ToSchema;
 
 /// How soon to come back when the database was away.
 const COME_BACK_AFTER: Duration = Duration::from_secs(2);
@@ -64,15 +65,35 @@ impl ApiError {
         self.status
     }
 
+    /// The sentence for people.
+    pub(crate) fn message(&self) -> &str {
+        &self.message
+    }
+
     /// The word for programs.
     pub(crate) fn code(&self) -> &'static str {
         self.code
     }
 }
 
+/// How every refusal looks.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Refusal {
+    error: RefusalReason,
+}
+
+/// Why a request is refused.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct RefusalReason {
+    /// A word for programs, which never changes its meaning.
+    code: &'static str,
+    /// A sentence for people.
+    message: String,
+}
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let body = json!({"error": {"code": self.code, "message": self.message}});
+        let body = Refusal { error: RefusalReason { code: self.code, message: self.message } };
         let mut response = (self.status, axum::Json(body)).into_response();
         if let Some((name, value)) = self.header {
             response.headers_mut().insert(name, value);

@@ -19,7 +19,8 @@ use headwater_stream::Backend;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
-use super::{client, print};
+use super::progress::Progress;
+use super::{local, print};
 use crate::failure::Failure;
 use crate::settings::Settings;
 
@@ -46,6 +47,9 @@ pub(crate) struct Bench {
     /// Calls, or messages in hand, at once.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=10_000))]
     in_flight: u64,
+    /// One JSON value a line, which it prints anyway.
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -78,10 +82,10 @@ struct Arrived {
 
 impl Bench {
     pub(super) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
-        let streams = client::streams(settings).await?;
+        let streams = local::streams(settings).await?;
         let (backend, measured) = match self.workload {
             Workload::Record | Workload::Claim => {
-                let store = client::store(settings).await?;
+                let store = local::store(settings).await?;
                 let measured = self.on_store(&store, &streams).await;
                 let kind = settings.database_shown();
                 let kind = kind.split(':').next().unwrap_or_default().to_owned();
@@ -145,6 +149,7 @@ impl Bench {
 
     async fn produce(&self, queue: &Queue, topic: &str) -> Result<Measured, QueueError> {
         let producer = queue.producer(ProducerConfig::default())?;
+        let progress = Progress::new("sent", Some(self.count));
         let started = Instant::now();
         let sends = stream::iter(0..self.count).map(|number| {
             let (producer, message) = (&producer, self.message(number));
@@ -154,7 +159,8 @@ impl Bench {
                 Ok::<_, QueueError>(started.elapsed())
             }
         });
-        let sent: Vec<_> = sends.buffer_unordered(self.in_flight as usize).collect().await;
+        let sends = sends.buffer_unordered(self.in_flight as usize).inspect(|_| progress.add(1));
+        let sent: Vec<_> = sends.collect().await;
         let seconds = started.elapsed().as_secs_f64();
         let each = sent.into_iter().collect::<Result<Vec<_>, _>>()?;
         let stored = queue.inspect().topic(topic).await?.length;
@@ -243,7 +249,11 @@ impl Bench {
                 inbox.record(event).await.map(|recorded| (recorded, started.elapsed()))
             }
         });
-        let recorded: Vec<_> = records.buffer_unordered(self.in_flight as usize).collect().await;
+        let progress = Progress::new("recorded", Some(self.count));
+        let records =
+            records.buffer_unordered(self.in_flight as usize).inspect(|_| progress.add(1));
+        let recorded: Vec<_> = records.collect().await;
+        drop(progress);
         let seconds = started.elapsed().as_secs_f64();
         let mut each = Vec::with_capacity(recorded.len());
         for result in recorded {
@@ -286,12 +296,14 @@ impl Bench {
         &self,
         mut arriving: mpsc::UnboundedReceiver<Option<u64>>,
     ) -> (Arrived, Instant) {
+        let progress = Progress::new("arrived", Some(self.count));
         let mut seen: HashMap<u64, u64> = HashMap::new();
         let mut last = Instant::now();
         while (seen.len() as u64) < self.count
             && let Ok(Some(number)) = tokio::time::timeout(SILENCE_MAX, arriving.recv()).await
         {
             last = Instant::now();
+            progress.add(1);
             if let Some(number) = number {
                 *seen.entry(number).or_default() += 1;
             }

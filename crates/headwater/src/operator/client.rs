@@ -1,9 +1,8 @@
 //! The way to the routes of `admin`: over the network, or in this process.
 //!
-//! Promises: both give the same answers; a server that cannot be reached is exit code 3 within [`CONNECT_MAX`] or
-//! [`STREAMS_MAX`]; a token is never printed.
+//! Promises: both give the same answers; a server that cannot be reached is exit code 3 within [`CONNECT_MAX`] or as soon
+//! as `local` gives up; a token is never printed.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -11,24 +10,20 @@ use axum::body::Body;
 use axum::http::{Method, Request, StatusCode, header};
 use bytes::Bytes;
 use futures_util::stream::{BoxStream, StreamExt, TryStreamExt};
-use headwater_issue::Store;
-use headwater_stream::Backend;
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::Value;
 use tower::ServiceExt;
 
-use crate::admin::{self, Operations};
+use super::local::{Local, Needs};
 use crate::failure::Failure;
 use crate::http::access::Caller;
-use crate::open;
 use crate::settings::{Role, Settings};
-use crate::stop::Stopping;
 
 /// How long a connection to a server may take, and an answer.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 const ANSWER_MAX: Duration = Duration::from_secs(60);
-/// How long a verb waits for streams that are away; `serve` waits longer.
-const STREAMS_MAX: Duration = Duration::from_secs(5);
+/// How often a request is sent again that came too soon; each time after as long as the server says.
+const TOO_SOON_MAX: usize = 30;
 /// The variable that holds the token.
 const TOKEN: &str = "HEADWATER_TOKEN";
 /// Bytes of an answer.
@@ -38,8 +33,8 @@ const ANSWER_BYTES_MAX: usize = 256 * 1024 * 1024;
 pub(super) enum Client {
     /// Over the network.
     Network { client: reqwest::Client, base: String, token: Option<SecretString> },
-    /// In this process, on streams that it opened.
-    InProcess { routes: Router, streams: Arc<dyn Backend> },
+    /// In this process, on what it opened.
+    InProcess(Box<Local>),
 }
 
 impl Client {
@@ -57,19 +52,27 @@ impl Client {
         Ok(Self::Network { client, base, token })
     }
 
-    /// On the streams of the settings.
-    pub(super) async fn in_process(settings: &Settings) -> Result<Self, Failure> {
-        let streams = streams(settings).await?;
-        let operations =
-            Operations::new(Arc::clone(&streams), settings.http.clone(), Stopping::default())
-                .map_err(|error| Failure::new(error.to_string()))?;
-        let routes = Router::new().nest("/api/v1", admin::routes(operations));
-        Ok(Self::InProcess { routes, streams })
+    /// On the servers of the settings.
+    pub(super) async fn in_process(settings: &Settings, needs: Needs) -> Result<Self, Failure> {
+        Ok(Self::InProcess(Box::new(Local::open(settings, needs).await?)))
     }
 
     /// Asks for something.
     pub(super) async fn get(&self, path: &str, query: &[(&str, String)]) -> Result<Value, Failure> {
         self.call(Method::GET, path, query, None).await
+    }
+
+    /// Asks for something that may not be there.
+    pub(super) async fn find(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+    ) -> Result<Option<Value>, Failure> {
+        match self.get(path, query).await {
+            Ok(found) => Ok(Some(found)),
+            Err(Failure::Missing(_)) => Ok(None),
+            Err(failure) => Err(failure),
+        }
     }
 
     /// Wants something done.
@@ -119,26 +122,78 @@ impl Client {
         path: &str,
         query: &[(&str, String)],
     ) -> Result<BoxStream<'static, Result<Value, Failure>>, Failure> {
-        let chunks: BoxStream<'static, Result<Bytes, Failure>> = match self {
+        Ok(data_of_events(self.stream(Method::GET, path, query, None).await?).boxed())
+    }
+
+    /// The same for what changes something.
+    pub(super) async fn post_events(
+        &self,
+        path: &str,
+        body: Value,
+    ) -> Result<BoxStream<'static, Result<Value, Failure>>, Failure> {
+        Ok(data_of_events(self.stream(Method::POST, path, &[], Some(body)).await?).boxed())
+    }
+
+    /// The lines of an answer, as they come.
+    pub(super) async fn lines(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+    ) -> Result<BoxStream<'static, Result<String, Failure>>, Failure> {
+        Ok(lines_of(self.stream(Method::GET, path, query, None).await?).boxed())
+    }
+
+    async fn stream(
+        &self,
+        method: Method,
+        path: &str,
+        query: &[(&str, String)],
+        body: Option<Value>,
+    ) -> Result<BoxStream<'static, Result<Bytes, Failure>>, Failure> {
+        match self {
             Self::Network { .. } => {
-                let response = self.send(Method::GET, path, query, None, None).await?;
+                let response = self.send(method, path, query, body, None).await?;
                 let broken = |error: reqwest::Error| unreachable(&error);
-                response.bytes_stream().map_err(broken).boxed()
+                Ok(response.bytes_stream().map_err(broken).boxed())
             }
-            Self::InProcess { routes, .. } => {
-                let response = in_process(routes, Method::GET, path, query, None).await?;
+            Self::InProcess(local) => {
+                let body = body.map(|body| Body::from(body.to_string()));
+                let response = in_process(&local.routes, method, path, query, body).await?;
                 let body = response.into_body().into_data_stream();
-                body.map_err(|error| Failure::new(error.to_string())).boxed()
+                Ok(body.map_err(|error| Failure::new(error.to_string())).boxed())
+            }
+        }
+    }
+
+    /// Sends something long, piece by piece.
+    pub(super) async fn upload(
+        &self,
+        path: &str,
+        pieces: BoxStream<'static, std::io::Result<Bytes>>,
+    ) -> Result<Value, Failure> {
+        let bytes = match self {
+            Self::Network { client, base, token } => {
+                let mut request = client.post(format!("{base}{}", address(path, &[])));
+                if let Some(token) = token {
+                    request = request.bearer_auth(token.expose_secret());
+                }
+                let response = request.body(reqwest::Body::wrap_stream(pieces)).send().await;
+                let response = accepted(response.map_err(|error| unreachable(&error))?).await?;
+                response.bytes().await.map_err(|error| unreachable(&error))?
+            }
+            Self::InProcess(local) => {
+                let body = Some(Body::from_stream(pieces));
+                let response = in_process(&local.routes, Method::POST, path, &[], body).await?;
+                whole(response).await?
             }
         };
-        Ok(data_of_events(chunks).boxed())
+        parsed(&bytes)
     }
 
     /// Lets go of what was opened.
     pub(super) async fn close(self) {
-        if let Self::InProcess { streams, .. } = self {
-            // What was confirmed is safe; there is nothing else to say here.
-            let _ = streams.close().await;
+        if let Self::InProcess(local) = self {
+            local.close().await;
         }
     }
 
@@ -154,16 +209,12 @@ impl Client {
                 let response = self.send(method, path, query, body, Some(ANSWER_MAX)).await?;
                 response.bytes().await.map_err(|error| unreachable(&error))?
             }
-            Self::InProcess { routes, .. } => {
-                let response = in_process(routes, method, path, query, body).await?;
-                axum::body::to_bytes(response.into_body(), ANSWER_BYTES_MAX)
-                    .await
-                    .map_err(|error| Failure::new(error.to_string()))?
+            Self::InProcess(local) => {
+                let body = body.map(|body| Body::from(body.to_string()));
+                whole(in_process(&local.routes, method, path, query, body).await?).await?
             }
         };
-        serde_json::from_slice(&bytes).map_err(|error| {
-            Failure::new(format!("the answer is not the JSON it should be: {error}"))
-        })
+        parsed(&bytes)
     }
 
     async fn send(
@@ -187,28 +238,43 @@ impl Client {
         if let Some(limit) = limit {
             request = request.timeout(limit);
         }
-        let response = request.send().await.map_err(|error| unreachable(&error))?;
-        if response.status().is_success() {
-            return Ok(response);
+        // A request that came too soon had no effect, so it may come again.
+        for _ in 0..TOO_SOON_MAX {
+            let Some(again) = request.try_clone() else { break };
+            let response = again.send().await.map_err(|error| unreachable(&error))?;
+            if response.status() != StatusCode::TOO_MANY_REQUESTS {
+                return accepted(response).await;
+            }
+            let after = response.headers().get(header::RETRY_AFTER);
+            let after = after.and_then(|after| after.to_str().ok()?.parse().ok()).unwrap_or(1);
+            let body = response.bytes().await.unwrap_or_default();
+            let error = serde_json::from_slice::<Value>(&body).unwrap_or_default();
+            if error["error"]["code"] != "too_many_requests" {
+                return Err(refused(StatusCode::TOO_MANY_REQUESTS, &body));
+            }
+            tokio::time::sleep(Duration::from_secs(after).min(CONNECT_MAX)).await;
         }
-        let status = response.status();
-        let body = response.bytes().await.unwrap_or_default();
-        Err(refused(status, &body))
+        accepted(request.send().await.map_err(|error| unreachable(&error))?).await
     }
 }
 
-/// The streams of the settings; a verb does not wait as long as a server.
-pub(super) async fn streams(settings: &Settings) -> Result<Arc<dyn Backend>, Failure> {
-    let mut settings = settings.clone();
-    settings.start_wait = settings.start_wait.min(STREAMS_MAX);
-    open::streams(&settings, &Stopping::default()).await
+async fn accepted(response: reqwest::Response) -> Result<reqwest::Response, Failure> {
+    if response.status().is_success() {
+        return Ok(response);
+    }
+    let status = response.status();
+    let body = response.bytes().await.unwrap_or_default();
+    Err(refused(status, &body))
 }
 
-/// The database of the settings, alike.
-pub(super) async fn store(settings: &Settings) -> Result<Arc<dyn Store>, Failure> {
-    let mut settings = settings.clone();
-    settings.start_wait = settings.start_wait.min(STREAMS_MAX);
-    open::store(&settings, &Stopping::default()).await
+async fn whole(response: axum::response::Response) -> Result<Bytes, Failure> {
+    let bytes = axum::body::to_bytes(response.into_body(), ANSWER_BYTES_MAX).await;
+    bytes.map_err(|error| Failure::new(error.to_string()))
+}
+
+fn parsed(bytes: &[u8]) -> Result<Value, Failure> {
+    serde_json::from_slice(bytes)
+        .map_err(|error| Failure::new(format!("the answer is not the JSON it should be: {error}")))
 }
 
 async fn in_process(
@@ -216,15 +282,13 @@ async fn in_process(
     method: Method,
     path: &str,
     query: &[(&str, String)],
-    body: Option<Value>,
+    body: Option<Body>,
 ) -> Result<axum::response::Response, Failure> {
-    let request = Request::builder().method(method).uri(address(path, query));
-    let request = match body {
-        None => request.body(Body::empty()),
-        Some(body) => request
-            .header(header::CONTENT_TYPE, "application/json")
-            .body(Body::from(body.to_string())),
-    };
+    let request = Request::builder()
+        .method(method)
+        .uri(address(path, query))
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(body.unwrap_or_default());
     let mut request = request.map_err(|error| Failure::usage(error.to_string()))?;
     // Whoever can open the streams can do everything with them.
     request.extensions_mut().insert(Caller { name: "local".to_owned(), role: Role::Admin });
@@ -283,6 +347,7 @@ fn refused(status: StatusCode, body: &[u8]) -> Failure {
     match status {
         StatusCode::BAD_REQUEST => Failure::usage(message),
         StatusCode::SERVICE_UNAVAILABLE | StatusCode::BAD_GATEWAY => Failure::Unreachable(message),
+        StatusCode::NOT_FOUND => Failure::Missing(message),
         StatusCode::UNAUTHORIZED => Failure::new(format!("{message}; put the token into {TOKEN}")),
         _ => Failure::new(message),
     }
@@ -292,30 +357,59 @@ fn refused(status: StatusCode, body: &[u8]) -> Failure {
 fn data_of_events(
     chunks: BoxStream<'static, Result<Bytes, Failure>>,
 ) -> impl futures_util::Stream<Item = Result<Value, Failure>> {
-    let state = (chunks, Vec::<u8>::new());
-    futures_util::stream::try_unfold(state, |(mut chunks, mut buffer)| async move {
-        loop {
-            if let Some(end) = buffer.windows(2).position(|pair| pair == b"\n\n") {
-                let event: Vec<u8> = buffer.drain(..end + 2).collect();
-                let text = String::from_utf8_lossy(&event);
-                let data: Vec<&str> = text
-                    .lines()
-                    .filter_map(|line| line.strip_prefix("data:"))
-                    .map(str::trim_start)
-                    .collect();
-                if data.is_empty() {
-                    continue;
-                }
-                let value = serde_json::from_str(&data.join("\n"))
-                    .map_err(|error| Failure::new(format!("an event is not JSON: {error}")))?;
-                return Ok(Some((value, (chunks, buffer))));
-            }
-            match chunks.next().await {
-                Some(chunk) => buffer.extend_from_slice(&chunk?),
-                None => return Ok(None),
-            }
+    cut(chunks, b"\n\n").filter_map(|event| async {
+        let text = match event {
+            Ok(text) => text,
+            Err(failure) => return Some(Err(failure)),
+        };
+        let data = text.lines().filter_map(|line| line.strip_prefix("data:"));
+        let data: Vec<&str> = data.map(str::trim_start).collect();
+        if data.is_empty() {
+            return None;
         }
+        let value = serde_json::from_str(&data.join("\n"));
+        Some(value.map_err(|error| Failure::new(format!("an event is not JSON: {error}"))))
     })
+}
+
+/// Each line without its end; empty ones are left out.
+fn lines_of(
+    chunks: BoxStream<'static, Result<Bytes, Failure>>,
+) -> impl futures_util::Stream<Item = Result<String, Failure>> {
+    let is_some = |line: &Result<String, Failure>| {
+        let is_empty = line.as_ref().is_ok_and(|line| line.trim().is_empty());
+        std::future::ready(!is_empty)
+    };
+    cut(chunks, b"\n").filter(is_some)
+}
+
+/// What stands between two separators. What comes after the last one was cut off, and is nothing.
+fn cut(
+    chunks: BoxStream<'static, Result<Bytes, Failure>>,
+    separator: &'static [u8],
+) -> BoxStream<'static, Result<String, Failure>> {
+    // Where the search goes on: what was looked through once is not looked through again.
+    let state = (chunks, Vec::<u8>::new(), 0);
+    let pieces = futures_util::stream::try_unfold(
+        state,
+        move |(mut chunks, mut buffer, mut from)| async move {
+            loop {
+                let found =
+                    buffer[from..].windows(separator.len()).position(|some| some == separator);
+                if let Some(found) = found {
+                    let piece: Vec<u8> = buffer.drain(..from + found + separator.len()).collect();
+                    let text = String::from_utf8_lossy(&piece[..from + found]).into_owned();
+                    return Ok(Some((text, (chunks, buffer, 0))));
+                }
+                from = buffer.len().saturating_sub(separator.len() - 1);
+                match chunks.next().await {
+                    Some(chunk) => buffer.extend_from_slice(&chunk?),
+                    None => return Ok(None),
+                }
+            }
+        },
+    );
+    pieces.boxed()
 }
 
 #[cfg(test)]

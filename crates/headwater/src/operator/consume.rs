@@ -1,26 +1,34 @@
 //! `headwater consume`: takes part in a group; a message is acknowledged after it is printed, or after a command for it
 //! has succeeded.
 //!
+//! Upstream: `operator`. Downstream: the routes of `admin` that hand out messages and settle them; `execute` runs commands.
 //! Promises: what is not printed is not acknowledged; a command that fails is a failed attempt, which is retried and
 //! becomes a dead letter as everywhere; ending gives back what is in hand and counts no attempt.
 
-use std::process::Stdio;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use headwater_queue::{ConsumerConfig, Message, Mode, Outcome, Queue};
-use serde_json::json;
-use tokio::io::AsyncWriteExt;
-use tokio::sync::mpsc;
+use futures_util::future::BoxFuture;
+use futures_util::stream::{BoxStream, FuturesUnordered, StreamExt};
+use futures_util::{FutureExt, future};
+use serde_json::{Value, json};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 
-use super::{Reach, client, print, time};
+use super::client::{Client, escape};
+use super::execute::execute;
+use super::{Reach, print, time};
+use crate::admin::{LEASE, ModeName};
 use crate::failure::Failure;
-use crate::settings::Settings;
 use crate::stop::Stopping;
 
-/// Characters of what a failed command said that become the reason.
-const REASON_MAX: usize = 500;
+/// Signs of life are sent so often; several may be lost before the lease runs out.
+const BEAT_EVERY: Duration = Duration::from_secs(8);
+const _: () = assert!(BEAT_EVERY.as_millis() * 3 < LEASE.as_millis());
+/// How long a stop waits for commands that are at work.
+const DRAIN: Duration = Duration::from_secs(25);
+/// Messages that are settled with one call.
+const SETTLED_MAX: usize = 500;
+/// Messages that are read ahead, at most.
+const IN_FLIGHT_MAX: u64 = 1000;
 
 /// Consumes messages as a member of a group.
 #[derive(Debug, clap::Args)]
@@ -44,175 +52,182 @@ pub(crate) struct Consume {
     /// `owned`: partitions have one reader each, in order. `shared`: readers compete.
     #[arg(long, value_enum, default_value_t = ModeName::Owned)]
     mode: ModeName,
-    /// Messages handled at once.
-    #[arg(long, default_value_t = 1)]
-    concurrency: usize,
+    /// Messages of one partition handled at once.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=IN_FLIGHT_MAX))]
+    concurrency: u64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum ModeName {
-    Owned,
-    Shared,
+/// What a message came to: the settlement, and whether it counts.
+struct Ended {
+    settlement: Value,
+    is_done: bool,
 }
 
-/// What a message came to, for whoever counts.
-enum Ended {
-    Done,
-    Failed,
-    /// Standard output cannot be written.
-    Stuck(Failure),
+/// A member of a group, until it leaves.
+struct Member<'a> {
+    client: &'a Client,
+    path: String,
+    messages: BoxStream<'static, Result<Value, Failure>>,
+    commands: FuturesUnordered<BoxFuture<'static, Ended>>,
+    settlements: Vec<Value>,
+    /// How many are still wanted.
+    left: u64,
 }
 
 impl Consume {
-    pub(super) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
-        if self.reach.url.is_some() {
-            return Err(Failure::usage(
-                "consume reads the streams itself: give --stream-url instead of --url",
-            ));
-        }
+    pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
         let stopping = Stopping::default();
         stopping.on_signals().map_err(|error| Failure::new(error.to_string()))?;
-        let streams = client::streams(settings).await?;
-        let queue = Queue::new(Arc::clone(&streams));
-
-        let (sender, ended) = mpsc::unbounded_channel();
-        let begun = Arc::new(AtomicU64::new(0));
-        let limit = self.count.unwrap_or(u64::MAX);
-        let exec = self.exec.clone();
-        let handler = move |message: Message| {
-            let (sender, begun, exec) = (sender.clone(), Arc::clone(&begun), exec.clone());
-            async move {
-                // One more than was asked for is for the next who comes.
-                if begun.fetch_add(1, Ordering::SeqCst) >= limit {
-                    return Outcome::Release;
-                }
-                let (outcome, end) = match exec {
-                    None => printed(&message),
-                    Some(command) => executed(&command, &message).await,
-                };
-                if matches!(end, Ended::Failed) {
-                    // It counts for nothing, so another one may take its place.
-                    begun.fetch_sub(1, Ordering::SeqCst);
-                }
-                let _ = sender.send(end);
-                outcome
-            }
+        let left = self.count.unwrap_or(u64::MAX);
+        if left == 0 {
+            return Ok(());
+        }
+        let group = format!("/topics/{}/groups/{}", escape(&self.topic), escape(&self.group));
+        let wish = json!({
+            "mode": self.mode, "concurrency": self.concurrency,
+            "in_flight": left.clamp(self.concurrency, IN_FLIGHT_MAX),
+        });
+        let mut messages = client.post_events(&format!("{group}/consume"), wish).await?;
+        let admitted = messages.next().await.unwrap_or_else(|| Err(ended_by_itself()))?;
+        let consumer = admitted["consumer"].as_str().ok_or_else(ended_by_itself)?;
+        let mut member = Member {
+            client,
+            path: format!("{group}/consumers/{}", escape(consumer)),
+            messages,
+            commands: FuturesUnordered::new(),
+            settlements: Vec::new(),
+            left,
         };
-        let config = ConsumerConfig {
-            mode: match self.mode {
-                ModeName::Owned => Mode::Owned,
-                ModeName::Shared => Mode::Shared,
-            },
-            concurrency: self.concurrency,
-            in_flight_max: self.concurrency.max(usize::try_from(limit.min(1000)).unwrap_or(1000)),
-            ..ConsumerConfig::default()
-        };
-        let subscription = queue.subscribe(&self.topic, &self.group, handler, config).await;
-        let subscription = subscription.map_err(|error| match error.is_transient() {
-            true => Failure::Unreachable(error.to_string()),
-            false => Failure::new(error.to_string()),
-        })?;
-        let outcome = self.count_down(ended, limit, &stopping).await;
-        subscription.stop().await;
-        // What was acknowledged is safe; there is nothing else to say here.
-        let _ = streams.close().await;
-        outcome
+        let outcome = self.work(&mut member, &stopping).await;
+        let last_words = member.leave().await;
+        outcome.and(last_words)
     }
 
-    /// Waits until so many messages are done, until none comes any more, or until a signal.
-    async fn count_down(
-        &self,
-        mut ended: mpsc::UnboundedReceiver<Ended>,
-        mut left: u64,
-        stopping: &Stopping,
-    ) -> Result<(), Failure> {
-        while left > 0 {
+    /// Works until so many messages are done, until none comes any more, or until a signal.
+    async fn work(&self, member: &mut Member<'_>, stopping: &Stopping) -> Result<(), Failure> {
+        let mut beats = interval(BEAT_EVERY);
+        beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut active = Instant::now();
+        while member.left > 0 {
+            let limit = self.timeout.filter(|_| member.commands.is_empty());
             let idle = async {
-                match self.timeout {
-                    Some(limit) => tokio::time::sleep(limit).await,
-                    None => std::future::pending().await,
+                match limit {
+                    Some(limit) => sleep_until(active + limit).await,
+                    None => future::pending().await,
                 }
             };
+            // A message that is read in vain would be lost to us until we leave, so none is read beyond what is wanted.
+            let has_room = (member.commands.len() as u64) < member.left;
             tokio::select! {
-                end = ended.recv() => match end {
-                    Some(Ended::Done) => left -= 1,
-                    Some(Ended::Failed) => {}
-                    Some(Ended::Stuck(failure)) => return Err(failure),
-                    None => return Err(Failure::new("the subscription ended by itself; the log says why")),
-                },
+                message = member.messages.next(), if has_room => {
+                    self.take(member, message.unwrap_or_else(|| Err(ended_by_itself()))?)?;
+                    // Those that are here already are settled with it.
+                    while member.commands.is_empty()
+                        && member.left > 0
+                        && member.settlements.len() < SETTLED_MAX
+                        && let Some(Some(message)) = member.messages.next().now_or_never()
+                    {
+                        self.take(member, message?)?;
+                    }
+                    member.settle().await?;
+                    active = Instant::now();
+                }
+                Some(ended) = member.commands.next() => {
+                    member.note(ended);
+                    member.settle().await?;
+                    active = Instant::now();
+                }
+                _ = beats.tick() => member.beat().await?,
                 () = idle => return Ok(()),
                 () = stopping.begun() => return Ok(()),
             }
         }
         Ok(())
     }
-}
 
-fn printed(message: &Message) -> (Outcome, Ended) {
-    let mut line = json!({
-        "id": message.id.to_string(),
-        "topic": message.topic.as_str(),
-        "partition": message.partition,
-        "key": message.key,
-        "headers": message.headers,
-        "attempt": message.attempt,
-    });
-    let payload = crate::admin::Payload::of(&message.payload);
-    for (name, value) in [("payload", payload.payload), ("payload_base64", payload.payload_base64)]
-    {
-        if let Some(value) = value {
-            line[name] = value.into();
+    /// Prints a message, or begins its command.
+    fn take(&self, member: &mut Member<'_>, mut message: Value) -> Result<(), Failure> {
+        let delivery = message["delivery"].take();
+        if let Some(fields) = message.as_object_mut() {
+            fields.remove("delivery");
+        }
+        match &self.exec {
+            None => {
+                let printed = print::line(&message.to_string());
+                let outcome = if printed.is_ok() { "done" } else { "release" };
+                let settlement = json!({"delivery": delivery, "outcome": outcome});
+                member.note(Ended { settlement, is_done: printed.is_ok() });
+                printed
+            }
+            Some(command) => {
+                let command = command.clone();
+                let running = async move {
+                    match execute(&command, &message).await {
+                        Ok(()) => Ended {
+                            settlement: json!({"delivery": delivery, "outcome": "done"}),
+                            is_done: true,
+                        },
+                        Err(reason) => {
+                            let id = message["id"].as_str().unwrap_or_default();
+                            eprintln!("headwater: message {id} will be tried again: {reason}");
+                            let settlement =
+                                json!({"delivery": delivery, "outcome": "retry", "reason": reason});
+                            Ended { settlement, is_done: false }
+                        }
+                    }
+                };
+                member.commands.push(running.boxed());
+                Ok(())
+            }
         }
     }
-    if message.fields.get("payload").is_none() {
-        line["fields"] = json!(crate::admin::all_fields(&message.fields));
+}
+
+impl Member<'_> {
+    fn note(&mut self, ended: Ended) {
+        self.settlements.push(ended.settlement);
+        self.left = self.left.saturating_sub(u64::from(ended.is_done));
     }
-    match print::line(&line.to_string()) {
-        Ok(()) => (Outcome::Done, Ended::Done),
-        Err(failure) => (Outcome::Release, Ended::Stuck(failure)),
+
+    async fn settle(&mut self) -> Result<(), Failure> {
+        if self.settlements.is_empty() {
+            return Ok(());
+        }
+        let settlements = std::mem::take(&mut self.settlements);
+        self.say(settlements).await
+    }
+
+    async fn beat(&self) -> Result<(), Failure> {
+        self.say(Vec::new()).await
+    }
+
+    async fn say(&self, settlements: Vec<Value>) -> Result<(), Failure> {
+        let wish = json!({"settlements": settlements});
+        self.client.post(&format!("{}/settle", self.path), wish).await.map(drop)
+    }
+
+    /// Lets commands finish that are at work, and leaves the group.
+    async fn leave(mut self) -> Result<(), Failure> {
+        let mut commands = std::mem::take(&mut self.commands);
+        let mut beats = interval(BEAT_EVERY);
+        let finishing = async {
+            while !commands.is_empty() {
+                tokio::select! {
+                    Some(ended) = commands.next() => self.note(ended),
+                    _ = beats.tick() => { let _ = self.beat().await; }
+                }
+            }
+        };
+        // What does not end in time is given back, and its command is killed.
+        let _ = timeout(DRAIN, finishing).await;
+        drop(commands);
+        let settled = self.settle().await;
+        settled.and(self.client.delete(&self.path).await.map(drop))
     }
 }
 
-async fn executed(command: &str, message: &Message) -> (Outcome, Ended) {
-    match execute(command, message).await {
-        Ok(()) => (Outcome::Done, Ended::Done),
-        Err(reason) => {
-            eprintln!("headwater: message {} will be tried again: {reason}", message.id);
-            (Outcome::retry(reason), Ended::Failed)
-        }
-    }
-}
-
-async fn execute(command: &str, message: &Message) -> Result<(), String> {
-    let headers = serde_json::to_string(&message.headers).unwrap_or_default();
-    let mut child = tokio::process::Command::new("sh")
-        .args(["-c", command])
-        .env("HEADWATER_ID", message.id.to_string())
-        .env("HEADWATER_TOPIC", message.topic.as_str())
-        .env("HEADWATER_KEY", message.key.as_deref().unwrap_or_default())
-        .env("HEADWATER_PARTITION", message.partition.to_string())
-        .env("HEADWATER_ATTEMPT", message.attempt.to_string())
-        .env("HEADWATER_HEADERS", headers)
-        .stdin(Stdio::piped())
-        .stderr(Stdio::piped())
-        .kill_on_drop(true)
-        .spawn()
-        .map_err(|error| format!("`{command}` could not be started: {error}"))?;
-    let mut input = child.stdin.take();
-    let payload = message.payload.clone();
-    // A command need not read its input; then the pipe breaks, which is no failure.
-    let feed = async {
-        if let Some(input) = input.as_mut() {
-            let _ = input.write_all(&payload).await;
-        }
-        drop(input.take());
-    };
-    let ((), output) = tokio::join!(feed, child.wait_with_output());
-    let output = output.map_err(|error| format!("`{command}` could not be waited for: {error}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let said: String = said.trim().chars().take(REASON_MAX).collect();
-    Err(format!("`{command}` ended with {}: {said}", output.status))
+fn ended_by_itself() -> Failure {
+    Failure::Unreachable(
+        "the server ended the stream of messages; what was printed is done".to_owned(),
+    )
 }

@@ -36,21 +36,36 @@ impl Rows {
         if self.json {
             return self.lines.iter().try_for_each(|json| line(json));
         }
-        let mut widths: Vec<usize> =
-            self.columns.iter().map(|(heading, _)| heading.len()).collect();
-        for row in &self.rows {
-            for (width, cell) in widths.iter_mut().zip(row) {
-                *width = (*width).max(cell.chars().count());
-            }
-        }
         let headings = self.columns.iter().map(|(heading, _)| (*heading).to_owned()).collect();
-        for row in std::iter::once(&headings).chain(&self.rows) {
-            let cells: Vec<String> =
-                row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-            line(cells.join("  ").trim_end())?;
-        }
-        Ok(())
+        let table: Vec<_> = std::iter::once(headings).chain(self.rows).collect();
+        columns(&table).iter().try_for_each(|row| line(row))
     }
+}
+
+/// Rows with their cells below each other.
+pub(super) fn columns(rows: &[Vec<String>]) -> Vec<String> {
+    let mut widths: Vec<usize> = Vec::new();
+    for row in rows {
+        widths.resize(widths.len().max(row.len()), 0);
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect()
+}
+
+/// Several lines, which may hold a stranger's text.
+pub(super) fn text(text: &str) -> Result<(), Failure> {
+    text.lines().try_for_each(|one| line(&plain(one)))
+}
+
+/// A stranger's text without control characters, which would let it move the cursor, or worse.
+pub(super) fn plain(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\t' { '\u{fffd}' } else { c }).collect()
 }
 
 /// One object: as one line of JSON, or as a name and a value a line, lists of objects below it.

@@ -1,11 +1,12 @@
 //! `headwater produce`: one message, or one for each line of standard input.
 
-use std::io::BufRead;
+use std::io::{BufRead, IsTerminal};
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
 use super::client::{Client, escape};
+use super::progress::Progress;
 use super::{Reach, milliseconds, print, time};
 use crate::failure::Failure;
 
@@ -36,11 +37,8 @@ pub(crate) struct Produce {
     #[arg(long)]
     partition: Option<u16>,
     /// Counts once however often it is sent within ten minutes.
-    #[arg(long, conflicts_with = "lines")]
+    #[arg(long)]
     id: Option<String>,
-    /// Send one message for each line of standard input, whatever --payload says.
-    #[arg(long, hide = true)]
-    lines: bool,
 }
 
 fn header(text: &str) -> Result<(String, String), String> {
@@ -52,12 +50,14 @@ fn header(text: &str) -> Result<(String, String), String> {
 
 impl Produce {
     pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
-        if self.payload != "-" && !self.lines {
+        if self.payload != "-" {
             return self.send(client, vec![self.message(&self.payload)]).await;
         }
         if self.id.is_some() {
             return Err(Failure::usage("--id is for one message; give it with --payload"));
         }
+        // On a terminal, the ids that are printed tell how far it is.
+        let progress = (!std::io::stdout().is_terminal()).then(|| Progress::new("sent", None));
         let (mut batch, mut bytes) = (Vec::new(), 0);
         for line in std::io::stdin().lock().lines() {
             let line = line
@@ -65,8 +65,12 @@ impl Produce {
             bytes += line.len();
             batch.push(self.message(&line));
             if batch.len() == BATCH || bytes >= BATCH_BYTES {
+                let count = batch.len() as u64;
                 self.send(client, std::mem::take(&mut batch)).await?;
                 bytes = 0;
+                if let Some(progress) = &progress {
+                    progress.add(count);
+                }
             }
         }
         if batch.is_empty() { Ok(()) } else { self.send(client, batch).await }

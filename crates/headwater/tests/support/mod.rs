@@ -2,7 +2,9 @@
 
 // Each test file uses its own part of this.
 #![allow(dead_code)]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+pub(crate) mod reach;
 pub(crate) mod sender;
 
 use std::io::{BufRead, BufReader};

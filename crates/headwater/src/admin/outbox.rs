@@ -1,0 +1,108 @@
+//! The outbox: replies and events that were given up after their last try; and another try.
+
+use axum::Json;
+use axum::extract::State;
+use headwater_issue::{DeadOutbox, OutboxId};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::views::time;
+use crate::app::App;
+use crate::http::ApiError;
+use crate::http::body::Answer;
+use crate::http::extract::{PathOf, QueryOf};
+
+/// Rows on a page, by default and at most.
+const PAGE_DEFAULT: usize = 50;
+const PAGE_MAX: usize = 500;
+
+pub(super) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().routes(routes!(list)).routes(routes!(retry))
+}
+
+/// A part of a list.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DeadRowPage {
+    rows: Vec<DeadRow>,
+    /// Where the next part begins: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<i64>,
+}
+
+/// A reply or an event that nobody got.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DeadRow {
+    id: i64,
+    issue_id: i64,
+    integration: String,
+    external_project_id: String,
+    external_issue_id: String,
+    /// `reply` or `event`.
+    kind: &'static str,
+    target: String,
+    payload: Value,
+    attempts: u32,
+    crashes: u32,
+    created_at: String,
+    /// What went wrong the last time.
+    error: String,
+}
+
+/// Which rows.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+struct ListQuery {
+    /// `next_cursor` of the page before.
+    cursor: Option<i64>,
+    /// At most this many; 50 by default, 500 at most.
+    limit: Option<usize>,
+}
+
+/// Replies and events that were given up, oldest first.
+#[utoipa::path(get, path = "/outbox/dead", tag = "outbox", params(ListQuery), responses((status = 200, body = DeadRowPage)))]
+async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Answer<DeadRowPage> {
+    let limit = query.limit.unwrap_or(PAGE_DEFAULT);
+    if !(1..=PAGE_MAX).contains(&limit) {
+        return Err(ApiError::invalid(format!("`limit` must be from 1 to {PAGE_MAX}")));
+    }
+    let rows = app.store.dead_outbox(query.cursor.map(OutboxId), limit).await?;
+    let next = rows.last().filter(|_| rows.len() == limit).map(|dead| dead.row.id.0);
+    Ok(Json(DeadRowPage { rows: rows.into_iter().map(view).collect(), next_cursor: next }))
+}
+
+fn view(dead: DeadOutbox) -> DeadRow {
+    let DeadOutbox { row, error } = dead;
+    DeadRow {
+        id: row.id.0,
+        issue_id: row.issue_id.0,
+        integration: row.integration,
+        external_project_id: row.external_project_id,
+        external_issue_id: row.external_issue_id,
+        kind: row.kind.as_str(),
+        target: row.target,
+        payload: serde_json::from_str(&row.payload).unwrap_or(Value::String(row.payload)),
+        attempts: row.attempts,
+        crashes: row.crashes,
+        created_at: time(row.created_at),
+        error,
+    }
+}
+
+/// What became of a wish to send something again.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct OutboxRetried {
+    id: i64,
+    /// `queued`: it is sent again, with no attempts counted.
+    result: &'static str,
+}
+
+/// Sends a reply or an event again that was given up.
+#[utoipa::path(post, path = "/outbox/{id}/retry", tag = "outbox", params(("id" = i64, Path)),
+    responses((status = 200, body = OutboxRetried), (status = 404)))]
+async fn retry(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<OutboxRetried> {
+    app.store.retry_outbox(OutboxId(id)).await?;
+    Ok(Json(OutboxRetried { id, result: "queued" }))
+}

@@ -1,0 +1,60 @@
+//! `headwater audit`: whether every event is accounted for, and who changed what.
+
+use clap::Subcommand;
+use serde_json::Value;
+
+use super::Reach;
+use super::client::Client;
+use super::print::{self, Rows};
+use crate::failure::Failure;
+
+/// The audit.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Audit {
+    #[command(flatten)]
+    pub(super) reach: Reach,
+    #[command(subcommand)]
+    what: Option<What>,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Count every event there ever was: recorded = processed + pending + quarantined. Without a word, this is done.
+    Books,
+    /// List who changed what over HTTP, newest first.
+    Log {
+        /// At most this many.
+        #[arg(long, default_value_t = 100)]
+        limit: usize,
+    },
+}
+
+impl Audit {
+    pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
+        let json = self.reach.json;
+        match self.what.as_ref().unwrap_or(&What::Books) {
+            What::Books => {
+                let books = client.get("/audit/books", &[]).await?;
+                print::object(json, &books)?;
+                match books["balances"] {
+                    Value::Bool(true) => Ok(()),
+                    _ => Err(Failure::new("the books do not balance, see above")),
+                }
+            }
+            What::Log { limit } => {
+                let columns = &[
+                    ("AT", "/at"),
+                    ("CALLER", "/caller"),
+                    ("ROLE", "/role"),
+                    ("CLIENT", "/client"),
+                    ("METHOD", "/method"),
+                    ("PATH", "/path"),
+                    ("STATUS", "/status"),
+                ];
+                let mut rows = Rows::new(json, columns);
+                client.pages("/audit", &[], "entries", *limit, |item| rows.add(&item)).await?;
+                rows.finish()
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! The routes in this process, on streams and a database that it opens itself.
+//!
+//! Upstream: `client`. Downstream: the same routers that `serve` puts behind its door.
+//! Promises: what is opened here is closed here; nothing runs by itself: no worker, no sweeper, no outbox. A verb that
+//! needs only the streams opens only them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use axum::Router;
+use headwater_bus::StreamedBus;
+use headwater_issue::{Inbox, InboxConfig, Nudger, Store};
+use headwater_stream::Backend;
+use metrics_exporter_prometheus::PrometheusBuilder;
+use utoipa_axum::router::OpenApiRouter;
+
+use crate::admin::{self, Operations};
+use crate::app::{App, Shared};
+use crate::audit::Audit;
+use crate::failure::Failure;
+use crate::health::Health;
+use crate::http::{Access, Rate};
+use crate::settings::Settings;
+use crate::stop::Stopping;
+use crate::ticket_listening::Listeners;
+use crate::tickets::Tickets;
+use crate::{desk_parts, open, router};
+
+/// How long a verb waits for servers that are away; `serve` waits longer.
+const SERVERS_MAX: Duration = Duration::from_secs(5);
+
+/// What a verb needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Needs {
+    /// Topics, groups, messages, dead letters.
+    Streams,
+    /// Also issues, tickets, sessions.
+    Everything,
+}
+
+/// The routes, and what was opened for them.
+pub(super) struct Local {
+    pub(super) routes: Router,
+    operations: Operations,
+    streams: Arc<dyn Backend>,
+    store: Option<Arc<dyn Store>>,
+    bus: Option<Arc<StreamedBus>>,
+}
+
+impl Local {
+    pub(super) async fn open(settings: &Settings, needs: Needs) -> Result<Self, Failure> {
+        let streams = streams(settings).await?;
+        let operations =
+            Operations::new(Arc::clone(&streams), settings.http.clone(), Stopping::default())
+                .map_err(|error| Failure::new(error.to_string()))?;
+        if needs == Needs::Streams {
+            let routes: OpenApiRouter = admin::described_routes().with_state(operations.clone());
+            let routes = Router::new().nest("/api/v1", routes.into());
+            return Ok(Self { routes, operations, streams, store: None, bus: None });
+        }
+        let store = store(settings).await?;
+        let (bus, app) = app(settings, &streams, &store).await?;
+        let api: Router<App> = router::api(operations.clone()).into();
+        let routes = Router::new().nest("/api/v1", api).with_state(app);
+        Ok(Self { routes, operations, streams, store: Some(store), bus: Some(bus) })
+    }
+
+    pub(super) async fn close(self) {
+        let Self { routes, operations, streams, store, bus } = self;
+        operations.close().await;
+        drop((routes, operations));
+        if let Some(bus) = bus {
+            desk_parts::close(bus).await;
+        }
+        if let Some(store) = store {
+            store.close().await;
+        }
+        // What was confirmed is safe; there is nothing else to say here.
+        let _ = streams.close().await;
+    }
+}
+
+async fn app(
+    settings: &Settings,
+    streams: &Arc<dyn Backend>,
+    store: &Arc<dyn Store>,
+) -> Result<(Arc<StreamedBus>, App), Failure> {
+    let nudger = Nudger::new(Arc::clone(streams));
+    let inbox = Inbox::new(Arc::clone(store), nudger.clone(), InboxConfig::default());
+    let tickets = Tickets::open(Arc::clone(store), nudger.clone(), settings.desk.quiet()).await;
+    let (bus, sessions) = desk_parts::sessions(streams).await?;
+    let audit = Audit::open(Arc::clone(store), settings.audit_rows_max).await;
+    let app = Shared {
+        settings: settings.clone(),
+        store: Arc::clone(store),
+        streams: Arc::clone(streams),
+        inbox: inbox.context("the inbox")?,
+        nudger,
+        health: Health::new("", Stopping::default()),
+        access: Access::new(&[]),
+        rate: Rate::new(&settings.http),
+        audit: audit.context("the audit log")?,
+        metrics: PrometheusBuilder::new().build_recorder().handle(),
+        stopping: Stopping::default(),
+        tickets: tickets.context("the tables of tickets")?,
+        sessions,
+        listeners: Listeners::default(),
+    };
+    Ok((bus, Arc::new(app)))
+}
+
+/// The streams of the settings; a verb does not wait as long as a server.
+pub(super) async fn streams(settings: &Settings) -> Result<Arc<dyn Backend>, Failure> {
+    open::streams(&impatient(settings), &Stopping::default()).await
+}
+
+/// The database of the settings, alike.
+pub(super) async fn store(settings: &Settings) -> Result<Arc<dyn Store>, Failure> {
+    open::store(&impatient(settings), &Stopping::default()).await
+}
+
+fn impatient(settings: &Settings) -> Settings {
+    let mut settings = settings.clone();
+    settings.start_wait = settings.start_wait.min(SERVERS_MAX);
+    settings
+}

@@ -1,0 +1,135 @@
+//! `headwater ticket`: new, list, show, reply, close.
+
+use clap::Subcommand;
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+use super::Reach;
+use super::client::Client;
+use super::print::{self, Rows};
+use crate::failure::Failure;
+
+/// Tickets.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Ticket {
+    #[command(flatten)]
+    pub(super) reach: Reach,
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Open a ticket.
+    New {
+        #[arg(long)]
+        title: String,
+        /// Its first message; `-` reads standard input.
+        #[arg(long, allow_hyphen_values = true)]
+        content: String,
+        /// Whose it is.
+        #[arg(long)]
+        user: Option<String>,
+        /// The same at every try: a ticket is opened once.
+        #[arg(long, value_name = "UUID")]
+        message_id: Option<Uuid>,
+    },
+    /// List tickets, newest first.
+    List {
+        #[arg(long, value_parser = ["open", "closed"])]
+        status: Option<String>,
+        /// Only those of this user.
+        #[arg(long)]
+        user: Option<String>,
+        /// At most this many.
+        #[arg(long, default_value_t = 100)]
+        limit: usize,
+    },
+    /// Show a ticket with its messages.
+    Show {
+        id: Uuid,
+        /// Messages, at most.
+        #[arg(long, default_value_t = 1000)]
+        messages: usize,
+    },
+    /// Add a message to a ticket.
+    Reply {
+        id: Uuid,
+        /// What it says; `-` reads standard input.
+        #[arg(long, allow_hyphen_values = true)]
+        content: String,
+        /// Who says it: what an agent says goes to the user, and the model keeps quiet.
+        #[arg(long, value_parser = ["user", "agent"], default_value = "agent")]
+        author: String,
+        /// The same at every try: a message is added once.
+        #[arg(long, value_name = "UUID")]
+        message_id: Option<Uuid>,
+    },
+    /// Close a ticket.
+    Close { id: Uuid },
+}
+
+impl Ticket {
+    pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
+        let json = self.reach.json;
+        match &self.what {
+            What::New { title, content, user, message_id } => {
+                let wish = json!({
+                    "title": title, "content": given(content)?, "user_id": user, "message_id": message_id,
+                });
+                print::object(json, &client.post("/tickets", wish).await?)
+            }
+            What::List { status, user, limit } => {
+                let mut query = Vec::new();
+                query.extend(status.clone().map(|status| ("status", status)));
+                query.extend(user.clone().map(|user| ("user_id", user)));
+                let columns = &[
+                    ("TICKET", "/ticket_id"),
+                    ("STATUS", "/status"),
+                    ("HANDED OVER", "/handed_over"),
+                    ("USER", "/user_id"),
+                    ("UPDATED", "/updated_at"),
+                    ("TITLE", "/title"),
+                ];
+                let mut rows = Rows::new(json, columns);
+                client.pages("/tickets", &query, "tickets", *limit, |item| rows.add(&item)).await?;
+                rows.finish()
+            }
+            What::Show { id, messages } => {
+                let mut ticket = client.get(&path(*id), &[]).await?;
+                let mut found = Vec::new();
+                let show = |message| found.push(message);
+                let of = format!("{}/messages", path(*id));
+                client.pages(&of, &[], "messages", *messages, show).await?;
+                if let Some(fields) = ticket.as_object_mut() {
+                    fields.remove("next_cursor");
+                }
+                ticket["messages"] = Value::Array(found);
+                print::object(json, &ticket)
+            }
+            What::Reply { id, content, author, message_id } => {
+                let wish =
+                    json!({"content": given(content)?, "author": author, "message_id": message_id});
+                let answer = client.post(&format!("{}/messages", path(*id)), wish).await?;
+                print::object(json, &answer)
+            }
+            What::Close { id } => {
+                let answer = client.post(&format!("{}/close", path(*id)), json!({})).await?;
+                print::object(json, &answer)
+            }
+        }
+    }
+}
+
+/// A text, or what stands on standard input.
+fn given(content: &str) -> Result<String, Failure> {
+    if content != "-" {
+        return Ok(content.to_owned());
+    }
+    std::io::read_to_string(std::io::stdin().lock())
+        .map_err(|error| Failure::new(format!("standard input cannot be read: {error}")))
+}
+
+fn path(id: Uuid) -> String {
+    format!("/tickets/{id}")
+}

@@ -1,0 +1,172 @@
+//! The description of the routes: a whole OpenAPI document, which tells of every route there is and of no other.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use reqwest::Method;
+use serde_json::Value;
+use support::{Place, Server, answer};
+
+const METHODS: [&str; 4] = ["get", "post", "put", "delete"];
+
+async fn described() -> (Place, Server, Value) {
+    let place = Place::new().unwrap();
+    let server = place.serve(&[]).unwrap();
+    let (status, description) = server.get("/openapi.json").await.unwrap();
+    assert_eq!(status, 200);
+    (place, server, description)
+}
+
+/// Every operation with its method and path.
+fn operations(description: &Value) -> Vec<(String, String, &Value)> {
+    let paths = description["paths"].as_object().unwrap();
+    let mut found = Vec::new();
+    for (path, item) in paths {
+        for method in METHODS {
+            if let Some(operation) = item.get(method) {
+                found.push((method.to_owned(), path.clone(), operation));
+            }
+        }
+    }
+    found
+}
+
+/// The parts of a path in braces.
+fn names_in(path: &str) -> BTreeSet<String> {
+    path.split('{').skip(1).map(|rest| rest.split('}').next().unwrap().to_owned()).collect()
+}
+
+fn references(value: &Value, found: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(fields) => {
+            if let Some(Value::String(reference)) = fields.get("$ref") {
+                found.insert(reference.clone());
+            }
+            fields.values().for_each(|value| references(value, found));
+        }
+        Value::Array(items) => items.iter().for_each(|item| references(item, found)),
+        _ => {}
+    }
+}
+
+#[tokio::test]
+async fn the_description_is_a_whole_openapi_document() {
+    let (_place, _server, description) = described().await;
+    let spec = oas3::from_json(description.to_string()).unwrap();
+    spec.validate_version().unwrap();
+    assert!(spec.openapi.starts_with("3.1."), "{}", spec.openapi);
+    let parsed: BTreeSet<_> = spec
+        .operations()
+        .map(|(path, method, _)| (method.to_string().to_lowercase(), path))
+        .collect();
+    let written: BTreeSet<_> =
+        operations(&description).into_iter().map(|(method, path, _)| (method, path)).collect();
+    assert_eq!(parsed, written);
+
+    // Whatever is referred to is there.
+    let mut wanted = BTreeSet::new();
+    references(&description, &mut wanted);
+    assert!(wanted.len() > 20, "{wanted:?}");
+    for reference in wanted {
+        let pointer = reference.strip_prefix('#').unwrap();
+        assert!(description.pointer(pointer).is_some(), "{reference} leads nowhere");
+    }
+}
+
+#[tokio::test]
+async fn every_operation_says_what_it_takes_gives_and_refuses() {
+    let (_place, _server, description) = described().await;
+    let mut ids = BTreeMap::new();
+    for (method, path, operation) in operations(&description) {
+        let name = format!("{method} {path}");
+        let summary = operation["summary"].as_str().or(operation["description"].as_str());
+        assert!(summary.is_some_and(|text| text.len() > 5), "{name} says nothing of itself");
+        assert!(operation["tags"][0].is_string(), "{name} has no tag");
+
+        let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
+        let in_path: BTreeSet<String> = parameters
+            .iter()
+            .filter(|parameter| parameter["in"] == "path")
+            .map(|parameter| parameter["name"].as_str().unwrap().to_owned())
+            .collect();
+        assert_eq!(in_path, names_in(&path), "{name}");
+        assert!(
+            parameters.iter().all(|one| one["in"] != "path" || one["required"] == true),
+            "{name}"
+        );
+
+        let responses = operation["responses"].as_object().unwrap();
+        assert!(responses.keys().any(|status| status.starts_with('2')), "{name} gives nothing");
+        let refusal = &responses["default"]["content"]["application/json"]["schema"]["$ref"];
+        assert_eq!(refusal, "#/components/schemas/Refusal", "{name}");
+        for (status, response) in responses {
+            assert!(response["description"].is_string(), "{name} {status}");
+            let content = response["content"].as_object();
+            assert!(
+                content.is_some_and(|content| !content.is_empty()),
+                "{name} {status} is of no kind"
+            );
+        }
+        *ids.entry(format!("{} {}", operation["tags"][0], operation["operationId"]))
+            .or_insert(0) += 1;
+    }
+    assert!(ids.values().all(|count| *count == 1), "{ids:?}");
+    assert_eq!(description["security"][0]["token"], serde_json::json!([]));
+}
+
+#[tokio::test]
+async fn every_described_route_is_there() {
+    let (_place, server, description) = described().await;
+    let all = operations(&description);
+    assert!(all.len() > 40, "{}", all.len());
+    for (method, path, _) in all {
+        // Names that no thing has, of the right kind.
+        let address = path
+            .replace("/tickets/{id}", "/tickets/6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff")
+            .replace("{id}", "1")
+            .replace("{session}", "nothing");
+        let address = names_in(&address)
+            .iter()
+            .fold(address, |address, name| address.replace(&format!("{{{name}}}"), "nothing"));
+        let asked = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
+        let request = server.client.request(asked, server.url(&address));
+        let request = if method == "post" { request.json(&serde_json::json!({})) } else { request };
+        let response = request.send().await.unwrap();
+        // A stream has no end to wait for.
+        let kind = response.headers().get("content-type").cloned();
+        if kind.is_some_and(|kind| kind == "text/event-stream") {
+            continue;
+        }
+        let (status, body) = answer(response).await.unwrap();
+        assert_ne!(status, 405, "{method} {path}: {body}");
+        assert_ne!(body["error"]["message"], "there is nothing at this address", "{method} {path}");
+    }
+}
+
+/// A route that is added with `routes!` brings its description; one that is added with `route` would not.
+#[test]
+fn no_route_is_added_without_its_description() {
+    fn look(folder: &Path, found: &mut Vec<String>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                look(&path, found);
+            } else if path.extension().is_some_and(|extension| extension == "rs")
+                // The demo plays somebody else's server, too.
+                && !path.ends_with("src/demo.rs")
+            {
+                let text = std::fs::read_to_string(&path).unwrap();
+                for way in [".route(", ".route_service(", ".nest_service(", "MethodRouter"] {
+                    found
+                        .extend(text.contains(way).then(|| format!("{way} in {}", path.display())));
+                }
+            }
+        }
+    }
+    let mut found = Vec::new();
+    look(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+    assert!(found.is_empty(), "{found:?}");
+}

@@ -1,0 +1,214 @@
+//! Every verb there is, one by one: wrong words, and servers that are away. A verb without a line in the table fails.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::net::TcpListener;
+use std::time::Instant;
+
+use support::{LIMIT, Place, text};
+
+/// What a verb cannot do without.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Needs {
+    /// Nothing: it never asks anybody.
+    Nothing,
+    /// Streams, or a server.
+    Streams,
+    /// Streams and a database, or a server.
+    Both,
+    /// Streams and a database; it is no client of a server.
+    Itself,
+}
+use Needs::{Both, Itself, Nothing, Streams};
+
+/// Every verb, with words that are right.
+const VERBS: &[(&str, Needs, &[&str])] = &[
+    ("serve", Itself, &["--http-listen", "127.0.0.1:0", "--start-wait", "1s"]),
+    ("worker", Itself, &["--start-wait", "1s"]),
+    ("config", Nothing, &[]),
+    ("topic create", Streams, &["orders"]),
+    ("topic list", Streams, &[]),
+    ("topic describe", Streams, &["orders"]),
+    ("topic grow", Streams, &["orders", "--partitions", "2"]),
+    ("topic trim", Streams, &["orders", "--count", "1", "--yes"]),
+    ("topic delete", Streams, &["orders", "--yes"]),
+    ("produce", Streams, &["orders", "--payload", "x"]),
+    ("consume", Streams, &["orders", "--group", "g", "--timeout", "1s"]),
+    ("tail", Streams, &["orders"]),
+    ("group list", Streams, &["orders"]),
+    ("group describe", Streams, &["orders", "g"]),
+    ("group reset", Streams, &["orders", "g", "--to", "end", "--yes"]),
+    ("pending", Streams, &["orders", "--group", "g"]),
+    ("dlq list", Streams, &["orders"]),
+    ("dlq show", Streams, &["orders", "1-1"]),
+    ("dlq replay", Streams, &["orders", "--all"]),
+    ("dlq purge", Streams, &["orders", "--all", "--yes"]),
+    ("issue list", Both, &[]),
+    ("issue show", Both, &["1"]),
+    ("issue why", Both, &["1"]),
+    ("issue retry", Both, &["1"]),
+    ("issue release", Both, &["1"]),
+    ("ticket new", Both, &["--title", "t", "--content", "c"]),
+    ("ticket list", Both, &[]),
+    ("ticket show", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("ticket reply", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff", "--content", "c"]),
+    ("ticket close", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("session list", Both, &[]),
+    ("session show", Both, &["s"]),
+    ("session replay", Both, &["s"]),
+    ("session fork", Both, &["s", "t"]),
+    ("session export", Both, &["s"]),
+    ("session import", Both, &["s"]),
+    ("outbox list", Both, &[]),
+    ("outbox retry", Both, &["1"]),
+    ("audit books", Both, &[]),
+    ("audit log", Both, &[]),
+    ("top", Streams, &["--once"]),
+    ("bench", Itself, &["record", "--count", "1"]),
+    ("doctor", Both, &[]),
+    ("completion", Nothing, &["bash"]),
+];
+
+/// The names below `Commands:` in a help text.
+fn below(place: &Place, path: &[&str]) -> Vec<String> {
+    let output = place.run(&[path, &["--help"]].concat()).unwrap();
+    assert!(output.status.success(), "{path:?}");
+    let help = text(&output.stdout);
+    let list = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let list = list.take_while(|line| !line.trim().is_empty());
+    // A name stands two spaces in; what follows it may go on further in.
+    let names =
+        list.filter_map(|line| line.strip_prefix("  ").filter(|rest| !rest.starts_with(' ')));
+    let names = names.filter_map(|line| line.split_whitespace().next());
+    names.filter(|name| *name != "help").map(str::to_owned).collect()
+}
+
+/// Every verb that the binary knows.
+fn verbs(place: &Place) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for verb in below(place, &[]) {
+        let words = below(place, &[&verb]);
+        if words.is_empty() {
+            found.insert(verb.clone());
+        }
+        found.extend(words.iter().map(|word| format!("{verb} {word}")));
+    }
+    found
+}
+
+#[test]
+fn every_verb_has_a_line_in_the_table() {
+    let known: BTreeSet<String> = VERBS.iter().map(|(verb, _, _)| (*verb).to_owned()).collect();
+    assert_eq!(verbs(&Place::new().unwrap()), known);
+}
+
+/// By name: each verb is run for what it does by some test here.
+#[test]
+fn every_verb_is_run_by_a_test() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let mut tests = String::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_file() && path.file_name().is_some_and(|name| name != "operator_words.rs") {
+            tests += &std::fs::read_to_string(path).unwrap();
+        }
+    }
+    for (verb, _, _) in VERBS.iter().filter(|(verb, _, _)| !["serve", "worker"].contains(verb)) {
+        let words: Vec<String> = verb.split(' ').map(|word| format!("\"{word}\"")).collect();
+        assert!(tests.contains(&words.join(", ")), "no test runs `{verb}`");
+    }
+}
+
+#[test]
+fn words_that_no_verb_knows_are_exit_code_2_with_a_usage_line_and_a_hint() {
+    let place = Place::new().unwrap();
+    for (verb, _, right) in VERBS {
+        let path: Vec<&str> = verb.split(' ').collect();
+        let output = place.run(&[&path[..], right, &["--nonsense"]].concat()).unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{verb}: {said}");
+        assert!(said.contains(&format!("Usage: headwater {verb}")), "{verb}: {said}");
+        assert!(said.contains("--help"), "{verb}: {said}");
+        assert!(output.stdout.is_empty(), "{verb}: {}", text(&output.stdout));
+    }
+}
+
+#[test]
+fn words_that_a_server_refuses_are_exit_code_2_with_a_usage_line_and_a_hint() {
+    let place = Place::new().unwrap();
+    let direct = ["--stream-url", "embedded:memory", "--database-url", "sqlite:headwater.db"];
+    for (words, hint) in [
+        (&["topic", "create", "none", "--partitions", "0"][..], "partition"),
+        (&["tail", "orders", "--from", "yesterday"][..], "such as"),
+        (&["dlq", "replay", "orders"][..], "say which"),
+        (&["topic", "delete", "orders"][..], "--yes"),
+        (&["session", "show", "no/such name"][..], "session"),
+        (&["ticket", "new", "--title", "", "--content", "c"][..], "title"),
+        (&["topic", "list", "--url", "ftp://here"][..], "http://"),
+    ] {
+        let output = place.run(&[words, &direct].concat()).unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{words:?}: {said}");
+        assert!(said.contains(hint), "{words:?}: {said}");
+        let usage = format!(
+            "Usage: headwater {}",
+            words[..if words[0] == "tail" { 1 } else { 2 }].join(" ")
+        );
+        assert!(said.contains(&usage), "{words:?}: {said}");
+        assert!(said.contains("--help"), "{words:?}: {said}");
+    }
+}
+
+/// The ways to servers that are away.
+fn away(needs: Needs, port: u16) -> Vec<Vec<String>> {
+    let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let server = words(&["--url", &format!("http://127.0.0.1:{port}")]);
+    let streams = words(&["--stream-url", &format!("redis://127.0.0.1:{port}")]);
+    let database = format!("postgres://nobody:nothing@127.0.0.1:{port}/none");
+    let database = words(&["--stream-url", "embedded:memory", "--database-url", &database]);
+    match needs {
+        Nothing => vec![],
+        Streams => vec![server, streams],
+        Both => vec![server, streams, database],
+        Itself => vec![streams, database],
+    }
+}
+
+#[test]
+fn a_server_that_is_away_is_exit_code_3_within_the_deadline_of_every_verb() {
+    // A port that nobody listens on: it was free a moment ago.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let mut cases = Vec::new();
+    for (verb, needs, right) in VERBS {
+        for way in away(*needs, port) {
+            let words: Vec<String> =
+                verb.split(' ').chain(right.iter().copied()).map(str::to_owned).collect();
+            cases.push([words, way].concat());
+        }
+    }
+    assert!(cases.len() > 80, "{}", cases.len());
+    // They only wait, so many can wait at once.
+    for some in cases.chunks(24) {
+        let place = Place::new().unwrap();
+        let started = Instant::now();
+        let running: Vec<_> = some
+            .iter()
+            .map(|words| {
+                let words: Vec<&str> = words.iter().map(String::as_str).collect();
+                let mut command = place.command(&words);
+                command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+                command.spawn().unwrap()
+            })
+            .collect();
+        for (words, child) in some.iter().zip(running) {
+            let output = child.wait_with_output().unwrap();
+            let said = text(&output.stdout) + &text(&output.stderr);
+            assert_eq!(output.status.code(), Some(3), "{words:?}: {said}");
+            assert!(said.contains("cannot be reached"), "{words:?}: {said}");
+        }
+        // The deadline is five seconds; the rest is for a busy machine that starts so many at once.
+        assert!(started.elapsed() < LIMIT * 5, "{some:?}");
+    }
+}
