@@ -31,6 +31,7 @@ fn every_link_to_a_file_leads_somewhere() -> Result<()> {
         "docs/settings.md",
         "docs/webhooks.md",
         "docs/desk.md",
+        "docs/operations.md",
     ];
     for document in documents {
         let text = read(document)?;

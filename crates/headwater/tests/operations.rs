@@ -1,0 +1,149 @@
+//! What `docs/operations.md` says is so: its commands run, and it knows every metric there is.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use headwater_testkit::{Postgres, Redis, wait_until};
+use rustix::process::{Pid, Signal, kill_process_group};
+use support::{LIMIT, Place, text};
+
+fn root() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+fn document() -> String {
+    std::fs::read_to_string(root().join("docs/operations.md")).unwrap()
+}
+
+/// The blocks of commands, from top to bottom.
+fn blocks(document: &str) -> Vec<String> {
+    let blocks = document.split("```sh\n").skip(1);
+    blocks.map(|rest| rest.split("```").next().unwrap().to_owned()).collect()
+}
+
+/// Ports that nobody has, from a range that is not given to those who ask for any port.
+fn ports() -> Vec<u16> {
+    let first = 20_000 + u16::try_from(std::process::id() % 10_000).unwrap();
+    let free = (first..32_000).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    free.take(3).collect()
+}
+
+/// Ends everything that a script started, however the test ends.
+struct Group(Pid);
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = kill_process_group(self.0, Signal::KILL);
+    }
+}
+
+#[test]
+fn every_command_runs_from_top_to_bottom() {
+    let document = document();
+    let blocks = blocks(&document);
+    assert!(blocks.len() > 15, "{}", blocks.len());
+    let (redis, postgres) = (Redis::start().unwrap(), Postgres::shared().unwrap());
+    let database = postgres.database().unwrap();
+    let place = Place::new().unwrap();
+
+    // The binary under its name, as whoever installed it has it.
+    let programs = place.path().join("programs");
+    std::fs::create_dir(&programs).unwrap();
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_headwater"), programs.join("headwater"))
+        .unwrap();
+
+    let mut script = "set -euo pipefail\n".to_owned();
+    for (number, block) in blocks.iter().enumerate() {
+        script +=
+            &format!("echo '== block {number}' >&2; set -x\n{block}{{ set +x; }} 2>/dev/null\n");
+    }
+    script += "echo 'this is the end'\n";
+    let mut script = script
+        .replace("redis://127.0.0.1:6379", &redis.url())
+        .replace("postgres://headwater:secret@127.0.0.1/headwater", &database.url());
+    for (port, free) in ["8080", "8081", "8082"].into_iter().zip(ports()) {
+        assert!(script.contains(&format!("127.0.0.1:{port}")));
+        script = script.replace(&format!("127.0.0.1:{port}"), &format!("127.0.0.1:{free}"));
+    }
+    std::fs::write(place.path().join("operations.sh"), script).unwrap();
+
+    let path = std::env::var("PATH").unwrap();
+    let mut command = Command::new("bash");
+    command.arg("operations.sh").current_dir(place.path());
+    for (name, _) in
+        std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("HEADWATER_"))
+    {
+        command.env_remove(name);
+    }
+    command
+        .env("PATH", format!("{}:{path}", programs.display()))
+        .env("HEADWATER_LOG_LEVEL", "warn");
+    // Into files: what runs in the background would hold a pipe open.
+    let file = |name: &str| std::fs::File::create(place.path().join(name)).unwrap();
+    command.stdin(Stdio::null()).stdout(file("out")).stderr(file("err")).process_group(0);
+    let mut child = command.spawn().unwrap();
+    let _group = Group(Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap());
+    let mut status = None;
+    let ended = wait_until("the commands to end", LIMIT * 5, || {
+        status = child.try_wait().unwrap();
+        status.is_some()
+    });
+    let read = |name: &str| text(&std::fs::read(place.path().join(name)).unwrap());
+    let (out, err) = (read("out"), read("err"));
+    assert!(ended.is_ok() && status.unwrap().success(), "{status:?}\n{err}\n{out}");
+    assert!(out.ends_with("this is the end\n"), "{err}\n{out}");
+    assert!(out.contains("My parcel is late") && out.contains("espresso"), "{out}");
+}
+
+/// Words of a text that look like names of metrics.
+fn metrics(text: &str) -> BTreeSet<String> {
+    let is_name = |c: char| c.is_ascii_lowercase() || c == '_';
+    let words = text.split(|c: char| !is_name(c)).filter(|word| word.starts_with("headwater_"));
+    let names = words.map(|word| word.trim_end_matches('_')).filter(|word| *word != "headwater");
+    names.map(str::to_owned).collect()
+}
+
+fn measured(folder: &Path, found: &mut BTreeSet<String>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            measured(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            // A metric is a constant with this prefix, and is said to be one by its unit or its gauge.
+            let constants = text
+                .lines()
+                .filter(|line| line.contains("const ") && line.contains("\"headwater_"));
+            found.extend(constants.flat_map(metrics));
+            // A name that is too long for the line of its constant stands on the next.
+            let alone = text
+                .lines()
+                .map(str::trim)
+                .filter(|line| line.starts_with("\"headwater_") && line.ends_with("\";"));
+            found.extend(alone.flat_map(metrics));
+        }
+    }
+}
+
+#[test]
+fn every_metric_is_explained_and_every_explained_metric_is_there() {
+    let mut there = BTreeSet::new();
+    for entry in std::fs::read_dir(root().join("crates")).unwrap() {
+        measured(&entry.unwrap().path().join("src"), &mut there);
+    }
+    // The name of a channel of Postgres.
+    there.remove("headwater_outbox");
+    assert!(there.len() > 60, "{there:?}");
+    let document = document();
+    let (_, tables) = document.split_once("\n## Metrics\n").unwrap();
+    assert_eq!(metrics(tables), there);
+    // What alerts speak of is explained, too.
+    let unknown: Vec<_> = metrics(&document).difference(&there).cloned().collect();
+    assert!(unknown.is_empty(), "{unknown:?}");
+}
