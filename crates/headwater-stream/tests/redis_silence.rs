@@ -217,3 +217,47 @@ async fn a_reader_in_another_database_is_left_alone() -> Result<()> {
     assert_eq!(reading.await??[0].entries[0].id, ids[0]);
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn those_who_silence_at_the_same_time_share_the_list_of_connections() -> Result<()> {
+    let redis = Redis::start()?;
+    let proxy = Proxy::start(redis.addr())?;
+    let backend = open(&redis.url_at(proxy.addr())).await?;
+    let names: Vec<StreamName> = (0..60).map(|n| stream(&format!("orders-{n}"))).collect();
+    let dead = ["ann", "bob"].map(consumer);
+    let mut readers = Vec::new();
+    for name in &dead {
+        let direct = open(&redis.url()).await?;
+        let mut reader = direct.reader(&group("workers"), name).await?;
+        let streams = names.clone();
+        readers.push(tokio::spawn(async move { reader.read(&streams, 10, PATIENCE).await }));
+    }
+    until_readers_wait(&redis, dead.len()).await?;
+    let before = lists(&redis)?;
+    // A list takes so long that all others have set their marks meanwhile.
+    proxy.delay(Duration::from_millis(200))?;
+
+    let all = names.iter().flat_map(|name| dead.iter().map(move |dead| (name, dead)));
+    let workers = group("workers");
+    let ended = all.map(|(name, dead)| backend.silence(name, &workers, dead));
+    for ended in futures_util::future::join_all(ended).await {
+        assert!(matches!(ended?, Silenced::Yes { .. }));
+    }
+
+    for reader in readers {
+        assert_unavailable(&reader.await?);
+    }
+    let (shared, apart) = (lists(&redis)? - before, names.len() * dead.len());
+    assert!((1..apart / 2).contains(&shared), "{shared} lists for {apart} wishes");
+    Ok(())
+}
+
+/// How often this server has listed its connections.
+fn lists(redis: &Redis) -> Result<usize> {
+    let stats = redis.command(&["INFO", "commandstats"])?.text();
+    let calls = |line: &str| {
+        let (calls, _) = line.strip_prefix("cmdstat_client|list:calls=")?.split_once(',')?;
+        calls.parse().ok()
+    };
+    Ok(stats.lines().find_map(calls).unwrap_or(0))
+}

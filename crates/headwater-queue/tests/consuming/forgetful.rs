@@ -1,16 +1,19 @@
-//! A backend that does what it is asked and then, as often as it is told to, loses the reply.
+//! A backend that does what it is asked and then, as often as it is told to, loses the reply; and whose readers break off
+//! while what they asked for is still under way.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::*;
+use tokio::sync::watch;
 
 pub(crate) struct Forgetful {
     inner: Arc<dyn Backend>,
+    readers: Arc<Readers>,
     /// Replies to `reclaim` and to `settle` that are still to be lost.
     pub(crate) reclaims: AtomicUsize,
     pub(crate) settles: AtomicUsize,
@@ -18,7 +21,78 @@ pub(crate) struct Forgetful {
 
 impl Forgetful {
     pub(crate) fn new(inner: Arc<dyn Backend>) -> Arc<Self> {
-        Arc::new(Self { inner, reclaims: AtomicUsize::new(0), settles: AtomicUsize::new(0) })
+        let (readers, reclaims, settles) = Default::default();
+        Arc::new(Self { inner, readers, reclaims, settles })
+    }
+
+    /// Reads fail that are under way. What they asked of the server stays there.
+    pub(crate) fn break_off_reads(&self) {
+        self.readers.breaks.send_modify(|breaks| *breaks += 1);
+    }
+
+    /// How many reads have failed so.
+    pub(crate) fn broken_reads(&self) -> usize {
+        self.readers.broken.lock().unwrap().len()
+    }
+
+    fn breaking(
+        &self,
+        group: &GroupName,
+        consumer: &ConsumerName,
+        reader: Result<Box<dyn GroupReader>>,
+    ) -> Result<Box<dyn GroupReader>> {
+        Ok(Box::new(Breaking {
+            backend: Arc::clone(&self.inner),
+            who: (group.clone(), consumer.clone()),
+            breaks: self.readers.breaks.subscribe(),
+            readers: Arc::clone(&self.readers),
+            inner: Some(reader?),
+        }))
+    }
+}
+
+#[derive(Default)]
+struct Readers {
+    breaks: watch::Sender<usize>,
+    /// Those that broke off, with their connections.
+    broken: Mutex<Vec<Box<dyn GroupReader>>>,
+}
+
+struct Breaking {
+    backend: Arc<dyn Backend>,
+    who: (GroupName, ConsumerName),
+    breaks: watch::Receiver<usize>,
+    readers: Arc<Readers>,
+    inner: Option<Box<dyn GroupReader>>,
+}
+
+#[async_trait]
+impl GroupReader for Breaking {
+    async fn read(
+        &mut self,
+        streams: &[StreamName],
+        count: usize,
+        wait: Duration,
+    ) -> Result<Vec<Batch<Delivery>>> {
+        if self.inner.is_none() {
+            self.inner = Some(self.backend.reader(&self.who.0, &self.who.1).await?);
+        }
+        if let Some(inner) = &mut self.inner {
+            tokio::select! {
+                biased;
+                answer = inner.read(streams, count, wait) => return answer,
+                _ = self.breaks.changed() => {}
+            }
+        }
+        self.readers.broken.lock().unwrap().extend(self.inner.take());
+        Err(StreamError::Unavailable { problem: "the read broke off".to_owned(), source: None })
+    }
+
+    async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
+        match self.inner.take() {
+            Some(inner) => inner.close().await,
+            None => Ok(Vec::new()),
+        }
     }
 }
 
@@ -34,12 +108,13 @@ fn lose<T>(left: &AtomicUsize, reply: Result<T>) -> Result<T> {
 
 /// Passes calls on.
 macro_rules! pass_on {
-    (impl $seam:ident { $(fn $name:ident($($arg:ident: $type:ty),*) -> $reply:ty $(, loses $left:ident)?;)* }) => {
+    (impl $seam:ident { $(fn $name:ident($($arg:ident: $type:ty),*) -> $reply:ty $(, loses $left:ident)? $(, by $wrap:ident($($with:ident),*))?;)* }) => {
         #[async_trait]
         impl $seam for Forgetful {
             $(async fn $name(&self, $($arg: $type),*) -> Result<$reply> {
                 let reply = self.inner.$name($($arg),*).await;
                 $(let reply = lose(&self.$left, reply);)?
+                $(let reply = self.$wrap($($with,)* reply);)?
                 reply
             })*
         }
@@ -73,7 +148,7 @@ pass_on! {
         fn ensure_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
         fn remove_group(stream: &StreamName, group: &GroupName) -> bool;
         fn reset_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
-        fn reader(group: &GroupName, consumer: &ConsumerName) -> Box<dyn GroupReader>;
+        fn reader(group: &GroupName, consumer: &ConsumerName) -> Box<dyn GroupReader>, by breaking(group, consumer);
         fn silence(stream: &StreamName, group: &GroupName, consumer: &ConsumerName) -> Silenced;
         fn tail() -> Box<dyn TailReader>;
         fn settle(settle: Settle<'_>) -> Settled, loses settles;

@@ -67,6 +67,7 @@ use self::error::Failure;
 use self::node::Manners;
 use self::reply::{Replies, Value};
 use self::servers::{Effect, Servers};
+use self::silence::Silencers;
 use self::trim::Trims;
 use self::url::{Place, Url};
 use crate::backend::{Backend, Description};
@@ -84,6 +85,7 @@ struct RedisBackend {
     description: Description,
     trims: Trims,
     bells: Bells,
+    silencers: Silencers,
 }
 
 /// Opens the backend: finds the servers and looks at what they are.
@@ -94,8 +96,8 @@ pub(crate) async fn open(url: &str, options: &Options) -> Result<Arc<dyn Backend
     let servers = Arc::new(Servers::new(&url.place, manners, options.call_deadline));
     let description = look(&servers, &url).await?;
     let database = url.access.database;
-    let (trims, bells) = Default::default();
-    Ok(Arc::new(RedisBackend { servers, database, description, trims, bells }))
+    let (trims, bells, silencers) = Default::default();
+    Ok(Arc::new(RedisBackend { servers, database, description, trims, bells, silencers }))
 }
 
 #[async_trait]

@@ -5,6 +5,8 @@
 //! A reader that is only just connecting would be missed. Therefore a mark is set first, and a reader looks for it after it
 //! has named its connection and before it sends anything: either its connection is in the list, or it sees the mark.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -19,6 +21,7 @@ use super::node::Node;
 use super::reply::Value;
 use super::servers::{Effect, Servers};
 use super::subscription::unavailable;
+use crate::coalescer::{Coalescer, CoalescerConfig};
 use crate::error::{Result, StreamError};
 use crate::limits::WAIT_MAX;
 use crate::name::{ConsumerName, GroupName, StreamName};
@@ -54,9 +57,9 @@ impl RedisBackend {
         // While a slot moves, a reader may wait at the server that is to have it.
         let soon = deadline.min(Instant::now() + OTHERS_MAX);
         let others = self.servers.primaries();
-        let others = others.iter().filter(|node| !std::sync::Arc::ptr_eq(node, &owner));
-        let others = join_all(others.map(|node| end_readers(node, &name, soon)));
-        let (ended, others) = tokio::join!(end_readers(&owner, &name, deadline), others);
+        let others = others.iter().filter(|node| !Arc::ptr_eq(node, &owner));
+        let others = join_all(others.map(|node| self.end_readers(node, &name, soon)));
+        let (ended, others) = tokio::join!(self.end_readers(&owner, &name, deadline), others);
         let elsewhere: usize = others.into_iter().flatten().flatten().sum();
         Ok(match (ended?, unmarked) {
             (Ok(ended), None) => Silenced::Yes { ended: ended + elsewhere },
@@ -65,12 +68,61 @@ impl RedisBackend {
     }
 }
 
-/// Has a server end all connections of this name. Returns how many there were, or why it does not.
-async fn end_readers(
-    node: &std::sync::Arc<Node>,
-    name: &str,
+/// What came of a wish to end the connections of a name: how many there were, or why the server does not do it.
+type Ended = Result<Result<usize, String>>;
+
+/// The servers that were asked so far to end connections. A list of all connections of a server is long, and whoever
+/// takes over many partitions of many dead consumers wants them ended all at once: they share a list. It is asked for
+/// after the last of them has set its mark.
+#[derive(Default)]
+pub(super) struct Silencers(Mutex<Vec<(Arc<Node>, Arc<Silencer>)>>);
+
+type Silencer = Coalescer<String, Ended>;
+
+impl RedisBackend {
+    /// Has a server end all connections of this name.
+    async fn end_readers(&self, node: &Arc<Node>, name: &str, deadline: Instant) -> Ended {
+        let silencer = self.silencer(node)?;
+        let ended = timeout_at(deadline, silencer.call(name.to_owned())).await;
+        match ended {
+            Ok(Ok(ended)) => ended,
+            Ok(Err(gone)) => Err(StreamError::unavailable("a reader was not ended", gone)),
+            Err(late) => Err(StreamError::unavailable("a reader was not ended in time", late)),
+        }
+    }
+
+    fn silencer(&self, node: &Arc<Node>) -> Result<Arc<Silencer>> {
+        let mut known = self.silencers.0.lock().expect("no code panics while it holds the list");
+        if let Some((_, silencer)) = known.iter().find(|(known, _)| Arc::ptr_eq(known, node)) {
+            return Ok(Arc::clone(silencer));
+        }
+        let primaries = self.servers.primaries();
+        known.retain(|(known, _)| primaries.iter().any(|primary| Arc::ptr_eq(primary, known)));
+        let (asked, patience) = (Arc::clone(node), self.servers.call_deadline());
+        let silencer = Coalescer::new(CoalescerConfig::default(), move |names: Vec<String>| {
+            let node = Arc::clone(&asked);
+            async move {
+                let ended = end_connections(&node, &names, Instant::now() + patience).await;
+                let of = |name: &String| match &ended {
+                    Ok(Ok(ended)) => Ok(Ok(ended.get(name).copied().unwrap_or(0))),
+                    Ok(Err(reason)) => Ok(Err(reason.clone())),
+                    Err(error) => Err(error.again()),
+                };
+                names.iter().map(of).collect()
+            }
+        })?;
+        let silencer = Arc::new(silencer);
+        known.push((Arc::clone(node), Arc::clone(&silencer)));
+        Ok(silencer)
+    }
+}
+
+/// Has a server end all connections of these names. Returns how many there were of each, or why it does not.
+async fn end_connections(
+    node: &Arc<Node>,
+    names: &[String],
     deadline: Instant,
-) -> Result<Result<usize, String>> {
+) -> Result<Result<BTreeMap<String, usize>, String>> {
     let mut commands = Commands::new();
     commands.add(&["CLIENT", "GETNAME"]);
     commands.add(&["CLIENT", "LIST", "TYPE", "normal"]);
@@ -83,26 +135,26 @@ async fn end_readers(
     if let Value::Nil | Value::Text(b"") | Value::Error(_) = cursor.value().map_err(protocol)? {
         return Ok(Err("connections may not bear names here (CLIENT SETNAME)".to_owned()));
     }
-    let numbers = match cursor.value().map_err(protocol)? {
-        Value::Text(list) => connections_of(&String::from_utf8_lossy(list), name),
+    let found = match cursor.value().map_err(protocol)? {
+        Value::Text(list) => connections_of(&String::from_utf8_lossy(list), names),
         Value::Error(refusal) => return Ok(Err(String::from_utf8_lossy(refusal).into_owned())),
         _ => return Err(protocol(Failure::shape("no list of connections"))),
     };
-    if numbers.is_empty() {
-        return Ok(Ok(0));
+    let mut ended = BTreeMap::new();
+    if found.is_empty() {
+        return Ok(Ok(ended));
     }
     let mut commands = Commands::new();
-    numbers.iter().for_each(|number| commands.add(&["CLIENT", "KILL", "ID", number]));
+    found.iter().for_each(|(_, number)| commands.add(&["CLIENT", "KILL", "ID", number]));
     let packed = commands.pack();
     let sent = node.send(&packed.bytes, packed.len(), deadline).await.map_err(unavailable)?;
     let replies =
         sent.map_err(|error| StreamError::unavailable("a reader was not ended", error))?;
     let mut cursor = replies.cursor();
-    let mut ended = 0;
-    for _ in &numbers {
+    for (name, _) in found {
         match cursor.value().map_err(protocol)? {
             // None: it ended by itself meanwhile.
-            Value::Number(number) => ended += usize::from(number > 0),
+            Value::Number(number) => *ended.entry(name).or_insert(0) += usize::from(number > 0),
             Value::Error(refusal) => return Ok(Err(String::from_utf8_lossy(refusal).into_owned())),
             _ => return Err(protocol(Failure::shape("no number of connections"))),
         }
@@ -110,11 +162,12 @@ async fn end_readers(
     Ok(Ok(ended))
 }
 
-/// The numbers of the connections that bear this name.
-fn connections_of(list: &str, name: &str) -> Vec<String> {
+/// The connections that bear one of these names: the name and the number of each.
+fn connections_of(list: &str, names: &[String]) -> Vec<(String, String)> {
     let number = |line: &str| {
         let word = |key: &str| line.split(' ').find_map(|word| word.strip_prefix(key));
-        (word("name=") == Some(name)).then(|| word("id=").map(str::to_owned)).flatten()
+        let name = word("name=").filter(|name| names.iter().any(|wanted| wanted == name))?;
+        Some((name.to_owned(), word("id=")?.to_owned()))
     };
     list.lines().filter_map(number).collect()
 }
@@ -172,8 +225,17 @@ mod tests {
                     id=5 addr=1.2.3.4:7 name= age=1\n\
                     id=66 addr=1.2.3.4:8 name=headwater:reader@0:abc age=1\n\
                     id=7 addr=1.2.3.4:9 name=headwater:reader@0:ab age=1\n";
-        assert_eq!(connections_of(list, "headwater:reader@0:ab"), ["4", "7"]);
-        assert!(connections_of(list, "headwater:reader@1:ab").is_empty());
-        assert!(connections_of("garbage", "x").is_empty());
+        let of = |list, names: &[&str]| {
+            let names: Vec<String> = names.iter().map(ToString::to_string).collect();
+            let found = connections_of(list, &names).into_iter();
+            found.map(|(_, number)| number).collect::<Vec<_>>()
+        };
+        assert_eq!(of(list, &["headwater:reader@0:ab"]), ["4", "7"]);
+        assert_eq!(
+            of(list, &["headwater:reader@0:abc", "headwater:reader@0:ab"]),
+            ["4", "66", "7"]
+        );
+        assert!(of(list, &["headwater:reader@1:ab"]).is_empty());
+        assert!(of("garbage", &["x"]).is_empty());
     }
 }
