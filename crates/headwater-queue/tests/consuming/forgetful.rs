@@ -32,7 +32,7 @@ impl Forgetful {
 
     /// How many reads have failed so.
     pub(crate) fn broken_reads(&self) -> usize {
-        self.readers.broken.lock().unwrap().len()
+        self.readers.broken.lock().expect("nobody panics with it").len()
     }
 
     fn breaking(
@@ -84,7 +84,7 @@ impl GroupReader for Breaking {
                 _ = self.breaks.changed() => {}
             }
         }
-        self.readers.broken.lock().unwrap().extend(self.inner.take());
+        self.readers.broken.lock().expect("nobody panics with it").extend(self.inner.take());
         Err(StreamError::Unavailable { problem: "the read broke off".to_owned(), source: None })
     }
 
