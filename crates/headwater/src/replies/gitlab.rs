@@ -1,24 +1,13 @@
 //! Notes on issues of GitLab.
 //!
-//! Upstream: `replies`. Promises: as for GitHub: a reply that may have been posted is looked for first, newest notes first.
+//! Upstream: `replies`. Downstream: `comment`, which posts once. Here: the address, the header, and that the newest notes are
+//! looked through first.
 
 use headwater_issue::{DeliverError, OutboxRow};
-use reqwest::Client;
+use reqwest::{Client, RequestBuilder};
 use secrecy::{ExposeSecret, SecretString};
-use serde::Deserialize;
-use serde_json::json;
 
-use super::{answer, comment};
-use crate::client;
-use crate::limits::{COMMENT_PAGE_BYTES_MAX, COMMENT_PAGES_MAX};
-use crate::marker;
-
-const PAGE: usize = 100;
-
-#[derive(Deserialize)]
-struct Note {
-    body: Option<String>,
-}
+use super::comment;
 
 /// Posts a note.
 pub(super) async fn post(
@@ -28,40 +17,11 @@ pub(super) async fn post(
     row: &OutboxRow,
     content: &str,
 ) -> Result<(), DeliverError> {
-    let url = address(base_url, row)?;
-    let request =
-        |request: reqwest::RequestBuilder| request.header("private-token", token.expose_secret());
-    if row.deliveries > 1 && is_there(&url, row, |url| request(client.get(url))).await? {
-        return Ok(());
-    }
-    let body = comment::body(content, &row.idempotency_key);
-    let post = request(client.post(&url))
-        .header("idempotency-key", &row.idempotency_key)
-        .json(&json!({"body": body}));
-    answer::send(post).await.map(drop)
-}
-
-async fn is_there(
-    url: &str,
-    row: &OutboxRow,
-    get: impl Fn(String) -> reqwest::RequestBuilder,
-) -> Result<bool, DeliverError> {
-    let mark = marker::of(&row.idempotency_key);
-    for page in 1..=COMMENT_PAGES_MAX {
-        let url = format!("{url}?order_by=created_at&sort=desc&per_page={PAGE}&page={page}");
-        let response = answer::send(get(url)).await?;
-        let body = client::read_limited(response, COMMENT_PAGE_BYTES_MAX).await;
-        let body = body.map_err(DeliverError::Retry)?;
-        let notes: Vec<Note> = serde_json::from_slice(&body)
-            .map_err(|error| DeliverError::Retry(format!("the list of notes is odd: {error}")))?;
-        if notes.iter().any(|note| note.body.as_ref().is_some_and(|body| body.contains(&mark))) {
-            return Ok(true);
-        }
-        if notes.len() < PAGE {
-            return Ok(false);
-        }
-    }
-    Ok(false)
+    let authorize =
+        |request: RequestBuilder| request.header("private-token", token.expose_secret());
+    let listed = "order_by=created_at&sort=desc".to_owned();
+    let place = comment::Place { url: address(base_url, row)?, listed, authorize };
+    place.post(client, row, content).await
 }
 
 /// The project is its number, or its path as one part of the address.
