@@ -219,7 +219,7 @@ pub(crate) fn failures(failures: &[Failure], attempts_max: u32) -> Result<()> {
 pub(crate) fn settlements(settlements: &[OutboxSettlement]) -> Result<()> {
     batch("settlements", settlements.len())?;
     settlements.iter().try_for_each(|settlement| match &settlement.delivery {
-        Delivery::Retry { after, .. } => delay("after", *after),
-        _ => Ok(()),
+        Delivery::Retry { after, .. } | Delivery::Away { after, .. } => delay("after", *after),
+        Delivery::Delivered | Delivery::Dead { .. } | Delivery::Release => Ok(()),
     })
 }

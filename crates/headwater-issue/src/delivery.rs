@@ -68,7 +68,7 @@ pub struct OutboxWritten {
 pub struct OutboxRow {
     /// Its id.
     pub id: OutboxId,
-    /// The issue it belongs to. Of one issue only the oldest undelivered row is ever in hand.
+    /// The issue it belongs to. Of one kind and issue only the oldest undelivered row is ever in hand.
     pub issue_id: IssueId,
     /// The integration of that issue, by name.
     pub integration: String,
@@ -101,9 +101,16 @@ pub struct OutboxRow {
 pub enum Delivery {
     /// It arrived.
     Delivered,
-    /// It failed and counts as an attempt; the issue's later rows wait for it.
+    /// It failed and counts as an attempt; later rows of its kind and issue wait for it.
     Retry {
         /// After this long.
+        after: Duration,
+        /// What went wrong.
+        error: String,
+    },
+    /// Nothing goes this way at the moment, so it counts no attempt; later rows of its kind and issue wait for it.
+    Away {
+        /// After this long it is tried again.
         after: Duration,
         /// What went wrong.
         error: String,

@@ -31,7 +31,7 @@ pub const SWEEP_NUDGES: &str = "headwater_sweep_nudges_total";
 pub const SWEEP_REQUEUED: &str = "headwater_sweep_requeued_total";
 /// Issues that were quarantined by the sweep, because too many of their claims had run out.
 pub const SWEEP_QUARANTINED: &str = "headwater_sweep_quarantined_total";
-/// Deliveries of the outbox. Labels: kind, result (`delivered`, `retry`, `dead`, `released`,
+/// Deliveries of the outbox. Labels: kind, result (`delivered`, `retry`, `away`, `dead`, `released`,
 /// `fenced`, `unsettled`).
 pub const OUTBOX_DELIVERIES: &str = "headwater_outbox_deliveries_total";
 /// Seconds the oldest undelivered row of the outbox has waited.

@@ -1,8 +1,9 @@
 //! The outbox: delivers the replies and events that runs have committed.
 //!
 //! Upstream: `worker` commits rows with the end of a run. Downstream: [`Deliver`], which knows providers and the bus.
-//! Promises: at least once, with the same idempotency key at every try; of one issue in order, a later row waits for an
-//! earlier one; after too many failures a row is dead and kept for an operator, and later rows go on. Rows are found by
+//! Promises: at least once, with the same idempotency key at every try; replies of one issue in order, and its events, a later
+//! one waits for an earlier one; but no reply waits for an event, so that an answer leaves while the streams are away. After too
+//! many failures a row is dead and kept for an operator, and later rows go on; a way that is closed to all is no failure. Rows are found by
 //! their status, never by a position, so none is passed by.
 //! A stop waits for the deliveries under way, but not for ever; what a database does not hear of comes again.
 //! Not here: what a reply looks like to a provider.
@@ -34,6 +35,9 @@ use crate::store::Store;
 /// How long to wait before a database that did not answer is asked again.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(200);
 
+/// How long to wait at most before a way that was closed is tried again: somebody waits at its end.
+const AWAY_MAX: Duration = Duration::from_secs(10);
+
 /// How long cancelled deliveries may take to give their rows back.
 const GIVE_BACK_MAX: Duration = Duration::from_secs(5);
 
@@ -64,6 +68,9 @@ pub enum DeliverError {
     /// It may succeed later: try again.
     #[error("{0}")]
     Retry(String),
+    /// Nothing goes this way at the moment, whatever the row: try again, and count no attempt.
+    #[error("{0}")]
+    Away(String),
     /// It can never succeed: the row is dead now.
     #[error("{0}")]
     Dead(String),
@@ -248,6 +255,10 @@ impl Inner {
         let error = match timeout(self.config.deadline, delivering).await {
             Ok(Ok(Ok(()))) => return Delivery::Delivered,
             Ok(Ok(Err(DeliverError::Dead(error)))) => return Delivery::Dead { error },
+            Ok(Ok(Err(DeliverError::Away(error)))) => {
+                let after = self.config.retry.delay(row.deliveries, chance::part());
+                return Delivery::Away { after: after.min(AWAY_MAX), error };
+            }
             Ok(Ok(Err(DeliverError::Retry(error)))) => error,
             Ok(Err(_)) => "the deliverer panicked".to_owned(),
             Err(_) => format!("it took longer than {:?}", self.config.deadline),
@@ -272,6 +283,10 @@ impl Inner {
             Delivery::Retry { error, .. } => {
                 warn!(issue_id = %row.issue_id, attempt = row.attempts + 1, %error, "delivery failed, trying again");
                 "retry"
+            }
+            Delivery::Away { error, .. } => {
+                warn!(issue_id = %row.issue_id, %error, "delivery is not possible now, trying again");
+                "away"
             }
             Delivery::Dead { error } => {
                 error!(issue_id = %row.issue_id, outbox_id = %row.id, %error, "delivery is dead, retry it when it is mended");

@@ -65,8 +65,8 @@ pub trait Store: Operator + std::fmt::Debug {
     /// enough. Passes by what others hold at the moment.
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept>;
 
-    /// Takes rows that are due for delivery: of each issue only the oldest undelivered one, so that order is kept, for
-    /// at most `ttl`. Passes by what others hold.
+    /// Takes rows that are due for delivery: of each kind and issue only the oldest undelivered one, so that order is kept,
+    /// for at most `ttl`. Passes by what others hold.
     async fn take_outbox(
         &self,
         worker: &str,

@@ -85,6 +85,8 @@ macro_rules! conformance_suite {
                 deliverers_that_die_are_counted_until_an_operator_tries_again,
                 a_reply_of_a_dead_deliverer_comes_back_with_the_same_key,
                 a_released_reply_counts_no_attempt,
+                a_way_that_is_closed_counts_no_attempt,
+                no_reply_waits_for_an_event_and_each_kind_keeps_its_order,
                 two_deliverers_never_have_the_same_reply,
                 a_row_settled_twice_is_settled_once,
                 an_entry_in_the_outbox_wakes_who_waits_for_it,

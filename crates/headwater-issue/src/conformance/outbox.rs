@@ -4,7 +4,10 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use super::env::{Env, TTL, TestResult, completion, reply, text_of};
-use crate::{Completion, Delivery, IssueError, OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::{
+    Completion, Delivery, IssueError, NewOutbox, OutboxKind, OutboxRow, OutboxSettled,
+    OutboxSettlement,
+};
 
 const LATER: Duration = Duration::from_secs(600);
 
@@ -104,6 +107,44 @@ pub async fn a_released_reply_counts_no_attempt(env: Env) -> TestResult {
     assert_eq!(end(&env, &row, Delivery::Release).await?, OutboxSettled::Done);
     let again = take(&env).await?.remove(0);
     assert_eq!((again.id, again.attempts), (row.id, 0));
+    Ok(())
+}
+
+pub async fn a_way_that_is_closed_counts_no_attempt(env: Env) -> TestResult {
+    env.replied("1", &["a", "b"]).await?;
+    let row = take(&env).await?.remove(0);
+    let away = |after| Delivery::Away { after, error: "closed".into() };
+    assert_eq!(end(&env, &row, away(Duration::ZERO)).await?, OutboxSettled::Done);
+    let again = take(&env).await?.remove(0);
+    assert_eq!((again.id, again.deliveries, again.attempts, again.crashes), (row.id, 2, 0, 0));
+    end(&env, &again, away(LATER)).await?;
+    assert!(take(&env).await?.is_empty(), "it has its time, and b waits for a");
+    Ok(())
+}
+
+pub async fn no_reply_waits_for_an_event_and_each_kind_keeps_its_order(env: Env) -> TestResult {
+    let event = |text| NewOutbox { kind: OutboxKind::Event, ..reply(text) };
+    let recorded = env.record("1", "1").await?;
+    let claimed = env.claim(recorded.issue_id).await?;
+    let outbox = vec![event("fact one"), reply("a"), event("fact two"), reply("b")];
+    env.complete(Completion { outbox, ..completion(&claimed) }).await?;
+    let first = take(&env).await?;
+    assert_eq!(texts(&first), ["fact one", "a"]);
+    let error = "the streams are away".to_owned();
+    end(&env, &first[0], Delivery::Away { after: LATER, error }).await?;
+    end(&env, &first[1], Delivery::Delivered).await?;
+    let second = take(&env).await?;
+    assert_eq!(texts(&second), ["b"], "replies go on, events wait");
+    end(&env, &second[0], Delivery::Dead { error: "no".into() }).await?;
+    assert!(take(&env).await?.is_empty());
+
+    // The same with rows that come later, and with one that is tried again.
+    env.store.retry_outbox(second[0].id).await?;
+    env.replied("1", &["c"]).await?;
+    let third = take(&env).await?;
+    assert_eq!(texts(&third), ["b"]);
+    end(&env, &third[0], Delivery::Delivered).await?;
+    assert_eq!(texts(&take(&env).await?), ["c"]);
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! The outbox: rows taken for delivery, one of each issue, and the ends of deliveries.
+//! The outbox: rows taken for delivery, one of each kind and issue, and the ends of deliveries.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -39,6 +39,7 @@ impl End {
         let (status, attempts, after_ms, error) = match delivery {
             Delivery::Delivered => ("delivered", 0, None, None),
             Delivery::Retry { after, error } => ("pending", 1, Some(ms(*after)), Some(error)),
+            Delivery::Away { after, error } => ("pending", 0, Some(ms(*after)), Some(error)),
             Delivery::Dead { error } => ("dead", 1, None, Some(error)),
             Delivery::Release => ("pending", 0, Some(0), None),
         };

@@ -1,4 +1,4 @@
-//! The outbox: rows taken for delivery, one of each issue, and the ends of deliveries.
+//! The outbox: rows taken for delivery, one of each kind and issue, and the ends of deliveries.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -30,7 +30,7 @@ pub(super) async fn is_due(
     row.try_get(0)
 }
 
-/// Puts a row behind all others of its issue: ids grow in the order of delivery.
+/// Puts a row behind all others of its kind and issue: ids grow in the order of delivery.
 pub(super) async fn insert(
     connection: &mut SqliteConnection,
     issue_id: IssueId,
@@ -42,7 +42,7 @@ pub(super) async fn insert(
         "INSERT INTO outbox
              (issue_id, kind, target, idempotency_key, payload, due_at, created_at, status)
          SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?6, iif(EXISTS (SELECT 1 FROM outbox
-             WHERE issue_id = ?1 AND status IN ('waiting', 'pending', 'taken')), 'waiting', 'pending')
+             WHERE issue_id = ?1 AND kind = ?2 AND status IN ('waiting', 'pending', 'taken')), 'waiting', 'pending')
          RETURNING id",
     )
     .bind(issue_id.0)
@@ -108,14 +108,14 @@ pub(super) async fn settle(
          FROM (SELECT value AS row FROM json_each(?1)) AS new
          WHERE outbox.id = new.row ->> 0 AND outbox.deliveries = new.row ->> 1
              AND outbox.status = 'taken'
-         RETURNING outbox.id, outbox.issue_id, outbox.status IN ('delivered', 'dead')",
+         RETURNING outbox.id, outbox.issue_id, outbox.status IN ('delivered', 'dead'), outbox.kind",
     )
     .bind(table(rows))
     .bind(column(writing.now))
     .fetch_all(&mut *writing.transaction)
     .await?;
     let freed = done.iter().filter(|row| row.try_get(2).unwrap_or(false));
-    let freed = freed.map(|row| row.try_get::<i64, _>(1).map(Value::from));
+    let freed = freed.map(|row| Ok(json!([row.try_get::<i64, _>(1)?, row.try_get::<&str, _>(3)?])));
     let freed = freed.collect::<Result<_, Error>>()?;
     let done = done.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<i64>, Error>>()?;
     let_next_go(&mut writing.transaction, freed).await?;
@@ -125,18 +125,18 @@ pub(super) async fn settle(
     Ok(settled.collect())
 }
 
-/// Of each of these issues, the oldest row that waits can go, unless another one is on its way.
-async fn let_next_go(connection: &mut SqliteConnection, issues: Vec<Value>) -> Result<(), Error> {
-    if issues.is_empty() {
+/// Of each of these issues and kinds, the oldest row that waits can go, unless another one is on its way.
+async fn let_next_go(connection: &mut SqliteConnection, freed: Vec<Value>) -> Result<(), Error> {
+    if freed.is_empty() {
         return Ok(());
     }
     sqlx::query(
         "UPDATE outbox SET status = 'pending' WHERE status = 'waiting' AND id IN (
-             SELECT (SELECT id FROM outbox WHERE issue_id = freed.value
+             SELECT (SELECT id FROM outbox WHERE issue_id = freed.value ->> 0 AND kind = freed.value ->> 1
                  AND status IN ('waiting', 'pending', 'taken') ORDER BY id LIMIT 1)
              FROM json_each(?1) AS freed)",
     )
-    .bind(table(issues))
+    .bind(table(freed))
     .execute(connection)
     .await?;
     Ok(())
@@ -146,7 +146,7 @@ async fn let_next_go(connection: &mut SqliteConnection, issues: Vec<Value>) -> R
 pub(super) async fn revive(writing: &mut Writing, id: OutboxId) -> Result<bool, Error> {
     let revived = sqlx::query(
         "UPDATE outbox SET attempts = 0, crashes = 0, due_at = ?2, status = iif(EXISTS (
-             SELECT 1 FROM outbox AS other WHERE other.issue_id = outbox.issue_id
+             SELECT 1 FROM outbox AS other WHERE other.issue_id = outbox.issue_id AND other.kind = outbox.kind
                  AND other.status IN ('waiting', 'pending', 'taken')), 'waiting', 'pending')
          WHERE id = ?1 AND status = 'dead'",
     )
@@ -164,6 +164,9 @@ fn write(settlement: &OutboxSettlement, now: Timestamp) -> Value {
         Delivery::Delivered => json!([id, deliveries, "delivered", 0, null, null]),
         Delivery::Retry { after, error } => {
             json!([id, deliveries, "pending", 1, column(now.after(*after)), error_text(error)])
+        }
+        Delivery::Away { after, error } => {
+            json!([id, deliveries, "pending", 0, column(now.after(*after)), error_text(error)])
         }
         Delivery::Dead { error } => json!([id, deliveries, "dead", 1, null, error_text(error)]),
         Delivery::Release => json!([id, deliveries, "pending", 0, column(now), null]),

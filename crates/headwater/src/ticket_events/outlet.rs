@@ -1,8 +1,8 @@
 //! Events on their way from the outbox into streams.
 //!
 //! Upstream: `replies` brings rows of kind `event`. Downstream: the stream backend.
-//! Promises: an event stands in its stream once, however often its row comes within a day; a stream backend that is away is a
-//! retry. `ticket_events` is kept to about ten thousand entries, and never loses one that a group has not read.
+//! Promises: an event stands in its stream once, however often its row comes within a day; a stream backend that is away
+//! costs it no attempt. `ticket_events` is kept to about ten thousand entries, and never loses one that a group has not read.
 
 use std::sync::Arc;
 
@@ -15,13 +15,12 @@ use crate::limits::{APPENDED_KEPT, TICKET_EVENTS_KEPT};
 /// The stream of ticket events, and the target of their outbox rows.
 pub const TICKET_EVENTS: &str = "ticket_events";
 
-/// Where events of handlers go: the control stream of the bus.
-const CONTROL: &str = "wink:control:default";
-
 /// Puts events into streams.
 #[derive(Clone)]
 pub struct Outlet {
     streams: Arc<dyn Backend>,
+    /// Where events of handlers go: the control stream of the bus.
+    control: StreamName,
 }
 
 impl std::fmt::Debug for Outlet {
@@ -31,25 +30,26 @@ impl std::fmt::Debug for Outlet {
 }
 
 impl Outlet {
-    /// Puts events into streams of this backend.
-    pub fn new(streams: Arc<dyn Backend>) -> Self {
-        Self { streams }
+    /// Puts events into streams of this backend: those of tickets into their own, all others into `control`.
+    pub fn new(streams: Arc<dyn Backend>, control: StreamName) -> Self {
+        Self { streams, control }
     }
 
     /// Publishes the event of a row.
     pub async fn publish(&self, row: &OutboxRow) -> Result<(), DeliverError> {
         let (stream, fields) = match row.target.as_str() {
-            TICKET_EVENTS => (TICKET_EVENTS, ticket_event(row)?),
-            _ => (CONTROL, bus_event(row)),
+            TICKET_EVENTS => (
+                StreamName::new(TICKET_EVENTS).expect("a short and plain name"),
+                ticket_event(row)?,
+            ),
+            _ => (self.control.clone(), bus_event(row)),
         };
-        let stream =
-            StreamName::new(stream).map_err(|error| DeliverError::Dead(error.to_string()))?;
         let once = Once { id: row.idempotency_key.clone(), fields };
         let retention = Retention::max_len(TICKET_EVENTS_KEPT);
         let appended = self.streams.append_once(&stream, &[once], APPENDED_KEPT, &retention).await;
         match appended {
             Ok(_) => Ok(()),
-            Err(error) if error.is_transient() => Err(DeliverError::Retry(error.to_string())),
+            Err(error) if error.is_transient() => Err(DeliverError::Away(error.to_string())),
             Err(error) => Err(DeliverError::Dead(error.to_string())),
         }
     }

@@ -217,12 +217,12 @@ BEGIN
     RETURNING i.id, i.claim_epoch, headwater_ms(i.claim_expires_at), i.pending_events;
 END $$;
 
--- What a new row of the outbox is: the first one of an issue that has none on its way can go, others wait. Only under the
--- lock of the issue, and with what was there before the statement that asks began.
-CREATE FUNCTION headwater_outbox_status(p_issue bigint, p_number bigint) RETURNS text
+-- What a new row of the outbox is: the first one of its kind and issue that has none on its way can go, others wait. Only
+-- under the lock of the issue, and with what was there before the statement that asks began.
+CREATE FUNCTION headwater_outbox_status(p_issue bigint, p_kind text, p_number bigint) RETURNS text
 LANGUAGE sql STABLE AS $$
-    SELECT CASE WHEN p_number > 1 OR EXISTS (SELECT 1 FROM outbox
-        WHERE issue_id = p_issue AND status IN ('waiting', 'pending', 'taken')) THEN 'waiting' ELSE 'pending' END
+    SELECT CASE WHEN p_number > 1 OR EXISTS (SELECT 1 FROM outbox WHERE issue_id = p_issue AND kind = p_kind
+        AND status IN ('waiting', 'pending', 'taken')) THEN 'waiting' ELSE 'pending' END
 $$;
 
 -- Completes runs; an issue and an epoch are named together once. Event logs and outbox rows name their run by its place.
@@ -253,7 +253,8 @@ BEGIN
     IF cardinality(p_outbox_run) > 0 THEN
         INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, status, due_at, created_at)
         SELECT p_issue[n.run], n.kind, n.target, n.key, n.payload::jsonb,
-            headwater_outbox_status(p_issue[n.run], row_number() OVER (PARTITION BY n.run ORDER BY n.place)), v_now, v_now
+            headwater_outbox_status(p_issue[n.run], n.kind,
+                row_number() OVER (PARTITION BY n.run, n.kind ORDER BY n.place)), v_now, v_now
         FROM unnest(p_outbox_run, p_kind, p_target, p_idempotency_key, p_payload) WITH ORDINALITY
             AS n (run, kind, target, key, payload, place)
         WHERE v_held[n.run] IS NOT NULL
@@ -337,7 +338,8 @@ BEGIN
     IF NOT false = ANY (v_same) THEN
         INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, status, due_at, created_at)
         SELECT p_issue, n.kind, n.target, n.key, n.payload::jsonb,
-            headwater_outbox_status(p_issue, row_number() OVER (ORDER BY n.place)), v_now, v_now
+            headwater_outbox_status(p_issue, n.kind, row_number() OVER (PARTITION BY n.kind ORDER BY n.place)),
+            v_now, v_now
         FROM unnest(v_known, v_key, p_kind, p_target, p_payload) WITH ORDINALITY
             AS n (known, key, kind, target, payload, place)
         WHERE n.known IS NULL
@@ -513,8 +515,8 @@ BEGIN
     ORDER BY o.id;
 END $$;
 
--- Ends deliveries, each row named once. A row that has gone, or is dead, lets the next one of its issue go: under the lock of
--- the issue, or a row that is written at the same moment would wait for one that is gone.
+-- Ends deliveries, each row named once. A row that has gone, or is dead, lets the next one of its kind and issue go: under the
+-- lock of the issue, or a row that is written at the same moment would wait for one that is gone.
 CREATE FUNCTION headwater_settle_1(
     p_id bigint[], p_deliveries bigint[], p_status text[], p_attempts bigint[], p_after_ms bigint[], p_error text[]
 ) RETURNS TABLE (o_id bigint)
@@ -523,6 +525,7 @@ DECLARE
     v_now timestamptz;
     v_done bigint[];
     v_freed bigint[];
+    v_freed_kind text[];
 BEGIN
     PERFORM 1 FROM issues WHERE id IN (SELECT issue_id FROM outbox WHERE id = ANY (p_id)) ORDER BY id FOR UPDATE;
     v_now := headwater_now();
@@ -535,14 +538,16 @@ BEGIN
         FROM unnest(p_id, p_deliveries, p_status, p_attempts, p_after_ms, p_error)
             AS n (id, deliveries, status, attempts, after_ms, error)
         WHERE o.id = n.id AND o.deliveries = n.deliveries AND o.status = 'taken'
-        RETURNING o.id, o.issue_id, o.status
+        RETURNING o.id, o.issue_id, o.kind, o.status
     )
-    SELECT array_agg(id), array_agg(DISTINCT issue_id) FILTER (WHERE status IN ('delivered', 'dead'))
-    INTO v_done, v_freed FROM ended;
+    SELECT array_agg(id), array_agg(issue_id) FILTER (WHERE status IN ('delivered', 'dead')),
+        array_agg(kind) FILTER (WHERE status IN ('delivered', 'dead'))
+    INTO v_done, v_freed, v_freed_kind FROM ended;
 
+    -- Of one kind and issue only one row is in hand, so none is named twice.
     UPDATE outbox o SET status = 'pending'
-    FROM unnest(v_freed) AS freed (issue_id)
-    WHERE o.id = (SELECT w.id FROM outbox w WHERE w.issue_id = freed.issue_id
+    FROM unnest(v_freed, v_freed_kind) AS freed (issue_id, kind)
+    WHERE o.id = (SELECT w.id FROM outbox w WHERE w.issue_id = freed.issue_id AND w.kind = freed.kind
         AND w.status IN ('waiting', 'pending', 'taken') ORDER BY w.id LIMIT 1) AND o.status = 'waiting';
     RETURN QUERY SELECT unnest(v_done);
 END $$;
@@ -557,7 +562,7 @@ BEGIN
     PERFORM 1 FROM issues WHERE id = (SELECT issue_id FROM outbox WHERE id = p_id) FOR UPDATE;
     v_now := headwater_now();
     RETURN QUERY
-    UPDATE outbox o SET status = headwater_outbox_status(o.issue_id, 1), attempts = 0, crashes = 0, due_at = v_now
+    UPDATE outbox o SET status = headwater_outbox_status(o.issue_id, o.kind, 1), attempts = 0, crashes = 0, due_at = v_now
     WHERE o.id = p_id AND o.status = 'dead'
     RETURNING o.id;
     PERFORM pg_notify('headwater_outbox', '');

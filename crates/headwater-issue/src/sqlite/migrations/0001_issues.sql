@@ -81,10 +81,10 @@ CREATE TABLE outbox (
     delivered_at INTEGER
 ) STRICT;
 
--- Of one issue one row at most is pending or taken; the later ones are waiting, and the end of one makes the next pending. So
--- those that look for work never see what cannot go yet. While a row is taken, due_at is when the taker's right to it ends.
+-- Of one kind and issue one row at most is pending or taken; the later ones are waiting, and the end of one makes the next
+-- pending. So those that look for work never see what cannot go yet. While a row is taken, due_at is when the taker's right to it ends.
 CREATE INDEX idx_outbox_due ON outbox (due_at, id) WHERE status IN ('pending', 'taken');
-CREATE INDEX idx_outbox_order ON outbox (issue_id, id) WHERE status IN ('waiting', 'pending', 'taken');
+CREATE INDEX idx_outbox_order ON outbox (issue_id, kind, id) WHERE status IN ('waiting', 'pending', 'taken');
 CREATE INDEX idx_outbox_dead ON outbox (id) WHERE status = 'dead';
 CREATE INDEX idx_outbox_delivered_at ON outbox (delivered_at) WHERE status = 'delivered';
 
