@@ -7,6 +7,7 @@
 pub mod model;
 mod sse;
 
+mod books;
 pub mod budget;
 pub mod reply;
 pub mod thread;

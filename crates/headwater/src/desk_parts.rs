@@ -7,11 +7,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use async_trait::async_trait;
 use headwater_bus::{
-    EventBus, Folds, PromptExecuted, Registry, Sessions, SessionsConfig, StreamedBus,
-    StreamedBusConfig, ToolInvoked,
+    BusError, EventBus, FailurePolicy, Folds, PromptExecuted, Registry, Sessions, SessionsConfig,
+    SpoolConfig, SpoolError, StreamedBus, StreamedBusConfig, ToolInvoked,
 };
 use headwater_issue::{DeliverError, Nudger, OutboxRow, Store};
 use headwater_stream::Backend;
@@ -29,6 +29,9 @@ use crate::tickets::Tickets;
 
 /// The bus is left after this, whatever it still does.
 const CLOSE_MAX: Duration = Duration::from_secs(5);
+
+/// Processes that share a directory of spools.
+const SPOOLS_MAX: usize = 100;
 
 /// Sessions of model runs end this long after their last event.
 const SESSION_KEPT: Duration = Duration::from_secs(30 * 24 * 60 * 60);
@@ -54,7 +57,8 @@ impl DeskParts {
         let config = settings.desk;
         let tickets = Tickets::open(Arc::clone(store), nudger.clone(), config.quiet()).await;
         let tickets = tickets.context("the tables of tickets")?;
-        let (bus, sessions) = sessions(streams).await?;
+        let bus = open_bus(settings, streams).await.context("the bus")?;
+        let (bus, sessions) = sessions_on(bus).await?;
         let desk = Desk::new(
             model(&settings.model)?,
             Arc::new(tickets.clone()) as Arc<dyn TicketSearch>,
@@ -62,8 +66,8 @@ impl DeskParts {
             Arc::clone(&sessions),
             config,
         );
-        let inside =
-            DeskInside { tickets: tickets.clone(), outlet: Outlet::new(Arc::clone(streams)) };
+        let outlet = Outlet::new(Arc::clone(streams), bus.control_stream().clone());
+        let inside = DeskInside { tickets: tickets.clone(), outlet };
         let destinations = settings.integrations.iter().map(destination).collect::<HashMap<_, _>>();
         let replies = Replies::new(Arc::clone(store), destinations, Arc::new(inside));
         let replies = replies.map_err(|problem| anyhow!("replies: {problem}"))?;
@@ -73,12 +77,17 @@ impl DeskParts {
     }
 }
 
-/// The sessions of model runs, and the bus they are on.
+/// The sessions of model runs, and the bus they are on, for those who look.
 pub(crate) async fn sessions(
     streams: &Arc<dyn Backend>,
 ) -> Result<(Arc<StreamedBus>, Arc<Sessions>)> {
-    let bus = StreamedBus::open(Arc::clone(streams), Registry::builtin(), bus_config()).await;
-    let bus = Arc::new(bus.context("the bus")?);
+    let config = bus_config(FailurePolicy::Fail);
+    let bus = StreamedBus::open(Arc::clone(streams), Registry::builtin(), config).await;
+    sessions_on(bus.context("the bus")?).await
+}
+
+async fn sessions_on(bus: StreamedBus) -> Result<(Arc<StreamedBus>, Arc<Sessions>)> {
+    let bus = Arc::new(bus);
     let folds = Folds::none().all::<ToolInvoked>(100).all::<PromptExecuted>(100);
     let config = SessionsConfig { ttl: Some(SESSION_KEPT), ..SessionsConfig::default() };
     let on_bus = Arc::clone(&bus) as Arc<dyn EventBus>;
@@ -86,8 +95,13 @@ pub(crate) async fn sessions(
     Ok((bus, Arc::new(sessions)))
 }
 
+fn bus_config(on_failure: FailurePolicy) -> StreamedBusConfig {
+    StreamedBusConfig { on_failure, drain: CLOSE_MAX / 2, ..StreamedBusConfig::default() }
+}
+
 /// Ends what runs by itself.
-pub(crate) async fn close(bus: Arc<StreamedBus>) {
+pub(crate) async fn close(desk: Arc<Desk>, bus: Arc<StreamedBus>) {
+    desk.close().await;
     match tokio::time::timeout(CLOSE_MAX, bus.close()).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => warn!(%error, "the bus did not close well"),
@@ -95,8 +109,29 @@ pub(crate) async fn close(bus: Arc<StreamedBus>) {
     }
 }
 
-fn bus_config() -> StreamedBusConfig {
-    StreamedBusConfig { drain: CLOSE_MAX / 2, ..StreamedBusConfig::default() }
+/// The bus, with a spool where streams can go away: the steps of model runs wait in it and reach their sessions later.
+async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<StreamedBus> {
+    let open = async |on_failure| {
+        StreamedBus::open(Arc::clone(streams), Registry::builtin(), bus_config(on_failure)).await
+    };
+    let Some(directory) = settings.spool() else { return Ok(open(FailurePolicy::Fail).await?) };
+    for place in 0..SPOOLS_MAX {
+        let file = directory.join(format!("{place}.spool"));
+        match open(FailurePolicy::Spool(SpoolConfig::new(file))).await {
+            // Another process of this directory has it. One that has died has left its own to us, with what is in it.
+            Err(BusError::Spool(SpoolError::InUse { .. })) => {}
+            Err(error) => {
+                let directory = directory.display();
+                return Err(error)
+                    .with_context(|| format!("the setting `stream.spool`, {directory}"));
+            }
+            Ok(bus) => return Ok(bus),
+        }
+    }
+    let directory = directory.display();
+    bail!(
+        "the setting `stream.spool`: {SPOOLS_MAX} processes use {directory}; give this one another directory"
+    )
 }
 
 /// The model that the settings name.

@@ -104,7 +104,7 @@ pub(crate) async fn run(
     .context("the sweeper")?;
 
     // The way out: replies and events leave after the commit.
-    let DeskParts { tickets, replies, intake, bus, sessions, .. } = desk;
+    let DeskParts { tickets, replies, intake, bus, sessions, desk } = desk;
     let outbox = Outbox::new(Arc::clone(&store), replies, outbox_config(&settings.work))
         .context("the outbox")?;
 
@@ -184,7 +184,7 @@ pub(crate) async fn run(
     last_replies.begin();
     failed = failed.or(outbox_part.join(deadline.max(Instant::now() + CLOSE_MAX / 2)).await);
     drop(app);
-    desk_parts::close(bus).await;
+    desk_parts::close(desk, bus).await;
     close(store, streams).await;
     match failed {
         Some(part) => Err(Failure::new(format!("`{part}` ended by itself; the log says why"))),

@@ -13,7 +13,7 @@ mod sources;
 mod table;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use secrecy::{ExposeSecret, SecretString};
@@ -37,6 +37,8 @@ pub(crate) const FILE: &str = "headwater.toml";
 pub(crate) struct Settings {
     /// Where streams are; may hold a password.
     pub(crate) stream_url: SecretString,
+    /// Where events wait while streams are away; empty: nowhere.
+    pub(crate) stream_spool: String,
     /// Where the truth is; may hold a password.
     pub(crate) database_url: SecretString,
     /// The most connections to the database.
@@ -236,6 +238,7 @@ impl Settings {
         };
         let settings = Self {
             stream_url: read.text("stream.url").into(),
+            stream_spool: read.text("stream.spool").to_owned(),
             database_url: read.text("database.url").into(),
             database_connections: read.count("database.connections"),
             start_wait: read.time("start.wait"),
@@ -279,6 +282,13 @@ impl Settings {
             )));
         }
         Ok(())
+    }
+
+    /// Where events wait while streams are away. Streams of this process are never away.
+    pub(crate) fn spool(&self) -> Option<&Path> {
+        let is_embedded = self.stream_url.expose_secret().starts_with("embedded:");
+        let directory = Some(self.stream_spool.as_str()).filter(|name| !name.is_empty())?;
+        (!is_embedded).then(|| Path::new(directory))
     }
 
     /// The stream URL as people may see it.

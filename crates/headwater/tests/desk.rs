@@ -468,6 +468,31 @@ async fn what_was_reserved_is_settled_with_what_was_used() {
 }
 
 #[tokio::test]
+async fn a_run_that_newer_events_end_gives_back_what_it_reserved_for_its_answer() {
+    let model = AtDoor::new();
+    let (door, mut asked) = (Arc::clone(&model.door), model.asked.subscribe());
+    let mut setup = setup(model);
+    // An issue that can pay for two prompts and one answer only: the second run needs what the first gives back.
+    setup.config.output_tokens_max = 100_000;
+    setup.config.budget.issue_tokens_max = 110_000;
+    let system = System::start(setup).await;
+    let ticket = Uuid::now_v7();
+    let issue_id = system.say(ticket, "Where is my parcel?").await;
+    asked.wait_for(|asked| *asked == 1).await.unwrap();
+    assert!(system.ledger.of_issue(issue_id) >= 100_000);
+    system.say(ticket, "I have found it.").await;
+    tokio::time::timeout(LONG, asked.wait_for(|asked| *asked == 2)).await.unwrap().unwrap();
+    door.add_permits(10);
+    system.settled(issue_id).await;
+    let replies = system.replies().await;
+    assert_eq!(replies.len(), 1, "{replies:?}");
+    assert!(replies[0].1.content.contains("your 2 messages"), "{}", replies[0].1.content);
+    let used = system.ledger.of_issue(issue_id);
+    assert!((100..10_000).contains(&used), "two prompts and an answer: {used}");
+    system.stop().await;
+}
+
+#[tokio::test]
 async fn a_model_that_fails_is_asked_again_by_the_next_run() {
     let unavailable = || Line::Fail(ModelError::Unavailable("away".into()));
     let system = System::start(setup(ScriptedModel::new([

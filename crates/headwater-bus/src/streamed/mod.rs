@@ -136,6 +136,11 @@ impl StreamedBus {
         Ok(Self { inner, stop, tasks: Mutex::new(tasks) })
     }
 
+    /// The control stream of its namespace, for those who put entries of their own into it.
+    pub fn control_stream(&self) -> &StreamName {
+        &self.inner.control
+    }
+
     /// What this start of the bus writes into the field `origin` of its events.
     pub fn origin(&self) -> &str {
         self.inner.origin.name()

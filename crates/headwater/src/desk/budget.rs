@@ -1,9 +1,9 @@
 //! Token budgets: what the model may cost per issue and per day.
 //!
-//! Upstream: `handler` reserves before it asks a model and settles after. Downstream: a [`Ledger`], kept in SQL by
+//! Upstream: `books` reserves before a model is asked and settles after. Downstream: a [`Ledger`], kept in SQL by
 //! `tickets`, so all processes share it.
-//! Promises: what is reserved or spent never exceeds a limit, however many runs ask at once. A run that dies or is
-//! cancelled leaves its reservation as spent: the model may have done the work.
+//! Promises: what is reserved or spent never exceeds a limit, however many runs ask at once. A process that dies leaves its
+//! reservations as spent: the model may have done the work.
 
 use std::collections::HashMap;
 use std::sync::Mutex;

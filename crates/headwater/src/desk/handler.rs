@@ -17,10 +17,11 @@ use headwater_issue::{
     EventLogId, HandlerError, IssueHandler, OnNewEvent, Quiet, Resolution, Run, WorkerConfig,
 };
 use serde_json::json;
-use tracing::{info, warn};
+use tracing::info;
 use uuid::Uuid;
 
-use super::budget::{self, Budget, Ledger, Reservation, Reserved};
+use super::books::{Books, Opened};
+use super::budget::{self, Budget, Ledger, Reservation};
 use super::model::{Answer, LanguageModel, ModelError, ModelPrompt, Turn, Usage, estimate_tokens};
 use super::prompt;
 use super::reply::{Reply, ReplyTarget};
@@ -104,7 +105,7 @@ impl DeskConfig {
 pub struct Desk {
     model: Arc<dyn LanguageModel>,
     search: Arc<dyn TicketSearch>,
-    ledger: Arc<dyn Ledger>,
+    books: Books,
     sessions: Arc<Sessions>,
     config: DeskConfig,
 }
@@ -146,7 +147,12 @@ impl Desk {
         sessions: Arc<Sessions>,
         config: DeskConfig,
     ) -> Self {
-        Self { model, search, ledger, sessions, config }
+        Self { model, search, books: Books::new(ledger), sessions, config }
+    }
+
+    /// Waits a while for the tokens that runs give back which were dropped. Call it when no run is under way any more.
+    pub async fn close(&self) {
+        self.books.settled().await;
     }
 
     /// Asks the model, and carries out its tools, until it has an answer.
@@ -197,19 +203,22 @@ impl Desk {
         session: &RunSession,
     ) -> Result<(Answer, Usage), Stop> {
         let now = budget::now();
-        let tokens = prompt.tokens_estimate() + u64::from(prompt.output_tokens_max);
+        let prompt_tokens = prompt.tokens_estimate();
+        let tokens = prompt_tokens + u64::from(prompt.output_tokens_max);
         let reservation = Reservation::new(run.issue().id, tokens, now);
-        match self.ledger.reserve(&reservation, &self.config.budget).await {
-            Ok(Reserved::Granted) => {}
-            Ok(Reserved::IssueSpent) => return Err(Stop::Spent),
-            Ok(Reserved::DaySpent) => {
+        let reserved = self.books.reserve(reservation, prompt_tokens, &self.config.budget).await;
+        let open = match reserved {
+            Ok(Opened::Granted(open)) => open,
+            Ok(Opened::IssueSpent) => return Err(Stop::Spent),
+            Ok(Opened::DaySpent) => {
                 let reason = "the token budget of the day is used up; raise it, or wait until tomorrow (UTC)";
                 return Err(HandlerError::retry_after(reservation.rest_of_day(now), reason).into());
             }
             Err(error) => {
                 return Err(HandlerError::retry(format!("the token budget: {error}")).into());
             }
-        }
+        };
+        // If newer events end the run here, what was reserved for the answer is given back.
         let answered = match self.model.ask(prompt).await {
             Ok(pieces) => pieces.gather().await,
             Err(error) => Err(error),
@@ -217,25 +226,18 @@ impl Desk {
         let answer = match answered {
             Ok(answer) => answer,
             Err(error) => {
-                self.settle(&reservation, used_by_failure(&error, prompt)).await;
+                open.settle(used_by_failure(&error, prompt_tokens)).await;
                 return Err(after(error).into());
             }
         };
         let estimate = Usage {
-            input_tokens: prompt.tokens_estimate(),
+            input_tokens: prompt_tokens,
             output_tokens: estimate_tokens(answer.text.len()),
         };
         let usage = answer.usage.unwrap_or(estimate);
-        self.settle(&reservation, usage.total()).await;
+        open.settle(usage.total()).await;
         session.executed(&answer, usage).await;
         Ok((answer, usage))
-    }
-
-    async fn settle(&self, reservation: &Reservation, used: u64) {
-        if let Err(error) = self.ledger.settle(reservation, used).await {
-            // What was reserved stays spent: the budget errs on the safe side.
-            warn!(issue_id = %reservation.issue_id, %error, "tokens were not settled");
-        }
     }
 
     /// What a run took.
@@ -374,10 +376,10 @@ fn after(error: ModelError) -> HandlerError {
 }
 
 /// What a failed question may have cost.
-fn used_by_failure(error: &ModelError, prompt: &ModelPrompt) -> u64 {
+fn used_by_failure(error: &ModelError, prompt_tokens: u64) -> u64 {
     match error {
         // It was turned away at the door.
         ModelError::Busy { .. } | ModelError::Denied(_) | ModelError::Refused(_) => 0,
-        ModelError::Unavailable(_) | ModelError::Garbled(_) => prompt.tokens_estimate(),
+        ModelError::Unavailable(_) | ModelError::Garbled(_) => prompt_tokens,
     }
 }

@@ -1,7 +1,8 @@
 //! A model run as a session on the bus: what was asked, which tools were called, what was answered.
 //!
 //! Upstream: `handler` tells of each step. Downstream: the bus; whoever replays the session sees the run again.
-//! Promises: a run never fails, and never waits long, because the bus is away; the loss is logged.
+//! Promises: a run never fails, and never waits long, because the bus is away. With a spool, its steps reach the session when
+//! streams are back, in order; without one, or if it is full, the loss is logged.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,8 +20,11 @@ use super::budget;
 use super::model::{Answer, ModelPrompt, ToolCall, Turn, Usage};
 use super::tools::ToolOutcome;
 
-/// How long a run waits for the bus at each step.
-const PUBLISH_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a run waits for the place of its session.
+const BEGIN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long a run waits for the bus at each step: longer than a call of the backend may take, after which the spool has it.
+const PUBLISH_TIMEOUT: Duration = Duration::from_secs(10);
 
 const PROMPT_NAMESPACE: &str = "headwater.desk";
 const PROMPT_KEY: &str = "reply";
@@ -28,7 +32,7 @@ const PROMPT_KEY: &str = "reply";
 /// The session of one run.
 pub(crate) struct RunSession {
     sessions: Arc<Sessions>,
-    /// `None` while the backend is away; what is published then is in no list, but where the session would be.
+    /// `None` while the backend is away; what is published then is in no list, but where the session is when it is recovered.
     session: Option<Session>,
     id: SessionId,
     adapter: String,
@@ -40,7 +44,7 @@ impl RunSession {
         let random = uuid::Uuid::new_v4().simple().to_string();
         let id = format!("issue-{}-run-{}-{}", run.issue().id, run.epoch(), &random[..12]);
         let id = SessionId::new(id).expect("numbers and letters are a valid session id");
-        let session = match timeout(PUBLISH_TIMEOUT, sessions.create(&id)).await {
+        let session = match timeout(BEGIN_TIMEOUT, sessions.create(&id)).await {
             Ok(Ok(session)) => Some(session),
             Ok(Err(error)) => {
                 warn!(session = %id, %error, "a model run goes on without a session");

@@ -163,3 +163,67 @@ fn a_thread_comes_back_and_forgets_only_its_oldest_entries() {
     assert_eq!((&kept[kept.len() - 2], &kept[kept.len() - 1]), (newest, newest));
     assert!(kept.len() > 3);
 }
+
+fn entry(author: Author, text: &str, unless_stale: bool) -> Entry {
+    let (text, at) = (text.to_owned(), "then".to_owned());
+    Entry { author, name: None, text, at, unless_stale }
+}
+
+/// An issue whose last run was committed at this time, with this thread.
+fn answered(at: u64, past: &[Entry]) -> Issue {
+    let mut issue = issue("desk");
+    issue.last_processed_at = Some(Timestamp::from_millis(at));
+    issue.discussions = serde_json::to_string(past).unwrap();
+    issue
+}
+
+fn said_at(at: u64, content: &str) -> EventLog {
+    let created_at = Timestamp::from_millis(at);
+    EventLog { created_at, ..event(desk("MESSAGE_RECEIVED", content)) }
+}
+
+fn texts(entries: &[Entry]) -> Vec<&str> {
+    entries.iter().map(|entry| entry.text.as_str()).collect()
+}
+
+#[test]
+fn an_answer_that_was_stale_when_it_was_committed_is_taken_back_with_what_it_answered() {
+    let past = [
+        entry(Author::User, "one", false),
+        entry(Author::Assistant, "to one", false),
+        entry(Author::User, "two", false),
+        entry(Author::User, "three", false),
+        entry(Author::Assistant, "to two and three", true),
+    ];
+    // It came before the commit, so the answer was never sent.
+    let thread = Thread::of(&answered(100, &past), &[said_at(100, "four")]);
+    assert_eq!(texts(&thread.past), ["one", "to one"]);
+    assert_eq!(texts(&thread.pending), ["two", "three", "four"]);
+    assert!(thread.wants_answer);
+
+    // It came after: the answer was sent, and stays.
+    let thread = Thread::of(&answered(100, &past), &[said_at(101, "four")]);
+    assert_eq!((thread.past.len(), texts(&thread.pending)), (5, vec!["four"]));
+}
+
+#[test]
+fn an_answer_that_is_sent_in_any_case_is_not_taken_back() {
+    let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", false)];
+    let thread = Thread::of(&answered(100, &past), &[said_at(50, "two")]);
+    assert_eq!((texts(&thread.past), texts(&thread.pending)), (vec!["one", "to one"], vec!["two"]));
+}
+
+#[test]
+fn what_was_stale_is_still_to_be_answered_when_its_news_say_nothing() {
+    let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", true)];
+    let labelled = EventLog { created_at: Timestamp::from_millis(50), ..event(json!({})) };
+    let thread = Thread::of(&answered(100, &past), std::slice::from_ref(&labelled));
+    assert!(thread.wants_answer && thread.past.is_empty());
+    assert_eq!(texts(&thread.pending), ["one"]);
+
+    // A person who answered meanwhile has answered it.
+    let mut agent = desk("MESSAGE_RECEIVED", "I take care of it");
+    agent["payload"]["author"] = "agent".into();
+    let agent = EventLog { created_at: Timestamp::from_millis(50), ..event(agent) };
+    assert!(!Thread::of(&answered(100, &past), &[agent]).wants_answer);
+}

@@ -41,6 +41,8 @@ pub(crate) const TABLE: &[Setting] = &[
     // Where everything lies.
     setting("stream.url", "embedded:headwater-data/streams", Kind::StreamUrl,
         "Where streams are: in this process, or on Redis."),
+    setting("stream.spool", "headwater-data/spool", Kind::Text,
+        "A directory where steps of model runs wait while Redis is away; processes may share it. Empty: they are lost then, and the log says which."),
     setting("database.url", "sqlite:headwater-data/headwater.db", Kind::DatabaseUrl,
         "Where issues, tickets and the outbox are: a SQLite file, or Postgres."),
     setting("database.connections", "16", Kind::Count { min: 1, max: 1000 },

@@ -4,6 +4,8 @@
 #![allow(dead_code)]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+pub(crate) mod desk;
+pub(crate) mod model;
 pub(crate) mod reach;
 pub(crate) mod sender;
 
@@ -250,6 +252,16 @@ pub(crate) async fn answer(response: reqwest::Response) -> Result<(u16, Value)> 
     let text = response.text().await?;
     let body = serde_json::from_str(&text).unwrap_or(Value::String(text));
     Ok((status, body))
+}
+
+/// Waits for something without keeping the servers of the test from their work.
+pub(crate) async fn eventually(what: &str, condition: impl Fn() -> bool) -> Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    while !condition() {
+        anyhow::ensure!(Instant::now() < deadline, "waited for {LIMIT:?} for {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Ok(())
 }
 
 /// Text of a process that has ended.
