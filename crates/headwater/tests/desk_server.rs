@@ -1,86 +1,28 @@
-//! The desk in the real binary: tickets over HTTP, processes that die, other programs on the stream, and bad input.
+//! The desk in the real binary: tickets over HTTP, processes that die, and bad input.
 
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
 mod support;
 
 use std::collections::HashMap;
-use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use axum::Router;
-use axum::extract::State;
-use axum::http::header;
-use axum::response::IntoResponse;
-use axum::routing::post;
 use futures_util::StreamExt;
-use headwater_testkit::{Postgres, Redis, wait_until};
+use headwater_testkit::{Postgres, Redis};
 use serde_json::{Value, json};
-use support::{LIMIT, Place, Server, answer};
-use tokio::sync::Semaphore;
+use support::desk::{all_idle, answered, by, new_ticket, open};
+use support::model::FakeModel;
+use support::{LIMIT, Place, Server, answer, eventually};
 use uuid::Uuid;
-
-/// An OpenAI-compatible service that answers when it is let.
-#[derive(Clone)]
-struct FakeModel {
-    door: Arc<Semaphore>,
-    asked: Arc<AtomicUsize>,
-}
-
-impl FakeModel {
-    async fn start() -> (Self, String) {
-        let model = Self { door: Arc::new(Semaphore::new(0)), asked: Arc::default() };
-        let router =
-            Router::new().route("/v1/chat/completions", post(complete)).with_state(model.clone());
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address: SocketAddr = listener.local_addr().unwrap();
-        tokio::spawn(async move { axum::serve(listener, router).await });
-        (model, format!("http://{address}/v1"))
-    }
-}
-
-async fn complete(State(model): State<FakeModel>) -> impl IntoResponse {
-    model.asked.fetch_add(1, Ordering::SeqCst);
-    drop(model.door.acquire().await.unwrap());
-    let chunk = json!({"choices": [{"delta": {"content": "A model says <hello>."}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 5, "completion_tokens": 5}});
-    ([(header::CONTENT_TYPE, "text/event-stream")], format!("data: {chunk}\n\ndata: [DONE]\n\n"))
-}
-
-fn new_ticket(content: &str) -> Value {
-    json!({"title": "Parcel", "content": content, "user_id": "ada"})
-}
-
-fn by<'a>(ticket: &'a Value, author: &str) -> Vec<&'a str> {
-    let messages = ticket["messages"].as_array().unwrap().iter();
-    let mine = messages.filter(|message| message["author"] == author);
-    mine.map(|message| message["content"].as_str().unwrap()).collect()
-}
-
-async fn answered(server: &Server, ticket_id: &str, answers: usize) -> Value {
-    let path = format!("/api/v1/tickets/{ticket_id}");
-    server
-        .until(&path, |status, body| status == 200 && by(body, "assistant").len() >= answers)
-        .await
-        .unwrap()
-}
-
-async fn open(server: &Server, content: &str) -> Value {
-    let (status, body) = server.post("/api/v1/tickets", &new_ticket(content)).await.unwrap();
-    assert_eq!(status, 201, "{body}");
-    body
-}
 
 #[tokio::test]
 async fn a_ticket_is_answered_closed_and_opened_again_with_nothing_installed() {
     let place = Place::new().unwrap();
     let mut server = place.serve(&["--issue-quiet", "100ms"]).unwrap();
-    let created = open(&server, "Where is my parcel? <script>alert(1)</script>").await;
+    let created = open(&server, "Where is my parcel? <script>alert(1)</script>").await.unwrap();
     let id = created["ticket_id"].as_str().unwrap().to_owned();
     assert!(created["issue_id"].is_i64() && created["message_id"].is_string());
-    let ticket = answered(&server, &id, 1).await;
+    let ticket = answered(&server, &id, 1).await.unwrap();
     assert_eq!(ticket["status"], "open");
     assert_eq!(by(&ticket, "user"), ["Where is my parcel? <script>alert(1)</script>"]);
     assert!(by(&ticket, "assistant")[0].contains("Where is my parcel?"), "{ticket:#}");
@@ -142,7 +84,7 @@ async fn tickets_and_answers_survive_a_kill_at_any_moment() {
             ])
             .unwrap();
         for number in 0..5 {
-            let created = open(&server, &format!("question {number} of {round}")).await;
+            let created = open(&server, &format!("question {number} of {round}")).await.unwrap();
             ids.push(created["ticket_id"].as_str().unwrap().to_owned());
         }
         tokio::time::sleep(Duration::from_millis(20 * round)).await;
@@ -161,16 +103,13 @@ async fn tickets_and_answers_survive_a_kill_at_any_moment() {
         ])
         .unwrap();
     for id in &ids {
-        let ticket = answered(&server, id, 1).await;
+        let ticket = answered(&server, id, 1).await.unwrap();
         assert_eq!(by(&ticket, "user").len(), 1, "{ticket:#}");
     }
     // Nobody is answered twice, also not by what was under way when a process died.
-    server
-        .until("/api/v1/issues?status=queued", |_, body| body["issues"] == json!([]))
-        .await
-        .unwrap();
+    all_idle(&server).await.unwrap();
     for id in &ids {
-        let ticket = answered(&server, id, 1).await;
+        let ticket = answered(&server, id, 1).await.unwrap();
         assert_eq!(by(&ticket, "assistant").len(), 1, "{ticket:#}");
     }
 }
@@ -179,7 +118,7 @@ async fn tickets_and_answers_survive_a_kill_at_any_moment() {
 async fn a_worker_that_is_killed_during_a_model_call_costs_no_ticket_its_one_reply() {
     let redis = Redis::start().unwrap();
     let database = Postgres::shared().unwrap().database().unwrap();
-    let (model, url) = FakeModel::start().await;
+    let (model, url) = FakeModel::start((5, 5)).await.unwrap();
     let place = Place::new().unwrap();
     let (streams, database) = (redis.url(), database.url());
     let arguments = [
@@ -207,16 +146,15 @@ async fn a_worker_that_is_killed_during_a_model_call_costs_no_ticket_its_one_rep
     let _other = place.worker(&arguments).unwrap();
 
     // Until the victim has one in its hands, while the model thinks.
-    let mut tickets: HashMap<String, i64> = HashMap::new();
+    let mut tickets: HashMap<i64, (String, String)> = HashMap::new();
     let pid = format!(":{}:", victim.pid());
     let deadline = tokio::time::Instant::now() + LIMIT;
     let in_hand = 'found: loop {
         assert!(tokio::time::Instant::now() < deadline && tickets.len() < 60, "{}", server.log());
-        let created = open(&server, &format!("question {}", tickets.len())).await;
-        tickets.insert(
-            created["ticket_id"].as_str().unwrap().to_owned(),
-            created["issue_id"].as_i64().unwrap(),
-        );
+        let question = format!("question {}.", tickets.len());
+        let created = open(&server, &question).await.unwrap();
+        let id = created["ticket_id"].as_str().unwrap().to_owned();
+        tickets.insert(created["issue_id"].as_i64().unwrap(), (id, question));
         tokio::time::sleep(Duration::from_millis(200)).await;
         let (_, body) = server.get("/api/v1/issues?status=processing").await.unwrap();
         for issue in body["issues"].as_array().unwrap() {
@@ -225,159 +163,18 @@ async fn a_worker_that_is_killed_during_a_model_call_costs_no_ticket_its_one_rep
             }
         }
     };
-    let asked = model.asked.load(Ordering::SeqCst);
-    assert!(asked >= 1, "the model is being asked");
+    let question = &tickets[&in_hand].1;
+    eventually("a question", || !model.asked(question).is_empty()).await.unwrap();
     victim.kill9().unwrap();
-    model.door.add_permits(1000);
-    assert!(tickets.values().any(|issue| *issue == in_hand));
-    for id in tickets.keys() {
-        answered(&server, id, 1).await;
+    model.open_door();
+    for (id, _) in tickets.values() {
+        answered(&server, id, 1).await.unwrap();
     }
-    server
-        .until("/api/v1/issues?status=processing", |_, body| body["issues"] == json!([]))
-        .await
-        .unwrap();
-    server
-        .until("/api/v1/issues?status=queued", |_, body| body["issues"] == json!([]))
-        .await
-        .unwrap();
-    for id in tickets.keys() {
-        let ticket = answered(&server, id, 1).await;
-        assert_eq!(by(&ticket, "assistant"), ["A model says <hello>."], "one reply");
+    all_idle(&server).await.unwrap();
+    for (id, _) in tickets.values() {
+        let ticket = answered(&server, id, 1).await.unwrap();
+        assert_eq!(by(&ticket, "assistant"), [FakeModel::ANSWER], "one reply");
     }
-}
-
-#[tokio::test]
-async fn the_sample_commands_of_the_seed_work_against_a_running_desk() {
-    let redis = Redis::start().unwrap();
-    let place = Place::new().unwrap();
-    // Somebody may have made the group before the desk came.
-    let create = ["XGROUP", "CREATE", "ticket_events", "ai_processor_group", "$", "MKSTREAM"];
-    redis.command(&create).unwrap().ok().unwrap();
-    let server = place
-        .serve(&[
-            "--stream-url",
-            &redis.url(),
-            "--issue-quiet",
-            "50ms",
-            "--desk-reclaim-idle",
-            "500ms",
-        ])
-        .unwrap();
-    let busy = redis.command(&create).unwrap().text();
-    assert!(busy.starts_with("BUSYGROUP"), "{busy}");
-
-    let add = |event: Value| {
-        redis
-            .command(&["XADD", "ticket_events", "*", "data", &event.to_string()])
-            .unwrap()
-            .ok()
-            .unwrap()
-    };
-    let (ticket, message) = (Uuid::new_v4(), Uuid::new_v4());
-    let sample =
-        json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": ticket, "message_id": message});
-    add(sample.clone());
-    let shown = answered(&server, &ticket.to_string(), 1).await;
-    assert_eq!(by(&shown, "user"), [""]);
-
-    // The same again, and again in other words: the message id counts.
-    add(sample);
-    add(
-        json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": ticket, "message_id": message, "content": "again"}),
-    );
-    // The whole form, and the flat one.
-    let created = Uuid::new_v4();
-    add(
-        json!({"event_type": "TICKET_CREATED", "ticket_id": created, "message_id": Uuid::new_v4(), "user_id": Uuid::new_v4(),
-        "payload": {"content": "My router is broken", "timestamp": "2026-01-01T00:00:00Z"}}),
-    );
-    add(
-        json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": created, "message_id": Uuid::new_v4(), "content": "flat"}),
-    );
-    let path = format!("/api/v1/tickets/{created}");
-    server
-        .until(&path, |status, body| {
-            status == 200 && by(body, "user").len() == 2 && !by(body, "assistant").is_empty()
-        })
-        .await
-        .unwrap();
-
-    // Another program reads an entry and dies with it: it is taken over.
-    let pending = || {
-        let reply = redis.command(&["XPENDING", "ticket_events", "ai_processor_group"]).unwrap();
-        reply.items().first().and_then(headwater_testkit::Reply::int)
-    };
-    wait_until("all entries to be acknowledged", LIMIT, || pending() == Some(0)).unwrap();
-    let late = Uuid::new_v4();
-    let taken = json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": late, "message_id": Uuid::new_v4(), "content": "taken"});
-    // The desk waits for entries as well, and Redis serves who waits as soon as a command is over:
-    // the other program is first because its entry comes and goes within one.
-    let add_and_read = "redis.call('XADD', KEYS[1], '*', 'data', ARGV[1]) \
-        return redis.call('XREADGROUP', 'GROUP', 'ai_processor_group', 'worker_1', \
-        'COUNT', '1', 'STREAMS', KEYS[1], '>')";
-    let read =
-        redis.command(&["EVAL", add_and_read, "1", "ticket_events", &taken.to_string()]).unwrap();
-    assert!(!read.items().is_empty(), "worker_1 has an entry: {read:?}");
-    let added = || {
-        let reply = redis.command(&["XLEN", "ticket_events"]).unwrap();
-        reply.int().unwrap()
-    };
-    assert!(added() > 5);
-    wait_until("the abandoned entry to be taken over", LIMIT, || pending() == Some(0)).unwrap();
-    server.until(&format!("/api/v1/tickets/{late}"), |status, _| status == 200).await.unwrap();
-
-    // What makes no sense is a dead letter with its bytes, and stops nobody.
-    let letters = || redis.command(&["XLEN", "ticket_events:dlq"]).unwrap().int().unwrap_or(0);
-    redis
-        .command(&[
-            "XADD",
-            "ticket_events",
-            "*",
-            "data",
-            r#"{"event_type": "MESSAGE_RECEIVED", "ticket_id": "...", "message_id": "..."}"#,
-        ])
-        .unwrap();
-    redis.command(&["XADD", "ticket_events", "*", "data", "no json"]).unwrap();
-    redis.command(&["XADD", "ticket_events", "*", "other", "field"]).unwrap();
-    wait_until("three dead letters", LIMIT, || letters() == 3).unwrap();
-
-    // Our own events are there in the seed's form, and the desk has not answered itself.
-    let (_, shown) = server.get(&format!("/api/v1/tickets/{ticket}")).await.unwrap();
-    assert_eq!((by(&shown, "user").len(), by(&shown, "assistant").len()), (1, 1), "{shown:#}");
-    let entries = redis.command(&["XRANGE", "ticket_events", "-", "+"]).unwrap();
-    let ours = entries.items().iter().filter(|entry| {
-        let fields = entry.items()[1].items();
-        let event: Value = serde_json::from_str(&fields[1].text()).unwrap_or_default();
-        let figures = &event["payload"];
-        event["event_type"] == "AI_RESPONSE_GENERATED"
-            && event["ticket_id"] == ticket.to_string()
-            && figures["events"] == 1
-            && figures["tokens_in"].as_u64() > Some(0)
-            && figures["tokens_out"].as_u64() > Some(0)
-    });
-    assert_eq!(ours.count(), 1);
-    let cached = redis
-        .command(&["SISMEMBER", &format!("processed_messages:{ticket}"), &message.to_string()])
-        .unwrap();
-    assert_eq!(cached.int(), Some(1));
-    let ttl =
-        redis.command(&["TTL", &format!("processed_messages:{ticket}")]).unwrap().int().unwrap();
-    assert!((1..=86_400).contains(&ttl), "{ttl}");
-
-    // Everything in Redis is gone, and nothing is lost.
-    redis.command(&["FLUSHALL"]).unwrap().ok().unwrap();
-    let again = Uuid::new_v4();
-    wait_until("the desk to read again", LIMIT, || {
-        redis.command(&["XINFO", "GROUPS", "ticket_events"]).unwrap().items().len() == 1
-    })
-    .unwrap();
-    add(
-        json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": again, "message_id": Uuid::new_v4(), "content": "after"}),
-    );
-    answered(&server, &again.to_string(), 1).await;
-    let (_, shown) = server.get(&format!("/api/v1/tickets/{ticket}")).await.unwrap();
-    assert_eq!(by(&shown, "assistant").len(), 1);
 }
 
 async fn raw(server: &Server, path: &str, content_type: &str, body: Vec<u8>) -> (u16, Value) {
@@ -390,9 +187,9 @@ async fn raw(server: &Server, path: &str, content_type: &str, body: Vec<u8>) -> 
 async fn bad_input_is_refused_by_name_and_changes_nothing() {
     let place = Place::new().unwrap();
     let server = place.serve(&["--issue-quiet", "50ms"]).unwrap();
-    let created = open(&server, "x").await;
+    let created = open(&server, "x").await.unwrap();
     let id = created["ticket_id"].as_str().unwrap().to_owned();
-    answered(&server, &id, 1).await;
+    answered(&server, &id, 1).await.unwrap();
     let create = "/api/v1/tickets".to_owned();
     let add = format!("/api/v1/tickets/{id}/messages");
     let json = "application/json";
@@ -488,7 +285,7 @@ async fn bad_input_is_refused_by_name_and_changes_nothing() {
         .await
         .unwrap();
     assert_eq!(status, 201, "{body}");
-    let ticket = answered(&server, body["ticket_id"].as_str().unwrap(), 1).await;
+    let ticket = answered(&server, body["ticket_id"].as_str().unwrap(), 1).await.unwrap();
     assert_eq!((&ticket["title"], &ticket["user_id"]), (&json!(nasty), &json!(nasty)));
     let (_, list) = server.get("/api/v1/tickets").await.unwrap();
     assert_eq!(list["tickets"].as_array().unwrap().len(), 2, "nothing else was written: {list:#}");

@@ -1,0 +1,243 @@
+//! The sample commands of the stream's conventions against a running desk: by `redis-cli` as they are written, and by a
+//! program that shares the stream with it.
+
+mod support;
+
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use headwater_testkit::{Redis, Reply, wait_until};
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+use crate::support::desk::{answered, by};
+use crate::support::{LIMIT, Place, Server, text};
+
+const CREATE: &str = "XGROUP CREATE ticket_events ai_processor_group $ MKSTREAM";
+const ADD: &str = r#"XADD ticket_events * data '{"event_type": "MESSAGE_RECEIVED", "ticket_id": "...", "message_id": "..."}'"#;
+const READ: &str = "XREADGROUP GROUP ai_processor_group worker_1 COUNT 1 STREAMS ticket_events >";
+
+/// What `redis-cli` says to one line of a person. It comes with the package of `redis-server`.
+fn redis_cli(redis: &Redis, line: &str) -> Result<String> {
+    let mut child = Command::new("redis-cli")
+        .args(["-h", "127.0.0.1", "-p", &redis.port().to_string()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("redis-cli does not start; it is in Debian's package redis-tools")?;
+    // Dropped at the end of the statement: the end of the input ends redis-cli.
+    child.stdin.take().context("a pipe")?.write_all(format!("{line}\n").as_bytes())?;
+    let output = child.wait_with_output()?;
+    ensure!(output.status.success(), "{}", text(&output.stderr));
+    Ok(text(&output.stdout))
+}
+
+/// The sample of an event, with ids in place of the dots.
+fn add(ticket: Uuid, message: Uuid) -> String {
+    ADD.replacen("...", &ticket.to_string(), 1).replacen("...", &message.to_string(), 1)
+}
+
+/// Entries of the group that are delivered and not settled.
+fn pending(redis: &Redis) -> Option<i64> {
+    let reply = redis.command(&["XPENDING", "ticket_events", "ai_processor_group"]).ok()?;
+    reply.items().first().and_then(Reply::int)
+}
+
+/// Whether the desk's group is there.
+fn has_group(redis: &Redis) -> bool {
+    let groups = redis.command(&["XINFO", "GROUPS", "ticket_events"]);
+    groups.is_ok_and(|groups| {
+        groups
+            .items()
+            .iter()
+            .any(|group| group.items().iter().any(|value| value.text() == "ai_processor_group"))
+    })
+}
+
+fn letters(redis: &Redis) -> i64 {
+    let length = redis.command(&["XLEN", "ticket_events:dlq"]);
+    length.ok().and_then(|length| length.int()).unwrap_or(0)
+}
+
+/// The events of this type and ticket in the stream.
+fn events(redis: &Redis, event_type: &str, ticket: Uuid) -> Vec<Value> {
+    let Ok(entries) = redis.command(&["XRANGE", "ticket_events", "-", "+"]) else {
+        return Vec::new();
+    };
+    let read = |entry: &Reply| {
+        let fields = entry.items().get(1).map(Reply::items).unwrap_or_default();
+        let event: Value = serde_json::from_str(&fields.get(1)?.text()).ok()?;
+        let is_one = event["event_type"] == event_type && event["ticket_id"] == ticket.to_string();
+        is_one.then_some(event)
+    };
+    entries.items().iter().filter_map(read).collect()
+}
+
+fn desk(place: &Place, redis: &Redis) -> Result<Server> {
+    let idle = ["--desk-reclaim-idle", "500ms"];
+    place.serve(&[&["--stream-url", &redis.url(), "--issue-quiet", "50ms"][..], &idle].concat())
+}
+
+#[tokio::test]
+async fn redis_cli_runs_the_sample_commands_as_they_are_written() -> Result<()> {
+    let redis = Redis::start()?;
+    let place = Place::new()?;
+    let server = desk(&place, &redis)?;
+    wait_until("the desk's group", LIMIT, || has_group(&redis))?;
+
+    // The group is there already, and Redis says so.
+    let created = redis_cli(&redis, CREATE)?;
+    assert!(created.starts_with("BUSYGROUP"), "{created}");
+
+    // As it is written the event names no ticket: a dead letter, and an entry like any other to Redis.
+    let added = redis_cli(&redis, ADD)?;
+    assert!(added.contains('-') && !added.contains("ERR"), "{added}");
+    wait_until("a dead letter", LIMIT, || letters(&redis) == 1)?;
+
+    // With ids it is a ticket that gets an answer.
+    let (ticket, message) = (Uuid::new_v4(), Uuid::new_v4());
+    redis_cli(&redis, &add(ticket, message))?;
+    let shown = answered(&server, &ticket.to_string(), 1).await?;
+    assert_eq!(by(&shown, "user"), [""]);
+
+    // Whoever of the group comes first has an entry: this program or the desk. One that is taken and left is not lost.
+    for _ in 0..5 {
+        let ticket = Uuid::new_v4();
+        redis_cli(&redis, &add(ticket, Uuid::new_v4()))?;
+        let read = redis_cli(&redis, READ)?;
+        assert!(!read.contains("ERR") && !read.contains("NOGROUP"), "{read}");
+        answered(&server, &ticket.to_string(), 1).await?;
+    }
+    wait_until("all entries to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
+    assert_eq!(letters(&redis), 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_sample_commands_of_the_seed_work_against_a_running_desk() -> Result<()> {
+    let redis = Redis::start()?;
+    let place = Place::new()?;
+    // Somebody may have made the group before the desk came.
+    let create: Vec<&str> = CREATE.split(' ').collect();
+    redis.command(&create)?.ok()?;
+    let server = desk(&place, &redis)?;
+    let add = |event: &str| redis.command(&["XADD", "ticket_events", "*", "data", event])?.ok();
+    let event = |event_type: &str, ticket: Uuid, message: Uuid| json!({"event_type": event_type, "ticket_id": ticket, "message_id": message});
+
+    let (ticket, message) = (Uuid::new_v4(), Uuid::new_v4());
+    let sample = event("MESSAGE_RECEIVED", ticket, message);
+    add(&sample.to_string())?;
+    let shown = answered(&server, &ticket.to_string(), 1).await?;
+    assert_eq!(by(&shown, "user"), [""]);
+
+    // The same again, and again in other words: the message id counts.
+    add(&sample.to_string())?;
+    let mut flat = sample.clone();
+    flat["content"] = "again".into();
+    add(&flat.to_string())?;
+    // The whole form, and the flat one.
+    let created = Uuid::new_v4();
+    let mut whole = event("TICKET_CREATED", created, Uuid::new_v4());
+    whole["user_id"] = json!(Uuid::new_v4());
+    whole["payload"] =
+        json!({"content": "My router is broken", "timestamp": "2026-01-01T00:00:00Z"});
+    add(&whole.to_string())?;
+    let mut flat = event("MESSAGE_RECEIVED", created, Uuid::new_v4());
+    flat["content"] = "flat".into();
+    add(&flat.to_string())?;
+    let path = format!("/api/v1/tickets/{created}");
+    let is_whole = |status: u16, body: &Value| {
+        status == 200 && by(body, "user").len() == 2 && !by(body, "assistant").is_empty()
+    };
+    server.until(&path, is_whole).await?;
+
+    // Our own events are there in the seed's form, and the desk has not answered itself. They leave after the answer is in
+    // its ticket, so they are waited for.
+    let told = || events(&redis, "AI_RESPONSE_GENERATED", ticket);
+    wait_until("the answer to be told", LIMIT, || !told().is_empty())?;
+    wait_until("all entries to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
+    let (_, shown) = server.get(&format!("/api/v1/tickets/{ticket}")).await?;
+    assert_eq!((by(&shown, "user").len(), by(&shown, "assistant").len()), (1, 1), "{shown:#}");
+    let told = told();
+    assert_eq!(told.len(), 1, "{told:?}");
+    let figures = &told[0]["payload"];
+    assert_eq!(figures["events"], 1, "{figures}");
+    for count in ["tokens_in", "tokens_out"] {
+        assert!(figures[count].as_u64() > Some(0), "{figures}");
+    }
+    let cache = format!("processed_messages:{ticket}");
+    let is_cached = || {
+        let member = redis.command(&["SISMEMBER", &cache, &message.to_string()]);
+        member.is_ok_and(|member| member.int() == Some(1))
+    };
+    // It is a cache: what it has no time for is asked of SQL, and it learns with the next entry.
+    wait_until("the message in the cache", LIMIT, || {
+        is_cached() || add(&sample.to_string()).is_err()
+    })?;
+    assert!(is_cached());
+    let left = redis.command(&["TTL", &cache])?.int().context("a number")?;
+    assert!((1..=86_400).contains(&left), "{left}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_entry_that_another_program_read_and_left_is_taken_over() -> Result<()> {
+    let redis = Redis::start()?;
+    let place = Place::new()?;
+    let server = desk(&place, &redis)?;
+    wait_until("the desk's group", LIMIT, || has_group(&redis))?;
+    let late = Uuid::new_v4();
+    let taken = json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": late, "message_id": Uuid::new_v4(), "content": "taken"});
+    // The desk waits for entries as well, and Redis serves who waits as soon as a command is over: the other program is
+    // first because its entry comes and goes within one.
+    let add_and_read = "redis.call('XADD', KEYS[1], '*', 'data', ARGV[1]) \
+        return redis.call('XREADGROUP', 'GROUP', 'ai_processor_group', 'worker_1', \
+        'COUNT', '1', 'STREAMS', KEYS[1], '>')";
+    let read = redis.command(&["EVAL", add_and_read, "1", "ticket_events", &taken.to_string()])?;
+    assert!(!read.items().is_empty(), "worker_1 has an entry: {read:?}");
+    let shown = answered(&server, &late.to_string(), 1).await?;
+    assert_eq!(by(&shown, "user"), ["taken"]);
+    wait_until("the entry to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_makes_no_sense_is_a_dead_letter_and_stops_nobody() -> Result<()> {
+    let redis = Redis::start()?;
+    let place = Place::new()?;
+    let server = desk(&place, &redis)?;
+    for fields in [["data", "no json"], ["other", "field"], ["data", r#"{"event_type":"X"}"#]] {
+        redis.command(&["XADD", "ticket_events", "*", fields[0], fields[1]])?.ok()?;
+    }
+    let ticket = Uuid::new_v4();
+    redis_cli(&redis, &add(ticket, Uuid::new_v4()))?;
+    answered(&server, &ticket.to_string(), 1).await?;
+    wait_until("three dead letters", LIMIT, || letters(&redis) >= 3)?;
+    wait_until("all entries to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
+    assert_eq!(letters(&redis), 3);
+    let kept = redis.command(&["XRANGE", "ticket_events:dlq", "-", "+"])?;
+    let fields = kept.items().iter().flat_map(|entry| entry.items()).flat_map(Reply::items);
+    assert!(fields.clone().any(|field| field.text().contains("no json")), "with its bytes");
+    Ok(())
+}
+
+#[tokio::test]
+async fn when_everything_in_redis_is_gone_the_desk_goes_on_and_no_ticket_is_lost() -> Result<()> {
+    let redis = Redis::start()?;
+    let place = Place::new()?;
+    let server = desk(&place, &redis)?;
+    wait_until("the desk's group", LIMIT, || has_group(&redis))?;
+    let (before, after) = (Uuid::new_v4(), Uuid::new_v4());
+    redis_cli(&redis, &add(before, Uuid::new_v4()))?;
+    answered(&server, &before.to_string(), 1).await?;
+
+    redis.command(&["FLUSHALL"])?.ok()?;
+    wait_until("the desk to read again", LIMIT, || has_group(&redis))?;
+    redis_cli(&redis, &add(after, Uuid::new_v4()))?;
+    answered(&server, &after.to_string(), 1).await?;
+    let (_, shown) = server.get(&format!("/api/v1/tickets/{before}")).await?;
+    assert_eq!((by(&shown, "user").len(), by(&shown, "assistant").len()), (1, 1), "{shown:#}");
+    Ok(())
+}
