@@ -35,7 +35,7 @@ use crate::health::Health;
 use crate::http::{Access, Listening, Rate};
 use crate::settings::{Settings, Work};
 use crate::stop::Stopping;
-use crate::telemetry::Telemetry;
+use crate::telemetry::{self, Telemetry};
 use crate::ticket_listening::Listeners;
 use crate::{desk_parts, open, router};
 
@@ -203,6 +203,7 @@ impl IssueHandler for Chosen {
     async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
         let (issue_id, attempt, events) = (run.issue().id, run.attempt(), run.events().len());
         let span = info_span!("run", %issue_id, attempt, events);
+        telemetry::continue_origins(&span, run.events());
         self.0.handle(run).instrument(span).await
     }
 }

@@ -4,6 +4,7 @@
 //! Promises: text on a terminal and JSON otherwise; a collector that is away costs no request anything; what is left is
 //! sent at the end, for a bounded time.
 
+mod origins;
 mod traces;
 
 use std::io::IsTerminal;
@@ -15,6 +16,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
+pub(crate) use self::origins::{continue_origins, note_origin};
 use self::traces::Traces;
 pub(crate) use self::traces::continue_trace;
 use crate::failure::Failure;

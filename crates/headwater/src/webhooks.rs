@@ -32,6 +32,7 @@ use crate::http::extract::PathOf;
 use crate::http::{ApiError, body};
 use crate::marker;
 use crate::settings::{Integration, Provider};
+use crate::telemetry;
 
 /// Webhooks. Labels: provider, result (`recorded`, `duplicate`, `ignored`, or the code of a refusal).
 pub(crate) const WEBHOOKS: &str = "headwater_webhooks_total";
@@ -210,6 +211,9 @@ async fn record(
         }
         other => other,
     };
+    if let Ok(recorded) = &recorded {
+        telemetry::note_origin(recorded.event_log_id);
+    }
     recorded.map_err(|error| match error {
         IssueError::DedupConflict { .. } => {
             let message = "this delivery id was used for another event; the new one was not stored";
