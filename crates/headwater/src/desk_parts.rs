@@ -100,8 +100,7 @@ fn bus_config(on_failure: FailurePolicy) -> StreamedBusConfig {
 }
 
 /// Ends what runs by itself.
-pub(crate) async fn close(desk: Arc<Desk>, bus: Arc<StreamedBus>) {
-    desk.close().await;
+pub(crate) async fn close(bus: Arc<StreamedBus>) {
     match tokio::time::timeout(CLOSE_MAX, bus.close()).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => warn!(%error, "the bus did not close well"),

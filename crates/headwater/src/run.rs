@@ -184,7 +184,8 @@ pub(crate) async fn run(
     last_replies.begin();
     failed = failed.or(outbox_part.join(deadline.max(Instant::now() + CLOSE_MAX / 2)).await);
     drop(app);
-    desk_parts::close(desk, bus).await;
+    desk.close().await;
+    desk_parts::close(bus).await;
     close(store, streams).await;
     match failed {
         Some(part) => Err(Failure::new(format!("`{part}` ended by itself; the log says why"))),
