@@ -25,7 +25,7 @@ mod on_backends {
 
 /// Whoever carries it out is cut off by it, lives, and gets it again.
 async fn a_request_that_blocks_its_worker_for_longer_than_a_lock_lasts_fails_at_last(place: Place) {
-    let place = place.impatient();
+    // It is not taken for dead by its group, which would count that: only its lock is lost.
     let main_loop = Loop::default();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let worker = std::thread::spawn({

@@ -57,7 +57,7 @@ async fn a_session_of_100_000_events_is_recovered_from_its_snapshot_in_a_fractio
     let from = Some(session.position());
     publish(&session, before..EVENTS).await;
     let rest = Expected { sum: Sum::of(0..EVENTS), from, replayed: AFTER };
-    let recovery = quickest(10, &sessions, &place, rest).await;
+    let recovery = quickest(20, &sessions, &place, rest).await;
 
     let share = recovery.as_secs_f64() / replay.as_secs_f64();
     println!("{EVENTS} events: replay {replay:?}, from its snapshot {recovery:?}: {share:.4}");

@@ -42,10 +42,11 @@ async fn until(mut is_so: impl AsyncFnMut() -> bool) {
 async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told_to_stop(
     place: Place,
 ) {
-    let config = SessionsConfig { ttl: Some(MOMENT), ..forgetful() };
+    let config = SessionsConfig { ttl: Some(MOMENT), compact_from: Some(20), ..forgetful() };
     let sessions = place.sessions_with(folds(), config).await;
     let for_ever = place.sessions().await.create(&SessionId::random()).await.unwrap();
-    publish(&for_ever, 0..1).await;
+    publish(&for_ever, 0..30).await;
+    assert!(for_ever.snapshot().await.unwrap());
     let (stop, stopped) = oneshot::channel::<()>();
     let running = tokio::spawn({
         let sessions = sessions.clone();
@@ -66,6 +67,8 @@ async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told
     }
     let listed = sessions.list(EntryId::MIN, 10).await.unwrap();
     assert_eq!(listed.iter().map(|info| &info.session).collect::<Vec<_>>(), [for_ever.id()]);
+    until(async || place.entries(for_ever.id()).await.len() == 1).await;
+    assert_eq!(sum(&sessions.recover(for_ever.id()).await.unwrap()), Sum::of(0..30));
     stop.send(()).unwrap();
     tokio::time::timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
 
