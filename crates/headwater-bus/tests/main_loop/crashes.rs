@@ -59,7 +59,10 @@ fn worker() {
         return;
     };
     tokio::runtime::Runtime::new().unwrap().block_on(async {
-        let place = Place::with_prefix(url, prefix).impatient();
+        let place = match url.starts_with("embedded:") {
+            true => Place::in_directory(&url, prefix).await.impatient(),
+            false => Place::with_prefix(url, prefix).impatient(),
+        };
         let main_loop = Loop { dies: role == "dies", ..Loop::default() };
         if role == "open" {
             main_loop.open_gate();
@@ -81,6 +84,10 @@ fn worker() {
         let sessions = crate::place::sessions(bus).await;
         let _worker =
             headwater_bus::MainLoopWorker::start(sessions, main_loop.clone(), config()).await;
+        if role == "asks itself" {
+            let client = Arc::new(place.client("desk").await);
+            drop(ask(&client, Submit::new(Ask::Wait("a".to_owned())).id(id("r1"))));
+        }
         println!("READY");
         loop {
             main_loop.begun.notified().await;
@@ -118,6 +125,31 @@ async fn of_two_workers_one_is_killed_in_the_middle_and_there_is_one_completion(
     place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
     assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
     second.kill9().unwrap();
+}
+
+/// The same where one process at a time has the backend: the next start takes the request over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_killed_process_had_in_hand_is_done_by_the_next_start_embedded() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("embedded:{}", directory.path().join("streams").display());
+    let prefix = Place::local().prefix;
+    let environment = [("URL", url.as_str()), ("PREFIX", &prefix), ("ROLE", "asks itself")];
+    let first = Child::spawn_self("crashes::worker", &environment).unwrap();
+    tokio::task::block_in_place(|| {
+        first.line_after("BEGUN begun r1", LIMIT).unwrap();
+        first.kill9().unwrap();
+    });
+    let place = Place::in_directory(&url, prefix).await.impatient();
+    let main_loop = Loop::default();
+    main_loop.open_gate();
+    let worker = place.worker_with(&main_loop, config()).await;
+    let client = place.client("desk").await;
+    let done = client.wait::<String>(&id("r1"), LIMIT).await.unwrap();
+    assert_eq!(done.output, "a");
+    assert_eq!(begun(&main_loop, "r1"), 1);
+    place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
+    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
+    worker.stop().await.unwrap();
 }
 
 async fn a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_again(url: String) {

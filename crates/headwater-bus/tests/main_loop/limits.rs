@@ -12,6 +12,7 @@ use crate::place::{Ask, Given, LIMIT, Loop, Place, begun, quick, quick_lease};
 
 everywhere![
     a_request_over_its_budget_ends_whether_it_heeds_that_or_not,
+    each_limit_of_a_budget_ends_a_request,
     a_request_that_uses_up_its_budget_is_fine,
     a_request_ends_at_its_deadline_and_at_the_longest_time_any_may_take,
     a_request_whose_deadline_passed_while_it_waited_is_not_begun,
@@ -74,6 +75,27 @@ async fn a_request_over_its_budget_ends_whether_it_heeds_that_or_not(place: Plac
         assert_eq!(failed.kind, RequestFailure::OverBudget);
         assert!(failed.usage.input_tokens > 100 && failed.session.is_some(), "{failed:?}");
         assert_eq!(begun(&main_loop, id.as_str()), 1, "it is not tried again");
+    }
+    worker.stop().await.unwrap();
+}
+
+async fn each_limit_of_a_budget_ends_a_request(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    // Each charge is one call with ten tokens in that costs a millionth.
+    for (budget, what, charges) in [
+        (tokens(40), "50 tokens in and out of 40", 5),
+        (Budget { max_input_tokens: Some(40), ..Budget::default() }, "50 input tokens of 40", 5),
+        (Budget { max_calls: Some(3), ..Budget::default() }, "4 calls of 3", 4),
+        (Budget { max_cost_micros: Some(2), ..Budget::default() }, "3 millionths of cost of 2", 3),
+    ] {
+        let ask = Ask::Spend { tokens: 10, charges: 100, is_stubborn: false };
+        let error = client.submit::<_, Value>(Submit::new(ask).budget(budget)).await.unwrap_err();
+        assert!(error.to_string().contains(what), "{error}");
+        let MainLoopError::Failed(failed) = error else { panic!("{error}") };
+        assert_eq!(failed.kind, RequestFailure::OverBudget);
+        assert_eq!((failed.usage.calls, failed.usage.cost_micros), (charges, charges));
     }
     worker.stop().await.unwrap();
 }

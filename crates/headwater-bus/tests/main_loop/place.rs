@@ -81,6 +81,12 @@ impl Place {
         Self::new(Target::Shared(connect("embedded:memory", &Options::default()).await.unwrap()))
     }
 
+    /// An embedded backend in a directory, which one process at a time has.
+    pub(crate) async fn in_directory(url: &str, prefix: String) -> Self {
+        let backend = connect(url, &Options::default()).await.unwrap();
+        Self { prefix, ..Self::new(Target::Shared(backend)) }
+    }
+
     pub(crate) fn redis() -> Self {
         Self::at(Redis::shared().unwrap().url())
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use headwater_bus::{Budget, Cancelled, RequestId, Submit};
@@ -21,7 +21,7 @@ fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
 }
 
-/// One thread, so that it and all tasks have the recorder and the subscriber of the test.
+/// One thread, so that it and all tasks have the recorder of the test.
 macro_rules! watched {
     ($($scenario:ident),* $(,)?) => {
         mod local {
@@ -108,17 +108,18 @@ async fn what_becomes_of_requests_is_counted(place: Place) {
 }
 
 async fn each_request_has_a_span_that_names_it_on_both_sides(place: Place) {
-    let spans = Spans::default();
-    let _guard = tracing::subscriber::set_default(spans.clone());
+    let spans = Spans::of_all();
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
-    let session = client.session_of(&id("r1"));
-    client.submit::<_, Vec<u64>>(Submit::new(Ask::Note(1)).id(id("r1"))).await.unwrap();
+    let request_id = RequestId::random();
+    let session = client.session_of(&request_id);
+    let submit = Submit::new(Ask::Note(1)).id(request_id.clone());
+    client.submit::<_, Vec<u64>>(submit).await.unwrap();
     worker.stop().await.unwrap();
     let spans = spans.all();
     let is_of = |span: &&Span, name: &str| {
-        span.0 == name && span.1.get("request_id").is_some_and(|id| id == "r1")
+        span.0 == name && span.1.get("request_id").is_some_and(|id| *id == request_id.to_string())
     };
     let submit = spans.iter().find(|span| is_of(span, "submit")).unwrap();
     assert_eq!(submit.1["requester"], "desk");
@@ -137,6 +138,17 @@ struct Spans(Arc<Mutex<Vec<Span>>>);
 type Span = (String, BTreeMap<String, String>);
 
 impl Spans {
+    /// One for the whole process: of subscribers that come and go while other tests run, some spans are missed.
+    fn of_all() -> Self {
+        static SPANS: OnceLock<Spans> = OnceLock::new();
+        let spans = SPANS.get_or_init(|| {
+            let spans = Spans::default();
+            tracing::subscriber::set_global_default(spans.clone()).unwrap();
+            spans
+        });
+        spans.clone()
+    }
+
     fn all(&self) -> Vec<Span> {
         self.0.lock().unwrap().clone()
     }
