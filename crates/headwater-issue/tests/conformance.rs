@@ -90,7 +90,11 @@ mod postgres {
 
     async fn setup() -> TestResult<Env> {
         let database = testkit(testkit(Postgres::shared())?.database())?;
-        let options = StoreOptions { connections_max: 6, ..StoreOptions::default() };
+        let options = StoreOptions {
+            call_deadline: Duration::from_secs(60),
+            connections_max: 6,
+            ..StoreOptions::default()
+        };
         let (store, second) =
             (open(&database.url(), &options).await?, open(&database.url(), &options).await?);
         let pool = PgPoolOptions::new().max_connections(1).connect(&database.url()).await?;

@@ -10,7 +10,7 @@ use headwater_issue::{InboxConfig, Worker, WorkerConfig};
 use support::flaky::Flaky;
 use support::{Journal, Place, System, until};
 
-const CLAIM_TTL: Duration = Duration::from_millis(300);
+const CLAIM_TTL: Duration = Duration::from_secs(3);
 
 struct Late {
     place: Place,

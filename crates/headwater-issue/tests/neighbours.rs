@@ -63,8 +63,8 @@ async fn a_result_that_is_never_stored_is_a_failed_run_in_the_end() -> Result<()
     let issue_id = system.record("1", "a").await?.issue_id;
     flaky.block(issue_id);
     let config = WorkerConfig {
-        claim_ttl: Duration::from_secs(1),
-        heartbeat_every: Duration::from_millis(100),
+        claim_ttl: Duration::from_secs(5),
+        heartbeat_every: Duration::from_millis(500),
         ..WorkerConfig::default()
     };
     let handler = |_: Run| async { Ok::<_, HandlerError>(Resolution::new()) };
@@ -96,10 +96,10 @@ async fn while_somebody_holds_one_issue_the_others_are_recorded_kept_and_complet
             }
         }
     };
-    let claim_ttl = Duration::from_secs(6);
+    let claim_ttl = Duration::from_secs(15);
     let config = WorkerConfig {
         claim_ttl,
-        heartbeat_every: Duration::from_secs(1),
+        heartbeat_every: Duration::from_secs(2),
         ..WorkerConfig::default()
     };
     let worker = system.start(handler, config)?;

@@ -306,7 +306,7 @@ async fn a_delivery_that_the_database_refuses_to_settle_is_told_of_and_comes_aga
     replied(&system, "1", &["10"]).await?;
     flaky.refuse_settlements(1);
     let postman = Postman::new(|_| Ok(()));
-    let (deadline, ttl) = (Duration::from_millis(50), Duration::from_millis(100));
+    let (deadline, ttl) = (Duration::from_secs(1), Duration::from_secs(2));
     let outbox = system.outbox(postman.clone(), OutboxConfig { deadline, ttl, ..config() })?;
     let running = tokio::spawn(async move { outbox.run(std::future::pending()).await });
     until("the row to be settled", || async {

@@ -151,7 +151,7 @@ async fn a_run_that_waits_for_its_backoff_says_so_and_is_looked_at_in_time() -> 
     let issue_id = system.record("1", "a").await?.issue_id;
     let handler = |run: Run| async move {
         match run.attempt() {
-            1 => Err(HandlerError::retry_after(Duration::from_millis(300), "rate limit")),
+            1 => Err(HandlerError::retry_after(Duration::from_secs(3), "rate limit")),
             _ => Ok(replies(&run)),
         }
     };
@@ -322,7 +322,7 @@ async fn a_quiet_window_ends_early_when_there_is_enough_for_a_run() -> Result<()
 
 #[tokio::test]
 async fn a_burst_within_the_quiet_window_is_one_run() -> Result<()> {
-    let config = InboxConfig { quiet: window(Duration::from_millis(400), 0), ..Default::default() };
+    let config = InboxConfig { quiet: window(Duration::from_secs(3), 0), ..Default::default() };
     let (system, journal) = (System::with(&Place::now(), config).await?, Journal::default());
     let worker = system.start(journal.handler(), patient())?;
     for event in ["a", "b", "c", "d"] {

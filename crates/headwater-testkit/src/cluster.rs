@@ -54,7 +54,9 @@ impl Cluster {
     /// The cluster all tests of this run share; use [`unique`](crate::unique) names in it.
     pub fn shared() -> Result<Cluster> {
         let start = |home: &Arc<Home>| {
-            let nodes = Cluster::builder().start_in(home)?.nodes.into_iter();
+            // A node that a busy machine forgot for some seconds must not be replaced under all tests.
+            let patient = Cluster::builder().setting("cluster-node-timeout", "15000");
+            let nodes = patient.start_in(home)?.nodes.into_iter();
             Ok(nodes.map(Redis::detach).collect::<Vec<_>>().join("\n"))
         };
         shared::server("cluster", start, |text| {

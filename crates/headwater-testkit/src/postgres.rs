@@ -223,7 +223,7 @@ fn query(address: SocketAddr, database: &str, sql: &str) -> Result<String> {
         .args(["--set", "ON_ERROR_STOP=1", "--username", SUPERUSER, "--dbname", database])
         .args(["--host", &address.ip().to_string(), "--port", &address.port().to_string()])
         .args(["--command", sql])
-        .env("PGCONNECT_TIMEOUT", "5")
+        .env("PGCONNECT_TIMEOUT", "60")
         .stdin(Stdio::null())
         .output()?;
     let problem = String::from_utf8_lossy(&output.stderr);

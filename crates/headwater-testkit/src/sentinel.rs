@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 use crate::home::Home;
 use crate::ports::{Port, with_free_ports};
 use crate::redis::Redis;
+use crate::resp::Reply;
 use crate::wait::wait_until;
 
 const SERVICE: &str = "mymaster";
@@ -74,6 +75,15 @@ impl Sentinel {
         let count = |sentinel: &Redis, what| {
             sentinel.command(&["SENTINEL", what, SERVICE]).map_or(0, |list| list.items().len())
         };
+        // Before that it refuses to promote the replica.
+        let knows_the_link = |sentinel: &Redis| {
+            let list = sentinel.command(&["SENTINEL", "REPLICAS", SERVICE]);
+            list.is_ok_and(|list| {
+                let replica = list.items().iter().flat_map(Reply::items).map(Reply::text);
+                let words: Vec<String> = replica.collect();
+                words.windows(2).any(|pair| pair == ["master-link-status", "ok"])
+            })
+        };
         let linked = self.replica.command(&["INFO", "replication"]);
         linked.is_ok_and(|info| info.text().contains("master_link_status:up"))
             && self.sentinels.iter().all(|sentinel| {
@@ -81,6 +91,7 @@ impl Sentinel {
                 quorum.is_ok_and(|reply| reply.text().starts_with("OK 3 usable"))
                     && count(sentinel, "SENTINELS") == SENTINELS - 1
                     && count(sentinel, "REPLICAS") == 1
+                    && knows_the_link(sentinel)
             })
     }
 }

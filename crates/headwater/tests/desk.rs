@@ -235,7 +235,7 @@ async fn a_burst_of_messages_gives_one_reply_to_all_of_them() {
     let model = Arc::new(ScriptedModel::default());
     let mut setup = setup(ScriptedModel::default());
     setup.model = Arc::clone(&model) as _;
-    setup.config.quiet = Duration::from_millis(500);
+    setup.config.quiet = Duration::from_secs(3);
     setup.config.max_wait = Duration::from_secs(30);
     let system = System::start(setup).await;
     let ticket = Uuid::now_v7();

@@ -265,8 +265,8 @@ async fn refusals_are_told_apart_and_never_show_the_key() {
 
 #[tokio::test]
 async fn a_service_that_falls_silent_is_given_up_in_time() {
-    let short = Duration::from_millis(300);
-    let (_server, address) = Server::start(vec![Does::Stalls(vec![text("Hel")])]).await;
+    let short = Duration::from_secs(2);
+    let (_server, address) = Server::start(vec![Does::Stalls(vec![text("Hel")]); 9]).await;
     let model = impatient(address, Duration::from_secs(60), short);
     let error = ask(&model).await.unwrap_err();
     assert!(

@@ -167,7 +167,7 @@ fn replies(ticket: &Value) -> usize {
 #[tokio::test]
 async fn a_stop_during_a_model_call_lets_it_end_and_its_reply_leave() -> Result<()> {
     let place = Place::new()?;
-    let mut server = place.serve(&["--issue-quiet", "10ms", "--model-url", "scripted:2s"])?;
+    let mut server = place.serve(&["--issue-quiet", "10ms", "--model-url", "scripted:8s"])?;
     let (ticket, issue) = open_ticket(&server).await?;
     server.until(&issue, |_, it| it["processing_status"] == "processing").await?;
     assert!(server.stop()?.success(), "{}", server.log());

@@ -4,6 +4,7 @@ mod support;
 
 use anyhow::Result;
 use headwater_testkit::{Postgres, Redis};
+use serde_json::Value;
 
 use crate::support::{Place, text};
 
@@ -21,7 +22,7 @@ async fn with_nothing_installed_it_serves_is_ready_and_stops_in_good_order() -> 
     }
 
     assert!(server.stop()?.success(), "{}", server.log());
-    assert!(server.log().contains("worker stopped"), "{}", server.log());
+    server.wait_for_log("worker stopped")?;
     Ok(())
 }
 
@@ -126,15 +127,13 @@ async fn readiness_tells_which_dependency_is_away_and_that_it_is_back() -> Resul
     server.until("/health/ready", |status, _| status == 200).await?;
 
     redis.pause()?;
-    let away = server.until("/health/ready", |status, _| status == 503).await?;
-    let failed: Vec<_> = away["checks"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .filter(|check| check["ok"] == false)
-        .map(|check| check["name"].as_str().unwrap_or_default())
-        .collect();
-    assert_eq!(failed, ["streams"]);
+    let fails = |body: &Value| {
+        let checks = body["checks"].as_array().into_iter().flatten();
+        let failed = checks.filter(|check| check["ok"] == false);
+        failed.map(|check| check["name"].as_str().unwrap_or_default()).collect::<Vec<_>>()
+            == ["streams"]
+    };
+    server.until("/health/ready", |status, body| status == 503 && fails(body)).await?;
     assert_eq!(server.get("/health/live").await?.0, 200);
 
     redis.resume()?;

@@ -288,14 +288,17 @@ async fn one_client_that_asks_too_often_is_told_when_to_come_back() -> Result<()
     let place = Place::new()?.settings(&integrations())?;
     let server = place.serve(&["--http-rate-per-second", "1", "--http-rate-burst", "5"])?;
     let mut refused = None;
-    for number in 0..6 {
+    // One comes back each second: on a slow machine it takes some more than the five.
+    for number in 0..100 {
         let request = github(&server, "ping", &format!("d-{number}"), b"{}");
         let response = request.send().await?;
         if response.status() == 429 {
+            assert!(number >= 5, "five at once are allowed");
             refused = response.headers().get("retry-after").cloned();
+            break;
         }
     }
-    let seconds: u64 = refused.context("the sixth is too many")?.to_str()?.parse()?;
+    let seconds: u64 = refused.context("the sixth or so is too many")?.to_str()?.parse()?;
     assert!(seconds >= 1);
     Ok(())
 }

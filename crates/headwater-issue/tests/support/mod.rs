@@ -100,7 +100,9 @@ impl Place {
     }
 
     pub(crate) async fn store(&self) -> Result<Arc<dyn Store>> {
-        let mut options = StoreOptions::default();
+        // A busy machine may be slow, above all with calls of many bytes.
+        let mut options =
+            StoreOptions { call_deadline: Duration::from_secs(60), ..StoreOptions::default() };
         if let Some(clock) = &self.clock {
             options.clock = Arc::new(clock.clone());
         }

@@ -133,7 +133,9 @@ async fn an_entry_trimmed_while_its_consumer_was_dead_is_counted(env: Env) -> Re
 
 /// A consumer of another program takes all there is, and does nothing with it.
 pub(crate) async fn read_and_die(env: &Env, stream: &StreamName) -> Result<()> {
-    let (group, foreign) = (GroupName::new(GROUP)?, ConsumerName::new("foreign")?);
+    // Who takes over silences this name, on the whole server.
+    let foreign = ConsumerName::new(format!("foreign-{}", env.topic))?;
+    let group = GroupName::new(GROUP)?;
     env.backend.ensure_group(stream, &group, GroupStart::Beginning).await?;
     let mut reader = env.backend.reader(&group, &foreign).await?;
     reader.read(std::slice::from_ref(stream), 100, std::time::Duration::ZERO).await?;

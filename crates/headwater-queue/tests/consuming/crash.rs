@@ -12,9 +12,9 @@ use crate::record::recorder;
 
 fn short_lived() -> QueueConfig {
     let lease = KeeperConfig {
-        ttl: Duration::from_millis(600),
-        renew_every: Duration::from_millis(150),
-        margin: Duration::from_millis(100),
+        ttl: Duration::from_secs(3),
+        renew_every: Duration::from_millis(500),
+        margin: Duration::from_millis(500),
     };
     QueueConfig { lease, rebalance_every: Duration::from_millis(200), ..Default::default() }
 }
@@ -104,7 +104,7 @@ async fn a_dead_members_messages_are_taken_over_when_its_heartbeat_lapses() -> R
     let config = ConsumerConfig { mode: Mode::Shared, ..Default::default() };
     let subscription = queue.subscribe(&env.topic, GROUP, handler, config).await?;
     // While the other lives, its message is left alone however long it takes.
-    tokio::time::sleep(Duration::from_millis(1500)).await;
+    tokio::time::sleep(2 * short_lived().lease.ttl).await;
     assert!(seen.now().is_none());
     child.kill9()?;
     let message = seen.next().await?;

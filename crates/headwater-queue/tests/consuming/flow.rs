@@ -123,15 +123,15 @@ async fn what_is_in_hand_is_kept_alive(env: Env) -> Result<()> {
     env.send(0, None, "long work").await?;
     env.send(0, None, "read ahead").await?;
     let (handler, mut begun, gate) = gated();
-    let idle = Duration::from_millis(1500);
+    let idle = Duration::from_secs(5);
     let config = ConsumerConfig { reclaim_idle: idle, ..shared() };
     let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
     begun.recv().await;
-    // Another program takes what nobody touched for long, and finds nothing for twice as long as that.
+    // Another program takes what nobody touched for long, and finds nothing for longer than that.
     let (stream, group) = (env.stream(0).await?, GroupName::new(GROUP)?);
     let vulture = ConsumerName::new("vulture")?;
-    for _ in 0..30 {
-        tokio::time::sleep(Duration::from_millis(100)).await;
+    for _ in 0..40 {
+        tokio::time::sleep(Duration::from_millis(200)).await;
         let reclaim = Reclaim {
             stream: &stream,
             group: &group,

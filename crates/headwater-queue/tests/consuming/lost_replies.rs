@@ -88,7 +88,10 @@ async fn settle_without_an_answer(config: ConsumerConfig) -> Result<()> {
     env.send(0, None, "retry").await?;
     env.send(0, None, "dead").await?;
     tokio::time::timeout(PATIENCE, has_failed.notified()).await?;
-    bad.lose_reply("all is settled", async || Ok(env.pending(0).await?.is_empty())).await?;
+    bad.lose_reply("all is settled", async || {
+        Ok(env.dead_letters().await?.len() == 1 && env.pending(0).await?.is_empty())
+    })
+    .await?;
     assert_eq!(seen.payloads(3).await?, ["retry", "dead", "retry"]);
     env.send(0, None, "last").await?;
     assert_eq!(seen.payloads(1).await?, ["last"]);

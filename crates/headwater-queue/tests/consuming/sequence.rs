@@ -19,7 +19,7 @@ async fn consume_and_retry_with_backoff(env: Env) -> Result<()> {
     let dead = env.send(0, None, "DEAD").await?;
 
     // participant C as Consumer Worker(p)
-    let backoff = Backoff::Fixed(Duration::from_millis(700));
+    let backoff = Backoff::Fixed(Duration::from_secs(5));
     let config = ConsumerConfig {
         retry: RetryPolicy { backoff, ..Default::default() },
         ..Default::default()

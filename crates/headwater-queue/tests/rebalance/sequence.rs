@@ -97,7 +97,7 @@ async fn rebalance_with_leases(place: Place) {
     }
     a.line_after("HANDLING 0", LIMIT).unwrap();
     let mut of_b = Vec::new();
-    while let Ok(next) = tokio::time::timeout(Duration::from_millis(500), is_handled.recv()).await {
+    while let Ok(next) = tokio::time::timeout(Duration::from_secs(3), is_handled.recv()).await {
         of_b.push(next.unwrap());
     }
     assert!(of_b.iter().all(|(partition, _)| usize::from(*partition) != of_a), "{of_b:?}");

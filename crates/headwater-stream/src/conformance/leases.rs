@@ -146,13 +146,10 @@ pub async fn a_renewal_extends_the_lease(env: Env) -> TestResult {
 
 pub async fn a_lease_that_is_renewed_outlives_its_time(env: Env) -> TestResult {
     let lease = env.lease("orders");
-    let fence = win(&*env.second, &lease, "ann", ms(1_000)).await?;
-    for _ in 0..8 {
-        sleep_ms(200).await;
-        let fences = std::slice::from_ref(&fence);
-        let renewed = env.backend.renew(&holder("ann"), fences, ms(2_000)).await?;
-        assert_eq!(renewed, [Renewal::Kept]);
-    }
+    let fence = win(&*env.second, &lease, "ann", ms(5_000)).await?;
+    let renewed = env.backend.renew(&holder("ann"), std::slice::from_ref(&fence), MINUTE).await?;
+    assert_eq!(renewed, [Renewal::Kept]);
+    sleep_ms(5_500).await;
     assert_held(&env, &lease, "ann", fence.epoch).await
 }
 
@@ -324,15 +321,20 @@ pub async fn a_watch_hears_of_expiry_or_says_that_it_cannot(env: Env) -> TestRes
 
     let hearing = async {
         loop {
-            let hint = watch.next().await;
-            if hint.kind != HintKind::Missed {
-                break hint;
+            tokio::select! {
+                hint = watch.next() => if hint.kind != HintKind::Missed { break hint },
+                // A server with many keys comes round to this one late, and at once if somebody looks at it.
+                () = sleep_ms(100) => drop(env.second.leases(std::slice::from_ref(&mine)).await),
             }
         }
     };
     let hint = soon("a hint", hearing).await;
 
-    assert_eq!((hint.lease, hint.kind), (Some(mine), HintKind::Expired), "only of {prefix}");
+    assert_eq!(
+        (hint.lease, hint.kind),
+        (Some(mine.clone()), HintKind::Expired),
+        "only of {prefix}"
+    );
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use headwater_stream::assignment::{
 };
 use tokio::time::{Instant, timeout};
 
-use crate::place::{LIMIT, Place, QUIET, eventually, quick};
+use crate::place::{LIMIT, Place, QUIET, SLACK, eventually, quick};
 
 everywhere!(
     done_ends_a_stream_for_good,
@@ -54,7 +54,7 @@ async fn a_released_stream_goes_to_somebody_else_as_if_it_were_new(place: &Place
     giver.assignment.release(&given).await.unwrap();
     let taken = taker.added().await;
 
-    assert!(released.elapsed() < Duration::from_secs(2), "after {:?}", released.elapsed());
+    assert!(released.elapsed() < SLACK, "after {:?}", released.elapsed());
     assert_eq!((taken.stream(), taken.owners()), (&stream, 1));
     assert!(taken.epoch() > given.epoch());
     assert!(giver.assignment.owned().is_empty());
@@ -154,9 +154,9 @@ async fn shutdown_waits_for_work_and_gives_back_the_rest(place: &Place) {
     let owned = consumer.added_many(3).await;
 
     // When two of three are not done within the drain ...
-    let drain = Duration::from_millis(400);
+    let drain = Duration::from_secs(5);
     let (given_back, ()) = tokio::join!(consumer.assignment.shutdown(drain), async {
-        tokio::time::sleep(drain / 4).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
         consumer.assignment.done(&owned[0]).await.unwrap();
     });
 

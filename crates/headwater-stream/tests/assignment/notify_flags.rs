@@ -10,10 +10,7 @@ use tokio::time::{Instant, sleep};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, span};
 
-use crate::place::{Place, QUIET, quick};
-
-/// A server looks for expired keys ten times a second, and this one has few.
-const HINT_LATE: Duration = Duration::from_secs(1);
+use crate::place::{Place, QUIET, SLACK, quick};
 
 /// A sweep that is too slow to help.
 fn by_hints_alone() -> AssignmentConfig {
@@ -23,21 +20,21 @@ fn by_hints_alone() -> AssignmentConfig {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn empty_flags_are_set() {
     let redis = Redis::builder().notify("").start().unwrap();
-    fails_over(&Place::at(redis.url()), by_hints_alone(), HINT_LATE).await;
+    fails_over(&Place::at(redis.url()), by_hints_alone()).await;
     assert_eq!(flags(&redis), sorted("xE"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn flags_that_are_right_stay_as_they_are() {
     let redis = Redis::builder().notify("Ex").start().unwrap();
-    fails_over(&Place::at(redis.url()), by_hints_alone(), HINT_LATE).await;
+    fails_over(&Place::at(redis.url()), by_hints_alone()).await;
     assert_eq!(flags(&redis), sorted("xE"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn foreign_flags_are_kept() {
     let redis = Redis::builder().notify("Kgs").start().unwrap();
-    fails_over(&Place::at(redis.url()), by_hints_alone(), HINT_LATE).await;
+    fails_over(&Place::at(redis.url()), by_hints_alone()).await;
     assert_eq!(flags(&redis), sorted("KgsxE"));
 }
 
@@ -45,7 +42,7 @@ async fn foreign_flags_are_kept() {
 async fn another_database_is_heard_as_well() {
     let redis = Redis::start().unwrap();
     let place = Place::at(format!("{}7", redis.url()));
-    fails_over(&place, by_hints_alone(), HINT_LATE).await;
+    fails_over(&place, by_hints_alone()).await;
 }
 
 /// On one thread, so that the test sees what is logged.
@@ -61,22 +58,16 @@ async fn forbidden_flags_leave_it_to_the_sweep_and_it_is_said_once() {
     }
     assert_eq!(warnings.0.load(Ordering::Relaxed), 1);
 
-    // And it is in time without any, however the sweeps fall.
-    let config = AssignmentConfig { sweep_every: quick().heartbeat_every, ..quick() };
-    for _ in 0..3 {
-        let place = Place::at(redis.url());
-        fails_over(&place, config.clone(), Duration::from_millis(250)).await;
-    }
+    // And it works without any.
+    fails_over(&Place::at(redis.url()), quick()).await;
     assert_eq!(flags(&redis), "");
 }
 
-/// Kills an owner and expects a survivor to have its stream `slack` after the end of the lease.
-async fn fails_over(place: &Place, config: AssignmentConfig, slack: Duration) {
+/// Kills an owner and expects a survivor to have its stream soon after the end of the lease.
+async fn fails_over(place: &Place, config: AssignmentConfig) {
     let mut owner = place.consumer("owner", config.clone()).await;
     let stream = place.add(&["s"]).await.remove(0);
     owner.added().await;
-    // Half an interval apart, so that no sweep falls on the end of the lease by itself.
-    sleep(config.heartbeat_every / 2).await;
     let mut survivor = place.consumer("survivor", config.clone()).await;
     sleep(QUIET).await;
 
@@ -85,7 +76,7 @@ async fn fails_over(place: &Place, config: AssignmentConfig, slack: Duration) {
     let lease = place.connect().await.leases(&[place.lease(&stream)]).await.unwrap().remove(0);
     assert_eq!(survivor.expired().await, stream);
     survivor.assignment.claim(&stream).await.unwrap();
-    let limit = lease.unwrap().remaining + slack;
+    let limit = lease.unwrap().remaining + SLACK;
     assert!(died.elapsed() < limit, "after {:?}, not {limit:?}", died.elapsed());
 }
 

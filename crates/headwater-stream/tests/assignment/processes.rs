@@ -11,7 +11,7 @@ use headwater_stream::{Fields, Retention, StreamName};
 use headwater_testkit::{Child, Redis};
 use tokio::time::{Instant, sleep};
 
-use crate::place::{Consumer, LIMIT, Place, QUIET, eventually, quick};
+use crate::place::{Consumer, LIMIT, Place, QUIET, SLACK, eventually, quick};
 
 fn spawn(victim: &str, place: &Place, url: &str) -> Child {
     let name = format!("processes::{victim}");
@@ -42,7 +42,7 @@ async fn the_stream_of_a_process_killed_with_9_is_claimed_in_time() {
 
     assert_eq!(survivor.expired().await, stream);
     let owned = survivor.assignment.claim(&stream).await.unwrap();
-    let limit = config.lease_ttl() + Duration::from_millis(250);
+    let limit = config.lease_ttl() + SLACK;
     assert!(killed.elapsed() < limit, "after {:?}", killed.elapsed());
     assert_eq!(owned.owners(), 2);
 }
