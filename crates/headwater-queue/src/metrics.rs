@@ -1,6 +1,7 @@
 //! Every metric of this crate: its name, its labels, its meaning. All names are here and nowhere else.
 
-/// Messages sent. Labels: topic, partition, result (`ok`, `duplicate`, `delayed`, `error`).
+/// Messages sent. Labels: topic, partition, result (`ok`, `duplicate`, `delayed`, `error`; `refused`, without a partition:
+/// they break a limit, or go in a batch with one that does).
 pub const PRODUCED: &str = "headwater_produced_total";
 /// Messages handled. Labels: topic, partition, group, consumer, result (`done`, `retry`, `release`, `dead_letter`;
 /// `skipped`: tried again by another group).

@@ -115,6 +115,10 @@ impl Producer {
 
     /// Checks a message and makes it ready for its partition. Nothing happened yet.
     fn prepare(&self, route: &Route, message: NewMessage) -> Result<(Sealed, Span)> {
+        self.check_and_seal(route, message).inspect_err(|_| route.count_refused(1))
+    }
+
+    fn check_and_seal(&self, route: &Route, message: NewMessage) -> Result<(Sealed, Span)> {
         message.validate(&route.topic)?;
         let partition = self.partition_of(route, &message)?;
         let traced =

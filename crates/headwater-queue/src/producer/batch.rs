@@ -92,7 +92,9 @@ impl Producer {
         }
         let route = self.route(topic, until).await?;
         let traced = trace::sending(self.bridge(), &route.topic.name, None, &Headers::new());
-        let batch = self.share_out(&route, messages, traced.context)?;
+        let batch = self
+            .share_out(&route, messages, traced.context)
+            .inspect_err(|_| route.count_refused(count))?;
         let sending = async {
             self.admit_batch(&route, &batch, until).await?;
             // Without ids and with one server, one request serves all partitions.

@@ -7,12 +7,14 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 
+use metrics::counter;
 use tokio::time::Instant;
 
 use super::budget::Budget;
 use super::outlet::Outlet;
 use crate::error::Result;
 use crate::limits::PRODUCER_TOPICS_MAX;
+use crate::metrics::PRODUCED;
 use crate::queue::Queue;
 use crate::topic::{Growth, Partition, Topic, TopicName};
 
@@ -37,6 +39,13 @@ impl Route {
     pub(super) fn outlet(&self, partition: Partition) -> &Outlet {
         let make = || Outlet::new(&self.topic, partition);
         self.outlets[usize::from(partition)].get_or_init(make)
+    }
+
+    /// Counts messages that break a limit, or go with one that does: they were not sent.
+    pub(super) fn count_refused(&self, messages: usize) {
+        let topic = self.topic.name.to_string();
+        counter!(PRODUCED, "topic" => topic, "partition" => "", "result" => "refused")
+            .increment(messages as u64);
     }
 
     /// Whether the topic may have grown without this route knowing, and old messages may be waited for no longer.

@@ -14,6 +14,7 @@ mod bodies {
     use std::time::Duration;
 
     use anyhow::{Context, Result};
+    use headwater_queue::limits::PAYLOAD_BYTES_MAX;
     use headwater_queue::metrics::PRODUCED;
     use headwater_queue::{NewMessage, Policies, TRACEPARENT, TraceContext};
     use metrics::{
@@ -38,9 +39,21 @@ mod bodies {
             setup.producer.send(&setup.topic, message(2).with_id("a")).await?;
         }
         setup.producer.send_after(&setup.topic, message(2), Duration::from_secs(60)).await?;
+        // No such partition, too large, and a batch with one that is.
+        let too_large = NewMessage::new(vec![0; PAYLOAD_BYTES_MAX + 1]);
         assert!(setup.producer.send(&setup.topic, message(3)).await.is_err());
+        assert!(setup.producer.send(&setup.topic, too_large.clone()).await.is_err());
+        let batch = vec![message(1), too_large];
+        assert!(setup.producer.send_batch(&setup.topic, batch).await.is_err());
+        assert_eq!(setup.entries(1).await?.len(), 5);
 
-        let expected = [((1, "ok"), 5), ((2, "delayed"), 1), ((2, "duplicate"), 2), ((2, "ok"), 1)];
+        let expected = [
+            (("", "refused"), 4),
+            (("1", "ok"), 5),
+            (("2", "delayed"), 1),
+            (("2", "duplicate"), 2),
+            (("2", "ok"), 1),
+        ];
         let expected = expected.map(|((partition, result), count)| {
             let topic = &setup.topic;
             (format!("{PRODUCED} partition={partition} result={result} topic={topic}"), count)
