@@ -164,9 +164,13 @@ impl Carrier {
         task: &Task,
         hold: &Hold,
     ) -> Result<Option<Result<Reply, BusError>>, GivenBack> {
-        if self.replied_before(task).await? {
-            metrics::request_repeated();
-            return Ok(None);
+        match self.replied_before(task).await? {
+            Ok(true) => {
+                metrics::request_repeated();
+                return Ok(None);
+            }
+            Ok(false) => {}
+            Err(error) => return Ok(Some(Err(error))),
         }
         let meter = Meter::new(task.budget);
         let (ending, has_session) = match self.limits(task).await? {
@@ -184,8 +188,8 @@ impl Carrier {
         self.keep(task, reply).await.map(Some)
     }
 
-    /// Whether there is a reply. A copy of it goes to whoever else asked the same.
-    async fn replied_before(&self, task: &Task) -> Result<bool, GivenBack> {
+    /// Whether there is a reply. A copy of it goes to whoever else asked the same; an error says why it cannot be kept there.
+    async fn replied_before(&self, task: &Task) -> Result<Result<bool, BusError>, GivenBack> {
         let Task { requester, request_id, .. } = task;
         let found = self.patiently(|| self.replies.find(requester, request_id)).await?;
         match found {
@@ -193,29 +197,30 @@ impl Carrier {
                 // Whoever had it before may have died or stopped between the reply and its copy.
                 if task.is_stored {
                     let announced = || self.replies.announce(request_id, &reply);
-                    self.patiently(announced).await?.map_err(|_| GivenBack::Unavailable)?;
+                    if let Err(error) = self.patiently(announced).await? {
+                        error!(%request_id, %error, "the copy of a reply could not be published");
+                    }
                 }
-                return Ok(true);
+                return Ok(Ok(true));
             }
-            Ok(Some(Kept::Gone)) => return Ok(true),
+            Ok(Some(Kept::Gone)) => return Ok(Ok(true)),
             Ok(None) => {}
             // Something that is no reply: as good as none, and nothing can be written over it.
             Err(error) => {
                 warn!(%request_id, %error, "the reply to a request cannot be read");
-                return Ok(true);
+                return Ok(Ok(true));
             }
         }
         let elsewhere = || self.replies.find_elsewhere(requester, request_id);
         match self.patiently(elsewhere).await? {
             Ok(Some(Kept::Reply(reply))) => {
                 let store = || self.replies.store(requester, request_id, &reply);
-                self.patiently(store).await?.map_err(|_| GivenBack::Unavailable)?;
-                Ok(true)
+                Ok(self.patiently(store).await?.map(|_| true))
             }
-            Ok(_) => Ok(false),
+            Ok(_) => Ok(Ok(false)),
             Err(error) => {
                 warn!(%request_id, %error, "the reply to another requester cannot be read");
-                Ok(false)
+                Ok(Ok(false))
             }
         }
     }

@@ -133,7 +133,8 @@ impl Session {
     }
 
     /// Publishes events of this session in order, and brings its state forward. There is a result for each event; an error
-    /// means that none was published, or that those that were count for nothing, because the session has expired.
+    /// means that none was published, or that those that were count for nothing, because the session has expired or was
+    /// forgotten.
     ///
     /// If the state cannot be brought forward (the backend went away, a fold panicked), the events are stored all the
     /// same; the next [`refresh`](Self::refresh) tries again, or says why not.
@@ -168,7 +169,10 @@ impl Session {
         if Timestamp::from_millis(last.ms).since(used_at) < ttl / 2 {
             return Ok(());
         }
-        self.sessions.open_meta(&self.id).await.map(drop)
+        match self.sessions.known_meta(&self.id).await? {
+            Some(_) => Ok(()),
+            None => Err(SessionError::NotFound { session: self.id.clone() }),
+        }
     }
 
     /// Makes an event one of this session.

@@ -171,7 +171,7 @@ impl Sessions {
     }
 
     /// What is known of a session that is there; `None` if it is a stream of another program.
-    async fn known_meta(&self, session: &SessionId) -> Result<Option<Meta>> {
+    pub(super) async fn known_meta(&self, session: &SessionId) -> Result<Option<Meta>> {
         if let Some(meta) = self.meta(session).await? {
             return check_open(session, meta).map(Some);
         }

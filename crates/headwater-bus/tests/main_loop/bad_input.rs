@@ -6,7 +6,7 @@ use headwater_bus::{
     BusError, Event, EventBusExt, MainLoopConfig, MainLoopError, MainLoopFailed, MainLoopRequest,
     MainLoopWorker, Received, ReplyConfig, RequestFailure, RequestId, Submit, Subscribe,
 };
-use headwater_stream::{EntryId, Fields, Retention};
+use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention};
 use serde_json::{Value, json};
 
 use crate::place::{Ask, Loop, Place, quick};
@@ -21,7 +21,10 @@ everywhere![
 
 mod on_backends {
     use super::*;
-    on_streams![an_entry_that_is_no_request_is_parked_and_stops_nobody];
+    on_streams![
+        an_entry_that_is_no_request_is_parked_and_stops_nobody,
+        a_reply_that_can_be_kept_nowhere_is_not_tried_for_ever,
+    ];
 }
 
 async fn lives(place: &Place, main_loop: &Loop) {
@@ -103,6 +106,36 @@ async fn an_entry_that_is_no_request_is_parked_and_stops_nobody(place: Place) {
         assert!(tokio::time::Instant::now() < deadline);
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
+    worker.stop().await.unwrap();
+}
+
+async fn a_reply_that_can_be_kept_nowhere_is_not_tried_for_ever(place: Place) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    // A key of another kind lies where the replies of two other requesters are to go.
+    let backend = place.backend().await;
+    for requester in ["shop", "store"] {
+        let taken = MapName::new(place.replies(requester).as_str()).unwrap();
+        let odd = RegistryMap::from([("odd".to_owned(), "map".into())]);
+        assert!(backend.map_create(&taken, &odd).await.unwrap());
+    }
+    let submit = Submit::new(Ask::Echo("a".to_owned())).id(RequestId::new("r1").unwrap());
+    client.submit::<_, String>(submit).await.unwrap();
+    let bus = place.streamed().await;
+    // One that has a reply elsewhere, and one that is carried out for nobody else.
+    for (request_id, requester) in [("r1", "shop"), ("r2", "store")] {
+        let request = MainLoopRequest {
+            request_id: request_id.to_owned(),
+            request: json!({ "Echo": "a" }),
+            reply_to: Some(requester.to_owned()),
+            ..Default::default()
+        };
+        bus.publish(request).await.unwrap();
+    }
+    place.requests_settle().await;
+    assert_eq!(main_loop.log.lines(), ["begun r1", "begun r2"]);
+    lives(&place, &main_loop).await;
     worker.stop().await.unwrap();
 }
 

@@ -2,7 +2,6 @@
 
 use std::env;
 use std::sync::Arc;
-use std::time::Duration;
 
 use headwater_bus::{
     Completed, Event, EventBus, EventBusExt, MainLoopClient, MainLoopCompleted, MainLoopConfig,
@@ -164,17 +163,7 @@ async fn a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_ag
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     // When the dead one's request is settled, all that was asked is.
-    let backend = place.backend().await;
-    let deadline = tokio::time::Instant::now() + LIMIT;
-    loop {
-        let stats = backend.stats(&place.control()).await.unwrap().unwrap();
-        let group = stats.groups.iter().find(|group| group.name.as_str().ends_with(":control"));
-        if group.is_some_and(|group| group.pending == 0 && group.lag == Some(0)) {
-            break;
-        }
-        assert!(tokio::time::Instant::now() < deadline, "{stats:?}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    place.requests_settle().await;
     assert!(main_loop.log.lines().is_empty(), "{:?}", main_loop.log.lines());
     place.control_settles_at(MainLoopCompleted::TYPE, 1).await;
     assert_eq!(client.submit::<_, Vec<u64>>(submit()).await.unwrap().output, [7]);

@@ -194,6 +194,21 @@ impl Place {
         self.backend().await.range(stream, Range::first(1000)).await.unwrap()
     }
 
+    /// Waits until the group of workers is done with all that was asked.
+    pub(crate) async fn requests_settle(&self) {
+        let backend = self.backend().await;
+        let deadline = tokio::time::Instant::now() + LIMIT;
+        loop {
+            let stats = backend.stats(&self.control()).await.unwrap().unwrap();
+            let group = stats.groups.iter().find(|group| group.name.as_str().ends_with(":control"));
+            if group.is_some_and(|group| group.pending == 0 && group.lag == Some(0)) {
+                return;
+            }
+            assert!(tokio::time::Instant::now() < deadline, "{stats:?}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
     /// Waits until there are so many events of a type on the control stream, and sees that no more follow.
     pub(crate) async fn control_settles_at(&self, event_type: &str, count: usize) {
         let backend = self.backend().await;

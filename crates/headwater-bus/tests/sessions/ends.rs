@@ -70,6 +70,10 @@ async fn a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_
     let error = sessions.recover(&place.session).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
     assert_eq!(sum(&sessions.recover(for_ever.id()).await.unwrap()), Sum::of([0]));
+    // Whoever still holds it makes no session of what it publishes.
+    let error = session.publish(noted(16)).await.unwrap_err();
+    assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
+    assert_eq!(sessions.info(&place.session).await.unwrap(), None);
 }
 
 async fn a_session_in_use_does_not_expire(place: Place) {
