@@ -5,6 +5,7 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::net::TcpListener;
+use std::path::Path;
 use std::time::Instant;
 
 use support::{LIMIT, Place, text};
@@ -20,8 +21,10 @@ enum Needs {
     Both,
     /// Streams and a database; it is no client of a server.
     Itself,
+    /// A server, or a file of this machine.
+    Asked,
 }
-use Needs::{Both, Itself, Nothing, Streams};
+use Needs::{Asked, Both, Itself, Nothing, Streams};
 
 /// Every verb, with words that are right.
 const VERBS: &[(&str, Needs, &[&str])] = &[
@@ -71,6 +74,20 @@ const VERBS: &[(&str, Needs, &[&str])] = &[
     ("completion", Nothing, &["bash"]),
 ];
 
+/// Verbs of analytics; without them the rest works.
+const ANALYTICS: &[(&str, Needs, &[&str])] = &[
+    ("sql", Asked, &["SELECT 1"]),
+    ("report", Asked, &["tickets-per-day"]),
+    ("analytics rebuild", Asked, &["--yes"]),
+];
+
+/// The table, with those of analytics that this binary has.
+fn table(place: &Place) -> Vec<(&'static str, Needs, &'static [&'static str])> {
+    let there = verbs(place);
+    let analytics = ANALYTICS.iter().filter(|(verb, _, _)| there.contains(*verb));
+    VERBS.iter().chain(analytics).copied().collect()
+}
+
 /// The names below `Commands:` in a help text.
 fn below(place: &Place, path: &[&str]) -> Vec<String> {
     let output = place.run(&[path, &["--help"]].concat()).unwrap();
@@ -100,31 +117,39 @@ fn verbs(place: &Place) -> BTreeSet<String> {
 
 #[test]
 fn every_verb_has_a_line_in_the_table() {
-    let known: BTreeSet<String> = VERBS.iter().map(|(verb, _, _)| (*verb).to_owned()).collect();
-    assert_eq!(verbs(&Place::new().unwrap()), known);
+    let place = Place::new().unwrap();
+    let known = table(&place).into_iter().map(|(verb, _, _)| verb.to_owned()).collect();
+    assert_eq!(verbs(&place), known);
 }
 
 /// By name: each verb is run for what it does by some test here.
 #[test]
 fn every_verb_is_run_by_a_test() {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
     let mut tests = String::new();
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_file() && path.file_name().is_some_and(|name| name != "operator_words.rs") {
-            tests += &std::fs::read_to_string(path).unwrap();
-        }
-    }
-    for (verb, _, _) in VERBS.iter().filter(|(verb, _, _)| !["serve", "worker"].contains(verb)) {
+    read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests"), &mut tests);
+    let table = table(&Place::new().unwrap());
+    for (verb, _, _) in table.iter().filter(|(verb, _, _)| !["serve", "worker"].contains(verb)) {
         let words: Vec<String> = verb.split(' ').map(|word| format!("\"{word}\"")).collect();
         assert!(tests.contains(&words.join(", ")), "no test runs `{verb}`");
+    }
+}
+
+/// The text of all tests but this one.
+fn read(folder: &Path, tests: &mut String) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            read(&path, tests);
+        } else if !path.ends_with("operator_words.rs") {
+            tests.push_str(&std::fs::read_to_string(path).unwrap());
+        }
     }
 }
 
 #[test]
 fn words_that_no_verb_knows_are_exit_code_2_with_a_usage_line_and_a_hint() {
     let place = Place::new().unwrap();
-    for (verb, _, right) in VERBS {
+    for (verb, _, right) in table(&place) {
         let path: Vec<&str> = verb.split(' ').collect();
         let output = place.run(&[&path[..], right, &["--nonsense"]].concat()).unwrap();
         let said = text(&output.stderr);
@@ -170,6 +195,7 @@ fn away(needs: Needs, port: u16) -> Vec<Vec<String>> {
     let database = words(&["--stream-url", "embedded:memory", "--database-url", &database]);
     match needs {
         Nothing => vec![],
+        Asked => vec![server],
         Streams => vec![server, streams],
         Both => vec![server, streams, database],
         Itself => vec![streams, database],
@@ -181,8 +207,8 @@ fn a_server_that_is_away_is_exit_code_3_within_the_deadline_of_every_verb() {
     // A port that nobody listens on: it was free a moment ago.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let mut cases = Vec::new();
-    for (verb, needs, right) in VERBS {
-        for way in away(*needs, port) {
+    for (verb, needs, right) in table(&Place::new().unwrap()) {
+        for way in away(needs, port) {
             let words: Vec<String> =
                 verb.split(' ').chain(right.iter().copied()).map(str::to_owned).collect();
             cases.push([words, way].concat());
