@@ -240,6 +240,42 @@ fn a_consumer_over_http_that_is_killed_loses_nothing_and_has_failed_once() {
 }
 
 #[test]
+fn consumers_over_one_server_share_the_partitions_of_a_group() {
+    let reach = Reach::server();
+    reach.json(&["topic", "create", "pairs", "--partitions", "2"]);
+    let url = format!("http://{}", reach.the_server().address);
+    let verb = ["consume", "pairs", "--group", "g", "--count", "1", "--url", &url];
+    let consumers: Vec<_> = (0..2)
+        .map(|_| reach.place.command(&verb).stdout(std::process::Stdio::piped()).spawn().unwrap())
+        .collect();
+    // A group is there as soon as one has joined.
+    let owners = || {
+        let output = reach.run(&["group", "describe", "pairs", "g", "--json"], "");
+        let group: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let holder = |number: usize| group["partitions"][number]["owner"]["holder"].clone();
+        [holder(0), holder(1)]
+    };
+    wait_until("each to have a partition", LIMIT * 2, || {
+        let [first, second] = owners();
+        first.is_string() && second.is_string() && first != second
+    })
+    .unwrap();
+    for partition in ["0", "1"] {
+        reach.json(&["produce", "pairs", "--partition", partition, "--payload", partition]);
+    }
+    let mut payloads = Vec::new();
+    for consumer in consumers {
+        let output = consumer.wait_with_output().unwrap();
+        assert!(output.status.success());
+        let lines = lines_of(&output);
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        payloads.push(lines[0]["payload"].clone());
+    }
+    payloads.sort_by_key(Value::to_string);
+    assert_eq!(payloads, ["0", "1"]);
+}
+
+#[test]
 fn a_consumer_over_http_that_is_stopped_gives_back_what_it_has_and_counts_no_attempt() {
     let reach = Reach::server();
     reach.json(&["topic", "create", "jobs"]);

@@ -17,7 +17,7 @@ use axum::http::StatusCode;
 use axum::response::Sse;
 use axum::response::sse::{Event, KeepAlive};
 use futures_util::Stream;
-use headwater_queue::{ConsumerConfig, Headers, Message, Mode, Outcome};
+use headwater_queue::{ConsumerConfig, Headers, Message, Mode, Outcome, Queue};
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use utoipa::ToSchema;
@@ -166,7 +166,9 @@ async fn consume(
         let (attendance, outlet) = (Arc::clone(&waiting), outlet.clone());
         async move { hand_out(&attendance, &outlet, &message).await }
     };
-    let subscribed = operations.queue.subscribe(&topic, &group, handler, config).await;
+    // Each caller is a member of its own, and a queue takes part in a group once.
+    let queue = Queue::new(Arc::clone(operations.queue.backend()));
+    let subscribed = queue.subscribe(&topic, &group, handler, config).await;
     let subscription = match subscribed {
         Ok(subscription) => subscription,
         Err(error) => {
@@ -186,6 +188,7 @@ async fn consume(
         };
         attending.end(end);
         subscription.stop().await;
+        drop(queue);
         consumers.forget(&name);
         attending.ended();
     });
