@@ -2,6 +2,10 @@
 #![cfg(all(feature = "conformance", feature = "redis"))]
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
+#[path = "../backends/mod.rs"]
+#[macro_use]
+mod backends;
+
 #[macro_use]
 mod place;
 

@@ -11,46 +11,18 @@ use headwater_bus::{
     Outgoing, PublishResult, Registry, Requester, Run, Session, Sessions, SessionsConfig,
     StreamedBus, StreamedBusConfig, Submit, Subscribe, SubscriptionId, Usage,
 };
-use headwater_queue::QueueConfig;
-use headwater_stream::{Backend, Entry, KeeperConfig, Options, Range, StreamName, connect};
-use headwater_testkit::{Cluster, Redis, unique};
+use headwater_stream::{Backend, Entry, KeeperConfig, Options, Range, StreamName};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, Semaphore};
+
+pub(crate) use crate::backends::quick_lease;
+use crate::backends::{Target, new_prefix, quick_queue};
 
 /// Writes each scenario once and runs it on a local bus and on all three backends.
 macro_rules! everywhere {
     ($($scenario:ident),* $(,)?) => {
-        mod local {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::local()).await;
-            })*
-        }
+        locally!($($scenario),*);
         on_streams!($($scenario),*);
-    };
-}
-
-/// Writes each scenario once and runs it on all three backends.
-macro_rules! on_streams {
-    ($($scenario:ident),* $(,)?) => {
-        mod embedded {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::embedded().await).await;
-            })*
-        }
-        mod redis {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::redis()).await;
-            })*
-        }
-        mod cluster {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::cluster()).await;
-            })*
-        }
     };
 }
 
@@ -63,22 +35,13 @@ pub(crate) struct Place {
     lease: KeeperConfig,
 }
 
-enum Target {
-    /// There is one bus, and one process.
-    Local(Arc<dyn EventBus>),
-    /// All buses share the one backend there is.
-    Shared(Arc<dyn Backend>),
-    /// Each bus has its own connections.
-    Url(String),
-}
-
 impl Place {
     pub(crate) fn local() -> Self {
         Self::new(Target::Local(Arc::new(LocalBus::new(registry()))))
     }
 
     pub(crate) async fn embedded() -> Self {
-        Self::new(Target::Shared(connect("embedded:memory", &Options::default()).await.unwrap()))
+        Self::new(Target::embedded().await)
     }
 
     /// An embedded backend in a directory, which one process at a time has.
@@ -88,11 +51,11 @@ impl Place {
     }
 
     pub(crate) fn redis() -> Self {
-        Self::at(Redis::shared().unwrap().url())
+        Self::new(Target::redis())
     }
 
     pub(crate) fn cluster() -> Self {
-        Self::at(Cluster::shared().unwrap().url())
+        Self::new(Target::cluster())
     }
 
     pub(crate) fn at(url: String) -> Self {
@@ -100,8 +63,7 @@ impl Place {
     }
 
     fn new(target: Target) -> Self {
-        let prefix: String = unique("w").chars().take(32).collect();
-        Self { target, prefix, lease: KeeperConfig::default() }
+        Self { target, prefix: new_prefix(), lease: KeeperConfig::default() }
     }
 
     pub(crate) fn with_prefix(url: String, prefix: String) -> Self {
@@ -115,20 +77,11 @@ impl Place {
 
     /// The same place, for a thread of its own.
     pub(crate) fn again(&self) -> Self {
-        let target = match &self.target {
-            Target::Local(bus) => Target::Local(Arc::clone(bus)),
-            Target::Shared(backend) => Target::Shared(Arc::clone(backend)),
-            Target::Url(url) => Target::Url(url.clone()),
-        };
-        Self { target, prefix: self.prefix.clone(), lease: self.lease }
+        Self { target: self.target.clone(), prefix: self.prefix.clone(), lease: self.lease }
     }
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
-        match &self.target {
-            Target::Local(_) => panic!("a local bus has no backend to look into"),
-            Target::Shared(backend) => Arc::clone(backend),
-            Target::Url(url) => connect(url, &Options::default()).await.unwrap(),
-        }
+        self.target.connect(&Options::default()).await
     }
 
     /// A bus as another process would have it.
@@ -282,18 +235,6 @@ pub(crate) async fn sessions(bus: Arc<dyn EventBus>) -> Sessions {
 
 pub(crate) fn registry() -> Registry {
     Registry::builtin().with::<Noted>().unwrap()
-}
-
-pub(crate) fn quick_lease() -> KeeperConfig {
-    KeeperConfig {
-        ttl: Duration::from_millis(1500),
-        renew_every: Duration::from_millis(300),
-        margin: Duration::from_millis(200),
-    }
-}
-
-fn quick_queue(lease: KeeperConfig) -> QueueConfig {
-    QueueConfig { lease, rebalance_every: Duration::from_millis(300), ..Default::default() }
 }
 
 /// Settings that make no test wait.

@@ -8,46 +8,16 @@ use headwater_bus::{
     EventBus, Export, Fold, Folds, LocalBus, Registry, Session, SessionEvent, SessionId, Sessions,
     SessionsConfig, StreamedBus, StreamedBusConfig,
 };
-use headwater_stream::{
-    Backend, Direction, Entry, EntryId, Fields, Options, Range, Retention, StreamName, connect,
-};
-use headwater_testkit::{Cluster, Redis, unique};
+use headwater_stream::{Backend, Entry, EntryId, Fields, Options, Retention, StreamName, connect};
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
+
+use crate::backends::{Target, entries, new_prefix};
 
 /// Writes each scenario once and runs it on all three backends.
 macro_rules! everywhere {
     ($($scenario:ident),* $(,)?) => {
-        mod embedded {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::embedded().await).await;
-            })*
-        }
-        mod redis {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::redis()).await;
-            })*
-        }
-        mod cluster {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::cluster()).await;
-            })*
-        }
-    };
-}
-
-/// Runs scenarios on a local bus as well: those that do not look into a backend.
-macro_rules! locally {
-    ($($scenario:ident),* $(,)?) => {
-        mod local {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::local()).await;
-            })*
-        }
+        on_streams!($($scenario),*);
     };
 }
 
@@ -57,15 +27,6 @@ pub(crate) struct Place {
     pub(crate) prefix: String,
     pub(crate) session: SessionId,
     _directory: Option<TempDir>,
-}
-
-enum Target {
-    /// There is one bus, and one process.
-    Local(Arc<LocalBus>),
-    /// All buses share the one backend there is.
-    Shared(Arc<dyn Backend>),
-    /// Each bus has its own connections.
-    Url(String),
 }
 
 /// Adds numbers up, and keeps the order they came in.
@@ -116,15 +77,15 @@ impl Place {
     }
 
     pub(crate) async fn embedded() -> Self {
-        Self::new(Target::Shared(connect("embedded:memory", &Options::default()).await.unwrap()))
+        Self::new(Target::embedded().await)
     }
 
     pub(crate) fn redis() -> Self {
-        Self::at(Redis::shared().unwrap().url())
+        Self::new(Target::redis())
     }
 
     pub(crate) fn cluster() -> Self {
-        Self::at(Cluster::shared().unwrap().url())
+        Self::new(Target::cluster())
     }
 
     pub(crate) fn at(url: String) -> Self {
@@ -132,8 +93,7 @@ impl Place {
     }
 
     fn new(target: Target) -> Self {
-        let prefix: String = unique("w").chars().take(32).collect();
-        Self { target, prefix, session: SessionId::random(), _directory: None }
+        Self { target, prefix: new_prefix(), session: SessionId::random(), _directory: None }
     }
 
     /// The same, but with an embedded backend on the disk: every change of it takes a while.
@@ -149,19 +109,11 @@ impl Place {
 
     /// The same backend, and other keys.
     pub(crate) fn another(&self) -> Self {
-        Self::new(match &self.target {
-            Target::Local(bus) => Target::Local(Arc::clone(bus)),
-            Target::Shared(backend) => Target::Shared(Arc::clone(backend)),
-            Target::Url(url) => Target::Url(url.clone()),
-        })
+        Self::new(self.target.clone())
     }
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
-        match &self.target {
-            Target::Local(_) => panic!("a local bus has no backend to look into"),
-            Target::Shared(backend) => Arc::clone(backend),
-            Target::Url(url) => connect(url, &Options::default()).await.unwrap(),
-        }
+        self.target.connect(&Options::default()).await
     }
 
     pub(crate) async fn bus(&self) -> Arc<StreamedBus> {
@@ -180,7 +132,7 @@ impl Place {
 
     pub(crate) async fn sessions_with(&self, folds: Folds, config: SessionsConfig) -> Sessions {
         let bus: Arc<dyn EventBus> = match &self.target {
-            Target::Local(bus) => Arc::clone(bus) as Arc<dyn EventBus>,
+            Target::Local(bus) => Arc::clone(bus),
             _ => self.bus().await,
         };
         Sessions::new(bus, folds, config).await.unwrap()
@@ -204,16 +156,7 @@ impl Place {
         if let Target::Local(_) = self.target {
             return self.exported(session).await;
         }
-        let backend = self.backend().await;
-        let (mut all, mut from) = (Vec::new(), EntryId::MIN);
-        loop {
-            let (to, direction) = (EntryId::MAX, Direction::Forward);
-            let range = Range { from, to, direction, count: 10_000 };
-            let page = backend.range(&self.stream_of(session), range).await.unwrap();
-            let Some(last) = page.last() else { return all };
-            from = last.id.next();
-            all.extend(page);
-        }
+        entries(&*self.backend().await, &self.stream_of(session)).await
     }
 }
 

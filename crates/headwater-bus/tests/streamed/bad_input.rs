@@ -14,6 +14,7 @@ use headwater_bus::{
 };
 
 use crate::away::{Away, publish_until_stored, until};
+use crate::backends::{quick_lease, quick_queue};
 use crate::place::{noted, numbers, stored, writes};
 
 servers!(
@@ -80,7 +81,7 @@ async fn a_key_that_is_no_stream_does_not_keep_live_subscriptions_from_others(aw
 
 async fn subscriptions_go_on_when_the_server_has_lost_everything(away: Away) {
     let place = &away.place;
-    let queue = crate::crashes::quick_queue();
+    let queue = quick_queue(quick_lease());
     let config = || StreamedBusConfig { queue: queue.clone(), ..place.config() };
     let (ada, bob) =
         (place.bus_with(registry(), config()).await, place.bus_with(registry(), config()).await);

@@ -9,10 +9,9 @@ use headwater_bus::{
     EventBus, EventBusExt, FailurePolicy, Namespace, Received, SessionId, SpoolConfig, Stored,
     StreamedBus, StreamedBusConfig, Subscribe,
 };
-use headwater_queue::QueueConfig;
-use headwater_stream::KeeperConfig;
 use headwater_testkit::{Child, Persistence, Redis};
 
+use crate::backends::{quick_lease, quick_queue};
 use crate::place::{Place, open, quick_breaker, stored, writes};
 use crate::spool::{spooling, wait_until_empty};
 
@@ -30,19 +29,9 @@ fn config_of_child() -> StreamedBusConfig {
         session: Some(SessionId::new(env::var("SESSION").unwrap()).unwrap()),
         breaker: quick_breaker(),
         on_failure,
-        queue: quick_queue(),
+        queue: quick_queue(quick_lease()),
         ..Default::default()
     }
-}
-
-/// Whoever dies is soon known to be dead.
-pub(crate) fn quick_queue() -> QueueConfig {
-    let lease = KeeperConfig {
-        ttl: Duration::from_millis(1500),
-        renew_every: Duration::from_millis(300),
-        margin: Duration::from_millis(200),
-    };
-    QueueConfig { lease, rebalance_every: Duration::from_millis(300), ..Default::default() }
 }
 
 fn spawn(test: &str, place: &Place, url: &str, spool: Option<&Path>) -> Child {
@@ -163,7 +152,7 @@ async fn an_event_in_the_hands_of_a_killed_process_is_taken_over(url: String) {
     let place = Place::at(url.clone());
     let child = spawn("crashes::holder", &place, &url, None);
     child.line_after("READY", LIMIT).unwrap();
-    let config = StreamedBusConfig { queue: quick_queue(), ..place.config() };
+    let config = StreamedBusConfig { queue: quick_queue(quick_lease()), ..place.config() };
     let bus = place.bus_with(registry(), config).await;
     bus.publish(place.noted(7)).await.unwrap().raise().unwrap();
     child.line_after("HOLDING 7", LIMIT).unwrap();

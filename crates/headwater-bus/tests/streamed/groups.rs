@@ -11,10 +11,10 @@ use headwater_bus::{
 };
 use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
 
-use crate::crashes::quick_queue;
+use crate::backends::{quick_lease, quick_queue};
 use crate::place::{Place, entries, numbers, stored, writes};
 
-everywhere!(
+on_streams!(
     two_buses_of_a_group_share_the_events,
     after_a_restart_only_what_is_new_is_handled,
     what_was_published_while_nobody_was_there_is_handled_later,
@@ -221,5 +221,5 @@ async fn what_a_bus_that_is_gone_had_in_hand_is_taken_over(place: Place) {
 
 /// Settings of a bus that soon knows who is dead.
 fn in_a_hurry(place: &Place) -> StreamedBusConfig {
-    StreamedBusConfig { queue: quick_queue(), ..place.config() }
+    StreamedBusConfig { queue: quick_queue(quick_lease()), ..place.config() }
 }

@@ -12,7 +12,7 @@ use tokio::sync::Semaphore;
 use crate::away::until;
 use crate::place::{Place, watch};
 
-everywhere!(lengths_pending_lag_and_the_time_are_told_exactly);
+on_streams!(lengths_pending_lag_and_the_time_are_told_exactly);
 
 async fn lengths_pending_lag_and_the_time_are_told_exactly(place: Place) {
     let now = Timestamp::from_millis(1_767_225_600_123);

@@ -10,7 +10,7 @@ use tokio::sync::Semaphore;
 
 use crate::place::{Place, noted, numbers, writes};
 
-everywhere!(
+on_streams!(
     a_handler_that_hangs_holds_up_its_own_session_only,
     who_comes_too_late_for_an_entry_is_told,
     who_comes_late_and_finds_everything_is_told_nothing,

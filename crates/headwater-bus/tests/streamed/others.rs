@@ -8,7 +8,7 @@ use tokio::sync::Semaphore;
 
 use crate::place::{Place, entries, numbers, stored, watch, writes};
 
-everywhere!(
+on_streams!(
     every_bus_sees_what_another_publishes_once_and_in_order,
     a_live_subscription_begins_where_it_began,
     an_entry_of_another_program_is_handled_and_a_copy_for_a_group_is_not,

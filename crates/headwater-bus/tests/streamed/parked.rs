@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::place::{Place, entries, watch, writes};
 
-everywhere!(
+on_streams!(
     unreadable_entries_are_parked_once_and_hold_up_nobody,
     a_parked_entry_is_handled_when_its_type_is_known,
     an_entry_that_panics_whoever_reads_it_is_parked_and_readers_go_on,

@@ -8,34 +8,10 @@ use headwater_bus::{
     BreakerConfig, Envelope, EventBusExt, Namespace, Received, Registry, SessionId, StreamedBus,
     StreamedBusConfig, Subscribe,
 };
-use headwater_stream::{
-    Backend, Direction, Entry, EntryId, Fields, Options, Range, Retention, StreamName, connect,
-};
-use headwater_testkit::{Cluster, Redis, unique};
+use headwater_stream::{Backend, Entry, EntryId, Fields, Options, Retention, StreamName, connect};
 
-/// Writes each scenario once and runs it on all three backends.
-macro_rules! everywhere {
-    ($($scenario:ident),* $(,)?) => {
-        mod embedded {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::embedded().await).await;
-            })*
-        }
-        mod redis {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::redis()).await;
-            })*
-        }
-        mod cluster {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::cluster()).await;
-            })*
-        }
-    };
-}
+pub(crate) use crate::backends::entries;
+use crate::backends::{Target, new_prefix};
 
 /// A backend, and keys that no other test uses.
 pub(crate) struct Place {
@@ -44,25 +20,17 @@ pub(crate) struct Place {
     pub(crate) session: SessionId,
 }
 
-enum Target {
-    /// All buses share the one backend there is.
-    Shared(Arc<dyn Backend>),
-    /// Each bus has its own connections.
-    Url(String),
-}
-
 impl Place {
     pub(crate) async fn embedded() -> Self {
-        let backend = connect("embedded:memory", &Options::default()).await.unwrap();
-        Self::on(backend)
+        Self::new(Target::embedded().await)
     }
 
     pub(crate) fn redis() -> Self {
-        Self::at(Redis::shared().unwrap().url())
+        Self::new(Target::redis())
     }
 
     pub(crate) fn cluster() -> Self {
-        Self::at(Cluster::shared().unwrap().url())
+        Self::new(Target::cluster())
     }
 
     pub(crate) fn at(url: String) -> Self {
@@ -75,22 +43,18 @@ impl Place {
     }
 
     fn new(target: Target) -> Self {
-        let prefix: String = unique("w").chars().take(32).collect();
-        Self { target, prefix, session: SessionId::random() }
+        Self { target, prefix: new_prefix(), session: SessionId::random() }
     }
 
     pub(crate) fn url(&self) -> &str {
         match &self.target {
-            Target::Shared(_) => panic!("it has no address"),
             Target::Url(url) => url,
+            _ => panic!("it has no address"),
         }
     }
 
     pub(crate) async fn connect(&self) -> Arc<dyn Backend> {
-        match &self.target {
-            Target::Shared(backend) => Arc::clone(backend),
-            Target::Url(url) => open(url).await,
-        }
+        self.target.connect(&impatient()).await
     }
 
     pub(crate) fn config(&self) -> StreamedBusConfig {
@@ -141,9 +105,12 @@ pub(crate) fn noted(session: &SessionId, number: u64) -> Noted {
 }
 
 /// A short deadline, so that an outage is noticed soon.
+fn impatient() -> Options {
+    Options { call_deadline: Duration::from_secs(2), ..Default::default() }
+}
+
 pub(crate) async fn open(url: &str) -> Arc<dyn Backend> {
-    let options = Options { call_deadline: Duration::from_secs(2), ..Default::default() };
-    connect(url, &options).await.unwrap()
+    connect(url, &impatient()).await.unwrap()
 }
 
 pub(crate) fn quick_breaker() -> BreakerConfig {
@@ -168,17 +135,6 @@ pub(crate) async fn watch(bus: &StreamedBus) -> Log {
 
 pub(crate) fn numbers(range: std::ops::Range<u64>) -> Vec<String> {
     range.map(|number| number.to_string()).collect()
-}
-
-pub(crate) async fn entries(backend: &dyn Backend, stream: &StreamName) -> Vec<Entry> {
-    let (mut all, mut from) = (Vec::new(), EntryId::MIN);
-    loop {
-        let range = Range { from, to: EntryId::MAX, direction: Direction::Forward, count: 10_000 };
-        let page = backend.range(stream, range).await.unwrap();
-        let Some(last) = page.last() else { return all };
-        from = last.id.next();
-        all.extend(page);
-    }
 }
 
 /// The numbers of the events in a stream, in order.

@@ -15,7 +15,7 @@ use tracing::{Event, Metadata};
 
 use crate::place::{Place, entries};
 
-everywhere!(a_trace_goes_on_over_processes_and_groups);
+on_streams!(a_trace_goes_on_over_processes_and_groups);
 
 /// Publishes an event for each one it handles.
 async fn relay(bus: &Arc<StreamedBus>, subscribe: Subscribe, number: u64, log: &Log) {
