@@ -29,7 +29,8 @@ pub struct StreamedBusConfig {
     /// When the backend is left alone after failures.
     pub breaker: BreakerConfig,
     /// How long ids of published events are remembered, so that one that is published again counts once. `None`
-    /// (default) does so for 10 min, and only for events that were given an id; with a spool, for all events. At most 24 h.
+    /// (default) does so for 10 min, and only for events that were given an id; with a spool, for all events. Several times
+    /// as long as a call of the backend may take, at most 24 h.
     pub remember: Option<Duration>,
     /// How much of the control stream is kept once every group is done with it. Default: 10 000 entries.
     pub control_retention: Retention,

@@ -11,7 +11,7 @@ use headwater_bus::{
     Outgoing, PublishResult, Registry, Requester, Run, Session, Sessions, SessionsConfig,
     StreamedBus, StreamedBusConfig, Submit, Subscribe, SubscriptionId, Usage,
 };
-use headwater_stream::{Backend, Entry, KeeperConfig, Options, Range, StreamName};
+use headwater_stream::{Backend, Entry, KeeperConfig, Options, Range, StreamName, connect};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, Semaphore};
 

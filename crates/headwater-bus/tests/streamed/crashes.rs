@@ -12,10 +12,10 @@ use headwater_bus::{
 use headwater_testkit::{Child, Persistence, Redis};
 
 use crate::backends::{quick_lease, quick_queue};
-use crate::place::{Place, open, quick_breaker, stored, writes};
+use crate::place::{Place, open, open_impatient, quick_breaker, stored, writes};
 use crate::spool::{spooling, wait_until_empty};
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(90);
 
 /// The settings of a child, from its environment; the same as those of its [`Place`].
 fn config_of_child() -> StreamedBusConfig {
@@ -76,7 +76,7 @@ async fn what_a_killed_process_had_spooled_is_stored_by_the_next_one_in_order_an
 #[ignore = "a role that other tests of this file start as a process of its own"]
 fn publisher() {
     in_child(async {
-        let backend = open(&env::var("URL").unwrap()).await;
+        let backend = open_impatient(&env::var("URL").unwrap()).await;
         let bus = StreamedBus::open(backend, registry(), config_of_child()).await.unwrap();
         for number in 0.. {
             let result = bus.publish(Noted { number, ..Default::default() }).await.unwrap();
@@ -139,7 +139,7 @@ async fn a_process_that_is_killed_while_it_replays_doubles_and_loses_nothing() {
 #[ignore = "a role that other tests of this file start as a process of its own"]
 fn replayer() {
     in_child(async {
-        let backend = open(&env::var("URL").unwrap()).await;
+        let backend = open_impatient(&env::var("URL").unwrap()).await;
         let bus = StreamedBus::open(backend, registry(), config_of_child()).await.unwrap();
         println!("OPEN");
         std::future::pending::<()>().await;
@@ -179,7 +179,7 @@ async fn an_event_in_the_hands_of_a_killed_process_is_taken_over_on_a_cluster() 
 #[ignore = "a role that other tests of this file start as a process of its own"]
 fn holder() {
     in_child(async {
-        let backend = open(&env::var("URL").unwrap()).await;
+        let backend = open_impatient(&env::var("URL").unwrap()).await;
         let bus = StreamedBus::open(backend, registry(), config_of_child()).await.unwrap();
         let hold = |event: Received<Noted>| async move {
             println!("HOLDING {}", event.number);

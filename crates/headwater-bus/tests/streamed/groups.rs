@@ -11,6 +11,7 @@ use headwater_bus::{
 };
 use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
 
+use crate::away::until;
 use crate::backends::{quick_lease, quick_queue};
 use crate::place::{Place, entries, numbers, stored, writes};
 
@@ -98,7 +99,7 @@ async fn what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream(place: 
     let backend = place.connect().await;
     let dead_letters = StreamName::new(format!("{}:dlq", place.stream())).unwrap();
     let mut letters = Vec::new();
-    for _ in 0..1000 {
+    for _ in 0..9000 {
         letters = entries(&*backend, &dead_letters).await;
         if !letters.is_empty() {
             break;
@@ -162,7 +163,7 @@ async fn a_subscription_whose_caller_went_away_leaves_its_group_free(place: Plac
     }
     // The queue may take a moment to notice that nobody wants the last one.
     let mut subscribed = bus.subscribe::<Noted>(group("fickle"), writes(&log)).await;
-    for _ in 0..500 {
+    for _ in 0..9000 {
         if subscribed.is_ok() {
             break;
         }
@@ -193,7 +194,7 @@ async fn what_another_program_took_and_left_is_taken_over(place: Place) {
     let reclaim_idle = Duration::from_millis(200);
     let patient = Subscribe { reclaim_idle, ..group("workers") };
     bus.subscribe::<Noted>(patient, writes(&log)).await.unwrap();
-    assert_eq!(sorted(log.settles_at(3).await), numbers(0..3));
+    until(|| async { distinct(&log) == numbers(0..3) }).await;
     bus.close().await.unwrap();
     let stats = backend.stats(&place.stream()).await.unwrap().unwrap();
     assert_eq!((stats.groups[0].pending, stats.groups[0].lag), (0, Some(0)));
@@ -215,8 +216,15 @@ async fn what_a_bus_that_is_gone_had_in_hand_is_taken_over(place: Place) {
     held.wait_for(3).await;
     stays.subscribe::<Noted>(group("workers"), writes(&log)).await.unwrap();
     drop(gone);
-    assert_eq!(sorted(log.settles_at(3).await), numbers(0..3));
+    until(|| async { distinct(&log) == numbers(0..3) }).await;
     stays.close().await.unwrap();
+}
+
+/// What was handled: at least once, for whoever is in a hurry may take the slow for dead.
+fn distinct(log: &Log) -> Vec<String> {
+    let mut lines = sorted(log.lines());
+    lines.dedup();
+    lines
 }
 
 /// Settings of a bus that soon knows who is dead.

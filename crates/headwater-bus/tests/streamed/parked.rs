@@ -28,7 +28,7 @@ impl Event for Novel {
 }
 
 async fn wait_for_parked(bus: &headwater_bus::StreamedBus, count: usize) -> Vec<ParkedEntry> {
-    for _ in 0..1000 {
+    for _ in 0..9000 {
         if bus.parked(EntryId::MIN, 100).await.unwrap().len() >= count {
             break;
         }

@@ -10,12 +10,15 @@ use headwater_bus::{
 };
 use headwater_stream::{Backend, Entry, EntryId, Fields, Options, Retention, StreamName, connect};
 
+use crate::away::LIMIT;
 pub(crate) use crate::backends::entries;
 use crate::backends::{Target, new_prefix};
 
 /// A backend, and keys that no other test uses.
 pub(crate) struct Place {
     target: Target,
+    /// How long buses wait for an answer.
+    patience: Duration,
     pub(crate) prefix: String,
     pub(crate) session: SessionId,
 }
@@ -33,8 +36,9 @@ impl Place {
         Self::new(Target::cluster())
     }
 
+    /// At a server that will be away: buses notice it soon.
     pub(crate) fn at(url: String) -> Self {
-        Self::new(Target::Url(url))
+        Self { patience: NOTICES_AFTER, ..Self::new(Target::Url(url)) }
     }
 
     /// All buses share this backend.
@@ -43,7 +47,8 @@ impl Place {
     }
 
     fn new(target: Target) -> Self {
-        Self { target, prefix: new_prefix(), session: SessionId::random() }
+        let (prefix, session) = (new_prefix(), SessionId::random());
+        Self { target, patience: LIMIT, prefix, session }
     }
 
     pub(crate) fn url(&self) -> &str {
@@ -53,8 +58,9 @@ impl Place {
         }
     }
 
+    /// A backend to look at what is there, however long it takes.
     pub(crate) async fn connect(&self) -> Arc<dyn Backend> {
-        self.target.connect(&impatient()).await
+        self.target.connect(&waits(LIMIT)).await
     }
 
     pub(crate) fn config(&self) -> StreamedBusConfig {
@@ -76,7 +82,8 @@ impl Place {
         registry: Registry,
         config: StreamedBusConfig,
     ) -> StreamedBus {
-        StreamedBus::open(self.connect().await, registry, config).await.unwrap()
+        let backend = self.target.connect(&waits(self.patience)).await;
+        StreamedBus::open(backend, registry, config).await.unwrap()
     }
 
     /// The stream of the place's session.
@@ -104,13 +111,21 @@ pub(crate) fn noted(session: &SessionId, number: u64) -> Noted {
     Noted { session_id: Some(session.to_string()), number, text: String::new() }
 }
 
-/// A short deadline, so that an outage is noticed soon.
-fn impatient() -> Options {
-    Options { call_deadline: Duration::from_secs(2), ..Default::default() }
+/// When a bus takes a server that is to be away for away: long enough for one that is only slow.
+pub(crate) const NOTICES_AFTER: Duration = Duration::from_secs(4);
+
+fn waits(call_deadline: Duration) -> Options {
+    Options { call_deadline, ..Default::default() }
 }
 
+/// A backend to look at what is there, however long it takes.
 pub(crate) async fn open(url: &str) -> Arc<dyn Backend> {
-    connect(url, &impatient()).await.unwrap()
+    connect(url, &waits(LIMIT)).await.unwrap()
+}
+
+/// A backend for a bus whose server will be away.
+pub(crate) async fn open_impatient(url: &str) -> Arc<dyn Backend> {
+    connect(url, &waits(NOTICES_AFTER)).await.unwrap()
 }
 
 pub(crate) fn quick_breaker() -> BreakerConfig {

@@ -28,7 +28,7 @@ away!(
 async fn with_fail_an_outage_is_an_error_and_no_handler_runs(away: Away) {
     let place = &away.place;
     // Longer than this test may be held up between two of its steps.
-    let breaker = BreakerConfig { failure_threshold: 3, recovery: Duration::from_secs(10) };
+    let breaker = BreakerConfig { failure_threshold: 3, recovery: Duration::from_secs(20) };
     let config = StreamedBusConfig { breaker, ..place.config() };
     let bus = place.bus_with(registry(), config).await;
     let log = watch(&bus).await;
@@ -115,7 +115,7 @@ async fn the_other_nodes_of_a_cluster_go_on_while_one_is_away() {
     let (bus, backend) = (place.bus().await, place.connect().await);
     let log = watch(&bus).await;
     away.begin().await;
-    for number in 0..6 {
+    for number in 0..4 {
         let error = bus.publish(place.noted(number)).await.unwrap_err();
         assert!(matches!(error, BusError::Unconfirmed { .. }), "{error}");
         let result = bus.publish(noted(&stays, 100 + number)).await.unwrap();
@@ -126,7 +126,7 @@ async fn the_other_nodes_of_a_cluster_go_on_while_one_is_away() {
     assert_eq!(health.breaker, BreakerState::Closed);
     assert!(health.problem.is_some(), "{health:?}");
     let numbers = stored(&*backend, &place.stream_of(stays.as_str())).await;
-    assert_eq!(numbers, (100..106).collect::<Vec<u64>>());
+    assert_eq!(numbers, (100..104).collect::<Vec<u64>>());
 
     away.end().await;
     publish_until_stored(&bus, &place.session, 200).await;
@@ -178,7 +178,7 @@ async fn lose_answers(policy: FailurePolicy) {
     // What waited in a spool is there by now, or soon.
     let backend = crate::place::open(&redis.url()).await;
     let mut numbers = stored(&*backend, &place.stream()).await;
-    for _ in 0..200 {
+    for _ in 0..1000 {
         if numbers.len() >= 20 {
             break;
         }
