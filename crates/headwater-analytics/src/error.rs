@@ -27,6 +27,13 @@ pub enum AnalyticsError {
         limit: std::time::Duration,
     },
 
+    /// There is no file to ask. Whoever ingests makes it, and so does a rebuild.
+    #[error("there is no DuckDB file {path}")]
+    Missing {
+        /// Where it was looked for.
+        path: String,
+    },
+
     /// Another process has the file open. Ask that process (`--url`), or stop it.
     #[error("the DuckDB file {path} is in use by another process; ask it over HTTP, or stop it")]
     InUse {
@@ -53,6 +60,10 @@ pub enum AnalyticsError {
         /// What DuckDB said.
         problem: String,
     },
+
+    /// What a rebuild reads could not be read. Nothing has changed.
+    #[error("the events to rebuild from could not be read: {0}")]
+    Source(String),
 
     /// The streams could not be reached, or refused.
     #[error(transparent)]

@@ -3,6 +3,7 @@
 //! Upstream: the dead letters of topics, which are only looked at. Downstream: `warehouse`.
 //! Promises: each dead letter is copied once, replayed and purged ones included if they lay there for one look.
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
@@ -20,17 +21,18 @@ use crate::warehouse::{DeadLetterRow, Warehouse};
 /// Settings of the copying.
 #[derive(Clone, Debug)]
 pub struct LetterMirrorConfig {
-    /// The topics whose dead letters are copied. Default: `ticket_events` and `issue_work`.
-    pub topics: Vec<String>,
-    /// How often they are looked at. Default: 30 s.
+    /// Plain topics, which nobody has created, whose dead letters are copied beside those of all others. Default:
+    /// `ticket_events` and `issue_work`.
+    pub plain_topics: Vec<String>,
+    /// How often they are looked at. Default: 10 s.
     pub every: Duration,
 }
 
 impl Default for LetterMirrorConfig {
     fn default() -> Self {
         Self {
-            topics: vec!["ticket_events".to_owned(), "issue_work".to_owned()],
-            every: Duration::from_secs(30),
+            plain_topics: vec!["ticket_events".to_owned(), "issue_work".to_owned()],
+            every: Duration::from_secs(10),
         }
     }
 }
@@ -51,8 +53,10 @@ impl LetterMirror {
 
     /// Copies all that are new, and says how many.
     pub async fn run_once(&self) -> Result<usize> {
+        let mut topics: BTreeSet<String> = self.config.plain_topics.iter().cloned().collect();
+        topics.extend(self.queue.topics().list().await?);
         let mut copied = 0;
-        for topic in &self.config.topics {
+        for topic in &topics {
             copied += self.copy(topic).await?;
         }
         Ok(copied)

@@ -5,6 +5,9 @@ use std::time::Duration;
 /// Rows that one transaction stores.
 pub const BATCH_ROWS_MAX: usize = headwater_stream::limits::BATCH_MAX;
 
+/// What DuckDB may take of the memory; a query that needs more uses the disk.
+pub const MEMORY_MAX: &str = "1GiB";
+
 /// Rows of a query's answer; what is more is cut off, and the answer says so.
 pub const ANSWER_ROWS_MAX: usize = 100_000;
 

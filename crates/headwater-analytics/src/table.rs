@@ -4,10 +4,11 @@
 //! Promises: every CSV cell reads back as it was (RFC 4180), except that a cell that a spreadsheet would run as a formula
 //! is quoted with a leading apostrophe: the texts in it come from strangers.
 
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
 /// Columns and rows.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 pub struct Table {
     /// The names of the columns, in order.
     pub columns: Vec<String>,

@@ -18,6 +18,7 @@ use duckdb::{AccessMode, Config, Connection};
 use headwater_stream::EntryId;
 
 use crate::error::{AnalyticsError, Result};
+use crate::limits::MEMORY_MAX;
 
 pub use store::{DeadLetterRow, Rebuild, Stored};
 
@@ -70,8 +71,7 @@ impl WarehouseReader {
     /// Opens a file that no process writes.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.exists() {
-            let problem = format!("{} does not exist; it is made by what ingests", path.display());
-            return Err(AnalyticsError::invalid("the DuckDB file", problem));
+            return Err(AnalyticsError::Missing { path: path.display().to_string() });
         }
         let connection = connect(path, AccessMode::ReadOnly)?;
         schema::check(&connection, path)?;
@@ -91,6 +91,7 @@ fn connect(path: &Path, mode: AccessMode) -> Result<Connection> {
         .access_mode(mode)
         .and_then(|config| config.enable_external_access(false))
         .and_then(|config| config.enable_autoload_extension(false))
+        .and_then(|config| config.max_memory(MEMORY_MAX))
         .map_err(|error| failed("be configured", error))?;
     Connection::open_with_flags(path, config).map_err(|error| {
         let problem = error.to_string();

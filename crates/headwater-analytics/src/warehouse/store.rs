@@ -109,16 +109,20 @@ impl Warehouse {
     }
 
     /// Replaces all events by those of `batches`, in one transaction: if one of them is an error, everything stays as it
-    /// was. Positions stay, so the stream goes on where it was.
+    /// was. Positions stay, so the stream goes on where it was; and so do events whose entries are not older than
+    /// `keep_from`, which the source of the batches may not have yet.
     pub fn rebuild(
         &self,
+        keep_from: Timestamp,
         batches: impl IntoIterator<Item = Result<Vec<TicketEvent>>>,
     ) -> Result<Rebuild> {
         let what = "rebuild its tables";
         let mut writer = self.writer();
         let transaction = writer.connection.transaction().map_err(|error| failed(what, error))?;
-        let removed =
-            transaction.execute("DELETE FROM events", []).map_err(|error| failed(what, error))?;
+        let sql = "DELETE FROM events WHERE entry_ms IS NULL OR entry_ms < ?";
+        let removed = transaction
+            .execute(sql, [keep_from.as_millis()])
+            .map_err(|error| failed(what, error))?;
         let mut stored = 0;
         for batch in batches {
             let batch = batch?;
