@@ -84,7 +84,17 @@ fn fetch(kept: &Path) -> Result<(), String> {
 fn unpack(work: &Path, package: &str) -> Result<(), String> {
     fs::create_dir_all(work).map_err(|error| error.to_string())?;
     let steps: [(&str, &[&str]); 2] = [
-        ("npm", &["pack", "--silent", &format!("{package}@{RELEASE}")]),
+        // Without a network it gives up soon: somebody waits for the demo.
+        (
+            "npm",
+            &[
+                "pack",
+                "--silent",
+                "--fetch-retries=1",
+                "--fetch-timeout=60000",
+                &format!("{package}@{RELEASE}"),
+            ],
+        ),
         ("sh", &["-c", "tar -xzf *.tgz"]),
     ];
     for (program, arguments) in steps {

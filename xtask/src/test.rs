@@ -52,6 +52,7 @@ fn checks() -> Result<Vec<(&'static str, Command)>, Failure> {
         ("headwater-issue with the SQLite store alone", alone("headwater-issue", "sqlite")?),
         ("headwater-issue with the Postgres store alone", alone("headwater-issue", "postgres")?),
         ("headwater-analytics without DuckDB", alone("headwater-analytics", "")?),
+        ("headwater without analytics", alone("headwater", "")?),
     ]);
 
     for mut documentation in cargo_on_everything(&["doc", "--no-deps"])? {

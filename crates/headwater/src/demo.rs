@@ -36,6 +36,9 @@ const INTEGRATION: &str = "demo";
 const STEP_MAX: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
+/// The answer of a server without analytics.
+const NO_ANALYTICS: u16 = 501;
+
 /// Replies that wait to be looked at.
 const CALLBACKS_MAX: usize = 16;
 
@@ -71,6 +74,7 @@ impl Demo {
 
         let is_default = |name| loaded.values.get(name).source == Source::Default;
         let (own_streams, own_database) = (is_default("stream.url"), is_default("database.url"));
+        let own_analytics = is_default("analytics.path");
         let is_quiet = is_default("log.level");
         let settings = &mut loaded.settings;
         if is_quiet {
@@ -84,6 +88,9 @@ impl Demo {
         if own_database {
             settings.database_url =
                 format!("sqlite:{}", directory.path().join("headwater.db").display()).into();
+        }
+        if own_analytics {
+            settings.analytics_path = Some(directory.path().join("analytics.duckdb"));
         }
         let place = match (own_streams, own_database) {
             (true, true) => "nothing is installed, data in a temporary directory".to_owned(),
@@ -135,6 +142,7 @@ impl Demo {
         server.show_webhook(&self.secret).await?;
         show_callback(&mut callbacks).await?;
         server.show_books().await?;
+        server.show_report().await?;
         match self.then {
             Then::Serve => say(
                 "serving",
@@ -286,6 +294,31 @@ impl Visitor {
                 return Ok(());
             }
             ensure!(Instant::now() < deadline, "issues are still pending: {issues:?}");
+            sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// What the reports say of it, where there are any.
+    async fn show_report(&self) -> Result<()> {
+        let deadline = Instant::now() + STEP_MAX;
+        loop {
+            let address = format!("{}/api/v1/reports/first-response", self.root);
+            let (status, table) = self.send(self.client.get(address)).await?;
+            if status == NO_ANALYTICS {
+                return Ok(());
+            }
+            // A demo at midnight has two rows.
+            let rows = table["rows"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let answered: u64 = rows.iter().filter_map(|row| row[1].as_u64()).sum();
+            if let (4.., Some(row)) = (answered, rows.last()) {
+                let half = row[2].as_f64().unwrap_or_default();
+                let sentence = format!(
+                    "{answered} tickets in a DuckDB file, half of them answered within {half:.2} s (`headwater report`)"
+                );
+                say("reported", &sentence);
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "reports lack tickets: {status} {table}");
             sleep(LOOK_EVERY).await;
         }
     }

@@ -21,6 +21,7 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::analytics::{self, Analytics};
 use crate::app::App;
 use crate::stop::Stopping;
 
@@ -33,6 +34,7 @@ pub(crate) struct Health {
     worker: String,
     parts: Arc<Mutex<BTreeMap<&'static str, bool>>>,
     stopping: Stopping,
+    analytics: Option<Analytics>,
 }
 
 /// One thing that must be so.
@@ -51,6 +53,9 @@ pub(crate) struct Readiness {
     /// `ready` or `not_ready`.
     status: &'static str,
     checks: Vec<Check>,
+    /// Nothing depends on it, so it is told and not checked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    analytics: Option<analytics::State>,
 }
 
 impl Readiness {
@@ -70,7 +75,12 @@ impl Readiness {
 impl Health {
     /// The health of a process whose worker is called so.
     pub(crate) fn new(worker: impl Into<String>, stopping: Stopping) -> Self {
-        Self { worker: worker.into(), parts: Arc::default(), stopping }
+        Self { worker: worker.into(), parts: Arc::default(), stopping, analytics: None }
+    }
+
+    /// Tells how analytics stands, too.
+    pub(crate) fn with_analytics(self, analytics: Analytics) -> Self {
+        Self { analytics: Some(analytics), ..self }
     }
 
     /// Notes that a part runs, or has ended.
@@ -92,7 +102,8 @@ impl Health {
         let stopping = self.stopping.has_begun().then(|| "the process is stopping".to_owned());
         checks.push(Check::new("accepting", Instant::now(), stopping));
         let is_ready = checks.iter().all(|check| check.ok);
-        Readiness { status: if is_ready { "ready" } else { "not_ready" }, checks }
+        let analytics = self.analytics.as_ref().map(Analytics::state);
+        Readiness { status: if is_ready { "ready" } else { "not_ready" }, checks, analytics }
     }
 
     /// One question tells of the database, its tables, and the worker's signs of life in it.

@@ -30,11 +30,14 @@ mod open;
 mod app;
 mod http;
 
+mod analytics;
+
 mod audit;
 
 mod webhooks;
 
 mod admin;
+mod analytics_routes;
 mod issues;
 mod ticket_listening;
 mod ticket_routes;

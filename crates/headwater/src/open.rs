@@ -143,7 +143,7 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 /// The directory of a database file, so that the first start needs no preparation.
-fn create_parent(name: &str, file: &str) -> Result<(), Failure> {
+pub(crate) fn create_parent(name: &str, file: &str) -> Result<(), Failure> {
     let file = file.split('?').next().unwrap_or(file);
     let Some(parent) = Path::new(file).parent().filter(|parent| !parent.as_os_str().is_empty())
     else {

@@ -12,6 +12,7 @@ mod progress;
 
 mod client;
 
+mod analytics;
 mod audit;
 mod bench;
 mod completion;
@@ -25,7 +26,9 @@ mod group;
 mod issue;
 mod outbox;
 mod produce;
+mod report;
 mod session;
+mod sql;
 mod tail;
 mod ticket;
 mod top;
@@ -69,6 +72,12 @@ pub(crate) enum Verb {
     Audit(audit::Audit),
     /// Watch topics and groups.
     Top(top::Top),
+    /// Ask what happened: one SELECT to the DuckDB file.
+    Sql(sql::Sql),
+    /// Ask one of the questions that have names.
+    Report(report::Report),
+    /// Rebuild the DuckDB file from the database.
+    Analytics(analytics::Analytics),
     /// Measure how fast this program is on these servers.
     Bench(bench::Bench),
     /// Look at the servers and say what to change.
@@ -85,6 +94,10 @@ impl Verb {
             Self::Bench(bench) => return bench.run(settings).await,
             Self::Doctor(doctor) => return doctor.run(settings).await,
             Self::Completion(completion) => return completion.run(),
+            // And these the DuckDB file.
+            Self::Sql(sql) => return sql.run(settings).await,
+            Self::Report(report) => return report.run(settings).await,
+            Self::Analytics(analytics) => return analytics.run(settings).await,
             Self::Topic(topic) => (&topic.reach, Needs::Streams),
             Self::Produce(produce) => (&produce.reach, Needs::Streams),
             Self::Consume(consume) => (&consume.reach, Needs::Streams),
@@ -124,6 +137,7 @@ impl Verb {
             Self::Outbox(outbox) => outbox.run(client).await,
             Self::Audit(audit) => audit.run(client).await,
             Self::Bench(_) | Self::Doctor(_) | Self::Completion(_) => Ok(()),
+            Self::Sql(_) | Self::Report(_) | Self::Analytics(_) => Ok(()),
         }
     }
 }

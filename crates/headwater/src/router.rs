@@ -17,9 +17,10 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::admin::{self, Operations};
+use crate::analytics::Analytics;
 use crate::app::App;
 use crate::http::{ApiError, access, limits, rate};
-use crate::{audit, description, health, issues, page, ticket_routes, webhooks};
+use crate::{analytics_routes, audit, description, health, issues, page, ticket_routes, webhooks};
 
 /// The routes below `/api/v1`.
 pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
@@ -28,8 +29,9 @@ pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
 }
 
 /// All routes of `serve`.
-pub(crate) fn serve(app: &App, operations: Operations) -> Router {
-    let guarded = OpenApiRouter::new().nest("/api/v1", api(operations)).merge(page::routes());
+pub(crate) fn serve(app: &App, operations: Operations, analytics: Analytics) -> Router {
+    let api = api(operations).merge(analytics_routes::described_routes().with_state(analytics));
+    let guarded = OpenApiRouter::new().nest("/api/v1", api).merge(page::routes());
     let guarded = guarded.routes(routes!(metrics)).routes(routes!(openapi));
     // Webhooks check their callers themselves, by signatures.
     let open = health::routes().merge(webhooks::routes());

@@ -1,7 +1,7 @@
 //! The composition root: the whole system on one page, in the order in which an event goes through it.
 //!
 //! ```text
-//! webhooks, tickets, stream entries -> inbox -> nudge -> worker -> outbox -> replies
+//! webhooks, tickets, stream entries -> inbox -> nudge -> worker -> outbox -> replies, analytics
 //!                                        \________ sweeper ________/
 //! ```
 //!
@@ -26,6 +26,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
 use tracing::{Instrument, debug, error, info, info_span, warn};
 
 use crate::admin::Operations;
+use crate::analytics::Analytics;
 use crate::app::{App, Shared};
 use crate::audit::Audit;
 use crate::demo::Demo;
@@ -108,8 +109,12 @@ pub(crate) async fn run(
     let outbox = Outbox::new(Arc::clone(&store), replies, outbox_config(&settings.work))
         .context("the outbox")?;
 
+    // What happened, for whoever asks; one process of a machine keeps it.
+    let path = settings.analytics_path.as_deref().filter(|_| role == Role::Serve);
+    let analytics = Analytics::of_server(path, Arc::clone(&store), stopping.clone());
+
     // What people touch.
-    let health = Health::new(worker.name(), stopping.clone());
+    let health = Health::new(worker.name(), stopping.clone()).with_analytics(analytics.clone());
     let audit = Audit::open(Arc::clone(&store), settings.audit_rows_max).await;
     let model_runs = Arc::clone(&sessions);
     let app: App = Arc::new(Shared {
@@ -131,7 +136,7 @@ pub(crate) async fn run(
     let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), stopping.clone());
     let operations = operations.context("the operations")?;
     let routes = match role {
-        Role::Serve => router::serve(&app, operations.clone()),
+        Role::Serve => router::serve(&app, operations.clone(), analytics.clone()),
         Role::Worker => router::worker(&app),
     };
 
@@ -143,7 +148,7 @@ pub(crate) async fn run(
         async move { stopping.begun().await }
     };
     let shutdown = until();
-    let (work_queue, intake_queue) = (queue.clone(), queue.clone());
+    let (work_queue, intake_queue, analytics_queue) = (queue.clone(), queue.clone(), queue.clone());
     parts.start("worker", async move { worker.run(&work_queue, shutdown).await });
     let shutdown = until();
     parts.start("sweeper", async move { sweeper.run(shutdown).await });
@@ -161,6 +166,10 @@ pub(crate) async fn run(
         parts.start("sessions", async move {
             let _ = model_runs.run(SESSIONS_EVERY, shutdown).await;
         });
+    }
+    if analytics.is_on() {
+        let (analytics, queue) = (analytics.clone(), analytics_queue);
+        parts.start("analytics", async move { analytics.run(queue).await });
     }
     let last_replies = Stopping::default();
     let replies = last_replies.clone();
@@ -184,6 +193,9 @@ pub(crate) async fn run(
     last_replies.begin();
     failed = failed.or(outbox_part.join(deadline.max(Instant::now() + CLOSE_MAX / 2)).await);
     drop(app);
+    if timeout(CLOSE_MAX, analytics.close()).await.is_err() {
+        warn!("a rebuild of analytics did not end in time; it is undone");
+    }
     desk.close().await;
     desk_parts::close(bus).await;
     close(store, streams).await;

@@ -43,6 +43,8 @@ pub(crate) struct Settings {
     pub(crate) database_url: SecretString,
     /// The most connections to the database.
     pub(crate) database_connections: u32,
+    /// Where analytics is; `None`: nowhere.
+    pub(crate) analytics_path: Option<PathBuf>,
     /// How long to wait at the start for a server that is away.
     pub(crate) start_wait: Duration,
     /// HTTP.
@@ -241,6 +243,7 @@ impl Settings {
             stream_spool: read.text("stream.spool").to_owned(),
             database_url: read.text("database.url").into(),
             database_connections: read.count("database.connections"),
+            analytics_path: read.optional("analytics.path").map(PathBuf::from),
             start_wait: read.time("start.wait"),
             http,
             work,

@@ -14,9 +14,12 @@ mod store;
 
 mod desk_side;
 mod foreign;
+mod history;
 mod inside;
 
 pub use self::foreign::TakenIn;
+pub(crate) use self::history::History;
+pub(crate) use self::store::prepare;
 pub use self::store::{INTEGRATION, Tickets};
 pub use self::ticket::{
     NewTicket, NewTicketMessage, Posted, Ticket, TicketError, TicketFilter, TicketMessage,

@@ -28,6 +28,7 @@ fn every_link_to_a_file_leads_somewhere() -> Result<()> {
         "README.md",
         "ARCHITECTURE.md",
         "CONTRIBUTING.md",
+        "docs/analytics.md",
         "docs/settings.md",
         "docs/webhooks.md",
         "docs/desk.md",

@@ -220,7 +220,7 @@ fn append(connection: &Connection, events: &[&TicketEvent]) -> duckdb::Result<()
 
 fn move_position(connection: &Connection, source: &str, to: EntryId) -> duckdb::Result<()> {
     let sql = "INSERT OR REPLACE INTO positions VALUES (?, ?, ?)";
-    connection.execute(sql, params![source, to.ms, to.seq]).map(|_| ())
+    connection.prepare_cached(sql)?.execute(params![source, to.ms, to.seq]).map(|_| ())
 }
 
 fn position(connection: &Connection, source: &str) -> Result<Option<EntryId>> {

@@ -117,7 +117,7 @@ pub(super) fn line(text: &str) -> Result<(), Failure> {
 }
 
 /// A value in one cell. Control characters would let a stranger's text move the cursor, or worse.
-fn cell(value: &Value) -> String {
+pub(super) fn cell(value: &Value) -> String {
     let text = match value {
         Value::Null => String::new(),
         Value::String(text) => text.clone(),

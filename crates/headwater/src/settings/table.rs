@@ -47,6 +47,8 @@ pub(crate) const TABLE: &[Setting] = &[
         "Where issues, tickets and the outbox are: a SQLite file, or Postgres."),
     setting("database.connections", "16", Kind::Count { min: 1, max: 1000 },
         "The most connections to the database."),
+    setting("analytics.path", "headwater-data/analytics.duckdb", Kind::Text,
+        "The DuckDB file in which `serve` keeps what happened, for reports and SQL; empty: none. One process has it at a time."),
     setting("start.wait", "30s", Kind::Time { min: Duration::ZERO, max: seconds(3600) },
         "How long to wait at the start for a Redis or Postgres that is away."),
 

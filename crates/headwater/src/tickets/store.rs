@@ -109,16 +109,7 @@ impl Tickets {
         nudger: Nudger,
         quiet: Quiet,
     ) -> Result<Self, TicketError> {
-        store.ensure_integration(INTEGRATION, INTEGRATION).await?;
-        let mut transaction = store.begin().await?;
-        let version = on!(transaction.connection(), migrate())?;
-        if version > sqlite::VERSION.max(postgres::VERSION) {
-            let problem = format!(
-                "tickets have version {version}, which this program does not know; upgrade it"
-            );
-            return Err(IssueError::Schema { problem }.into());
-        }
-        transaction.commit().await?;
+        prepare(&store).await?;
         let (changes, _) = broadcast::channel(CHANGES_MAX);
         Ok(Self { store, nudger, quiet, changes })
     }
@@ -351,6 +342,19 @@ impl Tickets {
         // Nobody may listen.
         let _ = self.changes.send(ticket_id);
     }
+}
+
+/// Creates what is missing of the tables of tickets.
+pub(crate) async fn prepare(store: &Arc<dyn Store>) -> Result<(), TicketError> {
+    store.ensure_integration(INTEGRATION, INTEGRATION).await?;
+    let mut transaction = store.begin().await?;
+    let version = on!(transaction.connection(), migrate())?;
+    if version > sqlite::VERSION.max(postgres::VERSION) {
+        let problem =
+            format!("tickets have version {version}, which this program does not know; upgrade it");
+        return Err(IssueError::Schema { problem }.into());
+    }
+    Ok(transaction.commit().await?)
 }
 
 /// The outbox row that tells other programs.

@@ -1,0 +1,204 @@
+//! `headwater analytics rebuild`, and the way that questions to analytics take: over the network, or to a file of this
+//! machine.
+//!
+//! Downstream: the routes of `analytics_routes`, or `analytics` itself. Promises: both give the same answers; a file that a
+//! server has is refused with the way to ask that server.
+
+use std::time::Duration;
+
+use clap::{Subcommand, ValueEnum};
+use headwater_analytics::{AnalyticsError, Report, Table};
+use serde_json::{Value, json};
+
+use super::client::Client;
+use super::local;
+use super::progress::Progress;
+use super::{Confirm, Reach, print};
+use crate::analytics::{self, Problem};
+use crate::failure::Failure;
+use crate::settings::Settings;
+use crate::tickets;
+
+/// How often to look how far a rebuild is.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// The DuckDB file.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Analytics {
+    #[command(flatten)]
+    reach: Reach,
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Replace all events in the DuckDB file by those of the database, in one step.
+    Rebuild {
+        #[command(flatten)]
+        confirm: Confirm,
+    },
+}
+
+impl Analytics {
+    pub(super) async fn run(&self, settings: &Settings) -> Result<(), Failure> {
+        let What::Rebuild { confirm } = &self.what;
+        confirm.ask("Replace all events in the DuckDB file by those of the database?")?;
+        let way = match self.reach.url() {
+            Some(url) => Way::Network(Client::network(&url)?),
+            None => Way::to_rebuild(settings).await?,
+        };
+        let rebuild = watch(&way).await?;
+        if let Some(problem) = rebuild["problem"].as_str() {
+            return Err(Failure::new(format!("{problem}; nothing has changed")));
+        }
+        let done = json!({"read": rebuild["read"], "removed": rebuild["removed"], "stored": rebuild["stored"]});
+        print::object(self.reach.json, &done)
+    }
+}
+
+/// Begins a rebuild and shows how far it is, until it has ended.
+async fn watch(way: &Way) -> Result<Value, Failure> {
+    let mut rebuild = way.begin_rebuild().await?;
+    let (mut progress, mut shown) = (None, 0);
+    while rebuild["is_running"] == true {
+        // The total is known once the events are counted.
+        if let Some(total) = rebuild["total"].as_u64().filter(|total| *total > 0) {
+            let progress = progress.get_or_insert_with(|| Progress::new("events", Some(total)));
+            let read = rebuild["read"].as_u64().unwrap_or(shown);
+            progress.add(read.saturating_sub(shown));
+            shown = read;
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+        rebuild = way.rebuild().await?;
+    }
+    Ok(rebuild)
+}
+
+/// How an answer looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Format {
+    /// Columns for people.
+    Table,
+    /// With a header line.
+    Csv,
+    /// One object a line.
+    Json,
+    /// A chart.
+    Svg,
+}
+
+impl Format {
+    /// The one that was asked for.
+    pub(super) fn of(reach: &Reach, format: Option<Self>) -> Self {
+        if reach.json { Self::Json } else { format.unwrap_or(Self::Table) }
+    }
+}
+
+/// The way to analytics.
+pub(super) enum Way {
+    Network(Client),
+    Here(analytics::Analytics),
+}
+
+impl Way {
+    /// To ask a server, or the file of the settings.
+    pub(super) async fn to_ask(reach: &Reach, settings: &Settings) -> Result<Self, Failure> {
+        if let Some(url) = reach.url() {
+            return Ok(Self::Network(Client::network(&url)?));
+        }
+        let opened = analytics::Analytics::to_ask(settings.analytics_path.as_deref()).await;
+        opened.map(Self::Here).map_err(|problem| not_opened(problem, settings))
+    }
+
+    /// To rebuild the file of the settings.
+    async fn to_rebuild(settings: &Settings) -> Result<Self, Failure> {
+        // What is missing is told before a database is asked for.
+        analytics::Analytics::check(settings.analytics_path.as_deref())?;
+        let store = local::store(settings).await?;
+        let prepared = tickets::prepare(&store).await;
+        prepared.map_err(|error| Failure::new(format!("the tables of tickets: {error}")))?;
+        let path = settings.analytics_path.as_deref();
+        let opened = analytics::Analytics::to_rebuild(path, store).await;
+        opened.map(Self::Here).map_err(|problem| not_opened(problem, settings))
+    }
+
+    /// The answer to a question.
+    pub(super) async fn ask(&self, sql: &str) -> Result<Table, Failure> {
+        match self {
+            Self::Network(client) => table(client.get("/sql", &[("query", sql.to_owned())]).await?),
+            Self::Here(analytics) => Ok(analytics.query(sql).await?),
+        }
+    }
+
+    /// The answer to a report.
+    pub(super) async fn report(&self, report: &Report) -> Result<Table, Failure> {
+        match self {
+            Self::Network(client) => {
+                table(client.get(&format!("/reports/{}", report.name), &[]).await?)
+            }
+            Self::Here(analytics) => Ok(analytics.query(report.sql).await?),
+        }
+    }
+
+    async fn begin_rebuild(&self) -> Result<Value, Failure> {
+        match self {
+            Self::Network(client) => client.post("/analytics/rebuild", json!({})).await,
+            Self::Here(analytics) => Ok(json!(analytics.rebuild()?)),
+        }
+    }
+
+    async fn rebuild(&self) -> Result<Value, Failure> {
+        match self {
+            Self::Network(client) => Ok(client.get("/analytics", &[]).await?["rebuild"].take()),
+            Self::Here(analytics) => Ok(json!(analytics.rebuilding())),
+        }
+    }
+}
+
+fn table(answer: Value) -> Result<Table, Failure> {
+    serde_json::from_value(answer)
+        .map_err(|error| Failure::new(format!("the answer is not the table it should be: {error}")))
+}
+
+fn not_opened(problem: Problem, settings: &Settings) -> Failure {
+    match &problem {
+        Problem::Analytics(AnalyticsError::InUse { .. }) => Failure::new(format!(
+            "{problem}: `--url http://{}` asks the server of these settings",
+            settings.http.listen
+        )),
+        Problem::Analytics(AnalyticsError::Missing { .. }) => Failure::new(format!(
+            "{problem}; `headwater serve` makes it, and so does `headwater analytics rebuild`"
+        )),
+        _ => problem.into(),
+    }
+}
+
+/// Shows an answer in any of the forms but a chart.
+pub(super) fn show(format: Format, table: &Table) -> Result<(), Failure> {
+    match format {
+        Format::Table => columns(table)?,
+        Format::Csv => print::line(table.to_csv().trim_end_matches('\n'))?,
+        Format::Json | Format::Svg => table.to_json_lines().lines().try_for_each(print::line)?,
+    }
+    if table.is_cut {
+        eprintln!("headwater: there is more; only the first {} rows are shown", table.rows.len());
+    }
+    Ok(())
+}
+
+fn columns(table: &Table) -> Result<(), Failure> {
+    let headings: Vec<String> = table.columns.iter().map(|column| column.to_uppercase()).collect();
+    let rows = table.rows.iter().map(|row| row.iter().map(print::cell).collect::<Vec<_>>());
+    let lines: Vec<Vec<String>> = std::iter::once(headings).chain(rows).collect();
+    let width = |column: usize| {
+        lines.iter().filter_map(|line| line.get(column)).map(|cell| cell.chars().count()).max()
+    };
+    let widths: Vec<usize> =
+        (0..table.columns.len()).map(|column| width(column).unwrap_or(0)).collect();
+    lines.iter().try_for_each(|line| {
+        let cells: Vec<String> =
+            line.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        print::line(cells.join("  ").trim_end())
+    })
+}

@@ -1,0 +1,317 @@
+//! Analytics by the real binary: events go in while it serves; reports, SQL and the rebuild over a server and on the file
+//! itself, embedded and on Redis with Postgres.
+#![cfg(feature = "analytics")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use std::process::Output;
+
+use headwater_testkit::{Database, Postgres, Redis, wait_until};
+use serde_json::{Value, json};
+
+use support::{LIMIT, Place, Server, text};
+
+/// What every answer of the desk costs here, whatever it takes.
+const PRICES: [&str; 4] = ["--model-price-in", "1000000", "--model-price-out", "1000000"];
+
+const ALL_EVENTS: &str =
+    "SELECT event_type, count(*) AS n FROM ticket_events GROUP BY event_type ORDER BY event_type";
+
+/// A place with its servers, and the words that lead the binary to them.
+struct Env {
+    place: Place,
+    words: Vec<String>,
+    redis: Option<Redis>,
+    _database: Option<Database>,
+}
+
+impl Env {
+    fn embedded() -> Self {
+        Self { place: Place::new().unwrap(), words: Vec::new(), redis: None, _database: None }
+    }
+
+    fn servers() -> Self {
+        let redis = Redis::start().unwrap();
+        let database = Postgres::shared().unwrap().database().unwrap();
+        let words = ["--stream-url", &redis.url(), "--database-url", &database.url()];
+        let words = words.map(str::to_owned).to_vec();
+        let place = Place::new().unwrap();
+        Self { place, words, redis: Some(redis), _database: Some(database) }
+    }
+
+    fn serve(&self, more: &[&str]) -> Server {
+        let words: Vec<&str> = self.words.iter().map(String::as_str).collect();
+        self.place.serve(&[&words[..], &["--issue-quiet", "0ms"], more].concat()).unwrap()
+    }
+
+    fn run(&self, verb: &[&str], to: &[&str]) -> Output {
+        self.place.run(&[verb, to].concat()).unwrap()
+    }
+
+    /// The lines of a verb that succeeds, as JSON.
+    fn json(&self, verb: &[&str], to: &[&str]) -> Vec<Value> {
+        let output = self.run(&[verb, &["--json"]].concat(), to);
+        let (out, err) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{verb:?}: {out}{err}");
+        out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// What a verb says that ends with this code.
+    fn refused(&self, verb: &[&str], to: &[&str], code: i32) -> String {
+        let output = self.run(verb, to);
+        let said = text(&output.stdout) + &text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{verb:?}: {said}");
+        said
+    }
+
+    /// The answers to all reports but that of dead letters, which the database knows nothing of.
+    fn reports(&self, to: &[&str]) -> Vec<Vec<Value>> {
+        let names = ["tickets-per-day", "first-response", "events-per-run", "tokens-and-cost"];
+        names.iter().map(|name| self.json(&["report", name], to)).collect()
+    }
+}
+
+/// Opens tickets and waits until each has its answer, and all of it is in the file.
+async fn open_tickets(server: &Server, count: usize, in_all: u64) {
+    for number in 0..count {
+        let ticket = json!({"title": format!("Ticket {number}"), "content": "Where is it?"});
+        let (status, body) = server.post("/api/v1/tickets", &ticket).await.unwrap();
+        assert!(status < 300, "{status} {body}");
+    }
+    server
+        .until("/api/v1/reports/tokens-and-cost", |status, body| {
+            status == 200 && sum(body, "runs") == in_all
+        })
+        .await
+        .unwrap();
+    server
+        .until("/api/v1/reports/tickets-per-day", |_, body| sum(body, "tickets") == in_all)
+        .await
+        .unwrap();
+}
+
+/// The sum of a column; a test may run over midnight.
+fn sum(table: &Value, column: &str) -> u64 {
+    let columns = table["columns"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let Some(place) = columns.iter().position(|name| name == column) else { return 0 };
+    let rows = table["rows"].as_array().map(Vec::as_slice).unwrap_or_default();
+    rows.iter().filter_map(|row| row[place].as_u64()).sum()
+}
+
+async fn every_verb(env: Env) {
+    let mut server = env.serve(&PRICES);
+    server
+        .until("/health/ready", |_, body| body["analytics"]["state"] == "ingesting")
+        .await
+        .unwrap();
+    open_tickets(&server, 3, 3).await;
+    let url = server.url("");
+    let over = ["--url", url.as_str()];
+
+    questions(&env, &over);
+    reports(&env, &over);
+    refusals(&env, &over);
+
+    // What the run took is in the event: three runs of one event each, at one unit a token.
+    let runs = env.json(&["report", "events-per-run"], &over);
+    assert_eq!(runs, [json!({"events": 1, "runs": 3})]);
+    let took =
+        "SELECT sum(tokens_in + tokens_out) = sum(cost) AS adds_up, min(tokens_out) > 0 AS says
+                FROM ticket_events WHERE event_type = 'AI_RESPONSE_GENERATED'";
+    assert_eq!(env.json(&["sql", took], &over), [json!({"adds_up": true, "says": true})]);
+
+    // An entry that is no event becomes a dead letter, and a row of the report.
+    let message = json!({"messages": [{"payload": "no event"}]});
+    let (status, body) =
+        server.post("/api/v1/topics/ticket_events/messages", &message).await.unwrap();
+    assert!(status < 300, "{status} {body}");
+    server.until("/api/v1/reports/dead-letters", |_, body| sum(body, "letters") > 0).await.unwrap();
+    let letters = env.json(&["report", "dead-letters"], &over);
+    assert_eq!(letters[0]["topic"], "ticket_events", "{letters:?}");
+
+    // While the server has the file, nobody else opens it, and the way out is told.
+    let (events, before) = (env.json(&["sql", ALL_EVENTS], &over), env.reports(&over));
+    for verb in
+        [&["sql", "SELECT 1"][..], &["report", "dead-letters"], &["analytics", "rebuild", "--yes"]]
+    {
+        let words: Vec<&str> = env.words.iter().map(String::as_str).collect();
+        let said = env.refused(verb, &words, 1);
+        assert!(
+            said.contains("in use by another process") && said.contains("--url http://"),
+            "{said}"
+        );
+    }
+
+    // A rebuild by the server changes nothing that can be asked.
+    let said = env.refused(&["analytics", "rebuild"], &over, 2);
+    assert!(said.contains("--yes"), "{said}");
+    let rebuilt = &env.json(&["analytics", "rebuild", "--yes"], &over)[0];
+    assert_eq!((&rebuilt["read"], &rebuilt["stored"]), (&json!(6), &json!(6)), "{rebuilt}");
+    assert_eq!(env.json(&["sql", ALL_EVENTS], &over), events);
+    // It goes on where it was.
+    open_tickets(&server, 1, 4).await;
+    assert!(server.stop().unwrap().success(), "{}", server.log());
+
+    // Without a server the file is asked itself.
+    let after = env.reports(&[]);
+    assert_eq!(after[2], [json!({"events": 1, "runs": 4})], "before: {before:?}");
+    questions(&env, &[]);
+    reports(&env, &[]);
+    refusals(&env, &[]);
+
+    // Without the file there is nothing to ask; the database makes it anew, and it says the same.
+    std::fs::remove_file(env.place.path().join("headwater-data/analytics.duckdb")).unwrap();
+    let said = env.refused(&["sql", "SELECT 1"], &[], 1);
+    assert!(said.contains("headwater analytics rebuild"), "{said}");
+    let words: Vec<&str> = env.words.iter().map(String::as_str).collect();
+    let rebuilt = &env.json(&["analytics", "rebuild", "--yes"], &words)[0];
+    assert_eq!((&rebuilt["removed"], &rebuilt["stored"]), (&json!(0), &json!(8)), "{rebuilt}");
+    assert_eq!(env.reports(&[]), after);
+}
+
+fn questions(env: &Env, to: &[&str]) {
+    let sql = "SELECT DISTINCT event_type, content IS NULL AS is_empty FROM ticket_events WHERE event_type = 'TICKET_CREATED'";
+    let rows = env.json(&["sql", sql], to);
+    assert_eq!(rows, [json!({"event_type": "TICKET_CREATED", "is_empty": false})]);
+    let table = env
+        .run(&["sql", "SELECT 1 AS a, 'x' AS long_name UNION ALL SELECT 22, NULL ORDER BY a"], to);
+    assert_eq!(text(&table.stdout), "A   LONG_NAME\n1   x\n22\n", "{}", text(&table.stderr));
+    let csv = env.run(&["sql", "SELECT 1 AS a, 'x,y' AS b", "--format", "csv"], to);
+    assert_eq!(text(&csv.stdout), "a,b\n1,\"x,y\"\n");
+}
+
+fn reports(env: &Env, to: &[&str]) {
+    let list = env.json(&["report", "list"], to);
+    assert_eq!(list.len(), 5, "{list:?}");
+    for line in &list {
+        let name = line["name"].as_str().unwrap();
+        env.json(&["report", name], to);
+        let svg = text(&env.run(&["report", name, "--format", "svg"], to).stdout);
+        assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"), "{name}: {svg}");
+    }
+    let csv = text(&env.run(&["report", "events-per-run", "--format", "csv"], to).stdout);
+    assert!(csv.starts_with("events,runs\n1,"), "{csv}");
+    let table = text(&env.run(&["report", "events-per-run"], to).stdout);
+    assert!(table.starts_with("EVENTS  RUNS\n1       "), "{table}");
+    let svg = text(&env.run(&["report", "events-per-run", "--format", "svg"], to).stdout);
+    assert!(svg.contains("How many events one run answered"), "{svg}");
+}
+
+fn refusals(env: &Env, to: &[&str]) {
+    for (verb, hint) in [
+        (&["sql", "SELEC 1"][..], "syntax error"),
+        (&["sql", "SELECT nothing FROM ticket_events"], "nothing"),
+        (&["sql", "DELETE FROM events"], "only one SELECT is allowed"),
+        (&["sql", "DROP TABLE events"], "only one SELECT is allowed"),
+        (&["sql", "INSERT INTO events SELECT * FROM events"], "only one SELECT is allowed"),
+        (&["sql", "SELECT 1; DROP TABLE events"], "one SELECT"),
+        (&["sql", "SELECT * FROM read_text('headwater.toml')"], "disabled"),
+        (&["sql", "COPY (SELECT 1) TO 'elsewhere.csv'"], "only one SELECT is allowed"),
+        (&["sql", "SELECT 1", "--format", "svg"], "headwater report list"),
+        (&["sql"], "Usage"),
+        (&["report", "tickets"], "there are tickets-per-day, first-response"),
+        (&["report", "list", "--format", "pie"], "possible values"),
+        (&["analytics"], "Usage"),
+    ] {
+        let said = env.refused(verb, to, 2);
+        assert!(said.contains(hint), "{verb:?} {to:?}: {said}");
+    }
+    assert!(!env.place.path().join("elsewhere.csv").exists());
+}
+
+#[tokio::test]
+async fn every_verb_on_embedded_streams_and_sqlite() {
+    every_verb(Env::embedded()).await;
+}
+
+#[tokio::test]
+async fn every_verb_on_redis_and_postgres() {
+    every_verb(Env::servers()).await;
+}
+
+#[tokio::test]
+async fn a_token_to_read_may_ask_and_may_not_rebuild() {
+    let settings = "[[token]]\nname = \"analyst\"\nrole = \"read\"\ntoken_env = \"ANALYST\"\n";
+    let place = Place::new().unwrap().settings(settings).unwrap();
+    let place = place.variable("ANALYST", "a-token-of-some-length-1");
+    let server = place.serve(&[]).unwrap();
+    let ask = |request: reqwest::RequestBuilder, token: Option<&str>| {
+        let request = match token {
+            Some(token) => request.bearer_auth(token),
+            None => request,
+        };
+        async move { support::answer(request.send().await.unwrap()).await.unwrap() }
+    };
+    let get = |path: &str| server.client.get(server.url(path));
+    let token = Some("a-token-of-some-length-1");
+    for path in ["/api/v1/reports", "/api/v1/sql?query=SELECT%201", "/api/v1/analytics"] {
+        assert_eq!(ask(get(path), None).await.0, 401, "{path}");
+    }
+    let started = std::time::Instant::now();
+    // The file is opened after the doors.
+    while ask(get("/api/v1/sql?query=SELECT%201"), token).await.0 != 200 {
+        assert!(started.elapsed() < LIMIT, "{}", server.log());
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    assert_eq!(ask(get("/api/v1/reports/first-response?format=csv"), token).await.0, 200);
+    assert_eq!(ask(get("/api/v1/reports/nothing"), token).await.0, 404);
+    let (status, body) =
+        ask(server.client.post(server.url("/api/v1/analytics/rebuild")), token).await;
+    assert_eq!((status, &body["error"]["code"]), (403, &json!("forbidden")), "{body}");
+}
+
+#[tokio::test]
+async fn a_second_server_waits_for_the_file_and_goes_on_when_the_first_is_killed() {
+    let env = Env::servers();
+    let mut first = env.serve(&[]);
+    open_tickets(&first, 2, 2).await;
+    let second = env.serve(&[]);
+    let ready = second
+        .until("/health/ready", |status, body| {
+            status == 200 && body["analytics"]["state"] == "waiting"
+        })
+        .await
+        .unwrap();
+    let reason = ready["analytics"]["reason"].as_str().unwrap();
+    assert!(reason.contains("in use by another process"), "{reason}");
+    let (status, body) = second.get("/api/v1/sql?query=SELECT%201").await.unwrap();
+    assert_eq!((status, &body["error"]["code"]), (503, &json!("unavailable")), "{body}");
+
+    first.kill9().unwrap();
+    open_tickets(&second, 2, 4).await;
+    let (_, counted) = second
+        .get("/api/v1/sql?query=SELECT%20count(*)%20AS%20n%20FROM%20ticket_events")
+        .await
+        .unwrap();
+    assert_eq!(counted["rows"], json!([[8]]), "{counted}");
+}
+
+#[tokio::test]
+async fn what_happens_after_redis_has_lost_everything_is_counted() {
+    let env = Env::servers();
+    let server = env.serve(&[]);
+    open_tickets(&server, 2, 2).await;
+    let redis = env.redis.as_ref().unwrap();
+    redis.command(&["FLUSHALL"]).unwrap().ok().unwrap();
+    // Groups are made anew; what is written before a group is there is read from the beginning.
+    wait_until("groups to be made anew", LIMIT, || {
+        redis.command(&["XINFO", "GROUPS", "ticket_events"]).unwrap().items().len() == 2
+    })
+    .unwrap();
+    open_tickets(&server, 2, 4).await;
+}
+
+#[tokio::test]
+async fn with_an_empty_path_analytics_is_off_and_says_so() {
+    let env = Env::embedded();
+    let server = env.serve(&["--analytics-path", ""]);
+    let ready = server.until("/health/ready", |status, _| status == 200).await.unwrap();
+    assert_eq!(ready["analytics"], json!({"state": "off"}), "{ready}");
+    let (status, body) = server.get("/api/v1/reports/first-response").await.unwrap();
+    assert_eq!(status, 501, "{body}");
+    assert!(body["error"]["message"].as_str().unwrap().contains("`analytics.path` is empty"));
+    let said = env.refused(&["sql", "SELECT 1"], &["--analytics-path", ""], 1);
+    assert!(said.contains("`analytics.path` is empty"), "{said}");
+    assert!(!env.place.path().join("headwater-data/analytics.duckdb").exists());
+}
