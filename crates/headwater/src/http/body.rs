@@ -102,6 +102,10 @@ impl<T: DeserializeOwned, S: ReadLimits> FromRequest<S> for JsonBody<T> {
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         require_json(request.headers())?;
         let bytes = read(request.into_body(), state.read_limits()).await?;
+        // Serde would take a list for the fields of an object, one after another.
+        if bytes.trim_ascii_start().first() != Some(&b'{') {
+            return Err(ApiError::invalid("the body is not a JSON object"));
+        }
         parse(&bytes).map(Self)
     }
 }
