@@ -28,6 +28,11 @@ macro_rules! everywhere {
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
+/// A server that is only slow is not away.
+fn patient() -> Options {
+    Options { call_deadline: LIMIT, ..Default::default() }
+}
+
 /// A bus or a backend, and keys that no other test uses.
 pub(crate) struct Place {
     target: Target,
@@ -81,7 +86,7 @@ impl Place {
     }
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
-        self.target.connect(&Options::default()).await
+        self.target.connect(&patient()).await
     }
 
     /// A bus as another process would have it.

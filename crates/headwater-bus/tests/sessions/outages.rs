@@ -13,7 +13,7 @@ use headwater_testkit::{Proxy, Redis};
 use crate::place::{LIMIT, Place, Sum, by_hand, folds, noted, publish, sum};
 
 async fn sessions(place: &Place, url: &str, on_failure: FailurePolicy) -> Sessions {
-    let options = Options { call_deadline: Duration::from_secs(2), ..Default::default() };
+    let options = Options { call_deadline: Duration::from_secs(5), ..Default::default() };
     let backend = connect(url, &options).await.unwrap();
     let recovery = Duration::from_millis(300);
     let config = StreamedBusConfig {

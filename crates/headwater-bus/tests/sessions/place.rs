@@ -113,7 +113,7 @@ impl Place {
     }
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
-        self.target.connect(&Options::default()).await
+        self.target.connect(&patient()).await
     }
 
     pub(crate) async fn bus(&self) -> Arc<StreamedBus> {
@@ -213,3 +213,8 @@ pub(crate) fn sum(session: &Session) -> Sum {
 }
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+/// A server that is only slow is not away.
+fn patient() -> Options {
+    Options { call_deadline: LIMIT, ..Default::default() }
+}
