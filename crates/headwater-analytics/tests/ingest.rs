@@ -18,7 +18,7 @@ use headwater_stream::{
 use headwater_testkit::{Child, Redis};
 use serde_json::{Value, json};
 
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(220);
 
 struct Env {
     backend: Arc<dyn Backend>,
