@@ -1,4 +1,4 @@
-//! Asking: one `SELECT`, bounded in time and rows.
+//! Asking: one `SELECT`, bounded in time, rows and bytes.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -6,18 +6,29 @@ use std::time::Duration;
 
 use duckdb::Connection;
 use serde_json::{Map, Value};
+use tokio::sync::oneshot;
 
 use super::{WarehouseReader, failed};
 use crate::error::{AnalyticsError, Result};
-use crate::limits::{ANSWER_ROWS_MAX, QUERY_TIME_MAX, SQL_BYTES_MAX};
+use crate::limits::{ANSWER_BYTES_MAX, ANSWER_ROWS_MAX, QUERY_TIME_MAX, SQL_BYTES_MAX};
 use crate::table::Table;
 
 /// How often a query is told to stop until it does.
 const STOP_EVERY: Duration = Duration::from_millis(20);
 
+/// DuckDB goes as deep as a query is nested, and ends the process where the stack does. This is only taken where it is used.
+const STACK_BYTES: usize = 256 * 1024 * 1024;
+
+/// What may stand behind `FROM` like a table. Others change settings of the whole database, or run text as a query.
+const TABLE_FUNCTIONS: [&str; 6] =
+    ["generate_series", "json_each", "json_tree", "range", "repeat", "unnest"];
+
+/// Functions that leave something behind.
+const REFUSED_FUNCTIONS: [&str; 4] = ["currval", "nextval", "setseed", "write_log"];
+
 impl WarehouseReader {
     /// Answers one `SELECT`. It changes nothing, takes at most [`QUERY_TIME_MAX`] and gives at most
-    /// [`ANSWER_ROWS_MAX`] rows.
+    /// [`ANSWER_ROWS_MAX`] rows and [`ANSWER_BYTES_MAX`] bytes.
     ///
     /// If the caller goes away, the query is stopped.
     pub async fn query(&self, sql: &str) -> Result<Table> {
@@ -35,17 +46,31 @@ impl WarehouseReader {
             shared.try_clone().map_err(|error| failed("open a connection", error))?
         };
         let stop = StopOnDrop { handle: connection.interrupt_handle(), has_ended: Arc::default() };
-        let has_ended = Arc::clone(&stop.has_ended);
-        let answer = tokio::task::spawn_blocking(move || {
-            let answer = answer(&connection, &sql);
-            has_ended.store(true, Ordering::Release);
-            answer
-        });
-        match tokio::time::timeout(limit, answer).await {
+        let ended = Ended(Arc::clone(&stop.has_ended));
+        let (sender, answered) = oneshot::channel();
+        let answering = move || {
+            let _ended = ended;
+            // Nobody may be waiting any more.
+            let _ = sender.send(answer(&connection, &sql));
+        };
+        std::thread::Builder::new()
+            .stack_size(STACK_BYTES)
+            .spawn(answering)
+            .map_err(|error| failed("begin to answer", error))?;
+        match tokio::time::timeout(limit, answered).await {
             Ok(Ok(table)) => table,
             Ok(Err(ended)) => Err(failed("answer", ended)),
             Err(_) => Err(AnalyticsError::TooSlow { limit }),
         }
+    }
+}
+
+/// Tells, however it ended, that a query has.
+struct Ended(Arc<AtomicBool>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
     }
 }
 
@@ -74,9 +99,12 @@ impl Drop for StopOnDrop {
 fn answer(connection: &Connection, sql: &str) -> Result<Table> {
     refuse_all_but_one_select(connection, sql)?;
     let columns = columns(connection, sql)?;
-    // DuckDB knows how each of its types is written in JSON.
+    // DuckDB knows how each of its types is written in JSON. The last row that comes is one too many, if there are any.
     let question = format!(
-        "SELECT to_json(answer)::VARCHAR FROM (\n{sql}\n) AS answer LIMIT {}",
+        "SELECT line FROM (
+             SELECT line, sum(strlen(line)) OVER (ROWS UNBOUNDED PRECEDING) - strlen(line) AS before FROM (
+                 SELECT to_json(answer)::VARCHAR AS line FROM (\n{sql}\n) AS answer LIMIT {}))
+         WHERE before <= {ANSWER_BYTES_MAX}",
         ANSWER_ROWS_MAX + 1
     );
     let read = || {
@@ -85,8 +113,11 @@ fn answer(connection: &Connection, sql: &str) -> Result<Table> {
         rows.collect::<duckdb::Result<Vec<String>>>()
     };
     let mut lines = read().map_err(refused)?;
-    let is_cut = lines.len() > ANSWER_ROWS_MAX;
-    lines.truncate(ANSWER_ROWS_MAX);
+    let bytes: usize = lines.iter().map(String::len).sum();
+    let is_cut = lines.len() > ANSWER_ROWS_MAX || bytes > ANSWER_BYTES_MAX;
+    if is_cut {
+        lines.pop();
+    }
     let rows = lines.iter().map(|line| row(line, &columns)).collect::<Result<_>>()?;
     Ok(Table { columns, rows, is_cut })
 }
@@ -111,7 +142,8 @@ fn refuse_all_but_one_select(connection: &Connection, sql: &str) -> Result<()> {
     let parsed: String = connection
         .query_row("SELECT json_serialize_sql(?::VARCHAR)::VARCHAR", [sql], |row| row.get(0))
         .map_err(refused)?;
-    let parsed: Value = serde_json::from_str(&parsed).map_err(|error| failed("parse", error))?;
+    let parsed: Value = serde_json::from_str(&parsed)
+        .map_err(|_| AnalyticsError::invalid("a query", "it is nested too deeply"))?;
     if parsed["error"] == Value::Bool(true) {
         let problem = parsed["error_message"].as_str().unwrap_or("it cannot be parsed");
         return Err(AnalyticsError::invalid(
@@ -120,10 +152,34 @@ fn refuse_all_but_one_select(connection: &Connection, sql: &str) -> Result<()> {
         ));
     }
     match parsed["statements"].as_array().map_or(0, Vec::len) {
-        1 => Ok(()),
+        1 => refuse_functions(&parsed["statements"]),
         count => {
             Err(AnalyticsError::invalid("a query", format!("{count} statements; ask one SELECT")))
         }
+    }
+}
+
+/// A `SELECT` that calls the wrong function is more than a question.
+fn refuse_functions(part: &Value) -> Result<()> {
+    let name = part["function_name"].as_str().unwrap_or_default().to_lowercase();
+    let function = &part["function"];
+    let of_table = match part["type"].as_str() {
+        Some("TABLE_FUNCTION") => function["function_name"].as_str().unwrap_or_default(),
+        _ => "range",
+    };
+    if REFUSED_FUNCTIONS.contains(&name.as_str())
+        || !TABLE_FUNCTIONS.contains(&of_table.to_lowercase().as_str())
+    {
+        let name = if name.is_empty() { of_table } else { &name };
+        return Err(AnalyticsError::invalid(
+            "a query",
+            format!("the function `{name}` is not allowed here"),
+        ));
+    }
+    match part {
+        Value::Array(parts) => parts.iter().try_for_each(refuse_functions),
+        Value::Object(parts) => parts.values().try_for_each(refuse_functions),
+        _ => Ok(()),
     }
 }
 
@@ -199,8 +255,56 @@ mod tests {
             "SELECT * FROM glob('*')".to_owned(),
         ] {
             let result = warehouse.reader().query(&sql).await;
-            assert!(matches!(result, Err(AnalyticsError::Query(_))), "{sql}: {result:?}");
+            let is_refused =
+                matches!(result, Err(AnalyticsError::Query(_) | AnalyticsError::Invalid { .. }));
+            assert!(is_refused, "{sql}: {result:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn functions_that_do_more_than_answer_are_refused_wherever_they_stand() {
+        let (folder, warehouse) = warehouse();
+        let logs = folder.path().join("logs");
+        let logging = format!(
+            "enable_logging('QueryLog', storage='file', storage_path='{}')",
+            logs.display()
+        );
+        for sql in [
+            format!("SELECT * FROM {logging}"),
+            format!("WITH a AS (SELECT * FROM {logging}) SELECT (SELECT count(*) FROM a)"),
+            "SELECT 1 WHERE EXISTS (SELECT * FROM Enable_Logging('QueryLog'))".to_owned(),
+            "SELECT * FROM query('SELECT 1')".to_owned(),
+            "SELECT * FROM checkpoint()".to_owned(),
+            "SELECT [nextval('s')]".to_owned(),
+            "SELECT write_log('x')".to_owned(),
+        ] {
+            let result = warehouse.reader().query(&sql).await;
+            assert!(matches!(result, Err(AnalyticsError::Invalid { .. })), "{sql}: {result:?}");
+        }
+        let sql = "SELECT count(*) AS n FROM range(3) a, generate_series(1, 2) b, unnest([1, 2]) c";
+        assert_eq!(warehouse.reader().query(sql).await.unwrap().rows, [[json!(12)]]);
+    }
+
+    #[tokio::test]
+    async fn a_query_nested_deeply_ends_as_an_answer_or_an_error_and_not_the_process() {
+        let (_folder, warehouse) = warehouse();
+        let chain: Vec<String> =
+            (1..1000).map(|n| format!("c{n} AS (SELECT * FROM c{})", n - 1)).collect();
+        let sql = format!("WITH c0 AS (SELECT 1 AS one), {} SELECT * FROM c999", chain.join(", "));
+        let _ = warehouse.reader().query(&sql).await;
+        let sum = format!("SELECT {}1", "1 + ".repeat(3000));
+        let result = warehouse.reader().query(&sum).await;
+        assert!(result.is_err() || result.is_ok_and(|table| table.rows == [[json!(3001)]]));
+        assert!(warehouse.reader().query("SELECT 1").await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn an_answer_with_too_many_bytes_is_cut_and_says_so() {
+        let (_folder, warehouse) = warehouse();
+        let sql = "SELECT range AS n, repeat('x', 10000) AS text FROM range(20000)";
+        let table = warehouse.reader().query(sql).await.unwrap();
+        assert!(table.is_cut && table.rows.len() < ANSWER_BYTES_MAX / 10_000 + 1);
+        assert_eq!(table.rows.last().unwrap()[0], json!(table.rows.len() - 1), "in order");
     }
 
     #[tokio::test]

@@ -44,7 +44,7 @@ impl RedisBackend {
         // For each append whether a trim goes with it, or why it is refused.
         let sent: Vec<Result<bool>> =
             appends.iter().map(|append| self.add_append(&mut call, append)).collect();
-        if sent.iter().all(Result::is_err) {
+        if call.commands.len() == 0 {
             return sent.into_iter().map(|refused| refused.map(|_| Vec::new())).collect();
         }
         let each = appends.iter().zip(sent);

@@ -108,7 +108,7 @@ impl Connection {
             let found = self.scanner.scan(&self.wire.inbox).map_err(io::Error::other)?;
             if let Some(length) = found {
                 self.outstanding = false;
-                let bytes = self.wire.inbox.split_to(length).freeze();
+                let bytes = self.wire.take(length);
                 return Poll::Ready(Ok(Replies::new(bytes, self.scanner.refusals())));
             }
             ready!(self.wire.poll_read(cx, self.scanner.wanted()))?;

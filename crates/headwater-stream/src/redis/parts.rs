@@ -5,10 +5,12 @@
 //! Promises: the commands reach the server in order, on one connection; a call in parts succeeds, fails and is sent again
 //! like one that is sent whole.
 
+use bytes::Bytes;
 use tokio::time::Instant;
 
 use super::call::Call;
 use super::command::Commands;
+use super::error::Remedy;
 use super::link::{Answer, Broken, Haste, Link, Outcome};
 use super::reply::Replies;
 use super::servers::{Effect, Servers};
@@ -87,8 +89,20 @@ impl<'a> PartedCall<'a> {
                 None => None,
             },
             Some(link) => {
-                let rest = (commands.bytes_from(self.sent_bytes), unsent);
-                Some(collect(&link, answers, rest, deadline).await)
+                let rest = commands.bytes_from(self.sent_bytes);
+                Some(match unsent {
+                    0 => collect(answers).await,
+                    _ => {
+                        collect_and_send(
+                            &link,
+                            answers,
+                            self.sent_commands,
+                            (rest, unsent),
+                            deadline,
+                        )
+                        .await
+                    }
+                })
             }
         };
         match outcome {
@@ -101,28 +115,46 @@ impl<'a> PartedCall<'a> {
     }
 }
 
-/// Waits for the replies to all parts, and sends the rest, which found no room before.
-async fn collect(
-    link: &Link,
-    mut answers: Vec<Answer>,
-    (rest, unsent): (&[u8], usize),
-    deadline: Instant,
-) -> Outcome {
+/// Waits for the replies to all parts.
+async fn collect(mut answers: Vec<Answer>) -> Outcome {
+    let Some(last) = answers.pop() else { return Ok(Replies::joined(&[])) };
     // The last one first: when it is answered, so are all before it, and we are woken once.
-    let last = match answers.pop() {
-        last if unsent > 0 => {
-            answers.extend(last);
-            link.send(rest, unsent, deadline).await
-        }
-        Some(last) => last.await,
-        None => return Ok(Replies::joined(&[])),
-    };
+    let last = last.await;
     let mut parts = Vec::with_capacity(answers.len() + 1);
     for answer in answers {
         parts.push(answer.await);
     }
     parts.push(last);
     join(parts)
+}
+
+/// Waits for the replies to the parts that have left, and sends the rest, which found no room before. After a refusal it
+/// stays here: sent now and accepted, it would come before what is sent again.
+async fn collect_and_send(
+    link: &Link,
+    answers: Vec<Answer>,
+    sent: usize,
+    (rest, unsent): (&[u8], usize),
+    deadline: Instant,
+) -> Outcome {
+    let replies = collect(answers).await?;
+    match stopped_by(&replies, sent) {
+        Some(refusal) => {
+            Ok(Replies::joined(&[replies, Replies::new(refusal.repeat(unsent).into(), true)]))
+        }
+        None => join(vec![Ok(replies), link.send(rest, unsent, deadline).await]),
+    }
+}
+
+/// The refusal that holds for whatever comes next as well, if the last command met one: the server cannot, for now.
+fn stopped_by(replies: &Replies, sent: usize) -> Option<Bytes> {
+    if !replies.may_refuse() {
+        return None;
+    }
+    // What makes no sense is told by whoever reads it whole.
+    let (reply, refusal) = replies.split(sent).ok()?.pop()?;
+    let is_for_all = |remedy| !matches!(remedy, Remedy::None | Remedy::LoadScript);
+    refusal.filter(|refusal| is_for_all(refusal.remedy())).map(|_| reply)
 }
 
 /// What became of all parts together.
@@ -144,12 +176,22 @@ mod tests {
     use std::io;
     use std::sync::Arc;
 
-    use bytes::Bytes;
-
     use super::*;
 
     fn answered(text: &'static str) -> Outcome {
         Ok(Replies::new(Bytes::from_static(text.as_bytes()), text.starts_with('-')))
+    }
+
+    #[test]
+    fn what_found_no_room_stays_behind_a_refusal_of_what_left_before_it() {
+        let stopped = |text| stopped_by(&answered(text).unwrap(), 2);
+        let down = "-CLUSTERDOWN wait\r\n";
+        assert_eq!(stopped("-OOM no\r\n-CLUSTERDOWN wait\r\n").as_deref(), Some(down.as_bytes()));
+        // It was accepted again, or was refused for itself alone: the rest may go.
+        assert_eq!(stopped("-CLUSTERDOWN wait\r\n-WRONGTYPE no\r\n"), None);
+        assert_eq!(stopped("-CLUSTERDOWN wait\r\n:1\r\n"), None);
+        assert_eq!(stopped("-ERR no\r\n-NOSCRIPT none\r\n"), None);
+        assert_eq!(stopped(":1\r\n:2\r\n"), None);
     }
 
     fn not_sent() -> Outcome {

@@ -25,7 +25,7 @@ const COUNTED_DIGITS_MAX: usize = 9;
 
 /// Entries of a reply this small share its memory; those of larger ones are copied out, so that one entry in hand
 /// does not keep a whole batch alive.
-const SHARED_BYTES_MAX: usize = 64 * 1024;
+pub(super) const SHARED_BYTES_MAX: usize = 64 * 1024;
 
 /// The bytes are no replies.
 #[derive(Debug, thiserror::Error)]

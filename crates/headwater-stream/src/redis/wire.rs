@@ -8,7 +8,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use bytes::{Buf, BytesMut};
+use bytes::{Buf, Bytes, BytesMut};
 use tokio::io::{AsyncReadExt, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -17,6 +17,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore, crypto};
 
+use super::reply::SHARED_BYTES_MAX;
 use super::url::{Access, Address};
 use crate::error::{Result, StreamError};
 
@@ -129,6 +130,17 @@ impl Wire {
         }
         self.flushed = true;
         Poll::Ready(Ok(()))
+    }
+
+    /// Takes a complete reply out of the inbox.
+    pub(super) fn take(&mut self, length: usize) -> Bytes {
+        let reply = self.inbox.split_to(length).freeze();
+        if length > SHARED_BYTES_MAX {
+            // What follows lies in memory as large as that reply, and whoever keeps a little of it would keep it all.
+            let rest = std::mem::take(&mut self.inbox);
+            self.inbox.extend_from_slice(&rest);
+        }
+        reply
     }
 
     /// Reads more into the inbox, with room for at least `wanted` bytes in it.

@@ -24,23 +24,35 @@ pub(super) struct Consumers {
     tasks: Mutex<JoinSet<()>>,
 }
 
+/// The place of one consumer, which is free again when this is dropped.
+pub(super) struct Place {
+    consumers: Arc<Consumers>,
+    consumer: String,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        lock(&self.consumers.attending).remove(&self.consumer);
+    }
+}
+
 impl Consumers {
-    /// Takes one in, if there is room.
-    pub(super) fn admit(&self, consumer: &str, attendance: &Arc<Attendance>) -> bool {
-        let mut attending = lock(&self.attending);
-        let has_room = attending.len() < CONSUMERS_MAX;
-        if has_room {
-            attending.insert(consumer.to_owned(), Arc::clone(attendance));
+    /// Takes one in, if there is room, for as long as its place is kept.
+    pub(super) fn admit(
+        consumers: &Arc<Self>,
+        consumer: &str,
+        attendance: &Arc<Attendance>,
+    ) -> Option<Place> {
+        let mut attending = lock(&consumers.attending);
+        if attending.len() >= CONSUMERS_MAX {
+            return None;
         }
-        has_room
+        attending.insert(consumer.to_owned(), Arc::clone(attendance));
+        Some(Place { consumers: Arc::clone(consumers), consumer: consumer.to_owned() })
     }
 
     pub(super) fn find(&self, consumer: &str) -> Option<Arc<Attendance>> {
         lock(&self.attending).get(consumer).cloned()
-    }
-
-    pub(super) fn forget(&self, consumer: &str) {
-        lock(&self.attending).remove(consumer);
     }
 
     /// Runs until it is done, or until `close`.
@@ -241,5 +253,19 @@ mod tests {
         tokio::time::sleep(Duration::from_millis(2)).await;
         attendance.heard();
         assert!(*lock(&attendance.heard) > before);
+    }
+
+    #[test]
+    fn whoever_goes_away_at_whatever_moment_leaves_its_place_to_others() {
+        let consumers = Arc::new(Consumers::default());
+        let attendance = Arc::new(Attendance::new("orders", "workers"));
+        let admit = |number: usize| Consumers::admit(&consumers, &number.to_string(), &attendance);
+        let mut places: Vec<Place> = (0..CONSUMERS_MAX).filter_map(admit).collect();
+        assert_eq!(places.len(), CONSUMERS_MAX);
+        assert!(admit(CONSUMERS_MAX).is_none(), "there is no room for one more");
+
+        places.pop();
+        assert!(consumers.find(&(CONSUMERS_MAX - 1).to_string()).is_none());
+        assert!(admit(CONSUMERS_MAX).is_some());
     }
 }

@@ -26,7 +26,7 @@ use utoipa_axum::routes;
 use uuid::Uuid;
 
 use super::Operations;
-use super::attendance::{Attendance, CONSUMERS_MAX, End};
+use super::attendance::{Attendance, CONSUMERS_MAX, Consumers, End};
 use super::messages::event;
 use super::views::{Payload, all, milliseconds};
 use crate::http::ApiError;
@@ -144,11 +144,14 @@ async fn consume(
     }
     let attendance = Arc::new(Attendance::new(&topic, &group));
     let consumer = Uuid::new_v4().to_string();
-    if !operations.consumers.admit(&consumer, &attendance) {
-        let message = format!("more than {CONSUMERS_MAX} consume already; try again later");
-        let refusal = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_consumers", message);
-        return Err(refusal.retry_after(LEASE));
-    }
+    // The caller may go away at any await: its place goes with this.
+    let place =
+        Consumers::admit(&operations.consumers, &consumer, &attendance).ok_or_else(|| {
+            let message = format!("more than {CONSUMERS_MAX} consume already; try again later");
+            let refusal =
+                ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_consumers", message);
+            refusal.retry_after(LEASE)
+        })?;
     // One message waits to be sent while others are in hand; more are no use.
     let (outlet, outgoing) = mpsc::channel(1);
     let config = ConsumerConfig {
@@ -168,16 +171,9 @@ async fn consume(
     };
     // Each caller is a member of its own, and a queue takes part in a group once.
     let queue = Queue::new(Arc::clone(operations.queue.backend()));
-    let subscribed = queue.subscribe(&topic, &group, handler, config).await;
-    let subscription = match subscribed {
-        Ok(subscription) => subscription,
-        Err(error) => {
-            operations.consumers.forget(&consumer);
-            return Err(error.into());
-        }
-    };
+    let subscription = queue.subscribe(&topic, &group, handler, config).await?;
+    attendance.heard();
     let (gone, stopping) = (Stopping::default(), operations.stopping.clone());
-    let (consumers, name) = (Arc::clone(&operations.consumers), consumer.clone());
     let (attending, vanished) = (Arc::clone(&attendance), gone.clone());
     operations.consumers.spawn(async move {
         let end = tokio::select! {
@@ -188,8 +184,7 @@ async fn consume(
         };
         attending.end(end);
         subscription.stop().await;
-        drop(queue);
-        consumers.forget(&name);
+        drop((queue, place));
         attending.ended();
     });
     let admitted = Admitted { consumer, lease_ms: milliseconds(LEASE) };

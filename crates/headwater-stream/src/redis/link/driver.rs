@@ -166,7 +166,7 @@ impl Driver {
             }
             let found = self.scanner.scan(&self.wire.inbox).map_err(io::Error::other)?;
             let Some(length) = found else { break };
-            let bytes = self.wire.inbox.split_to(length).freeze();
+            let bytes = self.wire.take(length);
             let replies = Replies::new(bytes, self.scanner.refusals());
             done.extend(self.waiting.pop_front().map(|waiting| (waiting, replies)));
             self.scanner.begin(self.waiting.front().map_or(0, |next| next.replies));
