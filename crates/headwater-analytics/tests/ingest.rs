@@ -62,13 +62,11 @@ impl Env {
     }
 }
 
-/// Leases are short, so that the work of a killed process goes on soon.
+/// Leases are short, so that the work of a killed process goes on soon. Who must come to an end has a longer one.
 fn queue(backend: &Arc<dyn Backend>) -> Queue {
-    let lease = KeeperConfig {
-        ttl: Duration::from_millis(1000),
-        renew_every: Duration::from_millis(200),
-        margin: Duration::from_millis(200),
-    };
+    let seconds = env::var("LEASE").map_or(1, |seconds| seconds.parse().unwrap());
+    let ttl = Duration::from_secs(seconds);
+    let lease = KeeperConfig { ttl, renew_every: ttl / 5, margin: ttl / 5 };
     let config = QueueConfig {
         lease,
         rebalance_every: Duration::from_millis(200),
@@ -170,7 +168,9 @@ async fn a_process_that_is_killed_at_random_while_it_ingests_neither_loses_nor_d
     let file = env.file.to_str().unwrap();
     let mut kills = 0;
     loop {
-        let child = Child::spawn_self("victim", &[("URL", &url), ("FILE", file)]).unwrap();
+        let lease = if kills == 8 { "10" } else { "1" };
+        let settings = [("URL", url.as_str()), ("FILE", file), ("LEASE", lease)];
+        let child = Child::spawn_self("victim", &settings).unwrap();
         child.line_after("ingesting", LIMIT).unwrap();
         let life = Duration::from_millis(next(&mut random) % 700);
         // The child says when all is done; until then it is killed at a random moment.
