@@ -206,7 +206,7 @@ fn refusals(env: &Env, to: &[&str]) {
         (&["sql", "DROP TABLE events"], "only one SELECT is allowed"),
         (&["sql", "INSERT INTO events SELECT * FROM events"], "only one SELECT is allowed"),
         (&["sql", "SELECT 1; DROP TABLE events"], "one SELECT"),
-        (&["sql", "SELECT * FROM read_text('headwater.toml')"], "disabled"),
+        (&["sql", "SELECT * FROM read_text('headwater.toml')"], "not allowed"),
         (&["sql", "COPY (SELECT 1) TO 'elsewhere.csv'"], "only one SELECT is allowed"),
         (&["sql", "SELECT 1", "--format", "svg"], "headwater report list"),
         (&["sql"], "Usage"),
