@@ -14,27 +14,27 @@ use headwater_stream::{
 };
 use headwater_testkit::{Cluster, Redis, unique};
 
+/// One module of tests: each scenario, in a place of one kind, in a runtime of this flavor.
+macro_rules! tests_in {
+    ($module:ident, $place:expr, $runtime:tt, $($scenario:ident),* $(,)?) => {
+        mod $module {
+            $(#[tokio::test $runtime]
+            async fn $scenario() {
+                super::$scenario($place).await;
+            })*
+        }
+    };
+}
+
 /// Writes each scenario once and runs it on all three backends.
 macro_rules! on_streams {
     ($($scenario:ident),* $(,)?) => {
-        mod embedded {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::embedded().await).await;
-            })*
-        }
-        mod redis {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::redis()).await;
-            })*
-        }
-        mod cluster {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::cluster()).await;
-            })*
-        }
+        on_streams!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+    };
+    ($runtime:tt: $($scenario:ident),* $(,)?) => {
+        tests_in!(embedded, crate::place::Place::embedded().await, $runtime, $($scenario),*);
+        tests_in!(redis, crate::place::Place::redis(), $runtime, $($scenario),*);
+        tests_in!(cluster, crate::place::Place::cluster(), $runtime, $($scenario),*);
     };
 }
 
@@ -42,14 +42,39 @@ macro_rules! on_streams {
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
 macro_rules! locally {
     ($($scenario:ident),* $(,)?) => {
-        mod local {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $scenario() {
-                super::$scenario(crate::place::Place::local()).await;
-            })*
-        }
+        locally!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+    };
+    ($runtime:tt: $($scenario:ident),* $(,)?) => {
+        tests_in!(local, crate::place::Place::local(), $runtime, $($scenario),*);
     };
 }
+
+/// Writes each scenario once and runs it on a backend of each kind that can be taken away.
+#[allow(unused_macros, reason = "each test binary uses what it needs")]
+macro_rules! away {
+    ($($scenario:ident),* $(,)?) => {
+        away!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+    };
+    ($runtime:tt: $($scenario:ident),* $(,)?) => {
+        tests_in!(embedded, crate::away::Away::embedded().await, $runtime, $($scenario),*);
+        servers!($runtime: $($scenario),*);
+    };
+}
+
+/// The same for scenarios that need a server.
+#[allow(unused_macros, reason = "each test binary uses what it needs")]
+macro_rules! servers {
+    ($($scenario:ident),* $(,)?) => {
+        servers!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+    };
+    ($runtime:tt: $($scenario:ident),* $(,)?) => {
+        tests_in!(redis, crate::away::Away::redis(), $runtime, $($scenario),*);
+        tests_in!(cluster, crate::away::Away::cluster(), $runtime, $($scenario),*);
+    };
+}
+
+pub(crate) mod server;
+pub(crate) mod watching;
 
 /// What buses work on.
 #[derive(Clone)]

@@ -4,8 +4,8 @@ use headwater_bus::conformance::Noted;
 use headwater_bus::{EventBusExt, MissingReason, Session, SessionError, Stored, Until};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, MapName, Retention, StreamName, TrimGuard};
-use headwater_testkit::Redis;
 
+use crate::away::Away;
 use crate::place::{Place, Sum, noted, publish, sum};
 
 everywhere!(
@@ -87,14 +87,18 @@ async fn a_session_that_is_held_is_not_replaced_by_another_one_of_its_name(place
     assert_eq!(sum(&again), Sum::of(100..121));
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_session_that_is_held_outlives_a_flush_of_its_server() {
-    let redis = Redis::start().unwrap();
-    let place = Place::at(redis.url());
+mod flushed {
+    use super::a_session_that_is_held_outlives_a_flush_of_its_server;
+
+    servers!(a_session_that_is_held_outlives_a_flush_of_its_server);
+}
+
+async fn a_session_that_is_held_outlives_a_flush_of_its_server(away: Away) {
+    let place = &away.place;
     let session = place.sessions().await.create(&place.session).await.unwrap();
     publish(&session, 0..500).await;
     session.snapshot().await.unwrap();
-    redis.command(&["FLUSHALL"]).unwrap();
+    away.flush();
     tokio::time::sleep(std::time::Duration::from_millis(2)).await;
     goes_on_knowing(&session, 500..501).await;
     assert_eq!(sum(&session), Sum::of(0..500));

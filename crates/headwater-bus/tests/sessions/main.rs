@@ -9,6 +9,8 @@ mod backends;
 #[macro_use]
 mod place;
 
+mod away;
+
 mod copies;
 mod crashes;
 mod ends;

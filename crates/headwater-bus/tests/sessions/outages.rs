@@ -1,102 +1,96 @@
 //! Sessions while the backend is away.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::registry;
-use headwater_bus::{
-    BreakerConfig, FailurePolicy, Sessions, SpoolConfig, Stored, StreamedBus, StreamedBusConfig,
-};
-use headwater_stream::{Options, connect};
-use headwater_testkit::{Proxy, Redis};
+use headwater_bus::{EventId, FailurePolicy, Outgoing, Session, SpoolConfig, Stored};
+use headwater_stream::{EntryId, StreamName};
+use tokio::time::{Instant, sleep};
 
-use crate::place::{LIMIT, Place, Sum, by_hand, folds, noted, publish, sum};
+use crate::away::Away;
+use crate::place::{LIMIT, Sum, noted, publish, sum};
 
-async fn sessions(place: &Place, url: &str, on_failure: FailurePolicy) -> Sessions {
-    let options = Options { call_deadline: Duration::from_secs(5), ..Default::default() };
-    let backend = connect(url, &options).await.unwrap();
-    let recovery = Duration::from_millis(300);
-    let config = StreamedBusConfig {
-        prefix: place.prefix.clone(),
-        breaker: BreakerConfig { failure_threshold: 3, recovery },
-        on_failure,
-        ..Default::default()
-    };
-    let bus = StreamedBus::open(backend, registry(), config).await.unwrap();
-    Sessions::new(Arc::new(bus), folds(), by_hand()).await.unwrap()
+away!(spooled_events_are_part_of_the_state_once_they_are_in_the_stream);
+
+// An embedded backend that is full can still be read, and nobody counts how often it is.
+mod server {
+    use super::*;
+
+    servers!(
+        an_outage_is_an_error_and_the_session_goes_on_afterwards,
+        what_is_read_ends_where_the_stream_did_and_not_when_others_pause,
+    );
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_outage_is_an_error_and_the_session_goes_on_afterwards() {
-    let redis = Redis::start().unwrap();
-    let proxy = Proxy::start(redis.addr()).unwrap();
-    let url = redis.url_at(proxy.addr());
-    let place = Place::at(url.clone());
-    let sessions = sessions(&place, &url, FailurePolicy::Fail).await;
+/// Publishes an event under one id until somebody says that it is stored.
+async fn publish_until_stored(session: &Session, number: u64) {
+    let (id, deadline) = (EventId::random(), Instant::now() + LIMIT);
+    loop {
+        let event = Outgoing::new(noted(number)).unwrap().with_id(id.clone());
+        match session.publish_all(vec![event]).await {
+            Ok(results) if results[0].is_ok() => return,
+            _ => assert!(Instant::now() < deadline),
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+async fn an_outage_is_an_error_and_the_session_goes_on_afterwards(mut away: Away) {
+    // Whoever has the session has the list of all sessions, too.
+    let list = StreamName::new(format!("{}:sessions", away.place.prefix)).unwrap();
+    while away.node_of(&away.place.stream()).port() != away.node_of(&list).port() {
+        away.place.session = headwater_bus::SessionId::random();
+    }
+    let place = &away.place;
+    let sessions = away.sessions(FailurePolicy::Fail).await;
     let session = sessions.create(&place.session).await.unwrap();
     publish(&session, 0..5).await;
-    proxy.cut().unwrap();
+    away.begin().await;
     for error in [
         session.publish(noted(5)).await.unwrap_err(),
         session.refresh().await.unwrap_err(),
         session.snapshot().await.unwrap_err(),
         sessions.recover(&place.session).await.unwrap_err(),
-        sessions.list(headwater_stream::EntryId::MIN, 5).await.unwrap_err(),
+        sessions.list(EntryId::MIN, 5).await.unwrap_err(),
     ] {
         assert!(error.is_transient(), "{error}");
     }
     // What it knew, it knows.
     assert_eq!(sum(&session), Sum::of(0..5));
-    proxy.heal().unwrap();
-    let deadline = tokio::time::Instant::now() + LIMIT;
-    while session.publish(noted(6)).await.is_err() {
-        assert!(tokio::time::Instant::now() < deadline);
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    away.end().await;
+    publish_until_stored(&session, 6).await;
     session.refresh().await.unwrap();
     let expected = [Sum::of([0, 1, 2, 3, 4, 6]), Sum::of(0..7)];
     assert!(expected.contains(&sum(&session)), "{:?}", sum(&session));
     assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), sum(&session));
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn spooled_events_are_part_of_the_state_once_they_are_in_the_stream() {
-    let redis = Redis::start().unwrap();
-    let proxy = Proxy::start(redis.addr()).unwrap();
-    let url = redis.url_at(proxy.addr());
-    let place = Place::at(url.clone());
-    let directory = tempfile::tempdir().unwrap();
+async fn spooled_events_are_part_of_the_state_once_they_are_in_the_stream(away: Away) {
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
     let spool = FailurePolicy::Spool(SpoolConfig::new(directory.path().join("spool")));
-    let sessions = sessions(&place, &url, spool).await;
+    let sessions = away.sessions(spool).await;
     let session = sessions.create(&place.session).await.unwrap();
     publish(&session, 0..5).await;
-    proxy.cut().unwrap();
+    away.begin().await;
     for number in 5..20 {
         assert_eq!(session.publish(noted(number)).await.unwrap().stored, Stored::Spooled);
     }
     assert_eq!(sum(&session), Sum::of(0..5));
-    proxy.heal().unwrap();
-    let deadline = tokio::time::Instant::now() + LIMIT;
+    away.end().await;
+    let deadline = Instant::now() + LIMIT;
     while session.refresh().await.is_err() || sum(&session).count < 20 {
-        assert!(tokio::time::Instant::now() < deadline);
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(Instant::now() < deadline);
+        sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(sum(&session), Sum::of(0..20));
     assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..20));
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_read_ends_where_the_stream_did_and_not_when_others_pause() {
-    let redis = Redis::start().unwrap();
-    let place = Place::at(redis.url());
+async fn what_is_read_ends_where_the_stream_did_and_not_when_others_pause(away: Away) {
+    let place = &away.place;
     let sessions = place.sessions().await;
     let session = sessions.create(&place.session).await.unwrap();
     publish(&session, 0..10).await;
-    let reads = || {
-        let text = redis.command(&["INFO", "commandstats"]).unwrap().text();
-        let calls = text.split("cmdstat_xrange:calls=").nth(1).unwrap_or("0");
-        calls.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u64>().unwrap()
-    };
+    let reads = || away.ranges_read();
     // A page that is not full is the last one: whoever asked again would never come to an end while others publish.
     let before = reads();
     session.publish(noted(10)).await.unwrap();

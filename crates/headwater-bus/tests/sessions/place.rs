@@ -89,7 +89,11 @@ impl Place {
     }
 
     pub(crate) fn at(url: String) -> Self {
-        Self::new(Target::Url(url))
+        Self::on(Target::Url(url))
+    }
+
+    pub(crate) fn on(target: Target) -> Self {
+        Self::new(target)
     }
 
     fn new(target: Target) -> Self {

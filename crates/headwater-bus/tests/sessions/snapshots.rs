@@ -11,7 +11,7 @@ use headwater_stream::{EntryId, MapName, RegistryMap};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::place::{Place, Sum, by_hand, folds, local, noted, publish, sum};
+use crate::place::{Place, Sum, by_hand, folds, noted, publish, sum};
 
 everywhere!(
     a_snapshot_and_what_came_after_make_the_same_state_as_all_events,
@@ -27,6 +27,8 @@ everywhere!(
     nothing_is_compacted_without_a_snapshot,
     nothing_is_compacted_while_entries_cannot_be_read,
     what_could_not_be_read_counts_once_it_can,
+    a_snapshot_that_is_too_large_is_refused_and_the_session_goes_on,
+    what_folds_keep_fits_into_a_snapshot,
 );
 
 locally!(
@@ -37,6 +39,8 @@ locally!(
     a_compacted_session_is_recovered_whole,
     a_process_that_was_behind_a_compaction_catches_up,
     nothing_is_compacted_without_a_snapshot,
+    a_snapshot_that_is_too_large_is_refused_and_the_session_goes_on,
+    what_folds_keep_fits_into_a_snapshot,
 );
 
 /// Another set of folds.
@@ -357,13 +361,9 @@ async fn what_could_not_be_read_counts_once_it_can(place: Place) {
     assert_eq!((all.get::<Count>().unwrap().0, all.recovery().replayed), (11, 11));
 }
 
-#[tokio::test]
-async fn a_snapshot_that_is_too_large_is_refused_and_the_session_goes_on() {
-    let sessions = local().await;
-    let folds = Folds::none().with::<Texts>();
-    let bus: Arc<dyn EventBus> = Arc::clone(sessions.bus());
-    let sessions = Sessions::new(bus, folds, by_hand()).await.unwrap();
-    let session = sessions.create(&headwater_bus::SessionId::random()).await.unwrap();
+async fn a_snapshot_that_is_too_large_is_refused_and_the_session_goes_on(place: Place) {
+    let sessions = place.sessions_with(Folds::none().with::<Texts>(), by_hand()).await;
+    let session = sessions.create(&place.session).await.unwrap();
     for number in 0..10 {
         let text = "x".repeat(1_000_000);
         session.publish(Noted { session_id: None, number, text }).await.unwrap();
@@ -386,14 +386,11 @@ impl Fold for Texts {
     }
 }
 
-#[tokio::test]
-async fn what_folds_keep_fits_into_a_snapshot() {
-    let sessions = local().await;
+async fn what_folds_keep_fits_into_a_snapshot(place: Place) {
     let many = headwater_bus::limits::FOLDED_EVENTS_MAX;
     let folds = Folds::none().all::<Noted>(many).latest::<Noted>();
-    let bus: Arc<dyn EventBus> = Arc::clone(sessions.bus());
-    let sessions = Sessions::new(bus, folds, by_hand()).await.unwrap();
-    let session = sessions.create(&headwater_bus::SessionId::random()).await.unwrap();
+    let sessions = place.sessions_with(folds, by_hand()).await;
+    let session = sessions.create(&place.session).await.unwrap();
     // Quotes take twice their room in a snapshot; and one event is larger than what all may keep in it.
     let texts = (0..200).map(|_| "\"".repeat(40_000)).chain(["\"".repeat(500_000)]);
     for (number, text) in (0..).zip(texts) {

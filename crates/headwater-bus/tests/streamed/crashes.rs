@@ -9,13 +9,35 @@ use headwater_bus::{
     EventBus, EventBusExt, FailurePolicy, Namespace, Received, SessionId, SpoolConfig, Stored,
     StreamedBus, StreamedBusConfig, Subscribe,
 };
-use headwater_testkit::{Child, Persistence, Redis};
+use headwater_testkit::Child;
 
+use crate::away::{Away, LIMIT};
 use crate::backends::{quick_lease, quick_queue};
-use crate::place::{Place, open, open_impatient, quick_breaker, stored, writes};
+use crate::place::{Place, open_impatient, quick_breaker, stored, writes};
 use crate::spool::{spooling, wait_until_empty};
 
-const LIMIT: Duration = Duration::from_secs(90);
+// Two processes cannot share an embedded backend, so none of this can happen to one.
+servers!(
+    what_a_killed_process_had_spooled_is_stored_by_the_next_one_in_order_and_once,
+    a_process_that_is_killed_while_it_replays_doubles_and_loses_nothing,
+);
+
+mod taken_over {
+    use super::an_event_in_the_hands_of_a_killed_process_is_taken_over;
+
+    tests_in!(
+        redis,
+        crate::place::Place::redis(),
+        (),
+        an_event_in_the_hands_of_a_killed_process_is_taken_over
+    );
+    tests_in!(
+        cluster,
+        crate::place::Place::cluster(),
+        (),
+        an_event_in_the_hands_of_a_killed_process_is_taken_over
+    );
+}
 
 /// The settings of a child, from its environment; the same as those of its [`Place`].
 fn config_of_child() -> StreamedBusConfig {
@@ -34,25 +56,25 @@ fn config_of_child() -> StreamedBusConfig {
     }
 }
 
-fn spawn(test: &str, place: &Place, url: &str, spool: Option<&Path>) -> Child {
-    let mut environment =
-        vec![("URL", url), ("PREFIX", place.prefix.as_str()), ("SESSION", place.session.as_str())];
+fn spawn(test: &str, place: &Place, spool: Option<&Path>) -> Child {
+    let mut environment = vec![
+        ("URL", place.url()),
+        ("PREFIX", place.prefix.as_str()),
+        ("SESSION", place.session.as_str()),
+    ];
     if let Some(spool) = spool {
         environment.push(("SPOOL", spool.to_str().unwrap()));
     }
     Child::spawn_self(test, &environment).unwrap()
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_killed_process_had_spooled_is_stored_by_the_next_one_in_order_and_once() {
-    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let place = Place::at(redis.url());
+async fn what_a_killed_process_had_spooled_is_stored_by_the_next_one_in_order_and_once(away: Away) {
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
     let spool = directory.path().join("spool");
-    let child = spawn("crashes::publisher", &place, &redis.url(), Some(&spool));
+    let child = spawn("crashes::publisher", place, Some(&spool));
     child.line_after("PUBLISHED 50 ", LIMIT).unwrap();
-    redis.kill9().unwrap();
-    // It goes on for a while without Redis, then dies in the middle of something.
+    away.begin().await;
+    // It goes on for a while without its server, then dies in the middle of something.
     let last = loop {
         let line = child.line_after("PUBLISHED ", LIMIT).unwrap();
         let (number, way) = line.split_once(' ').unwrap();
@@ -62,11 +84,11 @@ async fn what_a_killed_process_had_spooled_is_stored_by_the_next_one_in_order_an
         }
     };
     child.kill9().unwrap();
-    redis.restart().unwrap();
+    away.end().await;
 
-    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
+    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
     wait_until_empty(&bus, LIMIT).await;
-    let numbers = stored(&*open(&redis.url()).await, &place.stream()).await;
+    let numbers = stored(&*place.connect().await, &place.stream()).await;
     assert!(numbers.len() as u64 > last, "{} of at least {last}", numbers.len());
     assert_eq!(numbers, (0..numbers.len() as u64).collect::<Vec<u64>>());
     bus.close().await.unwrap();
@@ -87,14 +109,11 @@ fn publisher() {
     });
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_that_is_killed_while_it_replays_doubles_and_loses_nothing() {
+async fn a_process_that_is_killed_while_it_replays_doubles_and_loses_nothing(away: Away) {
     const EVENTS: u64 = 20_000;
-    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let place = Place::at(redis.url());
-    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
-    redis.kill9().unwrap();
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
+    away.begin().await;
     for batch in 0..EVENTS / 500 {
         let events = (batch * 500..batch * 500 + 500).map(|number| place.noted(number));
         let results = bus.publish_batch(events.collect()).await.unwrap();
@@ -102,10 +121,10 @@ async fn a_process_that_is_killed_while_it_replays_doubles_and_loses_nothing() {
     }
     bus.close().await.unwrap();
     drop(bus);
-    redis.restart().unwrap();
+    away.end().await;
 
     let spool = directory.path().join("spool");
-    let backend = open(&redis.url()).await;
+    let backend = place.connect().await;
     let length = || async {
         let stats = backend.stats(&place.stream()).await.unwrap();
         stats.map_or(0, |stats| stats.length)
@@ -113,7 +132,7 @@ async fn a_process_that_is_killed_while_it_replays_doubles_and_loses_nothing() {
     let mut killed_in_between = 0;
     for _ in 0..8 {
         let before = length().await;
-        let child = spawn("crashes::replayer", &place, &redis.url(), Some(&spool));
+        let child = spawn("crashes::replayer", place, Some(&spool));
         child.line_after("OPEN", LIMIT).unwrap();
         for _ in 0..2000 {
             if length().await > before {
@@ -127,7 +146,7 @@ async fn a_process_that_is_killed_while_it_replays_doubles_and_loses_nothing() {
     }
     println!("killed {killed_in_between} times in the middle");
     assert!(killed_in_between > 0);
-    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
+    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
     wait_until_empty(&bus, LIMIT).await;
     let numbers = stored(&*backend, &place.stream()).await;
     assert_eq!(numbers.len() as u64, EVENTS);
@@ -147,10 +166,8 @@ fn replayer() {
     });
 }
 
-/// One scenario, on Redis and on a cluster.
-async fn an_event_in_the_hands_of_a_killed_process_is_taken_over(url: String) {
-    let place = Place::at(url.clone());
-    let child = spawn("crashes::holder", &place, &url, None);
+async fn an_event_in_the_hands_of_a_killed_process_is_taken_over(place: Place) {
+    let child = spawn("crashes::holder", &place, None);
     child.line_after("READY", LIMIT).unwrap();
     let config = StreamedBusConfig { queue: quick_queue(quick_lease()), ..place.config() };
     let bus = place.bus_with(registry(), config).await;
@@ -161,18 +178,6 @@ async fn an_event_in_the_hands_of_a_killed_process_is_taken_over(url: String) {
     child.kill9().unwrap();
     assert_eq!(log.settles_at(1).await, ["7"]);
     bus.close().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_event_in_the_hands_of_a_killed_process_is_taken_over_on_redis() {
-    let redis = Redis::shared().unwrap();
-    an_event_in_the_hands_of_a_killed_process_is_taken_over(redis.url()).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_event_in_the_hands_of_a_killed_process_is_taken_over_on_a_cluster() {
-    let cluster = headwater_testkit::Cluster::shared().unwrap();
-    an_event_in_the_hands_of_a_killed_process_is_taken_over(cluster.url()).await;
 }
 
 #[test]

@@ -6,9 +6,8 @@
 #[macro_use]
 mod backends;
 
-mod place;
-#[macro_use]
 mod away;
+mod place;
 
 mod bad_input;
 mod breaker;

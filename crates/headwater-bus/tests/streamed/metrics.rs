@@ -1,7 +1,6 @@
 //! What is counted, by a recorder of the program's own.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_bus::conformance::{Announced, Log, Noted, registry};
@@ -9,21 +8,28 @@ use headwater_bus::{
     EventBus, EventBusExt, EventId, FailurePolicy, Folds, Outgoing, Received, SessionId, Sessions,
     SessionsConfig, StreamedBusConfig, Subscribe, Until,
 };
-use metrics::{
-    Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder,
-    SharedString, Unit,
-};
 
 use crate::away::{Away, LIMIT, until};
+use crate::backends::watching::Counts;
 use crate::place::{Place, noted, watch};
 use crate::spool::{spooling, wait_until_empty};
 
-/// On one thread, so that the recorder of this test hears its bus and no others.
-#[tokio::test]
-async fn the_life_of_events_is_counted() {
+// On one thread, so that the recorder of a test hears its bus and no others.
+on_streams!((): the_life_of_events_is_counted,
+    what_live_subscriptions_may_have_missed_is_counted,
+    what_is_pending_is_counted_over_all_sessions_and_ends_with_its_group,
+    the_life_of_sessions_is_counted,
+);
+
+mod away {
+    use super::what_goes_wrong_is_counted;
+
+    away!((): what_goes_wrong_is_counted);
+}
+
+async fn the_life_of_events_is_counted(place: Place) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
-    let place = Place::embedded().await;
     let bus = place.bus().await;
     let log = watch(&bus).await;
     let refuse = |_: Received<Noted>| async { Err::<(), _>("no") };
@@ -39,9 +45,8 @@ async fn the_life_of_events_is_counted() {
         tokio::task::yield_now().await;
     }
     log.settles_at(3).await;
-    bus.health().await;
 
-    for (name, expected) in [
+    let counted = [
         ("publish_total{type=conformance.Noted}{result=stored}", 3),
         ("publish_total{type=conformance.Announced}{result=stored}", 1),
         ("publish_latency_seconds{type=conformance.Noted}", 3),
@@ -50,10 +55,14 @@ async fn the_life_of_events_is_counted() {
         ("consume_latency_seconds{type=conformance.Noted}{kind=durable}", 3),
         ("consume_errors_total{type=conformance.Noted}{kind=live}", 3),
         ("parked_total", 1),
-    ] {
-        assert_eq!(counts.of(name), Some(expected), "{name} in {counts:?}");
-    }
-    assert_eq!(counts.of("pending{stream=session}{group=telemetry}"), Some(0));
+    ];
+    counts.come_to(&counted).await;
+    // What was handled is acknowledged a moment later, and somebody must look.
+    until(|| async {
+        bus.health().await;
+        counts.of("pending{stream=session}{group=telemetry}") == Some(0)
+    })
+    .await;
     assert!(bus.last_health().unwrap().connected);
     bus.close().await.unwrap();
 }
@@ -74,12 +83,10 @@ fn every_metric_of_the_first_design_has_its_name_behind_our_prefix() {
     assert_eq!(headwater_bus::metrics::PENDING, "headwater_bus_pending", "pending.count");
 }
 
-#[tokio::test]
-async fn what_goes_wrong_is_counted() {
+async fn what_goes_wrong_is_counted(away: Away) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
-    let (away, directory) = (Away::embedded().await, tempfile::tempdir().unwrap());
-    let place = &away.place;
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
     let fails = place.bus().await;
     let spools = place.bus_with(registry(), spooling(place, &directory)).await;
     let config = StreamedBusConfig { on_failure: FailurePolicy::LocalOnly, ..place.config() };
@@ -118,21 +125,17 @@ async fn what_goes_wrong_is_counted() {
     }
 }
 
-#[tokio::test]
-async fn what_live_subscriptions_may_have_missed_is_counted() {
+async fn what_live_subscriptions_may_have_missed_is_counted(place: Place) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
-    let place = Place::embedded().await;
     crate::live::who_comes_too_late_for_an_entry_is_told(place).await;
     assert_eq!(counts.of("live_missed_total"), Some(1));
 }
 
 /// One series for all sessions, however many there are, and none that stands still when nobody looks any more.
-#[tokio::test]
-async fn what_is_pending_is_counted_over_all_sessions_and_ends_with_its_group() {
+async fn what_is_pending_is_counted_over_all_sessions_and_ends_with_its_group(place: Place) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
-    let place = Place::embedded().await;
     let drain = Duration::from_millis(100);
     let config = StreamedBusConfig { drain, ..place.config() };
     let bus = place.bus_with(registry(), config).await;
@@ -177,11 +180,9 @@ async fn what_is_pending_is_counted_over_all_sessions_and_ends_with_its_group() 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The same for sessions.
-#[tokio::test]
-async fn the_life_of_sessions_is_counted() {
+async fn the_life_of_sessions_is_counted(place: Place) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
-    let place = Place::embedded().await;
     let bus = Arc::new(place.bus().await);
     let folds = Folds::none().latest::<Noted>();
     let ttl = Some(Duration::from_millis(1));
@@ -201,7 +202,7 @@ async fn the_life_of_sessions_is_counted() {
     tokio::time::sleep(Duration::from_millis(20)).await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 2);
 
-    for (name, expected) in [
+    let counted = [
         ("sessions_recovered_total{from=events}", 1),
         ("sessions_recovered_total{from=snapshot}", 2),
         ("session_recovery_seconds{from=snapshot}", 2),
@@ -210,80 +211,7 @@ async fn the_life_of_sessions_is_counted() {
         ("session_entries_compacted_total", 4),
         ("sessions_filled_total{of=fork}", 1),
         ("sessions_expired_total", 2),
-    ] {
-        assert_eq!(counts.of(name), Some(expected), "{name} in {counts:?}");
-    }
+    ];
+    counts.come_to(&counted).await;
     bus.close().await.unwrap();
-}
-
-/// What was counted, set or recorded, by name and labels.
-#[derive(Clone, Debug, Default)]
-struct Counts(Arc<Mutex<BTreeMap<String, u64>>>);
-
-impl Counts {
-    fn of(&self, name: &str) -> Option<u64> {
-        self.0.lock().unwrap().get(&format!("headwater_bus_{name}")).copied()
-    }
-
-    fn names(&self) -> Vec<String> {
-        self.0.lock().unwrap().keys().cloned().collect()
-    }
-
-    fn count(&self, key: &Key) -> Arc<Count> {
-        let labels = key.labels().map(|label| format!("{{{}={}}}", label.key(), label.value()));
-        let name = format!("{}{}", key.name(), labels.collect::<String>());
-        Arc::new(Count(self.clone(), name))
-    }
-}
-
-struct Count(Counts, String);
-
-impl Count {
-    fn change(&self, change: impl FnOnce(&mut u64)) {
-        change(self.0.0.lock().unwrap().entry(self.1.clone()).or_default());
-    }
-}
-
-impl CounterFn for Count {
-    fn increment(&self, value: u64) {
-        self.change(|count| *count += value);
-    }
-
-    fn absolute(&self, _: u64) {}
-}
-
-impl GaugeFn for Count {
-    fn increment(&self, _: f64) {}
-
-    fn decrement(&self, _: f64) {}
-
-    fn set(&self, value: f64) {
-        self.change(|count| *count = value as u64);
-    }
-}
-
-impl HistogramFn for Count {
-    fn record(&self, _: f64) {
-        self.change(|count| *count += 1);
-    }
-}
-
-impl Recorder for Counts {
-    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
-
-    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
-
-    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
-
-    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
-        Counter::from_arc(self.count(key))
-    }
-
-    fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
-        Gauge::from_arc(self.count(key))
-    }
-
-    fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> Histogram {
-        Histogram::from_arc(self.count(key))
-    }
 }

@@ -38,12 +38,12 @@ impl Place {
 
     /// At a server that will be away: buses notice it soon.
     pub(crate) fn at(url: String) -> Self {
-        Self { patience: NOTICES_AFTER, ..Self::new(Target::Url(url)) }
+        Self::on(Target::Url(url))
     }
 
-    /// All buses share this backend.
-    pub(crate) fn on(backend: Arc<dyn Backend>) -> Self {
-        Self::new(Target::Shared(backend))
+    /// On something that will be away: buses notice it soon.
+    pub(crate) fn on(target: Target) -> Self {
+        Self { patience: NOTICES_AFTER, ..Self::new(target) }
     }
 
     fn new(target: Target) -> Self {

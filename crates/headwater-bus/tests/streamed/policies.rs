@@ -233,9 +233,13 @@ async fn an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too() {
     bus.close().await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_publishes_that_are_given_up_before_there_is_room_nothing_is_left() {
-    let place = Place::embedded().await;
+mod room {
+    use super::of_publishes_that_are_given_up_before_there_is_room_nothing_is_left;
+
+    on_streams!(of_publishes_that_are_given_up_before_there_is_room_nothing_is_left);
+}
+
+async fn of_publishes_that_are_given_up_before_there_is_room_nothing_is_left(place: Place) {
     let config = StreamedBusConfig { in_flight_max: 1, ..place.config() };
     let bus = place.bus_with(registry(), config).await;
     let began = Arc::new(Notify::new());

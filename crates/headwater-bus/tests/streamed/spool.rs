@@ -5,13 +5,27 @@ use std::time::{Duration, Instant};
 
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
-    EventBus, EventBusExt, FailurePolicy, SpoolConfig, Stored, StreamedBus, StreamedBusConfig,
+    EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, Stored, StreamedBus,
+    StreamedBusConfig,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
 use tempfile::TempDir;
 
-use crate::away::until;
-use crate::place::{NOTICES_AFTER, Place, numbers, open, stored, watch};
+use crate::away::{Away, LIMIT, until};
+use crate::place::{NOTICES_AFTER, Place, noted, numbers, open, stored, watch};
+
+away!(
+    away_for_10_s_under_1000_events_a_second_nothing_is_lost_or_doubled_and_order_is_kept,
+    what_waits_is_stored_by_the_next_start_before_anything_new,
+    publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever,
+);
+
+// An embedded backend keeps each kind of value under names of its own: no stream of it refuses an event for good.
+mod refused {
+    use super::events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nobody;
+
+    servers!(events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nobody);
+}
 
 pub(crate) fn spooling(place: &Place, directory: &TempDir) -> StreamedBusConfig {
     let spool = SpoolConfig::new(directory.path().join("spool"));
@@ -38,7 +52,7 @@ struct Offered {
 
 /// Publishes as many events as the clock demands, however late it is, for 15 s and until events go straight to their
 /// stream again, though nobody stops publishing for it.
-async fn offer(bus: Arc<StreamedBus>, session: u64, began: Instant) -> Offered {
+async fn offer(bus: Arc<StreamedBus>, session: SessionId, began: Instant) -> Offered {
     let mut ticks = tokio::time::interval(Duration::from_millis(10));
     let mut offered = Offered { events: 0, spooled: 0, until: Duration::ZERO };
     let mut is_direct = false;
@@ -47,10 +61,7 @@ async fn offer(bus: Arc<StreamedBus>, session: u64, began: Instant) -> Offered {
         ticks.tick().await;
         offered.until = began.elapsed();
         let due = offered.until.as_millis() as u64 * EVENTS_PER_SECOND / SESSIONS / 1000;
-        let event = |number| {
-            let session_id = Some(format!("s{session}"));
-            Noted { session_id, number, text: "x".repeat(100) }
-        };
+        let event = |number| Noted { text: "x".repeat(100), ..noted(&session, number) };
         let events: Vec<Noted> = (offered.events..due).take(1000).map(event).collect();
         for result in bus.publish_batch(events).await.unwrap() {
             is_direct = matches!(result.unwrap().stored, Stored::Entry(_));
@@ -61,24 +72,26 @@ async fn offer(bus: Arc<StreamedBus>, session: u64, began: Instant) -> Offered {
     offered
 }
 
-/// 1,000 events a second in ten sessions; Redis is killed after two seconds and is away for ten.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn redis_away_for_10_s_under_1000_events_a_second_loses_and_doubles_nothing_and_keeps_order()
-{
-    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let place = Place::at(redis.url());
-    let bus = Arc::new(place.bus_with(registry(), spooling(&place, &directory)).await);
+/// 1,000 events a second in ten sessions; the backend of one of them, or of all, is away for ten seconds after two.
+async fn away_for_10_s_under_1000_events_a_second_nothing_is_lost_or_doubled_and_order_is_kept(
+    away: Away,
+) {
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+    let bus = Arc::new(place.bus_with(registry(), spooling(place, &directory)).await);
     let log = watch(&bus).await;
+    let others = std::iter::repeat_with(SessionId::random);
+    let sessions: Vec<SessionId> =
+        std::iter::once(place.session.clone()).chain(others).take(SESSIONS as usize).collect();
 
     let began = Instant::now();
-    let offering: Vec<_> = (0..SESSIONS)
-        .map(|session| tokio::spawn(offer(Arc::clone(&bus), session, began)))
+    let offering: Vec<_> = sessions
+        .iter()
+        .map(|session| tokio::spawn(offer(Arc::clone(&bus), session.clone(), began)))
         .collect();
     tokio::time::sleep(Duration::from_secs(2)).await;
-    redis.kill9().unwrap();
+    away.begin().await;
     tokio::time::sleep(Duration::from_secs(10)).await;
-    redis.restart().unwrap();
+    away.end().await;
 
     let (mut published, mut spooled) = (Vec::new(), 0);
     for offering in offering {
@@ -91,12 +104,12 @@ async fn redis_away_for_10_s_under_1000_events_a_second_loses_and_doubles_nothin
     let total: u64 = published.iter().sum();
     println!("published {total}, of these {spooled} by way of the spool");
     assert!(spooled >= EVENTS_PER_SECOND, "the outage was felt: {spooled} of {total}");
-    wait_until_empty(&bus, Duration::from_secs(90)).await;
+    wait_until_empty(&bus, LIMIT).await;
     println!("all stored {:?} after the beginning", began.elapsed());
 
-    let backend = open(&redis.url()).await;
-    for (session, count) in published.iter().enumerate() {
-        let numbers = stored(&*backend, &place.stream_of(&format!("s{session}"))).await;
+    let backend = place.connect().await;
+    for (session, count) in sessions.iter().zip(&published) {
+        let numbers = stored(&*backend, &place.stream_of(session.as_str())).await;
         assert_eq!(numbers, (0..*count).collect::<Vec<u64>>(), "session {session}");
     }
     // Handlers here ran at once, and not again when the events went to their streams.
@@ -107,13 +120,10 @@ async fn redis_away_for_10_s_under_1000_events_a_second_loses_and_doubles_nothin
     bus.close().await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_waits_is_stored_by_the_next_start_before_anything_new() {
-    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let place = Place::at(redis.url());
-    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
-    redis.kill9().unwrap();
+async fn what_waits_is_stored_by_the_next_start_before_anything_new(away: Away) {
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
+    away.begin().await;
     for number in 0..20 {
         let result = bus.publish(place.noted(number)).await.unwrap();
         assert_eq!(result.stored, Stored::Spooled);
@@ -123,14 +133,14 @@ async fn what_waits_is_stored_by_the_next_start_before_anything_new() {
     drop(bus);
 
     // Somebody watches before the next start can store anything.
-    redis.restart().unwrap();
+    away.end().await;
     let other = place.bus().await;
     let there = watch(&other).await;
-    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
+    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
     let here = watch(&bus).await;
     let result = bus.publish(place.noted(20)).await.unwrap();
     assert_eq!(result.handlers_invoked, 1);
-    wait_until_empty(&bus, Duration::from_secs(90)).await;
+    wait_until_empty(&bus, LIMIT).await;
     bus.publish(place.noted(21)).await.unwrap().raise().unwrap();
     let all = stored(&*place.connect().await, &place.stream()).await;
     assert_eq!(all, (0..22).collect::<Vec<u64>>());
@@ -145,24 +155,22 @@ async fn what_waits_is_stored_by_the_next_start_before_anything_new() {
     other.close().await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nobody() {
-    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let proxy = Proxy::start(redis.addr()).unwrap();
-    let place = Place::at(redis.url_at(proxy.addr()));
-    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
-    proxy.cut().unwrap();
-    for (session, number) in [("bad", 0), ("good", 0), ("bad", 1), ("good", 1)] {
-        let event = Noted { session_id: Some(session.to_owned()), number, text: String::new() };
-        assert_eq!(bus.publish(event).await.unwrap().stored, Stored::Spooled);
+async fn events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nobody(away: Away) {
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
+    let (bad, good) = (place.stream(), SessionId::random());
+    away.command_at(&place.session, &["SET", bad.as_str(), "no stream"]);
+    away.begin().await;
+    for number in 0..2 {
+        for session in [&place.session, &good] {
+            let result = bus.publish(noted(session, number)).await.unwrap();
+            assert_eq!(result.stored, Stored::Spooled);
+        }
     }
-    let bad = place.stream_of("bad");
-    redis.command(&["SET", bad.as_str(), "no stream"]).unwrap();
-    proxy.heal().unwrap();
-    wait_until_empty(&bus, Duration::from_secs(90)).await;
-    let backend = open(&redis.url()).await;
-    assert_eq!(stored(&*backend, &place.stream_of("good")).await, [0, 1]);
+    away.end().await;
+    wait_until_empty(&bus, LIMIT).await;
+    let backend = place.connect().await;
+    assert_eq!(stored(&*backend, &place.stream_of(good.as_str())).await, [0, 1]);
     assert_eq!(bus.health().await.spool.unwrap().rejected, 2);
     let listed = bus.rejected(10).await.unwrap();
     assert_eq!(listed.len(), 2);
@@ -174,7 +182,7 @@ async fn events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nob
     bus.close().await.unwrap();
     drop(bus);
     // They are not forgotten when the bus is opened again.
-    let bus = place.bus_with(registry(), spooling(&place, &directory)).await;
+    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
     assert_eq!(bus.health().await.spool.unwrap().rejected, 2);
     assert_eq!(bus.rejected(10).await.unwrap(), listed);
     bus.close().await.unwrap();
@@ -209,20 +217,18 @@ async fn an_outage_longer_than_ids_are_remembered_doubles_nothing() {
     until(|| async { redis.command(&["DBSIZE"]).unwrap().int() == Some(1) }).await;
     assert_eq!(stored(&*backend, &place.stream()).await, [0, 1]);
     proxy.heal().unwrap();
-    wait_until_empty(&bus, Duration::from_secs(90)).await;
+    wait_until_empty(&bus, LIMIT).await;
     assert_eq!(stored(&*backend, &place.stream()).await, [0, 1, 2, 3, 4]);
     bus.close().await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever() {
-    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let proxy = Proxy::start(redis.addr()).unwrap();
-    let place = Place::at(redis.url_at(proxy.addr()));
-    let bus = Arc::new(place.bus_with(registry(), spooling(&place, &directory)).await);
-    proxy.cut().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(90);
+async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever(away: Away) {
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+    let bus = Arc::new(place.bus_with(registry(), spooling(place, &directory)).await);
+    away.begin().await;
+    // From now on all events wait behind this one, also those for nodes that are there.
+    assert_eq!(bus.publish(place.noted(0)).await.unwrap().stored, Stored::Spooled);
+    let deadline = Instant::now() + 2 * LIMIT;
     let publishers: Vec<_> = (0..32)
         .map(|session| {
             let bus = Arc::clone(&bus);
@@ -243,14 +249,14 @@ async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever() {
     while bus.health().await.spool.unwrap().events < 100 {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    proxy.heal().unwrap();
+    away.end().await;
     let mut published = Vec::new();
     for publisher in publishers {
         let (count, last) = publisher.await.unwrap();
         assert!(matches!(last, Stored::Entry(_)), "events still go through the spool");
         published.push(count);
     }
-    let backend = open(&redis.url()).await;
+    let backend = place.connect().await;
     for (session, count) in published.iter().enumerate() {
         let numbers = stored(&*backend, &place.stream_of(&format!("s{session}"))).await;
         assert_eq!(numbers, (0..*count).collect::<Vec<u64>>(), "session {session}");

@@ -1,21 +1,19 @@
 //! Traces: who published what while handling what.
 
-use std::collections::BTreeMap;
-use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use headwater_bus::conformance::{Announced, Log, Noted};
 use headwater_bus::{
     EventBus, EventBusExt, Outgoing, Received, StreamedBus, Subscribe, TraceContext, current_trace,
 };
-use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Metadata};
 
+use crate::backends::watching::{Span, Spans};
 use crate::place::{Place, entries};
 
-on_streams!(a_trace_goes_on_over_processes_and_groups);
+on_streams!(
+    a_trace_goes_on_over_processes_and_groups,
+    publishing_and_handling_are_spans_with_the_ids_of_the_event,
+);
 
 /// Publishes an event for each one it handles.
 async fn relay(bus: &Arc<StreamedBus>, subscribe: Subscribe, number: u64, log: &Log) {
@@ -62,12 +60,8 @@ async fn a_trace_goes_on_over_processes_and_groups(place: Place) {
     bob.close().await.unwrap();
 }
 
-/// On one thread, so that the listener of this test hears its buses and no others.
-#[tokio::test]
-async fn publishing_and_handling_are_spans_with_the_ids_of_the_event() {
-    let spans = Spans::default();
-    let _guard = tracing::subscriber::set_default(spans.clone());
-    let place = Place::embedded().await;
+async fn publishing_and_handling_are_spans_with_the_ids_of_the_event(place: Place) {
+    let spans = Spans::of_all();
     let bus = place.bus().await;
     let log = Log::default();
     for subscribe in [Subscribe::live(), Subscribe::durable("all")] {
@@ -83,80 +77,20 @@ async fn publishing_and_handling_are_spans_with_the_ids_of_the_event() {
     let result = bus.publish_outgoing(event).await.unwrap();
     log.settles_at(2).await;
 
-    let ids = BTreeMap::from([
-        ("event_type", "conformance.Noted".to_owned()),
-        ("event_id", result.event_id.to_string()),
-        ("trace_id", format!("{:032x}", root.trace_id())),
-    ]);
-    let span_id = format!("{:016x}", root.span_id());
-    let mut published = ids.clone();
-    published.extend([("span_id", span_id.clone()), ("events", "1".to_owned())]);
-    assert_eq!(spans.named("publish"), [published]);
-    let handled = |kind: &str| {
-        let mut handled = ids.clone();
-        handled.extend([("parent_span_id", span_id.clone()), ("kind", kind.to_owned())]);
-        handled
+    let event_id = result.event_id.to_string();
+    let span = |name: &str, others: [(&str, &str); 2]| -> Span {
+        let trace_id = format!("{:032x}", root.trace_id());
+        let ids =
+            [("event_type", "conformance.Noted"), ("event_id", &event_id), ("trace_id", &trace_id)];
+        let fields = ids.into_iter().chain(others);
+        (name.to_owned(), fields.map(|(name, value)| (name.into(), value.into())).collect())
     };
-    let mut all = spans.named("handle");
-    all.retain(|span| span.contains_key("event_type"));
+    let span_id = format!("{:016x}", root.span_id());
+    let mut all = spans.all();
+    all.retain(|(_, fields)| fields.get("event_id") == Some(&event_id));
     all.sort();
-    assert_eq!(all, [handled("durable"), handled("live")]);
+    let handled = |kind| span("handle", [("parent_span_id", &span_id), ("kind", kind)]);
+    let published = span("publish", [("span_id", &span_id), ("events", "1")]);
+    assert_eq!(all, [handled("durable"), handled("live"), published]);
     bus.close().await.unwrap();
-}
-
-/// The fields of a span.
-type Fields = BTreeMap<&'static str, String>;
-
-/// All spans of this crate that were opened, by name.
-#[derive(Clone, Default)]
-struct Spans {
-    opened: Arc<Mutex<Vec<(&'static str, Fields)>>>,
-    next: Arc<AtomicU64>,
-}
-
-impl Spans {
-    fn named(&self, name: &str) -> Vec<Fields> {
-        let opened = self.opened.lock().unwrap();
-        opened
-            .iter()
-            .filter(|(other, _)| *other == name)
-            .map(|(_, fields)| fields.clone())
-            .collect()
-    }
-}
-
-impl tracing::Subscriber for Spans {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_span() && metadata.target().starts_with("headwater_bus")
-    }
-
-    fn new_span(&self, span: &Attributes<'_>) -> Id {
-        let mut fields = Reader::default();
-        span.record(&mut fields);
-        self.opened.lock().unwrap().push((span.metadata().name(), fields.0));
-        Id::from_u64(self.next.fetch_add(1, Ordering::SeqCst) + 1)
-    }
-
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-
-    fn event(&self, _: &Event<'_>) {}
-
-    fn enter(&self, _: &Id) {}
-
-    fn exit(&self, _: &Id) {}
-}
-
-#[derive(Default)]
-struct Reader(Fields);
-
-impl Visit for Reader {
-    fn record_str(&mut self, field: &Field, value: &str) {
-        self.0.insert(field.name(), value.to_owned());
-    }
-
-    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.0.insert(field.name(), format!("{value:?}"));
-    }
 }

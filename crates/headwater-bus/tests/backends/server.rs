@@ -1,0 +1,118 @@
+//! A backend of one's own that can be taken away from those who work with it.
+//!
+//! A Redis is killed. Of a cluster the one node is killed that has a certain stream; the others go on, and no replica
+//! takes over. An embedded backend lives in the process of its users and is never away, but it can be full, and then
+//! it does for them what a server does that is away: nothing, and the same call may succeed later.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::{Backend, Fields, Options, Retention, StreamError, StreamName, connect};
+use headwater_testkit::{Cluster, Persistence, Redis};
+
+use super::Target;
+
+/// Nothing that should happen takes longer.
+pub(crate) const LIMIT: Duration = Duration::from_secs(90);
+
+pub(crate) enum Server {
+    Embedded(Arc<dyn Backend>),
+    Redis(Box<Redis>),
+    Cluster(Cluster),
+}
+
+impl Server {
+    pub(crate) async fn embedded() -> Self {
+        let url = "embedded:memory?max_bytes=30000000";
+        Self::Embedded(connect(url, &Options::default()).await.unwrap())
+    }
+
+    pub(crate) fn redis() -> Self {
+        let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
+        Self::Redis(Box::new(redis))
+    }
+
+    pub(crate) fn cluster() -> Self {
+        let cluster = Cluster::builder()
+            .setting("appendonly", "yes")
+            .setting("appendfsync", "always")
+            .setting("cluster-require-full-coverage", "no")
+            .start()
+            .unwrap();
+        for node in cluster.nodes() {
+            let no_failover = ["CONFIG", "SET", "cluster-replica-no-failover", "yes"];
+            node.command(&no_failover).unwrap().ok().unwrap();
+        }
+        Self::Cluster(cluster)
+    }
+
+    pub(crate) fn target(&self) -> Target {
+        match self {
+            Self::Embedded(backend) => Target::Shared(Arc::clone(backend)),
+            Self::Redis(redis) => Target::Url(redis.url()),
+            Self::Cluster(cluster) => Target::Url(cluster.url()),
+        }
+    }
+
+    /// Takes away what has this stream.
+    pub(crate) async fn leave(&self, stream: &StreamName) {
+        match self {
+            Self::Embedded(backend) => fill(&**backend).await,
+            _ => self.node_of(stream).kill9().unwrap(),
+        }
+    }
+
+    /// Brings it back, with all it had.
+    pub(crate) async fn come_back(&self) {
+        match self {
+            Self::Embedded(backend) => {
+                backend.delete_stream(&filler()).await.unwrap();
+            }
+            Self::Redis(redis) => redis.restart().unwrap(),
+            Self::Cluster(cluster) => {
+                let is_away = |node: &&Redis| node.pid().is_err();
+                cluster.nodes().iter().filter(is_away).for_each(|node| node.restart().unwrap());
+                cluster.wait_until_ok(LIMIT).unwrap();
+            }
+        }
+    }
+
+    /// The server that has this stream.
+    pub(crate) fn node_of(&self, stream: &StreamName) -> &Redis {
+        match self {
+            Self::Embedded(_) => panic!("there is no server"),
+            Self::Redis(redis) => redis,
+            Self::Cluster(cluster) => {
+                let slot = cluster.slot_of(stream.as_str()).unwrap();
+                cluster.primary_of_slot(slot).unwrap()
+            }
+        }
+    }
+
+    /// Those that hold something for others.
+    pub(crate) fn primaries(&self) -> &[Redis] {
+        match self {
+            Self::Embedded(_) => panic!("there is no server"),
+            Self::Redis(redis) => std::slice::from_ref(&**redis),
+            Self::Cluster(cluster) => &cluster.nodes()[..3],
+        }
+    }
+}
+
+fn filler() -> StreamName {
+    StreamName::new("filler").unwrap()
+}
+
+/// Leaves no room for an event, however small.
+async fn fill(backend: &dyn Backend) {
+    for bytes in [50_000, 1000, 1] {
+        let entry = [Fields::new([("x", "x".repeat(bytes))])];
+        loop {
+            match backend.append(&filler(), &entry, &Retention::KEEP_ALL).await {
+                Ok(_) => {}
+                Err(StreamError::Full { .. }) => break,
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+}
