@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use headwater_bus::{EventBus, EventBusExt, Sessions, conformance::Noted};
 use headwater_bus::{SessionError, SessionId, SessionsConfig, Stage, Subscribe};
-use headwater_stream::{EntryId, GroupStart, StreamName};
+use headwater_stream::{EntryId, Fields, GroupStart, MapName, Retention, StreamName};
 use tokio::sync::oneshot;
 
 use crate::place::{LIMIT, Place, Sum, by_hand, folds, noted, publish, sum};
@@ -17,6 +17,9 @@ everywhere!(
     whoever_dies_while_it_forgets_leaves_what_is_swept_later,
     a_session_whose_stream_is_gone_ends_once,
     several_look_after_many_sessions_and_each_is_ended_once,
+    a_session_lives_from_its_last_event_also_if_only_a_snapshot_knows_of_it,
+    what_ended_a_moment_ago_is_left_to_whoever_is_at_it,
+    a_place_in_the_list_is_left_to_whoever_is_about_to_make_a_session,
 );
 
 const MOMENT: Duration = Duration::from_millis(1);
@@ -181,12 +184,8 @@ async fn whoever_dies_while_it_forgets_leaves_what_is_swept_later(place: Place) 
     pause().await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 1);
     // As it is after the first step: nobody may take it up, and nobody may take the name.
-    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
-    let meta = headwater_stream::MapName::new(meta).unwrap();
     let going = [("stage", "filling"), ("filler", "somebody"), ("filling", "an expired session,")];
-    let going = going.map(|(name, value)| (name.to_owned(), value.into()));
-    let backend = place.backend().await;
-    backend.map_update(&meta, None, &going.into_iter().collect()).await.unwrap();
+    change_meta(&place, &going.map(|(name, value)| (name, value.to_owned()))).await;
     let error = sessions.recover(&place.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
     let error = sessions.create(&place.session).await.unwrap_err();
@@ -213,6 +212,89 @@ async fn a_session_whose_stream_is_gone_ends_once(place: Place) {
     assert_eq!(info.stage, Stage::Expired);
 }
 
+/// Changes what is known of the place's session.
+async fn change_meta(place: &Place, fields: &[(&str, String)]) {
+    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
+    let fields = fields.iter().map(|(name, value)| (name.to_string(), value.clone().into()));
+    let meta = MapName::new(meta).unwrap();
+    let backend = place.backend().await;
+    assert!(backend.map_update(&meta, None, &fields.collect()).await.unwrap());
+}
+
+async fn a_session_lives_from_its_last_event_also_if_only_a_snapshot_knows_of_it(place: Place) {
+    let config = SessionsConfig { ttl: Some(LIMIT * 60), ..by_hand() };
+    let sessions = place.sessions_with(folds(), config).await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..3).await;
+    assert!(session.snapshot().await.unwrap());
+    // It was made long ago, and used just now.
+    change_meta(&place, &[("created_at", "2020-01-01T00:00:00Z".to_owned())]).await;
+    assert_eq!(sessions.sweep().await.unwrap().expired, 0);
+    // Its stream is lost; the snapshot says when it was last used.
+    assert!(place.backend().await.delete_stream(&place.stream()).await.unwrap());
+    assert_eq!(sessions.sweep().await.unwrap().expired, 0);
+    assert_eq!(sessions.info(&place.session).await.unwrap().unwrap().stage, Stage::Open);
+    // That was long ago, too.
+    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
+    let meta = place.backend().await.map_get(&MapName::new(meta).unwrap()).await.unwrap().unwrap();
+    let snapshot = meta.keys().find(|name| name.starts_with("snapshot:")).unwrap();
+    change_meta(&place, &[(snapshot, "1577836800000-0 3".to_owned())]).await;
+    assert_eq!(sessions.sweep().await.unwrap().expired, 1);
+}
+
+async fn what_ended_a_moment_ago_is_left_to_whoever_is_at_it(place: Place) {
+    let config = SessionsConfig { ttl: Some(MOMENT), note_kept_for: MOMENT, ..by_hand() };
+    let patient = place.sessions_with(folds(), config).await;
+    let impatient = place.sessions_with(folds(), forgetful()).await;
+    let session = patient.create(&place.session).await.unwrap();
+    publish(&session, 0..3).await;
+    // Somebody ended it, an event came, and it is yet to be seen that it is in use after all.
+    let backend = place.backend().await;
+    let ended = [
+        ("stage", "expired".to_owned()),
+        ("expired_through", session.position().to_string()),
+        ("expired_entries", "3".to_owned()),
+        ("expired_at", backend.now().await.unwrap().to_rfc3339()),
+    ];
+    change_meta(&place, &ended).await;
+    let event = Noted { session_id: Some(place.session.to_string()), ..noted(3) };
+    patient.bus().publish(event).await.unwrap();
+    pause().await;
+    let stage = async || patient.info(&place.session).await.unwrap().map(|info| info.stage);
+    patient.sweep().await.unwrap();
+    assert_eq!(
+        (stage().await, place.entries(&place.session).await.len()),
+        (Some(Stage::Expired), 4)
+    );
+    // Whoever was at it is dead.
+    impatient.sweep().await.unwrap();
+    assert_eq!(stage().await, Some(Stage::Open));
+    assert_eq!(sum(&patient.recover(&place.session).await.unwrap()), Sum::of(0..4));
+    // It ends, and is not forgotten while somebody may be about to remove its events, however soon notes go.
+    pause().await;
+    assert_eq!(patient.sweep().await.unwrap().expired, 1);
+    pause().await;
+    assert_eq!(patient.sweep().await.unwrap().forgotten, 0);
+    assert_eq!(stage().await, Some(Stage::Expired));
+    assert_eq!(impatient.sweep().await.unwrap().forgotten, 1);
+    assert_eq!(stage().await, None);
+}
+
+async fn a_place_in_the_list_is_left_to_whoever_is_about_to_make_a_session(place: Place) {
+    let patient = place.sessions().await;
+    let impatient = place.sessions_with(folds(), forgetful()).await;
+    let backend = place.backend().await;
+    let list = StreamName::new(format!("{}:sessions", place.prefix)).unwrap();
+    let entry = [Fields::new([("session", place.session.to_string())])];
+    backend.append(&list, &entry, &Retention::KEEP_ALL).await.unwrap();
+    pause().await;
+    let length = async || backend.stats(&list).await.unwrap().map_or(0, |stats| stats.length);
+    patient.sweep().await.unwrap();
+    assert_eq!(length().await, 1);
+    impatient.sweep().await.unwrap();
+    assert_eq!(length().await, 0);
+}
+
 async fn several_look_after_many_sessions_and_each_is_ended_once(place: Place) {
     const MANY: u64 = 150;
     let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
@@ -221,12 +303,9 @@ async fn several_look_after_many_sessions_and_each_is_ended_once(place: Place) {
         sessions.create(&SessionId::random()).await.unwrap();
     }
     // One that is damaged, and one of another kind in the list.
-    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
     sessions.create(&place.session).await.unwrap();
+    change_meta(&place, &[("stage", "{odd}".to_owned())]).await;
     let backend = place.backend().await;
-    let odd = [("stage".to_owned(), "{odd}".into())].into_iter().collect();
-    let meta = headwater_stream::MapName::new(meta).unwrap();
-    backend.map_update(&meta, None, &odd).await.unwrap();
     let list = StreamName::new(format!("{}:sessions", place.prefix)).unwrap();
     let group = headwater_stream::GroupName::new("watchers").unwrap();
     backend.ensure_group(&list, &group, GroupStart::Beginning).await.unwrap();
