@@ -108,6 +108,25 @@ impl BusError {
         Self::Invalid { what: what.into(), problem: problem.into() }
     }
 
+    /// Refuses to remember ids for less time than a call of the backend may take, in which it may be repeated: the same thing
+    /// would count twice.
+    pub(crate) fn check_remembered(
+        name: &str,
+        time: Duration,
+        call_deadline: Option<Duration>,
+    ) -> Result<()> {
+        match call_deadline {
+            Some(deadline) if time < deadline => {
+                let problem = format!(
+                    "{time:?}; a call of the backend may take {deadline:?}, and what it repeats \
+                     would count twice; take several times that, or a shorter `call_deadline`"
+                );
+                Err(Self::invalid(name, problem))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Whether the same call may succeed later without anybody mending anything.
     pub fn is_transient(&self) -> bool {
         match self {

@@ -1,5 +1,7 @@
 //! A backend is all seams together, behind one object.
 
+use std::time::Duration;
+
 use async_trait::async_trait;
 
 use crate::clock::Timestamp;
@@ -19,6 +21,12 @@ pub trait Backend: Streams + Delays + Leases + Registry + Dedup {
     /// The hash slot of a key in a Redis Cluster; `None` where keys are not spread over servers. Things that one atomic
     /// step touches must share a slot.
     fn cluster_slot(&self, key: &str) -> Option<u16>;
+
+    /// How long a call may take before it is given up, and may have been repeated until then; `None` where none is. Ids
+    /// that are remembered for less do not keep a repeated call from counting twice.
+    fn call_deadline(&self) -> Option<Duration> {
+        None
+    }
 
     /// The time by the clock that decides here: the server's, or the injected one.
     async fn now(&self) -> Result<Timestamp>;

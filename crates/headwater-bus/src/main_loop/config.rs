@@ -103,7 +103,7 @@ impl Default for MainLoopClientConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplyConfig {
     /// How long a reply can be fetched, and for how long a second request with its id is known to be a second one.
-    /// Default: 24 h, at most [`REPLY_KEEP_MAX`].
+    /// Default: 24 h; no shorter than a call of the backend may take, at most [`REPLY_KEEP_MAX`].
     pub keep: Duration,
     /// The newest so many replies to a requester are kept. Default: 10 000.
     pub max_len: u64,

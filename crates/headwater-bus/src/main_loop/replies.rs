@@ -17,7 +17,7 @@ use tracing::{debug, warn};
 use super::config::ReplyConfig;
 use super::reply::{self, Reply};
 use crate::bus::{EventBus, EventBusExt};
-use crate::error::Result;
+use crate::error::{BusError, Result};
 use crate::journal::Journal;
 use crate::metrics;
 use crate::name::{RequestId, Requester, random_bits};
@@ -54,6 +54,7 @@ impl Replies {
     pub(super) async fn new(bus: Arc<dyn EventBus>, config: ReplyConfig) -> Result<Self> {
         config.validate()?;
         let journal = bus.journal().await?;
+        BusError::check_remembered("keep", config.keep, journal.backend.call_deadline())?;
         let origin = format!("main-loop:{}:{:032x}", std::process::id(), random_bits());
         Ok(Self { bus, journal, config, origin, listed: Mutex::default() })
     }

@@ -30,7 +30,7 @@ pub struct StreamedBusConfig {
     pub breaker: BreakerConfig,
     /// How long ids of published events are remembered, so that one that is published again counts once. `None`
     /// (default) does so for 10 min, and only for events that were given an id; with a spool, for all events. Several times
-    /// as long as a call of the backend may take, at most 24 h.
+    /// as long as a call of the backend may take (less than once is refused), at most 24 h.
     pub remember: Option<Duration>,
     /// How much of the control stream is kept once every group is done with it. Default: 10 000 entries.
     pub control_retention: Retention,
@@ -92,7 +92,10 @@ impl Default for StreamedBusConfig {
 }
 
 impl StreamedBusConfig {
-    pub(crate) fn validate(&self) -> Result<()> {
+    /// Checks them for a backend whose calls take so long at most.
+    pub(crate) fn validate(&self, call_deadline: Option<Duration>) -> Result<()> {
+        let remember = self.remember.unwrap_or(REMEMBER_DEFAULT);
+        BusError::check_remembered("remember", remember, call_deadline)?;
         let counts = [
             ("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX),
             ("batch", self.batch, COUNT_MAX),

@@ -95,7 +95,7 @@ impl StreamedBus {
         registry: Registry,
         config: StreamedBusConfig,
     ) -> Result<Self> {
-        config.validate()?;
+        config.validate(backend.call_deadline())?;
         let keys = Keys::new(&config.prefix)?;
         let spool = match &config.on_failure {
             FailurePolicy::Spool(spool) => {

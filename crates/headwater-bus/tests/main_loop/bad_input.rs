@@ -1,12 +1,15 @@
 //! Requests and outputs that make no sense: typed failures, and a worker that lives.
 
+use std::time::Duration;
+
 use headwater_bus::conformance::Log;
 use headwater_bus::limits::PAYLOAD_BYTES_MAX;
 use headwater_bus::{
-    BusError, Event, EventBusExt, MainLoopConfig, MainLoopError, MainLoopFailed, MainLoopRequest,
-    MainLoopWorker, Received, ReplyConfig, RequestFailure, RequestId, Submit, Subscribe,
+    BusError, Event, EventBusExt, MainLoopClient, MainLoopClientConfig, MainLoopConfig,
+    MainLoopError, MainLoopFailed, MainLoopRequest, MainLoopWorker, Received, ReplyConfig,
+    RequestFailure, RequestId, Requester, Submit, Subscribe,
 };
-use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention};
+use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention, SetName};
 use serde_json::{Value, json};
 
 use crate::place::{Ask, Loop, Place, quick};
@@ -24,6 +27,7 @@ mod on_backends {
     on_streams![
         an_entry_that_is_no_request_is_parked_and_stops_nobody,
         a_reply_that_can_be_kept_nowhere_is_not_tried_for_ever,
+        replies_that_are_known_for_less_time_than_a_call_may_take_are_refused_without_effect,
     ];
 }
 
@@ -104,7 +108,7 @@ async fn an_entry_that_is_no_request_is_parked_and_stops_nobody(place: Place) {
     let deadline = tokio::time::Instant::now() + crate::place::LIMIT;
     while bus.parked(EntryId::MIN, 10).await.unwrap().len() < 3 {
         assert!(tokio::time::Instant::now() < deadline);
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     worker.stop().await.unwrap();
 }
@@ -137,6 +141,31 @@ async fn a_reply_that_can_be_kept_nowhere_is_not_tried_for_ever(place: Place) {
     assert_eq!(main_loop.log.lines(), ["begun r1", "begun r2"]);
     lives(&place, &main_loop).await;
     worker.stop().await.unwrap();
+}
+
+async fn replies_that_are_known_for_less_time_than_a_call_may_take_are_refused_without_effect(
+    place: Place,
+) {
+    let calls_take = place.backend().await.call_deadline();
+    // Calls to an embedded backend are neither given up nor repeated.
+    let keep = calls_take.map_or(Duration::from_millis(1), |most| most - Duration::from_millis(1));
+    let replies = ReplyConfig { keep, ..Default::default() };
+    let config = MainLoopConfig { replies, ..quick() };
+    let started = MainLoopWorker::start(place.sessions().await, Loop::default(), config).await;
+    let config = MainLoopClientConfig { replies, ..Default::default() };
+    let requester = Requester::new("desk").unwrap();
+    let opened = MainLoopClient::open(place.bus().await, requester, config).await;
+    let refused = [started.err().map(|e| e.to_string()), opened.err().map(|e| e.to_string())];
+    for error in &refused {
+        let is_refused = error.as_ref().is_some_and(|error| error.starts_with("keep is invalid"));
+        assert_eq!(is_refused, calls_take.is_some(), "{refused:?}");
+    }
+    if calls_take.is_some() {
+        // Nobody is on the list of those who have replies, and there is no group of workers.
+        let set = SetName::new(format!("{}:requesters", place.control())).unwrap();
+        assert!(place.backend().await.set_members(&set).await.unwrap().is_empty());
+        assert!(place.backend().await.stats(&place.control()).await.unwrap().is_none());
+    }
 }
 
 async fn an_output_of_more_than_a_mebibyte_is_a_failure_and_not_a_hang(place: Place) {
@@ -172,9 +201,9 @@ async fn settings_that_make_no_sense_are_refused_by_name(place: Place) {
         ("concurrency", MainLoopConfig { concurrency: 0, ..quick() }),
         ("max_attempts", MainLoopConfig { max_attempts: 0, ..quick() }),
         ("max_crashes", MainLoopConfig { max_crashes: 0, ..quick() }),
-        ("run_max", MainLoopConfig { run_max: std::time::Duration::ZERO, ..quick() }),
-        ("drain", MainLoopConfig { drain: std::time::Duration::MAX, ..quick() }),
-        ("sweep_every", MainLoopConfig { sweep_every: std::time::Duration::MAX, ..quick() }),
+        ("run_max", MainLoopConfig { run_max: Duration::ZERO, ..quick() }),
+        ("drain", MainLoopConfig { drain: Duration::MAX, ..quick() }),
+        ("sweep_every", MainLoopConfig { sweep_every: Duration::MAX, ..quick() }),
         ("max_len", MainLoopConfig { replies, ..quick() }),
     ] {
         let sessions = place.sessions().await;

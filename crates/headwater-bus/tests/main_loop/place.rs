@@ -28,16 +28,13 @@ macro_rules! everywhere {
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A server that is only slow is not away.
-fn patient() -> Options {
-    Options { call_deadline: LIMIT, ..Default::default() }
-}
-
 /// A bus or a backend, and keys that no other test uses.
 pub(crate) struct Place {
     target: Target,
     pub(crate) prefix: String,
     lease: KeeperConfig,
+    /// How long buses wait for an answer.
+    patience: Duration,
 }
 
 impl Place {
@@ -68,7 +65,7 @@ impl Place {
     }
 
     fn new(target: Target) -> Self {
-        Self { target, prefix: new_prefix(), lease: KeeperConfig::default() }
+        Self { target, prefix: new_prefix(), lease: KeeperConfig::default(), patience: LIMIT }
     }
 
     pub(crate) fn with_prefix(url: String, prefix: String) -> Self {
@@ -80,13 +77,20 @@ impl Place {
         Self { lease: quick_lease(), ..self }
     }
 
+    /// Calls take so long here at most.
+    pub(crate) fn with_calls_of(self, patience: Duration) -> Self {
+        Self { patience, ..self }
+    }
+
     /// The same place, for a thread of its own.
     pub(crate) fn again(&self) -> Self {
-        Self { target: self.target.clone(), prefix: self.prefix.clone(), lease: self.lease }
+        Self { target: self.target.clone(), prefix: self.prefix.clone(), ..*self }
     }
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
-        self.target.connect(&patient()).await
+        // A server that is only slow is not away.
+        let options = Options { call_deadline: self.patience, ..Default::default() };
+        self.target.connect(&options).await
     }
 
     /// A bus as another process would have it.

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use headwater_bus::{EventId, FailurePolicy, Outgoing, Session, SpoolConfig, Stored};
+use headwater_bus::{EventId, FailurePolicy, Outgoing, Session, SessionId, SpoolConfig, Stored};
 use headwater_stream::{EntryId, StreamName};
 use tokio::time::{Instant, sleep};
 
 use crate::away::Away;
-use crate::place::{LIMIT, Sum, noted, publish, sum};
+use crate::place::{LIMIT, Place, Sum, noted, publish, sum};
 
 away!(spooled_events_are_part_of_the_state_once_they_are_in_the_stream);
 
@@ -35,10 +35,15 @@ async fn publish_until_stored(session: &Session, number: u64) {
 }
 
 async fn an_outage_is_an_error_and_the_session_goes_on_afterwards(mut away: Away) {
-    // Whoever has the session has the list of all sessions, too.
-    let list = StreamName::new(format!("{}:sessions", away.place.prefix)).unwrap();
-    while away.node_of(&away.place.stream()).port() != away.node_of(&list).port() {
-        away.place.session = headwater_bus::SessionId::random();
+    // Whoever has the stream of the session has the list of all sessions, too, and what is known of this one.
+    let is_whole = |away: &Away| {
+        let Place { prefix, session, .. } = &away.place;
+        let others = [format!("{prefix}:sessions"), format!("{prefix}:session:{session}:meta")];
+        let port = away.node_of(&away.place.stream()).port();
+        others.iter().all(|key| away.node_of(&StreamName::new(key).unwrap()).port() == port)
+    };
+    while !is_whole(&away) {
+        away.place.session = SessionId::random();
     }
     let place = &away.place;
     let sessions = away.sessions(FailurePolicy::Fail).await;

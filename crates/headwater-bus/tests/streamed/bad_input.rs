@@ -9,19 +9,37 @@ use std::time::Duration;
 
 use headwater_bus::conformance::{Log, Noted, registry};
 use headwater_bus::{
-    BusError, EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, Stored,
+    BusError, EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, Stored, StreamedBus,
     StreamedBusConfig, Subscribe,
 };
 
 use crate::away::{Away, publish_until_stored, until};
 use crate::backends::{quick_lease, quick_queue};
-use crate::place::{noted, numbers, stored, writes};
+use crate::place::{NOTICES_AFTER, noted, numbers, open_impatient, stored, writes};
+use crate::spool::spooling;
 
 servers!(
     a_key_that_is_no_stream_is_an_error_whatever_the_policy_and_the_bus_goes_on,
     a_key_that_is_no_stream_does_not_keep_live_subscriptions_from_others,
     subscriptions_go_on_when_the_server_has_lost_everything,
+    ids_that_are_known_for_less_time_than_a_call_may_take_are_refused_without_effect,
 );
+
+async fn ids_that_are_known_for_less_time_than_a_call_may_take_are_refused_without_effect(
+    away: Away,
+) {
+    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+    let open = async |remember: Duration| {
+        let config = StreamedBusConfig { remember: Some(remember), ..spooling(place, &directory) };
+        let backend = open_impatient(place.url()).await;
+        StreamedBus::open(backend, registry(), config).await
+    };
+    let error = open(NOTICES_AFTER - Duration::from_millis(1)).await.unwrap_err();
+    assert!(matches!(&error, BusError::Invalid { what, .. } if what == "remember"), "{error}");
+    assert!(error.to_string().contains("4s"), "{error}");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    open(NOTICES_AFTER).await.unwrap().close().await.unwrap();
+}
 
 async fn a_key_that_is_no_stream_is_an_error_whatever_the_policy_and_the_bus_goes_on(away: Away) {
     let (place, directory) = (&away.place, tempfile::tempdir().unwrap());

@@ -65,6 +65,10 @@ impl Backend for Retrying {
         self.inner.describe()
     }
 
+    fn call_deadline(&self) -> Option<Duration> {
+        self.inner.call_deadline().map(|deadline| deadline + GIVE_UP_AFTER)
+    }
+
     fn cluster_slot(&self, key: &str) -> Option<u16> {
         self.inner.cluster_slot(key)
     }

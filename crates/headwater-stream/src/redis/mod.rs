@@ -58,6 +58,7 @@ mod trim;
 mod watch;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 
@@ -104,6 +105,10 @@ pub(crate) async fn open(url: &str, options: &Options) -> Result<Arc<dyn Backend
 impl Backend for RedisBackend {
     fn describe(&self) -> Description {
         self.description.clone()
+    }
+
+    fn call_deadline(&self) -> Option<Duration> {
+        Some(self.servers.call_deadline())
     }
 
     fn cluster_slot(&self, key: &str) -> Option<u16> {
