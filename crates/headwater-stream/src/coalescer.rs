@@ -171,6 +171,11 @@ where
         Call { shared: &self.shared, number, response }.await
     }
 
+    /// Whether its task is no more, because its runtime has ended: nobody will get a response from it.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.shared.lock().has_ended
+    }
+
     /// Waits until the calls that are under way have ended.
     pub async fn close(mut self) {
         self.shared.close();

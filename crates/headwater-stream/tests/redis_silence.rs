@@ -71,6 +71,35 @@ async fn until_readers_wait(redis: &Redis, count: usize) -> Result<()> {
     }
 }
 
+/// A program may run one runtime after another, with a backend that outlives them.
+#[test]
+fn readers_are_ended_also_when_the_runtime_that_ended_some_before_is_gone() -> Result<()> {
+    let redis = Redis::start()?;
+    let runtime =
+        || tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let name = stream("orders");
+    let first = runtime()?;
+    let backend = first.block_on(async {
+        let backend = open(&redis.url()).await?;
+        backend.ensure_group(&name, &group("workers"), GroupStart::Beginning).await?;
+        let nobody = backend.silence(&name, &group("workers"), &consumer("eve")).await?;
+        assert_eq!(nobody, Silenced::Yes { ended: 0 });
+        anyhow::Ok(backend)
+    })?;
+    drop(first);
+    runtime()?.block_on(async {
+        // Whoever comes second finds new connections, made in its own runtime.
+        let mut ann = backend.reader(&group("workers"), &consumer("ann")).await?;
+        let read = [name.clone()];
+        let reading = tokio::spawn(async move { ann.read(&read, 10, PATIENCE).await });
+        until_readers_wait(&redis, 1).await?;
+        assert_eq!(silence(&backend, &name).await?, 1);
+        assert_unavailable(&reading.await?);
+        let ids = append(&backend, &name).await?;
+        assert_left_for_bob(&backend, &name, &ids).await
+    })
+}
+
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "run and stopped by other tests"]
 async fn child_that_reads() -> Result<()> {

@@ -93,6 +93,8 @@ impl RedisBackend {
 
     fn silencer(&self, node: &Arc<Node>) -> Result<Arc<Silencer>> {
         let mut known = self.silencers.0.lock().expect("no code panics while it holds the list");
+        // A silencer lives as long as the runtime that first asked for it; a backend may outlive that.
+        known.retain(|(_, silencer)| !silencer.has_ended());
         if let Some((_, silencer)) = known.iter().find(|(known, _)| Arc::ptr_eq(known, node)) {
             return Ok(Arc::clone(silencer));
         }

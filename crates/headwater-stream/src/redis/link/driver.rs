@@ -55,9 +55,17 @@ impl Driver {
 
     pub(super) async fn run(mut self) {
         let end = std::future::poll_fn(|cx| self.poll(cx)).await;
-        let error = Arc::new(end.err().unwrap_or_else(closed));
+        self.end(end.err().unwrap_or_else(closed));
+    }
+
+    /// Tells everybody who waits, and everybody to come, that the link is no more.
+    fn end(&mut self, error: io::Error) {
+        let error = Arc::new(error);
         let handed_to_writer = {
             let mut state = self.shared.lock();
+            if state.dead.is_some() {
+                return;
+            }
             state.dead = Some(Arc::clone(&error));
             state.socket = None;
             self.waiting.extend(state.incoming.drain(..));
@@ -65,7 +73,7 @@ impl Driver {
         };
         self.shared.open.store(false, Ordering::Release);
         self.shared.room.close();
-        for waiting in self.waiting {
+        for waiting in std::mem::take(&mut self.waiting) {
             let sent = waiting.starts_at < handed_to_writer;
             let broken = if sent { Broken::Lost } else { Broken::NotSent };
             if let Some(caller) = waiting.promise.keep(Err(broken(Arc::clone(&error)))) {
@@ -207,6 +215,13 @@ impl Driver {
             }
         }
         false
+    }
+}
+
+/// A task that its runtime drops has callers, too, and the link may be used by another runtime.
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.end(io::Error::new(io::ErrorKind::NotConnected, "the runtime of the link has ended"));
     }
 }
 
