@@ -42,6 +42,11 @@ impl Layout {
         matches!(self, Self::Plain | Self::PlainClustered)
     }
 
+    /// Whether the partitions lie on several servers.
+    pub(crate) fn is_spread(self) -> bool {
+        matches!(self, Self::PlainClustered | Self::PartitionedClustered | Self::Clustered)
+    }
+
     pub(crate) fn parse(text: &str) -> Option<Self> {
         [Self::Partitioned, Self::Clustered].into_iter().find(|layout| layout.as_str() == text)
     }
