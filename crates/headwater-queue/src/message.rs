@@ -141,8 +141,8 @@ impl NewMessage {
         // Arrays, not a list that grows: their length is known, so the fields are written where they stay.
         let [a, b, c, d, e, f] = first;
         Ok(match self.key {
-            Some(key) => Fields::new([a, b, c, d, e, f, (name(KEY), key.into()), headers]),
-            None => Fields::new([a, b, c, d, e, f, headers]),
+            Some(key) => Fields::from([a, b, c, d, e, f, (name(KEY), key.into()), headers]),
+            None => Fields::from([a, b, c, d, e, f, headers]),
         })
     }
 

@@ -11,9 +11,10 @@ use crate::name::StreamName;
 use crate::registry::RegistryMap;
 use crate::streams::{Once, Reclaim, ReclaimFrom, Retention, Settle, Then};
 
-pub(crate) fn append(entries: &[Fields], retention: &Retention) -> Result<()> {
-    fields_of("entries", entries.iter())?;
-    self::retention(retention)
+/// Returns the bytes of all entries.
+pub(crate) fn append(entries: &[Fields], retention: &Retention) -> Result<usize> {
+    self::retention(retention)?;
+    fields_of("entries", entries.iter())
 }
 
 pub(crate) fn append_once(entries: &[Once], keep: Duration, retention: &Retention) -> Result<()> {
@@ -90,7 +91,7 @@ pub(crate) fn wait(wait: Duration) -> Result<()> {
 
 pub(crate) fn put_aside(items: &[PutAside]) -> Result<()> {
     items.iter().try_for_each(|item| due(item.due))?;
-    fields_of("items", items.iter().map(|item| &item.fields))
+    fields_of("items", items.iter().map(|item| &item.fields)).map(|_| ())
 }
 
 pub(crate) fn lease_ttl(ttl: Duration) -> Result<()> {
@@ -161,13 +162,15 @@ fn value(what: &str, bytes: &[u8]) -> Result<()> {
     at_most(what, bytes.len(), VALUE_BYTES_MAX, "bytes")
 }
 
-fn fields_of<'a>(what: &str, all: impl ExactSizeIterator<Item = &'a Fields>) -> Result<()> {
+/// Checks the fields of several entries and returns their bytes.
+fn fields_of<'a>(what: &str, all: impl ExactSizeIterator<Item = &'a Fields>) -> Result<usize> {
     at_most(what, all.len(), BATCH_MAX, "entries in one call")?;
     let mut bytes = 0;
     for fields in all {
         bytes += self::fields(fields)?;
     }
-    at_most(what, bytes, BATCH_BYTES_MAX, "bytes in one call")
+    at_most(what, bytes, BATCH_BYTES_MAX, "bytes in one call")?;
+    Ok(bytes)
 }
 
 /// Checks what follows an entry that was delivered and returns its bytes. Other programs append larger entries than we do,

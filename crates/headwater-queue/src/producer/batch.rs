@@ -17,10 +17,9 @@ use super::outlet::Outlet;
 use super::route::Route;
 use super::{Producer, Sealed, Sent, too_few};
 use crate::error::{QueueError, Result};
-use crate::keys::Layout;
 use crate::limits::SEND_BATCH_MAX;
 use crate::message::{Headers, NewMessage};
-use crate::topic::{Partition, Topic};
+use crate::topic::Partition;
 use crate::trace::{self, TraceContext};
 
 /// Messages that are ready to be sent, those of one partition together and in order.
@@ -43,23 +42,29 @@ struct Share {
 type Told = Vec<Option<Result<Sent>>>;
 
 impl Batch {
-    /// Puts messages of one partition together. They come in the order of their places.
-    fn new(
-        mut sealed: Vec<(Partition, usize, Fields)>,
-        known_ids: BTreeMap<usize, KnownId>,
-    ) -> Self {
-        // A stable sort: what has one partition stays in order.
-        sealed.sort_by_key(|(partition, ..)| *partition);
-        let mut shares: Vec<Share> = Vec::new();
-        for (at, (partition, ..)) in sealed.iter().enumerate() {
-            match shares.last_mut() {
-                Some(share) if share.partition == *partition => share.entries.end = at + 1,
-                _ => shares.push(Share { partition: *partition, entries: at..at + 1 }),
-            }
+    /// A batch for so many messages.
+    fn with_capacity(messages: usize) -> Self {
+        Self {
+            entries: Vec::with_capacity(messages),
+            places: Vec::with_capacity(messages),
+            known_ids: BTreeMap::new(),
+            shares: Vec::new(),
         }
-        let (places, entries) =
-            sealed.into_iter().map(|(_, place, fields)| (place, fields)).unzip();
-        Self { entries, places, known_ids, shares }
+    }
+
+    /// Adds a message. Those of one partition come one after the other.
+    fn add(&mut self, sealed: Sealed, place: usize) {
+        let Sealed { partition, known_id, fields } = sealed;
+        let at = self.entries.len();
+        match self.shares.last_mut() {
+            Some(share) if share.partition == partition => share.entries.end = at + 1,
+            _ => self.shares.push(Share { partition, entries: at..at + 1 }),
+        }
+        if let Some(known_id) = known_id {
+            self.known_ids.insert(place, known_id);
+        }
+        self.entries.push(fields);
+        self.places.push(place);
     }
 
     fn has_id(&self, at: usize) -> bool {
@@ -97,17 +102,18 @@ impl Producer {
             .inspect_err(|_| route.count_refused(count))?;
         let sending = async {
             self.admit_batch(&route, &batch, until).await?;
-            // Without ids and with one server, one request serves all partitions.
-            let together =
-                batch.shares.len() > 1 && !is_spread(&route.topic) && batch.known_ids.is_empty();
-            let told = if together {
-                self.send_together(&route, &batch, until).await
-            } else {
-                self.send_shares(&route, &batch, until).await
+            // Without ids and with one server, one request serves all partitions. Of several, one that is away must not
+            // keep the news of the others.
+            let together = !route.topic.layout.is_spread() && batch.known_ids.is_empty();
+            let results = match &batch.shares[..] {
+                // It has all of them, in the order in which they were given.
+                [share] => self.send_share(&route, &batch, share, until).await,
+                _ if together => all(self.send_together(&route, &batch, until).await),
+                _ => all(self.send_shares(&route, &batch, until).await),
             };
             // If there is no time left to look, there was none to warn in either.
             let _ = timeout_at(until, self.confirm(&route)).await;
-            Ok(told.into_iter().map(|result| result.unwrap_or_else(|| Err(too_few()))).collect())
+            Ok(results)
         };
         sending.instrument(traced.span).await
     }
@@ -116,25 +122,25 @@ impl Producer {
     fn share_out(
         &self,
         route: &Route,
-        messages: Vec<NewMessage>,
+        mut messages: Vec<NewMessage>,
         trace: Option<TraceContext>,
     ) -> Result<Batch> {
-        let mut all = Vec::with_capacity(messages.len());
-        let mut known_ids = BTreeMap::new();
-        let now = self.inner.stamp.now();
-        for (place, message) in messages.into_iter().enumerate() {
-            let sealed = message.validate(&route.topic).and_then(|()| {
-                let partition = self.partition_of(route, &message)?;
-                self.seal(route, message, partition, now.clone(), trace)
-            });
-            let Sealed { partition, known_id, fields } =
-                sealed.map_err(|error| at_place(place, error))?;
-            if let Some(known_id) = known_id {
-                known_ids.insert(place, known_id);
-            }
-            all.push((partition, place, fields));
+        let mut order = Vec::with_capacity(messages.len());
+        for (place, message) in messages.iter().enumerate() {
+            let partition =
+                message.validate(&route.topic).and_then(|()| self.partition_of(route, message));
+            order.push((partition.map_err(|error| at_place(place, error))?, place));
         }
-        Ok(Batch::new(all, known_ids))
+        // By partition, and those of one partition as they were given.
+        order.sort_unstable();
+        let now = self.inner.stamp.now();
+        let mut batch = Batch::with_capacity(messages.len());
+        for (partition, place) in order {
+            let message = std::mem::take(&mut messages[place]);
+            let sealed = self.seal(route, message, partition, now.clone(), trace);
+            batch.add(sealed.map_err(|error| at_place(place, error))?, place);
+        }
+        Ok(batch)
     }
 
     async fn admit_batch(&self, route: &Route, batch: &Batch, until: Instant) -> Result<()> {
@@ -262,6 +268,11 @@ impl Producer {
     }
 }
 
+/// What became of each.
+fn all(told: Told) -> Vec<Result<Sent>> {
+    told.into_iter().map(|result| result.unwrap_or_else(|| Err(too_few()))).collect()
+}
+
 fn untold(count: usize) -> Told {
     std::iter::repeat_with(|| None).take(count).collect()
 }
@@ -287,9 +298,4 @@ fn at_place(place: usize, error: QueueError) -> QueueError {
         }
         other => other,
     }
-}
-
-/// Whether several servers hold the partitions, so that one that is away must not keep the news of the others.
-fn is_spread(topic: &Topic) -> bool {
-    matches!(topic.layout, Layout::Clustered | Layout::PlainClustered)
 }

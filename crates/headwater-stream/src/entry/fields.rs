@@ -150,6 +150,13 @@ impl<'a> Iterator for Parts<'a> {
     }
 }
 
+/// Fields from an array: written once, where they stay.
+impl<const N: usize> From<[(Bytes, Bytes); N]> for Fields {
+    fn from(pairs: [(Bytes, Bytes); N]) -> Self {
+        Self(Shape::Pairs(Arc::new(pairs)))
+    }
+}
+
 impl PartialEq for Fields {
     fn eq(&self, other: &Self) -> bool {
         self.slices().eq(other.slices())

@@ -9,21 +9,24 @@ use super::RedisBackend;
 use super::parts::PartedCall;
 use super::reply::Cursor;
 use super::servers::Effect;
-use super::streams::packed_bytes;
+use super::streams::packing_bytes;
 use super::trim;
 use crate::check;
-use crate::entry::{EntryId, Fields};
+use crate::entry::EntryId;
 use crate::error::Result;
 use crate::limits::BATCH_BYTES_MAX;
 use crate::name::StreamName;
-use crate::streams::{Append, Streams, TrimGuard};
+use crate::streams::{Append, Streams};
 
 impl RedisBackend {
     pub(super) async fn append_each(&self, appends: &[Append<'_>]) -> Vec<Result<Vec<EntryId>>> {
-        let bytes = |append: &Append<'_>| append.entries.iter().map(Fields::bytes).sum::<usize>();
-        let fits = || appends.iter().map(bytes).sum::<usize>() <= BATCH_BYTES_MAX;
-        if appends.len() > 1 && !self.servers.is_cluster() && fits() {
-            return self.append_together(appends).await;
+        if appends.len() > 1 && !self.servers.is_cluster() {
+            let check = |append: &Append<'_>| check::append(append.entries, append.retention);
+            let checked: Vec<Result<usize>> = appends.iter().map(check).collect();
+            let bytes = checked.iter().flatten().sum::<usize>();
+            if bytes <= BATCH_BYTES_MAX {
+                return self.append_together(appends, checked, bytes).await;
+            }
         }
         let each = appends.iter().map(|append| {
             let Append { stream, entries, retention } = append;
@@ -32,18 +35,23 @@ impl RedisBackend {
         join_all(each).await
     }
 
-    async fn append_together(&self, appends: &[Append<'_>]) -> Vec<Result<Vec<EntryId>>> {
-        let bytes = |append: &Append<'_>| {
-            append.entries.iter().map(|fields| packed_bytes(append.stream, fields)).sum::<usize>()
-        };
-        let bytes = appends.iter().map(bytes).sum();
-        let mut call = match PartedCall::new(&self.servers, 0, bytes) {
+    /// One request for those that are in order, which hold so many bytes.
+    async fn append_together(
+        &self,
+        appends: &[Append<'_>],
+        checked: Vec<Result<usize>>,
+        bytes: usize,
+    ) -> Vec<Result<Vec<EntryId>>> {
+        let packing = appends.iter().map(|append| packing_bytes(append.stream, append.entries));
+        let mut call = match PartedCall::new(&self.servers, 0, bytes + packing.sum::<usize>()) {
             Ok(call) => call,
             Err(error) => return appends.iter().map(|_| Err(error.again())).collect(),
         };
         // For each append whether a trim goes with it, or why it is refused.
-        let sent: Vec<Result<bool>> =
-            appends.iter().map(|append| self.add_append(&mut call, append)).collect();
+        let each = appends.iter().zip(checked);
+        let sent: Vec<Result<bool>> = each
+            .map(|(append, checked)| checked.map(|_| self.add_append(&mut call, append)))
+            .collect();
         if call.commands.len() == 0 {
             return sent.into_iter().map(|refused| refused.map(|_| Vec::new())).collect();
         }
@@ -58,15 +66,10 @@ impl RedisBackend {
     }
 
     /// Adds the commands of one append. Returns whether a trim goes with it.
-    fn add_append(&self, call: &mut PartedCall<'_>, append: &Append<'_>) -> Result<bool> {
+    fn add_append(&self, call: &mut PartedCall<'_>, append: &Append<'_>) -> bool {
         let Append { stream, entries, retention } = *append;
-        check::append(entries, retention)?;
         call.add_appends(stream, entries);
-        let trims = !entries.is_empty() && self.trims.is_due(stream, entries.len(), retention);
-        if trims {
-            trim::add(&mut call.commands, stream, retention, TrimGuard::Safe, true);
-        }
-        Ok(trims)
+        !entries.is_empty() && self.add_trim(&mut call.commands, stream, entries.len(), retention)
     }
 
     /// Reads what became of one of several appends, to the end of its replies.

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tracing::warn;
 
 use super::RedisBackend;
 use super::command::Commands;
@@ -33,20 +32,22 @@ impl Streams for RedisBackend {
         entries: &[Fields],
         retention: &Retention,
     ) -> Result<Vec<EntryId>> {
-        check::append(entries, retention)?;
+        let bytes = check::append(entries, retention)?;
         if entries.is_empty() {
             return self.servers.check_open().map(|()| Vec::new());
         }
-        let bytes: usize = entries.iter().map(|fields| packed_bytes(stream, fields)).sum();
+        let bytes = bytes + packing_bytes(stream, entries);
         let mut call = PartedCall::new(&self.servers, self.slot(stream), bytes)?;
         call.add_appends(stream, entries);
         let trims = self.add_trim(&mut call.commands, stream, entries.len(), retention);
         let replies = call.finish(Effect::Once).await?;
         let mut cursor = replies.cursor();
-        let ids = (0..entries.len()).map(|_| cursor.id()).collect::<Result<_, _>>();
-        let ids = ids.map_err(|failure: Failure| failure.about(stream))?;
+        let mut ids = Vec::with_capacity(entries.len());
+        for _ in entries {
+            ids.push(cursor.id().map_err(|failure| failure.about(stream))?);
+        }
         if trims {
-            self.read_trim(&mut cursor, stream);
+            self.note_trim(stream, &mut cursor);
         }
         Ok(ids)
     }
@@ -78,7 +79,7 @@ impl Streams for RedisBackend {
         let appended = read_appended(&mut cursor, entries.len());
         let appended = appended.map_err(|failure| failure.about(stream))?;
         if trims {
-            self.read_trim(&mut cursor, stream);
+            self.note_trim(stream, &mut cursor);
         }
         Ok(appended)
     }
@@ -319,7 +320,7 @@ impl Streams for RedisBackend {
 
 impl RedisBackend {
     /// Adds a trim to an append now and then. Returns whether it did.
-    fn add_trim(
+    pub(super) fn add_trim(
         &self,
         commands: &mut Commands,
         stream: &StreamName,
@@ -331,18 +332,6 @@ impl RedisBackend {
             trim::add(commands, stream, retention, TrimGuard::Safe, true);
         }
         trims
-    }
-
-    /// Reads what became of the trim. The entries are in the stream: an error now would only make the caller append
-    /// them twice.
-    fn read_trim(&self, cursor: &mut Cursor<'_>, stream: &StreamName) {
-        match trim::read(cursor) {
-            Ok(trimmed) => self.trims.held_back(stream, trimmed.held_back),
-            Err(failure) => {
-                let error = failure.about(stream);
-                warn!(%stream, %error, "stream not trimmed while appending");
-            }
-        }
     }
 
     /// Removes a key if it holds what it should. Returns whether there was one.
@@ -446,9 +435,10 @@ pub(super) fn list<T>(
     (0..values).map(|_| read(&mut cursor)).collect()
 }
 
-/// About how many bytes an append of these fields takes on the wire.
-pub(super) fn packed_bytes(stream: &StreamName, fields: &Fields) -> usize {
-    64 + stream.as_str().len() + fields.bytes() + fields.len() * 24
+/// About how many bytes an append of these entries takes on the wire, beside what they hold.
+pub(super) fn packing_bytes(stream: &StreamName, entries: &[Fields]) -> usize {
+    let fields: usize = entries.iter().map(Fields::len).sum();
+    entries.len() * (64 + stream.as_str().len()) + fields * 24
 }
 
 fn read_appended(cursor: &mut Cursor<'_>, entries: usize) -> Result<Vec<Appended>, Failure> {
