@@ -2,13 +2,14 @@
 //!
 //! Machines are noisy, so the figures that count are ratios: raw and ours take turns, round by round, and the median
 //! of what the rounds give is shown. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look;
-//! `produce` (or only its `batches` or `callers`), `consume`, `latency`, `growth` and `idle` choose parts of it, `--rounds=9` and `--partitions=8` other numbers than the usual ones.
+//! `produce` (or only its `batches` or `callers`), `consume`, `latency`, `growth`, `takeover` and `idle` choose parts of it, `--rounds=9` and `--partitions=8` other numbers than the usual ones.
 
 mod consume;
 mod idle;
 mod latency;
 mod produce;
 mod raw;
+mod takeover;
 
 use std::time::Duration;
 
@@ -96,6 +97,7 @@ impl Place {
 
 #[tokio::main]
 async fn main() -> Result<()> {
+    takeover::own_if_asked().await?;
     let request = Request::from_arguments();
     let mut effort = if request.quick { QUICK } else { FULL };
     effort.rounds = request.number("--rounds").unwrap_or(effort.rounds);
@@ -120,6 +122,10 @@ async fn main() -> Result<()> {
     if request.wants("growth") {
         report.heading("cost per message as work grows (1.00 = the small case)");
         consume::growth(&mut report, &place, &effort).await?;
+    }
+    if request.wants("takeover") {
+        report.heading("how long work stands still");
+        takeover::measure(&mut report, &place, &effort).await?;
     }
     if request.wants("idle") {
         report.heading("idle");

@@ -68,6 +68,12 @@ impl Report {
         }
     }
 
+    /// Times of which each is to stay below an aim; less is better.
+    pub fn delays(&mut self, name: &str, aim: Duration, times: &[Duration]) {
+        let (middle, longest) = (median(times), percentile(times, 100));
+        println!("  {name:<40} p50 {middle:>9.2?}   max {longest:>9.2?}   to reach {aim:?}");
+    }
+
     /// What a large case costs beside a small one; 1 is best.
     pub fn cost(&mut self, name: &str, small: Duration, large: Duration) {
         println!("  {name:<64} cost {:>5.2}", large.as_secs_f64() / small.as_secs_f64());
