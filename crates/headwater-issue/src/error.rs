@@ -85,7 +85,8 @@ pub enum IssueError {
         epoch: ClaimEpoch,
     },
 
-    /// The database was written by a newer version of this program, or is not ours. Upgrade this program.
+    /// The database was written by a newer version of this program, or by another text of one of its migrations, or is
+    /// not ours. Run the program that made it, or upgrade this one; nothing was changed.
     #[error("the schema of the database does not fit: {problem}")]
     Schema {
         /// What is there and what was expected.

@@ -32,6 +32,8 @@ mod store;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod deadline;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod migrations;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod prepared;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod queries;

@@ -138,7 +138,8 @@ pub struct ConsumerConfig {
     pub concurrency: usize,
     /// When and how often a failed message is tried again.
     pub retry: RetryPolicy,
-    /// How long a handler may take; then it is a failure. Default: none.
+    /// How long a handler may take; then it is dropped, and that is a failure. One that blocks its thread cannot be dropped.
+    /// Both are counted. Default: none.
     pub handler_timeout: Option<Duration>,
     /// How long stopping and handing over wait for handlers; what is left is released. Default: 25 s.
     pub drain: Duration,

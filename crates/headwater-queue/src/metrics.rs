@@ -14,6 +14,9 @@ pub const RETRIES: &str = "headwater_retries_total";
 pub const DEAD_LETTERS: &str = "headwater_dead_letters_total";
 /// Things that went wrong and were mended. Labels: topic, group, result (what).
 pub const ANOMALIES: &str = "headwater_queue_anomalies_total";
+/// Handlers that took longer than `handler_timeout`. Labels: topic, partition, group, result (`dropped`: it waited for
+/// something and was given up; `late`: it blocked its thread, so that it could not be, and its outcome counts).
+pub const HANDLER_TIMEOUTS: &str = "headwater_handler_timeouts_total";
 /// Entries of a topic. Labels: topic, partition.
 pub const TOPIC_LENGTH: &str = "headwater_topic_length";
 /// Entries delivered and not settled. Labels: topic, partition, group.

@@ -1,30 +1,38 @@
 //! The tables and functions, brought up to date when the store is opened.
 //!
 //! Promises: several processes may start at once; one of them writes, the others wait for its lock. A database of a newer
-//! version is refused and left alone.
+//! version is refused and left alone, and so is one that was made by other migrations than ours.
 
-use sqlx::postgres::PgPool;
+use std::collections::BTreeMap;
+
+use sqlx::postgres::{PgPool, PgRow};
 use sqlx::{Executor, Row};
 
-use crate::error::{IssueError, Result};
+use crate::error::Result;
+use crate::migrations::{self, Verdict};
 use crate::rows::database_error;
 
-const MIGRATIONS: [&str; 2] =
-    [include_str!("migrations/0001_issues.sql"), include_str!("migrations/0002_transitions.sql")];
+const TRANSITIONS: &str = include_str!("migrations/0002_transitions.sql");
+
+/// Never change the text of one that somebody may have applied: such a database is refused. Add another one.
+const MIGRATIONS: [&str; 4] = [
+    include_str!("migrations/0001_issues.sql"),
+    TRANSITIONS,
+    include_str!("migrations/0003_outbox_kinds.sql"),
+    TRANSITIONS,
+];
 
 /// The advisory lock of migrations: "headwater" as a number that nobody else has picked.
 const LOCK: i64 = 0x6865_6164_7761_7465;
 
 /// Brings everything up to date, and returns what tells this database from every other.
 pub(super) async fn migrate(pool: &PgPool) -> Result<String> {
-    let version =
+    let verdict =
         apply(pool).await.map_err(|error| database_error("migrating the database", error))?;
-    if version > MIGRATIONS.len() {
-        let known = MIGRATIONS.len();
-        let problem = format!(
-            "it has version {version}, this program knows versions up to {known}; upgrade it"
-        );
-        return Err(IssueError::Schema { problem });
+    match verdict {
+        Verdict::Fits(_) => {}
+        Verdict::Newer(version) => return Err(migrations::newer(version, &MIGRATIONS)),
+        Verdict::Differs(version) => return Err(migrations::differs(version)),
     }
     identity(pool).await.map_err(|error| database_error("reading the identity", error))
 }
@@ -33,8 +41,8 @@ async fn identity(pool: &PgPool) -> Result<String, sqlx::Error> {
     sqlx::query("SELECT identity FROM headwater_identity").fetch_one(pool).await?.try_get(0)
 }
 
-/// Applies what is missing, in one transaction, and returns the version that is there then.
-async fn apply(pool: &PgPool) -> Result<usize, sqlx::Error> {
+/// Applies what is missing, in one transaction, if what is there is ours.
+async fn apply(pool: &PgPool) -> Result<Verdict, sqlx::Error> {
     let mut transaction = pool.begin().await?;
     // Others that start at the same time may migrate for longer than a call waits for a row.
     transaction.execute("SET LOCAL lock_timeout = 0").await?;
@@ -42,20 +50,36 @@ async fn apply(pool: &PgPool) -> Result<usize, sqlx::Error> {
     transaction
         .execute(
             "CREATE TABLE IF NOT EXISTS headwater_migrations (
-                 version bigint PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())",
+                 version bigint PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now());
+             CREATE TABLE IF NOT EXISTS headwater_migration_checksums (
+                 version bigint PRIMARY KEY, sha256 text NOT NULL)",
         )
         .await?;
     let newest = sqlx::query("SELECT coalesce(max(version), 0) FROM headwater_migrations")
         .fetch_one(&mut *transaction)
         .await?;
     let applied = crate::rows::count(newest.try_get::<i64, _>(0)?)?;
-    for (index, sql) in MIGRATIONS.iter().enumerate().skip(applied) {
-        transaction.execute(sqlx::raw_sql(*sql)).await?;
+    let rows = sqlx::query("SELECT version, sha256 FROM headwater_migration_checksums")
+        .fetch_all(&mut *transaction)
+        .await?;
+    let read = |row: &PgRow| Ok((row.try_get(0)?, row.try_get(1)?));
+    let written = rows.iter().map(read).collect::<Result<BTreeMap<_, _>, sqlx::Error>>()?;
+    let verdict = migrations::compare(&MIGRATIONS, applied, &written);
+    let Verdict::Fits(checksums) = &verdict else { return Ok(verdict) };
+    for (version, sql) in (1_i64..).zip(MIGRATIONS).skip(applied) {
+        transaction.execute(sqlx::raw_sql(sql)).await?;
         sqlx::query("INSERT INTO headwater_migrations (version) VALUES ($1)")
-            .bind(i64::try_from(index + 1).unwrap_or(i64::MAX))
+            .bind(version)
+            .execute(&mut *transaction)
+            .await?;
+    }
+    for (version, checksum) in checksums {
+        sqlx::query("INSERT INTO headwater_migration_checksums (version, sha256) VALUES ($1, $2)")
+            .bind(version)
+            .bind(checksum)
             .execute(&mut *transaction)
             .await?;
     }
     transaction.commit().await?;
-    Ok(applied.max(MIGRATIONS.len()))
+    Ok(verdict)
 }

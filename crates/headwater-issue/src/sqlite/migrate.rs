@@ -1,18 +1,22 @@
 //! The tables, brought up to date when the store is opened.
 //!
 //! Promises: several processes may start at once on one file; one of them writes, the others wait. A file of a newer
-//! version is refused and left alone.
+//! version is refused and left alone, and so is one that was made by other migrations than ours.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use headwater_stream::clock::Clock;
-use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
+use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions, SqliteRow};
 use sqlx::{Row, SqlitePool};
 
-use crate::error::{IssueError, Result};
+use crate::error::Result;
+use crate::migrations::{self, Verdict};
 use crate::rows::database_error;
 
-const MIGRATIONS: [&str; 1] = [include_str!("migrations/0001_issues.sql")];
+/// Never change the text of one that somebody may have applied: such a file is refused. Add another one.
+const MIGRATIONS: [&str; 2] =
+    [include_str!("migrations/0001_issues.sql"), include_str!("migrations/0002_outbox_kinds.sql")];
 
 /// Between two tries to open a file that another process is just creating.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
@@ -26,17 +30,14 @@ pub(super) async fn open_and_migrate(
     loop {
         let opened = async {
             let writer = pool.clone().connect_with(connect.clone()).await?;
-            migrate(&writer, clock).await.map(|version| (writer, version))
+            migrate(&writer, clock).await.map(|verdict| (writer, verdict))
         };
         match opened.await {
-            Ok((writer, version)) if version <= MIGRATIONS.len() => return Ok(writer),
-            Ok((_, version)) => {
-                let known = MIGRATIONS.len();
-                let problem = format!(
-                    "it has version {version}, this program knows versions up to {known}; upgrade it"
-                );
-                return Err(IssueError::Schema { problem });
+            Ok((writer, Verdict::Fits(_))) => return Ok(writer),
+            Ok((_, Verdict::Newer(version))) => {
+                return Err(migrations::newer(version, &MIGRATIONS));
             }
+            Ok((_, Verdict::Differs(version))) => return Err(migrations::differs(version)),
             // The switch to WAL does not wait for its turn, so we do.
             Err(error) if is_busy(&error) => tokio::time::sleep(BUSY_PAUSE).await,
             Err(error) => return Err(database_error("opening the SQLite database", error)),
@@ -51,12 +52,14 @@ fn is_busy(error: &sqlx::Error) -> bool {
         .is_some_and(|code| [5, 6].contains(&(code & 0xff)))
 }
 
-/// Applies what is missing, in one transaction, and returns the version that is there then.
-async fn migrate(writer: &SqlitePool, clock: &dyn Clock) -> Result<usize, sqlx::Error> {
+/// Applies what is missing, in one transaction, if what is there is ours.
+async fn migrate(writer: &SqlitePool, clock: &dyn Clock) -> Result<Verdict, sqlx::Error> {
     let mut transaction = writer.begin_with("BEGIN IMMEDIATE").await?;
-    sqlx::query(
+    sqlx::raw_sql(
         "CREATE TABLE IF NOT EXISTS headwater_migrations (
-             version INTEGER PRIMARY KEY, applied_at INTEGER NOT NULL) STRICT",
+             version INTEGER PRIMARY KEY, applied_at INTEGER NOT NULL) STRICT;
+         CREATE TABLE IF NOT EXISTS headwater_migration_checksums (
+             version INTEGER PRIMARY KEY, sha256 TEXT NOT NULL) STRICT;",
     )
     .execute(&mut *transaction)
     .await?;
@@ -64,16 +67,30 @@ async fn migrate(writer: &SqlitePool, clock: &dyn Clock) -> Result<usize, sqlx::
         .fetch_one(&mut *transaction)
         .await?;
     let applied = crate::rows::count(newest.try_get::<i64, _>(0)?)?;
-    for (index, sql) in MIGRATIONS.iter().enumerate().skip(applied) {
-        sqlx::raw_sql(*sql).execute(&mut *transaction).await?;
+    let rows = sqlx::query("SELECT version, sha256 FROM headwater_migration_checksums")
+        .fetch_all(&mut *transaction)
+        .await?;
+    let read = |row: &SqliteRow| Ok((row.try_get(0)?, row.try_get(1)?));
+    let written = rows.iter().map(read).collect::<Result<BTreeMap<_, _>, sqlx::Error>>()?;
+    let verdict = migrations::compare(&MIGRATIONS, applied, &written);
+    let Verdict::Fits(checksums) = &verdict else { return Ok(verdict) };
+    for (version, sql) in (1_i64..).zip(MIGRATIONS).skip(applied) {
+        sqlx::raw_sql(sql).execute(&mut *transaction).await?;
         sqlx::query("INSERT INTO headwater_migrations (version, applied_at) VALUES (?1, ?2)")
-            .bind(i64::try_from(index + 1).unwrap_or(i64::MAX))
+            .bind(version)
             .bind(super::statements::column(clock.now()))
             .execute(&mut *transaction)
             .await?;
     }
+    for (version, checksum) in checksums {
+        sqlx::query("INSERT INTO headwater_migration_checksums (version, sha256) VALUES (?1, ?2)")
+            .bind(version)
+            .bind(checksum)
+            .execute(&mut *transaction)
+            .await?;
+    }
     transaction.commit().await?;
-    Ok(applied.max(MIGRATIONS.len()))
+    Ok(verdict)
 }
 
 /// What tells this database from every other.

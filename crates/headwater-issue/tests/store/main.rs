@@ -6,6 +6,7 @@
 mod admin;
 mod backlog;
 mod failures;
+mod migrations;
 mod start;
 mod transactions;
 

@@ -123,6 +123,16 @@ impl Meters {
         .increment(1);
     }
 
+    /// A handler took longer than it may: what became of it.
+    pub(super) fn handler_timeout(&self, result: &'static str) {
+        counter!(
+            names::HANDLER_TIMEOUTS,
+            "topic" => self.topic.clone(), "partition" => self.partition.clone(),
+            "group" => self.group.clone(), "result" => result
+        )
+        .increment(1);
+    }
+
     /// Something went wrong and was mended: what, and how often.
     pub(super) fn anomaly(&self, what: &'static str, times: usize) {
         if times > 0 {

@@ -80,7 +80,7 @@ async fn handle(worker: &Arc<Worker>, item: &Item) -> (Verdict, Option<Duration>
     };
     let (sent_at, attempt) = (message.sent_at, message.attempt);
     let started = Instant::now();
-    let outcome = call(worker, message).await;
+    let outcome = call(worker, message, started).await;
     let took = started.elapsed();
     if let Some(sent_at) = sent_at {
         worker.meters.end_to_end(since(sent_at));
@@ -100,7 +100,7 @@ async fn handle(worker: &Arc<Worker>, item: &Item) -> (Verdict, Option<Duration>
 }
 
 /// Calls the handler and catches what goes wrong in it.
-async fn call(worker: &Arc<Worker>, message: Message) -> Outcome {
+async fn call(worker: &Arc<Worker>, message: Message, started: Instant) -> Outcome {
     let bridge = worker.job.trace.as_deref();
     let Traced { span, context } = trace::handling(bridge, &message, &worker.job.group);
     let handler = Arc::clone(&worker.job.handler);
@@ -108,9 +108,9 @@ async fn call(worker: &Arc<Worker>, message: Message) -> Outcome {
     let handling = trace::within(context, async move { handler.handle(message).await });
     let handling = AssertUnwindSafe(handling).catch_unwind();
     let outcome = if span.is_disabled() {
-        in_time(worker, handling).await
+        in_time(worker, handling, started).await
     } else {
-        in_time(worker, handling).instrument(span).await
+        in_time(worker, handling, started).instrument(span).await
     };
     outcome.unwrap_or_else(|panic| {
         let text = panic_text(panic.as_ref());
@@ -123,20 +123,30 @@ async fn call(worker: &Arc<Worker>, message: Message) -> Outcome {
 async fn in_time<F: Future<Output = Outcome>>(
     worker: &Arc<Worker>,
     handling: CatchUnwind<AssertUnwindSafe<F>>,
+    started: Instant,
 ) -> Result<Outcome, Box<dyn Any + Send>> {
+    let limit = worker.job.config.handler_timeout;
+    let ended = |outcome| {
+        // Nobody can interrupt a handler that blocks its thread; at least somebody says so.
+        if limit.is_some_and(|limit| started.elapsed() > limit) {
+            worker.meters.handler_timeout("late");
+        }
+        outcome
+    };
     // Not in a box of its own: an allocation for each message is a good part of what a quick one costs.
     let mut place = pin!(Some(handling));
     let mut handling = place.as_mut().as_pin_mut().expect("it was put there just now");
     // Most handlers that wait for nothing end here.
     if let Poll::Ready(outcome) = futures_util::poll!(handling.as_mut()) {
-        return outcome;
+        return ended(outcome);
     }
     worker.settle_soon();
-    let Some(limit) = worker.job.config.handler_timeout else { return handling.await };
+    let Some(limit) = limit else { return handling.await };
     match tokio::time::timeout(limit, handling).await {
-        Ok(outcome) => outcome,
+        Ok(outcome) => ended(outcome),
         Err(_) => {
             worker.meters.anomaly("timeout", 1);
+            worker.meters.handler_timeout("dropped");
             // What it holds is dropped here, and may panic as well.
             std::panic::catch_unwind(AssertUnwindSafe(|| place.set(None)))?;
             Ok(Outcome::retry(format!("the handler took longer than {limit:?}")))

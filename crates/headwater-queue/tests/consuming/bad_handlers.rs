@@ -51,6 +51,34 @@ async fn a_handler_that_takes_too_long_is_a_failure(env: Env) -> Result<()> {
     assert_eq!(text(&letters[0], "reason"), reason);
     assert_eq!(text(&letters[0], "payload"), "slow");
     assert_eq!(counted(metrics::ANOMALIES, &env.topic, "timeout"), 2);
+    assert_eq!(counted(metrics::HANDLER_TIMEOUTS, &env.topic, "dropped"), 2);
+    assert_eq!(counted(metrics::HANDLER_TIMEOUTS, &env.topic, "late"), 0);
+    subscription.stop().await;
+    Ok(())
+}
+
+async fn a_handler_that_blocks_for_too_long_is_counted_and_its_outcome_counts(
+    env: Env,
+) -> Result<()> {
+    const LIMIT: Duration = Duration::from_millis(300);
+    start_counting();
+    env.send(0, None, "blocks").await?;
+    env.send(0, None, "blocks and waits").await?;
+    let handler = async |message: Message| {
+        std::thread::sleep(2 * LIMIT);
+        if message.payload.as_ref() != b"blocks" {
+            std::future::pending::<()>().await;
+        }
+    };
+    let config = ConsumerConfig { retry: quick(), handler_timeout: Some(LIMIT), ..shared() };
+    let subscription = env.queue.subscribe(&env.topic, GROUP, boxed(handler), config).await?;
+    // One ends late and is done; the other can be dropped when it has ceased to block, and is safe.
+    let letters = env.until_dead_letters(1).await?;
+    assert_eq!(text(&letters[0], "payload"), "blocks and waits");
+    env.until_settled(0).await?;
+    assert_eq!(counted(metrics::HANDLER_TIMEOUTS, &env.topic, "late"), 1);
+    assert_eq!(counted(metrics::HANDLER_TIMEOUTS, &env.topic, "dropped"), 2);
+    assert_eq!(counted(metrics::CONSUMED, &env.topic, "done"), 1);
     subscription.stop().await;
     Ok(())
 }
@@ -196,6 +224,7 @@ mod alone {
 on_every_backend!(
     a_panic_is_a_failure_and_stops_nobody,
     a_handler_that_takes_too_long_is_a_failure,
+    a_handler_that_blocks_for_too_long_is_counted_and_its_outcome_counts,
     a_handler_that_never_returns_holds_up_its_partition_only,
     a_handler_that_blocks_its_thread_holds_up_its_partition_only,
 );
