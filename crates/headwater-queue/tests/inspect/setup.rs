@@ -33,7 +33,7 @@ impl Setup {
         Self::at(&Cluster::shared()?.url()).await
     }
 
-    async fn at(url: &str) -> Result<Self> {
+    pub(crate) async fn at(url: &str) -> Result<Self> {
         let queue = Queue::new(connect(url, &Options::default()).await?);
         let producer = queue.producer(ProducerConfig::default())?;
         Ok(Self { queue, producer, topic: unique("orders") })

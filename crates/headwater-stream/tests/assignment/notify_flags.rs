@@ -58,8 +58,18 @@ async fn forbidden_flags_leave_it_to_the_sweep_and_it_is_said_once() {
     }
     assert_eq!(warnings.0.load(Ordering::Relaxed), 1);
 
-    // And it works without any.
-    fails_over(&Place::at(redis.url()), quick()).await;
+    // And it works without any, however the sweeps fall.
+    let heartbeat_every = quick().heartbeat_every;
+    let config = AssignmentConfig { sweep_every: heartbeat_every, ..quick() };
+    let places = [(); 3].map(|()| Place::at(redis.url()));
+    let rounds = places.iter().zip(0..).map(|(place, round)| {
+        let config = config.clone();
+        async move {
+            sleep(heartbeat_every * round / 3).await;
+            fails_over(place, config).await;
+        }
+    });
+    futures_util::future::join_all(rounds).await;
     assert_eq!(flags(&redis), "");
 }
 
@@ -68,6 +78,8 @@ async fn fails_over(place: &Place, config: AssignmentConfig) {
     let mut owner = place.consumer("owner", config.clone()).await;
     let stream = place.add(&["s"]).await.remove(0);
     owner.added().await;
+    // Half an interval apart, so that no sweep falls on the end of the lease by itself.
+    sleep(config.heartbeat_every / 2).await;
     let mut survivor = place.consumer("survivor", config.clone()).await;
     sleep(QUIET).await;
 
