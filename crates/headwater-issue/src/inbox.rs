@@ -9,6 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use headwater_queue::TraceContext;
 use headwater_stream::{Coalescer, CoalescerConfig};
 use metrics::counter;
 
@@ -49,10 +50,13 @@ impl Default for InboxConfig {
     }
 }
 
+/// An event, and the trace of whoever brings it.
+type Coming = (NewEvent, Option<TraceContext>);
+
 /// Takes events in.
 #[derive(Debug)]
 pub struct Inbox {
-    records: Coalescer<NewEvent, Result<Recorded>>,
+    records: Coalescer<Coming, Result<Recorded>>,
     nudger: Nudger,
 }
 
@@ -75,16 +79,17 @@ impl Inbox {
         };
         let quiet = config.quiet;
         let (sender, told) = (nudger.clone(), config.steps);
-        let records = Coalescer::new(gathering, move |events: Vec<NewEvent>| {
+        let records = Coalescer::new(gathering, move |coming: Vec<Coming>| {
             let (store, nudger, steps) = (Arc::clone(&store), sender.clone(), Arc::clone(&told));
             async move {
+                let (events, traces): (Vec<_>, Vec<_>) = coming.into_iter().unzip();
                 let answers = store.record(&events, &quiet).await;
                 // Here and not in the caller: one that hung up meanwhile would nudge nobody.
-                for answer in &answers {
+                for (answer, trace) in answers.iter().zip(traces) {
                     count(answer);
                     if let Ok(recorded) = answer {
                         steps.taken(Step::Recorded, recorded.issue_id);
-                        nudge(&nudger, recorded);
+                        nudge(&nudger, recorded, trace);
                     }
                 }
                 answers
@@ -103,7 +108,8 @@ impl Inbox {
         // Before it shares a commit: what no store can keep must not cost the neighbours a retry.
         event.check().inspect_err(|error| count(&Err(error.clone())))?;
         let bytes = event.payload.len();
-        self.records.call_weighing(event, bytes).await.unwrap_or_else(|gone| {
+        let coming = (event, self.nudger.origins().current());
+        self.records.call_weighing(coming, bytes).await.unwrap_or_else(|gone| {
             let problem = "the commit ended without an answer".to_owned();
             let gone = Err(IssueError::Unavailable { problem, source: Some(Arc::new(gone)) });
             count(&gone);
@@ -113,7 +119,7 @@ impl Inbox {
 
     /// Nudges the workers for what was recorded, if it is due: after the commit of a transaction of your own, too.
     pub fn nudge(&self, recorded: &Recorded) {
-        nudge(&self.nudger, recorded);
+        nudge(&self.nudger, recorded, self.nudger.origins().current());
     }
 
     /// Waits for the commits under way.
@@ -122,7 +128,7 @@ impl Inbox {
     }
 }
 
-fn nudge(nudger: &Nudger, recorded: &Recorded) {
+fn nudge(nudger: &Nudger, recorded: &Recorded, trace: Option<TraceContext>) {
     if !recorded.nudge {
         return;
     }
@@ -130,7 +136,7 @@ fn nudge(nudger: &Nudger, recorded: &Recorded) {
         counter!(ISSUES_QUEUED).increment(1);
     }
     let Recorded { issue_id, event_log_id, .. } = *recorded;
-    nudger.send_soon(Nudge { issue_id, event_log_id });
+    nudger.send_soon_in(Nudge { issue_id, event_log_id }, trace);
 }
 
 fn count(answer: &Result<Recorded>) {

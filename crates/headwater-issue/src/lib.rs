@@ -48,6 +48,7 @@ pub mod sqlite;
 mod connect;
 
 mod chance;
+mod origins;
 mod steps;
 
 pub mod metrics;
@@ -85,6 +86,7 @@ pub use delivery::{
 };
 pub use error::{IssueError, Result, SharedError};
 pub use handler::{HandlerError, IssueHandler, Resolution, Run};
+pub use headwater_queue::TraceContext;
 pub use inbox::{Inbox, InboxConfig};
 pub use issue::{
     ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, NewEvent,
@@ -95,6 +97,7 @@ pub use operator::{
     Audit, Backlog, DeadLetter, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter,
     Operator, Released, Retried, WhyFacts, WorkerInfo,
 };
+pub use origins::Origins;
 pub use outbox::{Deliver, DeliverError, Outbox, OutboxConfig};
 pub use retry::RetryPolicy;
 pub use steps::{NoSteps, Step, Steps};

@@ -2,10 +2,12 @@
 //!
 //! Upstream: `inbox` after a commit, `worker` after a run that left events over, `sweeper`. Downstream: the stream backend.
 //! Promises: nobody waits for a stream that is away unless he asks to; what cannot be sent is dropped and counted, and
-//! the sweep finds it. A nudge carries no truth: it may be lost, doubled or late.
+//! the sweep finds it. A nudge carries no truth: it may be lost, doubled or late. It carries the trace of whoever caused it
+//! (header `traceparent`), where traces are collected.
 
 use std::sync::Arc;
 
+use headwater_queue::{TRACEPARENT, TraceContext};
 use headwater_stream::{Backend, Fields, Retention, StreamError, StreamName};
 use metrics::counter;
 use tokio::sync::mpsc;
@@ -17,6 +19,7 @@ use crate::error::{IssueError, Result};
 use crate::issue::{EventLogId, IssueId};
 use crate::limits::{BATCH_MAX, NUDGES_WAITING_MAX};
 use crate::metrics::NUDGES;
+use crate::origins::{NoOrigins, Origins};
 use crate::steps::{NoSteps, Step, Steps};
 
 /// The stream that nudges go to.
@@ -29,12 +32,17 @@ const RETENTION: Retention = Retention::max_len(10_000);
 
 const ISSUE_ID: &str = "issue_id";
 const EVENT_LOG_ID: &str = "event_log_id";
+/// A JSON object, as in every entry of the queue.
+const HEADERS: &str = "headers";
+
+/// A nudge, and the trace of whoever caused it.
+type Traced = (Nudge, Option<TraceContext>);
 
 /// Sends nudges. Clones share one queue; its task ends with the last of them.
 #[derive(Clone, Debug)]
 pub struct Nudger {
     sender: Arc<Sender>,
-    waiting: mpsc::Sender<Nudge>,
+    waiting: mpsc::Sender<Traced>,
     _task: Arc<AbortOnDrop>,
 }
 
@@ -42,6 +50,7 @@ struct Sender {
     streams: Arc<dyn Backend>,
     stream: StreamName,
     steps: Arc<dyn Steps>,
+    origins: Arc<dyn Origins>,
 }
 
 impl std::fmt::Debug for Sender {
@@ -67,13 +76,22 @@ impl Nudger {
     ///
     /// Outside of a tokio runtime.
     pub fn new(streams: Arc<dyn Backend>) -> Self {
-        Self::observed(streams, Arc::new(NoSteps))
+        Self::with(streams, Arc::new(NoSteps), Arc::new(NoOrigins))
     }
 
     /// The same, telling of every step.
     pub fn observed(streams: Arc<dyn Backend>, steps: Arc<dyn Steps>) -> Self {
+        Self::with(streams, steps, Arc::new(NoOrigins))
+    }
+
+    /// The same for a process that collects traces: what is nudged for now is handled in the trace of now.
+    pub fn traced(streams: Arc<dyn Backend>, origins: Arc<dyn Origins>) -> Self {
+        Self::with(streams, Arc::new(NoSteps), origins)
+    }
+
+    fn with(streams: Arc<dyn Backend>, steps: Arc<dyn Steps>, origins: Arc<dyn Origins>) -> Self {
         let stream = StreamName::new(STREAM).expect("the name is short and plain");
-        let sender = Arc::new(Sender { streams, stream, steps });
+        let sender = Arc::new(Sender { streams, stream, steps, origins });
         let (waiting, queue) = mpsc::channel(NUDGES_WAITING_MAX);
         let task = tokio::spawn(send_all(Arc::clone(&sender), queue));
         Self { sender, waiting, _task: Arc::new(AbortOnDrop(task)) }
@@ -81,15 +99,26 @@ impl Nudger {
 
     /// Sends in the background. If too many wait already, the nudge is dropped: the sweep will send it.
     pub fn send_soon(&self, nudge: Nudge) {
-        if self.waiting.try_send(nudge).is_err() {
+        self.send_soon_in(nudge, self.origins().current());
+    }
+
+    /// The same for somebody else, whose trace this is.
+    pub(crate) fn send_soon_in(&self, nudge: Nudge, trace: Option<TraceContext>) {
+        // Here as well: if the nudge is lost, the sweep of this process may bring the issue to its worker.
+        if let Some(trace) = trace {
+            self.origins().came_with(nudge.event_log_id, trace);
+        }
+        if self.waiting.try_send((nudge, trace)).is_err() {
             counter!(NUDGES, "result" => "lost").increment(1);
         }
     }
 
-    /// Sends now and says whether it is done. At most [`BATCH_MAX`] at once reach the stream together.
+    /// Sends now and says whether it is done. At most [`BATCH_MAX`] at once reach the stream together. These nudges are of
+    /// no trace: whoever sends them has not caused the events.
     pub async fn send(&self, nudges: &[Nudge]) -> Result<()> {
         for batch in nudges.chunks(BATCH_MAX) {
-            self.sender.send(batch).await.map_err(|error| IssueError::Unavailable {
+            let batch: Vec<Traced> = batch.iter().map(|nudge| (*nudge, None)).collect();
+            self.sender.send(&batch).await.map_err(|error| IssueError::Unavailable {
                 problem: format!("{} nudges were not sent", batch.len()),
                 source: Some(Arc::new(error)),
             })?;
@@ -106,13 +135,18 @@ impl Nudger {
         Ok(workers.map_or(stats.length, |group| group.lag.unwrap_or_default()))
     }
 
+    /// Who knows traces here.
+    pub(crate) fn origins(&self) -> &dyn Origins {
+        self.sender.origins.as_ref()
+    }
+
     /// The backend that nudges go to.
     pub fn streams(&self) -> &Arc<dyn Backend> {
         &self.sender.streams
     }
 }
 
-async fn send_all(sender: Arc<Sender>, mut queue: mpsc::Receiver<Nudge>) {
+async fn send_all(sender: Arc<Sender>, mut queue: mpsc::Receiver<Traced>) {
     let mut batch = Vec::with_capacity(BATCH_MAX);
     while queue.recv_many(&mut batch, BATCH_MAX).await > 0 {
         if let Err(error) = sender.send(&batch).await {
@@ -123,13 +157,13 @@ async fn send_all(sender: Arc<Sender>, mut queue: mpsc::Receiver<Nudge>) {
 }
 
 impl Sender {
-    async fn send(&self, nudges: &[Nudge]) -> Result<(), StreamError> {
+    async fn send(&self, nudges: &[Traced]) -> Result<(), StreamError> {
         let entries: Vec<Fields> = nudges.iter().map(to_fields).collect();
         let sent = self.streams.append(&self.stream, &entries, &RETENTION).await;
         let result = if sent.is_ok() { "sent" } else { "lost" };
         counter!(NUDGES, "result" => result).increment(nudges.len() as u64);
         sent?;
-        for nudge in nudges {
+        for (nudge, _) in nudges {
             debug!(issue_id = %nudge.issue_id, event_log_id = %nudge.event_log_id, "nudged");
             self.steps.taken(Step::Nudged, nudge.issue_id);
         }
@@ -137,11 +171,16 @@ impl Sender {
     }
 }
 
-fn to_fields(nudge: &Nudge) -> Fields {
-    Fields::new([
-        (ISSUE_ID, nudge.issue_id.to_string()),
-        (EVENT_LOG_ID, nudge.event_log_id.to_string()),
-    ])
+fn to_fields((nudge, trace): &Traced) -> Fields {
+    let issue = (ISSUE_ID, nudge.issue_id.to_string());
+    let event = (EVENT_LOG_ID, nudge.event_log_id.to_string());
+    match trace {
+        None => Fields::new([issue, event]),
+        Some(trace) => {
+            let headers = format!(r#"{{"{TRACEPARENT}":"{trace}"}}"#);
+            Fields::new([issue, event, (HEADERS, headers)])
+        }
+    }
 }
 
 /// Reads a nudge, also one of another program. The event log is of no consequence; without a valid issue it says why.

@@ -24,7 +24,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater_queue::{Handler, Message, Outcome};
+use headwater_queue::{Handler, Message, Outcome, TRACEPARENT, TraceContext};
 use metrics::{counter, histogram};
 use tokio::sync::{Semaphore, SemaphorePermit, watch};
 use tokio::time::Instant;
@@ -84,7 +84,13 @@ enum Looked {
 impl Handler for Worker {
     async fn handle(&self, message: Message) -> Outcome {
         let issue_id = match nudge::read(&message.fields) {
-            Ok(nudge) => nudge.issue_id,
+            Ok(nudge) => {
+                let trace = message.headers.get(TRACEPARENT);
+                if let Some(trace) = trace.and_then(|text| TraceContext::parse(text)) {
+                    self.inner.nudger.origins().came_with(nudge.event_log_id, trace);
+                }
+                nudge.issue_id
+            }
             Err(reason) => {
                 no_run("malformed");
                 warn!(entry_id = %message.id, error = %reason, "nudge makes no sense");

@@ -15,9 +15,8 @@ use std::time::Duration;
 use anyhow::Context;
 use async_trait::async_trait;
 use headwater_issue::{
-    HandlerError, Inbox, InboxConfig, IssueHandler, Nudger, Outbox, OutboxConfig, Quiet,
-    Resolution, RetryPolicy, Run, STREAM, Store, SweepOptions, Sweeper, SweeperConfig, Worker,
-    WorkerConfig,
+    HandlerError, Inbox, InboxConfig, IssueHandler, Outbox, OutboxConfig, Quiet, Resolution,
+    RetryPolicy, Run, STREAM, Store, SweepOptions, Sweeper, SweeperConfig, Worker, WorkerConfig,
 };
 use headwater_queue::Queue;
 use headwater_stream::Backend;
@@ -82,7 +81,7 @@ pub(crate) async fn run(
     }
 
     // The way in: events are stored, and workers are nudged.
-    let nudger = Nudger::new(Arc::clone(&streams));
+    let nudger = telemetry.nudger(Arc::clone(&streams));
     let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config(&settings.work))
         .context("the inbox")?;
 

@@ -4,18 +4,23 @@
 //! Promises: text on a terminal and JSON otherwise; a collector that is away costs no request anything; what is left is
 //! sent at the end, for a bounded time.
 
+mod fresh;
 mod origins;
 mod traces;
 
 use std::io::IsTerminal;
+use std::sync::Arc;
 
 use anyhow::Context;
+use headwater_issue::Nudger;
+use headwater_stream::Backend;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use secrecy::ExposeSecret;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
 
+use self::fresh::Fresh;
 pub(crate) use self::origins::{continue_origins, note_origin};
 use self::traces::Traces;
 pub(crate) use self::traces::continue_trace;
@@ -48,12 +53,12 @@ pub(crate) fn begin(settings: &settings::Telemetry) -> Result<Telemetry, Failure
     };
     let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let logs: AnyLayer = if as_json {
-        layer.json().flatten_event(true).with_filter(filter).boxed()
+        layer.json().flatten_event(true).with_filter(Fresh(filter)).boxed()
     } else {
         layer
             .with_ansi(std::io::stderr().is_terminal())
             .with_target(false)
-            .with_filter(filter)
+            .with_filter(Fresh(filter))
             .boxed()
     };
     let mut layers = vec![logs];
@@ -80,6 +85,14 @@ pub(crate) fn begin(settings: &settings::Telemetry) -> Result<Telemetry, Failure
 }
 
 impl Telemetry {
+    /// Sends nudges, with the traces of events if there is a collector.
+    pub(crate) fn nudger(&self, streams: Arc<dyn Backend>) -> Nudger {
+        match self.traces {
+            Some(_) => Nudger::traced(streams, Arc::new(origins::Collected)),
+            None => Nudger::new(streams),
+        }
+    }
+
     /// Sends what is left.
     pub(crate) async fn end(self) {
         if let Some(traces) = self.traces {

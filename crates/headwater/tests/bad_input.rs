@@ -5,11 +5,14 @@ mod support;
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
+use crate::support::nasty::{encoded, nasty, with_text};
 use crate::support::sender::integrations;
-use crate::support::{Place, Server};
+use crate::support::{LIMIT, Place, Server};
 
 /// Who may call a route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +81,11 @@ const CASES: &[(&str, Needs, Body)] = &[
     ("post /api/v1/topics/{topic}/trim", Admin, Some(|| json!({"count": 1}))),
     ("get /api/v1/topics/{topic}/messages", Read, None),
     ("post /api/v1/topics/{topic}/messages", Write, Some(produce)),
+    (
+        "post /api/v1/topics/{topic}/messages",
+        Write,
+        Some(|| json!({"messages": [{"payload_base64": "cA=="}]})),
+    ),
     ("get /api/v1/topics/{topic}/tail", Read, None),
     ("get /api/v1/topics/{topic}/dead-letters", Read, None),
     ("get /api/v1/topics/{topic}/dead-letters/{id}", Read, None),
@@ -128,28 +136,6 @@ const TOKENS: [(&str, &str, Needs); 3] = [
     ("admin", "admin-admin-admin-admin", Admin),
 ];
 const BOSS: Option<&str> = Some(TOKENS[2].1);
-
-/// SQL, HTML, other scripts, directions, nothing, and much.
-fn nasty() -> Vec<String> {
-    let texts = [
-        "'; DROP TABLE tickets; --",
-        "<script>alert(1)</script><img src=x onerror=alert(1)>",
-        "\" OR 1=1 /*",
-        "../../../etc/passwd",
-        "{{7*7}}${7*7}%s%n",
-        "a\u{202e}b\u{0}c\r\nset-cookie: x=y",
-        "",
-        "-1",
-        "99999999999999999999999999",
-        "键😀",
-    ];
-    let long = "x".repeat(2000);
-    texts.into_iter().map(str::to_owned).chain([long]).collect()
-}
-
-fn encoded(text: &str) -> String {
-    text.bytes().map(|byte| format!("%{byte:02X}")).collect()
-}
 
 struct Routes {
     server: Server,
@@ -247,35 +233,6 @@ fn unknown(operation: &str) -> String {
         "consumer" => "0190b6d7-0000-7000-8000-00000000fffe".to_owned(),
         name => format!("no-such-{name}"),
     })
-}
-
-/// Copies of a body, each with one text replaced.
-fn with_text(value: &Value, text: &str) -> Vec<Value> {
-    match value {
-        Value::String(_) => vec![text.into()],
-        Value::Array(items) => (0..items.len())
-            .flat_map(|place| {
-                with_text(&items[place], text).into_iter().map(move |new| (place, new))
-            })
-            .map(|(place, new)| {
-                let mut items = items.clone();
-                items[place] = new;
-                items.into()
-            })
-            .collect(),
-        Value::Object(fields) => fields
-            .iter()
-            .flat_map(|(name, inner)| {
-                with_text(inner, text).into_iter().map(move |new| (name.clone(), new))
-            })
-            .map(|(name, new)| {
-                let mut fields = fields.clone();
-                fields.insert(name, new);
-                fields.into()
-            })
-            .collect(),
-        _ => Vec::new(),
-    }
 }
 
 #[tokio::test]
@@ -417,9 +374,7 @@ async fn sql_and_html_in_every_text_are_text() -> Result<()> {
             for body in body.iter().flat_map(|body| with_text(&body(), &text)) {
                 routes.call(operation, &path, BOSS, json_body(&body)).await?;
             }
-            let parameters = routes.described(operation)["parameters"].as_array();
-            for parameter in parameters.into_iter().flatten().filter(|it| it["in"] == "query") {
-                let name = parameter["name"].as_str().context("a name")?;
+            for name in parameters(&routes, operation, "query") {
                 let path = format!("{path}?{name}={}", encoded(&text));
                 let body = body.and_then(|body| json_body(&body()));
                 routes.call(operation, &path, BOSS, body).await?;
@@ -428,18 +383,174 @@ async fn sql_and_html_in_every_text_are_text() -> Result<()> {
         let slip = format!("{path}?no_such_parameter=1");
         routes.call(operation, &slip, BOSS, body.and_then(|body| json_body(&body()))).await?;
     }
-    // Every text field of every body was among them.
+    // Every text field of every body was among them, also those inside of lists and objects.
     for (operation, ..) in CASES {
         let content = &routes.described(operation)["requestBody"]["content"]["application/json"];
-        let Some(reference) = content["schema"]["$ref"].as_str() else { continue };
-        let schema = routes.description.pointer(reference.trim_start_matches('#'));
-        let properties = schema.context("a schema")?["properties"].as_object();
         let examples = CASES.iter().filter(|case| case.0 == *operation);
         let examples: Vec<Value> = examples.filter_map(|case| Some(case.2?())).collect();
-        for (name, field) in properties.into_iter().flatten() {
-            let is_text = field["type"] == "string" || field["type"] == json!(["string", "null"]);
-            let is_tried = examples.iter().any(|example| example[name].is_string());
-            assert!(!is_text || is_tried, "{operation}: give `{name}` a text");
+        for place in texts(&routes.description, &content["schema"], &[]) {
+            let is_tried = examples.iter().any(|example| has_text(example, &place));
+            assert!(is_tried, "{operation}: give `{}` a text", place.join("."));
+        }
+    }
+    whole(&routes).await
+}
+
+/// Where a schema has texts. `*` is any item of a list, and any field of an object with free names.
+fn texts(description: &Value, schema: &Value, place: &[&str]) -> Vec<Vec<String>> {
+    assert!(place.len() < 20, "the schema has no end");
+    let below = |schema: &Value, name: &str| texts(description, schema, &[place, &[name]].concat());
+    if let Some(reference) = schema["$ref"].as_str() {
+        let schema = description.pointer(reference.trim_start_matches('#'));
+        return texts(description, schema.unwrap_or(&Value::Null), place);
+    }
+    let mut found = Vec::new();
+    if schema["type"] == "string" || schema["type"] == json!(["string", "null"]) {
+        found.push(place.iter().map(|name| (*name).to_owned()).collect());
+    }
+    for (name, field) in schema["properties"].as_object().into_iter().flatten() {
+        found.extend(below(field, name));
+    }
+    for many in ["items", "additionalProperties"] {
+        if schema[many].is_object() {
+            found.extend(below(&schema[many], "*"));
+        }
+    }
+    for ways in ["oneOf", "anyOf", "allOf"] {
+        let ways = schema[ways].as_array().into_iter().flatten();
+        found.extend(ways.flat_map(|way| texts(description, way, place)));
+    }
+    found
+}
+
+fn has_text(value: &Value, place: &[String]) -> bool {
+    match (place.split_first(), value) {
+        (None, value) => value.is_string(),
+        (Some((_, rest)), Value::Array(items)) => items.iter().any(|item| has_text(item, rest)),
+        (Some((name, rest)), Value::Object(fields)) if name == "*" => {
+            fields.values().any(|field| has_text(field, rest))
+        }
+        (Some((name, rest)), value) => has_text(&value[name], rest),
+    }
+}
+
+#[tokio::test]
+async fn what_is_no_text_at_all_breaks_nothing_wherever_it_stands() -> Result<()> {
+    let routes = Routes::start().await?;
+    let odd = ["%FF%FE", "%C3%28", "%00", "%ED%A0%80", "%", "%zz"];
+    for (operation, _, body) in CASES {
+        let body = || body.and_then(|body| json_body(&body()));
+        for odd in odd {
+            if operation.contains('{') {
+                let path = path_of(operation, |_| odd.to_owned());
+                let (status, refusal) = routes.call(operation, &path, BOSS, body()).await?;
+                // A percent sign that begins nothing is a letter, and so may be a name that can be made.
+                let is_name = ["%", "%zz"].contains(&odd) && status.is_success();
+                let is_refused = status.is_client_error() || status == 501;
+                assert!(is_refused || is_name, "{operation} {odd}: {status} {refusal}");
+            }
+            for parameter in parameters(&routes, operation, "query") {
+                let path = format!("{}?{parameter}={odd}", unknown(operation));
+                routes.call(operation, &path, BOSS, body()).await?;
+            }
+        }
+    }
+    whole(&routes).await
+}
+
+#[tokio::test]
+async fn headers_with_odd_values_break_nothing() -> Result<()> {
+    let routes = Routes::start().await?;
+    let texts = nasty().into_iter().map(String::into_bytes);
+    let odd = [b"\xff\xfe".to_vec(), "键".into(), b"1-0-0".to_vec()];
+    let values: Vec<_> =
+        texts.chain(odd).filter(|it| HeaderValue::from_bytes(it).is_ok()).collect();
+    assert!(values.len() > 5);
+    let always = ["content-type", "accept", "host", "origin", "traceparent", "x-forwarded-for"];
+    for (operation, _, body) in CASES {
+        let described = parameters(&routes, operation, "header");
+        for name in always.iter().map(|name| (*name).to_owned()).chain(described) {
+            for value in &values {
+                let method = operation.split(' ').next().unwrap_or_default().to_uppercase();
+                let url = routes.server.url(&unknown(operation));
+                let mut request = routes.server.client.request(method.parse()?, url);
+                if let Some(body) = body {
+                    request = request.json(&body());
+                }
+                // `header` adds: what the client would say by itself is replaced.
+                let mut headers = HeaderMap::new();
+                headers.insert(HeaderName::try_from(&name)?, HeaderValue::from_bytes(value)?);
+                let request = request.headers(headers).bearer_auth(TOKENS[2].1);
+                let status = request.send().await.context(*operation)?.status();
+                assert_ne!(status, 500, "{operation} {name}: {value:?}");
+            }
+        }
+    }
+    whole(&routes).await
+}
+
+fn parameters(routes: &Routes, operation: &str, kind: &str) -> Vec<String> {
+    let all = routes.described(operation)["parameters"].as_array().into_iter().flatten();
+    let of_kind = all.filter(|parameter| parameter["in"] == kind);
+    of_kind.filter_map(|parameter| Some(parameter["name"].as_str()?.to_owned())).collect()
+}
+
+/// Sends a request whose body is shorter than it says, and returns what comes back until the connection ends.
+async fn cut_off(routes: &Routes, operation: &str, body: &str) -> Result<String> {
+    let (method, _) = operation.split_once(' ').context("a method")?;
+    let head = format!(
+        "{} {} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {}\r\n\
+         content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        method.to_uppercase(),
+        unknown(operation),
+        TOKENS[2].1,
+        body.len() + 10,
+    );
+    let mut stream = tokio::net::TcpStream::connect(routes.server.address).await?;
+    stream.write_all(head.as_bytes()).await?;
+    stream.shutdown().await?;
+    let mut answer = Vec::new();
+    // A connection that is cut off may end with an error after its answer.
+    let _ = tokio::time::timeout(LIMIT, stream.read_to_end(&mut answer)).await?;
+    Ok(String::from_utf8_lossy(&answer).into_owned())
+}
+
+#[tokio::test]
+async fn a_body_that_is_cut_off_on_its_way_changes_nothing() -> Result<()> {
+    let routes = Routes::start().await?;
+    let made = ["/api/v1/tickets", "/api/v1/topics", "/api/v1/sessions", "/api/v1/issues"];
+    let look = async |path: &str| {
+        let request = routes.server.client.get(routes.server.url(path)).bearer_auth(TOKENS[2].1);
+        anyhow::Ok(request.send().await?.text().await?)
+    };
+    let mut before = Vec::new();
+    for path in made {
+        before.push(look(path).await?);
+    }
+    for (operation, _, body) in CASES {
+        let Some(body) = body else { continue };
+        // Whole as JSON, but not as long as it says: what was meant to follow is not known.
+        for text in [body().to_string(), String::new(), "{\"".to_owned()] {
+            let answer = cut_off(&routes, operation, &text).await?;
+            let is_refused = ["400 ", "401 ", "404 "]
+                .iter()
+                .any(|status| answer.starts_with(&format!("HTTP/1.1 {status}")));
+            assert!(answer.is_empty() || is_refused, "{operation} {text}: {answer}");
+        }
+    }
+    for (path, before) in made.into_iter().zip(before) {
+        assert_eq!(look(path).await?, before, "{path}");
+    }
+    whole(&routes).await
+}
+
+#[tokio::test]
+async fn a_body_that_nobody_asked_for_harms_nobody() -> Result<()> {
+    let routes = Routes::start().await?;
+    for (operation, ..) in CASES.iter().filter(|case| case.2.is_none()) {
+        for bytes in [b"{".to_vec(), vec![0xff; 64], b"[".repeat(2000), vec![b' '; 20_000]] {
+            let body = Some(("application/json", bytes));
+            routes.call(operation, &unknown(operation), BOSS, body).await?;
         }
     }
     whole(&routes).await

@@ -1,13 +1,26 @@
-//! Model runs while Redis is away: the answer comes all the same, and every step reaches its session later.
+//! While Redis is away: answers come all the same, and every step and event reaches its stream later.
 
 mod support;
 
-use anyhow::{Context, Result};
-use headwater_testkit::{Proxy, Redis, Reply};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use crate::support::desk::{answered, by, open};
+use anyhow::{Context, Result};
+use futures_util::future::join_all;
+use headwater::ticket_events::{
+    Outlet, TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload,
+};
+use headwater_issue::{DeliverError, IssueId, OutboxId, OutboxKind, OutboxRow};
+use headwater_stream::clock::{Clock, SystemClock};
+use headwater_stream::{Options, StreamName};
+use headwater_testkit::{Persistence, Proxy, Redis, Reply};
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+use crate::support::desk::{all_idle, answered, by, open};
 use crate::support::model::FakeModel;
-use crate::support::{Place, Server, eventually};
+use crate::support::{LIMIT, Place, Server, eventually};
 
 /// The types of the steps in a session's stream, in order, without what stands before their last dot.
 fn steps(redis: &Redis, session: &str) -> Vec<String> {
@@ -23,9 +36,9 @@ fn steps(redis: &Redis, session: &str) -> Vec<String> {
 }
 
 /// The session of the last run of an issue, which its reply names, too.
-async fn session(server: &Server, created: &serde_json::Value) -> Result<String> {
+async fn session(server: &Server, created: &Value) -> Result<String> {
     let path = format!("/api/v1/issues/{}", created["issue_id"]);
-    let has_session = |_: u16, issue: &serde_json::Value| issue["fields"]["session_id"].is_string();
+    let has_session = |_: u16, issue: &Value| issue["fields"]["session_id"].is_string();
     let issue = server.until(&path, has_session).await?;
     Ok(issue["fields"]["session_id"].as_str().context("a session")?.to_owned())
 }
@@ -89,5 +102,153 @@ async fn a_kill_during_an_outage_leaves_the_steps_to_the_next_process() -> Resul
     let _server = place.serve(&arguments)?;
     eventually("the steps", || steps(&redis, &session).len() >= 2).await?;
     assert_eq!(steps(&redis, &session), ["PromptRendered", "PromptExecuted"]);
+    Ok(())
+}
+
+/// What the stream of ticket events has, in order: ticket, type and content.
+fn told(redis: &Redis) -> Vec<(String, String, String)> {
+    let Ok(entries) = redis.command(&["XRANGE", TICKET_EVENTS, "-", "+"]) else {
+        return Vec::new();
+    };
+    let read = |entry: &Reply| {
+        let fields = entry.items().get(1).map(Reply::items).unwrap_or_default();
+        let event: Value = serde_json::from_str(&fields.get(1)?.text()).ok()?;
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let content = text(&event["payload"]["content"]);
+        Some((text(&event["ticket_id"]), text(&event["event_type"]), content))
+    };
+    entries.items().iter().filter_map(read).collect()
+}
+
+// The model thinks on a thread of the server's; the test waits on its own.
+#[tokio::test]
+async fn many_events_of_an_outage_hold_up_no_reply_and_are_told_once_and_in_order() -> Result<()> {
+    const TICKETS: usize = 80;
+    let redis = Redis::builder().persistence(Persistence::Always).start()?;
+    let place = Place::new()?;
+    let quick = ["--issue-quiet", "500ms", "--sweep-every", "200ms"];
+    let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
+    let server = place.serve(&[&["--stream-url", &redis.url()][..], &quick, &many].concat())?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+
+    redis.stop()?;
+    let mut tickets = Vec::new();
+    for _ in 0..TICKETS {
+        let created = open(&server, "first").await?;
+        let ticket = created["ticket_id"].as_str().context("a ticket")?.to_owned();
+        for content in ["second", "third"] {
+            let path = format!("/api/v1/tickets/{ticket}/messages");
+            let (status, body) = server.post(&path, &json!({"content": content})).await?;
+            assert_eq!(status, 201, "{body}");
+        }
+        tickets.push(ticket);
+    }
+    // Several hundred events wait for Redis by now. Nobody's answer does.
+    let mut answers = BTreeMap::new();
+    for ticket in &tickets {
+        let shown = answered(&server, ticket, 1).await?;
+        assert_eq!(by(&shown, "user"), ["first", "second", "third"], "{shown:#}");
+    }
+    all_idle(&server).await?;
+    for ticket in &tickets {
+        let shown = answered(&server, ticket, 1).await?;
+        answers.insert(ticket.clone(), by(&shown, "assistant").len());
+    }
+
+    redis.restart()?;
+    let expected = 3 * TICKETS + answers.values().sum::<usize>();
+    eventually("all events", || told(&redis).len() >= expected).await?;
+    // What would come twice has had its time when later ones have come.
+    let last = open(&server, "the last one").await?;
+    let last = last["ticket_id"].as_str().context("a ticket")?.to_owned();
+    eventually("the last event", || told(&redis).iter().any(|event| event.0 == last)).await?;
+    let told: Vec<_> = told(&redis).into_iter().filter(|event| event.0 != last).collect();
+    assert_eq!(told.len(), expected);
+    for (ticket, answers) in &answers {
+        let of_ticket: Vec<_> = told.iter().filter(|event| event.0 == *ticket).collect();
+        let said: Vec<_> = of_ticket
+            .iter()
+            .filter(|event| event.1 != "AI_RESPONSE_GENERATED")
+            .map(|event| (event.1.as_str(), event.2.as_str()))
+            .collect();
+        let expected = [
+            ("TICKET_CREATED", "first"),
+            ("MESSAGE_RECEIVED", "second"),
+            ("MESSAGE_RECEIVED", "third"),
+        ];
+        assert_eq!(said, expected, "{of_ticket:?}");
+        assert_eq!(of_ticket.len(), 3 + answers, "{of_ticket:?}");
+    }
+    Ok(())
+}
+
+fn event_row(number: usize) -> OutboxRow {
+    let event = TicketEvent {
+        event_type: TicketEventType::MessageReceived,
+        ticket_id: Uuid::now_v7(),
+        message_id: Uuid::now_v7(),
+        user_id: None,
+        payload: TicketPayload::new(number.to_string(), SystemClock.now()),
+    };
+    OutboxRow {
+        id: OutboxId(1),
+        issue_id: IssueId(1),
+        integration: "desk".into(),
+        provider: "desk".into(),
+        external_project_id: String::new(),
+        external_issue_id: event.ticket_id.to_string(),
+        kind: OutboxKind::Event,
+        target: TICKET_EVENTS.into(),
+        idempotency_key: format!("key-{number}"),
+        payload: event.to_json(),
+        deliveries: 1,
+        attempts: 0,
+        crashes: 0,
+        created_at: SystemClock.now(),
+    }
+}
+
+/// How many of these asked Redis, and did not just hear that it was away.
+async fn asked(outlet: &Outlet, rows: &[OutboxRow]) -> usize {
+    let answers = join_all(rows.iter().map(|row| outlet.publish(row))).await;
+    let has_asked = |answer: &Result<(), DeliverError>| match answer {
+        Err(DeliverError::Away(reason)) => !reason.contains("a moment ago"),
+        other => panic!("{other:?}"),
+    };
+    answers.iter().filter(|answer| has_asked(answer)).count()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_many_events_one_at_a_time_asks_a_redis_that_is_away() -> Result<()> {
+    let redis = Redis::start()?;
+    let proxy = Proxy::start(redis.addr())?;
+    let options = Options { call_deadline: Duration::from_secs(3), ..Options::default() };
+    let streams = headwater_stream::connect(&redis.url_at(proxy.addr()), &options).await?;
+    let outlet = Outlet::new(Arc::clone(&streams), StreamName::new("control")?);
+    let rows: Vec<OutboxRow> = (0..64).map(event_row).collect();
+
+    proxy.stall()?;
+    assert_eq!(asked(&outlet, &rows).await, rows.len(), "nobody knows yet");
+    // However long it is away: of all that come meanwhile, one finds out, and the others do not wait for it.
+    for round in 0..3 {
+        let asked = asked(&outlet, &rows).await;
+        assert!(asked <= 1, "{asked} asked in round {round}");
+        tokio::time::sleep(Duration::from_millis(2100)).await;
+    }
+
+    // Each is told in the end, once, though the first tries may have arrived after all.
+    proxy.heal()?;
+    let deadline = Instant::now() + LIMIT;
+    for row in &rows {
+        while let Err(error) = outlet.publish(row).await {
+            assert!(matches!(error, DeliverError::Away(_)), "{error}");
+            assert!(Instant::now() < deadline, "{error}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+    let mut numbers: Vec<usize> =
+        told(&redis).iter().filter_map(|event| event.2.parse().ok()).collect();
+    numbers.sort_unstable();
+    assert_eq!(numbers, (0..rows.len()).collect::<Vec<_>>());
     Ok(())
 }

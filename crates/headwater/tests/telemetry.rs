@@ -2,32 +2,44 @@
 
 mod support;
 
+use std::time::Instant;
+
 use anyhow::{Context, Result};
 use axum::Router;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::routing::post;
+use headwater_testkit::{Postgres, Redis};
+use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 
-use crate::support::Place;
+use crate::support::desk::new_ticket;
 use crate::support::sender::{github, github_issues, integrations, send};
+use crate::support::{LIMIT, Place, Server};
 
 fn contains(bytes: &[u8], text: &str) -> bool {
     bytes.windows(text.len()).any(|window| window == text.as_bytes())
 }
 
-// The collector must answer while the test waits for the end of the server.
-#[tokio::test(flavor = "multi_thread")]
-async fn traces_go_to_the_collector_and_keep_the_trace_of_the_caller() -> Result<()> {
-    let (sender, mut batches) = mpsc::unbounded_channel::<Bytes>();
+/// A collector of the test's own: its address, and the batches that reach it.
+async fn collector() -> Result<(String, mpsc::UnboundedReceiver<Bytes>)> {
+    let (sender, batches) = mpsc::unbounded_channel::<Bytes>();
     let take = |State(sender): State<mpsc::UnboundedSender<Bytes>>, body: Bytes| async move {
         let _ = sender.send(body);
     };
     let collector = Router::new().route("/v1/traces", post(take)).with_state(sender);
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let url = format!("http://{}", listener.local_addr()?);
-    let collecting = tokio::spawn(async move { axum::serve(listener, collector).await });
+    // Ends with the runtime of the test.
+    tokio::spawn(async move { axum::serve(listener, collector).await });
+    Ok((url, batches))
+}
+
+// The collector must answer while the test waits for the end of the server.
+#[tokio::test(flavor = "multi_thread")]
+async fn traces_go_to_the_collector_and_keep_the_trace_of_the_caller() -> Result<()> {
+    let (url, mut batches) = collector().await?;
 
     let place = Place::new()?;
     let mut server = place.serve(&["--otlp-url", &url])?;
@@ -47,7 +59,6 @@ async fn traces_go_to_the_collector_and_keep_the_trace_of_the_caller() -> Result
         "what is left is sent at the end"
     );
     assert!(all.windows(16).any(|window| window == id), "the caller's trace goes on");
-    collecting.abort();
     Ok(())
 }
 
@@ -111,39 +122,115 @@ fn spans(batch: &[u8]) -> Vec<(String, String)> {
 // The collector must answer while the test waits for the end of the server.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_run_goes_on_with_the_trace_of_the_webhook_that_led_to_it() -> Result<()> {
-    let (sender, mut batches) = mpsc::unbounded_channel::<Bytes>();
-    let take = |State(sender): State<mpsc::UnboundedSender<Bytes>>, body: Bytes| async move {
-        let _ = sender.send(body);
-    };
-    let collector = Router::new().route("/v1/traces", post(take)).with_state(sender);
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let url = format!("http://{}", listener.local_addr()?);
-    let collecting = tokio::spawn(async move { axum::serve(listener, collector).await });
+    let (url, mut batches) = collector().await?;
 
     let place = Place::new()?.settings(&integrations())?;
     let mut server = place.serve(&["--otlp-url", &url, "--issue-quiet", "200ms"])?;
-    // Several, each with a trace of its own: a run that is quicker than the end of its request begins a trace of its own.
     let mut traces = Vec::new();
     for number in 1..=5 {
-        let trace = format!("4bf92f3577b34da6a3ce929d0e0e473{number}");
-        let body = github_issues("opened", number, "x").to_string();
-        let request = github(&server, "issues", &format!("d-{number}"), body.as_bytes());
-        let request = request.header("traceparent", format!("00-{trace}-00f067aa0ba902b7-01"));
-        let (_, recorded) = send(request).await?;
+        let recorded = webhook(&server, number).await?;
         let path = format!("/api/v1/issues/{}", recorded["issue_id"]);
         server.until(&path, |_, issue| issue["pending_events"] == 0).await?;
-        traces.push(trace);
+        traces.push(trace(number));
     }
     assert!(server.stop()?.success(), "{}", server.log());
+    let all = collected(&mut batches);
+    for name in ["request", "run"] {
+        assert!(traces.iter().all(|trace| has(&all, trace, name)), "{name}: {all:?}");
+    }
+    Ok(())
+}
+
+/// The trace of a caller.
+fn trace(number: u64) -> String {
+    format!("4bf92f3577b34da6a3ce929d0e0e4{number:03}")
+}
+
+fn traceparent(number: u64) -> String {
+    format!("00-{}-00f067aa0ba902b7-01", trace(number))
+}
+
+/// A webhook about an issue of its own, in a trace of its own.
+async fn webhook(server: &Server, number: u64) -> Result<Value> {
+    let body = github_issues("opened", number, "x").to_string();
+    let request = github(server, "issues", &format!("d-{number}"), body.as_bytes());
+    Ok(send(request.header("traceparent", traceparent(number))).await?.1)
+}
+
+/// A ticket in a trace of its own.
+async fn ticket(server: &Server, number: u64) -> Result<Value> {
+    let request = server.client.post(server.url("/api/v1/tickets")).json(&new_ticket("x"));
+    Ok(send(request.header("traceparent", traceparent(number))).await?.1)
+}
+
+/// All spans that have come so far.
+fn collected(batches: &mut mpsc::UnboundedReceiver<Bytes>) -> Vec<(String, String)> {
     let mut all = Vec::new();
     while let Ok(batch) = batches.try_recv() {
         all.extend(spans(&batch));
     }
-    let has =
-        |trace: &String, name: &str| all.iter().any(|span| span.0 == *trace && span.1 == name);
-    assert!(traces.iter().all(|trace| has(trace, "request")), "{all:?}");
-    assert!(traces.iter().any(|trace| has(trace, "run")), "{all:?}");
-    collecting.abort();
+    all
+}
+
+fn has(spans: &[(String, String)], trace: &str, name: &str) -> bool {
+    spans.iter().any(|span| span.0 == trace && span.1 == name)
+}
+
+/// How many runs a process has ended.
+async fn runs(process: &Server) -> Result<u64> {
+    let (_, metrics) = process.get("/metrics").await?;
+    let lines = metrics.as_str().context("text")?.lines();
+    let counts = lines.filter(|line| line.starts_with("headwater_issues_processed_total{"));
+    let count = |line: &str| line.rsplit(' ').next()?.parse::<u64>().ok();
+    Ok(counts.filter_map(count).sum())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_run_in_another_process_goes_on_with_the_trace_of_its_webhook_or_ticket() -> Result<()> {
+    let redis = Redis::start()?;
+    let database = Postgres::shared()?.database()?;
+    let (of_server, mut from_server) = collector().await?;
+    let (of_worker, mut from_worker) = collector().await?;
+    let place = Place::new()?.settings(&integrations())?;
+    let (streams, database) = (redis.url(), database.url());
+    // What the sweep finds has no trace: here only nudges bring issues to workers.
+    let rarely = ["--sweep-every", "1h", "--issue-quiet", "10ms"];
+    let both = [&["--stream-url", &streams, "--database-url", &database][..], &rarely].concat();
+    let mut server = place.serve(&[&both[..], &["--otlp-url", &of_server]].concat())?;
+    let mut worker = place.worker(&[&both[..], &["--otlp-url", &of_worker]].concat())?;
+    worker.until("/health/ready", |status, _| status == 200).await?;
+
+    // One after another, two of a kind each time, until the other process had some of either kind.
+    let mut elsewhere = (Vec::new(), Vec::new());
+    for number in 1.. {
+        assert!(number < 200, "all runs were in one process: {}", worker.log());
+        let is_ticket = number / 2 % 2 == 1;
+        let before = runs(&worker).await?;
+        let recorded = match is_ticket {
+            true => ticket(&server, number).await?,
+            false => webhook(&server, number).await?,
+        };
+        let path = format!("/api/v1/issues/{}", recorded["issue_id"]);
+        server.until(&path, |_, issue| issue["pending_events"] == 0).await?;
+        // A run is counted right after its commit.
+        let deadline = Instant::now() + LIMIT;
+        while runs(&server).await? + runs(&worker).await? < number {
+            assert!(Instant::now() < deadline, "{}", server.log());
+        }
+        if runs(&worker).await? > before {
+            if is_ticket { &mut elsewhere.1 } else { &mut elsewhere.0 }.push(trace(number));
+        }
+        if !elsewhere.0.is_empty() && !elsewhere.1.is_empty() {
+            break;
+        }
+    }
+    assert!(server.stop()?.success(), "{}", server.log());
+    assert!(worker.stop()?.success(), "{}", worker.log());
+    let (at_server, at_worker) = (collected(&mut from_server), collected(&mut from_worker));
+    for trace in elsewhere.0.iter().chain(&elsewhere.1) {
+        assert!(has(&at_server, trace, "request"), "{trace}: {at_server:?}");
+        assert!(has(&at_worker, trace, "run"), "{trace}: {at_worker:?}");
+    }
     Ok(())
 }
 

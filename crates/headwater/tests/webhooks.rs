@@ -5,9 +5,12 @@ mod support;
 use std::collections::HashSet;
 
 use anyhow::{Context, Result};
+use futures_util::StreamExt;
 use headwater_testkit::{Postgres, Redis};
 use serde_json::{Value, json};
 
+use crate::support::desk::all_idle;
+use crate::support::nasty::{nasty, with_text};
 use crate::support::sender::{
     SECRET, github, github_comment, github_issues, github_signature, gitlab, gitlab_issue,
     gitlab_note, integrations, now, send, standard,
@@ -247,6 +250,65 @@ async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Resu
         assert!(!message.is_empty() && !message.contains(SECRET), "{what}: {answer}");
     }
     assert_eq!(server.get("/api/v1/issues").await?.1["issues"], json!([]));
+    Ok(())
+}
+
+#[tokio::test]
+async fn sql_and_html_in_every_text_of_a_signed_webhook_are_text() -> Result<()> {
+    let place = Place::new()?.settings(&integrations())?;
+    let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
+    let server = place.serve(&[&["--issue-quiet", "100ms"][..], &many].concat())?;
+    let mut requests = Vec::new();
+    for text in nasty() {
+        let standard_payload =
+            json!({"type": "t", "issue": {"id": "i"}, "project": {"id": "p"}, "data": {"x": "y"}});
+        for payload in with_text(&standard_payload, &text) {
+            let id = format!("m-{}", requests.len());
+            requests.push(standard(&server, &id, now(), payload.to_string().as_bytes()));
+        }
+        for (event, payload) in [
+            ("issues", github_issues("opened", 42, "Where is it?")),
+            ("issue_comment", github_comment(42, "ann", "It has arrived.")),
+        ] {
+            for payload in with_text(&payload, &text) {
+                let id = format!("d-{}", requests.len());
+                requests.push(github(&server, event, &id, payload.to_string().as_bytes()));
+            }
+        }
+        for (event, payload) in [
+            ("Issue Hook", gitlab_issue("open", 23, json!({"title": {"previous": "a"}}))),
+            ("Note Hook", gitlab_note(23, "ann", "It has arrived.", json!({}))),
+        ] {
+            for payload in with_text(&payload, &text) {
+                let id = format!("u-{}", requests.len());
+                requests.push(gitlab(&server, event, &id, &payload));
+            }
+        }
+    }
+    assert!(requests.len() > 1000, "{}", requests.len());
+    let mut answers: Vec<(u16, Value)> = Vec::new();
+    let sending = futures_util::stream::iter(requests.into_iter().map(send)).buffer_unordered(16);
+    let mut sending = std::pin::pin!(sending);
+    while let Some(answer) = sending.next().await {
+        answers.push(answer?);
+    }
+    for (status, answer) in &answers {
+        match status {
+            200 => assert!(answer["status"] == "ok" || answer["status"] == "ignored", "{answer}"),
+            400 => assert_eq!(answer["error"]["code"], "invalid", "{answer}"),
+            other => panic!("{other} {answer}"),
+        }
+    }
+    assert!(answers.iter().filter(|(_, answer)| answer["status"] == "ok").count() > 500);
+
+    // All of it is worked on like anything else, and shown as text.
+    all_idle(&server).await?;
+    let quarantined = server.get("/api/v1/issues?quarantined=true").await?.1;
+    assert_eq!(quarantined["issues"], json!([]), "{quarantined:#}");
+    let page = server.get("/").await?.1;
+    let page = page.as_str().context("a page")?;
+    assert!(!page.contains("<script>alert") && !page.contains("<img src=x"), "{page}");
+    assert!(!server.log().contains("panicked"), "{}", server.log());
     Ok(())
 }
 

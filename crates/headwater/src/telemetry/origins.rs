@@ -1,15 +1,17 @@
 //! Which trace an event came with, so that its run goes on with that trace.
 //!
-//! Upstream: `webhooks` notes it for an event that was stored. Downstream: `run` asks before it handles an issue.
-//! Promises: bounded; without a collector nothing is kept. A run in another process, or long after, begins a trace of its own:
-//! traces are for people who look, and no truth hangs on them.
+//! Upstream: nudges bring it, from this process or another; `webhooks` notes it for events that nobody is nudged for.
+//! Downstream: `run` asks before it handles an issue.
+//! Promises: bounded; without a collector nothing is kept. A run long after, or one that the sweep brought to another process,
+//! begins a trace of its own: traces are for people who look, and no truth hangs on them.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, PoisonError};
 
 use headwater_issue::{EventLog, EventLogId};
+use headwater_queue::TraceContext;
 use opentelemetry::Context;
-use opentelemetry::trace::{SpanContext, TraceContextExt};
+use opentelemetry::trace::{SpanContext, TraceContextExt, TraceFlags, TraceState};
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
@@ -39,12 +41,39 @@ impl Origins {
     }
 }
 
+fn note(event: EventLogId, origin: SpanContext) {
+    let mut origins = ORIGINS.lock().unwrap_or_else(PoisonError::into_inner);
+    origins.get_or_insert_default().note(event, origin);
+}
+
+fn current() -> Option<SpanContext> {
+    let origin = Span::current().context().span().span_context().clone();
+    origin.is_valid().then_some(origin)
+}
+
 /// Remembers that an event came with the request that is being answered.
 pub(crate) fn note_origin(event: EventLogId) {
-    let origin = Span::current().context().span().span_context().clone();
-    if origin.is_valid() {
-        let mut origins = ORIGINS.lock().unwrap_or_else(PoisonError::into_inner);
-        origins.get_or_insert_default().note(event, origin);
+    if let Some(origin) = current() {
+        note(event, origin);
+    }
+}
+
+/// The traces of the collector, for nudges that carry them from process to process.
+#[derive(Debug)]
+pub(crate) struct Collected;
+
+impl headwater_issue::Origins for Collected {
+    fn current(&self) -> Option<TraceContext> {
+        let origin = current()?;
+        let trace_id = u128::from_be_bytes(origin.trace_id().to_bytes());
+        let span_id = u64::from_be_bytes(origin.span_id().to_bytes());
+        TraceContext::new(trace_id, span_id, origin.is_sampled())
+    }
+
+    fn came_with(&self, event: EventLogId, trace: TraceContext) {
+        let flags = if trace.is_sampled() { TraceFlags::SAMPLED } else { TraceFlags::default() };
+        let (trace_id, span_id) = (trace.trace_id().into(), trace.span_id().into());
+        note(event, SpanContext::new(trace_id, span_id, flags, true, TraceState::default()));
     }
 }
 

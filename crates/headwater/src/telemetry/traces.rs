@@ -22,6 +22,7 @@ use tracing_subscriber::Layer;
 use tracing_subscriber::filter::filter_fn;
 
 use super::AnyLayer;
+use super::fresh::Fresh;
 use crate::client;
 
 /// How long one batch may take to be sent, and all that is left at the end.
@@ -48,7 +49,7 @@ impl Traces {
             .build();
         let ours = filter_fn(|about| about.is_span() && about.target().starts_with("headwater"));
         let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("headwater"));
-        Ok((layer.with_filter(ours).boxed(), Self(provider)))
+        Ok((layer.with_filter(Fresh(ours)).boxed(), Self(provider)))
     }
 
     /// Sends what is left.

@@ -6,6 +6,7 @@
 
 pub(crate) mod desk;
 pub(crate) mod model;
+pub(crate) mod nasty;
 pub(crate) mod reach;
 pub(crate) mod sender;
 
