@@ -7,6 +7,8 @@
 mod rows;
 mod ticket;
 
+mod statements;
+
 mod postgres;
 mod sqlite;
 

@@ -489,6 +489,34 @@ async fn headers_with_odd_values_break_nothing() -> Result<()> {
     whole(&routes).await
 }
 
+#[tokio::test]
+async fn every_change_by_any_route_is_in_the_audit_log() -> Result<()> {
+    let routes = Routes::start().await?;
+    // Webhooks are written down as events; what is settled is a part of a change that has its entry.
+    let is_written = |operation: &str| {
+        !operation.starts_with("get ")
+            && !operation.contains("/webhooks/")
+            && !operation.ends_with("/settle")
+    };
+    let mut expected = BTreeSet::new();
+    for (operation, _, body) in CASES.iter().filter(|case| is_written(case.0)) {
+        let path = unknown(operation);
+        let body = body.and_then(|body| json_body(&body()));
+        routes.call(operation, &path, BOSS, body).await?;
+        let method = operation.split(' ').next().unwrap_or_default().to_uppercase();
+        expected.insert((method, path));
+    }
+    assert!(expected.len() > 15, "{expected:?}");
+    let request = routes.server.client.get(routes.server.url("/api/v1/audit?limit=500"));
+    let log: Value = request.bearer_auth(TOKENS[2].1).send().await?.json().await?;
+    let entries = log["entries"].as_array().context("entries")?;
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let found: BTreeSet<_> =
+        entries.iter().map(|entry| (text(&entry["method"]), text(&entry["path"]))).collect();
+    assert_eq!(found, expected);
+    Ok(())
+}
+
 fn parameters(routes: &Routes, operation: &str, kind: &str) -> Vec<String> {
     let all = routes.described(operation)["parameters"].as_array().into_iter().flatten();
     let of_kind = all.filter(|parameter| parameter["in"] == kind);

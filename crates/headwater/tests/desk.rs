@@ -22,6 +22,7 @@ use headwater_issue::{
     ProcessingStatus, RetryPolicy, Store, StoreOptions, Worker, WorkerConfig, connect,
 };
 use headwater_queue::Queue;
+use headwater_stream::clock::{Clock, SystemClock};
 use serde_json::json;
 use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
@@ -513,6 +514,28 @@ async fn a_model_that_fails_is_asked_again_by_the_next_run() {
     let issue_id = system.say(Uuid::now_v7(), "Hello").await;
     let issue = system.settled(issue_id).await;
     assert!(issue.quarantined_at.is_some() && issue.last_error.unwrap().contains("too long"));
+    system.stop().await;
+}
+
+#[tokio::test]
+async fn a_model_that_is_busy_for_long_says_when_the_next_run_begins() {
+    let after = Some(Duration::from_secs(7200));
+    let busy = Line::Fail(ModelError::Busy { after, reason: "slow down".into() });
+    let system = System::start(setup(ScriptedModel::new([busy]))).await;
+    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
+    let waiting = async {
+        loop {
+            let issue = system.store.issue(issue_id).await.unwrap().unwrap();
+            if issue.last_error.is_some() {
+                return issue;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    let issue = tokio::time::timeout(LONG, waiting).await.unwrap();
+    assert_eq!((issue.status, issue.quarantined_at), (ProcessingStatus::Queued, None));
+    let wait = issue.not_before.unwrap().since(SystemClock.now());
+    assert!(wait > Duration::from_secs(3600), "{wait:?}");
     system.stop().await;
 }
 

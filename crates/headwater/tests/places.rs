@@ -1,15 +1,16 @@
-//! Callers that go away in the middle of something, against the real binary: nothing of theirs stays behind.
+//! Places that only so many callers may have at once, against the real binary: nobody keeps one, and nobody takes two.
 
 mod support;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use futures_util::StreamExt;
-use headwater_testkit::Redis;
+use headwater_testkit::{Postgres, Redis};
 use serde_json::json;
+use sqlx::{Connection, PgConnection};
 
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, Place, Server, eventually};
 
 /// More than can consume at once.
 const MANY: usize = 250;
@@ -69,6 +70,46 @@ async fn consumers_that_hang_up_while_they_join_leave_their_places_to_others() -
             503 => tokio::time::sleep(Duration::from_millis(50)).await,
             other => panic!("{other}"),
         }
+    }
+    Ok(())
+}
+
+// The callers wait while the test looks at the database.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_books_are_counted_for_one_caller_at_a_time() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    let place = Place::new()?;
+    let url = database.url();
+    let server = place.serve(&["--database-url", &url])?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+
+    // Whoever counts waits at the table of events.
+    let mut gate = PgConnection::connect(&url).await?;
+    let mut closed = gate.begin().await?;
+    sqlx::query("LOCK TABLE event_logs IN ACCESS EXCLUSIVE MODE").execute(&mut *closed).await?;
+    let asking: Vec<_> = (0..4)
+        .map(|_| {
+            let request = server.client.get(server.url("/api/v1/audit/books"));
+            tokio::spawn(async move { request.send().await.map(|answer| answer.status()) })
+        })
+        .collect();
+    let counting = || {
+        let found = database.query(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
+             AND wait_event_type = 'Lock' AND query LIKE 'SELECT (SELECT count(*) FROM issues)%'",
+        );
+        found.ok().and_then(|count| count.trim().parse::<usize>().ok()).unwrap_or(0)
+    };
+    eventually("one that counts", || counting() > 0).await?;
+    // The others have time to come as far.
+    let until = Instant::now() + Duration::from_secs(3);
+    while Instant::now() < until {
+        assert_eq!(counting(), 1, "one counts at a time");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    closed.rollback().await?;
+    for answer in asking {
+        assert_eq!(answer.await??, 200, "each has its turn");
     }
     Ok(())
 }

@@ -192,6 +192,25 @@ async fn a_callback_is_signed_by_standard_webhooks_with_the_same_id_at_every_try
 }
 
 #[tokio::test]
+async fn a_callback_is_told_of_everything_that_a_run_decides() {
+    let (server, url) = Server::start().await;
+    let secret = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0".to_owned().into();
+    let replies = replies(Destination::Callback { url, secret }).await;
+    let kinds = [
+        (ReplyTarget::Answer, "reply"),
+        (ReplyTarget::Close, "close"),
+        (ReplyTarget::HandOver, "hand_over"),
+    ];
+    for (target, _) in kinds {
+        let row = OutboxRow { target: target.as_str().into(), ..row("p", "7", "Hello") };
+        replies.deliver(&row).await.unwrap();
+    }
+    let told: Vec<Json> =
+        server.posts().into_iter().map(|(.., body)| body["type"].clone()).collect();
+    assert_eq!(told, kinds.map(|(_, kind)| json!(kind)));
+}
+
+#[tokio::test]
 async fn what_cannot_succeed_is_dead_and_what_may_is_tried_again() {
     let (server, url) = Server::start().await;
     let replies = replies(github(url)).await;

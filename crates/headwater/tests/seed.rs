@@ -7,7 +7,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use headwater_testkit::{Redis, Reply, wait_until};
+use headwater_testkit::{Postgres, Redis, Reply, wait_until};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -242,5 +242,43 @@ async fn when_everything_in_redis_is_gone_the_desk_goes_on_and_no_ticket_is_lost
     answered(&server, &after.to_string(), 1).await?;
     let (_, shown) = server.get(&format!("/api/v1/tickets/{before}")).await?;
     assert_eq!((by(&shown, "user").len(), by(&shown, "assistant").len()), (1, 1), "{shown:#}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_the_cache_says_is_believed_only_if_sql_says_so_too() -> Result<()> {
+    let redis = Redis::start()?;
+    let place = Place::new()?;
+    let server = desk(&place, &redis)?;
+    wait_until("the desk's group", LIMIT, || has_group(&redis))?;
+    // A process died after it had noted the message here and before its commit, or somebody restored an old database.
+    let (ticket, message) = (Uuid::new_v4(), Uuid::new_v4());
+    let cache = format!("processed_messages:{ticket}");
+    redis.command(&["SADD", &cache, &message.to_string()])?.ok()?;
+    redis_cli(&redis, &add(ticket, message))?;
+    let shown = answered(&server, &ticket.to_string(), 1).await?;
+    assert_eq!(by(&shown, "user").len(), 1, "{shown:#}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_entry_that_comes_while_the_database_is_away_waits_for_it() -> Result<()> {
+    let redis = Redis::start()?;
+    let postgres = Postgres::start()?;
+    let database = postgres.database()?;
+    let place = Place::new()?;
+    let always = ["--stream-url", &redis.url(), "--issue-quiet", "50ms", "--analytics-path", ""];
+    let server = place.serve(&[&always[..], &["--database-url", &database.url()]].concat())?;
+    wait_until("the desk's group", LIMIT, || has_group(&redis))?;
+    postgres.stop()?;
+    let ticket = Uuid::new_v4();
+    redis_cli(&redis, &add(ticket, Uuid::new_v4()))?;
+    server.wait_for_log("ticket event was not stored, trying again")?;
+    assert_eq!((pending(&redis), letters(&redis)), (Some(1), 0), "nobody has acknowledged it");
+
+    postgres.restart()?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+    answered(&server, &ticket.to_string(), 1).await?;
+    wait_until("the entry to be acknowledged", LIMIT, || pending(&redis) == Some(0))?;
     Ok(())
 }

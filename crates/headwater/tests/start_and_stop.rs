@@ -50,6 +50,10 @@ fn wrong_usage_and_wrong_settings_end_with_two_and_say_what_is_allowed() -> Resu
             &["`http.listen`", "[[token]]"],
         ),
         (
+            &["worker", "--worker-concurrency", "1", "--worker-listen", "0.0.0.0:0"],
+            &["`worker.listen`", "[[token]]"],
+        ),
+        (
             &["serve", "--worker-concurrency", "1", "--stream-url", "redis://:hunter2@a:b:c"],
             &["`stream.url`"],
         ),

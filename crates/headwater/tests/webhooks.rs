@@ -254,6 +254,46 @@ async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Resu
 }
 
 #[tokio::test]
+async fn a_signature_is_of_the_bytes_as_they_came_and_nothing_is_read_before_it() -> Result<()> {
+    let (_place, server) = server()?;
+    let odd = br#"{ "zen" : "x",  "hook_id":1,
+        "a": "\u0041", "b": 1.0 }"#;
+    assert_eq!(send(github(&server, "ping", "d", odd)).await?.0, 200, "whatever it looks like");
+
+    // The same JSON in other bytes, and bytes that are no JSON, under a signature of others.
+    let same: Value = serde_json::from_slice(odd)?;
+    for bytes in [same.to_string().into_bytes(), b"{".to_vec(), vec![0xff; 10], b"[]".to_vec()] {
+        let request = github(&server, "ping", "d", odd).body(bytes.clone());
+        let (status, answer) = send(request).await?;
+        assert_eq!(status, 401, "{bytes:?}: {answer}");
+        let request = standard(&server, "m", now(), odd).body(bytes.clone());
+        assert_eq!(send(request).await?.0, 401, "{bytes:?}");
+    }
+    // A signature of this body is good for no other delivery, time or secret.
+    for (name, value) in [("webhook-id", "other"), ("webhook-timestamp", &(now() - 1).to_string())]
+    {
+        let mut request = standard(&server, "m", now(), odd).build()?;
+        request.headers_mut().insert(name, value.parse()?);
+        assert_eq!(server.client.execute(request).await?.status(), 401, "{name}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_delivery_is_known_by_its_id_and_not_by_what_it_says() -> Result<()> {
+    let (_place, server) = server()?;
+    let body = github_comment(42, "ann", "Still nothing.").to_string();
+    let mut logs = HashSet::new();
+    for (id, is_duplicate) in [("d-1", false), ("d-2", false), ("d-1", true), ("d-2", true)] {
+        let (_, answer) = send(github(&server, "issue_comment", id, body.as_bytes())).await?;
+        assert_eq!(answer["duplicate"], is_duplicate, "{id}: {answer}");
+        logs.insert(answer["event_log_id"].as_i64());
+    }
+    assert_eq!(logs.len(), 2, "a person may say the same thing twice");
+    Ok(())
+}
+
+#[tokio::test]
 async fn sql_and_html_in_every_text_of_a_signed_webhook_are_text() -> Result<()> {
     let place = Place::new()?.settings(&integrations())?;
     let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];

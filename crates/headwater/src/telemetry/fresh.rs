@@ -1,7 +1,7 @@
 //! A filter that is asked anew for every span and event.
 //!
 //! Upstream: `telemetry` puts it around the filters of its layers. Why: somebody who only asks whether he would be heard, as
-//! `sqlx` does after each statement on Postgres, leaves the answer behind on his thread. A filter whose answer is kept for good
+//! `sqlx` does by `log_enabled!` after each statement on Postgres, leaves the answer behind on his thread. A filter whose answer is kept for good
 //! is not asked again, so the next span or event on that thread was given the answer meant for another, and lost.
 
 use tracing::span::{Attributes, Id, Record};
@@ -58,14 +58,22 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use tracing::Subscriber;
+    use tracing::callsite::Callsite;
     use tracing_subscriber::filter::filter_fn;
     use tracing_subscriber::layer::SubscriberExt;
     use tracing_subscriber::{Layer, Registry};
 
     use super::*;
 
+    /// Counts spans and events.
     #[derive(Clone, Default)]
     struct Heard(Arc<AtomicUsize>);
+
+    impl Heard {
+        fn count(&self) -> usize {
+            self.0.load(Ordering::SeqCst)
+        }
+    }
 
     impl<S: Subscriber> Layer<S> for Heard {
         fn on_new_span(&self, _: &Attributes<'_>, _: &Id, _: Context<'_, S>) {
@@ -77,22 +85,46 @@ mod tests {
         }
     }
 
+    type AnyLayer = Box<dyn Layer<Registry> + Send + Sync>;
+
+    /// As the crate `log` asks for `log_enabled!`.
+    fn only_ask() {
+        let place = tracing::callsite! {
+            name: "a statement",
+            kind: tracing::metadata::Kind::EVENT,
+            target: "sqlx::query",
+            level: tracing::Level::DEBUG,
+            fields:
+        };
+        let _ = tracing::dispatcher::get_default(|current| current.enabled(place.metadata()));
+    }
+
     #[test]
-    fn whoever_only_asks_costs_the_next_one_nothing() {
-        let (spans, events) = (Heard::default(), Heard::default());
-        let of_spans = spans.clone().with_filter(Fresh(filter_fn(|about| about.is_span())));
-        let of_events = events.clone().with_filter(Fresh(LevelFilter::INFO));
-        let layers: Vec<Box<dyn Layer<Registry> + Send + Sync>> =
-            vec![of_spans.boxed(), of_events.boxed()];
+    fn whoever_only_asks_costs_the_next_span_nothing() {
+        let (logs, traces) = (Heard::default(), Heard::default());
+        let ours = traces.clone().with_filter(Fresh(filter_fn(|about| about.is_span())));
+        let layers: Vec<AnyLayer> =
+            vec![logs.clone().with_filter(Fresh(LevelFilter::INFO)).boxed(), ours.boxed()];
         tracing::subscriber::with_default(Registry::default().with(layers), || {
             for _ in 0..3 {
-                assert!(!tracing::enabled!(tracing::Level::DEBUG));
-                let _span = tracing::debug_span!("a span");
-                assert!(!tracing::enabled!(tracing::Level::DEBUG));
+                only_ask();
+                let _span = tracing::info_span!("a span");
+            }
+        });
+        assert_eq!((logs.count(), traces.count()), (3, 3));
+    }
+
+    #[test]
+    fn nor_does_it_cost_the_next_line_of_the_log_anything() {
+        let logs = Heard::default();
+        let layers: Vec<AnyLayer> =
+            vec![logs.clone().with_filter(Fresh(LevelFilter::INFO)).boxed()];
+        tracing::subscriber::with_default(Registry::default().with(layers), || {
+            for _ in 0..3 {
+                only_ask();
                 tracing::info!("an event");
             }
         });
-        assert_eq!(spans.0.load(Ordering::SeqCst), 3);
-        assert_eq!(events.0.load(Ordering::SeqCst), 3);
+        assert_eq!(logs.count(), 3);
     }
 }

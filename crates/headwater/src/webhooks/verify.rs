@@ -136,11 +136,16 @@ mod tests {
             format!("sha256={}", &digits[..62]),
             format!("sha256={}zz", &digits[..62]),
             format!("sha256={digits}00"),
-            format!("sha256={}", digits.replacen('7', "8", 1)),
             "sha256=".to_owned(),
             "sha256=ä".repeat(20),
         ];
         for wrong in wrong {
+            assert!(check(&wrong, body).is_err(), "{wrong}");
+        }
+        // Every digit counts, from the first to the last.
+        for at in 0..digits.len() {
+            let other = if digits[at..].starts_with('0') { "1" } else { "0" };
+            let wrong = format!("sha256={}{other}{}", &digits[..at], &digits[at + 1..]);
             assert!(check(&wrong, body).is_err(), "{wrong}");
         }
     }
