@@ -546,7 +546,7 @@ async fn cut_off(routes: &Routes, operation: &str, body: &str) -> Result<String>
 #[tokio::test]
 async fn a_body_that_is_cut_off_on_its_way_changes_nothing() -> Result<()> {
     let routes = Routes::start().await?;
-    let made = ["/api/v1/tickets", "/api/v1/topics", "/api/v1/sessions", "/api/v1/issues"];
+    let made = ["/api/v1/tickets", "/api/v1/sessions", "/api/v1/issues"];
     let look = async |path: &str| {
         let request = routes.server.client.get(routes.server.url(path)).bearer_auth(TOKENS[2].1);
         anyhow::Ok(request.send().await?.text().await?)
@@ -569,6 +569,9 @@ async fn a_body_that_is_cut_off_on_its_way_changes_nothing() -> Result<()> {
     for (path, before) in made.into_iter().zip(before) {
         assert_eq!(look(path).await?, before, "{path}");
     }
+    // The system's own topics may have come meanwhile.
+    let topics = look("/api/v1/topics").await?;
+    assert!(!topics.contains("no-such-topic") && !topics.contains("\"a\""), "{topics}");
     whole(&routes).await
 }
 

@@ -104,7 +104,7 @@ async fn the_books_are_counted_for_one_caller_at_a_time() -> Result<()> {
     // The others have time to come as far.
     let until = Instant::now() + Duration::from_secs(3);
     while Instant::now() < until {
-        assert_eq!(counting(), 1, "one counts at a time");
+        assert!(counting() <= 1, "one counts at a time");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     closed.rollback().await?;
