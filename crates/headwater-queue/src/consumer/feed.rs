@@ -281,7 +281,7 @@ impl Shared {
         let has_leaving = routes.all.values().any(|route| route.leaves.is_some());
         let mut candidates = Candidates::default();
         let mut soonest: Option<Instant> = None;
-        for (stream, route) in &routes.all {
+        for route in routes.all.values() {
             if route.leaves.is_some() {
                 continue;
             }
@@ -289,7 +289,7 @@ impl Shared {
                 soonest = Some(soonest.map_or(until, |soonest| soonest.min(until)));
                 continue;
             }
-            candidates.add(stream, &route.worker, now);
+            candidates.add(&route.worker, now);
         }
         drop(routes);
         let mut others_at = self.others_at.lock().expect("no code panics while it holds it");

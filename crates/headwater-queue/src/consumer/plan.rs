@@ -52,13 +52,13 @@ pub(super) struct Candidates {
 }
 
 impl Candidates {
-    pub(super) fn add(&mut self, stream: &StreamName, worker: &Arc<Worker>, now: Instant) {
+    pub(super) fn add(&mut self, worker: &Arc<Worker>, now: Instant) {
         match worker.room(now) {
             Room::None => {}
             Room::Soon => self.has_soon = true,
-            Room::Tight(room) => self.tight.add(stream, worker, room),
-            Room::Wide(room) => self.wide.add(stream, worker, room),
-            Room::Deep(room) => self.deep.add(stream, worker, room),
+            Room::Tight(room) => self.tight.add(worker, room),
+            Room::Wide(room) => self.wide.add(worker, room),
+            Room::Deep(room) => self.deep.add(worker, room),
         }
     }
 
@@ -66,18 +66,18 @@ impl Candidates {
     /// read when they are due, and nobody waits at the server: that would have to be ended as soon as there is room.
     pub(super) fn choose(self, turn: u64, depth: usize, others_due: bool, now: Instant) -> Chosen {
         let Self { deep, mut wide, tight, has_soon } = self;
-        let has_deep = has_soon || !deep.streams.is_empty();
+        let has_deep = has_soon || !deep.workers.is_empty();
         let deep = deep.deepest(depth, &mut wide, now);
-        let has_others = !wide.streams.is_empty() || !tight.streams.is_empty();
-        let is_waiting = has_deep && deep.streams.is_empty();
+        let has_others = !wide.workers.is_empty() || !tight.workers.is_empty();
+        let is_waiting = has_deep && deep.workers.is_empty();
         if has_deep && !(has_others && others_due) {
             return Chosen { is_waiting, ..deep.chosen(Some(Duration::ZERO), true) };
         }
         let mut wait_max = None;
         let mut choice = wide;
-        if choice.streams.is_empty() {
+        if choice.workers.is_empty() {
             choice = tight;
-        } else if !tight.streams.is_empty() {
+        } else if !tight.workers.is_empty() {
             // Both get their turn: a small count for all would slow the wide ones down.
             wait_max = Some(TURN);
             if turn.is_multiple_of(2) {
@@ -103,22 +103,22 @@ pub(super) fn next_depth(streams: usize, entries: usize, batch: usize) -> usize 
 
 #[derive(Default)]
 struct Choice {
-    streams: Vec<(StreamName, Arc<Worker>)>,
+    workers: Vec<Arc<Worker>>,
     /// What the narrowest of them has room for.
     room: usize,
 }
 
 impl Choice {
-    fn add(&mut self, stream: &StreamName, worker: &Arc<Worker>, room: usize) {
-        self.room = if self.streams.is_empty() { room } else { self.room.min(room) };
-        self.streams.push((stream.clone(), Arc::clone(worker)));
+    fn add(&mut self, worker: &Arc<Worker>, room: usize) {
+        self.room = if self.workers.is_empty() { room } else { self.room.min(room) };
+        self.workers.push(Arc::clone(worker));
     }
 
     fn chosen(self, wait_max: Option<Duration>, is_deep: bool) -> Chosen {
-        let chosen = self.streams.into_iter().take(READ_STREAMS_MAX);
-        let streams = chosen.map(|(stream, worker)| {
+        let chosen = self.workers.iter().take(READ_STREAMS_MAX);
+        let streams = chosen.map(|worker| {
             worker.is_listed();
-            stream
+            worker.rules.stream.clone()
         });
         let streams = streams.collect();
         Chosen { streams, count: self.room, wait_max, is_deep, is_waiting: false }
@@ -127,11 +127,11 @@ impl Choice {
     /// Those that were read longest ago, as many as there is room for. Where there has been none for long, they are
     /// read like all others.
     fn deepest(mut self, depth: usize, wide: &mut Self, now: Instant) -> Self {
-        self.streams.sort_by_cached_key(|(_, worker)| worker.pace.turn());
+        self.workers.sort_by_cached_key(|worker| worker.pace.turn());
         let mut jobs = Jobs::default();
         let mut count = depth.min(self.room);
         let mut is_full = false;
-        self.streams.retain(|(stream, worker)| {
+        self.workers.retain(|worker| {
             let left = jobs.of(&worker.job, |job| job.seek_depth(now));
             let fits = count.min(left.room);
             left.streams += 1;
@@ -145,7 +145,7 @@ impl Choice {
             }
             let room = if left.is_lasting { worker.shallow_room() } else { 0 };
             if room > 0 {
-                wide.add(stream, worker, room);
+                wide.add(worker, room);
             }
             false
         });
@@ -160,7 +160,7 @@ impl Choice {
     /// left, or take turns. Returns whether some were left out.
     fn bound_by_total(&mut self, turn: u64) -> bool {
         let mut jobs = Jobs::default();
-        for (_, worker) in self.streams.iter().filter(|(_, worker)| worker.job.is_bound()) {
+        for worker in self.workers.iter().filter(|worker| worker.job.is_bound()) {
             let left = jobs.of(&worker.job, |job| {
                 // Said before it is looked at, so that whoever makes room meanwhile tells.
                 job.note_short(true);
@@ -176,16 +176,16 @@ impl Choice {
         }
         let fits = jobs.0.values().map(|(_, left)| left).filter(|left| left.room >= left.streams);
         let narrowest = fits.map(|left| left.room / left.streams).min();
-        let before = self.streams.len();
+        let before = self.workers.len();
         if jobs.0.values().any(|(_, left)| left.room < left.streams) {
             self.room = 1;
-            self.streams.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
+            self.workers.sort_unstable_by(|a, b| a.rules.stream.cmp(&b.rules.stream));
             let shift = usize::try_from(turn).unwrap_or(0) % before;
-            self.streams.rotate_left(shift);
-            self.streams.retain(|(_, worker)| jobs.takes(&worker.job));
+            self.workers.rotate_left(shift);
+            self.workers.retain(|worker| jobs.takes(&worker.job));
         }
         self.room = self.room.min(narrowest.unwrap_or(1));
-        self.streams.len() < before
+        self.workers.len() < before
     }
 }
 
