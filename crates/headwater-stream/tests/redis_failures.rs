@@ -245,7 +245,7 @@ async fn a_reader_that_waits_while_the_server_dies_fails_once_and_goes_on() -> R
         let second = reader.read(&[stream("orders")], 10, Duration::from_secs(20)).await;
         (first, second)
     });
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    until_readers_wait(&redis, 1).await?;
 
     redis.kill9()?;
     redis.restart()?;

@@ -5,7 +5,7 @@ mod redis_steps;
 
 use std::env;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
@@ -53,22 +53,6 @@ async fn assert_left_for_bob(
 
 fn assert_unavailable<T: std::fmt::Debug>(answer: &Result<T, StreamError>) {
     assert!(matches!(answer, Err(StreamError::Unavailable { .. })), "{answer:?}");
-}
-
-/// Returns when so many connections of this server wait in a read for a group.
-async fn until_readers_wait(redis: &Redis, count: usize) -> Result<()> {
-    let start = Instant::now();
-    loop {
-        let list = redis.command(&["CLIENT", "LIST"])?.text();
-        let waits = |line: &&str| line.contains("cmd=xreadgroup") && line.contains("flags=b");
-        if list.lines().filter(waits).count() >= count {
-            return Ok(());
-        }
-        if start.elapsed() > PATIENCE {
-            bail!("no reader waits: {list}");
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
 }
 
 /// A program may run one runtime after another, with a backend that outlives them.

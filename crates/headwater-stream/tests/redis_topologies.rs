@@ -205,7 +205,7 @@ async fn expired_leases_are_heard_of_from_every_primary() -> Result<()> {
     }
     let mut heard = BTreeSet::new();
     while heard != names {
-        let hint = tokio::time::timeout(Duration::from_secs(10), watch.next()).await?;
+        let hint = tokio::time::timeout(PATIENCE, watch.next()).await?;
         if hint.kind == HintKind::Expired {
             heard.extend(hint.lease.map(|lease| lease.to_string()));
         }
@@ -214,7 +214,7 @@ async fn expired_leases_are_heard_of_from_every_primary() -> Result<()> {
     // A release is heard once, though every node passes it on.
     let fence = won(&backend, "lease:x").await?;
     backend.release(&holder("ann"), &[fence]).await?;
-    let hint = tokio::time::timeout(Duration::from_secs(5), watch.next()).await?;
+    let hint = tokio::time::timeout(PATIENCE, watch.next()).await?;
     assert_eq!((hint.kind, hint.lease), (HintKind::Released, Some(lease("lease:x"))));
     let quiet = tokio::time::timeout(Duration::from_millis(300), watch.next()).await;
     assert!(quiet.is_err(), "{quiet:?}");

@@ -130,9 +130,9 @@ pub(crate) async fn entries(backend: &dyn Backend, stream: &StreamName) -> Vec<E
 /// Whoever dies is soon known to be dead. So may be those that are only slow.
 pub(crate) fn quick_lease() -> KeeperConfig {
     KeeperConfig {
-        ttl: Duration::from_millis(1500),
-        renew_every: Duration::from_millis(300),
-        margin: Duration::from_millis(200),
+        ttl: Duration::from_secs(4),
+        renew_every: Duration::from_millis(600),
+        margin: Duration::from_millis(500),
     }
 }
 

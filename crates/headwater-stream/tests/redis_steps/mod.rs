@@ -2,13 +2,14 @@
 #![allow(dead_code, reason = "each test file uses some of it")]
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use headwater_stream::{
     Backend, ConsumerName, DedupScope, DelayName, EntryId, Fields, GroupName, GroupReader,
     HolderName, LeaseName, MapName, Options, SetName, StreamName, connect,
 };
+use headwater_testkit::Redis;
 
 macro_rules! names {
     ($($make:ident $type:ident)*) => {
@@ -50,4 +51,20 @@ pub(crate) async fn read_ids(
     let streams = std::slice::from_ref(stream);
     let batches = reader.read(streams, 100, Duration::from_secs(5)).await?;
     Ok(batches.into_iter().flat_map(|batch| batch.entries).map(|entry| entry.id).collect())
+}
+
+/// Returns when so many connections of this server wait in a read for a group.
+pub(crate) async fn until_readers_wait(redis: &Redis, count: usize) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        let list = redis.command(&["CLIENT", "LIST"])?.text();
+        let waits = |line: &&str| line.contains("cmd=xreadgroup") && line.contains("flags=b");
+        if list.lines().filter(waits).count() >= count {
+            return Ok(());
+        }
+        if start.elapsed() > Duration::from_secs(60) {
+            bail!("no reader waits: {list}");
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }
