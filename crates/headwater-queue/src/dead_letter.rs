@@ -194,8 +194,9 @@ impl DeadLetter {
     /// What it has in common with its copies, and with no other dead letter.
     ///
     /// A crash between writing a dead letter and settling its message makes a copy. A second group that gives up the same
-    /// message does not: it is replayed for each of them. A message that was replayed and failed again is no copy: it was replayed from another letter.
-    pub(crate) fn identity(&self) -> String {
+    /// message does not: it is replayed for each of them. A message that was replayed and failed again is no copy: it was
+    /// replayed from another letter.
+    pub fn identity(&self) -> String {
         match (self.original_id, self.partition) {
             (Some(original), Some(partition)) => {
                 let from = self.replayed_from.unwrap_or(EntryId::MIN);

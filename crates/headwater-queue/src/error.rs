@@ -55,7 +55,9 @@ pub enum QueueError {
     },
 
     /// Somebody reads, so what was asked for would surprise them. Stop them first, or force it by name.
-    #[error("group `{group}` of topic `{topic}` is at work ({who}); stop it, or force the reset")]
+    #[error(
+        "group `{group}` of topic `{topic}` is at work ({who}); stop it first (a reset can be forced)"
+    )]
     GroupAtWork {
         /// The topic.
         topic: String,

@@ -28,6 +28,7 @@ mod merge;
 mod inspect;
 
 mod dead_letters;
+mod removal;
 mod reset;
 mod sampler;
 mod tail;
@@ -55,6 +56,7 @@ pub use page::Page;
 pub use partitioner::{ConsistentHash, HashPartitioner, Partitioner, RoundRobin, hash_code};
 pub use producer::{DelayedMessage, Producer, Sent};
 pub use queue::Queue;
+pub use removal::RemovedGroup;
 pub use reset::{Counted, Reset, ResetGuard, ResetPartition, ResetReport, ResetTo};
 pub use retry::{Backoff, Handler, Outcome, RetryPolicy};
 pub use sampler::Sampler;

@@ -11,7 +11,7 @@ use headwater_stream::{
 };
 
 use crate::error::{QueueError, Result};
-use crate::inspect::partitions_of;
+use crate::inspect::{GroupView, partitions_of};
 use crate::keys;
 use crate::limits::COUNTED_MAX;
 use crate::page::previous;
@@ -157,25 +157,10 @@ impl Queue {
 
     async fn check_nobody_at_work(&self, topic: &Topic, group: &GroupName) -> Result<()> {
         let view = self.inspect().group(topic.name.as_str(), group.as_str()).await?;
-        let members = view.members.into_iter().filter(|member| member.heartbeat_age.is_some());
-        let owners = view.partitions.into_iter().filter_map(|partition| partition.owner);
-        let mut who: Vec<String> = members
-            .filter_map(|member| member.consumer)
-            .chain(owners.map(|owner| owner.holder))
-            .collect();
-        who.sort();
-        who.dedup();
-        if who.is_empty() {
-            return Ok(());
-        }
-        let more = who.len().saturating_sub(NAMED_MAX);
-        who.truncate(NAMED_MAX);
-        let mut who = who.join(", ");
-        if more > 0 {
-            who += &format!(" and {more} more");
-        }
-        let (topic, group) = (topic.name.to_string(), group.to_string());
-        Err(QueueError::GroupAtWork { topic, group, who })
+        // One that rests has nothing in hand.
+        let members = view.members.iter().filter(|member| member.heartbeat_age.is_some());
+        let at_work = members.filter_map(|member| member.consumer.clone());
+        refuse_if_at_work(&view, at_work.collect())
     }
 
     async fn reset_partition(
@@ -201,6 +186,25 @@ impl Queue {
         }
         Ok(())
     }
+}
+
+/// An error if there is one of these, or an owner of a partition.
+pub(crate) fn refuse_if_at_work(view: &GroupView, mut who: Vec<String>) -> Result<()> {
+    let owners = view.partitions.iter().filter_map(|partition| partition.owner.as_ref());
+    who.extend(owners.map(|owner| owner.holder.clone()));
+    who.sort();
+    who.dedup();
+    if who.is_empty() {
+        return Ok(());
+    }
+    let more = who.len().saturating_sub(NAMED_MAX);
+    who.truncate(NAMED_MAX);
+    let mut who = who.join(", ");
+    if more > 0 {
+        who += &format!(" and {more} more");
+    }
+    let (topic, group) = (view.topic.clone(), view.group.clone());
+    Err(QueueError::GroupAtWork { topic, group, who })
 }
 
 /// What there is before a partition is reset.

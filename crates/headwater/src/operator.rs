@@ -54,7 +54,7 @@ pub(crate) enum Verb {
     Consume(consume::Consume),
     /// Follow a topic without taking part in a group.
     Tail(tail::Tail),
-    /// List, describe or reset the groups of a topic.
+    /// List, describe, reset or delete the groups of a topic.
     Group(group::Group),
     /// List the messages that a group has in hand.
     Pending(group::Pending),

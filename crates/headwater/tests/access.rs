@@ -269,3 +269,52 @@ async fn slow_large_and_broken_headers_are_cut_off() -> Result<()> {
     assert_eq!(server.get("/health/live").await?.0, 200);
     Ok(())
 }
+
+#[tokio::test]
+async fn the_systems_own_messages_are_for_admins() -> Result<()> {
+    let (_place, server) = with_tokens()?;
+    let consume = async |topic: &str, group: &str, token: &str| -> Result<u16> {
+        let path = format!("/api/v1/topics/{topic}/groups/{group}/consume");
+        let request = server.client.post(server.url(&path)).bearer_auth(token);
+        // The answer goes on for as long as messages come; its head is enough.
+        Ok(request.json(&json!({"mode": "shared"})).send().await?.status().as_u16())
+    };
+    for (topic, group) in [
+        ("issue_work", "issue-workers"),
+        ("issue_work", "mine"),
+        ("ticket_events", "ai_processor_group"),
+        ("ticket_events", "analytics_group"),
+        ("wink:control:default", "mine"),
+        ("wink:events:issue-1-run-1", "mine"),
+        ("streaming:mq:retry:orders", "mine"),
+        ("stream:topic:orders:p:0", "mine"),
+    ] {
+        assert_eq!(consume(topic, group, WRITE).await?, 403, "{topic} {group}");
+    }
+    assert_eq!(consume("issue_work", "mine", ADMIN).await?, 200);
+    // What others may read beside the desk, and topics of their own.
+    assert_eq!(consume("ticket_events", "mine", WRITE).await?, 200);
+    assert_eq!(consume("orders", "mine", WRITE).await?, 200);
+    Ok(())
+}
+
+#[tokio::test]
+async fn another_web_page_can_lead_here_and_ask_for_nothing() -> Result<()> {
+    let place = Place::new()?;
+    let server = place.serve(&[])?;
+    let look = async |path: &str, mode: &str, place: &str| -> Result<(u16, Value)> {
+        let request = server.client.get(server.url(path));
+        let request = request.header("sec-fetch-site", "cross-site").header("sec-fetch-mode", mode);
+        send(request.header("sec-fetch-dest", place)).await
+    };
+    let costly =
+        ["/api/v1/sql?query=select%201", "/api/v1/audit/books", "/api/v1/topics", "/metrics"];
+    for path in costly {
+        let (status, refused) = look(path, "no-cors", "image").await?;
+        assert_eq!((status, &refused["error"]["code"]), (403, &json!("other_page")), "{path}");
+    }
+    assert_eq!(look("/", "navigate", "document").await?.0, 200);
+    assert_eq!(look("/api/v1/topics", "navigate", "document").await?.0, 403);
+    assert_eq!(look("/health/ready", "no-cors", "image").await?.0, 200, "it costs next to nothing");
+    Ok(())
+}

@@ -94,6 +94,7 @@ const CASES: &[(&str, Needs, Body)] = &[
     ("post /api/v1/topics/{topic}/dead-letters/replay", Write, Some(letters_by_id)),
     ("post /api/v1/topics/{topic}/dead-letters/purge", Admin, Some(letters_by_id)),
     ("get /api/v1/topics/{topic}/groups", Read, None),
+    ("delete /api/v1/topics/{topic}/groups/{group}", Admin, None),
     ("get /api/v1/topics/{topic}/groups/{group}", Read, None),
     ("get /api/v1/topics/{topic}/groups/{group}/pending", Read, None),
     ("post /api/v1/topics/{topic}/groups/{group}/reset", Admin, Some(|| json!({"to": "end"}))),

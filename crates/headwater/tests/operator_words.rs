@@ -43,6 +43,7 @@ const VERBS: &[(&str, Needs, &[&str])] = &[
     ("group list", Streams, &["orders"]),
     ("group describe", Streams, &["orders", "g"]),
     ("group reset", Streams, &["orders", "g", "--to", "end", "--yes"]),
+    ("group delete", Streams, &["orders", "g", "--yes"]),
     ("pending", Streams, &["orders", "--group", "g"]),
     ("dlq list", Streams, &["orders"]),
     ("dlq show", Streams, &["orders", "1-1"]),

@@ -9,6 +9,7 @@ mod groups;
 mod messages;
 mod pending;
 mod races;
+mod removal;
 mod replay;
 mod reset;
 mod sampler;

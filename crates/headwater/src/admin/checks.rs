@@ -5,12 +5,15 @@
 //! Promises: it only looks. Each finding says what was found, how bad it is, and in words what to change.
 
 mod database;
+mod groups;
 
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::Json;
 use axum::extract::State;
 use headwater_issue::Store;
+use headwater_queue::Queue;
 use headwater_stream::{Backend, Description};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -89,20 +92,21 @@ pub(crate) struct Findings {
 #[utoipa::path(get, path = "/doctor", tag = "health", responses((status = 200, body = Findings)))]
 async fn doctor(State(app): State<App>, caller: Caller) -> Answer<Findings> {
     caller.must_be(Role::Admin)?;
-    let mut findings = streams(app.streams.as_ref()).await;
+    let mut findings = streams(&app.streams).await;
     findings.extend(database(&app.settings, app.store.as_ref()).await);
     findings.extend(settings(&app.settings));
     Ok(Json(Findings { findings }))
 }
 
-/// The streams: server, version, persistence, eviction, notifications, commands, clock.
-pub(crate) async fn streams(streams: &dyn Backend) -> Vec<Finding> {
+/// The streams: server, version, persistence, eviction, notifications, commands, clock; and groups that hold back trims.
+pub(crate) async fn streams(streams: &Arc<dyn Backend>) -> Vec<Finding> {
     let mut findings = described(&streams.describe());
     let before = SystemTime::now();
     findings.push(match streams.now().await {
         Ok(theirs) => clock("streams", before, theirs.as_millis()),
         Err(error) => Finding::new(Severity::Unreachable, "clock", error.to_string(), ""),
     });
+    findings.extend(groups::look(&Queue::new(Arc::clone(streams))).await);
     findings
 }
 

@@ -17,6 +17,7 @@ use axum::http::StatusCode;
 use axum::response::Sse;
 use axum::response::sse::{Event, KeepAlive};
 use futures_util::Stream;
+use headwater_issue::STREAM;
 use headwater_queue::{ConsumerConfig, Headers, Message, Mode, Outcome, Queue};
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
@@ -30,9 +31,13 @@ use super::attendance::{Attendance, CONSUMERS_MAX, Consumers, End};
 use super::messages::event;
 use super::views::{Payload, all, milliseconds};
 use crate::http::ApiError;
+use crate::http::access::Caller;
 use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::PathOf;
+use crate::settings::Role;
 use crate::stop::Stopping;
+use crate::ticket_events::TICKET_EVENTS;
+use crate::ticket_intake::AI_PROCESSOR_GROUP;
 
 /// A caller that is not heard of for so long has vanished.
 pub(crate) const LEASE: Duration = Duration::from_secs(30);
@@ -40,6 +45,10 @@ pub(crate) const LEASE: Duration = Duration::from_secs(30);
 const DRAIN: Duration = Duration::from_secs(5);
 /// Messages that one caller has in hand, at most.
 const IN_FLIGHT_MAX: usize = 1000;
+/// How the names of streams begin that lie under a key of the bus or of a topic with partitions.
+const KEYS: [&str; 3] = ["stream:topic:", "streaming:mq:", "wink:"];
+/// The groups of `ticket_events` that the desk and analytics are.
+const DESK_GROUPS: [&str; 2] = [AI_PROCESSOR_GROUP, "analytics_group"];
 /// Characters of a reason.
 const REASON_MAX: usize = 1000;
 
@@ -127,16 +136,28 @@ impl DeliveredMessage {
     }
 }
 
-/// Takes part in a group: one server-sent event `consumer`, then one `message` for each message. Settle each.
+/// Whether this program's own parts live of these messages: whoever takes one instead of them has changed what it does.
+fn is_of_the_system(topic: &str, group: &str) -> bool {
+    let is_key = KEYS.iter().any(|key| topic.starts_with(key));
+    let is_of_the_desk = topic == TICKET_EVENTS && DESK_GROUPS.contains(&group);
+    topic == STREAM || is_key || is_of_the_desk
+}
+
+/// Takes part in a group; for the system's own messages that takes the role `admin`. One server-sent event `consumer`, then one
+/// `message` for each message. Settle each.
 #[utoipa::path(post, path = "/topics/{topic}/groups/{group}/consume", tag = "messages",
     params(("topic" = String, Path), ("group" = String, Path)), request_body = ConsumeWish,
-    responses((status = 200, content_type = "text/event-stream", body = DeliveredMessage),
+    responses((status = 200, content_type = "text/event-stream", body = DeliveredMessage), (status = 403),
         (status = 503, description = "Too many consume already.")))]
 async fn consume(
     State(operations): State<Operations>,
     PathOf((topic, group)): PathOf<(String, String)>,
+    caller: Caller,
     JsonBody(wish): JsonBody<ConsumeWish>,
 ) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
+    if is_of_the_system(&topic, &group) {
+        caller.must_be(Role::Admin)?;
+    }
     for (name, count) in [("concurrency", wish.concurrency), ("in_flight", wish.in_flight)] {
         if !(1..=IN_FLIGHT_MAX).contains(&count) {
             return Err(ApiError::invalid(format!("`{name}` is {count}; 1 to {IN_FLIGHT_MAX}")));

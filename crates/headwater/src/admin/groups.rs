@@ -1,11 +1,12 @@
-//! Groups: who reads a topic, how far they are, what they have in hand; and reset.
+//! Groups: who reads a topic, how far they are, what they have in hand; reset and removal.
 
 use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
 use headwater_queue::{
-    Counted, GroupView, Mode, PendingFilter, PendingView, Reset, ResetGuard, ResetReport, ResetTo,
+    Counted, GroupView, Mode, PendingFilter, PendingView, RemovedGroup, Reset, ResetGuard,
+    ResetReport, ResetTo,
 };
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -23,7 +24,7 @@ use crate::settings::Role;
 pub(super) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
         .routes(routes!(list))
-        .routes(routes!(describe))
+        .routes(routes!(describe, remove))
         .routes(routes!(reset))
         .routes(routes!(pending))
 }
@@ -224,6 +225,34 @@ async fn reset(
         dropped: dropped.into(),
         is_done,
     }))
+}
+
+/// A group that is gone.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct GroupRemoved {
+    topic: String,
+    group: String,
+    /// Messages it had in hand, which nobody will settle.
+    pending: u64,
+    /// Messages it had not read; absent where the server cannot tell.
+    lag: Option<u64>,
+    /// Partitions it was removed from.
+    partitions: u16,
+}
+
+/// Removes a group: nothing is kept for it any more. Messages stay.
+#[utoipa::path(delete, path = "/topics/{topic}/groups/{group}", tag = "groups",
+    params(("topic" = String, Path), ("group" = String, Path)),
+    responses((status = 200, body = GroupRemoved), (status = 404), (status = 409, description = "A member of it lives.")))]
+async fn remove(
+    State(operations): State<Operations>,
+    PathOf((topic, group)): PathOf<(String, String)>,
+    caller: Caller,
+) -> Answer<GroupRemoved> {
+    caller.must_be(Role::Admin)?;
+    let RemovedGroup { pending, lag, partitions } =
+        operations.queue.remove_group(&topic, &group).await?;
+    Ok(Json(GroupRemoved { topic, group, pending, lag, partitions }))
 }
 
 /// Which pending messages.

@@ -2,8 +2,8 @@
 //!
 //! Upstream: `rate`. Downstream: routes, which find a [`Caller`] with the request.
 //! Promises: tokens are compared in constant time, all of them; looking takes `read`, changing takes `write`, and a route can
-//! ask for more. Without tokens, only requests to a loopback name are served, and none that another web page sent: a
-//! browser on this machine is not its user's consent.
+//! ask for more. What another web page sends is refused, looking too, but for a link to a page; a browser on this machine is
+//! not its user's consent. Without tokens, only requests to a loopback name are served.
 
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::request::Parts;
@@ -18,6 +18,9 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 use super::ApiError;
 use crate::app::App;
 use crate::settings::{Role, Token};
+
+/// Below it are no pages.
+const API: &str = "/api/";
 
 /// Who calls, and what they may do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,8 +47,8 @@ impl Access {
     }
 
     /// Who sends a request with these headers.
-    fn caller(&self, method: &Method, headers: &HeaderMap) -> Result<Caller, ApiError> {
-        refuse_other_pages(method, headers)?;
+    fn caller(&self, method: &Method, path: &str, headers: &HeaderMap) -> Result<Caller, ApiError> {
+        refuse_other_pages(method, path, headers)?;
         if self.tokens.is_empty() {
             refuse_other_names(headers)?;
             return Ok(Caller { name: "local".to_owned(), role: Role::Admin });
@@ -74,7 +77,8 @@ pub(crate) async fn require(
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    let caller = app.access.caller(request.method(), request.headers())?;
+    let (method, path) = (request.method(), request.uri().path());
+    let caller = app.access.caller(method, path, request.headers())?;
     let needed = if is_look(request.method()) { Role::Read } else { Role::Write };
     caller.must_be(needed)?;
     request.extensions_mut().insert(caller);
@@ -131,16 +135,18 @@ fn unauthorized(message: &str) -> ApiError {
     )
 }
 
-/// What a browser sends on behalf of another page changes nothing.
-fn refuse_other_pages(method: &Method, headers: &HeaderMap) -> Result<(), ApiError> {
-    if is_look(method) {
-        return Ok(());
-    }
+/// What a browser sends on behalf of another page changes nothing, and keeps nobody busy: an answer that the page cannot read
+/// costs as much as any other. A link that a person follows to a page of ours is no such thing.
+fn refuse_other_pages(method: &Method, path: &str, headers: &HeaderMap) -> Result<(), ApiError> {
     let text = |name| headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok());
     let host = text("host").unwrap_or_default();
-    let is_ours = match text("origin") {
+    let is_of_this_site = text("sec-fetch-site") != Some("cross-site");
+    let is_followed = text("sec-fetch-mode") == Some("navigate")
+        && text("sec-fetch-dest").is_none_or(|place| place == "document")
+        && !path.starts_with(API);
+    let is_ours = match text("origin").filter(|_| !is_look(method)) {
         Some(origin) => origin.split_once("://").is_some_and(|(_, place)| place == host),
-        None => text("sec-fetch-site") != Some("cross-site"),
+        None => is_of_this_site || (is_look(method) && is_followed),
     };
     if is_ours {
         return Ok(());
@@ -189,15 +195,16 @@ mod tests {
 
     #[test]
     fn a_token_is_its_bearers_name_and_role() {
-        let caller =
-            |value: &str| access().caller(&Method::POST, &headers(&[("authorization", value)]));
+        let caller = |value: &str| {
+            access().caller(&Method::POST, "/api/v1/x", &headers(&[("authorization", value)]))
+        };
         assert_eq!(caller("Bearer bbbbbbbbbbbbbbbb").unwrap().name, "bob");
         assert_eq!(caller("bearer aaaaaaaaaaaaaaaa").unwrap().role, Role::Read);
         for wrong in ["Bearer", "Bearer ", "Bearer aaaaaaaaaaaaaaab", "bbbbbbbbbbbbbbbb", "Basic x"]
         {
             assert_eq!(caller(wrong).unwrap_err().status(), StatusCode::UNAUTHORIZED, "{wrong}");
         }
-        let none = access().caller(&Method::GET, &headers(&[]));
+        let none = access().caller(&Method::GET, "/", &headers(&[]));
         assert_eq!(none.unwrap_err().status(), StatusCode::UNAUTHORIZED);
     }
 
@@ -205,15 +212,15 @@ mod tests {
     fn a_browser_may_look_with_a_password_and_change_nothing() {
         let encoded = base64::engine::general_purpose::STANDARD.encode(":bbbbbbbbbbbbbbbb");
         let basic = headers(&[("authorization", &format!("Basic {encoded}"))]);
-        assert_eq!(access().caller(&Method::GET, &basic).unwrap().name, "bob");
-        assert!(access().caller(&Method::POST, &basic).is_err());
+        assert_eq!(access().caller(&Method::GET, "/", &basic).unwrap().name, "bob");
+        assert!(access().caller(&Method::POST, "/", &basic).is_err());
     }
 
     #[test]
     fn without_tokens_other_pages_and_other_names_are_refused() {
         let open = Access::new(&[]);
-        let look = |pairs: &[(&'static str, &str)]| open.caller(&Method::GET, &headers(pairs));
-        let change = |pairs: &[(&'static str, &str)]| open.caller(&Method::POST, &headers(pairs));
+        let look = |pairs: &[_]| open.caller(&Method::GET, "/", &headers(pairs));
+        let change = |pairs: &[_]| open.caller(&Method::POST, "/api/v1/x", &headers(pairs));
         for host in ["localhost:8080", "127.0.0.1:8080", "[::1]:8080", "127.0.0.1"] {
             assert_eq!(look(&[("host", host)]).unwrap().role, Role::Admin, "{host}");
             assert!(change(&[("host", host)]).is_ok(), "{host}");
@@ -228,6 +235,30 @@ mod tests {
             assert_eq!(refused.code(), "other_page", "{other}");
         }
         assert!(change(&[host, ("sec-fetch-site", "cross-site")]).is_err());
+    }
+
+    #[test]
+    fn another_page_can_lead_a_person_to_a_page_and_ask_for_nothing_itself() {
+        let open = Access::new(&[]);
+        let look = |path: &str, site: &str, mode: &str, place: &str| {
+            let pairs = [
+                ("host", "localhost:8080"),
+                ("sec-fetch-site", site),
+                ("sec-fetch-mode", mode),
+                ("sec-fetch-dest", place),
+            ];
+            open.caller(&Method::GET, path, &headers(&pairs)).map_err(|refusal| refusal.code())
+        };
+        for path in ["/", "/metrics", "/api/v1/sql", "/api/v1/doctor"] {
+            for (mode, place) in [("no-cors", "image"), ("cors", "empty"), ("navigate", "iframe")] {
+                assert_eq!(look(path, "cross-site", mode, place), Err("other_page"), "{path}");
+                assert!(look(path, "same-origin", mode, place).is_ok(), "{path} {mode}");
+                assert!(look(path, "none", mode, place).is_ok(), "{path} {mode}");
+            }
+        }
+        assert!(look("/", "cross-site", "navigate", "document").is_ok());
+        let refused = look("/api/v1/sql", "cross-site", "navigate", "document");
+        assert_eq!(refused, Err("other_page"), "a question is no page");
     }
 
     #[test]

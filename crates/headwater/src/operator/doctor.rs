@@ -67,7 +67,7 @@ async fn look(settings: &Settings) -> Vec<Finding> {
     let mut findings = Vec::new();
     match local::streams(settings).await {
         Ok(streams) => {
-            findings.extend(checks::streams(streams.as_ref()).await);
+            findings.extend(checks::streams(&streams).await);
             let _ = streams.close().await;
         }
         Err(failure) => findings.push(unreachable("streams", &failure)),

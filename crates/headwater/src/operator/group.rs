@@ -25,6 +25,13 @@ enum What {
     List { topic: String },
     /// Describe a group: lag, pending, consumers, owners.
     Describe { topic: String, group: String },
+    /// Remove a group: nothing is kept for it any more. Refused while a member of it lives.
+    Delete {
+        topic: String,
+        group: String,
+        #[command(flatten)]
+        confirm: Confirm,
+    },
     /// Move a group to another place.
     Reset {
         topic: String,
@@ -59,6 +66,12 @@ impl Group {
             }
             What::Describe { topic, group } => {
                 print::object(json, &client.get(&path(topic, group), &[]).await?)
+            }
+            What::Delete { topic, group, confirm } => {
+                confirm.ask(&format!(
+                    "Remove group `{group}` of `{topic}`, and whatever it has not read or settled?"
+                ))?;
+                print::object(json, &client.delete(&path(topic, group)).await?)
             }
             What::Reset { topic, group, to, partition, dry_run, force, confirm } => {
                 if !dry_run {

@@ -1,0 +1,49 @@
+//! Removing a group: nothing is kept for it any more.
+//!
+//! Upstream: administrators. Downstream: the groups of a topic's streams.
+//! Promises: a group with a member that lives, or will be back, is left alone; each partition changes in one atomic step.
+//! After an error, or a crash half way, some partitions are without it: repeat it. Messages and dead letters stay; the
+//! epochs of its partitions stay, too, so that whoever takes the name again fences those who had it.
+//! Not here: consumers of other programs, which show no sign of life; they are told that there is no such group.
+
+use tracing::info;
+
+use crate::error::Result;
+use crate::keys;
+use crate::queue::Queue;
+use crate::reset::refuse_if_at_work;
+use crate::topic::group_name;
+
+/// What became of a group that was removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemovedGroup {
+    /// Messages it had not settled.
+    pub pending: u64,
+    /// Messages it had not read; `None` if the server cannot tell for some partition.
+    pub lag: Option<u64>,
+    /// Partitions it was removed from; those that an earlier, broken removal reached are not among them.
+    pub partitions: u16,
+}
+
+impl Queue {
+    /// Removes a group from all partitions of a topic. What it has not settled or read, it never will.
+    ///
+    /// A process that joins at the same moment may make it anew.
+    pub async fn remove_group(&self, topic: &str, group: &str) -> Result<RemovedGroup> {
+        let view = self.inspect().group(topic, group).await?;
+        let members = view.members.iter().filter(|member| member.heartbeat_age.is_some());
+        let living = members.map(|one| one.consumer.clone().unwrap_or_else(|| one.member.clone()));
+        refuse_if_at_work(&view, living.collect())?;
+        let (topic, group) = (self.existing_topic(topic).await?, group_name(group)?);
+        let mut partitions = 0;
+        for partition in 0..topic.partitions {
+            let stream = keys::stream(&topic, partition);
+            if self.inner.backend.remove_group(&stream, &group).await? {
+                partitions += 1;
+            }
+        }
+        let (pending, lag) = (view.pending, view.lag);
+        info!(topic = %topic.name, %group, pending, partitions, "group removed");
+        Ok(RemovedGroup { pending, lag, partitions })
+    }
+}

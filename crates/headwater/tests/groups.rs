@@ -1,0 +1,114 @@
+//! Groups that are not needed any more: removed by the real binary, directly and over a server; and seen by the doctor.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use std::process::{Child, Stdio};
+
+use serde_json::{Value, json};
+use support::reach::{Reach, until};
+use support::text;
+
+/// A topic that keeps one message, with five; group `g` has read one, and group `typo` none of the rest.
+fn behind(reach: &Reach) {
+    reach.json(&["topic", "create", "orders", "--partitions", "1", "--retention-count", "1"]);
+    reach.json(&["produce", "orders", "--payload", "first"]);
+    for group in ["g", "typo"] {
+        let words = ["consume", "orders", "--group", group, "--count", "1", "--timeout", "90s"];
+        assert_eq!(reach.json(&words).len(), 1);
+    }
+    assert_eq!(reach.json_of(&["produce", "orders", "--payload", "-"], "2\n3\n4\n5\n").len(), 4);
+}
+
+/// What the doctor says of groups.
+fn of_groups(reach: &Reach) -> Vec<Value> {
+    let output = reach.run(&["doctor", "--json"], "");
+    let lines = text(&output.stdout);
+    let findings = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    findings.filter(|finding| finding["subject"] == "groups").collect()
+}
+
+fn a_group_is_removed(reach: &Reach) {
+    behind(reach);
+    let found = of_groups(reach);
+    assert_eq!(found.len(), 2, "{found:?}");
+    for finding in &found {
+        assert_eq!(finding["severity"], "warning", "{finding}");
+        assert!(finding["found"].as_str().unwrap().contains("4 messages"), "{finding}");
+    }
+    assert!(found[1]["advice"].as_str().unwrap().contains("headwater group delete orders typo"));
+
+    let said = reach.refused(&["group", "delete", "orders", "typo"], 2);
+    assert!(said.contains("--yes"), "{said}");
+    let removed = reach.json(&["group", "delete", "orders", "typo", "--yes"]);
+    let expected =
+        json!({"topic": "orders", "group": "typo", "pending": 0, "lag": 4, "partitions": 1});
+    assert_eq!(removed, [expected]);
+    let said = reach.refused(&["group", "delete", "orders", "typo", "--yes"], 1);
+    assert!(said.contains("`typo`"), "{said}");
+    reach.refused(&["group", "delete", "nothing", "typo", "--yes"], 1);
+    let left: Vec<Value> = reach
+        .json(&["group", "list", "orders"])
+        .into_iter()
+        .map(|one| one["group"].clone())
+        .collect();
+    assert_eq!(left, ["g"]);
+
+    // The other one still holds back what it needs, until it is gone, too.
+    let trim = ["topic", "trim", "orders", "--count", "0", "--yes"];
+    assert_eq!(reach.json(&trim)[0]["held_back"], true);
+    assert!(reach.said(&["group", "delete", "orders", "g", "--yes"]).contains("partitions"));
+    let trimmed = &reach.json(&trim)[0];
+    assert_eq!((&trimmed["held_back"], &trimmed["removed"]), (&json!(false), &json!(4)));
+    let found = of_groups(reach);
+    assert_eq!((found.len(), &found[0]["severity"]), (1, &json!("ok")), "{found:?}");
+}
+
+#[test]
+fn a_group_is_removed_on_embedded_streams() {
+    a_group_is_removed(&Reach::embedded());
+}
+
+#[test]
+fn a_group_is_removed_on_redis() {
+    a_group_is_removed(&Reach::redis());
+}
+
+#[test]
+fn a_group_is_removed_over_a_server() {
+    let reach = Reach::server();
+    a_group_is_removed(&reach);
+    let log = reach.json(&["audit", "log"]);
+    let path = "/api/v1/topics/orders/groups/typo";
+    let entry = log.iter().find(|entry| entry["path"] == path && entry["status"] == 200);
+    assert_eq!(entry.unwrap()["method"], "DELETE", "{log:?}");
+}
+
+/// A process that is killed with the test.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_group_with_a_member_is_left_alone() {
+    let reach = Reach::redis();
+    reach.json(&["topic", "create", "orders", "--partitions", "1"]);
+    let direct: Vec<&str> = reach.direct.iter().map(String::as_str).collect();
+    let words = [&["consume", "orders", "--group", "g"][..], &direct].concat();
+    let mut command = reach.place.command(&words);
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let consumer = Killed(command.spawn().unwrap());
+    let ask = |verb: &[&str]| reach.run(verb, "");
+    until(&ask, &["group", "list", "orders"], |groups| {
+        groups.iter().any(|group| !group["members"].as_array().unwrap().is_empty())
+    });
+    let said = reach.refused(&["group", "delete", "orders", "g", "--yes"], 1);
+    assert!(said.contains("is at work"), "{said}");
+    assert_eq!(reach.json(&["group", "list", "orders"]).len(), 1);
+    drop(consumer);
+}
