@@ -103,9 +103,8 @@ impl LetterMirror {
                 .filter(|letter| is_new(letter))
                 .map(|letter| row(topic, letter))
                 .collect();
-            copied += rows.len();
             let name = topic.to_owned();
-            self.blocking(move |warehouse| warehouse.store_letters(&name, &rows)).await?;
+            copied += self.blocking(move |warehouse| warehouse.store_letters(&name, &rows)).await?;
             match page.next {
                 Some(next) => query.cursor = Some(next),
                 None => return Ok(copied),
@@ -130,6 +129,7 @@ fn row(topic: &str, letter: &DeadLetter) -> DeadLetterRow {
     DeadLetterRow {
         topic: topic.to_owned(),
         entry: letter.id,
+        identity: letter.identity(),
         original_id: letter.original_id,
         failures: letter.failures,
         reason: letter.reason.clone(),

@@ -130,6 +130,24 @@ async fn events_go_in_and_what_is_none_goes_to_the_dead_letters(env: Env) {
     assert_eq!(mirror.run_once().await.unwrap(), 0, "each is copied once");
     let rows = ask(&warehouse, report("dead-letters").unwrap().sql).await;
     assert_eq!((&rows[0][0], &rows[0][2]), (&json!(STREAM), &json!(1)));
+
+    // A crash between the dead letter and the end of its message makes a copy, which may come long after.
+    let dead = StreamName::new(format!("{STREAM}:dlq")).unwrap();
+    let copy = page.items[0].fields.clone();
+    for round in 0..2 {
+        let copies = vec![copy.clone(); 2];
+        env.backend.append(&dead, &copies, &Retention::KEEP_ALL).await.unwrap();
+        assert_eq!(mirror.run_once().await.unwrap(), 0, "round {round}");
+    }
+    assert_eq!(ask(&warehouse, report("dead-letters").unwrap().sql).await[0][2], json!(1));
+    // Another message that failed for the same reason is no copy.
+    env.append(&[Fields::new([("data", "not json")])]).await;
+    let ingest =
+        Ingest::start(&env.queue, Arc::clone(&warehouse), IngestConfig::default()).await.unwrap();
+    env.settled().await;
+    ingest.stop().await;
+    assert_eq!(mirror.run_once().await.unwrap(), 1);
+    assert_eq!(ask(&warehouse, report("dead-letters").unwrap().sql).await[0][2], json!(2));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -36,6 +36,9 @@ use self::duckdb::Sink;
 pub(crate) use self::problem::Problem;
 pub(crate) use self::rebuild::Rebuilding;
 
+/// What is said instead of a reason to those who may not read the log.
+const IN_THE_LOG: &str = "the log says why";
+
 /// Questions that are answered at once; each may take all processors.
 const QUESTIONS_MAX: usize = 4;
 
@@ -61,6 +64,16 @@ pub(crate) enum State {
     Waiting(String),
 }
 
+impl State {
+    /// The same for those who may not read the log: a reason names files and what DuckDB says of them.
+    pub(crate) fn without_reason(self) -> Self {
+        match self {
+            Self::Waiting(_) => Self::Waiting(IN_THE_LOG.to_owned()),
+            other => other,
+        }
+    }
+}
+
 /// Analytics. Clones are the same.
 #[derive(Clone, Debug)]
 pub(crate) struct Analytics(Arc<Inner>);
@@ -72,7 +85,7 @@ struct Inner {
     store: Option<Arc<dyn Store>>,
     stopping: Stopping,
     state: Mutex<State>,
-    questions: Semaphore,
+    questions: Arc<Semaphore>,
     rebuilding: Arc<Mutex<Rebuilding>>,
     job: Mutex<Option<JoinHandle<()>>>,
 }
@@ -127,7 +140,7 @@ impl Analytics {
             store,
             stopping,
             state: Mutex::new(state),
-            questions: Semaphore::new(QUESTIONS_MAX),
+            questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             rebuilding: Arc::default(),
             job: Mutex::default(),
         }))
@@ -188,8 +201,10 @@ impl Analytics {
 
     /// Answers one `SELECT`.
     pub(crate) async fn query(&self, sql: &str) -> Result<Table, Problem> {
-        let _place = self.0.questions.try_acquire().map_err(|_| Problem::Busy(QUESTIONS_MAX))?;
-        match self.0.sink.query(sql).await {
+        // It is free again when the thread that answers has ended, which may be after the caller went away.
+        let place = Arc::clone(&self.0.questions).try_acquire_owned();
+        let place = place.map_err(|_| Problem::Busy(QUESTIONS_MAX))?;
+        match self.0.sink.query(sql, place).await {
             Err(Problem::NotOpen(_)) => Err(self.not_open()),
             answer => answer,
         }

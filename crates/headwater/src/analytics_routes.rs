@@ -144,10 +144,16 @@ async fn ask(
     Ok(Json(analytics.query(&query.query).await?.into()))
 }
 
-/// How analytics stands, and its last rebuild.
+/// How analytics stands, and its last rebuild. Reasons are for the role `admin`; others are told that the log has them.
 #[utoipa::path(get, path = "/analytics", tag = "analytics", responses((status = 200, body = AnalyticsView)))]
-async fn status(State(analytics): State<Analytics>) -> Json<AnalyticsView> {
-    Json(AnalyticsView { state: analytics.state(), rebuild: analytics.rebuilding() })
+async fn status(State(analytics): State<Analytics>, caller: Caller) -> Json<AnalyticsView> {
+    let (state, rebuild) = (analytics.state(), analytics.rebuilding());
+    Json(match caller.must_be(Role::Admin) {
+        Ok(()) => AnalyticsView { state, rebuild },
+        Err(_) => {
+            AnalyticsView { state: state.without_reason(), rebuild: rebuild.without_reason() }
+        }
+    })
 }
 
 /// Begins to replace all events in the DuckDB file by those of the database; `GET /analytics` says how far it is.

@@ -32,10 +32,21 @@ impl WarehouseReader {
     ///
     /// If the caller goes away, the query is stopped.
     pub async fn query(&self, sql: &str) -> Result<Table> {
-        self.query_within(sql, QUERY_TIME_MAX).await
+        self.query_keeping(sql, ()).await
     }
 
-    async fn query_within(&self, sql: &str, limit: Duration) -> Result<Table> {
+    /// The same; `place` is dropped when nothing works on the query any more, which may be after the caller went away. Whoever
+    /// counts queries counts what they cost by it.
+    pub async fn query_keeping(&self, sql: &str, place: impl Send + 'static) -> Result<Table> {
+        self.query_within(sql, QUERY_TIME_MAX, place).await
+    }
+
+    async fn query_within(
+        &self,
+        sql: &str,
+        limit: Duration,
+        place: impl Send + 'static,
+    ) -> Result<Table> {
         if sql.len() > SQL_BYTES_MAX {
             let problem = format!("{} bytes; the limit is {SQL_BYTES_MAX}", sql.len());
             return Err(AnalyticsError::invalid("a query", problem));
@@ -49,7 +60,7 @@ impl WarehouseReader {
         let ended = Ended(Arc::clone(&stop.has_ended));
         let (sender, answered) = oneshot::channel();
         let answering = move || {
-            let _ended = ended;
+            let _kept = (ended, place);
             // Nobody may be waiting any more.
             let _ = sender.send(answer(&connection, &sql));
         };
@@ -240,7 +251,7 @@ mod tests {
             .reader()
             .query("SELECT max(version) AS v, (SELECT count(*) FROM events) AS n FROM warehouse")
             .await;
-        assert_eq!(table.unwrap().rows, [[json!(1), json!(0)]]);
+        assert_eq!(table.unwrap().rows, [[json!(2), json!(0)]]);
     }
 
     #[tokio::test]
@@ -311,8 +322,27 @@ mod tests {
     async fn a_query_that_never_ends_is_stopped() {
         let (_folder, warehouse) = warehouse();
         let sql = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b";
-        let result = warehouse.reader().query_within(sql, Duration::from_millis(50)).await;
+        let result = warehouse.reader().query_within(sql, Duration::from_millis(50), ()).await;
         assert!(matches!(result, Err(AnalyticsError::TooSlow { .. })), "{result:?}");
+    }
+
+    #[tokio::test]
+    async fn a_place_is_kept_by_what_works_and_not_by_who_asked() {
+        struct Place(std::sync::mpsc::Sender<std::thread::ThreadId>);
+        impl Drop for Place {
+            fn drop(&mut self) {
+                let _ = self.0.send(std::thread::current().id());
+            }
+        }
+        let (_folder, warehouse) = warehouse();
+        let (sender, dropped) = std::sync::mpsc::channel();
+        let sql = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b";
+        let limit = Duration::from_millis(50);
+        let result = warehouse.reader().query_within(sql, limit, Place(sender)).await;
+        assert!(matches!(result, Err(AnalyticsError::TooSlow { .. })), "{result:?}");
+        // This thread gave up; another one had the place.
+        let by = dropped.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert_ne!(by, std::thread::current().id());
     }
 
     #[tokio::test]

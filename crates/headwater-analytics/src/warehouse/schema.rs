@@ -8,12 +8,14 @@ use super::failed;
 use crate::error::{AnalyticsError, Result};
 
 /// Raised whenever tables change in a way that an older program would get wrong.
-const VERSION: i64 = 1;
+const VERSION: i64 = 2;
+
+const MARK: &str = "CREATE TABLE IF NOT EXISTS warehouse (version BIGINT NOT NULL)";
 
 /// `events` has a row per entry. An event may lie in two entries (the outbox delivers at least once; a rebuild reads it
-/// from SQL), so `ticket_events`, which everybody asks, shows each event once.
+/// from SQL), so `ticket_events`, which everybody asks, shows each event once. Of `dead_letters` a copy is not stored; before
+/// version 2 it was.
 const TABLES: &str = "
-CREATE TABLE IF NOT EXISTS warehouse (version BIGINT NOT NULL);
 CREATE TABLE IF NOT EXISTS positions (
   source VARCHAR PRIMARY KEY, entry_ms UBIGINT NOT NULL, entry_seq UBIGINT NOT NULL
 );
@@ -27,6 +29,7 @@ CREATE TABLE IF NOT EXISTS dead_letters (
   topic VARCHAR NOT NULL, entry_ms UBIGINT NOT NULL, entry_seq UBIGINT NOT NULL,
   original_id VARCHAR, failures UINTEGER NOT NULL, reason VARCHAR NOT NULL, failed_at TIMESTAMP NOT NULL
 );
+ALTER TABLE dead_letters ADD COLUMN IF NOT EXISTS identity VARCHAR;
 CREATE OR REPLACE VIEW ticket_events AS
   SELECT * FROM events QUALIFY 1 = row_number() OVER (
     PARTITION BY event_type, ticket_id, coalesce(message_id, entry_ms || '-' || entry_seq)
@@ -34,23 +37,85 @@ CREATE OR REPLACE VIEW ticket_events AS
   );
 ";
 
-/// Creates what is missing.
+/// Creates what is missing; a file of a newer version stays as it is.
 pub(super) fn prepare(connection: &Connection, path: &Path) -> Result<()> {
+    connection.execute_batch(MARK).map_err(|error| failed("mark its file", error))?;
+    check(connection, path)?;
     let tables = format!("BEGIN; {TABLES} COMMIT;");
     connection.execute_batch(&tables).map_err(|error| failed("create its tables", error))?;
-    let mark = "INSERT INTO warehouse SELECT ? WHERE NOT EXISTS (FROM warehouse)";
+    let mark =
+        "INSERT INTO warehouse SELECT $1 WHERE NOT EXISTS (FROM warehouse WHERE version >= $1)";
     connection.execute(mark, [VERSION]).map_err(|error| failed("mark its file", error))?;
-    check(connection, path)
+    Ok(())
 }
 
 /// Refuses a file of a newer version.
 pub(super) fn check(connection: &Connection, path: &Path) -> Result<()> {
     let found: i64 = connection
-        .query_row("SELECT max(version) FROM warehouse", [], |row| row.get(0))
+        .query_row("SELECT coalesce(max(version), 0) FROM warehouse", [], |row| row.get(0))
         .map_err(|error| failed("read the version of its file", error))?;
     if found > VERSION {
         let path = path.display().to_string();
         return Err(AnalyticsError::Newer { path, found, known: VERSION });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use headwater_stream::EntryId;
+    use headwater_stream::clock::Timestamp;
+    use serde_json::json;
+
+    use super::super::{DeadLetterRow, Warehouse};
+    use super::*;
+
+    #[tokio::test]
+    async fn a_file_of_the_first_version_goes_on_with_what_it_has() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("analytics.duckdb");
+        let old = Connection::open(&path).unwrap();
+        let letters = "topic VARCHAR NOT NULL, entry_ms UBIGINT NOT NULL, entry_seq UBIGINT NOT NULL,
+            original_id VARCHAR, failures UINTEGER NOT NULL, reason VARCHAR NOT NULL, failed_at TIMESTAMP NOT NULL";
+        old.execute_batch(&format!(
+            "{MARK}; INSERT INTO warehouse VALUES (1); CREATE TABLE dead_letters ({letters});
+             INSERT INTO dead_letters VALUES ('orders', 1, 0, '1-0', 5, 'boom', now());"
+        ))
+        .unwrap();
+        old.close().unwrap();
+
+        let warehouse = Warehouse::open(&path).unwrap();
+        let letter = |entry| DeadLetterRow {
+            topic: "orders".to_owned(),
+            entry: EntryId::new(entry, 0),
+            identity: "0:2-0:0-0:g".to_owned(),
+            original_id: Some(EntryId::new(2, 0)),
+            failures: 5,
+            reason: "boom".to_owned(),
+            failed_at: Timestamp::from_millis(7),
+        };
+        assert_eq!(warehouse.store_letters("orders", &[letter(2), letter(3)]).unwrap(), 1);
+        assert_eq!(warehouse.store_letters("orders", &[letter(4)]).unwrap(), 0);
+        drop(warehouse);
+        let warehouse = Warehouse::open(&path).unwrap();
+        assert_eq!(warehouse.store_letters("orders", &[letter(5)]).unwrap(), 0);
+        let sql =
+            "SELECT count(*) AS n, (SELECT max(version) FROM warehouse) AS v FROM dead_letters";
+        let table = warehouse.reader().query(sql).await.unwrap();
+        assert_eq!(table.rows, [[json!(2), json!(VERSION)]]);
+    }
+
+    #[test]
+    fn a_file_of_a_newer_version_is_refused_and_stays_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("analytics.duckdb");
+        let newer = Connection::open(&path).unwrap();
+        newer.execute_batch(&format!("{MARK}; INSERT INTO warehouse VALUES (99);")).unwrap();
+        newer.close().unwrap();
+        let refused = Warehouse::open(&path);
+        assert!(matches!(refused, Err(AnalyticsError::Newer { found: 99, .. })), "{refused:?}");
+        let newer = Connection::open(&path).unwrap();
+        let tables = "SELECT count(*) FROM duckdb_tables()";
+        assert_eq!(newer.query_row(tables, [], |row| row.get::<_, i64>(0)).unwrap(), 1);
+    }
 }

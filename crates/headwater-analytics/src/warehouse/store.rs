@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::time::Instant;
 
 use duckdb::types::{TimeUnit, Value};
-use duckdb::{Connection, Transaction, params};
+use duckdb::{Connection, Transaction, params, params_from_iter};
 use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
 
@@ -30,6 +30,8 @@ pub struct DeadLetterRow {
     pub topic: String,
     /// The dead letter's entry.
     pub entry: EntryId,
+    /// What it has in common with its copies.
+    pub identity: String,
     /// The entry it first was, if it says so.
     pub original_id: Option<EntryId>,
     /// How often it failed.
@@ -83,13 +85,17 @@ impl Warehouse {
     }
 
     /// Stores dead letters of a topic, in the order of their entries, all of them after [`last_letter`](Self::last_letter).
-    pub fn store_letters(&self, topic: &str, letters: &[DeadLetterRow]) -> Result<()> {
-        let Some(last) = letters.iter().map(|letter| letter.entry).max() else { return Ok(()) };
+    /// Copies of one letter are one row, however far apart they lie; returns how many rows are new.
+    pub fn store_letters(&self, topic: &str, letters: &[DeadLetterRow]) -> Result<usize> {
+        let Some(last) = letters.iter().map(|letter| letter.entry).max() else { return Ok(0) };
         let started = Instant::now();
         let mut writer = self.writer();
+        let mut seen = letters_before(&writer, topic, letters)?;
+        let is_new = |letter: &&DeadLetterRow| seen.insert(letter.identity.clone());
+        let fresh: Vec<&DeadLetterRow> = letters.iter().filter(is_new).collect();
         let in_one_step = |transaction: &Transaction<'_>| {
             let mut appender = transaction.appender("dead_letters")?;
-            for letter in letters {
+            for letter in &fresh {
                 appender.append_row(params![
                     letter.topic,
                     letter.entry.ms,
@@ -98,14 +104,16 @@ impl Warehouse {
                     letter.failures,
                     letter.reason,
                     timestamp(letter.failed_at),
+                    letter.identity,
                 ])?;
             }
             appender.flush()?;
             move_position(transaction, &letters_of(topic), last)
         };
         transact(&mut writer, "store dead letters", in_one_step)?;
-        metrics::stored("dead_letters", letters.len(), 0, started.elapsed());
-        Ok(())
+        let copies = letters.len() - fresh.len();
+        metrics::stored("dead_letters", fresh.len(), copies, started.elapsed());
+        Ok(fresh.len())
     }
 
     /// Replaces all events by those of `batches`, in one transaction: if one of them is an error, everything stays as it
@@ -181,6 +189,25 @@ fn stored_before(
         rows.collect::<duckdb::Result<HashSet<EntryId>>>()
     };
     read().map_err(|error| failed("look for events", error))
+}
+
+/// Which of these dead letters have rows already, as copies.
+fn letters_before(
+    writer: &Writer,
+    topic: &str,
+    letters: &[DeadLetterRow],
+) -> Result<HashSet<String>> {
+    let places = vec!["?"; letters.len()].join(", ");
+    let question =
+        format!("SELECT identity FROM dead_letters WHERE topic = ? AND identity IN ({places})");
+    let asked = letters.iter().map(|letter| letter.identity.as_str());
+    let values = params_from_iter(std::iter::once(topic).chain(asked));
+    let read = || {
+        let mut statement = writer.connection.prepare(&question)?;
+        let rows = statement.query_map(values, |row| row.get::<_, String>(0))?;
+        rows.collect::<duckdb::Result<HashSet<String>>>()
+    };
+    read().map_err(|error| failed("look for dead letters", error))
 }
 
 fn transact(

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use headwater_analytics::Table;
 use headwater_queue::Queue;
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::{Batches, Problem};
 
@@ -34,7 +35,7 @@ impl Sink {
         Err(Problem::NotBuiltIn)
     }
 
-    pub(super) async fn query(&self, _: &str) -> Result<Table, Problem> {
+    pub(super) async fn query(&self, _: &str, _: OwnedSemaphorePermit) -> Result<Table, Problem> {
         Err(Problem::NotBuiltIn)
     }
 

@@ -12,6 +12,7 @@ use headwater_analytics::{
 };
 use headwater_queue::Queue;
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_blocking;
 
 use super::{Batches, Problem};
@@ -74,13 +75,18 @@ impl Sink {
         Ok(Ingesting { ingest, letters })
     }
 
-    pub(super) async fn query(&self, sql: &str) -> Result<Table, Problem> {
+    /// Keeps the place until it has answered, or given up.
+    pub(super) async fn query(
+        &self,
+        sql: &str,
+        place: OwnedSemaphorePermit,
+    ) -> Result<Table, Problem> {
         let reader = match self.file() {
             File::Closed => return Err(Problem::NotOpen(String::new())),
             File::ToRead(reader) => reader,
             File::ToWrite(warehouse) => warehouse.reader().clone(),
         };
-        Ok(reader.query(sql).await?)
+        Ok(reader.query_keeping(sql, place).await?)
     }
 
     /// Rows removed and stored.

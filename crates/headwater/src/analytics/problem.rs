@@ -44,7 +44,10 @@ impl From<Problem> for ApiError {
             Problem::NotBuiltIn | Problem::Off => {
                 Self::new(StatusCode::NOT_IMPLEMENTED, "no_analytics", message)
             }
-            Problem::NotOpen(_) => Self::unavailable(message),
+            // The reason names files; it is in the log since it became so.
+            Problem::NotOpen(_) => {
+                Self::unavailable("analytics cannot be asked yet; the log says why")
+            }
             Problem::Busy(_) => {
                 Self::new(StatusCode::TOO_MANY_REQUESTS, "busy", message).retry_after(BUSY_FOR)
             }

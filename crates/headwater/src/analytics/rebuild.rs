@@ -36,6 +36,12 @@ pub(crate) struct Rebuilding {
 }
 
 impl Rebuilding {
+    /// The same for those who may not read the log.
+    pub(crate) fn without_reason(self) -> Self {
+        let problem = self.problem.map(|_| super::IN_THE_LOG.to_owned());
+        Self { problem, ..self }
+    }
+
     pub(super) fn begun() -> Self {
         Self { is_running: true, ..Self::default() }
     }
