@@ -8,6 +8,7 @@ mod attendance;
 pub(crate) mod checks;
 mod consuming;
 mod groups;
+mod importing;
 mod letters;
 mod messages;
 mod outbox;
@@ -82,7 +83,8 @@ pub(crate) fn described_routes() -> OpenApiRouter<Operations> {
 
 /// Those that need more than streams.
 pub(crate) fn app_routes() -> OpenApiRouter<App> {
-    OpenApiRouter::new().merge(outbox::routes()).merge(sessions::routes()).merge(checks::routes())
+    let sessions = sessions::routes().merge(importing::routes());
+    OpenApiRouter::new().merge(outbox::routes()).merge(sessions).merge(checks::routes())
 }
 
 impl From<QueueError> for ApiError {

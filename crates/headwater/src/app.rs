@@ -12,7 +12,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 
 use crate::audit::Audit;
 use crate::health::Health;
-use crate::http::{Access, Rate};
+use crate::http::{Access, LongWork, Rate};
 use crate::settings::Settings;
 use crate::stop::Stopping;
 use crate::ticket_listening::Listeners;
@@ -46,6 +46,8 @@ pub(crate) struct Shared {
     pub(crate) tickets: Tickets,
     /// What model runs did, step by step.
     pub(crate) sessions: Arc<Sessions>,
+    /// Imports and forks under way.
+    pub(crate) long_work: LongWork,
     /// Who listens to tickets.
     pub(crate) listeners: Listeners,
 }

@@ -30,6 +30,7 @@ use crate::app::App;
 use crate::http::access::{self, Caller};
 use crate::http::body::Answer;
 use crate::http::extract::QueryOf;
+use crate::http::paging;
 use crate::http::{ApiError, Peer};
 use crate::settings::Role;
 
@@ -186,10 +187,7 @@ async fn list(
     QueryOf(query): QueryOf<ListQuery>,
 ) -> Answer<AuditPage> {
     caller.must_be(Role::Admin)?;
-    let limit = query.limit.unwrap_or(PAGE_DEFAULT);
-    if !(1..=PAGE_MAX).contains(&limit) {
-        return Err(ApiError::invalid(format!("`limit` must be from 1 to {PAGE_MAX}")));
-    }
+    let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let cursor = query.cursor.as_deref().map(|cursor| {
         let wrong = |_| ApiError::invalid("`cursor` must be the `next_cursor` of a page before");
         Uuid::parse_str(cursor).map(|id| id.to_string()).map_err(wrong)

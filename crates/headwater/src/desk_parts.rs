@@ -119,6 +119,15 @@ async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<Str
         match open(FailurePolicy::Spool(SpoolConfig::new(file))).await {
             // Another process of this directory has it. One that has died has left its own to us, with what is in it.
             Err(BusError::Spool(SpoolError::InUse { .. })) => {}
+            // Nobody asked for this directory, and what waits in it never fails a run: the process works without.
+            Err(BusError::Spool(error)) if !settings.stream_spool_is_given => {
+                warn!(%error, "the spool is left as it is; mend it, or set `stream.spool`");
+                let is_of_one_file =
+                    matches!(error, SpoolError::Corrupt { .. } | SpoolError::Foreign { .. });
+                if !is_of_one_file {
+                    break;
+                }
+            }
             Err(error) => {
                 let directory = directory.display();
                 return Err(error)
@@ -128,6 +137,10 @@ async fn open_bus(settings: &Settings, streams: &Arc<dyn Backend>) -> Result<Str
         }
     }
     let directory = directory.display();
+    if !settings.stream_spool_is_given {
+        warn!(%directory, "no spool: steps of model runs are lost while streams are away");
+        return Ok(open(FailurePolicy::Fail).await?);
+    }
     bail!(
         "the setting `stream.spool`: {SPOOLS_MAX} processes use {directory}; give this one another directory"
     )

@@ -9,10 +9,13 @@ pub(crate) mod body;
 mod error;
 pub(crate) mod extract;
 pub(crate) mod limits;
+mod long_work;
+pub(crate) mod paging;
 pub(crate) mod rate;
 mod server;
 
 pub(crate) use self::access::Access;
 pub(crate) use self::error::{ApiError, Refusal};
+pub(crate) use self::long_work::LongWork;
 pub(crate) use self::rate::Rate;
 pub(crate) use self::server::{Listening, Peer};

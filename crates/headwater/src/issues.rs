@@ -1,7 +1,10 @@
 //! Issues over HTTP, for operators: list, show, why, events, retry, release.
 //!
 //! Upstream: `router`, behind access. Downstream: the operator's side of the store.
-//! Promises: pages follow ids, so nothing is shown twice or passed by while things change; a change nudges the workers.
+//! Promises: pages follow ids, so nothing is shown twice or passed by while things change, and
+//! are bounded in bytes; a change nudges the workers.
+
+use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
@@ -20,6 +23,7 @@ use crate::app::App;
 use crate::http::ApiError;
 use crate::http::body::Answer;
 use crate::http::extract::{PathOf, QueryOf};
+use crate::http::paging;
 
 /// Issues on one page, if nobody says otherwise, and at most.
 const PAGE_DEFAULT: usize = 50;
@@ -49,7 +53,7 @@ struct ListQuery {
     integration: Option<String>,
     /// `next_cursor` of the page before.
     cursor: Option<i64>,
-    /// At most this many; 50 by default, 500 at most.
+    /// At most this many; 50 by default, 500 at most. A page of large ones has fewer.
     limit: Option<usize>,
 }
 
@@ -74,18 +78,20 @@ async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Ans
         integration: query.integration,
         after: query.cursor.map(IssueId),
     };
-    let limit = page(query.limit)?;
-    let issues = app.store.issues(&filter, limit).await?;
-    let next = issues.last().filter(|_| issues.len() == limit).map(|issue| issue.id.0);
+    let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
+    let read = |last: Option<IssueId>, count| {
+        let filter = IssueFilter { after: last.or(filter.after), ..filter.clone() };
+        let store = Arc::clone(&app.store);
+        async move { store.issues(&filter, count).await }
+    };
+    let (issues, last) = paging::fill(limit, |issue| (issue.id, bytes_of(issue)), read).await?;
+    let next = last.map(|id| id.0);
     Ok(Json(IssuePage { issues: issues.iter().map(describe).collect(), next_cursor: next }))
 }
 
-fn page(limit: Option<usize>) -> Result<usize, ApiError> {
-    let limit = limit.unwrap_or(PAGE_DEFAULT);
-    if (1..=PAGE_MAX).contains(&limit) {
-        return Ok(limit);
-    }
-    Err(ApiError::invalid(format!("`limit` must be from 1 to {PAGE_MAX}")))
+/// About how many bytes an issue has.
+fn bytes_of(issue: &Issue) -> usize {
+    issue.fields.len() + issue.discussions.len() + issue.last_error.as_ref().map_or(0, String::len)
 }
 
 /// One issue.
@@ -105,7 +111,7 @@ struct EventsQuery {
     processed: Option<bool>,
     /// `next_cursor` of the page before.
     cursor: Option<i64>,
-    /// At most this many; 50 by default, 500 at most.
+    /// At most this many; 50 by default, 500 at most. A page of large ones has fewer.
     limit: Option<usize>,
 }
 
@@ -125,12 +131,16 @@ async fn events(
     PathOf(id): PathOf<i64>,
     QueryOf(query): QueryOf<EventsQuery>,
 ) -> Answer<EventPage> {
-    let limit = page(query.limit)?;
-    let after = query.cursor.map(EventLogId);
-    let filter = EventLogFilter { processed: query.processed, after };
+    let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     app.store.issue(IssueId(id)).await?.ok_or_else(|| missing(id))?;
-    let events = app.store.event_logs(IssueId(id), &filter, limit).await?;
-    let next = events.last().filter(|_| events.len() == limit).map(|event| event.id.0);
+    let (processed, from) = (query.processed, query.cursor.map(EventLogId));
+    let read = |last: Option<EventLogId>, count| {
+        let filter = EventLogFilter { processed, after: last.or(from) };
+        let store = Arc::clone(&app.store);
+        async move { store.event_logs(IssueId(id), &filter, count).await }
+    };
+    let (events, last) = paging::fill(limit, |event| (event.id, event.payload.len()), read).await?;
+    let next = last.map(|id| id.0);
     Ok(Json(EventPage { events: events.iter().map(describe_event).collect(), next_cursor: next }))
 }
 

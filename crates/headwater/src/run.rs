@@ -32,7 +32,7 @@ use crate::demo::Demo;
 use crate::desk_parts::DeskParts;
 use crate::failure::Failure;
 use crate::health::Health;
-use crate::http::{Access, Listening, Rate};
+use crate::http::{Access, Listening, LongWork, Rate};
 use crate::settings::{Settings, Work};
 use crate::stop::Stopping;
 use crate::telemetry::{self, Telemetry};
@@ -130,6 +130,7 @@ pub(crate) async fn run(
         settings: settings.clone(),
         tickets,
         sessions,
+        long_work: LongWork::default(),
         listeners: Listeners::default(),
     });
     let operations = Operations::new(Arc::clone(&streams), settings.http.clone(), stopping.clone());
@@ -188,6 +189,11 @@ pub(crate) async fn run(
     let mut failed = parts.join(deadline).await;
     if timeout_at(deadline, operations.close()).await.is_err() {
         warn!("consumers over HTTP did not leave in time");
+    }
+    if timeout_at(deadline, app.long_work.close()).await.is_err() {
+        warn!(
+            "an import or a fork of a session did not end in time; what there is of it is swept later"
+        );
     }
     last_replies.begin();
     failed = failed.or(outbox_part.join(deadline.max(Instant::now() + CLOSE_MAX / 2)).await);

@@ -39,8 +39,12 @@ pub(crate) struct Settings {
     pub(crate) stream_url: SecretString,
     /// Where events wait while streams are away; empty: nowhere.
     pub(crate) stream_spool: String,
+    /// Whether somebody said so, or it is the default.
+    pub(crate) stream_spool_is_given: bool,
     /// Where the truth is; may hold a password.
     pub(crate) database_url: SecretString,
+    /// Whether somebody said so, or it is the default.
+    pub(crate) database_is_given: bool,
     /// The most connections to the database.
     pub(crate) database_connections: u32,
     /// Where analytics is; `None`: nowhere.
@@ -78,6 +82,8 @@ pub(crate) struct Http {
     pub(crate) worker_listen: SocketAddr,
     /// The largest body.
     pub(crate) body_bytes_max: usize,
+    /// The largest import of a session.
+    pub(crate) import_bytes_max: u64,
     /// The most bytes of headers.
     pub(crate) header_bytes_max: usize,
     /// Connections at once.
@@ -194,6 +200,7 @@ impl Settings {
             listen: read.listen("http.listen"),
             worker_listen: read.listen("worker.listen"),
             body_bytes_max: read.count("http.body_bytes_max"),
+            import_bytes_max: read.count("http.import_bytes_max"),
             header_bytes_max: read.count("http.header_bytes_max"),
             connections_max: read.count("http.connections_max"),
             read_timeout: read.time("http.read_timeout"),
@@ -241,7 +248,9 @@ impl Settings {
         let settings = Self {
             stream_url: read.text("stream.url").into(),
             stream_spool: read.text("stream.spool").to_owned(),
+            stream_spool_is_given: read.is_given("stream.spool"),
             database_url: read.text("database.url").into(),
+            database_is_given: read.is_given("database.url"),
             database_connections: read.count("database.connections"),
             analytics_path: read.optional("analytics.path").map(PathBuf::from),
             start_wait: read.time("start.wait"),
@@ -311,6 +320,10 @@ struct Reader<'a>(&'a Values);
 impl Reader<'_> {
     fn text(&self, name: &str) -> &str {
         self.0.get(name).text()
+    }
+
+    fn is_given(&self, name: &str) -> bool {
+        self.0.get(name).source != sources::Source::Default
     }
 
     fn optional(&self, name: &str) -> Option<String> {

@@ -11,7 +11,7 @@ use super::filling::{Beginning, Filling};
 use super::lines::{End, FORMAT, Head, Line, SavedBeginning, SavedEntry, SavedSnapshot};
 use super::meta::Parent;
 use super::{Result, Session, SessionError, Sessions};
-use crate::limits::{IMPORT_LINE_BYTES_MAX, REPLAY_PAGE_BYTES};
+use crate::limits::{IMPORT_LINE_BYTES_MAX, REPLAY_PAGE_BYTES, SNAPSHOT_SETS_MAX};
 use crate::metrics;
 use crate::name::SessionId;
 
@@ -96,6 +96,13 @@ impl Import {
         }
     }
 
+    /// Ends an import of which no more will come: nothing of it is left, and its id is free.
+    ///
+    /// One that is only dropped keeps its id until [`Sessions::run`] removes what is unfinished.
+    pub async fn abandon(mut self) {
+        self.fail().await;
+    }
+
     /// Makes it a session, if all of it is there.
     pub async fn finish(mut self) -> Result<Session> {
         let finished = self.check_end().await;
@@ -148,6 +155,11 @@ impl Import {
         let is_set = |set: &str| set.len() == 16 && set.bytes().all(|b| b.is_ascii_hexdigit());
         if !is_set(&saved.set) || self.snapshots.iter().any(|(set, _)| *set == saved.set) {
             return Err(self.wrong("it is no snapshot, or one that was there before"));
+        }
+        // They are kept in memory until the first entry comes.
+        if self.snapshots.len() >= SNAPSHOT_SETS_MAX {
+            let problem = format!("more than {SNAPSHOT_SETS_MAX} snapshots");
+            return Err(self.wrong(problem));
         }
         let mut fields = RegistryMap::new();
         for (name, value) in saved.fields {

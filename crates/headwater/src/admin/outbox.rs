@@ -1,5 +1,7 @@
 //! The outbox: replies and events that were given up after their last try; and another try.
 
+use std::sync::Arc;
+
 use axum::Json;
 use axum::extract::State;
 use headwater_issue::{DeadOutbox, OutboxId};
@@ -11,9 +13,9 @@ use utoipa_axum::routes;
 
 use super::views::time;
 use crate::app::App;
-use crate::http::ApiError;
 use crate::http::body::Answer;
 use crate::http::extract::{PathOf, QueryOf};
+use crate::http::paging;
 
 /// Rows on a page, by default and at most.
 const PAGE_DEFAULT: usize = 50;
@@ -57,19 +59,22 @@ pub(crate) struct DeadRow {
 struct ListQuery {
     /// `next_cursor` of the page before.
     cursor: Option<i64>,
-    /// At most this many; 50 by default, 500 at most.
+    /// At most this many; 50 by default, 500 at most. A page of large ones has fewer.
     limit: Option<usize>,
 }
 
 /// Replies and events that were given up, oldest first.
 #[utoipa::path(get, path = "/outbox/dead", tag = "outbox", params(ListQuery), responses((status = 200, body = DeadRowPage)))]
 async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Answer<DeadRowPage> {
-    let limit = query.limit.unwrap_or(PAGE_DEFAULT);
-    if !(1..=PAGE_MAX).contains(&limit) {
-        return Err(ApiError::invalid(format!("`limit` must be from 1 to {PAGE_MAX}")));
-    }
-    let rows = app.store.dead_outbox(query.cursor.map(OutboxId), limit).await?;
-    let next = rows.last().filter(|_| rows.len() == limit).map(|dead| dead.row.id.0);
+    let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
+    let from = query.cursor.map(OutboxId);
+    let read = |last: Option<OutboxId>, count| {
+        let store = Arc::clone(&app.store);
+        async move { store.dead_outbox(last.or(from), count).await }
+    };
+    let measure = |dead: &DeadOutbox| (dead.row.id, dead.row.payload.len() + dead.error.len());
+    let (rows, last) = paging::fill(limit, measure, read).await?;
+    let next = last.map(|id| id.0);
     Ok(Json(DeadRowPage { rows: rows.into_iter().map(view).collect(), next_cursor: next }))
 }
 

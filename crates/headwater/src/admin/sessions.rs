@@ -1,19 +1,19 @@
-//! Sessions: list, show, replay, fork, export, import.
+//! Sessions: list, show, replay, fork, export. `importing` has the way back.
 //!
 //! Upstream: `router`, and the verbs of `operator`. Downstream: the sessions of `headwater-bus`.
-//! Promises: what is missing of a session is told, never passed over; a replay, an export or an import that is cut off is
-//! told from a whole one by its last line.
+//! Promises: what is missing of a session is told, never passed over; a replay or an export that is cut off is told from a
+//! whole one by its last line; a fork is carried to its end, also when its caller goes away.
 
 use std::convert::Infallible;
+use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures_util::stream::{self, Stream, StreamExt};
-use headwater_bus::limits::IMPORT_LINE_BYTES_MAX;
 use headwater_bus::{
     BusError, Export, SessionError, SessionId, SessionInfo, Sessions, Stage, Until,
 };
@@ -31,6 +31,7 @@ use crate::app::App;
 use crate::http::ApiError;
 use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::{PathOf, QueryOf};
+use crate::http::paging;
 
 /// Sessions on a page, by default and at most.
 const PAGE_DEFAULT: usize = 50;
@@ -45,7 +46,6 @@ pub(super) fn routes() -> OpenApiRouter<App> {
         .routes(routes!(replay))
         .routes(routes!(fork))
         .routes(routes!(export))
-        .routes(routes!(import))
 }
 
 /// A part of a list.
@@ -115,10 +115,7 @@ struct ListQuery {
 /// Sessions, in the order they were made.
 #[utoipa::path(get, path = "/sessions", tag = "sessions", params(ListQuery), responses((status = 200, body = SessionPage)))]
 async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Answer<SessionPage> {
-    let limit = query.limit.unwrap_or(PAGE_DEFAULT);
-    if !(1..=PAGE_MAX).contains(&limit) {
-        return Err(ApiError::invalid(format!("`limit` must be from 1 to {PAGE_MAX}")));
-    }
+    let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let after = query.cursor.as_deref().map(|cursor| entry_id("cursor", cursor)).transpose()?;
     let found = app.sessions.list(after.unwrap_or(EntryId::MIN), limit).await?;
     let next = found.last().filter(|_| found.len() == limit).map(|info| info.index.to_string());
@@ -278,7 +275,8 @@ pub(crate) struct ForkWish {
 
 /// Makes a session of the events of another one, which stays as it is.
 #[utoipa::path(post, path = "/sessions/{session}/fork", tag = "sessions", params(("session" = String, Path)), request_body = ForkWish,
-    responses((status = 201, body = SessionView), (status = 404), (status = 409, description = "There is one with this id.")))]
+    responses((status = 201, body = SessionView), (status = 404), (status = 409, description = "There is one with this id."),
+        (status = 429, description = "Too many imports and forks are under way.")))]
 async fn fork(
     State(app): State<App>,
     PathOf(session): PathOf<String>,
@@ -286,8 +284,12 @@ async fn fork(
 ) -> Result<(StatusCode, Json<SessionView>), ApiError> {
     let (parent, child) = (named(&session)?, named(&wish.session)?);
     let until = until(wish.until.as_deref())?;
-    app.sessions.fork(&parent, until, &child).await?;
-    made(&app.sessions, child).await
+    let sessions = Arc::clone(&app.sessions);
+    let forking = async move {
+        sessions.fork(&parent, until, &child).await?;
+        made(&sessions, child).await
+    };
+    app.long_work.run(forking).await
 }
 
 /// A session as lines of JSON that `import` takes. The last line has their number and checksum.
@@ -307,48 +309,7 @@ async fn export(
     })))
 }
 
-/// Makes a session of lines that an export wrote. Nothing is left of one that is torn.
-#[utoipa::path(post, path = "/sessions/{session}/import", tag = "sessions", params(("session" = String, Path)),
-    request_body(content = String, content_type = "application/x-ndjson"),
-    responses((status = 201, body = SessionView), (status = 400), (status = 409, description = "There is one with this id.")))]
-async fn import(
-    State(app): State<App>,
-    PathOf(session): PathOf<String>,
-    request: Request,
-) -> Result<(StatusCode, Json<SessionView>), ApiError> {
-    let session = named(&session)?;
-    let mut import = app.sessions.import(&session);
-    let mut chunks = request.into_body().into_data_stream();
-    let mut rest: Vec<u8> = Vec::new();
-    loop {
-        let chunk = tokio::time::timeout(app.settings.http.read_timeout, chunks.next()).await;
-        let chunk = chunk.map_err(|_| ApiError::invalid("the lines stopped coming"))?;
-        let Some(chunk) = chunk else { break };
-        let chunk = chunk.map_err(|_| ApiError::invalid("the body ended before its end"))?;
-        rest.extend_from_slice(&chunk);
-        let mut begin = 0;
-        while let Some(length) = rest[begin..].iter().position(|byte| *byte == b'\n') {
-            import.line(text(&rest[begin..begin + length])?).await?;
-            begin += length + 1;
-        }
-        rest.drain(..begin);
-        if rest.len() > IMPORT_LINE_BYTES_MAX {
-            let problem = format!("a line has more than {IMPORT_LINE_BYTES_MAX} bytes");
-            return Err(ApiError::invalid(problem));
-        }
-    }
-    if !rest.is_empty() {
-        import.line(text(&rest)?).await?;
-    }
-    import.finish().await?;
-    made(&app.sessions, session).await
-}
-
-fn text(line: &[u8]) -> Result<&str, ApiError> {
-    std::str::from_utf8(line).map_err(|_| ApiError::invalid("a line is not valid UTF-8"))
-}
-
-async fn made(
+pub(super) async fn made(
     sessions: &Sessions,
     session: SessionId,
 ) -> Result<(StatusCode, Json<SessionView>), ApiError> {
@@ -356,7 +317,7 @@ async fn made(
     Ok((StatusCode::CREATED, Json(view(info))))
 }
 
-fn named(session: &str) -> Result<SessionId, ApiError> {
+pub(super) fn named(session: &str) -> Result<SessionId, ApiError> {
     SessionId::new(session).map_err(|error| ApiError::invalid(error.to_string()))
 }
 

@@ -4,7 +4,7 @@
 //! levels deep, and of the right content type, or the refusal says which of these it is not.
 
 use axum::Json;
-use axum::body::{Body, Bytes};
+use axum::body::{Body, BodyDataStream, Bytes};
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, StatusCode, header};
 use futures_util::StreamExt;
@@ -27,7 +27,7 @@ pub(crate) async fn read(body: Body, limits: &Http) -> Result<Bytes, ApiError> {
             let chunk = chunk.map_err(|_| ApiError::invalid("the body ended before its end"))?;
             if read.len() + chunk.len() > limits.body_bytes_max {
                 drain(chunks, limits).await;
-                return Err(too_large(limits));
+                return Err(too_large("the body", limits.body_bytes_max as u64));
             }
             read.extend_from_slice(&chunk);
         }
@@ -39,7 +39,8 @@ pub(crate) async fn read(body: Body, limits: &Http) -> Result<Bytes, ApiError> {
     })
 }
 
-async fn drain(mut chunks: axum::body::BodyDataStream, limits: &Http) {
+/// Takes what a client is still sending, so that it gets to read the answer.
+pub(crate) async fn drain(mut chunks: BodyDataStream, limits: &Http) {
     let mut left = DRAINED_BYTES_MAX;
     let draining = async {
         while let Some(Ok(chunk)) = chunks.next().await {
@@ -53,8 +54,9 @@ async fn drain(mut chunks: axum::body::BodyDataStream, limits: &Http) {
     let _ = timeout(limits.read_timeout / 2, draining).await;
 }
 
-fn too_large(limits: &Http) -> ApiError {
-    let message = format!("the body has more than {} bytes", limits.body_bytes_max);
+/// 413: it has more bytes than it may.
+pub(crate) fn too_large(what: &str, bytes_max: u64) -> ApiError {
+    let message = format!("{what} has more than {bytes_max} bytes");
     ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message)
 }
 

@@ -1,9 +1,11 @@
 //! The outermost layer: how long a request may take, and how long it took.
 //!
-//! Upstream: `server`. Downstream: `rate`. Promises: an answer begins within `http.request_timeout`; every request is counted by
+//! Upstream: `server`. Downstream: `rate`. Promises: an answer begins within `http.request_timeout`, but that of an import or
+//! a fork, of which nobody knows how long it is; every request is counted by
 //! its route, never by its path, which anybody can make up.
 
 use std::panic::AssertUnwindSafe;
+use std::time::Duration;
 
 use axum::extract::{MatchedPath, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
@@ -23,6 +25,10 @@ pub(crate) const REQUESTS: &str = "headwater_http_requests_total";
 /// Seconds until an answer began. Labels: route.
 pub(crate) const DURATION: &str = "headwater_http_duration_seconds";
 
+/// Routes that take as long as what they copy is long. What they wait for has limits of its own.
+const AS_LONG_AS_IT_TAKES: [&str; 2] =
+    ["/api/v1/sessions/{session}/fork", "/api/v1/sessions/{session}/import"];
+
 /// A layer: time limit, panics, measuring, and headers that every answer has.
 pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) -> Response {
     let started = Instant::now();
@@ -32,7 +38,9 @@ pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) 
     let span = info_span!("request", route, %method, status = field::Empty);
     continue_trace(&span, request.headers());
     let answering = AssertUnwindSafe(next.run(request).instrument(span.clone())).catch_unwind();
-    let mut response = match timeout(app.settings.http.request_timeout, answering).await {
+    let limit = app.settings.http.request_timeout;
+    let limit = if AS_LONG_AS_IT_TAKES.contains(&route.as_str()) { Duration::MAX } else { limit };
+    let mut response = match timeout(limit, answering).await {
         Ok(Ok(response)) => response,
         Ok(Err(_)) => {
             error!(route, "a request panicked");

@@ -80,6 +80,16 @@ impl Client {
         self.call(Method::POST, path, &[], Some(body)).await
     }
 
+    /// The same for what may take as long as it is long.
+    pub(super) async fn post_long(&self, path: &str, body: Value) -> Result<Value, Failure> {
+        let mut pieces = self.stream(Method::POST, path, &[], Some(body)).await?;
+        let mut bytes = Vec::new();
+        while let Some(piece) = pieces.next().await {
+            bytes.extend_from_slice(&piece?);
+        }
+        parsed(&bytes)
+    }
+
     /// Wants something gone.
     pub(super) async fn delete(&self, path: &str) -> Result<Value, Failure> {
         self.call(Method::DELETE, path, &[], None).await

@@ -20,7 +20,7 @@ use crate::app::{App, Shared};
 use crate::audit::Audit;
 use crate::failure::Failure;
 use crate::health::Health;
-use crate::http::{Access, Rate};
+use crate::http::{Access, LongWork, Rate};
 use crate::settings::Settings;
 use crate::stop::Stopping;
 use crate::ticket_listening::Listeners;
@@ -46,6 +46,7 @@ pub(super) struct Local {
     streams: Arc<dyn Backend>,
     store: Option<Arc<dyn Store>>,
     bus: Option<Arc<StreamedBus>>,
+    app: Option<App>,
 }
 
 impl Local {
@@ -57,18 +58,24 @@ impl Local {
         if needs == Needs::Streams {
             let routes: OpenApiRouter = admin::described_routes().with_state(operations.clone());
             let routes = Router::new().nest("/api/v1", routes.into());
-            return Ok(Self { routes, operations, streams, store: None, bus: None });
+            return Ok(Self { routes, operations, streams, store: None, bus: None, app: None });
         }
         let store = store(settings).await?;
         let (bus, app) = app(settings, &streams, &store).await?;
         let api: Router<App> = router::api(operations.clone()).into();
-        let routes = Router::new().nest("/api/v1", api).with_state(app);
-        Ok(Self { routes, operations, streams, store: Some(store), bus: Some(bus) })
+        let routes = Router::new().nest("/api/v1", api).with_state(Arc::clone(&app));
+        let (store, bus, app) = (Some(store), Some(bus), Some(app));
+        Ok(Self { routes, operations, streams, store, bus, app })
     }
 
     pub(super) async fn close(self) {
-        let Self { routes, operations, streams, store, bus } = self;
+        let Self { routes, operations, streams, store, bus, app } = self;
         operations.close().await;
+        // An import that was given up removes what there is of it.
+        if let Some(app) = app {
+            app.stopping.begin();
+            app.long_work.close().await;
+        }
         drop((routes, operations));
         if let Some(bus) = bus {
             desk_parts::close(bus).await;
@@ -105,6 +112,7 @@ async fn app(
         stopping: Stopping::default(),
         tickets: tickets.context("the tables of tickets")?,
         sessions,
+        long_work: LongWork::default(),
         listeners: Listeners::default(),
     };
     Ok((bus, Arc::new(app)))

@@ -17,6 +17,7 @@ use super::client::{Client, escape};
 use super::print::{self, Rows};
 use super::progress::Progress;
 use crate::failure::Failure;
+use crate::stop::Stopping;
 
 /// Bytes of a file that are sent together.
 const PIECE: usize = 256 * 1024;
@@ -99,8 +100,8 @@ impl Session {
             }
             What::Fork { session, new, until } => {
                 let wish = json!({"session": new, "until": until});
-                let answer = client.post(&format!("{}/fork", path(session)), wish).await?;
-                print::object(json, &answer)
+                let to = format!("{}/fork", path(session));
+                print::object(json, &unless_stopped(client.post_long(&to, wish)).await?)
             }
             What::Export { session, output } => {
                 let lines = client.lines(&format!("{}/export", path(session)), &[]).await?;
@@ -116,7 +117,8 @@ impl Session {
                     progress.add(piece.as_ref().map_or(0, |piece| piece.len() as u64));
                 });
                 let to = format!("{}/import", path(session));
-                print::object(json, &client.upload(&to, counted.boxed()).await?)
+                let uploading = client.upload(&to, counted.boxed());
+                print::object(json, &unless_stopped(uploading).await?)
             }
         }
     }
@@ -201,6 +203,18 @@ fn pieces(
     });
     let pieces = futures_util::stream::poll_fn(move |context| receiver.poll_recv(context));
     Ok((pieces.boxed(), total))
+}
+
+/// A signal ends it; what there is of it by then is removed before this process ends, or by the server.
+async fn unless_stopped(
+    work: impl Future<Output = Result<Value, Failure>>,
+) -> Result<Value, Failure> {
+    let stopping = Stopping::default();
+    stopping.on_signals().map_err(|error| Failure::new(error.to_string()))?;
+    tokio::select! {
+        done = work => done,
+        () = stopping.begun() => Err(Failure::new("stopped before its end")),
+    }
 }
 
 fn path(session: &str) -> String {

@@ -1,0 +1,146 @@
+//! Import: a session made of the lines of a body.
+//!
+//! Upstream: `router`, and the verb `session import`. Downstream: the import of `headwater-bus`.
+//! Promises: however it ends early (a wrong line, a body that is cut off, too long or too slow, a caller that hangs up, a stop of
+//! the process), nothing of it is left and its id is free. It may take as long as lines come: each part of the body within
+//! `http.read_timeout`, and all of them within `http.import_bytes_max`.
+
+use axum::Json;
+use axum::body::{Body, BodyDataStream};
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use bytes::Bytes;
+use futures_util::StreamExt;
+use headwater_bus::Import;
+use headwater_bus::limits::IMPORT_LINE_BYTES_MAX;
+use tokio::time::timeout;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::sessions::{SessionView, made, named};
+use crate::app::App;
+use crate::http::ApiError;
+use crate::http::body::{drain, too_large};
+use crate::http::extract::PathOf;
+use crate::settings::Http;
+use crate::stop::Stopping;
+
+pub(super) fn routes() -> OpenApiRouter<App> {
+    OpenApiRouter::new().routes(routes!(import))
+}
+
+/// Makes a session of lines that an export wrote. Nothing is left of one that is torn.
+#[utoipa::path(post, path = "/sessions/{session}/import", tag = "sessions", params(("session" = String, Path)),
+    request_body(content = String, content_type = "application/x-ndjson"),
+    responses((status = 201, body = SessionView), (status = 400), (status = 408, description = "The lines stopped coming."),
+        (status = 409, description = "There is one with this id."),
+        (status = 413, description = "More bytes than `http.import_bytes_max`."),
+        (status = 429, description = "Too many imports and forks are under way.")))]
+async fn import(
+    State(app): State<App>,
+    PathOf(session): PathOf<String>,
+    request: Request,
+) -> Result<(StatusCode, Json<SessionView>), ApiError> {
+    let session = named(&session)?;
+    let (limits, sessions) = (app.settings.http.clone(), app.sessions.clone());
+    let announced = announced(request.headers());
+    let mut body = Chunks::new(request.into_body(), &limits, app.stopping.clone());
+    let mut import = sessions.import(&session);
+    let importing = async move {
+        let fed = match announced > limits.import_bytes_max {
+            true => Err(body.too_large()),
+            false => feed(&mut import, &mut body).await,
+        };
+        match fed {
+            Ok(()) => import.finish().await?,
+            Err(refusal) => {
+                import.abandon().await;
+                if !body.is_over {
+                    drain(body.chunks, &limits).await;
+                }
+                return Err(refusal);
+            }
+        };
+        made(&sessions, session).await
+    };
+    app.long_work.run(importing).await
+}
+
+fn announced(headers: &HeaderMap) -> u64 {
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok());
+    length.and_then(|length| length.parse().ok()).unwrap_or(0)
+}
+
+/// Gives every line of a body to an import.
+async fn feed(import: &mut Import, body: &mut Chunks) -> Result<(), ApiError> {
+    let (mut rest, mut searched): (Vec<u8>, usize) = (Vec::new(), 0);
+    while let Some(chunk) = body.next().await? {
+        rest.extend_from_slice(&chunk);
+        let mut begin = 0;
+        while let Some(length) = rest[searched..].iter().position(|byte| *byte == b'\n') {
+            let end = searched + length;
+            import.line(text(&rest[begin..end])?).await?;
+            (begin, searched) = (end + 1, end + 1);
+        }
+        rest.drain(..begin);
+        searched = rest.len();
+        if rest.len() > IMPORT_LINE_BYTES_MAX {
+            let problem = format!("a line has more than {IMPORT_LINE_BYTES_MAX} bytes");
+            return Err(ApiError::invalid(problem));
+        }
+    }
+    if !rest.is_empty() {
+        import.line(text(&rest)?).await?;
+    }
+    Ok(())
+}
+
+fn text(line: &[u8]) -> Result<&str, ApiError> {
+    std::str::from_utf8(line).map_err(|_| ApiError::invalid("a line is not valid UTF-8"))
+}
+
+/// A body, part by part, within its limits.
+struct Chunks {
+    chunks: BodyDataStream,
+    limits: Http,
+    stopping: Stopping,
+    bytes: u64,
+    /// No more is to be expected.
+    is_over: bool,
+}
+
+impl Chunks {
+    fn new(body: Body, limits: &Http, stopping: Stopping) -> Self {
+        let (chunks, limits) = (body.into_data_stream(), limits.clone());
+        Self { chunks, limits, stopping, bytes: 0, is_over: false }
+    }
+
+    /// The next part; `None` at the end.
+    async fn next(&mut self) -> Result<Option<Bytes>, ApiError> {
+        let waiting = self.limits.read_timeout;
+        self.is_over = true;
+        let chunk = tokio::select! {
+            chunk = timeout(waiting, self.chunks.next()) => chunk,
+            () = self.stopping.begun() => {
+                return Err(ApiError::unavailable("the process stops; import it again"));
+            }
+        };
+        let chunk = chunk.map_err(|_| {
+            let message = format!("no line came for {waiting:?}; import it again");
+            ApiError::new(StatusCode::REQUEST_TIMEOUT, "timeout", message)
+        })?;
+        let Some(chunk) = chunk else { return Ok(None) };
+        let chunk = chunk.map_err(|_| ApiError::invalid("the body ended before its end"))?;
+        self.is_over = false;
+        self.bytes += chunk.len() as u64;
+        if self.bytes > self.limits.import_bytes_max {
+            return Err(self.too_large());
+        }
+        Ok(Some(chunk))
+    }
+
+    fn too_large(&self) -> ApiError {
+        let what = "the import (`http.import_bytes_max`)";
+        too_large(what, self.limits.import_bytes_max)
+    }
+}

@@ -1,0 +1,117 @@
+//! Work that is carried to its end when its caller goes away: imports and forks, which would leave half a session behind.
+//!
+//! Upstream: routes that copy much. Promises: at most [`LONG_WORK_MAX`] at once; what was begun is joined when the process
+//! stops. Not here: telling the work to end early, which it does by itself when the process stops.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::task::JoinSet;
+
+use super::ApiError;
+
+/// Imports and forks at once in one process; each keeps some megabytes in memory.
+pub(crate) const LONG_WORK_MAX: usize = 8;
+
+/// How soon to come back when there is no room.
+const BUSY_FOR: Duration = Duration::from_secs(1);
+
+/// All of it.
+pub(crate) struct LongWork {
+    places: Arc<Semaphore>,
+    tasks: Mutex<JoinSet<()>>,
+}
+
+impl Default for LongWork {
+    fn default() -> Self {
+        Self { places: Arc::new(Semaphore::new(LONG_WORK_MAX)), tasks: Mutex::default() }
+    }
+}
+
+impl LongWork {
+    /// Does it, also if this future is dropped meanwhile. It must have an end of its own, and soon once the process stops.
+    pub(crate) async fn run<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let place = Arc::clone(&self.places).try_acquire_owned().map_err(|_| {
+            let message = format!("{LONG_WORK_MAX} imports or forks are under way; try again");
+            ApiError::new(StatusCode::TOO_MANY_REQUESTS, "busy", message).retry_after(BUSY_FOR)
+        })?;
+        let (sender, ended) = oneshot::channel();
+        self.spawn(async move {
+            let result = work.await;
+            drop(place);
+            // Nobody may be waiting any more.
+            let _ = sender.send(result);
+        });
+        ended.await.unwrap_or_else(|_| {
+            let message = "something went wrong here; the log says what";
+            Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message))
+        })
+    }
+
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let mut tasks = self.tasks();
+        while tasks.try_join_next().is_some() {}
+        tasks.spawn(task);
+    }
+
+    /// Waits for all that was begun.
+    pub(crate) async fn close(&self) {
+        let mut tasks = std::mem::take(&mut *self.tasks());
+        while tasks.join_next().await.is_some() {}
+    }
+
+    fn tasks(&self) -> MutexGuard<'_, JoinSet<()>> {
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use futures_util::FutureExt;
+    use tokio::sync::Notify;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_nobody_waits_for_any_more_is_carried_to_its_end() {
+        let work = LongWork::default();
+        let (go_on, is_done) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
+        let (signal, done) = (Arc::clone(&go_on), Arc::clone(&is_done));
+        let running = work.run(async move {
+            signal.notified().await;
+            done.store(true, Ordering::Release);
+            Ok(())
+        });
+        assert!(running.now_or_never().is_none(), "its caller goes away");
+        go_on.notify_one();
+        work.close().await;
+        assert!(is_done.load(Ordering::Acquire));
+    }
+
+    #[tokio::test]
+    async fn there_is_a_limit_and_a_place_is_free_again_when_the_work_is_done() {
+        let work = LongWork::default();
+        let go_on = Arc::new(Notify::new());
+        for _ in 0..LONG_WORK_MAX {
+            let signal = Arc::clone(&go_on);
+            let running = work.run(async move {
+                signal.notified().await;
+                Ok(())
+            });
+            assert!(running.now_or_never().is_none());
+        }
+        let refused = work.run(async { Ok(()) }).await.unwrap_err();
+        assert_eq!((refused.status(), refused.code()), (StatusCode::TOO_MANY_REQUESTS, "busy"));
+        tokio::task::yield_now().await;
+        go_on.notify_waiters();
+        work.close().await;
+        assert_eq!(work.run(async { Ok(7) }).await, Ok(7));
+    }
+}
