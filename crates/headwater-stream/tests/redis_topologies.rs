@@ -177,6 +177,20 @@ async fn a_cluster_goes_on_when_a_primary_dies_while_it_is_read() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_is_opened_while_some_of_its_nodes_are_away() -> Result<()> {
+    let cluster = Cluster::start()?;
+    // Nobody answers for the first slot, which is nothing special.
+    let (primary, replica) = (cluster.primary_of_slot(0)?, cluster.replica_of_slot(0)?);
+    primary.kill9()?;
+    replica.kill9()?;
+    let backend = open(&cluster.url()).await?;
+    let described = backend.describe();
+    assert!(described.version.is_some(), "{described:?}");
+    backend.close().await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_cluster_primary_that_stands_still_is_replaced() -> Result<()> {
     let cluster = Cluster::start()?;
     let backend = open(&cluster.url()).await?;

@@ -10,6 +10,7 @@ mod consuming;
 mod groups;
 mod importing;
 mod letters;
+mod lines;
 mod messages;
 mod outbox;
 mod sessions;

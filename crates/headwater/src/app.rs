@@ -37,7 +37,7 @@ pub(crate) struct Shared {
     /// Who asks too often.
     pub(crate) rate: Rate,
     /// Who changed what.
-    pub(crate) audit: Audit,
+    pub(crate) audit: Arc<Audit>,
     /// Renders `/metrics`.
     pub(crate) metrics: PrometheusHandle,
     /// Streams of events end when it begins.

@@ -1,7 +1,7 @@
 //! The audit log: who changed what, and when.
 //!
-//! Upstream: `router` puts [`record`] around every route that changes something. Downstream: the table `audit_log` of the same
-//! database as the issues, so that all processes share it.
+//! Upstream: `router` puts [`record`] around every route that changes something, and so does `operator` for verbs that open the
+//! streams themselves. Downstream: the table `audit_log` of the same database as the issues, so that all processes share it.
 //! Promises: no change without an entry: it is committed before the change begins, and a change whose entry cannot be
 //! written is refused. How it ended is added afterwards; an entry without an end is of a change that was cut off. At most
 //! `audit.rows_max` entries are kept, within a thousand. Not here: bodies, which may hold what is nobody's business.
@@ -88,6 +88,34 @@ impl Audit {
         Ok(Self { store, writes })
     }
 
+    /// Writes down what somebody began without a request, with the status that its route would answer.
+    pub(crate) async fn note(
+        &self,
+        caller: &Caller,
+        (method, path): (&str, &str),
+        status: u16,
+    ) -> Result<(), ApiError> {
+        let entry = Entry::new(Some(caller), String::new(), method, path);
+        let id = self.begin(entry).await?;
+        self.end(id, status).await;
+        Ok(())
+    }
+
+    /// Writes down that a change begins; returns what to name when it ends.
+    async fn begin(&self, entry: Entry) -> Result<String, ApiError> {
+        let id = entry.id.clone();
+        self.write(Write::Begin(entry)).await?;
+        Ok(id)
+    }
+
+    /// Writes down how it ended.
+    async fn end(&self, id: String, status: u16) {
+        if let Err(error) = self.write(Write::End { id, status }).await {
+            // The change is made, and its entry is there; only its end is missing.
+            warn!(?error, "the end of a change was not written to the audit log");
+        }
+    }
+
     async fn write(&self, write: Write) -> Result<(), ApiError> {
         match self.writes.call(write).await {
             Ok(written) => Ok(written?),
@@ -102,7 +130,7 @@ impl Audit {
 
 /// A layer below access: an entry before every change, and how it ended.
 pub(crate) async fn record(
-    State(app): State<App>,
+    State(audit): State<Arc<Audit>>,
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
@@ -111,33 +139,34 @@ pub(crate) async fn record(
     if access::is_look(request.method()) || is_part {
         return Ok(next.run(request).await);
     }
-    let entry = entry(&request);
-    let id = entry.id.clone();
-    app.audit.write(Write::Begin(entry)).await?;
+    let id = audit.begin(entry(&request)).await?;
     let response = next.run(request).await;
-    let end = Write::End { id, status: response.status().as_u16() };
-    if let Err(error) = app.audit.write(end).await {
-        // The change is made, and its entry is there; only its end is missing.
-        warn!(?error, "the end of a change was not written to the audit log");
-    }
+    audit.end(id, response.status().as_u16()).await;
     Ok(response)
 }
 
 fn entry(request: &Request) -> Entry {
-    let caller = request.extensions().get::<Caller>();
     let client = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
-    let mut path = request.uri().path().to_owned();
-    // A path is ASCII.
-    path.truncate(PATH_BYTES_MAX);
-    Entry {
-        id: Uuid::now_v7().to_string(),
-        at: SystemClock.now(),
-        caller: caller.map_or_else(|| "unknown".to_owned(), |caller| caller.name.clone()),
-        role: caller.map_or("none", |caller| caller.role.as_str()).to_owned(),
-        client: client.as_ref().map_or_else(String::new, IpAddr::to_string),
-        method: request.method().to_string(),
-        path,
-        status: None,
+    let client = client.as_ref().map_or_else(String::new, IpAddr::to_string);
+    let caller = request.extensions().get::<Caller>();
+    Entry::new(caller, client, request.method().as_str(), request.uri().path())
+}
+
+impl Entry {
+    fn new(caller: Option<&Caller>, client: String, method: &str, path: &str) -> Self {
+        let mut path = path.to_owned();
+        // A path is ASCII.
+        path.truncate(PATH_BYTES_MAX);
+        Self {
+            id: Uuid::now_v7().to_string(),
+            at: SystemClock.now(),
+            caller: caller.map_or_else(|| "unknown".to_owned(), |caller| caller.name.clone()),
+            role: caller.map_or("none", |caller| caller.role.as_str()).to_owned(),
+            client,
+            method: method.to_owned(),
+            path,
+            status: None,
+        }
     }
 }
 
@@ -179,7 +208,7 @@ pub(crate) struct AuditEntry {
     status: Option<u16>,
 }
 
-/// The changes that were made over HTTP, newest first.
+/// The changes that were made over HTTP and by verbs on the servers themselves, newest first.
 #[utoipa::path(get, path = "/audit", tag = "audit", params(ListQuery), responses((status = 200, body = AuditPage)))]
 async fn list(
     State(app): State<App>,

@@ -6,9 +6,12 @@
 //! `--yes`; texts from strangers reach no terminal unescaped.
 
 // In dependency order: each module uses only those above it.
-mod local;
 mod print;
 mod progress;
+
+mod written_down;
+
+mod local;
 
 mod client;
 

@@ -42,7 +42,7 @@ pub(crate) fn serve(app: &App, operations: Operations, analytics: Analytics) -> 
     // The outer layer is the last: first who it is, then the entry in the audit log, then the change.
     let guarded = guarded
         .layer(Extension(described))
-        .layer(from_fn_with_state(app.clone(), audit::record))
+        .layer(from_fn_with_state(Arc::clone(&app.audit), audit::record))
         .layer(from_fn_with_state(app.clone(), access::require));
     finish(open.merge(guarded), app)
 }

@@ -117,7 +117,7 @@ pub(crate) async fn run(
     let audit = Audit::open(Arc::clone(&store), settings.audit_rows_max).await;
     let model_runs = Arc::clone(&sessions);
     let app: App = Arc::new(Shared {
-        audit: audit.context("the audit log")?,
+        audit: Arc::new(audit.context("the audit log")?),
         access: Access::new(&settings.tokens),
         rate: Rate::new(&settings.http),
         metrics: telemetry.metrics.clone(),

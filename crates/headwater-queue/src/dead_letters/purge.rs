@@ -26,6 +26,16 @@ pub struct PurgeReport {
 impl DeadLetters {
     /// Removes dead letters. Named ones go all or not at all: if one is not there, that is the error.
     pub async fn purge(&self, letters: Letters, config: &PurgeConfig) -> Result<PurgeReport> {
+        self.purge_telling(letters, config, &|_| ()).await
+    }
+
+    /// The same, and tells how far it is whenever some more are gone.
+    pub async fn purge_telling(
+        &self,
+        letters: Letters,
+        config: &PurgeConfig,
+        tell: &(dyn Fn(&PurgeReport) + Send + Sync),
+    ) -> Result<PurgeReport> {
         let mut report = PurgeReport { purged: 0, is_done: !config.dry_run };
         match letters {
             Letters::Ids(ids) => {
@@ -42,6 +52,7 @@ impl DeadLetters {
                     if batch.len() >= AT_ONCE {
                         report.purged += self.remove(&batch, config).await?;
                         batch.clear();
+                        tell(&report);
                     }
                 }
                 report.purged += self.remove(&batch, config).await?;

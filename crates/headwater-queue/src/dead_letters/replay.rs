@@ -75,6 +75,16 @@ impl DeadLetters {
     /// Named ones are replayed all or not at all: if one is not there or refused, that is the error. Of matching ones,
     /// those that are refused stay and are counted. After an error of the backend: repeat it.
     pub async fn replay(&self, letters: Letters, config: &ReplayConfig) -> Result<ReplayReport> {
+        self.replay_telling(letters, config, &|_| ()).await
+    }
+
+    /// The same, and tells how far it is whenever some more are done.
+    pub async fn replay_telling(
+        &self,
+        letters: Letters,
+        config: &ReplayConfig,
+        tell: &(dyn Fn(&ReplayReport) + Send + Sync),
+    ) -> Result<ReplayReport> {
         if config.limit == Some(0) {
             return Err(QueueError::invalid("limit", "it is 0; ask for at least 1"));
         }
@@ -98,6 +108,7 @@ impl DeadLetters {
                         batch.extend(found.matching.map(|letter| (letter, found.is_copy)));
                     }
                     replay.run(batch).await?;
+                    tell(&replay.report);
                 }
             }
         }

@@ -19,7 +19,7 @@ use super::url::Address;
 use crate::error::StreamError;
 
 /// How long one node may take to say who owns what before the next one is asked.
-const ASK_MAX: Duration = Duration::from_secs(1);
+pub(super) const ASK_MAX: Duration = Duration::from_secs(1);
 /// Callers that want to know at the same time share one answer for this long.
 const FRESH: Duration = Duration::from_millis(50);
 /// No node owns the slot.

@@ -155,7 +155,7 @@ async fn look(servers: &Servers, url: &Url) -> Result<Description> {
     }
     commands.add(&["CLIENT", "UNBLOCK", "0"]);
     commands.add(&["CONFIG", "GET", notify::SETTING]);
-    let replies = servers.call(0, commands, Effect::Repeatable).await?;
+    let replies = servers.call_any(commands).await?;
     let mut cursor = replies.cursor();
     let mut text = || match cursor.value() {
         Ok(Value::Text(text)) => Some(String::from_utf8_lossy(text).into_owned()),

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::call::Call;
-use super::cluster::Cluster;
+use super::cluster::{ASK_MAX, Cluster};
 use super::command::Commands;
 use super::connection::{ConnectError, Connection};
 use super::keys;
@@ -143,6 +143,25 @@ impl Servers {
             Some(Ok(replies)) if !replies.may_refuse() => Ok(replies),
             outcome => Box::pin(Call::new(self, slot, packed, effect, deadline).run(outcome)).await,
         }
+    }
+
+    /// Sends commands that any server can answer. Of a cluster, the first primary that does: one that is away keeps nobody
+    /// from the others.
+    pub(super) async fn call_any(&self, commands: Commands) -> Result<Replies> {
+        let (packed, deadline) = (commands.pack(), self.deadline());
+        if let Topology::Cluster(cluster) = &self.topology
+            && self.owner(0, deadline).await.is_ok()
+        {
+            for node in cluster.primaries() {
+                let soon = deadline.min(Instant::now() + ASK_MAX);
+                match node.send(&packed.bytes, packed.len(), soon).await {
+                    Ok(Ok(replies)) if !replies.may_refuse() => return Ok(replies),
+                    _ => {}
+                }
+            }
+        }
+        let call = Call::new(self, 0, packed, Effect::Repeatable, deadline);
+        Box::pin(call.run(None)).await
     }
 
     /// The shared link to the server of this slot, if there is one already.

@@ -1,27 +1,42 @@
 //! Dead letters: browse, show, replay, purge.
+//!
+//! Upstream: `router`, and the verb `dlq`. Promises: whoever asks for it is told how far a replay or a purge is, line by line; then
+//! it takes as long as it takes, and ends when its caller goes away. Both can be repeated.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use futures_util::stream;
 use headwater_queue::{
-    DeadLetter, DeadLetterFilter, DeadLetterQuery, Headers, Letters, PurgeConfig, ReplayConfig,
+    DeadLetter, DeadLetterFilter, DeadLetterQuery, Headers, Letters, PurgeConfig, PurgeReport,
+    ReplayConfig, ReplayReport,
 };
 use headwater_stream::Direction;
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tokio::time::sleep;
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::Operations;
+use super::lines::{error_line, lines};
 use super::views::{Payload, all, entry_id, id, time};
 use crate::http::ApiError;
 use crate::http::access::Caller;
 use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::{PathOf, QueryOf};
 use crate::settings::Role;
+
+/// How often somebody is told how far it is.
+const TOLD_EVERY: Duration = Duration::from_millis(200);
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
@@ -134,6 +149,9 @@ pub(crate) struct LettersWish {
     max_replays: Option<u32>,
     /// Replay: at most so many.
     limit: Option<u64>,
+    /// Answer with lines of JSON: `{"progress":{"done":N}}` a few times a second, and `{"end":...}` or `{"error":...}` at last.
+    #[serde(default)]
+    progress: bool,
 }
 
 impl LettersWish {
@@ -239,7 +257,7 @@ async fn replay(
     State(operations): State<Operations>,
     PathOf(topic): PathOf<String>,
     JsonBody(wish): JsonBody<LettersWish>,
-) -> Answer<ReplayAnswer> {
+) -> Result<Response, ApiError> {
     let letters = wish.letters()?;
     let defaults = ReplayConfig::default();
     let config = ReplayConfig {
@@ -248,18 +266,33 @@ async fn replay(
         max_replays: wish.max_replays.unwrap_or(defaults.max_replays),
         limit: wish.limit.or(defaults.limit),
     };
-    let report = operations.queue.dead_letters(&topic).await?.replay(letters, &config).await?;
-    let line = |refusal: headwater_queue::Refusal| RefusalLine {
-        id: refusal.id.to_string(),
-        problem: refusal.problem,
+    let dead = operations.queue.dead_letters(&topic).await?;
+    let (done, told) = (Arc::new(AtomicU64::new(0)), wish.progress);
+    let count = Arc::clone(&done);
+    let replaying = async move {
+        let tell = |report: &ReplayReport| {
+            let handled = report.replayed + report.already_replayed + report.refused;
+            count.store(handled, Ordering::Relaxed);
+        };
+        Ok(ReplayAnswer::from(dead.replay_telling(letters, &config, &tell).await?))
     };
-    Ok(Json(ReplayAnswer {
-        replayed: report.replayed,
-        already_replayed: report.already_replayed,
-        refused: report.refused,
-        refusals: report.refusals.into_iter().map(line).collect(),
-        is_done: report.is_done,
-    }))
+    answer(replaying, done, told, &operations).await
+}
+
+impl From<ReplayReport> for ReplayAnswer {
+    fn from(report: ReplayReport) -> Self {
+        let line = |refusal: headwater_queue::Refusal| RefusalLine {
+            id: refusal.id.to_string(),
+            problem: refusal.problem,
+        };
+        Self {
+            replayed: report.replayed,
+            already_replayed: report.already_replayed,
+            refused: report.refused,
+            refusals: report.refusals.into_iter().map(line).collect(),
+            is_done: report.is_done,
+        }
+    }
 }
 
 /// What a purge did, or would do.
@@ -277,10 +310,47 @@ async fn purge(
     PathOf(topic): PathOf<String>,
     caller: Caller,
     JsonBody(wish): JsonBody<LettersWish>,
-) -> Answer<PurgeAnswer> {
+) -> Result<Response, ApiError> {
     caller.must_be(Role::Admin)?;
     let letters = wish.letters()?;
     let config = PurgeConfig { dry_run: wish.dry_run };
-    let report = operations.queue.dead_letters(&topic).await?.purge(letters, &config).await?;
-    Ok(Json(PurgeAnswer { purged: report.purged, is_done: report.is_done }))
+    let dead = operations.queue.dead_letters(&topic).await?;
+    let (done, told) = (Arc::new(AtomicU64::new(0)), wish.progress);
+    let count = Arc::clone(&done);
+    let purging = async move {
+        let tell = |report: &PurgeReport| count.store(report.purged, Ordering::Relaxed);
+        let PurgeReport { purged, is_done } = dead.purge_telling(letters, &config, &tell).await?;
+        Ok(PurgeAnswer { purged, is_done })
+    };
+    answer(purging, done, told, &operations).await
+}
+
+/// What came of it; or, for those who want to be told, lines that say how far it is until then.
+async fn answer<T: Serialize + Send + 'static>(
+    work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+    done: Arc<AtomicU64>,
+    is_told: bool,
+    operations: &Operations,
+) -> Result<Response, ApiError> {
+    if !is_told {
+        return Ok(Json(work.await?).into_response());
+    }
+    let stopping = operations.stopping.clone();
+    let state = Some((Box::pin(work), done, stopping));
+    Ok(lines(stream::unfold(state, |state| async move {
+        let (mut work, done, stopping) = state?;
+        let ended = tokio::select! {
+            ended = &mut work => ended,
+            () = stopping.begun() => Err(ApiError::unavailable("the process stops; do it again")),
+            () = sleep(TOLD_EVERY) => {
+                let line = json!({"progress": {"done": done.load(Ordering::Relaxed)}});
+                return Some((line.to_string(), Some((work, done, stopping))));
+            }
+        };
+        let line = match ended {
+            Ok(report) => json!({"end": report}).to_string(),
+            Err(refusal) => error_line(&refusal),
+        };
+        Some((line, None))
+    })))
 }

@@ -4,16 +4,13 @@
 //! Promises: what is missing of a session is told, never passed over; a replay or an export that is cut off is told from a
 //! whole one by its last line; a fork is carried to its end, also when its caller goes away.
 
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::Json;
-use axum::body::Body;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
-use axum::response::{IntoResponse, Response};
-use bytes::Bytes;
-use futures_util::stream::{self, Stream, StreamExt};
+use axum::http::StatusCode;
+use axum::response::Response;
+use futures_util::stream;
 use headwater_bus::{
     BusError, Export, SessionError, SessionId, SessionInfo, Sessions, Stage, Until,
 };
@@ -26,6 +23,7 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use super::lines::{error_line, lines};
 use super::views::{Point, entry_id, milliseconds, point, time};
 use crate::app::App;
 use crate::http::ApiError;
@@ -36,8 +34,6 @@ use crate::http::paging;
 /// Sessions on a page, by default and at most.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
-/// Lines of JSON, one value each.
-const LINES: &str = "application/x-ndjson";
 
 pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new()
@@ -220,7 +216,7 @@ impl Replaying {
 
     fn failed(&mut self, error: SessionError) -> String {
         self.is_ended = true;
-        error_line(error)
+        error_line(&error.into())
     }
 
     fn is_beyond(&self, event: &Value) -> bool {
@@ -304,7 +300,7 @@ async fn export(
         let mut export = export?;
         match export.next_line().await {
             Ok(line) => line.map(|line| (line, Some(export))),
-            Err(error) => Some((error_line(error), None)),
+            Err(error) => Some((error_line(&error.into()), None)),
         }
     })))
 }
@@ -327,17 +323,6 @@ fn until(text: Option<&str>) -> Result<Until, ApiError> {
         Some(Point::Id(id)) => Until::Entry(id),
         Some(Point::Time(at)) => Until::Time(at),
     })
-}
-
-/// A body of lines, as they come.
-fn lines(lines: impl Stream<Item = String> + Send + 'static) -> Response {
-    let bytes = lines.map(|line| Ok::<_, Infallible>(Bytes::from(line + "\n")));
-    ([(header::CONTENT_TYPE, LINES)], Body::from_stream(bytes)).into_response()
-}
-
-fn error_line(error: SessionError) -> String {
-    let refusal = ApiError::from(error);
-    json!({"error": {"code": refusal.code(), "message": refusal.message()}}).to_string()
 }
 
 impl From<SessionError> for ApiError {

@@ -4,6 +4,7 @@
 //! Downstream: the routes of `analytics_routes`, or `analytics` itself. Promises: both give the same answers; a file that a
 //! server has is refused with the way to ask that server.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Subcommand, ValueEnum};
@@ -13,8 +14,9 @@ use serde_json::{Value, json};
 use super::client::Client;
 use super::local;
 use super::progress::Progress;
-use super::{Confirm, Reach, print};
+use super::{Confirm, Reach, print, written_down};
 use crate::analytics::{self, Problem};
+use crate::audit::Audit;
 use crate::failure::Failure;
 use crate::settings::Settings;
 use crate::tickets;
@@ -119,8 +121,15 @@ impl Way {
         let prepared = tickets::prepare(&store).await;
         prepared.map_err(|error| Failure::new(format!("the tables of tickets: {error}")))?;
         let path = settings.analytics_path.as_deref();
-        let opened = analytics::Analytics::to_rebuild(path, store).await;
-        opened.map(Self::Here).map_err(|problem| not_opened(problem, settings))
+        let opened = analytics::Analytics::to_rebuild(path, Arc::clone(&store)).await;
+        let opened = opened.map_err(|problem| not_opened(problem, settings))?;
+        let audit = Audit::open(store, settings.audit_rows_max).await;
+        let audit = audit.map_err(|error| Failure::new(format!("the audit log: {error}")))?;
+        // As the route is written down that does the same.
+        let change = ("POST", "/api/v1/analytics/rebuild");
+        let noted = audit.note(&written_down::caller(), change, 202).await;
+        noted.map_err(|refusal| Failure::Unreachable(refusal.message().to_owned()))?;
+        Ok(Self::Here(opened))
     }
 
     /// The answer to a question.

@@ -15,9 +15,9 @@ use serde_json::Value;
 use tower::ServiceExt;
 
 use super::local::{Local, Needs};
+use super::written_down;
 use crate::failure::Failure;
-use crate::http::access::Caller;
-use crate::settings::{Role, Settings};
+use crate::settings::Settings;
 
 /// How long a connection to a server may take, and an answer.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
@@ -151,6 +151,15 @@ impl Client {
         query: &[(&str, String)],
     ) -> Result<BoxStream<'static, Result<String, Failure>>, Failure> {
         Ok(lines_of(self.stream(Method::GET, path, query, None).await?).boxed())
+    }
+
+    /// The same for what changes something.
+    pub(super) async fn post_lines(
+        &self,
+        path: &str,
+        body: Value,
+    ) -> Result<BoxStream<'static, Result<String, Failure>>, Failure> {
+        Ok(lines_of(self.stream(Method::POST, path, &[], Some(body)).await?).boxed())
     }
 
     async fn stream(
@@ -300,8 +309,7 @@ async fn in_process(
         .header(header::CONTENT_TYPE, "application/json")
         .body(body.unwrap_or_default());
     let mut request = request.map_err(|error| Failure::usage(error.to_string()))?;
-    // Whoever can open the streams can do everything with them.
-    request.extensions_mut().insert(Caller { name: "local".to_owned(), role: Role::Admin });
+    request.extensions_mut().insert(written_down::caller());
     let response = routes.clone().oneshot(request).await;
     let response = response.unwrap_or_else(|never| match never {});
     if response.status().is_success() {
@@ -361,6 +369,18 @@ fn refused(status: StatusCode, body: &[u8]) -> Failure {
         StatusCode::UNAUTHORIZED => Failure::new(format!("{message}; put the token into {TOKEN}")),
         _ => Failure::new(message),
     }
+}
+
+/// The same for a refusal that is the last line of an answer; `None` for every other line.
+pub(super) fn refused_line(line: &Value) -> Option<Failure> {
+    let error = line.get("error")?;
+    let message = error["message"].as_str().unwrap_or("the server gave no reason").to_owned();
+    Some(match error["code"].as_str() {
+        Some("invalid") => Failure::usage(message),
+        Some("unavailable") => Failure::Unreachable(message),
+        Some("not_found") => Failure::Missing(message),
+        _ => Failure::new(message),
+    })
 }
 
 /// The JSON of each event: lines `data:` until an empty one.

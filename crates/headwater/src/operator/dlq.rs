@@ -3,10 +3,12 @@
 use std::num::NonZeroU32;
 
 use clap::Subcommand;
+use futures_util::StreamExt;
 use serde_json::{Value, json};
 
-use super::client::{Client, escape};
+use super::client::{Client, escape, refused_line};
 use super::print::{self, Rows};
+use super::progress::Progress;
 use super::{Confirm, Reach};
 use crate::failure::Failure;
 
@@ -142,7 +144,8 @@ impl Dlq {
                 wish["limit"] = json!(limit);
                 wish["max_replays"] = json!(max_replays);
                 wish["dry_run"] = json!(dry_run);
-                print::object(json, &client.post(&format!("{}/replay", path(topic)), wish).await?)
+                let to = format!("{}/replay", path(topic));
+                print::object(json, &carry_out(client, &to, wish, "replayed").await?)
             }
             What::Purge { topic, which, dry_run, confirm } => {
                 if !dry_run {
@@ -150,10 +153,40 @@ impl Dlq {
                 }
                 let mut wish = which.wish();
                 wish["dry_run"] = json!(dry_run);
-                print::object(json, &client.post(&format!("{}/purge", path(topic)), wish).await?)
+                let to = format!("{}/purge", path(topic));
+                print::object(json, &carry_out(client, &to, wish, "purged").await?)
             }
         }
     }
+}
+
+/// Does it, and shows on a terminal how far it is. What is wrong with named ones is told before anything is done, so they are
+/// asked for without lines: they are few.
+async fn carry_out(
+    client: &Client,
+    to: &str,
+    mut wish: Value,
+    what: &'static str,
+) -> Result<Value, Failure> {
+    if !wish["ids"].is_null() {
+        return client.post(to, wish).await;
+    }
+    wish["progress"] = json!(true);
+    let (progress, mut shown) = (Progress::new(what, None), 0);
+    let mut lines = client.post_lines(to, wish).await?;
+    while let Some(line) = lines.next().await {
+        let mut line: Value = serde_json::from_str(&line?).unwrap_or_default();
+        if let Some(failure) = refused_line(&line) {
+            return Err(failure);
+        }
+        if line.get("end").is_some() {
+            return Ok(line["end"].take());
+        }
+        let done = line["progress"]["done"].as_u64().unwrap_or(shown);
+        progress.add(done.saturating_sub(shown));
+        shown = done;
+    }
+    Err(Failure::Unreachable("it was cut off before its end; do it again".to_owned()))
 }
 
 fn path(topic: &str) -> String {

@@ -2,22 +2,24 @@
 //!
 //! Upstream: `client`. Downstream: the same routers that `serve` puts behind its door.
 //! Promises: what is opened here is closed here; nothing runs by itself: no worker, no sweeper, no outbox. A verb that
-//! needs only the streams opens only them.
+//! needs only the streams opens only them, and the database for the audit log once it changes something (`written_down`).
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use axum::Router;
+use axum::middleware::from_fn_with_state;
 use headwater_bus::StreamedBus;
 use headwater_issue::{Inbox, InboxConfig, Nudger, Store};
 use headwater_stream::Backend;
 use metrics_exporter_prometheus::PrometheusBuilder;
 use utoipa_axum::router::OpenApiRouter;
 
+use super::written_down::{self, Log};
 use crate::admin::{self, Operations};
 use crate::app::{App, Shared};
-use crate::audit::Audit;
+use crate::audit::{self, Audit};
 use crate::failure::Failure;
 use crate::health::Health;
 use crate::http::{Access, LongWork, Rate};
@@ -47,6 +49,8 @@ pub(super) struct Local {
     store: Option<Arc<dyn Store>>,
     bus: Option<Arc<StreamedBus>>,
     app: Option<App>,
+    /// Of a verb that needs only the streams.
+    log: Option<Arc<Log>>,
 }
 
 impl Local {
@@ -57,19 +61,23 @@ impl Local {
                 .map_err(|error| Failure::new(error.to_string()))?;
         if needs == Needs::Streams {
             let routes: OpenApiRouter = admin::described_routes().with_state(operations.clone());
+            let log = Arc::new(Log::new(&impatient(settings)));
             let routes = Router::new().nest("/api/v1", routes.into());
-            return Ok(Self { routes, operations, streams, store: None, bus: None, app: None });
+            let routes = routes.layer(from_fn_with_state(Arc::clone(&log), written_down::record));
+            let (store, bus, app) = (None, None, None);
+            return Ok(Self { routes, operations, streams, store, bus, app, log: Some(log) });
         }
         let store = store(settings).await?;
         let (bus, app) = app(settings, &streams, &store).await?;
         let api: Router<App> = router::api(operations.clone()).into();
         let routes = Router::new().nest("/api/v1", api).with_state(Arc::clone(&app));
+        let routes = routes.layer(from_fn_with_state(Arc::clone(&app.audit), audit::record));
         let (store, bus, app) = (Some(store), Some(bus), Some(app));
-        Ok(Self { routes, operations, streams, store, bus, app })
+        Ok(Self { routes, operations, streams, store, bus, app, log: None })
     }
 
     pub(super) async fn close(self) {
-        let Self { routes, operations, streams, store, bus, app } = self;
+        let Self { routes, operations, streams, store, bus, app, log } = self;
         operations.close().await;
         // An import that was given up removes what there is of it.
         if let Some(app) = app {
@@ -77,6 +85,9 @@ impl Local {
             app.long_work.close().await;
         }
         drop((routes, operations));
+        if let Some(log) = log {
+            log.close().await;
+        }
         if let Some(bus) = bus {
             desk_parts::close(bus).await;
         }
@@ -107,7 +118,7 @@ async fn app(
         health: Health::new("", Stopping::default()),
         access: Access::new(&[]),
         rate: Rate::new(&settings.http),
-        audit: audit.context("the audit log")?,
+        audit: Arc::new(audit.context("the audit log")?),
         metrics: PrometheusBuilder::new().build_recorder().handle(),
         stopping: Stopping::default(),
         tickets: tickets.context("the tables of tickets")?,

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use super::Reach;
-use super::client::{Client, escape};
+use super::client::{Client, escape, refused_line};
 use super::print::{self, Rows};
 use super::progress::Progress;
 use crate::failure::Failure;
@@ -133,8 +133,7 @@ async fn each(
         let line = line?;
         if line.starts_with("{\"error\":") {
             let error: Value = serde_json::from_str(&line).unwrap_or_default();
-            let message = error["error"]["message"].as_str().unwrap_or("the server gave no reason");
-            return Err(Failure::new(message));
+            return Err(refused_line(&error).unwrap_or_else(|| Failure::new("it failed")));
         }
         let is_end = line.starts_with("{\"end\":");
         show(&line, is_end)?;

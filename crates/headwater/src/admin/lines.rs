@@ -1,0 +1,27 @@
+//! Answers that are lines of JSON, one value each, as they come.
+//!
+//! Upstream: routes whose answer is long, or takes long. Promises: the last line says that it is the last, or why there are no more.
+
+use std::convert::Infallible;
+
+use axum::body::Body;
+use axum::http::header;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use futures_util::stream::{Stream, StreamExt};
+use serde_json::json;
+
+use crate::http::ApiError;
+
+const LINES: &str = "application/x-ndjson";
+
+/// A body of lines.
+pub(super) fn lines(lines: impl Stream<Item = String> + Send + 'static) -> Response {
+    let bytes = lines.map(|line| Ok::<_, Infallible>(Bytes::from(line + "\n")));
+    ([(header::CONTENT_TYPE, LINES)], Body::from_stream(bytes)).into_response()
+}
+
+/// The last line of one that failed.
+pub(super) fn error_line(refusal: &ApiError) -> String {
+    json!({"error": {"code": refusal.code(), "message": refusal.message()}}).to_string()
+}

@@ -1,0 +1,81 @@
+//! Replays and purges of many dead letters by the real binary: how far they are is shown to people and nobody else, and they
+//! take as long as they take.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use serde_json::{Value, json};
+use support::reach::Reach;
+use support::text;
+
+/// Dead letters of the test.
+const LETTERS: usize = 40;
+
+/// A topic with so many dead letters.
+fn dead(reach: &Reach) {
+    reach.json(&["topic", "create", "orders", "--partitions", "1", "--max-retries", "0"]);
+    // The good one comes last, and ends the verb.
+    let lines = "bad\n".repeat(LETTERS) + "good\n";
+    reach.json_of(&["produce", "orders", "--payload", "-"], &lines);
+    let script = r#"read -r line; [ "$line" = good ]"#;
+    let words = ["consume", "orders", "--group", "g", "--count", "1", "--timeout", "90s"];
+    let output = reach.run(&[&words[..], &["--exec", script]].concat(), "");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+fn left(reach: &Reach) -> usize {
+    reach.json(&["dlq", "list", "orders", "--limit", "1000"]).len()
+}
+
+fn all_are_replayed_and_purged(reach: &Reach) {
+    dead(reach);
+    assert_eq!(left(reach), LETTERS);
+    let dry = &reach.json(&["dlq", "replay", "orders", "--all", "--dry-run"])[0];
+    assert_eq!((&dry["replayed"], &dry["is_done"]), (&json!(LETTERS), &json!(false)));
+    // Slowly enough that there is something to tell; a program sees the answer alone.
+    let words = ["dlq", "replay", "orders", "--all", "--limit", "30", "--rate", "50", "--json"];
+    let output = reach.run(&words, "");
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&answer["replayed"], &answer["is_done"]), (&json!(30), &json!(true)));
+    assert_eq!(left(reach), LETTERS - 30);
+    let purged = &reach.json(&["dlq", "purge", "orders", "--all", "--yes"])[0];
+    assert_eq!((&purged["purged"], &purged["is_done"]), (&json!(LETTERS - 30), &json!(true)));
+    assert_eq!(left(reach), 0);
+    let said = reach.refused(&["dlq", "replay", "nothing", "--all"], 1);
+    assert!(said.contains("`nothing`"), "{said}");
+    reach.refused(&["dlq", "replay", "orders", "7-7"], 1);
+    reach.refused(&["dlq", "replay", "orders"], 2);
+}
+
+#[test]
+fn all_are_replayed_and_purged_on_embedded_streams() {
+    all_are_replayed_and_purged(&Reach::embedded());
+}
+
+#[test]
+fn all_are_replayed_and_purged_over_a_server() {
+    all_are_replayed_and_purged(&Reach::server());
+}
+
+#[tokio::test]
+async fn a_server_tells_how_far_it_is_to_those_who_want_to_know() {
+    let reach = Reach::embedded();
+    dead(&reach);
+    // It takes longer than a request may, and is not cut off.
+    let words = ["--stream-url", "embedded:streams", "--database-url", "sqlite:headwater.db"];
+    let words = [&words[..], &["--http-request-timeout", "300ms"]].concat();
+    let server = reach.place.serve(&words).unwrap();
+    let path = server.url("/api/v1/topics/orders/dead-letters/replay");
+    let wish = json!({"all": true, "per_second": 20, "progress": true});
+    let response = server.client.post(path).json(&wish).send().await.unwrap();
+    assert_eq!(response.headers()["content-type"], "application/x-ndjson");
+    let body = response.text().await.unwrap();
+    let lines: Vec<Value> = body.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (last, told) = lines.split_last().unwrap();
+    assert_eq!(last["end"]["replayed"], LETTERS, "{body}");
+    let done: Vec<u64> =
+        told.iter().map(|line| line["progress"]["done"].as_u64().unwrap()).collect();
+    assert!(done.len() >= 2 && done.is_sorted(), "{done:?}");
+    assert!(done.iter().any(|done| *done > 0), "{done:?}");
+}

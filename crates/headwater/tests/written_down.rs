@@ -1,0 +1,73 @@
+//! Changes by verbs that open the streams themselves: in the audit log of the database, where there is one.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use headwater_testkit::Redis;
+use serde_json::{Value, json};
+use support::reach::Reach;
+use support::{Place, text};
+
+fn changes_of_streams_are_written_down(reach: &Reach) {
+    reach.json(&["topic", "create", "orders", "--partitions", "2"]);
+    reach.json(&["produce", "orders", "--payload", "espresso"]);
+    let words = ["consume", "orders", "--group", "g", "--count", "1", "--timeout", "90s"];
+    assert_eq!(reach.json(&words).len(), 1);
+    reach.json(&["topic", "list"]);
+    reach.refused(&["group", "delete", "orders", "nobody", "--yes"], 1);
+    reach.json(&["group", "delete", "orders", "g", "--yes"]);
+
+    let log = reach.json(&["audit", "log"]);
+    let of = |path: &str| -> Vec<(Value, Value)> {
+        let found =
+            log.iter().rev().filter(|entry| entry["path"] == format!("/api/v1/topics{path}"));
+        found.map(|entry| (entry["method"].clone(), entry["status"].clone())).collect()
+    };
+    assert_eq!(of(""), [(json!("POST"), json!(201))], "{log:?}");
+    assert_eq!(of("/orders/messages"), [(json!("POST"), json!(201))]);
+    assert_eq!(of("/orders/groups/g/consume"), [(json!("POST"), json!(200))]);
+    assert_eq!(of("/orders/groups/nobody"), [(json!("DELETE"), json!(404))]);
+    assert_eq!(of("/orders/groups/g"), [(json!("DELETE"), json!(200))]);
+    assert!(
+        log.iter().all(|entry| entry["method"] != "GET" && entry["role"] == "admin"),
+        "{log:?}"
+    );
+    assert!(log.iter().all(|entry| entry["caller"].as_str().unwrap().starts_with("cli:")));
+}
+
+#[test]
+fn changes_of_embedded_streams_are_written_down() {
+    changes_of_streams_are_written_down(&Reach::embedded());
+}
+
+#[test]
+fn changes_of_streams_on_redis_are_written_down_in_postgres() {
+    changes_of_streams_are_written_down(&Reach::redis());
+}
+
+#[test]
+fn without_a_database_nothing_is_written_and_none_is_made() {
+    let redis = Redis::start().unwrap();
+    let place = Place::new().unwrap();
+    let create = ["topic", "create", "orders", "--stream-url", &redis.url()];
+    let output = place.run(&create).unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(!place.path().join("headwater-data").exists());
+}
+
+#[test]
+fn a_change_that_cannot_be_written_down_is_not_made() {
+    let redis = Redis::start().unwrap();
+    let place = Place::new().unwrap();
+    // Nobody listens there.
+    let to = ["--stream-url", &redis.url(), "--database-url", "postgres://nobody@127.0.0.1:1/none"];
+    let to = [&to[..], &["--start-wait", "0s"]].concat();
+    let output = place.run(&[&["topic", "create", "orders"][..], &to].concat()).unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{said}");
+    assert!(said.contains("the audit log cannot be written"), "{said}");
+    // Looking needs no database.
+    let output = place.run(&[&["topic", "list", "--json"][..], &to].concat()).unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(output.stdout.is_empty(), "{}", text(&output.stdout));
+}
