@@ -22,7 +22,6 @@ use headwater_queue::{Producer, ProducerConfig, Queue, QueueError};
 use headwater_stream::{Backend, StreamError};
 use std::sync::Arc;
 use std::time::Duration;
-use tracing::{error, warn};
 use utoipa_axum::router::OpenApiRouter;
 
 use crate::app::App;
@@ -108,16 +107,7 @@ impl From<QueueError> for ApiError {
             QueueError::DeadlineExceeded { .. } => {
                 Self::new(StatusCode::GATEWAY_TIMEOUT, "unconfirmed", message)
             }
-            // The reason may name servers; it is for the log.
-            other if other.is_transient() => {
-                warn!(error = %problem, "the streams did not answer a request");
-                Self::unavailable("the streams do not answer; try again")
-            }
-            _ => {
-                error!(error = %problem, "a request failed");
-                let message = "something went wrong here; the log says what";
-                Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
-            }
+            other => Self::of_streams(other, other.is_transient()),
         }
     }
 }

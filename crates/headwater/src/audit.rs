@@ -18,10 +18,10 @@ use axum::response::Response;
 use headwater_issue::{IssueError, Store};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_stream::{Coalescer, CoalescerConfig};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use tokio::sync::Semaphore;
 use tracing::warn;
-use utoipa::{IntoParams, ToSchema};
+use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use uuid::Uuid;
@@ -30,7 +30,7 @@ use crate::app::App;
 use crate::http::access::{self, Caller};
 use crate::http::body::Answer;
 use crate::http::extract::QueryOf;
-use crate::http::paging;
+use crate::http::paging::{self, PageQuery};
 use crate::http::{ApiError, Peer};
 use crate::settings::Role;
 
@@ -175,17 +175,6 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(list)).routes(routes!(books))
 }
 
-/// Which entries.
-#[derive(Debug, Deserialize, IntoParams)]
-#[serde(deny_unknown_fields)]
-#[into_params(parameter_in = Query)]
-struct ListQuery {
-    /// `next_cursor` of the page before.
-    cursor: Option<String>,
-    /// At most this many; 50 by default, 500 at most.
-    limit: Option<usize>,
-}
-
 /// A part of a list.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct AuditPage {
@@ -209,11 +198,11 @@ pub(crate) struct AuditEntry {
 }
 
 /// The changes that were made over HTTP and by verbs on the servers themselves, newest first.
-#[utoipa::path(get, path = "/audit", tag = "audit", params(ListQuery), responses((status = 200, body = AuditPage)))]
+#[utoipa::path(get, path = "/audit", tag = "audit", params(PageQuery), responses((status = 200, body = AuditPage)))]
 async fn list(
     State(app): State<App>,
     caller: Caller,
-    QueryOf(query): QueryOf<ListQuery>,
+    QueryOf(query): QueryOf<PageQuery>,
 ) -> Answer<AuditPage> {
     caller.must_be(Role::Admin)?;
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;

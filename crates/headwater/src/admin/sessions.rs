@@ -18,7 +18,6 @@ use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use tracing::{error, warn};
 use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -29,7 +28,7 @@ use crate::app::App;
 use crate::http::ApiError;
 use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::{PathOf, QueryOf};
-use crate::http::paging;
+use crate::http::paging::{self, PageQuery};
 
 /// Sessions on a page, by default and at most.
 const PAGE_DEFAULT: usize = 50;
@@ -97,20 +96,9 @@ fn view(info: SessionInfo) -> SessionView {
     }
 }
 
-/// Which sessions.
-#[derive(Debug, Deserialize, IntoParams)]
-#[serde(deny_unknown_fields)]
-#[into_params(parameter_in = Query)]
-struct ListQuery {
-    /// `next_cursor` of the page before.
-    cursor: Option<String>,
-    /// At most this many; 50 by default, 500 at most.
-    limit: Option<usize>,
-}
-
 /// Sessions, in the order they were made.
-#[utoipa::path(get, path = "/sessions", tag = "sessions", params(ListQuery), responses((status = 200, body = SessionPage)))]
-async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Answer<SessionPage> {
+#[utoipa::path(get, path = "/sessions", tag = "sessions", params(PageQuery), responses((status = 200, body = SessionPage)))]
+async fn list(State(app): State<App>, QueryOf(query): QueryOf<PageQuery>) -> Answer<SessionPage> {
     let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let after = query.cursor.as_deref().map(|cursor| entry_id("cursor", cursor)).transpose()?;
     let found = app.sessions.list(after.unwrap_or(EntryId::MIN), limit).await?;
@@ -339,16 +327,7 @@ impl From<SessionError> for ApiError {
             | SessionError::Incomplete { .. } => {
                 Self::new(StatusCode::CONFLICT, "conflict", message)
             }
-            // The reason may name servers; it is for the log.
-            other if other.is_transient() => {
-                warn!(error = %problem, "the streams did not answer a request");
-                Self::unavailable("the streams do not answer; try again")
-            }
-            _ => {
-                error!(error = %problem, "a request failed");
-                let message = "something went wrong here; the log says what";
-                Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
-            }
+            other => Self::of_streams(other, other.is_transient()),
         }
     }
 }

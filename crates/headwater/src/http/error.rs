@@ -46,6 +46,22 @@ impl ApiError {
             .retry_after(COME_BACK_AFTER)
     }
 
+    /// 500: a mistake of ours; what it is stands in the log.
+    pub(crate) fn internal() -> Self {
+        let message = "something went wrong here; the log says what";
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
+    }
+
+    /// What the streams did not do, other than by the caller's fault. The reason may name servers; it is for the log.
+    pub(crate) fn of_streams(problem: &dyn std::error::Error, is_transient: bool) -> Self {
+        if is_transient {
+            warn!(error = %problem, "the streams did not answer a request");
+            return Self::unavailable("the streams do not answer; try again");
+        }
+        error!(error = %problem, "a request failed");
+        Self::internal()
+    }
+
     /// Says when to come back, in whole seconds and at least one.
     pub(crate) fn retry_after(self, after: Duration) -> Self {
         let seconds = after.as_millis().div_ceil(1000).max(1);
@@ -120,8 +136,7 @@ impl From<IssueError> for ApiError {
             }
             _ => {
                 error!(error = %problem, "a request failed");
-                let message = "something went wrong here; the log says what";
-                Self::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
+                Self::internal()
             }
         }
     }

@@ -8,7 +8,7 @@ use std::panic::AssertUnwindSafe;
 use std::time::Duration;
 
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use futures_util::FutureExt;
@@ -44,8 +44,7 @@ pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) 
         Ok(Ok(response)) => response,
         Ok(Err(_)) => {
             error!(route, "a request panicked");
-            let message = "something went wrong here; the log says what";
-            ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message).into_response()
+            ApiError::internal().into_response()
         }
         Err(_) => ApiError::unavailable("the request took too long; try again").into_response(),
     };

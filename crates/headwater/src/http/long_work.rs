@@ -47,10 +47,8 @@ impl LongWork {
             // Nobody may be waiting any more.
             let _ = sender.send(result);
         });
-        ended.await.unwrap_or_else(|_| {
-            let message = "something went wrong here; the log says what";
-            Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message))
-        })
+        // Dropped without a word: it panicked.
+        ended.await.unwrap_or_else(|_| Err(ApiError::internal()))
     }
 
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {

@@ -3,6 +3,9 @@
 //! Upstream: routes that list what lies in the database. Promises: a page that is full in rows or bytes says that there may be
 //! more; it has at least one row if there is one; at most about twice [`PAGE_BYTES_MAX`] is in memory on the way.
 
+use serde::Deserialize;
+use utoipa::IntoParams;
+
 use super::ApiError;
 
 /// Bytes of a page, as they lie in the database. The last row may reach beyond.
@@ -10,6 +13,17 @@ pub(crate) const PAGE_BYTES_MAX: usize = 8 * 1024 * 1024;
 
 /// Rows that are read at first, when nobody knows how large they are.
 const READ_FIRST: usize = 8;
+
+/// Which page of a list.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct PageQuery {
+    /// `next_cursor` of the page before.
+    pub(crate) cursor: Option<String>,
+    /// At most this many; 50 by default, 500 at most.
+    pub(crate) limit: Option<usize>,
+}
 
 /// How many rows a page may have, as somebody asked.
 pub(crate) fn limit(asked: Option<usize>, default: usize, max: usize) -> Result<usize, ApiError> {
@@ -76,7 +90,7 @@ mod tests {
         assert_eq!((rows, is_full), ((1..=500).collect(), true));
         let (rows, is_full, _) = page(500, 100, 500).await;
         assert_eq!((rows.len(), is_full), (500, true), "nobody knows that it is the last one");
-        assert_eq!(page(0, 100, 500).await.1, false);
+        assert!(!page(0, 100, 500).await.1);
 
         let megabyte = 1024 * 1024;
         let (rows, is_full, reads) = page(600, megabyte, 500).await;

@@ -200,14 +200,5 @@ fn columns(table: &Table) -> Result<(), Failure> {
     let headings: Vec<String> = table.columns.iter().map(|column| column.to_uppercase()).collect();
     let rows = table.rows.iter().map(|row| row.iter().map(print::cell).collect::<Vec<_>>());
     let lines: Vec<Vec<String>> = std::iter::once(headings).chain(rows).collect();
-    let width = |column: usize| {
-        lines.iter().filter_map(|line| line.get(column)).map(|cell| cell.chars().count()).max()
-    };
-    let widths: Vec<usize> =
-        (0..table.columns.len()).map(|column| width(column).unwrap_or(0)).collect();
-    lines.iter().try_for_each(|line| {
-        let cells: Vec<String> =
-            line.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        print::line(cells.join("  ").trim_end())
-    })
+    print::columns(&lines).iter().try_for_each(|line| print::line(line))
 }

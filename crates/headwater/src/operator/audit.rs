@@ -51,9 +51,7 @@ impl Audit {
                     ("PATH", "/path"),
                     ("STATUS", "/status"),
                 ];
-                let mut rows = Rows::new(json, columns);
-                client.pages("/audit", &[], "entries", *limit, |item| rows.add(&item)).await?;
-                rows.finish()
+                client.show_pages(Rows::new(json, columns), "/audit", &[], "entries", *limit).await
             }
         }
     }

@@ -15,6 +15,7 @@ use serde_json::Value;
 use tower::ServiceExt;
 
 use super::local::{Local, Needs};
+use super::print::Rows;
 use super::written_down;
 use crate::failure::Failure;
 use crate::settings::Settings;
@@ -124,6 +125,31 @@ impl Client {
             }
         }
         Ok(())
+    }
+
+    /// Shows all pages of a list, each item as a row.
+    pub(super) async fn show_pages(
+        &self,
+        mut rows: Rows,
+        path: &str,
+        query: &[(&str, String)],
+        field: &str,
+        limit: usize,
+    ) -> Result<(), Failure> {
+        self.pages(path, query, field, limit, |item| rows.add(&item)).await?;
+        rows.finish()
+    }
+
+    /// All pages of a list as one.
+    pub(super) async fn all(
+        &self,
+        path: &str,
+        field: &str,
+        limit: usize,
+    ) -> Result<Value, Failure> {
+        let mut found = Vec::new();
+        self.pages(path, &[], field, limit, |item| found.push(item)).await?;
+        Ok(Value::Array(found))
     }
 
     /// The data of server-sent events, as they come.

@@ -129,10 +129,15 @@ impl Dlq {
                     ("FAILED AT", "/failed_at"),
                     ("REASON", "/reason"),
                 ];
-                let mut rows = Rows::new(json, columns);
-                let show = |item: Value| rows.add(&item);
-                client.pages(&path(topic), &query, "dead_letters", *limit, show).await?;
-                rows.finish()
+                client
+                    .show_pages(
+                        Rows::new(json, columns),
+                        &path(topic),
+                        &query,
+                        "dead_letters",
+                        *limit,
+                    )
+                    .await
             }
             What::Show { topic, id } => {
                 let letter = client.get(&format!("{}/{}", path(topic), escape(id)), &[]).await?;

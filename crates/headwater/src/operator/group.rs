@@ -121,10 +121,10 @@ impl Pending {
             ("IDLE MS", "/idle_ms"),
             ("DELIVERIES", "/deliveries"),
         ];
-        let mut rows = Rows::new(self.reach.json, columns);
         let path = format!("{}/pending", path(&self.topic, &self.group));
-        client.pages(&path, &query, "pending", self.limit, |item| rows.add(&item)).await?;
-        rows.finish()
+        client
+            .show_pages(Rows::new(self.reach.json, columns), &path, &query, "pending", self.limit)
+            .await
     }
 }
 

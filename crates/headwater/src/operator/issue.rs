@@ -1,7 +1,7 @@
 //! `headwater issue`: list, show, why, retry, release.
 
 use clap::Subcommand;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::Reach;
 use super::client::Client;
@@ -69,18 +69,14 @@ impl Issue {
                     ("QUARANTINED", "/quarantined_at"),
                     ("LAST ERROR", "/last_error"),
                 ];
-                let mut rows = Rows::new(json, columns);
-                client.pages("/issues", &query, "issues", *limit, |item| rows.add(&item)).await?;
-                rows.finish()
+                client
+                    .show_pages(Rows::new(json, columns), "/issues", &query, "issues", *limit)
+                    .await
             }
             What::Show { id, events } => {
                 let mut issue = client.get(&path(*id), &[]).await?;
-                let mut found = Vec::new();
-                let show = |event| found.push(event);
-                client
-                    .pages(&format!("{}/events", path(*id)), &[], "events", *events, show)
-                    .await?;
-                issue["events"] = Value::Array(found);
+                let of = format!("{}/events", path(*id));
+                issue["events"] = client.all(&of, "events", *events).await?;
                 print::object(json, &issue)
             }
             What::Why { id } => {

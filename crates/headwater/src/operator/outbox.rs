@@ -43,9 +43,9 @@ impl Outbox {
                     ("CREATED", "/created_at"),
                     ("ERROR", "/error"),
                 ];
-                let mut rows = Rows::new(json, columns);
-                client.pages("/outbox/dead", &[], "rows", *limit, |item| rows.add(&item)).await?;
-                rows.finish()
+                client
+                    .show_pages(Rows::new(json, columns), "/outbox/dead", &[], "rows", *limit)
+                    .await
             }
             What::Retry { id } => {
                 let answer = client.post(&format!("/outbox/{id}/retry"), json!({})).await?;

@@ -86,10 +86,9 @@ impl Session {
                     ("CREATED", "/created_at"),
                     ("FORKED FROM", "/parent/session"),
                 ];
-                let mut rows = Rows::new(json, columns);
-                let show = |item: Value| rows.add(&item);
-                client.pages("/sessions", &[], "sessions", *limit, show).await?;
-                rows.finish()
+                client
+                    .show_pages(Rows::new(json, columns), "/sessions", &[], "sessions", *limit)
+                    .await
             }
             What::Show { session } => print::object(json, &client.get(&path(session), &[]).await?),
             What::Replay { session, until } => {

@@ -1,7 +1,7 @@
 //! `headwater ticket`: new, list, show, reply, close.
 
 use clap::Subcommand;
-use serde_json::{Value, json};
+use serde_json::json;
 use uuid::Uuid;
 
 use super::Reach;
@@ -91,20 +91,18 @@ impl Ticket {
                     ("UPDATED", "/updated_at"),
                     ("TITLE", "/title"),
                 ];
-                let mut rows = Rows::new(json, columns);
-                client.pages("/tickets", &query, "tickets", *limit, |item| rows.add(&item)).await?;
-                rows.finish()
+                client
+                    .show_pages(Rows::new(json, columns), "/tickets", &query, "tickets", *limit)
+                    .await
             }
             What::Show { id, messages } => {
                 let mut ticket = client.get(&path(*id), &[]).await?;
-                let mut found = Vec::new();
-                let show = |message| found.push(message);
                 let of = format!("{}/messages", path(*id));
-                client.pages(&of, &[], "messages", *messages, show).await?;
+                let messages = client.all(&of, "messages", *messages).await?;
                 if let Some(fields) = ticket.as_object_mut() {
                     fields.remove("next_cursor");
                 }
-                ticket["messages"] = Value::Array(found);
+                ticket["messages"] = messages;
                 print::object(json, &ticket)
             }
             What::Reply { id, content, author, message_id } => {

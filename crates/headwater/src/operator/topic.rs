@@ -111,19 +111,25 @@ impl Topic {
                 print::object(json, &client.post("/topics", wish).await?)
             }
             What::List { limit } => {
-                let mut rows = Rows::new(
-                    json,
-                    &[
-                        ("NAME", "/name"),
-                        ("PARTITIONS", "/partitions"),
-                        ("LENGTH", "/length"),
-                        ("DELAYED", "/delayed"),
-                        ("DEAD LETTERS", "/dead_letters"),
-                        ("GROUPS", "/groups"),
-                    ],
-                );
-                client.pages("/topics", &[], "topics", *limit, |item| rows.add(&item)).await?;
-                rows.finish()
+                client
+                    .show_pages(
+                        Rows::new(
+                            json,
+                            &[
+                                ("NAME", "/name"),
+                                ("PARTITIONS", "/partitions"),
+                                ("LENGTH", "/length"),
+                                ("DELAYED", "/delayed"),
+                                ("DEAD LETTERS", "/dead_letters"),
+                                ("GROUPS", "/groups"),
+                            ],
+                        ),
+                        "/topics",
+                        &[],
+                        "topics",
+                        *limit,
+                    )
+                    .await
             }
             What::Describe { name } => print::object(json, &client.get(&path(name), &[]).await?),
             What::Grow { name, partitions } => {
