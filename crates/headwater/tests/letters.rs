@@ -62,12 +62,10 @@ fn all_are_replayed_and_purged_over_a_server() {
 async fn a_server_tells_how_far_it_is_to_those_who_want_to_know() {
     let reach = Reach::embedded();
     dead(&reach);
-    // It takes longer than a request may, and is not cut off.
-    let words = ["--stream-url", "embedded:streams", "--database-url", "sqlite:headwater.db"];
-    let words = [&words[..], &["--http-request-timeout", "300ms"]].concat();
-    let server = reach.place.serve(&words).unwrap();
+    let reach = reach.serving();
+    let server = reach.the_server();
     let path = server.url("/api/v1/topics/orders/dead-letters/replay");
-    let wish = json!({"all": true, "per_second": 20, "progress": true});
+    let wish = json!({"all": true, "per_second": 8, "progress": true});
     let response = server.client.post(path).json(&wish).send().await.unwrap();
     assert_eq!(response.headers()["content-type"], "application/x-ndjson");
     let body = response.text().await.unwrap();

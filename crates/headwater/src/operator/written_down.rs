@@ -102,8 +102,7 @@ mod tests {
 
     #[test]
     fn a_user_is_known_by_the_name_of_its_number() {
-        let users =
-            "root:x:0:0:root:/root:/bin/sh\nodd\n:x:7:\nada:x:1000:1000::/home/ada:/bin/sh\n";
+        let users = "root:x:0:0:root:/:/bin/sh\nodd\n:x:7:\nada:x:1000:1000::/nowhere:/bin/sh\n";
         assert_eq!(name_of(users, "0"), Some("root"));
         assert_eq!(name_of(users, "1000"), Some("ada"));
         assert_eq!((name_of(users, "7"), name_of(users, "8")), (None, None));

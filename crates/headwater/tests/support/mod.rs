@@ -193,7 +193,7 @@ impl Server {
     ) -> Result<Value> {
         let deadline = Instant::now() + LIMIT;
         loop {
-            let (status, body) = self.get(path).await?;
+            let (status, body) = self.get(path).await.with_context(|| self.log())?;
             if condition(status, &body) {
                 return Ok(body);
             }
