@@ -9,6 +9,9 @@ use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Sub
 use crate::operator;
 use crate::settings::{Kind, TABLE};
 
+/// Settings that `-h` shows; `--help` shows all of them.
+const IN_SHORT_HELP: [&str; 3] = ["stream.url", "database.url", "http.listen"];
+
 /// Durable event processing: from webhook to reply in one binary.
 #[derive(Debug, Parser)]
 #[command(name = "headwater", version, about, arg_required_else_help = true)]
@@ -116,6 +119,7 @@ pub(crate) fn definition() -> Command {
             .global(true)
             .value_name("VALUE")
             .help_heading("Settings")
+            .hide_short_help(!IN_SHORT_HELP.contains(&setting.name))
             .help(format!("{}{default}", setting.meaning));
         command = command.arg(argument);
     }
@@ -160,6 +164,19 @@ mod tests {
             let parsed = parse_words(&words).unwrap();
             assert_eq!(parsed.flags, [("http.listen", "127.0.0.1:0".to_owned())]);
         }
+    }
+
+    #[test]
+    fn the_short_help_of_every_verb_fits_on_a_screen() {
+        fn check(command: &mut Command) {
+            let help = command.render_help().to_string();
+            let lines = help.lines().count();
+            assert!(lines <= 50, "{lines} lines:\n{help}");
+            command.get_subcommands_mut().for_each(check);
+        }
+        let mut command = definition();
+        command.build();
+        check(&mut command);
     }
 
     #[test]

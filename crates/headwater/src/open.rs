@@ -65,7 +65,7 @@ pub(crate) async fn streams(
         StreamError::Invalid { problem, .. } => {
             Verdict::GiveUp(wrong("stream.url", &shown, problem))
         }
-        StreamError::Locked { directory } => Verdict::GiveUp(in_use(directory)),
+        StreamError::Locked { directory } => Verdict::GiveUp(in_use(directory, settings)),
         other => Verdict::GiveUp(Failure::new(format!("the streams {shown}: {other}"))),
     })
     .await?;
@@ -156,12 +156,17 @@ pub(crate) fn create_parent(name: &str, file: &str) -> Result<(), Failure> {
 }
 
 /// Says who has the directory, where the system tells.
-fn in_use(directory: &str) -> Failure {
+fn in_use(directory: &str, settings: &Settings) -> Failure {
     let holder = holder(Path::new(directory))
         .map_or_else(|| "another process".to_owned(), |process| format!("process {process}"));
+    let mut address = settings.http.listen;
+    if address.ip().is_unspecified() {
+        address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
+    }
     Failure::new(format!(
         "the streams in `{directory}` are in use by {holder}; one process at a time can have them. \
-         Ask that one by `--url`, stop it, set `stream.url` to another directory, or to Redis for several processes"
+         Ask that one by `--url http://{address}`, stop it, set `stream.url` to another directory, \
+         or to Redis for several processes"
     ))
 }
 

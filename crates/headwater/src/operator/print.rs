@@ -1,5 +1,6 @@
 //! Answers on standard output: tables for people, one JSON value a line for programs.
 
+use std::collections::BTreeSet;
 use std::io::{ErrorKind, Write};
 
 use serde_json::Value;
@@ -8,6 +9,9 @@ use crate::failure::Failure;
 
 /// Characters of a cell; longer ones are cut.
 const CELL_MAX: usize = 80;
+
+/// Fields that say which thing a row is about.
+const ROW_NAMES: [&str; 3] = ["id", "name", "partition"];
 
 /// Rows that become a table at the end, or lines of JSON at once.
 pub(super) struct Rows {
@@ -92,18 +96,23 @@ pub(super) fn object(json: bool, value: &Value) -> Result<(), Failure> {
     }
     for (name, value) in fields.iter().filter(|(_, value)| is_list(value)) {
         line(&format!("\n{name}:"))?;
-        for item in value.as_array().into_iter().flatten() {
-            let item: Vec<String> = item
-                .as_object()
-                .into_iter()
-                .flatten()
-                .filter(|(_, value)| !value.is_null())
-                .map(|(name, value)| format!("{name}={}", cell(value)))
-                .collect();
-            line(&format!("  {}", item.join(" ")))?;
-        }
+        let items = value.as_array().map(Vec::as_slice).unwrap_or_default();
+        table(items).iter().try_for_each(|row| line(&format!("  {row}")))?;
     }
     Ok(())
+}
+
+/// Objects below each other, under the names of their fields. A field that is empty in all of them has no column.
+fn table(items: &[Value]) -> Vec<String> {
+    let filled = items.iter().filter_map(Value::as_object).flatten();
+    let filled = filled.filter(|(_, value)| !value.is_null());
+    // What tells one row from another comes first.
+    let names: BTreeSet<_> =
+        filled.map(|(name, _)| (!ROW_NAMES.contains(&name.as_str()), name)).collect();
+    let heading = names.iter().map(|(_, name)| name.to_uppercase().replace('_', " ")).collect();
+    let row = |item: &Value| names.iter().map(|(_, name)| cell(&item[name.as_str()])).collect();
+    let rows: Vec<_> = std::iter::once(heading).chain(items.iter().map(row)).collect();
+    columns(&rows)
 }
 
 /// One line. A reader that went away, such as `head`, ends the verb without a failure.
@@ -140,5 +149,15 @@ mod tests {
         assert_eq!(cell(&json!("a\u{1b}[2Jb\nc")), "a\u{fffd}[2Jb\u{fffd}c");
         assert_eq!(cell(&json!("x".repeat(100))).chars().count(), CELL_MAX + 1);
         assert_eq!(cell(&json!(["a", "b"])), "a,b");
+    }
+
+    #[test]
+    fn a_list_of_objects_is_a_table_without_empty_columns() {
+        let items = json!([
+            { "idle_ms": 5, "name": "a", "note": null, "last_id": null },
+            { "idle_ms": 1234, "name": "worker", "note": null, "last_id": "7-0" },
+        ]);
+        let expected = ["NAME    IDLE MS  LAST ID", "a       5", "worker  1234     7-0"];
+        assert_eq!(table(items.as_array().unwrap()), expected);
     }
 }
