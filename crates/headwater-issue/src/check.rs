@@ -210,7 +210,7 @@ pub(crate) fn failures(failures: &[Failure], attempts_max: u32) -> Result<()> {
         return Err(IssueError::invalid("attempts_max", "it is zero"));
     }
     failures.iter().try_for_each(|failure| match failure.then {
-        AfterFailure::Retry { after } => delay("after", after),
+        AfterFailure::Retry { after } | AfterFailure::PutOff { after } => delay("after", after),
         AfterFailure::Quarantine => Ok(()),
     })
 }

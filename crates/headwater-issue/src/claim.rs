@@ -144,6 +144,12 @@ pub enum AfterFailure {
         /// After this long; see [`RetryPolicy::delay`](crate::RetryPolicy::delay).
         after: Duration,
     },
+    /// Try again, and blame nobody: what the run needs is not to be had now, whichever issue asks for it. No attempt is
+    /// counted.
+    PutOff {
+        /// After this long.
+        after: Duration,
+    },
     /// Trying again is of no use.
     Quarantine,
 }

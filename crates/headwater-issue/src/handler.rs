@@ -149,6 +149,9 @@ pub struct HandlerError {
     pub(crate) then: Then,
 }
 
+/// Over how long those come back who were put off until the same moment; over a tenth of the wait, if that is less.
+pub(crate) const PUT_OFF_SPREAD_MAX: Duration = Duration::from_secs(60);
+
 /// What to do after a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Then {
@@ -156,6 +159,8 @@ pub(crate) enum Then {
     Retry,
     /// Try again after this time.
     RetryAfter(Duration),
+    /// Try again after about this time, without counting this one.
+    PutOff(Duration),
     /// Leave it to an operator.
     Quarantine,
 }
@@ -170,6 +175,13 @@ impl HandlerError {
     pub fn retry_after(after: Duration, reason: impl fmt::Display) -> Self {
         let after = after.min(crate::limits::DELAY_MAX);
         Self { reason: reason.to_string(), then: Then::RetryAfter(after) }
+    }
+
+    /// Tries again after about this time: a little later, so that not all who wait come back at once. No attempt is counted,
+    /// however often it happens. For what is not to be had now, whichever issue asks, such as a budget that is spent.
+    pub fn put_off(after: Duration, reason: impl fmt::Display) -> Self {
+        let after = after.min(crate::limits::DELAY_MAX - PUT_OFF_SPREAD_MAX);
+        Self { reason: reason.to_string(), then: Then::PutOff(after) }
     }
 
     /// Trying again is of no use: the issue is quarantined now.

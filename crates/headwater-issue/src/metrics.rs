@@ -13,9 +13,10 @@ use crate::store::Store;
 pub const EVENTS_RECORDED: &str = "headwater_events_recorded_total";
 /// Issues that changed to `queued` by a record.
 pub const ISSUES_QUEUED: &str = "headwater_issues_queued_total";
-/// Seconds from claim to the end of a run. Labels: result.
+/// Seconds from claim to the end of a run. Labels: result, as below.
 pub const ISSUES_PROCESSING_DURATION: &str = "headwater_issues_processing_duration_seconds";
-/// Runs that ended. Labels: result (`done`, `failed`, `quarantined`, `fenced`, `superseded`, `given_back`).
+/// Runs that ended. Labels: result (`done`, `failed`, `put_off`, `quarantined`, `fenced`, `superseded`, `given_back`,
+/// `error`: the database did not take the end).
 pub const ISSUES_PROCESSED: &str = "headwater_issues_processed_total";
 /// Event logs in one run.
 pub const EVENTS_PER_ISSUE_BATCH: &str = "headwater_events_per_issue_batch";
@@ -23,7 +24,8 @@ pub const EVENTS_PER_ISSUE_BATCH: &str = "headwater_events_per_issue_batch";
 pub const REDIS_PENDING_MESSAGES: &str = "headwater_redis_pending_messages";
 /// Nudges sent. Labels: result (`sent`, `lost`); what is lost is found by the sweep.
 pub const NUDGES: &str = "headwater_nudges_total";
-/// Nudges that led to no run. Labels: result (`idle`, `taken`, `waiting`, `quarantined`, `missing`, `malformed`).
+/// Nudges that led to no run. Labels: result (`idle`, `taken`, `waiting`, `quarantined`, `missing`, `malformed`,
+/// `error`).
 pub const NUDGES_WITHOUT_RUN: &str = "headwater_nudges_without_run_total";
 /// Nudges that the sweep sent or handed to the worker of its own process. Labels: result (`stream`, `direct`).
 pub const SWEEP_NUDGES: &str = "headwater_sweep_nudges_total";

@@ -265,10 +265,13 @@ impl IssueState {
         attempts_max: u32,
         now: Timestamp,
     ) -> Effect {
-        self.attempts += 1;
+        let is_blamed = !matches!(then, AfterFailure::PutOff { .. });
+        self.attempts += u32::from(is_blamed);
         self.last_error = Some(error.to_owned());
         match then {
-            AfterFailure::Retry { after } if self.attempts < attempts_max => {
+            AfterFailure::Retry { after } | AfterFailure::PutOff { after }
+                if !is_blamed || self.attempts < attempts_max =>
+            {
                 self.not_before = self.not_before.max(Some(now.after(after)));
                 self.requeue(now)
             }

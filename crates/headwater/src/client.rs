@@ -47,6 +47,18 @@ pub fn describe(error: &reqwest::Error) -> String {
     text
 }
 
+/// The beginning of a body, for people; whatever comes of the rest.
+pub async fn read_beginning(mut response: Response, limit: usize) -> Vec<u8> {
+    let mut body = Vec::new();
+    while body.len() < limit
+        && let Ok(Some(chunk)) = response.chunk().await
+    {
+        body.extend_from_slice(&chunk);
+    }
+    body.truncate(limit);
+    body
+}
+
 /// Reads a body; one that is longer than `limit` is an error.
 pub async fn read_limited(mut response: Response, limit: usize) -> Result<Vec<u8>, String> {
     let mut body = Vec::new();

@@ -154,7 +154,7 @@ fn model(settings: &Model) -> Result<Arc<dyn LanguageModel>> {
     let config = OpenAiConfig {
         total_timeout: settings.timeout,
         idle_timeout: settings.idle_timeout,
-        ..OpenAiConfig::new(&settings.url, &settings.name, settings.key.clone())
+        ..OpenAiConfig::new(settings.url.expose_secret(), &settings.name, settings.key.clone())
     };
     let model = OpenAiModel::new(config).map_err(|problem| anyhow!("the model: {problem}"))?;
     Ok(Arc::new(model))

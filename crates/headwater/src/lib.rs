@@ -9,6 +9,7 @@ pub mod text;
 
 pub mod client;
 pub mod marker;
+mod standard_webhooks;
 
 pub mod ticket_events;
 

@@ -128,8 +128,8 @@ pub(crate) struct Work {
 pub(crate) struct Model {
     /// The built-in model and how slow it is; `None`: a service.
     pub(crate) scripted: Option<Duration>,
-    /// Where the service is.
-    pub(crate) url: String,
+    /// Where the service is; it may hold a password.
+    pub(crate) url: SecretString,
     /// Which model.
     pub(crate) name: String,
     /// What is presented there.
@@ -197,8 +197,8 @@ impl Settings {
     ) -> Result<Self, SettingsError> {
         let read = Reader(values);
         let http = Http {
-            listen: read.listen("http.listen"),
-            worker_listen: read.listen("worker.listen"),
+            listen: read.listen("http.listen")?,
+            worker_listen: read.listen("worker.listen")?,
             body_bytes_max: read.count("http.body_bytes_max"),
             import_bytes_max: read.count("http.import_bytes_max"),
             header_bytes_max: read.count("http.header_bytes_max"),
@@ -344,7 +344,7 @@ impl Reader<'_> {
     }
 
     fn model(&self) -> Model {
-        let url = self.text("model.url").to_owned();
+        let url = self.text("model.url");
         let scripted = url.strip_prefix(kind::SCRIPTED);
         Model {
             scripted: scripted.map(|delay| kind::time(delay).unwrap_or_default()),
@@ -352,12 +352,13 @@ impl Reader<'_> {
             key: self.optional("model.key").map(SecretString::from),
             timeout: self.time("model.timeout"),
             idle_timeout: self.time("model.idle_timeout"),
-            url,
+            url: url.into(),
         }
     }
 
-    fn listen(&self, name: &str) -> SocketAddr {
-        kind::listen(self.text(name)).expect("checked by its kind")
+    /// A name that was found a moment ago may be gone by now.
+    fn listen(&self, name: &str) -> Result<SocketAddr, SettingsError> {
+        kind::listen(self.text(name)).ok_or_else(|| SettingsError::wrong(self.0.get(name)))
     }
 }
 

@@ -264,6 +264,7 @@ impl<'a> Sequence<'a> {
         let (epoch, _) = model.any_claim(&mut self.random);
         let then = match self.random.below(5) {
             0 => AfterFailure::Quarantine,
+            1 => AfterFailure::PutOff { after: MINUTE * 10 },
             n => AfterFailure::Retry { after: MINUTE * 10 * u32::try_from(n).unwrap_or(1) },
         };
         let error = format!("failed after {} calls", self.calls.len());

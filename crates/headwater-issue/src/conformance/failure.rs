@@ -59,6 +59,26 @@ pub async fn the_last_failure_quarantines_and_keeps_the_error(env: Env) -> TestR
     env.assert_sound().await
 }
 
+pub async fn a_run_that_is_put_off_counts_no_attempt_however_often(env: Env) -> TestResult {
+    let issue = env.record("42", "a").await?.issue_id;
+    let claimed = env.claim(issue).await?;
+    env.store.fail(&[retry(&claimed)], 2).await?;
+    for _ in 0..3 {
+        env.pass(BACKOFF).await?;
+        let claimed = env.claim(issue).await?;
+        let put_off = failure(&claimed, AfterFailure::PutOff { after: BACKOFF });
+        let failed = env.store.fail(&[put_off], 2).await?.remove(0);
+        assert!(matches!(failed, Failed::Requeued { attempts: 1, .. }), "{failed:?}");
+        assert!(matches!(env.try_claim(issue).await?, Claim::NotYet { .. }));
+        assert_eq!(env.issue(issue).await?.last_error.as_deref(), Some("the model is down"));
+    }
+    env.pass(BACKOFF).await?;
+    let claimed = env.claim(issue).await?;
+    let failed = env.store.fail(&[retry(&claimed)], 2).await?.remove(0);
+    assert_eq!(failed, Failed::Quarantined { attempts: 2 });
+    env.assert_sound().await
+}
+
 pub async fn a_hopeless_failure_quarantines_at_once(env: Env) -> TestResult {
     let issue = env.record("42", "a").await?.issue_id;
     let claimed = env.claim(issue).await?;

@@ -58,6 +58,7 @@ macro_rules! conformance_suite {
                 a_failed_run_is_tried_again_after_its_backoff,
                 the_last_failure_quarantines_and_keeps_the_error,
                 a_hopeless_failure_quarantines_at_once,
+                a_run_that_is_put_off_counts_no_attempt_however_often,
                 events_for_a_quarantined_issue_wait_for_its_release,
                 a_zombie_cannot_fail_a_run,
                 a_claim_given_back_counts_no_attempt,

@@ -15,11 +15,12 @@ use crate::rows::database_error;
 const TRANSITIONS: &str = include_str!("migrations/0002_transitions.sql");
 
 /// Never change the text of one that somebody may have applied: such a database is refused. Add another one.
-const MIGRATIONS: [&str; 4] = [
+const MIGRATIONS: [&str; 5] = [
     include_str!("migrations/0001_issues.sql"),
     TRANSITIONS,
     include_str!("migrations/0003_outbox_kinds.sql"),
     TRANSITIONS,
+    include_str!("migrations/0005_put_off.sql"),
 ];
 
 /// The advisory lock of migrations: "headwater" as a number that nobody else has picked.

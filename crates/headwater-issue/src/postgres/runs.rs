@@ -201,14 +201,16 @@ pub(super) async fn fail(
     let claim = |failure: &Failure| (failure.issue_id, failure.epoch);
     let runs = distinct(failures, claim);
     let after = |failure: &&Failure| match failure.then {
-        AfterFailure::Retry { after } => Some(ms(after)),
+        AfterFailure::Retry { after } | AfterFailure::PutOff { after } => Some(ms(after)),
         AfterFailure::Quarantine => None,
     };
-    let rows = sqlx::query("SELECT * FROM headwater_fail_1($1, $2, $3, $4, $5, $6)")
+    let is_blamed = |failure: &&Failure| !matches!(failure.then, AfterFailure::PutOff { .. });
+    let rows = sqlx::query("SELECT * FROM headwater_fail_2($1, $2, $3, $4, $5, $6, $7)")
         .bind(runs.iter().map(|run| run.issue_id.0).collect::<Vec<_>>())
         .bind(runs.iter().map(|run| run.epoch.0).collect::<Vec<_>>())
         .bind(runs.iter().map(|run| error_text(&run.error)).collect::<Vec<_>>())
         .bind(runs.iter().map(after).collect::<Vec<_>>())
+        .bind(runs.iter().map(is_blamed).collect::<Vec<_>>())
         .bind(i64::from(attempts_max))
         .bind(number(RUN_EVENTS_MAX))
         .fetch_all(pool)

@@ -9,13 +9,22 @@ use crate::issue::{EventLogId, IssueId};
 use crate::rows::{count, ms, number};
 
 pub(super) async fn sweep(pool: &PgPool, options: &SweepOptions) -> Result<Swept, Error> {
+    // First: what the other statement found is committed with it, and is told only by its answer.
+    let pruned = count(
+        sqlx::query("SELECT headwater_prune_1($1, $2)")
+            .bind(number(options.limit))
+            .bind(ms(options.keep))
+            .fetch_one(pool)
+            .await?
+            .try_get(0)?,
+    )?;
     let rows = sqlx::query("SELECT * FROM headwater_sweep_1($1, $2, $3)")
         .bind(number(options.limit))
         .bind(ms(options.nudge_overdue))
         .bind(i64::from(options.crashes_max))
         .fetch_all(pool)
         .await?;
-    let mut swept = Swept::default();
+    let mut swept = Swept { pruned, ..Swept::default() };
     let mut overdue = 0;
     for row in &rows {
         let issue_id = IssueId(row.try_get(0)?);
@@ -29,14 +38,6 @@ pub(super) async fn sweep(pool: &PgPool, options: &SweepOptions) -> Result<Swept
             swept.nudges.push(Nudge { issue_id, event_log_id: EventLogId(row.try_get(1)?) });
         }
     }
-    swept.pruned = count(
-        sqlx::query("SELECT headwater_prune_1($1, $2)")
-            .bind(number(options.limit))
-            .bind(ms(options.keep))
-            .fetch_one(pool)
-            .await?
-            .try_get(0)?,
-    )?;
     let expired = swept.requeued + swept.quarantined.len();
     swept.more = [expired, overdue, swept.pruned].iter().any(|found| *found >= options.limit);
     Ok(swept)

@@ -15,7 +15,7 @@ use crate::claim::{
     AfterFailure, Completed, Completion, Failed, Failure, GiveBack, GiveBackReason, GivenBack,
 };
 use crate::error::{IssueError, Result};
-use crate::handler::{HandlerError, Resolution, Run, Then};
+use crate::handler::{HandlerError, PUT_OFF_SPREAD_MAX, Resolution, Run, Then};
 use crate::held::HeldClaim;
 
 /// What the end of a run leaves to do.
@@ -84,18 +84,36 @@ impl Inner {
     /// Counts a failed run, and puts the issue off or out of the way.
     async fn fail(&self, run: &Run, held: &HeldClaim, error: HandlerError) -> (&'static str, Next) {
         let (issue_id, attempt) = (run.issue().id, run.issue().attempts + 1);
-        warn!(%issue_id, attempt, error = %error.reason, "run failed");
-        let delay = match error.then {
-            Then::Retry => Some(self.config.retry.delay(attempt, chance::part())),
-            Then::RetryAfter(after) => Some(after),
-            Then::Quarantine => None,
+        let then = match error.then {
+            Then::Retry => {
+                AfterFailure::Retry { after: self.config.retry.delay(attempt, chance::part()) }
+            }
+            Then::RetryAfter(after) => AfterFailure::Retry { after },
+            Then::PutOff(after) => {
+                let spread = (after / 10).min(PUT_OFF_SPREAD_MAX);
+                AfterFailure::PutOff { after: after + spread.mul_f64(chance::part()) }
+            }
+            Then::Quarantine => AfterFailure::Quarantine,
         };
-        let then = delay.map_or(AfterFailure::Quarantine, |after| AfterFailure::Retry { after });
+        let (delay, result) = match then {
+            AfterFailure::PutOff { after } => {
+                warn!(%issue_id, ?after, reason = %error.reason, "run put off");
+                (after, "put_off")
+            }
+            AfterFailure::Retry { after } => {
+                warn!(%issue_id, attempt, error = %error.reason, "run failed");
+                (after, "failed")
+            }
+            AfterFailure::Quarantine => {
+                warn!(%issue_id, attempt, error = %error.reason, "run failed");
+                (Duration::ZERO, "failed")
+            }
+        };
         let failure = Failure { issue_id, epoch: run.epoch(), error: error.reason, then };
         let failures = [failure];
         let call = || self.store.fail(&failures, self.config.retry.attempts_max);
         match first(self.insist(held, call).await) {
-            Ok(Some(Failed::Requeued { .. })) => ("failed", Next::Later(delay.unwrap_or_default())),
+            Ok(Some(Failed::Requeued { .. })) => (result, Next::Later(delay)),
             Ok(Some(Failed::Quarantined { attempts })) => {
                 error!(%issue_id, attempts, "issue quarantined, release it when it is mended");
                 ("quarantined", Next::Nothing)

@@ -14,10 +14,11 @@ use async_trait::async_trait;
 use headwater_analytics::RunFigures;
 use headwater_bus::Sessions;
 use headwater_issue::{
-    EventLogId, HandlerError, IssueHandler, OnNewEvent, Quiet, Resolution, Run, WorkerConfig,
+    EventLogId, HandlerError, IssueError, IssueHandler, OnNewEvent, Quiet, Resolution, Run,
+    WorkerConfig,
 };
 use serde_json::json;
-use tracing::info;
+use tracing::{info, warn};
 use uuid::Uuid;
 
 use super::books::{Books, Opened};
@@ -31,6 +32,12 @@ use super::tools::{self, Effect, SearchScope, TicketSearch};
 use crate::limits::{REPLY_BYTES_MAX, TOOL_ROUNDS_MAX};
 use crate::text;
 use crate::ticket_events::Author;
+
+/// How long runs wait for a model that is busy and does not say for how long.
+const BUSY_PAUSE: Duration = Duration::from_secs(60);
+
+/// How long to wait for a database that did not answer.
+const ASK_AGAIN_AFTER: Duration = Duration::from_millis(250);
 
 /// Settings of the desk.
 #[derive(Clone, Copy, Debug)]
@@ -212,7 +219,7 @@ impl Desk {
             Ok(Opened::IssueSpent) => return Err(Stop::Spent),
             Ok(Opened::DaySpent) => {
                 let reason = "the token budget of the day is used up; raise it, or wait until tomorrow (UTC)";
-                return Err(HandlerError::retry_after(reservation.rest_of_day(now), reason).into());
+                return Err(HandlerError::put_off(reservation.rest_of_day(now), reason).into());
             }
             Err(error) => {
                 return Err(HandlerError::retry(format!("the token budget: {error}")).into());
@@ -352,9 +359,22 @@ impl IssueHandler for Desk {
         let resolution = self.resolve(&run, &thread, outcome.or_default_text()?, &session);
         // Ask the database, not what was last heard of it. If there is news, the worker ends this run at the next await,
         // unless it did so too often already.
-        run.heartbeat().await?;
+        ask_for_news(&run).await?;
         tokio::task::yield_now().await;
         Ok(resolution)
+    }
+}
+
+/// Asks until the database answers: the model's answer was paid for. The worker ends the run when the claim is lost.
+async fn ask_for_news(run: &Run) -> Result<(), IssueError> {
+    loop {
+        match run.heartbeat().await {
+            Err(error) if error.is_transient() && !run.is_cancelled() => {
+                warn!(issue_id = %run.issue().id, %error, "the database did not tell whether there is news, asking again");
+                tokio::time::sleep(ASK_AGAIN_AFTER).await;
+            }
+            asked => return asked,
+        }
     }
 }
 
@@ -369,7 +389,8 @@ fn remembering(thread: &Thread, answer: Option<&Entry>) -> Resolution {
 /// When to run again after a model failed.
 fn after(error: ModelError) -> HandlerError {
     match error {
-        ModelError::Busy { after: Some(after), .. } => HandlerError::retry_after(after, error),
+        // Its service turns everybody away for a while: no fault of this issue.
+        ModelError::Busy { after, .. } => HandlerError::put_off(after.unwrap_or(BUSY_PAUSE), error),
         ModelError::Refused(_) => HandlerError::quarantine(error),
         _ => HandlerError::retry(error),
     }

@@ -128,8 +128,8 @@ fn unavailable(reason: impl Into<String>) -> ModelError {
 async fn refusal(response: Response, patience: Instant, key: &str) -> Try {
     let status = response.status();
     let after = retry_after(&response);
-    let said = timeout_at(patience, client::read_limited(response, ERROR_BODY_BYTES_MAX)).await;
-    let said = said.ok().and_then(Result::ok).unwrap_or_default();
+    let said = timeout_at(patience, client::read_beginning(response, ERROR_BODY_BYTES_MAX)).await;
+    let said = said.unwrap_or_default();
     let reason = format!("{status}: {}", said_in_words(&said, key));
     match status {
         StatusCode::TOO_MANY_REQUESTS => Try::Again(after, ModelError::Busy { after, reason }),

@@ -24,7 +24,7 @@ pub(super) async fn send(request: RequestBuilder) -> Result<Response, DeliverErr
         return Ok(response);
     }
     let is_limited = is_rate_limited(&response);
-    let said = client::read_limited(response, ERROR_BODY_BYTES_MAX).await.unwrap_or_default();
+    let said = client::read_beginning(response, ERROR_BODY_BYTES_MAX).await;
     let said = text::one_line(&String::from_utf8_lossy(&said), 300);
     let problem = format!("it answered {status}: {said}");
     Err(if is_limited || may_pass(status) {

@@ -7,14 +7,14 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use headwater_issue::{DeliverError, OutboxRow};
 use headwater_stream::clock::{Clock, SystemClock};
-use hmac::{Hmac, KeyInit, Mac};
+use hmac::Mac;
 use reqwest::Client;
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::json;
-use sha2::Sha256;
 
 use super::answer;
 use crate::desk::{Reply, ReplyTarget};
+use crate::standard_webhooks;
 
 /// Sends a reply.
 pub(super) async fn post(
@@ -58,12 +58,7 @@ pub(super) async fn post(
 /// `v1,` and the HMAC of `id.timestamp.body` in base64.
 pub fn sign(secret: &SecretString, id: &str, seconds: u64, body: &[u8]) -> String {
     let secret = secret.expose_secret();
-    // A secret with the prefix is base64; any other is taken as it is.
-    let key = secret.strip_prefix("whsec_").and_then(|encoded| STANDARD.decode(encoded).ok());
-    let key = key.unwrap_or_else(|| secret.as_bytes().to_vec());
-    let mut mac = Hmac::<Sha256>::new_from_slice(&key).expect("a key may have any length");
-    mac.update(format!("{id}.{seconds}.").as_bytes());
-    mac.update(body);
+    let mac = standard_webhooks::authenticate(secret, id, &seconds.to_string(), body);
     format!("v1,{}", STANDARD.encode(mac.finalize().into_bytes()))
 }
 

@@ -101,7 +101,9 @@ impl Value {
         match self.setting.kind {
             Kind::Secret if self.text().is_empty() => String::new(),
             Kind::Secret => shown::HIDDEN.to_owned(),
-            Kind::StreamUrl | Kind::DatabaseUrl | Kind::WebUrl => shown::url(self.text()),
+            Kind::StreamUrl | Kind::DatabaseUrl | Kind::WebUrl | Kind::ModelUrl => {
+                shown::url(self.text())
+            }
             _ => self.text().to_owned(),
         }
     }
@@ -186,6 +188,7 @@ fn flatten(
             let text = match value {
                 toml::Value::String(text) => text.clone(),
                 toml::Value::Integer(number) => number.to_string(),
+                toml::Value::Float(number) => number.to_string(),
                 toml::Value::Boolean(switch) => switch.to_string(),
                 other => {
                     let kind = format!("{} in {place}", other.type_str());

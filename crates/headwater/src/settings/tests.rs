@@ -48,6 +48,12 @@ fn flags_win_over_the_environment_over_the_file_over_the_default() {
 }
 
 #[test]
+fn a_price_in_the_file_may_have_a_fraction() {
+    let loaded = load(&given("[model]\nprice_in = 2.5\nprice_out = 10\n")).unwrap();
+    assert_eq!((loaded.settings.desk.price_in, loaded.settings.desk.price_out), (2.5, 10.0));
+}
+
+#[test]
 fn what_is_wrong_is_named_with_its_value_its_place_and_what_is_allowed() {
     let error = problem(&given("[worker]\nconcurrency = 0\n"));
     for part in ["`worker.concurrency`", "`0`", "headwater.toml", "from 1 to 10000"] {
@@ -124,6 +130,7 @@ fn no_secret_is_shown_anywhere() {
     let file = "
         [stream]\nurl = \"redis://:hunter2@localhost\"
         [database]\nurl = \"postgres://ann:hunter2@localhost/a\"
+        [model]\nurl = \"https://ann:hunter2@localhost/v1\"\nname = \"small\"
         [[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"hunter2\"
         [[token]]\nname = \"ann\"\nrole = \"read\"\ntoken = \"hunter2hunter2hunter2\"\n";
     let loaded = load(&given(file)).unwrap();

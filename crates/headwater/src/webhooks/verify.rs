@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::header;
+use crate::standard_webhooks;
 
 /// Signatures in one header: old and new secret while they are changed, and some room.
 const SIGNATURES_MAX: usize = 16;
@@ -27,8 +28,10 @@ pub(super) fn github(secret: &str, headers: &HeaderMap, bytes: &[u8]) -> Verdict
     let signature = signature.strip_prefix("sha256=").and_then(from_hex);
     let signature =
         signature.ok_or("X-Hub-Signature-256 is not `sha256=` and 64 hexadecimal digits")?;
-    let is_right = keyed(secret.as_bytes(), &[bytes]).verify_slice(&signature).is_ok();
-    if is_right {
+    let mut mac =
+        Hmac::<Sha256>::new_from_slice(secret.as_bytes()).expect("a key may have any length");
+    mac.update(bytes);
+    if mac.verify_slice(&signature).is_ok() {
         Ok(())
     } else {
         Err("the signature is wrong: do both sides have the same secret?")
@@ -63,8 +66,7 @@ pub(super) fn standard(
         timestamp.parse().map_err(|_| "webhook-timestamp is not a number of seconds since 1970")?;
     let signed_at = Timestamp::from_millis(seconds.saturating_mul(1000));
 
-    let parts = [id.as_bytes(), b".", timestamp.as_bytes(), b".", bytes];
-    let mac = keyed(&standard_key(secret), &parts);
+    let mac = standard_webhooks::authenticate(secret, id, timestamp, bytes);
     let is_right = signatures
         .split(' ')
         .take(SIGNATURES_MAX)
@@ -78,18 +80,6 @@ pub(super) fn standard(
         return Err("webhook-timestamp is too old or too far ahead: are the clocks right?");
     }
     Ok(())
-}
-
-/// Secrets are base64, mostly after `whsec_`; what is not base64 is taken as it is.
-fn standard_key(secret: &str) -> Vec<u8> {
-    let encoded = secret.strip_prefix("whsec_").unwrap_or(secret);
-    STANDARD.decode(encoded).unwrap_or_else(|_| secret.as_bytes().to_vec())
-}
-
-fn keyed(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
-    let mut mac = Hmac::<Sha256>::new_from_slice(key).expect("a key may have any length");
-    parts.iter().for_each(|part| mac.update(part));
-    mac
 }
 
 fn from_hex(text: &str) -> Option<[u8; 32]> {
