@@ -23,7 +23,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use headwater_stream::clock::{Clock, Timestamp};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
-use sqlx::{Sqlite, SqlitePool, Transaction};
+use sqlx::{Connection as _, Sqlite, SqlitePool, Transaction};
 use tokio::sync::Notify;
 
 use self::transaction::SqliteTransaction;
@@ -81,6 +81,11 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
             .min_connections(u32::from(in_memory))
             .acquire_timeout(options.call_deadline)
             .test_before_acquire(false)
+            // A full disk ends a transaction behind the back of sqlx, which then takes the connection to be in one for ever.
+            .before_acquire(move |connection, _| {
+                let is_usable = in_memory || !connection.is_in_transaction();
+                Box::pin(async move { Ok(is_usable) })
+            })
             // A database in memory lives in its one connection.
             .max_lifetime(None)
             .idle_timeout(None)

@@ -6,6 +6,7 @@
 mod admin;
 mod backlog;
 mod failures;
+mod full_disk;
 mod migrations;
 mod start;
 mod transactions;
