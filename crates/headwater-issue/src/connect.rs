@@ -41,14 +41,18 @@ pub async fn connect(url: &str, options: &StoreOptions) -> Result<Arc<dyn Store>
         let problem = "it is zero; no call could succeed";
         return Err(IssueError::invalid("call_deadline or connections_max", problem));
     }
-    match url.split_once(':') {
+    let opened = match url.split_once(':') {
         Some(("sqlite", _)) => open_sqlite(url, options).await,
         Some(("postgres" | "postgresql", _)) => open_postgres(url, options).await,
         _ => Err(IssueError::invalid(
             "the database URL",
             "it must begin with sqlite: or postgres://",
         )),
-    }
+    };
+    #[cfg(any(feature = "sqlite", feature = "postgres"))]
+    return opened.map_err(crate::rows::opening_error);
+    #[cfg(not(any(feature = "sqlite", feature = "postgres")))]
+    opened
 }
 
 #[cfg(feature = "sqlite")]

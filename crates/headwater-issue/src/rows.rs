@@ -72,6 +72,23 @@ pub(crate) fn database_error(what: &str, error: sqlx::Error) -> IssueError {
     }
 }
 
+/// An error of opening: what a database says for good is a wrong URL, and waiting for it is of no use.
+pub(crate) fn opening_error(error: IssueError) -> IssueError {
+    let IssueError::Unavailable { source: Some(source), .. } = &error else { return error };
+    let source = source.downcast_ref::<sqlx::Error>();
+    let Some(said) = source.and_then(sqlx::Error::as_database_error) else { return error };
+    let problem = match said.code().unwrap_or_default().as_ref() {
+        // Classes 28 and 3D of SQL states: who asks, and for what.
+        "28P01" | "28000" | "3D000" => said.message().to_owned(),
+        "8" => "the file may not be written".to_owned(),
+        "14" => "the file cannot be opened; may this user read and write it and its directory?"
+            .to_owned(),
+        "26" => "the file is no SQLite database".to_owned(),
+        _ => return error,
+    };
+    IssueError::invalid("the database URL", problem)
+}
+
 /// Whether another transaction stood in the way: a deadlock, or a conflict. Nothing was changed.
 #[cfg(feature = "postgres")]
 pub(crate) fn is_conflict(error: &sqlx::Error) -> bool {

@@ -15,6 +15,7 @@ use headwater_bus::{
 };
 use headwater_issue::{DeliverError, Nudger, OutboxRow, Store};
 use headwater_stream::Backend;
+use secrecy::ExposeSecret;
 use tracing::warn;
 
 use crate::desk::{

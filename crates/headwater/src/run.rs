@@ -42,6 +42,9 @@ use crate::{desk_parts, open, router};
 /// Beyond the drain: to give claims back, send the last replies and close.
 const CLOSE_MAX: Duration = Duration::from_secs(5);
 
+/// The longest wait between two tries to deliver a row.
+const OUTBOX_BACKOFF_MAX: Duration = Duration::from_secs(15 * 60);
+
 /// How often gauges are set.
 const SAMPLE_EVERY: Duration = Duration::from_secs(5);
 
@@ -318,7 +321,11 @@ fn worker_config(work: &Work) -> WorkerConfig {
         heartbeat_every: work.claim / 4,
         events_max: work.events_max,
         deadline: work.deadline,
-        retry: retry(work),
+        retry: RetryPolicy {
+            attempts_max: work.attempts,
+            crashes_max: work.attempts,
+            ..RetryPolicy::default()
+        },
         drain: work.drain,
         ..WorkerConfig::default()
     }
@@ -336,10 +343,11 @@ fn sweeper_config(work: &Work) -> SweeperConfig {
 fn outbox_config(work: &Work) -> OutboxConfig {
     // A row that a killed process had in hand comes again after `ttl`; somebody waits for it.
     let (deadline, ttl) = (Duration::from_secs(26), Duration::from_secs(30));
-    OutboxConfig { retry: retry(work), deadline, ttl, ..OutboxConfig::default() }
-}
-
-fn retry(work: &Work) -> RetryPolicy {
-    let (attempts_max, crashes_max) = (work.attempts, work.attempts);
-    RetryPolicy { attempts_max, crashes_max, ..RetryPolicy::default() }
+    let retry = RetryPolicy {
+        attempts_max: work.outbox_attempts,
+        crashes_max: work.outbox_attempts,
+        backoff_max: OUTBOX_BACKOFF_MAX,
+        ..RetryPolicy::default()
+    };
+    OutboxConfig { retry, deadline, ttl, ..OutboxConfig::default() }
 }

@@ -111,6 +111,8 @@ pub(crate) struct Work {
     pub(crate) deadline: Duration,
     /// Failed tries until an operator is needed.
     pub(crate) attempts: u32,
+    /// Failed deliveries before a row of the outbox is dead.
+    pub(crate) outbox_attempts: u32,
     /// How long a stop waits.
     pub(crate) drain: Duration,
     /// The quiet window.
@@ -214,6 +216,7 @@ impl Settings {
             claim: read.time("worker.claim"),
             deadline: read.time("worker.deadline"),
             attempts: read.count("worker.attempts"),
+            outbox_attempts: read.count("outbox.attempts"),
             drain: read.time("worker.drain"),
             quiet: read.time("issue.quiet"),
             max_wait: read.time("issue.max_wait"),

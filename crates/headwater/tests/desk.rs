@@ -507,6 +507,20 @@ async fn a_model_that_fails_is_asked_again_by_the_next_run() {
     assert_eq!((issue.attempts, issue.quarantined_at), (0, None));
     assert_eq!(system.replies().await[0].1.content, "Hello");
 
+    // A model that is away is waited for, however long, and costs nothing.
+    system.stop().await;
+    let away = || Line::Fail(ModelError::Away("no connection".into()));
+    let busy =
+        || Line::Fail(ModelError::Busy { after: Some(Duration::ZERO), reason: "429".into() });
+    let mut lines = vec![away()];
+    lines.extend((0..20).map(|_| busy()));
+    lines.push(Line::Say("Hello".into()));
+    let system = System::start(setup(ScriptedModel::new(lines))).await;
+    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
+    let issue = system.settled(issue_id).await;
+    assert_eq!((issue.attempts, issue.quarantined_at), (0, None));
+    assert_eq!(system.replies().await[0].1.content, "Hello");
+
     // A prompt that the model will never take is left to an operator at once.
     system.stop().await;
     let refused = Line::Fail(ModelError::Refused("too long".into()));

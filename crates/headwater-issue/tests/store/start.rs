@@ -51,7 +51,26 @@ async fn six_processes_that_start_at_once_share_a_new_sqlite_file() -> Result<()
 async fn six_processes_that_start_at_once_share_a_new_postgres_database() -> Result<()> {
     let database = Postgres::shared()?.database()?;
     start_at_once(&database.url()).await?;
-    assert_eq!(database.query("SELECT count(*) FROM headwater_migrations")?, "4");
+    assert_eq!(database.query("SELECT count(*) FROM headwater_migrations")?, "5");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_url_that_is_wrong_for_good_is_told_from_a_server_that_is_away() -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let text = directory.path().join("notes.txt");
+    std::fs::write(&text, "no database, but long enough to be taken for one\n".repeat(50))?;
+    let database = Postgres::shared()?.database()?;
+    let missing = database.url().replace(database.name(), "nobody_made_this");
+    for (url, said) in [
+        (missing, "does not exist"),
+        (format!("sqlite:{}", text.display()), "no SQLite database"),
+        (format!("sqlite:{}/missing/issues.db", directory.path().display()), "cannot be opened"),
+    ] {
+        let error = connect(&url, &StoreOptions::default()).await.unwrap_err();
+        let IssueError::Invalid { what, problem } = &error else { panic!("{url}: {error}") };
+        assert!(what == "the database URL" && problem.contains(said), "{url}: {error}");
+    }
     Ok(())
 }
 

@@ -33,8 +33,8 @@ use crate::limits::{REPLY_BYTES_MAX, TOOL_ROUNDS_MAX};
 use crate::text;
 use crate::ticket_events::Author;
 
-/// How long runs wait for a model that is busy and does not say for how long.
-const BUSY_PAUSE: Duration = Duration::from_secs(60);
+/// How long a run waits for a model that is away, or busy without saying for how long.
+const AWAY_PAUSE: Duration = Duration::from_secs(5);
 
 /// How long to wait for a database that did not answer.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(250);
@@ -389,8 +389,9 @@ fn remembering(thread: &Thread, answer: Option<&Entry>) -> Resolution {
 /// When to run again after a model failed.
 fn after(error: ModelError) -> HandlerError {
     match error {
-        // Its service turns everybody away for a while: no fault of this issue.
-        ModelError::Busy { after, .. } => HandlerError::put_off(after.unwrap_or(BUSY_PAUSE), error),
+        // Everybody is turned away: no fault of this issue.
+        ModelError::Busy { after: Some(after), .. } => HandlerError::put_off(after, error),
+        ModelError::Busy { .. } | ModelError::Away(_) => HandlerError::put_off(AWAY_PAUSE, error),
         ModelError::Refused(_) => HandlerError::quarantine(error),
         _ => HandlerError::retry(error),
     }
@@ -400,7 +401,10 @@ fn after(error: ModelError) -> HandlerError {
 fn used_by_failure(error: &ModelError, prompt_tokens: u64) -> u64 {
     match error {
         // It was turned away at the door.
-        ModelError::Busy { .. } | ModelError::Denied(_) | ModelError::Refused(_) => 0,
+        ModelError::Busy { .. }
+        | ModelError::Away(_)
+        | ModelError::Denied(_)
+        | ModelError::Refused(_) => 0,
         ModelError::Unavailable(_) | ModelError::Garbled(_) => prompt_tokens,
     }
 }

@@ -212,7 +212,10 @@ pub enum ModelError {
         /// What it said.
         reason: String,
     },
-    /// The service did not answer, or not to the end: ask again later.
+    /// The service is away, or says that it does not work: ask again later. Nothing was asked of a model.
+    #[error("the model is away: {0}")]
+    Away(String),
+    /// The service did not answer, or not to the end: ask again later. It may have cost something.
     #[error("the model is unavailable: {0}")]
     Unavailable(String),
     /// The service refuses us: key, name of the model or address are wrong. A person must mend the settings.

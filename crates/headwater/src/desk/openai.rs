@@ -111,6 +111,9 @@ impl OpenAiModel {
         let patience = until.min(Instant::now() + self.config.idle_timeout);
         match timeout_at(patience, request.send()).await {
             Err(_) => Try::Again(None, unavailable("it did not begin to answer in time")),
+            Ok(Err(error)) if error.is_connect() => {
+                Try::Again(None, ModelError::Away(client::describe(&error)))
+            }
             Ok(Err(error)) => Try::Again(None, unavailable(client::describe(&error))),
             Ok(Ok(response)) if response.status().is_success() => Try::Answering(response),
             Ok(Ok(response)) => {
@@ -134,7 +137,7 @@ async fn refusal(response: Response, patience: Instant, key: &str) -> Try {
     match status {
         StatusCode::TOO_MANY_REQUESTS => Try::Again(after, ModelError::Busy { after, reason }),
         StatusCode::REQUEST_TIMEOUT => Try::Again(after, unavailable(reason)),
-        status if status.is_server_error() => Try::Again(after, unavailable(reason)),
+        status if status.is_server_error() => Try::Again(after, ModelError::Away(reason)),
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::NOT_FOUND => {
             Try::Failed(ModelError::Denied(reason))
         }

@@ -84,7 +84,7 @@ pub(crate) const TABLE: &[Setting] = &[
     setting("worker.deadline", "15m", Kind::Time { min: seconds(1), max: seconds(86_400) },
         "How long one run of a handler may take."),
     setting("worker.attempts", "5", Kind::Count { min: 1, max: 1000 },
-        "Failed runs, or failed deliveries, after which an operator is needed."),
+        "Failed runs after which an operator is needed. A model that is busy or away is waited for, and costs none."),
     setting("worker.drain", "25s", Kind::Time { min: Duration::ZERO, max: seconds(3600) },
         "How long a stop waits for what is under way; the rest is given back."),
     setting("issue.quiet", "800ms", Kind::Time { min: Duration::ZERO, max: seconds(3600) },
@@ -95,6 +95,9 @@ pub(crate) const TABLE: &[Setting] = &[
         "Events in one run; the rest comes with the next."),
     setting("sweep.every", "5s", Kind::Time { min: Duration::from_millis(100), max: seconds(3600) },
         "How often to look for work that nobody was told of."),
+
+    setting("outbox.attempts", "50", Kind::Count { min: 1, max: 10_000 },
+        "Failed deliveries of one reply after which an operator is needed; 50 take several hours."),
 
     // Webhooks.
     setting("webhook.tolerance", "5m", Kind::Time { min: seconds(1), max: seconds(86_400) },

@@ -50,7 +50,8 @@ fn flags_win_over_the_environment_over_the_file_over_the_default() {
 #[test]
 fn a_price_in_the_file_may_have_a_fraction() {
     let loaded = load(&given("[model]\nprice_in = 2.5\nprice_out = 10\n")).unwrap();
-    assert_eq!((loaded.settings.desk.price_in, loaded.settings.desk.price_out), (2.5, 10.0));
+    let prices = loaded.settings.desk.prices;
+    assert_eq!((prices.input, prices.output), (2.5, 10.0));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 -- Ends failed runs. `p_after_ms` is null where trying again is of no use; `p_blamed` is false where a run was put off, which
 -- counts no attempt. An issue and an epoch are named together once.
 -- Processes of the version before still call headwater_fail_1.
-CREATE FUNCTION headwater_fail_2(
+CREATE OR REPLACE FUNCTION headwater_fail_2(
     p_issue bigint[], p_epoch bigint[], p_error text[], p_after_ms bigint[], p_blamed boolean[],
     p_attempts_max bigint, p_events_max bigint
 ) RETURNS TABLE (o_issue_id bigint, o_epoch bigint, o_attempts bigint, o_quarantined boolean, o_not_before bigint)
