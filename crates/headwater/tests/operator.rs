@@ -427,3 +427,20 @@ fn a_verb_that_comes_too_soon_waits_as_long_as_the_server_says() {
         assert!(output.status.success(), "{}", text(&output.stderr));
     }
 }
+
+#[test]
+fn the_streams_of_the_server_are_no_topics_to_make_or_remove() {
+    let place = Place::new().unwrap();
+    for name in ["ticket_events", "issue_work"] {
+        for words in [
+            &["topic", "create", name][..],
+            &["topic", "grow", name, "--partitions", "3"],
+            &["topic", "delete", name, "--yes"],
+        ] {
+            let output = place.run(words).unwrap();
+            let said = text(&output.stderr);
+            assert!(!output.status.success(), "{words:?}");
+            assert!(said.contains(name) && said.contains("belongs to the server"), "{said}");
+        }
+    }
+}

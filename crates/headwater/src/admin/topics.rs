@@ -5,6 +5,7 @@ use std::time::Duration;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use headwater_issue::STREAM;
 use headwater_queue::{Described, Policies, TopicView, Trim};
 use headwater_stream::{Retention, TrimGuard};
 use serde::{Deserialize, Serialize};
@@ -19,6 +20,7 @@ use crate::http::access::Caller;
 use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::{PathOf, QueryOf};
 use crate::settings::Role;
+use crate::ticket_events::TICKET_EVENTS;
 
 /// Topics on a page, by default and at most; each is looked at.
 const PAGE_DEFAULT: usize = 100;
@@ -71,6 +73,7 @@ async fn create(
     JsonBody(new): JsonBody<NewTopic>,
 ) -> Result<(StatusCode, Json<Created>), ApiError> {
     caller.must_be(Role::Admin)?;
+    refuse_own(&new.name)?;
     let defaults = Policies::default();
     let policies = Policies {
         retention: Retention {
@@ -284,6 +287,7 @@ async fn grow(
     JsonBody(grow): JsonBody<Grow>,
 ) -> Answer<TopicDescription> {
     caller.must_be(Role::Admin)?;
+    refuse_own(&topic)?;
     operations.queue.topics().grow(&topic, grow.partitions).await?;
     describe(State(operations), PathOf(topic)).await
 }
@@ -336,6 +340,19 @@ async fn trim(
     Ok(Json(TrimAnswer { removed: report.removed, held_back: report.held_back }))
 }
 
+/// The streams of the desk are one stream each, as other programs know them. A topic of the same name would hide them, and
+/// with them what waits there.
+fn refuse_own(topic: &str) -> Result<(), ApiError> {
+    if ![TICKET_EVENTS, STREAM].contains(&topic) {
+        return Ok(());
+    }
+    Err(ApiError::new(
+        StatusCode::CONFLICT,
+        "reserved",
+        format!("`{topic}` belongs to the server, which makes and keeps it; choose another name"),
+    ))
+}
+
 /// Whether there was one.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Deleted {
@@ -351,5 +368,6 @@ async fn delete(
     caller: Caller,
 ) -> Answer<Deleted> {
     caller.must_be(Role::Admin)?;
+    refuse_own(&topic)?;
     Ok(Json(Deleted { deleted: operations.queue.topics().delete(&topic).await? }))
 }

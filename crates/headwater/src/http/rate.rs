@@ -103,12 +103,16 @@ impl Rate {
     }
 }
 
-/// A layer: refuses those who ask too often.
+/// A layer: refuses those who ask too often for anything but health.
 pub(crate) async fn limit(
     State(app): State<App>,
     request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
+    // Whoever is asked whether it lives must not be taken for dead because it is asked often.
+    if request.uri().path().starts_with("/health/") {
+        return Ok(next.run(request).await);
+    }
     let client = app.rate.client(&request);
     match app.rate.take(client, Instant::now()) {
         Ok(()) => Ok(next.run(request).await),
