@@ -46,8 +46,9 @@ pub(crate) fn compare(known: &[&str], applied: usize, written: &BTreeMap<i64, St
 /// Why a database cannot be used, and what to do.
 pub(crate) fn newer(version: usize, known: &[&str]) -> IssueError {
     let known = known.len();
-    let problem =
-        format!("it has version {version}, this program knows versions up to {known}; upgrade it");
+    let problem = format!(
+        "it has version {version}, this program knows versions up to {known}; upgrade this program"
+    );
     IssueError::Schema { problem }
 }
 
