@@ -77,13 +77,17 @@ pub(crate) fn opening_error(error: IssueError) -> IssueError {
     let IssueError::Unavailable { source: Some(source), .. } = &error else { return error };
     let source = source.downcast_ref::<sqlx::Error>();
     let Some(said) = source.and_then(sqlx::Error::as_database_error) else { return error };
-    let problem = match said.code().unwrap_or_default().as_ref() {
-        // Classes 28 and 3D of SQL states: who asks, and for what.
-        "28P01" | "28000" | "3D000" => said.message().to_owned(),
-        "8" => "the file may not be written".to_owned(),
-        "14" => "the file cannot be opened; may this user read and write it and its directory?"
-            .to_owned(),
-        "26" => "the file is no SQLite database".to_owned(),
+    let code = said.code().unwrap_or_default();
+    // SQLite has numbers, whose lowest byte is the kind of error. SQL states have five characters.
+    let kind = code.parse::<u32>().ok().filter(|_| code.len() < 5).map(|code| code & 0xff);
+    let problem = match (code.as_ref(), kind) {
+        // Classes 28 and 3D: who asks, and for what.
+        ("28P01" | "28000" | "3D000", _) => said.message(),
+        (_, Some(8)) => "the file may not be written",
+        (_, Some(14)) => {
+            "the file cannot be opened; may this user read and write it and its directory?"
+        }
+        (_, Some(26)) => "the file is no SQLite database",
         _ => return error,
     };
     IssueError::invalid("the database URL", problem)

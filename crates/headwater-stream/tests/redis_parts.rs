@@ -76,7 +76,7 @@ impl Gate {
             if is_first && commands[0].windows(4).any(|word| word == b"XADD") {
                 // All that can come before the first answer: whoever sends them has only so much room. In a runtime of one
                 // thread nobody has anything left to do when the time is over.
-                let quiet = Duration::from_secs(2);
+                let quiet = Duration::from_secs(10);
                 while let Ok(more) = tokio::time::timeout(quiet, piece(&mut client)).await {
                     commands.push(more?);
                 }

@@ -345,7 +345,7 @@ fn outbox_config(work: &Work) -> OutboxConfig {
     let (deadline, ttl) = (Duration::from_secs(26), Duration::from_secs(30));
     let retry = RetryPolicy {
         attempts_max: work.outbox_attempts,
-        crashes_max: work.outbox_attempts,
+        crashes_max: work.attempts,
         backoff_max: OUTBOX_BACKOFF_MAX,
         ..RetryPolicy::default()
     };

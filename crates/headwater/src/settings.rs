@@ -230,6 +230,7 @@ impl Settings {
             events_max: work.events_max,
             supersede_max: read.count("desk.supersede_max"),
             output_tokens_max: read.count("model.output_tokens_max"),
+            away_pause: DeskConfig::default().away_pause,
             budget: Budget {
                 issue_tokens_max: read.count("desk.issue_tokens_max"),
                 day_tokens_max: read.count("desk.day_tokens_max"),

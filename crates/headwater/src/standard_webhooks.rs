@@ -20,7 +20,8 @@ pub(crate) fn authenticate(secret: &str, id: &str, timestamp: &str, body: &[u8])
 /// Secrets are base64, mostly after `whsec_`; what is not base64 is taken as it is.
 fn key(secret: &str) -> Vec<u8> {
     let encoded = secret.strip_prefix("whsec_").unwrap_or(secret);
-    STANDARD.decode(encoded).unwrap_or_else(|_| secret.as_bytes().to_vec())
+    let key = STANDARD.decode(encoded).ok().filter(|key| !key.is_empty());
+    key.unwrap_or_else(|| secret.as_bytes().to_vec())
 }
 
 #[cfg(test)]
@@ -33,5 +34,6 @@ mod tests {
         assert_eq!(key("c2VjcmV0"), b"secret");
         assert_eq!(key("no base64!"), b"no base64!");
         assert_eq!(key("whsec_no base64!"), b"whsec_no base64!");
+        assert_eq!(key("whsec_"), b"whsec_", "no key is no secret");
     }
 }

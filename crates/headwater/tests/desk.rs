@@ -22,6 +22,7 @@ use headwater_issue::{
     ProcessingStatus, RetryPolicy, Store, StoreOptions, Worker, WorkerConfig, connect,
 };
 use headwater_queue::Queue;
+use headwater_stream::EntryId;
 use headwater_stream::clock::{Clock, SystemClock};
 use serde_json::json;
 use tokio::sync::{Semaphore, watch};
@@ -51,6 +52,7 @@ fn setup(model: impl LanguageModel + 'static) -> Setup {
     let config = DeskConfig {
         quiet: Duration::from_millis(50),
         max_wait: Duration::from_secs(1),
+        away_pause: Duration::from_millis(10),
         ..DeskConfig::default()
     };
     Setup { model: Arc::new(model), search: Arc::new(NoTickets), config }
@@ -520,6 +522,8 @@ async fn a_model_that_fails_is_asked_again_by_the_next_run() {
     let issue = system.settled(issue_id).await;
     assert_eq!((issue.attempts, issue.quarantined_at), (0, None));
     assert_eq!(system.replies().await[0].1.content, "Hello");
+    let sessions = system.sessions.list(EntryId::MIN, 100).await.unwrap();
+    assert_eq!(sessions.len(), 1, "runs that wait leave no session");
 
     // A prompt that the model will never take is left to an operator at once.
     system.stop().await;

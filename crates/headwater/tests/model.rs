@@ -228,7 +228,10 @@ async fn a_busy_or_broken_service_is_asked_again() {
 async fn a_service_that_stays_broken_is_given_up_after_the_last_try() {
     let (server, address) = Server::start(vec![Does::Answers(500, "oops", vec![]); 9]).await;
     let error = ask(&model(address)).await.unwrap_err();
-    assert!(matches!(&error, ModelError::Away(reason) if reason.contains("oops")), "{error}");
+    assert!(
+        matches!(&error, ModelError::Unavailable(reason) if reason.contains("oops")),
+        "{error}"
+    );
     assert_eq!(server.count.load(Ordering::SeqCst), 4);
 }
 

@@ -403,8 +403,8 @@ async fn one_client_that_asks_too_often_is_told_when_to_come_back() -> Result<()
     let seconds: u64 = refused.context("the sixth or so is too many")?.to_str()?.parse()?;
     assert!(seconds >= 1);
     // Probes may come as often as they like.
-    for path in ["/health/live", "/health/ready"].repeat(10) {
-        assert_eq!(server.get(path).await?.0, 200, "{path}");
+    for _ in 0..20 {
+        assert_eq!(server.get("/health/live").await?.0, 200);
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! The spool of a bus: order, bounds, and what its streams refuse.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use headwater_bus::conformance::{Noted, registry};
@@ -229,12 +230,17 @@ async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever(away
     // From now on all events wait behind this one, also those for nodes that are there.
     assert_eq!(bus.publish(place.noted(0)).await.unwrap().stored, Stored::Spooled);
     let deadline = Instant::now() + 2 * LIMIT;
+    let is_back = Arc::new(AtomicBool::new(false));
     let publishers: Vec<_> = (0..32)
         .map(|session| {
-            let bus = Arc::clone(&bus);
+            let (bus, is_back) = (Arc::clone(&bus), Arc::clone(&is_back));
             tokio::spawn(async move {
                 // At every moment some of them are about to be added to the spool.
                 for number in 0.. {
+                    // A cluster takes its time to come back; the spool must have room until then.
+                    if !is_back.load(Ordering::Relaxed) {
+                        tokio::time::sleep(Duration::from_millis(10)).await;
+                    }
                     let session_id = Some(format!("s{session}"));
                     let event = Noted { session_id, number, text: String::new() };
                     let result = bus.publish(event).await.unwrap();
@@ -250,6 +256,7 @@ async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever(away
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     away.end().await;
+    is_back.store(true, Ordering::Relaxed);
     let mut published = Vec::new();
     for publisher in publishers {
         let (count, last) = publisher.await.unwrap();

@@ -67,6 +67,12 @@ async fn apply(pool: &PgPool) -> Result<Verdict, sqlx::Error> {
     let written = rows.iter().map(read).collect::<Result<BTreeMap<_, _>, sqlx::Error>>()?;
     let verdict = migrations::compare(&MIGRATIONS, applied, &written);
     let Verdict::Fits(checksums) = &verdict else { return Ok(verdict) };
+    if applied < MIGRATIONS.len() {
+        // Large tables take their time. But nobody is kept waiting behind a lock that is not to be had: rather begin anew.
+        transaction
+            .execute("SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = '5s'")
+            .await?;
+    }
     for (version, sql) in (1_i64..).zip(MIGRATIONS).skip(applied) {
         transaction.execute(sqlx::raw_sql(sql)).await?;
         sqlx::query("INSERT INTO headwater_migrations (version) VALUES ($1)")

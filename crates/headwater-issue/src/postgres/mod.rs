@@ -49,6 +49,9 @@ const IDLE_TRUST: Duration = Duration::from_secs(1);
 /// How long a call waits for a row that somebody else holds; then the rest of its batch goes on without that row.
 const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
 
+/// How long bringing tables up to date may take.
+const MIGRATION_MAX: Duration = Duration::from_secs(10 * 60);
+
 /// How long to wait after a conflict with another transaction, before a call is repeated for the first time and later.
 const CONFLICT_PAUSES: [Duration; 3] =
     [Duration::from_millis(50), Duration::from_millis(200), Duration::from_millis(500)];
@@ -95,8 +98,9 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
             })
         })
         .connect_lazy_with(connect.clone());
-    let identity =
-        within(options.call_deadline, "connecting to Postgres", migrate::migrate(&pool)).await?;
+    // Each statement has its own deadline, but for those that change large tables.
+    let deadline = options.call_deadline.max(MIGRATION_MAX);
+    let identity = within(deadline, "connecting to Postgres", migrate::migrate(&pool)).await?;
     let listener = Listener::new(connect);
     Ok(Arc::new(PostgresStore { pool, identity, deadline: options.call_deadline, listener }))
 }

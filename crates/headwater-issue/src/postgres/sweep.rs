@@ -2,22 +2,28 @@
 
 use sqlx::postgres::PgPool;
 use sqlx::{Error, Row};
+use tracing::warn;
 
 use crate::claim::{Nudge, SweepOptions, Swept};
 use crate::error::Result;
 use crate::issue::{EventLogId, IssueId};
 use crate::rows::{count, ms, number};
 
+async fn prune(pool: &PgPool, options: &SweepOptions) -> Result<usize, Error> {
+    let row = sqlx::query("SELECT headwater_prune_1($1, $2)")
+        .bind(number(options.limit))
+        .bind(ms(options.keep))
+        .fetch_one(pool)
+        .await?;
+    count(row.try_get(0)?)
+}
+
 pub(super) async fn sweep(pool: &PgPool, options: &SweepOptions) -> Result<Swept, Error> {
-    // First: what the other statement found is committed with it, and is told only by its answer.
-    let pruned = count(
-        sqlx::query("SELECT headwater_prune_1($1, $2)")
-            .bind(number(options.limit))
-            .bind(ms(options.keep))
-            .fetch_one(pool)
-            .await?
-            .try_get(0)?,
-    )?;
+    // First: what the other statement found is committed with it, and is told only by its answer. It is what matters.
+    let pruned = prune(pool, options).await.unwrap_or_else(|error| {
+        warn!(%error, "what was kept for long enough was not removed");
+        0
+    });
     let rows = sqlx::query("SELECT * FROM headwater_sweep_1($1, $2, $3)")
         .bind(number(options.limit))
         .bind(ms(options.nudge_overdue))

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
+use axum::http::StatusCode;
+use headwater_issue::{GROUP, STREAM};
 use headwater_queue::{
     Counted, GroupView, Mode, PendingFilter, PendingView, RemovedGroup, Reset, ResetGuard,
     ResetReport, ResetTo,
@@ -20,6 +22,8 @@ use crate::http::access::Caller;
 use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::{PathOf, QueryOf};
 use crate::settings::Role;
+use crate::ticket_events::TICKET_EVENTS;
+use crate::ticket_intake::AI_PROCESSOR_GROUP;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
@@ -250,6 +254,15 @@ async fn remove(
     caller: Caller,
 ) -> Answer<GroupRemoved> {
     caller.must_be(Role::Admin)?;
+    if [(STREAM, GROUP), (TICKET_EVENTS, AI_PROCESSOR_GROUP)].contains(&(&*topic, &*group)) {
+        return Err(ApiError::new(
+            StatusCode::CONFLICT,
+            "reserved",
+            format!(
+                "`{group}` of `{topic}` belongs to the server, which works through it; start `headwater serve`"
+            ),
+        ));
+    }
     let RemovedGroup { pending, lag, partitions } =
         operations.queue.remove_group(&topic, &group).await?;
     Ok(Json(GroupRemoved { topic, group, pending, lag, partitions }))

@@ -33,8 +33,8 @@ use crate::limits::{REPLY_BYTES_MAX, TOOL_ROUNDS_MAX};
 use crate::text;
 use crate::ticket_events::Author;
 
-/// How long a run waits for a model that is away, or busy without saying for how long.
-const AWAY_PAUSE: Duration = Duration::from_secs(5);
+/// The longest that a run waits before it asks again whether a model is back.
+const AWAY_PAUSE_MAX: Duration = Duration::from_secs(300);
 
 /// How long to wait for a database that did not answer.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(250);
@@ -52,6 +52,8 @@ pub struct DeskConfig {
     pub supersede_max: u32,
     /// Tokens of one answer. Default: 1024.
     pub output_tokens_max: u32,
+    /// How long a run waits at least for a model that is away or busy, without an attempt counted. Default: 5 s.
+    pub away_pause: Duration,
     /// What models may cost.
     pub budget: Budget,
     /// Whose tickets the model may search. Default: those of the same user.
@@ -85,6 +87,7 @@ impl Default for DeskConfig {
             events_max: 200,
             supersede_max: 5,
             output_tokens_max: 1024,
+            away_pause: Duration::from_secs(5),
             budget: Budget::default(),
             search: SearchScope::default(),
             prices: Prices::default(),
@@ -175,7 +178,7 @@ impl Desk {
             "issue_id": run.issue().id.0, "epoch": run.epoch().0, "attempt": run.attempt(),
             "event_log_ids": run.events().iter().map(|event| event.id.0).collect::<Vec<_>>(),
         });
-        session.rendered(&prompt, inputs).await;
+        session.rendered(&prompt, inputs);
         let mut outcome = Outcome::default();
         for round in 0..=TOOL_ROUNDS_MAX {
             if round == TOOL_ROUNDS_MAX {
@@ -200,6 +203,23 @@ impl Desk {
             }
         }
         Ok(outcome)
+    }
+
+    /// When to run again after a model failed.
+    fn after(&self, run: &Run, error: ModelError) -> HandlerError {
+        // The longer it lasts, the less a little more matters.
+        let waited = run.events().first().map(|event| budget::now().since(event.created_at));
+        let pause = (waited.unwrap_or_default() / 10).min(AWAY_PAUSE_MAX);
+        let pause = pause.max(self.config.away_pause);
+        match error {
+            // Everybody is turned away: no fault of this issue.
+            ModelError::Busy { after, .. } => {
+                HandlerError::put_off(after.unwrap_or_default().max(pause), error)
+            }
+            ModelError::Away(_) => HandlerError::put_off(pause, error),
+            ModelError::Refused(_) => HandlerError::quarantine(error),
+            _ => HandlerError::retry(error),
+        }
     }
 
     /// One question to the model, within the budgets.
@@ -234,7 +254,7 @@ impl Desk {
             Ok(answer) => answer,
             Err(error) => {
                 open.settle(used_by_failure(&error, prompt_tokens)).await;
-                return Err(after(error).into());
+                return Err(self.after(run, error).into());
             }
         };
         let estimate = Usage {
@@ -347,7 +367,7 @@ impl IssueHandler for Desk {
         if !thread.wants_answer {
             return Ok(remembering(&thread, None));
         }
-        let session = RunSession::begin(&self.sessions, &run, self.model.name()).await;
+        let session = RunSession::new(&self.sessions, &run, self.model.name());
         let outcome = match self.converse(&run, &thread, &session).await {
             Ok(outcome) => outcome,
             Err(Stop::Spent) => {
@@ -356,6 +376,7 @@ impl IssueHandler for Desk {
             }
             Err(Stop::Failed(error)) => return Err(error),
         };
+        session.keep().await;
         let resolution = self.resolve(&run, &thread, outcome.or_default_text()?, &session);
         // Ask the database, not what was last heard of it. If there is news, the worker ends this run at the next await,
         // unless it did so too often already.
@@ -384,17 +405,6 @@ fn remembering(thread: &Thread, answer: Option<&Entry>) -> Resolution {
         "user_id": thread.user_id, "handed_over": thread.handed_over.then_some(true),
     });
     Resolution::new().discussions(thread.remembered(answer)).fields(fields.to_string())
-}
-
-/// When to run again after a model failed.
-fn after(error: ModelError) -> HandlerError {
-    match error {
-        // Everybody is turned away: no fault of this issue.
-        ModelError::Busy { after: Some(after), .. } => HandlerError::put_off(after, error),
-        ModelError::Busy { .. } | ModelError::Away(_) => HandlerError::put_off(AWAY_PAUSE, error),
-        ModelError::Refused(_) => HandlerError::quarantine(error),
-        _ => HandlerError::retry(error),
-    }
 }
 
 /// What a failed question may have cost.

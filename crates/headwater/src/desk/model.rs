@@ -204,7 +204,7 @@ impl fmt::Debug for Pieces {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// The service has too much to do, or we asked too often: ask again after this time.
+    /// The service has too much to do, or is shut for a while, or we asked too often: ask again after this time.
     #[error("the model is busy: {reason}")]
     Busy {
         /// When to ask again, if the service said so.
@@ -212,7 +212,7 @@ pub enum ModelError {
         /// What it said.
         reason: String,
     },
-    /// The service is away, or says that it does not work: ask again later. Nothing was asked of a model.
+    /// The service cannot be reached: ask again later.
     #[error("the model is away: {0}")]
     Away(String),
     /// The service did not answer, or not to the end: ask again later. It may have cost something.

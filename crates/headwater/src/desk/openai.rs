@@ -137,7 +137,11 @@ async fn refusal(response: Response, patience: Instant, key: &str) -> Try {
     match status {
         StatusCode::TOO_MANY_REQUESTS => Try::Again(after, ModelError::Busy { after, reason }),
         StatusCode::REQUEST_TIMEOUT => Try::Again(after, unavailable(reason)),
-        status if status.is_server_error() => Try::Again(after, ModelError::Away(reason)),
+        // It turned us away at the door. Other failures of a server may have cost something, or be the prompt's fault.
+        status if matches!(status.as_u16(), 502 | 503 | 529) => {
+            Try::Again(after, ModelError::Busy { after, reason })
+        }
+        status if status.is_server_error() => Try::Again(after, unavailable(reason)),
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::NOT_FOUND => {
             Try::Failed(ModelError::Denied(reason))
         }

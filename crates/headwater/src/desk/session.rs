@@ -4,7 +4,7 @@
 //! Promises: a run never fails, and never waits long, because the bus is away. With a spool, its steps reach the session when
 //! streams are back, in order; without one, or if it is full, the loss is logged.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use headwater_bus::{
@@ -13,6 +13,7 @@ use headwater_bus::{
 };
 use headwater_issue::Run;
 use serde_json::{Value as Json, json};
+use tokio::sync::OnceCell;
 use tokio::time::timeout;
 use tracing::warn;
 
@@ -29,45 +30,64 @@ const PUBLISH_TIMEOUT: Duration = Duration::from_secs(10);
 const PROMPT_NAMESPACE: &str = "headwater.desk";
 const PROMPT_KEY: &str = "reply";
 
-/// The session of one run.
+/// The session of one run. It is there when there is something to replay: runs that wait for a model leave none.
 pub(crate) struct RunSession {
     sessions: Arc<Sessions>,
     /// `None` while the backend is away; what is published then is in no list, but where the session is when it is recovered.
-    session: Option<Session>,
+    session: OnceCell<Option<Session>>,
+    /// The first event, until there is a second one or the run has come to something.
+    rendered: Mutex<Option<PromptRendered>>,
     id: SessionId,
     adapter: String,
 }
 
 impl RunSession {
     /// A new session for a run: `issue-7-run-3-` and a random part, so that a database that began anew repeats none.
-    pub(crate) async fn begin(sessions: &Arc<Sessions>, run: &Run, adapter: &str) -> Self {
+    pub(crate) fn new(sessions: &Arc<Sessions>, run: &Run, adapter: &str) -> Self {
         let random = uuid::Uuid::new_v4().simple().to_string();
         let id = format!("issue-{}-run-{}-{}", run.issue().id, run.epoch(), &random[..12]);
         let id = SessionId::new(id).expect("numbers and letters are a valid session id");
-        let session = match timeout(BEGIN_TIMEOUT, sessions.create(&id)).await {
+        Self {
+            sessions: Arc::clone(sessions),
+            session: OnceCell::new(),
+            rendered: Mutex::default(),
+            id,
+            adapter: adapter.to_owned(),
+        }
+    }
+
+    async fn begin(&self) -> Option<Session> {
+        match timeout(BEGIN_TIMEOUT, self.sessions.create(&self.id)).await {
             Ok(Ok(session)) => Some(session),
             Ok(Err(error)) => {
-                warn!(session = %id, %error, "a model run goes on without a session");
+                warn!(session = %self.id, %error, "a model run goes on without a session");
                 None
             }
             Err(_) => {
-                warn!(session = %id, "a model run goes on without a session: the bus is slow");
+                warn!(session = %self.id, "a model run goes on without a session: the bus is slow");
                 None
             }
-        };
-        Self { sessions: Arc::clone(sessions), session, id, adapter: adapter.to_owned() }
+        }
+    }
+
+    /// Makes the session, with what was rendered, if nothing has made it yet.
+    pub(crate) async fn keep(&self) {
+        let rendered = self.rendered.lock().expect("nobody panics in there").take();
+        if let Some(rendered) = rendered {
+            self.publish(rendered).await;
+        }
     }
 
     pub(crate) fn id(&self) -> &str {
         self.id.as_str()
     }
 
-    pub(crate) async fn rendered(&self, prompt: &ModelPrompt, inputs: Json) {
+    pub(crate) fn rendered(&self, prompt: &ModelPrompt, inputs: Json) {
         let texts = prompt.turns.iter().filter_map(|turn| match turn {
             Turn::Instruction(text) | Turn::Data(text) => Some(text.as_str()),
             Turn::Answer(_) | Turn::ToolResult { .. } => None,
         });
-        self.publish(PromptRendered {
+        let rendered = PromptRendered {
             prompt_ns: PROMPT_NAMESPACE.to_owned(),
             prompt_key: PROMPT_KEY.to_owned(),
             prompt_name: Some(prompt_name()),
@@ -76,11 +96,12 @@ impl RunSession {
             render_inputs: inputs,
             rendered_prompt: texts.collect::<Vec<_>>().join("\n\n"),
             created_at: created_at(),
-        })
-        .await;
+        };
+        *self.rendered.lock().expect("nobody panics in there") = Some(rendered);
     }
 
     pub(crate) async fn invoked(&self, call: &ToolCall, outcome: &ToolOutcome) {
+        self.keep().await;
         let value = serde_json::from_str(&outcome.told).unwrap_or(Json::Null);
         self.publish(ToolInvoked {
             prompt_name: prompt_name(),
@@ -96,6 +117,7 @@ impl RunSession {
     }
 
     pub(crate) async fn executed(&self, answer: &Answer, usage: Usage) {
+        self.keep().await;
         let calls: Vec<&str> = answer.calls.iter().map(|call| call.name.as_str()).collect();
         self.publish(PromptExecuted {
             prompt_name: prompt_name(),
@@ -110,7 +132,7 @@ impl RunSession {
 
     async fn publish<E: Event>(&self, event: E) {
         let publishing = async {
-            match &self.session {
+            match self.session.get_or_init(|| self.begin()).await {
                 Some(session) => session.publish(event).await.map(drop).map_err(|e| e.to_string()),
                 None => {
                     self.sessions.bus().publish(event).await.map(drop).map_err(|e| e.to_string())

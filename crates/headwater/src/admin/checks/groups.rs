@@ -11,6 +11,7 @@ use headwater_queue::{GroupPartitionView, GroupView, Inspector, Queue, QueueErro
 use super::Finding;
 use crate::limits::TICKET_EVENTS_KEPT;
 use crate::ticket_events::TICKET_EVENTS;
+use crate::ticket_intake::AI_PROCESSOR_GROUP;
 
 /// Topics that are looked at.
 const TOPICS_MAX: usize = 200;
@@ -58,8 +59,11 @@ fn warning(view: &GroupView) -> Finding {
     let found = format!(
         "`{group}` of `{topic}` has no member that lives, and {waiting} are kept for it beyond what the topic keeps"
     );
-    let advice =
-        format!("start what reads for it, or remove it: `headwater group delete {topic} {group}`");
+    let advice = if topic == STREAM || group == AI_PROCESSOR_GROUP {
+        "start `headwater serve` or `headwater worker`, which read for it".to_owned()
+    } else {
+        format!("start what reads for it, or remove it: `headwater group delete {topic} {group}`")
+    };
     Finding::warning("groups", found, &advice)
 }
 
