@@ -400,10 +400,7 @@ impl Carrier {
             Ok(Kept::Gone) => return Ok(Ok(reply)),
             Err(error) => return Ok(Err(error)),
         };
-        // Nobody hears of a cancellation but by the copy, so there is one.
-        if matches!(&kept, Reply::Failed(failed) if failed.kind == RequestFailure::Cancelled) {
-            return Ok(Ok(kept));
-        }
+        // Also of one that was there, such as a cancellation: whoever kept it may have died before its copy. One is stored.
         let announce = || self.replies.announce(request_id, &kept);
         if let Err(error) = self.until_it_works(announce).await? {
             // The requester has it. Those who watch do not, and trying again would not help them.
