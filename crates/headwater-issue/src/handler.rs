@@ -16,6 +16,7 @@ use crate::claim::ClaimedIssue;
 use crate::delivery::{NewOutbox, OutboxKind};
 use crate::held::ClaimWatch;
 use crate::issue::{ClaimEpoch, EventLog, Issue};
+use crate::limits::{DELAY_MAX, PUT_OFF_MIN};
 
 /// Handles issues. Any `Fn(Run) -> impl Future<Output = Result<Resolution, HandlerError>>` is one.
 #[async_trait]
@@ -173,14 +174,15 @@ impl HandlerError {
 
     /// Tries again after this time, or later: a year is the longest.
     pub fn retry_after(after: Duration, reason: impl fmt::Display) -> Self {
-        let after = after.min(crate::limits::DELAY_MAX);
+        let after = after.min(DELAY_MAX);
         Self { reason: reason.to_string(), then: Then::RetryAfter(after) }
     }
 
     /// Tries again after about this time: a little later, so that not all who wait come back at once. No attempt is counted,
     /// however often it happens. For what is not to be had now, whichever issue asks, such as a budget that is spent.
+    /// [`PUT_OFF_MIN`] is the shortest, a year the longest.
     pub fn put_off(after: Duration, reason: impl fmt::Display) -> Self {
-        let after = after.min(crate::limits::DELAY_MAX - PUT_OFF_SPREAD_MAX);
+        let after = after.clamp(PUT_OFF_MIN, DELAY_MAX - PUT_OFF_SPREAD_MAX);
         Self { reason: reason.to_string(), then: Then::PutOff(after) }
     }
 

@@ -79,6 +79,9 @@ pub const CLAIM_TTL_DEFAULT: Duration = Duration::from_secs(60);
 /// The farthest a quiet window or a backoff can put work off.
 pub const DELAY_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
+/// The shortest time that a run is put off for: no attempt is counted, so without it such a run would go on and on at once.
+pub const PUT_OFF_MIN: Duration = Duration::from_secs(1);
+
 /// The longest one wait for the outbox lasts.
 pub const WAIT_MAX: Duration = Duration::from_secs(60);
 

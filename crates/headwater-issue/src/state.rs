@@ -224,13 +224,14 @@ impl IssueState {
         Effect::Queued
     }
 
-    /// Whether so many events wait that a quiet window is of no more use. Only a backoff keeps such an issue from being
-    /// claimed, and after a failure that is what it waits for.
+    /// Whether so many events wait that a quiet window is of no more use. After a failed run, and after one that was put off,
+    /// it may be no window that an issue waits for, and events end no other wait. The error tells that, not the attempts:
+    /// what is put off has none.
     fn has_enough_for_a_run(&self, quiet: &Quiet) -> bool {
         quiet.events_max > 0
             && self.pending_events >= quiet.events_max as u64
             && self.status != ProcessingStatus::Processing
-            && self.attempts == 0
+            && self.last_error.is_none()
     }
 
     fn claim(&mut self, owner: &str, ttl: Duration, now: Timestamp) -> Effect {

@@ -171,6 +171,43 @@ async fn a_run_that_waits_for_its_backoff_says_so_and_is_looked_at_in_time() -> 
 }
 
 #[tokio::test]
+async fn a_run_that_is_put_off_for_no_time_at_all_still_waits() -> Result<()> {
+    // The clock of the database stands still: whoever is run twice has not waited.
+    let place = Place::memory();
+    let system = System::at(&place).await?;
+    let issue_id = system.record("1", "a").await?.issue_id;
+    let runs = Arc::new(AtomicUsize::new(0));
+    let handler = {
+        let runs = Arc::clone(&runs);
+        move |run: Run| {
+            let first = runs.fetch_add(1, Ordering::SeqCst) == 0;
+            async move {
+                match first {
+                    true => Err(HandlerError::put_off(Duration::ZERO, "no budget")),
+                    false => Ok(replies(&run)),
+                }
+            }
+        }
+    };
+    let worker = system.start(handler, patient())?;
+    until("the run to be put off", || async {
+        let issue = system.store.issue(issue_id).await.expect("it answers").expect("it exists");
+        issue.not_before.is_some() || runs.load(Ordering::SeqCst) > 1
+    })
+    .await?;
+    let waits = issue(&system, issue_id).await?;
+    let until = waits.not_before.expect("it was put off");
+    assert!(until.since(waits.updated_at) >= limits::PUT_OFF_MIN, "{waits:?}");
+    assert_eq!((waits.attempts, runs.load(Ordering::SeqCst)), (0, 1));
+
+    place.clock.as_ref().expect("a clock").advance(limits::PUT_OFF_MIN * 2);
+    system.settled().await?;
+    worker.stop().await?;
+    assert_eq!(runs.load(Ordering::SeqCst), 2);
+    replies_of(&system, issue_id).await
+}
+
+#[tokio::test]
 async fn a_worker_that_has_lost_its_claim_cancels_the_handler_and_changes_nothing() -> Result<()> {
     struct Alarm(Arc<AtomicUsize>);
     impl Drop for Alarm {

@@ -136,12 +136,10 @@ impl<'a> Sequence<'a> {
 
     async fn record(&mut self, issue: usize) -> TestResult {
         let model = &mut self.issues[issue];
+        let events_max = usize::try_from(self.random.below(3) * 3).unwrap_or_default();
         let quiet = match self.random.below(2) {
-            0 => Quiet::default(),
-            _ => {
-                let events_max = usize::try_from(self.random.below(3) * 3).unwrap_or_default();
-                Quiet { quiet: MINUTE * 20, max_wait: MINUTE * 40, events_max }
-            }
+            0 => Quiet { events_max, ..Quiet::default() },
+            _ => Quiet { quiet: MINUTE * 20, max_wait: MINUTE * 40, events_max },
         };
         let count = 1 + self.random.below(3);
         let mut keys = Vec::new();

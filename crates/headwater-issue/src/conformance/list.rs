@@ -23,6 +23,7 @@ macro_rules! conformance_suite {
                 no_event_waits_longer_than_the_longest_wait,
                 a_quiet_window_ends_with_as_many_events_as_a_run_can_have,
                 a_backoff_does_not_end_with_the_number_of_events,
+                a_run_that_was_put_off_stays_so_however_many_events_come,
                 the_largest_and_the_deepest_payloads_come_back,
                 as_many_events_as_allowed_are_taken_in_one_call,
                 text_in_any_script_comes_back,

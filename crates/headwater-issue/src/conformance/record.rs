@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::env::{Env, INTEGRATION, TestResult, completion, event};
 use crate::limits::{BATCH_MAX, JSON_DEPTH_MAX, PAYLOAD_BYTES_MAX};
 use crate::{
-    AfterFailure, Claim, Completed, Failure, IssueError, NewEvent, ProcessingStatus, Quiet,
+    AfterFailure, Claim, Completed, Failure, IssueError, IssueId, NewEvent, ProcessingStatus, Quiet,
 };
 
 pub async fn an_event_creates_its_issue_and_queues_it(env: Env) -> TestResult {
@@ -223,21 +223,50 @@ pub async fn a_quiet_window_ends_with_as_many_events_as_a_run_can_have(env: Env)
     env.assert_sound().await
 }
 
+/// Ends a run of this issue with a wait that is longer than any window here.
+async fn fail(env: &Env, issue_id: IssueId, then: AfterFailure) -> TestResult {
+    let epoch = env.claim(issue_id).await?.epoch;
+    let failure = Failure { issue_id, epoch, error: "no model".into(), then };
+    env.store.fail(&[failure], 5).await?;
+    Ok(())
+}
+
 pub async fn a_backoff_does_not_end_with_the_number_of_events(env: Env) -> TestResult {
     let quiet = window(Duration::from_secs(6000), 2);
-    let recorded = env.record_all(&[event("42", "a")]).await?.remove(0);
-    let claimed = env.claim(recorded.issue_id).await?;
-    let then = AfterFailure::Retry { after: Duration::from_secs(6000) };
-    let failure = Failure {
-        issue_id: recorded.issue_id,
-        epoch: claimed.epoch,
-        error: "no model".into(),
-        then,
-    };
-    env.store.fail(&[failure], 5).await?;
+    let issue_id = env.record("42", "a").await?.issue_id;
+    fail(&env, issue_id, AfterFailure::Retry { after: Duration::from_secs(6000) }).await?;
     let recorded = env.store.record(&[event("42", "b")], &quiet).await.remove(0)?;
     assert!(!recorded.nudge && recorded.not_before.is_some());
-    assert!(matches!(env.try_claim(recorded.issue_id).await?, Claim::NotYet { .. }));
+    assert!(matches!(env.try_claim(issue_id).await?, Claim::NotYet { .. }));
+    env.assert_sound().await
+}
+
+pub async fn a_run_that_was_put_off_stays_so_however_many_events_come(env: Env) -> TestResult {
+    let put_off = AfterFailure::PutOff { after: Duration::from_secs(20_000) };
+    let windows =
+        [window(Duration::from_secs(6000), 2), Quiet { events_max: 2, ..Quiet::default() }];
+    for (quiet, issue) in windows.into_iter().zip(["1", "2"]) {
+        let key = |key: &str| event(issue, &format!("{issue}/{key}"));
+        let issue_id = env.record_all(&[key("a"), key("b"), key("c")]).await?.remove(0).issue_id;
+        fail(&env, issue_id, put_off).await?;
+        for events in [vec![key("d")], vec![key("e"), key("f")], vec![key("d")]] {
+            let recorded = env.store.record(&events, &quiet).await.remove(0)?;
+            // A duplicate of what waits is nudged for, as ever; whoever comes is sent away.
+            assert_eq!(recorded.nudge, recorded.duplicate);
+            let claim = env.try_claim(issue_id).await?;
+            let Claim::NotYet { wait, .. } = claim else { panic!("it was put off: {claim:?}") };
+            assert!(wait > Duration::from_secs(10_000), "{wait:?}");
+        }
+        env.pass(Duration::from_secs(20_000)).await?;
+        let claimed = env.claim(issue_id).await?;
+        assert_eq!((claimed.events.len(), claimed.issue.attempts), (6, 0));
+
+        // A run that ended well leaves nothing of that: a window is ended by events again.
+        env.complete(completion(&claimed)).await?;
+        let recorded = env.store.record(&[key("g"), key("h")], &quiet).await.remove(0)?;
+        assert!(recorded.nudge && recorded.not_before.is_none());
+        env.claim(issue_id).await?;
+    }
     env.assert_sound().await
 }
 

@@ -15,12 +15,13 @@ use crate::rows::database_error;
 const TRANSITIONS: &str = include_str!("migrations/0002_transitions.sql");
 
 /// Never change the text of one that somebody may have applied: such a database is refused. Add another one.
-const MIGRATIONS: [&str; 5] = [
+const MIGRATIONS: [&str; 6] = [
     include_str!("migrations/0001_issues.sql"),
     TRANSITIONS,
     include_str!("migrations/0003_outbox_kinds.sql"),
     TRANSITIONS,
     include_str!("migrations/0005_put_off.sql"),
+    include_str!("migrations/0006_put_off_stays.sql"),
 ];
 
 /// The advisory lock of migrations: "headwater" as a number that nobody else has picked.
@@ -89,4 +90,23 @@ async fn apply(pool: &PgPool) -> Result<Verdict, sqlx::Error> {
     }
     transaction.commit().await?;
     Ok(verdict)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_migration_that_somebody_may_have_applied_has_another_text_than_it_had() {
+        let applied = [
+            "f146a020375b6f62cc755d229f0e629dda418021eb3fd2af83677b7690f38c7a",
+            "792e6a65c37ea406952a8b9494136cc10f58ad126969e0b21201aad8d353f3ea",
+            "e4f203f54844b989b17650d4ada0587cdee5746dd01a0c20c682b82a80dbc2db",
+            "792e6a65c37ea406952a8b9494136cc10f58ad126969e0b21201aad8d353f3ea",
+            "ab7ffb123b072d45c8448f345d467a9c11638c48611b8dd7d91bc717cecad064",
+            "8c689229116e81d2736c059ba57b95838dba8480183f79d8cddafd316e6363cb",
+        ];
+        let ours = MIGRATIONS.map(migrations::checksum);
+        assert_eq!(ours, applied, "do not change a migration: add one, and its checksum here");
+    }
 }

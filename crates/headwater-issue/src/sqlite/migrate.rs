@@ -101,3 +101,18 @@ pub(super) async fn identity(writer: &SqlitePool) -> Result<String> {
     };
     read.await.map_err(|error| database_error("reading the identity of the database", error))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_migration_that_somebody_may_have_applied_has_another_text_than_it_had() {
+        let applied = [
+            "e0be7f070e7e684a3fbbc730e2b6516a9fef3d1643759a6777a3937297b00bf0",
+            "962ad3ad375acf7827e47ff7c4db6dc335733ab9766f6420ddac16487e7b5c84",
+        ];
+        let ours = MIGRATIONS.map(migrations::checksum);
+        assert_eq!(ours, applied, "do not change a migration: add one, and its checksum here");
+    }
+}

@@ -202,3 +202,16 @@ fn an_operator_can_end_a_wait_but_not_a_run() {
     assert_eq!(world.claim("a"), Effect::Won(ClaimEpoch(2)));
     assert_eq!(world.take(&Transition::Release), Effect::Nothing);
 }
+
+#[test]
+fn no_number_of_events_ends_a_wait_that_is_no_quiet_window() {
+    for then in [AfterFailure::PutOff { after: MINUTE }, AfterFailure::Retry { after: MINUTE }] {
+        let quiet = Quiet { events_max: 2, ..Quiet::default() };
+        let mut world = World::new();
+        world.record();
+        world.claim("a");
+        assert_eq!(world.fail(1, then), Effect::Queued);
+        assert_eq!(world.take(&Transition::Record { events: 9, quiet }), Effect::Nothing);
+        assert_eq!(world.claim("a"), Effect::NotYet(world.now.after(MINUTE)));
+    }
+}
