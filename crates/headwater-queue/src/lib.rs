@@ -65,3 +65,8 @@ pub use topic::{GroupName, Growth, Partition, Policies, Topic, TopicName};
 pub use topics::{Described, DescribedPartition, Topics};
 pub use trace::{TRACEPARENT, TraceBridge, TraceContext};
 pub use trim::{Trim, TrimReport, TrimmedPartition};
+
+/// The page for users, whose example is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/topics.md")]
+struct TopicsPage;

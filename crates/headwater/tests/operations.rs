@@ -1,4 +1,4 @@
-//! What `docs/operations.md` says is so: its commands run, and it knows every metric there is.
+//! What `docs/operations.md` and `docs/topics.md` say is so: their commands run, and the first knows every metric there is.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod support;
@@ -17,8 +17,8 @@ fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-fn document() -> String {
-    std::fs::read_to_string(root().join("docs/operations.md")).unwrap()
+fn document(path: &str) -> String {
+    std::fs::read_to_string(root().join(path)).unwrap()
 }
 
 /// The blocks of commands, from top to bottom.
@@ -43,39 +43,29 @@ impl Drop for Group {
     }
 }
 
-#[test]
-fn every_command_runs_from_top_to_bottom() {
-    let document = document();
-    let blocks = blocks(&document);
-    assert!(blocks.len() > 15, "{}", blocks.len());
-    let (redis, postgres) = (Redis::start().unwrap(), Postgres::shared().unwrap());
-    let database = postgres.database().unwrap();
-    let place = Place::new().unwrap();
-
-    // The binary under its name, as whoever installed it has it.
-    let programs = place.path().join("programs");
-    std::fs::create_dir(&programs).unwrap();
-    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_headwater"), programs.join("headwater"))
-        .unwrap();
-
+/// The commands as one script, which says on standard error where it is.
+fn script(blocks: &[String]) -> String {
     let mut script = "set -euo pipefail\n".to_owned();
     for (number, block) in blocks.iter().enumerate() {
         script +=
             &format!("echo '== block {number}' >&2; set -x\n{block}{{ set +x; }} 2>/dev/null\n");
     }
-    script += "echo 'this is the end'\n";
-    let mut script = script
-        .replace("redis://127.0.0.1:6379", &redis.url())
-        .replace("postgres://headwater:secret@127.0.0.1/headwater", &database.url());
-    for (port, free) in ["8080", "8081", "8082"].into_iter().zip(ports()) {
-        assert!(script.contains(&format!("127.0.0.1:{port}")));
-        script = script.replace(&format!("127.0.0.1:{port}"), &format!("127.0.0.1:{free}"));
-    }
-    std::fs::write(place.path().join("operations.sh"), script).unwrap();
+    script + "echo 'this is the end'\n"
+}
+
+/// Runs a script to its end in a directory of its own. Returns what it printed.
+fn run(script: &str, variables: &[(&str, &str)]) -> String {
+    let place = Place::new().unwrap();
+    // The binary under its name, as whoever installed it has it.
+    let programs = place.path().join("programs");
+    std::fs::create_dir(&programs).unwrap();
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_headwater"), programs.join("headwater"))
+        .unwrap();
+    std::fs::write(place.path().join("commands.sh"), script).unwrap();
 
     let path = std::env::var("PATH").unwrap();
     let mut command = Command::new("bash");
-    command.arg("operations.sh").current_dir(place.path());
+    command.arg("commands.sh").current_dir(place.path());
     for (name, _) in
         std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("HEADWATER_"))
     {
@@ -83,7 +73,8 @@ fn every_command_runs_from_top_to_bottom() {
     }
     command
         .env("PATH", format!("{}:{path}", programs.display()))
-        .env("HEADWATER_LOG_LEVEL", "warn");
+        .env("HEADWATER_LOG_LEVEL", "warn")
+        .envs(variables.iter().copied());
     // Into files: what runs in the background would hold a pipe open.
     let file = |name: &str| std::fs::File::create(place.path().join(name)).unwrap();
     command.stdin(Stdio::null()).stdout(file("out")).stderr(file("err")).process_group(0);
@@ -98,7 +89,46 @@ fn every_command_runs_from_top_to_bottom() {
     let (out, err) = (read("out"), read("err"));
     assert!(ended.is_ok() && status.unwrap().success(), "{status:?}\n{err}\n{out}");
     assert!(out.ends_with("this is the end\n"), "{err}\n{out}");
+    out
+}
+
+#[test]
+fn every_command_runs_from_top_to_bottom() {
+    let blocks = blocks(&document("docs/operations.md"));
+    assert!(blocks.len() > 15, "{}", blocks.len());
+    let (redis, postgres) = (Redis::start().unwrap(), Postgres::shared().unwrap());
+    let database = postgres.database().unwrap();
+    let mut script = script(&blocks)
+        .replace("redis://127.0.0.1:6379", &redis.url())
+        .replace("postgres://headwater:secret@127.0.0.1/headwater", &database.url());
+    for (port, free) in ["8080", "8081", "8082"].into_iter().zip(ports()) {
+        assert!(script.contains(&format!("127.0.0.1:{port}")));
+        script = script.replace(&format!("127.0.0.1:{port}"), &format!("127.0.0.1:{free}"));
+    }
+    let out = run(&script, &[]);
     assert!(out.contains("My parcel is late") && out.contains("espresso"), "{out}");
+}
+
+/// Runs the commands about topics and looks at what they printed.
+fn run_topics(variables: &[(&str, &str)]) {
+    let blocks = blocks(&document("docs/topics.md"));
+    assert!(blocks.len() > 5, "{}", blocks.len());
+    let out = run(&script(&blocks), variables);
+    for expected in ["bob gets tea, attempt 3", "the bank is closed", "mocha", "exit code 1"] {
+        assert!(out.contains(expected), "no {expected:?} in {out}");
+    }
+    assert_eq!(out.matches("ada gets ristretto").count(), 1, "its id counts once: {out}");
+}
+
+#[test]
+fn every_command_about_topics_runs_with_nothing_installed() {
+    run_topics(&[]);
+}
+
+#[test]
+fn every_command_about_topics_runs_on_redis() {
+    let redis = Redis::start().unwrap();
+    run_topics(&[("HEADWATER_STREAM_URL", &redis.url())]);
 }
 
 /// Words of a text that look like names of metrics.
@@ -140,7 +170,7 @@ fn every_metric_is_explained_and_every_explained_metric_is_there() {
     // The name of a channel of Postgres.
     there.remove("headwater_outbox");
     assert!(there.len() > 60, "{there:?}");
-    let document = document();
+    let document = document("docs/operations.md");
     let (_, tables) = document.split_once("\n## Metrics\n").unwrap();
     assert_eq!(metrics(tables), there);
     // What alerts speak of is explained, too.
