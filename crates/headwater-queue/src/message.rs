@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
-use headwater_stream::{Delivery, EntryId, Epoch, Fields};
+use headwater_stream::{Delivery, EntryId, EntrySize, Epoch, Fields, Own};
 
 use crate::error::{QueueError, Result};
 use crate::limits::{ATTEMPTS_MAX, HEADERS_BYTES_MAX, KEY_BYTES_MAX, MESSAGE_ID_BYTES_MAX};
@@ -111,63 +111,92 @@ impl NewMessage {
         Ok(())
     }
 
-    /// The fields of its entry. A trace is added to its headers unless they have one.
-    pub(crate) fn into_fields(
-        self,
-        envelope: &Envelope,
-        timestamp: Bytes,
-        trace: Option<TraceContext>,
-    ) -> Result<Fields> {
+    /// What its entry is made of. A trace is added to its headers unless they have one.
+    pub(crate) fn into_outgoing(self, trace: Option<TraceContext>) -> Result<Outgoing> {
         let trace = trace.filter(|_| !self.headers.contains_key(TRACEPARENT));
         let headers = match (self.headers.is_empty(), trace) {
             (true, None) => Bytes::from_static(b"{}"),
             (true, Some(trace)) => format!(r#"{{"{TRACEPARENT}":"{trace}"}}"#).into(),
             (false, trace) => headers_within_limit(&self.headers, trace)?,
         };
-        let max_retries = match self.max_retries {
-            Some(count) => count.to_string().into(),
-            None => envelope.max_retries.clone(),
-        };
-        let name = |name: &'static str| Bytes::from_static(name.as_bytes());
-        let first = [
-            (name(PAYLOAD), self.payload),
-            (name(TIMESTAMP), timestamp),
-            (name(RETRY_COUNT), Bytes::from_static(b"0")),
-            (name(MAX_RETRIES), max_retries),
-            (name(TOPIC), envelope.topic.clone()),
-            (name(PARTITION_ID), envelope.partition.clone()),
-        ];
-        let headers = (name(HEADERS), headers);
-        // Arrays, not a list that grows: their length is known, so the fields are written where they stay.
-        let [a, b, c, d, e, f] = first;
-        Ok(match self.key {
-            Some(key) => Fields::from([a, b, c, d, e, f, (name(KEY), key.into()), headers]),
-            None => Fields::from([a, b, c, d, e, f, headers]),
+        Ok(Outgoing {
+            payload: self.payload,
+            key: self.key.map(Bytes::from),
+            headers,
+            max_retries: self.max_retries.map(|count| count.to_string().into()),
         })
     }
 
     #[cfg(test)]
     fn to_fields(&self, topic: &Topic, partition: Partition, now: Timestamp) -> Result<Fields> {
-        let envelope = Envelope::new(topic, partition);
-        self.clone().into_fields(&envelope, now.to_rfc3339().into(), None)
+        let outgoing = self.clone().into_outgoing(None)?;
+        Ok(outgoing.seal(&Envelope::new(topic, partition), &now.to_rfc3339().into()))
+    }
+}
+
+/// A valid message on its way: what its entry is made of.
+#[derive(Debug)]
+pub(crate) struct Outgoing {
+    payload: Bytes,
+    key: Option<Bytes>,
+    headers: Bytes,
+    max_retries: Option<Bytes>,
+}
+
+impl Outgoing {
+    /// The fields of its entry.
+    pub(crate) fn seal(&self, envelope: &Envelope, timestamp: &Bytes) -> Fields {
+        self.with_parts(envelope, timestamp, Fields::with_common)
+    }
+
+    /// How large its entry is.
+    pub(crate) fn size(&self, envelope: &Envelope, timestamp: &Bytes) -> EntrySize {
+        self.with_parts(envelope, timestamp, |before, common, after| {
+            let own = before.iter().chain(after);
+            let own_bytes: usize = own.map(|(name, value)| name.len() + value.len()).sum();
+            let EntrySize { fields, bytes } = common.size();
+            EntrySize { fields: before.len() + fields + after.len(), bytes: own_bytes + bytes }
+        })
+    }
+
+    /// Hands out what it has in common with others, and what it has for itself before and after that.
+    fn with_parts<T>(
+        &self,
+        envelope: &Envelope,
+        timestamp: &Bytes,
+        take: impl FnOnce(&[Own<'_>], &Fields, &[Own<'_>]) -> T,
+    ) -> T {
+        static NO_RETRY: Bytes = Bytes::from_static(b"0");
+        let (payload, timestamp) = ((PAYLOAD, &self.payload), (TIMESTAMP, timestamp));
+        let headers = (HEADERS, &self.headers);
+        let keyed = self.key.as_ref().map(|key| [(KEY, key), headers]);
+        let after = keyed.as_ref().map_or(std::slice::from_ref(&headers), |keyed| &keyed[..]);
+        match &self.max_retries {
+            None => take(&[payload, timestamp], &envelope.common, after),
+            Some(max_retries) => {
+                let counts = [(RETRY_COUNT, &NO_RETRY), (MAX_RETRIES, max_retries)];
+                take(&[payload, timestamp, counts[0], counts[1]], &envelope.place, after)
+            }
+        }
     }
 }
 
 /// What all messages of a partition have in common, written once.
 #[derive(Clone, Debug)]
 pub(crate) struct Envelope {
-    topic: Bytes,
-    partition: Bytes,
-    max_retries: Bytes,
+    common: Fields,
+    /// The same without the counts, for messages that have their own.
+    place: Fields,
 }
 
 impl Envelope {
     pub(crate) fn new(topic: &Topic, partition: Partition) -> Self {
-        Self {
-            topic: Bytes::copy_from_slice(topic.name.as_str().as_bytes()),
-            partition: partition.to_string().into(),
-            max_retries: topic.policies.max_retries.to_string().into(),
-        }
+        let name = Bytes::copy_from_slice(topic.name.as_str().as_bytes());
+        let place = [(TOPIC, &name), (PARTITION_ID, &partition.to_string().into())];
+        let place = Fields::with_common(&place, &Fields::default(), &[]);
+        let max_retries = topic.policies.max_retries.to_string().into();
+        let counts = [(RETRY_COUNT, &Bytes::from_static(b"0")), (MAX_RETRIES, &max_retries)];
+        Self { common: Fields::with_common(&counts, &place, &[]), place }
     }
 }
 

@@ -16,7 +16,6 @@ mod stamp;
 use std::fmt;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use headwater_stream::{EntryId, Fields, StreamError};
 use metrics::counter;
 use tokio::time::{Instant, timeout_at};
@@ -29,7 +28,7 @@ use self::route::{Route, Routes};
 use self::stamp::Stamp;
 use crate::config::ProducerConfig;
 use crate::error::{QueueError, Result};
-use crate::message::NewMessage;
+use crate::message::{NewMessage, Outgoing};
 use crate::metrics::ANOMALIES;
 use crate::queue::Queue;
 use crate::topic::Partition;
@@ -109,7 +108,7 @@ impl Producer {
         let sent = timeout_at(until, sending.instrument(span))
             .await
             .unwrap_or_else(|_| Err(self.too_late(topic)));
-        outlet.count(&sent);
+        outlet.count(std::slice::from_ref(&sent));
         sent
     }
 
@@ -124,23 +123,21 @@ impl Producer {
         let traced =
             trace::sending(self.bridge(), &route.topic.name, Some(partition), &message.headers);
         let now = self.inner.stamp.now();
-        let sealed = self.seal(route, message, partition, now, traced.context)?;
-        Ok((sealed, traced.span))
+        let (known_id, outgoing) = self.take_apart(route, message, partition, traced.context)?;
+        let fields = outgoing.seal(&route.outlet(partition).envelope, &now);
+        Ok((Sealed { partition, known_id, fields }, traced.span))
     }
 
-    /// Writes the fields of a valid message.
-    fn seal(
+    /// What becomes of a valid message: an id to be known by, if it has one, and an entry.
+    fn take_apart(
         &self,
         route: &Route,
         mut message: NewMessage,
         partition: Partition,
-        now: Bytes,
         trace: Option<TraceContext>,
-    ) -> Result<Sealed> {
+    ) -> Result<(Option<KnownId>, Outgoing)> {
         let known_id = self.take_id(route, &mut message, partition);
-        let envelope = &route.outlet(partition).envelope;
-        let fields = message.into_fields(envelope, now, trace)?;
-        Ok(Sealed { partition, known_id, fields })
+        Ok((known_id, message.into_outgoing(trace)?))
     }
 
     fn bridge(&self) -> Option<&dyn TraceBridge> {

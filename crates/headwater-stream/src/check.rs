@@ -3,22 +3,22 @@
 use std::time::Duration;
 
 use crate::delays::{Due, PutAside};
-use crate::entry::{EntryId, Fields};
+use crate::entry::{EntryId, EntrySize, Fields};
 use crate::error::{Result, StreamError};
 use crate::leases::Fence;
 use crate::limits::*;
 use crate::name::StreamName;
 use crate::registry::RegistryMap;
-use crate::streams::{Once, Reclaim, ReclaimFrom, Retention, Settle, Then};
+use crate::streams::{Entries, Once, Reclaim, ReclaimFrom, Retention, Settle, Then};
 
 /// Returns the bytes of all entries.
-pub(crate) fn append(entries: &[Fields], retention: &Retention) -> Result<usize> {
+pub(crate) fn append(entries: &dyn Entries, retention: &Retention) -> Result<EntrySize> {
     self::retention(retention)?;
-    fields_of("entries", entries.iter())
+    sizes_of("entries", (0..entries.len()).map(|at| entries.size(at)))
 }
 
 pub(crate) fn append_once(entries: &[Once], keep: Duration, retention: &Retention) -> Result<()> {
-    fields_of("entries", entries.iter().map(|entry| &entry.fields))?;
+    sizes_of("entries", entries.iter().map(|entry| entry.fields.size()))?;
     entries.iter().try_for_each(|entry| known_id("an entry's id", &entry.id))?;
     self::keep("the time to remember", keep)?;
     self::retention(retention)
@@ -91,7 +91,7 @@ pub(crate) fn wait(wait: Duration) -> Result<()> {
 
 pub(crate) fn put_aside(items: &[PutAside]) -> Result<()> {
     items.iter().try_for_each(|item| due(item.due))?;
-    fields_of("items", items.iter().map(|item| &item.fields)).map(|_| ())
+    sizes_of("items", items.iter().map(|item| item.fields.size())).map(|_| ())
 }
 
 pub(crate) fn lease_ttl(ttl: Duration) -> Result<()> {
@@ -162,38 +162,42 @@ fn value(what: &str, bytes: &[u8]) -> Result<()> {
     at_most(what, bytes.len(), VALUE_BYTES_MAX, "bytes")
 }
 
-/// Checks the fields of several entries and returns their bytes.
-fn fields_of<'a>(what: &str, all: impl ExactSizeIterator<Item = &'a Fields>) -> Result<usize> {
+/// Checks the sizes of several entries and returns what they are together.
+fn sizes_of(what: &str, all: impl ExactSizeIterator<Item = EntrySize>) -> Result<EntrySize> {
     at_most(what, all.len(), BATCH_MAX, "entries in one call")?;
-    let mut bytes = 0;
-    for fields in all {
-        bytes += self::fields(fields)?;
+    let mut total = EntrySize::default();
+    for size in all {
+        self::size(size)?;
+        total.fields += size.fields;
+        total.bytes += size.bytes;
     }
-    at_most(what, bytes, BATCH_BYTES_MAX, "bytes in one call")?;
-    Ok(bytes)
+    at_most(what, total.bytes, BATCH_BYTES_MAX, "bytes in one call")?;
+    Ok(total)
 }
 
 /// Checks what follows an entry that was delivered and returns its bytes. Other programs append larger entries than we do,
 /// and what follows says more than they did: it must fit, or they could never be settled.
 fn follow_up(fields: &Fields) -> Result<usize> {
-    if fields.is_empty() {
-        return self::fields(fields);
+    let EntrySize { fields, bytes } = fields.size();
+    if fields == 0 {
+        return Err(no_fields());
     }
-    let bytes = fields.bytes();
-    at_most("an entry", fields.len(), FOLLOW_UP_FIELDS_MAX, "fields")?;
+    at_most("an entry", fields, FOLLOW_UP_FIELDS_MAX, "fields")?;
     at_most("an entry", bytes, FOLLOW_UP_BYTES_MAX, "bytes")?;
     Ok(bytes)
 }
 
-/// Checks the fields of one entry and returns their bytes.
-fn fields(fields: &Fields) -> Result<usize> {
-    if fields.is_empty() {
-        return Err(StreamError::invalid("an entry", "it has no fields; give at least one"));
+/// Checks the size of one entry.
+fn size(EntrySize { fields, bytes }: EntrySize) -> Result<()> {
+    if fields == 0 {
+        return Err(no_fields());
     }
-    let bytes = fields.bytes();
-    at_most("an entry", fields.len(), FIELDS_MAX, "fields")?;
-    at_most("an entry", bytes, ENTRY_BYTES_MAX, "bytes")?;
-    Ok(bytes)
+    at_most("an entry", fields, FIELDS_MAX, "fields")?;
+    at_most("an entry", bytes, ENTRY_BYTES_MAX, "bytes")
+}
+
+fn no_fields() -> StreamError {
+    StreamError::invalid("an entry", "it has no fields; give at least one")
 }
 
 fn within(what: &str, value: Duration, min: Duration, max: Duration) -> Result<()> {

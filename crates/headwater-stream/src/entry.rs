@@ -1,11 +1,14 @@
 //! Entries: what a stream holds. An id that grows, and fields whose bytes nobody changes.
 
 mod fields;
+mod packed;
 
 use std::fmt;
 use std::str::FromStr;
 
-pub use self::fields::Fields;
+pub use self::fields::{Fields, Own};
+#[cfg(feature = "redis")]
+pub(crate) use self::packed::{Digits, count, next_text, put_count, put_text};
 
 /// The id of an entry: the millisecond it was appended, and a sequence number within it. Ids of a stream only grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -62,6 +65,15 @@ impl FromStr for EntryId {
             .and_then(|(ms, seq)| Some(Self { ms: number(ms)?, seq: number(seq)? }))
             .ok_or_else(|| ParseEntryIdError { text: text.chars().take(64).collect() })
     }
+}
+
+/// How large an entry is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EntrySize {
+    /// How many fields it has.
+    pub fields: usize,
+    /// The bytes of all names and values together.
+    pub bytes: usize,
 }
 
 /// One record of a stream.

@@ -39,7 +39,7 @@ pub use coalescer::{Coalescer, CoalescerConfig, Gone};
 pub use connect::{Options, connect};
 pub use dedup::{Begin, Dedup};
 pub use delays::{DelayId, DelayStats, Delayed, Delays, Due, PutAside, Returned};
-pub use entry::{Delivery, Entry, EntryId, Fields, ParseEntryIdError};
+pub use entry::{Delivery, Entry, EntryId, EntrySize, Fields, Own, ParseEntryIdError};
 pub use error::{BoxError, Result, StreamError};
 pub use keeper::{Acquired, HeldLease, KeeperConfig, LeaseKeeper, LostLease};
 pub use leases::{
@@ -51,7 +51,8 @@ pub use name::{
 };
 pub use registry::{Registry, RegistryMap};
 pub use streams::{
-    Append, Appended, Batch, ConsumerStats, Direction, GroupReader, GroupStart, GroupStats, Once,
-    Pending, PendingQuery, Range, Reclaim, ReclaimFrom, Reclaimed, Retention, Settle, Settled,
-    Settlement, Silenced, StreamStats, Streams, TailReader, Then, TrimGuard, Trimmed,
+    Append, Appended, Batch, ConsumerStats, Direction, Entries, GroupReader, GroupStart,
+    GroupStats, Once, Pending, PendingQuery, Range, Reclaim, ReclaimFrom, Reclaimed, Retention,
+    Settle, Settled, Settlement, Silenced, StreamStats, Streams, TailReader, Then, TrimGuard,
+    Trimmed,
 };

@@ -4,13 +4,14 @@
 //! Promises: the suite in `conformance` states them one by one; every backend passes it.
 //! Not here: topics and partitions, retries and their policies (see `headwater-queue`).
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::join_all;
 
 use crate::delays::Due;
-use crate::entry::{Delivery, Entry, EntryId, Fields};
+use crate::entry::{Delivery, Entry, EntryId, EntrySize, Fields};
 use crate::error::Result;
 use crate::leases::Fence;
 use crate::name::{ConsumerName, DelayName, GroupName, StreamName};
@@ -34,9 +35,10 @@ pub trait Streams: Send + Sync {
     /// Appends to several streams, in one round trip where one server holds them all. Returns what became of each append,
     /// in order: one that fails does not touch the others, and nothing is atomic over them.
     async fn append_many(&self, appends: &[Append<'_>]) -> Vec<Result<Vec<EntryId>>> {
-        let each = appends.iter().map(|append| {
-            let Append { stream, entries, retention } = append;
-            self.append(stream, entries, retention)
+        let each = appends.iter().map(async |append| {
+            let made = (0..append.entries.len()).map(|at| append.entries.entry(at).into_owned());
+            let entries: Vec<Fields> = made.collect();
+            self.append(append.stream, &entries, append.retention).await
         });
         join_all(each).await
     }
@@ -192,14 +194,46 @@ pub trait TailReader: Send {
 }
 
 /// Entries for one of several streams.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Append<'a> {
     /// The stream.
     pub stream: &'a StreamName,
     /// What to append, in order.
-    pub entries: &'a [Fields],
+    pub entries: &'a dyn Entries,
     /// How much of the stream to keep.
     pub retention: &'a Retention,
+}
+
+/// Entries to append, each made when it is needed: the first are on their way while the others are still made, and nobody
+/// holds all of them. Lists of fields are such entries.
+pub trait Entries: Send + Sync {
+    /// How many there are.
+    fn len(&self) -> usize;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The size of one of them, asked of all before the first is sent: if one is too large, nothing happens.
+    fn size(&self, at: usize) -> EntrySize;
+
+    /// One of them, always the same.
+    fn entry(&self, at: usize) -> Cow<'_, Fields>;
+}
+
+impl<T: AsRef<[Fields]> + Send + Sync> Entries for T {
+    fn len(&self) -> usize {
+        self.as_ref().len()
+    }
+
+    fn size(&self, at: usize) -> EntrySize {
+        self.as_ref()[at].size()
+    }
+
+    fn entry(&self, at: usize) -> Cow<'_, Fields> {
+        Cow::Borrowed(&self.as_ref()[at])
+    }
 }
 
 /// An entry to append once.

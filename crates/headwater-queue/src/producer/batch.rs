@@ -3,39 +3,81 @@
 //! Promises: messages of one partition keep their order, also when some of them fail: after the first that failed,
 //! nothing later of its partition is sent. Partitions do not wait for each other.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use bytes::Bytes;
 use futures_util::future::join_all;
 use headwater_stream::limits::{BATCH_BYTES_MAX, BATCH_MAX, ENTRY_BYTES_MAX};
-use headwater_stream::{Append, Fields};
+use headwater_stream::{Append, Entries, EntrySize, Fields, StreamName};
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
 use super::once::KnownId;
 use super::outlet::Outlet;
 use super::route::Route;
-use super::{Producer, Sealed, Sent, too_few};
+use super::{Producer, Sent, only, too_few};
 use crate::error::{QueueError, Result};
 use crate::limits::SEND_BATCH_MAX;
-use crate::message::{Headers, NewMessage};
+use crate::message::{Envelope, Headers, NewMessage, Outgoing};
 use crate::topic::Partition;
 use crate::trace::{self, TraceContext};
 
 /// Messages that are ready to be sent, those of one partition together and in order.
 struct Batch {
-    entries: Vec<Fields>,
+    messages: Vec<Outgoing>,
     /// Where each of them stands in what the caller gave.
     places: Vec<usize>,
     /// Those that have an id, by their place.
     known_ids: BTreeMap<usize, KnownId>,
     shares: Vec<Share>,
+    /// When they were sent.
+    timestamp: Bytes,
 }
 
-/// Which of the entries are for one partition.
+/// Which of the messages are for one partition.
 struct Share {
     partition: Partition,
-    entries: Range<usize>,
+    messages: Range<usize>,
+}
+
+/// Messages of one partition as entries, which are made while they are sent.
+struct Run<'a> {
+    messages: &'a [Outgoing],
+    envelope: &'a Envelope,
+    timestamp: &'a Bytes,
+}
+
+impl Entries for Run<'_> {
+    fn len(&self) -> usize {
+        self.messages.len()
+    }
+
+    fn size(&self, at: usize) -> EntrySize {
+        self.messages[at].size(self.envelope, self.timestamp)
+    }
+
+    fn entry(&self, at: usize) -> Cow<'_, Fields> {
+        Cow::Owned(self.messages[at].seal(self.envelope, self.timestamp))
+    }
+}
+
+impl Run<'_> {
+    /// As many of them as fit into one append; at least one, for each fits alone.
+    fn fitting(mut self) -> Self {
+        // Few enough fit whatever they hold.
+        if self.len() > BATCH_BYTES_MAX / ENTRY_BYTES_MAX {
+            let mut bytes = 0;
+            let fits = |at: &usize| {
+                bytes += self.size(*at).bytes;
+                bytes <= BATCH_BYTES_MAX
+            };
+            let fitting = (0..self.len()).take(BATCH_MAX).take_while(fits).count();
+            self.messages = &self.messages[..fitting];
+        }
+        self
+    }
 }
 
 /// What became of messages, by their place; `None` until it is known.
@@ -43,35 +85,38 @@ type Told = Vec<Option<Result<Sent>>>;
 
 impl Batch {
     /// A batch for so many messages.
-    fn with_capacity(messages: usize) -> Self {
+    fn with_capacity(messages: usize, timestamp: Bytes) -> Self {
         Self {
-            entries: Vec::with_capacity(messages),
+            messages: Vec::with_capacity(messages),
             places: Vec::with_capacity(messages),
             known_ids: BTreeMap::new(),
             shares: Vec::new(),
+            timestamp,
         }
     }
 
     /// Adds a message. Those of one partition come one after the other.
-    fn add(&mut self, sealed: Sealed, place: usize) {
-        let Sealed { partition, known_id, fields } = sealed;
-        let at = self.entries.len();
+    fn add(&mut self, partition: Partition, message: Outgoing, place: usize) {
+        let at = self.messages.len();
         match self.shares.last_mut() {
-            Some(share) if share.partition == partition => share.entries.end = at + 1,
-            _ => self.shares.push(Share { partition, entries: at..at + 1 }),
+            Some(share) if share.partition == partition => share.messages.end = at + 1,
+            _ => self.shares.push(Share { partition, messages: at..at + 1 }),
         }
-        if let Some(known_id) = known_id {
-            self.known_ids.insert(place, known_id);
-        }
-        self.entries.push(fields);
+        self.messages.push(message);
         self.places.push(place);
+    }
+
+    /// Messages of one partition as entries.
+    fn run<'a>(&'a self, outlet: &'a Outlet, messages: Range<usize>) -> Run<'a> {
+        let (envelope, timestamp) = (&outlet.envelope, &self.timestamp);
+        Run { messages: &self.messages[messages], envelope, timestamp }
     }
 
     fn has_id(&self, at: usize) -> bool {
         self.known_ids.contains_key(&self.places[at])
     }
 
-    /// Tells of these entries.
+    /// Tells of messages, from one of them on.
     fn tell(&self, told: &mut Told, from: usize, results: impl Iterator<Item = Result<Sent>>) {
         for (place, result) in self.places[from..].iter().zip(results) {
             told[*place] = Some(result);
@@ -133,12 +178,16 @@ impl Producer {
         }
         // By partition, and those of one partition as they were given.
         order.sort_unstable();
-        let now = self.inner.stamp.now();
-        let mut batch = Batch::with_capacity(messages.len());
+        let mut batch = Batch::with_capacity(messages.len(), self.inner.stamp.now());
         for (partition, place) in order {
             let message = std::mem::take(&mut messages[place]);
-            let sealed = self.seal(route, message, partition, now.clone(), trace);
-            batch.add(sealed.map_err(|error| at_place(place, error))?, place);
+            let (known_id, outgoing) = self
+                .take_apart(route, message, partition, trace)
+                .map_err(|error| at_place(place, error))?;
+            if let Some(known_id) = known_id {
+                batch.known_ids.insert(place, known_id);
+            }
+            batch.add(partition, outgoing, place);
         }
         Ok(batch)
     }
@@ -147,7 +196,11 @@ impl Producer {
         if route.budget.is_none() {
             return Ok(());
         }
-        let bytes = batch.entries.iter().map(Fields::bytes).sum();
+        let bytes_of = |share: &Share| {
+            let run = batch.run(route.outlet(share.partition), share.messages.clone());
+            (0..run.len()).map(|at| run.size(at).bytes).sum::<usize>()
+        };
+        let bytes = batch.shares.iter().map(bytes_of).sum();
         timeout_at(until, self.admit(route, bytes))
             .await
             .unwrap_or_else(|_| Err(self.too_late(route.topic.name.as_str())))
@@ -156,21 +209,18 @@ impl Producer {
     /// Sends all shares by one request, and what does not fit into it by further ones.
     async fn send_together(&self, route: &Route, batch: &Batch, until: Instant) -> Told {
         let retention = &route.topic.policies.retention;
-        let mut told = untold(batch.entries.len());
-        let outlet = |share: &Share| (share.entries.clone(), route.outlet(share.partition));
+        let mut told = untold(batch.messages.len());
+        let outlet = |share: &Share| (share.messages.clone(), route.outlet(share.partition));
         // What is left of each share.
         let mut left: Vec<(Range<usize>, &Outlet)> = batch.shares.iter().map(outlet).collect();
         while !left.is_empty() {
-            let appends: Vec<Append<'_>> = left
+            let each = left.iter();
+            let runs: Vec<(&StreamName, Run<'_>)> = each
+                .map(|(range, outlet)| (&outlet.stream, batch.run(outlet, range.clone()).fitting()))
+                .collect();
+            let appends: Vec<Append<'_>> = runs
                 .iter()
-                .map(|(range, outlet)| {
-                    let entries = &batch.entries[range.clone()];
-                    Append {
-                        stream: &outlet.stream,
-                        entries: &entries[..fitting(entries)],
-                        retention,
-                    }
-                })
+                .map(|(stream, run)| Append { stream, entries: run, retention })
                 .collect();
             let sending = self.inner.queue.backend().append_many(&appends);
             let mut sent = timeout_at(until, sending).await.map(Vec::into_iter);
@@ -208,9 +258,9 @@ impl Producer {
     /// Sends each share by requests of its own.
     async fn send_shares(&self, route: &Route, batch: &Batch, until: Instant) -> Told {
         let each = batch.shares.iter().map(|share| self.send_share(route, batch, share, until));
-        let mut told = untold(batch.entries.len());
+        let mut told = untold(batch.messages.len());
         for (share, results) in batch.shares.iter().zip(join_all(each).await) {
-            batch.tell(&mut told, share.entries.start, results.into_iter());
+            batch.tell(&mut told, share.messages.start, results.into_iter());
         }
         told
     }
@@ -223,9 +273,9 @@ impl Producer {
         until: Instant,
     ) -> Vec<Result<Sent>> {
         let outlet = route.outlet(share.partition);
-        let mut results = Vec::with_capacity(share.entries.len());
-        while results.len() < share.entries.len() {
-            let left = share.entries.start + results.len()..share.entries.end;
+        let mut results = Vec::with_capacity(share.messages.len());
+        while results.len() < share.messages.len() {
+            let left = share.messages.start + results.len()..share.messages.end;
             let error =
                 match timeout_at(until, self.send_run(route, outlet, batch, left.clone())).await {
                     Ok(Ok(sent)) if sent.is_empty() => too_few(),
@@ -239,7 +289,7 @@ impl Producer {
             // What is left of a share was not sent, because of this.
             results.extend(left.map(|_| Err(error.again())));
         }
-        results.iter().for_each(|result| outlet.count(result));
+        outlet.count(&results);
         results
     }
 
@@ -251,19 +301,21 @@ impl Producer {
         batch: &Batch,
         left: Range<usize>,
     ) -> Result<Vec<Sent>> {
-        let mut run = left.start..left.start + fitting(&batch.entries[left.clone()]);
-        let has_id = batch.has_id(run.start);
+        let mut run = batch.run(outlet, left.clone()).fitting();
+        let has_id = batch.has_id(left.start);
         if !batch.known_ids.is_empty() {
-            run.end = run.start + run.clone().take_while(|at| batch.has_id(*at) == has_id).count();
+            let alike = left.clone().take_while(|at| batch.has_id(*at) == has_id).count();
+            run.messages = &run.messages[..alike.min(run.len())];
         }
-        let entries = &batch.entries[run.clone()];
         if has_id {
-            let ids = batch.places[run].iter().filter_map(|place| batch.known_ids.get(place));
-            let entries = ids.cloned().zip(entries.iter().cloned()).collect();
-            return self.append_once_all(route, outlet, entries).await;
+            let places = &batch.places[left.start..left.start + run.len()];
+            let ids = places.iter().filter_map(|place| batch.known_ids.get(place));
+            let entries = (0..run.len()).map(|at| run.entry(at).into_owned());
+            return self.append_once_all(route, outlet, ids.cloned().zip(entries).collect()).await;
         }
         let retention = &route.topic.policies.retention;
-        let ids = self.inner.queue.backend().append(&outlet.stream, entries, retention).await?;
+        let append = Append { stream: &outlet.stream, entries: &run, retention };
+        let ids = only(self.inner.queue.backend().append_many(&[append]).await)??;
         Ok(ids.into_iter().map(|id| outlet.sent(id)).collect())
     }
 }
@@ -275,20 +327,6 @@ fn all(told: Told) -> Vec<Result<Sent>> {
 
 fn untold(count: usize) -> Told {
     std::iter::repeat_with(|| None).take(count).collect()
-}
-
-/// How many of these fit into one append; at least one, for each fits alone.
-fn fitting(entries: &[Fields]) -> usize {
-    // Few enough fit whatever they hold.
-    if entries.len() <= BATCH_BYTES_MAX / ENTRY_BYTES_MAX {
-        return entries.len();
-    }
-    let mut bytes = 0;
-    let fits = |fields: &&Fields| {
-        bytes += fields.bytes();
-        bytes <= BATCH_BYTES_MAX
-    };
-    entries.iter().take(BATCH_MAX).take_while(fits).count()
 }
 
 fn at_place(place: usize, error: QueueError) -> QueueError {

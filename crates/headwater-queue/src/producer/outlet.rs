@@ -58,12 +58,19 @@ impl Outlet {
         self.sent.increment(messages as u64);
     }
 
-    /// Counts what became of a message.
-    pub(super) fn count(&self, sent: &Result<Sent>) {
-        match sent {
-            Ok(Sent { duplicate: false, .. }) => self.sent.increment(1),
-            Ok(Sent { duplicate: true, .. }) => self.duplicates.increment(1),
-            Err(_) => self.errors.increment(1),
+    /// Counts what became of messages.
+    pub(super) fn count(&self, results: &[Result<Sent>]) {
+        let (mut sent, mut duplicates, mut errors) = (0, 0, 0);
+        for result in results {
+            match result {
+                Ok(Sent { duplicate: false, .. }) => sent += 1,
+                Ok(Sent { duplicate: true, .. }) => duplicates += 1,
+                Err(_) => errors += 1,
+            }
+        }
+        let counts = [(&self.sent, sent), (&self.duplicates, duplicates), (&self.errors, errors)];
+        for (counter, count) in counts.into_iter().filter(|(_, count)| *count > 0) {
+            counter.increment(count);
         }
     }
 }

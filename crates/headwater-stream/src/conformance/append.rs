@@ -1,5 +1,6 @@
 //! Appending: ids that grow, bytes that nobody changes.
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -10,7 +11,8 @@ use super::failure::TestResult;
 use super::steps::{contents, fields_in, numbered, numbers};
 use crate::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
 use crate::{
-    Append, Entry, EntryId, Fields, Range, Retention, SetName, StreamError, StreamName, TrimGuard,
+    Append, Entries, Entry, EntryId, EntrySize, Fields, Range, Retention, SetName, StreamError,
+    StreamName, TrimGuard,
 };
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
@@ -223,6 +225,56 @@ pub async fn appends_to_several_streams_do_not_touch_each_other(env: Env) -> Tes
     assert_eq!(newest[0].fields, hundred[99]);
     assert!(contents(&*env.second, &streams[3]).await?.is_empty());
     assert!(env.backend.append_many(&[]).await.is_empty());
+    Ok(())
+}
+
+/// Entries that are made when they are asked for, of which one may say that it is too large.
+struct Made {
+    count: usize,
+    too_large: Option<usize>,
+}
+
+impl Entries for Made {
+    fn len(&self) -> usize {
+        self.count
+    }
+
+    fn size(&self, at: usize) -> EntrySize {
+        let size = self.entry(at).size();
+        let bytes = if self.too_large == Some(at) { ENTRY_BYTES_MAX + 1 } else { size.bytes };
+        EntrySize { bytes, ..size }
+    }
+
+    fn entry(&self, at: usize) -> Cow<'_, Fields> {
+        let padding = if self.too_large == Some(at) { ENTRY_BYTES_MAX } else { 400 };
+        let fields = [("number", at.to_string()), ("padding", "x".repeat(padding))];
+        Cow::Owned(Fields::new(fields))
+    }
+}
+
+pub async fn entries_may_be_made_while_they_are_sent(env: Env) -> TestResult {
+    let stream = env.stream("orders");
+    let made = Made { count: 500, too_large: None };
+    let append = Append { stream: &stream, entries: &made, retention: KEEP };
+    let ids = env.backend.append_many(&[append]).await.remove(0)?;
+    let found = contents(&*env.second, &stream).await?;
+    if !env.is_faulty() {
+        let expected = ids.iter().zip(0..500);
+        let expected: Vec<Entry> = expected
+            .map(|(id, at)| Entry { id: *id, fields: made.entry(at).into_owned() })
+            .collect();
+        assert!(found == expected, "expected {} entries in order, found others", ids.len());
+    }
+    let before = found.len();
+    let refused = Made { count: 500, too_large: Some(499) };
+    let append = Append { stream: &stream, entries: &refused, retention: KEEP };
+    let refused = env.backend.append_many(&[append]).await.remove(0);
+    assert!(matches!(refused, Err(StreamError::Invalid { .. })), "found {refused:?}");
+    assert_eq!(
+        contents(&*env.second, &stream).await?.len(),
+        before,
+        "what is refused has no effect"
+    );
     Ok(())
 }
 

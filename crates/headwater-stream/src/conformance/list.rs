@@ -50,6 +50,7 @@ macro_rules! __every_promise {
                 always streams_do_not_mix,
                 always entries_appended_by_64_tasks_at_once_are_all_there,
                 always appends_to_several_streams_do_not_touch_each_other,
+                always entries_may_be_made_while_they_are_sent,
             }
             once {
                 always a_new_id_is_appended_and_a_known_one_is_not,

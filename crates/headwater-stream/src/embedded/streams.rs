@@ -29,7 +29,7 @@ impl Streams for Embedded {
         entries: &[Fields],
         retention: &Retention,
     ) -> Result<Vec<EntryId>> {
-        check::append(entries, retention)?;
+        check::append(&entries, retention)?;
         if entries.is_empty() {
             self.shared().ensure_open()?;
             return Ok(Vec::new());

@@ -4,11 +4,19 @@
 //! when somebody asks for its parts: most entries are read by whoever needs a few values, and by nobody else.
 
 use std::fmt;
-use std::ops::Range;
 use std::slice;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use bytes::Bytes;
+
+use super::EntrySize;
+use super::packed::{Packed, Parts, put_text, text_bytes};
+
+/// More than this is shared, not copied.
+const COPIED_BYTES_MAX: usize = 16 * 1024;
+
+/// A name and its value, of one entry alone.
+pub type Own<'a> = (&'static str, &'a Bytes);
 
 /// The fields of an entry, in the order they were written. Clones share the bytes.
 #[derive(Clone)]
@@ -17,20 +25,8 @@ pub struct Fields(Shape);
 #[derive(Clone)]
 enum Shape {
     Pairs(Arc<[(Bytes, Bytes)]>),
-    #[cfg_attr(not(feature = "redis"), expect(dead_code, reason = "servers write them so"))]
     Packed(Arc<Packed>),
 }
-
-/// Names and values in turn, in one piece of memory.
-struct Packed {
-    bytes: Bytes,
-    fields: usize,
-    next: NextPart,
-    pairs: OnceLock<Box<[(Bytes, Bytes)]>>,
-}
-
-/// Finds the first part of what is left: where it lies, and where the one after it begins.
-pub(crate) type NextPart = fn(&[u8]) -> Option<(Range<usize>, usize)>;
 
 impl Fields {
     /// Fields from pairs of name and value.
@@ -39,10 +35,61 @@ impl Fields {
         Self(Shape::Pairs(pairs.collect()))
     }
 
-    /// So many fields as they lie in memory; `next` must find a name and a value for each.
-    #[cfg(feature = "redis")]
-    pub(crate) fn packed(bytes: Bytes, fields: usize, next: NextPart) -> Self {
-        Self(Shape::Packed(Arc::new(Packed { bytes, fields, next, pairs: OnceLock::new() })))
+    /// Fields `before` and `after` those that many entries have in common. Small ones are copied into one piece of memory.
+    pub fn with_common(before: &[Own<'_>], common: &Self, after: &[Own<'_>]) -> Self {
+        let own = || before.iter().chain(after);
+        let own_bytes: usize = own().map(|(name, value)| name.len() + value.len()).sum();
+        let size = EntrySize {
+            fields: before.len() + common.len() + after.len(),
+            bytes: own_bytes + common.bytes(),
+        };
+        if size.bytes > COPIED_BYTES_MAX {
+            let shared = |(name, value): &Own<'_>| {
+                (Bytes::from_static(name.as_bytes()), Bytes::clone(value))
+            };
+            let common = common.iter().cloned();
+            let (before, after) = (before.iter().map(shared), after.iter().map(shared));
+            return Self::new(before.chain(common).chain(after));
+        }
+        let room = own().map(|(name, value)| text_bytes(name.len()) + text_bytes(value.len()));
+        let mut bytes = Vec::with_capacity(room.sum::<usize>() + common.packed_bytes());
+        let put = |bytes: &mut Vec<u8>, own: &[Own<'_>]| {
+            for (name, value) in own {
+                put_text(bytes, name.as_bytes());
+                put_text(bytes, value);
+            }
+        };
+        put(&mut bytes, before);
+        common.put_into(&mut bytes);
+        put(&mut bytes, after);
+        Self::packed(bytes.into(), size)
+    }
+
+    /// Fields of this size as they lie in memory.
+    pub(crate) fn packed(bytes: Bytes, size: EntrySize) -> Self {
+        Self(Shape::Packed(Arc::new(Packed::new(bytes, size))))
+    }
+
+    /// Adds them to packed memory.
+    pub(crate) fn put_into(&self, out: &mut Vec<u8>) {
+        match &self.0 {
+            Shape::Packed(packed) => out.extend_from_slice(&packed.bytes),
+            Shape::Pairs(pairs) => pairs.iter().for_each(|(name, value)| {
+                put_text(out, name);
+                put_text(out, value);
+            }),
+        }
+    }
+
+    /// How many bytes they take in packed memory.
+    pub(crate) fn packed_bytes(&self) -> usize {
+        match &self.0 {
+            Shape::Packed(packed) => packed.bytes.len(),
+            Shape::Pairs(pairs) => pairs
+                .iter()
+                .map(|(name, value)| text_bytes(name.len()) + text_bytes(value.len()))
+                .sum(),
+        }
     }
 
     /// The value of the first field with this name.
@@ -86,11 +133,16 @@ impl Fields {
         }
     }
 
+    /// How many fields there are, and their bytes.
+    pub fn size(&self) -> EntrySize {
+        EntrySize { fields: self.len(), bytes: self.bytes() }
+    }
+
     /// How many fields there are.
     pub fn len(&self) -> usize {
         match &self.0 {
             Shape::Pairs(pairs) => pairs.len(),
-            Shape::Packed(packed) => packed.fields,
+            Shape::Packed(packed) => packed.size.fields,
         }
     }
 
@@ -101,7 +153,10 @@ impl Fields {
 
     /// The bytes of all names and values together.
     pub fn bytes(&self) -> usize {
-        self.slices().map(|(name, value)| name.len() + value.len()).sum()
+        match &self.0 {
+            Shape::Pairs(pairs) => pairs.iter().map(|(name, value)| name.len() + value.len()).sum(),
+            Shape::Packed(packed) => packed.size.bytes,
+        }
     }
 }
 
@@ -111,49 +166,10 @@ enum Slices<'a> {
     Parts(Parts<'a>),
 }
 
-struct Parts<'a> {
-    rest: &'a [u8],
-    next: NextPart,
-}
-
-impl Packed {
-    fn parts(&self) -> Parts<'_> {
-        Parts { rest: &self.bytes, next: self.next }
-    }
-
-    fn pairs(&self) -> &[(Bytes, Bytes)] {
-        self.pairs.get_or_init(|| {
-            let mut parts = self.parts().map(|part| self.bytes.slice_ref(part));
-            let mut pairs = Vec::with_capacity(self.fields);
-            while let (Some(name), Some(value)) = (parts.next(), parts.next()) {
-                pairs.push((name, value));
-            }
-            pairs.into()
-        })
-    }
-
-    /// Whether these bytes lie in this memory.
-    fn holds(&self, part: &[u8]) -> bool {
-        let (memory, part) = (self.bytes.as_ptr_range(), part.as_ptr_range());
-        memory.start <= part.start && part.end <= memory.end
-    }
-}
-
-impl<'a> Iterator for Parts<'a> {
-    type Item = &'a [u8];
-
-    fn next(&mut self) -> Option<&'a [u8]> {
-        let (range, after) = (self.next)(self.rest)?;
-        let part = self.rest.get(range)?;
-        self.rest = self.rest.get(after..).unwrap_or_default();
-        Some(part)
-    }
-}
-
-/// Fields from an array: written once, where they stay.
-impl<const N: usize> From<[(Bytes, Bytes); N]> for Fields {
-    fn from(pairs: [(Bytes, Bytes); N]) -> Self {
-        Self(Shape::Pairs(Arc::new(pairs)))
+/// No fields.
+impl Default for Fields {
+    fn default() -> Self {
+        Self::new::<Bytes, Bytes>([])
     }
 }
 
@@ -180,24 +196,29 @@ impl fmt::Debug for Fields {
     }
 }
 
-#[cfg(all(test, feature = "redis"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Each part is a letter and a digit that says how long it is.
-    fn next(rest: &[u8]) -> Option<(Range<usize>, usize)> {
-        let length = usize::from(rest.first()?.wrapping_sub(b'0'));
-        Some((1..1 + length, 1 + length))
-    }
-
     #[test]
     fn fields_in_one_piece_are_the_same_as_one_by_one() {
-        let packed = Fields::packed(Bytes::from_static(b"1a2xy03end"), 2, next);
-        let pairs = Fields::new([("a", "xy"), ("", "end")]);
-        assert_eq!((&packed, packed.len(), packed.bytes()), (&pairs, 2, 6));
-        assert_eq!(format!("{packed:?}"), format!("{pairs:?}"));
-        assert!(packed.iter().eq(pairs.iter()));
-        for fields in [&packed, &pairs] {
+        let one_by_one = Fields::new([("a", "xy"), ("", "end"), ("topic", "0123456789")]);
+        let (first, second) = (Bytes::from_static(b"xy"), Bytes::from_static(b"end"));
+        let common = Fields::new([("topic", "0123456789")]);
+        let packed = Fields::with_common(&[("a", &first), ("", &second)], &common, &[]);
+        let second = Fields::new([("", "end")]);
+        let topic = Bytes::from_static(b"0123456789");
+        let around = Fields::with_common(&[("a", &first)], &second, &[("topic", &topic)]);
+        let twice_packed = Fields::with_common(&[], &packed, &[]);
+        assert!(matches!(twice_packed.0, Shape::Packed(_)));
+        for fields in [&packed, &around, &twice_packed, &one_by_one] {
+            assert_eq!((fields, fields.len(), fields.bytes()), (&one_by_one, 3, 21));
+            assert_eq!(format!("{fields:?}"), format!("{one_by_one:?}"));
+            assert!(fields.iter().eq(one_by_one.iter()));
+            let mut written = Vec::new();
+            fields.put_into(&mut written);
+            assert_eq!(written.len(), fields.packed_bytes());
+            assert_eq!(Fields::packed(written.into(), fields.size()), one_by_one);
             assert_eq!(fields.get("a").unwrap(), "xy");
             assert_eq!(fields.get("b"), None);
             let (_, value) = fields.slices().next().unwrap();
@@ -206,5 +227,14 @@ mod tests {
             assert_eq!(fields.share(b"elsewhere"), "elsewhere");
         }
         assert_ne!(packed, Fields::new([("a", "xy")]));
+    }
+
+    #[test]
+    fn large_values_are_shared_not_copied() {
+        let common = Fields::new([("topic", "orders")]);
+        let value = Bytes::from(vec![b'x'; COPIED_BYTES_MAX]);
+        let fields = Fields::with_common(&[("payload", &value)], &common, &[]);
+        assert_eq!(fields.get("payload").unwrap().as_ptr(), value.as_ptr());
+        assert_eq!((fields.get("topic").unwrap(), fields.len()), (&Bytes::from("orders"), 2));
     }
 }

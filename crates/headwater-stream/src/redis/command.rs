@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::reply::Scanner;
 use super::scripts::Script;
-use crate::entry::EntryId;
+use crate::entry::{Digits, EntryId, Fields, put_count, put_text};
 
 /// Commands that travel together, in order, all of one slot.
 #[derive(Debug, Default)]
@@ -65,7 +65,7 @@ impl Commands {
     /// Begins a command of this many words, its name included; they follow by `arg`.
     pub(super) fn begin(&mut self, words: usize) {
         debug_assert_eq!(self.missing, 0, "the command before is complete");
-        self.head(b'*', words);
+        put_count(&mut self.bytes, b'*', words);
         self.missing = words;
     }
 
@@ -85,12 +85,19 @@ impl Commands {
     }
 
     pub(super) fn arg(&mut self, bytes: impl AsRef<[u8]>) {
-        let bytes = bytes.as_ref();
-        self.head(b'$', bytes.len());
-        self.bytes.extend_from_slice(bytes);
-        self.bytes.extend_from_slice(b"\r\n");
-        debug_assert_ne!(self.missing, 0, "no more words than announced");
-        self.missing = self.missing.saturating_sub(1);
+        put_text(&mut self.bytes, bytes.as_ref());
+        self.took(1);
+    }
+
+    /// The names and values of an entry, as words.
+    pub(super) fn arg_fields(&mut self, fields: &Fields) {
+        fields.put_into(&mut self.bytes);
+        self.took(2 * fields.len());
+    }
+
+    fn took(&mut self, words: usize) {
+        debug_assert!(words <= self.missing, "no more words than announced");
+        self.missing = self.missing.saturating_sub(words);
         if self.missing == 0 {
             self.count += 1;
         }
@@ -136,19 +143,6 @@ impl Commands {
         debug_assert_eq!(self.missing, 0, "the last command is complete");
         Packed { bytes: self.bytes, count: self.count, scripts: self.scripts }
     }
-
-    fn head(&mut self, kind: u8, number: usize) {
-        if let number @ 0..10 = number {
-            self.bytes.extend_from_slice(&[kind, b'0' + number as u8, b'\r', b'\n']);
-            return;
-        }
-        let mut digits = Digits::default();
-        let digits = digits.write(number as u64);
-        let mut line = [kind; 23];
-        line[1..=digits.len()].copy_from_slice(digits);
-        line[digits.len() + 1..][..2].copy_from_slice(b"\r\n");
-        self.bytes.extend_from_slice(&line[..digits.len() + 3]);
-    }
 }
 
 impl Packed {
@@ -173,24 +167,6 @@ impl Packed {
     /// The script that one command runs, if it does.
     pub(super) fn script(&self, index: usize) -> Option<&'static Script> {
         self.scripts.iter().find(|(at, _)| *at == index).map(|(_, script)| *script)
-    }
-}
-
-/// Room for the decimal digits of a number, without an allocation.
-#[derive(Default)]
-struct Digits([u8; 20]);
-
-impl Digits {
-    fn write(&mut self, mut number: u64) -> &[u8] {
-        let mut at = self.0.len();
-        loop {
-            at -= 1;
-            self.0[at] = b'0' + (number % 10) as u8;
-            number /= 10;
-            if number == 0 {
-                return &self.0[at..];
-            }
-        }
     }
 }
 

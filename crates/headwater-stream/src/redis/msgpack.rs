@@ -46,7 +46,7 @@ pub(super) fn read_target_and_fields(packed: &[u8]) -> Result<(String, Fields), 
 }
 
 fn pairs(out: &mut Vec<u8>, fields: &Fields) {
-    for (name, value) in fields {
+    for (name, value) in fields.slices() {
         text(out, name);
         text(out, value);
     }

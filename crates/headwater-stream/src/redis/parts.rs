@@ -17,9 +17,9 @@ use super::servers::{Effect, Servers};
 use crate::error::Result;
 
 /// The first part is small, so that the server begins soon.
-const FIRST_PART_BYTES: usize = 8 * 1024;
+const FIRST_PART_BYTES: usize = 12 * 1024;
 /// Less would cost more calls to the system, more would let the server wait (measured).
-const PART_BYTES: usize = 32 * 1024;
+const PART_BYTES: usize = 64 * 1024;
 
 pub(super) struct PartedCall<'a> {
     servers: &'a Servers,

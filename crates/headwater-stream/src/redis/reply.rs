@@ -3,12 +3,10 @@
 //! There is no tree of values in between: a cursor walks over the bytes once and makes what the caller asked for.
 //! Promises: whatever a server sends is an answer or an error, never a panic; no buffer grows without a limit.
 
-use std::ops::Range;
-
 use bytes::Bytes;
 
 use super::error::{Failure, Refusal};
-use crate::entry::{EntryId, Fields};
+use crate::entry::{EntryId, EntrySize, Fields, count, next_text};
 use crate::limits::FIELDS_MAX;
 
 /// Bytes of all replies to one request.
@@ -19,9 +17,6 @@ const LINE_BYTES_MAX: usize = 64 * 1024;
 
 /// Values in all replies to one request.
 const VALUES_MAX: usize = 64 * 1024 * 1024;
-
-/// Digits of a count that is read the short way.
-const COUNTED_DIGITS_MAX: usize = 9;
 
 /// Entries of a reply this small share its memory; those of larger ones are copied out, so that one entry in hand
 /// does not keep a whole batch alive.
@@ -122,21 +117,8 @@ fn counted(rest: &[u8]) -> Option<(Counted, usize, usize)> {
         b'*' => Counted::Array,
         _ => return None,
     };
-    let (mut number, mut at) = (0_usize, 1);
-    // So few digits that no number is too large to be added to others.
-    while at <= COUNTED_DIGITS_MAX {
-        let digit = rest.get(at)?.wrapping_sub(b'0');
-        if digit > 9 {
-            break;
-        }
-        number = number * 10 + usize::from(digit);
-        at += 1;
-    }
-    (at > 1 && rest.get(at) == Some(&b'\r') && rest.get(at + 1) == Some(&b'\n')).then_some((
-        kind,
-        number,
-        at + 2,
-    ))
+    let (number, end) = count(rest)?;
+    Some((kind, number, end))
 }
 
 fn line(line: &[u8]) -> Result<(u8, &[u8]), Malformed> {
@@ -356,14 +338,15 @@ impl<'a> Cursor<'a> {
             return Err(Failure::shape("a field without a value"));
         }
         let start = self.at;
-        if let Some(end) = self.end_of_texts(values) {
+        if let Some((end, bytes)) = self.end_of_texts(values) {
+            let size = EntrySize { fields: values / 2, bytes };
             self.at = end;
             let bytes = if self.source.len() <= SHARED_BYTES_MAX {
                 self.source.slice(start..end)
             } else {
                 Bytes::copy_from_slice(&self.source[start..end])
             };
-            return Ok((id, Some(Fields::packed(bytes, values / 2, next_text))));
+            return Ok((id, Some(Fields::packed(bytes, size))));
         }
         let mut ranges = Vec::with_capacity((values / 2).min(FIELDS_MAX));
         for _ in 0..values / 2 {
@@ -379,13 +362,15 @@ impl<'a> Cursor<'a> {
         Ok((id, Some(Fields::new(pairs))))
     }
 
-    /// Where so many counted texts end, if that is what comes next.
-    fn end_of_texts(&self, texts: usize) -> Option<usize> {
-        let mut end = self.at;
+    /// Where so many counted texts end, and how many bytes they are, if that is what comes next.
+    fn end_of_texts(&self, texts: usize) -> Option<(usize, usize)> {
+        let (mut end, mut bytes) = (self.at, 0);
         for _ in 0..texts {
-            end += next_text(self.source.get(end..)?)?.1;
+            let (text, after) = next_text(self.source.get(end..)?)?;
+            bytes += text.len();
+            end += after;
         }
-        (end <= self.source.len()).then_some(end)
+        (end <= self.source.len()).then_some((end, bytes))
     }
 
     /// Where the bytes of the next text lie.
@@ -394,14 +379,6 @@ impl<'a> Cursor<'a> {
         let end = self.at - 2;
         // A text that came as a line instead of counted bytes ends before its own line end, too.
         Ok((end - text.len(), end))
-    }
-}
-
-/// Where a counted text lies, and what follows it.
-fn next_text(rest: &[u8]) -> Option<(Range<usize>, usize)> {
-    match counted(rest)? {
-        (Counted::Text, length, start) => Some((start..start + length, start + length + 2)),
-        (Counted::Array, ..) => None,
     }
 }
 

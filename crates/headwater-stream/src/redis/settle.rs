@@ -8,10 +8,11 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use super::RedisBackend;
+use super::appends::add_appends;
 use super::command::Commands;
 use super::error::Failure;
 use super::servers::Effect;
-use super::streams::{add_appends, epoch_text, fenced, list, millis};
+use super::streams::{epoch_text, fenced, list, millis};
 use super::{keys, msgpack, scripts};
 use crate::delays::Due;
 use crate::entry::{EntryId, Fields};

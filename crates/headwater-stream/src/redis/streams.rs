@@ -8,7 +8,6 @@ use super::RedisBackend;
 use super::command::Commands;
 use super::error::Failure;
 use super::foreign_name;
-use super::parts::PartedCall;
 use super::reader::RedisGroupReader;
 use super::reply::{Cursor, Replies, parse_id};
 use super::servers::Effect;
@@ -32,24 +31,7 @@ impl Streams for RedisBackend {
         entries: &[Fields],
         retention: &Retention,
     ) -> Result<Vec<EntryId>> {
-        let bytes = check::append(entries, retention)?;
-        if entries.is_empty() {
-            return self.servers.check_open().map(|()| Vec::new());
-        }
-        let bytes = bytes + packing_bytes(stream, entries);
-        let mut call = PartedCall::new(&self.servers, self.slot(stream), bytes)?;
-        call.add_appends(stream, entries);
-        let trims = self.add_trim(&mut call.commands, stream, entries.len(), retention);
-        let replies = call.finish(Effect::Once).await?;
-        let mut cursor = replies.cursor();
-        let mut ids = Vec::with_capacity(entries.len());
-        for _ in entries {
-            ids.push(cursor.id().map_err(|failure| failure.about(stream))?);
-        }
-        if trims {
-            self.note_trim(stream, &mut cursor);
-        }
-        Ok(ids)
+        self.append_one(&Append { stream, entries: &entries, retention }).await
     }
 
     async fn append_many(&self, appends: &[Append<'_>]) -> Vec<Result<Vec<EntryId>>> {
@@ -343,56 +325,6 @@ impl RedisBackend {
     }
 }
 
-/// Adds a command for each entry that appends it.
-pub(super) fn add_appends<'a>(
-    commands: &mut Commands,
-    stream: &StreamName,
-    entries: impl IntoIterator<Item = &'a Fields>,
-) {
-    let mut last = None;
-    entries.into_iter().for_each(|fields| add_one_append(commands, stream, fields, &mut last));
-}
-
-/// How many fields the entry before has, and where its command begins.
-type Before = Option<(usize, std::ops::Range<usize>)>;
-
-/// Entries of one stream mostly have as many fields: their commands begin with the same bytes.
-fn add_one_append(
-    commands: &mut Commands,
-    stream: &StreamName,
-    fields: &Fields,
-    before: &mut Before,
-) {
-    match before {
-        Some((len, head)) if *len == fields.len() => {
-            commands.begin_like(head.clone(), 2 * fields.len());
-        }
-        _ => {
-            let start = commands.position();
-            commands.begin(3 + 2 * fields.len());
-            commands.arg("XADD");
-            commands.arg(stream.as_str());
-            commands.arg("*");
-            *before = Some((fields.len(), start..commands.position()));
-        }
-    }
-    for (name, value) in fields {
-        commands.arg(name);
-        commands.arg(value);
-    }
-}
-
-impl PartedCall<'_> {
-    /// Adds one append per entry. The first of them are on their way when it returns.
-    pub(super) fn add_appends(&mut self, stream: &StreamName, entries: &[Fields]) {
-        let mut before = None;
-        for fields in entries {
-            add_one_append(&mut self.commands, stream, fields, &mut before);
-            self.send_some();
-        }
-    }
-}
-
 /// A command that creates a group, and its stream if it is missing.
 pub(super) fn create_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> Commands {
     let start = start_id(start);
@@ -433,12 +365,6 @@ pub(super) fn list<T>(
     let mut cursor = replies.cursor();
     let values = cursor.array_or_nil()?.unwrap_or(0);
     (0..values).map(|_| read(&mut cursor)).collect()
-}
-
-/// About how many bytes an append of these entries takes on the wire, beside what they hold.
-pub(super) fn packing_bytes(stream: &StreamName, entries: &[Fields]) -> usize {
-    let fields: usize = entries.iter().map(Fields::len).sum();
-    entries.len() * (64 + stream.as_str().len()) + fields * 24
 }
 
 fn read_appended(cursor: &mut Cursor<'_>, entries: usize) -> Result<Vec<Appended>, Failure> {

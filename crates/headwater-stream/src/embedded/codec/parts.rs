@@ -68,7 +68,7 @@ impl Encoder<'_> {
 
     pub(super) fn fields(&mut self, fields: &Fields) {
         self.number(fields.len() as u64);
-        for (name, value) in fields {
+        for (name, value) in fields.slices() {
             self.bytes(name).bytes(value);
         }
     }

@@ -1,0 +1,169 @@
+//! Fields in one piece of memory: names and values in turn, each behind its length, `$5\r\ntopic\r\n`.
+//!
+//! Upstream: `fields`. Redis writes and reads them so: what comes from it is looked at where it lies, and what goes to it
+//! is copied as it is.
+
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use bytes::Bytes;
+
+use super::EntrySize;
+
+/// Names and values in turn, in one piece of memory.
+pub(super) struct Packed {
+    pub(super) bytes: Bytes,
+    pub(super) size: EntrySize,
+    pairs: OnceLock<Box<[(Bytes, Bytes)]>>,
+}
+
+/// What lies in packed memory, part by part.
+pub(super) struct Parts<'a> {
+    rest: &'a [u8],
+}
+
+impl Packed {
+    pub(super) fn new(bytes: Bytes, size: EntrySize) -> Self {
+        Self { bytes, size, pairs: OnceLock::new() }
+    }
+
+    pub(super) fn parts(&self) -> Parts<'_> {
+        Parts { rest: &self.bytes }
+    }
+
+    /// The parts one by one, for whoever wants to keep them.
+    pub(super) fn pairs(&self) -> &[(Bytes, Bytes)] {
+        self.pairs.get_or_init(|| {
+            let mut parts = self.parts().map(|part| self.bytes.slice_ref(part));
+            let mut pairs = Vec::with_capacity(self.size.fields);
+            while let (Some(name), Some(value)) = (parts.next(), parts.next()) {
+                pairs.push((name, value));
+            }
+            pairs.into()
+        })
+    }
+
+    /// Whether these bytes lie in this memory.
+    pub(super) fn holds(&self, part: &[u8]) -> bool {
+        let (memory, part) = (self.bytes.as_ptr_range(), part.as_ptr_range());
+        memory.start <= part.start && part.end <= memory.end
+    }
+}
+
+impl<'a> Iterator for Parts<'a> {
+    type Item = &'a [u8];
+
+    fn next(&mut self) -> Option<&'a [u8]> {
+        let (range, after) = next_text(self.rest)?;
+        let part = self.rest.get(range)?;
+        self.rest = self.rest.get(after..).unwrap_or_default();
+        Some(part)
+    }
+}
+
+/// Digits of a count: so few that no number is too large to be added to others.
+const COUNT_DIGITS_MAX: usize = 9;
+
+/// The count that stands behind a sign of one byte, and where its line ends.
+pub(crate) fn count(rest: &[u8]) -> Option<(usize, usize)> {
+    let (mut number, mut at) = (0_usize, 1);
+    while at <= COUNT_DIGITS_MAX {
+        let digit = rest.get(at)?.wrapping_sub(b'0');
+        if digit > 9 {
+            break;
+        }
+        number = number * 10 + usize::from(digit);
+        at += 1;
+    }
+    let is_line = at > 1 && rest.get(at) == Some(&b'\r') && rest.get(at + 1) == Some(&b'\n');
+    is_line.then_some((number, at + 2))
+}
+
+/// Where the first text lies, and what follows it.
+pub(crate) fn next_text(rest: &[u8]) -> Option<(Range<usize>, usize)> {
+    if rest.first() != Some(&b'$') {
+        return None;
+    }
+    let (length, start) = count(rest)?;
+    let end = start + length;
+    (rest.get(end..end + 2)? == b"\r\n").then_some((start..end, end + 2))
+}
+
+/// Adds a text.
+pub(crate) fn put_text(out: &mut Vec<u8>, text: &[u8]) {
+    put_count(out, b'$', text.len());
+    out.extend_from_slice(text);
+    out.extend_from_slice(b"\r\n");
+}
+
+/// Adds a count behind its sign, as a line.
+pub(crate) fn put_count(out: &mut Vec<u8>, sign: u8, number: usize) {
+    if let number @ 0..10 = number {
+        out.extend_from_slice(&[sign, b'0' + number as u8, b'\r', b'\n']);
+        return;
+    }
+    let mut digits = Digits::default();
+    let digits = digits.write(number as u64);
+    let mut line = [sign; 23];
+    line[1..=digits.len()].copy_from_slice(digits);
+    line[digits.len() + 1..][..2].copy_from_slice(b"\r\n");
+    out.extend_from_slice(&line[..digits.len() + 3]);
+}
+
+/// How many bytes a text takes.
+pub(super) fn text_bytes(length: usize) -> usize {
+    let digits = length.checked_ilog10().unwrap_or(0) as usize + 1;
+    digits + length + "$\r\n\r\n".len()
+}
+
+/// Room for the decimal digits of a number, without an allocation.
+#[derive(Default)]
+pub(crate) struct Digits([u8; 20]);
+
+impl Digits {
+    pub(crate) fn write(&mut self, mut number: u64) -> &[u8] {
+        let mut at = self.0.len();
+        loop {
+            at -= 1;
+            self.0[at] = b'0' + (number % 10) as u8;
+            number /= 10;
+            if number == 0 {
+                return &self.0[at..];
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_takes_as_many_bytes_as_announced_and_is_found_again() {
+        for length in [0, 1, 9, 10, 99, 100, 12_345] {
+            let mut out = Vec::new();
+            put_text(&mut out, &vec![b'x'; length]);
+            assert_eq!(out.len(), text_bytes(length));
+            let (range, after) = next_text(&out).unwrap();
+            assert_eq!((range.len(), after), (length, out.len()));
+        }
+    }
+
+    #[test]
+    fn what_is_no_text_is_not_taken_for_one() {
+        for bytes in [
+            "",
+            "$",
+            "$1",
+            "$\r\n",
+            "$x\r\n",
+            "$1\rx",
+            "*1\r\n",
+            "$1234567890\r\n",
+            "$1\r\nx\r",
+            "$1\r\nxyz",
+        ] {
+            assert_eq!(next_text(bytes.as_bytes()), None, "{bytes:?}");
+        }
+    }
+}
