@@ -8,6 +8,8 @@ mod ports;
 
 mod home;
 
+mod package;
+
 mod process;
 
 mod shared;
@@ -32,6 +34,7 @@ pub mod bench;
 
 pub use child::Child;
 pub use cluster::{Cluster, ClusterBuilder};
+pub use package::package_folder;
 pub use postgres::{Database, Postgres};
 pub use process::is_alive;
 pub use proxy::Proxy;

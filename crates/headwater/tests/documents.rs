@@ -1,11 +1,11 @@
 //! What the documents say is so.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-fn root() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+fn root() -> PathBuf {
+    headwater_testkit::package_folder().join("../..")
 }
 
 fn read(path: &str) -> Result<String> {

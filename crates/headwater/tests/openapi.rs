@@ -167,6 +167,6 @@ fn no_route_is_added_without_its_description() {
         }
     }
     let mut found = Vec::new();
-    look(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+    look(&headwater_testkit::package_folder().join("src"), &mut found);
     assert!(found.is_empty(), "{found:?}");
 }

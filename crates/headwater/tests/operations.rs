@@ -6,15 +6,15 @@ mod support;
 use std::collections::BTreeSet;
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use headwater_testkit::{Postgres, Redis, wait_until};
 use rustix::process::{Pid, Signal, kill_process_group};
 use support::{LIMIT, Place, text};
 
-fn root() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+fn root() -> PathBuf {
+    headwater_testkit::package_folder().join("../..")
 }
 
 fn document(path: &str) -> String {

@@ -127,7 +127,7 @@ fn every_verb_has_a_line_in_the_table() {
 #[test]
 fn every_verb_is_run_by_a_test() {
     let mut tests = String::new();
-    read(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests"), &mut tests);
+    read(&headwater_testkit::package_folder().join("tests"), &mut tests);
     let table = table(&Place::new().unwrap());
     for (verb, _, _) in table.iter().filter(|(verb, _, _)| !["serve", "worker"].contains(verb)) {
         let words: Vec<String> = verb.split(' ').map(|word| format!("\"{word}\"")).collect();

@@ -154,7 +154,7 @@ fn no_secret_is_shown_anywhere() {
 
 #[test]
 fn the_page_of_the_documentation_is_up_to_date() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/settings.md");
+    let path = headwater_testkit::package_folder().join("../../docs/settings.md");
     let page = std::fs::read_to_string(path).unwrap_or_default();
     assert!(
         page == as_markdown(),
