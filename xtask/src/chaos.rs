@@ -12,7 +12,7 @@ use crate::cargo::{self, cargo};
 use crate::failure::Failure;
 use crate::setup;
 
-/// Work per minute of the limit: the variable that the tests read, and their own default.
+/// Work per minute of the limit: the variable that the tests read. A test run by itself does less.
 const WORK: [(&str, u32); 3] =
     [("HEADWATER_SEQUENCES", 2000), ("HEADWATER_KILLS", 200), ("HEADWATER_STEPS", 14)];
 

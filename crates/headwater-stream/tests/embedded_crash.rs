@@ -1,6 +1,6 @@
 //! A process that works on an embedded directory is killed again and again: nothing it was told is done comes undone.
 //!
-//! `HEADWATER_KILLS` sets how many kills there are in all (default 200), `HEADWATER_SEED` the seed of the moments.
+//! `HEADWATER_KILLS` sets how many kills there are in all (default 80), `HEADWATER_SEED` the seed of the moments.
 #![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -15,7 +15,7 @@ use std::time::Duration;
 use headwater_stream::*;
 use headwater_testkit::Child;
 
-const KILLS_DEFAULT: u64 = 200;
+const KILLS_DEFAULT: u64 = 80;
 const LOCATION: &str = "HEADWATER_TEST_LOCATION";
 const LIFE: &str = "HEADWATER_TEST_LIFE";
 const CHILD: &str = "child_that_works_until_it_is_killed";

@@ -273,12 +273,13 @@ fn unprivileged_user() -> Result<User> {
     }
 }
 
-/// A program of Postgres, the newest version if it is not in PATH.
+/// A program of Postgres: of the newest version that Debian keeps, or from PATH.
 fn program(name: &str) -> Result<PathBuf> {
     let versions = fs::read_dir(DEBIAN_VERSIONS).into_iter().flatten().flatten();
-    let mut directories: Vec<PathBuf> =
-        versions.map(|version| version.path().join("bin")).collect();
-    directories.sort();
-    directories.reverse();
-    find_program(name, &directories)
+    let mut programs: Vec<PathBuf> =
+        versions.map(|version| version.path().join("bin").join(name)).collect();
+    programs.sort();
+    // What Debian has in PATH is a script that looks for the program, and takes longer than the program.
+    let newest = programs.into_iter().rev().find(|program| program.is_file());
+    newest.map_or_else(|| find_program(name, &[]), Ok)
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 /// How long a server may take to start, to stop or to answer before that is an error.
-pub(crate) const SERVER_LIMIT: Duration = Duration::from_secs(30);
+pub(crate) const SERVER_LIMIT: Duration = Duration::from_secs(90);
 
 const POLL_EVERY: Duration = Duration::from_millis(5);
 

@@ -51,7 +51,8 @@ async fn a_session_of_100_000_events_is_recovered_from_its_snapshot_in_a_fractio
     publish(&session, 0..before).await;
     // All of them but the last hundred, which would only make it longer.
     let all = Expected { sum: Sum::of(0..before), from: None, replayed: before };
-    let replay = quickest(3, &sessions, &place, all).await;
+    // Once: one that was held up takes longer, and then the snapshot is asked for less, not for more.
+    let replay = quickest(1, &sessions, &place, all).await;
 
     assert!(session.snapshot().await.unwrap());
     let from = Some(session.position());

@@ -19,7 +19,7 @@ tests_in!(cluster, crate::place::Place::cluster(), (), closing_takes_one_drain_w
 
 async fn closing_takes_one_drain_whatever_hangs(place: Place) {
     // So long that a busy machine does not make two of one.
-    const DRAIN: Duration = Duration::from_secs(20);
+    const DRAIN: Duration = Duration::from_secs(8);
     let config = StreamedBusConfig { drain: DRAIN, ..place.config() };
     let bus = std::sync::Arc::new(place.bus_with(registry(), config).await);
     let other = place.bus().await;

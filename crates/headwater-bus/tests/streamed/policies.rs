@@ -28,7 +28,7 @@ away!(
 async fn with_fail_an_outage_is_an_error_and_no_handler_runs(away: Away) {
     let place = &away.place;
     // Longer than this test may be held up between two of its steps.
-    let breaker = BreakerConfig { failure_threshold: 3, recovery: Duration::from_secs(20) };
+    let breaker = BreakerConfig { failure_threshold: 3, recovery: Duration::from_secs(8) };
     let config = StreamedBusConfig { breaker, ..place.config() };
     let bus = place.bus_with(registry(), config).await;
     let log = watch(&bus).await;

@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use world::World;
 
-const STEPS_DEFAULT: u32 = 14;
+const STEPS_DEFAULT: u32 = 10;
 /// How long the survivors get to finish what is left.
 const LIMIT: Duration = Duration::from_secs(90);
 

@@ -34,7 +34,7 @@ async fn expiry_is_heard_from_every_primary() {
         let slot = cluster.slot_of(place.input().as_str()).unwrap();
         nodes.entry(cluster.primary_of_slot(slot).unwrap().port()).or_insert(place);
     }
-    for place in nodes.values() {
+    let hears = async |place: &Place| {
         let mut owner = place.consumer("owner", config.clone()).await;
         let stream = place.add(&["s"]).await.remove(0);
         owner.added().await;
@@ -46,5 +46,6 @@ async fn expiry_is_heard_from_every_primary() {
         assert_eq!(survivor.expired().await, stream);
         survivor.assignment.claim(&stream).await.unwrap();
         assert!(died.elapsed() < config.sweep_every, "after {:?}", died.elapsed());
-    }
+    };
+    futures_util::future::join_all(nodes.values().map(hears)).await;
 }

@@ -149,8 +149,7 @@ async fn a_crash_between_lock_and_takeover_is_found(place: &Place) {
     // Given somebody who wins the lease and dies before it has the entry.
     let ghost = HolderName::new("ghost:1").unwrap();
     let backend = place.connect().await;
-    let won =
-        backend.acquire(&place.lease(&stream), &ghost, Duration::from_secs(10)).await.unwrap();
+    let won = backend.acquire(&place.lease(&stream), &ghost, Duration::from_secs(6)).await.unwrap();
     assert!(matches!(won, Acquire::Won(_)));
     match survivor.assignment.claim(&stream).await {
         Err(ClaimError::AlreadyClaimed { by, .. }) => assert_eq!(by, Some(ghost)),
