@@ -32,9 +32,13 @@ pub const REPORTS: &[Report] = &[
     Report {
         name: "tickets-per-day",
         title: "Tickets opened per day",
-        sql: "SELECT CAST(occurred_at AS DATE) AS day, count(*) AS tickets
-              FROM ticket_events WHERE event_type = 'TICKET_CREATED'
-              GROUP BY day ORDER BY day",
+        // Another program may open a ticket with a message, and say nothing else.
+        sql: "WITH opened AS (
+                SELECT ticket_id, min(occurred_at) AS at FROM ticket_events
+                WHERE event_type IN ('TICKET_CREATED', 'MESSAGE_RECEIVED') GROUP BY ticket_id
+              )
+              SELECT CAST(opened.at AS DATE) AS day, count(*) AS tickets
+              FROM opened GROUP BY day ORDER BY day",
         chart: Chart { label: "day", bars: &["tickets"] },
     },
     Report {
@@ -48,8 +52,8 @@ pub const REPORTS: &[Report] = &[
                 WHERE event_type = 'AI_RESPONSE_GENERATED' GROUP BY ticket_id
               )
               SELECT CAST(opened.at AS DATE) AS day, count(*) AS answered,
-                quantile_cont(epoch(answered.at) - epoch(opened.at), 0.5) AS p50_seconds,
-                quantile_cont(epoch(answered.at) - epoch(opened.at), 0.95) AS p95_seconds
+                round(quantile_cont(epoch(answered.at) - epoch(opened.at), 0.5), 3) AS p50_seconds,
+                round(quantile_cont(epoch(answered.at) - epoch(opened.at), 0.95), 3) AS p95_seconds
               FROM opened JOIN answered USING (ticket_id)
               GROUP BY day ORDER BY day",
         chart: Chart { label: "day", bars: &["p50_seconds", "p95_seconds"] },
@@ -86,7 +90,8 @@ pub const REPORTS: &[Report] = &[
 pub fn report(name: &str) -> Result<&'static Report> {
     REPORTS.iter().find(|report| report.name == name).ok_or_else(|| {
         let names: Vec<&str> = REPORTS.iter().map(|report| report.name).collect();
-        AnalyticsError::invalid("a report", format!("`{name}`; there are {}", names.join(", ")))
+        let problem = format!("there is no `{name}`; there are {}", names.join(", "));
+        AnalyticsError::invalid("a report", problem)
     })
 }
 

@@ -98,6 +98,10 @@ fn connect(path: &Path, mode: AccessMode) -> Result<Connection> {
         if problem.contains("Could not set lock on file") {
             return AnalyticsError::InUse { path: path.display().to_string() };
         }
+        if problem.contains("not a valid DuckDB database file") {
+            let advice = "remove it, and `headwater analytics rebuild` makes it anew";
+            return failed("open its file", format!("{problem} ({advice})"));
+        }
         failed("open its file", problem)
     })
 }

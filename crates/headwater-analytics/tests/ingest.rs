@@ -300,12 +300,14 @@ async fn every_report_answers_and_the_figures_are_right() {
         Timestamp::from_rfc3339("2026-11-15T10:00:00Z").unwrap().after(Duration::from_secs(second))
     };
     let mut events = Vec::new();
+    // The last two are opened by another program, with no word but a message, and have a second one a day later.
+    let (day_long, opened) = (24 * 60 * 60, ["TICKET_CREATED", "MESSAGE_RECEIVED"]);
     for ticket in 0..4_u64 {
         let event = |kind: &str, second, run| TicketEvent {
             entry: None,
             event_type: kind.to_owned(),
             ticket_id: format!("t{ticket}"),
-            message_id: Some(format!("{kind}{ticket}")),
+            message_id: Some(format!("{kind}{ticket}at{second}")),
             user_id: None,
             content: None,
             occurred_at: at(second),
@@ -317,7 +319,8 @@ async fn every_report_answers_and_the_figures_are_right() {
             tokens_out: Some(10),
             cost: Some(0.25),
         };
-        events.push(event("TICKET_CREATED", 0, RunFigures::default()));
+        events.push(event(opened[usize::from(ticket >= 2)], 0, RunFigures::default()));
+        events.push(event("MESSAGE_RECEIVED", day_long, RunFigures::default()));
         events.push(event("AI_RESPONSE_GENERATED", 1 + ticket, run));
     }
     warehouse.rebuild(Timestamp::from_millis(0), [Ok(events)]).unwrap();

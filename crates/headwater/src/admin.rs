@@ -22,6 +22,7 @@ use headwater_queue::{Producer, ProducerConfig, Queue, QueueError};
 use headwater_stream::{Backend, StreamError};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::Semaphore;
 use utoipa_axum::router::OpenApiRouter;
 
 use crate::app::App;
@@ -45,6 +46,7 @@ pub(crate) struct Operations {
     http: Http,
     stopping: Stopping,
     consumers: Arc<Consumers>,
+    tails: Arc<Semaphore>,
 }
 
 impl Operations {
@@ -56,7 +58,8 @@ impl Operations {
     ) -> Result<Self, QueueError> {
         let queue = Queue::new(streams);
         let producer = queue.producer(ProducerConfig::default())?;
-        Ok(Self { queue, producer, http, stopping, consumers: Arc::default() })
+        let tails = Arc::new(Semaphore::new(messages::TAILS_MAX));
+        Ok(Self { queue, producer, http, stopping, consumers: Arc::default(), tails })
     }
 
     /// Waits for what runs by itself: consumers leave their groups.
@@ -72,7 +75,7 @@ impl ReadLimits for Operations {
 }
 
 /// The routes with their description.
-pub(crate) fn described_routes() -> OpenApiRouter<Operations> {
+pub(crate) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new()
         .merge(topics::routes())
         .merge(messages::routes())
@@ -82,7 +85,7 @@ pub(crate) fn described_routes() -> OpenApiRouter<Operations> {
 }
 
 /// Those that need more than streams.
-pub(crate) fn app_routes() -> OpenApiRouter<App> {
+pub(crate) fn routes_of_app() -> OpenApiRouter<App> {
     let sessions = sessions::routes().merge(importing::routes());
     OpenApiRouter::new().merge(outbox::routes()).merge(sessions).merge(checks::routes())
 }
@@ -107,6 +110,7 @@ impl From<QueueError> for ApiError {
             QueueError::DeadlineExceeded { .. } => {
                 Self::new(StatusCode::GATEWAY_TIMEOUT, "unconfirmed", message)
             }
+            QueueError::Backend(StreamError::Full { .. }) => Self::streams_are_full(&problem),
             other => Self::of_streams(other, other.is_transient()),
         }
     }

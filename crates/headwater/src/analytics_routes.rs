@@ -22,7 +22,7 @@ use crate::http::extract::{PathOf, QueryOf};
 use crate::settings::Role;
 
 /// The routes with their description.
-pub(crate) fn described_routes() -> OpenApiRouter<Analytics> {
+pub(crate) fn routes() -> OpenApiRouter<Analytics> {
     OpenApiRouter::new()
         .routes(routes!(reports))
         .routes(routes!(show_report))

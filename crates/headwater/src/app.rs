@@ -11,6 +11,7 @@ use headwater_stream::Backend;
 use metrics_exporter_prometheus::PrometheusHandle;
 
 use crate::audit::Audit;
+use crate::database_watch::DatabaseWatch;
 use crate::health::Health;
 use crate::http::{Access, LongWork, Rate};
 use crate::settings::Settings;
@@ -24,6 +25,8 @@ pub(crate) struct Shared {
     pub(crate) settings: Settings,
     /// The truth.
     pub(crate) store: Arc<dyn Store>,
+    /// Whether it is away.
+    pub(crate) database: DatabaseWatch,
     /// The streams.
     pub(crate) streams: Arc<dyn Backend>,
     /// Sends nudges.

@@ -12,14 +12,16 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use axum::Json;
+use axum::body::Body;
 use axum::extract::{MatchedPath, Request, State};
+use axum::http::header;
 use axum::middleware::Next;
 use axum::response::Response;
+use futures_util::{StreamExt, stream};
 use headwater_issue::{IssueError, Store};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_stream::{Coalescer, CoalescerConfig};
 use serde::Serialize;
-use tokio::sync::Semaphore;
 use tracing::warn;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -28,7 +30,7 @@ use uuid::Uuid;
 
 use crate::app::App;
 use crate::http::access::{self, Caller};
-use crate::http::body::Answer;
+use crate::http::body::{Answer, LINES};
 use crate::http::extract::QueryOf;
 use crate::http::paging::{self, PageQuery};
 use crate::http::{ApiError, Peer};
@@ -141,8 +143,33 @@ pub(crate) async fn record(
     }
     let id = audit.begin(entry(&request)).await?;
     let response = next.run(request).await;
-    audit.end(id, response.status().as_u16()).await;
+    let status = response.status().as_u16();
+    if is_lines(&response) {
+        return Ok(response.map(|body| until_the_end(body, audit, id, status)));
+    }
+    audit.end(id, status).await;
     Ok(response)
+}
+
+/// Whether the work goes on while its answer is read, line by line.
+fn is_lines(response: &Response) -> bool {
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    kind.is_some_and(|kind| kind.as_bytes() == LINES.as_bytes())
+}
+
+/// The same body, whose end is that of the change. Of one that is not read to its end, the change was cut off.
+fn until_the_end(body: Body, audit: Arc<Audit>, id: String, status: u16) -> Body {
+    let state = Some((body.into_data_stream(), audit, id));
+    Body::from_stream(stream::unfold(state, move |state| async move {
+        let (mut chunks, audit, id) = state?;
+        match chunks.next().await {
+            Some(chunk) => Some((chunk, Some((chunks, audit, id)))),
+            None => {
+                audit.end(id, status).await;
+                None
+            }
+        }
+    }))
 }
 
 fn entry(request: &Request) -> Entry {
@@ -258,13 +285,19 @@ pub(crate) struct DiscrepancyLine {
     problem: String,
 }
 
+/// Counts the books, one at a time: all connections of the database would be counting, and none would be left for work. Who
+/// goes away leaves the counting to its end, since the database goes on with it, too.
+pub(crate) async fn count(app: &App) -> Result<headwater_issue::Audit, ApiError> {
+    let store = Arc::clone(&app.store);
+    let counting = async move { Ok(headwater_issue::audit(store.as_ref()).await?) };
+    app.long_work.count(counting).await
+}
+
 /// Counts every event there ever was, and names the issues that do not add up. Reads everything: not for every second.
-#[utoipa::path(get, path = "/audit/books", tag = "audit", responses((status = 200, body = Books)))]
+#[utoipa::path(get, path = "/audit/books", tag = "audit",
+    responses((status = 200, body = Books), (status = 429, description = "They are being counted for somebody else.")))]
 async fn books(State(app): State<App>) -> Answer<Books> {
-    // One at a time: all connections of the database would be counting, and none would be left for work.
-    static ONE: Semaphore = Semaphore::const_new(1);
-    let _one = ONE.acquire().await.ok();
-    let audit = headwater_issue::audit(app.store.as_ref()).await?;
+    let audit = count(&app).await?;
     let line = |found: &headwater_issue::Discrepancy| DiscrepancyLine {
         issue_id: found.issue_id.0,
         processing_status: found.status.as_str(),

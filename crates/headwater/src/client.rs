@@ -8,16 +8,23 @@ use std::time::Duration;
 
 use reqwest::{Client, Response, redirect};
 
+use crate::text::with_causes;
+
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 static PROVIDER: Once = Once::new();
 
-/// A client with TLS by rustls and ring, and the roots of the system.
-pub fn build() -> Result<Client, String> {
+/// One TLS stack for everything.
+pub fn choose_tls() {
     PROVIDER.call_once(|| {
         // Somebody may have installed one before: theirs serves as well.
         let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
     });
+}
+
+/// A client with TLS by rustls and ring, and the roots of the system.
+pub fn build() -> Result<Client, String> {
+    choose_tls();
     Client::builder()
         .redirect(redirect::Policy::none())
         .connect_timeout(CONNECT_TIMEOUT)
@@ -37,14 +44,11 @@ pub fn describe(error: &reqwest::Error) -> String {
     } else {
         "the request failed"
     };
-    let mut text = kind.to_owned();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
+    // Its own text names the address.
+    match std::error::Error::source(error) {
+        None => kind.to_owned(),
+        Some(cause) => format!("{kind}: {}", with_causes(cause)),
     }
-    text
 }
 
 /// The beginning of a body, for people; whatever comes of the rest.

@@ -12,10 +12,11 @@ use futures_util::future::LocalBoxFuture;
 use headwater_issue::IssueHandler;
 
 use crate::cli::{self, CommandLine, Config, Parsed, Serve, Verb};
+use crate::client;
 use crate::demo::{Demo, Then};
 use crate::failure::Failure;
 use crate::run::{self, Role};
-use crate::settings::{self, FILE, FILE_VARIABLE, Given, Loaded, SettingsError};
+use crate::settings::{self, FILE, FILE_VARIABLE, Given, Loaded, Secrets, SettingsError};
 use crate::telemetry;
 
 /// Runs the command line of this process, with the desk as handler.
@@ -57,10 +58,15 @@ async fn dispatch(parsed: Parsed, handler: Option<Arc<dyn IssueHandler>>) -> Res
     // it by value.
     let running: LocalBoxFuture<'_, _> = match &line.verb {
         Verb::Config(config) => return print_settings(config, &line, flags),
-        Verb::Serve(options) => Box::pin(serve(options, load(&line, flags)?, handler)),
-        Verb::Worker => Box::pin(start(Role::Worker, load(&line, flags)?, handler, None)),
+        Verb::Serve(options) => {
+            Box::pin(serve(options, load(&line, flags, Secrets::Needed)?, handler))
+        }
+        Verb::Worker => {
+            let loaded = load(&line, flags, Secrets::Needed)?;
+            Box::pin(start(Role::Worker, loaded, handler, None))
+        }
         Verb::Operator(verb) => {
-            let loaded = load(&line, flags)?;
+            let loaded = load(&line, flags, Secrets::NotNeeded)?;
             Box::pin(async move { verb.run(&loaded.settings).await })
         }
     };
@@ -89,8 +95,7 @@ async fn start(
     handler: Option<Arc<dyn IssueHandler>>,
     demo: Option<Demo>,
 ) -> Result<(), Failure> {
-    // One TLS stack for everything. An error means that somebody has chosen before us.
-    let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
+    client::choose_tls();
     let telemetry = telemetry::begin(&loaded.settings.telemetry)?;
     let running: LocalBoxFuture<'_, _> =
         Box::pin(run::run(role, loaded.settings, handler, demo, &telemetry));
@@ -107,7 +112,7 @@ fn print_settings(
     let text = if config.markdown {
         settings::as_markdown()
     } else {
-        let loaded = load(line, flags)?;
+        let loaded = load(line, flags, Secrets::NotNeeded)?;
         if config.json { settings::as_json(&loaded) + "\n" } else { settings::as_text(&loaded) }
     };
     // A reader that went away, such as `head`, is no failure.
@@ -116,7 +121,11 @@ fn print_settings(
 }
 
 /// What was said on the command line, in the environment and in the file, as checked settings.
-fn load(line: &CommandLine, flags: Vec<(&'static str, String)>) -> Result<Loaded, Failure> {
+fn load(
+    line: &CommandLine,
+    flags: Vec<(&'static str, String)>,
+    secrets: Secrets,
+) -> Result<Loaded, Failure> {
     let lossy = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
     let environment: Vec<_> =
         std::env::vars_os().map(|(name, value)| (lossy(name), lossy(value))).collect();
@@ -135,5 +144,5 @@ fn load(line: &CommandLine, flags: Vec<(&'static str, String)>) -> Result<Loaded
             .into());
         }
     };
-    Ok(settings::load(&Given { flags, environment, file })?)
+    Ok(settings::load(&Given { flags, environment, file }, secrets)?)
 }

@@ -18,6 +18,8 @@ pub mod tools;
 pub mod openai;
 pub mod scripted;
 
+mod late_sessions;
+
 mod session;
 
 pub mod handler;

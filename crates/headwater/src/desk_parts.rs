@@ -100,7 +100,7 @@ fn bus_config(on_failure: FailurePolicy) -> StreamedBusConfig {
     StreamedBusConfig { on_failure, drain: CLOSE_MAX / 2, ..StreamedBusConfig::default() }
 }
 
-/// Ends what runs by itself.
+/// Ends what runs by itself, within five seconds.
 pub(crate) async fn close(bus: Arc<StreamedBus>) {
     match tokio::time::timeout(CLOSE_MAX, bus.close()).await {
         Ok(Ok(())) => {}

@@ -15,7 +15,7 @@ pub(crate) mod rate;
 mod server;
 
 pub(crate) use self::access::Access;
-pub(crate) use self::error::{ApiError, Refusal};
+pub(crate) use self::error::{ApiError, NOTHING_HERE, Refusal};
 pub(crate) use self::long_work::LongWork;
 pub(crate) use self::rate::Rate;
 pub(crate) use self::server::{Listening, Peer};

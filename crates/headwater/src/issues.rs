@@ -21,13 +21,16 @@ use utoipa_axum::routes;
 
 use crate::app::App;
 use crate::http::ApiError;
-use crate::http::body::Answer;
+use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::{PathOf, QueryOf};
 use crate::http::paging;
 
 /// Issues on one page, if nobody says otherwise, and at most.
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
+
+/// Issues that one call releases.
+const RELEASED_AT_ONCE: usize = 50;
 
 /// Below `/api/v1`.
 pub(crate) fn routes() -> OpenApiRouter<App> {
@@ -38,6 +41,7 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
         .routes(routes!(why))
         .routes(routes!(retry))
         .routes(routes!(release))
+        .routes(routes!(release_all))
 }
 
 /// Which issues.
@@ -214,6 +218,50 @@ async fn release(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<Issu
             Released::NotQuarantined => "not_quarantined",
         };
     Ok(Json(IssueChange { issue_id: id, result }))
+}
+
+/// Which of the quarantined.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ReleaseWish {
+    /// Only those of this integration.
+    integration: Option<String>,
+    /// `next_cursor` of the answer before.
+    cursor: Option<i64>,
+}
+
+/// How many may go on.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct IssuesReleased {
+    released: u64,
+    /// Where to go on: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<i64>,
+}
+
+/// Ends all quarantines, some at a time: ask again with `next_cursor` until there is none.
+#[utoipa::path(post, path = "/issues/release", tag = "issues", request_body = ReleaseWish,
+    responses((status = 200, body = IssuesReleased)))]
+async fn release_all(
+    State(app): State<App>,
+    JsonBody(wish): JsonBody<ReleaseWish>,
+) -> Answer<IssuesReleased> {
+    let filter = IssueFilter {
+        quarantined: Some(true),
+        integration: wish.integration,
+        after: wish.cursor.map(IssueId),
+        ..IssueFilter::default()
+    };
+    let issues = app.store.issues(&filter, RELEASED_AT_ONCE).await?;
+    let next = issues.last().filter(|_| issues.len() == RELEASED_AT_ONCE).map(|issue| issue.id.0);
+    let mut released = 0;
+    for issue in &issues {
+        match headwater_issue::release(app.store.as_ref(), &app.nudger, issue.id).await? {
+            Released::Queued | Released::Idle => released += 1,
+            // Somebody else has done so.
+            Released::NotQuarantined => {}
+        }
+    }
+    Ok(Json(IssuesReleased { released, next_cursor: next }))
 }
 
 fn missing(id: i64) -> ApiError {

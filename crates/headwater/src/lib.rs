@@ -28,6 +28,8 @@ mod telemetry;
 
 mod open;
 
+mod database_watch;
+
 mod app;
 mod http;
 

@@ -17,6 +17,7 @@ use tracing::{info, warn};
 use crate::failure::Failure;
 use crate::settings::{Settings, SettingsError};
 use crate::stop::Stopping;
+use crate::text::with_causes;
 
 /// The first and the longest pause between two tries.
 const PAUSE_MIN: Duration = Duration::from_millis(250);
@@ -39,7 +40,7 @@ pub(crate) async fn store(
         StoreOptions { connections_max: settings.database_connections, ..StoreOptions::default() };
     let open = || headwater_issue::connect(url, &options);
     let store = patiently("the database", &shown, settings, stopping, open, |error| match error {
-        IssueError::Unavailable { .. } => Verdict::TryAgain(chain(error)),
+        IssueError::Unavailable { .. } => Verdict::TryAgain(without_the_pool(&with_causes(error))),
         IssueError::Invalid { problem, .. } => {
             Verdict::GiveUp(wrong("database.url", &shown, problem))
         }
@@ -61,10 +62,14 @@ pub(crate) async fn streams(
     let open = || headwater_stream::connect(url, &options);
     let streams = patiently("the streams", &shown, settings, stopping, open, |error| match error {
         // A disk that is full is as likely to be mended as a server that is away.
-        error if error.is_transient() => Verdict::TryAgain(chain(error)),
+        error if error.is_transient() => Verdict::TryAgain(with_causes(error)),
         StreamError::Invalid { problem, .. } => {
             Verdict::GiveUp(wrong("stream.url", &shown, problem))
         }
+        StreamError::Corrupt { .. } => Verdict::GiveUp(Failure::new(format!(
+            "the streams {shown}: {error}. Tickets and issues are in SQL: move the directory away and start; topics of \
+             your own and sessions need a backup"
+        ))),
         StreamError::Locked { directory } => Verdict::GiveUp(in_use(directory, settings)),
         other => Verdict::GiveUp(Failure::new(format!("the streams {shown}: {other}"))),
     })
@@ -128,18 +133,12 @@ fn wrong(name: &str, shown: &str, problem: &str) -> Failure {
     SettingsError::new(format!("the setting `{name}` is `{shown}`: {problem}")).into()
 }
 
-/// An error with its causes, each once.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
+/// The pool says that it waited; what for is of interest.
+fn without_the_pool(problem: &str) -> String {
+    if problem.contains("pool timed out") {
+        return "no connection can be made".to_owned();
     }
-    text
+    problem.to_owned()
 }
 
 /// The directory of a database file, so that the first start needs no preparation.

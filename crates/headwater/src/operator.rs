@@ -65,11 +65,11 @@ pub(crate) enum Verb {
     Dlq(dlq::Dlq),
     /// List, show, explain, retry or release issues.
     Issue(issue::Issue),
-    /// Open, list, show, answer or close tickets.
+    /// Open, list, show, reply to, close or reopen tickets.
     Ticket(ticket::Ticket),
     /// List, show, replay, fork, export or import sessions.
     Session(session::Session),
-    /// List replies and events that were given up, or send one again.
+    /// List replies and events that were given up, or send them again.
     Outbox(outbox::Outbox),
     /// Say whether every event is accounted for, or who changed what.
     Audit(audit::Audit),
@@ -101,19 +101,19 @@ impl Verb {
             Self::Sql(sql) => return sql.run(settings).await,
             Self::Report(report) => return report.run(settings).await,
             Self::Analytics(analytics) => return analytics.run(settings).await,
-            Self::Topic(topic) => (&topic.reach, Needs::Streams),
-            Self::Produce(produce) => (&produce.reach, Needs::Streams),
-            Self::Consume(consume) => (&consume.reach, Needs::Streams),
-            Self::Tail(tail) => (&tail.reach, Needs::Streams),
-            Self::Group(group) => (&group.reach, Needs::Streams),
-            Self::Pending(pending) => (&pending.reach, Needs::Streams),
-            Self::Dlq(dlq) => (&dlq.reach, Needs::Streams),
-            Self::Top(top) => (&top.reach, Needs::Streams),
-            Self::Issue(issue) => (&issue.reach, Needs::Everything),
-            Self::Ticket(ticket) => (&ticket.reach, Needs::Everything),
-            Self::Session(session) => (&session.reach, Needs::Everything),
-            Self::Outbox(outbox) => (&outbox.reach, Needs::Everything),
-            Self::Audit(audit) => (&audit.reach, Needs::Everything),
+            Self::Topic(topic) => (&topic.reach, Needs::streams(topic.is_look())),
+            Self::Produce(produce) => (&produce.reach, Needs::streams(false)),
+            Self::Consume(consume) => (&consume.reach, Needs::streams(false)),
+            Self::Tail(tail) => (&tail.reach, Needs::streams(true)),
+            Self::Group(group) => (&group.reach, Needs::streams(group.is_look())),
+            Self::Pending(pending) => (&pending.reach, Needs::streams(true)),
+            Self::Dlq(dlq) => (&dlq.reach, Needs::streams(dlq.is_look())),
+            Self::Top(top) => (&top.reach, Needs::streams(true)),
+            Self::Issue(issue) => (&issue.reach, issue.needs()),
+            Self::Ticket(ticket) => (&ticket.reach, ticket.needs()),
+            Self::Session(session) => (&session.reach, Needs::everything(session.is_look())),
+            Self::Outbox(outbox) => (&outbox.reach, Needs::database(outbox.is_look())),
+            Self::Audit(audit) => (&audit.reach, Needs::database(true)),
         };
         let client = match reach.url() {
             Some(url) => Client::network(&url)?,
@@ -195,6 +195,11 @@ impl Confirm {
 fn time(text: &str) -> Result<Duration, String> {
     crate::settings::time(text)
         .ok_or_else(|| "a number with ms, s, m, h or d, such as 5s".to_owned())
+}
+
+/// The number of an issue or a row of the outbox as an argument.
+fn number(text: &str) -> Result<i64, String> {
+    text.parse().map_err(|_| "an id is a number; `list` shows them".to_owned())
 }
 
 fn milliseconds(time: Duration) -> u64 {

@@ -19,18 +19,18 @@ use utoipa_axum::routes;
 use crate::admin::{self, Operations};
 use crate::analytics::Analytics;
 use crate::app::App;
-use crate::http::{ApiError, access, limits, rate};
+use crate::http::{ApiError, NOTHING_HERE, access, limits, rate};
 use crate::{analytics_routes, audit, description, health, issues, page, ticket_routes, webhooks};
 
 /// The routes below `/api/v1`.
 pub(crate) fn api(operations: Operations) -> OpenApiRouter<App> {
     let routes = issues::routes().merge(ticket_routes::routes()).merge(audit::routes());
-    routes.merge(admin::app_routes()).merge(admin::described_routes().with_state(operations))
+    routes.merge(admin::routes_of_app()).merge(admin::routes().with_state(operations))
 }
 
 /// All routes of `serve`.
 pub(crate) fn serve(app: &App, operations: Operations, analytics: Analytics) -> Router {
-    let api = api(operations).merge(analytics_routes::described_routes().with_state(analytics));
+    let api = api(operations).merge(analytics_routes::routes().with_state(analytics));
     let guarded = OpenApiRouter::new().nest("/api/v1", api).merge(page::routes());
     let guarded = guarded.routes(routes!(metrics)).routes(routes!(openapi));
     // Webhooks check their callers themselves, by signatures.
@@ -56,7 +56,7 @@ pub(crate) fn worker(app: &App) -> Router {
 
 fn finish(routes: Router<App>, app: &App) -> Router {
     routes
-        .fallback(|| async { ApiError::not_found("there is nothing at this address") })
+        .fallback(|| async { ApiError::not_found(NOTHING_HERE) })
         .method_not_allowed_fallback(|| async {
             let message = "this address does not know this method";
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)

@@ -6,14 +6,17 @@
 //! ```
 //!
 //! Upstream: `command`. Promises: what starts here is joined here. A part that ends by itself stops the process with exit
-//! code 1, so that whoever watches it starts it anew. A stop takes `worker.drain` and five seconds at most: first no new
-//! requests and no new claims, then the last replies, then the doors.
+//! code 1, so that whoever watches it starts it anew. A stop takes `worker.drain` and ten seconds at most: first no new
+//! requests and no new claims, then the last replies, then the doors. What does not end in time is ended: nothing runs on
+//! when the database is closed.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use async_trait::async_trait;
+use futures_util::FutureExt;
 use headwater_issue::{
     HandlerError, Inbox, InboxConfig, IssueHandler, Outbox, OutboxConfig, Quiet, Resolution,
     RetryPolicy, Run, STREAM, Store, SweepOptions, Sweeper, SweeperConfig, Worker, WorkerConfig,
@@ -28,6 +31,7 @@ use crate::admin::Operations;
 use crate::analytics::Analytics;
 use crate::app::{App, Shared};
 use crate::audit::Audit;
+use crate::database_watch::DatabaseWatch;
 use crate::demo::Demo;
 use crate::desk_parts::DeskParts;
 use crate::failure::Failure;
@@ -39,8 +43,22 @@ use crate::telemetry::{self, Telemetry};
 use crate::ticket_listening::Listeners;
 use crate::{desk_parts, open, router};
 
-/// Beyond the drain: to give claims back, send the last replies and close.
-const CLOSE_MAX: Duration = Duration::from_secs(5);
+/// Beyond the drain, by when claims are given back and all parts have ended; by when the last replies are sent; by when
+/// what is left is closed. Traces that are left have the rest of the ten seconds.
+const PARTS_MAX: Duration = Duration::from_millis(5500);
+const REPLIES_MAX: Duration = Duration::from_secs(7);
+const CLOSE_MAX: Duration = Duration::from_secs(8);
+
+/// How long a stop waits for deliveries that are under way.
+const REPLIES_DRAIN: Duration = Duration::from_secs(5);
+
+/// How long a part may take to end that is ended: one that holds its thread does not end at all.
+const ABORT_MAX: Duration = Duration::from_millis(200);
+
+// What is told to end has time to do so, and to say what became of its work.
+const _: () = assert!(REPLIES_DRAIN.as_millis() + 1000 <= REPLIES_MAX.as_millis());
+const _: () = assert!(PARTS_MAX.as_millis() + ABORT_MAX.as_millis() < REPLIES_MAX.as_millis());
+const _: () = assert!(REPLIES_MAX.as_millis() + ABORT_MAX.as_millis() < CLOSE_MAX.as_millis());
 
 /// The longest wait between two tries to deliver a row.
 const OUTBOX_BACKOFF_MAX: Duration = Duration::from_secs(15 * 60);
@@ -58,6 +76,15 @@ pub(crate) enum Role {
     Serve,
     /// Work, but no HTTP except health and metrics.
     Worker,
+}
+
+impl Role {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Serve => "serve",
+            Self::Worker => "worker",
+        }
+    }
 }
 
 /// Runs until a signal, or until a part fails.
@@ -127,6 +154,7 @@ pub(crate) async fn run(
         health: health.clone(),
         stopping: stopping.clone(),
         store: Arc::clone(&store),
+        database: DatabaseWatch::default(),
         streams: Arc::clone(&streams),
         nudger,
         inbox,
@@ -161,6 +189,13 @@ pub(crate) async fn run(
     parts.start("gauges", async move {
         tokio::select! { () = shutdown => {}, () = sampling => {} }
     });
+    let (shutdown, watching) = (until(), app.database.clone().run(Arc::clone(&store)));
+    parts.start("database watch", async move {
+        tokio::select! { () = shutdown => {}, () = watching => {} }
+    });
+    // Sessions of runs that began while streams were away.
+    let (shutdown, late) = (until(), desk.late_sessions());
+    parts.start("late sessions", async move { late.run(shutdown).await });
     // What other programs say of tickets.
     let shutdown = until();
     parts.start("ticket events", async move { intake.run(&intake_queue, shutdown).await });
@@ -181,32 +216,50 @@ pub(crate) async fn run(
     if let Some(demo) = demo {
         parts.start("demo", demo.run(listening.address, stopping.clone()));
     }
+    let url = format!("http://{}", listening.address);
     let serving =
         listening.serve(routes, settings.http.clone(), settings.work.drain, stopping.clone());
     parts.start("http", serving);
-    info!(?role, "running");
+    let (streams_at, database_at) = (settings.stream_shown(), settings.database_shown());
+    info!(role = role.as_str(), url, streams = streams_at, database = database_at, "running");
 
     // The stop, in the order of the flow. What does not end in time is lost to nobody: claims and rows run out.
     stopping.begun().await;
-    let deadline = Instant::now() + settings.work.drain + CLOSE_MAX;
-    let mut failed = parts.join(deadline).await;
-    if timeout_at(deadline, operations.close()).await.is_err() {
-        warn!("consumers over HTTP did not leave in time");
-    }
-    if timeout_at(deadline, app.long_work.close()).await.is_err() {
-        warn!(
-            "an import or a fork of a session did not end in time; what there is of it is swept later"
-        );
-    }
-    last_replies.begin();
-    failed = failed.or(outbox_part.join(deadline.max(Instant::now() + CLOSE_MAX / 2)).await);
+    let drained = Instant::now() + settings.work.drain;
+    let failed = {
+        let ending = async {
+            tokio::join!(
+                parts.join(drained + PARTS_MAX),
+                by(drained + PARTS_MAX, operations.close(), "consumers over HTTP"),
+                by(
+                    drained + PARTS_MAX,
+                    app.long_work.close(),
+                    "imports, forks or counting the books"
+                ),
+            )
+        };
+        tokio::pin!(ending);
+        let in_time = timeout_at(drained, ending.as_mut()).await;
+        // Runs that go on until now are ended, so no new replies come of them.
+        last_replies.begin();
+        let rest = async {
+            match in_time {
+                Ok(ended) => ended,
+                Err(_) => ending.await,
+            }
+        };
+        let ((failed, (), ()), outbox) =
+            tokio::join!(rest, outbox_part.join(drained + REPLIES_MAX));
+        failed.or(outbox)
+    };
     drop(app);
-    if timeout(CLOSE_MAX, analytics.close()).await.is_err() {
-        warn!("a rebuild of analytics did not end in time; it is undone");
-    }
-    desk.close().await;
-    desk_parts::close(bus).await;
-    close(store, streams).await;
+    let end = drained + CLOSE_MAX;
+    tokio::join!(
+        by(end, analytics.close(), "a rebuild of analytics, which is undone"),
+        by(end, desk.close(), "the books of the desk"),
+        by(end, desk_parts::close(bus), "the bus"),
+    );
+    tokio::join!(by(end, store.close(), "the database"), by(end, close(streams), "the streams"));
     match failed {
         Some(part) => Err(Failure::new(format!("`{part}` ended by itself; the log says why"))),
         None => {
@@ -245,12 +298,12 @@ impl Parts {
         let (health, stopping) = (self.health.clone(), self.stopping.clone());
         health.note(part, true);
         self.tasks.spawn(async move {
-            // A task of its own, so that a panic is an end like any other.
-            let ended = tokio::spawn(running).await;
+            // A panic is an end like any other.
+            let ended = AssertUnwindSafe(running).catch_unwind().await;
             health.note(part, false);
             debug!(part, "part ended");
-            if let Err(problem) = &ended {
-                error!(part, error = %problem, "a part failed, stopping");
+            if ended.is_err() {
+                error!(part, "a part panicked, stopping");
             } else if !stopping.has_begun() {
                 error!(part, "a part ended by itself, stopping");
             }
@@ -260,7 +313,7 @@ impl Parts {
         });
     }
 
-    /// Waits for all of them; the first that failed is named.
+    /// Waits for all of them; the first that failed is named. Those that do not end in time are ended.
     async fn join(&mut self, deadline: Instant) -> Option<&'static str> {
         let mut failed = None;
         let joining = async {
@@ -269,7 +322,8 @@ impl Parts {
             }
         };
         if timeout_at(deadline, joining).await.is_err() {
-            warn!(count = self.tasks.len(), "parts did not end in time");
+            warn!(count = self.tasks.len(), "parts did not end in time, they are ended");
+            let _ = timeout(ABORT_MAX, self.tasks.shutdown()).await;
         }
         failed
     }
@@ -298,14 +352,16 @@ async fn sample(
     }
 }
 
-async fn close(store: Arc<dyn Store>, streams: Arc<dyn Backend>) {
-    if timeout(CLOSE_MAX, store.close()).await.is_err() {
-        warn!("the database did not close in time");
+async fn close(streams: Arc<dyn Backend>) {
+    if let Err(error) = streams.close().await {
+        warn!(%error, "the streams did not close well");
     }
-    match timeout(CLOSE_MAX, streams.close()).await {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => warn!(%error, "the streams did not close well"),
-        Err(_) => warn!("the streams did not close in time"),
+}
+
+/// Waits for an end until a deadline.
+async fn by(deadline: Instant, ending: impl Future<Output = ()>, what: &str) {
+    if timeout_at(deadline, ending).await.is_err() {
+        warn!(what, "it did not end in time, and is left");
     }
 }
 
@@ -349,5 +405,54 @@ fn outbox_config(work: &Work) -> OutboxConfig {
         backoff_max: OUTBOX_BACKOFF_MAX,
         ..RetryPolicy::default()
     };
-    OutboxConfig { retry, deadline, ttl, ..OutboxConfig::default() }
+    OutboxConfig { retry, deadline, ttl, drain: REPLIES_DRAIN, ..OutboxConfig::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    fn parts() -> (Parts, Stopping) {
+        let stopping = Stopping::default();
+        (Parts::new(Health::new("w", stopping.clone()), stopping.clone()), stopping)
+    }
+
+    /// Tells when it is dropped.
+    struct Told(Arc<AtomicBool>);
+
+    impl Drop for Told {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_part_that_does_not_end_in_time_is_ended_before_what_it_stands_on_is_closed() {
+        let (mut parts, stopping) = parts();
+        let is_over = Arc::new(AtomicBool::new(false));
+        let told = Told(Arc::clone(&is_over));
+        parts.start("endless", async move {
+            let _told = told;
+            pending::<()>().await;
+        });
+        stopping.begin();
+        let began = Instant::now();
+        assert_eq!(parts.join(began + PARTS_MAX).await, None);
+        assert!(is_over.load(Ordering::SeqCst), "nothing of it runs on");
+        assert!(began.elapsed() < PARTS_MAX + ABORT_MAX, "{:?}", began.elapsed());
+        by(Instant::now() + ABORT_MAX, pending(), "what never closes").await;
+    }
+
+    #[tokio::test]
+    async fn a_part_that_panics_or_ends_by_itself_is_named_and_begins_the_stop() {
+        for panics in [true, false] {
+            let (mut parts, stopping) = parts();
+            parts.start("odd", async move { assert!(!panics, "on purpose") });
+            stopping.begun().await;
+            assert_eq!(parts.join(Instant::now() + CLOSE_MAX).await, Some("odd"));
+        }
+    }
 }

@@ -24,7 +24,7 @@ pub(crate) use self::describe::{as_json, as_markdown, as_text};
 pub(crate) use self::error::SettingsError;
 pub(crate) use self::kind::{Kind, time};
 use self::lists::Lists;
-pub(crate) use self::lists::{Integration, Provider, Role, Token};
+pub(crate) use self::lists::{Integration, Provider, Role, Secrets, Token};
 pub(crate) use self::shown::url as shown_url;
 pub(crate) use self::sources::{FILE_VARIABLE, Given, Source, Values};
 pub(crate) use self::table::TABLE;
@@ -165,7 +165,7 @@ pub(crate) struct Loaded {
 }
 
 /// Makes settings of what was said, or says what is wrong.
-pub(crate) fn load(given: &Given) -> Result<Loaded, SettingsError> {
+pub(crate) fn load(given: &Given, secrets: Secrets) -> Result<Loaded, SettingsError> {
     let (mut file, path) = match &given.file {
         Some((path, text)) => {
             let parsed = text.parse::<toml::Table>().map_err(|error| unreadable(path, &error))?;
@@ -180,8 +180,10 @@ pub(crate) fn load(given: &Given) -> Result<Loaded, SettingsError> {
         .try_into::<Lists>()
         .map_err(|error| unreadable(path.as_deref().unwrap_or_else(|| FILE.as_ref()), &error))?;
     let values = Values::resolve(given, &file, &lists.variables())?;
-    let (integrations, tokens) = lists.integrations(&given.environment)?;
+    let has_tokens = lists.has_tokens();
+    let (integrations, tokens) = lists.integrations(&given.environment, secrets)?;
     let settings = Settings::from_values(&values, integrations, tokens)?;
+    settings.check(has_tokens)?;
     Ok(Loaded { settings, values, file: path })
 }
 
@@ -269,12 +271,11 @@ impl Settings {
             integrations,
             tokens,
         };
-        settings.check()?;
         Ok(settings)
     }
 
     /// What no setting can say alone.
-    fn check(&self) -> Result<(), SettingsError> {
+    fn check(&self, has_tokens: bool) -> Result<(), SettingsError> {
         if self.model.scripted.is_none() && self.model.name.is_empty() {
             return Err(SettingsError::new(
                 "the setting `model.name` is empty, but `model.url` names a service; allowed is the name of one of its models",
@@ -283,7 +284,7 @@ impl Settings {
         for (name, listen) in
             [("http.listen", self.http.listen), ("worker.listen", self.http.worker_listen)]
         {
-            if !listen.ip().is_loopback() && self.tokens.is_empty() {
+            if !listen.ip().is_loopback() && !has_tokens {
                 return Err(SettingsError::new(format!(
                     "the setting `{name}` is `{listen}`, which others can reach, but there is no [[token]]; \
                      allowed without one is an address of this machine alone, such as `127.0.0.1:{}`",

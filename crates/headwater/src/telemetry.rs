@@ -46,6 +46,13 @@ type AnyLayer = Box<dyn Layer<Registry> + Send + Sync>;
 /// Begins to log and to measure. Once per process.
 pub(crate) fn begin(settings: &settings::Telemetry) -> Result<Telemetry, Failure> {
     let filter = EnvFilter::try_new(&settings.level).context("the setting `log.level`")?;
+    // PostgreSQL tells at every start that tables are there already.
+    let filter = match settings.level.contains("sqlx") {
+        true => filter,
+        false => {
+            filter.add_directive("sqlx::postgres::notice=warn".parse().context("a directive")?)
+        }
+    };
     let as_json = match settings.format.as_str() {
         "json" => true,
         "text" => false,

@@ -17,6 +17,7 @@ use crate::app::App;
 use crate::http::ApiError;
 use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::{PathOf, QueryOf};
+use crate::http::paging;
 use crate::limits::{PAGE_DEFAULT, PAGE_MAX};
 use crate::ticket_events::Author;
 use crate::ticket_listening;
@@ -139,7 +140,7 @@ async fn list(State(app): State<App>, QueryOf(query): QueryOf<ListQuery>) -> Ans
     }
     let filter =
         TicketFilter { status: status.transpose()?, user_id: query.user_id, before: query.cursor };
-    let limit = page(query.limit)?;
+    let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     let tickets = app.tickets.list(&filter, limit).await?;
     let next = tickets.last().filter(|_| tickets.len() == limit).map(|ticket| ticket.number);
     Ok(Json(TicketPage { tickets: tickets.iter().map(describe).collect(), next_cursor: next }))
@@ -192,7 +193,7 @@ async fn messages(
     QueryOf(query): QueryOf<MessagesQuery>,
 ) -> Answer<TicketMessagePage> {
     app.tickets.ticket(id).await?.ok_or(TicketError::NotFound(id))?;
-    let limit = page(query.limit)?;
+    let limit = paging::limit(query.limit, PAGE_DEFAULT, PAGE_MAX)?;
     page_of(&app, id, query.cursor.unwrap_or(0), limit).await.map(Json)
 }
 
@@ -234,14 +235,6 @@ async fn close(State(app): State<App>, PathOf(id): PathOf<Uuid>) -> Answer<Statu
 async fn reopen(State(app): State<App>, PathOf(id): PathOf<Uuid>) -> Answer<StatusChange> {
     let changed = app.tickets.reopen(id).await?;
     Ok(Json(StatusChange { ticket_id: id, status: "open", changed }))
-}
-
-fn page(limit: Option<usize>) -> Result<usize, ApiError> {
-    let limit = limit.unwrap_or(PAGE_DEFAULT);
-    if (1..=PAGE_MAX).contains(&limit) {
-        return Ok(limit);
-    }
-    Err(ApiError::invalid(format!("`limit` must be from 1 to {PAGE_MAX}")))
 }
 
 /// A ticket.

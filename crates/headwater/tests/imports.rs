@@ -227,3 +227,28 @@ fn a_verb_that_is_stopped_leaves_nothing_of_an_import() {
     let said = reach.refused(&["session", "show", "interrupted"], 1);
     assert!(said.contains("no session"), "{said}");
 }
+
+#[tokio::test]
+async fn an_import_that_comes_byte_by_byte_is_ended_and_leaves_its_id() {
+    let place = Place::new().unwrap();
+    let server = place.serve(&["--http-read-timeout", "2s"]).unwrap();
+    let file = joined(&lines(3));
+    let slowly = Slowly::begin(&server, "slow").await;
+    let (mut reading, mut writing) = slowly.connection.into_split();
+    // Each byte comes in time, and all of them would take for ever.
+    let sending = tokio::spawn(async move {
+        while writing.write_all(b"1\r\n \r\n").await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    });
+    let mut answer = Vec::new();
+    let reading = tokio::time::timeout(LIMIT, reading.read_to_end(&mut answer)).await;
+    sending.abort();
+    assert!(reading.is_ok(), "it goes on");
+    let answer = text(&answer);
+    assert!(
+        answer.starts_with("HTTP/1.1 408") && answer.contains("bytes came a second"),
+        "{answer}"
+    );
+    can_be_imported(&server, "slow", &file).await;
+}

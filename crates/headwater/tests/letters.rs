@@ -20,7 +20,10 @@ fn dead(reach: &Reach) {
     let script = r#"read -r line; [ "$line" = good ]"#;
     let words = ["consume", "orders", "--group", "g", "--count", "1", "--timeout", "90s"];
     let output = reach.run(&[&words[..], &["--exec", script]].concat(), "");
-    assert!(output.status.success(), "{}", text(&output.stderr));
+    let said = text(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    assert_eq!(said.matches("becomes a dead letter").count(), LETTERS, "{said}");
+    assert!(!said.contains("will be tried again"), "{said}");
 }
 
 fn left(reach: &Reach) -> usize {
@@ -66,9 +69,18 @@ async fn a_server_tells_how_far_it_is_to_those_who_want_to_know() {
     let server = reach.the_server();
     let path = server.url("/api/v1/topics/orders/dead-letters/replay");
     let wish = json!({"all": true, "per_second": 8, "progress": true});
-    let response = server.client.post(path).json(&wish).send().await.unwrap();
+    let mut response = server.client.post(path).json(&wish).send().await.unwrap();
     assert_eq!(response.headers()["content-type"], "application/x-ndjson");
-    let body = response.text().await.unwrap();
+    let ended = async || {
+        let (_, page) = server.get("/api/v1/audit?limit=1").await.unwrap();
+        let entry = page["entries"][0].clone();
+        assert!(entry["path"].as_str().unwrap().ends_with("/replay"), "{entry}");
+        entry["status"].clone()
+    };
+    let mut body = text(&response.chunk().await.unwrap().unwrap());
+    assert_eq!(ended().await, Value::Null, "it goes on");
+    body += &response.text().await.unwrap();
+    assert_eq!(ended().await, 200, "it has ended when its last line was read");
     let lines: Vec<Value> = body.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let (last, told) = lines.split_last().unwrap();
     assert_eq!(last["end"]["replayed"], LETTERS, "{body}");

@@ -361,6 +361,7 @@ fn the_doctor_says_what_to_change() {
 
     redis.command(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
     let to = ["--stream-url", &redis.url(), "--database-url", "sqlite:other.db"];
+    reach.run_at(&["ticket", "new", "--title", "t", "--content", "c"], &to, "");
     let output = reach.run_at(&["doctor"], &to, "");
     let said = text(&output.stdout);
     assert_eq!(output.status.code(), Some(4), "{said}");
@@ -442,5 +443,42 @@ fn the_streams_of_the_server_are_no_topics_to_make_or_remove() {
             assert!(!output.status.success(), "{words:?}");
             assert!(said.contains(name) && said.contains("belongs to the server"), "{said}");
         }
+    }
+}
+
+#[test]
+fn a_tail_of_a_topic_that_is_not_there_says_so_and_waits_for_it() {
+    let reach = Reach::server();
+    let url = format!("http://{}", reach.the_server().address);
+    let mut command = reach.place.command(&["tail", "later", "--count", "1", "--url", &url]);
+    let mut tail = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
+    let mut said = std::io::BufReader::new(tail.stderr.take().unwrap());
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut said, &mut line).unwrap();
+    assert!(line.contains("there is no topic `later` yet; waiting"), "{line}");
+    // It may not be waiting yet: one of these comes after.
+    let mut ended = None;
+    wait_until("the end of the tail", LIMIT, || {
+        reach.json(&["produce", "later", "--payload", "x"]);
+        ended = tail.try_wait().unwrap();
+        ended.is_some()
+    })
+    .unwrap();
+    assert!(ended.unwrap().success());
+}
+
+#[test]
+fn a_url_that_leads_elsewhere_is_told_from_a_thing_that_is_not_there() {
+    let reach = Reach::embedded().serving();
+    let address = reach.the_server().address;
+    for (url, code, words) in [
+        (format!("http://{address}"), 1, "no topic `nothing`"),
+        (format!("http://{address}/api/v1"), 1, "there is no Headwater at"),
+        (format!("https://{address}"), 3, "speaks http, not https"),
+    ] {
+        let output = reach.run_at(&["topic", "describe", "nothing"], &["--url", &url], "");
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{url}: {said}");
+        assert!(said.contains(words), "{url}: {said}");
     }
 }

@@ -65,6 +65,12 @@ fn tickets(reach: &Reach, ticket: &str) {
     assert_eq!(reach.json(&["ticket", "close", ticket])[0]["changed"], true);
     assert_eq!(reach.json(&["ticket", "close", ticket])[0]["changed"], false);
     assert_eq!(reach.json(&["ticket", "list", "--status", "closed"]).len(), 1);
+    let reopened = &reach.json(&["ticket", "reopen", ticket])[0];
+    assert_eq!((&reopened["changed"], &reopened["status"]), (&json!(true), &json!("open")));
+    assert_eq!(reach.json(&["ticket", "reopen", ticket])[0]["changed"], false);
+    // Whoever took over gives it back in the same way.
+    assert_eq!(reach.json(&["ticket", "show", ticket])[0]["handed_over"], false);
+    reach.json(&["ticket", "close", ticket]);
     let said = reach.refused(&["ticket", "show", "6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"], 1);
     assert!(said.contains("no ticket"), "{said}");
 }
@@ -146,6 +152,8 @@ fn rest(reach: &Reach) {
     assert!(reach.json(&["outbox", "list"]).is_empty());
     let said = reach.refused(&["outbox", "retry", "987654"], 1);
     assert!(said.contains("987654"), "{said}");
+    assert_eq!(reach.json(&["outbox", "retry", "--all", "--yes"]), [json!({"queued": 0})]);
+    assert_eq!(reach.json(&["issue", "release", "--all", "--yes"]), [json!({"released": 0})]);
     let books = &reach.json(&["audit"])[0];
     assert_eq!((&books["balances"], &books["quarantined"]), (&json!(true), &json!(0)));
     assert_eq!(&reach.json(&["audit", "books"])[0], books);
@@ -193,4 +201,70 @@ async fn what_was_given_up_is_listed_and_sent_again() {
     assert_eq!(reach.json(&["outbox", "retry", &id])[0]["result"], "queued");
     // It is given up again: there still is no token.
     until(&ask, &["outbox", "list"], |rows| rows.iter().any(|row| row["id"] == reply["id"]));
+}
+
+/// More than one call sends again or releases.
+const MANY: usize = 120;
+
+#[test]
+fn all_that_was_given_up_or_quarantined_goes_on_or_all_of_one_integration() {
+    let reach = Reach::redis();
+    reach.json(&["ticket", "new", "--title", "t", "--content", "c"]);
+    let database = reach.database.as_ref().unwrap();
+    let made = format!(
+        "INSERT INTO integrations (name, provider) VALUES ('shop', 'github');
+         INSERT INTO issues (integration_id, external_project_id, external_issue_id, quarantined_at)
+         SELECT (SELECT id FROM integrations WHERE name = CASE WHEN n % 4 = 0 THEN 'shop' ELSE 'desk' END),
+             'many', n::text, now() FROM generate_series(1, {MANY}) AS n;
+         INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, status, due_at, last_error)
+         SELECT id, 'reply', 't', 'many-' || id, '{{}}', 'dead', now(), 'gone' FROM issues
+         WHERE external_project_id = 'many'"
+    );
+    database.query(&made).unwrap();
+    for (list, go_on, counted) in [
+        (&["outbox", "list"][..], &["outbox", "retry", "--all", "--yes"][..], "queued"),
+        (&["issue", "list", "--quarantined"], &["issue", "release", "--all", "--yes"], "released"),
+    ] {
+        let left = || reach.json(&[list, &["--limit", "1000"]].concat()).len();
+        assert_eq!(left(), MANY);
+        let some = &reach.json(&[go_on, &["--integration", "shop"]].concat())[0];
+        assert_eq!((&some[counted], left()), (&json!(MANY / 4), MANY - MANY / 4));
+        let rest = &reach.json(go_on)[0];
+        assert_eq!((&rest[counted], left()), (&json!(MANY - MANY / 4), 0));
+    }
+}
+
+#[test]
+fn what_lies_in_tables_is_looked_at_while_redis_is_away() {
+    let reach = Reach::redis();
+    let ticket = reach.json(&["ticket", "new", "--title", "t", "--content", "c"])[0].clone();
+    let (ticket, issue) = (ticket["ticket_id"].as_str().unwrap(), ticket["issue_id"].to_string());
+    reach.redis.as_ref().unwrap().stop().unwrap();
+    for verb in [
+        &["ticket", "list"][..],
+        &["ticket", "show", ticket],
+        &["issue", "list"],
+        &["issue", "show", &issue],
+        &["issue", "why", &issue],
+        &["outbox", "list"],
+        &["outbox", "retry", "--all", "--yes"],
+        &["audit"],
+        &["audit", "log"],
+    ] {
+        let output = reach.run(verb, "");
+        assert!(output.status.success(), "{verb:?}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn what_lies_in_tables_is_looked_at_beside_a_server_that_has_the_streams() {
+    let reach = Reach::embedded().serving();
+    reach.json(&["ticket", "new", "--title", "t", "--content", "c"]);
+    let to: Vec<&str> = reach.direct.iter().map(String::as_str).collect();
+    for verb in [&["ticket", "list", "--json"][..], &["issue", "list", "--json"]] {
+        let output = reach.run_at(verb, &to, "");
+        assert_eq!(support::reach::lines(verb, &output).len(), 1);
+    }
+    let output = reach.run_at(&["topic", "list"], &to, "");
+    assert_eq!(output.status.code(), Some(1), "the streams are in use: {}", text(&output.stderr));
 }

@@ -17,6 +17,8 @@ enum Needs {
     Nothing,
     /// Streams, or a server.
     Streams,
+    /// A database, or a server.
+    Database,
     /// Streams and a database, or a server.
     Both,
     /// Streams and a database; it is no client of a server.
@@ -24,7 +26,7 @@ enum Needs {
     /// A server, or a file of this machine.
     Asked,
 }
-use Needs::{Asked, Both, Itself, Nothing, Streams};
+use Needs::{Asked, Both, Database, Itself, Nothing, Streams};
 
 /// Every verb, with words that are right.
 const VERBS: &[(&str, Needs, &[&str])] = &[
@@ -49,26 +51,27 @@ const VERBS: &[(&str, Needs, &[&str])] = &[
     ("dlq show", Streams, &["orders", "1-1"]),
     ("dlq replay", Streams, &["orders", "--all"]),
     ("dlq purge", Streams, &["orders", "--all", "--yes"]),
-    ("issue list", Both, &[]),
-    ("issue show", Both, &["1"]),
-    ("issue why", Both, &["1"]),
+    ("issue list", Database, &[]),
+    ("issue show", Database, &["1"]),
+    ("issue why", Database, &["1"]),
     ("issue retry", Both, &["1"]),
     ("issue release", Both, &["1"]),
     ("ticket new", Both, &["--title", "t", "--content", "c"]),
-    ("ticket list", Both, &[]),
-    ("ticket show", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("ticket list", Database, &[]),
+    ("ticket show", Database, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("ticket reply", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff", "--content", "c"]),
     ("ticket close", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
+    ("ticket reopen", Both, &["6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"]),
     ("session list", Both, &[]),
     ("session show", Both, &["s"]),
     ("session replay", Both, &["s"]),
     ("session fork", Both, &["s", "t"]),
     ("session export", Both, &["s"]),
     ("session import", Both, &["s"]),
-    ("outbox list", Both, &[]),
-    ("outbox retry", Both, &["1"]),
-    ("audit books", Both, &[]),
-    ("audit log", Both, &[]),
+    ("outbox list", Database, &[]),
+    ("outbox retry", Database, &["1"]),
+    ("audit books", Database, &[]),
+    ("audit log", Database, &[]),
     ("top", Streams, &["--once"]),
     ("bench", Itself, &["record", "--count", "1"]),
     ("doctor", Both, &[]),
@@ -172,7 +175,11 @@ fn words_that_a_server_refuses_are_exit_code_2_with_a_usage_line_and_a_hint() {
         (&["topic", "delete", "orders"][..], "--yes"),
         (&["session", "show", "no/such name"][..], "session"),
         (&["ticket", "new", "--title", "", "--content", "c"][..], "title"),
-        (&["topic", "list", "--url", "ftp://here"][..], "http://"),
+        (&["topic", "list", "--url", "ftp://here"][..], "begin with http://"),
+        (&["outbox", "retry", "--all"][..], "--yes"),
+        (&["issue", "release", "--all"][..], "--yes"),
+        (&["outbox", "retry"][..], "--all"),
+        (&["issue", "release", "1", "--all"][..], "cannot be used with"),
     ] {
         let output = place.run(&[words, &direct].concat()).unwrap();
         let said = text(&output.stderr);
@@ -193,11 +200,17 @@ fn away(needs: Needs, port: u16) -> Vec<Vec<String>> {
     let server = words(&["--url", &format!("http://127.0.0.1:{port}")]);
     let streams = words(&["--stream-url", &format!("redis://127.0.0.1:{port}")]);
     let database = format!("postgres://nobody:nothing@127.0.0.1:{port}/none");
-    let database = words(&["--stream-url", "embedded:memory", "--database-url", &database]);
+    let memory = match needs {
+        // Nobody asks the streams, so it is no matter that they are away.
+        Database => format!("redis://127.0.0.1:{port}"),
+        _ => "embedded:memory".to_owned(),
+    };
+    let database = words(&["--stream-url", &memory, "--database-url", &database]);
     match needs {
         Nothing => vec![],
         Asked => vec![server],
         Streams => vec![server, streams],
+        Database => vec![server, database],
         Both => vec![server, streams, database],
         Itself => vec![streams, database],
     }
@@ -238,4 +251,51 @@ fn a_server_that_is_away_is_exit_code_3_within_the_deadline_of_every_verb() {
         // The deadline is five seconds; the rest is for a busy machine that starts so many at once.
         assert!(started.elapsed() < LIMIT * 5, "{some:?}");
     }
+}
+
+#[test]
+fn an_id_that_is_none_is_told_what_an_id_is() {
+    let place = Place::new().unwrap();
+    for (words, hint) in [
+        (&["ticket", "show", "x"][..], "a ticket id is a UUID"),
+        (&["ticket", "reopen", "7"], "a ticket id is a UUID"),
+        (&["issue", "show", "abc"], "an id is a number"),
+        (&["outbox", "retry", "abc"], "an id is a number"),
+    ] {
+        let output = place.run(words).unwrap();
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains(hint), "{words:?}: {said}");
+    }
+}
+
+#[test]
+fn looking_makes_no_file_and_says_that_there_is_none() {
+    let place = Place::new().unwrap();
+    for (words, code) in [
+        (&["topic", "list"][..], 0),
+        (&["topic", "describe", "orders"], 1),
+        (&["group", "list", "orders"], 1),
+        (&["dlq", "list", "orders"], 1),
+        (&["pending", "orders", "--group", "g"], 1),
+        (&["top", "--once"], 0),
+        (&["issue", "list"], 0),
+        (&["issue", "why", "1"], 1),
+        (&["ticket", "list"], 0),
+        (&["ticket", "show", "6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff"], 1),
+        (&["session", "list"], 0),
+        (&["session", "show", "s"], 1),
+        (&["outbox", "list"], 0),
+        (&["audit"], 0),
+        (&["audit", "log"], 0),
+        (&["doctor"], 4),
+    ] {
+        let output = place.run(words).unwrap();
+        let said = text(&output.stdout) + &text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{words:?}: {said}");
+        assert!(said.contains("there is nothing at headwater-data"), "{words:?}: {said}");
+        assert!(!place.path().join("headwater-data").exists(), "{words:?}");
+    }
+    // What changes something makes what it needs.
+    assert!(place.run(&["topic", "create", "orders"]).unwrap().status.success());
+    assert!(place.path().join("headwater-data").exists());
 }

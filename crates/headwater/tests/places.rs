@@ -108,8 +108,77 @@ async fn the_books_are_counted_for_one_caller_at_a_time() -> Result<()> {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     closed.rollback().await?;
+    let mut answers = Vec::new();
     for answer in asking {
-        assert_eq!(answer.await??, 200, "each has its turn");
+        answers.push(answer.await??.as_u16());
+    }
+    answers.sort_unstable();
+    assert_eq!(answers, [200, 429, 429, 429], "the others are told to come again");
+    let is_free = |status: u16, _: &serde_json::Value| status == 200;
+    server.until("/api/v1/audit/books", is_free).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn tails_have_a_maximum_and_who_ends_one_makes_room() -> Result<()> {
+    let place = Place::new()?;
+    let many = ["--http-rate-per-second", "1000000", "--http-rate-burst", "1000000"];
+    let server = place.serve(&many)?;
+    let path = "/api/v1/topics/orders/tail";
+    let mut tails = Vec::new();
+    let refused = loop {
+        let response = server.client.get(server.url(path)).send().await?;
+        if response.status() != 200 {
+            break response;
+        }
+        tails.push(response);
+        ensure!(tails.len() <= 200, "there is no end");
+    };
+    assert_eq!((refused.status().as_u16(), tails.len()), (429, 200));
+    tails.clear();
+    let deadline = tokio::time::Instant::now() + LIMIT;
+    while server.client.get(server.url(path)).send().await?.status() != 200 {
+        ensure!(tokio::time::Instant::now() < deadline, "no room: {}", server.log());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn delayed_messages_of_one_call_keep_their_order_per_key_and_are_not_endless() -> Result<()> {
+    let redis = Redis::start()?;
+    let place = Place::new()?;
+    let server = place.serve(&["--stream-url", &redis.url()])?;
+    let (status, _) =
+        server.post("/api/v1/topics", &json!({"name": "orders", "partitions": 1})).await?;
+    assert_eq!(status, 201);
+    let path = "/api/v1/topics/orders/messages";
+    let message = |number: usize| {
+        let key = ["a", "b", "c"][number % 3];
+        json!({"key": key, "payload": number.to_string(), "delay_ms": 1})
+    };
+    let messages: Vec<_> = (0..300).map(message).collect();
+    let (status, sent) = server.post(path, &json!({"messages": messages})).await?;
+    assert_eq!(status, 201, "{sent}");
+    let results = sent["messages"].as_array().context("results")?;
+    assert!(results.len() == 300 && results.iter().all(|one| one["delayed_id"].is_string()));
+
+    let too_many: Vec<_> = (0..10_001).map(|_| json!({"payload": "", "delay_ms": 9})).collect();
+    let (status, refused) = server.post(path, &json!({"messages": too_many})).await?;
+    assert_eq!(status, 400, "{refused}");
+
+    // Somebody reads, so that what is due is moved.
+    let _reader = consume(&server, "orders").send().await?;
+    let all = |_: u16, page: &serde_json::Value| {
+        page["messages"].as_array().is_some_and(|messages| messages.len() == 300)
+    };
+    let page = server.until(&format!("{path}?limit=1000"), all).await?;
+    for key in ["a", "b", "c"] {
+        let messages = page["messages"].as_array().into_iter().flatten();
+        let numbers = messages.filter(|message| message["key"] == key);
+        let numbers: Vec<usize> =
+            numbers.filter_map(|message| message["payload"].as_str()?.parse().ok()).collect();
+        assert!(numbers.is_sorted() && numbers.len() == 100, "{key}: {numbers:?}");
     }
     Ok(())
 }

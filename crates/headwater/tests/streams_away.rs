@@ -77,6 +77,15 @@ async fn the_steps_of_a_run_during_an_outage_reach_its_session_when_redis_is_bac
         assert_eq!(steps(&redis, session), ["PromptRendered", "PromptExecuted"]);
     }
     assert!(!server.log().contains("is not in its session"), "{}", server.log());
+    // Those that could not be made then are listed by now, and shown.
+    let listed = |_: u16, page: &Value| {
+        let there = page["sessions"].as_array().into_iter().flatten();
+        let there: Vec<_> = there.filter_map(|one| one["session"].as_str()).collect();
+        sessions.iter().all(|session| there.contains(&session.as_str()))
+    };
+    server.until("/api/v1/sessions", listed).await?;
+    let (status, shown) = server.get(&format!("/api/v1/sessions/{}", sessions[1])).await?;
+    assert_eq!((status, &shown["events"]), (200, &json!(2)), "{shown}");
     Ok(())
 }
 
@@ -99,9 +108,13 @@ async fn a_kill_during_an_outage_leaves_the_steps_to_the_next_process() -> Resul
     server.kill9()?;
 
     proxy.heal()?;
-    let _server = place.serve(&arguments)?;
+    let server = place.serve(&arguments)?;
     eventually("the steps", || steps(&redis, &session).len() >= 2).await?;
     assert_eq!(steps(&redis, &session), ["PromptRendered", "PromptExecuted"]);
+    // Nobody knows of it any more, but it is found by its name.
+    let (status, shown) = server.get(&format!("/api/v1/sessions/{session}")).await?;
+    assert_eq!((status, &shown["events"]), (200, &json!(2)), "{shown}");
+    assert_eq!(server.get("/api/v1/sessions/nothing").await?.0, 404);
     Ok(())
 }
 

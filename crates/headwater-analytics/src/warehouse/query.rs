@@ -148,6 +148,9 @@ fn columns(connection: &Connection, sql: &str) -> Result<Vec<String>> {
     read().map_err(refused)
 }
 
+/// What DuckDB says of a statement that is none.
+const NO_SELECT: &str = "Only SELECT statements can be serialized";
+
 /// DuckDB's own parser decides what a text is: it can write `SELECT`s as JSON, and nothing else.
 fn refuse_all_but_one_select(connection: &Connection, sql: &str) -> Result<()> {
     let parsed: String = connection
@@ -157,10 +160,11 @@ fn refuse_all_but_one_select(connection: &Connection, sql: &str) -> Result<()> {
         .map_err(|_| AnalyticsError::invalid("a query", "it is nested too deeply"))?;
     if parsed["error"] == Value::Bool(true) {
         let problem = parsed["error_message"].as_str().unwrap_or("it cannot be parsed");
-        return Err(AnalyticsError::invalid(
-            "a query",
-            format!("{problem} (only one SELECT is allowed)"),
-        ));
+        let problem = match problem.starts_with(NO_SELECT) {
+            true => "only one SELECT is allowed".to_owned(),
+            false => format!("{problem} (only one SELECT is allowed)"),
+        };
+        return Err(AnalyticsError::invalid("a query", problem));
     }
     match parsed["statements"].as_array().map_or(0, Vec::len) {
         1 => refuse_functions(&parsed["statements"]),

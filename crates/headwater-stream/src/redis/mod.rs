@@ -194,6 +194,13 @@ async fn look(servers: &Servers, url: &Url) -> Result<Description> {
         facts.push(("append only file", if enabled == "0" { "off" } else { "on" }.to_owned()));
     }
     facts.extend(line("maxmemory_policy").map(|policy| ("eviction", policy)));
+    let bytes = |name: &str| line(name).and_then(|bytes| bytes.parse::<u64>().ok());
+    if let (Some(used), Some(most)) = (bytes("used_memory"), bytes("maxmemory"))
+        && most > 0
+    {
+        let state = if used >= most { "full, " } else { "" };
+        facts.push(("memory", format!("{state}{used} of {most} bytes")));
+    }
     Ok(Description { kind: "redis", address: url.to_string(), version, facts })
 }
 

@@ -1,20 +1,21 @@
 //! What is looked at to say whether all is well: servers, versions, persistence, clocks, tables, books; and what to change.
 //!
-//! Upstream: the verb `doctor`, and `GET /api/v1/doctor` for whoever asks a server. Downstream: the backend's description of
-//! itself, and SQL for what a store does not tell.
-//! Promises: it only looks. Each finding says what was found, how bad it is, and in words what to change.
+//! Upstream: the verb `doctor`, and `GET /api/v1/doctor` for whoever asks a server. Downstream: `streams`, and `database` for
+//! what a store does not tell.
+//! Promises: it only looks, now and not at what was so at the start. Each finding says what was found, how bad it is, and in
+//! words what to change. Each look has a deadline of its own: with one server away, the rest is told all the same, within
+//! `http.request_timeout`.
 
 mod database;
 mod groups;
+mod streams;
 
-use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::Json;
 use axum::extract::State;
+use futures_util::future::BoxFuture;
 use headwater_issue::Store;
-use headwater_queue::Queue;
-use headwater_stream::{Backend, Description};
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 use utoipa::ToSchema;
@@ -25,10 +26,13 @@ use crate::app::App;
 use crate::http::access::Caller;
 use crate::http::body::Answer;
 use crate::settings::{Role, Settings};
+use crate::{audit, text};
 
+pub(crate) use self::streams::streams;
+
+/// How long one look may take, where `http.request_timeout` leaves time for it.
+const LOOK_MAX: Duration = Duration::from_secs(4);
 /// A difference between two clocks that is worth a word, and one that does harm.
-/// How long looking at groups may take.
-const GROUPS_LOOK_MAX: Duration = Duration::from_secs(5);
 const SKEW_ODD: Duration = Duration::from_secs(2);
 const SKEW_HARMFUL: Duration = Duration::from_secs(60);
 
@@ -95,33 +99,63 @@ pub(crate) struct Findings {
 #[utoipa::path(get, path = "/doctor", tag = "health", responses((status = 200, body = Findings)))]
 async fn doctor(State(app): State<App>, caller: Caller) -> Answer<Findings> {
     caller.must_be(Role::Admin)?;
-    let mut findings = streams(&app.streams).await;
-    findings.extend(database(&app.settings, app.store.as_ref()).await);
+    let counting = Box::pin(async {
+        let counted = audit::count(&app).await;
+        counted.map_err(|error| error.message().to_owned())
+    });
+    let (mut findings, of_database) = tokio::join!(
+        streams(&app.settings, &app.streams),
+        database(&app.settings, app.store.as_ref(), counting)
+    );
+    findings.extend(of_database);
     findings.extend(settings(&app.settings));
     Ok(Json(Findings { findings }))
 }
 
-/// The streams: server, version, persistence, eviction, notifications, commands, clock; and groups that hold back trims.
-pub(crate) async fn streams(streams: &Arc<dyn Backend>) -> Vec<Finding> {
-    let mut findings = described(&streams.describe());
-    let before = SystemTime::now();
-    findings.push(match streams.now().await {
-        Ok(theirs) => clock("streams", before, theirs.as_millis()),
-        Err(error) => Finding::new(Severity::Unreachable, "clock", error.to_string(), ""),
-    });
-    let queue = Queue::new(Arc::clone(streams));
-    let looked = timeout(GROUPS_LOOK_MAX, groups::look(&queue)).await;
-    let too_slow =
-        |_| vec![Finding::warning("groups", "not looked at: the streams are too slow", "")];
-    findings.extend(looked.unwrap_or_else(too_slow));
+/// How long one look may take: three of them, one after the other, are done before the request has taken too long.
+fn look_max(settings: &Settings) -> Duration {
+    LOOK_MAX.min(settings.http.request_timeout / 4)
+}
+
+/// The counting of the books; what went wrong is a sentence.
+pub(crate) type Counting<'a> = BoxFuture<'a, Result<headwater_issue::Audit, String>>;
+
+/// The database: server, version, persistence, connections, tables, clock; and what is in it.
+pub(crate) async fn database(
+    settings: &Settings,
+    store: &dyn Store,
+    counting: Counting<'_>,
+) -> Vec<Finding> {
+    let look_max = look_max(settings);
+    let mut findings = match timeout(look_max, database::server(settings, store)).await {
+        Ok(Ok(findings)) => findings,
+        Ok(Err(problem)) => return vec![database_away(settings, &problem)],
+        Err(_) => {
+            let problem = format!("no answer within {look_max:?}");
+            return vec![database_away(settings, &problem)];
+        }
+    };
+    let counting = timeout(settings.http.request_timeout / 2, counting);
+    let (books, workers, waiting) = tokio::join!(
+        async { counting.await.map_or_else(|_| too_slow("audit"), books) },
+        async { timeout(look_max, workers(store)).await.unwrap_or_else(|_| too_slow("workers")) },
+        async {
+            timeout(look_max, waiting(store)).await.unwrap_or_else(|_| vec![too_slow("outbox")])
+        },
+    );
+    findings.extend([books, workers]);
+    findings.extend(waiting);
     findings
 }
 
-/// The database: server, version, persistence, connections, tables, clock; and what is in it.
-pub(crate) async fn database(settings: &Settings, store: &dyn Store) -> Vec<Finding> {
-    let mut findings = database::server(settings, store).await;
-    findings.extend(work(store).await);
-    findings
+fn database_away(settings: &Settings, problem: &str) -> Finding {
+    let found = format!("{} cannot be reached: {problem}", settings.database_shown());
+    let advice = "start it; nothing is taken in and nothing is worked on meanwhile";
+    Finding::new(Severity::Unreachable, "database", found, advice)
+}
+
+fn too_slow(subject: &str) -> Finding {
+    Finding::warning(subject, "not looked at: the database is too slow", "")
 }
 
 /// Who may ask.
@@ -132,71 +166,6 @@ pub(crate) fn settings(settings: &Settings) -> Vec<Finding> {
         tokens => format!("{tokens} tokens"),
     };
     vec![Finding::fine("access", found)]
-}
-
-fn described(described: &Description) -> Vec<Finding> {
-    let version = described.version.as_deref().unwrap_or("of this program");
-    let mut findings = vec![Finding::fine(
-        "streams",
-        format!("{} {version} at {}", described.kind, described.address),
-    )];
-    if described.kind == "redis" {
-        findings.push(commands(described.version.as_deref()));
-    }
-    for (name, value) in &described.facts {
-        findings.push(match (*name, value.as_str()) {
-            ("append only file", "off") => Finding::warning(
-                "persistence",
-                "the append only file is off",
-                "events in SQL are safe, but topics and sessions live in Redis alone: set `appendonly yes`",
-            ),
-            ("append only file", state) => {
-                Finding::fine("persistence", format!("the append only file is {state}"))
-            }
-            ("eviction", policy) if policy != "noeviction" => Finding::error(
-                "eviction",
-                format!("maxmemory-policy is {policy}: Redis may throw streams away"),
-                "set `maxmemory-policy noeviction`",
-            ),
-            ("eviction", policy) => Finding::fine("eviction", format!("maxmemory-policy is {policy}")),
-            ("notify-keyspace-events", flags) if !hears_of_expiry(flags) => Finding::warning(
-                "notify-keyspace-events",
-                format!("{flags}: expired leases are found by looking, some seconds later"),
-                "set `notify-keyspace-events Ex`, or allow CONFIG SET",
-            ),
-            ("notify-keyspace-events", flags) => {
-                Finding::fine("notify-keyspace-events", format!("{flags}: expired leases are told"))
-            }
-            _ => Finding::fine("streams", format!("{name}: {value}")),
-        });
-    }
-    findings
-}
-
-/// Which commands are in use that not every server has.
-fn commands(version: Option<&str>) -> Finding {
-    let major = version.and_then(|version| version.split('.').next()?.parse::<u32>().ok());
-    let in_use = "only commands that Redis 6.2 has are in use";
-    match major {
-        Some(major) if major < 7 => Finding::warning(
-            "commands",
-            format!("{in_use}; this server does not tell the lag of a group"),
-            "upgrade Redis to 7.0 or later to see how far groups are behind",
-        ),
-        Some(_) => {
-            Finding::fine("commands", format!("{in_use}, and the lag that 7.0 tells of groups"))
-        }
-        None => Finding::warning(
-            "commands",
-            format!("{in_use}; this server does not tell its version"),
-            "allow INFO for this user",
-        ),
-    }
-}
-
-/// Flags as the server prints them, in quotation marks: keyevents of expiry, or of everything.
-fn hears_of_expiry(flags: &str) -> bool {
-    flags.contains('E') && flags.contains(['x', 'A'])
 }
 
 /// Our clock beside another, which was read since `before`.
@@ -214,91 +183,63 @@ fn clock(of: &str, before: SystemTime, theirs_ms: u64) -> Finding {
     }
 }
 
-/// What is in the database: whether the books balance, who works, and what was given up.
-async fn work(store: &dyn Store) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    findings.push(match headwater_issue::audit(store).await {
+/// Whether the books balance.
+fn books(counted: Result<headwater_issue::Audit, String>) -> Finding {
+    match counted {
         Ok(audit) if audit.balances() => Finding::fine("audit", "every event is accounted for"),
         Ok(_) => Finding::error(
             "audit",
             "recorded events are not all processed, pending or quarantined",
             "`headwater audit` names the issues that do not add up",
         ),
-        Err(error) => Finding::warning("audit", error.to_string(), ""),
-    });
-    findings.push(match store.workers().await {
+        Err(problem) => Finding::warning("audit", problem, ""),
+    }
+}
+
+/// Who works.
+async fn workers(store: &dyn Store) -> Finding {
+    match store.workers().await {
         Ok(workers) if workers.is_empty() => Finding::warning(
             "workers",
             "none is alive",
-            "start `headwater serve` or `headwater worker`",
+            "start `headwater serve` or `headwater worker`; if one runs, its log says what keeps it",
         ),
         Ok(workers) => Finding::fine("workers", format!("{} alive", workers.len())),
         Err(error) => Finding::warning("workers", error.to_string(), ""),
-    });
-    match store.backlog().await {
-        Ok(backlog) => {
-            findings.push(match backlog.quarantined {
-                0 => Finding::fine("quarantine", "no issue waits for an operator"),
-                count => Finding::warning(
-                    "quarantine",
-                    format!("{count} issues wait for an operator"),
-                    "`headwater issue list --quarantined` shows them, `headwater issue release` lets one go on",
-                ),
-            });
-            findings.push(match backlog.outbox_dead {
-                0 => Finding::fine("outbox", "nothing was given up"),
-                count => Finding::warning(
-                    "outbox",
-                    format!("{count} replies or events were given up after their last try"),
-                    "`headwater outbox list` shows them, `headwater outbox retry` sends one again",
-                ),
-            });
-        }
-        Err(error) => findings.push(Finding::warning("outbox", error.to_string(), "")),
     }
-    findings
+}
+
+/// What was given up.
+async fn waiting(store: &dyn Store) -> Vec<Finding> {
+    let backlog = match store.backlog().await {
+        Ok(backlog) => backlog,
+        Err(error) => return vec![Finding::warning("outbox", error.to_string(), "")],
+    };
+    let quarantine = match backlog.quarantined {
+        0 => Finding::fine("quarantine", "no issue waits for an operator"),
+        count => Finding::warning(
+            "quarantine",
+            format!("{} for an operator", text::counted(count, "issue waits", "issues wait")),
+            "`headwater issue list --quarantined` shows them, `headwater issue release` lets them go on",
+        ),
+    };
+    let outbox = match backlog.outbox_dead {
+        0 => Finding::fine("outbox", "nothing was given up"),
+        count => Finding::warning(
+            "outbox",
+            format!(
+                "{} given up after the last try",
+                text::counted(count, "reply or event was", "replies or events were")
+            ),
+            "`headwater outbox list` shows them, `headwater outbox retry` sends them again",
+        ),
+    };
+    vec![quarantine, outbox]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn redis(facts: Vec<(&'static str, String)>) -> Description {
-        Description {
-            kind: "redis",
-            address: "redis://here".to_owned(),
-            version: Some("7.0.15".to_owned()),
-            facts,
-        }
-    }
-
-    #[test]
-    fn a_server_that_may_throw_streams_away_is_an_error() {
-        let findings = described(&redis(vec![("eviction", "allkeys-lru".to_owned())]));
-        assert_eq!(findings[2].severity, Severity::Error);
-        assert_eq!(findings[2].advice, "set `maxmemory-policy noeviction`");
-    }
-
-    #[test]
-    fn a_server_without_persistence_and_one_that_tells_nothing_are_warnings() {
-        let findings = described(&redis(vec![
-            ("append only file", "off".to_owned()),
-            ("notify-keyspace-events", "\"\"".to_owned()),
-            ("notify-keyspace-events", "\"xE\"".to_owned()),
-            ("append only file", "on".to_owned()),
-            ("eviction", "noeviction".to_owned()),
-        ]));
-        let severities: Vec<_> = findings[2..].iter().map(|finding| finding.severity).collect();
-        use Severity::{Ok, Warning};
-        assert_eq!(severities, [Warning, Warning, Ok, Ok, Ok]);
-    }
-
-    #[test]
-    fn an_old_server_does_not_tell_lag() {
-        assert_eq!(commands(Some("6.2.14")).severity, Severity::Warning);
-        assert_eq!(commands(Some("7.0.15")).severity, Severity::Ok);
-        assert_eq!(commands(None).severity, Severity::Warning);
-    }
 
     #[test]
     fn a_clock_that_is_off_is_told_by_how_much_it_matters() {

@@ -18,7 +18,9 @@ use axum::response::Sse;
 use axum::response::sse::{Event, KeepAlive};
 use futures_util::Stream;
 use headwater_issue::STREAM;
-use headwater_queue::{ConsumerConfig, Headers, Message, Mode, Outcome, Queue};
+use headwater_queue::{
+    ConsumerConfig, Headers, Message, Mode, Outcome, Policies, Queue, QueueError,
+};
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use utoipa::ToSchema;
@@ -114,13 +116,15 @@ pub(crate) struct DeliveredMessage {
     headers: Headers,
     /// Which try this is, from 1.
     attempt: u32,
+    /// How many there are; when the last fails, it is a dead letter.
+    attempts_max: u32,
     /// All fields of an entry that another program wrote.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     fields: BTreeMap<String, String>,
 }
 
 impl DeliveredMessage {
-    fn new(delivery: u64, message: &Message) -> Self {
+    fn new(delivery: u64, message: &Message, max_retries: u32) -> Self {
         let is_ours = message.fields.get("payload").is_some();
         Self {
             delivery,
@@ -131,6 +135,7 @@ impl DeliveredMessage {
             payload: Payload::of(&message.payload),
             headers: message.headers.clone(),
             attempt: message.attempt,
+            attempts_max: message.max_retries.unwrap_or(max_retries).saturating_add(1),
             fields: if is_ours { BTreeMap::new() } else { all(&message.fields) },
         }
     }
@@ -186,9 +191,10 @@ async fn consume(
         ..ConsumerConfig::default()
     };
     let waiting = Arc::clone(&attendance);
+    let max_retries = max_retries(&operations.queue, &topic).await?;
     let handler = move |message: Message| {
         let (attendance, outlet) = (Arc::clone(&waiting), outlet.clone());
-        async move { hand_out(&attendance, &outlet, &message).await }
+        async move { hand_out(&attendance, &outlet, &message, max_retries).await }
     };
     // Each caller is a member of its own, and a queue takes part in a group once.
     let queue = Queue::new(Arc::clone(operations.queue.backend()));
@@ -217,14 +223,25 @@ async fn consume(
     Ok(Sse::new(events).keep_alive(KeepAlive::default()))
 }
 
+/// How often a message is tried again that does not say so itself.
+async fn max_retries(queue: &Queue, topic: &str) -> Result<u32, QueueError> {
+    match queue.inspect().topic(topic).await {
+        Ok(topic) => Ok(topic.policies.max_retries),
+        // A plain one that will be there with its first message.
+        Err(QueueError::NoTopic { .. }) => Ok(Policies::default().max_retries),
+        Err(error) => Err(error),
+    }
+}
+
 /// Waits for the caller's word on a message.
 async fn hand_out(
     attendance: &Attendance,
     outlet: &mpsc::Sender<DeliveredMessage>,
     message: &Message,
+    max_retries: u32,
 ) -> Outcome {
     let Some((delivery, word)) = attendance.expect() else { return Outcome::Release };
-    if outlet.send(DeliveredMessage::new(delivery, message)).await.is_err() {
+    if outlet.send(DeliveredMessage::new(delivery, message, max_retries)).await.is_err() {
         attendance.forget(delivery);
         return Outcome::Release;
     }

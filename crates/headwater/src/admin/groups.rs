@@ -280,7 +280,7 @@ struct PendingQuery {
     min_idle_ms: Option<u64>,
     /// At most this many; 100 by default, 1000 at most.
     limit: Option<usize>,
-    /// `next` of the page before.
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
 }
 

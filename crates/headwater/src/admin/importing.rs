@@ -3,7 +3,9 @@
 //! Upstream: `router`, and the verb `session import`. Downstream: the import of `headwater-bus`.
 //! Promises: however it ends early (a wrong line, a body that is cut off, too long or too slow, a caller that hangs up, a stop of
 //! the process), nothing of it is left and its id is free. It may take as long as lines come: each part of the body within
-//! `http.read_timeout`, and all of them within `http.import_bytes_max`.
+//! `http.read_timeout`, all of them at [`BYTES_PER_SECOND_MIN`] at least, and within `http.import_bytes_max`.
+
+use std::time::Duration;
 
 use axum::Json;
 use axum::body::{Body, BodyDataStream};
@@ -13,7 +15,7 @@ use bytes::Bytes;
 use futures_util::StreamExt;
 use headwater_bus::Import;
 use headwater_bus::limits::IMPORT_LINE_BYTES_MAX;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -24,6 +26,9 @@ use crate::http::body::{drain, too_large};
 use crate::http::extract::PathOf;
 use crate::settings::Http;
 use crate::stop::Stopping;
+
+/// Bytes that come in a second, on average, beyond a first `http.read_timeout`. Only waiting for them counts, not storing them.
+const BYTES_PER_SECOND_MIN: u64 = 256;
 
 pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(import))
@@ -105,6 +110,8 @@ struct Chunks {
     limits: Http,
     stopping: Stopping,
     bytes: u64,
+    /// How long it was waited for them.
+    waited: Duration,
     /// No more is to be expected.
     is_over: bool,
 }
@@ -112,12 +119,13 @@ struct Chunks {
 impl Chunks {
     fn new(body: Body, limits: &Http, stopping: Stopping) -> Self {
         let (chunks, limits) = (body.into_data_stream(), limits.clone());
-        Self { chunks, limits, stopping, bytes: 0, is_over: false }
+        Self { chunks, limits, stopping, bytes: 0, waited: Duration::ZERO, is_over: false }
     }
 
     /// The next part; `None` at the end.
     async fn next(&mut self) -> Result<Option<Bytes>, ApiError> {
-        let waiting = self.limits.read_timeout;
+        let (begin, longest) = (Instant::now(), self.limits.read_timeout);
+        let waiting = longest.min(self.allowed().saturating_sub(self.waited));
         self.is_over = true;
         let chunk = tokio::select! {
             chunk = timeout(waiting, self.chunks.next()) => chunk,
@@ -125,8 +133,14 @@ impl Chunks {
                 return Err(ApiError::unavailable("the process stops; import it again"));
             }
         };
+        self.waited += begin.elapsed();
         let chunk = chunk.map_err(|_| {
-            let message = format!("no line came for {waiting:?}; import it again");
+            let message = match waiting == longest {
+                true => format!("no line came for {waiting:?}; import it again"),
+                false => format!(
+                    "fewer than {BYTES_PER_SECOND_MIN} bytes came a second; import it again"
+                ),
+            };
             ApiError::new(StatusCode::REQUEST_TIMEOUT, "timeout", message)
         })?;
         let Some(chunk) = chunk else { return Ok(None) };
@@ -137,6 +151,11 @@ impl Chunks {
             return Err(self.too_large());
         }
         Ok(Some(chunk))
+    }
+
+    /// How long it may be waited in all for what has come so far and a little more.
+    fn allowed(&self) -> Duration {
+        self.limits.read_timeout + Duration::from_millis(self.bytes * 1000 / BYTES_PER_SECOND_MIN)
     }
 
     fn too_large(&self) -> ApiError {

@@ -116,7 +116,7 @@ struct BrowseQuery {
     newest_first: bool,
     /// At most this many; 100 by default, 1000 at most.
     limit: Option<usize>,
-    /// `next` of the page before.
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
 }
 

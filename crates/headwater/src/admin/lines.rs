@@ -12,8 +12,7 @@ use futures_util::stream::{Stream, StreamExt};
 use serde_json::json;
 
 use crate::http::ApiError;
-
-const LINES: &str = "application/x-ndjson";
+use crate::http::body::LINES;
 
 /// A body of lines.
 pub(super) fn lines(lines: impl Stream<Item = String> + Send + 'static) -> Response {

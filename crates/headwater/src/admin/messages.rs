@@ -1,6 +1,8 @@
 //! Messages: produce, list, follow.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
@@ -8,7 +10,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Sse;
 use axum::response::sse::{Event, KeepAlive};
-use futures_util::Stream;
+use futures_util::{Stream, StreamExt, stream};
 use headwater_queue::{
     Bound, Headers, MessageQuery, NewMessage, QueueError, TailConfig, TailStart,
 };
@@ -19,14 +21,21 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Operations;
 use super::views::{MessageView, Payload, Point, point};
+use super::{BUSY_FOR, Operations};
 use crate::http::ApiError;
 use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::{PathOf, QueryOf};
 
 /// How long a tail waits for messages before it looks whether it should end.
 const TAIL_WAIT: Duration = Duration::from_secs(1);
+
+/// Tails at once in one process: each has connections of its own.
+pub(super) const TAILS_MAX: usize = 200;
+
+/// Delayed messages of one call, and those that are sent at once. Each is a round trip.
+const DELAYED_MAX: usize = 10_000;
+const DELAYED_AT_ONCE: usize = 64;
 
 pub(super) fn routes() -> OpenApiRouter<Operations> {
     OpenApiRouter::new().routes(routes!(list, produce)).routes(routes!(tail))
@@ -99,6 +108,12 @@ async fn produce(
             Some(delay) => later.push((place, Duration::from_millis(delay), new)),
         }
     }
+    if later.len() > DELAYED_MAX {
+        let count = later.len();
+        return Err(ApiError::invalid(format!(
+            "{count} messages have a `delay_ms`; at most {DELAYED_MAX} in one call"
+        )));
+    }
     let mut results = Vec::new();
     let (places, messages): (Vec<_>, Vec<_>) = now.into_iter().unzip();
     if !messages.is_empty() {
@@ -107,14 +122,9 @@ async fn produce(
             results.push((place, sent_one(result)));
         }
     }
-    for (place, delay, message) in later {
-        let delayed = operations.producer.send_after(&topic, message, delay).await;
-        let one = delayed.map(|delayed| ProducedOne::Delayed {
-            delayed_id: delayed.id.to_string(),
-            partition: delayed.partition,
-        });
-        results.push((place, one));
-    }
+    let sending = in_lanes(later).into_iter().map(|lane| send_later(&operations, &topic, lane));
+    let sent: Vec<_> = stream::iter(sending).buffer_unordered(DELAYED_AT_ONCE).collect().await;
+    results.extend(sent.into_iter().flatten());
     results.sort_by_key(|(place, _)| *place);
     let mut messages = Vec::new();
     for (_, result) in results {
@@ -125,6 +135,44 @@ async fn produce(
         }
     }
     Ok((StatusCode::CREATED, Json(Produced { messages })))
+}
+
+/// A delayed message with its place in the call.
+type Later = (usize, Duration, NewMessage);
+
+/// Messages that keep their order, those of one key; each of the others alone.
+fn in_lanes(messages: Vec<Later>) -> Vec<Vec<Later>> {
+    let (mut lanes, mut lane_of) = (Vec::<Vec<Later>>::new(), HashMap::new());
+    for message in messages {
+        match message.2.key.clone() {
+            None => lanes.push(vec![message]),
+            Some(key) => {
+                let lane = *lane_of.entry(key).or_insert(lanes.len());
+                if lane == lanes.len() {
+                    lanes.push(Vec::new());
+                }
+                lanes[lane].push(message);
+            }
+        }
+    }
+    lanes
+}
+
+async fn send_later(
+    operations: &Operations,
+    topic: &str,
+    lane: Vec<Later>,
+) -> Vec<(usize, Result<ProducedOne, QueueError>)> {
+    let mut results = Vec::with_capacity(lane.len());
+    for (place, delay, message) in lane {
+        let delayed = operations.producer.send_after(topic, message, delay).await;
+        let one = delayed.map(|delayed| ProducedOne::Delayed {
+            delayed_id: delayed.id.to_string(),
+            partition: delayed.partition,
+        });
+        results.push((place, one));
+    }
+    results
 }
 
 fn sent_one(result: Result<headwater_queue::Sent, QueueError>) -> Result<ProducedOne, QueueError> {
@@ -158,7 +206,7 @@ struct ListQuery {
     partition: Option<u16>,
     /// At most this many; 100 by default, 1000 at most.
     limit: Option<usize>,
-    /// `next` of the page before.
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
 }
 
@@ -203,7 +251,8 @@ struct TailQuery {
 
 /// Follows a topic: one server-sent event `message` for each message as it arrives.
 #[utoipa::path(get, path = "/topics/{topic}/tail", tag = "messages", params(("topic" = String, Path), TailQuery),
-    responses((status = 200, content_type = "text/event-stream", body = MessageView)))]
+    responses((status = 200, content_type = "text/event-stream", body = MessageView),
+        (status = 429, description = "Too many tails are open.")))]
 async fn tail(
     State(operations): State<Operations>,
     PathOf(topic): PathOf<String>,
@@ -220,11 +269,16 @@ async fn tail(
             Point::Time(at) => TailStart::Time(at),
         },
     };
+    let place = Arc::clone(&operations.tails).try_acquire_owned().map_err(|_| {
+        let message = format!("{TAILS_MAX} tails are open here already; end one, or try again");
+        ApiError::new(StatusCode::TOO_MANY_REQUESTS, "busy", message).retry_after(BUSY_FOR)
+    })?;
     let config = TailConfig { start, partition: query.partition, ..TailConfig::default() };
     let tail = operations.queue.tail(&topic, config).await?;
     let stopping = operations.stopping.clone();
-    let state = (tail, topic, stopping);
-    let batches = futures_util::stream::unfold(state, |(mut tail, topic, stopping)| async move {
+    // The place goes with the body of the answer.
+    let state = (tail, topic, stopping, place);
+    let batches = stream::unfold(state, |(mut tail, topic, stopping, place)| async move {
         let read = loop {
             if stopping.has_begun() {
                 return None;
@@ -240,7 +294,7 @@ async fn tail(
                     .into_iter()
                     .map(|stored| event("message", &MessageView::new(&topic, stored)))
                     .collect();
-                Some((events, (tail, topic, stopping)))
+                Some((events, (tail, topic, stopping, place)))
             }
             Err(error) => {
                 debug!(%topic, %error, "a tail ended");
@@ -248,7 +302,7 @@ async fn tail(
             }
         }
     });
-    let events = futures_util::StreamExt::flat_map(batches, futures_util::stream::iter);
+    let events = batches.flat_map(stream::iter);
     Ok(Sse::new(events).keep_alive(KeepAlive::default()))
 }
 

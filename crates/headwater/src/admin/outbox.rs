@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use headwater_issue::{DeadOutbox, OutboxId};
+use headwater_issue::{DeadOutbox, IssueError, OutboxId};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::{IntoParams, ToSchema};
@@ -13,7 +13,7 @@ use utoipa_axum::routes;
 
 use super::views::time;
 use crate::app::App;
-use crate::http::body::Answer;
+use crate::http::body::{Answer, JsonBody};
 use crate::http::extract::{PathOf, QueryOf};
 use crate::http::paging;
 
@@ -21,8 +21,11 @@ use crate::http::paging;
 const PAGE_DEFAULT: usize = 50;
 const PAGE_MAX: usize = 500;
 
+/// Rows that one call sends again: a row may hold a megabyte.
+const RETRIED_AT_ONCE: usize = 50;
+
 pub(super) fn routes() -> OpenApiRouter<App> {
-    OpenApiRouter::new().routes(routes!(list)).routes(routes!(retry))
+    OpenApiRouter::new().routes(routes!(list)).routes(routes!(retry)).routes(routes!(retry_all))
 }
 
 /// A part of a list.
@@ -110,4 +113,46 @@ pub(crate) struct OutboxRetried {
 async fn retry(State(app): State<App>, PathOf(id): PathOf<i64>) -> Answer<OutboxRetried> {
     app.store.retry_outbox(OutboxId(id)).await?;
     Ok(Json(OutboxRetried { id, result: "queued" }))
+}
+
+/// Which of those that were given up.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RetryWish {
+    /// Only those of this integration.
+    integration: Option<String>,
+    /// `next_cursor` of the answer before.
+    cursor: Option<i64>,
+}
+
+/// How many are sent again.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct OutboxRetriedAll {
+    queued: u64,
+    /// Where to go on: pass it as `cursor`. `null` after the last one.
+    next_cursor: Option<i64>,
+}
+
+/// Sends everything again that was given up, some at a time: ask again with `next_cursor` until there is none.
+#[utoipa::path(post, path = "/outbox/retry", tag = "outbox", request_body = RetryWish,
+    responses((status = 200, body = OutboxRetriedAll)))]
+async fn retry_all(
+    State(app): State<App>,
+    JsonBody(wish): JsonBody<RetryWish>,
+) -> Answer<OutboxRetriedAll> {
+    let rows = app.store.dead_outbox(wish.cursor.map(OutboxId), RETRIED_AT_ONCE).await?;
+    let next = rows.last().filter(|_| rows.len() == RETRIED_AT_ONCE).map(|dead| dead.row.id.0);
+    let is_wanted = |dead: &&DeadOutbox| {
+        wish.integration.as_ref().is_none_or(|integration| dead.row.integration == *integration)
+    };
+    let mut queued = 0;
+    for dead in rows.iter().filter(is_wanted) {
+        match app.store.retry_outbox(dead.row.id).await {
+            Ok(_) => queued += 1,
+            // Somebody else has done so.
+            Err(IssueError::NotFound { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(Json(OutboxRetriedAll { queued, next_cursor: next }))
 }

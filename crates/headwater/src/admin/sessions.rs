@@ -127,7 +127,16 @@ async fn show(
     PathOf(session): PathOf<String>,
 ) -> Answer<SessionDescription> {
     let session = named(&session)?;
-    let info = app.sessions.info(&session).await?;
+    let mut info = app.sessions.info(&session).await?;
+    if info.is_none() {
+        // Events that waited in the spool of a process that was killed meanwhile: taken in as those of another program.
+        match app.sessions.recover(&session).await {
+            Err(error) if error.is_transient() => return Err(error.into()),
+            // There is none, or what is there of it is not to be one.
+            _ => {}
+        }
+        info = app.sessions.info(&session).await?;
+    }
     let info =
         info.ok_or_else(|| ApiError::from(SessionError::NotFound { session: session.clone() }))?;
     let (events, unreadable, problem) = match app.sessions.state_at(&session, Until::End).await {
@@ -321,8 +330,11 @@ impl From<SessionError> for ApiError {
             SessionError::Import { .. } | SessionError::Bus(BusError::Invalid { .. }) => {
                 Self::invalid(message)
             }
-            SessionError::Exists { .. }
-            | SessionError::Unfinished { .. }
+            SessionError::Exists { session, .. } => {
+                let message = format!("the session `{session}` exists already; choose another id");
+                Self::new(StatusCode::CONFLICT, "conflict", message)
+            }
+            SessionError::Unfinished { .. }
             | SessionError::Expired { .. }
             | SessionError::Incomplete { .. } => {
                 Self::new(StatusCode::CONFLICT, "conflict", message)

@@ -106,7 +106,7 @@ pub(crate) struct TopicPage {
 struct ListQuery {
     /// At most this many; 100 by default, 500 at most.
     limit: Option<usize>,
-    /// `next` of the page before.
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
 }
 

@@ -23,6 +23,7 @@ use uuid::Uuid;
 
 use super::books::{Books, Opened};
 use super::budget::{self, Budget, Ledger, Reservation};
+use super::late_sessions::LateSessions;
 use super::model::{Answer, LanguageModel, ModelError, ModelPrompt, Turn, Usage, estimate_tokens};
 use super::prompt;
 use super::reply::{Reply, ReplyTarget};
@@ -117,6 +118,7 @@ pub struct Desk {
     search: Arc<dyn TicketSearch>,
     books: Books,
     sessions: Arc<Sessions>,
+    late_sessions: Arc<LateSessions>,
     config: DeskConfig,
 }
 
@@ -157,7 +159,13 @@ impl Desk {
         sessions: Arc<Sessions>,
         config: DeskConfig,
     ) -> Self {
-        Self { model, search, books: Books::new(ledger), sessions, config }
+        let late_sessions = Arc::new(LateSessions::new(Arc::clone(&sessions)));
+        Self { model, search, books: Books::new(ledger), sessions, late_sessions, config }
+    }
+
+    /// Sessions that were begun while streams were away. Somebody must run it, or they are not listed.
+    pub(crate) fn late_sessions(&self) -> Arc<LateSessions> {
+        Arc::clone(&self.late_sessions)
     }
 
     /// Waits a while for the tokens that runs give back which were dropped. Call it when no run is under way any more.
@@ -367,7 +375,7 @@ impl IssueHandler for Desk {
         if !thread.wants_answer {
             return Ok(remembering(&thread, None));
         }
-        let session = RunSession::new(&self.sessions, &run, self.model.name());
+        let session = RunSession::new(&self.sessions, &self.late_sessions, &run, self.model.name());
         let outcome = match self.converse(&run, &thread, &session).await {
             Ok(outcome) => outcome,
             Err(Stop::Spent) => {

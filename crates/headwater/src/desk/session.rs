@@ -18,6 +18,7 @@ use tokio::time::timeout;
 use tracing::warn;
 
 use super::budget;
+use super::late_sessions::LateSessions;
 use super::model::{Answer, ModelPrompt, ToolCall, Turn, Usage};
 use super::tools::ToolOutcome;
 
@@ -33,7 +34,8 @@ const PROMPT_KEY: &str = "reply";
 /// The session of one run. It is there when there is something to replay: runs that wait for a model leave none.
 pub(crate) struct RunSession {
     sessions: Arc<Sessions>,
-    /// `None` while the backend is away; what is published then is in no list, but where the session is when it is recovered.
+    late: Arc<LateSessions>,
+    /// `None` while the backend is away; what is published then comes to its session later, and so does the session to the list.
     session: OnceCell<Option<Session>>,
     /// The first event, until there is a second one or the run has come to something.
     rendered: Mutex<Option<PromptRendered>>,
@@ -43,12 +45,18 @@ pub(crate) struct RunSession {
 
 impl RunSession {
     /// A new session for a run: `issue-7-run-3-` and a random part, so that a database that began anew repeats none.
-    pub(crate) fn new(sessions: &Arc<Sessions>, run: &Run, adapter: &str) -> Self {
+    pub(crate) fn new(
+        sessions: &Arc<Sessions>,
+        late: &Arc<LateSessions>,
+        run: &Run,
+        adapter: &str,
+    ) -> Self {
         let random = uuid::Uuid::new_v4().simple().to_string();
         let id = format!("issue-{}-run-{}-{}", run.issue().id, run.epoch(), &random[..12]);
         let id = SessionId::new(id).expect("numbers and letters are a valid session id");
         Self {
             sessions: Arc::clone(sessions),
+            late: Arc::clone(late),
             session: OnceCell::new(),
             rendered: Mutex::default(),
             id,
@@ -57,17 +65,14 @@ impl RunSession {
     }
 
     async fn begin(&self) -> Option<Session> {
-        match timeout(BEGIN_TIMEOUT, self.sessions.create(&self.id)).await {
-            Ok(Ok(session)) => Some(session),
-            Ok(Err(error)) => {
-                warn!(session = %self.id, %error, "a model run goes on without a session");
-                None
-            }
-            Err(_) => {
-                warn!(session = %self.id, "a model run goes on without a session: the bus is slow");
-                None
-            }
-        }
+        let problem = match timeout(BEGIN_TIMEOUT, self.sessions.create(&self.id)).await {
+            Ok(Ok(session)) => return Some(session),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("no answer within {BEGIN_TIMEOUT:?}"),
+        };
+        warn!(session = %self.id, error = problem, "the streams are away: the session of a model run is made when they are back");
+        self.late.add(self.id.clone());
+        None
     }
 
     /// Makes the session, with what was rendered, if nothing has made it yet.

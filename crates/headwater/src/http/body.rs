@@ -112,5 +112,8 @@ impl<T: DeserializeOwned, S: ReadLimits> FromRequest<S> for JsonBody<T> {
     }
 }
 
+/// The kind of an answer of lines of JSON, which come while the work goes on.
+pub(crate) const LINES: &str = "application/x-ndjson";
+
 /// The answer to most requests.
 pub(crate) type Answer<T> = Result<Json<T>, ApiError>;

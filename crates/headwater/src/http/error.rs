@@ -15,6 +15,12 @@ use utoipa::ToSchema;
 /// How soon to come back when the database was away.
 const COME_BACK_AFTER: Duration = Duration::from_secs(2);
 
+/// What is said of an address that no route has.
+pub(crate) const NOTHING_HERE: &str = "there is nothing at this address";
+
+/// What SQLite and PostgreSQL say when there is no room.
+const DISK_FULL: [&str; 2] = ["disk is full", "No space left on device"];
+
 /// Why a request is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ApiError {
@@ -60,6 +66,14 @@ impl ApiError {
         }
         error!(error = %problem, "a request failed");
         Self::internal()
+    }
+
+    /// What the streams had no room for.
+    pub(crate) fn streams_are_full(problem: &dyn std::error::Error) -> Self {
+        warn!(error = %problem, "the streams are full");
+        Self::unavailable(
+            "the streams are full: let topics keep less, or give Redis more memory (`maxmemory`) or its disk more room",
+        )
     }
 
     /// Says when to come back, in whole seconds and at least one.
@@ -132,6 +146,10 @@ impl From<IssueError> for ApiError {
             // The reason may name servers and tables; it is for the log.
             IssueError::Unavailable { .. } => {
                 warn!(error = %problem, "the database did not answer a request");
+                let text = problem.to_string();
+                if DISK_FULL.iter().any(|words| text.contains(words)) {
+                    return Self::unavailable("the disk of the database is full; make room on it");
+                }
                 Self::unavailable("the database does not answer; try again")
             }
             _ => {
@@ -139,5 +157,21 @@ impl From<IssueError> for ApiError {
                 Self::internal()
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_told_from_a_database_that_is_away() {
+        let told = |problem: &str| {
+            let problem = problem.to_owned();
+            ApiError::from(IssueError::Unavailable { problem, source: None }).message().to_owned()
+        };
+        let full = "committing: (code: 13) database or disk is full";
+        assert_eq!(told(full), "the disk of the database is full; make room on it");
+        assert_eq!(told("pool timed out"), "the database does not answer; try again");
     }
 }

@@ -4,7 +4,7 @@ use axum::extract::{FromRequestParts, Path, Query};
 use axum::http::request::Parts;
 use serde::de::DeserializeOwned;
 
-use super::ApiError;
+use super::{ApiError, NOTHING_HERE};
 
 /// What stands in the path. What does not fit leads nowhere: 404.
 pub(crate) struct PathOf<T>(pub(crate) T);
@@ -14,8 +14,7 @@ impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for PathOf<
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let found = Path::<T>::from_request_parts(parts, state).await;
-        let Path(found) =
-            found.map_err(|_| ApiError::not_found("there is nothing at this address"))?;
+        let Path(found) = found.map_err(|_| ApiError::not_found(NOTHING_HERE))?;
         Ok(Self(found))
     }
 }

@@ -1,8 +1,8 @@
 //! The outermost layer: how long a request may take, and how long it took.
 //!
 //! Upstream: `server`. Downstream: `rate`. Promises: an answer begins within `http.request_timeout`, but that of an import or
-//! a fork, of which nobody knows how long it is; every request is counted by
-//! its route, never by its path, which anybody can make up.
+//! a fork, of which nobody knows how long it is, and sooner when nobody listens where the database should be; every request is
+//! counted by its route, never by its path, which anybody can make up.
 
 use std::panic::AssertUnwindSafe;
 use std::time::Duration;
@@ -29,6 +29,10 @@ pub(crate) const DURATION: &str = "headwater_http_duration_seconds";
 const AS_LONG_AS_IT_TAKES: [&str; 2] =
     ["/api/v1/sessions/{session}/fork", "/api/v1/sessions/{session}/import"];
 
+/// Routes that nothing can be said to without the database.
+const NEED_THE_DATABASE: [&str; 5] =
+    ["/webhooks/", "/api/v1/tickets", "/api/v1/issues", "/api/v1/outbox", "/api/v1/audit"];
+
 /// A layer: time limit, panics, measuring, and headers that every answer has.
 pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) -> Response {
     let started = Instant::now();
@@ -40,7 +44,18 @@ pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) 
     let answering = AssertUnwindSafe(next.run(request).instrument(span.clone())).catch_unwind();
     let limit = app.settings.http.request_timeout;
     let limit = if AS_LONG_AS_IT_TAKES.contains(&route.as_str()) { Duration::MAX } else { limit };
-    let mut response = match timeout(limit, answering).await {
+    let away = async {
+        match NEED_THE_DATABASE.iter().any(|begin| route.starts_with(begin)) {
+            true => app.database.away().await,
+            false => std::future::pending().await,
+        }
+    };
+    let answered = tokio::select! {
+        biased;
+        answered = timeout(limit, answering) => answered,
+        () = away => Ok(Ok(ApiError::unavailable("the database cannot be reached; try again").into_response())),
+    };
+    let mut response = match answered {
         Ok(Ok(response)) => response,
         Ok(Err(_)) => {
             error!(route, "a request panicked");

@@ -1,7 +1,9 @@
-//! Work that is carried to its end when its caller goes away: imports and forks, which would leave half a session behind.
+//! Work that is carried to its end when its caller goes away: imports and forks, which would leave half a session behind;
+//! and counting the books, which the database would go on with.
 //!
-//! Upstream: routes that copy much. Promises: at most [`LONG_WORK_MAX`] at once; what was begun is joined when the process
-//! stops. Not here: telling the work to end early, which it does by itself when the process stops.
+//! Upstream: routes that copy or read much. Promises: at most [`LONG_WORK_MAX`] copies at once, and one count; what was begun
+//! is joined when the process stops, or aborted when that takes too long. Not here: telling the work to end early, which it
+//! does by itself when the process stops.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -21,12 +23,14 @@ const BUSY_FOR: Duration = Duration::from_secs(1);
 /// All of it.
 pub(crate) struct LongWork {
     places: Arc<Semaphore>,
+    counting: Arc<Semaphore>,
     tasks: Mutex<JoinSet<()>>,
 }
 
 impl Default for LongWork {
     fn default() -> Self {
-        Self { places: Arc::new(Semaphore::new(LONG_WORK_MAX)), tasks: Mutex::default() }
+        let semaphore = |places| Arc::new(Semaphore::new(places));
+        Self { places: semaphore(LONG_WORK_MAX), counting: semaphore(1), tasks: Mutex::default() }
     }
 }
 
@@ -36,9 +40,27 @@ impl LongWork {
         &self,
         work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
     ) -> Result<T, ApiError> {
-        let place = Arc::clone(&self.places).try_acquire_owned().map_err(|_| {
-            let message = format!("{LONG_WORK_MAX} imports or forks are under way; try again");
-            ApiError::new(StatusCode::TOO_MANY_REQUESTS, "busy", message).retry_after(BUSY_FOR)
+        let message = format!("{LONG_WORK_MAX} imports or forks are under way; try again");
+        self.carry(&self.places, message, work).await
+    }
+
+    /// The same for counting, of which there is one at a time.
+    pub(crate) async fn count<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let message = "the books are being counted for somebody else; try again".to_owned();
+        self.carry(&self.counting, message, work).await
+    }
+
+    async fn carry<T: Send + 'static>(
+        &self,
+        places: &Arc<Semaphore>,
+        busy: String,
+        work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let place = Arc::clone(places).try_acquire_owned().map_err(|_| {
+            ApiError::new(StatusCode::TOO_MANY_REQUESTS, "busy", busy).retry_after(BUSY_FOR)
         })?;
         let (sender, ended) = oneshot::channel();
         self.spawn(async move {
@@ -91,6 +113,24 @@ mod tests {
         go_on.notify_one();
         work.close().await;
         assert!(is_done.load(Ordering::Acquire));
+    }
+
+    #[tokio::test]
+    async fn one_counts_at_a_time_also_when_nobody_waits_for_it_any_more() {
+        let work = LongWork::default();
+        let go_on = Arc::new(Notify::new());
+        let signal = Arc::clone(&go_on);
+        let counting = work.count(async move {
+            signal.notified().await;
+            Ok(())
+        });
+        assert!(counting.now_or_never().is_none(), "its caller goes away");
+        let refused = work.count(async { Ok(()) }).await.unwrap_err();
+        assert_eq!((refused.status(), refused.code()), (StatusCode::TOO_MANY_REQUESTS, "busy"));
+        assert_eq!(work.run(async { Ok(7) }).await, Ok(7), "copies have places of their own");
+        go_on.notify_one();
+        work.close().await;
+        assert_eq!(work.count(async { Ok(7) }).await, Ok(7));
     }
 
     #[tokio::test]

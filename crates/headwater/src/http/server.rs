@@ -4,6 +4,7 @@
 //! Promises: at most `http.connections_max` connections; a client that sends its headers slowly, or too many of them, is cut off;
 //! after the stop no new request is taken, and what is under way has until the deadline.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,9 +48,14 @@ pub(crate) struct Listening {
 impl Listening {
     /// Takes the address.
     pub(crate) async fn bind(setting: &str, address: SocketAddr) -> Result<Self, Failure> {
-        let problem = |error| {
+        let problem = |error: std::io::Error| {
+            let advice = match error.kind() {
+                ErrorKind::AddrInUse => "stop the program that does, or set",
+                ErrorKind::PermissionDenied => "ports below 1024 need rights; get them, or set",
+                _ => "set",
+            };
             Failure::new(format!(
-                "cannot listen on {address}: {error}; stop the program that does, or set `{setting}` to another address"
+                "cannot listen on {address}: {error}; {advice} `{setting}` to another address"
             ))
         };
         let listener = TcpListener::bind(address).await.map_err(problem)?;

@@ -17,8 +17,10 @@ use tower::ServiceExt;
 use super::local::{Local, Needs};
 use super::print::Rows;
 use super::written_down;
+use crate::client;
 use crate::failure::Failure;
-use crate::settings::Settings;
+use crate::http::NOTHING_HERE;
+use crate::settings::{Settings, shown_url};
 
 /// How long a connection to a server may take, and an answer.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
@@ -27,8 +29,9 @@ const ANSWER_MAX: Duration = Duration::from_secs(60);
 const TOO_SOON_MAX: usize = 30;
 /// The variable that holds the token.
 const TOKEN: &str = "HEADWATER_TOKEN";
-/// Bytes of an answer.
+/// Bytes of an answer, or of one line or event of it; and of a refusal.
 const ANSWER_BYTES_MAX: usize = 256 * 1024 * 1024;
+const REFUSAL_BYTES_MAX: usize = 64 * 1024;
 
 /// The way to the routes.
 pub(super) enum Client {
@@ -43,10 +46,11 @@ impl Client {
     pub(super) fn network(url: &str) -> Result<Self, Failure> {
         let base = url.trim_end_matches('/').to_owned();
         if !base.starts_with("http://") && !base.starts_with("https://") {
-            return Err(Failure::usage(format!("--url is `{url}`; http://... or https://...")));
+            return Err(Failure::usage(format!(
+                "--url is `{url}`; it must begin with http:// or https://"
+            )));
         }
-        // One TLS stack for everything. An error means that somebody has chosen before us.
-        let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
+        client::choose_tls();
         let client = reqwest::Client::builder().connect_timeout(CONNECT_MAX).build();
         let client = client.map_err(|error| Failure::new(format!("no HTTP client: {error}")))?;
         let token = std::env::var(TOKEN).ok().filter(|token| !token.is_empty()).map(Into::into);
@@ -87,6 +91,9 @@ impl Client {
         let mut bytes = Vec::new();
         while let Some(piece) = pieces.next().await {
             bytes.extend_from_slice(&piece?);
+            if bytes.len() > ANSWER_BYTES_MAX {
+                return Err(too_long());
+            }
         }
         parsed(&bytes)
     }
@@ -96,7 +103,7 @@ impl Client {
         self.call(Method::DELETE, path, &[], None).await
     }
 
-    /// All pages of a list, `limit` items at most; each page has its items under `field`.
+    /// All pages of a list, `limit` items at most; each page has its items under `field`. Returns whether there may be more.
     pub(super) async fn pages(
         &self,
         path: &str,
@@ -104,7 +111,7 @@ impl Client {
         field: &str,
         limit: usize,
         mut show: impl FnMut(Value),
-    ) -> Result<(), Failure> {
+    ) -> Result<bool, Failure> {
         let mut left = limit;
         let mut cursor = None;
         while left > 0 {
@@ -121,10 +128,10 @@ impl Client {
             match page["next_cursor"].take() {
                 Value::String(next) => cursor = Some(next),
                 Value::Number(next) => cursor = Some(next.to_string()),
-                _ => return Ok(()),
+                _ => return Ok(false),
             }
         }
-        Ok(())
+        Ok(cursor.is_some())
     }
 
     /// Shows all pages of a list, each item as a row.
@@ -136,7 +143,9 @@ impl Client {
         field: &str,
         limit: usize,
     ) -> Result<(), Failure> {
-        self.pages(path, query, field, limit, |item| rows.add(&item)).await?;
+        if self.pages(path, query, field, limit, |item| rows.add(&item)).await? {
+            rows.note_more();
+        }
         rows.finish()
     }
 
@@ -196,9 +205,10 @@ impl Client {
         body: Option<Value>,
     ) -> Result<BoxStream<'static, Result<Bytes, Failure>>, Failure> {
         match self {
-            Self::Network { .. } => {
+            Self::Network { base, .. } => {
                 let response = self.send(method, path, query, body, None).await?;
-                let broken = |error: reqwest::Error| unreachable(&error);
+                let base = base.clone();
+                let broken = move |error: reqwest::Error| unreachable(&base, &error);
                 Ok(response.bytes_stream().map_err(broken).boxed())
             }
             Self::InProcess(local) => {
@@ -223,8 +233,8 @@ impl Client {
                     request = request.bearer_auth(token.expose_secret());
                 }
                 let response = request.body(reqwest::Body::wrap_stream(pieces)).send().await;
-                let response = accepted(response.map_err(|error| unreachable(&error))?).await?;
-                response.bytes().await.map_err(|error| unreachable(&error))?
+                let response = response.map_err(|error| unreachable(base, &error))?;
+                whole_of(base, accepted(response).await?).await?
             }
             Self::InProcess(local) => {
                 let body = Some(Body::from_stream(pieces));
@@ -250,9 +260,9 @@ impl Client {
         body: Option<Value>,
     ) -> Result<Value, Failure> {
         let bytes = match self {
-            Self::Network { .. } => {
+            Self::Network { base, .. } => {
                 let response = self.send(method, path, query, body, Some(ANSWER_MAX)).await?;
-                response.bytes().await.map_err(|error| unreachable(&error))?
+                whole_of(base, response).await?
             }
             Self::InProcess(local) => {
                 let body = body.map(|body| Body::from(body.to_string()));
@@ -286,30 +296,57 @@ impl Client {
         // A request that came too soon had no effect, so it may come again.
         for _ in 0..TOO_SOON_MAX {
             let Some(again) = request.try_clone() else { break };
-            let response = again.send().await.map_err(|error| unreachable(&error))?;
+            let response = again.send().await.map_err(|error| unreachable(base, &error))?;
             if response.status() != StatusCode::TOO_MANY_REQUESTS {
                 return accepted(response).await;
             }
             let after = response.headers().get(header::RETRY_AFTER);
             let after = after.and_then(|after| after.to_str().ok()?.parse().ok()).unwrap_or(1);
-            let body = response.bytes().await.unwrap_or_default();
+            let body = client::read_beginning(response, REFUSAL_BYTES_MAX).await;
             let error = serde_json::from_slice::<Value>(&body).unwrap_or_default();
             if error["error"]["code"] != "too_many_requests" {
                 return Err(refused(StatusCode::TOO_MANY_REQUESTS, &body));
             }
             tokio::time::sleep(Duration::from_secs(after).min(CONNECT_MAX)).await;
         }
-        accepted(request.send().await.map_err(|error| unreachable(&error))?).await
+        let response = request.send().await.map_err(|error| unreachable(base, &error))?;
+        accepted(response).await
     }
 }
 
 async fn accepted(response: reqwest::Response) -> Result<reqwest::Response, Failure> {
-    if response.status().is_success() {
+    let status = response.status();
+    if status.is_success() {
         return Ok(response);
     }
-    let status = response.status();
-    let body = response.bytes().await.unwrap_or_default();
+    let asked = response.url().clone();
+    let body = client::read_beginning(response, REFUSAL_BYTES_MAX).await;
+    // Whoever answers without our words is somebody else; whoever knows no such address is asked at the wrong one.
+    let error = serde_json::from_slice::<Value>(&body).unwrap_or_default();
+    let message = error["error"]["message"].as_str();
+    if status == StatusCode::NOT_FOUND && message.is_none_or(|message| message == NOTHING_HERE) {
+        let asked = shown_url(asked.as_str());
+        return Err(Failure::new(format!(
+            "there is no Headwater at {asked}; --url is http://HOST:PORT"
+        )));
+    }
     Err(refused(status, &body))
+}
+
+/// All of an answer that came over the network, which may be anybody's.
+async fn whole_of(base: &str, mut response: reqwest::Response) -> Result<Bytes, Failure> {
+    let mut bytes = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(|error| unreachable(base, &error))? {
+        if bytes.len() + chunk.len() > ANSWER_BYTES_MAX {
+            return Err(too_long());
+        }
+        bytes.extend_from_slice(&chunk);
+    }
+    Ok(bytes.into())
+}
+
+fn too_long() -> Failure {
+    Failure::new(format!("the answer has more than {ANSWER_BYTES_MAX} bytes; ask for less"))
 }
 
 async fn whole(response: axum::response::Response) -> Result<Bytes, Failure> {
@@ -360,27 +397,17 @@ fn address(path: &str, query: &[(&str, String)]) -> String {
 }
 
 /// One segment of a path, or one value of a query.
-pub(super) fn escape(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
-                escaped.push(char::from(byte));
-            }
-            _ => escaped.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    escaped
-}
+pub(super) use crate::text::percent_encoded as escape;
 
-fn unreachable(error: &reqwest::Error) -> Failure {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
+fn unreachable(base: &str, error: &reqwest::Error) -> Failure {
+    let (base, why) = (shown_url(base), client::describe(error));
+    // What the TLS library says when somebody answers in clear text.
+    if base.starts_with("https://") && why.contains("InvalidContentType") {
+        return Failure::Unreachable(format!(
+            "{base} cannot be reached: it speaks http, not https; mend --url"
+        ));
     }
-    Failure::Unreachable(format!("the server cannot be reached: {text}; start it, or mend --url"))
+    Failure::Unreachable(format!("{base} cannot be reached: {why}; start it, or mend --url"))
 }
 
 /// A refusal as an end of the verb: what the caller did wrong is wrong usage, what a server did not do is 3.
@@ -459,6 +486,7 @@ fn cut(
                 }
                 from = buffer.len().saturating_sub(separator.len() - 1);
                 match chunks.next().await {
+                    Some(_) if buffer.len() > ANSWER_BYTES_MAX => return Err(too_long()),
                     Some(chunk) => buffer.extend_from_slice(&chunk?),
                     None => return Ok(None),
                 }

@@ -147,9 +147,10 @@ impl Consume {
 
     /// Prints a message, or begins its command.
     fn take(&self, member: &mut Member<'_>, mut message: Value) -> Result<(), Failure> {
-        let delivery = message["delivery"].take();
+        let (delivery, attempts_max) = (message["delivery"].take(), message["attempts_max"].take());
         if let Some(fields) = message.as_object_mut() {
             fields.remove("delivery");
+            fields.remove("attempts_max");
         }
         match &self.exec {
             None => {
@@ -169,7 +170,15 @@ impl Consume {
                         },
                         Err(reason) => {
                             let id = message["id"].as_str().unwrap_or_default();
-                            eprintln!("headwater: message {id} will be tried again: {reason}");
+                            let is_last = attempts_max.as_u64().is_some_and(|most| {
+                                message["attempt"].as_u64().unwrap_or(0) >= most
+                            });
+                            let what = if is_last {
+                                "has failed for the last time and becomes a dead letter"
+                            } else {
+                                "will be tried again"
+                            };
+                            eprintln!("headwater: message {id} {what}: {}", print::plain(&reason));
                             let settlement =
                                 json!({"delivery": delivery, "outcome": "retry", "reason": reason});
                             Ended { settlement, is_done: false }

@@ -11,6 +11,7 @@ use super::print::{self, Rows};
 use super::progress::Progress;
 use super::{Confirm, Reach};
 use crate::failure::Failure;
+use crate::text::counted;
 
 /// Dead letters.
 #[derive(Debug, clap::Args)]
@@ -99,16 +100,25 @@ struct Which {
 }
 
 impl Which {
-    fn wish(&self) -> Value {
+    fn wish(&self) -> Result<Value, Failure> {
         let Filter { reason, key, partition, from, to } = &self.filter;
+        let texts = [reason, key, from, to];
+        let is_filtered = texts.iter().any(|text| text.is_some()) || partition.is_some();
+        if !is_filtered && !self.all && self.ids.is_empty() {
+            return Err(Failure::usage("say which: IDS, --all, or a filter such as --reason"));
+        }
         let ids = (!self.ids.is_empty()).then_some(&self.ids);
-        json!({
+        Ok(json!({
             "ids": ids, "reason": reason, "key": key, "partition": partition, "from": from, "to": to, "all": self.all,
-        })
+        }))
     }
 }
 
 impl Dlq {
+    pub(super) fn is_look(&self) -> bool {
+        matches!(self.what, What::List { .. } | What::Show { .. })
+    }
+
     pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
         let json = self.reach.json;
         match &self.what {
@@ -144,22 +154,30 @@ impl Dlq {
                 print::object(json, &letter)
             }
             What::Replay { topic, which, rate, limit, max_replays, dry_run } => {
-                let mut wish = which.wish();
+                let mut wish = which.wish()?;
                 wish["per_second"] = json!(rate);
                 wish["limit"] = json!(limit);
                 wish["max_replays"] = json!(max_replays);
                 wish["dry_run"] = json!(dry_run);
                 let to = format!("{}/replay", path(topic));
-                print::object(json, &carry_out(client, &to, wish, "replayed").await?)
+                let answer = carry_out(client, &to, wish, "replayed").await?;
+                if *dry_run && !json {
+                    would(&answer["replayed"], "replayed")?;
+                }
+                print::object(json, &answer)
             }
             What::Purge { topic, which, dry_run, confirm } => {
                 if !dry_run {
                     confirm.ask(&format!("Remove dead letters of `{topic}` for good?"))?;
                 }
-                let mut wish = which.wish();
+                let mut wish = which.wish()?;
                 wish["dry_run"] = json!(dry_run);
                 let to = format!("{}/purge", path(topic));
-                print::object(json, &carry_out(client, &to, wish, "purged").await?)
+                let answer = carry_out(client, &to, wish, "purged").await?;
+                if *dry_run && !json {
+                    would(&answer["purged"], "purged")?;
+                }
+                print::object(json, &answer)
             }
         }
     }
@@ -192,6 +210,12 @@ async fn carry_out(
         shown = done;
     }
     Err(Failure::Unreachable("it was cut off before its end; do it again".to_owned()))
+}
+
+/// What a dry run found.
+fn would(count: &Value, what: &str) -> Result<(), Failure> {
+    let letters = counted(count.as_u64().unwrap_or(0), "dead letter", "dead letters");
+    print::line(&format!("dry run: {letters} would be {what}\n"))
 }
 
 fn path(topic: &str) -> String {

@@ -1,8 +1,8 @@
 //! `headwater doctor`: looks at the servers and says in words what to change.
 //!
 //! Upstream: `operator`. Downstream: the checks of `admin`: those of a server (`--url`), or the same in this process.
-//! Promises: it changes nothing but the tables it brings up to date, as every start does. Exit codes: 0 all is well, 4 there
-//! are warnings, 1 something must be changed, 3 a server cannot be reached.
+//! Promises: it changes nothing but the tables of a database that is there, which it brings up to date as every start does.
+//! Exit codes: 0 all is well, 4 there are warnings, 1 something must be changed, 3 a server cannot be reached.
 
 use serde_json::Value;
 
@@ -65,21 +65,30 @@ async fn ask(client: &Client) -> Result<Vec<Finding>, Failure> {
 /// What this process finds; what cannot be opened is a finding, too.
 async fn look(settings: &Settings) -> Vec<Finding> {
     let mut findings = Vec::new();
-    match local::streams(settings).await {
-        Ok(streams) => {
-            findings.extend(checks::streams(&streams).await);
+    let nothing = |subject: &str, path: &str| {
+        let found = format!("there is nothing at {path} yet");
+        Finding::new(Severity::Warning, subject, found, "`headwater serve` makes it")
+    };
+    match local::streams_to_look_at(settings).await {
+        Err(missing) => findings.push(nothing("streams", &missing)),
+        Ok(Ok(streams)) => {
+            findings.extend(checks::streams(settings, &streams).await);
             let _ = streams.close().await;
         }
-        Err(failure) => findings.push(unreachable("streams", &failure)),
+        Ok(Err(failure)) => findings.push(unreachable("streams", &failure)),
     }
-    match local::store(settings).await {
-        Ok(store) => {
-            findings.extend(checks::database(settings, store.as_ref()).await);
+    match local::store_to_look_at(settings).await {
+        Err(missing) => findings.push(nothing("database", &missing)),
+        Ok(Ok(store)) => {
+            let counting = Box::pin(async {
+                let counted = headwater_issue::audit(store.as_ref()).await;
+                counted.map_err(|error| error.to_string())
+            });
+            findings.extend(checks::database(settings, store.as_ref(), counting).await);
             store.close().await;
         }
-        Err(failure) => findings.push(unreachable("database", &failure)),
+        Ok(Err(failure)) => findings.push(unreachable("database", &failure)),
     }
-    findings.extend(checks::settings(settings));
     findings
 }
 

@@ -1,16 +1,19 @@
 //! Runs a command for a message: `consume --exec`.
 //!
-//! Promises: the command gets the payload as it is on standard input; one that is no longer waited for is killed.
+//! Promises: the command gets the payload as it is on standard input; one that is no longer waited for is killed. It may say
+//! on standard error what it likes: the end of it is kept.
 
 use std::process::Stdio;
 
 use serde_json::Value;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 
 use crate::admin::Payload;
 
-/// Characters of what a failed command said that become the reason.
+/// Characters of what a failed command said last that become the reason.
 const REASON_MAX: usize = 500;
+/// Bytes of what a command says that are kept until it ends.
+const SAID_BYTES_MAX: usize = 4 * REASON_MAX;
 
 /// Runs a command for a message, and says why if it fails.
 pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String> {
@@ -39,12 +42,55 @@ pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String
         }
         drop(input.take());
     };
-    let ((), output) = tokio::join!(feed, child.wait_with_output());
-    let output = output.map_err(|error| format!("`{command}` could not be waited for: {error}"))?;
-    if output.status.success() {
+    let said = child.stderr.take();
+    let listen = async {
+        match said {
+            Some(said) => last_words(said).await,
+            None => Vec::new(),
+        }
+    };
+    let ((), said, status) = tokio::join!(feed, listen, child.wait());
+    let status = status.map_err(|error| format!("`{command}` could not be waited for: {error}"))?;
+    if status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let said: String = said.trim().chars().take(REASON_MAX).collect();
-    Err(format!("`{command}` ended with {}: {said}", output.status))
+    let said = String::from_utf8_lossy(&said);
+    let said = said.trim();
+    let skipped = said.chars().count().saturating_sub(REASON_MAX);
+    let said: String = said.chars().skip(skipped).collect();
+    Err(format!("`{command}` ended with {status}: {said}"))
+}
+
+/// Reads to the end, and keeps the last of it.
+async fn last_words(mut said: impl AsyncRead + Unpin) -> Vec<u8> {
+    let (mut kept, mut buffer) = (Vec::new(), [0; SAID_BYTES_MAX]);
+    while let Ok(length) = said.read(&mut buffer).await
+        && length > 0
+    {
+        kept.extend_from_slice(&buffer[..length]);
+        let too_many = kept.len().saturating_sub(SAID_BYTES_MAX);
+        kept.drain(..too_many);
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn of_what_a_command_says_the_end_is_kept_and_no_more() {
+        let endless = tokio::io::repeat(b'x').take(10 * SAID_BYTES_MAX as u64 + 7);
+        let said = last_words(endless.chain(&b"the end"[..])).await;
+        assert_eq!(said.len(), SAID_BYTES_MAX);
+        assert!(said.ends_with(b"xthe end"));
+        let message = json!({"payload": "", "headers": {}, "partition": 0, "attempt": 1});
+        let failed =
+            execute("head -c 100000 /dev/zero | tr '\\0' y >&2; echo last >&2; exit 7", &message);
+        let reason = failed.await.unwrap_err();
+        assert!(reason.contains("exit status: 7") && reason.ends_with("ylast"), "{reason}");
+        assert!(reason.len() < 1000, "{}", reason.len());
+    }
 }

@@ -54,6 +54,10 @@ enum What {
 }
 
 impl Group {
+    pub(super) fn is_look(&self) -> bool {
+        matches!(self.what, What::List { .. } | What::Describe { .. })
+    }
+
     pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
         let json = self.reach.json;
         match &self.what {
@@ -80,6 +84,16 @@ impl Group {
                 let wish =
                     json!({"to": to, "partition": partition, "dry_run": dry_run, "force": force});
                 let answer = client.post(&format!("{}/reset", path(topic, group)), wish).await?;
+                if *dry_run && !json {
+                    let count = |of: &str| {
+                        let more = if answer[of]["or_more"] == true { " or more" } else { "" };
+                        format!("{}{more}", answer[of]["count"])
+                    };
+                    let (again, skipped) = (count("again"), count("skipped"));
+                    print::line(&format!(
+                        "dry run: {again} messages would come again, {skipped} would be skipped\n"
+                    ))?;
+                }
                 print::object(json, &answer)
             }
         }

@@ -1,11 +1,13 @@
-//! `headwater issue`: list, show, why, retry, release.
+//! `headwater issue`: list, show, why, retry, release one or all.
 
 use clap::Subcommand;
 use serde_json::json;
 
-use super::Reach;
 use super::client::Client;
+use super::local::Needs;
 use super::print::{self, Rows};
+use super::progress::Progress;
+use super::{Confirm, Reach, number};
 use crate::failure::Failure;
 
 /// Issues.
@@ -36,20 +38,49 @@ enum What {
     },
     /// Show an issue with its events.
     Show {
+        /// The issue; `headwater issue list` shows the ids.
+        #[arg(value_parser = number)]
         id: i64,
         /// Events, at most.
         #[arg(long, default_value_t = 100)]
         events: usize,
     },
     /// Say why an issue is not being worked on.
-    Why { id: i64 },
+    Why {
+        /// The issue; `headwater issue list` shows the ids.
+        #[arg(value_parser = number)]
+        id: i64,
+    },
     /// Let an issue be worked on now: ends a wait or a quarantine.
-    Retry { id: i64 },
-    /// End a quarantine.
-    Release { id: i64 },
+    Retry {
+        /// The issue; `headwater issue list` shows the ids.
+        #[arg(value_parser = number)]
+        id: i64,
+    },
+    /// End a quarantine, or all of them.
+    Release {
+        /// The issue; `headwater issue list` shows the ids.
+        #[arg(value_parser = number)]
+        id: Option<i64>,
+        /// All that wait for an operator.
+        #[arg(long, conflicts_with = "id")]
+        all: bool,
+        /// Of these, only those of this integration.
+        #[arg(long, requires = "all")]
+        integration: Option<String>,
+        #[command(flatten)]
+        confirm: Confirm,
+    },
 }
 
 impl Issue {
+    pub(super) fn needs(&self) -> Needs {
+        match self.what {
+            What::List { .. } | What::Show { .. } | What::Why { .. } => Needs::database(true),
+            What::Retry { .. } | What::Release { .. } => Needs::everything(false),
+        }
+    }
+
     pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
         let json = self.reach.json;
         match &self.what {
@@ -87,7 +118,26 @@ impl Issue {
                 }
             }
             What::Retry { id } => self.change(client, *id, "retry").await,
-            What::Release { id } => self.change(client, *id, "release").await,
+            What::Release { id: Some(id), .. } => self.change(client, *id, "release").await,
+            What::Release { all: false, .. } => Err(Failure::usage("say which: an ID, or --all")),
+            What::Release { integration, confirm, .. } => {
+                confirm.ask("Let every quarantined issue be worked on again?")?;
+                let (progress, mut cursor, mut released) =
+                    (Progress::new("released", None), None, 0);
+                loop {
+                    let wish = json!({"integration": integration, "cursor": cursor});
+                    let answer = client.post("/issues/release", wish).await?;
+                    let some = answer["released"].as_u64().unwrap_or(0);
+                    progress.add(some);
+                    released += some;
+                    cursor = answer["next_cursor"].as_i64();
+                    if cursor.is_none() {
+                        break;
+                    }
+                }
+                drop(progress);
+                print::object(json, &json!({"released": released}))
+            }
         }
     }
 

@@ -2,8 +2,11 @@
 //!
 //! Upstream: `client`. Downstream: the same routers that `serve` puts behind its door.
 //! Promises: what is opened here is closed here; nothing runs by itself: no worker, no sweeper, no outbox. A verb that
-//! needs only the streams opens only them, and the database for the audit log once it changes something (`written_down`).
+//! needs only the streams opens only them, and the database for the audit log once it changes something (`written_down`);
+//! one that needs only the database opens no streams. A verb that only looks makes no file: where there is none, it sees
+//! what a new one would show, and says so.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,12 +17,14 @@ use headwater_bus::StreamedBus;
 use headwater_issue::{Inbox, InboxConfig, Nudger, Store};
 use headwater_stream::Backend;
 use metrics_exporter_prometheus::PrometheusBuilder;
+use secrecy::{ExposeSecret, SecretString};
 use utoipa_axum::router::OpenApiRouter;
 
 use super::written_down::{self, Log};
 use crate::admin::{self, Operations};
 use crate::app::{App, Shared};
 use crate::audit::{self, Audit};
+use crate::database_watch::DatabaseWatch;
 use crate::failure::Failure;
 use crate::health::Health;
 use crate::http::{Access, LongWork, Rate};
@@ -32,13 +37,40 @@ use crate::{desk_parts, open, router};
 /// How long a verb waits for servers that are away; `serve` waits longer.
 const SERVERS_MAX: Duration = Duration::from_secs(5);
 
+/// Streams and a database in memory, for verbs that need neither, or look where there is nothing.
+const NO_STREAMS: &str = "embedded:memory";
+const NO_DATABASE: &str = "sqlite::memory:";
+
 /// What a verb needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Needs {
-    /// Topics, groups, messages, dead letters.
+pub(super) struct Needs {
+    what: What,
+    /// It changes nothing.
+    is_look: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
     Streams,
-    /// Also issues, tickets, sessions.
+    Database,
     Everything,
+}
+
+impl Needs {
+    /// Topics, groups, messages, dead letters.
+    pub(super) fn streams(is_look: bool) -> Self {
+        Self { what: What::Streams, is_look }
+    }
+
+    /// What lies in tables: issues, tickets, the outbox, the audit.
+    pub(super) fn database(is_look: bool) -> Self {
+        Self { what: What::Database, is_look }
+    }
+
+    /// Both: changes that nudge workers, and sessions.
+    pub(super) fn everything(is_look: bool) -> Self {
+        Self { what: What::Everything, is_look }
+    }
 }
 
 /// The routes, and what was opened for them.
@@ -55,12 +87,35 @@ pub(super) struct Local {
 
 impl Local {
     pub(super) async fn open(settings: &Settings, needs: Needs) -> Result<Self, Failure> {
+        let mut settings = settings.clone();
+        if needs.is_look {
+            if needs.what != What::Database {
+                look_nowhere(
+                    "streams",
+                    missing_streams(&settings),
+                    &mut settings.stream_url,
+                    NO_STREAMS,
+                );
+            }
+            if needs.what != What::Streams {
+                look_nowhere(
+                    "database",
+                    missing_database(&settings),
+                    &mut settings.database_url,
+                    NO_DATABASE,
+                );
+            }
+        }
+        if needs.what == What::Database {
+            settings.stream_url = NO_STREAMS.into();
+        }
+        let settings = &settings;
         let streams = streams(settings).await?;
         let operations =
             Operations::new(Arc::clone(&streams), settings.http.clone(), Stopping::default())
                 .map_err(|error| Failure::new(error.to_string()))?;
-        if needs == Needs::Streams {
-            let routes: OpenApiRouter = admin::described_routes().with_state(operations.clone());
+        if needs.what == What::Streams {
+            let routes: OpenApiRouter = admin::routes().with_state(operations.clone());
             let log = Arc::new(Log::new(&impatient(settings)));
             let routes = Router::new().nest("/api/v1", routes.into());
             let routes = routes.layer(from_fn_with_state(Arc::clone(&log), written_down::record));
@@ -112,6 +167,7 @@ async fn app(
     let app = Shared {
         settings: settings.clone(),
         store: Arc::clone(store),
+        database: DatabaseWatch::default(),
         streams: Arc::clone(streams),
         inbox: inbox.context("the inbox")?,
         nudger,
@@ -129,6 +185,31 @@ async fn app(
     Ok((bus, Arc::new(app)))
 }
 
+/// The directory of embedded streams that is not there.
+fn missing_streams(settings: &Settings) -> Option<String> {
+    let directory = settings.stream_url.expose_secret().strip_prefix("embedded:")?;
+    missing(directory).filter(|directory| directory != "memory")
+}
+
+/// The file of SQLite that is not there.
+fn missing_database(settings: &Settings) -> Option<String> {
+    let file = settings.database_url.expose_secret().strip_prefix("sqlite:")?;
+    missing(file.trim_start_matches("//")).filter(|file| file != ":memory:")
+}
+
+fn missing(path: &str) -> Option<String> {
+    let path = path.split('?').next().unwrap_or(path);
+    (!Path::new(path).exists()).then(|| path.to_owned())
+}
+
+/// Looks at nothing instead of making what is not there.
+fn look_nowhere(what: &str, missing: Option<String>, url: &mut SecretString, nothing: &str) {
+    if let Some(path) = missing {
+        eprintln!("headwater: there is nothing at {path} yet; `headwater serve` makes the {what}");
+        *url = nothing.into();
+    }
+}
+
 /// The streams of the settings; a verb does not wait as long as a server.
 pub(super) async fn streams(settings: &Settings) -> Result<Arc<dyn Backend>, Failure> {
     open::streams(&impatient(settings), &Stopping::default()).await
@@ -137,6 +218,26 @@ pub(super) async fn streams(settings: &Settings) -> Result<Arc<dyn Backend>, Fai
 /// The database of the settings, alike.
 pub(super) async fn store(settings: &Settings) -> Result<Arc<dyn Store>, Failure> {
     open::store(&impatient(settings), &Stopping::default()).await
+}
+
+/// The same for those who only look; an error is the path of what is not there.
+pub(super) async fn streams_to_look_at(
+    settings: &Settings,
+) -> Result<Result<Arc<dyn Backend>, Failure>, String> {
+    match missing_streams(settings) {
+        Some(path) => Err(path),
+        None => Ok(streams(settings).await),
+    }
+}
+
+/// Alike for the database.
+pub(super) async fn store_to_look_at(
+    settings: &Settings,
+) -> Result<Result<Arc<dyn Store>, Failure>, String> {
+    match missing_database(settings) {
+        Some(path) => Err(path),
+        None => Ok(store(settings).await),
+    }
 }
 
 fn impatient(settings: &Settings) -> Settings {

@@ -36,6 +36,13 @@ impl Rows {
         self.rows.push(self.columns.iter().map(|(_, pointer)| cell(pointer)).collect());
     }
 
+    /// Says that there are more, to people.
+    pub(super) fn note_more(&self) {
+        if !self.json {
+            eprintln!("headwater: there are more; a higher --limit shows them");
+        }
+    }
+
     pub(super) fn finish(self) -> Result<(), Failure> {
         if self.json {
             return self.lines.iter().try_for_each(|json| line(json));
@@ -133,8 +140,12 @@ pub(super) fn cell(value: &Value) -> String {
         Value::Array(items) => items.iter().map(cell).collect::<Vec<_>>().join(","),
         other => other.to_string(),
     };
-    let shown: String =
-        text.chars().take(CELL_MAX).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
+    let plain = |c: char| match c {
+        '\n' | '\t' => ' ',
+        c if c.is_control() => '\u{fffd}',
+        c => c,
+    };
+    let shown: String = text.chars().take(CELL_MAX).map(plain).collect();
     if text.chars().count() > CELL_MAX { shown + "…" } else { shown }
 }
 
@@ -146,7 +157,7 @@ mod tests {
 
     #[test]
     fn a_strangers_text_moves_no_cursor() {
-        assert_eq!(cell(&json!("a\u{1b}[2Jb\nc")), "a\u{fffd}[2Jb\u{fffd}c");
+        assert_eq!(cell(&json!("a\u{1b}[2Jb\nc")), "a\u{fffd}[2Jb c");
         assert_eq!(cell(&json!("x".repeat(100))).chars().count(), CELL_MAX + 1);
         assert_eq!(cell(&json!(["a", "b"])), "a,b");
     }

@@ -58,7 +58,7 @@ impl Produce {
         }
         // On a terminal, the ids that are printed tell how far it is.
         let progress = (!std::io::stdout().is_terminal()).then(|| Progress::new("sent", None));
-        let (mut batch, mut bytes) = (Vec::new(), 0);
+        let (mut batch, mut bytes, mut sent) = (Vec::new(), 0, 0);
         for line in std::io::stdin().lock().lines() {
             let line = line
                 .map_err(|error| Failure::new(format!("standard input cannot be read: {error}")))?;
@@ -66,14 +66,30 @@ impl Produce {
             batch.push(self.message(&line));
             if batch.len() == BATCH || bytes >= BATCH_BYTES {
                 let count = batch.len() as u64;
-                self.send(client, std::mem::take(&mut batch)).await?;
-                bytes = 0;
+                self.send_next(client, std::mem::take(&mut batch), sent).await?;
+                (bytes, sent) = (0, sent + count);
                 if let Some(progress) = &progress {
                     progress.add(count);
                 }
             }
         }
-        if batch.is_empty() { Ok(()) } else { self.send(client, batch).await }
+        if batch.is_empty() { Ok(()) } else { self.send_next(client, batch, sent).await }
+    }
+
+    /// Sends a part of many; one that is cut off may have been stored or not.
+    async fn send_next(
+        &self,
+        client: &Client,
+        messages: Vec<Value>,
+        sent: u64,
+    ) -> Result<(), Failure> {
+        let count = messages.len();
+        self.send(client, messages).await.map_err(|failure| match failure {
+            Failure::Unreachable(problem) => Failure::Unreachable(format!(
+                "{problem}. {sent} lines were sent; of the next {count} it is not known"
+            )),
+            other => other,
+        })
     }
 
     fn message(&self, payload: &str) -> Value {

@@ -75,6 +75,10 @@ enum What {
 }
 
 impl Session {
+    pub(super) fn is_look(&self) -> bool {
+        !matches!(self.what, What::Fork { .. } | What::Import { .. })
+    }
+
     pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
         let json = self.reach.json;
         match &self.what {
@@ -100,7 +104,10 @@ impl Session {
             What::Fork { session, new, until } => {
                 let wish = json!({"session": new, "until": until});
                 let to = format!("{}/fork", path(session));
-                print::object(json, &unless_stopped(client.post_long(&to, wish)).await?)
+                let cut = format!(
+                    "stopped waiting; the fork is carried to its end: `headwater session show {new}` shows it"
+                );
+                print::object(json, &unless_stopped(client.post_long(&to, wish), cut).await?)
             }
             What::Export { session, output } => {
                 let lines = client.lines(&format!("{}/export", path(session)), &[]).await?;
@@ -117,7 +124,8 @@ impl Session {
                 });
                 let to = format!("{}/import", path(session));
                 let uploading = client.upload(&to, counted.boxed());
-                print::object(json, &unless_stopped(uploading).await?)
+                let cut = "stopped before its end; nothing of it is left".to_owned();
+                print::object(json, &unless_stopped(uploading, cut).await?)
             }
         }
     }
@@ -203,15 +211,16 @@ fn pieces(
     Ok((pieces.boxed(), total))
 }
 
-/// A signal ends it; what there is of it by then is removed before this process ends, or by the server.
+/// A signal ends the waiting. An import is undone then, before this process ends or by the server; a fork goes on.
 async fn unless_stopped(
     work: impl Future<Output = Result<Value, Failure>>,
+    cut: String,
 ) -> Result<Value, Failure> {
     let stopping = Stopping::default();
     stopping.on_signals().map_err(|error| Failure::new(error.to_string()))?;
     tokio::select! {
         done = work => done,
-        () = stopping.begun() => Err(Failure::new("stopped before its end")),
+        () = stopping.begun() => Err(Failure::new(cut)),
     }
 }
 

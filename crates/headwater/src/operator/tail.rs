@@ -28,7 +28,12 @@ impl Tail {
         let mut query = Vec::new();
         query.extend(self.from.clone().map(|from| ("from", from)));
         query.extend(self.partition.map(|partition| ("partition", partition.to_string())));
-        let path = format!("/topics/{}/tail", escape(&self.topic));
+        let topic = format!("/topics/{}", escape(&self.topic));
+        if client.find(&topic, &[]).await?.is_none() {
+            let name = print::plain(&self.topic);
+            eprintln!("headwater: there is no topic `{name}` yet; waiting for its first message");
+        }
+        let path = format!("{topic}/tail");
         let mut events = client.events(&path, &query).await?;
         let mut left = self.count.unwrap_or(u64::MAX);
         while left > 0

@@ -1,4 +1,4 @@
-//! `headwater ticket`: new, list, show, reply, close.
+//! `headwater ticket`: new, list, show, reply, close, reopen.
 
 use clap::Subcommand;
 use serde_json::json;
@@ -6,6 +6,7 @@ use uuid::Uuid;
 
 use super::Reach;
 use super::client::Client;
+use super::local::Needs;
 use super::print::{self, Rows};
 use crate::failure::Failure;
 
@@ -47,6 +48,8 @@ enum What {
     },
     /// Show a ticket with its messages.
     Show {
+        /// The ticket; `headwater ticket list` shows the ids.
+        #[arg(value_parser = ticket_id)]
         id: Uuid,
         /// Messages, at most.
         #[arg(long, default_value_t = 1000)]
@@ -54,6 +57,8 @@ enum What {
     },
     /// Add a message to a ticket.
     Reply {
+        /// The ticket; `headwater ticket list` shows the ids.
+        #[arg(value_parser = ticket_id)]
         id: Uuid,
         /// What it says; `-` reads standard input.
         #[arg(long, allow_hyphen_values = true)]
@@ -66,10 +71,29 @@ enum What {
         message_id: Option<Uuid>,
     },
     /// Close a ticket.
-    Close { id: Uuid },
+    Close {
+        /// The ticket; `headwater ticket list` shows the ids.
+        #[arg(value_parser = ticket_id)]
+        id: Uuid,
+    },
+    /// Open a closed ticket again, and give one that a person took over back to the desk.
+    Reopen {
+        /// The ticket; `headwater ticket list` shows the ids.
+        #[arg(value_parser = ticket_id)]
+        id: Uuid,
+    },
 }
 
 impl Ticket {
+    pub(super) fn needs(&self) -> Needs {
+        match self.what {
+            What::List { .. } | What::Show { .. } => Needs::database(true),
+            What::New { .. } | What::Reply { .. } | What::Close { .. } | What::Reopen { .. } => {
+                Needs::everything(false)
+            }
+        }
+    }
+
     pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
         let json = self.reach.json;
         match &self.what {
@@ -115,6 +139,10 @@ impl Ticket {
                 let answer = client.post(&format!("{}/close", path(*id)), json!({})).await?;
                 print::object(json, &answer)
             }
+            What::Reopen { id } => {
+                let answer = client.post(&format!("{}/reopen", path(*id)), json!({})).await?;
+                print::object(json, &answer)
+            }
         }
     }
 }
@@ -126,6 +154,10 @@ fn given(content: &str) -> Result<String, Failure> {
     }
     std::io::read_to_string(std::io::stdin().lock())
         .map_err(|error| Failure::new(format!("standard input cannot be read: {error}")))
+}
+
+fn ticket_id(text: &str) -> Result<Uuid, String> {
+    text.parse().map_err(|_| "a ticket id is a UUID; `headwater ticket list` shows them".to_owned())
 }
 
 fn path(id: Uuid) -> String {

@@ -87,6 +87,10 @@ enum What {
 }
 
 impl Topic {
+    pub(super) fn is_look(&self) -> bool {
+        matches!(self.what, What::List { .. } | What::Describe { .. })
+    }
+
     pub(super) async fn run(&self, client: &Client) -> Result<(), Failure> {
         let json = self.reach.json;
         match &self.what {

@@ -117,16 +117,7 @@ pub(super) fn path_segment(segment: &str) -> Option<String> {
     if segment.is_empty() || segment == "." || segment == ".." {
         return None;
     }
-    let mut encoded = String::new();
-    for byte in segment.bytes() {
-        match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
-                encoded.push(char::from(byte));
-            }
-            byte => encoded.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    Some(encoded)
+    Some(text::percent_encoded(segment))
 }
 
 #[cfg(test)]

@@ -97,6 +97,15 @@ pub(crate) struct Token {
     pub(crate) token: SecretString,
 }
 
+/// Whether what runs with the settings needs their secrets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Secrets {
+    /// It signs, verifies or admits with them.
+    Needed,
+    /// It looks, or asks somebody else; a variable that is not set is no matter.
+    NotNeeded,
+}
+
 /// The part of the file that holds lists.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Lists {
@@ -139,6 +148,11 @@ impl std::fmt::Debug for SecretText {
 }
 
 impl Lists {
+    /// Whether there are tokens at all.
+    pub(crate) fn has_tokens(&self) -> bool {
+        !self.tokens.is_empty()
+    }
+
     /// The variables that it names.
     pub(crate) fn variables(&self) -> Vec<String> {
         let of_integrations =
@@ -147,15 +161,29 @@ impl Lists {
         of_integrations.chain(of_tokens).flatten().cloned().collect()
     }
 
-    /// The integrations, with the desk's among them.
+    /// The integrations, with the desk's among them. All variables that are not set are named at once.
     pub(crate) fn integrations(
-        self,
+        mut self,
         environment: &[(String, String)],
+        secrets: Secrets,
     ) -> Result<(Vec<Integration>, Vec<Token>), SettingsError> {
+        let is_set = |variable: &String| environment.iter().any(|(name, _)| name == variable);
+        let unset: Vec<String> =
+            self.variables().into_iter().filter(|variable| !is_set(variable)).collect();
+        if secrets == Secrets::Needed && unset.len() > 1 {
+            let names = unset.join("`, `");
+            return Err(SettingsError::new(format!(
+                "the variables `{names}`, which the settings file names, are not set"
+            )));
+        }
+        if secrets == Secrets::NotNeeded {
+            // Whoever presents a token asks a server, which knows its own.
+            self.tokens.retain(|raw| raw.token_env.as_ref().is_none_or(is_set));
+        }
         let mut integrations = self
             .integrations
             .into_iter()
-            .map(|raw| raw.check(environment))
+            .map(|raw| raw.check(environment, secrets))
             .collect::<Result<Vec<_>, _>>()?;
         if !integrations.iter().any(|one| one.id == DESK) {
             integrations.push(Integration {
@@ -182,12 +210,17 @@ impl Lists {
 }
 
 impl RawIntegration {
-    fn check(self, environment: &[(String, String)]) -> Result<Integration, SettingsError> {
+    fn check(
+        self,
+        environment: &[(String, String)],
+        secrets: Secrets,
+    ) -> Result<Integration, SettingsError> {
         let id = name("[[integration]] id", self.id)?;
         let place = format!("[[integration]] `{id}`");
-        let secret =
-            either(&place, "secret", self.secret, self.secret_env.as_deref(), environment)?;
-        if secret.is_none() && self.provider != Provider::Desk {
+        let from = (environment, secrets);
+        let secret = either(&place, "secret", self.secret, self.secret_env.as_deref(), from)?;
+        let has_secret = secret.is_some() || self.secret_env.is_some();
+        if !has_secret && self.provider != Provider::Desk {
             return Err(SettingsError::new(format!(
                 "{place} has no secret; set `secret_env` to the name of a variable that holds it, or `secret`"
             )));
@@ -198,7 +231,7 @@ impl RawIntegration {
             )));
         }
         let reply_token =
-            either(&place, "reply_token", None, self.reply_token_env.as_deref(), environment)?;
+            either(&place, "reply_token", None, self.reply_token_env.as_deref(), from)?;
         if let Some(url) = &self.base_url
             && Kind::WebUrl.check(url).is_err()
         {
@@ -216,7 +249,8 @@ impl RawToken {
     fn check(self, environment: &[(String, String)]) -> Result<Token, SettingsError> {
         let name = name("[[token]] name", self.name)?;
         let place = format!("[[token]] `{name}`");
-        let token = either(&place, "token", self.token, self.token_env.as_deref(), environment)?;
+        let from = (environment, Secrets::Needed);
+        let token = either(&place, "token", self.token, self.token_env.as_deref(), from)?;
         let token = token.ok_or_else(|| {
             SettingsError::new(format!(
                 "{place} has no token; set `token_env` to the name of a variable that holds it, or `token`"
@@ -238,7 +272,7 @@ fn either(
     what: &str,
     direct: Option<SecretText>,
     variable: Option<&str>,
-    environment: &[(String, String)],
+    (environment, secrets): (&[(String, String)], Secrets),
 ) -> Result<Option<SecretString>, SettingsError> {
     let text = match (direct, variable) {
         (Some(_), Some(_)) => {
@@ -249,6 +283,9 @@ fn either(
         (Some(SecretText(text)), None) => text,
         (None, Some(variable)) => {
             let found = environment.iter().find(|(name, _)| name == variable);
+            if found.is_none() && secrets == Secrets::NotNeeded {
+                return Ok(None);
+            }
             found.map(|(_, text)| text.clone()).ok_or_else(|| {
                 SettingsError::new(format!(
                     "{place} takes `{what}` from the variable `{variable}`, which is not set"

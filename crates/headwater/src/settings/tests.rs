@@ -4,6 +4,10 @@ use std::path::PathBuf;
 
 use super::*;
 
+fn loaded(given: &Given) -> Result<Loaded, SettingsError> {
+    load(given, Secrets::Needed)
+}
+
 fn given(file: &str) -> Given {
     Given { file: Some((PathBuf::from("headwater.toml"), file.to_owned())), ..Given::default() }
 }
@@ -13,12 +17,12 @@ fn variable(name: &str, value: &str) -> (String, String) {
 }
 
 fn problem(given: &Given) -> String {
-    load(given).expect_err("it is wrong").to_string()
+    loaded(given).expect_err("it is wrong").to_string()
 }
 
 #[test]
 fn the_defaults_are_valid_and_every_setting_of_the_table_is_read() {
-    let loaded = load(&Given::default()).unwrap();
+    let loaded = loaded(&Given::default()).unwrap();
     assert_eq!(loaded.settings.http.listen.to_string(), "127.0.0.1:8080");
     assert_eq!(loaded.settings.work.quiet, Duration::from_millis(800));
     assert_eq!(loaded.settings.integrations.len(), 1, "the desk is always there");
@@ -35,7 +39,7 @@ fn the_defaults_are_valid_and_every_setting_of_the_table_is_read() {
 fn flags_win_over_the_environment_over_the_file_over_the_default() {
     let mut given = given("[worker]\nconcurrency = 3\n");
     let concurrency = |given: &Given| {
-        let loaded = load(given).unwrap();
+        let loaded = loaded(given).unwrap();
         let source = loaded.values.get("worker.concurrency").source.to_string();
         (loaded.settings.work.concurrency, source)
     };
@@ -49,7 +53,7 @@ fn flags_win_over_the_environment_over_the_file_over_the_default() {
 
 #[test]
 fn a_price_in_the_file_may_have_a_fraction() {
-    let loaded = load(&given("[model]\nprice_in = 2.5\nprice_out = 10\n")).unwrap();
+    let loaded = loaded(&given("[model]\nprice_in = 2.5\nprice_out = 10\n")).unwrap();
     let prices = loaded.settings.desk.prices;
     assert_eq!((prices.input, prices.output), (2.5, 10.0));
 }
@@ -84,7 +88,7 @@ fn names_that_nobody_knows_are_refused_wherever_they_stand() {
     let mut foreign = Given::default();
     foreign.environment.push(variable("HEADWATER_SERVICE_HOST", "10.0.0.1"));
     foreign.environment.push(variable("HEADWATER_PORT_8080_TCP", "tcp://10.0.0.1:8080"));
-    assert!(load(&foreign).is_ok(), "Kubernetes describes services in this way");
+    assert!(loaded(&foreign).is_ok(), "Kubernetes describes services in this way");
 }
 
 #[test]
@@ -94,7 +98,7 @@ fn an_address_that_others_can_reach_needs_a_token() {
     assert!(error.contains("`http.listen`") && error.contains("[[token]]"), "{error}");
     assert!(problem(&given("[worker]\nlisten = \"[::]:1\"\n")).contains("`worker.listen`"));
     let token = "[[token]]\nname = \"ann\"\nrole = \"read\"\ntoken = \"0123456789abcdef\"\n";
-    assert!(load(&given(&format!("{open}{token}"))).is_ok());
+    assert!(loaded(&given(&format!("{open}{token}"))).is_ok());
 }
 
 #[test]
@@ -117,7 +121,7 @@ fn integrations_need_an_id_of_their_own_and_a_secret() {
     // A variable that the file names may look like one of ours.
     let mut right = given(&format!("{shop}secret_env = \"HEADWATER_SHOP_SECRET\"\n"));
     right.environment.push(variable("HEADWATER_SHOP_SECRET", "hunter2"));
-    assert_eq!(load(&right).unwrap().settings.integrations[0].provider, Provider::Github);
+    assert_eq!(loaded(&right).unwrap().settings.integrations[0].provider, Provider::Github);
 }
 
 #[test]
@@ -134,7 +138,7 @@ fn no_secret_is_shown_anywhere() {
         [model]\nurl = \"https://ann:hunter2@localhost/v1\"\nname = \"small\"
         [[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"hunter2\"
         [[token]]\nname = \"ann\"\nrole = \"read\"\ntoken = \"hunter2hunter2hunter2\"\n";
-    let loaded = load(&given(file)).unwrap();
+    let loaded = loaded(&given(file)).unwrap();
     let all =
         [as_text(&loaded), as_json(&loaded), format!("{loaded:?}"), format!("{:?}", given(""))];
     for shown in &all[..3] {
@@ -160,4 +164,19 @@ fn the_page_of_the_documentation_is_up_to_date() {
         page == as_markdown(),
         "docs/settings.md is out of date: cargo run -p headwater -- config --markdown > docs/settings.md"
     );
+}
+
+#[test]
+fn a_secret_that_is_not_set_keeps_only_those_from_starting_who_need_it() {
+    let file = "[http]\nlisten = \"0.0.0.0:0\"\n
+        [[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret_env = \"SHOP\"\nreply_token_env = \"REPLY\"\n
+        [[token]]\nname = \"ann\"\nrole = \"read\"\ntoken_env = \"TOKEN\"\n";
+    let refused = loaded(&given(file)).unwrap_err().to_string();
+    assert!(refused.contains("`SHOP`, `REPLY`, `TOKEN`"), "all at once: {refused}");
+    let looking = load(&given(file), Secrets::NotNeeded).unwrap().settings;
+    let shop = &looking.integrations[0];
+    assert!(shop.secret.is_none() && shop.reply_token.is_none() && looking.tokens.is_empty());
+    // What is wrong with the file itself is told to everybody.
+    let nothing = "[[integration]]\nid = \"shop\"\nprovider = \"github\"\n";
+    assert!(load(&given(nothing), Secrets::NotNeeded).is_err());
 }

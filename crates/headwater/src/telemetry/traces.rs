@@ -16,6 +16,7 @@ use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::SdkTracerProvider;
 use tokio::runtime::Handle;
+use tokio::time::timeout;
 use tracing::{Span, warn};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 use tracing_subscriber::Layer;
@@ -27,6 +28,7 @@ use crate::client;
 
 /// How long one batch may take to be sent, and all that is left at the end.
 const SEND_MAX: Duration = Duration::from_secs(5);
+const LAST_MAX: Duration = Duration::from_secs(2);
 
 /// Sends traces until it is ended.
 #[derive(Debug)]
@@ -55,8 +57,8 @@ impl Traces {
     /// Sends what is left.
     pub(super) async fn end(self) {
         // It blocks its thread.
-        let ended = tokio::task::spawn_blocking(move || self.0.shutdown_with_timeout(SEND_MAX));
-        if !matches!(ended.await, Ok(Ok(()))) {
+        let ended = tokio::task::spawn_blocking(move || self.0.shutdown_with_timeout(LAST_MAX));
+        if !matches!(timeout(LAST_MAX, ended).await, Ok(Ok(Ok(())))) {
             warn!("the last traces were not sent");
         }
     }

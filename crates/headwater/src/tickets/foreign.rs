@@ -51,7 +51,7 @@ impl Tickets {
             Some(ticket) if event.event_type == TicketEventType::TicketClosed => {
                 let said = Said { event, source: SOURCE, told: false };
                 let recorded = self.record(transaction.as_mut(), &said).await;
-                if !matches!(&recorded, Ok(recorded) if recorded.duplicate) && recorded.is_ok() {
+                if matches!(&recorded, Ok(recorded) if !recorded.duplicate) {
                     self.set_status(transaction.as_mut(), ticket, true).await?;
                 }
                 recorded
@@ -64,7 +64,6 @@ impl Tickets {
             }
             None if opens => {
                 let mut event = event.clone();
-                event.event_type = TicketEventType::TicketCreated;
                 event.payload.title = Some(title(&event));
                 let said = Said { event: &event, source: SOURCE, told: false };
                 self.open_with(transaction.as_mut(), &said).await

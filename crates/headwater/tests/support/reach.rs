@@ -18,7 +18,7 @@ pub(crate) struct Reach {
     pub(crate) direct: Vec<String>,
     server: Option<Server>,
     pub(crate) redis: Option<Redis>,
-    _database: Option<Database>,
+    pub(crate) database: Option<Database>,
 }
 
 fn owned(words: &[&str]) -> Vec<String> {
@@ -35,7 +35,7 @@ impl Reach {
         let direct =
             owned(&["--stream-url", "embedded:streams", "--database-url", "sqlite:headwater.db"]);
         let words = direct.clone();
-        Self { place, words, direct, server: None, redis: None, _database: None }
+        Self { place, words, direct, server: None, redis: None, database: None }
     }
 
     /// On Redis and Postgres, which the verbs open themselves.
@@ -45,7 +45,7 @@ impl Reach {
         let direct = owned(&["--stream-url", &redis.url(), "--database-url", &database.url()]);
         let (place, words) = (Place::new().unwrap(), direct.clone());
         let (redis, database) = (Some(redis), Some(database));
-        Self { place, words, direct, server: None, redis, _database: database }
+        Self { place, words, direct, server: None, redis, database }
     }
 
     /// Over a server, which is on Redis and Postgres.

@@ -5,22 +5,20 @@ use std::time::SystemTime;
 use headwater_issue::{Pool, Store};
 use sqlx::{PgPool, Row, SqlitePool};
 
-use super::{Finding, Severity, clock};
+use super::{Finding, clock};
 use crate::settings::Settings;
 
 /// Connections that others should have beside ours.
 const SPARE: i64 = 5;
 
 /// Looks at the server.
-pub(super) async fn server(settings: &Settings, store: &dyn Store) -> Vec<Finding> {
+pub(super) async fn server(settings: &Settings, store: &dyn Store) -> Result<Vec<Finding>, String> {
     let looked = match store.pool() {
         Pool::Postgres(pool) => postgres(settings, &pool).await,
         Pool::Sqlite(pool) => sqlite(settings, &pool).await,
         _ => Ok(vec![Finding::fine("database", settings.database_shown())]),
     };
-    looked.unwrap_or_else(|error| {
-        vec![Finding::new(Severity::Unreachable, "database", error.to_string(), "")]
-    })
+    looked.map_err(|error| error.to_string())
 }
 
 async fn postgres(settings: &Settings, pool: &PgPool) -> Result<Vec<Finding>, sqlx::Error> {
