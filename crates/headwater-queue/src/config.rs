@@ -134,6 +134,9 @@ pub struct ConsumerConfig {
     pub poll: Duration,
     /// Messages in hand at once, read ahead included. Default: 1000.
     pub in_flight_max: usize,
+    /// [`Mode::Shared`]: messages of one partition in hand beyond those that are being handled. Default: as many as are
+    /// handled soon; few while handlers are slow, so that other consumers get them.
+    pub read_ahead: Option<usize>,
     /// Messages of one partition that are handled at once; with [`Order::PerKey`], of different keys. Default: 1.
     pub concurrency: usize,
     /// When and how often a failed message is tried again.
@@ -163,6 +166,7 @@ impl Default for ConsumerConfig {
             batch: 256,
             poll: Duration::from_secs(5),
             in_flight_max: 1000,
+            read_ahead: None,
             concurrency: 1,
             retry: RetryPolicy::default(),
             handler_timeout: None,
@@ -186,6 +190,12 @@ impl ConsumerConfig {
             if !(1..=max).contains(&count) {
                 return Err(QueueError::invalid(name, format!("{count}; 1 to {max}")));
             }
+        }
+        if let Some(count) = self.read_ahead.filter(|count| *count > IN_FLIGHT_MAX) {
+            return Err(QueueError::invalid(
+                "read_ahead",
+                format!("{count}; at most {IN_FLIGHT_MAX}"),
+            ));
         }
         if self.poll.is_zero() || self.poll > WAIT_MAX {
             let problem = format!("{:?}; more than zero, at most {WAIT_MAX:?}", self.poll);
@@ -227,6 +237,7 @@ mod tests {
         for (name, config) in [
             ("batch", ConsumerConfig { batch: 0, ..default() }),
             ("in_flight_max", ConsumerConfig { in_flight_max: 0, ..default() }),
+            ("read_ahead", ConsumerConfig { read_ahead: Some(usize::MAX), ..default() }),
             ("concurrency", ConsumerConfig { concurrency: 0, ..default() }),
             ("poll", ConsumerConfig { poll: Duration::from_secs(61), ..default() }),
             ("order", ConsumerConfig { mode: Mode::Shared, order: Order::PerKey, ..default() }),

@@ -176,11 +176,13 @@ impl Inner {
 
 fn consumer_config(subscribe: &Subscribe, drain: std::time::Duration) -> ConsumerConfig {
     let concurrency = subscribe.concurrency;
-    let in_flight = concurrency + subscribe.read_ahead.unwrap_or(concurrency);
+    let read_ahead = subscribe.read_ahead.unwrap_or(concurrency);
+    let in_flight = concurrency + read_ahead;
     ConsumerConfig {
         mode: Mode::Shared,
         concurrency,
         in_flight_max: in_flight,
+        read_ahead: Some(read_ahead),
         batch: in_flight.min(256),
         retry: subscribe.retry.clone(),
         drain,

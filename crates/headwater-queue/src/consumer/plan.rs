@@ -130,17 +130,16 @@ impl Choice {
         self.workers.sort_by_cached_key(|worker| worker.pace.turn());
         let mut jobs = Jobs::default();
         let mut count = depth.min(self.room);
-        let mut is_full = false;
         self.workers.retain(|worker| {
             let left = jobs.of(&worker.job, |job| job.seek_depth(now));
             let fits = count.min(left.room);
             left.streams += 1;
             // A little more for one is not worth a little less for all.
-            if fits > 0 && fits * 2 >= count && !is_full {
+            if fits > 0 && fits * 2 >= count && !left.is_full {
                 left.room -= fits;
                 left.taken += 1;
                 count = fits;
-                is_full = count >= DEPTH_ALONE && !worker.rules.topic.layout.is_spread();
+                left.is_full = count >= DEPTH_ALONE && !worker.rules.topic.layout.is_spread();
                 return true;
             }
             let room = if left.is_lasting { worker.shallow_room() } else { 0 };
@@ -200,6 +199,8 @@ struct Left {
     /// How many streams want some, and get it.
     streams: usize,
     taken: usize,
+    /// Whether one of them is read alone.
+    is_full: bool,
 }
 
 impl Jobs {
@@ -207,7 +208,7 @@ impl Jobs {
     fn of(&mut self, job: &Arc<Job>, look: impl FnOnce(&Job) -> (usize, bool)) -> &mut Left {
         let (_, left) = self.0.entry(Arc::as_ptr(job) as usize).or_insert_with(|| {
             let (room, is_lasting) = look(job);
-            (Arc::clone(job), Left { room, is_lasting, streams: 0, taken: 0 })
+            (Arc::clone(job), Left { room, is_lasting, streams: 0, taken: 0, is_full: false })
         });
         left
     }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::worker::Worker;
+use crate::config::{ConsumerConfig, Mode};
 use crate::limits::HELD_IDS_MAX;
 
 /// A handler that takes this long is worth telling at once that there is room for another message.
@@ -54,7 +55,8 @@ impl Worker {
             return Room::None;
         }
         let in_hand = self.in_hand().saturating_sub(held);
-        if let Some(depth) = self.job.depth().filter(|_| self.pace.is_deep()) {
+        let may_be_deep = |depth: &usize| self.pace.is_deep() && *depth <= self.reach();
+        if let Some(depth) = self.job.depth().filter(may_be_deep) {
             let room = depth.saturating_sub(in_hand);
             return if room * 2 >= depth { Room::Deep(room) } else { Room::Soon };
         }
@@ -71,7 +73,7 @@ impl Worker {
     }
 
     fn share_left(&self, in_hand: usize) -> Room {
-        let share = self.job.share.load(Ordering::Relaxed);
+        let share = self.share();
         let room = share.saturating_sub(in_hand);
         if room > 0 && room * 4 >= share {
             Room::Wide(room)
@@ -79,6 +81,22 @@ impl Worker {
             Room::Tight(room)
         } else {
             Room::None
+        }
+    }
+
+    /// What may be in hand without a backlog that is read deep.
+    fn share(&self) -> usize {
+        self.job.share.load(Ordering::Relaxed).min(self.reach())
+    }
+
+    /// What may be in hand because it is handled soon. Nobody waits for what an owner has in hand; where consumers
+    /// compete, others could have it: so no more than a quarter beyond what handlers need, until they prove quick.
+    fn reach(&self) -> usize {
+        let ConsumerConfig { mode, concurrency, read_ahead, .. } = self.job.config;
+        match (mode, read_ahead) {
+            (Mode::Owned, _) => usize::MAX,
+            (Mode::Shared, Some(read_ahead)) => concurrency + read_ahead,
+            (Mode::Shared, None) => (concurrency + concurrency / 4) * self.pace.ahead(),
         }
     }
 
@@ -97,7 +115,7 @@ impl Worker {
         if self.is_known.load(Ordering::SeqCst) {
             return false;
         }
-        let share = self.job.share.load(Ordering::Relaxed);
+        let share = self.share();
         let is_worth_it = match self.free_room() {
             // What one partition gives back, another may wait for.
             _ if self.job.is_room_awaited(is_slow) => true,
