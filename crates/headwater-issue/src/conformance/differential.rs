@@ -1,6 +1,6 @@
 //! Random sequences of calls, each answer and each state compared with the state machine.
 //!
-//! `HEADWATER_SEQUENCES` sets how many (a tenth of it, for each call is a transaction; default 500), `HEADWATER_SEED` the
+//! `HEADWATER_SEQUENCES` sets how many (a tenth of it, for each call is a transaction; default 1000), `HEADWATER_SEED` the
 //! seed, which is printed. Time passes in steps of ten minutes, so that the moments which real time adds decide nothing.
 
 use std::ops::Range;
@@ -17,7 +17,7 @@ use crate::{
     Retried, SweepOptions,
 };
 
-const SEQUENCES_DEFAULT: u64 = 500;
+const SEQUENCES_DEFAULT: u64 = 1000;
 const CALLS: usize = 40;
 const ISSUES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);

@@ -1,6 +1,6 @@
 //! The embedded backend and a real Redis answer the same, whatever sequence of calls they get.
 //!
-//! Sequences are random; `HEADWATER_SEQUENCES` sets how many (default 500), `HEADWATER_SEED` the seed, which is
+//! Sequences are random; `HEADWATER_SEQUENCES` sets how many (default 1000), `HEADWATER_SEED` the seed, which is
 //! printed. A sequence that shows a difference is cut down to a small one. Time stands aside: idle times are zero or an
 //! hour, entries are due at once or far in the future.
 #![cfg(all(feature = "embedded", feature = "redis"))]
@@ -20,7 +20,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, Test
 use self::operations::{Operation, sequences};
 use self::world::{Connection, World};
 
-const SEQUENCES_DEFAULT: u32 = 500;
+const SEQUENCES_DEFAULT: u32 = 1000;
 /// A shrink that takes longer finds little more.
 const SHRINKS_MAX: u32 = 3000;
 
