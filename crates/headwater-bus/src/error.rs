@@ -66,7 +66,8 @@ pub enum BusError {
         retry_after: Duration,
     },
 
-    /// The event could not be kept in the spool. Nothing happened, unless an attempt to store it was made before.
+    /// The event could not be kept in the spool, and is not stored. After an attempt to store it that was not confirmed, it is
+    /// [`Unconfirmed`](Self::Unconfirmed) instead.
     #[error(transparent)]
     Spool(#[from] SpoolError),
 

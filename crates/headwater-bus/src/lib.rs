@@ -2,6 +2,7 @@
 
 // In the order in which an event passes them: each module uses only those above it. (Errors name things, and names
 // are checked with errors: those two know each other.)
+mod background;
 mod error;
 pub mod limits;
 pub mod metrics;

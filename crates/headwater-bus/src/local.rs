@@ -24,6 +24,7 @@ use tokio::time::{Instant, timeout_at};
 use tracing::{Instrument, warn};
 
 use self::remembered::{Place, Remembered, UnderWay};
+use crate::background::AbortOnDrop;
 use crate::breaker::BreakerState;
 use crate::bus::{
     EventBus, GroupHealth, Health, PublishResult, Stored, StreamHealth, Subscribe, SubscriptionKind,
@@ -57,7 +58,6 @@ pub struct LocalBus {
 
 struct Inner {
     registry: Registry,
-    session: Option<SessionId>,
     live: LiveList,
     durable: Mutex<HashMap<SubscriptionId, Durable>>,
     dead_letters: Arc<Mutex<VecDeque<LocalDeadLetter>>>,
@@ -98,7 +98,6 @@ impl LocalBus {
         let (stop, closing) = Closing::new();
         let inner = Inner {
             registry,
-            session: None,
             live: LiveList::default(),
             durable: Mutex::default(),
             dead_letters: Arc::default(),
@@ -111,14 +110,6 @@ impl LocalBus {
             clock: SystemClock,
         };
         Self { inner: Arc::new(inner), stop }
-    }
-
-    /// A bus for one session: its events need not name it.
-    pub fn for_session(registry: Registry, session: SessionId) -> Self {
-        let mut bus = Self::new(registry);
-        let inner = Arc::get_mut(&mut bus.inner).expect("nobody else has it yet");
-        inner.session = Some(session);
-        bus
     }
 
     /// Events that durable subscriptions gave up, oldest first.
@@ -265,11 +256,9 @@ impl Inner {
         let scope = handlers.one_scope()?;
         let session = match scope {
             Scope::Namespace => None,
-            Scope::Session => {
-                Some(subscribe.session.or_else(|| self.session.clone()).ok_or_else(|| {
-                    BusError::invalid("a durable subscription", "it names no session")
-                })?)
-            }
+            Scope::Session => Some(subscribe.session.ok_or_else(|| {
+                BusError::invalid("a durable subscription", "it names no session")
+            })?),
         };
         let place = (scope, session, group.clone());
         let event_types = handlers.list.iter().map(|handler| handler.event_type).collect();
@@ -342,12 +331,9 @@ impl Inner {
         let mut prepared = Vec::with_capacity(events.len());
         for event in events {
             self.registry.check_outgoing(event)?;
-            let session = event.session.clone().or_else(|| match event.scope {
-                Scope::Session => self.session.clone(),
-                Scope::Namespace => None,
-            });
+            let session = event.session.clone();
             if event.scope == Scope::Session && session.is_none() {
-                let problem = "it names no session, and the bus has none";
+                let problem = "it names no session, and a local bus has none";
                 return Err(BusError::invalid(format!("an event `{}`", event.event_type), problem));
             }
             let has_given_id = event.event_id.is_some();
@@ -440,7 +426,7 @@ impl Inner {
             PublishResult { event_id, stored, handlers_invoked: 0, failures: Vec::new() };
         if stored.is_new() {
             let source = Source::Here(session.as_ref());
-            let dispatched = self.live.dispatch(&delivered, source, self.session.as_ref()).await;
+            let dispatched = self.live.dispatch(&delivered, source, None).await;
             (result.handlers_invoked, result.failures) = (dispatched.invoked, dispatched.failures);
         }
         result
@@ -546,15 +532,6 @@ fn bury(
         letters.pop_front();
     }
     letters.push_back(LocalDeadLetter { group, envelope, reason: reason.to_owned() });
-}
-
-/// A task that ends with its owner.
-pub(crate) struct AbortOnDrop<T>(pub(crate) JoinHandle<T>);
-
-impl<T> Drop for AbortOnDrop<T> {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

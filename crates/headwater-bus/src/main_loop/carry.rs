@@ -38,8 +38,15 @@ const RETRY: Backoff = Backoff::Exponential {
     jitter: 0.5,
 };
 
-/// How long a request that somebody else has is waited for before it is given back.
+/// How long a request that somebody else has is waited for before it is given back; the shortest wait between two looks.
 const BUSY_MAX: Duration = Duration::from_secs(1);
+const BUSY_MIN: Duration = Duration::from_millis(20);
+
+/// Calls to a backend that does not answer, before a request is given back that nobody has begun with.
+const TRIES_MAX: u32 = 5;
+
+/// How long a backend may stay away before a reply that it has not kept is lost, and before nobody is told of one that it has.
+pub(super) const KEEP_MAX: Duration = Duration::from_secs(50 * 60);
 
 /// Carries out what it is given.
 pub(super) struct Carrier {
@@ -70,6 +77,35 @@ impl GivenBack {
             Self::Unavailable => "unavailable",
         }
     }
+}
+
+/// What came of a request that was not given back.
+enum Carried {
+    Replied(Reply),
+    RepliedBefore,
+    /// There is a reply, but the place for it will never take it.
+    CannotKeep(BusError),
+}
+
+/// What there is of a reply before anybody begins.
+enum Found {
+    Reply,
+    None,
+    /// There is one elsewhere, but the place for a copy will never take it.
+    CannotKeep(BusError),
+}
+
+/// Whether a request may run.
+enum May {
+    Run(Limits),
+    Not(RequestFailure, String),
+}
+
+/// Until when a request may run, by the clock of the backend and by that of this process.
+#[derive(Clone, Copy)]
+struct Limits {
+    deadline: Timestamp,
+    ends_at: Instant,
 }
 
 /// How a request ended, before it is a reply.
@@ -114,21 +150,22 @@ impl Carrier {
     async fn handle_task(&self, task: &Task) -> Result<Outcome, GivenBack> {
         let began = Instant::now();
         let hold = self.enter(task).await?;
-        let done = self.carry_out(task, &hold).await;
+        let carried = self.carry_out(task, &hold).await;
         hold.release().await;
-        let reply = done?;
-        let outcome = match reply {
-            Some(Ok(reply)) => {
+        Ok(match carried? {
+            Carried::Replied(reply) => {
                 metrics::request_ended(reply.result(), began.elapsed());
                 Outcome::Done
             }
-            Some(Err(error)) => {
+            Carried::RepliedBefore => {
+                metrics::request_repeated();
+                Outcome::Done
+            }
+            Carried::CannotKeep(error) => {
                 error!(request_id = %task.request_id, %error, "the reply to a request cannot be kept");
                 Outcome::dead_letter(format!("its reply cannot be kept: {error}"))
             }
-            None => Outcome::Done,
-        };
-        Ok(outcome)
+        })
     }
 
     /// Takes the request. One that somebody else has is left to them for a while; then the group has it back, so that it
@@ -158,38 +195,31 @@ impl Carrier {
         }
     }
 
-    /// Does what is to be done until there is a reply. Returns it, or that there was one before, or why it cannot be kept.
-    async fn carry_out(
-        &self,
-        task: &Task,
-        hold: &Hold,
-    ) -> Result<Option<Result<Reply, BusError>>, GivenBack> {
-        match self.replied_before(task).await? {
-            Ok(true) => {
-                metrics::request_repeated();
-                return Ok(None);
-            }
-            Ok(false) => {}
-            Err(error) => return Ok(Some(Err(error))),
+    /// Does what is to be done until there is a reply.
+    async fn carry_out(&self, task: &Task, hold: &Hold) -> Result<Carried, GivenBack> {
+        match self.find(task).await? {
+            Found::None => {}
+            Found::Reply => return Ok(Carried::RepliedBefore),
+            Found::CannotKeep(error) => return Ok(Carried::CannotKeep(error)),
         }
         let meter = Meter::new(task.budget);
-        let (ending, has_session) = match self.limits(task).await? {
-            Ok(limits) => match self.session(task).await? {
+        let (ending, has_session) = match self.may(task).await? {
+            May::Not(kind, problem) => {
+                (Ending::Failed(kind, problem), kind == RequestFailure::Crashed)
+            }
+            May::Run(limits) => match self.session(task).await? {
                 Ok(session) => {
                     (self.pursue_here(task, &session, &meter, limits, hold).await?, true)
                 }
                 Err(problem) => (Ending::Failed(RequestFailure::Failed, problem), false),
             },
-            Err((kind, problem)) => {
-                (Ending::Failed(kind, problem), kind == RequestFailure::Crashed)
-            }
         };
         let reply = self.reply(task, ending, &meter, has_session).await?;
-        self.keep(task, reply).await.map(Some)
+        self.keep(task, reply).await
     }
 
-    /// Whether there is a reply. A copy of it goes to whoever else asked the same; an error says why it cannot be kept there.
-    async fn replied_before(&self, task: &Task) -> Result<Result<bool, BusError>, GivenBack> {
+    /// Looks for a reply. A copy of it goes to whoever else asked the same.
+    async fn find(&self, task: &Task) -> Result<Found, GivenBack> {
         let Task { requester, request_id, .. } = task;
         let found = self.patiently(|| self.replies.find(requester, request_id)).await?;
         match found {
@@ -201,54 +231,51 @@ impl Carrier {
                         error!(%request_id, %error, "the copy of a reply could not be published");
                     }
                 }
-                return Ok(Ok(true));
+                return Ok(Found::Reply);
             }
-            Ok(Some(Kept::Gone)) => return Ok(Ok(true)),
+            Ok(Some(Kept::Gone)) => return Ok(Found::Reply),
             Ok(None) => {}
             // Something that is no reply: as good as none, and nothing can be written over it.
             Err(error) => {
                 warn!(%request_id, %error, "the reply to a request cannot be read");
-                return Ok(Ok(true));
+                return Ok(Found::Reply);
             }
         }
         let elsewhere = || self.replies.find_elsewhere(requester, request_id);
         match self.patiently(elsewhere).await? {
             Ok(Some(Kept::Reply(reply))) => {
                 let store = || self.replies.store(requester, request_id, &reply);
-                Ok(self.patiently(store).await?.map(|_| true))
+                Ok(self.patiently(store).await?.map_or_else(Found::CannotKeep, |_| Found::Reply))
             }
-            Ok(_) => Ok(Ok(false)),
+            Ok(_) => Ok(Found::None),
             Err(error) => {
                 warn!(%request_id, %error, "the reply to another requester cannot be read");
-                Ok(Ok(false))
+                Ok(Found::None)
             }
         }
     }
 
     /// Until when the request may run, or why it may not at all.
-    async fn limits(
-        &self,
-        task: &Task,
-    ) -> Result<Result<(Timestamp, Instant), (RequestFailure, String)>, GivenBack> {
+    async fn may(&self, task: &Task) -> Result<May, GivenBack> {
         let crashes_max = u64::from(self.config.max_crashes);
         if task.deliveries > crashes_max {
             let problem = format!("{crashes_max} processes died while they carried it out");
-            return Ok(Err((RequestFailure::Crashed, problem)));
+            return Ok(May::Not(RequestFailure::Crashed, problem));
         }
         if let Some(problem) = &task.problem {
-            return Ok(Err((RequestFailure::Malformed, problem.clone())));
+            return Ok(May::Not(RequestFailure::Malformed, problem.clone()));
         }
         if let Err(problem) = self.main_loop.check(&task.request) {
             let problem = format!("the request cannot be read: {problem}");
-            return Ok(Err((RequestFailure::Malformed, problem)));
+            return Ok(May::Not(RequestFailure::Malformed, problem));
         }
         let now = self.now().await?;
         let longest = now.after(self.config.run_max);
         let deadline = task.deadline.map_or(longest, |deadline| deadline.min(longest));
         if deadline <= now {
-            return Ok(Err((RequestFailure::DeadlinePassed, passed(deadline))));
+            return Ok(May::Not(RequestFailure::DeadlinePassed, passed(deadline)));
         }
-        Ok(Ok((deadline, Instant::now() + deadline.since(now))))
+        Ok(May::Run(Limits { deadline, ends_at: Instant::now() + deadline.since(now) }))
     }
 
     async fn session(&self, task: &Task) -> Result<Result<Session, String>, GivenBack> {
@@ -274,7 +301,7 @@ impl Carrier {
         task: &Task,
         session: &Session,
         meter: &Meter,
-        limits: (Timestamp, Instant),
+        limits: Limits,
         hold: &Hold,
     ) -> Result<Ending, GivenBack> {
         let lost = session.lost_runs();
@@ -297,7 +324,7 @@ impl Carrier {
         task: &Task,
         session: &Session,
         meter: &Meter,
-        (deadline, ends_at): (Timestamp, Instant),
+        Limits { deadline, ends_at }: Limits,
         hold: &Hold,
     ) -> Result<Ending, GivenBack> {
         let (request_id, resources) = (task.request_id.clone(), task.resources.clone());
@@ -391,14 +418,14 @@ impl Carrier {
     }
 
     /// Keeps the reply, then copies it to the control stream. If another came first, that one counts.
-    async fn keep(&self, task: &Task, reply: Reply) -> Result<Result<Reply, BusError>, GivenBack> {
+    async fn keep(&self, task: &Task, reply: Reply) -> Result<Carried, GivenBack> {
         let Task { requester, request_id, .. } = task;
         // However long it takes: what has been worked out is not worked out again because of a short outage.
         let store = || self.replies.store(requester, request_id, &reply);
         let kept = match self.until_it_works(store).await? {
             Ok(Kept::Reply(kept)) => kept,
-            Ok(Kept::Gone) => return Ok(Ok(reply)),
-            Err(error) => return Ok(Err(error)),
+            Ok(Kept::Gone) => return Ok(Carried::Replied(reply)),
+            Err(error) => return Ok(Carried::CannotKeep(error)),
         };
         // Also of one that was there, such as a cancellation: whoever kept it may have died before its copy. One is stored.
         let announce = || self.replies.announce(request_id, &kept);
@@ -407,7 +434,7 @@ impl Carrier {
             error!(%request_id, %error, "the copy of a reply could not be published");
         }
         info!(%request_id, result = kept.result(), "request replied to");
-        Ok(Ok(kept))
+        Ok(Carried::Replied(kept))
     }
 
     async fn now(&self) -> Result<Timestamp, GivenBack> {
@@ -421,9 +448,10 @@ impl Carrier {
     where
         F: Future<Output = Result<T, BusError>>,
     {
-        self.call_up_to(TRIES_MAX, call).await
+        self.call_while(|tries| tries < TRIES_MAX, call).await
     }
 
+    /// The same for as long as a reply is worth it.
     async fn until_it_works<T, F>(
         &self,
         call: impl Fn() -> F,
@@ -431,20 +459,26 @@ impl Carrier {
     where
         F: Future<Output = Result<T, BusError>>,
     {
-        self.call_up_to(KEEP_TRIES_MAX, call).await
+        let until = Instant::now() + KEEP_MAX;
+        self.call_while(|_| Instant::now() < until, call).await
     }
 
-    async fn call_up_to<T, F>(
+    async fn call_while<T, F>(
         &self,
-        tries_max: u32,
+        goes_on: impl Fn(u32) -> bool,
         call: impl Fn() -> F,
     ) -> Result<Result<T, BusError>, GivenBack>
     where
         F: Future<Output = Result<T, BusError>>,
     {
-        for tries in 1..=tries_max {
+        let mut tries = 0;
+        loop {
             match call().await {
                 Err(error) if error.is_transient() => {
+                    tries += 1;
+                    if !goes_on(tries) {
+                        return Err(GivenBack::Unavailable);
+                    }
                     warn!(%error, tries, "the backend does not answer a main loop, trying again");
                 }
                 answer => return Ok(answer),
@@ -455,7 +489,6 @@ impl Carrier {
                 () = self.stopped() => return Err(GivenBack::Stopping),
             }
         }
-        Err(GivenBack::Unavailable)
     }
 
     async fn pause(&self, wait: Duration) -> Result<(), GivenBack> {
@@ -488,15 +521,6 @@ impl Carrier {
         sleep_until(until).await;
     }
 }
-
-/// The shortest wait for a request that somebody else has.
-const BUSY_MIN: Duration = Duration::from_millis(20);
-
-/// Calls to a backend that does not answer, before a request is given back that nobody has begun with.
-const TRIES_MAX: u32 = 5;
-
-/// Calls to a backend that does not answer, before a reply is lost. About an hour.
-const KEEP_TRIES_MAX: u32 = 1000;
 
 fn cancelled() -> Ending {
     Ending::Failed(RequestFailure::Cancelled, "its requester cancelled it".to_owned())

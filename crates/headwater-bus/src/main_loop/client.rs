@@ -25,12 +25,12 @@ use super::reply::{Completed, Reply};
 use super::run::Run;
 use super::task::session_of;
 use super::waiting::{self, Waiter, Waiters};
+use crate::background::AbortOnDrop;
 use crate::builtin::{Budget, MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
 use crate::bus::{EventBus, EventBusExt};
 use crate::error::BusError;
 use crate::event::{Envelope, Outgoing};
 use crate::limits::REPLY_KEEP_MAX;
-use crate::local::AbortOnDrop;
 use crate::metrics;
 use crate::name::{EventId, RequestId, Requester, SessionId};
 

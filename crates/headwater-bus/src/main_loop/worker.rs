@@ -14,16 +14,16 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tracing::{info, warn};
 
-use super::carry::Carrier;
+use super::carry::{Carrier, KEEP_MAX};
 use super::config::MainLoopConfig;
 use super::replies::Replies;
 use super::run::{MainLoop, Typed};
 use super::running::Running;
+use crate::background::AbortOnDrop;
 use crate::builtin::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
 use crate::bus::{EventBus, EventBusExt, Subscribe};
 use crate::error::Result;
 use crate::event::Received;
-use crate::local::AbortOnDrop;
 use crate::name::SubscriptionId;
 use crate::session::Sessions;
 
@@ -32,6 +32,9 @@ const GROUP: &str = "control";
 
 /// How much longer than a request may take the bus waits for its handler: the reply has to be kept, too.
 const KEEPING: Duration = Duration::from_secs(2 * 60 * 60);
+
+// The reply and its copy, one after the other. A handler that runs out of time loses what was worked out.
+const _: () = assert!(2 * KEEP_MAX.as_secs() < KEEPING.as_secs());
 
 /// Carries out requests until it is stopped. Dropping it gives back what it has in hand.
 pub struct MainLoopWorker {

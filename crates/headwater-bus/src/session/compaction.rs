@@ -91,7 +91,12 @@ impl Sessions {
             let point = Point { entries: before.entries.saturating_sub(1), ..before };
             let open = meta::stage_text(Stage::Open);
             let expected = Some((meta::STAGE, open.as_bytes()));
-            journal.backend.map_update(&map, expected, &meta::compacted_is(point)).await?;
+            if !journal.backend.map_update(&map, expected, &meta::compacted_is(point)).await? {
+                // It ended meanwhile, or was forgotten. What became of it says more than that.
+                self.open_meta(session).await?;
+                let problem = "it changed meanwhile, try again".to_owned();
+                return Err(SessionError::Compaction { session: session.clone(), problem });
+            }
         }
         let start = GroupStart::After(previous(before.entry_id));
         if !journal.backend.reset_group(&stream, &guard, start).await? {
@@ -138,7 +143,45 @@ fn previous(id: EntryId) -> EntryId {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use headwater_stream::clock::Timestamp;
+
     use super::*;
+    use crate::builtin::PromptExecuted;
+    use crate::fold::Folds;
+    use crate::local::LocalBus;
+    use crate::registry::Registry;
+    use crate::session::SessionsConfig;
+
+    #[tokio::test]
+    async fn a_session_that_ended_since_it_was_looked_at_is_not_trimmed() {
+        let bus = Arc::new(LocalBus::new(Registry::builtin()));
+        let folds = Folds::none().all::<PromptExecuted>(10);
+        let sessions = Sessions::new(bus, folds, SessionsConfig::default()).await.unwrap();
+        let id = SessionId::random();
+        let session = sessions.create(&id).await.unwrap();
+        for _ in 0..3 {
+            session.publish(PromptExecuted::default()).await.unwrap();
+        }
+        session.snapshot().await.unwrap();
+        let meta = sessions.open_meta(&id).await.unwrap();
+        let before = *meta.snapshots.values().next().unwrap();
+
+        // Somebody found it over, and has yet to remove what is in it; it may turn out to be in use after all.
+        let journal = sessions.journal();
+        let map = journal.keys.session_meta(&id);
+        let ended = meta::expired_is(before, Timestamp::from_millis(1_767_225_600_000));
+        assert!(journal.backend.map_update(&map, None, &ended).await.unwrap());
+        let error = sessions.trim_before(&id, &meta, before).await.unwrap_err();
+        assert!(matches!(error, SessionError::Expired { .. }), "{error}");
+        let stats = journal.backend.stats(&journal.keys.session(&id)).await.unwrap().unwrap();
+        assert_eq!(stats.length, 3);
+
+        // In use again, it is compacted as ever.
+        assert!(journal.backend.map_update(&map, None, &meta::open_again()).await.unwrap());
+        assert_eq!(sessions.trim_before(&id, &meta, before).await.unwrap().removed, 2);
+    }
 
     #[test]
     fn the_previous_id_is_the_one_whose_next_it_is() {

@@ -11,7 +11,7 @@ use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, stream};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
-    Direction, Entry, EntryId, Fields, GroupStart, Range, Retention, StreamStats,
+    Direction, Entry, EntryId, Fields, GroupStart, Range, Retention, StreamError, StreamStats,
 };
 use tracing::warn;
 
@@ -260,7 +260,8 @@ impl Sessions {
         Ok(copy.map(|entry| Timestamp::from_millis(entry.id.ms)))
     }
 
-    /// Notes that a main loop lost its lock over a request, however many do so at once.
+    /// Notes that a main loop lost its lock over a request. Several may do so at once; it is an error if so many do that one
+    /// is not counted.
     pub(crate) async fn note_lost_run(&self, session: &SessionId) -> Result<()> {
         let map = self.journal().keys.session_meta(session);
         for _ in 0..NOTE_TRIES {
@@ -272,7 +273,8 @@ impl Sessions {
                 return Ok(());
             }
         }
-        Ok(())
+        let problem = format!("others changed it {NOTE_TRIES} times meanwhile");
+        Err(BusError::from(StreamError::Unavailable { problem, source: None }).into())
     }
 
     /// Notes the first entry of a session that was empty until now. Returns what is known of its beginning.

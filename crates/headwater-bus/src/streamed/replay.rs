@@ -99,6 +99,12 @@ enum Step {
     Wait(Duration),
 }
 
+/// Events that a stream will never take, and why, as it said of the first of them.
+struct Refused {
+    events: Vec<Spooled>,
+    error: StreamError,
+}
+
 /// Moves one batch. `maybe_sent` counts the oldest events that may have been sent before.
 async fn run_once(inner: &Inner, spool: &Spool, maybe_sent: &mut usize) -> Result<Step> {
     let permit = match inner.breaker.admit() {
@@ -150,36 +156,77 @@ impl Inner {
         }
         let moving = streams.iter().map(|(stream, events)| self.move_to_stream(stream, events));
         let moved = join_all(moving).await;
-        let mut refused = Vec::new();
-        for ((stream, events), moved) in streams.into_iter().zip(moved) {
-            match moved {
-                Ok(()) => {}
-                Err(error @ (StreamError::Invalid { .. } | StreamError::WrongType { .. })) => {
-                    refused.push((stream, events, error));
-                }
-                // All of them are tried again then. Setting some aside before would do so at every try.
-                Err(error) => return Ok(Err(error)),
-            }
-        }
-        for (stream, events, error) in refused {
+        // All of them are tried again after an error. Setting some aside before would do so at every try.
+        let moved = match moved.into_iter().collect::<Result<Vec<_>, StreamError>>() {
+            Ok(moved) => moved,
+            Err(error) => return Ok(Err(error)),
+        };
+        for ((stream, _), refused) in streams.iter().zip(moved) {
+            let Some(Refused { events, error }) = refused else { continue };
             let count = events.len();
             error!(%stream, %error, events = count, "spooled events were refused for good");
-            spool.reject(events.into_iter().map(|(event, _)| event).collect()).await?;
+            spool.reject(events).await?;
         }
         Ok(Ok(()))
     }
 
+    /// Stores the events of one stream. Returns those that it refuses for good.
     async fn move_to_stream(
         &self,
         stream: &StreamName,
         events: &[(Spooled, bool)],
+    ) -> Result<Option<Refused>, StreamError> {
+        let moving = async {
+            let found = self.search(stream, events).await?;
+            let is_missing = |event: &&Spooled| !found.contains(event.event_id.as_str());
+            let waiting = events.iter().map(|(event, _)| event);
+            let waiting: Vec<&Spooled> = waiting.filter(is_missing).collect();
+            match self.append_waiting(stream, &waiting).await {
+                Err(StreamError::Invalid { .. }) if waiting.len() > 1 => {
+                    self.append_singly(stream, &waiting).await
+                }
+                answer => answer.map(|()| None),
+            }
+        };
+        match moving.await {
+            Err(error @ (StreamError::Invalid { .. } | StreamError::WrongType { .. })) => {
+                let events = events.iter().map(|(event, _)| event.clone()).collect();
+                Ok(Some(Refused { events, error }))
+            }
+            answer => answer,
+        }
+    }
+
+    /// One event is at fault, and need not cost the others their place: each goes by itself, in the same order.
+    async fn append_singly(
+        &self,
+        stream: &StreamName,
+        waiting: &[&Spooled],
+    ) -> Result<Option<Refused>, StreamError> {
+        let mut refused: Option<Refused> = None;
+        for event in waiting {
+            match self.append_waiting(stream, &[event]).await {
+                Ok(()) => {}
+                Err(error @ StreamError::Invalid { .. }) => {
+                    let refused = refused.get_or_insert(Refused { events: Vec::new(), error });
+                    refused.events.push((*event).clone());
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(refused)
+    }
+
+    async fn append_waiting(
+        &self,
+        stream: &StreamName,
+        waiting: &[&Spooled],
     ) -> Result<(), StreamError> {
-        let found = self.search(stream, events).await?;
-        let once: Vec<Once> = events
-            .iter()
-            .filter(|(event, _)| !found.contains(event.event_id.as_str()))
-            .map(|(event, _)| Once { id: event.event_id.to_string(), fields: event.fields.clone() })
-            .collect();
+        let once = |event: &&Spooled| Once {
+            id: event.event_id.to_string(),
+            fields: event.fields.clone(),
+        };
+        let once: Vec<Once> = waiting.iter().map(once).collect();
         self.backend.append_once(stream, &once, self.remember(), self.retention(stream)).await?;
         Ok(())
     }
@@ -223,16 +270,4 @@ fn is_old(spooled_at: Timestamp, now: Timestamp, remember: Duration) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_event_is_old_when_its_id_may_be_forgotten_also_after_the_clock_was_set_back() {
-        let at = |seconds: u64| Timestamp::from_millis(1_767_225_600_000 + seconds * 1000);
-        let remember = Duration::from_secs(600);
-        assert!(!is_old(at(0), at(0), remember));
-        assert!(!is_old(at(0), at(300), remember));
-        assert!(is_old(at(0), at(301), remember));
-        assert!(is_old(at(3600), at(1200), remember));
-    }
-}
+mod tests;

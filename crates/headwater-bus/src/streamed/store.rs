@@ -10,7 +10,7 @@ use std::time::Duration;
 use headwater_stream::{
     Direction, EntryId, Fields, Once, Range, Retention, StreamError, StreamName,
 };
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use super::Inner;
 use super::config::{FailurePolicy, REMEMBER_DEFAULT};
@@ -59,11 +59,16 @@ impl Inner {
                 Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
             }
             Err(error) => {
-                events.iter().for_each(|event| {
-                    self.origin.settle(&event.envelope.event_id);
-                });
+                self.forget(events);
                 Err(error.into())
             }
+        }
+    }
+
+    /// They are certainly not stored, or whatever becomes of them is known from now on.
+    fn forget(&self, events: &[Ready]) {
+        for event in events {
+            self.origin.settle(&event.envelope.event_id);
         }
     }
 
@@ -92,20 +97,24 @@ impl Inner {
         // Nothing may go past what waits. Whoever looks here before the first event is added has not been told yet that
         // it was, so to its callers both are at the same time.
         spool.give_way().await;
-        let mut attempted = false;
+        events.iter().for_each(|event| self.origin.begin(&event.envelope.event_id));
+        let mut failed = None;
         if !spool.is_waiting()
             && let Ok(permit) = self.breaker.admit()
         {
             match self.attempt(stream, events, permit).await {
-                Ok(stored) => return Ok(stored),
-                Err(error) if !error.is_transient() => return Err(error.into()),
+                Ok(stored) => return Ok(self.settle(events, stored)),
+                Err(error) if !error.is_transient() => {
+                    self.forget(events);
+                    return Err(error.into());
+                }
                 Err(error) => {
                     warn!(%stream, %error, "events could not be stored and go to the spool");
-                    attempted = true;
+                    failed = Some(error);
                 }
             }
         }
-        let spooled_at = self.config.clock.now();
+        let (spooled_at, attempted) = (self.config.clock.now(), failed.is_some());
         let waiting = |event: &Ready| Spooled {
             stream: stream.clone(),
             event_id: event.envelope.event_id.clone(),
@@ -113,8 +122,19 @@ impl Inner {
             attempted,
             spooled_at,
         };
-        spool.add(events.iter().map(waiting).collect()).await?;
-        Ok(vec![Stored::Spooled; events.len()])
+        match (spool.add(events.iter().map(waiting).collect()).await, failed) {
+            // They may be in their stream all the same. If so, they are handled here when that turns out.
+            (Err(problem), Some(error)) if may_have_happened(&error) => {
+                error!(%stream, error = %problem, "events that were not confirmed could not be spooled");
+                let event_id = events[0].envelope.event_id.clone();
+                Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
+            }
+            (added, _) => {
+                self.forget(events);
+                added?;
+                Ok(vec![Stored::Spooled; events.len()])
+            }
+        }
     }
 
     async fn store_or_not(&self, stream: &StreamName, events: &[Ready]) -> Result<Vec<Stored>> {

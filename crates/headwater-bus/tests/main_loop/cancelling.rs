@@ -1,9 +1,14 @@
 //! Requests that nobody wants any more.
 
-use headwater_bus::{Cancelled, MainLoopConfig, RequestFailure, RequestId, Submit};
+use std::sync::Arc;
+
+use headwater_bus::{
+    Cancelled, Event, MainLoopClient, MainLoopConfig, MainLoopFailed, RequestFailure, RequestId,
+    Requester, Submit,
+};
 use serde_json::Value;
 
-use crate::place::{Ask, LIMIT, Loop, Place, begun, quick};
+use crate::place::{Ask, LIMIT, Loop, Mute, Place, begun, quick};
 
 everywhere![
     a_request_that_runs_is_stopped_when_it_is_cancelled,
@@ -11,6 +16,13 @@ everywhere![
     a_request_that_has_a_reply_cannot_be_cancelled,
     a_request_that_is_cancelled_before_it_is_submitted_is_not_carried_out,
 ];
+
+/// The same where others can watch: on streams.
+mod watched {
+    use super::a_cancellation_that_its_requester_could_not_announce_is_announced_by_the_worker;
+
+    on_streams!(a_cancellation_that_its_requester_could_not_announce_is_announced_by_the_worker);
+}
 
 fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
@@ -78,4 +90,29 @@ async fn a_request_that_is_cancelled_before_it_is_submitted_is_not_carried_out(p
     assert_eq!(failed.failure(), Some(RequestFailure::Cancelled));
     worker.stop().await.unwrap();
     assert_eq!(begun(&main_loop, "r1"), 0);
+}
+
+async fn a_cancellation_that_its_requester_could_not_announce_is_announced_by_the_worker(
+    place: Place,
+) {
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = place.client("desk").await;
+    let mute = Arc::new(Mute { bus: place.bus().await, refuses: true });
+    let requester = Requester::new("desk").unwrap();
+    let cut_off = MainLoopClient::open(mute, requester, Default::default()).await.unwrap();
+    let submit = Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+    let (failed, ()) = tokio::join!(client.submit::<_, Value>(submit), async {
+        main_loop.begun.notified().await;
+        // It is kept. Nobody but the requester can know of it.
+        assert!(cut_off.cancel(&id("r1")).await.unwrap_err().is_transient());
+    });
+    assert_eq!(failed.unwrap_err().failure(), Some(RequestFailure::Cancelled));
+    // The worker finds it where its own reply was to go.
+    main_loop.open_gate();
+    place.control_settles_at(MainLoopFailed::TYPE, 1).await;
+    place.requests_settle().await;
+    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
+    assert_eq!(begun(&main_loop, "r1"), 1);
+    worker.stop().await.unwrap();
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use headwater_bus::{
     Completed, Event, EventBus, EventBusExt, MainLoopClient, MainLoopCompleted, MainLoopConfig,
-    MainLoopError, MainLoopFailed, Received, RequestFailure, RequestId, Submit, Subscribe,
+    MainLoopError, MainLoopFailed, Received, RequestFailure, RequestId, Requester, Submit,
+    Subscribe,
 };
 use headwater_testkit::{Child, Cluster, Redis};
 use tokio::task::JoinHandle;
@@ -36,6 +37,7 @@ between_processes![
     a_worker_that_is_killed_between_a_reply_and_its_copy_leaves_the_copy_to_another,
     a_request_over_which_processes_die_fails_at_last,
     a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes,
+    a_cancellation_whose_requester_is_killed_before_its_copy_is_announced_by_the_worker,
 ];
 
 fn id(text: &str) -> RequestId {
@@ -67,6 +69,13 @@ fn worker() {
             main_loop.open_gate();
         }
         let bus = place.bus().await;
+        if role == "cancels" {
+            let mute = Arc::new(Mute { bus, refuses: false });
+            let requester = Requester::new("desk").unwrap();
+            let client = MainLoopClient::open(mute, requester, Default::default()).await.unwrap();
+            println!("READY");
+            return drop(client.cancel(&id("r1")).await);
+        }
         if role == "dies after replying" {
             // Handlers of the process run when the copy of the reply is stored, before the request is acknowledged.
             let die = |_: Received<MainLoopCompleted>| {
@@ -243,4 +252,26 @@ async fn a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes(url
     place.control_settles_at(MainLoopCompleted::TYPE, 2).await;
     assert_eq!(place.entries(&place.replies("desk")).await.len(), 2);
     first.kill9().unwrap();
+}
+
+async fn a_cancellation_whose_requester_is_killed_before_its_copy_is_announced_by_the_worker(
+    url: String,
+) {
+    let place = Place::at(url.clone());
+    let main_loop = Loop::default();
+    let worker = place.worker(&main_loop).await;
+    let client = Arc::new(place.client("desk").await);
+    let asking = ask(&client, Submit::new(Ask::Wait("a".to_owned())).id(id("r1")));
+    main_loop.begun.notified().await;
+    let requester = spawn(&place, &url, "cancels");
+    tokio::task::block_in_place(|| {
+        requester.line_after("PUBLISHING", LIMIT).unwrap();
+        requester.kill9().unwrap();
+    });
+    let failed = asking.await.unwrap().unwrap_err();
+    assert_eq!(failed.failure(), Some(RequestFailure::Cancelled), "{failed}");
+    main_loop.open_gate();
+    place.control_settles_at(MainLoopFailed::TYPE, 1).await;
+    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
+    worker.stop().await.unwrap();
 }

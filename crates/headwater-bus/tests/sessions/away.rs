@@ -1,5 +1,8 @@
 //! A backend that can be taken away from sessions that are in use.
 
+#[path = "../backends/away.rs"]
+mod shared;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,31 +11,10 @@ use headwater_bus::{BreakerConfig, FailurePolicy, Sessions, StreamedBus, Streame
 use headwater_stream::{Options, StreamName};
 use headwater_testkit::Redis;
 
-use crate::backends::server::Server;
+pub(crate) use self::shared::Away;
 use crate::place::{Place, by_hand, folds};
 
-pub(crate) struct Away {
-    server: Server,
-    pub(crate) place: Place,
-}
-
 impl Away {
-    pub(crate) async fn embedded() -> Self {
-        Self::new(Server::embedded().await)
-    }
-
-    pub(crate) fn redis() -> Self {
-        Self::new(Server::redis())
-    }
-
-    pub(crate) fn cluster() -> Self {
-        Self::new(Server::cluster())
-    }
-
-    fn new(server: Server) -> Self {
-        Self { place: Place::on(server.target()), server }
-    }
-
     /// Sessions that notice soon that the backend is away.
     pub(crate) async fn sessions(&self, on_failure: FailurePolicy) -> Sessions {
         let options = Options { call_deadline: Duration::from_secs(5), ..Default::default() };
@@ -48,26 +30,9 @@ impl Away {
         Sessions::new(Arc::new(bus), folds(), by_hand()).await.unwrap()
     }
 
-    /// Takes the backend away, as far as the place's session is concerned.
-    pub(crate) async fn begin(&self) {
-        self.server.leave(&self.place.stream()).await;
-    }
-
-    /// Brings it back, with all it had.
-    pub(crate) async fn end(&self) {
-        self.server.come_back().await;
-    }
-
     /// The server that has this stream.
     pub(crate) fn node_of(&self, stream: &StreamName) -> &Redis {
         self.server.node_of(stream)
-    }
-
-    /// Removes everything from every server.
-    pub(crate) fn flush(&self) {
-        for node in self.server.primaries() {
-            node.command(&["FLUSHALL"]).unwrap().ok().unwrap();
-        }
     }
 
     /// How often the servers were asked for a range of a stream.

@@ -1,47 +1,19 @@
 //! A backend that can be taken away from a bus that works with it.
 
+#[path = "../backends/away.rs"]
+mod shared;
+
 use std::time::Duration;
 
 use headwater_bus::{BusError, EventBusExt, EventId, Outgoing, SessionId, Stored, StreamedBus};
 use headwater_testkit::Redis;
 use tokio::time::{Instant, sleep};
 
+pub(crate) use self::shared::Away;
 pub(crate) use crate::backends::server::LIMIT;
-use crate::backends::server::Server;
 use crate::place::{Place, noted};
 
-pub(crate) struct Away {
-    server: Server,
-    pub(crate) place: Place,
-}
-
 impl Away {
-    pub(crate) async fn embedded() -> Self {
-        Self::new(Server::embedded().await)
-    }
-
-    pub(crate) fn redis() -> Self {
-        Self::new(Server::redis())
-    }
-
-    pub(crate) fn cluster() -> Self {
-        Self::new(Server::cluster())
-    }
-
-    fn new(server: Server) -> Self {
-        Self { place: Place::on(server.target()), server }
-    }
-
-    /// Takes the backend away, as far as the place's session is concerned.
-    pub(crate) async fn begin(&self) {
-        self.server.leave(&self.place.stream()).await;
-    }
-
-    /// Brings it back, with all it had.
-    pub(crate) async fn end(&self) {
-        self.server.come_back().await;
-    }
-
     /// The server that has the place's session.
     pub(crate) fn node(&self) -> &Redis {
         self.server.node_of(&self.place.stream())
@@ -57,13 +29,6 @@ impl Away {
     /// Carries out a command at the node that has this session.
     pub(crate) fn command_at(&self, session: &SessionId, words: &[&str]) {
         self.node_of(session).command(words).unwrap().ok().unwrap();
-    }
-
-    /// Removes everything from every server.
-    pub(crate) fn flush(&self) {
-        for node in self.server.primaries() {
-            node.command(&["FLUSHALL"]).unwrap().ok().unwrap();
-        }
     }
 
     fn node_of(&self, session: &SessionId) -> &Redis {

@@ -200,17 +200,31 @@ async fn with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_
     lose_answers(FailurePolicy::Spool(SpoolConfig::new(directory.path().join("spool")))).await;
 }
 
-/// Without an id of the caller's nobody can repeat an event, so its fate must be found out.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too() {
+async fn with_fail_an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too() {
+    unconfirmed_events_turn_up(FailurePolicy::Fail).await;
+}
+
+/// An event that is too large for the spool, or comes to a disk that fails.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_a_spool_that_refuses_an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too()
+ {
+    let directory = tempfile::tempdir().unwrap();
+    let small = SpoolConfig { max_bytes: 4096, ..SpoolConfig::new(directory.path().join("spool")) };
+    unconfirmed_events_turn_up(FailurePolicy::Spool(small)).await;
+}
+
+/// Without an id of the caller's nobody can repeat an event, so its fate must be found out.
+async fn unconfirmed_events_turn_up(policy: FailurePolicy) {
     let redis = durable_redis();
-    let (proxy, place, bus, log) = behind_proxy(&redis, FailurePolicy::Fail).await;
+    let (proxy, place, bus, log) = behind_proxy(&redis, policy).await;
     // The answer stays away until the call has given up; the event arrives, late.
     let backend = crate::place::open(&redis.url()).await;
     let mut unconfirmed = Vec::new();
     for number in 1..4 {
         redis.pause().unwrap();
-        if let Err(BusError::Unconfirmed { .. }) = bus.publish(place.noted(number)).await {
+        let event = Noted { text: "x".repeat(5000), ..place.noted(number) };
+        if let Err(BusError::Unconfirmed { .. }) = bus.publish(event).await {
             unconfirmed.push(number);
         }
         redis.resume().unwrap();
