@@ -8,7 +8,7 @@ use crate::error::{IssueError, Result};
 pub(crate) async fn within<T>(
     deadline: Duration,
     what: &str,
-    call: impl Future<Output = Result<T>> + Send,
+    call: impl Future<Output = Result<T>>,
 ) -> Result<T> {
     match tokio::time::timeout(deadline, call).await {
         Ok(answer) => answer,

@@ -5,6 +5,7 @@
 //! transaction is open while it runs.
 //! Not here: sending. A handler returns what is to be sent, and `outbox` sends it after the commit.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -197,10 +198,45 @@ impl<E: std::error::Error> From<E> for HandlerError {
         let mut reason = error.to_string();
         let mut source = error.source();
         while let Some(cause) = source {
-            reason.push_str(": ");
-            reason.push_str(&cause.to_string());
+            let text = cause.to_string();
+            // Some errors tell their cause themselves.
+            if !reason.contains(&text) {
+                reason = format!("{reason}: {text}");
+            }
             source = cause.source();
         }
         Self::retry(reason)
+    }
+}
+
+/// What a handler or a deliverer said when it panicked.
+pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("{0}")]
+    struct Told(&'static str, #[source] Option<std::io::Error>);
+
+    #[test]
+    fn an_error_becomes_a_reason_with_each_of_its_causes_once() {
+        let cause = || Some(std::io::Error::other("no route"));
+        assert_eq!(HandlerError::from(Told("no model", cause())).reason, "no model: no route");
+        let told = Told("no model: no route", cause());
+        assert_eq!(HandlerError::from(told).reason, "no model: no route");
+    }
+
+    #[test]
+    fn whoever_is_put_off_waits_for_a_second_at_least_and_a_year_at_most() {
+        let put_off = |after| HandlerError::put_off(after, "no budget").then;
+        assert_eq!(put_off(Duration::ZERO), Then::PutOff(PUT_OFF_MIN));
+        assert_eq!(put_off(Duration::MAX), Then::PutOff(DELAY_MAX - PUT_OFF_SPREAD_MAX));
+        let hour = Duration::from_secs(3600);
+        assert_eq!(put_off(hour), Then::PutOff(hour));
     }
 }

@@ -13,11 +13,10 @@ use headwater_queue::TraceContext;
 use headwater_stream::{Coalescer, CoalescerConfig};
 use metrics::counter;
 
-use crate::claim::Nudge;
 use crate::error::{IssueError, Result};
 use crate::issue::{NewEvent, Quiet, Recorded};
 use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX};
-use crate::metrics::{EVENTS_RECORDED, ISSUES_QUEUED};
+use crate::metrics::EVENTS_RECORDED;
 use crate::nudge::Nudger;
 use crate::steps::{NoSteps, Step, Steps};
 use crate::store::Store;
@@ -89,7 +88,7 @@ impl Inbox {
                     count(answer);
                     if let Ok(recorded) = answer {
                         steps.taken(Step::Recorded, recorded.issue_id);
-                        nudge(&nudger, recorded, trace);
+                        nudger.after_in(recorded, trace);
                     }
                 }
                 answers
@@ -116,27 +115,6 @@ impl Inbox {
             gone
         })
     }
-
-    /// Nudges the workers for what was recorded, if it is due: after the commit of a transaction of your own, too.
-    pub fn nudge(&self, recorded: &Recorded) {
-        nudge(&self.nudger, recorded, self.nudger.origins().current());
-    }
-
-    /// Waits for the commits under way.
-    pub async fn close(self) {
-        self.records.close().await;
-    }
-}
-
-fn nudge(nudger: &Nudger, recorded: &Recorded, trace: Option<TraceContext>) {
-    if !recorded.nudge {
-        return;
-    }
-    if !recorded.duplicate {
-        counter!(ISSUES_QUEUED).increment(1);
-    }
-    let Recorded { issue_id, event_log_id, .. } = *recorded;
-    nudger.send_soon_in(Nudge { issue_id, event_log_id }, trace);
 }
 
 fn count(answer: &Result<Recorded>) {

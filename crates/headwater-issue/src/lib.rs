@@ -55,7 +55,7 @@ pub mod metrics;
 mod nudge;
 
 mod inbox;
-mod wake;
+mod release;
 
 mod agenda;
 mod batcher;
@@ -99,11 +99,11 @@ pub use operator::{
 };
 pub use origins::Origins;
 pub use outbox::{Deliver, DeliverError, Outbox, OutboxConfig};
+pub use release::{release, retry};
 pub use retry::RetryPolicy;
 pub use steps::{NoSteps, Step, Steps};
 pub use store::Store;
 pub use sweeper::{Sweeper, SweeperConfig};
 pub use transaction::{Connection, Pool, Transaction};
-pub use wake::{release, retry};
 pub use why::{Reason, Why, why};
 pub use worker::{OnNewEvent, Worker, WorkerConfig};

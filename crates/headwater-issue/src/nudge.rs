@@ -16,9 +16,9 @@ use tracing::{debug, warn};
 
 use crate::claim::Nudge;
 use crate::error::{IssueError, Result};
-use crate::issue::{EventLogId, IssueId};
+use crate::issue::{EventLogId, IssueId, Recorded};
 use crate::limits::{BATCH_MAX, NUDGES_WAITING_MAX};
-use crate::metrics::NUDGES;
+use crate::metrics::{ISSUES_QUEUED, NUDGES};
 use crate::origins::{NoOrigins, Origins};
 use crate::steps::{NoSteps, Step, Steps};
 
@@ -111,6 +111,23 @@ impl Nudger {
         if self.waiting.try_send((nudge, trace)).is_err() {
             counter!(NUDGES, "result" => "lost").increment(1);
         }
+    }
+
+    /// Sends in the background what was recorded wants to be sent, if anything: after the commit of a transaction of your own.
+    pub fn after(&self, recorded: &Recorded) {
+        self.after_in(recorded, self.origins().current());
+    }
+
+    /// The same for somebody else, whose trace this is.
+    pub(crate) fn after_in(&self, recorded: &Recorded, trace: Option<TraceContext>) {
+        let Recorded { issue_id, event_log_id, duplicate, nudge, .. } = *recorded;
+        if !nudge {
+            return;
+        }
+        if !duplicate {
+            counter!(ISSUES_QUEUED).increment(1);
+        }
+        self.send_soon_in(Nudge { issue_id, event_log_id }, trace);
     }
 
     /// Sends now and says whether it is done. At most [`BATCH_MAX`] at once reach the stream together. These nudges are of

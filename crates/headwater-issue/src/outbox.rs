@@ -27,6 +27,7 @@ use crate::batcher;
 use crate::chance;
 use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::{IssueError, Result};
+use crate::handler::panic_text;
 use crate::limits::OUTBOX_TAKE_MAX;
 use crate::metrics::OUTBOX_DELIVERIES;
 use crate::steps::Step;
@@ -260,7 +261,7 @@ impl Inner {
                 return Delivery::Away { after: after.min(AWAY_MAX), error };
             }
             Ok(Ok(Err(DeliverError::Retry(error)))) => error,
-            Ok(Err(_)) => "the deliverer panicked".to_owned(),
+            Ok(Err(panic)) => format!("the deliverer panicked: {}", panic_text(panic.as_ref())),
             Err(_) => format!("it took longer than {:?}", self.config.deadline),
         };
         let attempt = row.attempts + 1;

@@ -4,7 +4,7 @@
 //! Downstream: the folders `sqlite` and `postgres`. Promises: nothing shows before the commit; dropping it rolls back; what
 //! was put into the outbox is announced when it is committed. The issues it touched stay locked until then, and on SQLite
 //! every other write of the process waits: commit soon, and call nothing of the store meanwhile.
-//! Not here: nudges, which are the caller's to send after the commit, or the sweep's.
+//! Not here: nudges, which are the caller's to send after the commit (`Nudger::after`), or the sweep's.
 
 use std::any::Any;
 use std::sync::Arc;

@@ -136,7 +136,10 @@ async fn a_deliverer_that_panics_or_hangs_has_failed() -> Result<()> {
     let mut errors: Vec<String> =
         system.store.dead_outbox(None, 10).await?.into_iter().map(|dead| dead.error).collect();
     errors.sort();
-    assert_eq!(errors, ["it took longer than 20ms", "the deliverer panicked"]);
+    assert_eq!(
+        errors,
+        ["it took longer than 20ms", "the deliverer panicked: a bug in the deliverer"]
+    );
     Ok(())
 }
 

@@ -126,11 +126,31 @@ impl SqliteStore {
         Ok(Writing { transaction, now: self.clock.now() })
     }
 
+    /// Runs `call` in a transaction of its own, and commits.
+    async fn commit<T>(
+        &self,
+        call: impl AsyncFnOnce(&mut Writing) -> Result<T, sqlx::Error>,
+    ) -> Result<T, sqlx::Error> {
+        let mut writing = self.writing().await?;
+        let answer = call(&mut writing).await?;
+        writing.transaction.commit().await?;
+        Ok(answer)
+    }
+
+    /// The same to its end or to the deadline; its error says what was tried.
+    async fn write<T>(
+        &self,
+        what: &str,
+        call: impl AsyncFnOnce(&mut Writing) -> Result<T, sqlx::Error>,
+    ) -> Result<T> {
+        self.limited(what, self.commit(call)).await
+    }
+
     /// Runs `call` to its end or to the deadline; its error says what was tried.
     async fn limited<T>(
         &self,
         what: &str,
-        call: impl Future<Output = Result<T, sqlx::Error>> + Send,
+        call: impl Future<Output = Result<T, sqlx::Error>>,
     ) -> Result<T> {
         within(self.deadline, what, async {
             call.await.map_err(|error| database_error(what, error))
@@ -149,15 +169,10 @@ impl Store for SqliteStore {
         if batch.events.is_empty() {
             return batch.answer(&[]);
         }
-        let call = async {
-            let mut writing = self.writing().await?;
-            let now = writing.now;
-            let stored =
-                record::record(&mut writing.transaction, &batch.events, quiet, now).await?;
-            writing.transaction.commit().await?;
-            Ok(stored)
-        };
-        match self.limited("recording events", call).await {
+        let recording = self.write("recording events", async |Writing { transaction, now }| {
+            record::record(transaction, &batch.events, quiet, *now).await
+        });
+        match recording.await {
             Ok(stored) => {
                 let undecided = batch.undecided(&stored);
                 let mut answers = batch.answer(&stored);
@@ -176,13 +191,8 @@ impl Store for SqliteStore {
         if issues.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("claiming issues", async {
-            let mut writing = self.writing().await?;
-            let claims = runs::claim(&mut writing, issues, options).await?;
-            writing.transaction.commit().await?;
-            Ok(claims)
-        })
-        .await
+        self.write("claiming issues", async |writing| runs::claim(writing, issues, options).await)
+            .await
     }
 
     async fn heartbeat(
@@ -195,13 +205,8 @@ impl Store for SqliteStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("extending claims", async {
-            let mut writing = self.writing().await?;
-            let beats = runs::heartbeat(&mut writing, claims, ttl).await?;
-            writing.transaction.commit().await?;
-            Ok(beats)
-        })
-        .await
+        self.write("extending claims", async |writing| runs::heartbeat(writing, claims, ttl).await)
+            .await
     }
 
     async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
@@ -209,14 +214,10 @@ impl Store for SqliteStore {
         if completions.is_empty() {
             return Ok(vec![]);
         }
-        let completed = self
-            .limited("completing runs", async {
-                let mut writing = self.writing().await?;
-                let completed = runs::complete(&mut writing, &self.identity, completions).await?;
-                writing.transaction.commit().await?;
-                Ok(completed)
-            })
-            .await?;
+        let completing = self.write("completing runs", async |writing| {
+            runs::complete(writing, &self.identity, completions).await
+        });
+        let completed = completing.await?;
         if completions.iter().any(|completion| !completion.outbox.is_empty()) {
             self.wake.notify_one();
         }
@@ -228,11 +229,8 @@ impl Store for SqliteStore {
         if failures.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("failing runs", async {
-            let mut writing = self.writing().await?;
-            let failed = runs::fail(&mut writing, failures, attempts_max).await?;
-            writing.transaction.commit().await?;
-            Ok(failed)
+        self.write("failing runs", async |writing| {
+            runs::fail(writing, failures, attempts_max).await
         })
         .await
     }
@@ -242,13 +240,8 @@ impl Store for SqliteStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("giving claims back", async {
-            let mut writing = self.writing().await?;
-            let given = runs::give_back(&mut writing, claims).await?;
-            writing.transaction.commit().await?;
-            Ok(given)
-        })
-        .await
+        self.write("giving claims back", async |writing| runs::give_back(writing, claims).await)
+            .await
     }
 
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
@@ -260,10 +253,7 @@ impl Store for SqliteStore {
                 return Ok(Swept::default());
             }
             drop(reader);
-            let mut writing = self.writing().await?;
-            let swept = sweep::sweep(&mut writing, options).await?;
-            writing.transaction.commit().await?;
-            Ok(swept)
+            self.commit(async |writing| sweep::sweep(writing, options).await).await
         })
         .await
     }
@@ -283,10 +273,7 @@ impl Store for SqliteStore {
                 return Ok(vec![]);
             }
             drop(reader);
-            let mut writing = self.writing().await?;
-            let rows = outbox::take(&mut writing, worker, limit, ttl).await?;
-            writing.transaction.commit().await?;
-            Ok(rows)
+            self.commit(async |writing| outbox::take(writing, worker, limit, ttl).await).await
         })
         .await
     }
@@ -296,11 +283,8 @@ impl Store for SqliteStore {
         if settlements.is_empty() {
             return Ok(vec![]);
         }
-        self.limited("settling deliveries", async {
-            let mut writing = self.writing().await?;
-            let settled = outbox::settle(&mut writing, settlements).await?;
-            writing.transaction.commit().await?;
-            Ok(settled)
+        self.write("settling deliveries", async |writing| {
+            outbox::settle(writing, settlements).await
         })
         .await
     }
@@ -313,10 +297,8 @@ impl Store for SqliteStore {
     async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
         check::name("worker", worker)?;
         check::delay("ttl", ttl)?;
-        self.limited("showing that a worker is alive", async {
-            let mut writing = self.writing().await?;
-            operator::beat_worker(&mut writing, worker, ttl).await?;
-            writing.transaction.commit().await
+        self.write("showing that a worker is alive", async |writing| {
+            operator::beat_worker(writing, worker, ttl).await
         })
         .await
     }

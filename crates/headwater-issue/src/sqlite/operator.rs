@@ -64,13 +64,11 @@ impl SqliteStore {
         transition: Transition,
     ) -> Result<(Effect, ProcessingStatus)> {
         let stepped = self
-            .limited(what, async {
-                let mut writing = self.writing().await?;
-                let mut states = States::load(&mut writing.transaction, [id], writing.now).await?;
+            .write(what, async |Writing { transaction, now }| {
+                let mut states = States::load(transaction, [id], *now).await?;
                 let effect = states.step(id, &transition);
                 let status = states.get(id).map(|state| state.status);
-                states.save(&mut writing.transaction).await?;
-                writing.transaction.commit().await?;
+                states.save(transaction).await?;
                 Ok(effect.zip(status))
             })
             .await?;
@@ -83,8 +81,7 @@ implement_operator! { for SqliteStore, reading from readers, with {
         check::name("name", name)?;
         check::name("provider", provider)?;
         let (id, found): (i64, String) = self
-            .limited("creating an integration", async {
-                let mut writing = self.writing().await?;
+            .write("creating an integration", async |writing| {
                 sqlx::query(
                     "INSERT INTO integrations (name, provider, created_at) VALUES (?1, ?2, ?3)
                      ON CONFLICT (name) DO NOTHING",
@@ -98,7 +95,6 @@ implement_operator! { for SqliteStore, reading from readers, with {
                     .bind(name)
                     .fetch_one(&mut *writing.transaction)
                     .await?;
-                writing.transaction.commit().await?;
                 Ok((row.try_get(0)?, row.try_get(1)?))
             })
             .await?;
@@ -217,15 +213,10 @@ implement_operator! { for SqliteStore, reading from readers, with {
     }
 
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
-        let revived = self
-            .limited("retrying a row of the outbox", async {
-                let mut writing = self.writing().await?;
-                let revived = super::outbox::revive(&mut writing, id).await?;
-                writing.transaction.commit().await?;
-                Ok(revived)
-            })
-            .await?;
-        if !revived {
+        let reviving = self.write("retrying a row of the outbox", async |writing| {
+            super::outbox::revive(writing, id).await
+        });
+        if !reviving.await? {
             return Err(IssueError::NotFound { what: format!("dead row {id} of the outbox") });
         }
         self.wake.notify_one();

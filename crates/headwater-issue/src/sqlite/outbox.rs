@@ -114,9 +114,13 @@ pub(super) async fn settle(
     .bind(column(writing.now))
     .fetch_all(&mut *writing.transaction)
     .await?;
-    let freed = done.iter().filter(|row| row.try_get(2).unwrap_or(false));
-    let freed = freed.map(|row| Ok(json!([row.try_get::<i64, _>(1)?, row.try_get::<&str, _>(3)?])));
-    let freed = freed.collect::<Result<_, Error>>()?;
+    let mut freed = Vec::new();
+    for row in &done {
+        let has_gone: bool = row.try_get(2)?;
+        if has_gone {
+            freed.push(json!([row.try_get::<i64, _>(1)?, row.try_get::<&str, _>(3)?]));
+        }
+    }
     let done = done.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<i64>, Error>>()?;
     let_next_go(&mut writing.transaction, freed).await?;
     let settled = settlements.iter().zip(first).map(|(one, first)| {

@@ -9,7 +9,7 @@ use futures_util::FutureExt;
 use tokio::time::sleep_until;
 
 use super::{Inner, OnNewEvent};
-use crate::handler::{HandlerError, Resolution, Run};
+use crate::handler::{HandlerError, Resolution, Run, panic_text};
 
 /// How a handler ended.
 pub(super) enum Ending {
@@ -40,7 +40,10 @@ impl Inner {
             result = AssertUnwindSafe(self.handler.handle(run.clone())).catch_unwind() => match result {
                 Ok(Ok(resolution)) => Ending::Resolved(resolution),
                 Ok(Err(error)) => Ending::Failed(error),
-                Err(panic) => Ending::Failed(HandlerError::retry(panic_text(panic.as_ref()))),
+                Err(panic) => {
+                    let text = panic_text(panic.as_ref());
+                    Ending::Failed(HandlerError::retry(format!("the handler panicked: {text}")))
+                }
             },
         }
     }
@@ -54,10 +57,4 @@ impl Inner {
             _ => std::future::pending().await,
         }
     }
-}
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-    format!("the handler panicked: {}", text.unwrap_or("no text"))
 }

@@ -10,11 +10,10 @@
 use std::sync::Arc;
 
 use headwater_issue::{
-    IssueError, IssueId, KeyedOutbox, NewEvent, NewOutbox, Nudge, Nudger, OutboxKind, Quiet,
-    Recorded, Store, Transaction,
+    IssueError, IssueId, KeyedOutbox, NewEvent, NewOutbox, Nudger, OutboxKind, Quiet, Recorded,
+    Store, Transaction,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
-use metrics::counter;
 use tokio::sync::broadcast;
 use uuid::Uuid;
 
@@ -329,11 +328,7 @@ impl Tickets {
         recorded: &Recorded,
     ) -> Result<(), TicketError> {
         transaction.commit().await?;
-        if recorded.nudge {
-            counter!(headwater_issue::metrics::ISSUES_QUEUED).increment(1);
-            let Recorded { issue_id, event_log_id, .. } = *recorded;
-            self.nudger.send_soon(Nudge { issue_id, event_log_id });
-        }
+        self.nudger.after(recorded);
         self.changed(ticket_id);
         Ok(())
     }
