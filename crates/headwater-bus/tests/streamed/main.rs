@@ -17,6 +17,7 @@ mod damaged;
 mod groups;
 mod health;
 mod live;
+mod lost_answers;
 mod metrics;
 mod others;
 mod parked;

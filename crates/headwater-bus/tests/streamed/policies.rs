@@ -1,23 +1,18 @@
-//! What becomes of events while the backend is away, or its answers are lost.
+//! What becomes of events while the backend is away.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
-    BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, EventId, FailurePolicy, Outgoing,
-    Received, SpoolConfig, Stored, StreamedBusConfig, Subscribe,
+    BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, FailurePolicy, Received, Stored,
+    StreamedBusConfig, Subscribe,
 };
-use headwater_testkit::{Persistence, Proxy, Redis};
 use tokio::sync::Notify;
 
-use crate::away::{Away, LIMIT, publish_until_stored, until};
+use crate::away::{Away, LIMIT, publish_until_stored};
 use crate::place::{Place, noted, numbers, stored, watch};
 use crate::spool::{spooling, wait_until_empty};
-
-fn durable_redis() -> Redis {
-    Redis::builder().persistence(Persistence::Always).start().unwrap()
-}
 
 away!(
     with_fail_an_outage_is_an_error_and_no_handler_runs,
@@ -132,118 +127,6 @@ async fn the_other_nodes_of_a_cluster_go_on_while_one_is_away() {
     publish_until_stored(&bus, &place.session, 200).await;
     assert_eq!(stored(&*backend, &place.stream()).await, [200]);
     assert!(!log.lines().iter().any(|line| line.len() == 1), "{:?}", log.lines());
-    bus.close().await.unwrap();
-}
-
-/// A bus behind a proxy, with a connection that works.
-async fn behind_proxy(
-    redis: &Redis,
-    policy: FailurePolicy,
-) -> (Proxy, Place, headwater_bus::StreamedBus, Log) {
-    let proxy = Proxy::start(redis.addr()).unwrap();
-    let place = Place::at(redis.url_at(proxy.addr()));
-    let config = StreamedBusConfig { on_failure: policy, ..place.config() };
-    let bus = place.bus_with(registry(), config).await;
-    let log = watch(&bus).await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
-    (proxy, place, bus, log)
-}
-
-/// Publishes with lost answers, and checks that every event is stored once and handled here once.
-async fn lose_answers(policy: FailurePolicy) {
-    let redis = durable_redis();
-    // Only who fails needs ids of the caller's, to be able to repeat.
-    let gives_ids = policy == FailurePolicy::Fail;
-    let (proxy, place, bus, log) = behind_proxy(&redis, policy).await;
-    for number in 1..20 {
-        // The live reader waits on a connection of its own, and it may be its answer that is lost.
-        proxy.drop_reply().unwrap();
-        let id = EventId::random();
-        for _ in 0..100 {
-            let mut event = Outgoing::new(place.noted(number)).unwrap();
-            if gives_ids {
-                event = event.with_id(id.clone());
-            }
-            match bus.publish_outgoing(event).await {
-                Ok(_) => break,
-                Err(error) => assert!(error.is_transient(), "{error}"),
-            }
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-    }
-    proxy.heal().unwrap();
-    let mut lines = log.settles_at(20).await;
-    lines.sort_by_key(|line| line.parse::<u64>().unwrap());
-    assert_eq!(lines, numbers(0..20));
-    // What waited in a spool is there by now, or soon.
-    let backend = crate::place::open(&redis.url()).await;
-    let mut numbers = stored(&*backend, &place.stream()).await;
-    for _ in 0..1000 {
-        if numbers.len() >= 20 {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        numbers = stored(&*backend, &place.stream()).await;
-    }
-    assert_eq!(numbers, (0..20).collect::<Vec<u64>>());
-    bus.close().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_fail_an_event_whose_answer_was_lost_is_stored_once_and_handled_once() {
-    lose_answers(FailurePolicy::Fail).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_once() {
-    let directory = tempfile::tempdir().unwrap();
-    lose_answers(FailurePolicy::Spool(SpoolConfig::new(directory.path().join("spool")))).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_fail_an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too() {
-    unconfirmed_events_turn_up(FailurePolicy::Fail).await;
-}
-
-/// An event that is too large for the spool, or comes to a disk that fails.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_a_spool_that_refuses_an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too()
- {
-    let directory = tempfile::tempdir().unwrap();
-    let small = SpoolConfig { max_bytes: 4096, ..SpoolConfig::new(directory.path().join("spool")) };
-    unconfirmed_events_turn_up(FailurePolicy::Spool(small)).await;
-}
-
-/// Without an id of the caller's nobody can repeat an event, so its fate must be found out.
-async fn unconfirmed_events_turn_up(policy: FailurePolicy) {
-    let redis = durable_redis();
-    let (proxy, place, bus, log) = behind_proxy(&redis, policy).await;
-    // The answer stays away until the call has given up; the event arrives, late.
-    let backend = crate::place::open(&redis.url()).await;
-    let mut unconfirmed = Vec::new();
-    for number in 1..4 {
-        redis.pause().unwrap();
-        let event = Noted { text: "x".repeat(5000), ..place.noted(number) };
-        if let Err(BusError::Unconfirmed { .. }) = bus.publish(event).await {
-            unconfirmed.push(number);
-        }
-        redis.resume().unwrap();
-        // Until the breaker lets the next one through.
-        tokio::time::sleep(Duration::from_millis(400)).await;
-    }
-    proxy.heal().unwrap();
-    let all = || async { stored(&*backend, &place.stream()).await };
-    until(|| async { all().await.iter().any(|number| unconfirmed.contains(number)) }).await;
-    let is_handled = || async {
-        let lines = all().await.iter().map(u64::to_string).collect::<Vec<_>>();
-        let mut handled = log.lines();
-        handled.sort();
-        handled == lines
-    };
-    until(is_handled).await;
-    // What is stored is handled here, once, and nothing else is.
-    log.settles_at(all().await.len()).await;
-    assert!(is_handled().await, "{:?} of {:?}", log.lines(), all().await);
     bus.close().await.unwrap();
 }
 

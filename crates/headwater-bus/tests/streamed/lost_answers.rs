@@ -1,0 +1,176 @@
+//! What becomes of events whose answers are lost on the way back.
+
+use std::any::Any;
+use std::time::Duration;
+
+use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::{
+    BusError, EventBus, EventBusExt, EventId, FailurePolicy, Outgoing, SpoolConfig, StreamedBus,
+    StreamedBusConfig,
+};
+use headwater_testkit::{Cluster, Persistence, Proxy, Redis};
+
+use crate::away::{LIMIT, until};
+use crate::place::{Place, numbers, stored, watch};
+
+tests_in!(
+    redis,
+    super::Behind::redis(),
+    (flavor = "multi_thread", worker_threads = 2),
+    with_fail_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
+    with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
+);
+
+tests_in!(
+    cluster,
+    super::Behind::cluster().await,
+    (flavor = "multi_thread", worker_threads = 2),
+    with_fail_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
+    with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
+);
+
+/// Servers that are reached through proxies alone.
+struct Behind {
+    proxies: Vec<Proxy>,
+    place: Place,
+    /// They live as long as the proxies do.
+    _servers: Box<dyn Any + Send>,
+}
+
+impl Behind {
+    fn redis() -> Self {
+        let redis = Redis::start().unwrap();
+        let proxy = Proxy::start(redis.addr()).unwrap();
+        let place = Place::at(redis.url_at(proxy.addr()));
+        Self { proxies: vec![proxy], place, _servers: Box::new(redis) }
+    }
+
+    /// Its nodes tell clients, and each other, to come by the proxies.
+    async fn cluster() -> Self {
+        let cluster = Cluster::start().unwrap();
+        let set = |node: &Redis, name: &str, value: &str| {
+            node.command(&["CONFIG", "SET", name, value]).unwrap().ok().unwrap();
+        };
+        for node in cluster.nodes() {
+            set(node, "cluster-replica-no-failover", "yes");
+        }
+        let mut proxies = Vec::new();
+        for node in &cluster.nodes()[..3] {
+            let proxy = Proxy::start(node.addr()).unwrap();
+            set(node, "cluster-announce-port", &proxy.addr().port().to_string());
+            proxies.push(proxy);
+        }
+        let addresses: Vec<String> = proxies.iter().map(|proxy| proxy.addr().to_string()).collect();
+        let knows_all = |node: &Redis| {
+            let known = node.command(&["CLUSTER", "NODES"]).unwrap().text();
+            addresses.iter().all(|address| known.contains(&format!(" {address}@")))
+        };
+        until(|| async { cluster.nodes().iter().all(knows_all) }).await;
+        cluster.wait_until_ok(LIMIT).unwrap();
+        let place = Place::at(format!("redis-cluster://{}", addresses.join(",")));
+        Self { proxies, place, _servers: Box::new(cluster) }
+    }
+}
+
+/// A bus with a connection that works, and a log of what it handles.
+async fn open(place: &Place, on_failure: FailurePolicy) -> (StreamedBus, Log) {
+    let config = StreamedBusConfig { on_failure, ..place.config() };
+    let bus = place.bus_with(registry(), config).await;
+    let log = watch(&bus).await;
+    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    (bus, log)
+}
+
+/// Publishes with lost answers, and checks that every event is stored once and handled here once.
+async fn lose_answers(behind: &Behind, policy: FailurePolicy) {
+    // Only who fails needs ids of the caller's, to be able to repeat.
+    let gives_ids = policy == FailurePolicy::Fail;
+    let Behind { proxies, place, .. } = behind;
+    let (bus, log) = open(place, policy).await;
+    for number in 1..20 {
+        // The live reader waits on a connection of its own, and it may be its answer that is lost.
+        proxies.iter().for_each(|proxy| proxy.drop_reply().unwrap());
+        let id = EventId::random();
+        for _ in 0..100 {
+            let mut event = Outgoing::new(place.noted(number)).unwrap();
+            if gives_ids {
+                event = event.with_id(id.clone());
+            }
+            match bus.publish_outgoing(event).await {
+                Ok(_) => break,
+                Err(error) => assert!(error.is_transient(), "{error}"),
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+    let faults: u64 = proxies.iter().map(Proxy::faults).sum();
+    assert!(faults >= 10, "{faults}");
+    proxies.iter().for_each(|proxy| proxy.heal().unwrap());
+    let mut lines = log.settles_at(20).await;
+    lines.sort_by_key(|line| line.parse::<u64>().unwrap());
+    assert_eq!(lines, numbers(0..20));
+    // What waited in a spool is there by now, or soon.
+    let backend = place.connect().await;
+    until(|| async { stored(&*backend, &place.stream()).await.len() >= 20 }).await;
+    assert_eq!(stored(&*backend, &place.stream()).await, (0..20).collect::<Vec<u64>>());
+    bus.close().await.unwrap();
+}
+
+async fn with_fail_an_event_whose_answer_was_lost_is_stored_once_and_handled_once(behind: Behind) {
+    lose_answers(&behind, FailurePolicy::Fail).await;
+}
+
+async fn with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_once(
+    behind: Behind,
+) {
+    let directory = tempfile::tempdir().unwrap();
+    let spool = SpoolConfig::new(directory.path().join("spool"));
+    lose_answers(&behind, FailurePolicy::Spool(spool)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_fail_an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too() {
+    unconfirmed_events_turn_up(FailurePolicy::Fail).await;
+}
+
+/// An event that is too large for the spool, or comes to a disk that fails.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn with_a_spool_that_refuses_an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too()
+ {
+    let directory = tempfile::tempdir().unwrap();
+    let small = SpoolConfig { max_bytes: 4096, ..SpoolConfig::new(directory.path().join("spool")) };
+    unconfirmed_events_turn_up(FailurePolicy::Spool(small)).await;
+}
+
+/// Without an id of the caller's nobody can repeat an event, so its fate must be found out.
+async fn unconfirmed_events_turn_up(policy: FailurePolicy) {
+    let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
+    let place = Place::at(redis.url());
+    let (bus, log) = open(&place, policy).await;
+    // The answer stays away until the call has given up; the event arrives, late.
+    let backend = place.connect().await;
+    let mut unconfirmed = Vec::new();
+    for number in 1..4 {
+        redis.pause().unwrap();
+        let event = Noted { text: "x".repeat(5000), ..place.noted(number) };
+        if let Err(BusError::Unconfirmed { .. }) = bus.publish(event).await {
+            unconfirmed.push(number);
+        }
+        redis.resume().unwrap();
+        // Until the breaker lets the next one through.
+        tokio::time::sleep(Duration::from_millis(400)).await;
+    }
+    let all = || async { stored(&*backend, &place.stream()).await };
+    until(|| async { all().await.iter().any(|number| unconfirmed.contains(number)) }).await;
+    let is_handled = || async {
+        let lines = all().await.iter().map(u64::to_string).collect::<Vec<_>>();
+        let mut handled = log.lines();
+        handled.sort();
+        handled == lines
+    };
+    until(is_handled).await;
+    // What is stored is handled here, once, and nothing else is.
+    log.settles_at(all().await.len()).await;
+    assert!(is_handled().await, "{:?} of {:?}", log.lines(), all().await);
+    bus.close().await.unwrap();
+}
