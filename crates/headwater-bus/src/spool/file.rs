@@ -21,7 +21,7 @@ const REJECTED_BYTES: u64 = 16 * 1024 * 1024;
 
 pub(super) struct SpoolFile {
     path: PathBuf,
-    file: File,
+    pub(super) file: File,
     owner: String,
     max_bytes: u64,
     /// Where the records begin.
@@ -332,6 +332,13 @@ impl SpoolFile {
 
     fn corrupt_at(&self, at: usize, problem: &str) -> SpoolError {
         self.corrupt(self.front as usize + at, problem)
+    }
+}
+
+impl Drop for SpoolFile {
+    fn drop(&mut self) {
+        // Closing alone leaves the lock to a process that is just being started, until it is: it has all our files till then.
+        let _ = self.file.unlock();
     }
 }
 

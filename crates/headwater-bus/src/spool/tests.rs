@@ -480,3 +480,15 @@ proptest! {
         let _ = open(&directory, MIB);
     }
 }
+
+#[tokio::test]
+async fn a_spool_that_is_closed_can_be_opened_though_a_process_is_just_being_started() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = SpoolConfig::new(directory.path().join("spool"));
+    let spool = Spool::open(config.clone(), "tests").await.unwrap();
+    // A process that is being started has all files of its parent, until it becomes another program.
+    let inherited = spool.shared.lock().as_ref().unwrap().file.try_clone().unwrap();
+    spool.close().await;
+    Spool::open(config, "tests").await.unwrap().close().await;
+    drop(inherited);
+}
