@@ -2,7 +2,8 @@
 //!
 //! Machines are noisy, so the figures that count are ratios: raw and ours take turns, round by round, and the median
 //! of what the rounds give is shown. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look;
-//! `produce` (or only its `batches` or `callers`), `consume`, `latency`, `growth`, `takeover` and `idle` choose parts of it, `--rounds=9` and `--partitions=8` other numbers than the usual ones.
+//! `produce` (or only its `batches` or `callers`), `consume`, `latency`, `growth`, `takeover` and `idle` choose parts of it, `--rounds=9`,
+//! `--entries=500000` and `--partitions=8` other numbers than the usual ones.
 
 mod consume;
 mod idle;
@@ -101,6 +102,7 @@ async fn main() -> Result<()> {
     let request = Request::from_arguments();
     let mut effort = if request.quick { QUICK } else { FULL };
     effort.rounds = request.number("--rounds").unwrap_or(effort.rounds);
+    effort.entries = request.number("--entries").unwrap_or(effort.entries);
     if let Some(partitions) = request.number("--partitions") {
         effort.partitions = vec![u16::try_from(partitions)?].leak();
     }

@@ -383,13 +383,16 @@ impl<'a> Cursor<'a> {
 }
 
 pub(super) fn parse_digits(text: &[u8]) -> Option<u64> {
-    if text.is_empty() {
-        return None;
+    /// Digits of a number that fits whatever they are.
+    const FITTING: usize = 19;
+    let digit = |byte: &u8| byte.checked_sub(b'0').filter(|digit| *digit < 10).map(u64::from);
+    match text.len() {
+        0 => None,
+        1..=FITTING => text.iter().try_fold(0, |sum, byte| Some(sum * 10 + digit(byte)?)),
+        _ => {
+            text.iter().try_fold(0_u64, |sum, byte| sum.checked_mul(10)?.checked_add(digit(byte)?))
+        }
     }
-    text.iter().try_fold(0_u64, |sum, digit| {
-        let digit = digit.checked_sub(b'0').filter(|digit| *digit < 10)?;
-        sum.checked_mul(10)?.checked_add(u64::from(digit))
-    })
 }
 
 pub(super) fn parse_id(text: &[u8]) -> Option<EntryId> {
