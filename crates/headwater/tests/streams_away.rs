@@ -51,7 +51,8 @@ async fn the_steps_of_a_run_during_an_outage_reach_its_session_when_redis_is_bac
     let (model, model_url) = FakeModel::start((5, 5)).await?;
     let place = Place::new()?;
     let way = redis.url_at(proxy.addr());
-    let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms"];
+    // On a busy machine a run may outlive its place in the group; its claim runs out soon, and it comes again.
+    let quick = ["--issue-quiet", "10ms", "--sweep-every", "200ms", "--worker-claim", "10s"];
     let model_at = ["--model-url", &model_url, "--model-name", "m"];
     let arguments = [&["--stream-url", &way][..], &quick, &model_at].concat();
     let server = place.serve(&arguments)?;
