@@ -134,8 +134,8 @@ pub struct ConsumerConfig {
     pub poll: Duration,
     /// Messages in hand at once, read ahead included. Default: 1000.
     pub in_flight_max: usize,
-    /// [`Mode::Shared`]: messages of one partition in hand beyond those that are being handled. Default: as many as are
-    /// handled soon; few while handlers are slow, so that other consumers get them.
+    /// [`Mode::Shared`]: messages of one partition in hand beyond those that are being handled. Where handlers are slow,
+    /// a small number leaves the rest to other consumers. Default: as many as `in_flight_max` allows.
     pub read_ahead: Option<usize>,
     /// Messages of one partition that are handled at once; with [`Order::PerKey`], of different keys. Default: 1.
     pub concurrency: usize,
@@ -179,6 +179,15 @@ impl Default for ConsumerConfig {
 }
 
 impl ConsumerConfig {
+    /// What of a partition may be in hand. Nobody waits for what an owner has; where consumers compete, others could have
+    /// it.
+    pub(crate) fn reach(&self) -> usize {
+        match (self.mode, self.read_ahead) {
+            (Mode::Shared, Some(read_ahead)) => self.concurrency + read_ahead,
+            _ => usize::MAX,
+        }
+    }
+
     pub(crate) fn validate(&self) -> Result<()> {
         let counts = [
             ("batch", self.batch, COUNT_MAX),

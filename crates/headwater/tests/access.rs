@@ -302,6 +302,7 @@ async fn the_systems_own_messages_are_for_admins() -> Result<()> {
 async fn another_web_page_can_lead_here_and_ask_for_nothing() -> Result<()> {
     let place = Place::new()?;
     let server = place.serve(&[])?;
+    server.until("/health/ready", |status, _| status == 200).await?;
     let look = async |path: &str, mode: &str, place: &str| -> Result<(u16, Value)> {
         let request = server.client.get(server.url(path));
         let request = request.header("sec-fetch-site", "cross-site").header("sec-fetch-mode", mode);

@@ -406,13 +406,16 @@ fn lines_of(output: &std::process::Output) -> Vec<Value> {
 #[test]
 fn the_doctor_of_a_server_sees_what_the_server_stands_on() {
     let reach = Reach::embedded().serving();
-    let lines = lines_of(&reach.run(&["doctor", "--json"], ""));
-    let found: Vec<String> =
-        lines.iter().map(|line| format!("{} {}", line["subject"], line["found"])).collect();
-    let found = found.join("\n");
-    for words in
-        ["embedded", "sqlite", "journal_mode is wal", "1 alive", "every event is accounted for"]
-    {
+    let mut found = String::new();
+    // The server listens before its worker is known.
+    wait_until("its worker to be alive", LIMIT, || {
+        let lines = lines_of(&reach.run(&["doctor", "--json"], ""));
+        let each = lines.iter().map(|line| format!("{} {}\n", line["subject"], line["found"]));
+        found = each.collect();
+        found.contains("1 alive")
+    })
+    .unwrap();
+    for words in ["embedded", "sqlite", "journal_mode is wal", "every event is accounted for"] {
         assert!(found.contains(words), "{words}: {found}");
     }
     assert!(reach.said(&["doctor"]).contains("ok"));

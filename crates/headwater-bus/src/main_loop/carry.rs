@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_queue::{Backoff, Outcome};
-use headwater_stream::clock::Timestamp;
+use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 use tracing::{Instrument, debug, error, info, warn};
@@ -384,7 +384,12 @@ impl Carrier {
         meter: &Meter,
         has_session: bool,
     ) -> Result<Reply, GivenBack> {
-        let at = self.now().await?.to_rfc3339();
+        let at = match self.now().await {
+            // What has been worked out is not given up for want of a time of the backend's.
+            Err(GivenBack::Unavailable) => SystemClock.now(),
+            now => now?,
+        };
+        let at = at.to_rfc3339();
         let session_id = has_session.then(|| task.session.to_string());
         let (request_id, usage) = (task.request_id.to_string(), meter.used());
         let failed = |kind, error| {

@@ -56,6 +56,16 @@ impl Origin {
         self.lock().events.remove(event_id) == Some(Fate::Unconfirmed)
     }
 
+    /// This try certainly did not store it. Returns whether an earlier one may have: then it stays unconfirmed.
+    pub(super) fn abandon(&self, event_id: &EventId) -> bool {
+        let mut open = self.lock();
+        let is_unconfirmed = open.events.get(event_id) == Some(&Fate::Unconfirmed);
+        if !is_unconfirmed {
+            open.events.remove(event_id);
+        }
+        is_unconfirmed
+    }
+
     /// Storing it failed with an unknown outcome. Returns its entry if it was seen in its stream all the same; then it
     /// is settled.
     pub(super) fn fail(&self, event_id: &EventId) -> Option<EntryId> {
@@ -131,6 +141,20 @@ mod tests {
         origin.begin(&id);
         assert!(origin.settle(&id));
         assert!(!origin.saw(&id, ENTRY));
+    }
+
+    #[test]
+    fn a_try_that_stored_nothing_does_not_undo_one_that_may_have() {
+        let origin = Origin::new("bus".to_owned());
+        let event_id = EventId::random();
+        origin.begin(&event_id);
+        assert!(!origin.abandon(&event_id), "there was no other");
+        assert!(!origin.saw(&event_id, ENTRY));
+        origin.begin(&event_id);
+        assert_eq!(origin.fail(&event_id), None);
+        origin.begin(&event_id);
+        assert!(origin.abandon(&event_id));
+        assert!(origin.saw(&event_id, ENTRY), "it is handled when it turns up");
     }
 
     #[test]

@@ -19,6 +19,7 @@ use crate::bus::Stored;
 use crate::error::{BusError, Result};
 use crate::event::Envelope;
 use crate::metrics;
+use crate::name::EventId;
 use crate::spool::Spooled;
 
 /// An event that is ready to be stored.
@@ -59,17 +60,16 @@ impl Inner {
                 Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
             }
             Err(error) => {
-                self.forget(events);
+                self.abandon(events);
                 Err(error.into())
             }
         }
     }
 
-    /// They are certainly not stored, or whatever becomes of them is known from now on.
-    fn forget(&self, events: &[Ready]) {
-        for event in events {
-            self.origin.settle(&event.envelope.event_id);
-        }
+    /// This try certainly did not store them. Returns one that an earlier try may have stored.
+    fn abandon(&self, events: &[Ready]) -> Option<EventId> {
+        let ids = events.iter().map(|event| &event.envelope.event_id);
+        ids.filter(|event_id| self.origin.abandon(event_id)).last().cloned()
     }
 
     /// An event that was stored before under the same id, but not confirmed, is new to the handlers here.
@@ -105,7 +105,7 @@ impl Inner {
             match self.attempt(stream, events, permit).await {
                 Ok(stored) => return Ok(self.settle(events, stored)),
                 Err(error) if !error.is_transient() => {
-                    self.forget(events);
+                    self.abandon(events);
                     return Err(error.into());
                 }
                 Err(error) => {
@@ -129,9 +129,19 @@ impl Inner {
                 let event_id = events[0].envelope.event_id.clone();
                 Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
             }
-            (added, _) => {
-                self.forget(events);
-                added?;
+            (Err(problem), _) => match self.abandon(events) {
+                None => Err(problem.into()),
+                Some(event_id) => {
+                    let problem = format!("the spool did not take what may be stored: {problem}");
+                    let source = StreamError::Unavailable { problem, source: None };
+                    Err(BusError::Unconfirmed { event_id, source: Arc::new(source) })
+                }
+            },
+            // Whatever becomes of them is known from now on.
+            (Ok(_), _) => {
+                for event in events {
+                    self.origin.settle(&event.envelope.event_id);
+                }
                 Ok(vec![Stored::Spooled; events.len()])
             }
         }

@@ -1,21 +1,16 @@
 //! The pace of a partition: whether more waits at the server than was read, and whether what is read is handled soon.
 //!
 //! Upstream: `feed` notes what reads gave, `worker` when messages end. Downstream: `plan` reads deep, a few partitions at a
-//! time, where both hold. Elsewhere deep reads would harm: messages would lie in hand that others could have. For the same
-//! reason `room` lets competing consumers have more in hand only while it ends soon.
+//! time, where both hold. Elsewhere deep reads would harm: messages would lie in hand that others could have.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 /// A message that ends this soon after it came was handled soon.
 const SOON: Duration = Duration::from_millis(20);
-/// One that ends this late lay in hand for too long.
-const LATE: Duration = Duration::from_millis(100);
-/// How many times as much as without a backlog may be in hand.
-const AHEAD_MAX: usize = 1024;
 /// What is full for this long is not handled soon, whatever was so before.
 const FULL_FOR: Duration = Duration::from_millis(50);
 
@@ -23,8 +18,6 @@ const FULL_FOR: Duration = Duration::from_millis(50);
 pub(super) struct Pace {
     has_more: AtomicBool,
     is_quick: AtomicBool,
-    /// How many times as much may be in hand, less one.
-    ahead: AtomicUsize,
     /// The turn of the feed in which it was read last.
     turn: AtomicU64,
     full: Full,
@@ -55,23 +48,7 @@ impl Pace {
 
     /// A message ended that came then.
     pub(super) fn ended(&self, came_at: Instant) {
-        let took = came_at.elapsed();
-        self.is_quick.store(took <= SOON, Ordering::Relaxed);
-        // One that is noted beside another may be lost; the next says the same.
-        let ahead = self.ahead();
-        let next = if took <= SOON {
-            (ahead * 2).min(AHEAD_MAX)
-        } else if took >= LATE {
-            (ahead / 2).max(1)
-        } else {
-            ahead
-        };
-        self.ahead.store(next - 1, Ordering::Relaxed);
-    }
-
-    /// How many times as much may be in hand as handlers need: more while it ends soon, less when it lay there for long.
-    pub(super) fn ahead(&self) -> usize {
-        self.ahead.load(Ordering::Relaxed) + 1
+        self.is_quick.store(came_at.elapsed() <= SOON, Ordering::Relaxed);
     }
 
     /// The turn in which it was read last.
@@ -111,27 +88,6 @@ mod tests {
         pace.ended(Instant::now());
         pace.was_read(2, false);
         assert!(!pace.is_deep(), "there are no more");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn more_is_in_hand_while_it_ends_soon_and_less_when_it_lay_there_for_long() {
-        let pace = Pace::default();
-        assert_eq!(pace.ahead(), 1, "nobody knows how soon they end");
-        for expected in [2, 4, 8] {
-            pace.ended(Instant::now());
-            assert_eq!(pace.ahead(), expected);
-        }
-        let came_at = Instant::now();
-        tokio::time::advance(SOON * 2).await;
-        pace.ended(came_at);
-        assert_eq!(pace.ahead(), 8, "neither");
-        tokio::time::advance(LATE).await;
-        for expected in [4, 2, 1, 1] {
-            pace.ended(came_at);
-            assert_eq!(pace.ahead(), expected);
-        }
-        (0..20).for_each(|_| pace.ended(Instant::now()));
-        assert_eq!(pace.ahead(), AHEAD_MAX);
     }
 
     #[tokio::test(start_paused = true)]

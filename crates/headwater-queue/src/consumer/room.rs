@@ -10,7 +10,6 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::worker::Worker;
-use crate::config::{ConsumerConfig, Mode};
 use crate::limits::HELD_IDS_MAX;
 
 /// A handler that takes this long is worth telling at once that there is room for another message.
@@ -55,7 +54,7 @@ impl Worker {
             return Room::None;
         }
         let in_hand = self.in_hand().saturating_sub(held);
-        let may_be_deep = |depth: &usize| self.pace.is_deep() && *depth <= self.reach();
+        let may_be_deep = |depth: &usize| self.pace.is_deep() && *depth <= self.job.config.reach();
         if let Some(depth) = self.job.depth().filter(may_be_deep) {
             let room = depth.saturating_sub(in_hand);
             return if room * 2 >= depth { Room::Deep(room) } else { Room::Soon };
@@ -86,18 +85,7 @@ impl Worker {
 
     /// What may be in hand without a backlog that is read deep.
     fn share(&self) -> usize {
-        self.job.share.load(Ordering::Relaxed).min(self.reach())
-    }
-
-    /// What may be in hand because it is handled soon. Nobody waits for what an owner has in hand; where consumers
-    /// compete, others could have it: so no more than a quarter beyond what handlers need, until they prove quick.
-    fn reach(&self) -> usize {
-        let ConsumerConfig { mode, concurrency, read_ahead, .. } = self.job.config;
-        match (mode, read_ahead) {
-            (Mode::Owned, _) => usize::MAX,
-            (Mode::Shared, Some(read_ahead)) => concurrency + read_ahead,
-            (Mode::Shared, None) => (concurrency + concurrency / 4) * self.pace.ahead(),
-        }
+        self.job.share.load(Ordering::Relaxed).min(self.job.config.reach())
     }
 
     /// How many pending entries may be taken over now. Those that wait at a gate take no room here either.

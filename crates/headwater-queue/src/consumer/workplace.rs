@@ -79,7 +79,7 @@ impl Bench {
         let key = FeedKey {
             group: self.job.group.clone(),
             consumer: consumer.clone(),
-            batch: config.batch,
+            batch: config.batch.min(config.reach()),
             poll: config.poll,
         };
         self.consumers.feed(&self.job.backend, key)

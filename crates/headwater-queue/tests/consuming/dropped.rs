@@ -8,7 +8,7 @@ use headwater_stream::SetName;
 
 use crate::env::{Env, GROUP, eventually};
 use crate::record::recorder;
-use crate::shared::{reading_ahead, shared};
+use crate::shared::shared;
 
 async fn what_a_dropped_subscription_had_in_hand_is_given_back(env: Env) -> Result<()> {
     let (begun, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
@@ -20,7 +20,7 @@ async fn what_a_dropped_subscription_had_in_hand_is_given_back(env: Env) -> Resu
     let (idle, _unseen) = recorder(|_| Outcome::Done);
     let stays = format!("{}-stays", env.topic);
     let staying = env.queue.subscribe(&stays, GROUP, idle, shared()).await?;
-    let dropped = env.queue.subscribe(&env.topic, GROUP, hanging, reading_ahead()).await?;
+    let dropped = env.queue.subscribe(&env.topic, GROUP, hanging, shared()).await?;
     for n in 0..3 {
         env.send(0, None, &n.to_string()).await?;
     }

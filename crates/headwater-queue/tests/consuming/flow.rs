@@ -11,7 +11,7 @@ use tokio::sync::{Semaphore, mpsc::unbounded_channel};
 use crate::bad_input::read_and_die;
 use crate::env::{Env, GROUP, PATIENCE, eventually};
 use crate::record::{payload, recorder};
-use crate::shared::{reading_ahead, shared};
+use crate::shared::shared;
 
 /// A handler that waits for a permit per message, and the messages it has begun with.
 fn gated() -> (
@@ -83,7 +83,7 @@ async fn draining_handles_everything_in_hand_and_reads_no_more(env: Env) -> Resu
         env.send(0, None, &n.to_string()).await?;
     }
     let (handler, mut begun, gate) = gated();
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, reading_ahead()).await?;
+    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, shared()).await?;
     begun.recv().await;
     eventually("all are read ahead", async || Ok(subscription.stats().in_flight == 10)).await?;
     let draining = async {
@@ -106,7 +106,7 @@ async fn a_paused_subscription_that_drains_handles_what_is_in_hand(env: Env) -> 
         env.send(0, None, &n.to_string()).await?;
     }
     let (handler, mut begun, gate) = gated();
-    let config = ConsumerConfig { drain: PATIENCE * 2, ..reading_ahead() };
+    let config = ConsumerConfig { drain: PATIENCE * 2, ..shared() };
     let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
     begun.recv().await;
     eventually("all are read ahead", async || Ok(subscription.stats().in_flight == 5)).await?;
@@ -124,7 +124,7 @@ async fn what_is_in_hand_is_kept_alive(env: Env) -> Result<()> {
     env.send(0, None, "read ahead").await?;
     let (handler, mut begun, gate) = gated();
     let idle = Duration::from_secs(5);
-    let config = ConsumerConfig { reclaim_idle: idle, ..reading_ahead() };
+    let config = ConsumerConfig { reclaim_idle: idle, ..shared() };
     let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
     begun.recv().await;
     // Another program takes what nobody touched for long, and finds nothing for longer than that.

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use crate::counted::{counted, start_counting};
 use crate::env::{Env, GROUP, PATIENCE, eventually, text};
 use crate::record::{payload, recorder};
-use crate::shared::{reading_ahead, shared};
+use crate::shared::shared;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn what_is_in_hand_when_the_server_loses_everything_is_tried_again() -> Result<()> {
@@ -243,7 +243,7 @@ async fn what_was_read_ahead_is_kept_when_the_server_lost_it(env: Env) -> Result
     start_counting();
     let (handler, mut begun, go) = at_gate(|_| Outcome::Done);
     // Kept alive twice a second.
-    let config = ConsumerConfig { reclaim_idle: Duration::from_secs(1), ..reading_ahead() };
+    let config = ConsumerConfig { reclaim_idle: Duration::from_secs(1), ..shared() };
     let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
     env.send(0, None, "in hand").await?;
     env.send(0, None, "read ahead").await?;

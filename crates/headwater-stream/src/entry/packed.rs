@@ -75,7 +75,10 @@ pub(crate) fn count(rest: &[u8]) -> Option<(usize, usize)> {
         number = number * 10 + usize::from(digit);
         at += 1;
     }
-    let is_line = at > 1 && rest.get(at) == Some(&b'\r') && rest.get(at + 1) == Some(&b'\n');
+    // What is copied as it is must be as a server takes it: without zeros in front.
+    let is_plain = at == 2 || rest.get(1) != Some(&b'0');
+    let is_line =
+        at > 1 && is_plain && rest.get(at) == Some(&b'\r') && rest.get(at + 1) == Some(&b'\n');
     is_line.then_some((number, at + 2))
 }
 
@@ -157,6 +160,7 @@ mod tests {
             "$1",
             "$\r\n",
             "$x\r\n",
+            "$01\r\nx\r\n",
             "$1\rx",
             "*1\r\n",
             "$1234567890\r\n",

@@ -97,6 +97,10 @@ impl Commands {
 
     fn took(&mut self, words: usize) {
         debug_assert!(words <= self.missing, "no more words than announced");
+        // None are taken of a command that was complete before.
+        if words == 0 {
+            return;
+        }
         self.missing = self.missing.saturating_sub(words);
         if self.missing == 0 {
             self.count += 1;

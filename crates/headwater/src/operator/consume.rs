@@ -119,6 +119,15 @@ impl Consume {
             // A message that is read in vain would be lost to us until we leave, so none is read beyond what is wanted.
             let has_room = (member.commands.len() as u64) < member.left;
             tokio::select! {
+                // In this order: after a signal nothing more is begun, and who is busy still gives signs of life.
+                biased;
+                () = stopping.begun() => return Ok(()),
+                _ = beats.tick() => member.beat().await?,
+                Some(ended) = member.commands.next() => {
+                    member.note(ended);
+                    member.settle().await?;
+                    active = Instant::now();
+                }
                 message = member.messages.next(), if has_room => {
                     self.take(member, message.unwrap_or_else(|| Err(ended_by_itself()))?)?;
                     // Those that are here already are settled with it.
@@ -132,14 +141,7 @@ impl Consume {
                     member.settle().await?;
                     active = Instant::now();
                 }
-                Some(ended) = member.commands.next() => {
-                    member.note(ended);
-                    member.settle().await?;
-                    active = Instant::now();
-                }
-                _ = beats.tick() => member.beat().await?,
                 () = idle => return Ok(()),
-                () = stopping.begun() => return Ok(()),
             }
         }
         Ok(())
