@@ -116,6 +116,28 @@ async fn a_kill_during_an_outage_leaves_the_steps_to_the_next_process() -> Resul
     let (status, shown) = server.get(&format!("/api/v1/sessions/{session}")).await?;
     assert_eq!((status, &shown["events"]), (200, &json!(2)), "{shown}");
     assert_eq!(server.get("/api/v1/sessions/nothing").await?.0, 404);
+
+    // Nor is anything changed of what another program wrote: no list, no group, no time to live.
+    redis.command(&[
+        "XADD",
+        "wink:events:foreign",
+        "1-1",
+        "type",
+        "other.Event",
+        "payload",
+        "{}",
+    ])?;
+    let keys = || -> Result<Vec<String>> {
+        let found = redis.command(&["KEYS", "*foreign*"])?;
+        Ok(found.items().iter().map(|key| key.text()).collect())
+    };
+    let (before, listed) = (keys()?, server.get("/api/v1/sessions").await?.1);
+    let (status, shown) = server.get("/api/v1/sessions/foreign").await?;
+    assert_eq!((status, &shown["length"]), (200, &json!(1)), "{shown}");
+    assert_eq!((&shown["ttl_ms"], &shown["last_entry"]), (&Value::Null, &json!("1-1")), "{shown}");
+    assert_eq!((keys()?, server.get("/api/v1/sessions").await?.1), (before, listed));
+    let groups = redis.command(&["XINFO", "GROUPS", "wink:events:foreign"])?;
+    assert!(groups.items().is_empty(), "{groups:?}");
     Ok(())
 }
 

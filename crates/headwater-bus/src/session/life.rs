@@ -228,6 +228,20 @@ impl Sessions {
         Ok(self.look(session).await?.map(|looked| looked.info()))
     }
 
+    /// The same for a stream that other programs wrote: it is described, and stays what it is. It has no place in the list,
+    /// `index` is [`EntryId::MIN`]. [`NotFound`](SessionError::NotFound) if there is nothing.
+    pub async fn info_of_any(&self, session: &SessionId) -> Result<SessionInfo> {
+        if let Some(looked) = self.look(session).await? {
+            return Ok(looked.info());
+        }
+        let mut meta = self.look_at_meta(session).await?;
+        let stats = self.journal().backend.stats(&self.journal().keys.session(session)).await?;
+        if let Some(first) = stats.as_ref().and_then(|stats| stats.first_id) {
+            meta.created_at = Timestamp::from_millis(first.ms);
+        }
+        Ok(Looked { session: session.clone(), meta, stats }.info())
+    }
+
     /// Removes a session with all its events, snapshots and groups, read or not. Returns whether there was one. Nothing is
     /// left to say that it ever was.
     pub async fn forget(&self, session: &SessionId) -> Result<bool> {

@@ -160,7 +160,7 @@ impl Sessions {
     }
 
     /// The same, but a stream of another program stays what it is.
-    async fn look_at_meta(&self, session: &SessionId) -> Result<Meta> {
+    pub(super) async fn look_at_meta(&self, session: &SessionId) -> Result<Meta> {
         match self.known_meta(session).await? {
             Some(meta) => Ok(meta),
             None => {

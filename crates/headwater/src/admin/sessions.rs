@@ -127,18 +127,16 @@ async fn show(
     PathOf(session): PathOf<String>,
 ) -> Answer<SessionDescription> {
     let session = named(&session)?;
-    let mut info = app.sessions.info(&session).await?;
-    if info.is_none() {
-        // Events that waited in the spool of a process that was killed meanwhile: taken in as those of another program.
-        match app.sessions.recover(&session).await {
-            Err(error) if error.is_transient() => return Err(error.into()),
+    let info = match app.sessions.info(&session).await? {
+        Some(info) => info,
+        // Events that another program wrote, or that waited in the spool of a process that was killed meanwhile. Who looks
+        // changes nothing: they are not put into the list.
+        None => app.sessions.info_of_any(&session).await.map_err(|error| match error {
+            error if error.is_transient() => error,
             // There is none, or what is there of it is not to be one.
-            _ => {}
-        }
-        info = app.sessions.info(&session).await?;
-    }
-    let info =
-        info.ok_or_else(|| ApiError::from(SessionError::NotFound { session: session.clone() }))?;
+            _ => SessionError::NotFound { session: session.clone() },
+        })?,
+    };
     let (events, unreadable, problem) = match app.sessions.state_at(&session, Until::End).await {
         Ok(state) => (Some(state.events()), Some(state.unreadable()), None),
         Err(error) if error.is_transient() => return Err(error.into()),

@@ -2,7 +2,7 @@
 //!
 //! Upstream: `session`, which could not make them; their events wait in the spool meanwhile. Downstream: the sessions of the bus.
 //! Promises: at most [`WAITING_MAX`] are remembered, by this process alone. One that it forgets, because it was killed, is found
-//! by its name all the same, and is listed from then on.
+//! by its name all the same, but not listed.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -37,7 +37,7 @@ impl LateSessions {
     pub(crate) fn add(&self, session: SessionId) {
         let mut waiting = self.waiting();
         if waiting.len() >= WAITING_MAX {
-            warn!(%session, "a session will be found by its name, and not be listed before");
+            warn!(%session, "a session will be found by its name, and not be listed");
             return;
         }
         waiting.push_back((session, 0));
