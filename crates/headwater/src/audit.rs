@@ -4,7 +4,7 @@
 //! streams themselves. Downstream: the table `audit_log` of the same database as the issues, so that all processes share it.
 //! Promises: no change without an entry: it is committed before the change begins, and a change whose entry cannot be
 //! written is refused. How it ended is added afterwards; an entry without an end is of a change that was cut off. At most
-//! `audit.rows_max` entries are kept, within a thousand. Not here: bodies, which may hold what is nobody's business.
+//! `audit.rows_max` entries are kept by servers, within a thousand; verbs remove none. Not here: bodies, which may hold what is nobody's business.
 
 mod sql;
 
@@ -76,10 +76,21 @@ pub(crate) struct Audit {
 }
 
 impl Audit {
-    /// Opens the log and creates its table if it is missing.
+    /// Opens the log of a server and creates its table if it is missing. So many entries are kept.
     pub(crate) async fn open(store: Arc<dyn Store>, rows_max: u64) -> Result<Self, IssueError> {
-        sql::create(store.as_ref()).await?;
+        let audit = Self::open_with(Arc::clone(&store), Some(rows_max)).await?;
         sql::trim(store.as_ref(), rows_max).await?;
+        Ok(audit)
+    }
+
+    /// The same for a verb, which removes nothing: how much is kept is for the settings of the servers to say, and its own may
+    /// be others.
+    pub(crate) async fn open_to_add(store: Arc<dyn Store>) -> Result<Self, IssueError> {
+        Self::open_with(store, None).await
+    }
+
+    async fn open_with(store: Arc<dyn Store>, rows_max: Option<u64>) -> Result<Self, IssueError> {
+        sql::create(store.as_ref()).await?;
         let writer = Arc::new(sql::Writer::new(Arc::clone(&store), rows_max));
         let config = CoalescerConfig { max_items: BATCH_MAX, ..CoalescerConfig::default() };
         let writes = Coalescer::new(config, move |batch: Vec<Write>| {

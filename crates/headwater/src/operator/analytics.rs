@@ -123,7 +123,7 @@ impl Way {
         let path = settings.analytics_path.as_deref();
         let opened = analytics::Analytics::to_rebuild(path, Arc::clone(&store)).await;
         let opened = opened.map_err(|problem| not_opened(problem, settings))?;
-        let audit = Audit::open(store, settings.audit_rows_max).await;
+        let audit = Audit::open_to_add(store).await;
         let audit = audit.map_err(|error| Failure::new(format!("the audit log: {error}")))?;
         // As the route is written down that does the same.
         let change = ("POST", "/api/v1/analytics/rebuild");

@@ -163,7 +163,7 @@ async fn app(
     let inbox = Inbox::new(Arc::clone(store), nudger.clone(), InboxConfig::default());
     let tickets = Tickets::open(Arc::clone(store), nudger.clone(), settings.desk.quiet()).await;
     let (bus, sessions) = desk_parts::sessions(streams).await?;
-    let audit = Audit::open(Arc::clone(store), settings.audit_rows_max).await;
+    let audit = Audit::open_to_add(Arc::clone(store)).await;
     let app = Shared {
         settings: settings.clone(),
         store: Arc::clone(store),

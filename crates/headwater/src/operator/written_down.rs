@@ -43,7 +43,7 @@ impl Log {
             };
             let store = open::store(&self.settings, &Stopping::default()).await;
             let store = store.map_err(|failure| refused(failure.to_string()))?;
-            let audit = Audit::open(Arc::clone(&store), self.settings.audit_rows_max).await;
+            let audit = Audit::open_to_add(Arc::clone(&store)).await;
             let audit = audit.map_err(|error| refused(error.to_string()))?;
             Ok::<_, ApiError>((store, Arc::new(audit)))
         };
