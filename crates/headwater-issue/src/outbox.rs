@@ -11,7 +11,7 @@
 mod config;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use futures_util::FutureExt;
@@ -19,7 +19,7 @@ use headwater_stream::Coalescer;
 use metrics::counter;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{sleep, timeout, timeout_at};
 use tracing::{debug, error, warn};
 
 pub use self::config::OutboxConfig;
@@ -129,22 +129,32 @@ impl Outbox {
     /// Delivers until `shutdown` completes, and returns when the deliveries under way have ended, or are given back
     /// because they take longer than [`OutboxConfig::drain`].
     pub async fn run(&self, shutdown: impl Future<Output = ()>) {
+        let told = async {
+            shutdown.await;
+            Instant::now() + self.inner.config.drain
+        };
+        self.run_until(told).await;
+    }
+
+    /// The same for a stop whose end is known: `shutdown` says until when the deliveries under way may go on, whatever
+    /// [`OutboxConfig::drain`] is.
+    pub async fn run_until(&self, shutdown: impl Future<Output = Instant>) {
         let mut under_way = UnderWay::default();
         tokio::pin!(shutdown);
-        loop {
+        let deadline = loop {
             if let Err(error) = self.begin(&mut under_way).await {
                 warn!(%error, "the outbox was not read, trying again");
             }
             let has_room = under_way.tasks.len() < self.inner.config.concurrency;
             tokio::select! {
-                () = &mut shutdown => break,
+                deadline = &mut shutdown => break deadline,
                 // A row that is settled makes room, and lets the next one of its issue go.
                 1.. = under_way.ended() => {}
                 // Cancel-safe: an announcement that is missed here ends the next wait.
                 () = self.inner.store.outbox_wake(self.inner.config.every), if has_room => {}
             }
-        }
-        under_way.drain(self.inner.config.drain).await;
+        };
+        under_way.drain(deadline).await;
     }
 
     /// Takes as many rows as there is room for, and begins to deliver them, each on a task of its own: one that waits
@@ -181,9 +191,9 @@ impl UnderWay {
         while self.ended().await > 0 {}
     }
 
-    /// Lets deliveries end for so long, then cancels them and gives their rows back.
-    async fn drain(mut self, limit: Duration) {
-        if timeout(limit, self.all_ended()).await.is_ok() {
+    /// Lets deliveries end until then, and cancels the rest and gives their rows back.
+    async fn drain(mut self, deadline: Instant) {
+        if timeout_at(deadline.into(), self.all_ended()).await.is_ok() {
             return;
         }
         warn!(

@@ -279,6 +279,29 @@ async fn a_stop_waits_no_longer_than_the_drain_and_gives_back_what_has_not_ended
 }
 
 #[tokio::test]
+async fn a_stop_whose_end_is_known_lets_deliveries_go_on_until_then() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    replied(&system, "1", &["10"]).await?;
+    let slow = Slow::default();
+    let config = OutboxConfig { deadline: LONG, ttl: LONG * 10, drain: Duration::ZERO, ..config() };
+    let outbox = system.outbox(slow.clone(), config)?;
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    let running = tokio::spawn(async move {
+        outbox.run_until(async { stopped.await.expect("it is told") }).await
+    });
+    slow.doors[0].arrivals(1).await?;
+
+    stop.send(std::time::Instant::now() + LONG).expect("it listens");
+    // Time to hear of it: a stop of no drain would have cancelled the delivery by then.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    slow.doors[0].open();
+    tokio::time::timeout(LONG, running).await??;
+    assert_eq!(slow.left(), ["10"], "it was not cancelled");
+    assert_eq!(system.store.backlog().await?.outbox_pending, 0);
+    Ok(())
+}
+
+#[tokio::test]
 async fn an_error_of_the_database_does_not_cut_off_the_deliveries_under_way() -> Result<()> {
     let (system, flaky) = flaky().await?;
     replied(&system, "1", &["10"]).await?;

@@ -23,6 +23,7 @@ use headwater_issue::{
 };
 use headwater_queue::Queue;
 use headwater_stream::Backend;
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
 use tracing::{Instrument, debug, error, info, info_span, warn};
@@ -49,8 +50,11 @@ const PARTS_MAX: Duration = Duration::from_millis(5500);
 const REPLIES_MAX: Duration = Duration::from_secs(7);
 const CLOSE_MAX: Duration = Duration::from_secs(8);
 
-/// How long a stop waits for deliveries that are under way.
+/// How long beyond the drain a stop waits for deliveries that are under way.
 const REPLIES_DRAIN: Duration = Duration::from_secs(5);
+
+/// How long the database may take to close: all who used it have ended, but for a count of the books that it goes on with.
+const DATABASE_MAX: Duration = Duration::from_secs(2);
 
 /// How long a part may take to end that is ended: one that holds its thread does not end at all.
 const ABORT_MAX: Duration = Duration::from_millis(200);
@@ -209,10 +213,13 @@ pub(crate) async fn run(
         let (analytics, queue) = (analytics.clone(), analytics_queue);
         parts.start("analytics", async move { analytics.run(queue).await });
     }
-    let last_replies = Stopping::default();
-    let replies = last_replies.clone();
+    // Until when the last replies may be under way, once no new ones come.
+    let (last_replies, told) = oneshot::channel::<Instant>();
     let mut outbox_part = Parts::new(parts.health.clone(), stopping.clone());
-    outbox_part.start("outbox", async move { outbox.run(async { replies.begun().await }).await });
+    outbox_part.start("outbox", async move {
+        let until = async { told.await.unwrap_or_else(|_| Instant::now()).into_std() };
+        outbox.run_until(until).await;
+    });
     if let Some(demo) = demo {
         parts.start("demo", demo.run(listening.address, stopping.clone()));
     }
@@ -231,17 +238,13 @@ pub(crate) async fn run(
             tokio::join!(
                 parts.join(drained + PARTS_MAX),
                 by(drained + PARTS_MAX, operations.close(), "consumers over HTTP"),
-                by(
-                    drained + PARTS_MAX,
-                    app.long_work.close(),
-                    "imports, forks or counting the books"
-                ),
+                by(drained + PARTS_MAX, app.long_work.close(), "imports or forks"),
             )
         };
         tokio::pin!(ending);
         let in_time = timeout_at(drained, ending.as_mut()).await;
         // Runs that go on until now are ended, so no new replies come of them.
-        last_replies.begin();
+        let _ = last_replies.send(drained + REPLIES_DRAIN);
         let rest = async {
             match in_time {
                 Ok(ended) => ended,
@@ -259,7 +262,10 @@ pub(crate) async fn run(
         by(end, desk.close(), "the books of the desk"),
         by(end, desk_parts::close(bus), "the bus"),
     );
-    tokio::join!(by(end, store.close(), "the database"), by(end, close(streams), "the streams"));
+    tokio::join!(
+        by(end.min(Instant::now() + DATABASE_MAX), store.close(), "the database"),
+        by(end, close(streams), "the streams")
+    );
     match failed {
         Some(part) => Err(Failure::new(format!("`{part}` ended by itself; the log says why"))),
         None => {
@@ -405,7 +411,7 @@ fn outbox_config(work: &Work) -> OutboxConfig {
         backoff_max: OUTBOX_BACKOFF_MAX,
         ..RetryPolicy::default()
     };
-    OutboxConfig { retry, deadline, ttl, drain: REPLIES_DRAIN, ..OutboxConfig::default() }
+    OutboxConfig { retry, deadline, ttl, ..OutboxConfig::default() }
 }
 
 #[cfg(test)]
