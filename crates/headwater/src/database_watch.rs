@@ -7,6 +7,7 @@
 //! Why it loses and doubles nothing: a request that is turned away is dropped as one that took too long is; what it had begun
 //! is rolled back, or is known by its id when it comes again.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -97,10 +98,10 @@ async fn is_refused(options: Arc<PgConnectOptions>) -> bool {
     }
 }
 
-/// Whether nobody serves at this address. Everything else may be over in a moment.
+/// Whether nobody serves at this address. Everything else may be over in a moment, or is about one connection.
 fn is_nobody_there(error: &sqlx::Error) -> bool {
     match error {
-        sqlx::Error::Io(_) => true,
+        sqlx::Error::Io(error) => error.kind() == ErrorKind::ConnectionRefused,
         sqlx::Error::Database(error) => error.code().as_deref() == Some(CANNOT_CONNECT_NOW),
         _ => false,
     }
@@ -121,6 +122,22 @@ mod tests {
             looking.look(look).await;
         });
         (watch, is_refused, running)
+    }
+
+    #[tokio::test]
+    async fn only_who_is_refused_finds_nobody_there() {
+        let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let options = PgConnectOptions::new_without_pgpass().host("127.0.0.1").port(port);
+        let options = Arc::new(options.username("nobody"));
+        // One who takes the connection and ends it is there.
+        let ending = std::thread::spawn(move || drop(listener.accept().unwrap()));
+        assert!(!is_refused(Arc::clone(&options)).await);
+        ending.join().unwrap();
+        assert!(is_refused(options).await, "nobody listens any more");
+        for kind in [ErrorKind::ConnectionReset, ErrorKind::TimedOut, ErrorKind::UnexpectedEof] {
+            assert!(!is_nobody_there(&sqlx::Error::Io(kind.into())), "{kind}");
+        }
     }
 
     #[tokio::test(start_paused = true)]
