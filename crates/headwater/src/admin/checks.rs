@@ -113,7 +113,7 @@ async fn doctor(State(app): State<App>, caller: Caller) -> Answer<Findings> {
 }
 
 /// How long one look may take: three of them, one after the other, are done before the request has taken too long.
-fn look_max(settings: &Settings) -> Duration {
+pub(crate) fn look_max(settings: &Settings) -> Duration {
     LOOK_MAX.min(settings.http.request_timeout / 4)
 }
 

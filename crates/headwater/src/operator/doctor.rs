@@ -5,6 +5,7 @@
 //! Exit codes: 0 all is well, 4 there are warnings, 1 something must be changed, 3 a server cannot be reached.
 
 use serde_json::Value;
+use tokio::time::timeout;
 
 use super::client::Client;
 use super::{Reach, local, print};
@@ -73,7 +74,8 @@ async fn look(settings: &Settings) -> Vec<Finding> {
         Err(missing) => findings.push(nothing("streams", &missing)),
         Ok(Ok(streams)) => {
             findings.extend(checks::streams(settings, &streams).await);
-            let _ = streams.close().await;
+            // What goes on behind a look that took too long ends with the process.
+            let _ = timeout(checks::look_max(settings), streams.close()).await;
         }
         Ok(Err(failure)) => findings.push(unreachable("streams", &failure)),
     }
@@ -85,7 +87,7 @@ async fn look(settings: &Settings) -> Vec<Finding> {
                 counted.map_err(|error| error.to_string())
             });
             findings.extend(checks::database(settings, store.as_ref(), counting).await);
-            store.close().await;
+            let _ = timeout(checks::look_max(settings), store.close()).await;
         }
         Ok(Err(failure)) => findings.push(unreachable("database", &failure)),
     }
