@@ -99,7 +99,7 @@ pub use operator::{
 };
 pub use origins::Origins;
 pub use outbox::{Deliver, DeliverError, Outbox, OutboxConfig};
-pub use release::{release, retry};
+pub use release::{release, release_all, retry};
 pub use retry::RetryPolicy;
 pub use steps::{NoSteps, Step, Steps};
 pub use store::Store;

@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use tracing::warn;
 
 use crate::claim::Nudge;
-use crate::error::Result;
+use crate::error::{IssueError, Result};
 use crate::issue::IssueId;
 use crate::nudge::Nudger;
 use crate::operator::{EventLogFilter, Released, Retried};
@@ -28,6 +28,29 @@ pub async fn release(store: &dyn Store, nudger: &Nudger, issue_id: IssueId) -> R
     Ok(released)
 }
 
+/// Ends quarantines, then nudges for all of them at once. Returns how many it ended: one that somebody else ended or removed
+/// meanwhile is passed by. What was ended before an error stays so.
+pub async fn release_all(store: &dyn Store, nudger: &Nudger, issues: &[IssueId]) -> Result<u64> {
+    let (mut count, mut nudges) = (0, Vec::new());
+    let mut releasing = Ok(());
+    for issue_id in issues {
+        match store.release(*issue_id).await {
+            Ok(Released::Queued) => {
+                count += 1;
+                nudges.push(nudge_for(store, *issue_id).await);
+            }
+            Ok(Released::Idle) => count += 1,
+            Ok(Released::NotQuarantined) | Err(IssueError::NotFound { .. }) => {}
+            Err(error) => {
+                releasing = Err(error);
+                break;
+            }
+        }
+    }
+    send(nudger, &nudges).await;
+    releasing.map(|()| count)
+}
+
 /// Makes an issue claimable now, be it quarantined or waiting, and nudges. [`NotFound`](crate::IssueError::NotFound) if there
 /// is no such issue.
 pub async fn retry(store: &dyn Store, nudger: &Nudger, issue_id: IssueId) -> Result<Retried> {
@@ -38,13 +61,25 @@ pub async fn retry(store: &dyn Store, nudger: &Nudger, issue_id: IssueId) -> Res
     Ok(retried)
 }
 
-/// Never fails: the change is made, and what goes wrong here only delays it until the next sweep.
 async fn nudge(store: &dyn Store, nudger: &Nudger, issue_id: IssueId) {
+    send(nudger, &[nudge_for(store, issue_id).await]).await;
+}
+
+/// A nudge names the oldest event, if that can be told.
+async fn nudge_for(store: &dyn Store, issue_id: IssueId) -> Nudge {
     let filter = EventLogFilter { processed: Some(false), ..EventLogFilter::default() };
     let oldest = store.event_logs(issue_id, &filter, 1).await.unwrap_or_default();
-    let event_log_id = oldest.first().map(|log| log.id).unwrap_or_default();
-    let sent = timeout(STREAM_DEADLINE, nudger.send(&[Nudge { issue_id, event_log_id }])).await;
+    Nudge { issue_id, event_log_id: oldest.first().map(|log| log.id).unwrap_or_default() }
+}
+
+/// Never fails: the change is made, and what goes wrong here only delays it until the next sweep.
+async fn send(nudger: &Nudger, nudges: &[Nudge]) {
+    if nudges.is_empty() {
+        return;
+    }
+    let sent = timeout(STREAM_DEADLINE, nudger.send(nudges)).await;
     if !matches!(sent, Ok(Ok(()))) {
-        warn!(%issue_id, "the stream is away, the issue waits for the next sweep");
+        let count = nudges.len();
+        warn!(count, "the stream is away, released issues wait for the next sweep");
     }
 }

@@ -4,7 +4,8 @@ mod support;
 
 use anyhow::Result;
 use headwater_issue::{
-    HandlerError, IssueError, IssueId, Released, Retried, Run, WorkerConfig, release, retry,
+    HandlerError, IssueError, IssueId, Released, Retried, Run, WorkerConfig, release, release_all,
+    retry,
 };
 use support::{LONG, Place, System, replies, until};
 
@@ -53,6 +54,24 @@ async fn an_issue_that_waits_for_its_backoff_is_worked_on_at_once_if_an_operator
 }
 
 #[tokio::test]
+async fn all_are_released_and_nudged_at_once_and_one_that_is_gone_stops_nobody() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    let worker = fails_first(&system, HandlerError::quarantine("unknown project"))?;
+    let mut issues = vec![IssueId(12345)];
+    for number in ["1", "2", "3"] {
+        let issue_id = system.record(number, "a").await?.issue_id;
+        failed(&system, issue_id).await?;
+        issues.push(issue_id);
+    }
+    let store = system.store.as_ref();
+    assert_eq!(release_all(store, &system.nudger, &issues).await?, 3);
+    until("the runs", || async { store.audit(1).await.expect("it answers").processed == 3 })
+        .await?;
+    assert_eq!(release_all(store, &system.nudger, &issues).await?, 0);
+    worker.stop().await
+}
+
+#[tokio::test]
 async fn a_release_counts_although_the_stream_is_away() -> Result<()> {
     let system = System::at(&Place::now()).await?;
     let worker = fails_first(&system, HandlerError::quarantine("unknown project"))?;
@@ -62,6 +81,7 @@ async fn a_release_counts_although_the_stream_is_away() -> Result<()> {
     let store = system.store.as_ref();
     assert_eq!(release(store, &system.nudger, issue_id).await?, Released::Queued);
     worker.abort().await;
+    assert_eq!(release_all(store, &system.nudger, &[issue_id]).await?, 0, "it is done");
     let missing = release(store, &system.nudger, IssueId(12345)).await;
     assert!(matches!(missing, Err(IssueError::NotFound { .. })), "{missing:?}");
     Ok(())

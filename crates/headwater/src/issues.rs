@@ -253,14 +253,8 @@ async fn release_all(
     };
     let issues = app.store.issues(&filter, RELEASED_AT_ONCE).await?;
     let next = issues.last().filter(|_| issues.len() == RELEASED_AT_ONCE).map(|issue| issue.id.0);
-    let mut released = 0;
-    for issue in &issues {
-        match headwater_issue::release(app.store.as_ref(), &app.nudger, issue.id).await? {
-            Released::Queued | Released::Idle => released += 1,
-            // Somebody else has done so.
-            Released::NotQuarantined => {}
-        }
-    }
+    let ids: Vec<_> = issues.iter().map(|issue| issue.id).collect();
+    let released = headwater_issue::release_all(app.store.as_ref(), &app.nudger, &ids).await?;
     Ok(Json(IssuesReleased { released, next_cursor: next }))
 }
 
