@@ -297,11 +297,11 @@ pub(crate) struct DiscrepancyLine {
 }
 
 /// Counts the books, one at a time: all connections of the database would be counting, and none would be left for work. Who
-/// goes away leaves the counting to its end, since the database goes on with it, too.
+/// goes away leaves the counting to its end, since the database goes on with it, too. A stop does not wait for it.
 pub(crate) async fn count(app: &App) -> Result<headwater_issue::Audit, ApiError> {
     let store = Arc::clone(&app.store);
     let counting = async move { Ok(headwater_issue::audit(store.as_ref()).await?) };
-    app.long_work.count(counting).await
+    app.long_work.count(app.stopping.clone(), counting).await
 }
 
 /// Counts every event there ever was, and names the issues that do not add up. Reads everything: not for every second.

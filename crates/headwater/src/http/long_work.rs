@@ -2,8 +2,8 @@
 //! and counting the books, which the database would go on with.
 //!
 //! Upstream: routes that copy or read much. Promises: at most [`LONG_WORK_MAX`] copies at once, and one count; what was begun
-//! is joined when the process stops, or aborted when that takes too long. Not here: telling the work to end early, which it
-//! does by itself when the process stops.
+//! is joined when the process stops, or aborted when that takes too long; a count is ended then. Not here: telling the other
+//! work to end early, which it does by itself when the process stops.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,6 +13,7 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
 
 use super::ApiError;
+use crate::stop::Stopping;
 
 /// Imports and forks at once in one process; each keeps some megabytes in memory.
 pub(crate) const LONG_WORK_MAX: usize = 8;
@@ -44,13 +45,21 @@ impl LongWork {
         self.carry(&self.places, message, work).await
     }
 
-    /// The same for counting, of which there is one at a time.
+    /// The same for counting, of which there is one at a time. It changes nothing, and is ended when the process stops.
     pub(crate) async fn count<T: Send + 'static>(
         &self,
+        stopping: Stopping,
         work: impl Future<Output = Result<T, ApiError>> + Send + 'static,
     ) -> Result<T, ApiError> {
         let message = "the books are being counted for somebody else; try again".to_owned();
-        self.carry(&self.counting, message, work).await
+        let until_stop = async move {
+            tokio::select! {
+                biased;
+                () = stopping.begun() => Err(ApiError::unavailable("this process stops; try again")),
+                counted = work => counted,
+            }
+        };
+        self.carry(&self.counting, message, until_stop).await
     }
 
     async fn carry<T: Send + 'static>(
@@ -120,17 +129,27 @@ mod tests {
         let work = LongWork::default();
         let go_on = Arc::new(Notify::new());
         let signal = Arc::clone(&go_on);
-        let counting = work.count(async move {
+        let stopping = Stopping::default();
+        let counting = work.count(stopping.clone(), async move {
             signal.notified().await;
             Ok(())
         });
         assert!(counting.now_or_never().is_none(), "its caller goes away");
-        let refused = work.count(async { Ok(()) }).await.unwrap_err();
+        let refused = work.count(stopping.clone(), async { Ok(()) }).await.unwrap_err();
         assert_eq!((refused.status(), refused.code()), (StatusCode::TOO_MANY_REQUESTS, "busy"));
         assert_eq!(work.run(async { Ok(7) }).await, Ok(7), "copies have places of their own");
         go_on.notify_one();
         work.close().await;
-        assert_eq!(work.count(async { Ok(7) }).await, Ok(7));
+        assert_eq!(work.count(stopping, async { Ok(7) }).await, Ok(7));
+    }
+
+    #[tokio::test]
+    async fn a_count_ends_when_the_process_stops() {
+        let (work, stopping) = (LongWork::default(), Stopping::default());
+        let counting = work.count(stopping.clone(), std::future::pending::<Result<(), ApiError>>());
+        stopping.begin();
+        assert_eq!(counting.await.unwrap_err().status(), StatusCode::SERVICE_UNAVAILABLE);
+        work.close().await;
     }
 
     #[tokio::test]
