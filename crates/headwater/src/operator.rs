@@ -117,7 +117,12 @@ impl Verb {
         };
         let client = match reach.url() {
             Some(url) => Client::network(&url)?,
-            None => Client::in_process(settings, needs).await?,
+            None => {
+                if let Self::Audit(_) = self {
+                    local::given_database_is_there(settings)?;
+                }
+                Client::in_process(settings, needs).await?
+            }
         };
         let outcome = self.ask(&client).await;
         client.close().await;

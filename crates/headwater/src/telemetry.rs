@@ -16,6 +16,7 @@ use headwater_issue::Nudger;
 use headwater_stream::Backend;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use secrecy::ExposeSecret;
+use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
@@ -47,11 +48,9 @@ type AnyLayer = Box<dyn Layer<Registry> + Send + Sync>;
 pub(crate) fn begin(settings: &settings::Telemetry) -> Result<Telemetry, Failure> {
     let filter = EnvFilter::try_new(&settings.level).context("the setting `log.level`")?;
     // PostgreSQL tells at every start that tables are there already.
-    let filter = match settings.level.contains("sqlx") {
-        true => filter,
-        false => {
-            filter.add_directive("sqlx::postgres::notice=warn".parse().context("a directive")?)
-        }
+    let filter = match tells_notices(&settings.level) {
+        true => filter.add_directive("sqlx::postgres::notice=warn".parse().context("a directive")?),
+        false => filter,
     };
     let as_json = match settings.format.as_str() {
         "json" => true,
@@ -91,6 +90,13 @@ pub(crate) fn begin(settings: &settings::Telemetry) -> Result<Telemetry, Failure
     Ok(Telemetry { metrics, traces })
 }
 
+/// Whether notices of PostgreSQL would be told that nobody has asked for. Where less is told, they must not be added to it.
+fn tells_notices(level: &str) -> bool {
+    let others =
+        level.split(',').filter_map(|part| part.trim().parse::<LevelFilter>().ok()).next_back();
+    !level.contains("sqlx") && others.is_some_and(|others| others >= LevelFilter::WARN)
+}
+
 impl Telemetry {
     /// Sends nudges, with the traces of events if there is a collector.
     pub(crate) fn nudger(&self, streams: Arc<dyn Backend>) -> Nudger {
@@ -104,6 +110,21 @@ impl Telemetry {
     pub(crate) async fn end(self) {
         if let Some(traces) = self.traces {
             traces.end().await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notices_are_made_less_and_never_more() {
+        for level in ["info", "warn", "INFO,headwater=debug", "headwater=debug, trace"] {
+            assert!(tells_notices(level), "{level}");
+        }
+        for level in ["off", "error", "error,headwater=info", "headwater=info", "info,sqlx=debug"] {
+            assert!(!tells_notices(level), "{level}");
         }
     }
 }

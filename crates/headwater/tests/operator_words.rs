@@ -295,6 +295,14 @@ fn looking_makes_no_file_and_says_that_there_is_none() {
         assert!(said.contains("there is nothing at headwater-data"), "{words:?}: {said}");
         assert!(!place.path().join("headwater-data").exists(), "{words:?}");
     }
+    // Of a database that was named, nothing is said to be well that is not there.
+    for words in [&["audit"][..], &["audit", "log"]] {
+        let given = [words, &["--database-url", "sqlite:some%20where.db"]].concat();
+        let output = place.run(&given).unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{words:?}: {said}");
+        assert!(said.contains("there is no database at some where.db"), "{words:?}: {said}");
+    }
     // What changes something makes what it needs.
     assert!(place.run(&["topic", "create", "orders"]).unwrap().status.success());
     assert!(place.path().join("headwater-data").exists());

@@ -220,7 +220,7 @@ async fn waiting(store: &dyn Store) -> Vec<Finding> {
         count => Finding::warning(
             "quarantine",
             format!("{} for an operator", text::counted(count, "issue waits", "issues wait")),
-            "`headwater issue list --quarantined` shows them, `headwater issue release` lets them go on",
+            "`headwater issue list --quarantined` shows them, `headwater issue release --all` lets them go on",
         ),
     };
     let outbox = match backlog.outbox_dead {
@@ -231,7 +231,7 @@ async fn waiting(store: &dyn Store) -> Vec<Finding> {
                 "{} given up after the last try",
                 text::counted(count, "reply or event was", "replies or events were")
             ),
-            "`headwater outbox list` shows them, `headwater outbox retry` sends them again",
+            "`headwater outbox list` shows them, `headwater outbox retry --all` sends them again",
         ),
     };
     vec![quarantine, outbox]

@@ -21,7 +21,7 @@ pub(crate) struct Audit {
 enum What {
     /// Count every event there ever was: recorded = processed + pending + quarantined. Without a word, this is done.
     Books,
-    /// List who changed what over HTTP, newest first.
+    /// List who changed what, over HTTP and by verbs, newest first.
     Log {
         /// At most this many.
         #[arg(long, default_value_t = 100)]

@@ -6,7 +6,7 @@
 //! one that needs only the database opens no streams. A verb that only looks makes no file: where there is none, it sees
 //! what a new one would show, and says so.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ use headwater_issue::{Inbox, InboxConfig, Nudger, Store};
 use headwater_stream::Backend;
 use metrics_exporter_prometheus::PrometheusBuilder;
 use secrecy::{ExposeSecret, SecretString};
+use sqlx::sqlite::SqliteConnectOptions;
 use utoipa_axum::router::OpenApiRouter;
 
 use super::written_down::{self, Log};
@@ -188,18 +189,35 @@ async fn app(
 /// The directory of embedded streams that is not there.
 fn missing_streams(settings: &Settings) -> Option<String> {
     let directory = settings.stream_url.expose_secret().strip_prefix("embedded:")?;
-    missing(directory).filter(|directory| directory != "memory")
+    let directory = directory.split('?').next().unwrap_or(directory);
+    let is_missing = directory != "memory" && !Path::new(directory).exists();
+    is_missing.then(|| directory.to_owned())
 }
 
 /// The file of SQLite that is not there.
 fn missing_database(settings: &Settings) -> Option<String> {
-    let file = settings.database_url.expose_secret().strip_prefix("sqlite:")?;
-    missing(file.trim_start_matches("//")).filter(|file| file != ":memory:")
+    let file = database_file(settings)?;
+    (!file.exists()).then(|| file.display().to_string())
 }
 
-fn missing(path: &str) -> Option<String> {
-    let path = path.split('?').next().unwrap_or(path);
-    (!Path::new(path).exists()).then(|| path.to_owned())
+/// The file of SQLite, as who opens it reads its address.
+pub(super) fn database_file(settings: &Settings) -> Option<PathBuf> {
+    let url = settings.database_url.expose_secret();
+    if !url.starts_with("sqlite:") || url.contains(":memory:") || url.contains("mode=memory") {
+        return None;
+    }
+    let options: SqliteConnectOptions = url.parse().ok()?;
+    Some(options.get_filename().to_owned())
+}
+
+/// For verbs whose answer would comfort: of a database that somebody named and that is not there, nothing can be said.
+pub(super) fn given_database_is_there(settings: &Settings) -> Result<(), Failure> {
+    match missing_database(settings).filter(|_| settings.database_is_given) {
+        Some(path) => {
+            Err(Failure::Missing(format!("there is no database at {path}; mend `database.url`")))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Looks at nothing instead of making what is not there.

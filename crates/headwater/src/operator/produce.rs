@@ -60,8 +60,11 @@ impl Produce {
         let progress = (!std::io::stdout().is_terminal()).then(|| Progress::new("sent", None));
         let (mut batch, mut bytes, mut sent) = (Vec::new(), 0, 0);
         for line in std::io::stdin().lock().lines() {
-            let line = line
-                .map_err(|error| Failure::new(format!("standard input cannot be read: {error}")))?;
+            let line = line.map_err(|error| {
+                Failure::new(format!(
+                    "standard input cannot be read: {error}. {sent} lines were sent"
+                ))
+            })?;
             bytes += line.len();
             batch.push(self.message(&line));
             if batch.len() == BATCH || bytes >= BATCH_BYTES {
@@ -84,10 +87,15 @@ impl Produce {
         sent: u64,
     ) -> Result<(), Failure> {
         let count = messages.len();
+        let before =
+            |problem: String| format!("{problem}. {sent} lines were sent before these {count}");
         self.send(client, messages).await.map_err(|failure| match failure {
             Failure::Unreachable(problem) => Failure::Unreachable(format!(
                 "{problem}. {sent} lines were sent; of the next {count} it is not known"
             )),
+            Failure::Usage(problem) => Failure::Usage(before(problem)),
+            Failure::Missing(problem) => Failure::Missing(before(problem)),
+            Failure::Failed(error) => Failure::new(before(format!("{error:#}"))),
             other => other,
         })
     }

@@ -4,16 +4,15 @@
 //! there, no change without an entry: what cannot be written down is refused, as over HTTP. Where there is none, nothing
 //! is written.
 
-use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
 use headwater_issue::Store;
-use secrecy::ExposeSecret;
 use tokio::sync::OnceCell;
 
+use super::local::database_file;
 use crate::audit::{self, Audit};
 use crate::http::ApiError;
 use crate::http::access::{self, Caller};
@@ -72,8 +71,7 @@ pub(super) async fn record(
 
 /// Whether somebody named a database, or the default one is there: none is made to write into it who used Redis.
 fn has_database(settings: &Settings) -> bool {
-    let file = settings.database_url.expose_secret().strip_prefix("sqlite:");
-    settings.database_is_given || file.is_some_and(|file| Path::new(file).exists())
+    settings.database_is_given || database_file(settings).is_some_and(|file| file.exists())
 }
 
 /// Whoever can open the streams can do everything with them; who that is, is known to the operating system.
