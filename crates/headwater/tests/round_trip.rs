@@ -4,6 +4,7 @@ mod support;
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
 use crate::support::sender::{SECRET, github, github_comment, github_issues, send};
-use crate::support::{LIMIT, Place, Server};
+use crate::support::{LIMIT, Place, Server, eventually};
 
 const TOKEN: &str = "a token of the shop";
 
@@ -25,13 +26,21 @@ const TOKEN: &str = "a token of the shop";
 #[derive(Clone, Default)]
 struct Github {
     comments: Arc<Mutex<Vec<(String, String)>>>,
+    /// Comments that somebody began to post.
+    begun: Arc<AtomicUsize>,
+    takes: Duration,
 }
 
 type Comment = Path<(String, String, String)>;
 
 impl Github {
     async fn start() -> Result<(Self, SocketAddr)> {
-        let this = Self::default();
+        Self::start_slow(Duration::ZERO).await
+    }
+
+    /// One that takes so long for a comment, and keeps it only if its caller waits for that.
+    async fn start_slow(takes: Duration) -> Result<(Self, SocketAddr)> {
+        let this = Self { takes, ..Self::default() };
         let router = Router::new()
             .route("/repos/{owner}/{repository}/issues/{number}/comments", post(comment).get(list))
             .with_state(this.clone());
@@ -56,6 +65,8 @@ async fn comment(
     if headers.get("authorization").is_none_or(|it| it != format!("Bearer {TOKEN}").as_str()) {
         return (StatusCode::UNAUTHORIZED, Json(json!({"message": "Bad credentials"})));
     }
+    github.begun.fetch_add(1, Ordering::SeqCst);
+    tokio::time::sleep(github.takes).await;
     let text = body["body"].as_str().unwrap_or_default().to_owned();
     github.comments.lock().expect("no panic").push((number, text));
     (StatusCode::CREATED, Json(json!({"id": 1})))
@@ -180,6 +191,24 @@ async fn a_stop_during_a_model_call_lets_it_end_and_its_reply_leave() -> Result<
     assert_eq!(pending.trim(), "idle|0", "{}", server.log());
     let count = "SELECT count(*) FROM ticket_messages WHERE author = 'assistant'";
     assert_eq!(database.query(count)?.trim(), "1", "{}", server.log());
+    Ok(())
+}
+
+/// It takes longer than a stop goes on beyond its drain.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reply_that_is_on_its_way_when_the_stop_begins_has_the_drain_to_arrive() -> Result<()> {
+    let (slow, address) = Github::start_slow(Duration::from_secs(8)).await?;
+    let database = Postgres::shared()?.database()?;
+    let place = place(address)?;
+    let mut server = place.serve(&["--issue-quiet", "10ms", "--database-url", &database.url()])?;
+    let body = github_issues("opened", 42, "Where is it?").to_string();
+    assert_eq!(send(github(&server, "issues", "d-1", body.as_bytes())).await?.0, 200);
+    eventually("the reply", || slow.begun.load(Ordering::SeqCst) == 1).await?;
+    assert!(server.stop()?.success(), "{}", server.log());
+    assert_eq!(slow.comments().len(), 1, "{}", server.log());
+    let left =
+        "SELECT count(*) FROM outbox WHERE status IN ('waiting', 'pending', 'taken', 'dead')";
+    assert_eq!(database.query(left)?.trim(), "0", "it would be sent again: {}", server.log());
     Ok(())
 }
 
