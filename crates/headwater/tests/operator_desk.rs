@@ -39,6 +39,12 @@ fn answered(reach: &Reach) -> Answered {
 fn every_verb(reach: &Reach) {
     let Answered { ticket, issue, session } = answered(reach);
     tickets(reach, &ticket);
+    if reach.has_server() {
+        // What is said twice is the same only when nobody works on it meanwhile.
+        reach.while_serving(|ask| {
+            until(ask, &["audit"], |books| books[0]["pending"] == 0);
+        });
+    }
     issues(reach, &issue);
     sessions(reach, &session);
     rest(reach);
