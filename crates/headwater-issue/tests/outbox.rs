@@ -287,7 +287,7 @@ async fn a_stop_whose_end_is_known_lets_deliveries_go_on_until_then() -> Result<
     let outbox = system.outbox(slow.clone(), config)?;
     let (stop, stopped) = tokio::sync::oneshot::channel();
     let running = tokio::spawn(async move {
-        outbox.run_until(async { stopped.await.expect("it is told") }).await
+        outbox.run_until(async { stopped.await.expect("it is told") }).await;
     });
     slow.doors[0].arrivals(1).await?;
 
