@@ -75,8 +75,9 @@ async fn tickets_and_answers_survive_a_kill_at_any_moment() {
                 "0ms",
                 "--issue-max-wait",
                 "0ms",
+                // Long enough that only a kill ends a claim: five ends are a quarantine.
                 "--worker-claim",
-                "1s",
+                "4s",
                 "--sweep-every",
                 "200ms",
                 "--model-url",
@@ -97,7 +98,7 @@ async fn tickets_and_answers_survive_a_kill_at_any_moment() {
             "--issue-max-wait",
             "0ms",
             "--worker-claim",
-            "1s",
+            "4s",
             "--sweep-every",
             "200ms",
         ])
