@@ -1,7 +1,6 @@
 //! Asking: one `SELECT`, bounded in time, rows and bytes.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use duckdb::Connection;
@@ -56,13 +55,17 @@ impl WarehouseReader {
             let shared = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
             shared.try_clone().map_err(|error| failed("open a connection", error))?
         };
-        let stop = StopOnDrop { handle: connection.interrupt_handle(), has_ended: Arc::default() };
-        let ended = Ended(Arc::clone(&stop.has_ended));
+        let has_ended = Arc::new(Mutex::new(false));
+        let _stop =
+            StopOnDrop { handle: connection.interrupt_handle(), has_ended: Arc::clone(&has_ended) };
+        let open = Open { connection: Some(connection), has_ended };
         let (sender, answered) = oneshot::channel();
         let answering = move || {
-            let _kept = (ended, place);
+            let _kept = place;
+            let table = open.answer(&sql);
+            drop(open);
             // Nobody may be waiting any more.
-            let _ = sender.send(answer(&connection, &sql));
+            let _ = sender.send(table);
         };
         std::thread::Builder::new()
             .stack_size(STACK_BYTES)
@@ -76,34 +79,53 @@ impl WarehouseReader {
     }
 }
 
-/// Tells, however it ended, that a query has.
-struct Ended(Arc<AtomicBool>);
+/// A connection that answers one query. It is closed while nobody interrupts it: the handle for that would reach for memory
+/// that is gone, and end the process.
+struct Open {
+    connection: Option<Connection>,
+    has_ended: Arc<Mutex<bool>>,
+}
 
-impl Drop for Ended {
+impl Open {
+    fn answer(&self, sql: &str) -> Result<Table> {
+        let connection = self.connection.as_ref().expect("it is open until it is dropped");
+        answer(connection, sql)
+    }
+}
+
+impl Drop for Open {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Release);
+        let mut has_ended = self.has_ended.lock().unwrap_or_else(PoisonError::into_inner);
+        self.connection = None;
+        *has_ended = true;
     }
 }
 
 /// Stops a query that nobody waits for any more.
 struct StopOnDrop {
     handle: Arc<duckdb::InterruptHandle>,
-    has_ended: Arc<AtomicBool>,
+    has_ended: Arc<Mutex<bool>>,
 }
 
 impl Drop for StopOnDrop {
     fn drop(&mut self) {
-        if self.has_ended.load(Ordering::Acquire) {
-            return;
-        }
         let (handle, has_ended) = (Arc::clone(&self.handle), Arc::clone(&self.has_ended));
-        // Again and again: an interruption that meets no statement is forgotten, and there are several statements.
-        std::thread::spawn(move || {
-            while !has_ended.load(Ordering::Acquire) {
+        // Interrupts what is under way. Returns whether something was.
+        let interrupt = move || {
+            let has_ended = has_ended.lock().unwrap_or_else(PoisonError::into_inner);
+            if !*has_ended {
                 handle.interrupt();
-                std::thread::sleep(STOP_EVERY);
             }
-        });
+            !*has_ended
+        };
+        // Again and again: an interruption that meets no statement is forgotten, and there are several statements.
+        if interrupt() {
+            std::thread::spawn(move || {
+                while interrupt() {
+                    std::thread::sleep(STOP_EVERY);
+                }
+            });
+        }
     }
 }
 
@@ -225,6 +247,20 @@ mod tests {
         let row = &table.rows[0];
         assert_eq!(row[..5], [json!(1), json!(1.5), json!("x\"y"), json!(null), json!(true)]);
         assert_eq!(row[5..7], [json!("2026-11-15"), json!([1, 2])]);
+    }
+
+    /// An interruption that met a connection just then closed ended the process.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+    async fn who_goes_away_as_the_answer_comes_harms_nobody() {
+        let (_folder, warehouse) = warehouse();
+        for micros in (0..3_000).step_by(10) {
+            let reader = warehouse.reader();
+            let asking =
+                tokio::time::timeout(Duration::from_micros(micros), reader.query("SELECT 1"));
+            // Answered or not, as it happens.
+            let _ = asking.await;
+            assert!(warehouse.reader().query("SELECT 1").await.is_ok());
+        }
     }
 
     #[tokio::test]
