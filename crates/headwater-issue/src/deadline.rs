@@ -12,9 +12,12 @@ pub(crate) async fn within<T>(
 ) -> Result<T> {
     match tokio::time::timeout(deadline, call).await {
         Ok(answer) => answer,
-        Err(_) => Err(IssueError::Unavailable {
-            problem: format!("{what}: no answer within {deadline:?}"),
-            source: None,
-        }),
+        Err(_) => Err(timed_out(what, deadline)),
     }
+}
+
+/// The error of a call that reached its deadline.
+pub(crate) fn timed_out(what: &str, deadline: Duration) -> IssueError {
+    let problem = format!("{what}: no answer within {deadline:?}");
+    IssueError::Unavailable { problem, source: None }
 }

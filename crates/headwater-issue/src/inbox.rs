@@ -13,6 +13,7 @@ use headwater_queue::TraceContext;
 use headwater_stream::{Coalescer, CoalescerConfig};
 use metrics::counter;
 
+use crate::confirmations::Confirmations;
 use crate::error::{IssueError, Result};
 use crate::issue::{NewEvent, Quiet, Recorded};
 use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX};
@@ -33,6 +34,8 @@ pub struct InboxConfig {
     pub linger: Duration,
     /// Commits under way at once. Default: 1, so that events are stored in the order of calls.
     pub commits_max: usize,
+    /// Notes what was confirmed, so that a sample is read back; see [`Confirmations::run`]. Default: nothing reads it.
+    pub confirmations: Confirmations,
     /// Is told of every step. Default: nobody.
     pub steps: Arc<dyn Steps>,
 }
@@ -44,6 +47,7 @@ impl Default for InboxConfig {
             batch_max: BATCH_MAX,
             linger: Duration::ZERO,
             commits_max: 1,
+            confirmations: Confirmations::default(),
             steps: Arc::new(NoSteps),
         }
     }
@@ -77,9 +81,10 @@ impl Inbox {
             in_flight_max: config.commits_max,
         };
         let quiet = config.quiet;
-        let (sender, told) = (nudger.clone(), config.steps);
+        let (sender, told, confirmations) = (nudger.clone(), config.steps, config.confirmations);
         let records = Coalescer::new(gathering, move |coming: Vec<Coming>| {
             let (store, nudger, steps) = (Arc::clone(&store), sender.clone(), Arc::clone(&told));
+            let confirmations = confirmations.clone();
             async move {
                 let (events, traces): (Vec<_>, Vec<_>) = coming.into_iter().unzip();
                 let answers = store.record(&events, &quiet).await;
@@ -87,6 +92,7 @@ impl Inbox {
                 for (answer, trace) in answers.iter().zip(traces) {
                     count(answer);
                     if let Ok(recorded) = answer {
+                        confirmations.note(recorded.event_log_id);
                         steps.taken(Step::Recorded, recorded.issue_id);
                         nudger.after_in(recorded, trace);
                     }

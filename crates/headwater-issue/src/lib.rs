@@ -54,6 +54,7 @@ mod steps;
 pub mod metrics;
 mod nudge;
 
+mod confirmations;
 mod inbox;
 mod release;
 
@@ -78,6 +79,7 @@ pub use claim::{
     AfterFailure, Beat, Claim, ClaimOptions, ClaimedIssue, Completed, Completion, Failed, Failure,
     GiveBack, GiveBackReason, GivenBack, Nudge, SweepOptions, Swept,
 };
+pub use confirmations::Confirmations;
 pub use connect::{StoreOptions, connect};
 pub use dedup::dedup_key;
 pub use delivery::{
@@ -104,6 +106,6 @@ pub use retry::RetryPolicy;
 pub use steps::{NoSteps, Step, Steps};
 pub use store::Store;
 pub use sweeper::{Sweeper, SweeperConfig};
-pub use transaction::{Connection, Pool, Transaction};
+pub use transaction::{Connection, ReadConnection, Transaction};
 pub use why::{Reason, Why, why};
 pub use worker::{OnNewEvent, Worker, WorkerConfig};

@@ -43,6 +43,17 @@ pub const OUTBOX_ROWS: &str = "headwater_outbox_rows";
 /// Issues. Labels: status (`queued`, `processing`, `quarantined`).
 pub const ISSUES: &str = "headwater_issues";
 
+/// Connections to PostgreSQL that were found inside a transaction that no call had open; each was closed. Alert on any.
+pub const CONNECTIONS_IN_TRANSACTION: &str = "headwater_database_connections_in_transaction_total";
+/// Sessions that PostgreSQL ended because they were idle inside a transaction (SQL state 25P03). Alert on any.
+pub const IDLE_IN_TRANSACTION_TIMEOUTS: &str =
+    "headwater_database_idle_in_transaction_timeouts_total";
+
+/// Confirmed event logs that were read back on another connection.
+pub const CONFIRMED_EVENTS_CHECKED: &str = "headwater_confirmed_events_checked_total";
+/// Confirmed event logs that were read back and not found. Alert on any: confirmed events are lost.
+pub const CONFIRMED_EVENTS_MISSING: &str = "headwater_confirmed_events_missing_total";
+
 /// Looks at the backlog once and sets the gauges. `redis_pending_messages` keeps its value while the streams are away.
 pub async fn sample(store: &dyn Store, streams: Option<&Arc<dyn Backend>>) -> Result<()> {
     if let Some(streams) = streams

@@ -3,21 +3,21 @@
 //! Upstream: `operator` of both folders, which add what differs. Downstream: the columns of `statements` and the readers of
 //! `rows`. Promises: parameters are `$1`, `$2` and so on, which both understand; types are given by `CAST`.
 
-/// Implements [`Operator`](crate::Operator) for a store: what is here, and the methods given. `$pool` is the field with
-/// the connections that read.
+/// Implements [`Operator`](crate::Operator) for a store: what is here, and the methods given. The store has a method `call`
+/// that runs an async closure on a connection.
 macro_rules! implement_operator {
-    (for $store:ident, reading from $pool:ident, with { $($own:item)* }) => {
+    (for $store:ident, with { $($own:item)* }) => {
         #[async_trait::async_trait]
         impl $crate::Operator for $store {
             async fn integrations(&self, after: Option<&str>) -> Result<Vec<Integration>> {
-                self.limited("listing integrations", async {
+                self.call("listing integrations", async |connection| {
                     let rows = sqlx::query(
                         "SELECT id, name, provider FROM integrations WHERE name > $1
                          ORDER BY name LIMIT $2",
                     )
                     .bind(after.unwrap_or_default())
                     .bind(number(PAGE_MAX))
-                    .fetch_all(&self.$pool)
+                    .fetch_all(&mut *connection)
                     .await?;
                     let mut integrations = Vec::with_capacity(rows.len());
                     for row in &rows {
@@ -31,7 +31,7 @@ macro_rules! implement_operator {
             }
 
             async fn issue(&self, id: IssueId) -> Result<Option<Issue>> {
-                self.limited("reading an issue", async {
+                self.call("reading an issue", async |connection| {
                     let row = sqlx::query(concat!(
                         "SELECT ",
                         issue_columns!(),
@@ -39,7 +39,7 @@ macro_rules! implement_operator {
                           WHERE i.id = $1"
                     ))
                     .bind(id.0)
-                    .fetch_optional(&self.$pool)
+                    .fetch_optional(&mut *connection)
                     .await?;
                     row.map(|row| Ok(read_issue!(&row))).transpose()
                 })
@@ -52,7 +52,7 @@ macro_rules! implement_operator {
                 external_project_id: &str,
                 external_issue_id: &str,
             ) -> Result<Option<Issue>> {
-                self.limited("finding an issue", async {
+                self.call("finding an issue", async |connection| {
                     let row = sqlx::query(concat!(
                         "SELECT ",
                         issue_columns!(),
@@ -63,7 +63,7 @@ macro_rules! implement_operator {
                     .bind(integration)
                     .bind(external_project_id)
                     .bind(external_issue_id)
-                    .fetch_optional(&self.$pool)
+                    .fetch_optional(&mut *connection)
                     .await?;
                     row.map(|row| Ok(read_issue!(&row))).transpose()
                 })
@@ -72,7 +72,7 @@ macro_rules! implement_operator {
 
             async fn issues(&self, filter: &IssueFilter, limit: usize) -> Result<Vec<Issue>> {
                 check::page(limit)?;
-                self.limited("listing issues", async {
+                self.call("listing issues", async |connection| {
                     let rows = sqlx::query(concat!(
                         "SELECT ",
                         issue_columns!(),
@@ -89,7 +89,7 @@ macro_rules! implement_operator {
                     .bind(filter.quarantined)
                     .bind(filter.integration.as_deref())
                     .bind(number(limit))
-                    .fetch_all(&self.$pool)
+                    .fetch_all(&mut *connection)
                     .await?;
                     rows.iter().map(|row| Ok(read_issue!(row))).collect()
                 })
@@ -103,7 +103,7 @@ macro_rules! implement_operator {
                 limit: usize,
             ) -> Result<Vec<EventLog>> {
                 check::page(limit)?;
-                self.limited("listing event logs", async {
+                self.call("listing event logs", async |connection| {
                     let rows = sqlx::query(concat!(
                         "SELECT ",
                         event_log_columns!(),
@@ -116,7 +116,7 @@ macro_rules! implement_operator {
                     .bind(filter.after.map_or(i64::MIN, |after| after.0))
                     .bind(filter.processed)
                     .bind(number(limit))
-                    .fetch_all(&self.$pool)
+                    .fetch_all(&mut *connection)
                     .await?;
                     rows.iter().map(|row| Ok(read_event_log!(row))).collect()
                 })
@@ -129,7 +129,7 @@ macro_rules! implement_operator {
                 limit: usize,
             ) -> Result<Vec<DeadLetter>> {
                 check::page(limit)?;
-                self.limited("listing dead letters", async {
+                self.call("listing dead letters", async |connection| {
                     let rows = sqlx::query(concat!(
                         "SELECT ",
                         dead_letter_columns!(),
@@ -139,7 +139,7 @@ macro_rules! implement_operator {
                     ))
                     .bind(after.map_or(i64::MIN, |after| after.0))
                     .bind(number(limit))
-                    .fetch_all(&self.$pool)
+                    .fetch_all(&mut *connection)
                     .await?;
                     rows.iter().map(|row| Ok(read_dead_letter!(row))).collect()
                 })
@@ -152,7 +152,7 @@ macro_rules! implement_operator {
                 limit: usize,
             ) -> Result<Vec<DeadOutbox>> {
                 check::page(limit)?;
-                self.limited("listing dead rows of the outbox", async {
+                self.call("listing dead rows of the outbox", async |connection| {
                     let rows = sqlx::query(concat!(
                         "SELECT ",
                         outbox_columns!(),
@@ -163,7 +163,7 @@ macro_rules! implement_operator {
                     ))
                     .bind(after.map_or(i64::MIN, |after| after.0))
                     .bind(number(limit))
-                    .fetch_all(&self.$pool)
+                    .fetch_all(&mut *connection)
                     .await?;
                     let mut dead = Vec::with_capacity(rows.len());
                     for row in &rows {
@@ -183,7 +183,7 @@ pub(crate) use implement_operator;
 /// Reads the books of all issues within a transaction of one dialect, all of it seen at one moment.
 macro_rules! read_audit {
     ($reading:expr, $limit:expr) => {{
-        let mut reading = $reading;
+        let reading = &mut $reading;
         let totals = sqlx::query(
             "SELECT (SELECT count(*) FROM issues), (SELECT count(*) FROM event_logs),
                  (SELECT count(*) FROM event_logs WHERE processed_at IS NOT NULL),
@@ -192,7 +192,7 @@ macro_rules! read_audit {
                  (SELECT CAST(coalesce(sum(pending_events), 0) AS bigint) FROM issues
                   WHERE quarantined_at IS NOT NULL)",
         )
-        .fetch_one(&mut *reading)
+        .fetch_one(&mut **reading)
         .await?;
         let wrong = sqlx::query(
             "SELECT i.id, i.processing_status, i.pending_events, coalesce(e.unprocessed, 0),
@@ -208,7 +208,7 @@ macro_rules! read_audit {
              ORDER BY i.id LIMIT $1",
         )
         .bind(number($limit))
-        .fetch_all(&mut *reading)
+        .fetch_all(&mut **reading)
         .await?;
         let mut audit = $crate::operator::Audit {
             issues: count(totals.try_get(0)?)?,

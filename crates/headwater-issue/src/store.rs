@@ -24,9 +24,9 @@ use crate::claim::{
 };
 use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::Result;
-use crate::issue::{ClaimEpoch, IssueId, NewEvent, Quiet, Recorded};
+use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
 use crate::operator::Operator;
-use crate::transaction::{Pool, Transaction};
+use crate::transaction::{ReadConnection, Transaction};
 
 /// A database with issues in it. `connect` opens one.
 #[async_trait]
@@ -84,11 +84,15 @@ pub trait Store: Operator + std::fmt::Debug {
     /// Shows that a worker is alive for another `ttl`; zero: it is gone.
     async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()>;
 
+    /// Which of these event logs are not committed, as a connection sees it that wrote none of them. At most
+    /// [`PAGE_MAX`](crate::limits::PAGE_MAX) ids.
+    async fn missing_event_logs(&self, ids: &[EventLogId]) -> Result<Vec<EventLogId>>;
+
     /// Begins a transaction of the caller's own; see [`Transaction`]. Commit it soon.
     async fn begin(&self) -> Result<Box<dyn Transaction>>;
 
-    /// The connections, for reading tables of your own.
-    fn pool(&self) -> Pool;
+    /// A connection, for reading tables of your own.
+    async fn read_connection(&self) -> Result<ReadConnection>;
 
     /// Ends all connections, after what is under way. Later calls are `Unavailable`.
     async fn close(&self);

@@ -7,7 +7,6 @@
 //! Not here: nudges, which are the caller's to send after the commit (`Nudger::after`), or the sweep's.
 
 use std::any::Any;
-use std::sync::Arc;
 
 use async_trait::async_trait;
 
@@ -67,7 +66,7 @@ pub trait Transaction: Send + std::fmt::Debug {
     async fn commit(self: Box<Self>) -> Result<()>;
 }
 
-/// The connection of a [`Transaction`].
+/// The connection of a [`Transaction`] or a [`ReadConnection`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Connection<'a> {
@@ -81,16 +80,56 @@ pub enum Connection<'a> {
     Other(&'a mut (dyn Any + Send)),
 }
 
-/// The connections of a store, for reading tables of your own. To write, [`begin`](crate::Store::begin).
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub enum Pool {
-    /// To a Postgres server.
+/// A connection of a store, for reading tables of your own. To write, [`begin`](crate::Store::begin).
+///
+/// Hand it back with [`release`](ReadConnection::release) when the last statement has returned. One to PostgreSQL that is
+/// dropped before that is closed, because a statement may still be running on it.
+#[derive(Debug)]
+pub struct ReadConnection(Reading);
+
+#[derive(Debug)]
+enum Reading {
     #[cfg(feature = "postgres")]
-    Postgres(sqlx::PgPool),
-    /// To a SQLite file. They only read.
+    Postgres(crate::postgres::Checkout),
     #[cfg(feature = "sqlite")]
-    Sqlite(sqlx::SqlitePool),
-    /// Of a store that is not in this crate.
-    Other(Arc<dyn Any + Send + Sync>),
+    Sqlite(sqlx::pool::PoolConnection<sqlx::Sqlite>),
+    Other(Box<dyn Any + Send>),
+}
+
+impl ReadConnection {
+    #[cfg(feature = "postgres")]
+    pub(crate) fn postgres(checkout: crate::postgres::Checkout) -> Self {
+        Self(Reading::Postgres(checkout))
+    }
+
+    #[cfg(feature = "sqlite")]
+    pub(crate) fn sqlite(connection: sqlx::pool::PoolConnection<sqlx::Sqlite>) -> Self {
+        Self(Reading::Sqlite(connection))
+    }
+
+    /// The connection of a store that is not in this crate.
+    pub fn other(connection: Box<dyn Any + Send>) -> Self {
+        Self(Reading::Other(connection))
+    }
+
+    /// The connection, for statements that read. One to SQLite refuses to write.
+    pub fn connection(&mut self) -> Connection<'_> {
+        match &mut self.0 {
+            #[cfg(feature = "postgres")]
+            Reading::Postgres(checkout) => Connection::Postgres(checkout),
+            #[cfg(feature = "sqlite")]
+            Reading::Sqlite(connection) => Connection::Sqlite(connection),
+            Reading::Other(connection) => Connection::Other(&mut **connection),
+        }
+    }
+
+    /// Hands the connection back for the next caller; one that cannot be used any more is closed.
+    pub async fn release(self) {
+        #[cfg(feature = "postgres")]
+        if let Reading::Postgres(checkout) = self.0
+            && let Err(error) = checkout.release().await
+        {
+            tracing::debug!(%error, "a connection that was read from is closed");
+        }
+    }
 }

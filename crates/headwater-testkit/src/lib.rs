@@ -38,7 +38,7 @@ pub use package::package_folder;
 pub use postgres::{Database, Postgres};
 pub use process::is_alive;
 pub use proxy::Proxy;
-pub use random::unique;
+pub use random::{Random, unique};
 pub use redis::{Persistence, Redis, RedisBuilder};
 pub use resp::{Connection, Reply};
 pub use sentinel::Sentinel;

@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// An xorshift generator: the same seed gives the same faults.
 #[derive(Debug)]
-pub(crate) struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
-    pub(crate) fn seeded(seed: u64) -> Random {
+    /// The generator of a seed.
+    pub fn seeded(seed: u64) -> Random {
         // Zero is the one state xorshift never leaves; multiplying spreads small seeds.
         Random(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
@@ -20,7 +21,17 @@ impl Random {
         Random::seeded(entropy())
     }
 
-    pub(crate) fn between(&mut self, range: Range<u64>) -> u64 {
+    /// The generator of the seed in `HEADWATER_SEED`, or of one from the operating system. Prints the seed, so that a
+    /// failed test can be repeated.
+    pub fn for_test() -> Random {
+        let chosen = std::env::var("HEADWATER_SEED").ok().and_then(|seed| seed.parse().ok());
+        let seed = chosen.unwrap_or_else(entropy);
+        println!("HEADWATER_SEED={seed}");
+        Random::seeded(seed)
+    }
+
+    /// The next number, from `range`, which is not empty.
+    pub fn between(&mut self, range: Range<u64>) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;

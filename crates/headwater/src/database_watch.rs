@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use headwater_issue::{Pool, Store};
+use secrecy::{ExposeSecret, SecretString};
 use sqlx::Connection;
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 use tokio::sync::{Notify, watch};
@@ -59,9 +59,12 @@ impl DatabaseWatch {
     }
 
     /// Looks whenever a request takes long, as long as it is not dropped.
-    pub(crate) async fn run(self, store: Arc<dyn Store>) {
-        let Pool::Postgres(pool) = store.pool() else { return std::future::pending().await };
-        let options = pool.connect_options();
+    pub(crate) async fn run(self, database_url: SecretString) {
+        let url = database_url.expose_secret();
+        // The store has read the same URL: where it is not one of PostgreSQL, there is no server to look at.
+        let options = url.starts_with("postgres").then(|| url.parse::<PgConnectOptions>().ok());
+        let Some(options) = options.flatten() else { return std::future::pending().await };
+        let options = Arc::new(options);
         self.look(move || is_refused(Arc::clone(&options)).boxed()).await;
     }
 

@@ -13,7 +13,7 @@ use headwater_bus::{
     BusError, EventBus, FailurePolicy, Folds, PromptExecuted, Registry, Sessions, SessionsConfig,
     SpoolConfig, SpoolError, StreamedBus, StreamedBusConfig, ToolInvoked,
 };
-use headwater_issue::{DeliverError, Nudger, OutboxRow, Store};
+use headwater_issue::{Confirmations, DeliverError, Nudger, OutboxRow, Store};
 use headwater_stream::Backend;
 use secrecy::ExposeSecret;
 use tracing::warn;
@@ -54,10 +54,12 @@ impl DeskParts {
         store: &Arc<dyn Store>,
         streams: &Arc<dyn Backend>,
         nudger: &Nudger,
+        confirmations: &Confirmations,
     ) -> Result<Self> {
         let config = settings.desk;
         let tickets = Tickets::open(Arc::clone(store), nudger.clone(), config.quiet()).await;
         let tickets = tickets.context("the tables of tickets")?;
+        let tickets = tickets.with_confirmations(confirmations.clone());
         let bus = open_bus(settings, streams).await.context("the bus")?;
         let (bus, sessions) = sessions_on(bus).await?;
         let desk = Desk::new(

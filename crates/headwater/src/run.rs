@@ -18,8 +18,9 @@ use anyhow::Context;
 use async_trait::async_trait;
 use futures_util::FutureExt;
 use headwater_issue::{
-    HandlerError, Inbox, InboxConfig, IssueHandler, Outbox, OutboxConfig, Quiet, Resolution,
-    RetryPolicy, Run, STREAM, Store, SweepOptions, Sweeper, SweeperConfig, Worker, WorkerConfig,
+    Confirmations, HandlerError, Inbox, InboxConfig, IssueHandler, Outbox, OutboxConfig, Quiet,
+    Resolution, RetryPolicy, Run, STREAM, Store, SweepOptions, Sweeper, SweeperConfig, Worker,
+    WorkerConfig,
 };
 use headwater_queue::Queue;
 use headwater_stream::Backend;
@@ -116,11 +117,14 @@ pub(crate) async fn run(
 
     // The way in: events are stored, and workers are nudged.
     let nudger = telemetry.nudger(Arc::clone(&streams));
-    let inbox = Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config(&settings.work))
-        .context("the inbox")?;
+    let confirmations = Confirmations::default();
+    let inbox_config = inbox_config(&settings.work, &confirmations);
+    let inbox =
+        Inbox::new(Arc::clone(&store), nudger.clone(), inbox_config).context("the inbox")?;
 
     // Work: claim, handle, complete. The desk handles what no handler of your own does.
-    let desk = Box::pin(DeskParts::open(&settings, &store, &streams, &nudger)).await;
+    let desk =
+        Box::pin(DeskParts::open(&settings, &store, &streams, &nudger, &confirmations)).await;
     let desk = desk.context("the desk")?;
     let config = worker_config(&settings.work);
     let (handler, config) = match handler {
@@ -193,10 +197,12 @@ pub(crate) async fn run(
     parts.start("gauges", async move {
         tokio::select! { () = shutdown => {}, () = sampling => {} }
     });
-    let (shutdown, watching) = (until(), app.database.clone().run(Arc::clone(&store)));
+    let (shutdown, watching) = (until(), app.database.clone().run(settings.database_url.clone()));
     parts.start("database watch", async move {
         tokio::select! { () = shutdown => {}, () = watching => {} }
     });
+    let (shutdown, confirming) = (until(), Arc::clone(&store));
+    parts.start("confirmation check", async move { confirmations.run(confirming, shutdown).await });
     // Sessions of runs that began while streams were away.
     let (shutdown, late) = (until(), desk.late_sessions());
     parts.start("late sessions", async move { late.run(shutdown).await });
@@ -371,9 +377,9 @@ async fn by(deadline: Instant, ending: impl Future<Output = ()>, what: &str) {
     }
 }
 
-fn inbox_config(work: &Work) -> InboxConfig {
+fn inbox_config(work: &Work, confirmations: &Confirmations) -> InboxConfig {
     let quiet = Quiet { quiet: work.quiet, max_wait: work.max_wait, events_max: work.events_max };
-    InboxConfig { quiet, ..InboxConfig::default() }
+    InboxConfig { quiet, confirmations: confirmations.clone(), ..InboxConfig::default() }
 }
 
 fn worker_config(work: &Work) -> WorkerConfig {

@@ -5,8 +5,10 @@
 
 use std::collections::BTreeMap;
 
-use sqlx::postgres::{PgPool, PgRow};
-use sqlx::{Executor, Row};
+use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{Connection, Executor, Row};
+
+use super::connections::Connections;
 
 use crate::error::Result;
 use crate::migrations::{self, Verdict};
@@ -28,24 +30,25 @@ const MIGRATIONS: [&str; 6] = [
 const LOCK: i64 = 0x6865_6164_7761_7465;
 
 /// Brings everything up to date, and returns what tells this database from every other.
-pub(super) async fn migrate(pool: &PgPool) -> Result<String> {
-    let verdict =
-        apply(pool).await.map_err(|error| database_error("migrating the database", error))?;
+pub(super) async fn migrate(connections: &Connections) -> Result<String> {
+    let applied = connections.run(apply).await;
+    let verdict = applied.map_err(|error| database_error("migrating the database", error))?;
     match verdict {
         Verdict::Fits(_) => {}
         Verdict::Newer(version) => return Err(migrations::newer(version, &MIGRATIONS)),
         Verdict::Differs(version) => return Err(migrations::differs(version)),
     }
-    identity(pool).await.map_err(|error| database_error("reading the identity", error))
+    connections.run(identity).await.map_err(|error| database_error("reading the identity", error))
 }
 
-async fn identity(pool: &PgPool) -> Result<String, sqlx::Error> {
-    sqlx::query("SELECT identity FROM headwater_identity").fetch_one(pool).await?.try_get(0)
+async fn identity(connection: &mut PgConnection) -> Result<String, sqlx::Error> {
+    let row = sqlx::query("SELECT identity FROM headwater_identity").fetch_one(connection).await?;
+    row.try_get(0)
 }
 
 /// Applies what is missing, in one transaction, if what is there is ours.
-async fn apply(pool: &PgPool) -> Result<Verdict, sqlx::Error> {
-    let mut transaction = pool.begin().await?;
+async fn apply(connection: &mut PgConnection) -> Result<Verdict, sqlx::Error> {
+    let mut transaction = connection.begin().await?;
     // Others that start at the same time may migrate for longer than a call waits for a row.
     transaction.execute("SET LOCAL lock_timeout = 0").await?;
     sqlx::query("SELECT pg_advisory_xact_lock($1)").bind(LOCK).execute(&mut *transaction).await?;
@@ -67,7 +70,10 @@ async fn apply(pool: &PgPool) -> Result<Verdict, sqlx::Error> {
     let read = |row: &PgRow| Ok((row.try_get(0)?, row.try_get(1)?));
     let written = rows.iter().map(read).collect::<Result<BTreeMap<_, _>, sqlx::Error>>()?;
     let verdict = migrations::compare(&MIGRATIONS, applied, &written);
-    let Verdict::Fits(checksums) = &verdict else { return Ok(verdict) };
+    let Verdict::Fits(checksums) = &verdict else {
+        transaction.rollback().await?;
+        return Ok(verdict);
+    };
     if applied < MIGRATIONS.len() {
         // Large tables take their time. But nobody is kept waiting behind a lock that is not to be had: rather begin anew.
         transaction

@@ -7,6 +7,7 @@
 //! thinks, stalls or dies. All times are the server's. Refuses: nothing waits longer than the deadline of a call, neither
 //! here nor on the server.
 
+mod connections;
 mod listen;
 mod migrate;
 mod operator;
@@ -21,9 +22,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
-use sqlx::{AssertSqlSafe, Connection, Executor};
+use sqlx::postgres::{PgConnectOptions, PgConnection};
 
+pub use self::connections::Checkout;
+use self::connections::Connections;
 use self::listen::Listener;
 use self::transaction::PostgresTransaction;
 pub use self::transaction::{outbox_in, record_in};
@@ -36,18 +38,12 @@ use crate::connect::StoreOptions;
 use crate::deadline::within;
 use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::{IssueError, Result};
-use crate::issue::{ClaimEpoch, IssueId, NewEvent, Quiet, Recorded};
-use crate::limits::{OUTBOX_TAKE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
+use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
+use crate::limits::{OUTBOX_TAKE_MAX, PAGE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
 use crate::prepared::{Batch, Prepared, refuse_all};
 use crate::rows::{database_error, is_conflict};
 use crate::store::Store;
-use crate::transaction::{Pool, Transaction};
-
-/// A connection that lay idle for this long is tried before it is used.
-const IDLE_TRUST: Duration = Duration::from_secs(1);
-
-/// How long a call waits for a row that somebody else holds; then the rest of its batch goes on without that row.
-const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
+use crate::transaction::{ReadConnection, Transaction};
 
 /// How long bringing tables up to date may take.
 const MIGRATION_MAX: Duration = Duration::from_secs(10 * 60);
@@ -59,7 +55,7 @@ const CONFLICT_PAUSES: [Duration; 3] =
 /// A store on a Postgres server.
 #[derive(Debug)]
 pub(crate) struct PostgresStore {
-    pool: PgPool,
+    connections: Connections,
     /// See [`idempotency_key`](crate::delivery::idempotency_key).
     identity: String,
     deadline: Duration,
@@ -71,62 +67,36 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let connect: PgConnectOptions =
         url.parse().map_err(|error| IssueError::invalid("the database URL", format!("{error}")))?;
     let connect = connect.application_name("headwater");
-    // What the functions rely on: each statement sees what was committed before it. What a lost caller left behind ends
-    // with its deadline.
-    let deadline = options.call_deadline.as_millis().max(1);
-    let settings = format!(
-        "SET default_transaction_isolation = 'read committed'; SET statement_timeout = {deadline};
-         SET idle_in_transaction_session_timeout = {deadline}; SET lock_timeout = {}",
-        options.call_deadline.min(LOCK_WAIT_MAX).as_millis().max(1)
-    );
-    let pool = PgPoolOptions::new()
-        .max_connections(options.connections_max)
-        .acquire_timeout(options.call_deadline)
-        .test_before_acquire(false)
-        .before_acquire(|connection, meta| {
-            Box::pin(async move {
-                if meta.idle_for > IDLE_TRUST {
-                    connection.ping().await?;
-                }
-                Ok(true)
-            })
-        })
-        .after_connect(move |connection, _| {
-            let settings = settings.clone();
-            Box::pin(async move {
-                connection.execute(sqlx::raw_sql(AssertSqlSafe(settings))).await.map(|_| ())
-            })
-        })
-        .connect_lazy_with(connect.clone());
+    let connections = Connections::new(connect.clone(), options);
     // Each statement has its own deadline, but for those that change large tables.
     let deadline = options.call_deadline.max(MIGRATION_MAX);
-    let identity = within(deadline, "connecting to Postgres", migrate::migrate(&pool)).await?;
+    let identity =
+        within(deadline, "connecting to Postgres", migrate::migrate(&connections)).await?;
     let listener = Listener::new(connect);
-    Ok(Arc::new(PostgresStore { pool, identity, deadline: options.call_deadline, listener }))
+    Ok(Arc::new(PostgresStore { connections, identity, deadline: options.call_deadline, listener }))
 }
 
 impl PostgresStore {
-    /// Runs `call` to its end or to the deadline; its error says what was tried.
-    async fn limited<T>(
+    /// Runs `call` on a connection, to its end or to the deadline; its error says what was tried. `Ok`: it is committed.
+    async fn call<T>(
         &self,
         what: &str,
-        call: impl Future<Output = Result<T, sqlx::Error>> + Send,
+        call: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T> {
-        let call = async { call.await.map_err(|error| database_error(what, error)) };
-        within(self.deadline, what, call).await
+        let running = async {
+            let answer = self.connections.run(call).await;
+            answer.map_err(|error| database_error(what, error))
+        };
+        within(self.deadline, what, running).await
     }
 
     /// The same for a transition. One that met another transaction which waited for it in turn is repeated, each time after
     /// a longer pause: at once, it would often be back before the other one has noticed that the way is free.
-    async fn transition<T: Send, F>(
-        &self,
-        what: &str,
-        call: impl Fn() -> F + Send + Sync,
-    ) -> Result<T>
+    async fn transition<T, F>(&self, what: &str, call: impl Fn() -> F) -> Result<T>
     where
-        F: Future<Output = Result<T, sqlx::Error>> + Send,
+        F: Future<Output = Result<T, sqlx::Error>>,
     {
-        self.limited(what, async {
+        let repeating = async {
             for pause in CONFLICT_PAUSES {
                 match call().await {
                     Err(error) if is_conflict(&error) => {
@@ -137,8 +107,9 @@ impl PostgresStore {
                 }
             }
             call().await
-        })
-        .await
+        };
+        let repeating = async { repeating.await.map_err(|error| database_error(what, error)) };
+        within(self.deadline, what, repeating).await
     }
 
     async fn record_batch(
@@ -146,9 +117,8 @@ impl PostgresStore {
         events: &[Prepared<'_>],
         quiet: &Quiet,
     ) -> Result<Vec<Result<Recorded>>> {
-        self.transition("recording events", || async {
-            let mut connection = self.pool.acquire().await?;
-            record::record(&mut connection, events, quiet).await
+        self.transition("recording events", || {
+            self.connections.run(async |connection| record::record(connection, events, quiet).await)
         })
         .await
     }
@@ -215,7 +185,10 @@ impl Store for PostgresStore {
         if issues.is_empty() {
             return Ok(vec![]);
         }
-        self.transition("claiming issues", || runs::claim(&self.pool, issues, options)).await
+        self.transition("claiming issues", || {
+            self.connections.run(async |connection| runs::claim(connection, issues, options).await)
+        })
+        .await
     }
 
     async fn heartbeat(
@@ -228,7 +201,10 @@ impl Store for PostgresStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.transition("extending claims", || runs::heartbeat(&self.pool, claims, ttl)).await
+        self.transition("extending claims", || {
+            self.connections.run(async |connection| runs::heartbeat(connection, claims, ttl).await)
+        })
+        .await
     }
 
     async fn complete(&self, completions: &[Completion]) -> Result<Vec<Completed>> {
@@ -236,8 +212,12 @@ impl Store for PostgresStore {
         if completions.is_empty() {
             return Ok(vec![]);
         }
-        let call = || runs::complete(&self.pool, &self.identity, completions);
-        let completed = self.transition("completing runs", call).await?;
+        let completing = self.transition("completing runs", || {
+            self.connections.run(async |connection| {
+                runs::complete(connection, &self.identity, completions).await
+            })
+        });
+        let completed = completing.await?;
         if completions.iter().any(|completion| !completion.outbox.is_empty()) {
             self.listener.wake();
         }
@@ -249,7 +229,11 @@ impl Store for PostgresStore {
         if failures.is_empty() {
             return Ok(vec![]);
         }
-        self.transition("failing runs", || runs::fail(&self.pool, failures, attempts_max)).await
+        self.transition("failing runs", || {
+            self.connections
+                .run(async |connection| runs::fail(connection, failures, attempts_max).await)
+        })
+        .await
     }
 
     async fn give_back(&self, claims: &[GiveBack]) -> Result<Vec<GivenBack>> {
@@ -257,12 +241,18 @@ impl Store for PostgresStore {
         if claims.is_empty() {
             return Ok(vec![]);
         }
-        self.transition("giving claims back", || runs::give_back(&self.pool, claims)).await
+        self.transition("giving claims back", || {
+            self.connections.run(async |connection| runs::give_back(connection, claims).await)
+        })
+        .await
     }
 
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
         options.check()?;
-        self.transition("sweeping", || sweep::sweep(&self.pool, options)).await
+        self.transition("sweeping", || {
+            self.connections.run(async |connection| sweep::sweep(connection, options).await)
+        })
+        .await
     }
 
     async fn take_outbox(
@@ -274,8 +264,10 @@ impl Store for PostgresStore {
         check::name("worker", worker)?;
         check::count("limit", limit, OUTBOX_TAKE_MAX)?;
         check::ttl("ttl", ttl)?;
-        let call = outbox::take(&self.pool, worker, limit, ttl);
-        self.limited("taking from the outbox", call).await
+        self.call("taking from the outbox", async |connection| {
+            outbox::take(connection, worker, limit, ttl).await
+        })
+        .await
     }
 
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
@@ -283,7 +275,10 @@ impl Store for PostgresStore {
         if settlements.is_empty() {
             return Ok(vec![]);
         }
-        self.transition("settling deliveries", || outbox::settle(&self.pool, settlements)).await
+        self.transition("settling deliveries", || {
+            self.connections.run(async |connection| outbox::settle(connection, settlements).await)
+        })
+        .await
     }
 
     async fn outbox_wake(&self, wait: Duration) {
@@ -293,21 +288,41 @@ impl Store for PostgresStore {
     async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
         check::name("worker", worker)?;
         check::delay("ttl", ttl)?;
-        let call = operator::beat_worker(&self.pool, worker, ttl);
-        self.limited("showing that a worker is alive", call).await
+        self.call("showing that a worker is alive", async |connection| {
+            operator::beat_worker(connection, worker, ttl).await
+        })
+        .await
+    }
+
+    async fn missing_event_logs(&self, ids: &[EventLogId]) -> Result<Vec<EventLogId>> {
+        check::count("ids", ids.len(), PAGE_MAX)?;
+        let what = "reading confirmed events back";
+        let reading = async {
+            let read = self
+                .connections
+                .run_apart(async |connection| record::existing(connection, ids).await);
+            read.await.map_err(|error| database_error(what, error))
+        };
+        let existing = within(self.deadline, what, reading).await?;
+        Ok(ids.iter().copied().filter(|id| !existing.contains(id)).collect())
     }
 
     async fn begin(&self) -> Result<Box<dyn Transaction>> {
-        let transaction = self.limited("beginning a transaction", self.pool.begin()).await?;
-        Ok(Box::new(PostgresTransaction { transaction, deadline: self.deadline }))
+        let beginning = PostgresTransaction::begin(&self.connections, self.deadline);
+        Ok(Box::new(within(self.deadline, "beginning a transaction", beginning).await?))
     }
 
-    fn pool(&self) -> Pool {
-        Pool::Postgres(self.pool.clone())
+    async fn read_connection(&self) -> Result<ReadConnection> {
+        let checkout = async {
+            let checkout = self.connections.checkout().await;
+            checkout.map_err(|error| database_error("connecting to PostgreSQL", error))
+        };
+        let checkout = within(self.deadline, "connecting to PostgreSQL", checkout).await?;
+        Ok(ReadConnection::postgres(checkout))
     }
 
     async fn close(&self) {
         self.listener.close();
-        self.pool.close().await;
+        self.connections.close().await;
     }
 }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use sqlx::postgres::PgPool;
-use sqlx::{AssertSqlSafe, Error, Executor, Row};
+use sqlx::postgres::PgConnection;
+use sqlx::{AssertSqlSafe, Connection, Error, Executor, Row};
 
 use super::PostgresStore;
 use super::statements::{dead_letter_columns, event_log_columns, issue_columns, outbox_columns};
@@ -24,7 +24,11 @@ use crate::rows::{
     read_issue, read_outbox, time,
 };
 
-pub(super) async fn beat_worker(pool: &PgPool, worker: &str, ttl: Duration) -> Result<(), Error> {
+pub(super) async fn beat_worker(
+    connection: &mut PgConnection,
+    worker: &str,
+    ttl: Duration,
+) -> Result<(), Error> {
     // Workers of long ago are of no interest, and nobody else removes them; those somebody just touches are left.
     sqlx::query(
         "WITH now AS MATERIALIZED (SELECT headwater_now() AS now),
@@ -38,7 +42,7 @@ pub(super) async fn beat_worker(pool: &PgPool, worker: &str, ttl: Duration) -> R
     )
     .bind(worker)
     .bind(ms(ttl))
-    .execute(pool)
+    .execute(connection)
     .await?;
     Ok(())
 }
@@ -54,11 +58,11 @@ impl PostgresStore {
     /// Ends a quarantine, or any wait.
     async fn free(&self, what: &str, id: IssueId, retry: bool) -> Result<Freed> {
         let freed = self
-            .limited(what, async {
+            .call(what, async |connection| {
                 let row = sqlx::query("SELECT * FROM headwater_free_1($1, $2)")
                     .bind(id.0)
                     .bind(retry)
-                    .fetch_optional(&self.pool)
+                    .fetch_optional(&mut *connection)
                     .await?;
                 let Some(row) = row else { return Ok(None) };
                 let status: String = row.try_get(2)?;
@@ -73,23 +77,23 @@ impl PostgresStore {
     }
 }
 
-implement_operator! { for PostgresStore, reading from pool, with {
+implement_operator! { for PostgresStore, with {
     async fn ensure_integration(&self, name: &str, provider: &str) -> Result<IntegrationId> {
         check::name("name", name)?;
         check::name("provider", provider)?;
         let (id, found): (i64, String) = self
-            .limited("creating an integration", async {
+            .call("creating an integration", async |connection| {
                 sqlx::query(
                     "INSERT INTO integrations (name, provider) VALUES ($1, $2)
                      ON CONFLICT (name) DO NOTHING",
                 )
                 .bind(name)
                 .bind(provider)
-                .execute(&self.pool)
+                .execute(&mut *connection)
                 .await?;
                 let row = sqlx::query("SELECT id, provider FROM integrations WHERE name = $1")
                     .bind(name)
-                    .fetch_one(&self.pool)
+                    .fetch_one(&mut *connection)
                     .await?;
                 Ok((row.try_get(0)?, row.try_get(1)?))
             })
@@ -119,7 +123,7 @@ implement_operator! { for PostgresStore, reading from pool, with {
     }
 
     async fn facts_for_why(&self, id: IssueId) -> Result<Option<WhyFacts>> {
-        self.limited("reading the facts about an issue", async {
+        self.call("reading the facts about an issue", async |connection| {
             let row = sqlx::query(concat!(
                 "SELECT ",
                 issue_columns!(),
@@ -132,7 +136,7 @@ implement_operator! { for PostgresStore, reading from pool, with {
                   FROM issues i JOIN integrations g ON g.id = i.integration_id WHERE i.id = $1"
             ))
             .bind(id.0)
-            .fetch_optional(&self.pool)
+            .fetch_optional(&mut *connection)
             .await?;
             let Some(row) = row else { return Ok(None) };
             Ok(Some(WhyFacts {
@@ -148,24 +152,27 @@ implement_operator! { for PostgresStore, reading from pool, with {
 
     async fn audit(&self, limit: usize) -> Result<Audit> {
         check::page(limit)?;
-        let reading = async {
+        let reading = self.connections.run(async |connection| {
             // One snapshot, so that all of it is seen at one moment.
-            let mut reading =
-                self.pool.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await?;
+            let mut reading = connection
+                .begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                .await?;
             // It reads everything, which may take longer than any other call.
             let patience = AUDIT_DEADLINE.as_millis();
             let patience = format!(
                 "SET LOCAL statement_timeout = {patience}; SET LOCAL lock_timeout = {patience}"
             );
             reading.execute(sqlx::raw_sql(AssertSqlSafe(patience))).await?;
-            Ok(read_audit!(reading, limit))
-        };
+            let audit = read_audit!(reading, limit);
+            reading.rollback().await?;
+            Ok(audit)
+        });
         let reading = async { reading.await.map_err(|error| database_error("auditing", error)) };
         within(AUDIT_DEADLINE, "auditing", reading).await
     }
 
     async fn backlog(&self) -> Result<Backlog> {
-        self.limited("counting the backlog", async {
+        self.call("counting the backlog", async |connection| {
             let row = sqlx::query(
                 "SELECT (SELECT count(*) FROM issues WHERE processing_status = 'queued'),
                      (SELECT count(*) FROM issues WHERE processing_status = 'processing'),
@@ -176,7 +183,7 @@ implement_operator! { for PostgresStore, reading from pool, with {
                       WHERE status IN ('waiting', 'pending', 'taken')),
                      headwater_ms(headwater_now())",
             )
-            .fetch_one(&self.pool)
+            .fetch_one(&mut *connection)
             .await?;
             let (oldest, now) = (maybe_time(row.try_get(5)?), time(row.try_get(6)?));
             Ok(Backlog {
@@ -192,7 +199,7 @@ implement_operator! { for PostgresStore, reading from pool, with {
     }
 
     async fn workers(&self) -> Result<Vec<WorkerInfo>> {
-        self.limited("listing workers", async {
+        self.call("listing workers", async |connection| {
             let rows = sqlx::query(
                 "SELECT worker, headwater_ms(started_at), headwater_ms(seen_at),
                      headwater_ms(expires_at), (SELECT count(*) FROM issues
@@ -200,7 +207,7 @@ implement_operator! { for PostgresStore, reading from pool, with {
                  FROM workers WHERE expires_at > clock_timestamp() ORDER BY worker LIMIT $1",
             )
             .bind(number(PAGE_MAX))
-            .fetch_all(&self.pool)
+            .fetch_all(&mut *connection)
             .await?;
             let read = |row: &sqlx::postgres::PgRow| {
                 Ok(WorkerInfo {
@@ -218,10 +225,10 @@ implement_operator! { for PostgresStore, reading from pool, with {
 
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
         let revived = self
-            .limited("retrying a row of the outbox", async {
+            .call("retrying a row of the outbox", async |connection| {
                 let revived = sqlx::query("SELECT * FROM headwater_revive_1($1)")
                     .bind(id.0)
-                    .fetch_all(&self.pool)
+                    .fetch_all(&mut *connection)
                     .await?;
                 Ok(revived.len())
             })

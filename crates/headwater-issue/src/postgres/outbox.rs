@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use sqlx::postgres::PgPool;
+use sqlx::postgres::PgConnection;
 use sqlx::{Error, Row};
 
 use crate::check::error_text;
@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::rows::{ms, number, read_outbox};
 
 pub(super) async fn take(
-    pool: &PgPool,
+    connection: &mut PgConnection,
     worker: &str,
     limit: usize,
     ttl: Duration,
@@ -21,7 +21,7 @@ pub(super) async fn take(
         .bind(worker)
         .bind(number(limit))
         .bind(ms(ttl))
-        .fetch_all(pool)
+        .fetch_all(connection)
         .await?;
     rows.iter().map(|row| Ok(read_outbox!(row))).collect()
 }
@@ -48,7 +48,7 @@ impl End {
 }
 
 pub(super) async fn settle(
-    pool: &PgPool,
+    connection: &mut PgConnection,
     settlements: &[OutboxSettlement],
 ) -> Result<Vec<OutboxSettled>, Error> {
     // Of a row named twice the first settlement counts.
@@ -64,7 +64,7 @@ pub(super) async fn settle(
         .bind(ends.iter().map(|end| end.attempts).collect::<Vec<_>>())
         .bind(ends.iter().map(|end| end.after_ms).collect::<Vec<_>>())
         .bind(ends.iter().map(|end| end.error.clone()).collect::<Vec<_>>())
-        .fetch_all(pool)
+        .fetch_all(connection)
         .await?;
     let done = rows.iter().map(|row| row.try_get(0)).collect::<Result<HashSet<i64>, Error>>()?;
     let settled = settlements.iter().zip(&first).map(|(one, first)| {

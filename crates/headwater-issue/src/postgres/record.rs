@@ -71,3 +71,15 @@ fn read(
         not_before: maybe_time(row.try_get(9)?),
     }))
 }
+
+/// Those of these event logs that are there.
+pub(super) async fn existing(
+    connection: &mut PgConnection,
+    ids: &[EventLogId],
+) -> Result<HashSet<EventLogId>, Error> {
+    let rows = sqlx::query("SELECT id FROM event_logs WHERE id = ANY($1)")
+        .bind(ids.iter().map(|id| id.0).collect::<Vec<_>>())
+        .fetch_all(connection)
+        .await?;
+    rows.iter().map(|row| Ok(EventLogId(row.try_get(0)?))).collect()
+}

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use sqlx::postgres::{PgPool, PgRow};
+use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Row};
 
 use crate::check::error_text;
@@ -18,7 +18,7 @@ use crate::limits::{FIELDS_BYTES_MAX, RUN_EVENTS_MAX, claim_bytes_max};
 use crate::rows::{count, maybe_time, ms, number, read_issue, time};
 
 pub(super) async fn claim(
-    pool: &PgPool,
+    connection: &mut PgConnection,
     issues: &[IssueId],
     options: &ClaimOptions,
 ) -> Result<Vec<Claim>, Error> {
@@ -34,7 +34,7 @@ pub(super) async fn claim(
         .bind(number(options.events_max))
         .bind(number(claim_bytes_max(issues.len())))
         .bind(i64::from(options.crashes_max))
-        .fetch_all(pool)
+        .fetch_all(connection)
         .await?;
     let mut found = HashMap::new();
     for row in &rows {
@@ -108,7 +108,7 @@ fn read_events(issue_id: IssueId, row: &PgRow) -> Result<Vec<EventLog>, Error> {
 }
 
 pub(super) async fn heartbeat(
-    pool: &PgPool,
+    connection: &mut PgConnection,
     claims: &[(IssueId, ClaimEpoch)],
     ttl: Duration,
 ) -> Result<Vec<Beat>, Error> {
@@ -116,7 +116,7 @@ pub(super) async fn heartbeat(
         .bind(claims.iter().map(|(issue, _)| issue.0).collect::<Vec<_>>())
         .bind(claims.iter().map(|(_, epoch)| epoch.0).collect::<Vec<_>>())
         .bind(ms(ttl))
-        .fetch_all(pool)
+        .fetch_all(connection)
         .await?;
     let mut kept = HashMap::new();
     for row in &rows {
@@ -128,7 +128,7 @@ pub(super) async fn heartbeat(
 }
 
 pub(super) async fn complete(
-    pool: &PgPool,
+    connection: &mut PgConnection,
     identity: &str,
     completions: &[Completion],
 ) -> Result<Vec<Completed>, Error> {
@@ -164,7 +164,7 @@ pub(super) async fn complete(
     .bind(outbox.iter().map(|(_, key, _)| key.as_str()).collect::<Vec<_>>())
     .bind(outbox.iter().map(|(.., row)| row.payload.as_str()).collect::<Vec<_>>())
     .bind(number(FIELDS_BYTES_MAX))
-    .fetch_all(pool)
+    .fetch_all(connection)
     .await?;
     let mut found = HashMap::new();
     for answer in &answers {
@@ -194,7 +194,7 @@ fn distinct<T>(items: &[T], claim: impl Fn(&T) -> (IssueId, ClaimEpoch)) -> Vec<
 }
 
 pub(super) async fn fail(
-    pool: &PgPool,
+    connection: &mut PgConnection,
     failures: &[Failure],
     attempts_max: u32,
 ) -> Result<Vec<Failed>, Error> {
@@ -213,7 +213,7 @@ pub(super) async fn fail(
         .bind(runs.iter().map(is_blamed).collect::<Vec<_>>())
         .bind(i64::from(attempts_max))
         .bind(number(RUN_EVENTS_MAX))
-        .fetch_all(pool)
+        .fetch_all(connection)
         .await?;
     let mut failed = HashMap::new();
     for row in &rows {
@@ -229,14 +229,17 @@ pub(super) async fn fail(
     Ok(failures.iter().map(|one| failed.remove(&claim(one)).unwrap_or(Failed::Fenced)).collect())
 }
 
-pub(super) async fn give_back(pool: &PgPool, claims: &[GiveBack]) -> Result<Vec<GivenBack>, Error> {
+pub(super) async fn give_back(
+    connection: &mut PgConnection,
+    claims: &[GiveBack],
+) -> Result<Vec<GivenBack>, Error> {
     let claim = |give: &GiveBack| (give.issue_id, give.epoch);
     let runs = distinct(claims, claim);
     let rows = sqlx::query("SELECT * FROM headwater_give_back_1($1, $2, $3)")
         .bind(runs.iter().map(|run| run.issue_id.0).collect::<Vec<_>>())
         .bind(runs.iter().map(|run| run.epoch.0).collect::<Vec<_>>())
         .bind(runs.iter().map(|run| run.reason == GiveBackReason::Superseded).collect::<Vec<_>>())
-        .fetch_all(pool)
+        .fetch_all(connection)
         .await?;
     let mut given = HashMap::new();
     for row in &rows {

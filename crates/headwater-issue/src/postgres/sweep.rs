@@ -1,6 +1,6 @@
 //! The sweep: claims that have run out, nudges that are overdue, and what was kept for long enough.
 
-use sqlx::postgres::PgPool;
+use sqlx::postgres::PgConnection;
 use sqlx::{Error, Row};
 use tracing::warn;
 
@@ -9,18 +9,21 @@ use crate::error::Result;
 use crate::issue::{EventLogId, IssueId};
 use crate::rows::{count, ms, number};
 
-async fn prune(pool: &PgPool, options: &SweepOptions) -> Result<usize, Error> {
+async fn prune(connection: &mut PgConnection, options: &SweepOptions) -> Result<usize, Error> {
     let row = sqlx::query("SELECT headwater_prune_1($1, $2)")
         .bind(number(options.limit))
         .bind(ms(options.keep))
-        .fetch_one(pool)
+        .fetch_one(connection)
         .await?;
     count(row.try_get(0)?)
 }
 
-pub(super) async fn sweep(pool: &PgPool, options: &SweepOptions) -> Result<Swept, Error> {
+pub(super) async fn sweep(
+    connection: &mut PgConnection,
+    options: &SweepOptions,
+) -> Result<Swept, Error> {
     // First: what the other statement found is committed with it, and is told only by its answer. It is what matters.
-    let pruned = prune(pool, options).await.unwrap_or_else(|error| {
+    let pruned = prune(&mut *connection, options).await.unwrap_or_else(|error| {
         warn!(%error, "what was kept for long enough was not removed");
         0
     });
@@ -28,7 +31,7 @@ pub(super) async fn sweep(pool: &PgPool, options: &SweepOptions) -> Result<Swept
         .bind(number(options.limit))
         .bind(ms(options.nudge_overdue))
         .bind(i64::from(options.crashes_max))
-        .fetch_all(pool)
+        .fetch_all(connection)
         .await?;
     let mut swept = Swept { pruned, ..Swept::default() };
     let mut overdue = 0;

@@ -1,15 +1,18 @@
 //! Events and outbox rows inside a transaction of the caller.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{Error, Postgres, Row};
+use sqlx::{AssertSqlSafe, Error, Executor, Row};
+use tokio::runtime::Handle;
 
+use super::connections::{Checkout, Connections, report_open_transaction, report_timeout};
 use super::record;
 use crate::check;
-use crate::deadline::within;
+use crate::deadline::timed_out;
 use crate::delivery::{KeyedOutbox, OutboxWritten};
 use crate::error::{IssueError, Result};
 use crate::issue::{IssueId, NewEvent, OutboxId, Quiet, Recorded};
@@ -89,23 +92,77 @@ pub async fn outbox_in(
 
 /// The transaction is broken, whatever the cause was.
 fn broken(what: &str, error: Error) -> IssueError {
+    report_timeout(&error);
     let problem = format!("{what}: {error}");
     IssueError::Unavailable { problem, source: Some(Arc::new(error)) }
 }
 
-/// A transaction on a connection of the store.
+/// Numbers the transactions of this process.
+static NEXT: AtomicU64 = AtomicU64::new(1);
+
+/// A transaction on a connection of its own.
+///
+/// It carries its number in a setting that ends with it (`SET LOCAL`), and the commit is refused where that setting is not
+/// found: in a transaction that failed, that was ended by a statement of the caller, or that is another one.
 #[derive(Debug)]
 pub(super) struct PostgresTransaction {
-    pub(super) transaction: sqlx::Transaction<'static, Postgres>,
-    pub(super) deadline: Duration,
+    /// None after the commit has begun.
+    connection: Option<Checkout>,
+    number: u64,
+    /// Whether a call of ours was given up half-way. Then the connection is of no use any more.
+    is_interrupted: bool,
+    deadline: Duration,
+}
+
+impl PostgresTransaction {
+    /// Begins a transaction, in one round trip.
+    pub(super) async fn begin(connections: &Connections, deadline: Duration) -> Result<Self> {
+        let failed = |error| database_error("beginning a transaction", error);
+        let mut connection = connections.checkout().await.map_err(failed)?;
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        // In an older transaction `BEGIN` would be no more than a warning; its time tells.
+        let begin = format!(
+            "BEGIN; SELECT transaction_timestamp() = statement_timestamp(),
+                 set_config('headwater.transaction', '{number}', true)"
+        );
+        let begun = connection.fetch_all(sqlx::raw_sql(AssertSqlSafe(begin))).await;
+        let begun = begun.inspect_err(report_timeout).map_err(failed)?;
+        let is_new = begun.first().map_or(Ok(false), |row| row.try_get::<bool, _>(0));
+        if !is_new.map_err(failed)? {
+            report_open_transaction();
+            let problem = "beginning a transaction: the connection was inside another one";
+            return Err(IssueError::Unavailable { problem: problem.to_owned(), source: None });
+        }
+        Ok(Self { connection: Some(connection), number, is_interrupted: false, deadline })
+    }
+
+    /// Runs `call` within the deadline. After an interruption only dropping the transaction is of use.
+    async fn run<T>(
+        &mut self,
+        what: &str,
+        call: impl AsyncFnOnce(&mut PgConnection) -> Result<T>,
+    ) -> Result<T> {
+        let connection = self.connection.as_mut().filter(|_| !self.is_interrupted);
+        let Some(connection) = connection else {
+            let problem =
+                format!("{what}: an earlier call of this transaction was given up half-way");
+            return Err(IssueError::Unavailable { problem, source: None });
+        };
+        // Stays so if this future is dropped.
+        self.is_interrupted = true;
+        let answer = tokio::time::timeout(self.deadline, call(connection)).await;
+        self.is_interrupted = answer.is_err();
+        answer.unwrap_or_else(|_| Err(timed_out(what, self.deadline)))
+    }
 }
 
 #[async_trait]
 impl Transaction for PostgresTransaction {
     async fn record(&mut self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {
-        let call = async { Ok(record_in(&mut self.transaction, events, quiet).await) };
-        let answers = within(self.deadline, "recording events", call).await;
-        answers.unwrap_or_else(|error| refuse_all(events.len(), &error))
+        let recording = self.run("recording events", async |connection| {
+            Ok(record_in(connection, events, quiet).await)
+        });
+        recording.await.unwrap_or_else(|error| refuse_all(events.len(), &error))
     }
 
     async fn write_outbox(
@@ -113,18 +170,57 @@ impl Transaction for PostgresTransaction {
         issue_id: IssueId,
         rows: &[KeyedOutbox],
     ) -> Result<Vec<OutboxWritten>> {
-        let call = outbox_in(&mut self.transaction, issue_id, rows);
-        within(self.deadline, "writing to the outbox", call).await
+        self.run("writing to the outbox", async |connection| {
+            outbox_in(connection, issue_id, rows).await
+        })
+        .await
     }
 
     fn connection(&mut self) -> Connection<'_> {
-        Connection::Postgres(&mut self.transaction)
+        let connection =
+            self.connection.as_mut().expect("only the commit takes it, and ends the transaction");
+        Connection::Postgres(connection)
     }
 
-    async fn commit(self: Box<Self>) -> Result<()> {
-        let Self { transaction, deadline } = *self;
-        let commit =
-            async { transaction.commit().await.map_err(|error| broken("committing", error)) };
-        within(deadline, "committing", commit).await
+    async fn commit(mut self: Box<Self>) -> Result<()> {
+        // Division by zero if this is not the transaction that was begun: then the server runs no `COMMIT`.
+        let commit = format!(
+            "SELECT 1 / coalesce((current_setting('headwater.transaction', true) = '{}')::int, 0); COMMIT",
+            self.number
+        );
+        let committing = self.run("committing", async |connection| {
+            let committed = connection.execute(sqlx::raw_sql(AssertSqlSafe(commit))).await;
+            committed.map(|_| ()).map_err(|error| broken("committing", error))
+        });
+        committing.await?;
+        if let Some(connection) = self.connection.take() {
+            connection.release_after_commit();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for PostgresTransaction {
+    /// Rolls back, on a task: the connection goes back to the pool only if that succeeds within the deadline.
+    fn drop(&mut self) {
+        let Some(mut connection) = self.connection.take().filter(|_| !self.is_interrupted) else {
+            return;
+        };
+        // Without a runtime the process ends, and the connection with it.
+        let Ok(runtime) = Handle::try_current() else { return };
+        let rollback = async move {
+            connection.execute(sqlx::raw_sql("ROLLBACK")).await?;
+            connection.release().await
+        };
+        let deadline = self.deadline;
+        runtime.spawn(async move {
+            match tokio::time::timeout(deadline, rollback).await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => {
+                    tracing::debug!(%error, "a transaction was rolled back by closing its connection");
+                }
+                Err(_) => tracing::debug!("a transaction was rolled back by closing its connection"),
+            }
+        });
     }
 }

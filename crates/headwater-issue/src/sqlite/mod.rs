@@ -22,7 +22,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_stream::clock::{Clock, Timestamp};
-use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
+use sqlx::sqlite::{
+    SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous,
+};
 use sqlx::{Connection as _, Sqlite, SqlitePool, Transaction};
 use tokio::sync::Notify;
 
@@ -37,12 +39,12 @@ use crate::connect::StoreOptions;
 use crate::deadline::within;
 use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
 use crate::error::{IssueError, Result};
-use crate::issue::{ClaimEpoch, IssueId, NewEvent, Quiet, Recorded};
-use crate::limits::{OUTBOX_TAKE_MAX, WAIT_MAX};
+use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
+use crate::limits::{OUTBOX_TAKE_MAX, PAGE_MAX, WAIT_MAX};
 use crate::prepared::{Batch, refuse_all};
 use crate::rows::database_error;
 use crate::store::Store;
-use crate::transaction::{Pool, Transaction as CallersTransaction};
+use crate::transaction::{ReadConnection, Transaction as CallersTransaction};
 
 /// Connections that read beside the one that writes.
 const READERS_MAX: u32 = 8;
@@ -144,6 +146,15 @@ impl SqliteStore {
         call: impl AsyncFnOnce(&mut Writing) -> Result<T, sqlx::Error>,
     ) -> Result<T> {
         self.limited(what, self.commit(call)).await
+    }
+
+    /// Runs `call` on a connection that reads, to its end or to the deadline; its error says what was tried.
+    async fn call<T>(
+        &self,
+        what: &str,
+        call: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T> {
+        self.limited(what, async { call(&mut *self.readers.acquire().await?).await }).await
     }
 
     /// Runs `call` to its end or to the deadline; its error says what was tried.
@@ -303,14 +314,24 @@ impl Store for SqliteStore {
         .await
     }
 
+    async fn missing_event_logs(&self, ids: &[EventLogId]) -> Result<Vec<EventLogId>> {
+        check::count("ids", ids.len(), PAGE_MAX)?;
+        let existing = self.call("reading confirmed events back", async |connection| {
+            record::existing(connection, ids).await
+        });
+        let existing = existing.await?;
+        Ok(ids.iter().copied().filter(|id| !existing.contains(id)).collect())
+    }
+
     async fn begin(&self) -> Result<Box<dyn CallersTransaction>> {
         let writing = self.limited("beginning a transaction", self.writing()).await?;
         let (deadline, wake) = (self.deadline, Arc::clone(&self.wake));
         Ok(Box::new(SqliteTransaction { writing, deadline, wake, wakes: false }))
     }
 
-    fn pool(&self) -> Pool {
-        Pool::Sqlite(self.readers.clone())
+    async fn read_connection(&self) -> Result<ReadConnection> {
+        let acquiring = self.limited("opening the SQLite database", self.readers.acquire());
+        Ok(ReadConnection::sqlite(acquiring.await?))
     }
 
     async fn close(&self) {

@@ -76,7 +76,7 @@ impl SqliteStore {
     }
 }
 
-implement_operator! { for SqliteStore, reading from readers, with {
+implement_operator! { for SqliteStore, with {
     async fn ensure_integration(&self, name: &str, provider: &str) -> Result<IntegrationId> {
         check::name("name", name)?;
         check::name("provider", provider)?;
@@ -122,7 +122,7 @@ implement_operator! { for SqliteStore, reading from readers, with {
 
     async fn facts_for_why(&self, id: IssueId) -> Result<Option<WhyFacts>> {
         let now = self.clock.now();
-        self.limited("reading the facts about an issue", async {
+        self.call("reading the facts about an issue", async |connection| {
             let row = sqlx::query(concat!(
                 "SELECT ",
                 issue_columns!(),
@@ -135,7 +135,7 @@ implement_operator! { for SqliteStore, reading from readers, with {
             ))
             .bind(id.0)
             .bind(column(now))
-            .fetch_optional(&self.readers)
+            .fetch_optional(&mut *connection)
             .await?;
             let Some(row) = row else { return Ok(None) };
             Ok(Some(WhyFacts {
@@ -153,7 +153,7 @@ implement_operator! { for SqliteStore, reading from readers, with {
         check::page(limit)?;
         let reading = async {
             // One transaction, so that all of it is seen at one moment.
-            let reading = self.readers.begin().await?;
+            let mut reading = self.readers.begin().await?;
             Ok(read_audit!(reading, limit))
         };
         let reading = async { reading.await.map_err(|error| database_error("auditing", error)) };
@@ -162,7 +162,7 @@ implement_operator! { for SqliteStore, reading from readers, with {
 
     async fn backlog(&self) -> Result<Backlog> {
         let now = self.clock.now();
-        self.limited("counting the backlog", async {
+        self.call("counting the backlog", async |connection| {
             let row = sqlx::query(
                 "SELECT (SELECT count(*) FROM issues WHERE processing_status = 'queued'),
                      (SELECT count(*) FROM issues WHERE processing_status = 'processing'),
@@ -171,7 +171,7 @@ implement_operator! { for SqliteStore, reading from readers, with {
                      (SELECT count(*) FROM outbox WHERE status = 'dead'),
                      (SELECT min(created_at) FROM outbox WHERE status IN ('waiting', 'pending', 'taken'))",
             )
-            .fetch_one(&self.readers)
+            .fetch_one(&mut *connection)
             .await?;
             let oldest = maybe_time(row.try_get(5)?);
             Ok(Backlog {
@@ -188,7 +188,7 @@ implement_operator! { for SqliteStore, reading from readers, with {
 
     async fn workers(&self) -> Result<Vec<WorkerInfo>> {
         let now = self.clock.now();
-        self.limited("listing workers", async {
+        self.call("listing workers", async |connection| {
             let rows = sqlx::query(
                 "SELECT worker, started_at, seen_at, expires_at, (SELECT count(*) FROM issues
                      WHERE processing_status = 'processing' AND claim_owner = worker)
@@ -196,7 +196,7 @@ implement_operator! { for SqliteStore, reading from readers, with {
             )
             .bind(column(now))
             .bind(number(PAGE_MAX))
-            .fetch_all(&self.readers)
+            .fetch_all(&mut *connection)
             .await?;
             let read = |row: &sqlx::sqlite::SqliteRow| {
                 Ok(WorkerInfo {

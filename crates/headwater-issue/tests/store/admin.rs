@@ -189,12 +189,12 @@ async fn only_one_row_of_an_issue_is_ever_among_those_to_take() -> Result<()> {
             store.complete(&[run]).await?;
         }
         let seen = "SELECT count(*) FROM outbox WHERE status IN ('pending', 'taken')";
-        let count: i64 = match store.pool() {
-            headwater_issue::Pool::Postgres(pool) => {
-                sqlx::query(seen).fetch_one(&pool).await?.try_get(0)?
+        let count: i64 = match store.read_connection().await?.connection() {
+            headwater_issue::Connection::Postgres(connection) => {
+                sqlx::query(seen).fetch_one(connection).await?.try_get(0)?
             }
-            headwater_issue::Pool::Sqlite(pool) => {
-                sqlx::query(seen).fetch_one(&pool).await?.try_get(0)?
+            headwater_issue::Connection::Sqlite(connection) => {
+                sqlx::query(seen).fetch_one(connection).await?.try_get(0)?
             }
             other => panic!("{other:?}"),
         };

@@ -40,7 +40,7 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
         let settlement = headwater_issue::OutboxSettlement { id, deliveries, delivery };
         store.settle_outbox(&[settlement]).await?;
 
-        let before = cost(&store.pool()).await?;
+        let before = cost(&*store).await?;
         let many = format!(
             "INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, status, due_at, created_at)
              WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < {BLOCKED})
@@ -59,7 +59,7 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
         }
         transaction.commit().await?;
         assert_eq!(store.backlog().await?.outbox_pending, 2 + BLOCKED as u64);
-        let after = cost(&store.pool()).await?;
+        let after = cost(&*store).await?;
         println!("{before} before, {after} with {BLOCKED} rows blocked");
         assert!(after * 4 <= before * 5, "{before} became {after}");
         assert!(store.take_outbox("d", 10, Duration::from_secs(60)).await?.is_empty());
@@ -68,10 +68,9 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
 }
 
 /// What a look costs: pages on Postgres, rows that are looked at on SQLite. Neither depends on what else the machine does.
-async fn cost(pool: &headwater_issue::Pool) -> Result<i64> {
-    match pool {
-        headwater_issue::Pool::Postgres(pool) => {
-            let mut connection = pool.acquire().await?;
+async fn cost(store: &dyn headwater_issue::Store) -> Result<i64> {
+    match store.read_connection().await?.connection() {
+        headwater_issue::Connection::Postgres(connection) => {
             let look = "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_1('d', 32, 60000)";
             let mut pages = i64::MAX;
             // The first looks of a connection read the catalog, too, and so does one after the statistics changed.
@@ -85,11 +84,11 @@ async fn cost(pool: &headwater_issue::Pool) -> Result<i64> {
             }
             Ok(pages)
         }
-        headwater_issue::Pool::Sqlite(pool) => {
+        headwater_issue::Connection::Sqlite(connection) => {
             let rows = sqlx::query(
                 "SELECT id FROM outbox WHERE status IN ('pending', 'taken') AND due_at <= 9e15",
             )
-            .fetch_all(pool)
+            .fetch_all(connection)
             .await?;
             Ok(rows.len() as i64)
         }

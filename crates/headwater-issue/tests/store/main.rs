@@ -5,6 +5,7 @@
 
 mod admin;
 mod backlog;
+mod cancellation;
 mod failures;
 mod full_disk;
 mod migrations;

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use headwater_issue::{
-    IssueError, KeyedOutbox, NewEvent, NewOutbox, OutboxKind, Pool, Quiet, postgres, sqlite,
+    IssueError, KeyedOutbox, NewEvent, NewOutbox, OutboxKind, Quiet, Store, postgres, sqlite,
 };
 use headwater_testkit::Postgres;
 use sqlx::{Connection, PgConnection, Row, SqliteConnection};
@@ -108,12 +108,19 @@ async fn execute(
     Ok(())
 }
 
-async fn count(pool: &Pool, statement: &'static str) -> Result<i64> {
-    Ok(match pool {
-        Pool::Postgres(pool) => sqlx::query(statement).fetch_one(pool).await?.try_get(0)?,
-        Pool::Sqlite(pool) => sqlx::query(statement).fetch_one(pool).await?.try_get(0)?,
+async fn count(store: &dyn Store, statement: &'static str) -> Result<i64> {
+    let mut reading = store.read_connection().await?;
+    let count = match reading.connection() {
+        headwater_issue::Connection::Postgres(connection) => {
+            sqlx::query(statement).fetch_one(connection).await?.try_get(0)?
+        }
+        headwater_issue::Connection::Sqlite(connection) => {
+            sqlx::query(statement).fetch_one(connection).await?.try_get(0)?
+        }
         other => anyhow::bail!("{other:?}"),
-    })
+    };
+    reading.release().await;
+    Ok(count)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -130,13 +137,13 @@ async fn tables_of_the_caller_change_together_with_ours_on_both_stores() -> Resu
             let recorded = transaction.record(&[event("42", "a")], &Quiet::default()).await;
             let issue = recorded[0].as_ref().map_err(Clone::clone)?.issue_id;
             transaction.write_outbox(issue, &[reply("created", "hello")]).await?;
-            let seen = count(&store.pool(), "SELECT count(*) FROM tickets").await?;
+            let seen = count(&*store, "SELECT count(*) FROM tickets").await?;
             assert_eq!((seen, store.backlog().await?.outbox_pending), (0, 0), "not yet");
             if commits {
                 transaction.commit().await?;
             }
         }
-        assert_eq!(count(&store.pool(), "SELECT count(*) FROM tickets").await?, 1);
+        assert_eq!(count(&*store, "SELECT count(*) FROM tickets").await?, 1);
         let rows = store.take_outbox("deliverer", 10, std::time::Duration::from_secs(60)).await?;
         assert_eq!(rows.len(), 1);
         assert!(rows[0].idempotency_key.ends_with(":created"), "{rows:?}");

@@ -143,6 +143,7 @@ pass_on! {
         give_back(claims: &[GiveBack]) -> Vec<GivenBack>;
         sweep(options: &SweepOptions) -> Swept;
         beat_worker(worker: &str, ttl: Duration) -> ();
+        missing_event_logs(ids: &[EventLogId]) -> Vec<EventLogId>;
         begin() -> Box<dyn Transaction>;
     }
 
@@ -207,8 +208,8 @@ pass_on! {
         self.store.outbox_wake(wait).await;
     }
 
-    fn pool(&self) -> Pool {
-        self.store.pool()
+    async fn read_connection(&self) -> Result<ReadConnection> {
+        self.store.read_connection().await
     }
 
     async fn close(&self) {

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use headwater_issue::{Connection, IssueError, Pool, Store};
+use headwater_issue::{Connection, IssueError, Store};
 use headwater_stream::clock::Timestamp;
 use sqlx::Row;
 use tracing::warn;
@@ -201,18 +201,22 @@ pub(super) async fn page(
     // Ids are hexadecimal digits and dashes, which come before every letter beyond `f`.
     let before = before.unwrap_or("g");
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    match store.pool() {
-        Pool::Sqlite(pool) => {
-            let rows = sqlx::query(SQLITE.page).bind(before).bind(limit).fetch_all(&pool).await;
-            rows.map_err(failed)?.iter().map(|row| read!(row)).collect::<Result<_, _>>()
+    let mut reading = store.read_connection().await?;
+    let entries = match reading.connection() {
+        Connection::Sqlite(connection) => {
+            let rows =
+                sqlx::query(SQLITE.page).bind(before).bind(limit).fetch_all(connection).await;
+            rows.and_then(|rows| rows.iter().map(|row| read!(row)).collect::<Result<_, _>>())
         }
-        Pool::Postgres(pool) => {
-            let rows = sqlx::query(POSTGRES.page).bind(before).bind(limit).fetch_all(&pool).await;
-            rows.map_err(failed)?.iter().map(|row| read!(row)).collect::<Result<_, _>>()
+        Connection::Postgres(connection) => {
+            let rows =
+                sqlx::query(POSTGRES.page).bind(before).bind(limit).fetch_all(connection).await;
+            rows.and_then(|rows| rows.iter().map(|row| read!(row)).collect::<Result<_, _>>())
         }
         _ => return Err(other_store()),
-    }
-    .map_err(failed)
+    };
+    reading.release().await;
+    entries.map_err(failed)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use headwater_analytics::{RunFigures, TicketEvent as Row};
-use headwater_issue::{Pool, Store};
+use headwater_issue::{Connection, Store};
 use headwater_stream::clock::Timestamp;
 use sqlx::Error;
 
@@ -70,15 +70,17 @@ impl History {
 
     /// How many events there are, or a few more: some event logs are of nobody's interest.
     pub(crate) async fn count(&self) -> Result<u64, TicketError> {
-        let counted: Result<i64, Error> = match self.store.pool() {
-            Pool::Sqlite(pool) => {
-                sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(&pool).await
+        let mut reading = self.store.read_connection().await?;
+        let counted: Result<i64, Error> = match reading.connection() {
+            Connection::Sqlite(connection) => {
+                sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(connection).await
             }
-            Pool::Postgres(pool) => {
-                sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(&pool).await
+            Connection::Postgres(connection) => {
+                sqlx::query_scalar(COUNT).bind(INTEGRATION).fetch_one(connection).await
             }
             _ => Err(unknown()),
         };
+        reading.release().await;
         let counted = counted.map_err(|error| database_error("count events", error))?;
         Ok(u64::try_from(counted).unwrap_or(0))
     }
@@ -106,17 +108,19 @@ impl History {
     }
 
     async fn event_logs(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
-        let read: Result<Vec<LogRow>, Error> = match self.store.pool() {
-            Pool::Sqlite(pool) => {
+        let mut reading = self.store.read_connection().await?;
+        let read: Result<Vec<LogRow>, Error> = match reading.connection() {
+            Connection::Sqlite(connection) => {
                 let logs = sqlx::query_as(LOGS).bind(INTEGRATION).bind(self.after).bind(PAGE);
-                logs.fetch_all(&pool).await
+                logs.fetch_all(connection).await
             }
-            Pool::Postgres(pool) => {
+            Connection::Postgres(connection) => {
                 let logs = sqlx::query_as(LOGS).bind(INTEGRATION).bind(self.after).bind(PAGE);
-                logs.fetch_all(&pool).await
+                logs.fetch_all(connection).await
             }
             _ => Err(unknown()),
         };
+        reading.release().await;
         let read = read.map_err(|error| database_error("read event logs", error))?;
         let last = read.last().map(|(id, _)| *id);
         let events = read.iter().filter_map(|(_, payload)| of_log(payload)).collect();
@@ -124,19 +128,21 @@ impl History {
     }
 
     async fn answers(&self) -> Result<(Vec<Row>, Option<i64>), TicketError> {
-        let read: Result<Vec<AnswerRow>, Error> = match self.store.pool() {
-            Pool::Sqlite(pool) => {
+        let mut reading = self.store.read_connection().await?;
+        let read: Result<Vec<AnswerRow>, Error> = match reading.connection() {
+            Connection::Sqlite(connection) => {
                 let answers = sqlx::query_as(answers!("m.created_at"));
-                answers.bind(self.after).bind(PAGE).fetch_all(&pool).await
+                answers.bind(self.after).bind(PAGE).fetch_all(connection).await
             }
-            Pool::Postgres(pool) => {
+            Connection::Postgres(connection) => {
                 let answers = sqlx::query_as(answers!(
                     "CAST(extract(epoch FROM m.created_at) * 1000 AS bigint)"
                 ));
-                answers.bind(self.after).bind(PAGE).fetch_all(&pool).await
+                answers.bind(self.after).bind(PAGE).fetch_all(connection).await
             }
             _ => Err(unknown()),
         };
+        reading.release().await;
         let read = read.map_err(|error| database_error("read answers", error))?;
         let last = read.last().map(|(seq, ..)| *seq);
         Ok((read.into_iter().map(of_answer).collect(), last))

@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use headwater_issue::{
-    IssueError, IssueId, KeyedOutbox, NewEvent, NewOutbox, Nudger, OutboxKind, Quiet, Recorded,
-    Store, Transaction,
+    Confirmations, IssueError, IssueId, KeyedOutbox, NewEvent, NewOutbox, Nudger, OutboxKind,
+    Quiet, Recorded, Store, Transaction,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::broadcast;
@@ -50,18 +50,14 @@ macro_rules! on {
 /// Calls a statement that only reads, on a connection of its own.
 macro_rules! look {
     ($store:expr, $statement:ident($($argument:expr),*)) => {
-        match $store.pool() {
-            headwater_issue::Pool::Sqlite(pool) => match pool.acquire().await {
-                Ok(mut connection) => $crate::tickets::sqlite::$statement(&mut connection, $($argument),*).await,
-                Err(error) => Err(error),
-            },
-            headwater_issue::Pool::Postgres(pool) => match pool.acquire().await {
-                Ok(mut connection) => $crate::tickets::postgres::$statement(&mut connection, $($argument),*).await,
-                Err(error) => Err(error),
-            },
-            _ => Err(sqlx::Error::Configuration("tickets need SQLite or Postgres".into())),
+        match $store.read_connection().await {
+            Ok(mut reading) => {
+                let answer = $crate::tickets::store::on!(reading.connection(), $statement($($argument),*));
+                reading.release().await;
+                answer
+            }
+            Err(error) => Err($crate::tickets::TicketError::from(error)),
         }
-        .map_err(|error| $crate::tickets::store::database_error(stringify!($statement), error))
     };
 }
 
@@ -91,6 +87,7 @@ pub struct Tickets {
     nudger: Nudger,
     quiet: Quiet,
     changes: broadcast::Sender<Uuid>,
+    confirmations: Confirmations,
 }
 
 /// What one step of a transaction adds to a ticket.
@@ -110,7 +107,12 @@ impl Tickets {
     ) -> Result<Self, TicketError> {
         prepare(&store).await?;
         let (changes, _) = broadcast::channel(CHANGES_MAX);
-        Ok(Self { store, nudger, quiet, changes })
+        Ok(Self { store, nudger, quiet, changes, confirmations: Confirmations::default() })
+    }
+
+    /// Notes every event that is committed here, so that a sample is read back.
+    pub(crate) fn with_confirmations(self, confirmations: Confirmations) -> Self {
+        Self { confirmations, ..self }
     }
 
     /// Opens a ticket with its first message.
@@ -328,6 +330,7 @@ impl Tickets {
         recorded: &Recorded,
     ) -> Result<(), TicketError> {
         transaction.commit().await?;
+        self.confirmations.note(recorded.event_log_id);
         self.nudger.after(recorded);
         self.changed(ticket_id);
         Ok(())

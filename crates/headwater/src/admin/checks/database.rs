@@ -2,8 +2,8 @@
 
 use std::time::SystemTime;
 
-use headwater_issue::{Pool, Store};
-use sqlx::{PgPool, Row, SqlitePool};
+use headwater_issue::{Connection, Store};
+use sqlx::{PgConnection, Row, SqliteConnection};
 
 use super::{Finding, clock};
 use crate::settings::Settings;
@@ -13,15 +13,20 @@ const SPARE: i64 = 5;
 
 /// Looks at the server.
 pub(super) async fn server(settings: &Settings, store: &dyn Store) -> Result<Vec<Finding>, String> {
-    let looked = match store.pool() {
-        Pool::Postgres(pool) => postgres(settings, &pool).await,
-        Pool::Sqlite(pool) => sqlite(settings, &pool).await,
+    let mut reading = store.read_connection().await.map_err(|error| error.to_string())?;
+    let looked = match reading.connection() {
+        Connection::Postgres(connection) => postgres(settings, connection).await,
+        Connection::Sqlite(connection) => sqlite(settings, connection).await,
         _ => Ok(vec![Finding::fine("database", settings.database_shown())]),
     };
+    reading.release().await;
     looked.map_err(|error| error.to_string())
 }
 
-async fn postgres(settings: &Settings, pool: &PgPool) -> Result<Vec<Finding>, sqlx::Error> {
+async fn postgres(
+    settings: &Settings,
+    connection: &mut PgConnection,
+) -> Result<Vec<Finding>, sqlx::Error> {
     let before = SystemTime::now();
     let row = sqlx::query(
         "SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit'),
@@ -30,7 +35,7 @@ async fn postgres(settings: &Settings, pool: &PgPool) -> Result<Vec<Finding>, sq
             (SELECT max(version) FROM headwater_migrations),
             (extract(epoch FROM clock_timestamp()) * 1000)::bigint",
     )
-    .fetch_one(pool)
+    .fetch_one(connection)
     .await?;
     let theirs: i64 = row.try_get(7)?;
     let skew = clock("database", before, u64::try_from(theirs).unwrap_or_default());
@@ -81,12 +86,15 @@ async fn postgres(settings: &Settings, pool: &PgPool) -> Result<Vec<Finding>, sq
     Ok(findings)
 }
 
-async fn sqlite(settings: &Settings, pool: &SqlitePool) -> Result<Vec<Finding>, sqlx::Error> {
+async fn sqlite(
+    settings: &Settings,
+    connection: &mut SqliteConnection,
+) -> Result<Vec<Finding>, sqlx::Error> {
     let row = sqlx::query(
         "SELECT sqlite_version(), (SELECT journal_mode FROM pragma_journal_mode),
             (SELECT synchronous FROM pragma_synchronous), (SELECT max(version) FROM headwater_migrations)",
     )
-    .fetch_one(pool)
+    .fetch_one(connection)
     .await?;
     let (version, journal): (String, String) = (row.try_get(0)?, row.try_get(1)?);
     let found = format!("sqlite {version} at {}, for one machine", settings.database_shown());
