@@ -6,8 +6,8 @@
 //! stream backend: a nudge is a hint.
 //! Not here: signatures and formats of webhooks (see `headwater`).
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use headwater_queue::TraceContext;
 use headwater_stream::{Coalescer, CoalescerConfig};
@@ -61,7 +61,11 @@ type Coming = (NewEvent, Option<TraceContext>);
 pub struct Inbox {
     records: Coalescer<Coming, Result<Recorded>>,
     nudger: Nudger,
+    refused_at: RefusedAt,
 }
+
+/// When the database last refused a commit, if none has succeeded since.
+type RefusedAt = Arc<Mutex<Option<Instant>>>;
 
 impl Inbox {
     /// An inbox of a store. Its task ends when it is dropped, after the commits under way.
@@ -82,12 +86,15 @@ impl Inbox {
         };
         let quiet = config.quiet;
         let (sender, told, confirmations) = (nudger.clone(), config.steps, config.confirmations);
+        let refused_at = RefusedAt::default();
+        let noted = Arc::clone(&refused_at);
         let records = Coalescer::new(gathering, move |coming: Vec<Coming>| {
             let (store, nudger, steps) = (Arc::clone(&store), sender.clone(), Arc::clone(&told));
-            let confirmations = confirmations.clone();
+            let (confirmations, noted) = (confirmations.clone(), Arc::clone(&noted));
             async move {
                 let (events, traces): (Vec<_>, Vec<_>) = coming.into_iter().unzip();
                 let answers = store.record(&events, &quiet).await;
+                note(&noted, &answers);
                 // Here and not in the caller: one that hung up meanwhile would nudge nobody.
                 for (answer, trace) in answers.iter().zip(traces) {
                     count(answer);
@@ -102,7 +109,13 @@ impl Inbox {
         });
         let records =
             records.map_err(|error| IssueError::invalid("the inbox", error.to_string()))?;
-        Ok(Self { records, nudger })
+        Ok(Self { records, nudger, refused_at })
+    }
+
+    /// Whether the database refused events within this time and has stored none since.
+    pub fn is_refused(&self, within: Duration) -> bool {
+        let refused_at = *self.refused_at.lock().expect("no code panics while it holds this lock");
+        refused_at.is_some_and(|at| at.elapsed() <= within)
     }
 
     /// Stores an event and queues its issue. A duplicate is no error: it says which event log it is a duplicate of.
@@ -120,6 +133,16 @@ impl Inbox {
             count(&gone);
             gone
         })
+    }
+}
+
+/// Events that are at fault themselves say nothing of the database.
+fn note(refused_at: &RefusedAt, answers: &[Result<Recorded>]) {
+    let mut refused_at = refused_at.lock().expect("no code panics while it holds this lock");
+    if answers.iter().any(Result::is_ok) {
+        *refused_at = None;
+    } else if answers.iter().any(|answer| answer.as_ref().is_err_and(IssueError::is_transient)) {
+        *refused_at = Some(Instant::now());
     }
 }
 

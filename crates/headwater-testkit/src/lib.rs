@@ -35,6 +35,7 @@ pub mod bench;
 pub use child::Child;
 pub use cluster::{Cluster, ClusterBuilder};
 pub use package::package_folder;
+pub use ports::Port;
 pub use postgres::{Database, Postgres};
 pub use process::is_alive;
 pub use proxy::Proxy;

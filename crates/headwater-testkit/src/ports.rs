@@ -31,14 +31,14 @@ const STARTS_MAX: usize = 5;
 
 /// A port that is ours until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Port {
+pub struct Port {
     pub(crate) number: u16,
     _reservations: Vec<OwnedFd>,
 }
 
 impl Port {
     /// A port for one server.
-    pub(crate) fn for_server() -> Result<Port> {
+    pub fn for_server() -> Result<Port> {
         choose(SERVER_PORTS, &[0])
     }
 
@@ -47,7 +47,8 @@ impl Port {
         choose(CLUSTER_PORTS, &[0, BUS_OFFSET])
     }
 
-    pub(crate) fn address(&self) -> SocketAddr {
+    /// Where to listen: on loopback.
+    pub fn address(&self) -> SocketAddr {
         loopback(self.number)
     }
 }

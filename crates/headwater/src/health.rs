@@ -12,8 +12,8 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use headwater_issue::Store;
-use headwater_stream::Backend;
+use headwater_issue::{Inbox, Store};
+use headwater_stream::{Backend, DedupScope, StreamError};
 use serde::Serialize;
 use tokio::time::{Instant, timeout};
 use tracing::warn;
@@ -28,6 +28,18 @@ use crate::stop::Stopping;
 /// How long a dependency may take to answer.
 const CHECK_MAX: Duration = Duration::from_secs(2);
 
+/// Readiness is asked without a token, so the streams are written to once within this time, however often it is asked.
+const PROBE_EVERY: Duration = Duration::from_secs(2);
+
+/// How long a mark of the write probe stays if nothing removes it.
+const PROBE_TTL: Duration = Duration::from_secs(5);
+
+/// Where the write probe leaves its mark.
+const PROBE_SCOPE: &str = "headwater:readiness";
+
+/// A commit that failed this long ago, with none that succeeded since, means that the database refuses writes.
+const REFUSED_WITHIN: Duration = Duration::from_secs(10);
+
 /// What is known of the parts of this process.
 #[derive(Clone, Debug)]
 pub(crate) struct Health {
@@ -35,6 +47,14 @@ pub(crate) struct Health {
     parts: Arc<Mutex<BTreeMap<&'static str, bool>>>,
     stopping: Stopping,
     analytics: Option<Analytics>,
+    stream_writes: Arc<tokio::sync::Mutex<Option<WriteProbe>>>,
+}
+
+/// The result of the latest write to the streams.
+#[derive(Clone, Debug)]
+struct WriteProbe {
+    at: Instant,
+    problem: Option<String>,
 }
 
 /// One thing that must be so.
@@ -75,7 +95,8 @@ impl Readiness {
 impl Health {
     /// The health of a process whose worker is called so.
     pub(crate) fn new(worker: impl Into<String>, stopping: Stopping) -> Self {
-        Self { worker: worker.into(), parts: Arc::default(), stopping, analytics: None }
+        let (parts, stream_writes) = (Arc::default(), Arc::default());
+        Self { worker: worker.into(), parts, stopping, analytics: None, stream_writes }
     }
 
     /// Tells how analytics stands, too.
@@ -89,9 +110,18 @@ impl Health {
     }
 
     /// Asks everything now.
-    pub(crate) async fn readiness(&self, store: &dyn Store, streams: &dyn Backend) -> Readiness {
-        let (database, streams) = tokio::join!(self.check_database(store), check_streams(streams));
+    pub(crate) async fn readiness(
+        &self,
+        store: &dyn Store,
+        streams: &dyn Backend,
+        inbox: &Inbox,
+    ) -> Readiness {
+        let (database, streams) =
+            tokio::join!(self.check_database(store), self.check_streams(streams));
         let mut checks = Vec::from(database);
+        let refused = inbox.is_refused(REFUSED_WITHIN);
+        let reason = refused.then(|| "it refuses new events; the log says why".to_owned());
+        checks.push(Check::new("database writes", Instant::now(), reason));
         checks.push(streams);
         let ended: Vec<_> = {
             let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
@@ -130,23 +160,50 @@ impl Health {
             Check::new("worker", started, worker),
         ]
     }
+
+    /// Whether the streams answer, and whether they take writes: a server that is full or has lost its replicas still
+    /// answers.
+    async fn check_streams(&self, streams: &dyn Backend) -> Check {
+        let started = Instant::now();
+        let reason = match timeout(CHECK_MAX, streams.now()).await {
+            Ok(Ok(_)) => self.stream_write_problem(streams).await,
+            Ok(Err(error)) => {
+                warn!(%error, "not ready: the streams");
+                Some("they do not answer, work goes on slowly; the log says why".to_owned())
+            }
+            Err(_) => Some(format!("they did not answer within {CHECK_MAX:?}")),
+        };
+        Check::new("streams", started, reason)
+    }
+
+    /// Why the streams take no write, as seen by the latest probe; a new one is made if that one is old.
+    async fn stream_write_problem(&self, streams: &dyn Backend) -> Option<String> {
+        let mut latest = self.stream_writes.lock().await;
+        if let Some(probe) = latest.as_ref().filter(|probe| probe.at.elapsed() < PROBE_EVERY) {
+            return probe.problem.clone();
+        }
+        let problem = match timeout(CHECK_MAX, probe_write(streams, &self.worker)).await {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => {
+                warn!(%error, "not ready: the streams refuse writes");
+                Some("they refuse writes, work goes on slowly; the log says why".to_owned())
+            }
+            Err(_) => Some(format!("they took no write within {CHECK_MAX:?}")),
+        };
+        *latest = Some(WriteProbe { at: Instant::now(), problem: problem.clone() });
+        problem
+    }
+}
+
+/// Writes a mark that needs memory, and removes it.
+async fn probe_write(streams: &dyn Backend, worker: &str) -> Result<(), StreamError> {
+    let scope = DedupScope::new(PROBE_SCOPE)?;
+    streams.dedup_begin(&scope, &[worker], PROBE_TTL).await?;
+    streams.dedup_abandon(&scope, &[worker]).await
 }
 
 fn unknown() -> String {
     "unknown while the database does not answer".to_owned()
-}
-
-async fn check_streams(streams: &dyn Backend) -> Check {
-    let started = Instant::now();
-    let reason = match timeout(CHECK_MAX, streams.now()).await {
-        Ok(Ok(_)) => None,
-        Ok(Err(error)) => {
-            warn!(%error, "not ready: the streams");
-            Some("they do not answer, work goes on slowly; the log says why".to_owned())
-        }
-        Err(_) => Some(format!("they did not answer within {CHECK_MAX:?}")),
-    };
-    Check::new("streams", started, reason)
 }
 
 impl Check {
@@ -178,7 +235,8 @@ async fn live() -> Json<Alive> {
 #[utoipa::path(get, path = "/health/ready", tag = "health",
     responses((status = 200, body = Readiness), (status = 503, body = Readiness)), security(()))]
 async fn ready(State(app): State<App>) -> Response {
-    let readiness = app.health.readiness(app.store.as_ref(), app.streams.as_ref()).await;
+    let readiness =
+        app.health.readiness(app.store.as_ref(), app.streams.as_ref(), &app.inbox).await;
     let status =
         if readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(readiness)).into_response()

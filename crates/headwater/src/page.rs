@@ -36,7 +36,8 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
 #[utoipa::path(get, path = "/", tag = "health",
     responses((status = 200, content_type = "text/html", body = String), (status = 503, content_type = "text/html", body = String)))]
 async fn page(State(app): State<App>) -> impl IntoResponse {
-    let readiness = app.health.readiness(app.store.as_ref(), app.streams.as_ref()).await;
+    let readiness =
+        app.health.readiness(app.store.as_ref(), app.streams.as_ref(), &app.inbox).await;
     let list = |status, quarantined| {
         let filter = IssueFilter { status, quarantined, ..IssueFilter::default() };
         let store = &app.store;

@@ -7,6 +7,7 @@
 //! the deadline of a call. Refuses: a file on a network share, where SQLite's locks do not hold, is the user's mistake.
 
 mod dead_letters;
+mod file_identity;
 mod migrate;
 mod operator;
 mod outbox;
@@ -28,6 +29,7 @@ use sqlx::sqlite::{
 use sqlx::{Connection as _, Sqlite, SqlitePool, Transaction};
 use tokio::sync::Notify;
 
+use self::file_identity::FileIdentity;
 use self::transaction::SqliteTransaction;
 pub use self::transaction::{outbox_in, record_in};
 use crate::check;
@@ -55,6 +57,7 @@ pub(crate) struct SqliteStore {
     /// One connection, so the pool is the queue of all writers of this process.
     writer: SqlitePool,
     readers: SqlitePool,
+    file: FileIdentity,
     /// See [`idempotency_key`](crate::delivery::idempotency_key).
     identity: String,
     clock: Arc<dyn Clock>,
@@ -102,13 +105,16 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
                 .connect_lazy_with(connect.clone().read_only(true).create_if_missing(false))
         };
         let identity = migrate::identity(&writer).await?;
-        Ok::<_, IssueError>((writer, readers, identity))
+        let file = FileIdentity::of((!in_memory).then(|| connect.get_filename()));
+        let file = file.map_err(|error| database_error("opening the SQLite database", error))?;
+        Ok::<_, IssueError>((writer, readers, identity, file))
     };
-    let (writer, readers, identity) =
+    let (writer, readers, identity, file) =
         within(options.call_deadline, "opening the SQLite database", opening).await?;
     Ok(Arc::new(SqliteStore {
         writer,
         readers,
+        file,
         identity,
         clock: Arc::clone(&options.clock),
         deadline: options.call_deadline,
@@ -157,14 +163,16 @@ impl SqliteStore {
         self.limited(what, async { call(&mut *self.readers.acquire().await?).await }).await
     }
 
-    /// Runs `call` to its end or to the deadline; its error says what was tried.
+    /// Runs `call` to its end or to the deadline; its error says what was tried. `Ok`: it is in the file that was opened,
+    /// and that file is still there.
     async fn limited<T>(
         &self,
         what: &str,
         call: impl Future<Output = Result<T, sqlx::Error>>,
     ) -> Result<T> {
         within(self.deadline, what, async {
-            call.await.map_err(|error| database_error(what, error))
+            let answer = call.await;
+            self.file.check().and(answer).map_err(|error| database_error(what, error))
         })
         .await
     }
@@ -325,8 +333,8 @@ impl Store for SqliteStore {
 
     async fn begin(&self) -> Result<Box<dyn CallersTransaction>> {
         let writing = self.limited("beginning a transaction", self.writing()).await?;
-        let (deadline, wake) = (self.deadline, Arc::clone(&self.wake));
-        Ok(Box::new(SqliteTransaction { writing, deadline, wake, wakes: false }))
+        let (deadline, wake, file) = (self.deadline, Arc::clone(&self.wake), self.file.clone());
+        Ok(Box::new(SqliteTransaction { writing, deadline, file, wake, wakes: false }))
     }
 
     async fn read_connection(&self) -> Result<ReadConnection> {

@@ -11,6 +11,7 @@ use sqlx::sqlite::SqliteConnection;
 use sqlx::{Error, Row};
 use tokio::sync::Notify;
 
+use super::file_identity::FileIdentity;
 use super::statements::table;
 use super::{Writing, record};
 use crate::check;
@@ -151,6 +152,7 @@ async fn known_rows(
 pub(super) struct SqliteTransaction {
     pub(super) writing: Writing,
     pub(super) deadline: Duration,
+    pub(super) file: FileIdentity,
     pub(super) wake: Arc<Notify>,
     pub(super) wakes: bool,
 }
@@ -187,9 +189,9 @@ impl Transaction for SqliteTransaction {
     }
 
     async fn commit(self: Box<Self>) -> Result<()> {
-        let Self { writing, deadline, wake, wakes } = *self;
+        let Self { writing, deadline, file, wake, wakes } = *self;
         let commit = async {
-            let committed = writing.transaction.commit().await;
+            let committed = writing.transaction.commit().await.and_then(|()| file.check());
             committed.map_err(|error| database_error("committing", error))
         };
         within(deadline, "committing", commit).await?;

@@ -1,10 +1,10 @@
-//! A disk that is full for a while.
+//! A disk that is full for a while, and a file that is taken away.
 
 use anyhow::Result;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::{File, open, record};
+use super::{File, event, open, record};
 
 /// What the system sends to a process that writes beyond its limit. Unheard, it would end the process.
 const SIGXFSZ: i32 = 25;
@@ -39,5 +39,32 @@ async fn after_a_full_disk_the_same_store_goes_on() -> Result<()> {
     record(&*store, "42", "after").await?;
     let audit = store.audit(1).await?;
     assert_eq!(audit.recorded, 2);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_confirmed_after_the_database_file_was_deleted_or_replaced() -> Result<()> {
+    let file = File::new()?;
+    let path = std::path::PathBuf::from(file.url.trim_start_matches("sqlite:"));
+    let moved = path.with_extension("moved");
+    let store = open(&file.url).await?;
+    record(&*store, "1", "before").await?;
+    let mut transaction = store.begin().await?;
+    transaction.record(&[event("1", "in between")], &Default::default()).await.remove(0)?;
+
+    std::fs::rename(&path, &moved)?;
+    let is_refused = |answer: Result<(), headwater_issue::IssueError>, what: &str| {
+        let error = answer.expect_err(what).to_string();
+        assert!(error.contains("database file") && error.contains("while it was open"), "{error}");
+    };
+    is_refused(transaction.commit().await, "the commit of a transaction");
+    is_refused(record(&*store, "1", "deleted").await.map(drop), "a record");
+    is_refused(store.workers().await.map(drop), "a read, which readiness asks for");
+    std::fs::write(&path, b"")?;
+    is_refused(record(&*store, "1", "replaced").await.map(drop), "a record");
+
+    // The same file at its place again: nothing has to be restarted.
+    std::fs::rename(&moved, &path)?;
+    record(&*store, "1", "after").await?;
     Ok(())
 }

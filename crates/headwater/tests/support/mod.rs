@@ -83,6 +83,11 @@ impl Place {
         Server::spawn(self.command(&[&always[..], arguments].concat()))
     }
 
+    /// Starts the binary and waits for nothing.
+    pub(crate) fn start_soon(&self, arguments: &[&str]) -> Result<Server> {
+        Server::spawn(self.command(arguments))
+    }
+
     /// Starts `worker` and waits until it listens.
     pub(crate) fn worker(&self, arguments: &[&str]) -> Result<Server> {
         Server::start(self.command(&[&["worker"][..], arguments].concat()))
@@ -207,6 +212,11 @@ impl Server {
     pub(crate) fn signal(&self, signal: Signal) -> Result<()> {
         let pid = Pid::from_raw(i32::try_from(self.child.id())?).context("a process id")?;
         Ok(kill_process(pid, signal)?)
+    }
+
+    /// Whether the process has ended.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(Some(_)))
     }
 
     /// Waits until the process has ended by itself.

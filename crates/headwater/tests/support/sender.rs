@@ -43,9 +43,19 @@ pub(crate) fn github(
     delivery: &str,
     body: &[u8],
 ) -> reqwest::RequestBuilder {
-    server
-        .client
-        .post(server.url("/webhooks/github/shop"))
+    github_to(&server.client, &server.url(""), event, delivery, body)
+}
+
+/// The same to a server that may not be there.
+pub(crate) fn github_to(
+    client: &reqwest::Client,
+    url: &str,
+    event: &str,
+    delivery: &str,
+    body: &[u8],
+) -> reqwest::RequestBuilder {
+    client
+        .post(format!("{url}/webhooks/github/shop"))
         .header("content-type", "application/json")
         .header("x-github-event", event)
         .header("x-github-delivery", delivery)
@@ -82,12 +92,22 @@ pub(crate) fn standard(
     signed_at: u64,
     body: &[u8],
 ) -> reqwest::RequestBuilder {
+    standard_to(&server.client, &server.url(""), id, signed_at, body)
+}
+
+/// The same to a server that may not be there.
+pub(crate) fn standard_to(
+    client: &reqwest::Client,
+    url: &str,
+    id: &str,
+    signed_at: u64,
+    body: &[u8],
+) -> reqwest::RequestBuilder {
     let key = STANDARD.decode(STANDARD_SECRET.trim_start_matches("whsec_")).expect("base64");
     let time = signed_at.to_string();
     let signature = sign(&key, &[id.as_bytes(), b".", time.as_bytes(), b".", body]);
-    server
-        .client
-        .post(server.url("/webhooks/standard/anybody"))
+    client
+        .post(format!("{url}/webhooks/standard/anybody"))
         .header("content-type", "application/json")
         .header("webhook-id", id)
         .header("webhook-timestamp", time)

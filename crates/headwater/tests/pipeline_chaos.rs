@@ -1,0 +1,414 @@
+//! The whole pipeline under faults: every event that was confirmed is answered exactly once, by event id.
+//!
+//! Two servers and two workers on PostgreSQL and Redis, both behind proxies; a model that acknowledges the ids of the events
+//! it is asked about; a GitHub that keeps comments, and a receiver of callbacks. Processes are killed and stopped, Redis is
+//! flushed, both databases are killed, connections are cut and stalled, single `BEGIN`s and `COMMIT`s are held back.
+//!
+//! `cargo xtask chaos` runs it for long: `HEADWATER_FAULTS` and `HEADWATER_WEBHOOKS` say how much.
+
+mod support;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use axum::extract::{Path, Query, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::routing::post;
+use axum::{Json, Router};
+use futures_util::StreamExt;
+use headwater_testkit::{Port, Postgres, Proxy, Random, Redis};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use sqlx::{Connection, PgConnection};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+use crate::support::sender::{
+    SECRET, STANDARD_SECRET, github_comment, github_to, now, standard_to,
+};
+use crate::support::{Place, Server};
+
+/// Issues of each integration; events are spread over them.
+const ISSUES: u64 = 40;
+
+/// How long the pipeline may take to come to rest after the last fault: claims and deliveries of the dead have to expire.
+const REST_MAX: Duration = Duration::from_secs(240);
+
+fn amount(variable: &str, default: u64) -> u64 {
+    std::env::var(variable).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
+}
+
+/// The model and the receivers of replies.
+#[derive(Clone, Default)]
+struct Outside {
+    /// Comments by issue, as GitHub keeps them.
+    comments: Arc<Mutex<BTreeMap<String, Vec<String>>>>,
+    /// Callbacks by idempotency key.
+    callbacks: Arc<Mutex<BTreeMap<String, String>>>,
+    /// Whether some answers are lost on their way back.
+    loses_answers: Arc<AtomicBool>,
+    requests: Arc<Mutex<u64>>,
+}
+
+impl Outside {
+    async fn start() -> Result<(Self, String)> {
+        let outside = Self::default();
+        let router = Router::new()
+            .route("/v1/chat/completions", post(complete))
+            .route(
+                "/repos/{owner}/{repository}/issues/{number}/comments",
+                post(comment).get(comments),
+            )
+            .route(
+                "/user",
+                axum::routing::get(async || Json(json!({"login": "shop-bot", "id": 7}))),
+            )
+            .route("/callback", post(callback))
+            .with_state(outside.clone());
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        Ok((outside, format!("http://{address}")))
+    }
+
+    /// One answer in twenty is lost after its effect.
+    async fn answer(&self) -> StatusCode {
+        let is_lost = {
+            let mut requests = self.requests.lock().expect("no panic");
+            *requests += 1;
+            requests.is_multiple_of(20) && self.loses_answers.load(Ordering::SeqCst)
+        };
+        if is_lost { StatusCode::BAD_GATEWAY } else { StatusCode::CREATED }
+    }
+
+    /// How often each event was acknowledged, in distinct comments and callbacks.
+    fn acknowledged(&self) -> BTreeMap<String, u64> {
+        let comments = self.comments.lock().expect("no panic");
+        let callbacks = self.callbacks.lock().expect("no panic");
+        let texts = comments.values().flatten().chain(callbacks.values());
+        let mut counts = BTreeMap::new();
+        for event in texts.flat_map(|text| event_ids(text)) {
+            *counts.entry(event).or_default() += 1;
+        }
+        counts
+    }
+}
+
+/// Ids such as `ev-17`, each once.
+fn event_ids(text: &str) -> BTreeSet<String> {
+    let ids = text.match_indices("ev-").map(|(at, _)| {
+        let digits = text[at + 3..].chars().take_while(char::is_ascii_digit);
+        format!("ev-{}", digits.collect::<String>())
+    });
+    ids.collect()
+}
+
+/// Acknowledges the events that are new in the prompt.
+async fn complete(Json(request): Json<Value>) -> Json<Value> {
+    let messages = request["messages"].as_array().into_iter().flatten();
+    let texts = messages.filter_map(|message| message["content"].as_str());
+    let pending =
+        texts.flat_map(str::lines).filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let pending = pending.filter(|line| line["pending"] == true);
+    let ids: BTreeSet<String> =
+        pending.flat_map(|line| event_ids(&line["text"].to_string())).collect();
+    let content = format!("ACK {}", ids.into_iter().collect::<Vec<_>>().join(" "));
+    Json(json!({
+        "choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+    }))
+}
+
+async fn comment(
+    State(outside): State<Outside>,
+    Path((_, _, number)): Path<(String, String, String)>,
+    Json(body): Json<Value>,
+) -> (StatusCode, Json<Value>) {
+    let text = body["body"].as_str().unwrap_or_default().to_owned();
+    outside.comments.lock().expect("no panic").entry(number).or_default().push(text);
+    (outside.answer().await, Json(json!({"id": 1})))
+}
+
+async fn comments(
+    State(outside): State<Outside>,
+    Path((_, _, number)): Path<(String, String, String)>,
+    Query(query): Query<BTreeMap<String, String>>,
+) -> Json<Value> {
+    let number_of =
+        |name, default| query.get(name).and_then(|text| text.parse().ok()).unwrap_or(default);
+    let (page, per_page): (usize, usize) = (number_of("page", 1), number_of("per_page", 30));
+    let comments = outside.comments.lock().expect("no panic");
+    let bodies = comments.get(&number).into_iter().flatten();
+    let bodies = bodies.skip((page - 1) * per_page).take(per_page);
+    let user = json!({"login": "shop-bot", "id": 7});
+    Json(bodies.map(|body| json!({"id": 1, "body": body, "user": user})).collect())
+}
+
+async fn callback(State(outside): State<Outside>, headers: HeaderMap, body: String) -> StatusCode {
+    let key = headers.get("idempotency-key").and_then(|key| key.to_str().ok()).unwrap_or_default();
+    let body: Value = serde_json::from_str(&body).unwrap_or_default();
+    let content = body["data"]["content"].as_str().unwrap_or_default().to_owned();
+    outside.callbacks.lock().expect("no panic").insert(key.to_owned(), content);
+    outside.answer().await
+}
+
+/// Everything that faults happen to.
+struct Pipeline {
+    postgres: Postgres,
+    redis: Redis,
+    to_postgres: Proxy,
+    to_redis: Proxy,
+    /// Two servers, then two workers.
+    processes: Vec<Process>,
+    /// How long a process may be stopped, in milliseconds.
+    stop: Range<u64>,
+}
+
+/// How long connections are stalled, in milliseconds: also for longer than a call of ours waits, which is 10 s.
+const STALL: Range<u64> = 200..4_000;
+const LONG_STALL: Range<u64> = 9_000..12_000;
+
+struct Process {
+    place: Place,
+    arguments: Vec<String>,
+    server: Server,
+}
+
+impl Process {
+    fn start(place: Place, arguments: Vec<String>) -> Result<Self> {
+        let server = place.start_soon(&as_str(&arguments))?;
+        Ok(Self { place, arguments, server })
+    }
+
+    /// Kills it, if it runs, and starts it again.
+    fn restart(&mut self) -> Result<()> {
+        self.server.kill9()?;
+        self.server = self.place.start_soon(&as_str(&self.arguments))?;
+        Ok(())
+    }
+}
+
+fn as_str(arguments: &[String]) -> Vec<&str> {
+    arguments.iter().map(String::as_str).collect()
+}
+
+impl Pipeline {
+    /// One thing that goes wrong. What is stalled goes on before this returns; a stopped process goes on by itself.
+    async fn fault(&mut self, random: &mut Random) -> Result<String> {
+        let process = usize::try_from(random.between(0..4))?;
+        let stall = if random.between(0..8) == 0 { LONG_STALL } else { STALL };
+        let pause = Duration::from_millis(random.between(stall));
+        let name = match random.between(0..12) {
+            0 | 1 => {
+                self.processes[process].restart()?;
+                format!("kill -9 of process {process}")
+            }
+            2 | 3 => {
+                let stop = Duration::from_millis(random.between(self.stop.clone()));
+                let server = &self.processes[process].server;
+                server.signal(Signal::STOP)?;
+                let pid = Pid::from_raw(i32::try_from(server.pid())?);
+                tokio::spawn(async move {
+                    tokio::time::sleep(stop).await;
+                    // It may have been killed meanwhile.
+                    pid.map(|pid| kill_process(pid, Signal::CONT))
+                });
+                format!("process {process} stopped for {stop:?}")
+            }
+            4 => {
+                self.redis.command(&["FLUSHALL"])?.ok()?;
+                "FLUSHALL".to_owned()
+            }
+            5 => {
+                self.redis.kill9()?;
+                self.redis.restart()?;
+                "kill -9 of Redis".to_owned()
+            }
+            6 => {
+                self.postgres.kill9()?;
+                self.postgres.restart()?;
+                "kill -9 of PostgreSQL".to_owned()
+            }
+            7 => {
+                self.to_postgres.cut_once()?;
+                self.to_redis.cut_once()?;
+                "all connections cut".to_owned()
+            }
+            8 => {
+                self.to_postgres.stall()?;
+                tokio::time::sleep(pause).await;
+                self.to_postgres.heal()?;
+                format!("PostgreSQL stalled for {pause:?}")
+            }
+            9 => {
+                self.to_redis.stall()?;
+                tokio::time::sleep(pause).await;
+                self.to_redis.heal()?;
+                format!("Redis stalled for {pause:?}")
+            }
+            other => {
+                let statement = if other == 10 { "BEGIN" } else { "COMMIT" };
+                self.to_postgres.hold(statement, 20, Duration::from_millis(10_400))?;
+                tokio::time::sleep(pause).await;
+                self.to_postgres.heal()?;
+                format!("one {statement} in 20 held back")
+            }
+        };
+        Ok(name)
+    }
+
+    /// What is left to do, as SQL sees it: issues that are not idle, deliveries that are not made, and quarantined issues.
+    async fn left(&self, connection: &mut PgConnection) -> Result<(i64, i64, i64)> {
+        Ok(sqlx::query_as(
+            "SELECT (SELECT count(*) FROM issues WHERE processing_status != 'idle'),
+                 (SELECT count(*) FROM outbox WHERE status != 'delivered'),
+                 (SELECT count(*) FROM issues WHERE quarantined_at IS NOT NULL)",
+        )
+        .fetch_one(connection)
+        .await?)
+    }
+}
+
+/// Sends one event until it is confirmed, to either server, as its provider would.
+async fn deliver(client: &reqwest::Client, servers: &[String], number: u64) {
+    let (issue, id) = (number % ISSUES, format!("ev-{number}"));
+    let comment = github_comment(issue, "ann", &id).to_string();
+    let event = json!({"type": "note", "issue": issue.to_string(), "text": id}).to_string();
+    for attempt in 0.. {
+        let url = &servers[usize::try_from(number + attempt).unwrap_or_default() % servers.len()];
+        let request = match number % 2 {
+            0 => github_to(client, url, "issue_comment", &id, comment.as_bytes()),
+            _ => standard_to(client, url, &id, now(), event.as_bytes()),
+        };
+        match request.send().await {
+            Ok(answer) if answer.status() == StatusCode::OK => return,
+            _ => tokio::time::sleep(Duration::from_millis(100)).await,
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Result<()> {
+    let mut random = Random::for_test();
+    let faults = amount("HEADWATER_FAULTS", 6);
+    let webhooks = amount("HEADWATER_WEBHOOKS", 20 * faults);
+    let stop = if faults > 50 { 5_000..70_000 } else { 500..15_000 };
+    let (outside, url) = Outside::start().await?;
+    let (postgres, redis) = (Postgres::start()?, Redis::start()?);
+    let database = postgres.database()?;
+    let (to_postgres, to_redis) = (Proxy::start(postgres.addr())?, Proxy::start(redis.addr())?);
+    let settings = format!(
+        "[[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"{SECRET}\"\nbase_url = \"{url}\"\n\
+         reply_token_env = \"SHOP_TOKEN\"\nbot_login = \"shop-bot\"\n\
+         [[integration]]\nid = \"anybody\"\nprovider = \"standard\"\nsecret = \"{STANDARD_SECRET}\"\nbase_url = \"{url}/callback\"\n"
+    );
+    let ports = [Port::for_server()?, Port::for_server()?];
+    let (database_url, stream_url) =
+        (database.url_at(to_postgres.addr()), redis.url_at(to_redis.addr()));
+    let model = format!("{url}/v1");
+    // An issue that dies with its worker is tried again as often as workers die here.
+    let common = [
+        "--database-url",
+        &database_url,
+        "--stream-url",
+        &stream_url,
+        "--model-url",
+        &model,
+        "--model-name",
+        "m",
+        "--worker-claim",
+        "10s",
+        "--worker-attempts",
+        "1000",
+        "--sweep-every",
+        "1s",
+        "--issue-quiet",
+        "50ms",
+        "--http-rate-per-second",
+        "1000000",
+        "--http-rate-burst",
+        "1000000",
+    ];
+    let mut processes = Vec::new();
+    for index in 0..4 {
+        let place = Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
+        let role = match ports.get(index) {
+            Some(port) => {
+                vec!["serve".to_owned(), "--http-listen".to_owned(), port.address().to_string()]
+            }
+            None => vec!["worker".to_owned()],
+        };
+        let arguments = role.into_iter().chain(common.map(str::to_owned)).collect();
+        processes.push(Process::start(place, arguments)?);
+    }
+    let mut pipeline = Pipeline { postgres, redis, to_postgres, to_redis, processes, stop };
+    outside.loses_answers.store(true, Ordering::SeqCst);
+
+    // Senders, side by side with faults until all is sent and all has gone wrong.
+    let servers = ports.each_ref().map(|port| format!("http://{}", port.address()));
+    let client = reqwest::Client::builder().timeout(Duration::from_secs(15)).no_proxy().build()?;
+    let (sent, released) = (Arc::new(AtomicU64::new(0)), Arc::new(Semaphore::new(0)));
+    let releasing = Arc::clone(&released);
+    let counting = Arc::clone(&sent);
+    let sending = tokio::spawn(async move {
+        let deliveries = (0..webhooks).map(|number| {
+            let (client, servers, sent) = (client.clone(), servers.clone(), Arc::clone(&counting));
+            let released = Arc::clone(&releasing);
+            async move {
+                released.acquire().await.expect("it is never closed").forget();
+                deliver(&client, &servers, number).await;
+                sent.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        futures_util::stream::iter(deliveries).buffer_unordered(8).collect::<Vec<_>>().await;
+    });
+    for number in 0..faults {
+        // Each fault meets events of its own, at a random step.
+        released.add_permits(usize::try_from(webhooks.div_ceil(faults))?);
+        tokio::time::sleep(Duration::from_millis(random.between(0..600))).await;
+        let fault = pipeline.fault(&mut random).await?;
+        println!("fault {number}: {fault}; {} sent", sent.load(Ordering::SeqCst));
+    }
+    pipeline.to_postgres.heal()?;
+    pipeline.to_redis.heal()?;
+    outside.loses_answers.store(false, Ordering::SeqCst);
+    for process in &mut pipeline.processes {
+        if process.server.has_ended() {
+            println!("it ended by itself: {}", process.server.log());
+            process.restart()?;
+        }
+    }
+    sending.await?;
+
+    // Everything comes to rest.
+    let mut connection = PgConnection::connect(&database.url()).await?;
+    let deadline = Instant::now() + REST_MAX;
+    loop {
+        let left = pipeline.left(&mut connection).await?;
+        if left == (0, 0, 0) {
+            break;
+        }
+        ensure!(Instant::now() < deadline, "(not idle, not delivered, quarantined) = {left:?}");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    let acknowledged = outside.acknowledged();
+    let (mut lost, mut doubled) = (Vec::new(), Vec::new());
+    for event in (0..webhooks).map(|number| format!("ev-{number}")) {
+        match acknowledged.get(&event) {
+            None => lost.push(event),
+            Some(1) => {}
+            Some(count) => doubled.push((event, count)),
+        }
+    }
+    println!(
+        "{webhooks} webhooks, {faults} faults: {} lost, {} doubled",
+        lost.len(),
+        doubled.len()
+    );
+    assert!(lost.is_empty() && doubled.is_empty(), "lost {lost:?}, doubled {doubled:?}");
+    Ok(())
+}

@@ -1,0 +1,119 @@
+//! `/health/ready` while a dependency answers and yet takes no writes.
+
+mod support;
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Result, ensure};
+use headwater_testkit::{Redis, unique};
+use serde_json::Value;
+
+use crate::support::sender::{github, github_issues, integrations, send};
+use crate::support::{Place, Server};
+
+/// Whether a check of the answer says that it fails.
+fn fails(readiness: &Value, name: &str) -> bool {
+    let mut checks = readiness["checks"].as_array().into_iter().flatten();
+    checks.any(|check| check["name"] == name && check["ok"] == false)
+}
+
+async fn ready(server: &Server) -> Result<Value> {
+    server.until("/health/ready", |status, _| status == 200).await
+}
+
+#[tokio::test]
+async fn a_redis_that_refuses_writes_is_not_ready_until_it_takes_them_again() -> Result<()> {
+    let redis = Redis::start()?;
+    let place = Place::new()?;
+    let server = place.serve(&["--stream-url", &redis.url()])?;
+    ready(&server).await?;
+    for (refuse, allow) in [
+        (["maxmemory", "1"], ["maxmemory", "0"]),
+        (["min-replicas-to-write", "1"], ["min-replicas-to-write", "0"]),
+    ] {
+        redis.command(&[&["CONFIG", "SET"][..], &refuse].concat())?.ok()?;
+        let is_told = |status: u16, body: &Value| status == 503 && fails(body, "streams");
+        server.until("/health/ready", is_told).await?;
+        redis.command(&[&["CONFIG", "SET"][..], &allow].concat())?.ok()?;
+        ready(&server).await?;
+    }
+    Ok(())
+}
+
+/// A small file system of its own, which root can mount.
+struct SmallDisk<'a>(&'a Path);
+
+impl<'a> SmallDisk<'a> {
+    fn mount(path: &'a Path) -> Result<Self> {
+        let name = unique("headwater");
+        let mount = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=6m", &name])
+            .arg(path)
+            .output()?;
+        ensure!(mount.status.success(), "{mount:?}");
+        Ok(Self(path))
+    }
+
+    /// Fills all that is left.
+    fn fill(&self) -> Result<()> {
+        let file = self.0.join("filler");
+        let mut filler = std::fs::File::create(file)?;
+        let page = [0_u8; 4096];
+        while std::io::Write::write_all(&mut filler, &page).is_ok() {}
+        Ok(())
+    }
+
+    fn free(&self) -> Result<()> {
+        Ok(std::fs::remove_file(self.0.join("filler"))?)
+    }
+}
+
+impl Drop for SmallDisk<'_> {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0).status();
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_is_not_ready_and_after_it_has_space_all_goes_on_without_a_restart()
+-> Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        println!("only root can mount a small file system");
+        return Ok(());
+    }
+    let place = Place::new()?.settings(&integrations())?;
+    let data = support::directory(&place, "data")?;
+    let disk = SmallDisk::mount(&data)?;
+    let (database, streams) =
+        (format!("sqlite:{}/issues.db", data.display()), format!("embedded:{}", data.display()));
+    let urls = ["--database-url", &database, "--stream-url", &streams, "--issue-quiet", "10ms"];
+    let server = place.serve(&urls)?;
+    ready(&server).await?;
+    let body = github_issues("opened", 7, &"Where is it? ".repeat(2000)).to_string();
+    let (status, answer) = send(github(&server, "issues", "before", body.as_bytes())).await?;
+    ensure!(status == 200, "{answer}");
+
+    disk.fill()?;
+    let mut refused = 0;
+    for number in 0..100 {
+        let delivery = format!("full-{number}");
+        let (status, _) = send(github(&server, "issues", &delivery, body.as_bytes())).await?;
+        refused += u32::from(status == 503);
+        if refused == 3 {
+            break;
+        }
+    }
+    assert_eq!(refused, 3, "the disk is full: {}", server.log());
+    let (status, readiness) = server.get("/health/ready").await?;
+    assert!(status == 503 && fails(&readiness, "database writes"), "{status} {readiness}");
+
+    disk.free()?;
+    ready(&server).await?;
+    let (status, answer) = send(github(&server, "issues", "after", body.as_bytes())).await?;
+    assert_eq!(status, 200, "{answer}");
+    server
+        .until("/api/v1/issues?status=queued", |_, body| body["issues"] == serde_json::json!([]))
+        .await?;
+    Ok(())
+}
