@@ -412,3 +412,63 @@ async fn every_confirmed_event_is_answered_exactly_once_whatever_fails() -> Resu
     assert!(lost.is_empty() && doubled.is_empty(), "lost {lost:?}, doubled {doubled:?}");
     Ok(())
 }
+
+/// Nothing is killed, and all settings are the default ones: a connection whose `BEGIN` was given up must not confirm.
+#[tokio::test(flavor = "multi_thread")]
+async fn webhooks_confirmed_while_begins_stall_are_in_the_database() -> Result<()> {
+    // `cargo xtask chaos` stalls one in 100 for a minute; a short run makes up for its shortness.
+    let seconds = amount("HEADWATER_STALL_SECONDS", 15);
+    let one_in = if seconds >= 60 { 100 } else { 10 };
+    let (outside, url) = Outside::start().await?;
+    let postgres = Postgres::shared()?;
+    let database = postgres.database()?;
+    let proxy = Proxy::start(postgres.addr())?;
+    let settings = format!(
+        "[[integration]]\nid = \"anybody\"\nprovider = \"standard\"\nsecret = \"{STANDARD_SECRET}\"\nbase_url = \"{url}/callback\"\n"
+    );
+    let place = Place::new()?.settings(&settings)?;
+    let (way, model) = (database.url_at(proxy.addr()), format!("{url}/v1"));
+    let mut server =
+        place.serve(&["--database-url", &way, "--model-url", &model, "--model-name", "m"])?;
+    server.until("/health/ready", |status, _| status == 200).await?;
+    proxy.hold("BEGIN", one_in, Duration::from_millis(10_400))?;
+
+    let (base, client) = (server.url(""), server.client.clone());
+    let (until, confirmed) =
+        (Instant::now() + Duration::from_secs(seconds), Mutex::new(Vec::new()));
+    let sender = |lane: u64| {
+        let (base, client, confirmed) = (&base, &client, &confirmed);
+        async move {
+            for round in 0.. {
+                if Instant::now() > until {
+                    return;
+                }
+                let number = lane + 16 * round;
+                let id = format!("ev-{number}");
+                let event =
+                    json!({"type": "note", "issue": (number % ISSUES).to_string(), "text": id});
+                let event = event.to_string();
+                let request = standard_to(client, base, &id, now(), event.as_bytes());
+                if let Ok((200, body)) = crate::support::sender::send(request).await {
+                    confirmed.lock().expect("no panic").push(body["event_log_id"].as_i64());
+                }
+            }
+        }
+    };
+    futures_util::future::join_all((0..16).map(sender)).await;
+    let held = proxy.held();
+    proxy.heal()?;
+    // What is not committed goes with its connection.
+    server.kill9()?;
+    let confirmed: BTreeSet<Option<i64>> = confirmed.into_inner()?.into_iter().collect();
+    let mut connection = PgConnection::connect(&database.url()).await?;
+    let stored: Vec<i64> =
+        sqlx::query_scalar("SELECT id FROM event_logs").fetch_all(&mut connection).await?;
+    let stored: BTreeSet<Option<i64>> = stored.into_iter().map(Some).collect();
+    let lost: Vec<_> = confirmed.difference(&stored).collect();
+    println!("{} confirmed, {held} stalled, {} lost", confirmed.len(), lost.len());
+    assert!(lost.is_empty(), "{lost:?}");
+    assert!(confirmed.len() > 100 && held > 0, "{} confirmed, {held} stalled", confirmed.len());
+    assert!(outside.acknowledged().values().all(|count| *count == 1), "an answer was doubled");
+    Ok(())
+}
