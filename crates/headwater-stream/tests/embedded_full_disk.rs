@@ -273,7 +273,7 @@ impl Told {
             "appended" => assert_eq!(self.appended.insert(number, id), None),
             "refused" => assert!(self.refused.insert(number)),
             "delivered" => {
-                assert_eq!(self.delivered.insert(number, id), None, "{number} came twice")
+                assert_eq!(self.delivered.insert(number, id), None, "{number} came twice");
             }
             "settled" => assert!(self.settled.insert(id)),
             _ => {}
