@@ -267,7 +267,7 @@ impl Log {
 
     /// What has to be repaired; `None` if nothing has.
     pub(super) fn damage(&self) -> Option<Failure> {
-        self.lock().failure.clone()
+        self.has_failed().then(|| self.lock().failure.clone()).flatten()
     }
 
     /// Syncs the file of `tail`, which holds all commits up to this one.
@@ -285,6 +285,9 @@ impl Log {
 
     /// Fails after a failed sync: the system may have dropped what was written before, so nothing may follow it.
     pub(super) fn ensure_tail_is_sound(&self) -> Result<(), Failure> {
+        if !self.has_failed() {
+            return Ok(());
+        }
         match &self.lock().failure {
             Some(failure) if failure.damage >= Damage::Sync => Err(failure.clone()),
             _ => Ok(()),
