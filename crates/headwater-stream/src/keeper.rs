@@ -3,20 +3,22 @@
 //! Upstream: whoever owns partitions or streams. Downstream: [`Leases`].
 //! Promises: a holder learns that it must stop *before* its lease can expire on the server. Time is counted from the
 //! moment a request was sent, so a slow reply shortens the trust and never stretches it; a process that was paused
-//! finds its trust gone when it wakes.
+//! finds its trust gone when it wakes. A lease whose trust has run out has lapsed, and that is final: no renewal brings it
+//! back, it is released, and whoever wants it again gets it with a new epoch.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
+use std::{fmt, mem, slice};
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use crate::check;
 use crate::error::{Result, StreamError};
 use crate::leases::{Acquire, Fence, Leases, Renewal};
+use crate::limits::LEASES_MAX;
 use crate::name::{HolderName, LeaseName};
 
 /// How leases are kept.
@@ -73,7 +75,63 @@ pub struct LeaseKeeper {
     leases: Arc<dyn Leases>,
     holder: HolderName,
     config: KeeperConfig,
-    held: Mutex<HashMap<LeaseName, (Fence, Trust)>>,
+    held: Mutex<Held>,
+    /// Signalled when a lease was acquired.
+    acquired: Notify,
+}
+
+/// The leases of a keeper.
+#[derive(Default)]
+struct Held {
+    /// Those that are renewed.
+    leases: HashMap<LeaseName, (Fence, Trust)>,
+    /// Those that ended here and may still be held at the server, with the time by which they have expired there. They are
+    /// not renewed, and are released before they are acquired again, so that the next ownership has an epoch of its own.
+    ended: HashMap<LeaseName, (Fence, Instant)>,
+    /// Those that lapsed, until a caller is told.
+    lapsed: Vec<LostLease>,
+}
+
+impl Held {
+    /// Ends a lease here, for those who watch it too.
+    fn end(&mut self, lease: &LeaseName, gone_at: Instant) -> Option<Fence> {
+        let (fence, trust) = self.leases.remove(lease)?;
+        trust.send_replace(None);
+        self.ended.insert(lease.clone(), (fence.clone(), gone_at));
+        Some(fence)
+    }
+
+    /// Ends a lease that is no longer trusted.
+    fn lapse(&mut self, lease: &LeaseName, gone_at: Instant) {
+        let fence = self.end(lease, gone_at);
+        self.lapsed.extend(fence.map(|fence| LostLease { fence, cause: LossCause::Lapsed }));
+    }
+
+    /// Ends all leases that are no longer trusted.
+    fn lapse_overdue(&mut self, now: Instant, gone_at: Instant) {
+        let is_overdue = |trust: &Trust| trust.borrow().is_none_or(|until| until <= now);
+        let overdue: Vec<LeaseName> = self
+            .leases
+            .iter()
+            .filter(|(_, (_, trust))| is_overdue(trust))
+            .map(|(lease, _)| lease.clone())
+            .collect();
+        overdue.iter().for_each(|lease| self.lapse(lease, gone_at));
+    }
+
+    /// The server does not hold these any more.
+    fn forget_ended(&mut self, fences: &[Fence]) {
+        for fence in fences {
+            if self.ended.get(&fence.lease).is_some_and(|(ended, _)| ended == fence) {
+                self.ended.remove(&fence.lease);
+            }
+        }
+    }
+
+    /// When the next lease lapses, unless it is renewed.
+    fn next_lapse(&self) -> Option<Instant> {
+        self.leases.values().filter_map(|(_, trust)| *trust.borrow()).min()
+    }
 }
 
 impl fmt::Debug for LeaseKeeper {
@@ -118,6 +176,17 @@ impl Acquired {
 pub struct LostLease {
     /// The lease and the epoch in which it was held.
     pub fence: Fence,
+    /// How it was lost.
+    pub cause: LossCause,
+}
+
+/// How a lease was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LossCause {
+    /// It was not renewed in time, so this process gave it up.
+    Lapsed,
+    /// It expired at the server, or has another holder there.
+    Gone,
 }
 
 impl HeldLease {
@@ -148,7 +217,7 @@ impl LeaseKeeper {
     /// A keeper that holds nothing yet. `holder` is unique per process start.
     pub fn new(leases: Arc<dyn Leases>, holder: HolderName, config: KeeperConfig) -> Result<Self> {
         config.validate()?;
-        Ok(Self { leases, holder, config, held: Mutex::default() })
+        Ok(Self { leases, holder, config, held: Mutex::default(), acquired: Notify::new() })
     }
 
     /// Who this keeper is to others.
@@ -158,6 +227,16 @@ impl LeaseKeeper {
 
     /// Takes a lease if it is free; from then on it is renewed.
     pub async fn acquire(&self, lease: &LeaseName) -> Result<Acquired> {
+        // The server gives the epoch of a lease that it still holds for us again. One that has ended here must not come
+        // back with the epoch of those who were told that they lost it.
+        let ended = {
+            let mut held = self.lock();
+            held.lapse_overdue(Instant::now(), self.gone_at());
+            held.ended.get(lease).map(|(fence, _)| fence.clone())
+        };
+        if let Some(fence) = ended {
+            self.release_fences(slice::from_ref(&fence)).await?;
+        }
         let sent = Instant::now();
         let epoch = match self.leases.acquire(lease, &self.holder, self.config.ttl).await? {
             Acquire::Won(epoch) => epoch,
@@ -166,52 +245,113 @@ impl LeaseKeeper {
         let fence = Fence { lease: lease.clone(), epoch };
         let until = Some(self.trusted_until(sent));
         let mut held = self.lock();
-        let trust = match held.get(lease) {
+        held.lapse_overdue(Instant::now(), self.gone_at());
+        let trust = match held.leases.get(lease) {
             Some((known, trust)) if *known == fence => {
                 trust.send_replace(until);
                 trust.subscribe()
             }
+            // It lapsed while the answer was under way: lost from the beginning.
+            _ if held.ended.get(lease).is_some_and(|(ended, _)| *ended == fence) => {
+                watch::channel(None).1
+            }
             _ => {
                 let (trust, receiver) = watch::channel(until);
                 // An older epoch of the same lease is lost to those who still watch it.
-                if let Some((_, old)) = held.insert(lease.clone(), (fence.clone(), trust)) {
+                if let Some((_, old)) = held.leases.insert(lease.clone(), (fence.clone(), trust)) {
                     old.send_replace(None);
                 }
                 receiver
             }
         };
+        drop(held);
+        self.acquired.notify_one();
         Ok(Acquired::Won(HeldLease { fence, trust }))
     }
 
-    /// Renews everything once, in one round trip. Returns what is lost.
+    /// Renews everything once, in one round trip, and releases what has lapsed. Returns what is lost; what has lapsed is
+    /// told once, here or by [`lapsed`](Self::lapsed).
     pub async fn run_once(&self) -> Result<Vec<LostLease>> {
-        let fences: Vec<Fence> = self.lock().values().map(|(fence, _)| fence.clone()).collect();
-        if fences.is_empty() {
-            return Ok(Vec::new());
+        let fences: Vec<Fence> = {
+            let mut held = self.lock();
+            // First of all: what has lapsed must not be renewed.
+            held.lapse_overdue(Instant::now(), self.gone_at());
+            held.leases.values().map(|(fence, _)| fence.clone()).collect()
+        };
+        let mut lost = Vec::new();
+        if !fences.is_empty() {
+            let sent = Instant::now();
+            let renewals = self.leases.renew(&self.holder, &fences, self.config.ttl).await?;
+            lost = self.note_renewals(fences, renewals, sent);
         }
-        let sent = Instant::now();
-        let renewals = self.leases.renew(&self.holder, &fences, self.config.ttl).await?;
-        let until = Some(self.trusted_until(sent));
+        let ended: Vec<Fence> = {
+            let mut held = self.lock();
+            let now = Instant::now();
+            held.ended.retain(|_, (_, gone_at)| *gone_at > now);
+            lost.append(&mut held.lapsed);
+            held.ended.values().map(|(fence, _)| fence.clone()).collect()
+        };
+        if let Err(error) = self.release_fences(&ended).await {
+            debug!(count = ended.len(), %error, "leases that ended were not released, trying again");
+        }
+        Ok(lost)
+    }
+
+    /// Takes in the answers to a renewal. Returns what the server does not hold for us any more.
+    fn note_renewals(
+        &self,
+        fences: Vec<Fence>,
+        renewals: Vec<Renewal>,
+        sent: Instant,
+    ) -> Vec<LostLease> {
         let mut lost = Vec::new();
         let mut held = self.lock();
+        // What lapsed while the answer was under way stays lost, whatever the answer is.
+        held.lapse_overdue(Instant::now(), self.gone_at());
         for (fence, renewal) in fences.into_iter().zip(renewals) {
-            // Released or acquired anew while the renewal was under way: this answer is not about it.
-            if held.get(&fence.lease).is_none_or(|(known, _)| *known != fence) {
+            // Ended or acquired anew while the renewal was under way: this answer is not about it.
+            if held.leases.get(&fence.lease).is_none_or(|(known, _)| *known != fence) {
                 continue;
             }
             match renewal {
                 Renewal::Kept => {
-                    held[&fence.lease].1.send_replace(until);
+                    held.leases[&fence.lease].1.send_replace(Some(self.trusted_until(sent)));
                 }
                 Renewal::Lost => {
-                    if let Some((_, trust)) = held.remove(&fence.lease) {
+                    if let Some((_, trust)) = held.leases.remove(&fence.lease) {
                         trust.send_replace(None);
                     }
-                    lost.push(LostLease { fence });
+                    lost.push(LostLease { fence, cause: LossCause::Gone });
                 }
             }
         }
-        Ok(lost)
+        lost
+    }
+
+    /// Returns the leases that lapsed, at the moment when the first of them does. Each is told once, here or by
+    /// [`run_once`](Self::run_once). Cancel-safe.
+    pub async fn lapsed(&self) -> Vec<LostLease> {
+        loop {
+            let next = {
+                let mut held = self.lock();
+                held.lapse_overdue(Instant::now(), self.gone_at());
+                if !held.lapsed.is_empty() {
+                    return mem::take(&mut held.lapsed);
+                }
+                held.next_lapse()
+            };
+            let lapse = async {
+                match next {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = lapse => {}
+                // It may lapse before all others, if its answer was slow.
+                () = self.acquired.notified() => {}
+            }
+        }
     }
 
     /// Renews until `shutdown` completes. A backend that does not answer is asked again; meanwhile trust runs out.
@@ -227,8 +367,8 @@ impl LeaseKeeper {
             // Not inside `select!`: a renewal that has begun is finished.
             match self.run_once().await {
                 Ok(lost) => {
-                    for LostLease { fence } in lost {
-                        warn!(lease = %fence.lease, epoch = %fence.epoch, "lease lost");
+                    for LostLease { fence, cause } in lost {
+                        warn!(lease = %fence.lease, epoch = %fence.epoch, ?cause, "lease lost");
                     }
                 }
                 Err(error) => warn!(%error, "leases were not renewed, trying again"),
@@ -236,37 +376,60 @@ impl LeaseKeeper {
         }
     }
 
-    /// Gives leases up so that others get them at once. Returns how many were still held.
+    /// Gives leases up so that others get them at once. Returns how many were still held. If it fails,
+    /// [`run_once`](Self::run_once) tries again until they have expired.
     pub async fn release(&self, leases: &[LeaseName]) -> Result<usize> {
-        // Forgotten first: nobody may work under a lease that is being given away.
+        // Ended first: nobody may work under a lease that is being given away.
         let fences: Vec<Fence> = {
             let mut held = self.lock();
-            leases
-                .iter()
-                .filter_map(|lease| held.remove(lease))
-                .map(|(fence, trust)| {
-                    trust.send_replace(None);
-                    fence
-                })
-                .collect()
+            for lease in leases {
+                held.end(lease, self.gone_at());
+            }
+            let ended = leases.iter().filter_map(|lease| held.ended.get(lease));
+            ended.map(|(fence, _)| fence.clone()).collect()
         };
-        if fences.is_empty() {
-            return Ok(0);
+        if !fences.is_empty() {
+            debug!(count = fences.len(), "releasing leases");
         }
-        debug!(count = fences.len(), "releasing leases");
-        self.leases.release(&self.holder, &fences).await
+        self.release_fences(&fences).await
     }
 
-    /// The leases held now, in no particular order.
+    async fn release_fences(&self, fences: &[Fence]) -> Result<usize> {
+        let mut released = 0;
+        for part in fences.chunks(LEASES_MAX) {
+            released += self.leases.release(&self.holder, part).await?;
+            self.lock().forget_ended(part);
+        }
+        Ok(released)
+    }
+
+    /// The leases that the server may hold for this keeper, in no particular order: those that are held now, and those that
+    /// have ended here and are still to be released.
     pub fn held(&self) -> Vec<Fence> {
-        self.lock().values().map(|(fence, _)| fence.clone()).collect()
+        let held = self.lock();
+        let ended = held.ended.values().map(|(fence, _)| fence.clone());
+        held.leases.values().map(|(fence, _)| fence.clone()).chain(ended).collect()
+    }
+
+    /// Whether a lease is held now and trusted.
+    pub fn holds(&self, lease: &LeaseName) -> bool {
+        let now = Instant::now();
+        let held = self.lock();
+        held.leases
+            .get(lease)
+            .is_some_and(|(_, trust)| trust.borrow().is_some_and(|until| now < until))
     }
 
     fn trusted_until(&self, sent: Instant) -> Instant {
         sent + (self.config.ttl - self.config.margin)
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<LeaseName, (Fence, Trust)>> {
+    /// By when a lease that is no longer renewed has expired, also if a last renewal is still under way.
+    fn gone_at(&self) -> Instant {
+        Instant::now() + 2 * self.config.ttl
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Held> {
         self.held.lock().expect("no code panics while it holds this lock")
     }
 }

@@ -12,6 +12,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use crate::error::Result;
+use crate::limits::LEASE_TTL_MAX;
 use crate::name::{HolderName, LeaseName};
 
 /// Time-limited rights.
@@ -27,7 +28,7 @@ pub trait Leases: Send + Sync {
     ) -> Result<Acquire>;
 
     /// Extends leases, all in one round trip; one answer each, in order. A lease that has expired is lost even if
-    /// nobody took it since.
+    /// nobody took it since; so is one whose name holds a value of another type, and the others are not affected.
     async fn renew(
         &self,
         holder: &HolderName,
@@ -35,10 +36,12 @@ pub trait Leases: Send + Sync {
         ttl: Duration,
     ) -> Result<Vec<Renewal>>;
 
-    /// Gives leases up at once, all in one round trip. Returns how many were still held; the others are left alone.
+    /// Gives leases up at once, all in one round trip. Returns how many were still held; the others are left alone, also
+    /// those whose name holds a value of another type.
     async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize>;
 
-    /// Who holds these leases, in order; `None` where nobody does.
+    /// Who holds these leases, in order; `None` where nobody does. Where a name holds a value of another type, the answer
+    /// says so ([`LeaseInfo::is_wrong_type`]), and the others are not affected.
     async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>>;
 
     /// Hints about leases whose names begin with `prefix`. A hint may be lost or doubled: sweep as well.
@@ -138,4 +141,21 @@ pub struct LeaseInfo {
     pub epoch: Epoch,
     /// How much time is left.
     pub remaining: Duration,
+}
+
+impl LeaseInfo {
+    /// The holder of a lease whose name holds a value of another type.
+    pub const WRONG_TYPE: &str = "~wrong-type";
+
+    /// What stands for a value that is not a lease: nobody can acquire the lease until a person has deleted the value, so
+    /// it has no end in sight.
+    pub(crate) fn wrong_type() -> Self {
+        let holder = HolderName::new(Self::WRONG_TYPE).expect("the name is valid");
+        Self { holder, epoch: Epoch(0), remaining: LEASE_TTL_MAX }
+    }
+
+    /// Whether the name of the lease holds a value of another type, or one that no holder can have written.
+    pub fn is_wrong_type(&self) -> bool {
+        self.holder.as_str() == Self::WRONG_TYPE
+    }
 }

@@ -41,7 +41,7 @@ pub use dedup::{Begin, Dedup};
 pub use delays::{DelayId, DelayStats, Delayed, Delays, Due, PutAside, Returned};
 pub use entry::{Delivery, Entry, EntryId, EntrySize, Fields, Own, ParseEntryIdError};
 pub use error::{BoxError, Result, StreamError};
-pub use keeper::{Acquired, HeldLease, KeeperConfig, LeaseKeeper, LostLease};
+pub use keeper::{Acquired, HeldLease, KeeperConfig, LeaseKeeper, LossCause, LostLease};
 pub use leases::{
     Acquire, Epoch, Fence, HintKind, LeaseHint, LeaseInfo, LeaseWatch, Leases, Renewal, WatchMode,
 };

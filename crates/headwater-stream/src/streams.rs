@@ -338,7 +338,11 @@ pub struct Settle<'a> {
     pub group: &'a GroupName,
     /// The consumer that has them in hand.
     pub consumer: &'a ConsumerName,
-    /// The lease under which they were handled. On a Redis Cluster it lives in the slot of the stream.
+    /// The lease under which they were handled; not current = `Fenced` and no effect. On a Redis Cluster it lives in the slot
+    /// of the stream.
+    ///
+    /// One exception, so that a settle whose reply was lost can be repeated after its lease has ended: if all entries are to be
+    /// deleted and are gone, and the lease has had no other holder since, the answer is that all are stale.
     pub fence: Option<&'a Fence>,
     /// Entry by entry, what becomes of it.
     pub entries: &'a [Settlement],

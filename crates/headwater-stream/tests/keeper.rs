@@ -11,7 +11,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use headwater_stream::{
     Acquire, Acquired, Epoch, Fence, HeldLease, HolderName, KeeperConfig, LeaseInfo, LeaseKeeper,
-    LeaseName, LeaseWatch, Leases, LostLease, Renewal, Result, StreamError,
+    LeaseName, LeaseWatch, Leases, LossCause, LostLease, Renewal, Result, StreamError,
 };
 use tokio::sync::oneshot;
 use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
@@ -357,7 +357,8 @@ async fn a_lost_lease_is_told_once_and_forgotten() {
 
     let lost = keeper.run_once().await.unwrap();
 
-    assert_eq!(lost, [LostLease { fence: held[0].fence().clone() }]);
+    let fence = held[0].fence().clone();
+    assert_eq!(lost, [LostLease { fence, cause: LossCause::Gone }]);
     assert!(!held[0].is_trusted() && held[1].is_trusted());
     timeout(MS, held[0].lost()).await.expect("those who wait are told");
     assert_eq!(keeper.run_once().await.unwrap(), [], "and not again");
@@ -387,7 +388,7 @@ async fn all_who_wait_for_the_loss_are_told() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn trust_runs_out_while_the_server_is_silent_and_comes_back_with_it() {
+async fn a_lease_that_lapsed_while_the_server_was_silent_is_released_and_stays_lost() {
     let server = Server::new();
     let keeper = keeper(&server, "ann");
     let held = acquire(&keeper, 1).await;
@@ -399,11 +400,96 @@ async fn trust_runs_out_while_the_server_is_silent_and_comes_back_with_it() {
     assert_eq!(acquired.elapsed(), trust());
     assert!(server.holder(&lease(1)).is_some(), "it stopped before the lease ran out");
 
-    // The lease still lives, so a renewal that gets through makes it ours again.
+    // The lease still lives at the server. It is given up, not renewed.
     server.network(Network::Fine);
     sleep_until(acquired + trust() + MS * 1_400).await;
-    let renewed = keeper.run_once().await.unwrap();
-    assert_eq!((renewed.len(), held.is_trusted()), (0, true));
+    let lost = keeper.run_once().await.unwrap();
+    assert_eq!(lost, [lapsed(&held)]);
+    assert!(!held.is_trusted());
+    assert!(server.holder(&lease(1)).is_none(), "others can have it");
+    assert_eq!(keeper.held(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_that_is_answered_after_the_lapse_does_not_bring_the_lease_back() {
+    let server = Server::new();
+    let keeper = keeper(&server, "ann");
+    let held = acquire(&keeper, 1).await;
+    let acquired = Instant::now();
+    advance(trust() - SECOND).await;
+    // It is sent in time, happens at the server, and is answered a moment after the lease has lapsed.
+    server.network(Network::Slow(MS, SECOND));
+    let renewing = tokio::spawn({
+        let keeper = Arc::clone(&keeper);
+        async move { keeper.run_once().await }
+    });
+    held.lost().await;
+    assert_eq!(acquired.elapsed(), trust());
+
+    let lost = renewing.await.unwrap().unwrap();
+
+    assert_eq!(lost, [lapsed(&held)]);
+    assert!(!held.is_trusted(), "who was told that it is lost must not be its owner again");
+    assert!(server.holder(&lease(1)).is_none(), "the renewal is taken back");
+    assert_eq!(keeper.run_once().await.unwrap(), [], "it is told once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lapse_is_told_at_its_moment_and_once() {
+    let server = Server::new();
+    let keeper = keeper(&server, "ann");
+    let waiting = tokio::spawn({
+        let keeper = Arc::clone(&keeper);
+        async move { keeper.lapsed().await }
+    });
+    advance(SECOND).await;
+    let held = acquire(&keeper, 1).await;
+    let acquired = Instant::now();
+    server.network(Network::Deaf);
+
+    assert_eq!(waiting.await.unwrap(), [lapsed(&held)]);
+
+    assert_eq!(acquired.elapsed(), trust());
+    assert!(!held.is_trusted());
+    server.network(Network::Fine);
+    assert_eq!(keeper.run_once().await.unwrap(), []);
+    assert!(timeout(SECOND * 60, keeper.lapsed()).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_lapsed_is_acquired_again_with_a_new_epoch() {
+    let server = Server::new();
+    let keeper = keeper(&server, "ann");
+    let old = acquire(&keeper, 1).await;
+    advance(trust()).await;
+    assert!(server.holder(&lease(1)).is_some(), "at the server it still lives");
+
+    let new = acquire(&keeper, 1).await;
+
+    assert!(new.fence().epoch > old.fence().epoch, "{new:?} {old:?}");
+    assert!(new.is_trusted() && !old.is_trusted());
+    assert_eq!(keeper.run_once().await.unwrap(), [lapsed(&old)]);
+    assert!(new.is_trusted());
+    assert_eq!(keeper.held(), [new.fence().clone()]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_release_that_failed_is_tried_again() {
+    let server = Server::new();
+    let keeper = keeper(&server, "ann");
+    acquire(&keeper, 1).await;
+    server.network(Network::Deaf);
+    assert!(keeper.release(&[lease(1)]).await.is_err());
+    assert!(server.holder(&lease(1)).is_some());
+
+    server.network(Network::Fine);
+    assert_eq!(keeper.run_once().await.unwrap(), [], "a released lease is not a lost one");
+
+    assert!(server.holder(&lease(1)).is_none());
+}
+
+fn lapsed(held: &HeldLease) -> LostLease {
+    LostLease { fence: held.fence().clone(), cause: LossCause::Lapsed }
 }
 
 #[tokio::test(start_paused = true)]

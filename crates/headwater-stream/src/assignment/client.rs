@@ -136,7 +136,10 @@ impl Assignment {
         self.member.claim(stream).await
     }
 
-    /// The stream is done: its input entry is deleted and its lease released. Repeat it if the backend did not answer.
+    /// The stream is done: its input entry is deleted and its lease released.
+    ///
+    /// Idempotent: repeat it if the backend did not answer. If the first call took effect, the repetition succeeds, also
+    /// when the stream was disowned meanwhile, unless it has had another owner since or a day has passed.
     pub async fn done(&self, owned: &Owned) -> Result<(), EndError> {
         self.member.end(owned, Wish::Done).await
     }

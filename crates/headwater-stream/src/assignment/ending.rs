@@ -25,9 +25,16 @@ impl Member {
             Err(Phase::Ending) => {
                 return Err(EndError::Underway { stream: owned.stream().clone() });
             }
+            Err(_) if wish == Wish::Done && owned.done_may_have_happened() => {
+                return self.repeat_done(owned).await;
+            }
             Err(_) => return Err(not_owner()),
         };
         if !self.slots.owns(owned.stream(), owned.epoch()) {
+            ending.failed();
+            if wish == Wish::Done && owned.done_may_have_happened() {
+                return self.repeat_done(owned).await;
+            }
             return Err(not_owner());
         }
         let then = match wish {
@@ -57,6 +64,24 @@ impl Member {
         self.finish(owned, ending, wish);
         self.unlock(std::slice::from_ref(&owned.guard().fence().lease)).await;
         Ok(())
+    }
+
+    /// Repeats a `done` whose reply was lost and whose stream was taken from us since. The backend knows whether the first
+    /// call took effect: it refuses the repetition if it did not and the lease is gone, and if there was another owner.
+    async fn repeat_done(&self, owned: &Owned) -> Result<(), EndError> {
+        let settlement = Settlement { id: owned.entry(), then: Then::Delete };
+        match self.settle(Some(owned.guard().fence()), &[settlement]).await {
+            Ok(_) => {
+                owned.set_phase(Phase::Ended(Wish::Done));
+                debug!(stream = %owned.stream(), epoch = %owned.epoch(), "stream was done before it was disowned");
+                Ok(())
+            }
+            Err(StreamError::Fenced { .. }) => {
+                let (stream, epoch) = (owned.stream().clone(), owned.epoch());
+                Err(EndError::NotOwner { stream, epoch })
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// The heartbeat found that an uncertain end did happen.

@@ -1,15 +1,15 @@
 //! The heartbeat renews everything this process owns: all leases in one call and all input entries in another, both at
 //! once, so that an interval costs one flight however many streams there are.
 //!
-//! Promises: a stream whose lease is no longer trusted is disowned at once, without asking anybody; a heartbeat that fails
-//! is repeated several times before that happens.
+//! Promises: a stream whose lease is no longer trusted is disowned at that moment, by a timer and without asking anybody, and
+//! stays disowned; a heartbeat that fails is repeated several times before that happens.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
 use super::member::{Member, Stage, reached};
@@ -17,7 +17,7 @@ use super::notification::Disowned;
 use super::owned::{Owned, Phase};
 use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
-use crate::keeper::LostLease;
+use crate::keeper::{LossCause, LostLease};
 
 /// Beats until the assignment has stopped.
 pub(super) async fn run(member: Arc<Member>, mut stage: watch::Receiver<Stage>) {
@@ -27,6 +27,8 @@ pub(super) async fn run(member: Arc<Member>, mut stage: watch::Receiver<Stage>) 
         tokio::select! {
             () = reached(&mut stage, Stage::Stopped) => return,
             () = sleep_until(next) => {}
+            // Beats at once: what was given up is released, so that others can have it.
+            _ = member.keeper.lapsed() => {}
         }
         let started = Instant::now();
         match beat(&member, every).await {
@@ -43,14 +45,14 @@ pub(super) async fn run(member: Arc<Member>, mut stage: watch::Receiver<Stage>) 
     }
 }
 
-/// One beat. Meanwhile trust may run out; that is noticed while the beat still waits for its answer.
+/// One beat. Leases that lapse while it waits for its answers are given up at that moment.
 async fn beat(member: &Member, every: Duration) -> Result<()> {
     let beat = member.run_heartbeat_once(every / 2);
     tokio::pin!(beat);
     loop {
         tokio::select! {
             result = &mut beat => return result,
-            () = sleep(every / 10) => member.disown_lapsed(),
+            _ = member.keeper.lapsed() => member.disown_lapsed(),
         }
     }
 }
@@ -105,16 +107,15 @@ impl Member {
     ) -> Result<()> {
         let lost = renewed?;
         self.metrics.locks_extended(owned.len().saturating_sub(lost.len()));
-        if lost.is_empty() {
-            return Ok(());
-        }
-        let lost: HashSet<_> = lost.into_iter().map(|lost| lost.fence).collect();
+        let lost: HashMap<_, _> = lost.into_iter().map(|lost| (lost.fence, lost.cause)).collect();
         for (owned, _) in owned {
-            if lost.contains(owned.guard().fence()) {
-                self.disown(owned, Disowned::LeaseLost);
+            match lost.get(owned.guard().fence()) {
+                Some(LossCause::Gone) => self.disown(owned, Disowned::LeaseLost),
+                Some(LossCause::Lapsed) => self.disown(owned, Disowned::LeaseUnconfirmed),
+                None => {}
             }
         }
-        if lost.iter().any(|fence| fence.lease == self.member_lease) {
+        if !self.keeper.holds(&self.member_lease) {
             self.join().await?;
         }
         Ok(())

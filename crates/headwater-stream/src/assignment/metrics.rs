@@ -27,6 +27,8 @@ const HINTS: &str = "headwater_assignment_hints_total";
 /// Streams that wore out too many owners, and input entries that name no stream.
 const QUARANTINED: &str = "headwater_assignment_quarantined_total";
 const MALFORMED: &str = "headwater_assignment_malformed_total";
+/// Streams without an owner that cannot be assigned because the key of their lease holds a value of another type.
+const BLOCKED: &str = "headwater_assignment_blocked";
 /// Streams owned now.
 const OWNED: &str = "headwater_assignment_owned";
 /// How long one heartbeat for all streams took, and heartbeats that failed.
@@ -99,6 +101,10 @@ impl Metrics {
 
     pub(super) fn owned(&self, count: usize) {
         gauge!(OWNED, "service" => self.service.clone()).set(count as f64);
+    }
+
+    pub(super) fn blocked(&self, count: usize) {
+        gauge!(BLOCKED, "service" => self.service.clone()).set(count as f64);
     }
 
     pub(super) fn heartbeat(&self, took: Duration) {

@@ -31,6 +31,8 @@ struct Inner {
 struct Progress {
     phase: Phase,
     working: usize,
+    /// A call said that the stream is done, and it is not known whether that took effect.
+    done_is_uncertain: bool,
 }
 
 /// How far the end of an ownership is.
@@ -65,7 +67,8 @@ impl Owned {
         lease: HeldLease,
         metrics: Metrics,
     ) -> Self {
-        let progress = Mutex::new(Progress { phase: Phase::Active, working: 0 });
+        let progress =
+            Mutex::new(Progress { phase: Phase::Active, working: 0, done_is_uncertain: false });
         Self(Arc::new(Inner { stream, info, entry, owners, lease, metrics, progress }))
     }
 
@@ -139,7 +142,13 @@ impl Owned {
         let mut progress = self.progress();
         if matches!(progress.phase, Phase::Uncertain(_)) {
             progress.phase = Phase::Active;
+            progress.done_is_uncertain = false;
         }
+    }
+
+    /// Whether an earlier call may have ended it as done, also if it was taken from us since.
+    pub(super) fn done_may_have_happened(&self) -> bool {
+        self.progress().done_is_uncertain
     }
 
     pub(super) fn set_phase(&self, phase: Phase) {
@@ -203,6 +212,7 @@ impl Ending {
 impl Drop for Ending {
     fn drop(&mut self) {
         let mut progress = self.owned.progress();
+        progress.done_is_uncertain |= self.then == Phase::Uncertain(Wish::Done);
         // It may have been taken from us meanwhile; that stays.
         if progress.phase == Phase::Ending {
             progress.phase = self.then;

@@ -54,6 +54,8 @@ impl Member {
         let (mut live, mut dead) = (Vec::new(), Vec::new());
         for (name, holder) in names.into_iter().zip(holders) {
             match holder {
+                // Whether that one lives is not known.
+                Some(info) if info.is_wrong_type() => {}
                 Some(info) => live.push(info.holder),
                 None => dead.push(name),
             }

@@ -11,13 +11,13 @@ use std::time::Duration;
 use futures_util::future::try_join_all;
 use tokio::sync::watch;
 use tokio::time::{Instant, interval, sleep_until, timeout_at};
-use tracing::{debug, info, warn};
+use tracing::{debug, error, info, warn};
 
 use super::member::{Member, Stage, reached};
 use super::offers::{Free, Offers, is_released};
 use crate::entry::EntryId;
 use crate::error::Result;
-use crate::leases::{HintKind, LeaseHint, LeaseWatch};
+use crate::leases::{HintKind, LeaseHint, LeaseInfo, LeaseWatch};
 use crate::name::StreamName;
 use crate::streams::Pending;
 
@@ -44,6 +44,8 @@ pub(super) struct Sweep {
     offers: Offers,
     /// Leases that end before the next pass unless they are renewed, and when.
     ends: BTreeSet<(Instant, StreamName)>,
+    /// Streams that cannot be assigned because the key of their lease holds a value of another type.
+    blocked: HashSet<StreamName>,
 }
 
 /// What there is to do.
@@ -65,6 +67,7 @@ impl Sweep {
             passes: 0,
             consumers_cleared: None,
             ends: BTreeSet::new(),
+            blocked: HashSet::new(),
         }
     }
 
@@ -205,6 +208,9 @@ impl Sweep {
         for (pending, stream) in listing.entries {
             firsts.entry(stream).or_insert(pending);
         }
+        if started_at.is_none() && self.after.is_none() {
+            self.blocked.retain(|stream| firsts.contains_key(stream));
+        }
         let suspects = self.suspects(&firsts, hinted);
         let free = self.without_lease(suspects, &firsts).await?;
         let free: Vec<Free> = free
@@ -264,13 +270,32 @@ impl Sweep {
         let holders = self.member.holders(&streams).await?;
         let mut free = Vec::new();
         for (stream, holder) in streams.into_iter().zip(holders) {
+            if holder.as_ref().is_some_and(LeaseInfo::is_wrong_type) {
+                self.report_blocked(stream);
+                continue;
+            }
+            self.blocked.remove(&stream);
             match (holder, firsts.get(&stream)) {
                 (None, _) => free.push(stream),
                 (Some(held), Some(pending)) => self.expect_end(&stream, pending, held.remaining),
                 (Some(_), None) => {}
             }
         }
+        self.member.metrics.blocked(self.blocked.len());
         Ok(free)
+    }
+
+    /// The key of a stream's lease holds a value of another type. Told once, until that is over.
+    fn report_blocked(&mut self, stream: StreamName) {
+        if !self.blocked.contains(&stream) {
+            let lease = self
+                .member
+                .names
+                .lease(&stream)
+                .map_or_else(|_| String::new(), |lease| lease.to_string());
+            error!(%stream, lease, "stream cannot be assigned: the key of its lease holds a value of another type; delete the key");
+            self.blocked.insert(stream);
+        }
     }
 
     /// Each start of a process is a consumer of the group; those of the past are removed now and then.

@@ -236,9 +236,14 @@ impl Member {
                 Ok(Some(locked)) => won.push((wanted, locked)),
                 // The stream was added twice: the entry waits until its lease is free.
                 Ok(None) => surplus.push(wanted.delivery.id),
-                Err(error) => {
+                Err(error) if error.is_transient() => {
                     warn!(stream = %wanted.input.stream, %error, "lease was not taken, trying again");
                     again.push(wanted.delivery);
+                }
+                // It concerns this stream alone: the others must not wait for it. The sweep takes it when that is over.
+                Err(error) => {
+                    warn!(stream = %wanted.input.stream, %error, "lease cannot be taken, entry is given back");
+                    surplus.push(wanted.delivery.id);
                 }
             }
         }

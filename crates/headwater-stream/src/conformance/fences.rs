@@ -134,6 +134,58 @@ pub async fn a_lease_given_up_fences_even_if_nobody_took_it(env: Env) -> TestRes
     Ok(())
 }
 
+fn deleted(ids: &[EntryId]) -> Vec<Settlement> {
+    ids.iter().map(|id| Settlement { id: *id, then: Then::Delete }).collect()
+}
+
+pub async fn a_delete_can_be_repeated_after_the_lease_ended_until_it_has_another_holder(
+    env: Env,
+) -> TestResult {
+    let (flow, ids) = env.flow_in_hand(3).await?;
+    for (name, id) in [("expired", ids[0]), ("released", ids[1])] {
+        let fence = hold(&env, name, if name == "expired" { ms(2000) } else { HOUR }).await?;
+        flow.settle_under("ann", Some(&fence), &deleted(&[id])).await?;
+        match name {
+            "expired" => sleep_ms(2100).await,
+            _ => drop(env.second.release(&holder(name), std::slice::from_ref(&fence)).await?),
+        }
+
+        let again = flow.settle_under("ann", Some(&fence), &deleted(&[id])).await?;
+        assert_eq!(again, settled(0, 1), "{name}");
+        // With anything that would have an effect, nothing happens.
+        let more = flow.settle_under("ann", Some(&fence), &deleted(&[id, ids[2]])).await;
+        assert_fenced(name, &fence, more);
+        let other = flow.settle_under("ann", Some(&fence), &done(&[id])).await;
+        assert_fenced(name, &fence, other);
+
+        let next = hold(&env, "next", HOUR).await?;
+        let late = flow.settle_under("ann", Some(&fence), &deleted(&[id])).await;
+        assert_fenced("another may have deleted it", &fence, late);
+        env.second.release(&holder("next"), std::slice::from_ref(&next)).await?;
+        let late = flow.settle_under("ann", Some(&fence), &deleted(&[id])).await;
+        assert_fenced("another may have deleted it", &fence, late);
+    }
+    assert_eq!(flow.pending_ids().await?, ids[2..]);
+    assert_eq!(flow.ids().await?, ids[2..]);
+    Ok(())
+}
+
+pub async fn a_delete_that_did_not_happen_is_fenced_after_the_lease_ended(env: Env) -> TestResult {
+    let (flow, ids) = env.flow_in_hand(2).await?;
+    let fence = hold(&env, "ann", HOUR).await?;
+    // Acknowledged and still there: it was settled in another way.
+    flow.settle_under("ann", Some(&fence), &done(&ids[..1])).await?;
+    env.second.release(&holder("ann"), std::slice::from_ref(&fence)).await?;
+
+    for id in &ids {
+        let answer = flow.settle_under("ann", Some(&fence), &deleted(&[*id])).await;
+        assert_fenced("it is there", &fence, answer);
+    }
+    assert_eq!(flow.pending_ids().await?, ids[1..]);
+    assert_eq!(flow.ids().await?, ids);
+    Ok(())
+}
+
 pub async fn a_lease_taken_again_by_its_old_holder_fences_the_old_epoch(env: Env) -> TestResult {
     let (flow, ids) = env.flow_in_hand(1).await?;
     let old = hold(&env, "ann", ms(80)).await?;

@@ -10,8 +10,8 @@ use super::failure::TestResult;
 use super::steps::{HOUR, contents, numbered, numbers};
 use crate::{
     Acquire, Backend, DelayId, DelayName, Due, EntryId, Fence, GroupStart, LeaseName, MapName,
-    Once, PendingQuery, PutAside, Range, Reclaim, ReclaimFrom, RegistryMap, Result, Retention,
-    SetName, Settle, Settlement, StreamError, StreamName, TrimGuard,
+    Once, PendingQuery, PutAside, Range, Reclaim, ReclaimFrom, RegistryMap, Renewal, Result,
+    Retention, SetName, Settle, Settlement, StreamError, StreamName, TrimGuard,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,25 +195,39 @@ pub async fn calls_on_delays_are_refused_by_other_kinds(env: Env) -> TestResult 
 }
 
 pub async fn calls_on_leases_are_refused_by_other_kinds(env: Env) -> TestResult {
-    let mine = env.lease("mine");
-    let Acquire::Won(epoch) = env.second.acquire(&mine, &holder("ann"), HOUR).await? else {
-        panic!("expected a free lease");
-    };
-    let mine = &Fence { lease: mine, epoch };
     refused_by_the_others(&env, Kind::Lease, |backend, name| async move {
         let lease = LeaseName::new(name)?;
-        let fences = [mine.clone(), Fence { lease: lease.clone(), ..mine.clone() }];
-        let ann = holder("ann");
-        Ok(vec![
-            ("acquire", backend.acquire(&lease, &ann, HOUR).await.map(drop)),
-            ("renew", backend.renew(&ann, &fences, HOUR).await.map(drop)),
-            ("release", backend.release(&ann, &fences).await.map(drop)),
-            ("leases", backend.leases(&[mine.lease.clone(), lease]).await.map(drop)),
-        ])
+        Ok(vec![("acquire", backend.acquire(&lease, &holder("ann"), HOUR).await.map(drop))])
     })
-    .await?;
-    let found = env.second.leases(std::slice::from_ref(&mine.lease)).await?;
-    assert!(found[0].is_some(), "a call that is refused releases nothing");
+    .await
+}
+
+pub async fn a_value_of_another_kind_among_leases_concerns_only_its_own_lease(
+    env: Env,
+) -> TestResult {
+    let (mine, ann) = (env.lease("mine"), holder("ann"));
+    for other in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Lease) {
+        let Acquire::Won(epoch) = env.second.acquire(&mine, &ann, HOUR).await? else {
+            panic!("expected a free lease");
+        };
+        let name = env.name("any", &format!("{other:?}"));
+        other.plant(&env, &name).await?;
+        let before = other.look(&*env.second, &name).await?;
+        let foreign = Fence { lease: LeaseName::new(&*name)?, epoch };
+        let fences = [foreign.clone(), Fence { lease: mine.clone(), epoch }];
+
+        let renewed = env.backend.renew(&ann, &fences, HOUR).await?;
+        assert_eq!(renewed, [Renewal::Lost, Renewal::Kept], "{other:?}");
+        let found = env.backend.leases(&[foreign.lease, mine.clone()]).await?;
+        let [Some(first), Some(second)] = &found[..] else { panic!("{other:?}: {found:?}") };
+        assert!(first.is_wrong_type() && !second.is_wrong_type(), "{other:?}: {found:?}");
+        assert_eq!((&second.holder, second.epoch), (&ann, epoch));
+        let released = env.backend.release(&ann, &fences).await?;
+        assert!(released == 1 || env.is_faulty(), "{other:?}: {released}");
+
+        assert_eq!(env.second.leases(std::slice::from_ref(&mine)).await?, [None]);
+        assert_eq!(other.look(&*env.second, &name).await?, before);
+    }
     Ok(())
 }
 

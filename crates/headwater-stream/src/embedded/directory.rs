@@ -20,7 +20,7 @@ pub(super) struct Directory {
 pub(super) struct Listing {
     pub(super) logs: Vec<u64>,
     pub(super) snapshots: Vec<u64>,
-    /// Snapshots that were being written when the process ended.
+    /// Snapshots and copies of logs that were being written when the process ended.
     pub(super) unfinished: Vec<PathBuf>,
 }
 
@@ -62,6 +62,10 @@ impl Directory {
         self.path.join(format!("snapshot-{number:08}.tmp"))
     }
 
+    pub(super) fn unfinished_log(&self, number: u64) -> PathBuf {
+        self.path.join(format!("{number:08}.log.tmp"))
+    }
+
     pub(super) fn list(&self) -> Result<Listing> {
         let mut listing = Listing::default();
         let failed = |error| unavailable(&self.path, "could not be listed", error);
@@ -70,6 +74,8 @@ impl Directory {
             let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
             if let Some(number) = name.strip_suffix(".log").and_then(number) {
                 listing.logs.push(number);
+            } else if name.strip_suffix(".log.tmp").and_then(number).is_some() {
+                listing.unfinished.push(path);
             } else if let Some(rest) = name.strip_prefix("snapshot-") {
                 if let Some(number) = number(rest) {
                     listing.snapshots.push(number);

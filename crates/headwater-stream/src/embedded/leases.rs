@@ -57,7 +57,8 @@ impl Leases for Embedded {
         // A renewal that a power failure takes back belonged to a process that is gone, too.
         let renew = self.shared().change(Until::Written, |change| {
             change.end_leases();
-            let held = held_by(change, holder, leases)?;
+            let held = leases.iter().map(|fence| is_held_by(change, holder, fence));
+            let held: Vec<bool> = held.collect();
             let mut renewals = Vec::with_capacity(leases.len());
             for (fence, is_held) in leases.iter().zip(held) {
                 if is_held {
@@ -74,12 +75,10 @@ impl Leases for Embedded {
         check::leases(leases.len())?;
         let release = self.shared().change(Until::Durable, |change| {
             change.end_leases();
-            held_by(change, holder, leases)?;
             let mut released = 0;
             for fence in leases {
                 // Looked at one by one: a lease that is named twice is released once.
-                let held = change.state().lease(fence.lease.as_str(), change.now)?;
-                if held.is_some_and(|held| is_held(held, holder, fence)) {
+                if is_held_by(change, holder, fence) {
                     change.apply(&Effect::Remove { name: fence.lease.as_str() });
                     change.ears().tell(&fence.lease, HintKind::Released);
                     released += 1;
@@ -99,7 +98,11 @@ impl Leases for Embedded {
                 remaining: held.until.since(look.now),
             };
             let held = leases.iter().map(|lease| look.state.lease(lease.as_str(), look.now));
-            held.map(|held| Ok(held?.map(info))).collect()
+            let found = held.map(|held| match held {
+                Ok(held) => held.map(info),
+                Err(_) => Some(LeaseInfo::wrong_type()),
+            });
+            Ok(found.collect())
         });
         look.await
     }
@@ -141,17 +144,12 @@ fn hold(
     }
 }
 
-fn is_held(held: &Lease, holder: &HolderName, fence: &Fence) -> bool {
-    held.holder == *holder && held.epoch == fence.epoch.0
-}
-
-/// Whether each lease is held; fails before anything has happened if a name is not that of a lease.
-fn held_by(change: &Change<'_>, holder: &HolderName, leases: &[Fence]) -> Result<Vec<bool>> {
-    let held = leases.iter().map(|fence| {
-        let held = change.state().lease(fence.lease.as_str(), change.now)?;
-        Ok(held.is_some_and(|held| is_held(held, holder, fence)))
-    });
-    held.collect()
+/// Whether a lease is held by this holder in this epoch. What is not a lease is held by nobody.
+fn is_held_by(change: &Change<'_>, holder: &HolderName, fence: &Fence) -> bool {
+    match change.state().lease(fence.lease.as_str(), change.now) {
+        Ok(Some(held)) => held.holder == *holder && held.epoch == fence.epoch.0,
+        Ok(None) | Err(_) => false,
+    }
 }
 
 struct Watch {

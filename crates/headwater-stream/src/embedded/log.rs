@@ -3,7 +3,8 @@
 //! A call adds its effects to the buffer and gets the number of its commit. `writer` takes the whole buffer at once and
 //! writes it, `syncer` makes what is written durable: all calls of the meantime share one write and one sync.
 //! Promises: a wait ends when the commit is where the caller needs it, or with the error that stopped the log. After a
-//! failed write or sync nothing is accepted any more: what the disk holds is unknown until the directory is opened anew.
+//! failed write or sync every call fails until `writer` has repaired the log; the effects of the calls that were under
+//! way stay in memory and are part of the repair.
 
 use std::fs::File;
 use std::io;
@@ -41,8 +42,12 @@ pub(super) struct Log {
     pub(super) syncs: AtomicU64,
     pub(super) writes: AtomicU64,
     pub(super) compactions: AtomicU64,
+    /// How often a write or sync failed while the log was in order.
+    pub(super) outages: AtomicU64,
     has_failed: AtomicBool,
     progress: Mutex<Progress>,
+    /// Held during a sync.
+    syncing: Mutex<()>,
     /// Signalled when there may be something to sync.
     pub(super) to_sync: Condvar,
 }
@@ -80,36 +85,71 @@ pub(super) struct Tail {
 #[derive(Debug)]
 struct Waiter {
     commit: u64,
-    done: oneshot::Sender<()>,
+    done: oneshot::Sender<Result<(), Failure>>,
 }
 
-/// Why the log has stopped for good.
+/// What a failure leaves behind; a larger one includes the smaller ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Damage {
+    /// A write failed. The frames before it are whole; behind them may lie a part of the one that failed.
+    Write,
+    /// A sync failed. The system may have dropped anything that was written since the last sync that succeeded, and
+    /// reading it back proves nothing: it comes from memory.
+    Sync,
+    /// A thread panicked. The state itself is unknown, so only opening the directory again helps.
+    Panic,
+}
+
+/// Why the log accepts nothing.
 #[derive(Clone, Debug)]
 pub(super) struct Failure {
+    pub(super) damage: Damage,
     problem: String,
     is_full: bool,
     source: Arc<io::Error>,
 }
 
 impl Failure {
-    pub(super) fn new(path: &Path, action: &str, source: io::Error) -> Self {
-        let is_full = matches!(
-            source.kind(),
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
-        );
-        let problem = format!(
-            "`{}` could not be {action}: {source}; nothing more is accepted until it is opened again",
-            path.display()
-        );
-        Self { problem, is_full, source: Arc::new(source) }
+    pub(super) fn new(damage: Damage, path: &Path, action: &str, source: io::Error) -> Self {
+        let is_full = is_full(&source);
+        let problem = format!("`{}` could not be {action}: {source}", path.display());
+        Self { damage, problem, is_full, source: Arc::new(source) }
     }
 
+    /// The error of a call that was refused.
     pub(super) fn to_error(&self) -> StreamError {
+        self.error(match self.damage {
+            Damage::Panic => "all calls fail until the directory is opened again",
+            _ => "all calls fail until the disk accepts writes again, which is tried every few seconds",
+        })
+    }
+
+    /// The error of a call that was under way when the log failed.
+    pub(super) fn to_error_under_way(&self) -> StreamError {
+        self.error(match self.damage {
+            Damage::Panic => "whether this call took effect is unknown",
+            _ => {
+                "changes that this call made are kept, and are lost only if the process ends before the disk accepts \
+                 writes again"
+            }
+        })
+    }
+
+    fn error(&self, consequence: &str) -> StreamError {
+        let problem = format!("{}; {consequence}", self.problem);
         match self.is_full {
-            true => StreamError::Full { problem: self.problem.clone() },
-            false => StreamError::unavailable(self.problem.clone(), Arc::clone(&self.source)),
+            true => StreamError::Full { problem },
+            false => StreamError::unavailable(problem, Arc::clone(&self.source)),
         }
     }
+}
+
+/// Whether an operation failed for lack of space.
+pub(super) fn is_full(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+    )
 }
 
 impl Log {
@@ -121,7 +161,9 @@ impl Log {
             syncs: AtomicU64::new(0),
             writes: AtomicU64::new(0),
             compactions: AtomicU64::new(0),
+            outages: AtomicU64::new(0),
             has_failed: AtomicBool::new(false),
+            syncing: Mutex::new(()),
             progress: Mutex::new(Progress {
                 written: 0,
                 synced: 0,
@@ -175,10 +217,10 @@ impl Log {
         &self,
         commit: u64,
         list: impl FnOnce(&mut Progress) -> (u64, &mut Vec<Waiter>),
-    ) -> Result<Option<oneshot::Receiver<()>>> {
+    ) -> Result<Option<oneshot::Receiver<Result<(), Failure>>>> {
         let mut progress = self.lock();
         if let Some(failure) = &progress.failure {
-            return Err(failure.to_error());
+            return Err(failure.to_error_under_way());
         }
         let (reached, waiters) = list(&mut progress);
         if reached >= commit {
@@ -194,11 +236,16 @@ impl Log {
         Ok(Some(receiver))
     }
 
-    async fn wait_for(&self, waiter: Option<oneshot::Receiver<()>>, limit: Duration) -> Result<()> {
+    async fn wait_for(
+        &self,
+        waiter: Option<oneshot::Receiver<Result<(), Failure>>>,
+        limit: Duration,
+    ) -> Result<()> {
         let Some(waiter) = waiter else { return Ok(()) };
         match tokio::time::timeout(limit, waiter).await {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(_)) => Err(self.failure().unwrap_or_else(closed)),
+            Ok(Ok(Ok(()))) => Ok(()),
+            Ok(Ok(Err(failure))) => Err(failure.to_error_under_way()),
+            Ok(Err(_)) => Err(closed()),
             Err(_) => Err(StreamError::Unavailable {
                 problem: format!("the disk did not take the log within {limit:?}"),
                 source: None,
@@ -210,12 +257,50 @@ impl Log {
         self.has_failed.load(Ordering::Acquire)
     }
 
-    /// The error that every call gets once the log has failed.
+    /// The error that every call gets while the log has failed.
     pub(super) fn failure(&self) -> Option<StreamError> {
         if !self.has_failed() {
             return None;
         }
         self.lock().failure.as_ref().map(Failure::to_error)
+    }
+
+    /// What has to be repaired; `None` if nothing has.
+    pub(super) fn damage(&self) -> Option<Failure> {
+        self.has_failed().then(|| self.lock().failure.clone()).flatten()
+    }
+
+    /// Syncs the file of `tail`, which holds all commits up to this one.
+    ///
+    /// One sync at a time: the system tells only one of two concurrent callers that the write-back failed.
+    pub(super) fn sync(&self, tail: &Tail, commit: u64) -> Result<(), Failure> {
+        let _one_at_a_time = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.ensure_tail_is_sound()?;
+        let begun = Instant::now();
+        let synced = tail.file.sync_data();
+        synced.map_err(|error| self.fail_sync(tail, error))?;
+        self.publish_synced(commit, tail, begun.elapsed());
+        Ok(())
+    }
+
+    /// Fails after a failed sync: the system may have dropped what was written before, so nothing may follow it.
+    pub(super) fn ensure_tail_is_sound(&self) -> Result<(), Failure> {
+        if !self.has_failed() {
+            return Ok(());
+        }
+        match &self.lock().failure {
+            Some(failure) if failure.damage >= Damage::Sync => Err(failure.clone()),
+            _ => Ok(()),
+        }
+    }
+
+    fn fail_sync(&self, tail: &Tail, error: io::Error) -> Failure {
+        let failure = Failure::new(Damage::Sync, &tail.path, "synced", error);
+        // Another file has taken its place, so everything in this one is durable by other means.
+        if self.lock().tail.number == tail.number {
+            self.fail(failure.clone());
+        }
+        failure
     }
 
     /// Commits up to this one are written, up to this place.
@@ -251,20 +336,41 @@ impl Log {
         wake(done);
     }
 
-    /// Stops the log for good.
-    pub(super) fn fail(&self, failure: Failure) {
-        error!(error = %failure.problem, "embedded log failed");
+    /// Fails all calls until [`resume`](Self::resume).
+    pub(super) fn fail(&self, mut failure: Failure) {
         let mut progress = self.lock();
-        progress.failure.get_or_insert(failure);
+        match &progress.failure {
+            Some(known) => failure.damage = failure.damage.max(known.damage),
+            None => {
+                self.outages.fetch_add(1, Ordering::Relaxed);
+                error!(error = %failure.problem, "embedded log failed, all calls fail until it is repaired");
+            }
+        }
         self.has_failed.store(true, Ordering::Release);
-        // Dropped senders wake those who wait; they find the failure.
-        progress.write_waiters.clear();
-        progress.sync_waiters.clear();
+        let mut waiters = std::mem::take(&mut progress.write_waiters);
+        waiters.append(&mut progress.sync_waiters);
+        progress.failure = Some(failure.clone());
         drop(progress);
-        self.to_sync.notify_all();
+        for waiter in waiters {
+            // A caller that was cancelled does not wait any more.
+            let _ = waiter.done.send(Err(failure.clone()));
+        }
     }
 
-    /// Ends the syncer; everything is synced.
+    /// Accepts calls again after a repair; `false` if there is more damage than was repaired.
+    pub(super) fn resume(&self, repaired: Damage) -> bool {
+        let mut progress = self.lock();
+        if progress.failure.as_ref().is_some_and(|failure| failure.damage > repaired) {
+            return false;
+        }
+        progress.failure = None;
+        self.has_failed.store(false, Ordering::Release);
+        drop(progress);
+        self.to_sync.notify_all();
+        true
+    }
+
+    /// Ends the syncer; everything is synced, or the log has failed.
     pub(super) fn stop(&self) {
         self.lock().is_stopping = true;
         self.to_sync.notify_all();
@@ -276,8 +382,12 @@ impl Log {
         let mut patient_until = None;
         let mut progress = self.lock();
         loop {
-            if progress.is_stopping || progress.failure.is_some() {
+            if progress.is_stopping {
                 return None;
+            }
+            if progress.failure.is_some() {
+                progress = self.to_sync.wait(progress).unwrap_or_else(PoisonError::into_inner);
+                continue;
             }
             let now = Instant::now();
             let mut left = deadline.saturating_duration_since(now);
@@ -332,7 +442,7 @@ fn take_reached(waiters: &mut Vec<Waiter>, commit: u64) -> Vec<Waiter> {
 fn wake(done: Vec<Waiter>) {
     for waiter in done {
         // Whoever no longer waits was cancelled; their commit stands all the same.
-        let _ = waiter.done.send(());
+        let _ = waiter.done.send(Ok(()));
     }
 }
 

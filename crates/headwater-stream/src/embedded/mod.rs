@@ -137,8 +137,12 @@ impl Backend for Embedded {
     fn describe(&self) -> Description {
         let mut facts = self.facts.clone();
         if let Some(log) = &self.shared().log {
-            let counters =
-                [("writes", &log.writes), ("syncs", &log.syncs), ("compactions", &log.compactions)];
+            let counters = [
+                ("writes", &log.writes),
+                ("syncs", &log.syncs),
+                ("compactions", &log.compactions),
+                ("outages", &log.outages),
+            ];
             let read =
                 |count: &std::sync::atomic::AtomicU64| count.load(Ordering::Relaxed).to_string();
             facts.extend(counters.map(|(name, count)| (name, read(count))));

@@ -5,16 +5,20 @@
 //! Upstream: `open`. Downstream: `segment` reads the files, `state` takes the effects.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
 use tracing::{info, warn};
 
 use super::codec::{self, Problem};
 use super::directory::{Directory, Listing, unavailable};
+use super::log::is_full;
 use super::segment::{FILE_HEADER_BYTES, FrameReader, Kind, Unreadable, file_header};
 use super::state::State;
 use crate::error::{Result, StreamError};
+
+/// Bytes that are copied at a time.
+const COPY_BYTES: usize = 1024 * 1024;
 
 /// What was found, ready to go on.
 #[derive(Debug)]
@@ -53,19 +57,32 @@ pub(super) fn recover(directory: &Directory) -> Result<Recovered> {
         log_bytes += read.end;
         tail = Some((*number, read));
     }
-    // Everything could be read; only now is anything changed.
+    // Everything could be read; only now is anything changed. The end first: files are removed when nothing needs them.
+    let recovered = go_on(directory, state, start, tail, log_bytes, snapshot_bytes)?;
     clear_leftovers(&listing, directory, start);
+    Ok(recovered)
+}
+
+/// Opens the last log file at its end, or creates it.
+fn go_on(
+    directory: &Directory,
+    state: State,
+    start: u64,
+    tail: Option<(u64, LogRead)>,
+    log_bytes: u64,
+    snapshot_bytes: u64,
+) -> Result<Recovered> {
+    let last = tail.as_ref().map_or(start, |(number, _)| *number);
     let (number, read) = match tail {
         Some((number, read)) if !read.is_unborn => (number, read),
         _ => {
-            let number = logs.last().copied().unwrap_or(start);
-            let file = create_log(directory, number)?;
+            let file = create_log(directory, last)?;
             let offset = FILE_HEADER_BYTES as u64;
             let cut_bytes = 0;
             return Ok(Recovered {
                 state,
                 file,
-                number,
+                number: last,
                 offset,
                 log_bytes,
                 snapshot_bytes,
@@ -74,13 +91,15 @@ pub(super) fn recover(directory: &Directory) -> Result<Recovered> {
         }
     };
     let path = directory.log(number);
-    let file = open_at(&path, &read)?;
+    let (file, is_sound) = open_at(directory, number, &read)?;
     if read.cut > 0 {
         let file = path.display();
         warn!(%file, offset = read.end, bytes = read.cut, "unfinished write at the end of the log was cut off");
     }
     info!(log_bytes, snapshot_bytes, "embedded log was read");
     let (offset, cut_bytes) = (read.end, read.cut);
+    // A log that is long enough for a snapshot gets one with the next write.
+    let log_bytes = if is_sound { log_bytes } else { u64::MAX / 2 };
     Ok(Recovered { state, file, number, offset, log_bytes, snapshot_bytes, cut_bytes })
 }
 
@@ -100,7 +119,10 @@ pub(super) fn create_log(directory: &Directory, number: u64) -> Result<File> {
 fn logs_from(directory: &Directory, listing: &Listing, start: u64) -> Result<Vec<u64>> {
     let logs: Vec<u64> = listing.logs.iter().copied().filter(|number| *number >= start).collect();
     let missing = (start..).zip(&logs).find(|(expected, found)| expected != *found);
-    let none_at_all = logs.is_empty() && !(listing.snapshots.is_empty() && listing.logs.is_empty());
+    let is_new = listing.snapshots.is_empty() && listing.logs.is_empty();
+    // A repair writes its snapshot first and begins the log behind it second; the log before is removed last.
+    let is_between = listing.logs.last().is_some_and(|last| last + 1 == start);
+    let none_at_all = logs.is_empty() && !is_new && !is_between;
     let missing = missing.map(|(expected, _)| expected).or(none_at_all.then_some(start));
     match missing {
         None => Ok(logs),
@@ -115,6 +137,8 @@ fn logs_from(directory: &Directory, listing: &Listing, start: u64) -> Result<Vec
 /// How far a log file could be read.
 struct LogRead {
     end: u64,
+    /// Up to where it was surely synced.
+    synced: u64,
     cut: u64,
     /// The process ended while the file was being created.
     is_unborn: bool,
@@ -123,7 +147,7 @@ struct LogRead {
 fn read_log(path: &Path, number: u64, is_last: bool, state: &mut State) -> Result<LogRead> {
     let mut reader = match FrameReader::open(path, Kind::Log, number) {
         Err(Unreadable::Unborn) if is_last => {
-            return Ok(LogRead { end: 0, cut: 0, is_unborn: true });
+            return Ok(LogRead { end: 0, synced: 0, cut: 0, is_unborn: true });
         }
         opened => opened.map_err(|problem| unreadable(path, problem))?,
     };
@@ -134,9 +158,12 @@ fn read_log(path: &Path, number: u64, is_last: bool, state: &mut State) -> Resul
             Ok(true) => {
                 apply_all(&payload, state).map_err(|problem| corrupt(path, offset, problem))?;
             }
-            Ok(false) => return Ok(LogRead { end: offset, cut: 0, is_unborn: false }),
+            Ok(false) => {
+                let synced = reader.synced();
+                return Ok(LogRead { end: offset, synced, cut: 0, is_unborn: false });
+            }
             Err(Unreadable::Damaged { offset, problem }) if is_last => {
-                let cut = reader.length() - offset;
+                let (cut, synced) = (reader.length() - offset, reader.synced());
                 let evidence = reader
                     .synced_evidence()
                     .map_err(|error| unavailable(path, "could not be read", error))?;
@@ -145,7 +172,7 @@ fn read_log(path: &Path, number: u64, is_last: bool, state: &mut State) -> Resul
                         format!("{problem}, and the frame at {evidence} says it was whole");
                     return Err(corrupt(path, offset, &problem));
                 }
-                return Ok(LogRead { end: offset, cut, is_unborn: false });
+                return Ok(LogRead { end: offset, synced, cut, is_unborn: false });
             }
             Err(problem) => return Err(unreadable(path, problem)),
         }
@@ -183,16 +210,58 @@ fn apply_all(mut payload: &[u8], state: &mut State) -> Result<(), Problem> {
     Ok(())
 }
 
-fn open_at(path: &Path, read: &LogRead) -> Result<File> {
-    let failed = |error| unavailable(path, "could not be opened for writing", error);
-    let mut file = OpenOptions::new().write(true).open(path).map_err(failed)?;
-    if read.cut > 0 {
-        file.set_len(read.end).map_err(failed)?;
+/// Opens the last log file at its end. Returns whether that end is on the disk.
+///
+/// A killed process leaves bytes that are written and not synced; what is built on them must not outlive them. A sync is
+/// not enough: if one has failed before, the system has these bytes in memory only and takes them for written. So they are
+/// written again, to a new file: in place, some file systems would not write them to blocks that they read again later.
+fn open_at(directory: &Directory, number: u64, read: &LogRead) -> Result<(File, bool)> {
+    let path = directory.log(number);
+    let failed = |error| unavailable(&path, "could not be opened for writing", error);
+    let is_synced = read.synced >= read.end;
+    if !is_synced {
+        match copy(directory, number, read.end) {
+            Ok(file) => return Ok((file, true)),
+            Err(error) if is_full(&error) => {
+                let file = path.display();
+                warn!(%file, %error, "no space to write the end of the log again, a snapshot will follow");
+            }
+            Err(error) => return Err(unavailable(&path, "could not be copied", error)),
+        }
     }
+    let mut file = OpenOptions::new().write(true).open(&path).map_err(failed)?;
+    file.set_len(read.end).map_err(failed)?;
     file.seek(SeekFrom::Start(read.end)).map_err(failed)?;
-    // A killed process leaves bytes that are written and not synced; what is built on them must not outlive them.
-    file.sync_all().map_err(failed)?;
-    Ok(file)
+    match file.sync_all() {
+        Err(error) if is_synced => Err(failed(error)),
+        // Where there is no space, it may fail; nothing relies on it before the snapshot.
+        _ => Ok((file, is_synced)),
+    }
+}
+
+/// Replaces a log file by a copy of its first `end` bytes that is durable. Returns it positioned at its end.
+fn copy(directory: &Directory, number: u64, end: u64) -> io::Result<File> {
+    let (path, unfinished) = (directory.log(number), directory.unfinished_log(number));
+    let copied = (|| {
+        let mut from = File::open(&path)?.take(end);
+        let mut to = File::create(&unfinished)?;
+        // Not `io::copy`, which may let both files share their blocks.
+        let mut chunk = vec![0; COPY_BYTES];
+        loop {
+            match from.read(&mut chunk)? {
+                0 => break,
+                length => to.write_all(&chunk[..length])?,
+            }
+        }
+        to.sync_all()?;
+        fs::rename(&unfinished, &path)?;
+        directory.sync()?;
+        Ok(to)
+    })();
+    if copied.is_err() {
+        let _ = fs::remove_file(&unfinished);
+    }
+    copied
 }
 
 /// Removes what a crash during compaction left behind. Nothing needs these files; a failure is only a waste of space.

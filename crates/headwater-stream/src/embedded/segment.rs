@@ -122,6 +122,7 @@ pub(super) struct FrameReader {
     number: u64,
     offset: u64,
     length: u64,
+    synced: u64,
 }
 
 impl FrameReader {
@@ -148,7 +149,8 @@ impl FrameReader {
         if u64_at(&header, 12) != number {
             return damaged(0, format!("it is number {} by its header", u64_at(&header, 12)));
         }
-        Ok(Self { file, number, offset: FILE_HEADER_BYTES as u64, length })
+        let offset = FILE_HEADER_BYTES as u64;
+        Ok(Self { file, number, offset, length, synced: offset })
     }
 
     /// Where the next frame begins.
@@ -159,6 +161,11 @@ impl FrameReader {
     /// How long the file is.
     pub(super) fn length(&self) -> u64 {
         self.length
+    }
+
+    /// Up to where the file was synced, by what the frames that were read say.
+    pub(super) fn synced(&self) -> u64 {
+        self.synced
     }
 
     /// Reads the next frame into `payload`. Returns `false` at the end.
@@ -193,6 +200,7 @@ impl FrameReader {
             return Err(damaged("the checksum of a frame does not match"));
         }
         self.offset += (FRAME_HEADER_BYTES + length) as u64;
+        self.synced = self.synced.max(header.synced);
         Ok(true)
     }
 

@@ -18,7 +18,12 @@ use crate::streams::{Retention, Settle, Settled, Settlement, Then};
 
 pub(super) fn settle(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Settled> {
     change.state().stream(settle.stream.as_str(), change.now)?;
-    check_fence(change.state(), settle.fence, change.now)?;
+    match check_fence(change.state(), settle.fence, change.now) {
+        Err(StreamError::Fenced { .. }) if is_repeated_delete(change, settle)? => {
+            return Ok(Settled { applied: 0, stale: settle.entries.len() });
+        }
+        checked => checked?,
+    }
     if settle.entries.iter().all(|settlement| matches!(settlement.then, Then::Done)) {
         return acknowledge_all(change, settle);
     }
@@ -44,6 +49,23 @@ pub(super) fn settle(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Set
         follow_up(change, then)?;
     }
     Ok(settled)
+}
+
+/// Whether an owner whose lease has ended repeats what it did: the lease has had no other holder since, and all entries that
+/// are to be deleted are gone.
+fn is_repeated_delete(change: &Change<'_>, settle: &Settle<'_>) -> Result<bool> {
+    let Some(fence) = settle.fence else { return Ok(false) };
+    let state = change.state();
+    let is_free = state.lease(fence.lease.as_str(), change.now)?.is_none();
+    let is_last = state.epochs.get(fence.lease.as_str()) == Some(fence.epoch.0);
+    let Some((stream, group)) = group_of(change, settle)? else { return Ok(false) };
+    let is_gone = |settlement: &Settlement| {
+        matches!(settlement.then, Then::Delete)
+            && stream.entries.get(settlement.id).is_none()
+            && !group.pending.contains(settlement.id)
+    };
+    let all_are_gone = !settle.entries.is_empty() && settle.entries.iter().all(is_gone);
+    Ok(is_free && is_last && all_are_gone)
 }
 
 /// The common case, without a look at each entry: those that are not pending are left alone by the effect itself.

@@ -22,8 +22,8 @@ const FRAME_BYTES: usize = 1024 * 1024;
 /// Items of a list that go into one effect.
 const ITEMS_PER_EFFECT: usize = 256;
 
-/// Writes the snapshot that stands for all log before number `number`, then removes that log. Returns its size;
-/// `None` if `stop` said so before it was done.
+/// Writes the snapshot that stands for all log before number `number`. Returns its size; `None` if `stop` said so before
+/// it was done.
 pub(super) fn write(
     directory: &Directory,
     number: u64,
@@ -49,12 +49,11 @@ pub(super) fn write(
     };
     fs::rename(&unfinished, directory.snapshot(number))?;
     directory.sync()?;
-    remove_before(directory, number)?;
     Ok(Some(bytes))
 }
 
-/// Removes the files that a durable snapshot replaces.
-fn remove_before(directory: &Directory, number: u64) -> io::Result<()> {
+/// Removes the files that a durable snapshot replaces, once the log behind it has begun.
+pub(super) fn remove_before(directory: &Directory, number: u64) -> io::Result<()> {
     let listing = directory.list().map_err(io::Error::other)?;
     for old in listing.snapshots.into_iter().filter(|old| *old < number) {
         fs::remove_file(directory.snapshot(old))?;

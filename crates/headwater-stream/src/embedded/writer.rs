@@ -2,22 +2,22 @@
 //!
 //! Upstream: calls fill the buffer in `engine`. Downstream: the files.
 //! Promises: what is written keeps the order of the commits; the file before is synced before a new one begins. Writing
-//! goes on while a sync is under way, so the next sync finds all that came meanwhile.
+//! goes on while a sync is under way, so the next sync finds all that came meanwhile. After a failed write or sync (a full
+//! disk) the writer repairs the log as soon as the disk lets it, and nothing that an answer has shown is lost.
 
-use std::fs::File;
-use std::io::{self, Write};
-use std::path::Path;
+use std::fs::{self, File};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use std::{mem, panic};
 
-use tracing::{error, info};
+use tracing::{debug, error, info, warn};
 
 use super::directory::Directory;
 use super::engine::{Buffer, Shared};
-use super::log::{Failure, Log, Tail};
+use super::log::{Damage, Failure, Log, Tail};
 use super::recovery::create_log;
 use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, seal_frame};
 use super::snapshot;
@@ -26,6 +26,10 @@ use crate::error::StreamError;
 
 /// A buffer that grew beyond this is given back instead of being kept for the next time.
 const KEPT_BUFFER_BYTES: usize = 4 * 1024 * 1024;
+
+/// How long a repair of the log is put off, first and at most.
+const REPAIR_PAUSE_MIN: Duration = Duration::from_millis(100);
+const REPAIR_PAUSE_MAX: Duration = Duration::from_secs(2);
 
 /// When the log is worth a snapshot.
 #[derive(Debug)]
@@ -45,47 +49,48 @@ pub(super) fn start(
     directory: Directory,
     compaction: Compaction,
 ) -> io::Result<Vec<JoinHandle<()>>> {
-    let tail = log.lock().tail.clone();
-    let mut writer = Writer {
-        shared: Arc::clone(shared),
-        log: Arc::clone(log),
-        directory: Arc::new(directory),
-        tail,
-        compaction,
-        snapshot: None,
-        stop_snapshot: Arc::default(),
-    };
-    let path = Arc::clone(&writer.tail.path);
-    let (syncing, sync_path) = (Arc::clone(shared), Arc::clone(&path));
-    let sync_log = Arc::clone(log);
+    let mut writer = Writer::new(shared, log, directory, compaction);
+    let (syncing, sync_log) = (Arc::clone(shared), Arc::clone(log));
     let syncer = thread::Builder::new().name("headwater-sync".to_owned()).spawn(move || {
-        guarded(&syncing, &sync_log, &sync_path, || sync_until_stopped(&sync_log));
+        guarded(&syncing, &sync_log, || sync_until_stopped(&syncing, &sync_log));
     })?;
     let (writing, write_log) = (Arc::clone(shared), Arc::clone(log));
     let writer = thread::Builder::new().name("headwater-log".to_owned()).spawn(move || {
-        guarded(&writing, &write_log, &path, || writer.run());
+        guarded(&writing, &write_log, || writer.run());
+        write_log.stop();
     })?;
     Ok(vec![writer, syncer])
 }
 
 /// A thread that fails or panics would leave callers waiting; they get an error instead.
-fn guarded(shared: &Shared, log: &Log, path: &Path, run: impl FnOnce() -> Result<(), Failure>) {
-    let outcome = panic::catch_unwind(panic::AssertUnwindSafe(run));
-    let failure = match outcome {
+fn guarded(shared: &Shared, log: &Log, run: impl FnOnce() -> Result<(), Failure>) {
+    let failure = match panic::catch_unwind(panic::AssertUnwindSafe(run)) {
         Ok(Ok(())) => return,
         Ok(Err(failure)) => failure,
-        Err(_) => Failure::new(path, "written", io::Error::other("a thread panicked")),
+        Err(_) => panicked(log, "a thread of the log panicked"),
     };
-    log.fail(failure);
-    shared.lock_anyway().watchers.wake_all();
+    report(shared, log, failure);
 }
 
-fn sync_until_stopped(log: &Log) -> Result<(), Failure> {
+fn panicked(log: &Log, problem: &'static str) -> Failure {
+    let path = Arc::clone(&log.lock().tail.path);
+    Failure::new(Damage::Panic, &path, "written", io::Error::other(problem))
+}
+
+/// Fails all calls, also those that wait for something to happen, and has the writer repair the log.
+fn report(shared: &Shared, log: &Log, failure: Failure) {
+    log.fail(failure);
+    shared.lock_anyway().watchers.wake_all();
+    shared.to_write.notify_all();
+}
+
+fn sync_until_stopped(shared: &Shared, log: &Log) -> Result<(), Failure> {
     while let Some((tail, commit)) = log.next_sync() {
-        let begun = Instant::now();
-        let synced = tail.file.sync_data();
-        synced.map_err(|error| Failure::new(&tail.path, "synced", error))?;
-        log.publish_synced(commit, &tail, begun.elapsed());
+        if log.sync(&tail, commit).is_err() {
+            // The log knows; those who wait for other things do not yet.
+            shared.lock_anyway().watchers.wake_all();
+            shared.to_write.notify_all();
+        }
     }
     Ok(())
 }
@@ -95,6 +100,10 @@ struct Writer {
     log: Arc<Log>,
     directory: Arc<Directory>,
     tail: Tail,
+    /// What was taken from the buffer and is not written yet, behind room for the header of a frame.
+    frame: Vec<u8>,
+    /// The newest commit in `frame`.
+    commit: u64,
     compaction: Compaction,
     /// The snapshot that is being written.
     snapshot: Option<JoinHandle<Option<u64>>>,
@@ -102,75 +111,197 @@ struct Writer {
 }
 
 impl Writer {
-    fn run(&mut self) -> Result<(), Failure> {
-        let mut spare = Buffer::empty();
-        let ended = loop {
-            match self.step(&mut spare) {
-                Ok(true) => {}
-                Ok(false) => break Ok(()),
-                Err(failure) => break Err(failure),
-            }
-        };
-        self.stop_snapshot.store(true, Ordering::Relaxed);
-        if let Some(snapshot) = self.snapshot.take() {
-            let _ = snapshot.join();
+    fn new(
+        shared: &Arc<Shared>,
+        log: &Arc<Log>,
+        directory: Directory,
+        compaction: Compaction,
+    ) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            log: Arc::clone(log),
+            directory: Arc::new(directory),
+            tail: log.lock().tail.clone(),
+            frame: Buffer::empty(),
+            commit: 0,
+            compaction,
+            snapshot: None,
+            stop_snapshot: Arc::default(),
         }
-        ended?;
+    }
+
+    fn run(&mut self) -> Result<(), Failure> {
+        loop {
+            match self.step() {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(failure) => self.repair(failure)?,
+            }
+        }
+        self.end_snapshot();
         self.finish()
     }
 
     /// Writes what is in the buffer, once there is something. Returns `false` when the log stops.
-    fn step(&mut self, spare: &mut Vec<u8>) -> Result<bool, Failure> {
-        let Some(commit) = self.take_buffer(spare)? else { return Ok(false) };
-        self.write(spare, commit)?;
-        recycle(spare);
+    fn step(&mut self) -> Result<bool, Failure> {
+        if !self.take_buffer()? {
+            return Ok(false);
+        }
+        self.write()?;
         if self.wants_snapshot() {
-            self.begin_snapshot(spare)?;
+            self.begin_snapshot()?;
         }
         Ok(true)
     }
 
-    /// Waits for the buffer to fill and takes it. `None` when it is empty and the log stops, or when a sync failed.
-    fn take_buffer(&self, spare: &mut Vec<u8>) -> Result<Option<u64>, Failure> {
-        let mut inner = self.shared.lock_for_writing().ok_or_else(|| self.panicked())?;
-        while inner.buffer.is_empty() {
-            if inner.buffer.is_stopping {
-                return Ok(None);
+    /// Waits for the buffer to fill and takes it. Returns `false` when it is empty and the log stops; fails when a sync
+    /// has failed.
+    fn take_buffer(&mut self) -> Result<bool, Failure> {
+        let call_panicked = || panicked(&self.log, "a call panicked");
+        let mut inner = self.shared.lock_for_writing().ok_or_else(call_panicked)?;
+        loop {
+            if let Some(failure) = self.log.damage() {
+                return Err(failure);
             }
-            inner = self.shared.to_write.wait(inner).map_err(|_| self.panicked())?;
+            if !inner.buffer.is_empty() {
+                break;
+            }
+            if inner.buffer.is_stopping {
+                return Ok(false);
+            }
+            inner = self.shared.to_write.wait(inner).map_err(|_| call_panicked())?;
         }
-        mem::swap(&mut inner.buffer.bytes, spare);
-        Ok(Some(inner.buffer.commit))
+        mem::swap(&mut inner.buffer.bytes, &mut self.frame);
+        self.commit = inner.buffer.commit;
+        Ok(true)
     }
 
-    fn panicked(&self) -> Failure {
-        Failure::new(&self.tail.path, "written", io::Error::other("a call panicked"))
-    }
-
-    fn write(&mut self, frame: &mut [u8], commit: u64) -> Result<(), Failure> {
-        // After a failed sync the disk may have dropped what came before; nothing may follow it.
-        if self.log.has_failed() {
-            return Err(Failure::new(
-                &self.tail.path,
-                "written",
-                io::Error::other("a sync failed"),
-            ));
-        }
+    /// Writes the frame. If that fails, the frame stays to be written again.
+    fn write(&mut self) -> Result<(), Failure> {
+        self.log.ensure_tail_is_sound()?;
         self.tail.synced = self.log.lock().tail.synced;
-        seal_frame(frame, self.tail.number, self.tail.offset, self.tail.synced);
-        let written = (&*self.tail.file).write_all(frame);
-        written.map_err(|error| Failure::new(&self.tail.path, "written", error))?;
-        self.tail.offset += frame.len() as u64;
-        self.compaction.log_bytes += frame.len() as u64;
-        self.log.publish_written(commit, self.tail.offset);
+        seal_frame(&mut self.frame, self.tail.number, self.tail.offset, self.tail.synced);
+        let written = (&*self.tail.file).write_all(&self.frame);
+        written.map_err(|error| self.failed_write("written", error))?;
+        self.tail.offset += self.frame.len() as u64;
+        self.compaction.log_bytes += self.frame.len() as u64;
+        self.log.publish_written(self.commit, self.tail.offset);
+        if self.frame.capacity() > KEPT_BUFFER_BYTES {
+            self.frame = Buffer::empty();
+        }
+        self.frame.truncate(FRAME_HEADER_BYTES);
         Ok(())
     }
 
-    fn sync(&self, commit: u64) -> Result<(), Failure> {
+    fn failed_write(&self, action: &str, error: io::Error) -> Failure {
+        Failure::new(Damage::Write, &self.tail.path, action, error)
+    }
+
+    /// Repairs the log, however long the disk does not let us. Fails if the log is to stop first, and for damage that no
+    /// repair helps.
+    fn repair(&mut self, failure: Failure) -> Result<(), Failure> {
         let begun = Instant::now();
-        let synced = self.tail.file.sync_data();
-        synced.map_err(|error| Failure::new(&self.tail.path, "synced", error))?;
-        self.log.publish_synced(commit, &self.tail, begun.elapsed());
+        let (mut damage, mut pause) = (failure.damage, REPAIR_PAUSE_MIN);
+        report(&self.shared, &self.log, failure);
+        loop {
+            let is_stopping = self.wait_to_repair(pause)?;
+            let tried_at = Instant::now();
+            if let Some(failure) = self.log.damage() {
+                damage = damage.max(failure.damage);
+            }
+            let repaired = match damage {
+                Damage::Write => self.rewrite_end(),
+                Damage::Sync => self.replace_by_snapshot(),
+                Damage::Panic => Err(panicked(&self.log, "a thread of the log panicked")),
+            };
+            match repaired {
+                Ok(()) if self.log.resume(damage) => {
+                    let elapsed_ms = begun.elapsed().as_millis() as u64;
+                    info!(
+                        elapsed_ms,
+                        ?damage,
+                        "embedded log was repaired, calls are accepted again"
+                    );
+                    return Ok(());
+                }
+                Ok(()) => {}
+                Err(failure) if is_stopping || failure.damage == Damage::Panic => {
+                    return Err(failure);
+                }
+                Err(failure) => {
+                    debug!(error = %failure.to_error(), "embedded log was not repaired yet");
+                    self.log.fail(failure);
+                }
+            }
+            // Not longer than what a repair takes: one that writes much and fails shall not keep the disk busy.
+            pause = (pause * 2).min(REPAIR_PAUSE_MAX).max(tried_at.elapsed());
+        }
+    }
+
+    /// Waits before the next try. Returns whether the log is to stop, so that it is the last.
+    fn wait_to_repair(&self, pause: Duration) -> Result<bool, Failure> {
+        let call_panicked = || panicked(&self.log, "a call panicked");
+        let until = Instant::now() + pause;
+        let mut inner = self.shared.lock_for_writing().ok_or_else(call_panicked)?;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if inner.buffer.is_stopping || left.is_zero() {
+                return Ok(inner.buffer.is_stopping);
+            }
+            let waited = self.shared.to_write.wait_timeout(inner, left);
+            (inner, _) = waited.map_err(|_| call_panicked())?;
+        }
+    }
+
+    /// Repairs a failed write: cuts off what lies behind the last whole frame, and writes the frame that failed again.
+    fn rewrite_end(&mut self) -> Result<(), Failure> {
+        // A file that a snapshot could not begin with. While it is there, a torn end of this one would pass as damage.
+        let next = self.directory.log(self.tail.number + 1);
+        match fs::remove_file(&next) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(Failure::new(Damage::Write, &next, "removed", error));
+            }
+            _ => {}
+        }
+        let mut file = &*self.tail.file;
+        let cut = file.set_len(self.tail.offset);
+        let cut = cut.and_then(|()| file.seek(SeekFrom::Start(self.tail.offset)));
+        cut.map_err(|error| self.failed_write("cut to its last whole frame", error))?;
+        if self.frame.len() > FRAME_HEADER_BYTES {
+            self.write()?;
+        }
+        self.log.sync(&self.tail, self.commit)
+    }
+
+    /// Repairs a failed sync: the state in memory, which holds every effect there was, takes the place of all files.
+    fn replace_by_snapshot(&mut self) -> Result<(), Failure> {
+        self.end_snapshot();
+        let (commit, state) = {
+            let inner = self.shared.lock_for_writing();
+            let mut inner = inner.ok_or_else(|| panicked(&self.log, "a call panicked"))?;
+            // What is not written yet is part of the state, too.
+            inner.buffer.bytes.truncate(FRAME_HEADER_BYTES);
+            self.frame.truncate(FRAME_HEADER_BYTES);
+            (inner.buffer.commit, inner.state.clone())
+        };
+        let number = self.tail.number + 1;
+        let path = self.directory.snapshot(number);
+        let failed = |error| Failure::new(Damage::Sync, &path, "written", error);
+        let bytes = snapshot::write(&self.directory, number, &state, &AtomicBool::new(false));
+        let bytes = bytes.map_err(failed)?.unwrap_or_default();
+        // After the snapshot: the file before may be torn, and would pass as damaged if another one followed it.
+        let file = create_log(&self.directory, number).map_err(|error| {
+            Failure::new(Damage::Sync, &self.directory.log(number), "created", to_io(error))
+        })?;
+        self.go_on_in(file, number);
+        self.commit = commit;
+        self.log.publish_written(commit, self.tail.offset);
+        self.log.publish_synced(commit, &self.tail, Duration::ZERO);
+        self.compaction.log_bytes = 0;
+        self.compaction.snapshot_bytes = bytes;
+        if let Err(error) = snapshot::remove_before(&self.directory, number) {
+            warn!(%error, "files that a snapshot replaced could not be removed");
+        }
         Ok(())
     }
 
@@ -185,20 +316,22 @@ impl Writer {
     }
 
     /// Goes on in a new file, and has the state as it was at the end of the old one written beside it.
-    fn begin_snapshot(&mut self, spare: &mut Vec<u8>) -> Result<(), Failure> {
-        let (commit, state) = {
-            let mut inner = self.shared.lock_for_writing().ok_or_else(|| self.panicked())?;
-            mem::swap(&mut inner.buffer.bytes, spare);
-            (inner.buffer.commit, inner.state.clone())
+    fn begin_snapshot(&mut self) -> Result<(), Failure> {
+        let state = {
+            let inner = self.shared.lock_for_writing();
+            let mut inner = inner.ok_or_else(|| panicked(&self.log, "a call panicked"))?;
+            mem::swap(&mut inner.buffer.bytes, &mut self.frame);
+            self.commit = inner.buffer.commit;
+            inner.state.clone()
         };
-        if spare.len() > FRAME_HEADER_BYTES {
-            self.write(spare, commit)?;
+        if self.frame.len() > FRAME_HEADER_BYTES {
+            self.write()?;
         }
-        recycle(spare);
-        self.sync(commit)?;
+        self.log.sync(&self.tail, self.commit)?;
         let number = self.tail.number + 1;
-        let file = create_log(&self.directory, number)
-            .map_err(|error| Failure::new(&self.directory.log(number), "created", to_io(error)))?;
+        let file = create_log(&self.directory, number).map_err(|error| {
+            Failure::new(Damage::Write, &self.directory.log(number), "created", to_io(error))
+        })?;
         self.go_on_in(file, number);
         self.compaction.log_bytes = 0;
         let directory = Arc::clone(&self.directory);
@@ -216,6 +349,15 @@ impl Writer {
         Ok(())
     }
 
+    /// Ends the snapshot that is being written, if there is one.
+    fn end_snapshot(&mut self) {
+        if let Some(snapshot) = self.snapshot.take() {
+            self.stop_snapshot.store(true, Ordering::Relaxed);
+            let _ = snapshot.join();
+            self.stop_snapshot.store(false, Ordering::Relaxed);
+        }
+    }
+
     fn go_on_in(&mut self, file: File, number: u64) {
         let offset = FILE_HEADER_BYTES as u64;
         let path = Arc::new(self.directory.log(number));
@@ -225,21 +367,20 @@ impl Writer {
 
     /// Syncs everything and says so in a last, empty frame: from now on nothing at the end can pass as unfinished.
     fn finish(&mut self) -> Result<(), Failure> {
-        let commit = self.shared.lock_anyway().buffer.commit;
-        if self.log.has_failed() {
-            return Ok(());
-        }
-        self.sync(commit)?;
-        let mut last = Buffer::empty();
-        self.write(&mut last, commit)?;
-        self.sync(commit)?;
-        self.log.stop();
-        Ok(())
+        self.commit = self.shared.lock_anyway().buffer.commit;
+        self.log.sync(&self.tail, self.commit)?;
+        self.write()?;
+        self.log.sync(&self.tail, self.commit)
     }
 }
 
 fn compact(directory: &Directory, number: u64, state: &State, stop: &AtomicBool) -> Option<u64> {
-    match snapshot::write(directory, number, state, stop) {
+    let written = snapshot::write(directory, number, state, stop);
+    let replaced = written.and_then(|bytes| match bytes {
+        Some(_) => snapshot::remove_before(directory, number).map(|()| bytes),
+        None => Ok(None),
+    });
+    match replaced {
         Ok(bytes) => {
             info!(number, bytes, "snapshot of the embedded state was written");
             bytes
@@ -250,13 +391,6 @@ fn compact(directory: &Directory, number: u64, state: &State, stop: &AtomicBool)
             None
         }
     }
-}
-
-fn recycle(spare: &mut Vec<u8>) {
-    if spare.capacity() > KEPT_BUFFER_BYTES {
-        *spare = Buffer::empty();
-    }
-    spare.truncate(FRAME_HEADER_BYTES);
 }
 
 fn to_io(error: StreamError) -> io::Error {

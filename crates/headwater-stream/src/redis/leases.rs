@@ -162,10 +162,15 @@ fn read_info(cursor: &mut Cursor<'_>) -> Result<Option<LeaseInfo>, Failure> {
     if cursor.array_or_nil()?.is_none() {
         return Ok(None);
     }
-    let holder = foreign_name(cursor.text()?, HolderName::new)?;
+    // Anything can lie under the key of a lease, and concerns no other lease.
+    let holder =
+        std::str::from_utf8(cursor.text()?).ok().and_then(|name| HolderName::new(name).ok());
     let epoch = parse_digits(cursor.text()?).ok_or_else(|| Failure::shape("no epoch"))?;
     let remaining = remaining(cursor.number()?);
-    Ok(Some(LeaseInfo { holder, epoch: Epoch(epoch), remaining }))
+    Ok(Some(match holder {
+        Some(holder) => LeaseInfo { holder, epoch: Epoch(epoch), remaining },
+        None => LeaseInfo::wrong_type(),
+    }))
 }
 
 /// What is left of a lease. One that a foreign program set without an end counts as the longest there is.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use headwater_stream::assignment::AssignmentConfig;
+use headwater_stream::assignment::{AssignmentConfig, OnExpired};
 use headwater_testkit::Redis;
 use tokio::time::{Instant, sleep};
 use tracing::field::{Field, Visit};
@@ -71,6 +71,40 @@ async fn forbidden_flags_leave_it_to_the_sweep_and_it_is_said_once() {
     });
     futures_util::future::join_all(rounds).await;
     assert_eq!(flags(&redis), "");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_notifications_a_lease_key_of_another_type_stops_the_fail_over_of_its_own_stream_only()
+ {
+    let redis = Redis::builder().user("app", "secret", "~* &* +@all -config").start().unwrap();
+    let place = Place::at(redis.url());
+    let mut owner = place.consumer("owner", quick()).await;
+    let names = ["s0", "s1", "s2", "s3", "s4", "bad"];
+    let mut streams = place.add(&names).await;
+    owner.added_many(names.len()).await;
+    let bad = streams.pop().unwrap();
+    owner.die();
+    let key = place.lease(&bad);
+    redis.command(&["DEL", key.as_str()]).unwrap();
+    redis.command(&["RPUSH", key.as_str(), "foreign"]).unwrap();
+
+    let config = AssignmentConfig { on_expired: OnExpired::Claim, ..quick() };
+    let mut survivor = place.consumer("survivor", config).await;
+
+    let mut taken = survivor.added_many(streams.len()).await;
+    taken.sort_by_key(|owned| owned.stream().clone());
+    assert!(taken.iter().map(|owned| owned.stream()).eq(&streams), "{taken:?}");
+    // A new stream with such a key holds up no other one either.
+    let fresh = place.lease(&place.stream("fresh-bad"));
+    redis.command(&["HSET", fresh.as_str(), "foreign", "1"]).unwrap();
+    place.add(&["fresh-bad", "fresh"]).await;
+    assert_eq!(survivor.added().await.stream(), &place.stream("fresh"));
+
+    // When a person has removed the value, the stream is taken like any other.
+    redis.command(&["DEL", key.as_str()]).unwrap();
+    assert_eq!(survivor.added().await.stream(), &bad);
+    redis.command(&["DEL", fresh.as_str()]).unwrap();
+    assert_eq!(survivor.added().await.stream(), &place.stream("fresh-bad"));
 }
 
 /// Kills an owner and expects a survivor to have its stream soon after the end of the lease.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use headwater_stream::assignment::{
-    AssignmentConfig, Disowned, EndError, Notification, Terminated,
+    AssignmentConfig, Disowned, EndError, Notification, OnExpired, Terminated,
 };
 use headwater_testkit::{Persistence, Proxy, Redis, Sentinel};
 use tokio::time::{Instant, sleep, timeout};
@@ -111,6 +111,123 @@ async fn a_long_outage_disowns_before_the_lease_can_expire() {
     assert!(again.epoch() > owned.epoch());
     assert!(matches!(consumer.assignment.done(&owned).await, Err(EndError::NotOwner { .. })));
     consumer.assignment.done(&again).await.unwrap();
+}
+
+/// The hole ends at the very moment at which the owner has lost its trust, so that a renewal that waits in it is answered a
+/// moment later, while the lease still lives at the server.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_network_hole_that_outlasts_the_trust_a_lease_ends_and_another_consumer_takes_the_stream()
+ {
+    let redis = Redis::start().unwrap();
+    let config = AssignmentConfig { heartbeat_every: Duration::from_secs(6), ..quick() };
+    let rounds = (0..4).map(|round| {
+        let (redis, config) = (&redis, config.clone());
+        async move {
+            let proxy = Proxy::start(redis.addr()).unwrap();
+            let place = Place::at(redis.url_at(proxy.addr()));
+            let mut owner = place.consumer("owner", config.clone()).await;
+            let stream = place.add(&["s"]).await.remove(0);
+            let owned = owner.added().await;
+            let direct = place.by(redis.url());
+            let taking = AssignmentConfig { on_expired: OnExpired::Claim, ..config.clone() };
+            let mut other = direct.consumer("other", taking).await;
+
+            // Each round the hole begins at another time of the interval, so heartbeats wait in it in other ways.
+            sleep(config.heartbeat_every * round / 4).await;
+            proxy.stall().unwrap();
+            timeout(LIMIT, owned.guard().lost()).await.unwrap();
+            proxy.heal().unwrap();
+
+            // Who was told that it has lost the stream hears of it, does not get it back, and makes way for another.
+            assert_eq!(owner.disowned().await, (stream.clone(), Disowned::LeaseUnconfirmed));
+            assert!(!owned.guard().is_trusted() && owned.work().is_none());
+            let taken = other.added().await;
+            assert_eq!(taken.stream(), &stream);
+            assert!(taken.epoch() > owned.epoch());
+            sleep(config.heartbeat_every).await;
+            assert!(!owned.guard().is_trusted(), "no renewal revives it");
+            assert!(taken.guard().is_trusted());
+            other.assignment.done(&taken).await.unwrap();
+        }
+    });
+    futures_util::future::join_all(rounds).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_done_whose_reply_is_lost_can_be_repeated_after_the_lease_has_ended() {
+    let redis = Redis::start().unwrap();
+    let proxy = Proxy::start(redis.addr()).unwrap();
+    let place = Place::at(redis.url_at(proxy.addr()));
+    let config = AssignmentConfig { sweep_every: Duration::from_secs(60), ..quick() };
+    let mut consumer = place.consumer("c", config).await;
+    // The first `done` makes the server know the script, so that the next one is a single request.
+    place.add(&["first", "s"]).await;
+    let [first, owned] = <[_; 2]>::try_from(consumer.added_many(2).await).unwrap();
+    consumer.assignment.done(&first).await.unwrap();
+    let direct = place.by(redis.url());
+
+    // The server carries it out, and nothing comes back until the lease has ended.
+    redis.pause().unwrap();
+    let done = async {
+        let done = consumer.assignment.done(&owned).await;
+        assert!(matches!(&done, Err(EndError::Backend(error)) if error.is_transient()), "{done:?}");
+    };
+    let hole = async {
+        // The request is in the server's hands before the hole begins.
+        sleep(QUIET).await;
+        proxy.stall().unwrap();
+        redis.resume().unwrap();
+    };
+    tokio::join!(done, hole);
+    assert_eq!(direct.entries(&place.input()).await.len(), 0, "it was carried out");
+    assert_eq!(consumer.disowned().await.1, Disowned::LeaseUnconfirmed);
+    let limit = Instant::now() + LIMIT;
+    while direct.connect().await.leases(&[place.lease(owned.stream())]).await.unwrap()[0].is_some()
+    {
+        assert!(Instant::now() < limit, "the lease does not end");
+        sleep(QUIET).await;
+    }
+    proxy.heal().unwrap();
+
+    let mut done = consumer.assignment.done(&owned).await;
+    while let Err(EndError::Backend(error)) = &done {
+        assert!(error.is_transient() && Instant::now() < limit, "{error}");
+        sleep(QUIET).await;
+        done = consumer.assignment.done(&owned).await;
+    }
+    done.unwrap();
+    consumer.assignment.done(&owned).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_done_that_did_not_arrive_is_refused_when_another_owner_had_the_stream() {
+    let redis = Redis::start().unwrap();
+    let proxy = Proxy::start(redis.addr()).unwrap();
+    let place = Place::at(redis.url_at(proxy.addr()));
+    let mut consumer = place.consumer("c", quick()).await;
+    place.add(&["s"]).await;
+    let owned = consumer.added().await;
+    let direct = place.by(redis.url());
+    let taking = AssignmentConfig { on_expired: OnExpired::Claim, ..quick() };
+    let mut other = direct.consumer("other", taking).await;
+
+    proxy.cut().unwrap();
+    let done = consumer.assignment.done(&owned).await;
+    assert!(matches!(done, Err(EndError::Backend(_))), "{done:?}");
+    let taken = other.added().await;
+    other.assignment.done(&taken).await.unwrap();
+    assert_eq!(direct.entries(&place.input()).await.len(), 0);
+    proxy.heal().unwrap();
+
+    // The entry is gone as it would be after the first call, but it was the other owner that ended it.
+    let limit = Instant::now() + LIMIT;
+    let mut done = consumer.assignment.done(&owned).await;
+    while let Err(EndError::Backend(error)) = &done {
+        assert!(error.is_transient() && Instant::now() < limit, "{error}");
+        sleep(QUIET).await;
+        done = consumer.assignment.done(&owned).await;
+    }
+    assert!(matches!(done, Err(EndError::NotOwner { .. })), "{done:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

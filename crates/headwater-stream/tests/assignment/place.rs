@@ -82,6 +82,11 @@ impl Place {
         Self { target: Target::Url(url), service: unique("svc") }
     }
 
+    /// The same service by another way.
+    pub(crate) fn by(&self, url: String) -> Self {
+        Self { target: Target::Url(url), service: self.service.clone() }
+    }
+
     pub(crate) async fn connect(&self) -> Arc<dyn Backend> {
         match &self.target {
             Target::Shared(backend) => Arc::clone(backend),

@@ -8,7 +8,7 @@ use futures_util::poll;
 use super::*;
 use crate::clock::TestClock;
 use crate::embedded::effect::Effect;
-use crate::embedded::log::{SyncMode, Tail};
+use crate::embedded::log::{Damage, Failure, SyncMode, Tail};
 use crate::embedded::reader::Reader;
 use crate::entry::{EntryId, Fields};
 use crate::name::{ConsumerName, GroupName, StreamName};
@@ -105,7 +105,7 @@ async fn whoever_waits_for_a_log_that_fails_gets_its_error() {
     let mut appended = pin!(append(&engine.shared, 1));
     assert!(poll!(appended.as_mut()).is_pending());
     let cause = std::io::Error::other("the cable was pulled");
-    log.fail(super::super::log::Failure::new("the.log".as_ref(), "synced", cause));
+    log.fail(Failure::new(Damage::Sync, "the.log".as_ref(), "synced", cause));
     let said = |error: StreamError| {
         let text = error.to_string();
         text.contains("the.log") && text.contains("the cable was pulled")

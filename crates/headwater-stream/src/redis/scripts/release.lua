@@ -1,15 +1,11 @@
 -- Gives leases up. KEYS: for each: lease, its record. ARGV: holder, channel to tell, epochs.
--- Answers for each: 1 released, 0 not held.
+-- Answers for each: 1 released, 0 not held. A value of another type is not held, and stays.
 local holder, channel = ARGV[1], ARGV[2]
-for _, key in ipairs(KEYS) do
-  local problem = foreign('string', key)
-  if problem then return problem end
-end
 local answers = {}
 for i = 1, #KEYS, 2 do
   local lease, record = KEYS[i], KEYS[i + 1]
   local released = 0
-  if redis.call('GET', lease) == holder and current_epoch(lease, record) == ARGV[2 + (i + 1) / 2] then
+  if not foreign('string', lease, record) and redis.call('GET', lease) == holder and current_epoch(lease, record) == ARGV[2 + (i + 1) / 2] then
     released = redis.call('DEL', lease)
     -- A hint: whoever may not be told will find out.
     redis.pcall('PUBLISH', channel, lease)

@@ -100,7 +100,7 @@ fn described(described: &Description) -> Vec<Finding> {
                 Finding::fine("notify-keyspace-events", format!("{flags}: expired leases are told"))
             }
             // Counters, for those who measure.
-            ("writes" | "syncs" | "compactions", _) | ("cut_bytes", "0") => continue,
+            ("writes" | "syncs" | "compactions", _) | ("cut_bytes" | "outages", "0") => continue,
             ("cut_bytes", bytes) => Finding::fine(
                 "streams",
                 format!("{bytes} bytes of a torn write were cut off the log at the start"),

@@ -1,0 +1,412 @@
+//! A disk that is full for a while: calls fail and say so, and when there is space again the same backend goes on.
+//!
+//! Two kinds of disk. On a tmpfs the write fails; on an ext4 whose own storage is full (thin provisioning) the write
+//! succeeds and the sync fails, after which the page cache cannot be trusted. `HEADWATER_SEED` sets the moments of kills.
+#![cfg(feature = "embedded")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::env;
+use std::fs;
+use std::hash::{BuildHasher, RandomState};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use headwater_stream::*;
+use headwater_testkit::Child;
+
+const LOCATION: &str = "HEADWATER_TEST_LOCATION";
+const CHILD: &str = "child_that_fills_the_disk";
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// What the small disk can hold, and how much of it the ballast takes: removing it is how space comes back.
+const DISK_BYTES: usize = 8 * 1024 * 1024;
+const BALLAST_BYTES: usize = 5 * 1024 * 1024;
+
+/// Ends every line that the child prints, so that a line cut off by the kill is not taken for a whole one.
+const END: &str = " .";
+
+fn stream(name: &str) -> StreamName {
+    StreamName::new(name).unwrap()
+}
+
+fn group() -> GroupName {
+    GroupName::new("g").unwrap()
+}
+
+async fn open(directory: &Path, parameters: &str) -> Result<Arc<dyn Backend>> {
+    connect(&format!("embedded:{}?{parameters}", directory.display()), &Options::default()).await
+}
+
+fn run(program: &str, arguments: &[&str]) -> bool {
+    Command::new(program).args(arguments).output().is_ok_and(|output| output.status.success())
+}
+
+/// A small file system, if we may mount one.
+struct SmallDisk {
+    /// Where the storage is: a tmpfs.
+    storage: PathBuf,
+    /// Where files go: the storage itself, or an ext4 inside it that takes itself for larger.
+    path: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl SmallDisk {
+    /// A disk on which writes fail when it is full.
+    fn mount(bytes: usize) -> Option<Self> {
+        let directory = tempfile::tempdir().unwrap();
+        let storage = directory.path().join("storage");
+        fs::create_dir(&storage).unwrap();
+        let size = format!("size={bytes}");
+        let path = storage.clone();
+        let disk = Self { storage, path, _directory: directory };
+        run("mount", &["-t", "tmpfs", "-o", &size, "tmpfs", disk.storage.to_str().unwrap()])
+            .then_some(disk)
+    }
+
+    /// A disk on which syncs fail when its storage is full.
+    fn mount_thin(bytes: usize) -> Option<Self> {
+        let mut disk = Self::mount(bytes)?;
+        let image = disk.image();
+        fs::File::create(&image).unwrap().set_len(4 * bytes as u64).unwrap();
+        let is_made =
+            run("mkfs.ext4", &["-q", "-F", "-O", "^has_journal", image.to_str().unwrap()]);
+        disk.path = disk.storage.with_file_name("thin");
+        fs::create_dir(&disk.path).unwrap();
+        (is_made && disk.mount_image()).then_some(disk)
+    }
+
+    fn image(&self) -> PathBuf {
+        self.storage.join("image")
+    }
+
+    fn is_thin(&self) -> bool {
+        self.path != self.storage
+    }
+
+    fn mount_image(&self) -> bool {
+        run("mount", &["-o", "loop", self.image().to_str().unwrap(), self.path.to_str().unwrap()])
+    }
+
+    /// Forgets what is only in memory, as a restart of the machine would.
+    fn remount(&self) {
+        assert!(run("umount", &[self.path.to_str().unwrap()]));
+        assert!(self.mount_image());
+    }
+
+    fn add_ballast(&self) {
+        fs::write(self.storage.join("ballast"), vec![1; BALLAST_BYTES]).unwrap();
+    }
+
+    fn remove_ballast(&self) {
+        fs::remove_file(self.storage.join("ballast")).unwrap();
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        for path in [&self.path, &self.storage] {
+            let _ = Command::new("umount").arg("-l").arg(path).output();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_stops_everything_with_a_clear_word_and_loses_nothing_that_was_acknowledged() {
+    let Some(disk) = SmallDisk::mount(1024 * 1024) else {
+        eprintln!("skipped: mounting a small file system needs privileges");
+        return;
+    };
+    let backend = open(&disk.path.join("d"), "").await.unwrap();
+    let mut acknowledged = Vec::new();
+    let (group, consumer) = (GroupName::new("g").unwrap(), ConsumerName::new("c").unwrap());
+    let mut reader = backend.reader(&group, &consumer).await.unwrap();
+    let waiting =
+        tokio::spawn(
+            async move { reader.read(&[stream("another")], 1, Duration::from_secs(60)).await },
+        );
+    let error = loop {
+        let entry = Fields::new([("data", vec![1; 10_000])]);
+        match backend.append(&stream("s"), &[entry], &Retention::KEEP_ALL).await {
+            Ok(ids) => acknowledged.extend(ids),
+            Err(error) => break error,
+        }
+    };
+    assert!(
+        matches!(&error, StreamError::Full { problem } if problem.contains("00000001.log")),
+        "{error}"
+    );
+    // Nothing pretends to work any more.
+    let later = backend.stats(&stream("s")).await.err().unwrap();
+    assert!(matches!(later, StreamError::Full { .. }), "{later}");
+    let waited = tokio::time::timeout(Duration::from_secs(20), waiting).await.unwrap();
+    assert!(matches!(waited.unwrap(), Err(StreamError::Full { .. })), "a waiting reader is told");
+    assert!(backend.close().await.is_err());
+    drop(backend);
+
+    let backend = open(&disk.path.join("d"), "").await.unwrap();
+    let found: Vec<EntryId> =
+        all_entries(&*backend).await.into_iter().map(|entry| entry.id).collect();
+    assert_eq!(found[..acknowledged.len()], acknowledged);
+}
+
+async fn all_entries(backend: &dyn Backend) -> Vec<Entry> {
+    let mut entries: Vec<Entry> = Vec::new();
+    loop {
+        let from = entries.last().map_or(EntryId::MIN, |entry| entry.id.next());
+        let range = Range { from, to: EntryId::MAX, direction: Direction::Forward, count: 1000 };
+        let page = backend.range(&stream("s"), range).await.unwrap();
+        if page.is_empty() {
+            return entries;
+        }
+        entries.extend(page);
+    }
+}
+
+fn say(line: &str) {
+    println!("\n{line}{END}");
+}
+
+fn fields(number: u64, bytes: usize) -> Fields {
+    Fields::new([("n", number.to_string()), ("padding", "x".repeat(bytes))])
+}
+
+fn number_of(fields: &Fields) -> u64 {
+    std::str::from_utf8(fields.get("n").unwrap()).unwrap().parse().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "run and killed by the other tests"]
+async fn child_that_fills_the_disk() {
+    let Ok(location) = env::var(LOCATION) else { return };
+    let backend = connect(&format!("embedded:{location}"), &Options::default()).await.unwrap();
+    let numbers = Arc::new(AtomicU64::new(0));
+    let was_full = Arc::new(AtomicBool::new(false));
+    // What is written before a sync tells that the disk is full has to fit into it when there is space again.
+    let is_slow = location.contains("sync=interval");
+    let mut tasks = Vec::new();
+    for _ in 0..4 {
+        let (backend, numbers, was_full) =
+            (Arc::clone(&backend), Arc::clone(&numbers), Arc::clone(&was_full));
+        tasks.push(tokio::spawn(appends(backend, numbers, was_full, is_slow)));
+    }
+    tasks.push(tokio::spawn(consumes(backend)));
+    for task in tasks {
+        task.await.unwrap();
+    }
+}
+
+/// Fills the disk with large entries; when that has happened, goes on with small ones.
+async fn appends(
+    backend: Arc<dyn Backend>,
+    numbers: Arc<AtomicU64>,
+    was_full: Arc<AtomicBool>,
+    is_slow: bool,
+) {
+    loop {
+        let number = numbers.fetch_add(1, Ordering::Relaxed);
+        let bytes = if was_full.load(Ordering::Relaxed) { 10 } else { 3000 };
+        let entry = [fields(number, bytes)];
+        match backend.append(&stream("s"), &entry, &Retention::KEEP_ALL).await {
+            Ok(ids) => say(&format!("appended {number} {}", ids[0])),
+            Err(StreamError::Full { problem }) => {
+                was_full.store(true, Ordering::Relaxed);
+                let is_refused = problem.contains("all calls fail");
+                say(&format!("{} {number} 0-0", if is_refused { "refused" } else { "cut" }));
+            }
+            Err(error) => panic!("{error}"),
+        }
+        if is_slow || was_full.load(Ordering::Relaxed) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+async fn consumes(backend: Arc<dyn Backend>) {
+    let (s, group, consumer) = (stream("s"), group(), ConsumerName::new("c").unwrap());
+    let mut reader = backend.reader(&group, &consumer).await.unwrap();
+    let pause = || tokio::time::sleep(Duration::from_millis(5));
+    loop {
+        let batches = reader.read(std::slice::from_ref(&s), 16, Duration::from_millis(20)).await;
+        let Ok(batches) = batches else {
+            pause().await;
+            continue;
+        };
+        for entry in batches.into_iter().flat_map(|batch| batch.entries) {
+            let entries = [Settlement::done(entry.id)];
+            let settle = || Settle {
+                stream: &s,
+                group: &group,
+                consumer: &consumer,
+                fence: None,
+                entries: &entries,
+            };
+            say(&format!("delivered {} {}", number_of(&entry.fields), entry.id));
+            while backend.settle(settle()).await.is_err() {
+                pause().await;
+            }
+            say(&format!("settled {} {}", number_of(&entry.fields), entry.id));
+        }
+    }
+}
+
+/// What the child has said.
+#[derive(Default)]
+struct Told {
+    appended: BTreeMap<u64, EntryId>,
+    refused: BTreeSet<u64>,
+    delivered: BTreeMap<u64, EntryId>,
+    settled: BTreeSet<EntryId>,
+    newest: u64,
+}
+
+impl Told {
+    /// Takes in a line and returns what it was about.
+    fn hear(&mut self, line: &str) -> Option<(String, u64)> {
+        let words: Vec<&str> = line.strip_suffix(END)?.split(' ').collect();
+        let [what, number, id] = words[..] else { return None };
+        let (number, id): (u64, EntryId) = (number.parse().unwrap(), id.parse().unwrap());
+        match what {
+            "appended" => assert_eq!(self.appended.insert(number, id), None),
+            "refused" => assert!(self.refused.insert(number)),
+            "delivered" => {
+                assert_eq!(self.delivered.insert(number, id), None, "{number} came twice");
+            }
+            "settled" => assert!(self.settled.insert(id)),
+            _ => {}
+        }
+        self.newest = self.newest.max(number);
+        Some((what.to_owned(), number))
+    }
+
+    fn hear_until(&mut self, child: &Child, mut is_it: impl FnMut(&str, u64) -> bool) {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let line = child.line(left).unwrap();
+            if self.hear(&line).is_some_and(|(what, number)| is_it(&what, number)) {
+                return;
+            }
+        }
+    }
+}
+
+/// When the child is killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kill {
+    WhileFull,
+    DuringRepair,
+    AfterRepair,
+}
+
+/// A small generator: the same seed gives the same moments.
+fn random_below(state: &mut u64, end: u64) -> u64 {
+    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    (*state >> 33) % end
+}
+
+async fn fill_and_free(disk: fn(usize) -> Option<SmallDisk>, all_parameters: &[&str]) {
+    let seed = env::var("HEADWATER_SEED").map_or_else(
+        |_| RandomState::new().hash_one("seed") >> 32,
+        |seed| seed.parse().expect("a number"),
+    );
+    println!("HEADWATER_SEED={seed}");
+    let mut random = seed;
+    for parameters in all_parameters {
+        for kill in [Kill::AfterRepair, Kill::WhileFull, Kill::DuringRepair, Kill::DuringRepair] {
+            let Some(disk) = disk(DISK_BYTES) else {
+                eprintln!("skipped: mounting a small file system needs privileges");
+                return;
+            };
+            println!("{parameters}, killed {kill:?}");
+            fill_free_and_check(&disk, parameters, kill, &mut random).await;
+        }
+    }
+}
+
+async fn fill_free_and_check(disk: &SmallDisk, parameters: &str, kill: Kill, random: &mut u64) {
+    disk.add_ballast();
+    let directory = disk.path.join("d");
+    let location = format!("{}?{parameters}", directory.display());
+    let child = Child::spawn_self(CHILD, &[(LOCATION, &location)]).unwrap();
+    let mut told = Told::default();
+    told.hear_until(&child, |what, _| what == "refused");
+    match kill {
+        Kill::WhileFull => {}
+        Kill::DuringRepair => {
+            disk.remove_ballast();
+            std::thread::sleep(Duration::from_millis(random_below(random, 2500)));
+        }
+        Kill::AfterRepair => {
+            disk.remove_ballast();
+            // Nothing was restarted, and everything works again: appends, deliveries, settlements.
+            let newest = told.newest;
+            for wanted in ["appended", "delivered", "settled"] {
+                let mut count = 0;
+                told.hear_until(&child, |what, number| {
+                    count += u32::from(what == wanted && number > newest);
+                    count == 20
+                });
+            }
+        }
+    }
+    child.kill9().unwrap();
+    while let Ok(line) = child.line(Duration::from_secs(10)) {
+        told.hear(&line);
+    }
+    if kill == Kill::WhileFull && disk.is_thin() {
+        disk.remove_ballast();
+    }
+    let found = open_and_check(&directory, parameters, &told).await;
+    if disk.is_thin() && parameters.contains("always") {
+        // What was found is on the disk, not only in the page cache.
+        disk.remount();
+        assert_eq!(open_and_check(&directory, parameters, &told).await, found);
+    }
+}
+
+async fn open_and_check(directory: &Path, parameters: &str, told: &Told) -> BTreeMap<u64, EntryId> {
+    let backend = open(directory, parameters).await.unwrap();
+    let entries = all_entries(&*backend).await;
+    assert!(entries.is_sorted_by_key(|entry| entry.id));
+    let found: BTreeMap<u64, EntryId> =
+        entries.iter().map(|entry| (number_of(&entry.fields), entry.id)).collect();
+    assert_eq!(found.len(), entries.len(), "a number is there twice");
+    for (number, id) in told.appended.iter().chain(&told.delivered) {
+        assert_eq!(found.get(number), Some(id), "{number} was acknowledged and is lost");
+    }
+    let appeared: Vec<&u64> =
+        told.refused.iter().filter(|number| found.contains_key(number)).collect();
+    assert!(appeared.is_empty(), "these were refused and are there: {appeared:?}");
+    let query = PendingQuery {
+        stream: &stream("s"),
+        group: &group(),
+        consumer: None,
+        min_idle: Duration::ZERO,
+        after: None,
+        count: 10_000,
+    };
+    let pending = backend.pending(query).await.unwrap();
+    assert!(
+        pending.iter().all(|pending| !told.settled.contains(&pending.id)),
+        "an entry that was settled is pending"
+    );
+    // Fails while the disk is full: it says that everything is synced.
+    let _ = backend.close().await;
+    found
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_a_full_disk_the_log_goes_on_by_itself_and_every_kill_keeps_what_was_acknowledged() {
+    let parameters = ["sync=always", "sync=interval", "sync=always&compact_bytes=200000"];
+    fill_and_free(SmallDisk::mount, &parameters).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_failed_syncs_the_log_goes_on_by_itself_and_every_kill_keeps_what_was_acknowledged() {
+    let parameters = ["sync=always", "sync=interval", "sync=always&compact_bytes=200000"];
+    fill_and_free(SmallDisk::mount_thin, &parameters).await;
+}
