@@ -81,8 +81,8 @@ pub use claim::{
 pub use connect::{StoreOptions, connect};
 pub use dedup::dedup_key;
 pub use delivery::{
-    Delivery, KeyedOutbox, NewOutbox, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement,
-    OutboxWritten,
+    Delivery, DeliveryTarget, KeyedOutbox, NewOutbox, OutboxKind, OutboxRow, OutboxSettled,
+    OutboxSettlement, OutboxTake, OutboxWritten, TargetState,
 };
 pub use error::{IssueError, Result, SharedError};
 pub use handler::{HandlerError, IssueHandler, Resolution, Run};
@@ -92,6 +92,7 @@ pub use issue::{
     ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, NewEvent,
     OutboxId, ProcessingStatus, Quiet, Recorded,
 };
+pub use json::sanitize as sanitize_json;
 pub use nudge::{GROUP, Nudger, STREAM};
 pub use operator::{
     Audit, Backlog, DeadLetter, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter,

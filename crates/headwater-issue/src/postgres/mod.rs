@@ -34,10 +34,10 @@ use crate::claim::{
 };
 use crate::connect::StoreOptions;
 use crate::deadline::within;
-use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::error::{IssueError, Result};
 use crate::issue::{ClaimEpoch, IssueId, NewEvent, Quiet, Recorded};
-use crate::limits::{OUTBOX_TAKE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
+use crate::limits::{SINGLE_FAILURES_MAX, WAIT_MAX};
 use crate::prepared::{Batch, Prepared, refuse_all};
 use crate::rows::{database_error, is_conflict};
 use crate::store::Store;
@@ -265,16 +265,9 @@ impl Store for PostgresStore {
         self.transition("sweeping", || sweep::sweep(&self.pool, options)).await
     }
 
-    async fn take_outbox(
-        &self,
-        worker: &str,
-        limit: usize,
-        ttl: Duration,
-    ) -> Result<Vec<OutboxRow>> {
-        check::name("worker", worker)?;
-        check::count("limit", limit, OUTBOX_TAKE_MAX)?;
-        check::ttl("ttl", ttl)?;
-        let call = outbox::take(&self.pool, worker, limit, ttl);
+    async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
+        check::outbox_take(take)?;
+        let call = outbox::take(&self.pool, take);
         self.limited("taking from the outbox", call).await
     }
 

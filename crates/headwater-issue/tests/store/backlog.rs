@@ -72,7 +72,9 @@ async fn cost(pool: &headwater_issue::Pool) -> Result<i64> {
     match pool {
         headwater_issue::Pool::Postgres(pool) => {
             let mut connection = pool.acquire().await?;
-            let look = "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_1('d', 32, 60000)";
+            let look =
+                "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_2('d', 32, 60000, 32, 32,
+                '{}', '{}', '{}', '{}', '{}', '{}', '{}')";
             let mut pages = i64::MAX;
             // The first looks of a connection read the catalog, too, and so does one after the statistics changed.
             for _ in 0..4 {
