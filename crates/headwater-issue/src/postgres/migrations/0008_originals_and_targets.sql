@@ -1,12 +1,12 @@
 -- Payloads as they were received, of event logs whose `payload` does not say the same: `jsonb` holds no NUL, no lone
 -- surrogate and no repeated key.
-CREATE TABLE event_log_originals (
+CREATE TABLE IF NOT EXISTS event_log_originals (
     event_log_id bigint PRIMARY KEY REFERENCES event_logs (id) ON DELETE CASCADE,
     body bytea NOT NULL
 );
 
 -- headwater_record_1, and the original of each new event log where one is given.
-CREATE FUNCTION headwater_record_original_1(
+CREATE OR REPLACE FUNCTION headwater_record_original_1(
     p_integration text[], p_project text[], p_issue text[], p_source text[], p_event_type text[], p_key text[],
     p_digest bytea[], p_payload text[], p_quiet_ms bigint, p_max_wait_ms bigint, p_quiet_events_max bigint,
     p_original bytea[]
@@ -29,25 +29,26 @@ END $$;
 
 -- The integration of each row that is not delivered, so that the rows of one target are found without reading those of
 -- others. Functions that write rows do not know the column; the trigger does.
-ALTER TABLE outbox ADD COLUMN integration_id bigint;
+ALTER TABLE outbox ADD COLUMN IF NOT EXISTS integration_id bigint;
 UPDATE outbox o SET integration_id = i.integration_id FROM issues i WHERE i.id = o.issue_id AND o.status <> 'delivered';
 
-CREATE FUNCTION headwater_outbox_integration() RETURNS trigger
+CREATE OR REPLACE FUNCTION headwater_outbox_integration() RETURNS trigger
 LANGUAGE plpgsql AS $$
 BEGIN
     SELECT i.integration_id INTO NEW.integration_id FROM issues i WHERE i.id = NEW.issue_id;
     RETURN NEW;
 END $$;
+DROP TRIGGER IF EXISTS outbox_integration ON outbox;
 CREATE TRIGGER outbox_integration BEFORE INSERT OR UPDATE ON outbox
     FOR EACH ROW WHEN (NEW.integration_id IS NULL) EXECUTE FUNCTION headwater_outbox_integration();
 
-CREATE INDEX idx_outbox_target ON outbox (integration_id, kind, target, due_at, id) WHERE status IN ('pending', 'taken');
+CREATE INDEX IF NOT EXISTS idx_outbox_target ON outbox (integration_id, kind, target, due_at, id) WHERE status IN ('pending', 'taken');
 
 -- Takes rows of the outbox that are due, `p_limit` in all; skips rows that other transactions have locked. A target is an
 -- integration, a kind and a `target`. Each gets at most `p_per_target` rows, or the room given for it; all that are failing
 -- together at most `p_failing_limit`. Targets with fewer rows in flight come first, then those that were served longest
 -- ago, then those with the oldest row. A row that was taken and whose lease has expired counts a crash.
-CREATE FUNCTION headwater_take_2(
+CREATE OR REPLACE FUNCTION headwater_take_2(
     p_worker text, p_limit bigint, p_ttl_ms bigint, p_per_target bigint, p_failing_limit bigint,
     p_integration text[], p_kind text[], p_target text[], p_in_flight bigint[], p_room bigint[], p_failing boolean[],
     p_served bigint[]
