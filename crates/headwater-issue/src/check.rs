@@ -7,13 +7,14 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use crate::claim::{AfterFailure, ClaimOptions, Completion, Failure, SweepOptions};
-use crate::delivery::{Delivery, KeyedOutbox, NewOutbox, OutboxSettlement};
+use crate::delivery::{Delivery, KeyedOutbox, NewOutbox, OutboxSettlement, OutboxTake};
 use crate::error::{IssueError, Result};
 use crate::issue::{NewEvent, Quiet};
-use crate::json::{self, Shape};
+use crate::json::{self, Shape, Storable};
 use crate::limits::{
     BATCH_BYTES_MAX, BATCH_MAX, CLAIM_TTL_MAX, CLAIM_TTL_MIN, DELAY_MAX, ERROR_BYTES_MAX,
-    NAME_BYTES_MAX, OUTBOX_PER_RUN_MAX, PAGE_MAX, RUN_EVENTS_MAX, SWEEP_MAX,
+    NAME_BYTES_MAX, OUTBOX_PER_RUN_MAX, OUTBOX_TAKE_MAX, OUTBOX_TARGETS_MAX, PAGE_MAX,
+    RUN_EVENTS_MAX, SWEEP_MAX,
 };
 
 /// Text that SQL can keep, of a bounded length; it may be empty.
@@ -87,9 +88,14 @@ pub(crate) fn error_text(error: &str) -> String {
 }
 
 impl NewEvent {
-    /// Refuses what no store can keep: empty or overlong names, NUL, and a payload that is not JSON, too large or too
-    /// deep.
+    /// Refuses what no store can keep: empty or overlong names, NUL in a name, and a payload that is not JSON, too large
+    /// or too deep.
     pub fn check(&self) -> Result<()> {
+        self.storable().map(drop)
+    }
+
+    /// The same; returns the payload as a store holds it.
+    pub(crate) fn storable(&self) -> Result<Storable<'_>> {
         name("integration", &self.integration)?;
         text("external_project_id", &self.external_project_id)?;
         name("external_issue_id", &self.external_issue_id)?;
@@ -98,7 +104,7 @@ impl NewEvent {
         if let Some(key) = &self.dedup_key {
             name("dedup_key", key)?;
         }
-        json::check("payload", &self.payload).map(|_| ())
+        json::storable("payload", &self.payload)
     }
 }
 
@@ -213,6 +219,14 @@ pub(crate) fn failures(failures: &[Failure], attempts_max: u32) -> Result<()> {
         AfterFailure::Retry { after } | AfterFailure::PutOff { after } => delay("after", after),
         AfterFailure::Quarantine => Ok(()),
     })
+}
+
+/// A call of `take_outbox_from`.
+pub(crate) fn outbox_take(take: &OutboxTake) -> Result<()> {
+    name("worker", &take.worker)?;
+    count("limit", take.limit, OUTBOX_TAKE_MAX)?;
+    ttl("ttl", take.ttl)?;
+    count("targets", take.targets.len(), OUTBOX_TARGETS_MAX)
 }
 
 /// A whole call of `settle_outbox`.

@@ -96,6 +96,71 @@ pub struct OutboxRow {
     pub created_at: Timestamp,
 }
 
+impl OutboxRow {
+    /// Where the row goes, for the limits of [`OutboxTake`].
+    pub fn delivery_target(&self) -> DeliveryTarget {
+        DeliveryTarget {
+            integration: self.integration.clone(),
+            kind: self.kind,
+            target: self.target.clone(),
+        }
+    }
+}
+
+/// One receiver of outbox rows: a slow one must not delay the others.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DeliveryTarget {
+    /// The integration, by name.
+    pub integration: String,
+    /// Replies and events of one integration go to different receivers.
+    pub kind: OutboxKind,
+    /// [`OutboxRow::target`].
+    pub target: String,
+}
+
+/// Which rows of the outbox to take.
+///
+/// Targets with fewer rows in flight come first, then those that were served longest ago, then those with the oldest row.
+/// Within a target the row that is due longest comes first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutboxTake {
+    /// Who takes them.
+    pub worker: String,
+    /// Rows in all; at most [`OUTBOX_TAKE_MAX`](crate::limits::OUTBOX_TAKE_MAX).
+    pub limit: usize,
+    /// How long the rows are hidden from other deliverers.
+    pub ttl: Duration,
+    /// Rows of each target that is not in `targets`.
+    pub per_target: usize,
+    /// Rows of all targets together that are failing.
+    pub failing_limit: usize,
+    /// Targets of which the deliverer knows more, each named once.
+    pub targets: Vec<TargetState>,
+}
+
+/// What a deliverer knows of a target.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TargetState {
+    /// The target.
+    pub target: DeliveryTarget,
+    /// Rows in flight in this process.
+    pub in_flight: usize,
+    /// Rows to take at most.
+    pub room: usize,
+    /// Whether its last deliveries failed.
+    pub is_failing: bool,
+    /// Grows with each row taken; 0: never.
+    pub served: u64,
+}
+
+impl OutboxTake {
+    /// Takes rows of any target.
+    pub fn any(worker: impl Into<String>, limit: usize, ttl: Duration) -> Self {
+        let worker = worker.into();
+        Self { worker, limit, ttl, per_target: limit, failing_limit: limit, targets: vec![] }
+    }
+}
+
 /// How a delivery ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Delivery {

@@ -145,7 +145,9 @@ pub struct EventLog {
     pub event_type: String,
     /// The key under which it is stored once.
     pub dedup_key: String,
-    /// The JSON as received; a store may change its spaces and the order of keys.
+    /// The JSON as received; a store may change its spaces and the order of keys. What `jsonb` cannot hold is replaced:
+    /// NUL and lone surrogates by U+FFFD, numbers beyond the range of a `f64` by strings; of a repeated key the last
+    /// value counts. Then [`Operator::original_payload`](crate::Operator::original_payload) has the original.
     pub payload: String,
     /// When it was recorded.
     pub created_at: Timestamp,
@@ -170,7 +172,7 @@ pub struct NewEvent {
     pub event_type: String,
     /// The provider's delivery id. If there is none, a hash of the event serves, so equal events are one.
     pub dedup_key: Option<String>,
-    /// JSON.
+    /// JSON, any that is valid; see [`EventLog::payload`] for what is stored.
     pub payload: String,
 }
 

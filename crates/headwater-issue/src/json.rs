@@ -1,12 +1,17 @@
-//! JSON as text: checked before it is stored, compacted where it is hashed.
+//! JSON as text: checked before it is stored, sanitized where a store cannot hold it, compacted where it is hashed.
 //!
-//! Upstream: `check` and `dedup`. Promises: what passes the check is stored by every store and read by every reader: it
-//! is valid, not too large, not too deep, has no NUL in a string and no number that overflows or grows when written out.
-//! Not here: any meaning. No tree is built, so a check costs two passes and no memory.
+//! Upstream: `check`, `prepared` and `dedup`. Promises: what passes the check is stored by every store and read by every
+//! reader: it is valid, not too large, not too deep, has no NUL in a string and no number that overflows or grows when
+//! written out. [`sanitize`] makes such text of any valid JSON.
+//! Not here: any meaning. No tree is built; a check costs three passes and eight bytes per key of the open objects.
 
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::collections::HashSet;
 use std::fmt;
+use std::hash::{BuildHasher, RandomState};
 
-use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use crate::error::{IssueError, Result};
 use crate::limits::{
@@ -20,22 +25,147 @@ pub(crate) enum Shape {
     Other,
 }
 
+/// JSON that every store can hold.
+#[derive(Debug)]
+pub(crate) struct Storable<'a> {
+    /// The text to store.
+    pub(crate) text: Cow<'a, str>,
+    /// Whether a store that keeps `text` as `jsonb` loses something of the original: replaced characters or numbers,
+    /// repeated keys, the sign of zero.
+    pub(crate) is_lossy: bool,
+}
+
+/// Makes JSON that every store can hold of any valid JSON within the limits. `what` names the argument in the error.
+pub(crate) fn storable<'a>(what: &str, text: &'a str) -> Result<Storable<'a>> {
+    let sanitized = sanitize(text);
+    let Checked { is_lossy, .. } = read(what, &sanitized)?;
+    let is_lossy = is_lossy || matches!(sanitized, Cow::Owned(_));
+    Ok(Storable { text: sanitized, is_lossy })
+}
+
 /// Refuses what some store could not keep. `what` names the argument in the error.
 pub(crate) fn check(what: &str, text: &str) -> Result<Shape> {
+    read(what, text).map(|checked| checked.shape)
+}
+
+fn read(what: &str, text: &str) -> Result<Checked> {
     if text.len() > PAYLOAD_BYTES_MAX {
         let problem =
             format!("it has {} bytes, at most {PAYLOAD_BYTES_MAX} are allowed", text.len());
         return Err(IssueError::invalid(what, problem));
     }
-    match serde_json::from_str::<Checked>(text) {
-        Ok(Checked(shape)) => {
-            check_numbers(text).map_err(|problem| IssueError::invalid(what, problem))?;
-            Ok(shape)
-        }
-        Err(error) => {
-            Err(IssueError::invalid(what, format!("it is not JSON we can store: {error}")))
-        }
+    let is_lossy = Cell::new(false);
+    let mut deserializer = serde_json::Deserializer::from_str(text);
+    let level = Level { depth: 0, is_lossy: &is_lossy, hasher: &RandomState::new() };
+    let shape = level.deserialize(&mut deserializer);
+    let shape = shape.and_then(|shape| deserializer.end().map(|()| shape)).map_err(|error| {
+        IssueError::invalid(what, format!("it is not JSON we can store: {error}"))
+    })?;
+    check_numbers(text).map_err(|problem| IssueError::invalid(what, problem))?;
+    Ok(Checked { shape, is_lossy: is_lossy.get() })
+}
+
+/// Replaces what valid JSON may contain and PostgreSQL's `jsonb` cannot hold: `\u0000` and lone surrogates become
+/// U+FFFD, and numbers beyond the range of a `f64` become strings with the same characters. Text that is not valid JSON
+/// does not become valid. Borrowed if there is nothing to replace.
+pub fn sanitize(text: &str) -> Cow<'_, str> {
+    let bytes = text.as_bytes();
+    let mut sanitized = String::new();
+    let mut copied = 0;
+    let mut replace = |start: usize, end: usize, with: &str| {
+        sanitized.push_str(&text[copied..start]);
+        sanitized.push_str(with);
+        copied = end;
+    };
+    let mut position = 0;
+    while let Some(byte) = bytes.get(position) {
+        position += match byte {
+            b'"' => {
+                let end = position + string_length(&bytes[position..]);
+                for start in unstorable_escapes(&bytes[..end], position) {
+                    replace(start, start + ESCAPE_LENGTH, "\\ufffd");
+                }
+                end - position
+            }
+            b'-' | b'0'..=b'9' => {
+                let length = number_length(&bytes[position..]);
+                let (number, end) = (&text[position..position + length], position + length);
+                // A number in the place of a key is not JSON, and must not become it.
+                let is_key = bytes[end..].trim_ascii_start().first() == Some(&b':');
+                if !is_key && is_number(number) && !is_storable_number(number) {
+                    replace(position, end, &format!("\"{number}\""));
+                }
+                length
+            }
+            _ => 1,
+        };
     }
+    if copied == 0 {
+        return Cow::Borrowed(text);
+    }
+    sanitized.push_str(&text[copied..]);
+    Cow::Owned(sanitized)
+}
+
+/// The bytes of `\u` and four hexadecimal digits.
+const ESCAPE_LENGTH: usize = 6;
+
+/// Where in the string that begins at `position` an escape stands for NUL or for half a character.
+fn unstorable_escapes(bytes: &[u8], mut position: usize) -> Vec<usize> {
+    let mut found = Vec::new();
+    while let Some(offset) = bytes[position..].iter().position(|byte| *byte == b'\\') {
+        position += offset;
+        position +=
+            match (escaped_unit(bytes, position), escaped_unit(bytes, position + ESCAPE_LENGTH)) {
+                (Some(0xd800..=0xdbff), Some(0xdc00..=0xdfff)) => 2 * ESCAPE_LENGTH,
+                (Some(0 | 0xd800..=0xdfff), _) => {
+                    found.push(position);
+                    ESCAPE_LENGTH
+                }
+                _ => 2,
+            };
+        position = position.min(bytes.len());
+    }
+    found
+}
+
+/// The UTF-16 code unit of the `\uXXXX` that begins here, if there is one.
+fn escaped_unit(bytes: &[u8], position: usize) -> Option<u16> {
+    let digits = bytes.get(position..position + ESCAPE_LENGTH)?.strip_prefix(b"\\u")?;
+    if !digits.iter().all(u8::is_ascii_hexdigit) {
+        return None;
+    }
+    u16::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
+}
+
+/// The length of what looks like a number here.
+fn number_length(bytes: &[u8]) -> usize {
+    let is_part = |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
+    bytes.iter().take_while(|byte| is_part(byte)).count()
+}
+
+/// Whether text is a number by the grammar of JSON, of any size.
+fn is_number(text: &str) -> bool {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let unsigned = text.strip_prefix('-').unwrap_or(text);
+    let (mantissa, exponent) = match unsigned.split_once(['e', 'E']) {
+        Some((mantissa, exponent)) => (mantissa, Some(exponent)),
+        None => (unsigned, None),
+    };
+    let (whole, fraction) = match mantissa.split_once('.') {
+        Some((whole, fraction)) => (whole, Some(fraction)),
+        None => (mantissa, None),
+    };
+    let exponent_digits = |text: &str| digits(text.strip_prefix(['+', '-']).unwrap_or(text));
+    digits(whole)
+        && (whole == "0" || !whole.starts_with('0'))
+        && fraction.is_none_or(digits)
+        && exponent.is_none_or(exponent_digits)
+}
+
+/// Whether every store can hold a number, and write it out at a bounded length.
+fn is_storable_number(number: &str) -> bool {
+    added_zeros(number).is_ok() && number.parse::<f64>().is_ok_and(f64::is_finite)
 }
 
 /// Refuses numbers of valid JSON that are small as text and large in a store: Postgres keeps every digit and writes
@@ -49,9 +179,7 @@ fn check_numbers(text: &str) -> Result<(), String> {
         position += match byte {
             b'"' => string_length(rest),
             b'-' | b'0'..=b'9' => {
-                let is_part =
-                    |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
-                let length = rest.iter().take_while(|byte| is_part(byte)).count();
+                let length = number_length(rest);
                 written_out += added_zeros(&text[position..position + length])?;
                 length
             }
@@ -96,29 +224,31 @@ fn added_zeros(number: &str) -> Result<usize, String> {
     }
 }
 
-/// A JSON text that was read to its end without a complaint.
-struct Checked(Shape);
-
-impl<'de> Deserialize<'de> for Checked {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Level(0).deserialize(deserializer).map(Self)
-    }
+/// What is known of a JSON text that was read to its end without an error.
+struct Checked {
+    shape: Shape,
+    is_lossy: bool,
 }
 
 /// Reads one value that lies this many arrays and objects deep.
 #[derive(Clone, Copy)]
-struct Level(usize);
+struct Level<'a> {
+    depth: usize,
+    /// Becomes true when `jsonb` would drop a part of the text.
+    is_lossy: &'a Cell<bool>,
+    hasher: &'a RandomState,
+}
 
-impl Level {
+impl Level<'_> {
     fn below<E: Error>(self) -> Result<Self, E> {
-        if self.0 == JSON_DEPTH_MAX {
+        if self.depth == JSON_DEPTH_MAX {
             return Err(E::custom(format_args!("it is deeper than {JSON_DEPTH_MAX} levels")));
         }
-        Ok(Self(self.0 + 1))
+        Ok(Self { depth: self.depth + 1, ..self })
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Level {
+impl<'de> DeserializeSeed<'de> for Level<'_> {
     type Value = Shape;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Shape, D::Error> {
@@ -126,7 +256,39 @@ impl<'de> DeserializeSeed<'de> for Level {
     }
 }
 
-impl<'de> Visitor<'de> for Level {
+fn refuse_nul<E: Error>(text: &str) -> Result<(), E> {
+    // Postgres can keep no NUL in a string, so nobody may.
+    if text.contains('\0') {
+        return Err(E::custom("a string contains a NUL character"));
+    }
+    Ok(())
+}
+
+/// Reads a key and returns its hash.
+struct Key<'a>(&'a RandomState);
+
+impl<'de> DeserializeSeed<'de> for Key<'_> {
+    type Value = u64;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<u64, D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for Key<'_> {
+    type Value = u64;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a key")
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<u64, E> {
+        refuse_nul(text)?;
+        Ok(self.0.hash_one(text))
+    }
+}
+
+impl<'de> Visitor<'de> for Level<'_> {
     type Value = Shape;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -149,15 +311,15 @@ impl<'de> Visitor<'de> for Level {
         Ok(Shape::Other)
     }
 
-    fn visit_f64<E>(self, _: f64) -> Result<Shape, E> {
+    fn visit_f64<E>(self, number: f64) -> Result<Shape, E> {
+        if number == 0.0 && number.is_sign_negative() {
+            self.is_lossy.set(true);
+        }
         Ok(Shape::Other)
     }
 
     fn visit_str<E: Error>(self, text: &str) -> Result<Shape, E> {
-        // Postgres can keep no NUL in a string, so nobody may.
-        if text.contains('\0') {
-            return Err(E::custom("a string contains a NUL character"));
-        }
+        refuse_nul(text)?;
         Ok(Shape::Other)
     }
 
@@ -169,7 +331,12 @@ impl<'de> Visitor<'de> for Level {
 
     fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Shape, A::Error> {
         let below = self.below()?;
-        while members.next_key_seed(below)?.is_some() {
+        // Two keys with one hash cost a needless copy of the original, no more.
+        let mut keys = HashSet::new();
+        while let Some(key) = members.next_key_seed(Key(self.hasher))? {
+            if !keys.insert(key) {
+                self.is_lossy.set(true);
+            }
             members.next_value_seed(below)?;
         }
         Ok(Shape::Object)
@@ -255,6 +422,73 @@ mod tests {
             assert!(problem(text).contains("NUL"), "{text}");
         }
         assert!(check("payload", r#""a\\u0000""#).is_ok());
+    }
+
+    fn sanitized(text: &str) -> String {
+        let storable = storable("payload", text).expect("it can be stored");
+        assert!(storable.is_lossy, "{text}");
+        storable.text.into_owned()
+    }
+
+    #[test]
+    fn what_jsonb_cannot_hold_is_replaced() {
+        for (text, expected) in [
+            (r#""a\u0000b""#, r#""a\ufffdb""#),
+            (r#"{"\u0000":"\\\u0000"}"#, r#"{"\ufffd":"\\\ufffd"}"#),
+            (
+                r#"["\ud800","\udc00","\uD83D\uDE00","\ud83d\ud83d\ude00"]"#,
+                r#"["\ufffd","\ufffd","\uD83D\uDE00","\ufffd\ud83d\ude00"]"#,
+            ),
+            (r#""\ud800\n\ude00x""#, r#""\ufffd\n\ufffdx""#),
+            ("[1e400,-1E-20000 , 1]", r#"["1e400","-1E-20000" , 1]"#),
+        ] {
+            assert_eq!(sanitized(text), expected);
+        }
+        let digits = format!("0.{}", "1".repeat(20_000));
+        assert_eq!(sanitized(&digits), format!("\"{digits}\""));
+        let digits = "9".repeat(309);
+        assert_eq!(sanitized(&digits), format!("\"{digits}\""));
+    }
+
+    #[test]
+    fn what_jsonb_drops_without_an_error_is_noticed_and_left_as_it_is() {
+        for text in [r#"[{"a":1,"b":[{"c":1,"\u0063":2}]}]"#, "-0", "[-0.0e5]"] {
+            assert_eq!(sanitized(text), text);
+        }
+        for text in [r#"[{"a":1},{"a":{"a":0}}]"#, r#""\\u0000 \\ud800""#, "[0,-1,0.0]", "1e308"] {
+            let storable = storable("payload", text).unwrap();
+            assert!(!storable.is_lossy && storable.text == text, "{text}");
+        }
+    }
+
+    #[test]
+    fn sanitizing_makes_no_json_of_what_is_none() {
+        for text in [
+            "",
+            "\"",
+            "\"\\",
+            "\"\\u",
+            "\"\\u00",
+            "\"\\u0000",
+            r#""\u000""#,
+            r#""\u+000""#,
+            r#""\u00é0""#,
+            "-",
+            "1e",
+            "01e400",
+            "1.e400",
+            "1e400.5",
+            "{1e400:1}",
+            "{1e400 \n:1}",
+            "1e4001e400",
+            "true1e400",
+            "1e400\"a\"",
+            "--1e400",
+            "-\"1e400\"",
+            "\"\u{0}\"",
+        ] {
+            assert!(storable("payload", text).is_err(), "{text:?} became {:?}", sanitize(text));
+        }
     }
 
     #[test]

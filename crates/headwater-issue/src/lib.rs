@@ -83,8 +83,8 @@ pub use confirmations::Confirmations;
 pub use connect::{StoreOptions, connect};
 pub use dedup::dedup_key;
 pub use delivery::{
-    Delivery, KeyedOutbox, NewOutbox, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement,
-    OutboxWritten,
+    Delivery, DeliveryTarget, KeyedOutbox, NewOutbox, OutboxKind, OutboxRow, OutboxSettled,
+    OutboxSettlement, OutboxTake, OutboxWritten, TargetState,
 };
 pub use error::{IssueError, Result, SharedError};
 pub use handler::{HandlerError, IssueHandler, Resolution, Run};
@@ -94,6 +94,7 @@ pub use issue::{
     ClaimEpoch, DeadLetterId, EventLog, EventLogId, IntegrationId, Issue, IssueId, NewEvent,
     OutboxId, ProcessingStatus, Quiet, Recorded,
 };
+pub use json::sanitize as sanitize_json;
 pub use nudge::{GROUP, Nudger, STREAM};
 pub use operator::{
     Audit, Backlog, DeadLetter, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter,

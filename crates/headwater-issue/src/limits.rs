@@ -58,6 +58,12 @@ pub const OUTBOX_PER_RUN_MAX: usize = 100;
 /// Rows of the outbox taken in one call.
 pub const OUTBOX_TAKE_MAX: usize = 256;
 
+/// Delivery targets whose state one call can name, and that one deliverer remembers.
+pub const OUTBOX_TARGETS_MAX: usize = 1000;
+
+/// The longest that a receiver can pause deliveries to it (`Retry-After`); longer values count as this.
+pub const DELIVERY_PAUSE_MAX: Duration = Duration::from_secs(60 * 60);
+
 /// Issues nudged, and issues requeued, in one sweep.
 pub const SWEEP_MAX: usize = 1000;
 

@@ -225,6 +225,10 @@ pub trait Operator: Send + Sync {
         limit: usize,
     ) -> Result<Vec<EventLog>>;
 
+    /// The payload of an event log exactly as it was recorded, where [`EventLog::payload`] differs from it in more than
+    /// spaces, the order of keys and the notation of numbers. `None`: it does not, or there is no such event log.
+    async fn original_payload(&self, id: EventLogId) -> Result<Option<String>>;
+
     /// Ends a quarantine. [`NotFound`](crate::IssueError::NotFound) if there is no such issue.
     async fn release(&self, id: IssueId) -> Result<Released>;
 

@@ -4,12 +4,15 @@
 //! Promises: at least once, with the same idempotency key at every try; replies of one issue in order, and its events, a later
 //! one waits for an earlier one; but no reply waits for an event, so that an answer leaves while the streams are away. After too
 //! many failures a row is dead and kept for an operator, and later rows go on; a way that is closed to all is no failure. Rows are found by
-//! their status, never by a position, so none is passed by.
+//! their status, never by a position, so none is passed by. Each target has a share of the slots (`slots`): one that is slow,
+//! dead or asks for a pause does not delay the others.
 //! A stop waits for the deliveries under way, but not for ever; what a database does not hear of comes again.
 //! Not here: what a reply looks like to a provider.
 
 mod config;
+mod slots;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,17 +21,20 @@ use futures_util::FutureExt;
 use headwater_stream::Coalescer;
 use metrics::counter;
 use tokio::sync::watch;
-use tokio::task::JoinSet;
+use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::{sleep, timeout, timeout_at};
 use tracing::{debug, error, warn};
 
 pub use self::config::OutboxConfig;
+use self::slots::{Response, Slots};
 use crate::batcher;
 use crate::chance;
-use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::delivery::{
+    Delivery, DeliveryTarget, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
+};
 use crate::error::{IssueError, Result};
 use crate::handler::panic_text;
-use crate::limits::OUTBOX_TAKE_MAX;
+use crate::limits::DELIVERY_PAUSE_MAX;
 use crate::metrics::OUTBOX_DELIVERIES;
 use crate::steps::Step;
 use crate::store::Store;
@@ -72,6 +78,15 @@ pub enum DeliverError {
     /// Nothing goes this way at the moment, whatever the row: try again, and count no attempt.
     #[error("{0}")]
     Away(String),
+    /// The target asked for a pause, such as by `Retry-After`: try again after it, count no attempt, and deliver nothing
+    /// else to this target before. At most [`DELIVERY_PAUSE_MAX`](crate::limits::DELIVERY_PAUSE_MAX).
+    #[error("{problem}")]
+    Paused {
+        /// What the target said.
+        problem: String,
+        /// How long to wait.
+        after: Duration,
+    },
     /// It can never succeed: the row is dead now.
     #[error("{0}")]
     Dead(String),
@@ -112,7 +127,7 @@ impl Outbox {
     /// Delivers everything that is due now, rows that become due by it included. Returns how many deliveries ended. After
     /// an error of the database, those that were under way have ended, too.
     pub async fn run_once(&self) -> Result<usize> {
-        let (mut under_way, mut count) = (UnderWay::default(), 0);
+        let (mut under_way, mut count) = (UnderWay::new(&self.inner.config), 0);
         loop {
             if let Err(error) = self.begin(&mut under_way).await {
                 // Dropped half way, they would come again although they may have arrived.
@@ -139,13 +154,13 @@ impl Outbox {
     /// The same for a stop whose end is known: `shutdown` says until when the deliveries under way may go on, whatever
     /// [`OutboxConfig::drain`] is.
     pub async fn run_until(&self, shutdown: impl Future<Output = Instant>) {
-        let mut under_way = UnderWay::default();
+        let mut under_way = UnderWay::new(&self.inner.config);
         tokio::pin!(shutdown);
         let deadline = loop {
             if let Err(error) = self.begin(&mut under_way).await {
                 warn!(%error, "the outbox was not read, trying again");
             }
-            let has_room = under_way.tasks.len() < self.inner.config.concurrency;
+            let has_room = under_way.slots.free() > 0;
             tokio::select! {
                 deadline = &mut shutdown => break deadline,
                 // A row that is settled makes room, and lets the next one of its issue go.
@@ -157,34 +172,58 @@ impl Outbox {
         under_way.drain(deadline).await;
     }
 
-    /// Takes as many rows as there is room for, and begins to deliver them, each on a task of its own: one that waits
+    /// Takes as many rows as there are slots for, and begins to deliver them, each on a task of its own: one that waits
     /// for the database must not hold it up for the others.
     async fn begin(&self, under_way: &mut UnderWay) -> Result<()> {
-        for row in self.inner.take(under_way.tasks.len()).await? {
+        for row in self.inner.take(&mut under_way.slots).await? {
             let (inner, cancel) = (Arc::clone(&self.inner), under_way.cancel.subscribe());
-            under_way.tasks.spawn(async move { inner.handle(row, cancel).await });
+            let target = row.delivery_target();
+            let task = under_way.tasks.spawn(async move { inner.handle(row, cancel).await });
+            under_way.targets.insert(task.id(), target);
         }
         Ok(())
     }
 }
 
 /// The deliveries under way. They are aborted when this is dropped; their rows come again.
-#[derive(Default)]
 struct UnderWay {
-    tasks: JoinSet<()>,
+    tasks: JoinSet<Response>,
+    /// Where each task delivers to.
+    targets: HashMap<Id, DeliveryTarget>,
+    slots: Slots,
     /// Becomes true when those that have not arrived yet are to be given back.
     cancel: watch::Sender<bool>,
 }
 
 impl UnderWay {
+    fn new(config: &OutboxConfig) -> Self {
+        Self {
+            tasks: JoinSet::new(),
+            targets: HashMap::new(),
+            slots: Slots::new(config.concurrency, config.per_target),
+            cancel: watch::Sender::default(),
+        }
+    }
+
     /// Waits for a delivery to end, and counts those that have ended with it: one look at the database serves them all.
     /// Cancel-safe.
     async fn ended(&mut self) -> usize {
-        if self.tasks.join_next().await.is_none() {
-            return 0;
+        let Some(first) = self.tasks.join_next_with_id().await else { return 0 };
+        self.free(first);
+        let mut count = 1;
+        while let Some(next) = self.tasks.try_join_next_with_id() {
+            self.free(next);
+            count += 1;
         }
-        let more = std::iter::from_fn(|| self.tasks.try_join_next()).count();
-        1 + more
+        count
+    }
+
+    fn free(&mut self, ended: Result<(Id, Response), JoinError>) {
+        // Only a bug of ours ends a task without a response.
+        let (id, response) = ended.unwrap_or_else(|error| (error.id(), Response::Failed));
+        if let Some(target) = self.targets.remove(&id) {
+            self.slots.ended(&target, response, Instant::now());
+        }
     }
 
     async fn all_ended(&mut self) {
@@ -208,15 +247,15 @@ impl UnderWay {
 }
 
 impl Inner {
-    async fn take(&self, under_way: usize) -> Result<Vec<OutboxRow>> {
-        let room = self.config.concurrency.saturating_sub(under_way).min(OUTBOX_TAKE_MAX);
-        let rows = match room {
+    async fn take(&self, slots: &mut Slots) -> Result<Vec<OutboxRow>> {
+        let take = slots.take(&self.config.name, self.config.ttl, Instant::now());
+        let rows = match take.limit {
             0 => return Ok(Vec::new()),
-            _ => self.take_up_to(room).await,
+            _ => self.take_from(&take, slots).await,
         };
         let rows = match rows {
-            Err(error) if room > 1 && error.may_concern_one() => {
-                self.take_singly(room, error).await
+            Err(error) if take.limit > 1 && error.may_concern_one() => {
+                self.take_singly(take.limit, slots, error).await
             }
             rows => rows,
         }?;
@@ -224,16 +263,24 @@ impl Inner {
         Ok(rows)
     }
 
-    async fn take_up_to(&self, limit: usize) -> Result<Vec<OutboxRow>> {
-        self.store.take_outbox(&self.config.name, limit, self.config.ttl).await
+    async fn take_from(&self, take: &OutboxTake, slots: &mut Slots) -> Result<Vec<OutboxRow>> {
+        let rows = self.store.take_outbox_from(take).await?;
+        rows.iter().for_each(|row| slots.taken(&row.delivery_target(), Instant::now()));
+        Ok(rows)
     }
 
     /// What cannot be taken together, because it is too much or one is in the way, is taken one by one, as far as it goes.
-    async fn take_singly(&self, limit: usize, error: IssueError) -> Result<Vec<OutboxRow>> {
+    async fn take_singly(
+        &self,
+        limit: usize,
+        slots: &mut Slots,
+        error: IssueError,
+    ) -> Result<Vec<OutboxRow>> {
         warn!(%error, "rows were not taken together, trying one by one");
         let mut rows = Vec::new();
         while rows.len() < limit {
-            match self.take_up_to(1).await {
+            let take = slots.take(&self.config.name, self.config.ttl, Instant::now());
+            match self.take_from(&OutboxTake { limit: 1, ..take }, slots).await {
                 Ok(row) if row.is_empty() => break,
                 Ok(row) => rows.extend(row),
                 Err(error) if rows.is_empty() => return Err(error),
@@ -245,30 +292,38 @@ impl Inner {
     }
 
     /// Delivers a row, then tells the store.
-    async fn handle(&self, row: OutboxRow, mut cancel: watch::Receiver<bool>) {
-        let delivery = match self.died_too_often(&row) {
-            Some(error) => Delivery::Dead { error },
+    async fn handle(&self, row: OutboxRow, mut cancel: watch::Receiver<bool>) -> Response {
+        let (delivery, response) = match self.died_too_often(&row) {
+            Some(error) => (Delivery::Dead { error }, Response::Cancelled),
             None => tokio::select! {
                 biased;
-                delivery = self.deliver(&row) => delivery,
+                ended = self.deliver(&row) => ended,
                 // It may have arrived. Then it comes again, with the same key; late rather than never.
-                _ = cancel.wait_for(|cancel| *cancel) => Delivery::Release,
+                _ = cancel.wait_for(|cancel| *cancel) => (Delivery::Release, Response::Cancelled),
             },
         };
         self.config.steps.taken(Step::Delivered, row.issue_id);
         self.settle(&row, delivery).await;
         self.config.steps.taken(Step::Settled, row.issue_id);
+        response
     }
 
-    async fn deliver(&self, row: &OutboxRow) -> Delivery {
+    async fn deliver(&self, row: &OutboxRow) -> (Delivery, Response) {
+        let begun = Instant::now();
         // A deliverer that panicked may have left something of its own in disorder; we share nothing with it.
         let delivering = std::panic::AssertUnwindSafe(self.deliver.deliver(row)).catch_unwind();
         let error = match timeout(self.config.deadline, delivering).await {
-            Ok(Ok(Ok(()))) => return Delivery::Delivered,
-            Ok(Ok(Err(DeliverError::Dead(error)))) => return Delivery::Dead { error },
+            Ok(Ok(Ok(()))) => return (Delivery::Delivered, Response::Answered(begun.elapsed())),
+            Ok(Ok(Err(DeliverError::Dead(error)))) => {
+                return (Delivery::Dead { error }, Response::Answered(begun.elapsed()));
+            }
             Ok(Ok(Err(DeliverError::Away(error)))) => {
-                let after = self.config.retry.delay(row.deliveries, chance::part());
-                return Delivery::Away { after: after.min(AWAY_MAX), error };
+                let after = self.away(row);
+                return (Delivery::Away { after, error }, Response::Failed);
+            }
+            Ok(Ok(Err(DeliverError::Paused { problem, after: pause }))) => {
+                let after = self.away(row).max(pause.min(DELIVERY_PAUSE_MAX));
+                return (Delivery::Away { after, error: problem }, Response::Paused(pause));
             }
             Ok(Ok(Err(DeliverError::Retry(error)))) => error,
             Ok(Err(panic)) => format!("the deliverer panicked: {}", panic_text(panic.as_ref())),
@@ -276,9 +331,15 @@ impl Inner {
         };
         let attempt = row.attempts + 1;
         if attempt >= self.config.retry.attempts_max {
-            return Delivery::Dead { error };
+            return (Delivery::Dead { error }, Response::Failed);
         }
-        Delivery::Retry { after: self.config.retry.delay(attempt, chance::part()), error }
+        let after = self.config.retry.delay(attempt, chance::part());
+        (Delivery::Retry { after, error }, Response::Failed)
+    }
+
+    /// How long a row waits that found its way closed.
+    fn away(&self, row: &OutboxRow) -> Duration {
+        self.config.retry.delay(row.deliveries, chance::part()).min(AWAY_MAX)
     }
 
     /// A row that is taken again and again without an end kills those who deliver it.

@@ -3,12 +3,14 @@
 //! Upstream: `record` and `record_in` of both dialects. Promises: one bad event has its own error and its neighbours none; SQL
 //! sees each key once, whatever a batch holds.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 use crate::check;
 use crate::dedup;
 use crate::error::{IssueError, Result};
 use crate::issue::{NewEvent, Recorded};
+use crate::json::Storable;
 use crate::limits::BATCH_MAX;
 
 /// An event that may be stored.
@@ -17,6 +19,10 @@ pub(crate) struct Prepared<'a> {
     pub(crate) event: &'a NewEvent,
     pub(crate) key: String,
     pub(crate) digest: Vec<u8>,
+    /// The payload as it is stored, sanitized if necessary. Key and digest are those of the original.
+    pub(crate) payload: Cow<'a, str>,
+    /// The payload as it came, where the stored one is not the same.
+    pub(crate) original: Option<&'a str>,
 }
 
 /// What is to become of each event of a batch.
@@ -46,9 +52,9 @@ impl<'a> Batch<'a> {
         let mut batch = Self { places: Vec::with_capacity(events.len()), events: Vec::new() };
         let mut seen: HashMap<(&str, String), usize> = HashMap::new();
         for event in events {
-            let place = match event.check() {
+            let place = match event.storable() {
                 Err(error) => Place::Refused(error),
-                Ok(()) => batch.place(event, &mut seen),
+                Ok(storable) => batch.place(event, storable, &mut seen),
             };
             batch.places.push(place);
         }
@@ -58,6 +64,7 @@ impl<'a> Batch<'a> {
     fn place(
         &mut self,
         event: &'a NewEvent,
+        storable: Storable<'a>,
         seen: &mut HashMap<(&'a str, String), usize>,
     ) -> Place {
         let (key, digest) = dedup::key_and_digest(event);
@@ -66,7 +73,9 @@ impl<'a> Batch<'a> {
             Some(first) => Place::Rivals(*first, conflict(event, &key)),
             None => {
                 seen.insert((&event.integration, key.clone()), self.events.len());
-                self.events.push(Prepared { event, key, digest });
+                let Storable { text: payload, is_lossy } = storable;
+                let original = is_lossy.then_some(event.payload.as_str());
+                self.events.push(Prepared { event, key, digest, payload, original });
                 Place::Stored(self.events.len() - 1)
             }
         }

@@ -123,6 +123,24 @@ macro_rules! implement_operator {
                 .await
             }
 
+            async fn original_payload(
+                &self,
+                id: $crate::issue::EventLogId,
+            ) -> Result<Option<String>> {
+                self.call("reading an original payload", async |connection| {
+                    let row = sqlx::query(
+                        "SELECT body FROM event_log_originals WHERE event_log_id = $1",
+                    )
+                    .bind(id.0)
+                    .fetch_optional(&mut *connection)
+                    .await?;
+                    let Some(row) = row else { return Ok(None) };
+                    let text = String::from_utf8(row.try_get(0)?);
+                    text.map(Some).map_err(|error| sqlx::Error::Decode(error.into()))
+                })
+                .await
+            }
+
             async fn dead_letters(
                 &self,
                 after: Option<DeadLetterId>,

@@ -22,7 +22,7 @@ use crate::claim::{
     Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
     SweepOptions, Swept,
 };
-use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
 use crate::operator::Operator;
@@ -66,13 +66,19 @@ pub trait Store: Operator + std::fmt::Debug {
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept>;
 
     /// Takes rows that are due for delivery: of each kind and issue only the oldest undelivered one, so that order is kept,
-    /// for at most `ttl`. Passes by what others hold.
+    /// for at most `ttl`. Skips rows that other transactions have locked. The cost grows with the number of targets that
+    /// have undelivered rows, not with the number of rows.
+    async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>>;
+
+    /// The same without a limit per target.
     async fn take_outbox(
         &self,
         worker: &str,
         limit: usize,
         ttl: Duration,
-    ) -> Result<Vec<OutboxRow>>;
+    ) -> Result<Vec<OutboxRow>> {
+        self.take_outbox_from(&OutboxTake::any(worker, limit, ttl)).await
+    }
 
     /// Ends deliveries.
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>>;

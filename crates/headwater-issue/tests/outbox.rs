@@ -2,14 +2,15 @@
 
 mod support;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::Result;
 use async_trait::async_trait;
 use headwater_issue::{
-    Deliver, DeliverError, HandlerError, InboxConfig, OutboxConfig, OutboxKind, OutboxRow,
-    Resolution, RetryPolicy, Run, WorkerConfig,
+    Deliver, DeliverError, HandlerError, InboxConfig, KeyedOutbox, NewEvent, NewOutbox,
+    OutboxConfig, OutboxKind, OutboxRow, Resolution, RetryPolicy, Run, WorkerConfig,
 };
 use support::flaky::Flaky;
 use support::meters::{Meters, Warnings};
@@ -225,6 +226,135 @@ async fn events_and_replies_keep_the_order_in_which_the_handler_named_them() -> 
         (OutboxKind::Event, "ended".to_owned()),
     ];
     assert_eq!(*kinds.lock().expect("not poisoned"), expected);
+    Ok(())
+}
+
+/// Replies of an integration, one of each of as many issues.
+async fn backlog(system: &System, integration: &str, count: usize) -> Result<()> {
+    system.store.ensure_integration(integration, "gitlab").await?;
+    for number in 0..count {
+        let event = NewEvent::new(integration, number.to_string(), "note", "{}");
+        let issue_id = system.inbox.record(event).await?.issue_id;
+        let mut transaction = system.store.begin().await?;
+        let row =
+            NewOutbox { kind: OutboxKind::Reply, target: "answer".into(), payload: "1".into() };
+        transaction.write_outbox(issue_id, &[KeyedOutbox { key: "1".into(), row }]).await?;
+        transaction.commit().await?;
+    }
+    Ok(())
+}
+
+/// Hangs with the rows of all integrations whose names begin with `hangs`; counts and remembers.
+#[derive(Clone, Default)]
+struct Receivers {
+    begun: Arc<AtomicUsize>,
+    hanging: Arc<AtomicUsize>,
+    most_hanging: Arc<AtomicUsize>,
+    delivered: Arc<Mutex<Vec<String>>>,
+}
+
+struct Hanging<'a>(&'a Receivers);
+
+impl Drop for Hanging<'_> {
+    fn drop(&mut self) {
+        self.0.hanging.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[async_trait]
+impl Deliver for Receivers {
+    async fn deliver(&self, row: &OutboxRow) -> Result<(), DeliverError> {
+        if row.integration.starts_with("hangs") {
+            self.begun.fetch_add(1, Ordering::SeqCst);
+            let hanging = self.hanging.fetch_add(1, Ordering::SeqCst) + 1;
+            self.most_hanging.fetch_max(hanging, Ordering::SeqCst);
+            let _hanging = Hanging(self);
+            std::future::pending::<()>().await;
+        }
+        self.delivered.lock().expect("not poisoned").push(row.integration.clone());
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_receiver_that_hangs_with_a_backlog_does_not_delay_the_replies_of_another() -> Result<()>
+{
+    for place in [Place::now(), Place::servers()?] {
+        let system = System::at(&place).await?;
+        backlog(&system, "hangs", 300).await?;
+        let receivers = Receivers::default();
+        // Nothing times out before the test ends: what is delivered did not wait for it.
+        let config =
+            OutboxConfig { deadline: LONG * 10, ttl: LONG * 20, drain: Duration::ZERO, ..config() };
+        let per_target = config.per_target;
+        let outbox = system.outbox(receivers.clone(), config)?;
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
+        until("the hanging ones", || async { receivers.hanging.load(Ordering::SeqCst) > 0 })
+            .await?;
+        backlog(&system, "prompt", 100).await?;
+        let delivered = || receivers.delivered.lock().expect("not poisoned").len();
+        until("the others", || async { delivered() == 100 }).await?;
+
+        drop(stop);
+        running.await?;
+        let most = receivers.most_hanging.load(Ordering::SeqCst);
+        assert!(
+            most <= per_target,
+            "{most} rows of one target in flight, its share is {per_target}"
+        );
+        assert!(receivers.delivered.lock().expect("not poisoned").iter().all(|it| it == "prompt"));
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn receivers_that_fail_leave_half_of_the_slots_to_the_others() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    for number in 0..20 {
+        backlog(&system, &format!("hangs-{number}"), 5).await?;
+    }
+    let receivers = Receivers::default();
+    let retry = RetryPolicy { attempts_max: 1000, ..NO_WAIT };
+    let deadline = Duration::from_millis(200);
+    let config = OutboxConfig {
+        concurrency: 8,
+        per_target: 4,
+        deadline,
+        retry,
+        drain: Duration::ZERO,
+        ..config()
+    };
+    let outbox = system.outbox(receivers.clone(), config)?;
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
+    // Each row has failed, so that every target is known to.
+    until("failures", || async { receivers.begun.load(Ordering::SeqCst) >= 120 }).await?;
+    backlog(&system, "prompt", 50).await?;
+    let delivered = || receivers.delivered.lock().expect("not poisoned").len();
+    until("the others", || async { delivered() == 50 }).await?;
+    drop(stop);
+    running.await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_receiver_that_asks_for_a_pause_gets_nothing_before_it_is_over() -> Result<()> {
+    let system = System::at(&Place::now()).await?;
+    backlog(&system, "limited", 20).await?;
+    backlog(&system, "prompt", 20).await?;
+    let postman = Postman::new(|row| match row.integration.as_str() {
+        "limited" => {
+            Err(DeliverError::Paused { problem: "429".into(), after: Duration::from_secs(1800) })
+        }
+        _ => Ok(()),
+    });
+    let outbox = system.outbox(postman.clone(), OutboxConfig { per_target: 2, ..config() })?;
+    outbox.run_once().await?;
+    let seen = postman.seen().len();
+    assert_eq!(seen, 22, "the others, and the two that were in flight");
+    assert!(system.store.dead_outbox(None, 10).await?.is_empty(), "no attempt is counted");
+    assert_eq!(system.store.backlog().await?.outbox_pending, 20);
     Ok(())
 }
 

@@ -15,7 +15,7 @@ use headwater_bus::{
 };
 use headwater_issue::{Confirmations, DeliverError, Nudger, OutboxRow, Store};
 use headwater_stream::Backend;
-use secrecy::ExposeSecret;
+use secrecy::{ExposeSecret, SecretString};
 use tracing::warn;
 
 use crate::desk::{
@@ -169,14 +169,19 @@ fn destination(one: &Integration) -> (String, Destination) {
         problem: format!("[[integration]] `{}` has no {what}, so nobody gets its replies", one.id),
     };
     let or = |default: &str| one.base_url.clone().unwrap_or_else(|| default.to_owned());
+    let secret = |token: &SecretString| one.secret.clone().unwrap_or_else(|| token.clone());
     let destination = match (one.provider, &one.reply_token) {
         (Provider::Desk, _) => Destination::Tickets,
-        (Provider::Github, Some(token)) => {
-            Destination::Github { base_url: or("https://api.github.com"), token: token.clone() }
-        }
-        (Provider::Gitlab, Some(token)) => {
-            Destination::Gitlab { base_url: or("https://gitlab.com"), token: token.clone() }
-        }
+        (Provider::Github, Some(token)) => Destination::Github {
+            base_url: or("https://api.github.com"),
+            token: token.clone(),
+            secret: secret(token),
+        },
+        (Provider::Gitlab, Some(token)) => Destination::Gitlab {
+            base_url: or("https://gitlab.com"),
+            token: token.clone(),
+            secret: secret(token),
+        },
         (Provider::Github | Provider::Gitlab, None) => nowhere("reply_token_env"),
         (Provider::Standard, _) => match (&one.base_url, &one.secret) {
             (Some(url), Some(secret)) => {

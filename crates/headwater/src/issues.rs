@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
+use axum::http::header;
+use axum::response::IntoResponse;
 use headwater_issue::{
     EventLog, EventLogFilter, EventLogId, Issue, IssueFilter, IssueId, ProcessingStatus, Reason,
     Released, Retried,
@@ -38,6 +40,7 @@ pub(crate) fn routes() -> OpenApiRouter<App> {
         .routes(routes!(list))
         .routes(routes!(show))
         .routes(routes!(events))
+        .routes(routes!(original))
         .routes(routes!(why))
         .routes(routes!(retry))
         .routes(routes!(release))
@@ -146,6 +149,26 @@ async fn events(
     let (events, last) = paging::fill(limit, |event| (event.id, event.payload.len()), read).await?;
     let next = last.map(|id| id.0);
     Ok(Json(EventPage { events: events.iter().map(describe_event).collect(), next_cursor: next }))
+}
+
+/// The payload of an event. Exactly as it was received where the list cannot show it: there NUL and lone surrogates are
+/// U+FFFD, numbers beyond the range of a 64-bit float are strings, and of a repeated key the last value counts. Otherwise as
+/// it is stored, with the same values.
+#[utoipa::path(get, path = "/issues/{id}/events/{event}/original", tag = "issues",
+    params(("id" = i64, Path), ("event" = i64, Path)), responses((status = 200, body = Value), (status = 404)))]
+async fn original(
+    State(app): State<App>,
+    PathOf((id, event)): PathOf<(i64, i64)>,
+) -> Result<impl IntoResponse, ApiError> {
+    let filter =
+        EventLogFilter { processed: None, after: Some(EventLogId(event.saturating_sub(1))) };
+    let found = app.store.event_logs(IssueId(id), &filter, 1).await?.pop();
+    let found = found
+        .filter(|found| found.id == EventLogId(event))
+        .ok_or_else(|| ApiError::not_found(format!("issue {id} has no event {event}")))?;
+    let original = app.store.original_payload(found.id).await?;
+    let json = [(header::CONTENT_TYPE, "application/json")];
+    Ok((json, original.unwrap_or(found.payload)))
 }
 
 /// Why an issue is not being worked on, or that it is.
@@ -327,6 +350,7 @@ pub(crate) struct EventView {
     source: String,
     event_type: String,
     dedup_key: String,
+    /// `GET /issues/{id}/events/{event}/original` has what the database cannot hold.
     payload: Value,
     created_at: String,
     processed_at: Option<String>,

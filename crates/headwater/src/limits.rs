@@ -71,8 +71,8 @@ pub const REPLY_BYTES_MAX: usize = 48 * 1024;
 /// Bytes of a comment as it is sent to GitHub or GitLab, escaped and marked.
 pub const COMMENT_BYTES_MAX: usize = 64 * 1024;
 
-/// Pages of existing comments that are looked through for one of ours.
-pub const COMMENT_PAGES_MAX: usize = 10;
+/// Pages of comments since a reply was committed that are searched for it; with more, the reply is not posted.
+pub const COMMENT_PAGES_MAX: usize = 100;
 
 /// Bytes of one page of existing comments.
 pub const COMMENT_PAGE_BYTES_MAX: usize = 16 * 1024 * 1024;

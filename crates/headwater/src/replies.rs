@@ -81,11 +81,15 @@ impl Replies {
             (Some(Destination::Callback { url, secret }), _) => {
                 callback::post(client, url, secret, row, target, &reply).await
             }
-            (Some(Destination::Github { base_url, token }), ReplyTarget::Answer) => {
-                github::post(client, base_url, token, row, &reply.content).await
+            (Some(Destination::Github { base_url, token, secret }), ReplyTarget::Answer) => {
+                github::thread(base_url, token, secret, row)?
+                    .post(client, row, &reply.content)
+                    .await
             }
-            (Some(Destination::Gitlab { base_url, token }), ReplyTarget::Answer) => {
-                gitlab::post(client, base_url, token, row, &reply.content).await
+            (Some(Destination::Gitlab { base_url, token, secret }), ReplyTarget::Answer) => {
+                gitlab::thread(base_url, token, secret, row)?
+                    .post(client, row, &reply.content)
+                    .await
             }
             // The desk stays silent from now on; a person sees the comment that says so.
             (Some(Destination::Github { .. } | Destination::Gitlab { .. }), _) => Ok(()),
@@ -103,7 +107,8 @@ impl Replies {
         let Some(up_to) = reply.up_to else { return Ok(false) };
         let filter = EventLogFilter { processed: None, after: Some(EventLogId(up_to)) };
         let newer = self.store.event_logs(row.issue_id, &filter, 1).await;
-        let newer = newer.map_err(|error| DeliverError::Retry(error.to_string()))?;
+        // Not the fault of the reply: no attempt is counted.
+        let newer = newer.map_err(|error| DeliverError::Away(error.to_string()))?;
         Ok(newer.first().is_some_and(|event| event.created_at <= row.created_at))
     }
 }

@@ -3,7 +3,8 @@
 //! Flow: integration (404) -> content type (415) -> body within its limits (413, 408) -> `verify` the signature on the bytes as they
 //! came (401) -> JSON (400) -> `github`, `gitlab` or `standard` says which issue it is about, or that it is nothing for us
 //! -> inbox (503 if the database is away) -> 200.
-//! Promises: nothing is parsed before its signature is checked; 200 with `ok` means committed. What we wrote ourselves
+//! Promises: nothing is parsed before its signature is checked; 200 with `ok` means committed, with the payload as it came:
+//! any JSON within the limits, also with NUL, lone surrogates or numbers that the database cannot hold. What we wrote ourselves
 //! starts nothing, or we would talk to ourselves for ever.
 //! Not here: what is done about an event.
 
@@ -12,11 +13,13 @@ mod gitlab;
 mod standard;
 mod verify;
 
+use std::borrow::Cow;
+
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
-use headwater_issue::{IssueError, NewEvent, Recorded};
+use headwater_issue::{IssueError, NewEvent, Recorded, sanitize_json};
 use headwater_stream::clock::{Clock, SystemClock};
 use metrics::counter;
 use secrecy::ExposeSecret;
@@ -54,6 +57,20 @@ struct Placed {
     event_type: String,
     /// The same at every try of one delivery.
     delivery: Option<String>,
+}
+
+impl Placed {
+    /// Refuses an id or a type of which a character was replaced: it would be that of another issue.
+    fn refuse_replaced(&self) -> Result<(), ApiError> {
+        let named =
+            [("project", &self.project), ("issue", &self.issue), ("type", &self.event_type)];
+        match named.iter().find(|(_, name)| name.contains(char::REPLACEMENT_CHARACTER)) {
+            None => Ok(()),
+            Some((what, _)) => Err(ApiError::invalid(format!(
+                "the {what} of the event contains NUL or a lone surrogate, which no id can contain"
+            ))),
+        }
+    }
 }
 
 impl Mapped {
@@ -136,7 +153,9 @@ async fn take(app: &App, provider: &str, id: &str, request: Request) -> Result<T
 
     let text = std::str::from_utf8(&bytes)
         .map_err(|_| ApiError::invalid("the body is not valid UTF-8"))?;
-    let payload: Value = body::parse(&bytes)?;
+    // What is read from the payload is sanitized; what is stored is the text as it came.
+    let sanitized = sanitize_json(text);
+    let payload: Value = body::parse(sanitized.as_bytes())?;
     let mapped = match integration.provider {
         Provider::Github => github::map(&headers, &payload, integration)?,
         Provider::Gitlab => gitlab::map(&headers, &payload, integration)?,
@@ -144,7 +163,12 @@ async fn take(app: &App, provider: &str, id: &str, request: Request) -> Result<T
         Provider::Desk => return Err(unknown(provider, id)),
     };
     match mapped {
-        Mapped::Event(placed) => record(app, integration, placed, text).await.map(Taken::Recorded),
+        Mapped::Event(placed) => {
+            if matches!(sanitized, Cow::Owned(_)) {
+                placed.refuse_replaced()?;
+            }
+            record(app, integration, placed, text).await.map(Taken::Recorded)
+        }
         Mapped::Ignored(reason) => {
             debug!(integration = id, reason, "webhook ignored");
             Ok(Taken::Ignored(reason))

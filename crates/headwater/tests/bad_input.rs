@@ -50,6 +50,7 @@ const CASES: &[(&str, Needs, Body)] = &[
     ("get /api/v1/issues", Read, None),
     ("get /api/v1/issues/{id}", Read, None),
     ("get /api/v1/issues/{id}/events", Read, None),
+    ("get /api/v1/issues/{id}/events/{event}/original", Read, None),
     ("get /api/v1/issues/{id}/why", Read, None),
     ("post /api/v1/issues/{id}/retry", Write, None),
     ("post /api/v1/issues/{id}/release", Write, None),

@@ -2,9 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that meets an error has failed")]
 
+mod support;
+
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use axum::Router;
@@ -15,11 +18,14 @@ use axum::response::IntoResponse;
 use headwater::desk::{Reply, ReplyTarget};
 use headwater::replies::{Destination, Inside, Replies, sign};
 use headwater_issue::{
-    Deliver, DeliverError, IssueId, NewEvent, OutboxId, OutboxKind, OutboxRow, Quiet, Store,
-    StoreOptions, connect,
+    Deliver, DeliverError, IssueId, KeyedOutbox, NewEvent, NewOutbox, Outbox, OutboxConfig,
+    OutboxId, OutboxKind, OutboxRow, Quiet, RetryPolicy, Store, StoreOptions, connect,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use serde_json::{Value as Json, json};
+
+use crate::support::LIMIT;
+use crate::support::receivers::{Fault, OUR_ACCOUNT, Receiver, Seeded};
 
 type Header = (&'static str, &'static str);
 
@@ -112,7 +118,19 @@ async fn replies(destination: Destination) -> Replies {
 }
 
 fn github(base_url: String) -> Destination {
-    Destination::Github { base_url, token: "hub-token".to_owned().into() }
+    Destination::Github {
+        base_url,
+        token: "hub-token".to_owned().into(),
+        secret: "hub-secret".to_owned().into(),
+    }
+}
+
+fn gitlab(base_url: String) -> Destination {
+    Destination::Gitlab {
+        base_url,
+        token: "lab-token".to_owned().into(),
+        secret: "lab-secret".to_owned().into(),
+    }
 }
 
 fn row(project: &str, issue: &str, content: &str) -> OutboxRow {
@@ -149,15 +167,15 @@ async fn github_gets_a_comment_with_a_hidden_mark() {
     assert_eq!(headers["idempotency-key"], "abc-1-2-0");
     let body = body["body"].as_str().unwrap();
     assert!(body.starts_with("Hello &lt;b&gt;@\u{2060}ada&lt;/b&gt;"), "{body}");
-    assert!(body.ends_with("<!-- headwater:reply abc-1-2-0 -->"), "{body}");
+    assert!(body.contains("\n\n<!-- headwater:reply abc-1-2-0 "), "{body}");
+    assert!(body.ends_with(" -->"), "{body}");
     assert!(!format!("{replies:?}").contains("hub-token"));
 }
 
 #[tokio::test]
 async fn gitlab_gets_a_note_below_its_project_whether_number_or_path() {
     let (server, url) = Server::start().await;
-    let token = "lab-token".to_owned().into();
-    let replies = replies(Destination::Gitlab { base_url: format!("{url}/"), token }).await;
+    let replies = replies(gitlab(format!("{url}/"))).await;
     replies.deliver(&row("17", "7", "Hello")).await.unwrap();
     replies.deliver(&row("group/sub/project", "8", "/close\nHello")).await.unwrap();
     let posts = server.posts();
@@ -250,10 +268,7 @@ async fn replies_to(destination: Destination) -> Replies {
 #[tokio::test]
 async fn a_comment_that_arrived_though_its_answer_did_not_is_not_posted_again() {
     let (server, url) = Server::start().await;
-    for destination in [
-        github(url.clone()),
-        Destination::Gitlab { base_url: url.clone(), token: "t".to_owned().into() },
-    ] {
+    for destination in [github(url.clone()), gitlab(url.clone())] {
         let replies = replies(destination).await;
         let posts_before = server.posts().len();
         server.comments.lock().unwrap().clear();
@@ -337,4 +352,212 @@ async fn a_reply_that_was_stale_when_it_was_committed_is_not_sent() {
     replies.deliver(&reply(Some(first.event_log_id.0), Timestamp::from_millis(0))).await.unwrap();
     replies.deliver(&reply(None, now)).await.unwrap();
     assert_eq!(server.posts().len(), 3);
+}
+
+const THREAD: &str = "/repos/ada/engine/issues/7/comments";
+const NOTES: &str = "/api/v4/projects/ada%2Fengine/issues/7/notes";
+
+#[tokio::test]
+async fn a_pause_that_the_receiver_asks_for_is_told_to_the_outbox_in_every_form() {
+    let (receiver, url) = Receiver::start().await.unwrap();
+    let secret = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0".to_owned().into();
+    let callback = Destination::Callback { url: format!("{url}/hook"), secret };
+    let replies = [replies(github(url.clone())).await, replies_to(callback).await];
+    let (now, in_90_s) = ("Sun, 01 Nov 2026 08:00:00 GMT", "Sun, 01 Nov 2026 08:01:30 GMT");
+    for (status, headers, seconds) in [
+        (429, vec![("retry-after", "120")], 120),
+        (503, vec![("retry-after", "120")], 120),
+        (403, vec![("retry-after", "120")], 120),
+        (429, vec![("retry-after", in_90_s), ("date", now)], 90),
+        (503, vec![("retry-after", in_90_s), ("date", now)], 90),
+        (429, vec![("retry-after", "86400")], 3600),
+        (
+            403,
+            vec![
+                ("x-ratelimit-remaining", "0"),
+                ("x-ratelimit-reset", "1793520040"),
+                ("date", now),
+            ],
+            40,
+        ),
+    ] {
+        for replies in &replies {
+            let headers = headers.iter().map(|(name, value)| (*name, (*value).to_owned()));
+            receiver.fail_next(Fault::Refuse(status, headers.collect()));
+            let error = replies.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+            let DeliverError::Paused { after, .. } = error else { panic!("{status}: {error}") };
+            assert_eq!(after.as_secs(), seconds, "{status}");
+        }
+    }
+    receiver.fail_next(Fault::Say(403, "You have exceeded a secondary rate limit. Wait."));
+    let error = replies[0].deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+    assert!(matches!(error, DeliverError::Paused { after, .. } if after.as_secs() == 60));
+    assert!(receiver.accepted().is_empty());
+}
+
+#[tokio::test]
+async fn a_reply_is_found_however_many_comments_came_after_it_and_before() {
+    for (thread, destination) in [(THREAD, github as fn(String) -> _), (NOTES, gitlab)] {
+        let (receiver, url) = Receiver::start().await.unwrap();
+        let replies = replies(destination(url)).await;
+        let row = row("ada/engine", "7", "Hello");
+        let others = |count| (0..count).for_each(|_| receiver.add_comment(thread, 1, "me too"));
+        others(1250);
+        receiver.fail_next(Fault::LoseResponse);
+        assert!(matches!(replies.deliver(&row).await, Err(DeliverError::Retry(_))));
+        others(1250);
+        replies.deliver(&again(&row)).await.unwrap();
+        assert_eq!(receiver.accepted().len(), 1, "found on page 13 of {thread}");
+    }
+}
+
+#[tokio::test]
+async fn comments_from_before_the_reply_are_not_searched() {
+    for (thread, destination) in [(THREAD, github as fn(String) -> _), (NOTES, gitlab)] {
+        let (receiver, url) = Receiver::start().await.unwrap();
+        let replies = replies(destination(url)).await;
+        let long_ago = SystemClock.now().before(Duration::from_secs(48 * 60 * 60));
+        (0..10_001).for_each(|_| receiver.add_comment_at(thread, 1, "me too", long_ago));
+        receiver.add_comment(thread, 1, "me too");
+        replies.deliver(&again(&row("ada/engine", "7", "Hello"))).await.unwrap();
+        assert_eq!((receiver.accepted().len(), receiver.requests().len()), (1, 2), "{thread}");
+    }
+}
+
+#[tokio::test]
+async fn a_reply_is_not_posted_into_a_thread_that_is_too_long_to_search() {
+    let (receiver, url) = Receiver::start().await.unwrap();
+    let replies = replies(github(url)).await;
+    (0..10_001).for_each(|_| receiver.add_comment(THREAD, 1, "me too"));
+    let error = replies.deliver(&again(&row("ada/engine", "7", "Hello"))).await.unwrap_err();
+    assert!(matches!(&error, DeliverError::Retry(text) if text.contains("10000")), "{error}");
+    assert!(receiver.accepted().is_empty());
+}
+
+#[tokio::test]
+async fn only_a_comment_of_our_own_counts_as_delivered() {
+    for (thread, destination) in [(THREAD, github as fn(String) -> _), (NOTES, gitlab)] {
+        let (receiver, url) = Receiver::start().await.unwrap();
+        let replies = replies(destination(url)).await;
+        let row = row("ada/engine", "7", "Hello");
+        let forged = "<!-- headwater:reply abc-1-2-0 -->";
+        receiver.add_comment(thread, 1, forged);
+        receiver.add_comment(
+            thread,
+            1,
+            forged.replace(" -->", " 00112233445566778899aabbccddeeff -->"),
+        );
+        replies.deliver(&again(&row)).await.unwrap();
+        assert_eq!(receiver.accepted().len(), 1, "another person's comment is not our reply");
+        replies.deliver(&again(&row)).await.unwrap();
+        assert_eq!(receiver.accepted().len(), 1, "but our own is, by its mark");
+
+        // Also one that we have marked with another secret, since changed.
+        let (receiver, url) = Receiver::start().await.unwrap();
+        let replies = replies_to(destination(url)).await;
+        receiver.add_comment(thread, OUR_ACCOUNT, forged);
+        replies.deliver(&again(&row)).await.unwrap();
+        assert_eq!(receiver.accepted().len(), 0, "written by our account");
+    }
+}
+
+#[tokio::test]
+async fn a_repository_that_was_renamed_gets_its_replies_once() {
+    let (receiver, url) = Receiver::start().await.unwrap();
+    let replies = replies(github(url)).await;
+    receiver.rename("/repos/ada/engine/", "/repositories/42/");
+    let row = row("ada/engine", "7", "Hello");
+    receiver.fail_next(Fault::LoseResponse);
+    assert!(matches!(replies.deliver(&row).await, Err(DeliverError::Retry(_))));
+    replies.deliver(&again(&row)).await.unwrap();
+    let accepted = receiver.accepted();
+    assert_eq!(accepted.len(), 1, "found behind the redirect");
+    assert_eq!(accepted[0].path, "/repositories/42/issues/7/comments");
+    assert_eq!((accepted[0].content(), accepted[0].key.as_str()), ("Hello", "abc-1-2-0"));
+    assert_eq!(accepted[0].headers["authorization"], "Bearer hub-token");
+}
+
+#[tokio::test]
+async fn every_redirect_on_the_same_host_keeps_method_and_body() {
+    let (receiver, url) = Receiver::start().await.unwrap();
+    let secret = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0".to_owned().into();
+    let replies = replies(Destination::Callback { url: format!("{url}/hook"), secret }).await;
+    for status in [301, 302, 307, 308] {
+        receiver.fail_next(Fault::Refuse(status, vec![("location", "/moved".to_owned())]));
+        replies.deliver(&row("p", "7", "Hello")).await.unwrap();
+        let accepted = receiver.accepted().pop().unwrap();
+        assert_eq!((accepted.path.as_str(), accepted.content()), ("/moved", "Hello"), "{status}");
+    }
+    // One that never ends does.
+    receiver.rename("/loop", "/loop");
+    receiver.fail_next(Fault::Refuse(307, vec![("location", "/loop".to_owned())]));
+    let error = replies.deliver(&row("p", "7", "Hello")).await.unwrap_err();
+    assert!(matches!(&error, DeliverError::Retry(text) if text.contains("redirects")), "{error}");
+    assert_eq!(receiver.accepted().len(), 4);
+}
+
+#[tokio::test]
+async fn a_redirect_to_another_host_is_not_followed_and_gets_no_token() {
+    let ((receiver, url), (other, other_url)) =
+        (Receiver::start().await.unwrap(), Receiver::start().await.unwrap());
+    let replies = replies(github(url)).await;
+    for (status, is_dead) in [(301, true), (308, true), (302, false), (307, false)] {
+        let location = format!("{other_url}/repos/ada/engine/issues/7/comments");
+        receiver.fail_next(Fault::Refuse(status, vec![("location", location)]));
+        let error = replies.deliver(&row("ada/engine", "7", "Hello")).await.unwrap_err();
+        assert_eq!(matches!(error, DeliverError::Dead(_)), is_dead, "{status}: {error}");
+        assert!(error.to_string().contains("base_url"), "{error}");
+    }
+    assert!(other.requests().is_empty());
+    assert!(receiver.accepted().is_empty());
+}
+
+#[tokio::test]
+async fn however_the_receiver_fails_each_comment_is_there_once() {
+    let (receiver, url) = Receiver::start().await.unwrap();
+    receiver.fail_by(Seeded::new(15, 40));
+    let store = store().await;
+    store.ensure_integration("it", "github").await.unwrap();
+    let issues = 1..=20;
+    for issue in issues.clone() {
+        let event = NewEvent {
+            external_project_id: "ada/engine".into(),
+            ..NewEvent::new("it", issue.to_string(), "note", "{}")
+        };
+        let recorded = store.record(&[event], &Quiet::default()).await.remove(0).unwrap();
+        let payload = json!({"content": format!("ACK {issue}")}).to_string();
+        let row = NewOutbox { kind: OutboxKind::Reply, target: String::new(), payload };
+        let mut transaction = store.begin().await.unwrap();
+        let rows = [KeyedOutbox { key: "1".into(), row }];
+        transaction.write_outbox(recorded.issue_id, &rows).await.unwrap();
+        transaction.commit().await.unwrap();
+    }
+    let destinations = HashMap::from([("it".to_owned(), github(url))]);
+    let replies = Replies::new(Arc::clone(&store), destinations, Arc::new(NoInside)).unwrap();
+    let backoff_max = Duration::from_millis(50);
+    let retry = RetryPolicy {
+        attempts_max: 1000,
+        backoff_first: backoff_max,
+        backoff_max,
+        ..RetryPolicy::default()
+    };
+    let config = OutboxConfig { retry, every: backoff_max, ..OutboxConfig::default() };
+    let outbox = Outbox::new(Arc::clone(&store), replies, config).unwrap();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let running = tokio::spawn(async move { outbox.run(async { drop(stopped.await) }).await });
+    let deadline = Instant::now() + LIMIT;
+    while store.backlog().await.unwrap().outbox_pending > 0 {
+        assert!(Instant::now() < deadline, "{:?}", receiver.effects());
+        tokio::time::sleep(backoff_max).await;
+    }
+    drop(stop);
+    running.await.unwrap();
+    let effects = receiver.effects();
+    assert_eq!(effects.len(), issues.clone().count());
+    assert!(effects.values().all(|count| *count == 1), "{effects:?}");
+    for issue in issues {
+        let comments = receiver.comments(&format!("/repos/ada/engine/issues/{issue}/comments"));
+        assert_eq!(comments.len(), 1);
+        assert!(comments[0].starts_with(&format!("ACK {issue}\n")), "{comments:?}");
+    }
 }

@@ -165,7 +165,8 @@ async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Resu
     let mut deep_issue = github_issues("opened", 42, "x");
     deep_issue["deep"] = serde_json::from_str(&deeper_than_we_keep)?;
     let mut nul = github_issues("opened", 42, "x");
-    nul["issue"]["title"] = "a\0b".into();
+    nul["repository"]["full_name"] = "a\0b".into();
+    let lone = good.replace("acme/shop\"", "acme/shop\\udfff\"");
     let mut nameless = github_issues("opened", 42, "x");
     nameless["repository"] = json!({});
     let mut long = github_issues("opened", 42, "x");
@@ -231,7 +232,8 @@ async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Resu
         ("not UTF-8", 400, "invalid", signed(b"{\"a\":\"\xff\xfe\"}")),
         ("deep JSON", 400, "invalid", signed(deep.as_bytes())),
         ("deeper than we keep", 400, "invalid", signed(deep_issue.to_string().as_bytes())),
-        ("NUL", 400, "invalid", signed(nul.to_string().as_bytes())),
+        ("NUL in an id", 400, "invalid", signed(nul.to_string().as_bytes())),
+        ("lone surrogate in an id", 400, "invalid", signed(lone.as_bytes())),
         ("no repository", 400, "invalid", signed(nameless.to_string().as_bytes())),
         ("long name", 400, "invalid", signed(long.to_string().as_bytes())),
         (
@@ -250,6 +252,40 @@ async fn bad_requests_are_refused_by_the_right_code_and_change_nothing() -> Resu
         assert!(!message.is_empty() && !message.contains(SECRET), "{what}: {answer}");
     }
     assert_eq!(server.get("/api/v1/issues").await?.1["issues"], json!([]));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_webhook_that_jsonb_cannot_hold_is_stored_as_it_came() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    let place = Place::new()?.settings(&integrations())?;
+    let database = database.url();
+    for arguments in [vec![], vec!["--database-url", &database]] {
+        let server = place.serve(&[&["--issue-quiet", "50ms"][..], &arguments].concat())?;
+        let body = github_issues("opened", 42, "x").to_string().replace(
+            "\"title\":\"My parcel is late\"",
+            r#""title":"a\u0000b \ud83d c 😀","n":[1e400,-1E-999999999999,-0.0],"d":1,"d":2"#,
+        );
+        assert!(body.contains("u0000"), "{body}");
+        let (status, first) = send(github(&server, "issues", "d-1", body.as_bytes())).await?;
+        assert_eq!((status, &first["duplicate"]), (200, &json!(false)), "{arguments:?}: {first}");
+        let again = send(github(&server, "issues", "d-1", body.as_bytes())).await?.1;
+        assert_eq!(again["duplicate"], true, "{again}");
+        assert_eq!(again["event_log_id"], first["event_log_id"]);
+
+        let events = format!("/api/v1/issues/{}/events", first["issue_id"]);
+        let payload = server.get(&events).await?.1["events"][0]["payload"].clone();
+        assert_eq!(payload["issue"]["title"], "a\u{fffd}b \u{fffd} c 😀");
+        assert_eq!(payload["issue"]["n"][0], "1e400");
+        assert_eq!(payload["issue"]["d"], 2);
+        let original = format!("{events}/{}/original", first["event_log_id"]);
+        let original = server.client.get(server.url(&original)).send().await?;
+        assert_eq!(original.headers()["content-type"], "application/json");
+        assert_eq!(original.text().await?, body, "the bytes as they came");
+        let other = format!("/api/v1/issues/999/events/{}/original", first["event_log_id"]);
+        assert_eq!(server.get(&other).await?.0, 404);
+        all_idle(&server).await?;
+    }
     Ok(())
 }
 

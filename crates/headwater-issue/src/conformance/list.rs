@@ -27,6 +27,8 @@ macro_rules! conformance_suite {
                 the_largest_and_the_deepest_payloads_come_back,
                 as_many_events_as_allowed_are_taken_in_one_call,
                 text_in_any_script_comes_back,
+                a_payload_that_a_store_cannot_hold_is_sanitized_and_the_original_is_kept,
+                originals_are_stored_once_and_only_with_their_event,
                 no_events_are_no_work,
             }
             claims {
@@ -90,6 +92,9 @@ macro_rules! conformance_suite {
                 a_way_that_is_closed_counts_no_attempt,
                 no_reply_waits_for_an_event_and_each_kind_keeps_its_order,
                 two_deliverers_never_have_the_same_reply,
+                a_backlog_of_one_target_does_not_hold_back_another,
+                free_slots_go_to_the_target_with_the_fewest_in_flight,
+                failing_targets_share_one_limit,
                 a_row_settled_twice_is_settled_once,
                 an_entry_in_the_outbox_wakes_who_waits_for_it,
                 idempotency_keys_are_never_used_twice,

@@ -1,12 +1,12 @@
 //! Replies and events on their way out.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
-use super::env::{Env, TTL, TestResult, completion, reply, text_of};
+use super::env::{Env, TTL, TestResult, completion, event, options, reply, text_of, won};
 use crate::{
-    Completion, Delivery, IssueError, NewOutbox, OutboxKind, OutboxRow, OutboxSettled,
-    OutboxSettlement,
+    Completion, Delivery, DeliveryTarget, IssueError, NewEvent, NewOutbox, OutboxKind, OutboxRow,
+    OutboxSettled, OutboxSettlement, OutboxTake, TargetState,
 };
 
 const LATER: Duration = Duration::from_secs(600);
@@ -145,6 +145,114 @@ pub async fn no_reply_waits_for_an_event_and_each_kind_keeps_its_order(env: Env)
     assert_eq!(texts(&third), ["b"]);
     end(&env, &third[0], Delivery::Delivered).await?;
     assert_eq!(texts(&take(&env).await?), ["c"]);
+    Ok(())
+}
+
+/// Replies of an integration, one of each of as many issues.
+async fn backlog(env: &Env, integration: &str, count: usize) -> TestResult {
+    env.store.ensure_integration(integration, "github").await?;
+    for first in (0..count).step_by(100) {
+        let events: Vec<NewEvent> = (first..count.min(first + 100))
+            .map(|n| NewEvent {
+                integration: integration.into(),
+                ..event(&n.to_string(), &n.to_string())
+            })
+            .collect();
+        let issues: Vec<_> =
+            env.record_all(&events).await?.iter().map(|one| one.issue_id).collect();
+        let claims = env.store.claim(&issues, &options("a")).await?;
+        let complete = |claim| {
+            let text = format!("{integration}-reply");
+            Completion { outbox: vec![reply(&text)], ..completion(&won(claim)) }
+        };
+        let completions: Vec<_> = claims.into_iter().map(complete).collect();
+        env.store.complete(&completions).await?;
+    }
+    Ok(())
+}
+
+/// How many rows of each integration are taken.
+async fn taken(env: &Env, take: &OutboxTake) -> TestResult<BTreeMap<String, usize>> {
+    let mut taken = BTreeMap::new();
+    for row in env.store.take_outbox_from(take).await? {
+        *taken.entry(row.integration).or_default() += 1;
+    }
+    Ok(taken)
+}
+
+fn state(integration: &str, in_flight: usize, room: usize) -> TargetState {
+    let target = DeliveryTarget {
+        integration: integration.into(),
+        kind: OutboxKind::Reply,
+        target: "comment".into(),
+    };
+    TargetState { target, in_flight, room, is_failing: false, served: 0 }
+}
+
+fn counts<const N: usize>(counts: [(&str, usize); N]) -> BTreeMap<String, usize> {
+    counts.map(|(integration, count)| (integration.to_owned(), count)).into()
+}
+
+pub async fn a_backlog_of_one_target_does_not_hold_back_another(env: Env) -> TestResult {
+    backlog(&env, "slow", 300).await?;
+    backlog(&env, "other", 1).await?;
+    // However few are taken: the one that waits alone is among them.
+    let any = OutboxTake::any("deliverer", 2, TTL);
+    assert_eq!(taken(&env, &any).await?, counts([("other", 1), ("slow", 1)]));
+    backlog(&env, "third", 3).await?;
+    let take = OutboxTake {
+        per_target: 4,
+        targets: vec![state("slow", 1, 0)],
+        ..OutboxTake::any("deliverer", 100, TTL)
+    };
+    assert_eq!(taken(&env, &take).await?, counts([("third", 3)]));
+    let take = OutboxTake { targets: vec![], ..take };
+    assert_eq!(taken(&env, &take).await?, counts([("slow", 4)]));
+    // All of them come in the end, each once.
+    let rest = taken(&env, &OutboxTake::any("deliverer", 256, TTL)).await?;
+    assert_eq!(rest, counts([("slow", 256)]));
+    assert_eq!(taken(&env, &any).await?, counts([("slow", 2)]));
+    Ok(())
+}
+
+pub async fn free_slots_go_to_the_target_with_the_fewest_in_flight(env: Env) -> TestResult {
+    for integration in ["a", "b", "c"] {
+        backlog(&env, integration, 10).await?;
+    }
+    let take = OutboxTake {
+        targets: vec![state("a", 5, 9), state("b", 3, 9), state("c", 0, 2)],
+        ..OutboxTake::any("deliverer", 7, TTL)
+    };
+    // Two of c, for which there is room; two of b, which then has as many as a; then both in turn.
+    assert_eq!(taken(&env, &take).await?, counts([("a", 2), ("b", 3), ("c", 2)]));
+
+    // With as many in flight, the one that was served longest ago.
+    let served = |integration, served| TargetState { served, ..state(integration, 1, 9) };
+    for (targets, expected) in [
+        ([served("a", 7), served("b", 9), served("c", 8)], "a"),
+        ([served("a", 9), served("b", 7), served("c", 8)], "b"),
+        ([served("a", 9), served("b", 8), served("c", 7)], "c"),
+    ] {
+        let take = OutboxTake { targets: targets.into(), ..OutboxTake::any("deliverer", 1, TTL) };
+        assert_eq!(taken(&env, &take).await?, counts([(expected, 1)]));
+    }
+    Ok(())
+}
+
+pub async fn failing_targets_share_one_limit(env: Env) -> TestResult {
+    for integration in ["a", "b", "c", "healthy"] {
+        backlog(&env, integration, 2).await?;
+    }
+    let failing = |integration| TargetState { is_failing: true, ..state(integration, 0, 1) };
+    let take = OutboxTake {
+        failing_limit: 2,
+        targets: vec![failing("a"), failing("b"), failing("c")],
+        ..OutboxTake::any("deliverer", 10, TTL)
+    };
+    let first = taken(&env, &take).await?;
+    assert_eq!((first["healthy"], first.values().sum()), (2, 4), "{first:?}");
+    let none = OutboxTake { failing_limit: 0, ..take };
+    assert_eq!(taken(&env, &none).await?, counts([]));
     Ok(())
 }
 

@@ -317,6 +317,69 @@ pub async fn text_in_any_script_comes_back(env: Env) -> TestResult {
     Ok(())
 }
 
+pub async fn a_payload_that_a_store_cannot_hold_is_sanitized_and_the_original_is_kept(
+    env: Env,
+) -> TestResult {
+    let value = |text: &str| serde_json::from_str::<serde_json::Value>(text);
+    let payloads = [
+        (r#"{"a\u0000b": "\u0000"}"#, "{\"a\u{fffd}b\": \"\u{fffd}\"}"),
+        (
+            r#"["\ud800", "\udfff\ud83d", "\ud83d\ude00"]"#,
+            "[\"\u{fffd}\", \"\u{fffd}\u{fffd}\", \"😀\"]",
+        ),
+        ("[1e400, -1e-16383, 1e999999999999]", r#"["1e400", "-1e-16383", "1e999999999999"]"#),
+        (r#"{"a": 1, "a": 2}"#, r#"{"a": 2}"#),
+    ];
+    for (number, (payload, expected)) in payloads.into_iter().enumerate() {
+        let key = number.to_string();
+        let event = NewEvent { payload: payload.into(), ..event(&key, &key) };
+        let recorded = env.record_all(std::slice::from_ref(&event)).await?.remove(0);
+        let claimed = env.claim(recorded.issue_id).await?;
+        assert_eq!(value(&claimed.events[0].payload)?, value(expected)?, "{payload}");
+        let original = env.second.original_payload(recorded.event_log_id).await?;
+        assert_eq!(original.as_deref(), Some(payload));
+
+        // The key is compared with the payload as it came.
+        let again = env.record_all(std::slice::from_ref(&event)).await?.remove(0);
+        assert_eq!((again.event_log_id, again.duplicate), (recorded.event_log_id, true));
+        let other = NewEvent { payload: expected.into(), ..event };
+        let answer = env.store.record(&[other], &Quiet::default()).await.remove(0);
+        assert!(matches!(answer, Err(IssueError::DedupConflict { .. })), "{answer:?}");
+    }
+    // Negative zero is a number to every store, and zero to one of them.
+    let zero = NewEvent { payload: "[-0.0]".into(), ..event("zero", "zero") };
+    let recorded = env.record_all(&[zero]).await?.remove(0);
+    let original = env.store.original_payload(recorded.event_log_id).await?;
+    assert_eq!(original.as_deref(), Some("[-0.0]"));
+    env.assert_sound().await
+}
+
+pub async fn originals_are_stored_once_and_only_with_their_event(env: Env) -> TestResult {
+    let odd = |issue: &str, key: &str| NewEvent {
+        payload: format!(r#"{{"{key}": "\u0000"}}"#),
+        ..event(issue, key)
+    };
+    // Among others, twice in one batch, and with a neighbour that is refused.
+    let events = [
+        event("1", "a"),
+        odd("1", "b"),
+        odd("2", "c"),
+        odd("1", "b"),
+        NewEvent { integration: "nobody".into(), ..odd("1", "d") },
+        event("2", "e"),
+    ];
+    let recorded = env.store.record(&events, &Quiet::default()).await;
+    for (index, expected) in [(0, None), (1, Some("b")), (2, Some("c")), (5, None)] {
+        let id = recorded[index].clone()?.event_log_id;
+        let expected = expected.map(|key| format!(r#"{{"{key}": "\u0000"}}"#));
+        assert_eq!(env.second.original_payload(id).await?, expected, "{index}");
+    }
+    assert_eq!(recorded[3].clone()?.event_log_id, recorded[1].clone()?.event_log_id);
+    assert!(matches!(recorded[4], Err(IssueError::UnknownIntegration { .. })));
+    assert_eq!(env.store.original_payload(crate::EventLogId(i64::MAX)).await?, None);
+    env.assert_sound().await
+}
+
 pub async fn no_events_are_no_work(env: Env) -> TestResult {
     assert!(env.store.record(&[], &Quiet::default()).await.is_empty());
     assert!(env.store.claim(&[], &super::env::options("a")).await?.is_empty());

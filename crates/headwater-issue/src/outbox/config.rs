@@ -14,8 +14,11 @@ use crate::worker::unique_name;
 pub struct OutboxConfig {
     /// How this deliverer is called, unique per start. Default: like a worker.
     pub name: String,
-    /// Deliveries under way at once, each of another issue. Default: 32.
+    /// Deliveries in flight at once, each of another issue. Default: 64.
     pub concurrency: usize,
+    /// Deliveries in flight to one target (integration, kind and `target`), so that a slow one does not delay the others. A
+    /// target that responds promptly gets as many, one that fails gets one. Default: 16; at most `concurrency`.
+    pub per_target: usize,
     /// How long one delivery may take. Default: 30 s.
     pub deadline: Duration,
     /// How long a row in hand is hidden from others. Default: 60 s; longer than `deadline`.
@@ -35,7 +38,8 @@ impl Default for OutboxConfig {
     fn default() -> Self {
         Self {
             name: unique_name(),
-            concurrency: 32,
+            concurrency: 64,
+            per_target: 16,
             deadline: Duration::from_secs(30),
             ttl: Duration::from_secs(60),
             every: Duration::from_secs(1),
@@ -52,6 +56,9 @@ impl OutboxConfig {
         if !(1..=DELIVERIES_AT_ONCE_MAX).contains(&self.concurrency) {
             let problem = format!("{}; 1 to {DELIVERIES_AT_ONCE_MAX}", self.concurrency);
             return Err(IssueError::invalid("concurrency", problem));
+        }
+        if self.per_target == 0 {
+            return Err(IssueError::invalid("per_target", "it is zero"));
         }
         if self.deadline.is_zero() || self.deadline >= self.ttl {
             let problem = format!("{:?} is not shorter than ttl {:?}", self.deadline, self.ttl);

@@ -36,10 +36,10 @@ use crate::claim::{
 };
 use crate::connect::StoreOptions;
 use crate::deadline::within;
-use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::error::{IssueError, Result};
 use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
-use crate::limits::{OUTBOX_TAKE_MAX, PAGE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
+use crate::limits::{PAGE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
 use crate::prepared::{Batch, Prepared, refuse_all};
 use crate::rows::{database_error, is_conflict};
 use crate::store::Store;
@@ -255,19 +255,10 @@ impl Store for PostgresStore {
         .await
     }
 
-    async fn take_outbox(
-        &self,
-        worker: &str,
-        limit: usize,
-        ttl: Duration,
-    ) -> Result<Vec<OutboxRow>> {
-        check::name("worker", worker)?;
-        check::count("limit", limit, OUTBOX_TAKE_MAX)?;
-        check::ttl("ttl", ttl)?;
-        self.call("taking from the outbox", async |connection| {
-            outbox::take(connection, worker, limit, ttl).await
-        })
-        .await
+    async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
+        check::outbox_take(take)?;
+        self.call("taking from the outbox", async |connection| outbox::take(connection, take).await)
+            .await
     }
 
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {

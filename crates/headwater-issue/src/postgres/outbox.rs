@@ -1,28 +1,37 @@
 //! The outbox: rows taken for delivery, one of each kind and issue, and the ends of deliveries.
 
 use std::collections::HashSet;
-use std::time::Duration;
 
 use sqlx::postgres::PgConnection;
 use sqlx::{Error, Row};
 
 use crate::check::error_text;
-use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::delivery::{Delivery, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::error::Result;
 use crate::rows::{ms, number, read_outbox};
 
 pub(super) async fn take(
     connection: &mut PgConnection,
-    worker: &str,
-    limit: usize,
-    ttl: Duration,
+    take: &OutboxTake,
 ) -> Result<Vec<OutboxRow>, Error> {
-    let rows = sqlx::query("SELECT * FROM headwater_take_1($1, $2, $3)")
-        .bind(worker)
-        .bind(number(limit))
-        .bind(ms(ttl))
-        .fetch_all(connection)
-        .await?;
+    let known = &take.targets;
+    let rows = sqlx::query(
+        "SELECT * FROM headwater_take_2($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
+    )
+    .bind(&take.worker)
+    .bind(number(take.limit))
+    .bind(ms(take.ttl))
+    .bind(number(take.per_target))
+    .bind(number(take.failing_limit))
+    .bind(known.iter().map(|one| one.target.integration.as_str()).collect::<Vec<_>>())
+    .bind(known.iter().map(|one| one.target.kind.as_str()).collect::<Vec<_>>())
+    .bind(known.iter().map(|one| one.target.target.as_str()).collect::<Vec<_>>())
+    .bind(known.iter().map(|one| number(one.in_flight)).collect::<Vec<_>>())
+    .bind(known.iter().map(|one| number(one.room)).collect::<Vec<_>>())
+    .bind(known.iter().map(|one| one.is_failing).collect::<Vec<_>>())
+    .bind(known.iter().map(|one| i64::try_from(one.served).unwrap_or(i64::MAX)).collect::<Vec<_>>())
+    .fetch_all(connection)
+    .await?;
     rows.iter().map(|row| Ok(read_outbox!(row))).collect()
 }
 

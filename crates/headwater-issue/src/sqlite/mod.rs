@@ -39,10 +39,10 @@ use crate::claim::{
 };
 use crate::connect::StoreOptions;
 use crate::deadline::within;
-use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::error::{IssueError, Result};
 use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
-use crate::limits::{OUTBOX_TAKE_MAX, PAGE_MAX, WAIT_MAX};
+use crate::limits::{PAGE_MAX, WAIT_MAX};
 use crate::prepared::{Batch, refuse_all};
 use crate::rows::database_error;
 use crate::store::Store;
@@ -277,22 +277,15 @@ impl Store for SqliteStore {
         .await
     }
 
-    async fn take_outbox(
-        &self,
-        worker: &str,
-        limit: usize,
-        ttl: Duration,
-    ) -> Result<Vec<OutboxRow>> {
-        check::name("worker", worker)?;
-        check::count("limit", limit, OUTBOX_TAKE_MAX)?;
-        check::ttl("ttl", ttl)?;
+    async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
+        check::outbox_take(take)?;
         self.limited("taking from the outbox", async {
             let mut reader = self.readers.acquire().await?;
             if !outbox::is_due(&mut reader, self.clock.now()).await? {
                 return Ok(vec![]);
             }
             drop(reader);
-            self.commit(async |writing| outbox::take(writing, worker, limit, ttl).await).await
+            self.commit(async |writing| outbox::take(writing, take).await).await
         })
         .await
     }

@@ -1,7 +1,6 @@
 //! The outbox: rows taken for delivery, one of each kind and issue, and the ends of deliveries.
 
 use std::collections::HashSet;
-use std::time::Duration;
 
 use headwater_stream::clock::Timestamp;
 use serde_json::{Value, json};
@@ -11,7 +10,9 @@ use sqlx::{Error, Row};
 use super::Writing;
 use super::statements::{column, outbox_columns, table};
 use crate::check::error_text;
-use crate::delivery::{Delivery, NewOutbox, OutboxRow, OutboxSettled, OutboxSettlement};
+use crate::delivery::{
+    Delivery, NewOutbox, OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake,
+};
 use crate::error::Result;
 use crate::issue::{IssueId, OutboxId};
 use crate::rows::{number, read_outbox};
@@ -58,25 +59,23 @@ pub(super) async fn insert(
 
 pub(super) async fn take(
     writing: &mut Writing,
-    worker: &str,
-    limit: usize,
-    ttl: Duration,
+    take: &OutboxTake,
 ) -> Result<Vec<OutboxRow>, Error> {
-    let taken = sqlx::query(
+    let ids = choose(due(writing, take).await?, take);
+    if ids.is_empty() {
+        return Ok(vec![]);
+    }
+    let ids = table(ids.into_iter().map(Value::from).collect());
+    sqlx::query(
         "UPDATE outbox SET status = 'taken', deliveries = deliveries + 1, taken_by = ?1, due_at = ?2,
              crashes = crashes + (status = 'taken')
-         WHERE id IN (SELECT id FROM outbox WHERE status IN ('pending', 'taken') AND due_at <= ?3
-             ORDER BY due_at, id LIMIT ?4)
-         RETURNING id",
+         WHERE id IN (SELECT value FROM json_each(?3))",
     )
-    .bind(worker)
-    .bind(column(writing.now.after(ttl)))
-    .bind(column(writing.now))
-    .bind(number(limit))
-    .fetch_all(&mut *writing.transaction)
+    .bind(take.worker.as_str())
+    .bind(column(writing.now.after(take.ttl)))
+    .bind(ids.as_str())
+    .execute(&mut *writing.transaction)
     .await?;
-    let ids = taken.iter().map(|row| row.try_get::<i64, _>(0).map(Value::from));
-    let ids = ids.collect::<Result<_, Error>>()?;
     let rows = sqlx::query(concat!(
         "SELECT ",
         outbox_columns!(),
@@ -84,10 +83,87 @@ pub(super) async fn take(
               JOIN integrations g ON g.id = i.integration_id
           WHERE o.id IN (SELECT value FROM json_each(?1)) ORDER BY o.id"
     ))
-    .bind(table(ids))
+    .bind(ids)
     .fetch_all(&mut *writing.transaction)
     .await?;
     rows.iter().map(|row| Ok(read_outbox!(row))).collect()
+}
+
+/// The rows of one target that are due, as far as there is room.
+struct Due {
+    in_flight: usize,
+    is_failing: bool,
+    served: u64,
+    /// Ids and due times, in the order of delivery.
+    rows: Vec<(i64, i64)>,
+}
+
+/// What is due of each target: one index probe per target, however many rows it has.
+async fn due(writing: &mut Writing, take: &OutboxTake) -> Result<Vec<Due>, Error> {
+    let mut due = Vec::new();
+    let mut last: (i64, String, String) = (i64::MIN, String::new(), String::new());
+    loop {
+        let next = sqlx::query(
+            "SELECT o.integration_id, o.kind, o.target, g.name
+             FROM outbox o INDEXED BY idx_outbox_target JOIN integrations g ON g.id = o.integration_id
+             WHERE o.status IN ('pending', 'taken') AND (o.integration_id, o.kind, o.target) > (?1, ?2, ?3)
+             ORDER BY o.integration_id, o.kind, o.target LIMIT 1",
+        )
+        .bind(last.0)
+        .bind(last.1.as_str())
+        .bind(last.2.as_str())
+        .fetch_optional(&mut *writing.transaction)
+        .await?;
+        let Some(next) = next else { return Ok(due) };
+        last = (next.try_get(0)?, next.try_get(1)?, next.try_get(2)?);
+        let integration: String = next.try_get(3)?;
+        let state = take.targets.iter().find(|one| {
+            let target = &one.target;
+            target.integration == integration
+                && target.kind.as_str() == last.1
+                && target.target == last.2
+        });
+        let room = state.map_or(take.per_target, |state| state.room).min(take.limit);
+        let rows = sqlx::query(
+            "SELECT id, due_at FROM outbox INDEXED BY idx_outbox_target
+             WHERE integration_id = ?1 AND kind = ?2 AND target = ?3 AND status IN ('pending', 'taken')
+                 AND due_at <= ?4
+             ORDER BY due_at, id LIMIT ?5",
+        )
+        .bind(last.0)
+        .bind(last.1.as_str())
+        .bind(last.2.as_str())
+        .bind(column(writing.now))
+        .bind(number(room))
+        .fetch_all(&mut *writing.transaction)
+        .await?;
+        let rows = rows.iter().map(|row| Ok((row.try_get(0)?, row.try_get(1)?)));
+        due.push(Due {
+            in_flight: state.map_or(0, |state| state.in_flight),
+            is_failing: state.is_some_and(|state| state.is_failing),
+            served: state.map_or(0, |state| state.served),
+            rows: rows.collect::<Result<_, Error>>()?,
+        });
+    }
+}
+
+/// Which rows to take, in the order that [`OutboxTake`] describes.
+fn choose(due: Vec<Due>, take: &OutboxTake) -> Vec<i64> {
+    let mut ranked = Vec::new();
+    for target in &due {
+        let oldest = target.rows.first().map(|(_, due_at)| *due_at);
+        for (place, (id, _)) in target.rows.iter().enumerate() {
+            let rank = (target.in_flight + place, target.served, oldest);
+            ranked.push((rank, target.is_failing, *id));
+        }
+    }
+    ranked.sort_unstable();
+    let mut failing = 0;
+    ranked.retain(|(_, is_failing, _)| {
+        failing += usize::from(*is_failing);
+        !is_failing || failing <= take.failing_limit
+    });
+    ranked.into_iter().take(take.limit).map(|(.., id)| id).collect()
 }
 
 pub(super) async fn settle(

@@ -234,12 +234,20 @@ async fn insert(
     .bind(event.event.event_type.as_str())
     .bind(event.key.as_str())
     .bind(event.digest.as_slice())
-    .bind(event.event.payload.as_str())
-    .bind(number(event.event.payload.len()))
+    .bind(event.payload.as_ref())
+    .bind(number(event.payload.len()))
     .bind(column(now))
-    .fetch_one(connection)
+    .fetch_one(&mut *connection)
     .await?;
-    Ok(EventLogId(row.try_get(0)?))
+    let id = row.try_get(0)?;
+    if let Some(original) = event.original {
+        sqlx::query("INSERT INTO event_log_originals (event_log_id, body) VALUES (?1, ?2)")
+            .bind(id)
+            .bind(original.as_bytes())
+            .execute(connection)
+            .await?;
+    }
+    Ok(EventLogId(id))
 }
 
 /// Those of these event logs that are there.

@@ -71,7 +71,9 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
 async fn cost(store: &dyn headwater_issue::Store) -> Result<i64> {
     match store.read_connection().await?.connection() {
         headwater_issue::Connection::Postgres(connection) => {
-            let look = "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_1('d', 32, 60000)";
+            let look =
+                "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_2('d', 32, 60000, 32, 32,
+                '{}', '{}', '{}', '{}', '{}', '{}', '{}')";
             let mut pages = i64::MAX;
             // The first looks of a connection read the catalog, too, and so does one after the statistics changed.
             for _ in 0..4 {

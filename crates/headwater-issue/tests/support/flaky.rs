@@ -175,20 +175,15 @@ pass_on! {
         self.heard("complete", answer)
     }
 
-    async fn take_outbox(
-        &self,
-        worker: &str,
-        limit: usize,
-        ttl: Duration,
-    ) -> Result<Vec<OutboxRow>> {
+    async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
         {
             let mut trouble = self.troubled.lock().expect("not poisoned");
-            if trouble.refuses_shared_takes && limit > 1 {
+            if trouble.refuses_shared_takes && take.limit > 1 {
                 trouble.refused_takes += 1;
                 return Err(refused("too much at once"));
             }
         }
-        let answer = self.store.take_outbox(worker, limit, ttl).await;
+        let answer = self.store.take_outbox_from(take).await;
         self.heard("take_outbox", answer)
     }
 
@@ -225,6 +220,7 @@ pass_on! {
         find_issue(integration: &str, project: &str, issue: &str) -> Option<Issue>;
         issues(filter: &IssueFilter, limit: usize) -> Vec<Issue>;
         event_logs(id: IssueId, filter: &EventLogFilter, limit: usize) -> Vec<EventLog>;
+        original_payload(id: EventLogId) -> Option<String>;
         release(id: IssueId) -> Released;
         retry(id: IssueId) -> Retried;
         facts_for_why(id: IssueId) -> Option<WhyFacts>;

@@ -125,7 +125,7 @@ fn a_person_who_took_over_answers_until_the_ticket_is_opened_again() {
 
 #[test]
 fn comments_of_our_own_are_no_news() {
-    let body = format!("Answer {}", marker::of("k"));
+    let body = format!("Answer {}", marker::of("k", &"s".to_owned().into()));
     let ours = json!({"action": "created", "comment": {"body": body, "user": {"login": "bot"}}});
     let thread = thread("github", &[ours]);
     assert!(!thread.wants_answer && thread.pending.is_empty());

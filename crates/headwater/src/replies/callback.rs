@@ -52,7 +52,7 @@ pub(super) async fn post(
         .header("webhook-signature", signature)
         .header("idempotency-key", id)
         .body(body);
-    answer::send(request).await.map(drop)
+    answer::send(client, request).await.map(drop)
 }
 
 /// `v1,` and the HMAC of `id.timestamp.body` in base64.

@@ -13,6 +13,8 @@ pub enum Destination {
         base_url: String,
         /// Presented as a bearer token.
         token: SecretString,
+        /// What the marks in comments are signed with.
+        secret: SecretString,
     },
     /// Notes on issues of GitLab.
     Gitlab {
@@ -20,6 +22,8 @@ pub enum Destination {
         base_url: String,
         /// Presented as `PRIVATE-TOKEN`.
         token: SecretString,
+        /// What the marks in notes are signed with.
+        secret: SecretString,
     },
     /// A program that takes signed requests (Standard Webhooks).
     Callback {

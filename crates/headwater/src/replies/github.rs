@@ -1,39 +1,39 @@
 //! Comments on issues of GitHub.
 //!
-//! Upstream: `replies`. Downstream: `comment`, which posts once. Here: the address, the headers, and that only comments since
-//! the reply was committed are looked through.
-
-use std::time::Duration;
+//! Upstream: `replies`. Downstream: `comment`, which posts once. Here: the addresses, the headers, and that only comments
+//! since the reply was committed are searched, oldest first: GitHub knows no other order.
 
 use headwater_issue::{DeliverError, OutboxRow};
-use reqwest::{Client, RequestBuilder};
+use reqwest::RequestBuilder;
 use secrecy::{ExposeSecret, SecretString};
 
-use super::comment;
+use super::comment::{self, Order, Thread};
 
-/// Clocks of other servers are not ours: look a little further back.
-const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(10 * 60);
-
-/// Posts a comment.
-pub(super) async fn post(
-    client: &Client,
+/// The comments of an issue.
+pub(super) fn thread(
     base_url: &str,
     token: &SecretString,
+    secret: &SecretString,
     row: &OutboxRow,
-    content: &str,
-) -> Result<(), DeliverError> {
+) -> Result<Thread<impl Fn(RequestBuilder) -> RequestBuilder>, DeliverError> {
     let authorize = |request: RequestBuilder| {
         request
             .bearer_auth(token.expose_secret())
             .header("accept", "application/vnd.github+json")
             .header("x-github-api-version", "2022-11-28")
     };
-    let listed = format!("since={}", row.created_at.before(CLOCK_DIFFERENCE_MAX).to_rfc3339());
-    let place = comment::Place { url: address(base_url, row)?, listed, authorize };
-    place.post(client, row, content).await
+    let base = base_url.trim_end_matches('/');
+    Ok(Thread {
+        url: address(base, row)?,
+        account_url: format!("{base}/user"),
+        query: format!("since={}", comment::searched_since(row).to_rfc3339()),
+        order: Order::OldestFirst,
+        mark: comment::Mark::new(row, secret),
+        authorize,
+    })
 }
 
-fn address(base_url: &str, row: &OutboxRow) -> Result<String, DeliverError> {
+fn address(base: &str, row: &OutboxRow) -> Result<String, DeliverError> {
     let project = &row.external_project_id;
     let parts: Option<Vec<String>> = project.split('/').map(comment::path_segment).collect();
     let (Some(parts), Ok(number)) = (parts, row.external_issue_id.parse::<u64>()) else {
@@ -43,6 +43,5 @@ fn address(base_url: &str, row: &OutboxRow) -> Result<String, DeliverError> {
     if parts.len() != 2 {
         return Err(DeliverError::Dead(format!("`{project}` is no repository: OWNER/NAME")));
     }
-    let base = base_url.trim_end_matches('/');
     Ok(format!("{base}/repos/{}/issues/{number}/comments", parts.join("/")))
 }

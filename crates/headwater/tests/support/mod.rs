@@ -8,6 +8,7 @@ pub(crate) mod desk;
 pub(crate) mod model;
 pub(crate) mod nasty;
 pub(crate) mod reach;
+pub(crate) mod receivers;
 pub(crate) mod sender;
 
 use std::io::{BufRead, BufReader};

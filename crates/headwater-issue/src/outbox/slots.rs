@@ -1,0 +1,240 @@
+//! Delivery slots: how many deliveries each target may have in flight.
+//!
+//! Upstream: `outbox`, which asks before it takes rows and reports how deliveries ended. Promises: a target starts with a
+//! few slots and gets another one with each prompt response, up to its share; failures halve them. All targets that keep
+//! failing hold at most half of all slots. A target that asked for a pause gets none until it is over. A target with
+//! nothing in flight and no pause always has a slot if any is free that it may use.
+//! Not here: I/O. Time is passed in; the state is that of one process.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use crate::delivery::{DeliveryTarget, OutboxTake, TargetState};
+use crate::limits::{DELIVERY_PAUSE_MAX, OUTBOX_TAKE_MAX, OUTBOX_TARGETS_MAX};
+
+/// Slots of a target that nothing is known of.
+const SLOTS_FIRST: usize = 4;
+
+/// A response within this time earns the target another slot.
+const PROMPT: Duration = Duration::from_secs(2);
+
+/// How long an idle target is remembered.
+const REMEMBERED: Duration = Duration::from_secs(10 * 60);
+
+/// What a delivery showed about its target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Response {
+    /// The target accepted or rejected the row, after this long.
+    Answered(Duration),
+    /// The target did not respond, or responded that it cannot serve.
+    Failed,
+    /// The target asked for a pause.
+    Paused(Duration),
+    /// The delivery was cancelled here.
+    Cancelled,
+}
+
+/// The slots of all targets.
+#[derive(Debug)]
+pub(super) struct Slots {
+    total: usize,
+    per_target: usize,
+    targets: HashMap<DeliveryTarget, Target>,
+    /// Rows taken so far.
+    served: u64,
+}
+
+#[derive(Debug)]
+struct Target {
+    in_flight: usize,
+    slots: usize,
+    is_failing: bool,
+    paused_until: Option<Instant>,
+    /// [`Slots::served`] when its last row was taken.
+    served: u64,
+    used_at: Instant,
+}
+
+impl Slots {
+    pub(super) fn new(total: usize, per_target: usize) -> Self {
+        Self { total, per_target: per_target.min(total), targets: HashMap::new(), served: 0 }
+    }
+
+    /// Free slots.
+    pub(super) fn free(&self) -> usize {
+        let in_flight: usize = self.targets.values().map(|target| target.in_flight).sum();
+        self.total.saturating_sub(in_flight)
+    }
+
+    /// Which rows may be taken now.
+    pub(super) fn take(&mut self, worker: &str, ttl: Duration, now: Instant) -> OutboxTake {
+        self.forget(now);
+        let failing = self.targets.values().filter(|target| target.is_failing);
+        let failing: usize = failing.map(|target| target.in_flight).sum();
+        let targets = self.targets.iter().map(|(key, target)| TargetState {
+            target: key.clone(),
+            in_flight: target.in_flight,
+            room: match target.paused_until {
+                Some(until) if until > now => 0,
+                _ => target.slots.saturating_sub(target.in_flight),
+            },
+            is_failing: target.is_failing,
+            served: target.served,
+        });
+        OutboxTake {
+            worker: worker.to_owned(),
+            limit: self.free().min(OUTBOX_TAKE_MAX),
+            ttl,
+            per_target: self.first(),
+            failing_limit: self.total.div_ceil(2).saturating_sub(failing),
+            targets: targets.collect(),
+        }
+    }
+
+    /// A row of this target was taken.
+    pub(super) fn taken(&mut self, key: &DeliveryTarget, now: Instant) {
+        self.served += 1;
+        let (slots, served) = (self.first(), self.served);
+        let target = self.targets.entry(key.clone()).or_insert_with(|| Target {
+            in_flight: 0,
+            slots,
+            is_failing: false,
+            paused_until: None,
+            served,
+            used_at: now,
+        });
+        target.in_flight += 1;
+        target.served = served;
+        target.used_at = now;
+    }
+
+    /// A delivery to this target ended.
+    pub(super) fn ended(&mut self, key: &DeliveryTarget, response: Response, now: Instant) {
+        let per_target = self.per_target;
+        let Some(target) = self.targets.get_mut(key) else { return };
+        target.in_flight = target.in_flight.saturating_sub(1);
+        target.used_at = now;
+        match response {
+            Response::Answered(after) => {
+                target.is_failing = false;
+                if after <= PROMPT {
+                    target.slots = (target.slots + 1).min(per_target);
+                }
+            }
+            Response::Failed | Response::Paused(_) => {
+                target.slots = (target.slots / 2).max(1);
+                target.is_failing = target.slots == 1;
+            }
+            Response::Cancelled => {}
+        }
+        if let Response::Paused(pause) = response {
+            let until = now + pause.min(DELIVERY_PAUSE_MAX);
+            target.paused_until = target.paused_until.max(Some(until));
+        }
+    }
+
+    fn first(&self) -> usize {
+        SLOTS_FIRST.min(self.per_target)
+    }
+
+    /// Forgets targets that were idle for long, and the least recently used beyond the limit.
+    fn forget(&mut self, now: Instant) {
+        let is_paused = |target: &Target| target.paused_until.is_some_and(|until| until > now);
+        self.targets.retain(|_, target| {
+            target.in_flight > 0
+                || is_paused(target)
+                || now.saturating_duration_since(target.used_at) < REMEMBERED
+        });
+        if self.targets.len() > OUTBOX_TARGETS_MAX {
+            let idle = self.targets.iter().filter(|(_, target)| target.in_flight == 0);
+            let mut idle: Vec<_> =
+                idle.map(|(key, target)| (target.used_at, key.clone())).collect();
+            idle.sort_unstable_by_key(|(used_at, _)| *used_at);
+            let excess = self.targets.len() - OUTBOX_TARGETS_MAX;
+            for (_, key) in idle.into_iter().take(excess) {
+                self.targets.remove(&key);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delivery::OutboxKind;
+
+    const PROMPTLY: Response = Response::Answered(Duration::from_millis(10));
+
+    fn target(name: &str) -> DeliveryTarget {
+        DeliveryTarget { integration: name.into(), kind: OutboxKind::Reply, target: String::new() }
+    }
+
+    fn room(slots: &mut Slots, name: &str, now: Instant) -> Option<usize> {
+        let take = slots.take("w", Duration::from_secs(60), now);
+        take.targets.iter().find(|one| one.target == target(name)).map(|one| one.room)
+    }
+
+    #[test]
+    fn a_target_earns_slots_by_prompt_responses_and_loses_them_by_failures() {
+        let (mut slots, now) = (Slots::new(64, 16), Instant::now());
+        assert_eq!(slots.take("w", Duration::ZERO, now).per_target, 4);
+        for _ in 0..40 {
+            slots.taken(&target("a"), now);
+            slots.ended(&target("a"), PROMPTLY, now);
+        }
+        assert_eq!(room(&mut slots, "a", now), Some(16), "its share and no more");
+        for expected in [8, 4, 2, 1, 1] {
+            slots.taken(&target("a"), now);
+            slots.ended(&target("a"), Response::Failed, now);
+            assert_eq!(room(&mut slots, "a", now), Some(expected));
+        }
+        slots.taken(&target("a"), now);
+        slots.ended(&target("a"), Response::Answered(Duration::from_secs(20)), now);
+        assert_eq!(room(&mut slots, "a", now), Some(1), "a slow response earns nothing");
+        assert!(!slots.targets[&target("a")].is_failing);
+    }
+
+    #[test]
+    fn failing_targets_together_hold_at_most_half_of_the_slots() {
+        let (mut slots, now) = (Slots::new(8, 4), Instant::now());
+        for name in 0..20 {
+            for _ in 0..3 {
+                slots.taken(&target(&name.to_string()), now);
+                slots.ended(&target(&name.to_string()), Response::Failed, now);
+            }
+        }
+        assert_eq!(slots.take("w", Duration::ZERO, now).failing_limit, 4);
+        for name in 0..3 {
+            slots.taken(&target(&name.to_string()), now);
+        }
+        let take = slots.take("w", Duration::ZERO, now);
+        assert_eq!((take.failing_limit, take.limit), (1, 5));
+    }
+
+    #[test]
+    fn a_pause_ends_and_is_bounded() {
+        let (mut slots, now) = (Slots::new(64, 16), Instant::now());
+        slots.taken(&target("a"), now);
+        slots.ended(&target("a"), Response::Paused(Duration::MAX), now);
+        assert_eq!(room(&mut slots, "a", now), Some(0));
+        let nearly = now + DELIVERY_PAUSE_MAX - Duration::from_millis(1);
+        assert_eq!(room(&mut slots, "a", nearly), Some(0));
+        assert_ne!(room(&mut slots, "a", now + DELIVERY_PAUSE_MAX), Some(0));
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded_and_never_what_is_in_flight() {
+        let (mut slots, now) = (Slots::new(64, 16), Instant::now());
+        slots.taken(&target("busy"), now);
+        for name in 0..2 * OUTBOX_TARGETS_MAX {
+            slots.taken(&target(&name.to_string()), now + Duration::from_millis(1));
+            slots.ended(&target(&name.to_string()), PROMPTLY, now + Duration::from_millis(1));
+        }
+        let later = now + REMEMBERED * 2;
+        assert_eq!(slots.take("w", Duration::ZERO, now).targets.len(), OUTBOX_TARGETS_MAX);
+        let left = slots.take("w", Duration::ZERO, later).targets;
+        assert_eq!(left.len(), 1);
+        assert_eq!((&left[0].target, left[0].in_flight), (&target("busy"), 1));
+        assert_eq!(slots.free(), 63);
+    }
+}
