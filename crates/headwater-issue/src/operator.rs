@@ -225,6 +225,10 @@ pub trait Operator: Send + Sync {
         limit: usize,
     ) -> Result<Vec<EventLog>>;
 
+    /// The newest event log that the issue of this reply had when the reply was committed; none if there is no such reply,
+    /// or it was written by a version of this program that did not note it.
+    async fn newest_event_log_at_commit(&self, id: OutboxId) -> Result<Option<EventLogId>>;
+
     /// Ends a quarantine. [`NotFound`](crate::IssueError::NotFound) if there is no such issue.
     async fn release(&self, id: IssueId) -> Result<Released>;
 

@@ -7,6 +7,7 @@
 //! thinks, stalls or dies. All times are the server's. Refuses: nothing waits longer than the deadline of a call, neither
 //! here nor on the server.
 
+mod clock;
 mod listen;
 mod migrate;
 mod operator;
@@ -21,6 +22,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use headwater_stream::clock::SystemClock;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Connection, Executor};
 
@@ -32,6 +34,7 @@ use crate::claim::{
     Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
     SweepOptions, Swept,
 };
+use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
 use crate::deadline::within;
 use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
@@ -64,6 +67,7 @@ pub(crate) struct PostgresStore {
     identity: String,
     deadline: Duration,
     listener: Listener,
+    watch: ClockWatch,
 }
 
 /// Connects to the server and brings the tables up to date.
@@ -102,7 +106,10 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let deadline = options.call_deadline.max(MIGRATION_MAX);
     let identity = within(deadline, "connecting to Postgres", migrate::migrate(&pool)).await?;
     let listener = Listener::new(connect);
-    Ok(Arc::new(PostgresStore { pool, identity, deadline: options.call_deadline, listener }))
+    // Only the monotonic time is ours; the clock is the server's.
+    let watch = ClockWatch::new(Arc::new(SystemClock));
+    let deadline = options.call_deadline;
+    Ok(Arc::new(PostgresStore { pool, identity, deadline, listener, watch }))
 }
 
 impl PostgresStore {
@@ -215,6 +222,14 @@ impl Store for PostgresStore {
         if issues.is_empty() {
             return Ok(vec![]);
         }
+        self.watch.note_claim_ttl(options.ttl);
+        // A claim that looks expired because the clock was set forward must not be taken from its owner. Fencing would keep
+        // its answer from being given twice, but the work would be done twice.
+        if !self.watch.is_fresh()
+            && let Err(error) = self.follow_clock().await
+        {
+            tracing::warn!(%error, "the clock of the database was not read, claiming all the same");
+        }
         self.transition("claiming issues", || runs::claim(&self.pool, issues, options)).await
     }
 
@@ -262,7 +277,10 @@ impl Store for PostgresStore {
 
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
         options.check()?;
-        self.transition("sweeping", || sweep::sweep(&self.pool, options)).await
+        self.follow_clock().await?;
+        let keep = options.keep.saturating_add(self.watch.ahead());
+        let options = SweepOptions { keep, ..*options };
+        self.transition("sweeping", || sweep::sweep(&self.pool, &options)).await
     }
 
     async fn take_outbox(
@@ -274,7 +292,14 @@ impl Store for PostgresStore {
         check::name("worker", worker)?;
         check::count("limit", limit, OUTBOX_TAKE_MAX)?;
         check::ttl("ttl", ttl)?;
-        let call = outbox::take(&self.pool, worker, limit, ttl);
+        self.watch.note_outbox_ttl(ttl);
+        if !self.watch.is_fresh() {
+            self.follow_clock().await?;
+        }
+        // A row in hand must not come again because the clock was set forward just now. Half of its life is more than any
+        // call takes, and less than a delivery has left.
+        let latest = self.watch.latest(ttl / 2);
+        let call = outbox::take(&self.pool, worker, limit, ttl, latest);
         self.limited("taking from the outbox", call).await
     }
 
@@ -293,6 +318,8 @@ impl Store for PostgresStore {
     async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
         check::name("worker", worker)?;
         check::delay("ttl", ttl)?;
+        // Workers that live are not to be removed because the clock was set forward.
+        self.follow_clock().await?;
         let call = operator::beat_worker(&self.pool, worker, ttl);
         self.limited("showing that a worker is alive", call).await
     }

@@ -119,6 +119,7 @@ implement_operator! { for PostgresStore, reading from pool, with {
     }
 
     async fn facts_for_why(&self, id: IssueId) -> Result<Option<WhyFacts>> {
+        self.follow_clock().await?;
         self.limited("reading the facts about an issue", async {
             let row = sqlx::query(concat!(
                 "SELECT ",
@@ -192,6 +193,7 @@ implement_operator! { for PostgresStore, reading from pool, with {
     }
 
     async fn workers(&self) -> Result<Vec<WorkerInfo>> {
+        self.follow_clock().await?;
         self.limited("listing workers", async {
             let rows = sqlx::query(
                 "SELECT worker, headwater_ms(started_at), headwater_ms(seen_at),

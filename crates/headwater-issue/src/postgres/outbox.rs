@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
+use headwater_stream::clock::Timestamp;
 use sqlx::postgres::PgPool;
 use sqlx::{Error, Row};
 
@@ -16,13 +17,18 @@ pub(super) async fn take(
     worker: &str,
     limit: usize,
     ttl: Duration,
+    latest: Timestamp,
 ) -> Result<Vec<OutboxRow>, Error> {
-    let rows = sqlx::query("SELECT * FROM headwater_take_1($1, $2, $3)")
-        .bind(worker)
-        .bind(number(limit))
-        .bind(ms(ttl))
-        .fetch_all(pool)
-        .await?;
+    let rows = sqlx::query(
+        "SELECT * FROM headwater_take_1(
+             $1, CASE WHEN headwater_ms(headwater_now()) <= $4 THEN $2 ELSE 0 END, $3)",
+    )
+    .bind(worker)
+    .bind(number(limit))
+    .bind(ms(ttl))
+    .bind(i64::try_from(latest.as_millis()).unwrap_or(i64::MAX))
+    .fetch_all(pool)
+    .await?;
     rows.iter().map(|row| Ok(read_outbox!(row))).collect()
 }
 

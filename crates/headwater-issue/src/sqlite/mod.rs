@@ -6,6 +6,7 @@
 //! through one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait for each other up to
 //! the deadline of a call. Refuses: a file on a network share, where SQLite's locks do not hold, is the user's mistake.
 
+mod clock;
 mod dead_letters;
 mod migrate;
 mod operator;
@@ -33,6 +34,7 @@ use crate::claim::{
     Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
     SweepOptions, Swept,
 };
+use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
 use crate::deadline::within;
 use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement};
@@ -56,6 +58,7 @@ pub(crate) struct SqliteStore {
     /// See [`idempotency_key`](crate::delivery::idempotency_key).
     identity: String,
     clock: Arc<dyn Clock>,
+    watch: ClockWatch,
     deadline: Duration,
     wake: Arc<Notify>,
 }
@@ -100,15 +103,21 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
                 .connect_lazy_with(connect.clone().read_only(true).create_if_missing(false))
         };
         let identity = migrate::identity(&writer).await?;
-        Ok::<_, IssueError>((writer, readers, identity))
+        let stored = clock::stored(&writer).await;
+        let stored = stored.map_err(|error| database_error("reading the stored time", error))?;
+        Ok::<_, IssueError>((writer, readers, identity, stored))
     };
-    let (writer, readers, identity) =
+    let (writer, readers, identity, stored) =
         within(options.call_deadline, "opening the SQLite database", opening).await?;
+    let watch = ClockWatch::new(Arc::clone(&options.clock));
+    // What it finds is dealt with before the first write.
+    let _ = watch.compare(options.clock.now(), stored);
     Ok(Arc::new(SqliteStore {
         writer,
         readers,
         identity,
         clock: Arc::clone(&options.clock),
+        watch,
         deadline: options.call_deadline,
         wake: Arc::new(Notify::new()),
     }))
@@ -122,6 +131,7 @@ struct Writing {
 
 impl SqliteStore {
     async fn writing(&self) -> Result<Writing, sqlx::Error> {
+        self.follow_clock().await?;
         let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
         Ok(Writing { transaction, now: self.clock.now() })
     }
@@ -191,6 +201,7 @@ impl Store for SqliteStore {
         if issues.is_empty() {
             return Ok(vec![]);
         }
+        self.watch.note_claim_ttl(options.ttl);
         self.write("claiming issues", async |writing| runs::claim(writing, issues, options).await)
             .await
     }
@@ -247,6 +258,10 @@ impl Store for SqliteStore {
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
         options.check()?;
         self.limited("sweeping", async {
+            self.follow_clock().await?;
+            self.store_time().await?;
+            let keep = options.keep.saturating_add(self.watch.ahead());
+            let options = &SweepOptions { keep, ..*options };
             // Most sweeps find nothing, and those must not stand in the way of writers.
             let mut reader = self.readers.acquire().await?;
             if !sweep::is_needed(&mut reader, options, self.clock.now()).await? {
@@ -267,7 +282,9 @@ impl Store for SqliteStore {
         check::name("worker", worker)?;
         check::count("limit", limit, OUTBOX_TAKE_MAX)?;
         check::ttl("ttl", ttl)?;
+        self.watch.note_outbox_ttl(ttl);
         self.limited("taking from the outbox", async {
+            self.follow_clock().await?;
             let mut reader = self.readers.acquire().await?;
             if !outbox::is_due(&mut reader, self.clock.now()).await? {
                 return Ok(vec![]);

@@ -121,8 +121,9 @@ implement_operator! { for SqliteStore, reading from readers, with {
     }
 
     async fn facts_for_why(&self, id: IssueId) -> Result<Option<WhyFacts>> {
-        let now = self.clock.now();
         self.limited("reading the facts about an issue", async {
+            self.follow_clock().await?;
+            let now = self.clock.now();
             let row = sqlx::query(concat!(
                 "SELECT ",
                 issue_columns!(),
@@ -187,8 +188,9 @@ implement_operator! { for SqliteStore, reading from readers, with {
     }
 
     async fn workers(&self) -> Result<Vec<WorkerInfo>> {
-        let now = self.clock.now();
         self.limited("listing workers", async {
+            self.follow_clock().await?;
+            let now = self.clock.now();
             let rows = sqlx::query(
                 "SELECT worker, started_at, seen_at, expires_at, (SELECT count(*) FROM issues
                      WHERE processing_status = 'processing' AND claim_owner = worker)

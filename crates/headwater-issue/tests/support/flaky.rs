@@ -224,6 +224,7 @@ pass_on! {
         find_issue(integration: &str, project: &str, issue: &str) -> Option<Issue>;
         issues(filter: &IssueFilter, limit: usize) -> Vec<Issue>;
         event_logs(id: IssueId, filter: &EventLogFilter, limit: usize) -> Vec<EventLog>;
+        newest_event_log_at_commit(id: OutboxId) -> Option<EventLogId>;
         release(id: IssueId) -> Released;
         retry(id: IssueId) -> Retried;
         facts_for_why(id: IssueId) -> Option<WhyFacts>;
