@@ -77,11 +77,14 @@ impl ClockWatch {
     pub(crate) fn read(&self, at: Timestamp, before: Duration) -> Option<Noticed> {
         let now = Reading { at, before, after: self.clock.monotonic() };
         let mut watched = self.lock();
+        // A reply that was overtaken by that to a later question tells nothing new.
+        if watched.last.is_some_and(|last| now.before < last.before) {
+            return watched.pending();
+        }
         if let Some(last) = watched.last.replace(now) {
-            let least = now.before.saturating_sub(last.after);
-            let most = now.after.saturating_sub(last.before);
-            let back = last.at.after(least).since(at);
-            let forward = at.since(last.at.after(most));
+            let earliest = last.at.after(now.before).before(last.after);
+            let latest = last.at.after(now.after).before(last.before);
+            let (back, forward) = (earliest.since(at), at.since(latest));
             if back > STEP_MIN {
                 watched.step(&format!("set back by about {back:?}"));
                 watched.ahead = watched.ahead.saturating_sub(back);
@@ -220,6 +223,22 @@ mod tests {
         let before = clock.monotonic();
         clock.advance(Duration::from_secs(10));
         assert!(watch.read(clock.now(), before).is_none());
+    }
+
+    #[test]
+    fn replies_that_overtake_each_other_are_not_mistaken_for_a_step() {
+        let (clock, watch) = watch();
+        let (at, before) = (clock.now(), clock.monotonic());
+        clock.advance(Duration::from_secs(9));
+        assert!(watch.read(clock.now(), clock.monotonic()).is_none());
+        assert!(watch.read(at, before).is_none(), "asked first, known last");
+        // Two questions under way at once.
+        let before = clock.monotonic();
+        clock.advance(Duration::from_secs(9));
+        let (at, later) = (clock.now(), clock.monotonic());
+        clock.advance(Duration::from_secs(9));
+        assert!(watch.read(clock.now(), before).is_none());
+        assert!(watch.read(at, later).is_none());
     }
 
     #[test]

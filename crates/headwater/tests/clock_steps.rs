@@ -23,8 +23,8 @@ use crate::support::{Place, Server, eventually};
 
 const HOUR_SECONDS: i64 = 3600;
 
-/// Longer than a sweep and than two signs of life of a worker, at the intervals of this file and of the product.
-const A_WHILE: Duration = Duration::from_secs(12);
+/// Longer than it is from one sweep, or one heartbeat of a worker, to the next.
+const A_WHILE: Duration = Duration::from_secs(8);
 
 /// A GitHub that keeps comments, and lets those who post one wait at its gate.
 #[derive(Clone)]
