@@ -23,6 +23,8 @@ pub(crate) struct Tool {
 pub(crate) const C_COMPILER: Tool = Tool { binary: "cc", package: "build-essential" };
 pub(crate) const REDIS: Tool = Tool { binary: "redis-server", package: "redis-server" };
 pub(crate) const POSTGRES: Tool = Tool { binary: "initdb", package: "postgresql" };
+/// Sets the clock of a process under test; the library comes with the program.
+pub(crate) const FAKETIME: Tool = Tool { binary: "faketime", package: "faketime" };
 
 /// Fixed, because a later release may ask for a later Rust than ours.
 const NEXTEST_VERSION: &str = "0.9.143";
@@ -32,7 +34,7 @@ const POSTGRES_VERSIONS: &str = "/usr/lib/postgresql";
 
 /// Provides all that `cargo xtask test` needs.
 pub(crate) fn everything() -> Result<(), Failure> {
-    system(&[C_COMPILER, REDIS, POSTGRES])?;
+    system(&[C_COMPILER, REDIS, POSTGRES, FAKETIME])?;
     components()?;
     duckdb::provide();
     nextest()
@@ -144,11 +146,11 @@ mod tests {
 
     #[test]
     fn only_what_is_absent_is_asked_for() {
-        let tools = [C_COMPILER, REDIS, POSTGRES];
+        let tools = [C_COMPILER, REDIS, POSTGRES, FAKETIME];
 
         let absent = missing(&tools, |binary| binary == "redis-server");
-        assert_eq!(list(&absent, |tool| tool.package), "build-essential postgresql");
-        assert_eq!(list(&absent, |tool| tool.binary), "cc initdb");
+        assert_eq!(list(&absent, |tool| tool.package), "build-essential postgresql faketime");
+        assert_eq!(list(&absent, |tool| tool.binary), "cc initdb faketime");
 
         assert!(missing(&tools, |_| true).is_empty());
     }

@@ -45,6 +45,9 @@ pub struct ClaimedIssue {
     pub epoch: ClaimEpoch,
     /// When the claim runs out by the database's clock. Go by your own clock and the life you asked for.
     pub expires_at: Timestamp,
+    /// The newest event log that the issue had when its last run was completed. An event log of this claim up to it was
+    /// there already, but in no run: the order of ids tells that, not that of times. `None` if no run was.
+    pub completed_event_log_id: Option<EventLogId>,
     /// Its unprocessed event logs in id order, at most as many as asked for. Never empty, unless somebody changed the
     /// tables by hand.
     pub events: Vec<EventLog>,

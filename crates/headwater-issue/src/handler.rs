@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::claim::ClaimedIssue;
 use crate::delivery::{NewOutbox, OutboxKind};
 use crate::held::ClaimWatch;
-use crate::issue::{ClaimEpoch, EventLog, Issue};
+use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue};
 use crate::limits::{DELAY_MAX, PUT_OFF_MIN};
 
 /// Handles issues. Any `Fn(Run) -> impl Future<Output = Result<Resolution, HandlerError>>` is one.
@@ -55,6 +55,11 @@ impl Run {
     /// Its unprocessed event logs, oldest first. If there are more than the limit, the rest comes with the next run.
     pub fn events(&self) -> &[EventLog] {
         &self.claimed.events
+    }
+
+    /// The newest event log that the issue had when its last run was completed; `None` if no run was.
+    pub fn completed_event_log_id(&self) -> Option<EventLogId> {
+        self.claimed.completed_event_log_id
     }
 
     /// Which try this is, from 1; runs whose worker died count, too.

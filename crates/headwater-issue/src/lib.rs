@@ -30,6 +30,8 @@ mod transaction;
 mod store;
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod clock_watch;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod deadline;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod migrations;

@@ -229,6 +229,10 @@ pub trait Operator: Send + Sync {
     /// spaces, the order of keys and the notation of numbers. `None`: it does not, or there is no such event log.
     async fn original_payload(&self, id: EventLogId) -> Result<Option<String>>;
 
+    /// The newest event log that the issue of this reply had when the reply was committed; none if there is no such reply,
+    /// or it was written by a version of this program that did not note it.
+    async fn newest_event_log_at_commit(&self, id: OutboxId) -> Result<Option<EventLogId>>;
+
     /// Ends a quarantine. [`NotFound`](crate::IssueError::NotFound) if there is no such issue.
     async fn release(&self, id: IssueId) -> Result<Released>;
 

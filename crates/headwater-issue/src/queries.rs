@@ -141,6 +141,21 @@ macro_rules! implement_operator {
                 .await
             }
 
+            async fn newest_event_log_at_commit(
+                &self,
+                id: OutboxId,
+            ) -> Result<Option<$crate::issue::EventLogId>> {
+                self.call("reading a row of the outbox", async |connection| {
+                    let row = sqlx::query("SELECT newest_event_log_id FROM outbox WHERE id = $1")
+                        .bind(id.0)
+                        .fetch_optional(&mut *connection)
+                        .await?;
+                    let Some(row) = row else { return Ok(None) };
+                    Ok(row.try_get::<Option<i64>, _>(0)?.map($crate::issue::EventLogId))
+                })
+                .await
+            }
+
             async fn dead_letters(
                 &self,
                 after: Option<DeadLetterId>,

@@ -4,13 +4,18 @@
 //! skewed clocks then still agree.
 
 mod calendar;
+#[cfg(any(feature = "embedded", test))]
+mod steady;
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use tokio::sync::Notify;
+
+#[cfg(any(feature = "embedded", test))]
+pub(crate) use self::steady::SteadyClock;
 
 /// Milliseconds since 1970-01-01 UTC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -62,8 +67,12 @@ impl fmt::Display for Timestamp {
 /// Tells the time and waits for it.
 #[async_trait]
 pub trait Clock: fmt::Debug + Send + Sync {
-    /// The time now.
+    /// The wall-clock time now. It may step in both directions, so two readings tell neither order nor elapsed time.
     fn now(&self) -> Timestamp;
+
+    /// Elapsed time since an arbitrary start. It never steps and never goes back within a process; across processes it
+    /// means nothing.
+    fn monotonic(&self) -> Duration;
 
     /// Returns when `duration` has passed on this clock. Cancel-safe.
     async fn sleep(&self, duration: Duration);
@@ -80,6 +89,11 @@ impl Clock for SystemClock {
         Timestamp::default().after(since_1970)
     }
 
+    fn monotonic(&self) -> Duration {
+        static START: OnceLock<Instant> = OnceLock::new();
+        START.get_or_init(Instant::now).elapsed()
+    }
+
     async fn sleep(&self, duration: Duration) {
         tokio::time::sleep(duration).await;
     }
@@ -88,23 +102,47 @@ impl Clock for SystemClock {
 /// A clock that stands still until a test moves it. Clones share the time.
 #[derive(Clone, Debug)]
 pub struct TestClock {
-    now: Arc<Mutex<Timestamp>>,
+    time: Arc<Mutex<TestTime>>,
     moved: Arc<Notify>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct TestTime {
+    wall: Timestamp,
+    monotonic: Duration,
 }
 
 impl TestClock {
     /// A clock that shows `now`.
     pub fn at(now: Timestamp) -> Self {
-        Self { now: Arc::new(Mutex::new(now)), moved: Arc::new(Notify::new()) }
+        let time = TestTime { wall: now, monotonic: Duration::ZERO };
+        Self { time: Arc::new(Mutex::new(time)), moved: Arc::new(Notify::new()) }
     }
 
-    /// Moves time on and wakes those whose time has come.
+    /// Lets time pass and wakes those whose time has come.
     pub fn advance(&self, duration: Duration) {
         {
-            let mut now = self.now.lock().expect("no code panics while it holds the time");
-            *now = now.after(duration);
+            let mut time = self.time();
+            time.wall = time.wall.after(duration);
+            time.monotonic += duration;
         }
         self.moved.notify_waiters();
+    }
+
+    /// Sets the wall clock back. No time passes.
+    pub fn step_back(&self, by: Duration) {
+        let mut time = self.time();
+        time.wall = time.wall.before(by);
+    }
+
+    /// Sets the wall clock forward. No time passes.
+    pub fn step_forward(&self, by: Duration) {
+        let mut time = self.time();
+        time.wall = time.wall.after(by);
+    }
+
+    fn time(&self) -> MutexGuard<'_, TestTime> {
+        self.time.lock().expect("no code panics while it holds the time")
     }
 }
 
@@ -118,17 +156,21 @@ impl Default for TestClock {
 #[async_trait]
 impl Clock for TestClock {
     fn now(&self) -> Timestamp {
-        *self.now.lock().expect("no code panics while it holds the time")
+        self.time().wall
+    }
+
+    fn monotonic(&self) -> Duration {
+        self.time().monotonic
     }
 
     async fn sleep(&self, duration: Duration) {
-        let until = self.now().after(duration);
+        let until = self.monotonic().saturating_add(duration);
         loop {
             // Registered before the time is read, so that no move in between goes unseen.
             let moved = self.moved.notified();
             tokio::pin!(moved);
             moved.as_mut().enable();
-            if self.now() >= until {
+            if self.monotonic() >= until {
                 return;
             }
             moved.await;

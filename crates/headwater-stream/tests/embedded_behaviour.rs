@@ -110,8 +110,89 @@ async fn ids_keep_growing_when_the_clock_jumps_back_across_a_restart() {
     let early = TestClock::at(Timestamp::from_millis(1_000_000));
     let backend = open_at(&url(directory.path(), ""), &early).await;
     assert_eq!(append(&*backend, &[fields(3)]).await.unwrap(), [EntryId::new(2_000_000, 2)]);
-    early.advance(Duration::from_millis(1_000_001));
-    assert_eq!(append(&*backend, &[fields(4)]).await.unwrap(), [EntryId::new(2_000_001, 0)]);
+    // Time goes on from where it was, at 19 twentieths of its speed until the clock has caught up.
+    early.advance(Duration::from_secs(20));
+    assert_eq!(append(&*backend, &[fields(4)]).await.unwrap(), [EntryId::new(2_019_000, 0)]);
+}
+
+const HOUR: Duration = Duration::from_secs(3600);
+const TTL: Duration = Duration::from_secs(15);
+
+/// A lease, a delayed entry and a begun id, each for `TTL`.
+async fn begin_waits(backend: &dyn Backend) {
+    let (lease, holder) = (LeaseName::new("lease").unwrap(), HolderName::new("first").unwrap());
+    assert!(matches!(backend.acquire(&lease, &holder, TTL).await.unwrap(), Acquire::Won(_)));
+    let later = PutAside { to: stream("s"), due: Due::After(TTL), fields: fields(1) };
+    backend.put_aside(&DelayName::new("delays").unwrap(), &[later]).await.unwrap();
+    let scope = DedupScope::new("scope").unwrap();
+    assert_eq!(backend.dedup_begin(&scope, &["id"], TTL).await.unwrap(), [Begin::Fresh]);
+}
+
+/// How many of the three waits are over.
+async fn waits_over(backend: &dyn Backend) -> usize {
+    let lease = backend.leases(&[LeaseName::new("lease").unwrap()]).await.unwrap().remove(0);
+    let delays = DelayName::new("delays").unwrap();
+    let is_due = backend.wait_due(&delays, Duration::ZERO).await.unwrap();
+    // An id that is free is begun, and given up again.
+    let scope = DedupScope::new("scope").unwrap();
+    let begun = backend.dedup_begin(&scope, &["id"], TTL).await.unwrap().remove(0);
+    if begun == Begin::Fresh {
+        backend.dedup_abandon(&scope, &["id"]).await.unwrap();
+    }
+    [lease.is_none(), is_due, begun == Begin::Fresh].into_iter().filter(|over| *over).count()
+}
+
+fn step(clock: &TestClock, is_back: bool) {
+    if is_back { clock.step_back(HOUR) } else { clock.step_forward(HOUR) }
+}
+
+#[tokio::test]
+async fn leases_delays_and_deduplication_last_as_long_as_they_should_when_the_clock_is_set() {
+    for is_back in [true, false] {
+        let clock = TestClock::default();
+        let backend = open_at("embedded:memory", &clock).await;
+        begin_waits(&*backend).await;
+        clock.advance(TTL / 3);
+        step(&clock, is_back);
+        assert_eq!(waits_over(&*backend).await, 0, "nothing ends early; back: {is_back}");
+        clock.advance(TTL / 3);
+        assert_eq!(waits_over(&*backend).await, 0, "nothing ends early; back: {is_back}");
+        // A twentieth is the price of approaching the wall clock.
+        clock.advance(TTL / 3 + TTL / 10);
+        assert_eq!(waits_over(&*backend).await, 3, "nothing lasts longer; back: {is_back}");
+    }
+}
+
+#[tokio::test]
+async fn leases_delays_and_deduplication_end_in_time_when_the_clock_was_set_back_before_a_restart()
+{
+    // With and without a snapshot.
+    for parameters in ["", "compact_bytes=1"] {
+        let directory = tempfile::tempdir().unwrap();
+        let clock = TestClock::default();
+        let backend = open_at(&url(directory.path(), parameters), &clock).await;
+        append(&*backend, &[fields(0)]).await.unwrap();
+        // Long after the last entry: only the lease and the mark tell the time.
+        clock.advance(HOUR * 2);
+        begin_waits(&*backend).await;
+        backend.close().await.unwrap();
+        clock.step_back(HOUR);
+        let backend = open_at(&url(directory.path(), parameters), &clock).await;
+        assert_eq!(waits_over(&*backend).await, 0);
+        clock.advance(TTL + TTL / 10);
+        assert_eq!(waits_over(&*backend).await, 3, "{parameters}");
+    }
+}
+
+#[tokio::test]
+async fn retention_by_age_keeps_fresh_entries_when_the_clock_is_set_forward() {
+    let clock = TestClock::default();
+    let backend = open_at("embedded:memory", &clock).await;
+    append(&*backend, &[fields(0)]).await.unwrap();
+    clock.step_forward(HOUR);
+    let retention = Retention { max_age: Some(HOUR / 2), ..Retention::KEEP_ALL };
+    let kept = backend.append(&stream("s"), &[fields(1)], &retention).await.unwrap();
+    assert_eq!((kept.len(), length(&*backend, "s").await), (1, 2));
 }
 
 #[tokio::test]

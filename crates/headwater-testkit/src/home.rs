@@ -50,6 +50,11 @@ impl Home {
         Ok(Home { path: path.to_path_buf(), guard: None })
     }
 
+    /// The path of a file in it.
+    pub(crate) fn new_file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
     /// A new directory for one server.
     pub(crate) fn new_directory(&self, name: &str) -> Result<PathBuf> {
         let prefix = format!("{name}-");

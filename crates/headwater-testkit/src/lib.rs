@@ -30,6 +30,8 @@ mod proxy;
 
 mod child;
 
+mod wall_clock;
+
 pub mod bench;
 
 pub use child::Child;
@@ -44,3 +46,4 @@ pub use redis::{Persistence, Redis, RedisBuilder};
 pub use resp::{Connection, Reply};
 pub use sentinel::Sentinel;
 pub use wait::wait_until;
+pub use wall_clock::WallClock;

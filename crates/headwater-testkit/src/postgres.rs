@@ -20,6 +20,7 @@ use crate::process::{Launch, Output, Process, User, find_program};
 use crate::random::unique;
 use crate::shared;
 use crate::wait::{SERVER_LIMIT, poll};
+use crate::wall_clock::WallClock;
 
 /// Debian keeps the server programs out of PATH, in one folder per version.
 const DEBIAN_VERSIONS: &str = "/usr/lib/postgresql";
@@ -46,13 +47,18 @@ struct Own {
 impl Postgres {
     /// Starts a server of your own.
     pub fn start() -> Result<Postgres> {
-        Postgres::start_in(&Arc::new(Home::private()?))
+        Postgres::start_in(&Arc::new(Home::private()?), vec![])
+    }
+
+    /// Starts a server of your own whose time is that of `clock`.
+    pub fn start_at(clock: &WallClock) -> Result<Postgres> {
+        Postgres::start_in(&Arc::new(Home::private()?), clock.environment())
     }
 
     /// The server all tests of this run share; each takes its own [`database`](Postgres::database).
     pub fn shared() -> Result<Postgres> {
         let start = |home: &Arc<Home>| {
-            let postgres = Postgres::start_in(home)?;
+            let postgres = Postgres::start_in(home, vec![])?;
             postgres.own()?.process.detach();
             Ok(format!("{} {}", postgres.address, postgres.pid))
         };
@@ -119,7 +125,7 @@ impl Postgres {
         own.wait_until_ready()
     }
 
-    fn start_in(home: &Arc<Home>) -> Result<Postgres> {
+    fn start_in(home: &Arc<Home>, environment: Vec<(String, String)>) -> Result<Postgres> {
         let initdb = program("initdb")?;
         let user = if geteuid().is_root() { Some(unprivileged_user()?) } else { None };
         let directory = home.new_directory("postgres")?;
@@ -147,7 +153,7 @@ impl Postgres {
             let launch = Launch {
                 program: program("postgres")?,
                 arguments,
-                environment: vec![],
+                environment: environment.clone(),
                 user,
                 output: Output::Log,
             };

@@ -15,9 +15,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use headwater_issue::{
-    Deliver, DeliverError, EventLogFilter, EventLogId, OutboxKind, OutboxRow, Store,
-};
+use headwater_issue::{Deliver, DeliverError, EventLogId, OutboxKind, OutboxRow, Store};
 use reqwest::Client;
 use tracing::info;
 
@@ -101,15 +99,14 @@ impl Replies {
         }
     }
 
-    /// Whether events had come, when the reply was committed, that its run had not seen. Times are the database's, and the
-    /// answer is the same at every try.
+    /// Whether events had come, when the reply was committed, that its run had not seen. The answer follows ids, not
+    /// times, and is the same at every try.
     async fn is_stale(&self, row: &OutboxRow, reply: &Reply) -> Result<bool, DeliverError> {
         let Some(up_to) = reply.up_to else { return Ok(false) };
-        let filter = EventLogFilter { processed: None, after: Some(EventLogId(up_to)) };
-        let newer = self.store.event_logs(row.issue_id, &filter, 1).await;
+        let newest = self.store.newest_event_log_at_commit(row.id).await;
         // Not the fault of the reply: no attempt is counted.
-        let newer = newer.map_err(|error| DeliverError::Away(error.to_string()))?;
-        Ok(newer.first().is_some_and(|event| event.created_at <= row.created_at))
+        let newest = newest.map_err(|error| DeliverError::Away(error.to_string()))?;
+        Ok(newest.is_some_and(|EventLogId(newest)| newest > up_to))
     }
 }
 

@@ -18,10 +18,11 @@ use axum::response::IntoResponse;
 use headwater::desk::{Reply, ReplyTarget};
 use headwater::replies::{Destination, Inside, Replies, sign};
 use headwater_issue::{
-    Deliver, DeliverError, IssueId, KeyedOutbox, NewEvent, NewOutbox, Outbox, OutboxConfig,
-    OutboxId, OutboxKind, OutboxRow, Quiet, RetryPolicy, Store, StoreOptions, connect,
+    Claim, ClaimOptions, Completion, Deliver, DeliverError, Delivery, EventLogId, IssueId,
+    KeyedOutbox, NewEvent, NewOutbox, Outbox, OutboxConfig, OutboxId, OutboxKind, OutboxRow,
+    OutboxSettlement, Quiet, RetryPolicy, Store, StoreOptions, connect,
 };
-use headwater_stream::clock::{Clock, SystemClock, Timestamp};
+use headwater_stream::clock::{Clock, SystemClock, TestClock};
 use serde_json::{Value as Json, json};
 
 use crate::support::LIMIT;
@@ -328,29 +329,66 @@ async fn rows_that_make_no_sense_are_dead_with_a_reason() {
 #[tokio::test]
 async fn a_reply_that_was_stale_when_it_was_committed_is_not_sent() {
     let (server, url) = Server::start().await;
-    let store = store().await;
+    let clock = TestClock::default();
+    let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
+    let store = connect("sqlite::memory:", &options).await.unwrap();
     store.ensure_integration("it", "github").await.unwrap();
     let event = |key: &str| NewEvent {
         dedup_key: Some(key.into()),
         ..NewEvent::new("it", "7", "note", "{}")
     };
-    let first = store.record(&[event("1")], &Quiet::default()).await.remove(0).unwrap();
-    let second = store.record(&[event("2")], &Quiet::default()).await.remove(0).unwrap();
-    let destinations = HashMap::from([("it".to_owned(), github(url))]);
-    let replies = Replies::new(store, destinations, Arc::new(NoInside)).unwrap();
-    let reply = |up_to: Option<i64>, created_at: Timestamp| OutboxRow {
-        issue_id: first.issue_id,
-        payload: json!({"content": "Hello", "up_to": up_to}).to_string(),
-        created_at,
-        ..row("ada/engine", "7", "")
+    let record =
+        async |key: &str| store.record(&[event(key)], &Quiet::default()).await.remove(0).unwrap();
+    // Claims the issue, lets something happen, and completes the run with replies that have seen events up to these.
+    let run = async |meanwhile: &str, logs: &[EventLogId], up_to: &[Option<EventLogId>]| {
+        let options = ClaimOptions::new("worker");
+        let Claim::Won(claimed) = store.claim(&[IssueId(1)], &options).await.unwrap().remove(0)
+        else {
+            panic!("the issue is not to be had")
+        };
+        let meanwhile = record(meanwhile).await.event_log_id;
+        let reply = |up_to: &Option<EventLogId>| NewOutbox {
+            kind: OutboxKind::Reply,
+            target: ReplyTarget::Answer.as_str().to_owned(),
+            payload: json!({"content": "Hello", "up_to": up_to.map(|id| id.0)}).to_string(),
+        };
+        let completion = Completion {
+            issue_id: claimed.issue.id,
+            epoch: claimed.epoch,
+            event_log_ids: logs.to_vec(),
+            outbox: up_to.iter().map(reply).collect(),
+            ..Completion::default()
+        };
+        store.complete(&[completion]).await.unwrap();
+        meanwhile
     };
-    let now = SystemClock.now();
-    replies.deliver(&reply(Some(first.event_log_id.0), now)).await.unwrap();
-    assert_eq!(server.posts().len(), 0, "the second event had come before");
-    // Those that had seen it, that were committed before it, or that do not care, are sent.
-    replies.deliver(&reply(Some(second.event_log_id.0), now)).await.unwrap();
-    replies.deliver(&reply(Some(first.event_log_id.0), Timestamp::from_millis(0))).await.unwrap();
-    replies.deliver(&reply(None, now)).await.unwrap();
+    let destinations = HashMap::from([("it".to_owned(), github(url))]);
+    let replies = Replies::new(Arc::clone(&store), destinations, Arc::new(NoInside)).unwrap();
+    let deliver_all = async || {
+        while let Some(row) =
+            store.take_outbox("me", 1, Duration::from_secs(60)).await.unwrap().pop()
+        {
+            let (id, deliveries) = (row.id, row.deliveries);
+            let row = OutboxRow { external_project_id: "ada/engine".into(), ..row };
+            replies.deliver(&row).await.unwrap();
+            let delivery = Delivery::Delivered;
+            let settlement = OutboxSettlement { id, deliveries, delivery };
+            store.settle_outbox(&[settlement]).await.unwrap();
+        }
+    };
+    let first = record("1").await.event_log_id;
+    let second = EventLogId(first.0 + 1);
+    // Of three replies, one has not seen what came meanwhile, one has, and one does not care.
+    let came = run("2", &[first], &[Some(first), Some(second), None]).await;
+    assert_eq!(came, second);
+    deliver_all().await;
+    assert_eq!(server.posts().len(), 2, "the second event had come before the first reply");
+    // One that was committed before the newest event came is sent, also if the clock was set back in between.
+    let third = EventLogId(second.0 + 1);
+    run("3", &[second, third], &[Some(third)]).await;
+    clock.step_back(Duration::from_secs(3600));
+    record("4").await;
+    deliver_all().await;
     assert_eq!(server.posts().len(), 3);
 }
 

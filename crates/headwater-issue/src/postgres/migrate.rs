@@ -17,13 +17,14 @@ use crate::rows::database_error;
 const TRANSITIONS: &str = include_str!("migrations/0002_transitions.sql");
 
 /// Never change the text of one that somebody may have applied: such a database is refused. Add another one.
-const MIGRATIONS: [&str; 7] = [
+const MIGRATIONS: [&str; 8] = [
     include_str!("migrations/0001_issues.sql"),
     TRANSITIONS,
     include_str!("migrations/0003_outbox_kinds.sql"),
     TRANSITIONS,
     include_str!("migrations/0005_put_off.sql"),
     include_str!("migrations/0006_put_off_stays.sql"),
+    include_str!("migrations/0007_clock_steps.sql"),
     include_str!("migrations/0008_originals_and_targets.sql"),
 ];
 
@@ -112,6 +113,7 @@ mod tests {
             "792e6a65c37ea406952a8b9494136cc10f58ad126969e0b21201aad8d353f3ea",
             "ab7ffb123b072d45c8448f345d467a9c11638c48611b8dd7d91bc717cecad064",
             "8c689229116e81d2736c059ba57b95838dba8480183f79d8cddafd316e6363cb",
+            "494149696038836505bd1cebb906ff4fbc561763db7a8db0a3476ace7434d7bd",
             "e91733efddafc4d006dad88e9137b06e199df0313c75e38d650312f4def60af6",
         ];
         let ours = MIGRATIONS.map(migrations::checksum);

@@ -7,6 +7,7 @@
 //! thinks, stalls or dies. All times are the server's. Refuses: nothing waits longer than the deadline of a call, neither
 //! here nor on the server.
 
+mod clock;
 mod connections;
 mod listen;
 mod migrate;
@@ -22,6 +23,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use headwater_stream::clock::SystemClock;
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 
 pub use self::connections::Checkout;
@@ -34,6 +36,7 @@ use crate::claim::{
     Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
     SweepOptions, Swept,
 };
+use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
 use crate::deadline::within;
 use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
@@ -60,6 +63,7 @@ pub(crate) struct PostgresStore {
     identity: String,
     deadline: Duration,
     listener: Listener,
+    watch: ClockWatch,
 }
 
 /// Connects to the server and brings the tables up to date.
@@ -73,7 +77,10 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let identity =
         within(deadline, "connecting to Postgres", migrate::migrate(&connections)).await?;
     let listener = Listener::new(connect);
-    Ok(Arc::new(PostgresStore { connections, identity, deadline: options.call_deadline, listener }))
+    // Only the monotonic time is ours; the clock is the server's.
+    let watch = ClockWatch::new(Arc::new(SystemClock));
+    let deadline = options.call_deadline;
+    Ok(Arc::new(PostgresStore { connections, identity, deadline, listener, watch }))
 }
 
 impl PostgresStore {
@@ -185,6 +192,14 @@ impl Store for PostgresStore {
         if issues.is_empty() {
             return Ok(vec![]);
         }
+        self.watch.note_claim_ttl(options.ttl);
+        // A claim that looks expired because the clock was set forward must not be taken from its owner. Fencing would keep
+        // its answer from being given twice, but the work would be done twice.
+        if !self.watch.is_fresh()
+            && let Err(error) = self.follow_clock().await
+        {
+            tracing::warn!(%error, "the clock of the database was not read, claiming all the same");
+        }
         self.transition("claiming issues", || {
             self.connections.run(async |connection| runs::claim(connection, issues, options).await)
         })
@@ -249,16 +264,28 @@ impl Store for PostgresStore {
 
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
         options.check()?;
+        self.follow_clock().await?;
+        let keep = options.keep.saturating_add(self.watch.ahead());
+        let options = SweepOptions { keep, ..*options };
         self.transition("sweeping", || {
-            self.connections.run(async |connection| sweep::sweep(connection, options).await)
+            self.connections.run(async |connection| sweep::sweep(connection, &options).await)
         })
         .await
     }
 
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
         check::outbox_take(take)?;
-        self.call("taking from the outbox", async |connection| outbox::take(connection, take).await)
-            .await
+        self.watch.note_outbox_ttl(take.ttl);
+        if !self.watch.is_fresh() {
+            self.follow_clock().await?;
+        }
+        // A row in hand must not come again because the clock was set forward just now. Half of its life is more than any
+        // call takes, and less than a delivery has left.
+        let latest = self.watch.latest(take.ttl / 2);
+        self.call("taking from the outbox", async |connection| {
+            outbox::take(connection, take, latest).await
+        })
+        .await
     }
 
     async fn settle_outbox(&self, settlements: &[OutboxSettlement]) -> Result<Vec<OutboxSettled>> {
@@ -279,6 +306,8 @@ impl Store for PostgresStore {
     async fn beat_worker(&self, worker: &str, ttl: Duration) -> Result<()> {
         check::name("worker", worker)?;
         check::delay("ttl", ttl)?;
+        // Workers that live are not to be removed because the clock was set forward.
+        self.follow_clock().await?;
         self.call("showing that a worker is alive", async |connection| {
             operator::beat_worker(connection, worker, ttl).await
         })

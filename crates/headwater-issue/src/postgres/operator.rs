@@ -123,6 +123,7 @@ implement_operator! { for PostgresStore, with {
     }
 
     async fn facts_for_why(&self, id: IssueId) -> Result<Option<WhyFacts>> {
+        self.follow_clock().await?;
         self.call("reading the facts about an issue", async |connection| {
             let row = sqlx::query(concat!(
                 "SELECT ",
@@ -199,6 +200,7 @@ implement_operator! { for PostgresStore, with {
     }
 
     async fn workers(&self) -> Result<Vec<WorkerInfo>> {
+        self.follow_clock().await?;
         self.call("listing workers", async |connection| {
             let rows = sqlx::query(
                 "SELECT worker, headwater_ms(started_at), headwater_ms(seen_at),

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use headwater_stream::clock::Timestamp;
 use sqlx::postgres::PgConnection;
 use sqlx::{Error, Row};
 
@@ -13,10 +14,13 @@ use crate::rows::{ms, number, read_outbox};
 pub(super) async fn take(
     connection: &mut PgConnection,
     take: &OutboxTake,
+    latest: Timestamp,
 ) -> Result<Vec<OutboxRow>, Error> {
     let known = &take.targets;
     let rows = sqlx::query(
-        "SELECT * FROM headwater_take_2($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
+        "SELECT * FROM headwater_take_2(
+             $1, CASE WHEN headwater_ms(headwater_now()) <= $13 THEN $2 ELSE 0 END, $3, $4, $5, $6, $7, $8, $9, $10,
+             $11, $12)",
     )
     .bind(&take.worker)
     .bind(number(take.limit))
@@ -30,6 +34,7 @@ pub(super) async fn take(
     .bind(known.iter().map(|one| number(one.room)).collect::<Vec<_>>())
     .bind(known.iter().map(|one| one.is_failing).collect::<Vec<_>>())
     .bind(known.iter().map(|one| i64::try_from(one.served).unwrap_or(i64::MAX)).collect::<Vec<_>>())
+    .bind(i64::try_from(latest.as_millis()).unwrap_or(i64::MAX))
     .fetch_all(connection)
     .await?;
     rows.iter().map(|row| Ok(read_outbox!(row))).collect()

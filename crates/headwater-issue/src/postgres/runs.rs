@@ -22,20 +22,23 @@ pub(super) async fn claim(
     issues: &[IssueId],
     options: &ClaimOptions,
 ) -> Result<Vec<Claim>, Error> {
-    let rows = sqlx::query("SELECT * FROM headwater_claim_1($1, $2, $3, $4, $5, $6)")
-        .bind(
-            distinct(issues, |issue| (*issue, ClaimEpoch::default()))
-                .iter()
-                .map(|issue| issue.0)
-                .collect::<Vec<_>>(),
-        )
-        .bind(options.worker.as_str())
-        .bind(ms(options.ttl))
-        .bind(number(options.events_max))
-        .bind(number(claim_bytes_max(issues.len())))
-        .bind(i64::from(options.crashes_max))
-        .fetch_all(connection)
-        .await?;
+    let rows = sqlx::query(
+        "SELECT c.*, CASE WHEN c.o_won THEN headwater_completed_event_log_1(c.o_id) END
+         FROM headwater_claim_1($1, $2, $3, $4, $5, $6) AS c",
+    )
+    .bind(
+        distinct(issues, |issue| (*issue, ClaimEpoch::default()))
+            .iter()
+            .map(|issue| issue.0)
+            .collect::<Vec<_>>(),
+    )
+    .bind(options.worker.as_str())
+    .bind(ms(options.ttl))
+    .bind(number(options.events_max))
+    .bind(number(claim_bytes_max(issues.len())))
+    .bind(i64::from(options.crashes_max))
+    .fetch_all(connection)
+    .await?;
     let mut found = HashMap::new();
     for row in &rows {
         let issue: Issue = read_issue!(row);
@@ -69,6 +72,7 @@ fn read_claim(issue: Issue, row: &PgRow) -> Result<Claim, Error> {
     if row.try_get(23)? {
         return Ok(Claim::Won(Box::new(ClaimedIssue {
             epoch: issue.claim_epoch,
+            completed_event_log_id: row.try_get::<Option<i64>, _>(33)?.map(EventLogId),
             expires_at: issue.claim_expires_at.unwrap_or_default(),
             events: read_events(issue.id, row)?,
             issue,

@@ -6,6 +6,7 @@
 //! through one connection, in `BEGIN IMMEDIATE` transactions; other processes on the same file wait for each other up to
 //! the deadline of a call. Refuses: a file on a network share, where SQLite's locks do not hold, is the user's mistake.
 
+mod clock;
 mod dead_letters;
 mod file_identity;
 mod migrate;
@@ -37,6 +38,7 @@ use crate::claim::{
     Beat, Claim, ClaimOptions, Completed, Completion, Failed, Failure, GiveBack, GivenBack,
     SweepOptions, Swept,
 };
+use crate::clock_watch::ClockWatch;
 use crate::connect::StoreOptions;
 use crate::deadline::within;
 use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
@@ -61,6 +63,7 @@ pub(crate) struct SqliteStore {
     /// See [`idempotency_key`](crate::delivery::idempotency_key).
     identity: String,
     clock: Arc<dyn Clock>,
+    watch: ClockWatch,
     deadline: Duration,
     wake: Arc<Notify>,
 }
@@ -107,16 +110,22 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
         let identity = migrate::identity(&writer).await?;
         let file = FileIdentity::of((!in_memory).then(|| connect.get_filename()));
         let file = file.map_err(|error| database_error("opening the SQLite database", error))?;
-        Ok::<_, IssueError>((writer, readers, identity, file))
+        let stored = clock::stored(&writer).await;
+        let stored = stored.map_err(|error| database_error("reading the stored time", error))?;
+        Ok::<_, IssueError>((writer, readers, identity, file, stored))
     };
-    let (writer, readers, identity, file) =
+    let (writer, readers, identity, file, stored) =
         within(options.call_deadline, "opening the SQLite database", opening).await?;
+    let watch = ClockWatch::new(Arc::clone(&options.clock));
+    // What it finds is dealt with before the first write.
+    let _ = watch.compare(options.clock.now(), stored);
     Ok(Arc::new(SqliteStore {
         writer,
         readers,
         file,
         identity,
         clock: Arc::clone(&options.clock),
+        watch,
         deadline: options.call_deadline,
         wake: Arc::new(Notify::new()),
     }))
@@ -130,6 +139,7 @@ struct Writing {
 
 impl SqliteStore {
     async fn writing(&self) -> Result<Writing, sqlx::Error> {
+        self.follow_clock().await?;
         let transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
         Ok(Writing { transaction, now: self.clock.now() })
     }
@@ -210,6 +220,7 @@ impl Store for SqliteStore {
         if issues.is_empty() {
             return Ok(vec![]);
         }
+        self.watch.note_claim_ttl(options.ttl);
         self.write("claiming issues", async |writing| runs::claim(writing, issues, options).await)
             .await
     }
@@ -266,6 +277,10 @@ impl Store for SqliteStore {
     async fn sweep(&self, options: &SweepOptions) -> Result<Swept> {
         options.check()?;
         self.limited("sweeping", async {
+            self.follow_clock().await?;
+            self.store_time().await?;
+            let keep = options.keep.saturating_add(self.watch.ahead());
+            let options = &SweepOptions { keep, ..*options };
             // Most sweeps find nothing, and those must not stand in the way of writers.
             let mut reader = self.readers.acquire().await?;
             if !sweep::is_needed(&mut reader, options, self.clock.now()).await? {
@@ -279,7 +294,9 @@ impl Store for SqliteStore {
 
     async fn take_outbox_from(&self, take: &OutboxTake) -> Result<Vec<OutboxRow>> {
         check::outbox_take(take)?;
+        self.watch.note_outbox_ttl(take.ttl);
         self.limited("taking from the outbox", async {
+            self.follow_clock().await?;
             let mut reader = self.readers.acquire().await?;
             if !outbox::is_due(&mut reader, self.clock.now()).await? {
                 return Ok(vec![]);

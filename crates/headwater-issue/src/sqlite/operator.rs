@@ -121,6 +121,7 @@ implement_operator! { for SqliteStore, with {
     }
 
     async fn facts_for_why(&self, id: IssueId) -> Result<Option<WhyFacts>> {
+        self.limited("reading the clock", self.follow_clock()).await?;
         let now = self.clock.now();
         self.call("reading the facts about an issue", async |connection| {
             let row = sqlx::query(concat!(
@@ -187,6 +188,7 @@ implement_operator! { for SqliteStore, with {
     }
 
     async fn workers(&self) -> Result<Vec<WorkerInfo>> {
+        self.limited("reading the clock", self.follow_clock()).await?;
         let now = self.clock.now();
         self.call("listing workers", async |connection| {
             let rows = sqlx::query(

@@ -18,7 +18,7 @@ use crate::claim::{
 };
 use crate::delivery::idempotency_key;
 use crate::error::Result;
-use crate::issue::{ClaimEpoch, EventLog, Issue, IssueId, ProcessingStatus};
+use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue, IssueId, ProcessingStatus};
 use crate::limits::{FIELDS_BYTES_MAX, RUN_EVENTS_MAX, claim_bytes_max};
 use crate::rows::{count, number, read_event_log, read_issue};
 use crate::state::{Effect, IssueState, Transition};
@@ -56,8 +56,10 @@ pub(super) async fn claim(
         claim_bytes_max(issues.len()),
     )
     .await?;
-    for issue in load_issues(&mut writing.transaction, won.keys()).await? {
+    for (issue, completed_event_log_id) in load_issues(&mut writing.transaction, won.keys()).await?
+    {
         let claimed = ClaimedIssue {
+            completed_event_log_id,
             epoch: issue.claim_epoch,
             expires_at: issue.claim_expires_at.unwrap_or_default(),
             events: events.remove(&issue.id).unwrap_or_default(),
@@ -84,20 +86,24 @@ fn not_won(effect: &Effect, state: &IssueState, now: Timestamp) -> Claim {
     }
 }
 
+/// Each with the newest event log it had when its last run was completed.
 async fn load_issues(
     connection: &mut SqliteConnection,
     issues: impl Iterator<Item = &IssueId>,
-) -> Result<Vec<Issue>, Error> {
+) -> Result<Vec<(Issue, Option<EventLogId>)>, Error> {
     let rows = sqlx::query(concat!(
         "SELECT ",
         issue_columns!(),
-        " FROM issues i JOIN integrations g ON g.id = i.integration_id
+        ", i.completed_event_log_id FROM issues i JOIN integrations g ON g.id = i.integration_id
           WHERE i.id IN (SELECT value FROM json_each(?1))"
     ))
     .bind(table(issues.map(|issue| issue.0.into()).collect()))
     .fetch_all(connection)
     .await?;
-    rows.iter().map(|row| Ok(read_issue!(row))).collect()
+    let read = |row: &sqlx::sqlite::SqliteRow| {
+        Ok((read_issue!(row), row.try_get::<Option<i64>, _>(23)?.map(EventLogId)))
+    };
+    rows.iter().map(read).collect()
 }
 
 /// The oldest unprocessed event logs of each issue, as many as a run may have.

@@ -98,6 +98,9 @@ impl States {
                      iif(new.row ->> 3 > claim_epoch, ?2, processing_started_at),
                  last_processed_at =
                      iif(new.row ->> 4 > completed_epoch, ?2, last_processed_at),
+                 completed_event_log_id = iif(new.row ->> 4 > completed_epoch,
+                     (SELECT max(e.id) FROM event_logs AS e WHERE e.issue_id = issues.id),
+                     completed_event_log_id),
                  claim_epoch = new.row ->> 3, completed_epoch = new.row ->> 4,
                  claim_owner = new.row ->> 5, claim_expires_at = new.row ->> 6,
                  not_before = new.row ->> 7, first_pending_at = new.row ->> 8,

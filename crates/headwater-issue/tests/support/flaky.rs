@@ -221,6 +221,7 @@ pass_on! {
         issues(filter: &IssueFilter, limit: usize) -> Vec<Issue>;
         event_logs(id: IssueId, filter: &EventLogFilter, limit: usize) -> Vec<EventLog>;
         original_payload(id: EventLogId) -> Option<String>;
+        newest_event_log_at_commit(id: OutboxId) -> Option<EventLogId>;
         release(id: IssueId) -> Released;
         retry(id: IssueId) -> Retried;
         facts_for_why(id: IssueId) -> Option<WhyFacts>;

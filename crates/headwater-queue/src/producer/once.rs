@@ -20,8 +20,9 @@ use crate::message::NewMessage;
 use crate::partitioner::hash_partition;
 use crate::topic::{Growth, Partition};
 
-/// How far the clock of this machine may be from the backend's, when it is asked which growths are recent.
-const CLOCK_SKEW_MAX: Duration = Duration::from_secs(5 * 60);
+/// How far the clock of this machine may be from the backend's, when it is asked which growths are recent. A clock that is
+/// set may be off by hours; the price of a large value is a lookup more per send for a day after a growth.
+const CLOCK_SKEW_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Carries out sends of messages with ids, those of concurrent callers together.
 pub(super) type OnceSends = Coalescer<Once, Result<Appended>>;

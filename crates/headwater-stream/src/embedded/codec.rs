@@ -50,6 +50,7 @@ const RESTORE_ENTRIES: u8 = 25;
 const RESTORE_PENDING: u8 = 26;
 const RESTORE_LEASE: u8 = 27;
 const RESTORE_EPOCH: u8 = 28;
+const RESTORE_TIME: u8 = 29;
 
 /// Appends the bytes of an effect.
 pub(super) fn encode(effect: &Effect<'_>, to: &mut Vec<u8>) {
@@ -130,6 +131,9 @@ pub(super) fn encode(effect: &Effect<'_>, to: &mut Vec<u8>) {
         }
         Effect::RestoreCounters { next_delay } => {
             out.tag(RESTORE_COUNTERS).number(*next_delay);
+        }
+        Effect::RestoreTime { at } => {
+            out.tag(RESTORE_TIME).time(*at);
         }
         Effect::RestoreStream { stream, last_id } => {
             out.tag(RESTORE_STREAM).text(stream).id(*last_id);
@@ -261,6 +265,7 @@ fn effect<'a>(input: &mut Decoder<'a>) -> Decoded<Effect<'a>> {
         UNMARK => Effect::Unmark { scope: input.text()?, id: input.text()? },
         REMOVE => Effect::Remove { name: input.text()? },
         RESTORE_COUNTERS => Effect::RestoreCounters { next_delay: input.number()? },
+        RESTORE_TIME => Effect::RestoreTime { at: input.time()? },
         RESTORE_STREAM => Effect::RestoreStream { stream: input.text()?, last_id: input.id()? },
         RESTORE_ENTRIES => Effect::RestoreEntries {
             stream: input.text()?,

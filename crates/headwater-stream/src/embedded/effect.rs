@@ -71,6 +71,8 @@ pub(super) enum Effect<'a> {
 
     /// The number that the next delayed entry gets. In snapshots only, like all below.
     RestoreCounters { next_delay: u64 },
+    /// The latest time at which anything was decided.
+    RestoreTime { at: Timestamp },
     /// A stream exists and has given out ids up to this one.
     RestoreStream { stream: &'a str, last_id: EntryId },
     /// Entries of a stream, in id order.
@@ -88,4 +90,26 @@ pub(super) enum Effect<'a> {
     RestoreLease { lease: &'a str, holder: &'a str, epoch: u64, until: Timestamp },
     /// The last epoch of a lease, held or not, and until when it is remembered.
     RestoreEpoch { lease: &'a str, epoch: u64, until: Timestamp },
+}
+
+impl Effect<'_> {
+    /// When it was decided, as far as it tells; 1970 if it does not.
+    pub(super) fn decided_at(&self) -> Timestamp {
+        match self {
+            Self::Deliver { at, .. }
+            | Self::Claim { at, .. }
+            | Self::Release { at, .. }
+            | Self::KeepAlive { at, .. }
+            | Self::Hold { at, .. }
+            | Self::AddMembers { at, .. }
+            | Self::Mark { at, .. }
+            | Self::RestoreConsumer { at, .. }
+            | Self::RestoreTime { at } => *at,
+            // The first part of an id is a time, or a larger one that was given out before.
+            Self::Append { first: id, .. }
+            | Self::Return { entry: id, .. }
+            | Self::RestoreStream { last_id: id, .. } => Timestamp::from_millis(id.ms),
+            _ => Timestamp::default(),
+        }
+    }
 }

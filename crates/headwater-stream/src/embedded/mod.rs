@@ -10,6 +10,8 @@
 //!
 //! Promises: a call that returned survives what its `sync` mode says. What cannot be read is an error that names the
 //! file and the place; only an unfinished write at the very end is cut off. One process has the directory at a time.
+//! Time passes evenly for leases, delays and all that lapses, however the wall clock is set (see `clock::steady`), and goes
+//! on from the latest time in the log when the directory is opened.
 
 mod location;
 
@@ -51,7 +53,7 @@ use self::recovery::Recovered;
 use self::state::State;
 use self::writer::Compaction;
 use crate::backend::{Backend, Description};
-use crate::clock::Timestamp;
+use crate::clock::{SteadyClock, Timestamp};
 use crate::connect::Options;
 use crate::error::{Result, StreamError};
 
@@ -81,7 +83,8 @@ pub(crate) async fn open(location: &str, options: &Options) -> Result<Arc<dyn Ba
 
 fn open_memory(location: &Location, options: Options) -> Embedded {
     let state = State::default();
-    let shared = Shared::new(options.clock, location.max_bytes, options.call_deadline, state, None);
+    let clock = Arc::new(SteadyClock::new(options.clock, Timestamp::default()));
+    let shared = Shared::new(clock, location.max_bytes, options.call_deadline, state, None);
     Embedded {
         engine: Arc::new(Engine::new(Arc::new(shared), None)),
         address: "memory".to_owned(),
@@ -100,8 +103,10 @@ fn open_directory(
     let path_of_log = Arc::new(directory.log(number));
     let tail = Tail { file: Arc::new(file), path: path_of_log, number, offset, synced: offset };
     let log = Arc::new(Log::new(location.sync, tail));
+    // What was set by a clock that has been set back since would else wait until that clock is there again.
+    let clock = Arc::new(SteadyClock::new(options.clock, state.latest()));
     let shared = Arc::new(Shared::new(
-        options.clock,
+        clock,
         location.max_bytes,
         options.call_deadline,
         state,

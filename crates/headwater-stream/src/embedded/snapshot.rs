@@ -67,6 +67,7 @@ pub(super) fn remove_before(directory: &Directory, number: u64) -> io::Result<()
 
 fn write_state(state: &State, to: &mut SnapshotWriter<'_>) -> io::Result<()> {
     to.effect(&Effect::RestoreCounters { next_delay: state.next_delay })?;
+    to.effect(&Effect::RestoreTime { at: state.latest() })?;
     for (lease, epoch, until) in state.epochs.iter() {
         to.effect(&Effect::RestoreEpoch { lease, epoch, until })?;
     }

@@ -46,6 +46,7 @@ pub(super) struct State {
     pub(super) next_delay: u64,
     /// About how many bytes of memory all of it takes.
     bytes: u64,
+    latest: Timestamp,
 }
 
 /// What a name stands for.
@@ -93,8 +94,14 @@ impl State {
         self.bytes
     }
 
+    /// The latest time at which anything was decided: the clock was there once, wherever it is now.
+    pub(super) fn latest(&self) -> Timestamp {
+        self.latest
+    }
+
     /// Carries out one effect. A problem means that the effect does not belong to this state.
     pub(super) fn apply(&mut self, effect: &Effect<'_>) -> Result<(), Problem> {
+        self.latest = self.latest.max(effect.decided_at());
         match effect {
             Effect::Append { stream, first, entries } => {
                 self.create_stream(stream)?;
@@ -186,6 +193,8 @@ impl State {
             }
             Effect::Remove { name } => self.remove(name)?,
             Effect::RestoreCounters { next_delay } => self.next_delay = *next_delay,
+            // It has been noted above.
+            Effect::RestoreTime { .. } => {}
             Effect::RestoreStream { stream, last_id } => {
                 self.create_stream(stream)?;
                 self.with_stream(stream, |stream| {

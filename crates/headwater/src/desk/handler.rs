@@ -371,7 +371,7 @@ impl Outcome {
 #[async_trait]
 impl IssueHandler for Desk {
     async fn handle(&self, run: Run) -> Result<Resolution, HandlerError> {
-        let thread = Thread::of(run.issue(), run.events());
+        let thread = Thread::of(run.issue(), run.events(), run.completed_event_log_id());
         if !thread.wants_answer {
             return Ok(remembering(&thread, None));
         }

@@ -4,7 +4,7 @@
 //! Promises: whatever a payload looks like, it is read without an error; text stays what it was. A thread that grows too
 //! long forgets its oldest entries. The old part is the issue's `discussions`, so it is committed with each run.
 
-use headwater_issue::{EventLog, Issue};
+use headwater_issue::{EventLog, EventLogId, Issue};
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
@@ -63,8 +63,9 @@ struct Fields {
 }
 
 impl Thread {
-    /// Reads what is known of an issue and what its pending events add.
-    pub fn of(issue: &Issue, events: &[EventLog]) -> Self {
+    /// Reads what is known of an issue and what its pending events add. `completed` is the newest event log that the issue
+    /// had when its last run was completed.
+    pub fn of(issue: &Issue, events: &[EventLog], completed: Option<EventLogId>) -> Self {
         // Only our own completions write these; if somebody else did, the thread begins anew rather than fail for good.
         let past = serde_json::from_str(&issue.discussions).unwrap_or_default();
         let fields: Fields = serde_json::from_str(&issue.fields).unwrap_or_default();
@@ -74,10 +75,8 @@ impl Thread {
             user_id: fields.user_id,
             ..Self::default()
         };
-        // The same question that the deliverer of the answer asks.
-        let is_stale =
-            |committed| events.first().is_some_and(|event| event.created_at <= committed);
-        if issue.last_processed_at.is_some_and(is_stale) {
+        // The same question that the deliverer of the answer asks. By ids: the clock may have been set back since.
+        if events.first().is_some_and(|event| completed.is_some_and(|last| event.id <= last)) {
             thread.take_back_answer();
         }
         for event in events {

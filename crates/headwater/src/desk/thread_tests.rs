@@ -50,7 +50,7 @@ fn event(payload: Json) -> EventLog {
 
 fn thread(provider: &str, payloads: &[Json]) -> Thread {
     let events: Vec<EventLog> = payloads.iter().cloned().map(event).collect();
-    Thread::of(&issue(provider), &events)
+    Thread::of(&issue(provider), &events, None)
 }
 
 fn desk(event_type: &str, content: &str) -> Json {
@@ -118,9 +118,9 @@ fn a_person_who_took_over_answers_until_the_ticket_is_opened_again() {
     let mut issue = issue("desk");
     issue.fields = r#"{"handed_over":true}"#.into();
     let asked = event(desk("MESSAGE_RECEIVED", "Help!"));
-    assert!(!Thread::of(&issue, std::slice::from_ref(&asked)).wants_answer);
+    assert!(!Thread::of(&issue, std::slice::from_ref(&asked), None).wants_answer);
     let reopened = event(desk("TICKET_REOPENED", ""));
-    assert!(Thread::of(&issue, &[reopened, asked]).wants_answer);
+    assert!(Thread::of(&issue, &[reopened, asked], None).wants_answer);
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn payloads_of_any_shape_are_read() {
     }
     let mut odd = issue("desk");
     (odd.fields, odd.discussions) = ("[]".into(), "{}".into());
-    assert_eq!(Thread::of(&odd, &[]), Thread::default());
+    assert_eq!(Thread::of(&odd, &[], None), Thread::default());
 }
 
 #[test]
@@ -151,14 +151,14 @@ fn a_thread_comes_back_and_forgets_only_its_oldest_entries() {
         thread("desk", &[desk("MESSAGE_RECEIVED", "one"), desk("MESSAGE_RECEIVED", "two")]);
     let mut issue = issue("desk");
     issue.discussions = first.remembered(None);
-    assert_eq!(Thread::of(&issue, &[]).past, first.pending);
+    assert_eq!(Thread::of(&issue, &[], None).past, first.pending);
 
     let long = Entry { text: "x".repeat(CONTENT_BYTES_MAX), ..first.pending[0].clone() };
     first.past = vec![long; 20];
     let kept = first.remembered(Some(&first.pending[1].clone()));
     assert!(kept.len() <= THREAD_BYTES_MAX);
     issue.discussions = kept;
-    let kept = Thread::of(&issue, &[]).past;
+    let kept = Thread::of(&issue, &[], None).past;
     let newest = &first.pending[1];
     assert_eq!((&kept[kept.len() - 2], &kept[kept.len() - 1]), (newest, newest));
     assert!(kept.len() > 3);
@@ -169,17 +169,19 @@ fn entry(author: Author, text: &str, unless_stale: bool) -> Entry {
     Entry { author, name: None, text, at, unless_stale }
 }
 
-/// An issue whose last run was committed at this time, with this thread.
-fn answered(at: u64, past: &[Entry]) -> Issue {
+/// An issue with this thread.
+fn answered(past: &[Entry]) -> Issue {
     let mut issue = issue("desk");
-    issue.last_processed_at = Some(Timestamp::from_millis(at));
     issue.discussions = serde_json::to_string(past).unwrap();
     issue
 }
 
-fn said_at(at: u64, content: &str) -> EventLog {
-    let created_at = Timestamp::from_millis(at);
-    EventLog { created_at, ..event(desk("MESSAGE_RECEIVED", content)) }
+/// The newest event log when the last run was completed.
+const COMPLETED: Option<EventLogId> = Some(EventLogId(10));
+
+/// A message with this id. Its time is of no consequence: the clock may have been set.
+fn said(id: i64, content: &str) -> EventLog {
+    EventLog { id: EventLogId(id), ..event(desk("MESSAGE_RECEIVED", content)) }
 }
 
 fn texts(entries: &[Entry]) -> Vec<&str> {
@@ -196,34 +198,34 @@ fn an_answer_that_was_stale_when_it_was_committed_is_taken_back_with_what_it_ans
         entry(Author::Assistant, "to two and three", true),
     ];
     // It came before the commit, so the answer was never sent.
-    let thread = Thread::of(&answered(100, &past), &[said_at(100, "four")]);
+    let thread = Thread::of(&answered(&past), &[said(10, "four")], COMPLETED);
     assert_eq!(texts(&thread.past), ["one", "to one"]);
     assert_eq!(texts(&thread.pending), ["two", "three", "four"]);
     assert!(thread.wants_answer);
 
     // It came after: the answer was sent, and stays.
-    let thread = Thread::of(&answered(100, &past), &[said_at(101, "four")]);
+    let thread = Thread::of(&answered(&past), &[said(11, "four")], COMPLETED);
     assert_eq!((thread.past.len(), texts(&thread.pending)), (5, vec!["four"]));
 }
 
 #[test]
 fn an_answer_that_is_sent_in_any_case_is_not_taken_back() {
     let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", false)];
-    let thread = Thread::of(&answered(100, &past), &[said_at(50, "two")]);
+    let thread = Thread::of(&answered(&past), &[said(9, "two")], COMPLETED);
     assert_eq!((texts(&thread.past), texts(&thread.pending)), (vec!["one", "to one"], vec!["two"]));
 }
 
 #[test]
 fn what_was_stale_is_still_to_be_answered_when_its_news_say_nothing() {
     let past = [entry(Author::User, "one", false), entry(Author::Assistant, "to one", true)];
-    let labelled = EventLog { created_at: Timestamp::from_millis(50), ..event(json!({})) };
-    let thread = Thread::of(&answered(100, &past), std::slice::from_ref(&labelled));
+    let labelled = EventLog { id: EventLogId(9), ..event(json!({})) };
+    let thread = Thread::of(&answered(&past), std::slice::from_ref(&labelled), COMPLETED);
     assert!(thread.wants_answer && thread.past.is_empty());
     assert_eq!(texts(&thread.pending), ["one"]);
 
     // A person who answered meanwhile has answered it.
     let mut agent = desk("MESSAGE_RECEIVED", "I take care of it");
     agent["payload"]["author"] = "agent".into();
-    let agent = EventLog { created_at: Timestamp::from_millis(50), ..event(agent) };
-    assert!(!Thread::of(&answered(100, &past), &[agent]).wants_answer);
+    let agent = EventLog { id: EventLogId(9), ..event(agent) };
+    assert!(!Thread::of(&answered(&past), &[agent], COMPLETED).wants_answer);
 }

@@ -37,6 +37,7 @@ pub(in crate::embedded) fn examples() -> Vec<Effect<'static>> {
         Effect::Unmark { scope: "c", id: "i" },
         Effect::Remove { name: "n" },
         Effect::RestoreCounters { next_delay: 128 },
+        Effect::RestoreTime { at },
         Effect::RestoreStream { stream, last_id: id },
         Effect::RestoreEntries { stream, entries: vec![(id, fields.clone()), (id.next(), fields)] },
         Effect::RestorePending { stream, group, consumer, pending: vec![(id, at, 3)] },
@@ -57,7 +58,7 @@ pub(in crate::embedded) fn examples() -> Vec<Effect<'static>> {
             Effect::Unmark { .. } | Effect::Remove { .. } | Effect::RestoreCounters { .. } => {}
             Effect::RestoreStream { .. } | Effect::RestoreEntries { .. } => {}
             Effect::RestorePending { .. } | Effect::RestoreLease { .. } => {}
-            Effect::RestoreEpoch { .. } => {}
+            Effect::RestoreEpoch { .. } | Effect::RestoreTime { .. } => {}
         }
     }
     examples

@@ -1,0 +1,59 @@
+//! The clock of the server, and what is done when it was set.
+
+use sqlx::postgres::PgConnection;
+use sqlx::{Error, Row};
+
+use super::PostgresStore;
+use crate::clock_watch::ClockWatch;
+use crate::error::Result;
+use crate::rows::{count, ms, number, time};
+
+/// Rows of one kind that one call changes.
+const RESTARTED_AT_ONCE: usize = 1000;
+
+impl PostgresStore {
+    /// Reads the clock. If it was set since the last reading, all waits end and all leases start anew.
+    pub(super) async fn follow_clock(&self) -> Result<()> {
+        let what = "following the clock of the database";
+        self.transition(what, || {
+            self.connections.run(async |connection| follow_clock(&self.watch, connection).await)
+        })
+        .await
+    }
+}
+
+async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Result<(), Error> {
+    let asked = watch.monotonic();
+    let row = sqlx::query(
+        "SELECT headwater_ms(headwater_now()), headwater_ms(seen_at) FROM headwater_clock",
+    )
+    .fetch_one(&mut *connection)
+    .await?;
+    let (now, stored) = (time(row.try_get(0)?), time(row.try_get(1)?));
+    let noticed = watch.read(now, asked).or_else(|| watch.compare(now, stored));
+    let Some(noticed) = noticed else {
+        if watch.should_store() {
+            // Whoever finds it earlier than what is stored is yet to deal with that.
+            sqlx::query(
+                "UPDATE headwater_clock SET seen_at = headwater_now() WHERE seen_at < headwater_now()",
+            )
+            .execute(&mut *connection)
+            .await?;
+        }
+        return Ok(());
+    };
+    let (claim_ttl, outbox_ttl) = watch.ttls();
+    loop {
+        let row = sqlx::query("SELECT headwater_restart_deadlines_1($1, $2, $3)")
+            .bind(ms(claim_ttl))
+            .bind(ms(outbox_ttl))
+            .bind(number(RESTARTED_AT_ONCE))
+            .fetch_one(&mut *connection)
+            .await?;
+        if count::<usize>(row.try_get(0)?)? < RESTARTED_AT_ONCE {
+            break;
+        }
+    }
+    watch.handled(noticed);
+    Ok(())
+}

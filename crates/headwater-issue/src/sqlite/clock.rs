@@ -1,0 +1,87 @@
+//! The clock of the machine that holds the file, and what is done when it was set.
+
+use headwater_stream::clock::Timestamp;
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{Error, Row, SqlitePool};
+
+use super::SqliteStore;
+use super::statements::column;
+use crate::rows::{ms, time};
+
+impl SqliteStore {
+    /// Reads the clock. If it was set since the last reading, all waits end and all leases start anew, in a transaction of
+    /// their own.
+    pub(super) async fn follow_clock(&self) -> Result<(), Error> {
+        let Some(noticed) = self.watch.read(self.clock.now(), self.watch.monotonic()) else {
+            return Ok(());
+        };
+        let mut transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
+        let (claim_ttl, outbox_ttl) = self.watch.ttls();
+        let (claim_ttl, outbox_ttl) = (ms(claim_ttl), ms(outbox_ttl));
+        restart_deadlines(&mut transaction, self.clock.now(), claim_ttl, outbox_ttl).await?;
+        transaction.commit().await?;
+        self.watch.handled(noticed);
+        Ok(())
+    }
+
+    /// Stores the time now and then, for those who open the file later.
+    pub(super) async fn store_time(&self) -> Result<(), Error> {
+        if self.watch.should_store() {
+            sqlx::query("UPDATE headwater_clock SET seen_at = ?1")
+                .bind(column(self.clock.now()))
+                .execute(&self.writer)
+                .await?;
+        }
+        Ok(())
+    }
+}
+
+/// When somebody last stored the time.
+pub(super) async fn stored(writer: &SqlitePool) -> Result<Timestamp, Error> {
+    let row = sqlx::query("SELECT seen_at FROM headwater_clock").fetch_one(writer).await?;
+    Ok(time(row.try_get(0)?))
+}
+
+/// Ends all waits, and gives those who hold something their whole time again. A deadline that was set after the step, within
+/// its `ttl`, is left alone.
+async fn restart_deadlines(
+    connection: &mut SqliteConnection,
+    now: Timestamp,
+    claim_ttl_ms: i64,
+    outbox_ttl_ms: i64,
+) -> Result<(), Error> {
+    let now = column(now);
+    let statements = [
+        (
+            // Overdue at once: no nudge may be on its way.
+            "UPDATE issues SET not_before = iif(not_before > ?1, NULL, not_before),
+                 first_pending_at = iif(first_pending_at > ?1, ?1, first_pending_at),
+                 nudged_at = iif(processing_status = 'queued', NULL, min(nudged_at, ?1)),
+                 updated_at = ?1
+             WHERE processing_status != 'idle' AND ?2 >= 0
+                 AND (not_before > ?1 OR first_pending_at > ?1 OR nudged_at > ?1)",
+            0,
+        ),
+        (
+            "UPDATE issues SET claim_expires_at = ?1 + ?2, updated_at = ?1
+             WHERE processing_status = 'processing'
+                 AND (claim_expires_at <= ?1 OR claim_expires_at > ?1 + ?2)",
+            claim_ttl_ms,
+        ),
+        (
+            "UPDATE outbox SET due_at = ?1 + iif(status = 'taken', ?2, 0)
+             WHERE (status = 'taken' AND (due_at <= ?1 OR due_at > ?1 + ?2))
+                 OR (status IN ('waiting', 'pending') AND due_at > ?1)",
+            outbox_ttl_ms,
+        ),
+        (
+            "UPDATE workers SET expires_at = ?1 + expires_at - seen_at, seen_at = ?1 WHERE ?2 >= 0",
+            0,
+        ),
+        ("UPDATE headwater_clock SET seen_at = ?1 WHERE ?2 >= 0", 0),
+    ];
+    for (statement, ttl_ms) in statements {
+        sqlx::query(statement).bind(now).bind(ttl_ms).execute(&mut *connection).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,7 @@
+-- Order follows ids and not times, since the clock may be set back: which event logs an issue had when a run was committed.
+ALTER TABLE issues ADD COLUMN completed_event_log_id INTEGER;
+ALTER TABLE outbox ADD COLUMN newest_event_log_id INTEGER;
+
+-- What the clock showed when it was last looked at. Whoever opens the file and finds it earlier knows that it was set back.
+CREATE TABLE headwater_clock (seen_at INTEGER NOT NULL) STRICT;
+INSERT INTO headwater_clock VALUES (0);

@@ -1,0 +1,434 @@
+//! The wall clock is set back and forward by an hour while issues wait, run and are delivered: nothing is stranded, nothing
+//! is done twice, and nobody who lives counts as dead.
+#![cfg(all(feature = "sqlite", feature = "postgres"))]
+
+mod support;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use headwater_issue::{
+    AfterFailure, Beat, Claim, ClaimOptions, ClaimedIssue, Completion, Delivery, EventLogId,
+    Failure, IssueId, NewOutbox, OutboxKind, OutboxRow, OutboxSettled, OutboxSettlement, Quiet,
+    Reason, Store, StoreOptions, SweepOptions, connect, why,
+};
+use headwater_stream::clock::{Clock, TestClock};
+use headwater_testkit::{Postgres, WallClock};
+use support::{LONG, event_of};
+
+const HOUR: Duration = Duration::from_secs(3600);
+const TTL: Duration = Duration::from_secs(60);
+const WORKER_TTL: Duration = Duration::from_secs(15);
+const QUIET: Quiet =
+    Quiet { quiet: Duration::from_millis(800), max_wait: Duration::from_secs(5), events_max: 0 };
+const WORKER: &str = "worker";
+
+/// More than any wait of this file, each after one step: a claim of a dead worker, a backoff, a nudge.
+const BOUND: Duration = Duration::from_secs(4 * 60);
+
+fn claiming() -> ClaimOptions {
+    // Workers die often here.
+    ClaimOptions { ttl: TTL, crashes_max: 1_000_000, ..ClaimOptions::new(WORKER) }
+}
+
+fn sweeping() -> SweepOptions {
+    SweepOptions { crashes_max: 1_000_000, ..SweepOptions::default() }
+}
+
+/// A reply to each event of a run.
+fn completion(claimed: &ClaimedIssue) -> Completion {
+    let reply = |id: EventLogId| NewOutbox {
+        kind: OutboxKind::Reply,
+        target: String::new(),
+        payload: format!(r#"{{"event":{id}}}"#),
+    };
+    let event_log_ids: Vec<EventLogId> = claimed.events.iter().map(|event| event.id).collect();
+    Completion {
+        issue_id: claimed.issue.id,
+        epoch: claimed.epoch,
+        outbox: event_log_ids.iter().copied().map(reply).collect(),
+        event_log_ids,
+        ..Completion::default()
+    }
+}
+
+struct Chance(u64);
+
+impl Chance {
+    fn new() -> Self {
+        let seed = std::env::var("HEADWATER_SEED").ok().and_then(|seed| seed.parse().ok());
+        let seed = seed.unwrap_or_else(|| RandomState::new().hash_one("seed") >> 32);
+        println!("HEADWATER_SEED={seed}");
+        Self(seed)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        // SplitMix64.
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % end
+    }
+
+    fn index(&mut self, length: usize) -> usize {
+        usize::try_from(self.below(length as u64)).expect("it was a length")
+    }
+}
+
+/// A worker and a deliverer that live, with what they have in hand, and the store they share with others that died.
+struct World {
+    clock: TestClock,
+    store: Arc<dyn Store>,
+    chance: Chance,
+    issues: BTreeSet<IssueId>,
+    recorded: BTreeSet<EventLogId>,
+    runs: Vec<(ClaimedIssue, Duration)>,
+    rows: Vec<(OutboxRow, Duration)>,
+    /// How often each reply was begun to be delivered by somebody who did not die of it.
+    sent: BTreeMap<String, usize>,
+    /// Runs and deliveries may end badly.
+    may_fail: bool,
+}
+
+impl World {
+    async fn new(chance: Chance) -> Result<Self> {
+        let clock = TestClock::default();
+        let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
+        let store = connect("sqlite::memory:", &options).await?;
+        store.ensure_integration("main", "gitlab").await?;
+        store.beat_worker(WORKER, WORKER_TTL).await?;
+        let (issues, recorded, runs, rows, sent) = Default::default();
+        Ok(Self { clock, store, chance, issues, recorded, runs, rows, sent, may_fail: true })
+    }
+
+    /// The living renew what they hold in good time.
+    async fn pass(&mut self, time: Duration) -> Result<()> {
+        self.clock.advance(time);
+        let now = self.clock.monotonic();
+        self.store.beat_worker(WORKER, WORKER_TTL).await?;
+        for (claimed, renewed) in &mut self.runs {
+            if now - *renewed >= TTL / 4 {
+                let claim = (claimed.issue.id, claimed.epoch);
+                let beat = self.store.heartbeat(&[claim], TTL).await?.remove(0);
+                assert!(matches!(beat, Beat::Kept { .. }), "a worker that lives lost its claim");
+                *renewed = now;
+            }
+        }
+        // A delivery takes half of the life of its row at most.
+        while let Some(late) = self.rows.iter().position(|(_, taken)| now - *taken >= TTL / 2) {
+            self.settle(late).await?;
+        }
+        Ok(())
+    }
+
+    async fn record(&mut self) -> Result<()> {
+        let (issue, event) = (self.chance.below(6).to_string(), self.recorded.len().to_string());
+        let recorded = self.store.record(&[event_of(&issue, &event)], &QUIET).await.remove(0)?;
+        self.issues.insert(recorded.issue_id);
+        self.recorded.insert(recorded.event_log_id);
+        Ok(())
+    }
+
+    /// What the worker of a real process does when it is nudged.
+    async fn sweep_and_claim(&mut self) -> Result<()> {
+        let swept = self.store.sweep(&sweeping()).await?;
+        let nudged: Vec<IssueId> = swept.nudges.iter().map(|nudge| nudge.issue_id).collect();
+        self.claim(&nudged).await
+    }
+
+    async fn claim(&mut self, issues: &[IssueId]) -> Result<()> {
+        for claim in self.store.claim(issues, &claiming()).await? {
+            if let Claim::Won(claimed) = claim {
+                let is_held = self.runs.iter().any(|(held, _)| held.issue.id == claimed.issue.id);
+                assert!(!is_held, "an issue in hand was given to another");
+                self.runs.push((*claimed, self.clock.monotonic()));
+            }
+        }
+        Ok(())
+    }
+
+    async fn take(&mut self) -> Result<()> {
+        for row in self.store.take_outbox(WORKER, 10, TTL).await? {
+            let is_held = self.rows.iter().any(|(held, _)| held.id == row.id);
+            assert!(!is_held, "a reply on its way was given to another deliverer");
+            self.rows.push((row, self.clock.monotonic()));
+        }
+        Ok(())
+    }
+
+    async fn settle(&mut self, index: usize) -> Result<()> {
+        let (row, _) = self.rows.swap_remove(index);
+        let fails = self.may_fail && self.chance.below(4) == 0;
+        let delivery = if fails {
+            Delivery::Away { after: Duration::from_secs(30), error: "busy".into() }
+        } else {
+            *self.sent.entry(row.payload.clone()).or_default() += 1;
+            Delivery::Delivered
+        };
+        let settlement = OutboxSettlement { id: row.id, deliveries: row.deliveries, delivery };
+        let settled = self.store.settle_outbox(&[settlement]).await?;
+        assert_eq!(settled, [OutboxSettled::Done], "a deliverer that lives lost its row");
+        Ok(())
+    }
+
+    async fn end_run(&mut self, index: usize) -> Result<()> {
+        let (claimed, _) = self.runs.swap_remove(index);
+        let (issue_id, epoch) = (claimed.issue.id, claimed.epoch);
+        match self.chance.below(8) {
+            // The worker dies with it, but for its other runs.
+            0 => {}
+            1 => {
+                let then = AfterFailure::PutOff { after: Duration::from_secs(20) };
+                let failure = Failure { issue_id, epoch, error: "busy".into(), then };
+                self.store.fail(&[failure], 1_000_000).await?;
+            }
+            _ => {
+                let completed = self.store.complete(&[completion(&claimed)]).await?;
+                assert!(
+                    matches!(completed[0], headwater_issue::Completed::Committed { .. }),
+                    "the answer of a worker that lives was fenced"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets the clock, and looks at once: nothing may be reported falsely.
+    async fn step(&mut self) -> Result<()> {
+        let by = [HOUR, HOUR * 24 * 30, Duration::from_secs(30)][self.chance.index(3)];
+        if self.chance.below(2) == 0 {
+            self.clock.step_back(by);
+        } else {
+            self.clock.step_forward(by);
+        }
+        let workers = self.store.workers().await?;
+        assert!(workers.iter().any(|worker| worker.worker == WORKER), "a worker counts as dead");
+        for issue in &self.issues {
+            let why = why(self.store.as_ref(), *issue).await?;
+            assert!(!matches!(why.reason, Reason::NoWorker), "{why}");
+        }
+        Ok(())
+    }
+
+    async fn act(&mut self) -> Result<()> {
+        match self.chance.below(20) {
+            0..4 => self.record().await?,
+            4..8 => {
+                let time = Duration::from_millis(self.chance.below(3000));
+                self.pass(time).await?;
+            }
+            8 => self.step().await?,
+            9..12 => self.sweep_and_claim().await?,
+            12 => {
+                let all: Vec<IssueId> = self.issues.iter().copied().collect();
+                self.claim(&all).await?;
+            }
+            13..15 if !self.runs.is_empty() => {
+                let index = self.chance.index(self.runs.len());
+                self.end_run(index).await?;
+            }
+            15..17 => self.take().await?,
+            17 | 18 if !self.rows.is_empty() => {
+                let index = self.chance.index(self.rows.len());
+                self.settle(index).await?;
+            }
+            // The deliverer dies before it has sent it, but for its other rows.
+            19 if !self.rows.is_empty() => {
+                let index = self.chance.index(self.rows.len());
+                self.rows.swap_remove(index);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Everything ends within a time that no step makes longer.
+    async fn finish(&mut self) -> Result<()> {
+        self.may_fail = false;
+        let began = self.clock.monotonic();
+        loop {
+            self.sweep_and_claim().await?;
+            while !self.runs.is_empty() {
+                let (claimed, _) = self.runs.swap_remove(0);
+                self.store.complete(&[completion(&claimed)]).await?;
+            }
+            self.take().await?;
+            while !self.rows.is_empty() {
+                self.settle(0).await?;
+            }
+            let (audit, backlog) = (self.store.audit(10).await?, self.store.backlog().await?);
+            if audit.pending == 0 && backlog.outbox_pending == 0 {
+                return Ok(());
+            }
+            let waited = self.clock.monotonic() - began;
+            assert!(waited < BOUND, "stranded: {audit:?} {backlog:?}");
+            self.pass(Duration::from_millis(500)).await?;
+        }
+    }
+}
+
+#[tokio::test]
+async fn with_a_clock_that_is_set_at_random_nothing_is_stranded_lost_doubled_or_falsely_dead()
+-> Result<()> {
+    let mut chance = Chance::new();
+    for _ in 0..40 {
+        let mut world = World::new(Chance(chance.below(u64::MAX))).await?;
+        for _ in 0..300 {
+            world.act().await?;
+        }
+        world.step().await?;
+        world.finish().await?;
+        let expected: BTreeMap<String, usize> =
+            world.recorded.iter().map(|id| (format!(r#"{{"event":{id}}}"#), 1)).collect();
+        assert_eq!(world.sent, expected, "each event is answered once");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_waits_in_a_file_is_due_in_time_when_the_clock_was_set_back_before_a_restart()
+-> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let url = format!("sqlite:{}", directory.path().join("issues.db").display());
+    let clock = TestClock::default();
+    let options = StoreOptions { clock: Arc::new(clock.clone()), ..StoreOptions::default() };
+    let store = connect(&url, &options).await?;
+    store.ensure_integration("main", "gitlab").await?;
+    let issue = store.record(&[event_of("1", "a")], &QUIET).await.remove(0)?.issue_id;
+    store.sweep(&sweeping()).await?;
+    store.close().await;
+
+    clock.step_back(HOUR);
+    let store = connect(&url, &options).await?;
+    clock.advance(QUIET.quiet);
+    let claim = store.claim(&[issue], &claiming()).await?.remove(0);
+    assert!(matches!(claim, Claim::Won(_)), "{claim:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn fresh_rows_are_not_removed_when_the_clock_is_set_forward_by_more_than_they_are_kept()
+-> Result<()> {
+    let mut world = World::new(Chance(1)).await?;
+    world.record().await?;
+    world.clock.advance(QUIET.quiet);
+    world.finish().await?;
+    let options = sweeping();
+    world.clock.step_forward(options.keep * 2);
+    assert_eq!(world.store.sweep(&options).await?.pruned, 0);
+    world.clock.advance(options.keep);
+    assert_eq!(world.store.sweep(&options).await?.pruned, 1);
+    Ok(())
+}
+
+/// A store on a server whose clock the test sets, as one process sees it.
+async fn open(url: &str) -> Result<Arc<dyn Store>> {
+    let options = StoreOptions { call_deadline: LONG, ..StoreOptions::default() };
+    let store = connect(url, &options).await?;
+    store.ensure_integration("main", "gitlab").await?;
+    store.beat_worker(WORKER, LONG * 10).await?;
+    Ok(store)
+}
+
+/// Time passes by itself here, and a busy machine may be slow.
+const SLOW_TTL: Duration = Duration::from_secs(600);
+
+fn slowly() -> ClaimOptions {
+    ClaimOptions { ttl: SLOW_TTL, ..claiming() }
+}
+
+fn offset(is_back: bool) -> i64 {
+    if is_back { -3600 } else { 3600 }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_postgres_waits_end_and_holders_keep_what_they_have_when_its_clock_is_set() -> Result<()>
+{
+    for is_back in [true, false] {
+        let clock = WallClock::start()?;
+        let server = Postgres::start_at(&clock)?;
+        let database = server.database()?;
+        let (store, other) = (open(&database.url()).await?, open(&database.url()).await?);
+        let record = async |issue: &str, quiet: &Quiet| {
+            store.record(&[event_of(issue, "a")], quiet).await.remove(0)
+        };
+        // One waits, one is in a run; of three replies one is on its way, one waits for it, and one has failed.
+        let long = Quiet { quiet: LONG * 30, max_wait: LONG * 30, ..QUIET };
+        let waits = record("1", &long).await?.issue_id;
+        let held = record("2", &Quiet::default()).await?.issue_id;
+        let answered = [
+            record("3", &Quiet::default()).await?.issue_id,
+            record("4", &Quiet::default()).await?.issue_id,
+        ];
+        let mut completions = Vec::new();
+        for claim in store.claim(&answered, &slowly()).await? {
+            let Claim::Won(claimed) = claim else { panic!("{claim:?}") };
+            completions.push(completion(&claimed));
+        }
+        let behind = completions[0].outbox[0].clone();
+        completions[0].outbox.push(NewOutbox { payload: r#"{"event":0}"#.into(), ..behind });
+        store.complete(&completions).await?;
+        let claim = store.claim(&[held], &slowly()).await?.remove(0);
+        let Claim::Won(claimed) = claim else { panic!("{claim:?}") };
+        let mut rows = store.take_outbox(WORKER, 10, SLOW_TTL).await?;
+        assert_eq!(rows.len(), 2);
+        let failed = rows.pop().context("two rows")?;
+        let delivery = Delivery::Away { after: LONG * 30, error: "busy".into() };
+        let (id, deliveries) = (failed.id, failed.deliveries);
+        store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
+        // Both processes have read the clock.
+        for store in [&store, &other] {
+            assert_eq!(store.sweep(&sweeping()).await?.requeued, 0);
+        }
+
+        clock.set(offset(is_back))?;
+        // Whoever asks first, and whatever: nobody who lives is dead, and nobody loses what he holds.
+        for store in [&other, &store] {
+            assert_eq!(store.workers().await?.len(), 1, "back: {is_back}");
+            let why = why(store.as_ref(), waits).await?;
+            assert!(!matches!(why.reason, Reason::NoWorker), "{why}");
+            let again = store.take_outbox("other", 10, SLOW_TTL).await?;
+            assert!(again.iter().all(|row| row.id != rows[0].id), "it is on its way: {again:?}");
+            let swept = store.sweep(&sweeping()).await?;
+            assert_eq!(swept.requeued, 0, "the claim is held; back: {is_back}");
+        }
+        let beat = store.heartbeat(&[(held, claimed.epoch)], SLOW_TTL).await?;
+        assert!(matches!(beat[0], Beat::Kept { .. }), "{beat:?}");
+        if is_back {
+            // What waited until a time that is now an hour ahead is due, at most one of its own waits later.
+            let claim = store.claim(&[waits], &slowly()).await?.remove(0);
+            assert!(matches!(claim, Claim::Won(_)), "{claim:?}");
+        }
+        let (id, deliveries) = (rows[0].id, rows[0].deliveries);
+        let delivery = Delivery::Delivered;
+        let settled = store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
+        assert_eq!(settled, [OutboxSettled::Done]);
+        // The one behind it can go now, though it was written before the step.
+        let next = other.take_outbox("other", 10, SLOW_TTL).await?;
+        assert!(next.iter().any(|row| row.issue_id == answered[0]), "{next:?}; back: {is_back}");
+    }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_postgres_a_process_that_starts_after_the_clock_was_set_back_ends_the_waits()
+-> Result<()> {
+    let clock = WallClock::start()?;
+    let server = Postgres::start_at(&clock)?;
+    let database = server.database()?;
+    let store = open(&database.url()).await?;
+    let issue = store.record(&[event_of("1", "a")], &QUIET).await.remove(0)?.issue_id;
+    store.sweep(&sweeping()).await?;
+    store.close().await;
+    clock.set(-3600)?;
+    let store = open(&database.url()).await?;
+    let swept = store.sweep(&sweeping()).await?;
+    assert_eq!(swept.nudges.len(), 1, "{swept:?}");
+    let claim = store.claim(&[issue], &slowly()).await?.remove(0);
+    assert!(matches!(claim, Claim::Won(_)), "{claim:?}");
+    Ok(())
+}

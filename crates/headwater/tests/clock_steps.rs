@@ -1,0 +1,197 @@
+//! The real binary while the wall clock of its machine is set back and forward by an hour, again and again: within a
+//! debounce window, within a run, within a delivery, and between two events of an issue.
+
+mod support;
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::routing::post;
+use axum::{Json, Router};
+use headwater_testkit::{Postgres, WallClock};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+use crate::support::desk::all_idle;
+use crate::support::model::FakeModel;
+use crate::support::sender::{SECRET, github, github_comment, github_issues, send};
+use crate::support::{Place, Server, eventually};
+
+const HOUR_SECONDS: i64 = 3600;
+
+/// Longer than it is from one sweep, or one heartbeat of a worker, to the next.
+const A_WHILE: Duration = Duration::from_secs(8);
+
+/// A GitHub that keeps comments, and lets those who post one wait at its gate.
+#[derive(Clone)]
+struct GatedGithub {
+    posts: Arc<Mutex<Vec<String>>>,
+    gate: Arc<Semaphore>,
+}
+
+impl GatedGithub {
+    async fn start() -> Result<(Self, String)> {
+        let hub = Self { posts: Arc::default(), gate: Arc::new(Semaphore::new(0)) };
+        let routes = post(comment).get(|| async { Json(json!([])) });
+        let router = Router::new()
+            .route("/repos/{owner}/{repository}/issues/{number}/comments", routes)
+            .with_state(hub.clone());
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        // Ends with the runtime of the test.
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        Ok((hub, format!("http://{address}")))
+    }
+
+    /// Every attempt counts, answered or not: it lists no comments, so nothing hides a second one.
+    fn posts(&self) -> usize {
+        self.posts.lock().expect("no panic").len()
+    }
+}
+
+async fn comment(State(hub): State<GatedGithub>, Json(body): Json<Value>) -> StatusCode {
+    hub.posts.lock().expect("no panic").push(body["body"].to_string());
+    let passed = hub.gate.acquire().await;
+    passed.expect("it is never closed").forget();
+    StatusCode::CREATED
+}
+
+/// A server under a clock, with its model and its GitHub.
+struct Scene {
+    clock: WallClock,
+    offset: i64,
+    step: i64,
+    server: Server,
+    model: FakeModel,
+    hub: GatedGithub,
+    _place: Place,
+    _postgres: Option<Postgres>,
+}
+
+impl Scene {
+    async fn start(step: i64, on_postgres: bool) -> Result<Self> {
+        let clock = WallClock::start()?;
+        let (hub, hub_url) = GatedGithub::start().await?;
+        let (model, model_url) = FakeModel::start((5, 5)).await?;
+        let settings = format!(
+            "[[integration]]\nid = \"shop\"\nprovider = \"github\"\nsecret = \"{SECRET}\"\n\
+             reply_token_env = \"SHOP_TOKEN\"\nbase_url = \"{hub_url}\"\n"
+        );
+        let mut place = Place::new()?.settings(&settings)?.variable("SHOP_TOKEN", "a token");
+        for (name, value) in clock.environment() {
+            place = place.variable(&name, &value);
+        }
+        let postgres = if on_postgres { Some(Postgres::start_at(&clock)?) } else { None };
+        let database = match &postgres {
+            // Not dropped before the server: it goes with it.
+            Some(postgres) => {
+                let database = postgres.database()?;
+                let url = database.url();
+                std::mem::forget(database);
+                url
+            }
+            None => format!("sqlite:{}", place.file("headwater.db")),
+        };
+        let arguments = [
+            ["--database-url", &database],
+            ["--issue-quiet", "4s"],
+            ["--issue-max-wait", "8s"],
+            ["--model-url", &model_url],
+            ["--model-name", "m"],
+        ];
+        let server = place.serve(&arguments.concat())?;
+        let (offset, _place, _postgres) = (0, place, postgres);
+        Ok(Self { clock, offset, step, server, model, hub, _place, _postgres })
+    }
+
+    /// Sets the clock by another step, and sees that everything is well, at once and for a while.
+    async fn step(&mut self, is_well: impl Fn(&Self) -> Result<()>) -> Result<()> {
+        self.offset += self.step;
+        self.clock.set(self.offset)?;
+        let until = Instant::now() + A_WHILE;
+        while Instant::now() < until {
+            let (status, body) = self.server.get("/health/ready").await?;
+            ensure!(status == 200, "not ready: {body:#}\n{}", self.server.log());
+            let (status, body) = self.server.get("/api/v1/issues/1/why").await?;
+            ensure!(status == 200, "{body}");
+            ensure!(!body.to_string().contains("no worker is alive"), "{body}");
+            ensure!(!body.to_string().contains("does not show itself"), "{body}");
+            is_well(self).with_context(|| self.server.log())?;
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        Ok(())
+    }
+
+    fn questions(&self) -> usize {
+        self.model.asked("").len()
+    }
+}
+
+async fn everything_happens_once(step: i64, on_postgres: bool) -> Result<()> {
+    let mut scene = Scene::start(step, on_postgres).await?;
+
+    // Within the debounce window: the event is not stranded. The window may end early, but there is one run.
+    let body = github_issues("opened", 42, "Where is it?").to_string();
+    let (status, answer) = send(github(&scene.server, "issues", "d-1", body.as_bytes())).await?;
+    ensure!(status < 300, "{status} {answer}");
+    scene.step(|scene| Ok(ensure!(scene.questions() <= 1, "two runs"))).await?;
+    let asked = scene.model.clone();
+    eventually("a question to the model", || !asked.asked("Where is it?").is_empty()).await?;
+
+    // Within the run: the worker keeps its claim, and the model is not asked again.
+    scene.step(|scene| Ok(ensure!(scene.questions() == 1, "the run was repeated"))).await?;
+    scene.model.open_door();
+    let hub = scene.hub.clone();
+    eventually("the comment to be posted", || hub.posts() == 1).await?;
+
+    // Within the delivery: the reply is not sent a second time.
+    scene.step(|scene| Ok(ensure!(scene.hub.posts() == 1, "the reply was sent twice"))).await?;
+    scene.hub.gate.add_permits(1_000);
+    all_idle(&scene.server).await?;
+
+    // Between two events: the answer that was given stays given.
+    scene.step(|scene| Ok(ensure!(scene.questions() == 1, "a run for nothing"))).await?;
+    let body = github_comment(42, "ann", "And now?").to_string();
+    let comment = github(&scene.server, "issue_comment", "d-2", body.as_bytes());
+    let (status, answer) = send(comment).await?;
+    ensure!(status < 300, "{status} {answer}");
+    let hub = scene.hub.clone();
+    eventually("the second comment", || hub.posts() == 2).await?;
+    all_idle(&scene.server).await?;
+    let questions = scene.model.asked("");
+    ensure!(questions.len() == 2, "{} questions", questions.len());
+    // The thread stands in the prompt, a line of JSON for each text.
+    let turns = questions[1].body["messages"].as_array().context("messages")?;
+    let texts = turns.iter().filter_map(|turn| turn["content"].as_str()).flat_map(str::lines);
+    let lines: Vec<Value> = texts.filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let pending = |line: &&Value| line["pending"] == true;
+    ensure!(lines.iter().filter(pending).count() == 1, "only the comment is new: {lines:#?}");
+    let answered = lines.iter().any(|line| line["author"] == "assistant");
+    ensure!(answered, "the first answer was withdrawn: {lines:#?}");
+    ensure!(scene.hub.posts() == 2, "{:?}", scene.hub.posts.lock().expect("no panic"));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_clock_set_back_strands_doubles_and_withdraws_nothing_on_sqlite() -> Result<()> {
+    everything_happens_once(-HOUR_SECONDS, false).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_clock_set_forward_strands_doubles_and_withdraws_nothing_on_sqlite() -> Result<()> {
+    everything_happens_once(HOUR_SECONDS, false).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_clock_set_back_strands_doubles_and_withdraws_nothing_on_postgres() -> Result<()> {
+    everything_happens_once(-HOUR_SECONDS, true).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_clock_set_forward_strands_doubles_and_withdraws_nothing_on_postgres() -> Result<()> {
+    everything_happens_once(HOUR_SECONDS, true).await
+}
