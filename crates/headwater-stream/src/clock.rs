@@ -8,8 +8,8 @@ mod calendar;
 mod steady;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use tokio::sync::Notify;
@@ -90,13 +90,28 @@ impl Clock for SystemClock {
     }
 
     fn monotonic(&self) -> Duration {
-        static START: OnceLock<Instant> = OnceLock::new();
-        START.get_or_init(Instant::now).elapsed()
+        since_start()
     }
 
     async fn sleep(&self, duration: Duration) {
         tokio::time::sleep(duration).await;
     }
+}
+
+/// Time since the machine was started. Linux's `CLOCK_MONOTONIC`, which `Instant` reads, stands still while the machine is
+/// suspended; then the wall clock would seem to have been set forward.
+#[cfg(target_os = "linux")]
+fn since_start() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let (seconds, nanos) = (u64::try_from(time.tv_sec), u32::try_from(time.tv_nsec));
+    Duration::new(seconds.unwrap_or_default(), nanos.unwrap_or_default())
+}
+
+/// Time since the first call.
+#[cfg(not(target_os = "linux"))]
+fn since_start() -> Duration {
+    static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
+    START.get_or_init(std::time::Instant::now).elapsed()
 }
 
 /// A clock that stands still until a test moves it. Clones share the time.

@@ -134,6 +134,9 @@ async fn what_waited_behind_a_row_of_another_kind_goes_after_an_upgrade() -> Res
              VALUES {};
              DROP TABLE headwater_migration_checksums;
              DELETE FROM headwater_migrations WHERE version > {version};
+             ALTER TABLE issues DROP COLUMN completed_event_log_id;
+             ALTER TABLE outbox DROP COLUMN newest_event_log_id;
+             DROP TABLE headwater_clock;
              DROP INDEX idx_outbox_order;
              CREATE INDEX idx_outbox_order ON outbox (issue_id, id) WHERE status IN ('waiting', 'pending', 'taken')",
             rows.join(", ")
