@@ -19,7 +19,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use self::faults::{Faults, OneShots};
+use self::faults::{Faults, Hold, OneShots};
 use crate::ports::Port;
 use crate::wait::lock;
 
@@ -50,6 +50,7 @@ enum Order {
     Delay(Duration),
     DropAfter(usize),
     DropReply,
+    Hold(Hold),
     Heal,
 }
 
@@ -129,6 +130,12 @@ impl Proxy {
         self.order(Order::DropReply)
     }
 
+    /// Until `heal`: of the requests that contain `pattern`, holds every `one_in`-th back for `pause`. Only its own
+    /// connection waits; what was held back goes on after the pause, also after `heal`.
+    pub fn hold(&self, pattern: &str, one_in: u64, pause: Duration) -> Result<()> {
+        self.order(Order::Hold(Hold::new(pattern, one_in, pause)))
+    }
+
     /// Forwards everything again; what was stalled goes on. A flaky proxy stops being flaky.
     pub fn heal(&self) -> Result<()> {
         self.order(Order::Heal)
@@ -147,6 +154,11 @@ impl Proxy {
     /// How many connections were closed by `drop_after`, `drop_reply` or at random.
     pub fn faults(&self) -> u64 {
         lock(&self.shared.one_shots).fired
+    }
+
+    /// How many requests were held back by `hold`.
+    pub fn held(&self) -> u64 {
+        lock(&self.shared.one_shots).held
     }
 
     fn order(&self, order: Order) -> Result<()> {
@@ -204,6 +216,7 @@ impl Worker {
             Order::Delay(delay) => self.shared.faults.send_modify(|faults| faults.delay = delay),
             Order::DropAfter(bytes) => lock(&self.shared.one_shots).drop_after = Some(bytes),
             Order::DropReply => lock(&self.shared.one_shots).drop_reply = true,
+            Order::Hold(hold) => lock(&self.shared.one_shots).hold = Some(hold),
             Order::Heal => {
                 if self.listener.is_none() {
                     self.listener = Some(TcpListener::bind(self.address).await?);

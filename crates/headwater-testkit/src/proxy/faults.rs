@@ -19,8 +19,11 @@ pub(super) struct Faults {
 pub(super) struct OneShots {
     pub(super) drop_after: Option<usize>,
     pub(super) drop_reply: bool,
+    pub(super) hold: Option<Hold>,
     /// How many connections were closed on purpose.
     pub(super) fired: u64,
+    /// How many requests were held back by `hold`.
+    pub(super) held: u64,
     flaky: Option<Flaky>,
 }
 
@@ -29,6 +32,28 @@ pub(super) struct OneShots {
 struct Flaky {
     random: Random,
     chunks_left: u64,
+}
+
+/// Holds back some of the requests that contain a pattern.
+#[derive(Debug)]
+pub(super) struct Hold {
+    pattern: Vec<u8>,
+    one_in: u64,
+    pause: Duration,
+    seen: u64,
+}
+
+impl Hold {
+    pub(super) fn new(pattern: &str, one_in: u64, pause: Duration) -> Hold {
+        Hold { pattern: pattern.as_bytes().to_vec(), one_in: one_in.max(1), pause, seen: 0 }
+    }
+
+    /// How long to hold this request back; `None` for most.
+    fn pause(&mut self, request: &[u8]) -> Option<Duration> {
+        let matches = request.windows(self.pattern.len()).any(|part| part == self.pattern);
+        self.seen += u64::from(matches);
+        (matches && self.seen.is_multiple_of(self.one_in)).then_some(self.pause)
+    }
 }
 
 /// What to do with a chunk from the client.
@@ -50,13 +75,20 @@ impl OneShots {
 
     /// Nothing goes wrong any more.
     pub(super) fn clear(&mut self) {
-        *self = OneShots { fired: self.fired, ..OneShots::default() };
+        *self = OneShots { fired: self.fired, held: self.held, ..OneShots::default() };
     }
 
     /// How long to hold the next chunk back, at random.
     pub(super) fn delay(&mut self) -> Duration {
         let flaky = self.flaky.as_mut();
         Duration::from_millis(flaky.map_or(0, |flaky| flaky.random.between(FLAKY_DELAY_MS)))
+    }
+
+    /// How long to hold this request back, at random and because of its text.
+    pub(super) fn request_delay(&mut self, request: &[u8]) -> Duration {
+        let pause = self.hold.as_mut().and_then(|hold| hold.pause(request));
+        self.held += u64::from(pause.is_some());
+        pause.unwrap_or_default() + self.delay()
     }
 
     /// Decides about the next chunk of `length` bytes from a client.
@@ -101,6 +133,18 @@ mod tests {
     fn the_same_seed_gives_the_same_faults() {
         assert_eq!(faults_of(7), faults_of(7));
         assert_ne!(faults_of(7), faults_of(8));
+    }
+
+    #[test]
+    fn of_the_requests_with_a_pattern_every_nth_is_held_back() {
+        let pause = Duration::from_secs(1);
+        let hold = Some(Hold::new("BEGIN", 2, pause));
+        let mut one_shots = OneShots { hold, ..OneShots::default() };
+        let delays = ["BEGIN", "COMMIT", "; BEGIN", "BEGIN", "xBEGINx"]
+            .map(|request| one_shots.request_delay(request.as_bytes()));
+        let zero = Duration::ZERO;
+        assert_eq!(delays, [zero, zero, pause, zero, pause]);
+        assert_eq!(one_shots.held, 2);
     }
 
     #[test]

@@ -44,8 +44,8 @@ async fn pump_requests(
         if length == 0 {
             return Ok(());
         }
-        let random_delay = lock(&shared.one_shots).delay();
-        gate(shared, random_delay).await;
+        let delay = lock(&shared.one_shots).request_delay(&chunk[..length]);
+        gate(shared, delay).await;
         let verdict = lock(&shared.one_shots).judge(length);
         match verdict {
             Verdict::Forward => {}
