@@ -10,6 +10,7 @@ mod comment;
 mod destination;
 mod github;
 mod gitlab;
+mod markdown;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -103,7 +104,7 @@ impl Replies {
         let Some(up_to) = reply.up_to else { return Ok(false) };
         let filter = EventLogFilter { processed: None, after: Some(EventLogId(up_to)) };
         let newer = self.store.event_logs(row.issue_id, &filter, 1).await;
-        let newer = newer.map_err(|error| DeliverError::Retry(error.to_string()))?;
+        let newer = newer.map_err(|error| DeliverError::Away(error.to_string()))?;
         Ok(newer.first().is_some_and(|event| event.created_at <= row.created_at))
     }
 }
