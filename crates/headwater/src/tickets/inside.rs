@@ -42,7 +42,8 @@ impl Tickets {
             ReplyTarget::HandOver => repeated!(self.hand_over_once(ticket_id)),
         };
         delivered.map_err(|error| match error {
-            error if error.is_transient() => DeliverError::Retry(error.to_string()),
+            // Our own database: no fault of the row, so no attempt is counted.
+            error if error.is_transient() => DeliverError::Away(error.to_string()),
             error => DeliverError::Dead(error.to_string()),
         })
     }
@@ -136,7 +137,7 @@ async fn overtaken(
     let Some(up_to) = reply.up_to else { return Ok(false) };
     let filter = EventLogFilter { processed: None, after: Some(EventLogId(up_to)) };
     let newer = store.event_logs(row.issue_id, &filter, 1).await;
-    Ok(!newer.map_err(|error| DeliverError::Retry(error.to_string()))?.is_empty())
+    Ok(!newer.map_err(|error| DeliverError::Away(error.to_string()))?.is_empty())
 }
 
 /// The message that a reply becomes: the one it names, or one made of the row's key, so that it is the same at every try.
