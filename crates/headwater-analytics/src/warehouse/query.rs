@@ -314,7 +314,8 @@ fn refuse_tables(connection: &Connection, parsed: &Value) -> Result<()> {
     }
     for Used { qualifier, name } in &names.used {
         let is_ours = is_known(name, false) && matches!(qualifier.as_str(), "" | "main");
-        if !is_ours && !(qualifier.is_empty() && names.defined.contains(name)) {
+        let is_defined = qualifier.is_empty() && names.defined.contains(name);
+        if !is_ours && !is_defined {
             let problem = "is not a table of analytics; docs/analytics.md names them";
             return invalid(format!(
                 "`{}` {problem}",
