@@ -15,6 +15,7 @@ use tokio::time::Instant;
 
 use crate::claim::ClaimedIssue;
 use crate::delivery::{NewOutbox, OutboxKind};
+use crate::error::IssueError;
 use crate::held::ClaimWatch;
 use crate::issue::{ClaimEpoch, EventLog, EventLogId, Issue};
 use crate::limits::{DELAY_MAX, PUT_OFF_MIN};
@@ -149,7 +150,8 @@ impl Resolution {
     }
 }
 
-/// Why a run failed, and what to do next. Any error becomes one with `?`, and is tried again.
+/// Why a run failed, and what to do next. Any error becomes one with `?`, and is tried again; an [`IssueError`] because
+/// the database was unavailable is not the issue's fault, and counts no attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HandlerError {
     pub(crate) reason: String,
@@ -158,6 +160,9 @@ pub struct HandlerError {
 
 /// Over how long those come back who were put off until the same moment; over a tenth of the wait, if that is less.
 pub(crate) const PUT_OFF_SPREAD_MAX: Duration = Duration::from_secs(60);
+
+/// The longest wait after a failure of something of our own.
+const UNAVAILABLE_PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// What to do after a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -168,6 +173,8 @@ pub(crate) enum Then {
     RetryAfter(Duration),
     /// Try again after about this time, without counting this one.
     PutOff(Duration),
+    /// Try again later, without counting this one; the longer the events wait, the later.
+    Unavailable,
     /// Leave it to an operator.
     Quarantine,
 }
@@ -192,14 +199,22 @@ impl HandlerError {
         Self { reason: reason.to_string(), then: Then::PutOff(after) }
     }
 
+    /// Something of our own is unavailable, such as a database, whichever issue asks for it. Tries again later, as after
+    /// [`put_off`](Self::put_off): a second later at first, and at most a minute later while that lasts.
+    pub fn unavailable(reason: impl fmt::Display) -> Self {
+        Self { reason: reason.to_string(), then: Then::Unavailable }
+    }
+
     /// Trying again is of no use: the issue is quarantined now.
     pub fn quarantine(reason: impl fmt::Display) -> Self {
         Self { reason: reason.to_string(), then: Then::Quarantine }
     }
 }
 
-impl<E: std::error::Error> From<E> for HandlerError {
+impl<E: std::error::Error + 'static> From<E> for HandlerError {
     fn from(error: E) -> Self {
+        let ours = (&error as &dyn std::error::Error).downcast_ref::<IssueError>();
+        let is_unavailable = ours.is_some_and(IssueError::is_transient);
         let mut reason = error.to_string();
         let mut source = error.source();
         while let Some(cause) = source {
@@ -210,8 +225,14 @@ impl<E: std::error::Error> From<E> for HandlerError {
             }
             source = cause.source();
         }
-        Self::retry(reason)
+        if is_unavailable { Self::unavailable(reason) } else { Self::retry(reason) }
     }
+}
+
+/// How long a run is deferred when something of our own was unavailable, by how long its oldest event has waited: a tenth
+/// of that. Bounded both ways, so a clock that steps does no harm.
+pub(crate) fn unavailable_pause(waited: Duration) -> Duration {
+    (waited / 10).clamp(PUT_OFF_MIN, UNAVAILABLE_PAUSE_MAX)
 }
 
 /// What a handler or a deliverer said when it panicked.
@@ -234,6 +255,17 @@ mod tests {
         assert_eq!(HandlerError::from(Told("no model", cause())).reason, "no model: no route");
         let told = Told("no model: no route", cause());
         assert_eq!(HandlerError::from(told).reason, "no model: no route");
+    }
+
+    #[test]
+    fn a_database_that_is_unavailable_counts_no_attempt_and_is_asked_less_often_the_longer_it_lasts()
+     {
+        let unavailable = IssueError::Unavailable { problem: "no answer".into(), source: None };
+        assert_eq!(HandlerError::from(unavailable).then, Then::Unavailable);
+        let invalid = IssueError::invalid("fields", "too long");
+        assert_eq!(HandlerError::from(invalid).then, Then::Retry);
+        let pause = |seconds| unavailable_pause(Duration::from_secs(seconds)).as_secs();
+        assert_eq!([0, 5, 100, 1_000_000].map(pause), [1, 1, 10, 60]);
     }
 
     #[test]

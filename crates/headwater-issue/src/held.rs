@@ -236,6 +236,11 @@ impl ClaimWatch {
         self.standing.borrow().trusted_until.is_some_and(|until| Instant::now() < until)
     }
 
+    /// Whether the database has said that the claim is lost. One that was only not renewed in time may still be ours.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.standing.borrow().trusted_until.is_none()
+    }
+
     /// Returns when the claim is lost, could be lost, or is given up. Cancel-safe.
     pub(crate) async fn ended(&self) {
         let mut standing = self.standing.clone();

@@ -19,8 +19,8 @@ mod handling;
 mod intake;
 mod life;
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -36,7 +36,7 @@ pub use self::config::{OnNewEvent, WorkerConfig};
 use self::ending::Next;
 use crate::agenda::Agenda;
 use crate::batcher::Batcher;
-use crate::claim::{ClaimedIssue, Nudge};
+use crate::claim::{ClaimedIssue, GiveBack, Nudge};
 use crate::handler::{IssueHandler, Run};
 use crate::held::{Claims, HeldClaim, Seat};
 use crate::issue::{EventLogId, IssueId};
@@ -64,6 +64,8 @@ struct Inner {
     batcher: Batcher,
     claims: Arc<Claims>,
     agenda: Agenda,
+    /// Claims to release when the database answers again; at most one per run that was under way when it stopped to.
+    lapsed: Mutex<Vec<GiveBack>>,
     slots: Semaphore,
     /// Whether `run` was called.
     has_run: AtomicBool,

@@ -10,6 +10,7 @@ mod comment;
 mod destination;
 mod github;
 mod gitlab;
+mod markdown;
 
 use std::collections::HashMap;
 use std::sync::Arc;

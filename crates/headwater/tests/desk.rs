@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater::desk::budget::{Budget, Ledger, MemoryLedger};
+use headwater::desk::budget::{Budget, Ledger, MemoryLedger, Reservation, Reserved};
 use headwater::desk::model::{LanguageModel, ModelError, ModelPrompt, Pieces, Turn};
 use headwater::desk::scripted::{Line, ScriptedModel};
 use headwater::desk::tools::{FoundTicket, SearchQuery};
@@ -45,6 +45,8 @@ struct System {
 struct Setup {
     model: Arc<dyn LanguageModel>,
     search: Arc<dyn TicketSearch>,
+    /// Instead of the system's own.
+    ledger: Option<Arc<dyn Ledger>>,
     config: DeskConfig,
 }
 
@@ -55,7 +57,7 @@ fn setup(model: impl LanguageModel + 'static) -> Setup {
         away_pause: Duration::from_millis(10),
         ..DeskConfig::default()
     };
-    Setup { model: Arc::new(model), search: Arc::new(NoTickets), config }
+    Setup { model: Arc::new(model), search: Arc::new(NoTickets), ledger: None, config }
 }
 
 impl System {
@@ -82,7 +84,7 @@ impl System {
         let desk = Desk::new(
             setup.model,
             setup.search,
-            Arc::clone(&ledger) as Arc<dyn Ledger>,
+            setup.ledger.unwrap_or_else(|| Arc::clone(&ledger) as Arc<dyn Ledger>),
             Arc::clone(&sessions),
             setup.config,
         );
@@ -424,7 +426,7 @@ async fn after_a_hand_over_the_desk_is_silent_until_the_ticket_is_opened_again()
 
 #[tokio::test]
 async fn an_issue_whose_tokens_are_used_up_goes_to_a_person_and_asks_no_model() {
-    let model = Arc::new(ScriptedModel::default());
+    let model = Arc::new(ScriptedModel::default().metered());
     let mut setup = setup(ScriptedModel::default());
     setup.model = Arc::clone(&model) as _;
     setup.config.budget = Budget { issue_tokens_max: 100, ..Budget::default() };
@@ -440,7 +442,7 @@ async fn an_issue_whose_tokens_are_used_up_goes_to_a_person_and_asks_no_model() 
 
 #[tokio::test]
 async fn when_the_tokens_of_the_day_are_used_up_issues_wait_for_tomorrow() {
-    let mut setup = setup(ScriptedModel::default());
+    let mut setup = setup(ScriptedModel::default().metered());
     setup.config.budget = Budget { day_tokens_max: 100, ..Budget::default() };
     let system = System::start(setup).await;
     let issue_id = system.say(Uuid::now_v7(), "Hello").await;
@@ -460,8 +462,71 @@ async fn when_the_tokens_of_the_day_are_used_up_issues_wait_for_tomorrow() {
 }
 
 #[tokio::test]
+async fn a_model_that_costs_nothing_uses_no_budget() {
+    let mut setup = setup(ScriptedModel::default());
+    setup.config.budget = Budget { issue_tokens_max: 0, day_tokens_max: 0 };
+    let system = System::start(setup).await;
+    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
+    system.settled(issue_id).await;
+    let replies = system.replies().await;
+    assert_eq!(replies.len(), 1, "no hand-over: {replies:?}");
+    assert!(replies[0].1.content.contains("I have read your 1 message"), "{replies:?}");
+    assert!(replies[0].1.run.tokens_in.is_some(), "its tokens are still reported");
+    assert_eq!(system.ledger.of_issue(issue_id), 0);
+    system.stop().await;
+}
+
+/// A ledger whose database does not answer, so many times; what it had done by then is unknown.
+#[derive(Debug)]
+struct LedgerThatFails {
+    ledger: Arc<MemoryLedger>,
+    failures_left: Mutex<u32>,
+}
+
+impl LedgerThatFails {
+    fn fails(&self) -> Result<(), String> {
+        let mut left = self.failures_left.lock().unwrap();
+        let fails = *left > 0;
+        *left = left.saturating_sub(1);
+        if fails { Err("no answer within 10s".into()) } else { Ok(()) }
+    }
+}
+
+#[async_trait]
+impl Ledger for LedgerThatFails {
+    async fn reserve(&self, asked: &Reservation, budget: &Budget) -> Result<Reserved, String> {
+        let reserved = self.ledger.reserve(asked, budget).await?;
+        self.fails().map(|()| reserved)
+    }
+
+    async fn settle(&self, asked: &Reservation, used: u64) -> Result<(), String> {
+        self.ledger.settle(asked, used).await?;
+        self.fails()
+    }
+}
+
+#[tokio::test]
+async fn a_ledger_that_does_not_answer_costs_an_issue_neither_attempts_nor_tokens() {
+    let model = ScriptedModel::new([Line::Say("Hello".into())]).metered();
+    let mut setup = setup(model);
+    let ledger = Arc::new(MemoryLedger::default());
+    // More failures than attempts: the first run, its settlement twice, the second run, its settlement, ...
+    let failures_left = Mutex::new(7);
+    setup.ledger = Some(Arc::new(LedgerThatFails { ledger: Arc::clone(&ledger), failures_left }));
+    let system = System::start(setup).await;
+    let issue_id = system.say(Uuid::now_v7(), "Hello").await;
+    let issue = system.settled(issue_id).await;
+    assert_eq!((issue.attempts, issue.quarantined_at), (0, None));
+    assert_eq!(system.replies().await[0].1.content, "Hello");
+    let used = ledger.of_issue(issue_id);
+    assert!((100..1000).contains(&used), "one prompt and its answer: {used}");
+    system.stop().await;
+}
+
+#[tokio::test]
 async fn what_was_reserved_is_settled_with_what_was_used() {
-    let system = System::start(setup(ScriptedModel::new([Line::Say("Hello".into())]))).await;
+    let model = ScriptedModel::new([Line::Say("Hello".into())]).metered();
+    let system = System::start(setup(model)).await;
     let issue_id = system.say(Uuid::now_v7(), "Hello").await;
     system.settled(issue_id).await;
     let used = system.ledger.of_issue(issue_id);

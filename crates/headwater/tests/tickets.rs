@@ -15,11 +15,12 @@ use headwater::tickets::{
 };
 use headwater_analytics::RunFigures;
 use headwater_issue::{
-    DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, Quiet, Store, StoreOptions,
-    connect,
+    Connection, DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, Pool, Quiet, Store,
+    StoreOptions, connect,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use headwater_testkit::Postgres;
+use sqlx::AssertSqlSafe;
 use uuid::Uuid;
 
 struct Place {
@@ -75,6 +76,8 @@ suite!(
     a_reply_that_comes_twice_is_one_message,
     a_wish_to_close_that_was_overtaken_is_not_granted,
     however_many_ask_at_once_no_budget_is_exceeded,
+    a_reservation_is_settled_once_whatever_is_repeated_or_late,
+    a_reservation_whose_process_died_expires_and_counts_as_its_prompt,
     a_search_finds_words_in_tickets_of_the_same_user_only,
 );
 
@@ -414,33 +417,130 @@ async fn a_wish_to_close_that_was_overtaken_is_not_granted(place: Place) {
     assert_eq!(told(&place).await, ["TICKET_CREATED", "TICKET_CLOSED", "MESSAGE_RECEIVED"]);
 }
 
+fn reservation(issue: i64, day: u64, tokens: u64) -> Reservation {
+    let (issue_id, prompt_tokens) = (IssueId(issue), tokens / 2);
+    Reservation { id: Uuid::now_v7(), issue_id, day, tokens, prompt_tokens }
+}
+
 async fn however_many_ask_at_once_no_budget_is_exceeded(place: Place) {
     let budget = Budget { issue_tokens_max: 1000, day_tokens_max: 1550 };
     let calls = (0..40).map(|number| {
         let tickets = place.tickets.clone();
         tokio::spawn(async move {
-            let reservation = Reservation { issue_id: IssueId(number % 2), day: 7, tokens: 100 };
-            tickets.reserve(&reservation, &budget).await.unwrap()
+            tickets.reserve(&reservation(number % 2, 7, 100), &budget).await.unwrap()
         })
     });
     let mut granted = 0;
     for call in calls.collect::<Vec<_>>() {
-        granted += u32::from(call.await.unwrap() == Reserved::Granted);
+        match call.await.unwrap() {
+            Reserved::Granted => granted += 1,
+            // Nothing is settled, so nothing is spent for good.
+            refused => assert_eq!(refused, Reserved::Pending),
+        }
+    }
+    assert!(granted <= 15, "{granted}");
+    // Those that were in each other's way have left nothing behind: one after another, all that fit are granted.
+    for number in 0..40 {
+        let asked = reservation(number % 2, 7, 100);
+        let reserved = place.tickets.reserve(&asked, &budget).await.unwrap();
+        granted += u32::from(reserved == Reserved::Granted);
     }
     assert_eq!(granted, 15);
+    assert_eq!(spent(&place, 7).await, 1500);
+
     let ask = async |issue, day, tokens| {
-        let reservation = Reservation { issue_id: IssueId(issue), day, tokens };
-        place.tickets.reserve(&reservation, &budget).await.unwrap()
+        place.tickets.reserve(&reservation(issue, day, tokens), &budget).await.unwrap()
     };
-    assert_eq!(ask(5, 7, 100).await, Reserved::DaySpent);
+    assert_eq!(ask(5, 7, 100).await, Reserved::Pending);
     assert_eq!(ask(5, 8, 1001).await, Reserved::IssueSpent);
+    assert_eq!(ask(5, 8, 1551).await, Reserved::IssueSpent);
     // What was not used is free again, and a refusal has reserved nothing.
-    let reservation = Reservation { issue_id: IssueId(5), day: 8, tokens: 1000 };
-    assert_eq!(place.tickets.reserve(&reservation, &budget).await.unwrap(), Reserved::Granted);
-    assert_eq!(ask(5, 8, 1).await, Reserved::IssueSpent);
-    place.tickets.settle(&reservation, 10).await.unwrap();
-    assert_eq!(ask(5, 8, 990).await, Reserved::Granted);
+    let all = reservation(5, 8, 1000);
+    assert_eq!(place.tickets.reserve(&all, &budget).await.unwrap(), Reserved::Granted);
+    assert_eq!(ask(5, 8, 1).await, Reserved::Pending);
+    place.tickets.settle(&all, 10).await.unwrap();
+    let rest = reservation(5, 8, 990);
+    assert_eq!(place.tickets.reserve(&rest, &budget).await.unwrap(), Reserved::Granted);
+    place.tickets.settle(&rest, 990).await.unwrap();
     assert_eq!(ask(5, 9, 1).await, Reserved::IssueSpent);
+    assert_eq!(ask(6, 8, 551).await, Reserved::DaySpent);
+}
+
+async fn a_reservation_is_settled_once_whatever_is_repeated_or_late(place: Place) {
+    let budget = Budget::default();
+    let asked = reservation(1, 7, 1000);
+    assert_eq!(place.tickets.reserve(&asked, &budget).await.unwrap(), Reserved::Granted);
+    for used in [300, 300, 5] {
+        place.tickets.settle(&asked, used).await.unwrap();
+        assert_eq!(spent(&place, 7).await, 300);
+    }
+    // Settled before it arrived: its outcome was unknown, and nothing was used.
+    let late = reservation(1, 7, 1000);
+    place.tickets.settle(&late, 0).await.unwrap();
+    place.tickets.reserve(&late, &budget).await.unwrap();
+    assert_eq!(spent(&place, 7).await, 300);
+
+    // Summed up, it counts the same, and stays settled.
+    let open = reservation(1, 7, 1000);
+    place.tickets.reserve(&open, &budget).await.unwrap();
+    for _ in 0..2 {
+        place.tickets.maintain().await.unwrap();
+        place.tickets.settle(&asked, 300).await.unwrap();
+        assert_eq!(spent(&place, 7).await, 1300);
+    }
+    place.tickets.settle(&open, 200).await.unwrap();
+    place.tickets.maintain().await.unwrap();
+    assert_eq!((spent(&place, 7).await, number(&place, SUMMED_UP).await), (500, 500));
+}
+
+async fn a_reservation_whose_process_died_expires_and_counts_as_its_prompt(place: Place) {
+    let budget = Budget { issue_tokens_max: 1000, day_tokens_max: 1000 };
+    let lost = reservation(1, 7, 1000);
+    assert_eq!(place.tickets.reserve(&lost, &budget).await.unwrap(), Reserved::Granted);
+    let asked = reservation(1, 7, 500);
+    assert_eq!(place.tickets.reserve(&asked, &budget).await.unwrap(), Reserved::Pending);
+    run(&place, "UPDATE desk_reservations SET expires_at = 1").await;
+    assert_eq!(place.tickets.reserve(&asked, &budget).await.unwrap(), Reserved::Granted);
+    place.tickets.settle(&asked, 100).await.unwrap();
+    place.tickets.maintain().await.unwrap();
+    assert_eq!((spent(&place, 7).await, number(&place, SUMMED_UP).await), (600, 600));
+    // Rows that were summed up long ago are removed.
+    run(&place, "UPDATE desk_reservations SET expires_at = 1").await;
+    place.tickets.maintain().await.unwrap();
+    assert_eq!(number(&place, "SELECT count(*) FROM desk_reservations").await, 0);
+    assert_eq!(spent(&place, 7).await, 600);
+}
+
+const SUMMED_UP: &str = "SELECT tokens FROM desk_usage WHERE scope = 'day:7'";
+
+/// What counts against a day.
+async fn spent(place: &Place, day: u64) -> i64 {
+    let usage =
+        format!("SELECT coalesce(max(tokens), 0) FROM desk_usage WHERE scope = 'day:{day}'");
+    let open = format!(
+        "SELECT CAST(coalesce(sum(tokens), 0) AS bigint) FROM desk_reservations WHERE day = {day} AND NOT rolled_up"
+    );
+    number(place, &usage).await + number(place, &open).await
+}
+
+async fn number(place: &Place, sql: &str) -> i64 {
+    let sql = AssertSqlSafe(sql.to_owned());
+    match place.store.pool() {
+        Pool::Sqlite(pool) => sqlx::query_scalar(sql).fetch_one(&pool).await.unwrap(),
+        Pool::Postgres(pool) => sqlx::query_scalar(sql).fetch_one(&pool).await.unwrap(),
+        other => panic!("{other:?}"),
+    }
+}
+
+async fn run(place: &Place, sql: &str) {
+    let mut transaction = place.store.begin().await.unwrap();
+    let sql = AssertSqlSafe(sql.to_owned());
+    match transaction.connection() {
+        Connection::Sqlite(sqlite) => drop(sqlx::query(sql).execute(sqlite).await.unwrap()),
+        Connection::Postgres(postgres) => drop(sqlx::query(sql).execute(postgres).await.unwrap()),
+        other => panic!("{other:?}"),
+    }
+    transaction.commit().await.unwrap();
 }
 
 async fn a_search_finds_words_in_tickets_of_the_same_user_only(place: Place) {

@@ -1,5 +1,6 @@
 //! Asking: one `SELECT`, bounded in time, rows and bytes.
 
+use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use tokio::sync::oneshot;
 
 use super::{WarehouseReader, failed};
 use crate::error::{AnalyticsError, Result};
-use crate::limits::{ANSWER_BYTES_MAX, ANSWER_ROWS_MAX, QUERY_TIME_MAX, SQL_BYTES_MAX};
+use crate::limits::{ANSWER_BYTES_MAX, ANSWER_ROWS_MAX, MEMORY_MAX, QUERY_TIME_MAX, SQL_BYTES_MAX};
 use crate::table::Table;
 
 /// How often a query is told to stop until it does.
@@ -22,8 +23,25 @@ const STACK_BYTES: usize = 256 * 1024 * 1024;
 const TABLE_FUNCTIONS: [&str; 6] =
     ["generate_series", "json_each", "json_tree", "range", "repeat", "unnest"];
 
-/// Functions that leave something behind.
-const REFUSED_FUNCTIONS: [&str; 4] = ["currval", "nextval", "setseed", "write_log"];
+/// Functions that leave something behind, or tell settings of the machine, such as file paths.
+const REFUSED_FUNCTIONS: [&str; 7] =
+    ["current_setting", "currval", "getenv", "getvariable", "nextval", "setseed", "write_log"];
+
+/// The errors of DuckDB that are about the text or the values of a query. Others are about this machine, and may name files.
+const ERRORS_OF_QUERIES: [&str; 12] = [
+    "Binder",
+    "Catalog",
+    "Constraint",
+    "Conversion",
+    "Dependency",
+    "Invalid Input",
+    "Invalid Type",
+    "Mismatch Type",
+    "Not implemented",
+    "Out of Range",
+    "Parser",
+    "Syntax",
+];
 
 impl WarehouseReader {
     /// Answers one `SELECT`. It changes nothing, takes at most [`QUERY_TIME_MAX`] and gives at most
@@ -136,8 +154,9 @@ fn answer(connection: &Connection, sql: &str) -> Result<Table> {
     let question = format!(
         "SELECT line FROM (
              SELECT line, sum(strlen(line)) OVER (ROWS UNBOUNDED PRECEDING) - strlen(line) AS before FROM (
-                 SELECT to_json(answer)::VARCHAR AS line FROM (\n{sql}\n) AS answer LIMIT {}))
+                 SELECT to_json(answer)::VARCHAR AS line FROM (\n{sql}\n) AS answer({}) LIMIT {}))
          WHERE before <= {ANSWER_BYTES_MAX}",
+        (0..columns.len()).map(place).collect::<Vec<_>>().join(", "),
         ANSWER_ROWS_MAX + 1
     );
     let read = || {
@@ -151,14 +170,49 @@ fn answer(connection: &Connection, sql: &str) -> Result<Table> {
     if is_cut {
         lines.pop();
     }
-    let rows = lines.iter().map(|line| row(line, &columns)).collect::<Result<_>>()?;
+    let rows = lines.iter().map(|line| row(line, columns.len())).collect::<Result<_>>()?;
     Ok(Table { columns, rows, is_cut })
 }
 
-fn row(line: &str, columns: &[String]) -> Result<Vec<Value>> {
-    let mut object: Map<String, Value> =
-        serde_json::from_str(line).map_err(|error| failed("write a row as JSON", error))?;
-    Ok(columns.iter().map(|column| object.remove(column).unwrap_or(Value::Null)).collect())
+/// What the column at this place is called between DuckDB and here: columns of a query may have the same name.
+fn place(index: usize) -> String {
+    format!("c{index}")
+}
+
+fn row(line: &str, columns: usize) -> Result<Vec<Value>> {
+    let mut object: Map<String, Value> = serde_json::from_str(&with_finite_numbers(line))
+        .map_err(|error| failed("write a row as JSON", error))?;
+    let value = |index| object.remove(&place(index));
+    let values: Option<Vec<Value>> = (0..columns).map(value).collect();
+    values.ok_or_else(|| failed("write a row as JSON", "a column is missing"))
+}
+
+/// DuckDB writes `NaN`, `Infinity` and `-Infinity` as they are, which JSON does not know: they become texts.
+fn with_finite_numbers(line: &str) -> Cow<'_, str> {
+    if !line.contains("NaN") && !line.contains("Infinity") {
+        return Cow::Borrowed(line);
+    }
+    let mut text = String::with_capacity(line.len() + 16);
+    let (mut rest, mut is_string) = (line, false);
+    while let Some(c) = rest.chars().next() {
+        let number = ["NaN", "Infinity", "-Infinity"].iter().find(|name| rest.starts_with(**name));
+        let taken = match number.filter(|_| !is_string) {
+            Some(name) => {
+                text.push_str(&format!("\"{name}\""));
+                name.len()
+            }
+            None => {
+                is_string ^= c == '"';
+                // An escaped character is none that ends a string.
+                let escaped = usize::from(c == '\\');
+                let taken = rest.chars().take(1 + escaped).map(char::len_utf8).sum();
+                text.push_str(&rest[..taken]);
+                taken
+            }
+        };
+        rest = &rest[taken..];
+    }
+    Cow::Owned(text)
 }
 
 fn columns(connection: &Connection, sql: &str) -> Result<Vec<String>> {
@@ -167,7 +221,22 @@ fn columns(connection: &Connection, sql: &str) -> Result<Vec<String>> {
         let names = statement.query_map([], |row| row.get::<_, String>(0))?;
         names.collect::<duckdb::Result<Vec<String>>>()
     };
-    read().map_err(refused)
+    Ok(unique(read().map_err(refused)?))
+}
+
+/// A name that was there before gets a number, so that each column can be told by its name.
+fn unique(mut names: Vec<String>) -> Vec<String> {
+    for index in 1..names.len() {
+        let is_free = |name: &String| {
+            !names.iter().enumerate().any(|(at, other)| at != index && other == name)
+        };
+        if names[..index].contains(&names[index]) {
+            let numbered = |number| format!("{}_{number}", names[index]);
+            let free = (1..).map(numbered).find(|name| is_free(name));
+            names[index] = free.expect("there are more numbers than columns");
+        }
+    }
+    names
 }
 
 /// What DuckDB says of a statement that is none.
@@ -189,7 +258,10 @@ fn refuse_all_but_one_select(connection: &Connection, sql: &str) -> Result<()> {
         return Err(AnalyticsError::invalid("a query", problem));
     }
     match parsed["statements"].as_array().map_or(0, Vec::len) {
-        1 => refuse_functions(&parsed["statements"]),
+        1 => {
+            refuse_functions(&parsed["statements"])?;
+            refuse_tables(connection, &parsed["statements"])
+        }
         count => {
             Err(AnalyticsError::invalid("a query", format!("{count} statements; ask one SELECT")))
         }
@@ -220,8 +292,94 @@ fn refuse_functions(part: &Value) -> Result<()> {
     }
 }
 
+/// Only tables and views of ours, and those that the query itself defines: views of DuckDB's own tell where files are.
+fn refuse_tables(connection: &Connection, parsed: &Value) -> Result<()> {
+    let read = || {
+        let mut statement = connection.prepare(
+            "SELECT lower(table_name), internal FROM duckdb_tables()
+             UNION ALL SELECT lower(view_name), internal FROM duckdb_views()",
+        )?;
+        let names = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+        names.collect::<duckdb::Result<Vec<(String, bool)>>>()
+    };
+    let known = read().map_err(|error| failed("list its tables", error))?;
+    let is_known =
+        |name: &str, internal: bool| known.iter().any(|it| it.0 == name && it.1 == internal);
+    let mut names = TableNames::default();
+    names.collect(parsed);
+    let invalid = |problem: String| Err(AnalyticsError::invalid("a query", problem));
+    // Where it is not defined, a name of DuckDB's would mean DuckDB's view.
+    if let Some(name) = names.defined.iter().find(|name| is_known(name, true)) {
+        return invalid(format!("the name `{name}` is one of DuckDB's own; choose another"));
+    }
+    for Used { qualifier, name } in &names.used {
+        let is_ours = is_known(name, false) && matches!(qualifier.as_str(), "" | "main");
+        let is_defined = qualifier.is_empty() && names.defined.contains(name);
+        if !is_ours && !is_defined {
+            let problem = "is not a table of analytics; docs/analytics.md names them";
+            return invalid(format!(
+                "`{}` {problem}",
+                [qualifier.as_str(), name].join(".").trim_start_matches('.')
+            ));
+        }
+    }
+    match names.shows {
+        true => invalid("DESCRIBE, SHOW and SUMMARIZE are not allowed here".to_owned()),
+        false => Ok(()),
+    }
+}
+
+/// Names of tables in a parsed query, in lower case.
+#[derive(Default)]
+struct TableNames {
+    defined: Vec<String>,
+    used: Vec<Used>,
+    shows: bool,
+}
+
+struct Used {
+    /// Catalog and schema.
+    qualifier: String,
+    name: String,
+}
+
+impl TableNames {
+    fn collect(&mut self, part: &Value) {
+        let text = |name: &str| part[name].as_str().unwrap_or_default().to_lowercase();
+        match part["type"].as_str() {
+            Some("BASE_TABLE") => {
+                let qualifier = [text("catalog_name"), text("schema_name")].join(".");
+                let qualifier = qualifier.trim_matches('.').to_owned();
+                self.used.push(Used { qualifier, name: text("table_name") });
+            }
+            Some("SHOW_REF") => self.shows = true,
+            _ => {}
+        }
+        // Each is `{"key": NAME, "value": ...}`.
+        let defined = part["cte_map"]["map"].as_array().into_iter().flatten();
+        self.defined.extend(defined.filter_map(|one| Some(one["key"].as_str()?.to_lowercase())));
+        match part {
+            Value::Array(parts) => parts.iter().for_each(|part| self.collect(part)),
+            Value::Object(parts) => parts.values().for_each(|part| self.collect(part)),
+            _ => {}
+        }
+    }
+}
+
+/// What DuckDB says of a query. What it says of this machine is for the log.
 fn refused(error: duckdb::Error) -> AnalyticsError {
-    AnalyticsError::Query(error.to_string())
+    let problem = error.to_string();
+    if problem.starts_with("Out of Memory Error") {
+        let problem = format!("it needs more than {MEMORY_MAX} of memory; ask for less");
+        return AnalyticsError::Query(problem);
+    }
+    let is_of_query = ERRORS_OF_QUERIES
+        .iter()
+        .any(|kind| problem.strip_prefix(kind).is_some_and(|rest| rest.starts_with(" Error")));
+    match is_of_query || problem.starts_with("INTERRUPT") {
+        true => AnalyticsError::Query(problem),
+        false => failed("answer", problem),
+    }
 }
 
 #[cfg(test)]
@@ -334,6 +492,108 @@ mod tests {
         }
         let sql = "SELECT count(*) AS n FROM range(3) a, generate_series(1, 2) b, unnest([1, 2]) c";
         assert_eq!(warehouse.reader().query(sql).await.unwrap().rows, [[json!(12)]]);
+    }
+
+    #[tokio::test]
+    async fn columns_of_the_same_name_keep_their_values() {
+        let (_folder, warehouse) = warehouse();
+        let table = warehouse.reader().query("SELECT 1 AS a, 2 AS a, 3 AS a_1, 4 AS A").await;
+        let table = table.unwrap();
+        assert_eq!(table.rows, [[json!(1), json!(2), json!(3), json!(4)]]);
+        let lines: Value = serde_json::from_str(&table.to_json_lines()).unwrap();
+        assert_eq!(lines.as_object().unwrap().len(), 4, "{lines}");
+        let join = "SELECT * FROM (SELECT 1 AS a) AS x, (SELECT 2 AS a) AS y";
+        assert_eq!(warehouse.reader().query(join).await.unwrap().rows, [[json!(1), json!(2)]]);
+    }
+
+    #[tokio::test]
+    async fn numbers_that_json_does_not_know_are_texts() {
+        let (_folder, warehouse) = warehouse();
+        let sql = "SELECT 'NaN'::DOUBLE AS n, 'inf'::FLOAT AS i, '-inf'::DOUBLE AS m,
+                     [1.5, 'nan'::DOUBLE] AS list, {'NaN': 'Infinity'::DOUBLE} AS \"In\"\"finity\", 'NaN \\' AS text";
+        let row = warehouse.reader().query(sql).await.unwrap().rows.remove(0);
+        let expected =
+            json!(["NaN", "Infinity", "-Infinity", [1.5, "NaN"], {"NaN": "Infinity"}, "NaN \\"]);
+        assert_eq!(Value::Array(row), expected);
+    }
+
+    /// Whatever a query can name shows nothing of this machine, in its answer or in its error.
+    #[tokio::test]
+    async fn no_query_shows_where_files_are_or_how_the_machine_is_set() {
+        let (folder, warehouse) = warehouse();
+        let folder = folder.path().display().to_string();
+        let reader = warehouse.reader();
+        let named = |sql: &str| {
+            let connection = reader.connection.lock().unwrap();
+            let mut statement = connection.prepare(sql).unwrap();
+            let names = statement.query_map([], |row| row.get::<_, String>(0)).unwrap();
+            names.collect::<duckdb::Result<Vec<String>>>().unwrap()
+        };
+        // All views and tables of DuckDB's own, by every name they have.
+        let views = named(
+            "SELECT unnest([view_name, schema_name || '.' || view_name, database_name || '.' || schema_name || '.' || view_name])
+             FROM duckdb_views() WHERE internal",
+        );
+        assert!(views.len() > 100, "{views:?}");
+        let mut refused: Vec<String> =
+            views.iter().map(|name| format!("SELECT * FROM {name}")).collect();
+        // All functions that stand like a table, but those that are allowed.
+        let functions = named(
+            "SELECT DISTINCT function_name FROM duckdb_functions() WHERE function_type IN ('table', 'table_macro', 'pragma')
+             AND regexp_full_match(function_name, '[a-z_0-9]+')",
+        );
+        assert!(functions.len() > 50, "{functions:?}");
+        let is_refused = |name: &&String| !TABLE_FUNCTIONS.contains(&name.as_str());
+        refused.extend(
+            functions.iter().filter(is_refused).map(|name| format!("SELECT * FROM {name}()")),
+        );
+        refused.extend(
+            [
+                "SELECT current_setting('temp_directory')",
+                "SELECT Current_Setting('secret_directory')",
+                "SELECT getenv('HOME')",
+                "SELECT * FROM (SHOW DATABASES)",
+                "SELECT * FROM (DESCRIBE pg_settings)",
+                "FROM pragma_database_list",
+                "SELECT (SELECT path FROM \"Duckdb_Databases\" LIMIT 1)",
+                "WITH a AS (SELECT * FROM pg_settings) SELECT * FROM a",
+                "WITH pg_settings AS (SELECT 1) SELECT * FROM pg_settings",
+                "SELECT (WITH pg_settings AS (SELECT 1) SELECT 1), * FROM pg_settings",
+                "SELECT * FROM '/etc/passwd'",
+            ]
+            .map(str::to_owned),
+        );
+        for sql in &refused {
+            let result = reader.query(sql).await;
+            assert!(matches!(result, Err(AnalyticsError::Invalid { .. })), "{sql}: {result:?}");
+        }
+        // All other functions that need no argument, and some errors.
+        let functions = named(
+            "SELECT DISTINCT function_name FROM duckdb_functions() WHERE function_type IN ('scalar', 'macro')
+             AND len(parameters) = 0 AND regexp_full_match(function_name, '[a-z_0-9]+')",
+        );
+        let mut asked: Vec<String> =
+            functions.iter().map(|name| format!("SELECT {name}()")).collect();
+        asked.extend(
+            [
+                "SELECT 1 / 'x'",
+                "SELECT nothing()",
+                "SELECT nothing FROM events",
+                "SELECT current_database(), current_schemas(true)",
+            ]
+            .map(str::to_owned),
+        );
+        for sql in &asked {
+            let shown = match reader.query(sql).await {
+                Ok(table) => table.to_csv(),
+                // These are for the log.
+                Err(AnalyticsError::Warehouse { .. }) => String::new(),
+                Err(error) => error.to_string(),
+            };
+            assert!(!shown.contains(&folder) && !shown.contains("/tmp"), "{sql}: {shown}");
+        }
+        let ours = "WITH Mine AS (SELECT * FROM main.ticket_events) SELECT count(*) FROM mine, dead_letters AS d";
+        assert_eq!(reader.query(ours).await.unwrap().rows, [[json!(0)]]);
     }
 
     #[tokio::test]

@@ -3,8 +3,10 @@
 //! Upstream: a handler that has ended. Downstream: `store`, which takes an end only from the holder of the claim. Promises: a
 //! result is committed whole or not at all; a call that got no answer is repeated as long as the claim is surely ours.
 
+use std::sync::MutexGuard;
 use std::time::Duration;
 
+use headwater_stream::clock::{Clock, SystemClock};
 use tokio::time::{Instant, sleep};
 use tracing::{error, info, warn};
 
@@ -15,8 +17,9 @@ use crate::claim::{
     AfterFailure, Completed, Completion, Failed, Failure, GiveBack, GiveBackReason, GivenBack,
 };
 use crate::error::{IssueError, Result};
-use crate::handler::{HandlerError, PUT_OFF_SPREAD_MAX, Resolution, Run, Then};
+use crate::handler::{HandlerError, PUT_OFF_SPREAD_MAX, Resolution, Run, Then, unavailable_pause};
 use crate::held::HeldClaim;
+use crate::limits::BATCH_MAX;
 
 /// What the end of a run leaves to do.
 pub(super) enum Next {
@@ -42,6 +45,7 @@ impl Inner {
             Ending::Stopped => self.give_back(run, held, GiveBackReason::Shutdown).await,
             Ending::Lost => {
                 warn!(issue_id = %run.issue().id, epoch = %run.epoch(), "claim lost, run cancelled");
+                self.release_later(run, held);
                 ("fenced", Next::Nothing)
             }
         }
@@ -74,10 +78,10 @@ impl Inner {
             }
             // The database keeps the claim alive, yet not the result. If it has it after all, this is fenced.
             Err(error) if error.is_transient() && held.watch().is_held() => {
-                let error = HandlerError::retry(format!("the result was not stored: {error}"));
-                self.fail(run, held, error).await
+                let reason = format!("the result was not stored: {error}");
+                self.fail(run, held, HandlerError::unavailable(reason)).await
             }
-            Err(error) => self.given_up(run, &error),
+            Err(error) => self.given_up(run, held, &error),
         }
     }
 
@@ -89,9 +93,11 @@ impl Inner {
                 AfterFailure::Retry { after: self.config.retry.delay(attempt, chance::part()) }
             }
             Then::RetryAfter(after) => AfterFailure::Retry { after },
-            Then::PutOff(after) => {
-                let spread = (after / 10).min(PUT_OFF_SPREAD_MAX);
-                AfterFailure::PutOff { after: after + spread.mul_f64(chance::part()) }
+            Then::PutOff(after) => put_off(after),
+            Then::Unavailable => {
+                let oldest = run.events().first().map(|event| event.created_at);
+                let waited = oldest.map(|oldest| SystemClock.now().since(oldest));
+                put_off(unavailable_pause(waited.unwrap_or_default()))
             }
             Then::Quarantine => AfterFailure::Quarantine,
         };
@@ -119,7 +125,7 @@ impl Inner {
                 ("quarantined", Next::Nothing)
             }
             Ok(Some(Failed::Fenced) | None) => ("fenced", Next::Nothing),
-            Err(error) => self.given_up(run, &error),
+            Err(error) => self.given_up(run, held, &error),
         }
     }
 
@@ -139,7 +145,7 @@ impl Inner {
             }
             Ok(Some(GivenBack::Requeued { .. })) => ("given_back", Next::Nudge),
             Ok(Some(GivenBack::Fenced) | None) => ("fenced", Next::Nothing),
-            Err(error) => self.given_up(run, &error),
+            Err(error) => self.given_up(run, held, &error),
         }
     }
 
@@ -166,11 +172,50 @@ impl Inner {
         }
     }
 
-    /// The database stayed away until the claim ran out. If it did not hear of the end, the sweep requeues the issue.
-    fn given_up(&self, run: &Run, error: &IssueError) -> (&'static str, Next) {
+    /// The database stayed away until the claim ran out. If it did not hear of the end, the issue is released later, or
+    /// the sweep requeues it.
+    fn given_up(&self, run: &Run, held: &HeldClaim, error: &IssueError) -> (&'static str, Next) {
         error!(issue_id = %run.issue().id, epoch = %run.epoch(), %error, "end of a run was not stored");
+        self.release_later(run, held);
         ("error", Next::Nothing)
     }
+
+    /// Leaves the claim to `release_lapsed`, unless the database has said that it is lost.
+    fn release_later(&self, run: &Run, held: &HeldClaim) {
+        if !held.watch().is_lost() {
+            let (issue_id, epoch, reason) = (run.issue().id, run.epoch(), GiveBackReason::Shutdown);
+            self.lapsed().push(GiveBack { issue_id, epoch, reason });
+        }
+    }
+
+    /// Releases claims that ended while the database was unavailable: a claim that runs out counts as a crash of its
+    /// worker, and this worker is alive. Those of one call that fails stay for the next.
+    pub(super) async fn release_lapsed(&self) -> Result<()> {
+        loop {
+            let claims: Vec<GiveBack> = self.lapsed().iter().take(BATCH_MAX).copied().collect();
+            if claims.is_empty() {
+                return Ok(());
+            }
+            let released = self.store.give_back(&claims).await?;
+            self.lapsed().drain(..claims.len());
+            for (claim, released) in claims.iter().zip(released) {
+                if let GivenBack::Requeued { .. } = released {
+                    info!(issue_id = %claim.issue_id, epoch = %claim.epoch, "claim of an unavailable database released");
+                    self.agenda.add(claim.issue_id, Instant::now());
+                }
+            }
+        }
+    }
+
+    fn lapsed(&self) -> MutexGuard<'_, Vec<GiveBack>> {
+        self.lapsed.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+/// A little later than asked for, so that not all who wait come back at once.
+fn put_off(after: Duration) -> AfterFailure {
+    let spread = (after / 10).min(PUT_OFF_SPREAD_MAX);
+    AfterFailure::PutOff { after: after + spread.mul_f64(chance::part()) }
 }
 
 fn first<T>(answers: Result<Vec<T>>) -> Result<Option<T>> {

@@ -4,8 +4,8 @@
 //! Upstream: whoever runs the process. Promises: everything it starts ends before `run` returns, or with it if it is
 //! dropped; a stop lets handlers finish, then cancels them and gives their issues back.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use headwater_queue::Queue;
@@ -54,6 +54,7 @@ impl Worker {
             batcher: Batcher::new(&store, config.claim_options(), config.calls_max)?,
             claims: Claims::new(Arc::clone(&store), config.claim_ttl),
             agenda: Agenda::default(),
+            lapsed: Mutex::default(),
             slots: Semaphore::new(config.concurrency),
             has_run: AtomicBool::new(false),
             stop: watch::Sender::new(false),
@@ -154,6 +155,9 @@ async fn keep_claims(inner: Arc<Inner>) {
         ticks.tick().await;
         if let Err(error) = inner.claims.run_once().await {
             warn!(%error, "claims were not renewed, trying again");
+        }
+        if let Err(error) = inner.release_lapsed().await {
+            warn!(%error, "claims were not released, trying again");
         }
     }
 }

@@ -21,7 +21,7 @@ use serde_json::json;
 use tracing::{info, warn};
 use uuid::Uuid;
 
-use super::books::{Books, Opened};
+use super::books::{Books, Open, Opened};
 use super::budget::{self, Budget, Ledger, Reservation};
 use super::late_sessions::LateSessions;
 use super::model::{Answer, LanguageModel, ModelError, ModelPrompt, Turn, Usage, estimate_tokens};
@@ -168,7 +168,7 @@ impl Desk {
         Arc::clone(&self.late_sessions)
     }
 
-    /// Waits a while for the tokens that runs give back which were dropped. Call it when no run is under way any more.
+    /// Waits a while for settlements of tokens. Call it when no run is under way any more.
     pub async fn close(&self) {
         self.books.settled().await;
     }
@@ -230,6 +230,37 @@ impl Desk {
         }
     }
 
+    /// Reserves the tokens of one question.
+    async fn reserve(
+        &self,
+        run: &Run,
+        prompt: &ModelPrompt,
+        prompt_tokens: u64,
+    ) -> Result<Open<'_>, Stop> {
+        let now = budget::now();
+        let tokens = prompt_tokens + u64::from(prompt.output_tokens_max);
+        let reservation = Reservation::new(run.issue().id, tokens, prompt_tokens, now);
+        let deferred = |after, reason: &str| Err(HandlerError::put_off(after, reason).into());
+        match self.books.reserve(reservation, &self.config.budget).await {
+            Ok(Opened::Granted(open)) => Ok(open),
+            Ok(Opened::IssueSpent) => Err(Stop::Spent),
+            Ok(Opened::DaySpent) => {
+                let reason = "the token budget of the day is used up; raise it, or wait until tomorrow (UTC)";
+                deferred(reservation.rest_of_day(now), reason)
+            }
+            Ok(Opened::Pending) => {
+                let reason =
+                    "the rest of the token budget is reserved by other runs; waiting for them";
+                deferred(self.config.away_pause, reason)
+            }
+            // Our own storage failed: no fault of this issue.
+            Err(error) => {
+                let reason = format!("the token ledger did not answer: {error}");
+                Err(HandlerError::unavailable(reason).into())
+            }
+        }
+    }
+
     /// One question to the model, within the budgets.
     async fn ask(
         &self,
@@ -237,21 +268,11 @@ impl Desk {
         prompt: &ModelPrompt,
         session: &RunSession,
     ) -> Result<(Answer, Usage), Stop> {
-        let now = budget::now();
         let prompt_tokens = prompt.tokens_estimate();
-        let tokens = prompt_tokens + u64::from(prompt.output_tokens_max);
-        let reservation = Reservation::new(run.issue().id, tokens, now);
-        let reserved = self.books.reserve(reservation, prompt_tokens, &self.config.budget).await;
-        let open = match reserved {
-            Ok(Opened::Granted(open)) => open,
-            Ok(Opened::IssueSpent) => return Err(Stop::Spent),
-            Ok(Opened::DaySpent) => {
-                let reason = "the token budget of the day is used up; raise it, or wait until tomorrow (UTC)";
-                return Err(HandlerError::put_off(reservation.rest_of_day(now), reason).into());
-            }
-            Err(error) => {
-                return Err(HandlerError::retry(format!("the token budget: {error}")).into());
-            }
+        // A model that costs nothing has no budget.
+        let open = match self.model.is_free() {
+            true => None,
+            false => Some(self.reserve(run, prompt, prompt_tokens).await?),
         };
         // If newer events end the run here, what was reserved for the answer is given back.
         let answered = match self.model.ask(prompt).await {
@@ -261,7 +282,7 @@ impl Desk {
         let answer = match answered {
             Ok(answer) => answer,
             Err(error) => {
-                open.settle(used_by_failure(&error, prompt_tokens)).await;
+                settle(open, used_by_failure(&error, prompt_tokens)).await;
                 return Err(self.after(run, error).into());
             }
         };
@@ -270,7 +291,7 @@ impl Desk {
             output_tokens: estimate_tokens(answer.text.len()),
         };
         let usage = answer.usage.unwrap_or(estimate);
-        open.settle(usage.total()).await;
+        settle(open, usage.total()).await;
         session.executed(&answer, usage).await;
         Ok((answer, usage))
     }
@@ -413,6 +434,13 @@ fn remembering(thread: &Thread, answer: Option<&Entry>) -> Resolution {
         "user_id": thread.user_id, "handed_over": thread.handed_over.then_some(true),
     });
     Resolution::new().discussions(thread.remembered(answer)).fields(fields.to_string())
+}
+
+/// Settles what was reserved, if anything was.
+async fn settle(open: Option<Open<'_>>, used: u64) {
+    if let Some(open) = open {
+        open.settle(used).await;
+    }
 }
 
 /// What a failed question may have cost.

@@ -20,6 +20,11 @@ pub trait LanguageModel: Send + Sync + fmt::Debug {
     /// How it is called, for people and in events.
     fn name(&self) -> &str;
 
+    /// Whether it costs nothing, so that token budgets do not apply. Default: no.
+    fn is_free(&self) -> bool {
+        false
+    }
+
     /// Begins to answer. The pieces come as they are made; after an error nothing follows.
     async fn ask(&self, prompt: &ModelPrompt) -> Result<Pieces, ModelError>;
 }

@@ -42,6 +42,7 @@ pub enum Line {
 pub struct ScriptedModel {
     script: Mutex<VecDeque<Line>>,
     delay: Duration,
+    is_metered: bool,
     asked: Mutex<Vec<ModelPrompt>>,
 }
 
@@ -58,7 +59,13 @@ impl ScriptedModel {
     /// Says these lines in order; when they are used up, it goes by its rules.
     pub fn new(script: impl IntoIterator<Item = Line>) -> Self {
         let script = Mutex::new(script.into_iter().collect());
-        Self { script, delay: Duration::ZERO, asked: Mutex::default() }
+        Self { script, delay: Duration::ZERO, is_metered: false, asked: Mutex::default() }
+    }
+
+    /// Subject to token budgets, as models that cost something are.
+    pub fn metered(mut self) -> Self {
+        self.is_metered = true;
+        self
     }
 
     /// Takes this long for every answer.
@@ -82,6 +89,10 @@ impl ScriptedModel {
 impl LanguageModel for ScriptedModel {
     fn name(&self) -> &str {
         "scripted"
+    }
+
+    fn is_free(&self) -> bool {
+        !self.is_metered
     }
 
     async fn ask(&self, model_prompt: &ModelPrompt) -> Result<Pieces, ModelError> {

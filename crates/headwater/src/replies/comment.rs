@@ -18,7 +18,7 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 use tracing::warn;
 
-use super::answer;
+use super::{answer, markdown};
 use crate::client;
 use crate::limits::{
     COMMENT_BYTES_MAX, COMMENT_PAGE_BYTES_MAX, COMMENT_PAGES_MAX, REPLY_BYTES_MAX,
@@ -185,35 +185,8 @@ async fn read<T: DeserializeOwned>(response: Response, what: &str) -> Result<T, 
 /// The body of a comment.
 fn body(content: &str, mark: &str) -> String {
     let room = COMMENT_BYTES_MAX - mark.len() - 8;
-    let escaped = escaped(text::cut(content, REPLY_BYTES_MAX));
-    let shown = text::cut(&escaped, room);
-    let more = if shown.len() < escaped.len() { "…" } else { "" };
-    format!("{shown}{more}\n\n{mark}")
-}
-
-fn escaped(content: &str) -> String {
-    let mut escaped = String::with_capacity(content.len() + content.len() / 8);
-    for (index, line) in content.lines().enumerate() {
-        if index > 0 {
-            escaped.push('\n');
-        }
-        // At the beginning of a line, GitLab takes it for a command: `/close`, `/assign`.
-        let line = match line.trim_start().strip_prefix('/') {
-            Some(rest) => format!("\\/{rest}"),
-            None => line.to_owned(),
-        };
-        for c in line.chars() {
-            match c {
-                '&' => escaped.push_str("&amp;"),
-                '<' => escaped.push_str("&lt;"),
-                '>' => escaped.push_str("&gt;"),
-                // A word joiner: looks the same, and calls nobody.
-                '@' => escaped.push_str("@\u{2060}"),
-                c => escaped.push(c),
-            }
-        }
-    }
-    escaped
+    let shown = markdown::sanitized(text::cut(content, REPLY_BYTES_MAX), room);
+    format!("{shown}\n\n{mark}")
 }
 
 /// Parts of an address, each within its place whatever it holds.

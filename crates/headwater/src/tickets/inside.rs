@@ -42,6 +42,7 @@ impl Tickets {
             ReplyTarget::HandOver => repeated!(self.hand_over_once(ticket_id)),
         };
         delivered.map_err(|error| match error {
+            // Our own database: no fault of the row, so no attempt is counted.
             error if error.is_transient() => DeliverError::Away(error.to_string()),
             error => DeliverError::Dead(error.to_string()),
         })

@@ -7,13 +7,17 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Error, Executor, Row};
 use uuid::Uuid;
 
-use super::rows::{self, NewMessageRow, NewTicketRow, SEARCHED_MAX, SearchRow};
+use super::rows::{self, NewMessageRow, NewTicketRow, ReservationRow, SEARCHED_MAX, SearchRow};
 use super::statements::implement_statements;
 use super::ticket::{Ticket, TicketFilter, TicketMessage, TicketStatus};
+use crate::desk::budget::Spent;
 use crate::desk::tools::FoundTicket;
 
-const MIGRATIONS: [&str; 2] =
-    [include_str!("migrations/postgres_0001.sql"), include_str!("migrations/postgres_0002.sql")];
+const MIGRATIONS: [&str; 3] = [
+    include_str!("migrations/postgres_0001.sql"),
+    include_str!("migrations/postgres_0002.sql"),
+    include_str!("migrations/postgres_0003.sql"),
+];
 
 /// The advisory lock of migrations: "desk" as a number that nobody else has picked.
 const LOCK: i64 = 0x6865_6164_6465_736b;
@@ -67,6 +71,22 @@ const SEARCH: &str = "SELECT t.ticket_id::text, t.title, t.status, (
      WHERE t.ticket_id::text <> $3 AND (t.title ILIKE ANY ($4::text[]) OR EXISTS (
          SELECT 1 FROM ticket_messages m WHERE m.ticket_id = t.ticket_id AND m.content ILIKE ANY ($4::text[])))
      ORDER BY t.number DESC LIMIT $5";
+
+/// Two processes never sum up at the same time; the second one leaves it to the first.
+const ROLL_UP: [&str; 1] = ["WITH done AS (
+         UPDATE desk_reservations SET rolled_up = true WHERE id IN (
+             SELECT id FROM desk_reservations
+             WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1)
+                 AND (SELECT pg_try_advisory_xact_lock(7522537965574778738))
+             LIMIT 50000 FOR UPDATE SKIP LOCKED)
+         RETURNING issue_id, day, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END AS counted
+     ), counts AS (
+         SELECT 'issue:' || issue_id AS scope, counted FROM done
+         UNION ALL SELECT 'day:' || day, counted FROM done
+     )
+     INSERT INTO desk_usage (scope, tokens)
+     SELECT scope, CAST(sum(counted) AS bigint) FROM counts GROUP BY scope
+     ON CONFLICT (scope) DO UPDATE SET tokens = desk_usage.tokens + excluded.tokens"];
 
 implement_statements!(PgConnection, PgRow, binding patterns by std::convert::identity);
 

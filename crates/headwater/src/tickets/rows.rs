@@ -37,6 +37,29 @@ pub(super) struct SearchRow<'a> {
     pub(super) limit: i64,
 }
 
+/// A reservation of tokens.
+#[derive(Clone, Debug)]
+pub(super) struct ReservationRow {
+    pub(super) id: String,
+    pub(super) issue_id: i64,
+    pub(super) day: i64,
+    pub(super) tokens: i64,
+    pub(super) tokens_if_lost: i64,
+    pub(super) expires_at: i64,
+}
+
+impl ReservationRow {
+    /// The row of `desk_usage` that sums up the issue.
+    pub(super) fn issue_scope(&self) -> String {
+        format!("issue:{}", self.issue_id)
+    }
+
+    /// The row of `desk_usage` that sums up the day.
+    pub(super) fn day_scope(&self) -> String {
+        format!("day:{}", self.day)
+    }
+}
+
 /// Tickets that one search looks at, newest first.
 pub(super) const SEARCHED_MAX: i64 = 1000;
 

@@ -7,13 +7,17 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use sqlx::{Error, Executor, Row};
 use uuid::Uuid;
 
-use super::rows::{self, NewMessageRow, NewTicketRow, SEARCHED_MAX, SearchRow};
+use super::rows::{self, NewMessageRow, NewTicketRow, ReservationRow, SEARCHED_MAX, SearchRow};
 use super::statements::implement_statements;
 use super::ticket::{Ticket, TicketFilter, TicketMessage, TicketStatus};
+use crate::desk::budget::Spent;
 use crate::desk::tools::FoundTicket;
 
-const MIGRATIONS: [&str; 2] =
-    [include_str!("migrations/sqlite_0001.sql"), include_str!("migrations/sqlite_0002.sql")];
+const MIGRATIONS: [&str; 3] = [
+    include_str!("migrations/sqlite_0001.sql"),
+    include_str!("migrations/sqlite_0002.sql"),
+    include_str!("migrations/sqlite_0003.sql"),
+];
 
 macro_rules! select_ticket {
     ($rest:literal) => {
@@ -61,6 +65,21 @@ const SEARCH: &str = "SELECT t.ticket_id, t.title, t.status, (
      WHERE t.ticket_id <> $3 AND EXISTS (SELECT 1 FROM json_each($4) w WHERE t.title LIKE w.value ESCAPE '\\' OR EXISTS (
          SELECT 1 FROM ticket_messages m WHERE m.ticket_id = t.ticket_id AND m.content LIKE w.value ESCAPE '\\'))
      ORDER BY t.number DESC LIMIT $5";
+
+/// One transaction: nothing is settled in between.
+const ROLL_UP: [&str; 2] = [
+    "INSERT INTO desk_usage (scope, tokens)
+     SELECT scope, sum(counted) FROM (
+         SELECT 'issue:' || issue_id AS scope, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END AS counted
+         FROM desk_reservations WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1)
+         UNION ALL
+         SELECT 'day:' || day, CASE WHEN settled_at IS NULL THEN tokens_if_lost ELSE tokens END
+         FROM desk_reservations WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1)
+     ) WHERE true GROUP BY scope
+     ON CONFLICT (scope) DO UPDATE SET tokens = desk_usage.tokens + excluded.tokens",
+    "UPDATE desk_reservations SET rolled_up = TRUE
+     WHERE NOT rolled_up AND (settled_at IS NOT NULL OR expires_at <= $1)",
+];
 
 implement_statements!(SqliteConnection, SqliteRow, binding patterns by as_json);
 

@@ -124,39 +124,94 @@ macro_rules! implement_statements {
             select.bind(search.limit).fetch_all(connection).await?.iter().map(read).collect()
         }
 
-        /// Counts tokens as spent if the limit allows. Returns whether it did.
-        pub(super) async fn spend(
+        /// What counts against the budgets of an issue and of a day, from one snapshot.
+        pub(super) async fn token_usage(
             connection: &mut $connection,
-            scope: &str,
-            tokens: i64,
-            limit: i64,
-        ) -> Result<bool, Error> {
-            sqlx::query(
-                "INSERT INTO desk_usage (scope, tokens) VALUES ($1, 0) ON CONFLICT (scope) DO NOTHING",
-            )
-            .bind(scope)
-            .execute(&mut *connection)
-            .await?;
-            let spent = sqlx::query(
-                "UPDATE desk_usage SET tokens = tokens + $2 WHERE scope = $1 AND tokens + $2 <= $3",
-            )
-            .bind(scope)
-            .bind(tokens)
-            .bind(limit)
-            .execute(connection)
-            .await?;
-            Ok(spent.rows_affected() == 1)
+            row: &ReservationRow,
+            now: i64,
+        ) -> Result<[Spent; 2], Error> {
+            let select = sqlx::query(
+                "SELECT
+                     coalesce((SELECT tokens FROM desk_usage WHERE scope = $1), 0),
+                     coalesce((SELECT tokens FROM desk_usage WHERE scope = $2), 0),
+                     CAST(coalesce(sum(counted) FILTER (WHERE of_issue), 0) AS bigint),
+                     CAST(coalesce(sum(unsettled) FILTER (WHERE of_issue), 0) AS bigint),
+                     CAST(coalesce(sum(counted) FILTER (WHERE of_day), 0) AS bigint),
+                     CAST(coalesce(sum(unsettled) FILTER (WHERE of_day), 0) AS bigint)
+                 FROM (
+                     SELECT issue_id = $3 AS of_issue, day = $4 AS of_day,
+                         CASE WHEN settled_at IS NULL AND expires_at <= $5 THEN tokens_if_lost ELSE tokens END AS counted,
+                         CASE WHEN settled_at IS NULL AND expires_at > $5 THEN tokens ELSE 0 END AS unsettled
+                     FROM desk_reservations
+                     WHERE (issue_id = $3 OR day = $4) AND NOT rolled_up AND id <> $6
+                 ) AS open",
+            );
+            let select = select.bind(row.issue_scope()).bind(row.day_scope());
+            let select = select.bind(row.issue_id).bind(row.day).bind(now).bind(&row.id);
+            let found = select.fetch_one(connection).await?;
+            let number = |place: usize| -> Result<u64, Error> {
+                Ok(u64::try_from(found.try_get::<i64, _>(place)?).unwrap_or(0))
+            };
+            let spent = |usage: usize, counted: usize| -> Result<Spent, Error> {
+                let total = number(usage)?.saturating_add(number(counted)?);
+                Ok(Spent { total, unsettled: number(counted + 1)? })
+            };
+            Ok([spent(0, 2)?, spent(1, 4)?])
         }
 
-        pub(super) async fn correct(
+        /// One that is there already, because it was settled before, stays as it is.
+        pub(super) async fn insert_reservation(
             connection: &mut $connection,
-            scope: &str,
-            by: i64,
+            row: &ReservationRow,
         ) -> Result<(), Error> {
-            let update = sqlx::query(
-                "UPDATE desk_usage SET tokens = CASE WHEN tokens + $2 < 0 THEN 0 ELSE tokens + $2 END WHERE scope = $1",
+            let insert = sqlx::query(
+                "INSERT INTO desk_reservations (id, issue_id, day, tokens, tokens_if_lost, expires_at)
+                 VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (id) DO NOTHING",
             );
-            update.bind(scope).bind(by).execute(connection).await.map(drop)
+            let insert = insert.bind(&row.id).bind(row.issue_id).bind(row.day);
+            let insert = insert.bind(row.tokens).bind(row.tokens_if_lost).bind(row.expires_at);
+            insert.execute(connection).await.map(drop)
+        }
+
+        pub(super) async fn remove_reservation(
+            connection: &mut $connection,
+            row: &ReservationRow,
+        ) -> Result<(), Error> {
+            let delete =
+                sqlx::query("DELETE FROM desk_reservations WHERE id = $1 AND settled_at IS NULL");
+            delete.bind(&row.id).execute(connection).await.map(drop)
+        }
+
+        /// Only the first settlement counts. Without a reservation it is stored as well, so that one which is still on its
+        /// way is not made any more.
+        pub(super) async fn settle_reservation(
+            connection: &mut $connection,
+            row: &ReservationRow,
+            used: i64,
+            now: i64,
+        ) -> Result<(), Error> {
+            let upsert = sqlx::query(
+                "INSERT INTO desk_reservations (id, issue_id, day, tokens, tokens_if_lost, expires_at, settled_at)
+                 VALUES ($1, $2, $3, $4, $4, $5, $6)
+                 ON CONFLICT (id) DO UPDATE SET tokens = excluded.tokens, settled_at = excluded.settled_at
+                 WHERE desk_reservations.settled_at IS NULL AND NOT desk_reservations.rolled_up",
+            );
+            let upsert = upsert.bind(&row.id).bind(row.issue_id).bind(row.day);
+            upsert.bind(used).bind(row.expires_at).bind(now).execute(connection).await.map(drop)
+        }
+
+        /// Sums up what is settled or has expired, and removes rows that were summed up and expired before `forget`.
+        pub(super) async fn roll_up_reservations(
+            connection: &mut $connection,
+            now: i64,
+            forget: i64,
+        ) -> Result<(), Error> {
+            for statement in ROLL_UP {
+                sqlx::query(statement).bind(now).execute(&mut *connection).await?;
+            }
+            let delete =
+                sqlx::query("DELETE FROM desk_reservations WHERE rolled_up AND expires_at <= $1");
+            delete.bind(forget).execute(connection).await.map(drop)
         }
 
         fn read_ticket(row: &$row) -> Result<Ticket, Error> {
