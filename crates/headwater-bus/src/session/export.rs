@@ -129,10 +129,8 @@ impl Export {
 impl Export {
     /// What removed entries that were about to be read: our own compaction, or the error that is known.
     async fn overtaken(&self, error: SessionError) -> SessionError {
-        match self.sessions.open_meta(&self.session).await {
-            Ok(meta) if meta.compacted != self.source.meta.compacted => {
-                SessionError::Overtaken { session: self.session.clone() }
-            }
+        match self.sessions.is_overtaken(&self.session, &self.source, &error).await {
+            Ok(true) => SessionError::Overtaken { session: self.session.clone() },
             _ => error,
         }
     }

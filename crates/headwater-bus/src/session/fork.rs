@@ -10,7 +10,7 @@ use headwater_stream::{Entry, EntryId, RegistryMap, StreamStats};
 use super::deleted::{Extent, find_deleted};
 use super::error::{Missing, MissingReason};
 use super::filling::{Beginning, Filling};
-use super::meta::{First, Meta, Parent};
+use super::meta::{First, Meta, Parent, Point};
 use super::replay::{Page, Pages, Until};
 use super::state::is_stray;
 use super::{Result, Session, SessionError, Sessions};
@@ -59,17 +59,28 @@ impl Sessions {
                 Err(error) => error,
             };
             // If that fails, what is left is replaced when the same fork is repeated, here or by the caller.
-            let _ = filling.abandon().await; // Whatever is missing: if a compaction went on meanwhile, it removed what this copy was about to read.
-            let now = match error {
-                SessionError::Incomplete { .. } => self.source(parent).await?,
-                _ => return Err(error),
-            };
-            if now.meta.compacted == source.meta.compacted {
+            let _ = filling.abandon().await;
+            if !self.is_overtaken(parent, &source, &error).await? {
                 return Err(error);
             }
-            source = now;
+            source = self.source(parent).await?;
         }
         Err(SessionError::Overtaken { session: parent.clone() })
+    }
+
+    /// Whether our own compaction removed what was about to be read. It notes what it removes before it does so: the note may
+    /// be older than the look at the source.
+    pub(super) async fn is_overtaken(
+        &self,
+        session: &SessionId,
+        source: &Source,
+        error: &SessionError,
+    ) -> Result<bool> {
+        let SessionError::Incomplete { missing, .. } = error else { return Ok(false) };
+        let compacted = self.open_meta(session).await?.compacted;
+        let explains = |point: Point| missing.before <= point.entry_id;
+        let is_explained = missing.why == MissingReason::Trimmed && compacted.is_some_and(explains);
+        Ok(is_explained || compacted != source.meta.compacted)
     }
 
     /// What there is to copy of a session.
