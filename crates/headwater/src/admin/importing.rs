@@ -3,8 +3,9 @@
 //! Upstream: `router`, and the verb `session import`. Downstream: the import of `headwater-bus`.
 //! Promises: however it ends early (a wrong line, a body that is cut off, too long or too slow, a caller that hangs up, a stop of
 //! the process), what was stored is no session and is removed. If the streams fail at that, too, the answer says so; then, and
-//! after a kill, the same import can be repeated at once and replaces what is left. It may take as long as lines come: each part of the body within
-//! `http.read_timeout`, all of them at [`BYTES_PER_SECOND_MIN`] at least, and within `http.import_bytes_max`.
+//! after a kill, the same import can be repeated at once and replaces what is left. It may take as long as lines come: each
+//! part of the body within `http.read_timeout`, all of them at [`BYTES_PER_SECOND_MIN`] at least, and within
+//! `http.import_bytes_max`.
 
 use std::time::Duration;
 
