@@ -211,9 +211,13 @@ pub enum Stored {
     Duplicate(EntryId),
     /// In the spool of this process, on its way to the stream. The backend is away.
     Spooled,
-    /// Nowhere but in the hands of this process: the bus is a local one, or the backend is away and the bus was told to
-    /// go on without it.
+    /// Nowhere but in the hands of this process: the bus is a local one, or the backend is away, the event was not sent,
+    /// and the bus was told to go on without it. No other process ever sees it.
     LocalOnly,
+    /// In the hands of this process, and perhaps in its stream: it was sent, the backend did not confirm it, and the bus was
+    /// told to go on without the backend ([`FailurePolicy::LocalOnly`](crate::FailurePolicy::LocalOnly)). Other processes may see it.
+    /// Published again under the same id, it counts once.
+    Unconfirmed,
 }
 
 impl Stored {
@@ -222,7 +226,7 @@ impl Stored {
         match self {
             Self::Duplicate(EntryId::MIN) => None,
             Self::Entry(id) | Self::Duplicate(id) => Some(id),
-            Self::Spooled | Self::LocalOnly => None,
+            Self::Spooled | Self::LocalOnly | Self::Unconfirmed => None,
         }
     }
 
@@ -238,6 +242,7 @@ impl Stored {
             Self::Duplicate(_) => "duplicate",
             Self::Spooled => "spooled",
             Self::LocalOnly => "local",
+            Self::Unconfirmed => "unconfirmed",
         }
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use metrics::{counter, gauge, histogram};
 
-/// Events published. Labels: type, result (`stored`, `duplicate`, `spooled`, `local`).
+/// Events published. Labels: type, result (`stored`, `duplicate`, `spooled`, `local`, `unconfirmed`).
 pub const PUBLISHED: &str = "headwater_bus_publish_total";
 /// Seconds from the call to the end of storing, handlers not included. Labels: type.
 pub const PUBLISH_LATENCY: &str = "headwater_bus_publish_latency_seconds";
@@ -56,7 +56,7 @@ pub const REQUEST_RETRIES: &str = "headwater_bus_main_loop_retries_total";
 pub const REQUESTS_GIVEN_BACK: &str = "headwater_bus_main_loop_given_back_total";
 /// Deliveries of requests that had a reply already. Labels: none.
 pub const REQUESTS_REPEATED: &str = "headwater_bus_main_loop_repeated_total";
-/// Requests submitted. Labels: result (`completed`, `failed`, `timed_out`, `error`).
+/// Requests submitted. Labels: result (`completed`, `failed`, `timed_out`, `deadline_passed`, `error`).
 pub const SUBMITTED: &str = "headwater_bus_main_loop_submitted_total";
 /// Seconds from submitting a request to its reply. Labels: result.
 pub const SUBMIT_LATENCY: &str = "headwater_bus_main_loop_submit_seconds";

@@ -101,6 +101,11 @@ pub enum QueueError {
         deadline: Duration,
     },
 
+    /// A change of several partitions failed after some of them were changed. [`Interrupted`] says how far it came, and what to
+    /// do next.
+    #[error(transparent)]
+    Interrupted(Box<Interrupted>),
+
     /// The queue or subscription was stopped.
     #[error("{what} is stopped")]
     Stopped {
@@ -146,6 +151,18 @@ impl QueueError {
             Self::DeadlineExceeded { topic, deadline } => {
                 Self::DeadlineExceeded { topic: topic.clone(), deadline: *deadline }
             }
+            Self::Interrupted(interrupted) => {
+                let source = interrupted.source.again();
+                let Interrupted { what, done, uncertain, left, next, .. } = &**interrupted;
+                Self::Interrupted(Box::new(Interrupted {
+                    what: what.clone(),
+                    done: done.clone(),
+                    uncertain: uncertain.clone(),
+                    left: left.clone(),
+                    next: next.clone(),
+                    source,
+                }))
+            }
             Self::Stopped { what } => Self::Stopped { what: what.clone() },
             Self::Backend(error) => Self::Backend(error.again()),
         }
@@ -156,7 +173,74 @@ impl QueueError {
         match self {
             Self::Backlogged { .. } | Self::DeadlineExceeded { .. } | Self::Busy { .. } => true,
             Self::Backend(error) => error.is_transient(),
+            Self::Interrupted(interrupted) => interrupted.source.is_transient(),
             _ => false,
         }
+    }
+}
+
+/// How far a change of several partitions came before it failed. Doing what `next` says finishes it, and is harmless where it
+/// is done.
+#[derive(Debug, thiserror::Error)]
+#[error("{what} was interrupted: {}: {source}; {next}", describe(done, uncertain, left))]
+pub struct Interrupted {
+    /// What was being done, and to which topic and group.
+    pub what: String,
+    /// Partitions that are changed.
+    pub done: Vec<u16>,
+    /// Partitions that may be changed or not: the backend did not answer.
+    pub uncertain: Vec<u16>,
+    /// Partitions that are as they were.
+    pub left: Vec<u16>,
+    /// What to do next.
+    pub next: String,
+    /// Why it failed.
+    pub source: QueueError,
+}
+
+impl Interrupted {
+    /// The same in words, without the reason: that may name servers.
+    pub fn progress(&self) -> String {
+        let progress = describe(&self.done, &self.uncertain, &self.left);
+        format!("{} was interrupted: {progress}; {}", self.what, self.next)
+    }
+}
+
+/// How far a change came, in words.
+fn describe(done: &[u16], uncertain: &[u16], left: &[u16]) -> String {
+    let parts = [("done on", done), ("perhaps done on", uncertain), ("not done on", left)];
+    let parts = parts.iter().filter(|(_, partitions)| !partitions.is_empty());
+    let parts = parts.map(|(how, partitions)| match partitions {
+        [one] => format!("{how} partition {one}"),
+        several => format!("{how} partitions {}", ranges(several)),
+    });
+    parts.collect::<Vec<_>>().join(", ")
+}
+
+/// `0-2, 5` for 0, 1, 2 and 5.
+fn ranges(partitions: &[u16]) -> String {
+    let mut ranges: Vec<(u16, u16)> = Vec::new();
+    for partition in partitions {
+        match ranges.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(*partition) => *last = *partition,
+            _ => ranges.push((*partition, *partition)),
+        }
+    }
+    let text = |(first, last): &(u16, u16)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    };
+    ranges.iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn partitions_are_written_as_ranges() {
+        assert_eq!(ranges(&[0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
+        assert_eq!(ranges(&[]), "");
+        assert_eq!(ranges(&[u16::MAX]), "65535");
     }
 }

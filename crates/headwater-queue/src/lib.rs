@@ -9,6 +9,8 @@ mod keys;
 mod partitioner;
 mod topic;
 
+mod interrupted;
+
 mod dead_letter;
 mod message;
 mod retry;
@@ -45,7 +47,7 @@ pub use dead_letters::{
     DeadLetterFilter, DeadLetterQuery, DeadLetters, Letters, PurgeConfig, PurgeReport, Refusal,
     ReplayConfig, ReplayReport,
 };
-pub use error::{QueueError, Result};
+pub use error::{Interrupted, QueueError, Result};
 pub use inspect::{
     Bound, ConsumerView, GroupPartitionView, GroupView, Inspector, MemberView, MessageQuery,
     OwnerView, PartitionView, PendingFilter, PendingView, StoredMessage, TopicView,

@@ -2,13 +2,14 @@
 //!
 //! Upstream: administrators. Downstream: the groups of a topic's streams.
 //! Promises: a group with a member that lives, or will be back, is left alone; each partition changes in one atomic step.
-//! After an error, or a crash half way, some partitions are without it: repeat it. Messages and dead letters stay; the
+//! After an error, which says so, or a crash half way, some partitions are without it: repeat it. Messages and dead letters stay; the
 //! epochs of its partitions stay, too, so that whoever takes the name again fences those who had it.
 //! Not here: consumers of other programs, which show no sign of life; they are told that there is no such group.
 
 use tracing::info;
 
 use crate::error::Result;
+use crate::interrupted::Progress;
 use crate::keys;
 use crate::queue::Queue;
 use crate::reset::refuse_if_at_work;
@@ -36,10 +37,18 @@ impl Queue {
         refuse_if_at_work(&view, living.collect())?;
         let (topic, group) = (self.existing_topic(topic).await?, group_name(group)?);
         let mut partitions = 0;
+        let mut progress = Progress::new(0..topic.partitions);
         for partition in 0..topic.partitions {
             let stream = keys::stream(&topic, partition);
-            if self.inner.backend.remove_group(&stream, &group).await? {
-                partitions += 1;
+            progress.next(1);
+            match self.inner.backend.remove_group(&stream, &group).await {
+                Ok(is_removed) => partitions += u16::from(is_removed),
+                Err(error) => {
+                    let what =
+                        format!("the removal of group `{group}` from topic `{}`", topic.name);
+                    let next = "repeat the removal to finish it".to_owned();
+                    return Err(progress.interrupt(what, next, error.into()));
+                }
             }
         }
         let (pending, lag) = (view.pending, view.lag);

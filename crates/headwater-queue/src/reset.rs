@@ -3,7 +3,8 @@
 //! Upstream: administrators. Downstream: the groups of a topic's streams.
 //! Promises: a dry run changes nothing and says what would be read again, skipped and dropped; a group that somebody
 //! works for is left alone, unless [`ResetGuard::Force`] is named; each partition changes in one atomic step.
-//! Refused: a group that does not exist. After an error some partitions may be reset: repeat it.
+//! An error after the first partition says which partitions are reset, and what to repeat. Refused: a group that does not
+//! exist.
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
@@ -12,6 +13,7 @@ use headwater_stream::{
 
 use crate::error::{QueueError, Result};
 use crate::inspect::{GroupView, partitions_of};
+use crate::interrupted::Progress;
 use crate::keys;
 use crate::limits::COUNTED_MAX;
 use crate::page::previous;
@@ -148,9 +150,7 @@ impl Queue {
             planned.push(look.plan(partition, reset.to).await?);
         }
         if !reset.dry_run {
-            for plan in &planned {
-                self.reset_partition(&topic, &group, plan, reset.to).await?;
-            }
+            self.reset_planned(&topic, &group, &planned, reset.to).await?;
         }
         Ok(report(planned, !reset.dry_run))
     }
@@ -161,6 +161,33 @@ impl Queue {
         let members = view.members.iter().filter(|member| member.heartbeat_age.is_some());
         let at_work = members.filter_map(|member| member.consumer.clone());
         refuse_if_at_work(&view, at_work.collect())
+    }
+
+    async fn reset_planned(
+        &self,
+        topic: &Topic,
+        group: &GroupName,
+        planned: &[ResetPartition],
+        to: ResetTo,
+    ) -> Result<()> {
+        let began = self.inner.backend.now().await?;
+        let mut progress = Progress::new(planned.iter().map(|plan| plan.partition));
+        for plan in planned {
+            progress.next(1);
+            if let Err(error) = self.reset_partition(topic, group, plan, to).await {
+                let what = format!("the reset of group `{group}` on topic `{}`", topic.name);
+                let next = match to {
+                    // The end has moved on; what came since would be skipped where it is not skipped yet.
+                    ResetTo::End => format!(
+                        "repeat the reset with `to` = `{}` to finish it without skipping more",
+                        began.to_rfc3339()
+                    ),
+                    _ => "repeat the reset to finish it".to_owned(),
+                };
+                return Err(progress.interrupt(what, next, error));
+            }
+        }
+        Ok(())
     }
 
     async fn reset_partition(

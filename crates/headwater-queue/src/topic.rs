@@ -186,11 +186,14 @@ pub struct Topic {
     pub policies: Policies,
     /// How it grew, oldest first.
     pub growths: Vec<Growth>,
+    /// Since when it is being deleted. A deletion that was interrupted leaves this; deleting the topic again finishes it.
+    pub deleting_since: Option<Timestamp>,
 }
 
 pub(crate) const PARTITION_COUNT: &str = "partitionCount";
 const CREATED_AT: &str = "createdAt";
 const LAYOUT: &str = "layout";
+const DELETING_SINCE: &str = "deletingSince";
 const RETENTION_COUNT: &str = "retentionCount";
 const RETENTION_AGE_MS: &str = "retentionAgeMs";
 const RETENTION_BYTES: &str = "retentionBytes";
@@ -211,6 +214,7 @@ impl Topic {
             created_at: None,
             policies: Policies::default(),
             growths: Vec::new(),
+            deleting_since: None,
         }
     }
 
@@ -230,6 +234,11 @@ impl Topic {
             }
             None => Self::plain(name.clone(), Layout::Plain),
         })
+    }
+
+    /// The change of a topic's meta that says since when it is being deleted.
+    pub(crate) fn deleting(since: Timestamp) -> RegistryMap {
+        RegistryMap::from([(DELETING_SINCE.to_owned(), since.to_rfc3339().into())])
     }
 
     /// The meta as the registry keeps it.
@@ -290,14 +299,15 @@ impl Topic {
             refresh: read.number(REFRESH_MS)?.map_or(defaults.refresh, Duration::from_millis),
         };
         policies.validate()?;
-        let created_at = read.created_at()?;
+        let created_at = read.time(CREATED_AT)?;
+        let deleting_since = read.time(DELETING_SINCE)?;
         let growths = match read.text(GROWTHS)? {
             None => Vec::new(),
             Some(text) => growths_from_json(text).ok_or_else(|| {
                 read.wrong(GROWTHS, "a list of growths as this program writes it")
             })?,
         };
-        Ok(Self { name, partitions, layout, created_at, policies, growths })
+        Ok(Self { name, partitions, layout, created_at, policies, growths, deleting_since })
     }
 }
 
@@ -319,12 +329,12 @@ impl<'a> Reading<'a> {
     }
 
     /// Our instant, or the epoch milliseconds that other programs write.
-    fn created_at(&self) -> Result<Option<Timestamp>> {
-        let Some(text) = self.text(CREATED_AT)? else { return Ok(None) };
+    fn time(&self, field: &str) -> Result<Option<Timestamp>> {
+        let Some(text) = self.text(field)? else { return Ok(None) };
         Timestamp::from_rfc3339(text)
             .or_else(|| text.parse().ok().map(Timestamp::from_millis))
             .map(Some)
-            .ok_or_else(|| self.wrong(CREATED_AT, "an instant such as 2026-01-01T00:00:00Z"))
+            .ok_or_else(|| self.wrong(field, "an instant such as 2026-01-01T00:00:00Z"))
     }
 
     fn wrong(&self, field: &str, allowed: &str) -> QueueError {
@@ -395,6 +405,7 @@ mod tests {
                 byte_budget: Some(1 << 30),
                 ..Default::default()
             },
+            deleting_since: None,
             growths: vec![
                 Growth {
                     from: 1,

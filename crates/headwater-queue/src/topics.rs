@@ -13,6 +13,7 @@ use headwater_stream::{EntryId, Range, RegistryMap, SetName, StreamName};
 use crate::change::Change;
 use crate::error::{QueueError, Result};
 use crate::group;
+use crate::interrupted::Progress;
 use crate::keys::{self, Layout};
 use crate::limits::{GROWTHS_MAX, PARTITIONS_MAX};
 use crate::queue::Queue;
@@ -158,11 +159,19 @@ impl Topics {
 
     /// Removes a topic with all its messages, groups, delayed messages and dead letters. Returns whether there was one.
     ///
+    /// A deletion that fails half way is [`Interrupted`](QueueError::Interrupted); one whose process dies leaves
+    /// [`Topic::deleting_since`]. In both cases deleting the topic again finishes it; until then it stays in the list.
+    ///
     /// Producers that know the topic may go on sending to it for as long as its `refresh`: stop them first.
     pub async fn delete(&self, name: &str) -> Result<bool> {
         let name = TopicName::new(name)?;
         let change = Change::begin(&self.queue, &name).await?;
-        let deleted = self.delete_all(&name, &change).await;
+        let mut progress = Progress::new([]);
+        let deleted = self.delete_all(&name, &change, &mut progress).await.map_err(|error| {
+            let what = format!("the deletion of topic `{name}`");
+            let next = "delete the topic again to finish it".to_owned();
+            progress.interrupt(what, next, error)
+        });
         change.end().await;
         self.queue.forget(&name);
         self.ring(&name).await;
@@ -171,11 +180,21 @@ impl Topics {
 
     /// The meta goes last: if this process dies, whoever deletes the topic again still finds all its parts, and nobody
     /// can create it anew while parts of it are still to be deleted.
-    async fn delete_all(&self, name: &TopicName, change: &Change) -> Result<bool> {
+    async fn delete_all(
+        &self,
+        name: &TopicName,
+        change: &Change,
+        progress: &mut Progress,
+    ) -> Result<bool> {
         let backend = &self.queue.inner.backend;
         let topic = self.queue.read_topic(name).await?;
-        // The name goes first: nobody who lists topics finds one that is half gone.
-        let was_listed = backend.set_remove(&keys::registry(), &[name.as_str()]).await? > 0;
+        *progress = Progress::new(0..topic.partitions);
+        let now = backend.now().await?;
+        progress.begin();
+        if !topic.layout.is_plain() && topic.deleting_since.is_none() {
+            // First, so that whoever looks at a topic that is half gone sees why.
+            backend.map_update(&keys::meta(name), None, &Topic::deleting(now)).await?;
+        }
         let mut had_data = backend.delete_stream(&keys::dead_letters(&topic)).await?;
         let delays = keys::all_delays(&topic);
         for some in delays.chunks(DELETED_AT_ONCE) {
@@ -186,8 +205,10 @@ impl Topics {
         let streams = streams_of(&topic);
         for some in streams.chunks(DELETED_AT_ONCE) {
             change.go_on().await?;
+            progress.next(some.len());
             let gone = some.iter().map(|stream| backend.delete_stream(stream));
             had_data |= try_join_all(gone).await?.contains(&true);
+            progress.done();
         }
         for some in keys::own_witnesses(&topic).chunks(DELETED_AT_ONCE) {
             change.go_on().await?;
@@ -196,7 +217,8 @@ impl Topics {
         change.go_on().await?;
         // Without meta there was no topic when this began; one that was created since is not ours to delete.
         let had_meta = !topic.layout.is_plain() && backend.map_delete(&keys::meta(name)).await?;
-        // Somebody may have listed it again meanwhile, because they wanted to create it and found it there.
+        let was_listed = backend.set_remove(&keys::registry(), &[name.as_str()]).await? > 0;
+        // Somebody may have created it anew since.
         self.register(name).await?;
         Ok(was_listed || had_meta || had_data)
     }

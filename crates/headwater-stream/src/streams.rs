@@ -533,6 +533,14 @@ pub struct StreamStats {
     pub first_id: Option<EntryId>,
     /// The newest entry's id.
     pub last_id: Option<EntryId>,
+    /// The newest id that the stream ever generated, also if that entry is gone; `MIN` before the first. Greater than
+    /// `last_id` if the newest entries were deleted.
+    pub last_generated_id: EntryId,
+    /// How many entries were ever added, those included that are gone; `None` where the backend does not count them: the
+    /// embedded one, and Redis before 7.0. A stream that Redis 7.0 loaded from a file of an older version counts from then on.
+    pub entries_added: Option<u64>,
+    /// The newest entry that was deleted one by one, which trims do not; `None` if none was, or where `entries_added` is.
+    pub max_deleted_id: Option<EntryId>,
     /// About how many bytes of memory it takes, where the backend tells.
     pub bytes: Option<u64>,
     /// Its groups, sorted by name.

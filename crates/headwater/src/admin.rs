@@ -23,6 +23,7 @@ use headwater_stream::{Backend, StreamError};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
+use tracing::warn;
 use utoipa_axum::router::OpenApiRouter;
 
 use crate::app::App;
@@ -90,6 +91,13 @@ pub(crate) fn routes_of_app() -> OpenApiRouter<App> {
     OpenApiRouter::new().merge(outbox::routes()).merge(sessions).merge(checks::routes())
 }
 
+/// Carries a change of several steps to its end, also if its caller goes away meanwhile.
+async fn to_its_end<T: Send + 'static>(
+    change: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+) -> Result<T, ApiError> {
+    tokio::spawn(change).await.unwrap_or_else(|_| Err(ApiError::internal()))
+}
+
 impl From<QueueError> for ApiError {
     fn from(problem: QueueError) -> Self {
         let message = problem.to_string();
@@ -111,7 +119,41 @@ impl From<QueueError> for ApiError {
                 Self::new(StatusCode::GATEWAY_TIMEOUT, "unconfirmed", message)
             }
             QueueError::Backend(StreamError::Full { .. }) => Self::streams_are_full(&problem),
+            QueueError::Interrupted(interrupted) => {
+                warn!(error = %interrupted, "a change was interrupted");
+                let message = interrupted.progress();
+                Self::new(StatusCode::SERVICE_UNAVAILABLE, "interrupted", message)
+            }
             other => Self::of_streams(other, other.is_transient()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use headwater_queue::Interrupted;
+
+    use super::*;
+
+    #[test]
+    fn an_interrupted_change_says_how_far_it_came_and_names_no_server() {
+        let source = StreamError::Unavailable { problem: "10.0.0.7:6379".to_owned(), source: None };
+        let error = ApiError::from(QueueError::Interrupted(Box::new(Interrupted {
+            what: "the deletion of topic `orders`".to_owned(),
+            done: vec![0, 1],
+            uncertain: vec![2],
+            left: vec![3, 4],
+            next: "delete the topic again to finish it".to_owned(),
+            source: source.into(),
+        })));
+        assert_eq!(
+            (error.status(), error.code()),
+            (StatusCode::SERVICE_UNAVAILABLE, "interrupted")
+        );
+        assert_eq!(
+            error.message(),
+            "the deletion of topic `orders` was interrupted: done on partitions 0-1, perhaps done on partition 2, \
+             not done on partitions 3-4; delete the topic again to finish it"
+        );
     }
 }

@@ -228,6 +228,42 @@ fn a_verb_that_is_stopped_leaves_nothing_of_an_import() {
     assert!(said.contains("no session"), "{said}");
 }
 
+/// The verb opens the streams itself, and is killed half way: nobody removes what it stored.
+#[test]
+fn an_import_that_was_killed_can_be_repeated_at_once() {
+    use std::io::Write;
+    use std::process::Stdio;
+
+    let reach = Reach::redis();
+    let import = || {
+        let words = ["session", "import", "killed", "--json"];
+        let direct: Vec<&str> = reach.direct.iter().map(String::as_str).collect();
+        let mut command = reach.place.command(&[&words[..], &direct].concat());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let input = child.stdin.take().unwrap();
+        (child, input)
+    };
+    let all = lines(3);
+    let (child, mut input) = import();
+    input.write_all(joined(&all[..2]).as_bytes()).unwrap();
+    let deadline = Instant::now() + LIMIT;
+    while !reach.json(&["session", "list"]).iter().any(|one| one["stage"] == "filling") {
+        assert!(Instant::now() < deadline, "the import does not begin");
+    }
+    let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
+    kill_process(pid, Signal::KILL).unwrap();
+    child.wait_with_output().unwrap();
+
+    let (child, mut input) = import();
+    input.write_all(joined(&all).as_bytes()).unwrap();
+    drop(input);
+    let ended = child.wait_with_output().unwrap();
+    assert!(ended.status.success(), "{}", text(&ended.stderr));
+    let shown = &reach.json(&["session", "list"])[0];
+    assert_eq!((&shown["stage"], &shown["length"]), (&json!("open"), &json!(3)), "{shown}");
+}
+
 #[tokio::test]
 async fn an_import_that_comes_byte_by_byte_is_ended_and_leaves_its_id() {
     let place = Place::new().unwrap();

@@ -11,7 +11,7 @@ use std::time::Duration;
 use headwater_queue::{Backoff, Outcome};
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tracing::{Instrument, debug, error, info, warn};
 
 use super::budget::Meter;
@@ -41,6 +41,9 @@ const RETRY: Backoff = Backoff::Exponential {
 /// How long a request that somebody else has is waited for before it is given back; the shortest wait between two looks.
 const BUSY_MAX: Duration = Duration::from_secs(1);
 const BUSY_MIN: Duration = Duration::from_millis(20);
+
+/// How long a reply waits for the time of the backend, which it only mentions.
+const TIME_MAX: Duration = Duration::from_secs(1);
 
 /// Calls to a backend that does not answer, before a request is given back that nobody has begun with.
 const TRIES_MAX: u32 = 5;
@@ -207,12 +210,21 @@ impl Carrier {
             May::Not(kind, problem) => {
                 (Ending::Failed(kind, problem), kind == RequestFailure::Crashed)
             }
-            May::Run(limits) => match self.session(task).await? {
-                Ok(session) => {
-                    (self.pursue_here(task, &session, &meter, limits, hold).await?, true)
+            May::Run(limits) => {
+                // Dropped half way, a session is made as after a crash: whole, or not at all.
+                let opened = timeout_at(limits.ends_at, self.session(task)).await;
+                match opened.map_err(|_| passed(limits.deadline)) {
+                    Err(problem) => {
+                        (Ending::Failed(RequestFailure::DeadlinePassed, problem), false)
+                    }
+                    Ok(opened) => match opened? {
+                        Ok(session) => {
+                            (self.pursue_here(task, &session, &meter, limits, hold).await?, true)
+                        }
+                        Err(problem) => (Ending::Failed(RequestFailure::Failed, problem), false),
+                    },
                 }
-                Err(problem) => (Ending::Failed(RequestFailure::Failed, problem), false),
-            },
+            }
         };
         let reply = self.reply(task, ending, &meter, has_session).await?;
         self.keep(task, reply).await
@@ -384,10 +396,10 @@ impl Carrier {
         meter: &Meter,
         has_session: bool,
     ) -> Result<Reply, GivenBack> {
-        let at = match self.now().await {
-            // What has been worked out is not given up for want of a time of the backend's.
-            Err(GivenBack::Unavailable) => SystemClock.now(),
-            now => now?,
+        let at = match timeout(TIME_MAX, self.now()).await {
+            // What has been worked out is neither given up nor held up for want of a time of the backend's.
+            Err(_) | Ok(Err(GivenBack::Unavailable)) => SystemClock.now(),
+            Ok(now) => now?,
         };
         let at = at.to_rfc3339();
         let session_id = has_session.then(|| task.session.to_string());

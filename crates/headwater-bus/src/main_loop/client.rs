@@ -4,18 +4,19 @@
 //! requester's own stream of replies.
 //! Promises: a request that is submitted twice under one id counts once, and both get the same reply; a reply that comes
 //! too late for its caller stays, for every process of the requester; a request that is cancelled has that as its reply,
-//! unless another came first.
+//! unless another came first. A caller is answered at the deadline of its request, or when its own time is up, at most
+//! [`GRACE`] later, whatever the backend does.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
+use headwater_stream::{EntryId, StreamError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value as Json;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 use tracing::{Instrument, warn};
 
 use super::config::MainLoopClientConfig;
@@ -33,6 +34,10 @@ use crate::event::{Envelope, Outgoing};
 use crate::limits::REPLY_KEEP_MAX;
 use crate::metrics;
 use crate::name::{EventId, RequestId, Requester, SessionId};
+
+/// How long a caller whose time is up is still kept waiting: a worker that ends a run at its deadline answers right after it,
+/// and what a reader missed can be fetched.
+const GRACE: Duration = Duration::from_millis(500);
 
 type Result<T, E = MainLoopError> = std::result::Result<T, E>;
 
@@ -85,7 +90,8 @@ impl<R: Serialize> Submit<R> {
         self
     }
 
-    /// How long from now it may take, waiting included.
+    /// How long from now it may take, waiting included. The caller is answered then, also if the backend is away:
+    /// [`DeadlinePassed`](MainLoopError::DeadlinePassed).
     pub fn within(mut self, time: Duration) -> Self {
         self.deadline = Deadline::Within(time);
         self
@@ -113,12 +119,51 @@ pub enum Cancelled {
     TooLate,
 }
 
-/// Somebody who waits for a reply, and how long.
+/// A caller that waits for a reply, and how long.
 struct Waiting {
     waiter: Waiter,
     request_id: RequestId,
     until: Instant,
-    limit: Duration,
+    limit: Limit,
+}
+
+/// What ends a wait.
+#[derive(Clone, Copy)]
+enum Limit {
+    /// The caller waits no longer than this.
+    Timeout(Duration),
+    /// The deadline of the request.
+    Deadline,
+}
+
+impl Waiting {
+    /// Ends it at the deadline of the request, if that comes first.
+    fn ends_at(&mut self, deadline: Instant) {
+        if deadline <= self.until {
+            (self.until, self.limit) = (deadline, Limit::Deadline);
+        }
+    }
+
+    /// The error of a caller whose request is submitted, and who got no reply.
+    fn over(&self) -> MainLoopError {
+        let request_id = self.request_id.clone();
+        match self.limit {
+            Limit::Timeout(after) => MainLoopError::TimedOut { request_id, after },
+            Limit::Deadline => MainLoopError::DeadlinePassed { request_id },
+        }
+    }
+
+    /// The error of a caller who does not know whether its request is submitted.
+    fn over_unsubmitted(&self) -> MainLoopError {
+        match self.limit {
+            Limit::Deadline => self.over(),
+            Limit::Timeout(after) => {
+                let problem = format!("not confirmed within {after:?}");
+                let source = StreamError::Unavailable { problem, source: None }.into();
+                MainLoopError::NotSubmitted { request_id: self.request_id.clone(), source }
+            }
+        }
+    }
 }
 
 /// Asks main loops of the bus's namespace, in the name of a requester.
@@ -127,6 +172,8 @@ pub struct MainLoopClient {
     replies: Replies,
     waiters: Arc<Waiters>,
     config: MainLoopClientConfig,
+    /// What the clock of the backend last said, and when: it goes on while the backend does not answer.
+    clock: Mutex<(Timestamp, Instant)>,
     _following: AbortOnDrop<()>,
 }
 
@@ -146,10 +193,11 @@ impl MainLoopClient {
         let (backend, stream) = (Arc::clone(&replies.journal.backend), replies.stream(&requester));
         let stats = backend.stats(&stream).await?;
         let end = stats.and_then(|stats| stats.last_id).unwrap_or(EntryId::MIN);
+        let clock = Mutex::new((backend.now().await?, Instant::now()));
         let waiters = Arc::<Waiters>::default();
         let following = waiting::follow(backend, stream, end, Arc::clone(&waiters));
         let following = AbortOnDrop(tokio::spawn(following));
-        Ok(Self { requester, replies, waiters, config, _following: following })
+        Ok(Self { requester, replies, waiters, config, clock, _following: following })
     }
 
     /// In whose name it asks.
@@ -185,7 +233,7 @@ impl MainLoopClient {
         let deadline = match submit.deadline {
             Deadline::None => run.deadline(),
             Deadline::At(deadline) => deadline.min(run.deadline()),
-            Deadline::Within(time) => self.now().await?.after(time).min(run.deadline()),
+            Deadline::Within(time) => self.known_now().after(time).min(run.deadline()),
         };
         submit.deadline = Deadline::At(deadline);
         let request_id = submit.request_id.clone().unwrap_or_else(RequestId::random);
@@ -202,6 +250,7 @@ impl MainLoopClient {
             Ok(Reply::Completed(_)) => "completed",
             Ok(Reply::Failed(_)) => "failed",
             Err(MainLoopError::TimedOut { .. }) => "timed_out",
+            Err(MainLoopError::DeadlinePassed { .. }) => "deadline_passed",
             Err(_) => "error",
         };
         metrics::submitted(result, began.elapsed());
@@ -213,20 +262,35 @@ impl MainLoopClient {
         request_id: RequestId,
         submit: Submit<R>,
     ) -> Result<Reply> {
+        let began = Instant::now();
         let limit = submit.timeout.unwrap_or(self.config.timeout);
-        let waiting = self.begin_to_wait(&request_id, limit)?;
-        self.send(&request_id, submit).await?;
+        let mut waiting = self.begin_to_wait(&request_id, limit)?;
+        match submit.deadline {
+            Deadline::None => {}
+            Deadline::Within(time) => waiting.ends_at(began + time.min(REPLY_KEEP_MAX)),
+            Deadline::At(deadline) => waiting.ends_at(self.instant_of(deadline)),
+        }
+        // What is dropped here is published all the same once the bus has it; nobody begins it after its deadline.
+        match timeout_at(waiting.until, self.send(&request_id, submit, began)).await {
+            Ok(sent) => sent?,
+            Err(_) => return Err(waiting.over_unsubmitted()),
+        }
         self.wait_for(waiting).await
     }
 
-    async fn send<R: Serialize>(&self, request_id: &RequestId, submit: Submit<R>) -> Result<()> {
+    async fn send<R: Serialize>(
+        &self,
+        request_id: &RequestId,
+        submit: Submit<R>,
+        began: Instant,
+    ) -> Result<()> {
         let request = serde_json::to_value(&submit.request)
             .map_err(|error| BusError::invalid("a request", format!("no JSON: {error}")))?;
         let now = self.now().await?;
         let deadline = match submit.deadline {
             Deadline::None => None,
             Deadline::At(deadline) => Some(deadline),
-            Deadline::Within(time) => Some(now.after(time)),
+            Deadline::Within(time) => Some(now.after(time.saturating_sub(began.elapsed()))),
         };
         let event = MainLoopRequest {
             request_id: request_id.to_string(),
@@ -266,25 +330,43 @@ impl MainLoopClient {
             waiter: self.waiters.add(request_id)?,
             request_id: request_id.clone(),
             until: Instant::now() + limit,
-            limit,
+            limit: Limit::Timeout(limit),
         })
     }
 
     async fn wait_for(&self, mut waiting: Waiting) -> Result<Reply> {
+        let until = waiting.until;
+        if let Ok(reply) = timeout_at(until, self.look_and_wait(&mut waiting)).await {
+            return reply;
+        }
+        let late = async {
+            match waiting.limit {
+                // The worker answers, too, and says what the run took.
+                Limit::Deadline => self.look_and_wait(&mut waiting).await.map(Some),
+                // What the reader may have missed.
+                Limit::Timeout(_) => self.look_if_possible(&waiting.request_id).await,
+            }
+        };
+        match timeout(GRACE, late).await {
+            Ok(Ok(Some(reply))) => Ok(reply),
+            Ok(Err(error)) => Err(error),
+            Ok(Ok(None)) | Err(_) => Err(waiting.over()),
+        }
+    }
+
+    /// Looks for a reply that was there before anybody waited, and waits for one that comes. Cancel-safe.
+    async fn look_and_wait(&self, waiting: &mut Waiting) -> Result<Reply> {
         let request_id = &waiting.request_id;
-        // It may have been there before anybody waited.
-        if let Some(reply) = self.look_if_possible(request_id).await? {
-            return Ok(reply);
+        tokio::select! {
+            envelope = waiting.waiter.arrived() => return self.read(request_id, &envelope),
+            found = self.look_if_possible(request_id) => {
+                if let Some(reply) = found? {
+                    return Ok(reply);
+                }
+            }
         }
-        let left = waiting.until.saturating_duration_since(Instant::now());
-        if let Ok(envelope) = timeout(left, waiting.waiter.arrived()).await {
-            return self.read(request_id, &envelope);
-        }
-        // What the reader may have missed.
-        self.look_if_possible(request_id).await?.ok_or_else(|| MainLoopError::TimedOut {
-            request_id: request_id.clone(),
-            after: waiting.limit,
-        })
+        let envelope = waiting.waiter.arrived().await;
+        self.read(request_id, &envelope)
     }
 
     /// Looks for a reply. A backend that does not answer is no reason to stop waiting: the request is on its way.
@@ -345,7 +427,19 @@ impl MainLoopClient {
     }
 
     async fn now(&self) -> Result<Timestamp> {
-        Ok(self.replies.journal.backend.now().await?)
+        let now = self.replies.journal.backend.now().await?;
+        *self.clock.lock().unwrap_or_else(PoisonError::into_inner) = (now, Instant::now());
+        Ok(now)
+    }
+
+    /// The time by the clock of the backend, as far as this process knows it without asking.
+    fn known_now(&self) -> Timestamp {
+        let (then, at) = *self.clock.lock().unwrap_or_else(PoisonError::into_inner);
+        then.after(at.elapsed())
+    }
+
+    fn instant_of(&self, time: Timestamp) -> Instant {
+        Instant::now() + time.since(self.known_now()).min(REPLY_KEEP_MAX)
     }
 }
 

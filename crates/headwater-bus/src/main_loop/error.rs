@@ -63,6 +63,16 @@ pub enum MainLoopError {
         after: Duration,
     },
 
+    /// The deadline of the request passed before a reply came, and perhaps before it was submitted. No worker begins it
+    /// any more, and one that runs it ends; `reply` and `wait` fetch what the worker answers.
+    #[error(
+        "no reply to request `{request_id}` by its deadline; `reply` fetches one that comes later"
+    )]
+    DeadlinePassed {
+        /// The request.
+        request_id: RequestId,
+    },
+
     /// It is not known whether the request was taken. Submit it again under the same id: it counts once.
     #[error("request `{request_id}` may not have been submitted: {source}")]
     NotSubmitted {
@@ -111,6 +121,7 @@ impl MainLoopError {
     pub fn failure(&self) -> Option<RequestFailure> {
         match self {
             Self::Failed(failed) => Some(failed.kind),
+            Self::DeadlinePassed { .. } => Some(RequestFailure::DeadlinePassed),
             _ => None,
         }
     }

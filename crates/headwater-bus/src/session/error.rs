@@ -92,6 +92,13 @@ pub enum SessionError {
         problem: String,
     },
 
+    /// Compactions removed entries while they were copied. Try again; snapshots stand for what is gone.
+    #[error("the session `{session}` was compacted while it was read; try again")]
+    Overtaken {
+        /// Its id.
+        session: SessionId,
+    },
+
     /// What is known of the session beside its events does not make sense. Something else wrote there.
     #[error("what is kept of session `{session}` cannot be read: {problem}")]
     Damaged {
@@ -118,7 +125,11 @@ pub enum SessionError {
 impl SessionError {
     /// Whether the same call may succeed later without anybody mending anything.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::Bus(error) if error.is_transient())
+        match self {
+            Self::Overtaken { .. } => true,
+            Self::Bus(error) => error.is_transient(),
+            _ => false,
+        }
     }
 }
 
@@ -135,7 +146,7 @@ pub struct Missing {
     pub after: EntryId,
     /// Entries before this one are missing; `EntryId::MAX` if nothing is left.
     pub before: EntryId,
-    /// How many, if it is known.
+    /// How many, if it is known. Of [`Deleted`](MissingReason::Deleted) entries: all that were, wherever they were.
     pub count: Option<u64>,
     /// What became of them.
     pub why: MissingReason,
@@ -151,6 +162,8 @@ pub enum MissingReason {
     Trimmed,
     /// The stream was deleted, or it expired by a setting of another program.
     Lost,
+    /// Another program deleted entries that were stored, such as by `XDEL`, or emptied the stream.
+    Deleted,
     /// Nobody knows whether anything is missing: the session began outside of `Sessions`, unseen.
     Unknown,
 }
@@ -167,6 +180,7 @@ impl fmt::Display for Missing {
             MissingReason::Compacted => ", compacted into snapshots of other folds",
             MissingReason::Trimmed => ", trimmed by something else",
             MissingReason::Lost => ", the stream was deleted or expired",
+            MissingReason::Deleted => ", deleted by another program",
             MissingReason::Unknown => ", if there were any: nobody saw how the session began",
         })
     }

@@ -9,13 +9,13 @@ use std::collections::VecDeque;
 use headwater_stream::EntryId;
 
 use super::filling::Beginning;
-use super::fork::{Source, overtaken};
+use super::fork::{Source, trimmed};
 use super::lines::{
     End, FORMAT, Head, Line, SavedBeginning, SavedEntry, SavedSnapshot, Text, write,
 };
 use super::replay::{Page, Pages, Until};
 use super::state::{COPIED_BY, is_stray};
-use super::{Result, Sessions};
+use super::{Result, SessionError, Sessions};
 use crate::name::SessionId;
 
 /// A session on its way out. [`next_line`](Self::next_line) gives its lines.
@@ -24,10 +24,12 @@ pub struct Export {
     session: SessionId,
     source: Source,
     position: EntryId,
-    /// Where the stream ended when its second page was asked for.
+    /// Where the stream ended when the export began.
     end: Option<EntryId>,
     ready: VecDeque<String>,
     entries: u64,
+    /// Entries that were read, those included that are not exported.
+    read: u64,
     checksum: crc32fast::Hasher,
     is_ended: bool,
 }
@@ -59,11 +61,12 @@ impl Sessions {
         Ok(Export {
             sessions: self.clone(),
             session: session.clone(),
-            source,
             position: EntryId::MIN,
-            end: None,
+            end: source.end(),
+            source,
             ready,
             entries: 0,
+            read: 0,
             checksum: crc32fast::Hasher::new(),
             is_ended: false,
         })
@@ -84,12 +87,20 @@ impl Export {
         let stream = journal.keys.session(&self.session);
         let mut pages = Pages::new(journal, &stream, self.end);
         let entries = match pages.next(self.position, EntryId::MAX).await? {
-            Page::Gap(before) => return Err(overtaken(&self.session, self.position, before)),
-            Page::Entries(entries) => entries,
+            Page::Gap(before) => Err(trimmed(&self.session, self.position, before)),
+            Page::Entries(entries) => {
+                let (session, position) = (&self.session, self.position);
+                let checked = self.source.check_first(session, position, Until::End, &entries);
+                checked.map(|()| entries)
+            }
         };
-        self.source.check_first(&self.session, self.position, Until::End, &entries)?;
+        let entries = match entries {
+            Ok(entries) => entries,
+            Err(error) => return Err(self.overtaken(error).await),
+        };
         self.end = pages.end();
         let is_at_end = pages.is_at_end();
+        self.read += entries.len() as u64;
         for entry in &entries {
             self.position = entry.id;
             if is_stray(&self.source.meta.copied_by, &entry.fields) {
@@ -105,12 +116,23 @@ impl Export {
             self.ready.push_back(line);
         }
         if is_at_end {
+            self.source.check_deleted(&self.session, self.position, self.read, Until::End)?;
             let crc32 = self.checksum.clone().finalize();
             let end = End { entries: self.entries, crc32 };
             self.ready.push_back(write(&self.session, &Line::End(end))?);
             self.is_ended = true;
         }
         Ok(())
+    }
+}
+
+impl Export {
+    /// What removed entries that were about to be read: our own compaction, or the error that is known.
+    async fn overtaken(&self, error: SessionError) -> SessionError {
+        match self.sessions.is_overtaken(&self.session, &self.source, &error).await {
+            Ok(true) => SessionError::Overtaken { session: self.session.clone() },
+            _ => error,
+        }
     }
 }
 

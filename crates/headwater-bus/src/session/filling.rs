@@ -3,14 +3,15 @@
 //! Upstream: `fork` and `import`. Downstream: the new session's stream and meta.
 //! Promises: until all of it is there, nobody takes it for a session: it says that it is unfinished, and becomes one in a
 //! single step. Whoever is taken for dead and goes on cannot finish it any more, and what it still copies counts nowhere:
-//! copies say who made them, and a session says whose it is made of.
+//! copies say who made them, and a session says whose it is made of. A fork or import that failed or was killed can be
+//! repeated at once: it replaces what the earlier one left.
 
 use std::collections::{HashMap, HashSet};
 
 use bytes::Bytes;
 use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
 use headwater_stream::{EntryId, Fields, RegistryMap, Retention};
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::meta::{self, First, Meta, Parent, Point, Stage};
 use super::replay::ORIGINAL_ENTRY_ID;
@@ -33,6 +34,15 @@ pub(super) struct Filling {
     pub(super) entries: u64,
 }
 
+/// What became of a copy that was given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Abandoned {
+    /// Nothing is left of it.
+    Removed,
+    /// It had become a session already: only the reply that said so was lost.
+    Finished,
+}
+
 /// What the new session begins with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Beginning {
@@ -53,9 +63,11 @@ impl Filling {
         parent: Option<Parent>,
         snapshots: Vec<(String, RegistryMap)>,
     ) -> Result<Self> {
-        sessions.check_free(session).await?;
+        sessions.remove_earlier(session, &what).await?;
+        let base = sessions.check_free(session).await?;
         let mut meta = sessions.begin(session, First::Unseen).await?;
         meta.stage = Stage::Filling;
+        meta.base = base;
         meta.filling = what;
         meta.filler = format!("{:032x}", random_bits());
         meta.parent = parent;
@@ -147,8 +159,14 @@ impl Filling {
             .filter_map(move |(set, fields)| Some((set.as_str(), snapshot::moved(fields, to)?)))
     }
 
-    /// Makes it a session: all of it, in one step.
+    /// Makes it a session, and opens it.
     pub(super) async fn finish(self, beginning: Beginning) -> Result<Session> {
+        self.commit(beginning).await?;
+        self.open(beginning).await
+    }
+
+    /// Makes it a session: all of it, in one step. May be repeated after an error.
+    pub(super) async fn commit(&self, beginning: Beginning) -> Result<()> {
         let journal = self.sessions.journal();
         let mut meta = self.meta.clone();
         meta.stage = Stage::Open;
@@ -167,7 +185,7 @@ impl Filling {
             meta.compacted = Some(Point { entry_id, entries });
         }
         // If all events are there, they make the state anew: only then it names the entries that are here.
-        let is_all_there = !matches!(beginning, Beginning::After(_));
+        let is_all_there = is_all_there(beginning);
         for (set, fields) in self.moved_snapshots().filter(|_| !is_all_there) {
             let map = journal.keys.session_snapshot(&self.session, set);
             // One that is there is left over from a session that was removed.
@@ -181,27 +199,74 @@ impl Filling {
         let mut fields = meta.to_fields();
         // Whoever filled it is done.
         fields.insert(meta::FILLER.to_owned(), Bytes::new());
-        if !self.change(&fields).await? {
-            return Err(self.taken_away());
+        let changed = self.change(&fields).await;
+        if matches!(changed, Ok(true)) {
+            return Ok(());
         }
+        // A change whose reply was lost, and that was repeated, does not find what it expects.
+        match self.is_finished().await {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(changed.err().unwrap_or_else(|| self.taken_away())),
+            Err(error) => Err(changed.err().unwrap_or(error)),
+        }
+    }
+
+    /// Whether it is a session by now.
+    async fn is_finished(&self) -> Result<bool> {
+        let meta = self.sessions.meta(&self.session).await?;
+        let is_ours = |meta: Meta| {
+            meta.stage != Stage::Filling
+                && meta.index == self.meta.index
+                && meta.copied_by == self.meta.filler
+        };
+        Ok(meta.is_some_and(is_ours))
+    }
+
+    /// Opens what was made.
+    pub(super) async fn open(self, beginning: Beginning) -> Result<Session> {
         let session = self.sessions.recover(&self.session).await?;
         let had_snapshot = self.snapshots.iter().any(|(set, _)| *set == self.sessions.inner.set);
-        if is_all_there && had_snapshot && session.position() != EntryId::MIN {
+        if is_all_there(beginning) && had_snapshot && session.position() != EntryId::MIN {
             session.snapshot_or_warn().await;
         }
         Ok(session)
     }
 
-    /// Removes what was made so far. If that fails, it stays unfinished, and is swept later.
-    pub(super) async fn abandon(self) {
-        let Self { sessions, session, meta, .. } = &self;
-        if let Err(error) = sessions.remove_unfinished(session, &meta.filler).await {
+    /// Removes what was made so far. May be repeated after an error; until then it stays unfinished, is replaced if the
+    /// same fork or import is repeated, and is swept later.
+    pub(super) async fn abandon(&self) -> Result<Abandoned> {
+        let Self { sessions, session, meta, .. } = self;
+        let removed = async {
+            let is_removed = sessions.remove_unfinished(session, &meta.filler).await?;
+            Ok(match !is_removed && self.is_finished().await? {
+                true => Abandoned::Finished,
+                false => Abandoned::Removed,
+            })
+        };
+        removed.await.inspect_err(|error: &SessionError| {
             warn!(%session, %error, "an unfinished session is left behind");
-        }
+        })
     }
 }
 
+fn is_all_there(beginning: Beginning) -> bool {
+    !matches!(beginning, Beginning::After(_))
+}
+
 impl Sessions {
+    /// Removes what an earlier run of the same fork or import left when it failed or was killed. If that run still goes
+    /// on, it cannot finish any more.
+    async fn remove_earlier(&self, session: &SessionId, what: &str) -> Result<()> {
+        let Some(meta) = self.meta(session).await? else { return Ok(()) };
+        if meta.stage == Stage::Filling
+            && meta.filling == what
+            && self.remove_unfinished(session, &meta.filler).await?
+        {
+            info!(%session, what, "what an earlier attempt left was removed");
+        }
+        Ok(())
+    }
+
     /// Removes an unfinished session, if it is still in the hands of this filler. Returns whether it was.
     pub(super) async fn remove_unfinished(
         &self,

@@ -2,13 +2,15 @@
 //!
 //! Upstream: applications and operators. Downstream: `filling`.
 //! Promises: the parent is only read. The fork has copies of its events, so that whatever becomes of the parent, the fork
-//! stays whole; it knows its parent and the entry it left it at.
+//! stays whole; it knows its parent and the entry it left it at. A fork that a compaction of the parent overtakes begins
+//! again, with the snapshot that the compaction left.
 
-use headwater_stream::{Entry, EntryId, RegistryMap};
+use headwater_stream::{Entry, EntryId, RegistryMap, StreamStats};
 
-use super::error::MissingReason;
+use super::deleted::{Extent, find_deleted};
+use super::error::{Missing, MissingReason};
 use super::filling::{Beginning, Filling};
-use super::meta::{First, Meta, Parent};
+use super::meta::{First, Meta, Parent, Point};
 use super::replay::{Page, Pages, Until};
 use super::state::is_stray;
 use super::{Result, Session, SessionError, Sessions};
@@ -16,14 +18,17 @@ use crate::error::BusError;
 use crate::metrics;
 use crate::name::SessionId;
 
+/// Compactions that may overtake one fork. Each leaves less to copy than the one before, so a second one is rare.
+const OVERTAKEN_MAX: usize = 20;
+
 /// What a copy of a session needs.
 pub(super) struct Source {
     pub(super) meta: Meta,
     pub(super) beginning: Beginning,
-    /// The first entry that is there.
-    pub(super) first: Option<EntryId>,
+    /// The stream as it was when the copy began: entries up to its last one are copied.
+    pub(super) stats: Option<StreamStats>,
     /// Why it cannot be copied without a snapshot.
-    pub(super) missing: Option<super::Missing>,
+    pub(super) missing: Option<Missing>,
     /// Snapshots of all sets of folds, as they are.
     pub(super) snapshots: Vec<(String, RegistryMap)>,
 }
@@ -39,30 +44,67 @@ impl Sessions {
         until: Until,
         session: &SessionId,
     ) -> Result<Session> {
-        let source = self.source(parent).await?;
-        let origin = Parent { session: parent.clone(), entry_id: EntryId::MIN };
-        let what = format!("a fork of `{parent}`");
-        let snapshots = source.snapshots.clone();
-        let mut filling = Filling::begin(self, session, what, Some(origin), snapshots).await?;
-        let copied = self.copy(parent, until, &source, &mut filling).await;
-        match copied {
-            Ok(()) => {
-                let forked = filling.finish(source.beginning).await?;
-                metrics::filled("fork");
-                Ok(forked)
+        let mut source = self.source(parent).await?;
+        for _ in 0..OVERTAKEN_MAX {
+            let origin = Parent { session: parent.clone(), entry_id: EntryId::MIN };
+            let what = format!("a fork of `{parent}`");
+            let snapshots = source.snapshots.clone();
+            let mut filling = Filling::begin(self, session, what, Some(origin), snapshots).await?;
+            let error = match self.copy(parent, until, &source, &mut filling).await {
+                Ok(()) => {
+                    let forked = filling.finish(source.beginning).await?;
+                    metrics::filled("fork");
+                    return Ok(forked);
+                }
+                Err(error) => error,
+            };
+            // If that fails, what is left is replaced when the same fork is repeated, here or by the caller.
+            let _ = filling.abandon().await;
+            if !self.is_overtaken(parent, &source, &error).await? {
+                return Err(error);
             }
-            Err(error) => {
-                filling.abandon().await;
-                Err(error)
-            }
+            source = self.source(parent).await?;
         }
+        Err(SessionError::Overtaken { session: parent.clone() })
+    }
+
+    /// Whether our own compaction removed what was about to be read. It notes what it removes before it does so: the note may
+    /// be older than the look at the source.
+    pub(super) async fn is_overtaken(
+        &self,
+        session: &SessionId,
+        source: &Source,
+        error: &SessionError,
+    ) -> Result<bool> {
+        let SessionError::Incomplete { missing, .. } = error else { return Ok(false) };
+        let compacted = self.open_meta(session).await?.compacted;
+        let explains = |point: Point| missing.before <= point.entry_id;
+        let is_explained = missing.why == MissingReason::Trimmed && compacted.is_some_and(explains);
+        Ok(is_explained || compacted != source.meta.compacted)
     }
 
     /// What there is to copy of a session.
     pub(super) async fn source(&self, session: &SessionId) -> Result<Source> {
+        let mut tries = 0;
+        loop {
+            let (meta, sourced) = self.try_source(session).await?;
+            tries += 1;
+            match sourced {
+                // A compaction notes what it is about to remove. If it did so meanwhile, this looks again.
+                Err(_)
+                    if tries < OVERTAKEN_MAX
+                        && self.open_meta(session).await?.compacted != meta.compacted => {}
+                Err(missing) => {
+                    return Err(SessionError::Incomplete { session: session.clone(), missing });
+                }
+                Ok(source) => return Ok(source),
+            }
+        }
+    }
+
+    async fn try_source(&self, session: &SessionId) -> Result<(Meta, Result<Source, Missing>)> {
         let journal = self.journal();
         let meta = self.open_meta(session).await?;
-        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
         let mut snapshots = Vec::new();
         for set in meta.snapshots.keys() {
             let map = journal.keys.session_snapshot(session, set);
@@ -70,16 +112,18 @@ impl Sessions {
                 snapshots.push((set.clone(), fields));
             }
         }
+        // After the snapshots: the entry that each of them stands at is among those that are copied.
+        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
         let (beginning, missing) = match self.beginning(session, &meta, stats.as_ref()).await? {
             Ok(_) if meta.first == First::Unknown => (Beginning::Unknown, None),
             Ok(_) => (Beginning::Whole, None),
             Err(missing) => (Beginning::After(missing.count.unwrap_or(0)), Some(missing)),
         };
         if let Some(missing) = missing.clone().filter(|_| snapshots.is_empty()) {
-            return Err(SessionError::Incomplete { session: session.clone(), missing });
+            return Ok((meta, Err(missing)));
         }
-        let first = stats.and_then(|stats| stats.first_id);
-        Ok(Source { meta, beginning, first, missing, snapshots })
+        let source = Source { meta: meta.clone(), beginning, stats, missing, snapshots };
+        Ok((meta, Ok(source)))
     }
 
     async fn copy(
@@ -91,17 +135,18 @@ impl Sessions {
     ) -> Result<()> {
         let journal = self.journal();
         let stream = journal.keys.session(parent);
-        let mut pages = Pages::new(journal, &stream, None);
-        let mut position = EntryId::MIN;
+        let mut pages = Pages::new(journal, &stream, source.end());
+        let (mut position, mut read) = (EntryId::MIN, 0);
         let mut is_done = false;
         while !is_done {
             let entries = match pages.next(position, until.last_id()).await? {
-                Page::Gap(before) => return Err(overtaken(parent, position, before)),
+                Page::Gap(before) => return Err(trimmed(parent, position, before)),
                 Page::Entries(entries) => entries,
             };
             source.check_first(parent, position, until, &entries)?;
             let Some(last) = entries.last() else { break };
             position = last.id;
+            read += entries.len() as u64;
             let is_ours = |entry: &&Entry| !is_stray(&source.meta.copied_by, &entry.fields);
             let ours = entries.iter().filter(is_ours).count();
             let wanted: Vec<_> = entries
@@ -113,6 +158,7 @@ impl Sessions {
             is_done = pages.is_at_end() || wanted.len() < ours;
             filling.add(&wanted).await?;
         }
+        source.check_deleted(parent, position, read, until)?;
         if let Until::Entry(id) = until
             && filling.last != Some(id)
         {
@@ -137,17 +183,44 @@ impl Source {
         until: Until,
         entries: &[Entry],
     ) -> Result<()> {
-        if position == EntryId::MIN && !until.begins_with(self.first, entries) {
+        let expected = self.stats.as_ref().and_then(|stats| stats.first_id);
+        if position == EntryId::MIN && !until.begins_with(expected, entries) {
             let first = entries.first().map_or(EntryId::MAX, |entry| entry.id);
-            return Err(overtaken(session, EntryId::MIN, first));
+            return Err(trimmed(session, EntryId::MIN, first));
         }
         Ok(())
+    }
+
+    /// Where the session ended when it was looked at.
+    pub(super) fn end(&self) -> Option<EntryId> {
+        self.stats.as_ref().and_then(|stats| stats.last_id)
+    }
+
+    /// Nothing may have been deleted of so many entries that were read, the last of them at `position`.
+    pub(super) fn check_deleted(
+        &self,
+        session: &SessionId,
+        position: EntryId,
+        read: u64,
+        until: Until,
+    ) -> Result<()> {
+        let Some(stats) = &self.stats else { return Ok(()) };
+        let compacted = match &self.missing {
+            None => Some(0),
+            Some(missing) => missing.count,
+        };
+        let entries = compacted.map(|compacted| compacted + read);
+        let extent = Extent { from: EntryId::MIN, to: position, entries };
+        match find_deleted(&self.meta, stats, extent, until) {
+            Some(missing) => Err(SessionError::Incomplete { session: session.clone(), missing }),
+            None => Ok(()),
+        }
     }
 }
 
 /// Entries went away while they were read.
-pub(super) fn overtaken(session: &SessionId, after: EntryId, before: EntryId) -> SessionError {
+pub(super) fn trimmed(session: &SessionId, after: EntryId, before: EntryId) -> SessionError {
     let why = MissingReason::Trimmed;
-    let missing = super::Missing { after, before, count: None, why };
+    let missing = Missing { after, before, count: None, why };
     SessionError::Incomplete { session: session.clone(), missing }
 }

@@ -3,11 +3,11 @@
 //! Upstream: operators, with a file of their own. Downstream: `filling`.
 //! Promises: a file is checked line by line and as a whole: one that is torn, of another kind or out of order is an error,
 //! and nothing of it is imported. A call that is given up half way is the end of the import, too: nobody knows what of
-//! its entries was stored.
+//! its entries was stored. What a failed or killed import stored is no session, and is replaced when it is repeated.
 
 use headwater_stream::{EntryId, Fields, RegistryMap};
 
-use super::filling::{Beginning, Filling};
+use super::filling::{Abandoned, Beginning, Filling};
 use super::lines::{End, FORMAT, Head, Line, SavedBeginning, SavedEntry, SavedSnapshot};
 use super::meta::Parent;
 use super::{Result, Session, SessionError, Sessions};
@@ -20,7 +20,7 @@ const BATCH: usize = 500;
 
 impl Sessions {
     /// Makes a session of lines that [`export`](Self::export) wrote. It may have another id than it had. It is an error if
-    /// there is a session with this id.
+    /// there is a session with this id; what an earlier import of the same session left unfinished is replaced.
     pub fn import(&self, session: &SessionId) -> Import {
         Import {
             sessions: self.clone(),
@@ -29,6 +29,7 @@ impl Sessions {
             head: None,
             snapshots: Vec::new(),
             filling: None,
+            completed: None,
             waiting: Vec::new(),
             waiting_bytes: 0,
             last: EntryId::MIN,
@@ -41,7 +42,7 @@ impl Sessions {
 }
 
 /// A session on its way in: give it every [`line`](Self::line), then [`finish`](Self::finish). One that is dropped before
-/// that is no session.
+/// that is no session; begin again, with the same id.
 pub struct Import {
     sessions: Sessions,
     session: SessionId,
@@ -49,6 +50,8 @@ pub struct Import {
     head: Option<Head>,
     snapshots: Vec<(String, RegistryMap)>,
     filling: Option<Filling>,
+    /// What was made, once it is a session.
+    completed: Option<(Filling, Beginning)>,
     waiting: Vec<(EntryId, Fields)>,
     waiting_bytes: usize,
     last: EntryId,
@@ -69,7 +72,8 @@ enum ImportStage {
 }
 
 impl Import {
-    /// Takes the next line, without its end. An error is the end of the import: nothing of it is left.
+    /// Takes the next line, without its end. An error is the end of the import: what was stored is no session. It is
+    /// removed, unless the backend fails again: [`abandon`](Self::abandon) tries once more and says so.
     ///
     /// Not cancel-safe: an import whose `line` was begun and dropped has failed.
     pub async fn line(&mut self, line: &str) -> Result<()> {
@@ -82,7 +86,7 @@ impl Import {
             Err(error) => Err(error),
         };
         if taken.is_err() {
-            self.fail().await;
+            let _ = self.fail().await;
         }
         self.is_taking = false;
         taken
@@ -96,24 +100,49 @@ impl Import {
         }
     }
 
-    /// Ends an import of which no more will come: nothing of it is left, and its id is free.
+    /// Ends an import of which no more will come. Returns `false` if nothing of it is left and its id is free, `true` if it
+    /// turns out to be a session all the same: the reply to its last step was lost.
     ///
-    /// One that is only dropped keeps its id until [`Sessions::run`] removes what is unfinished.
-    pub async fn abandon(mut self) {
-        self.fail().await;
+    /// After an error, and if an import is only dropped, what was stored stays unfinished: the same import can be repeated,
+    /// others cannot have the id until [`Sessions::run`] or [`Sessions::forget`] removes it. May be repeated.
+    pub async fn abandon(&mut self) -> Result<bool> {
+        Ok(self.fail().await? == Abandoned::Finished)
     }
 
-    /// Makes it a session, if all of it is there.
+    /// [Completes](Self::complete) it, and [opens](Self::open) the session.
     pub async fn finish(mut self) -> Result<Session> {
-        let finished = self.check_end().await;
-        if finished.is_err() {
-            self.fail().await;
+        self.complete().await?;
+        self.open().await
+    }
+
+    /// Opens the session of an import that is complete. An error changes nothing about that: recover it later.
+    pub async fn open(self) -> Result<Session> {
+        match self.completed {
+            Some((filling, beginning)) => filling.open(beginning).await,
+            None => self.sessions.recover(&self.session).await,
         }
-        let beginning = finished?;
-        let filling = self.filling.take().ok_or_else(|| self.wrong("the import has failed"))?;
-        let imported = filling.finish(beginning).await?;
+    }
+
+    /// Makes it a session, if all of it is there. An error is the end of the import, as in [`line`](Self::line).
+    pub async fn complete(&mut self) -> Result<()> {
+        let committed = match self.check_end().await {
+            Ok(beginning) => match &self.filling {
+                Some(filling) => filling.commit(beginning).await.map(|()| beginning),
+                None => Err(self.wrong("the import has failed")),
+            },
+            Err(error) => Err(error),
+        };
+        match committed {
+            Ok(beginning) => {
+                self.completed = self.filling.take().map(|filling| (filling, beginning));
+            }
+            Err(error) => match self.fail().await {
+                Ok(Abandoned::Finished) => {}
+                _ => return Err(error),
+            },
+        }
         metrics::filled("import");
-        Ok(imported)
+        Ok(())
     }
 
     async fn take(&mut self, text: &str) -> Result<()> {
@@ -260,12 +289,13 @@ impl Import {
         Ok(beginning)
     }
 
-    async fn fail(&mut self) {
+    async fn fail(&mut self) -> Result<Abandoned> {
         self.stage = ImportStage::Failed;
         self.waiting.clear();
-        if let Some(filling) = self.filling.take() {
-            filling.abandon().await;
-        }
+        let Some(filling) = &self.filling else { return Ok(Abandoned::Removed) };
+        let abandoned = filling.abandon().await?;
+        self.filling = None;
+        Ok(abandoned)
     }
 
     fn wrong(&self, problem: impl ToString) -> SessionError {

@@ -15,7 +15,7 @@ use headwater_stream::{
 };
 use tracing::warn;
 
-use super::meta::{self, First, Meta, Parent, Stage};
+use super::meta::{self, First, Meta, Parent, Point, Stage};
 use super::replay::ORIGINAL_ENTRY_ID;
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
@@ -91,23 +91,35 @@ impl Sessions {
     /// Makes a session. It is an error if there is one with this id, or if its stream holds events already: those of
     /// another program, which [`recover`](Self::recover) takes over.
     pub async fn create(&self, session: &SessionId) -> Result<Session> {
-        self.check_free(session).await?;
-        let meta = self.begin(session, First::Unseen).await?;
+        let base = self.check_free(session).await?;
+        let meta = Meta { base, ..self.begin(session, First::Unseen).await? };
         self.found(session, &meta).await?;
         Ok(Session::empty(self.clone(), session.clone(), &meta))
     }
 
-    /// Nothing may be there of a session that is to be made.
-    pub(super) async fn check_free(&self, session: &SessionId) -> Result<()> {
+    /// Nothing may be there of a session that is to be made. Returns what its stream once held, if it is not new.
+    pub(super) async fn check_free(&self, session: &SessionId) -> Result<Option<Point>> {
         let journal = self.journal();
         let stats = journal.backend.stats(&journal.keys.session(session)).await?;
-        if self.meta(session).await?.is_some() {
-            return Err(exists(session, "recover it"));
+        match self.meta(session).await? {
+            Some(meta) if meta.stage == Stage::Filling => {
+                let problem = format!(
+                    "{} is not finished; repeat it to replace what is left, or forget it",
+                    meta.filling
+                );
+                return Err(exists(session, &problem));
+            }
+            Some(_) => return Err(exists(session, "recover it")),
+            None => {}
         }
-        if stats.is_some_and(|stats| stats.length > 0) {
+        if stats.as_ref().is_some_and(|stats| stats.length > 0) {
             return Err(exists(session, "another program wrote events of it; recover it"));
         }
-        Ok(())
+        let once = stats.filter(|stats| stats.last_generated_id > EntryId::MIN);
+        Ok(once.map(|stats| Point {
+            entry_id: stats.last_generated_id,
+            entries: stats.entries_added.unwrap_or(0),
+        }))
     }
 
     /// Recovers a session, or makes it if there is none.

@@ -21,6 +21,8 @@ const PARENT: &str = "parent";
 const PARENT_ENTRY: &str = "parent_entry";
 const COMPACTED_BEFORE: &str = "compacted_before";
 const COMPACTED_ENTRIES: &str = "compacted_entries";
+const BASE_ENTRY: &str = "base_entry";
+const BASE_ENTRIES: &str = "base_entries";
 const FILLING: &str = "filling";
 pub(crate) const FILLER: &str = "filler";
 const COPIED_BY: &str = "copied_by";
@@ -84,6 +86,8 @@ pub(crate) struct Meta {
     pub(crate) parent: Option<Parent>,
     /// Entries before this one were compacted, so many of them.
     pub(crate) compacted: Option<Point>,
+    /// The newest entry that its stream ever had when the session was made, and how many; `None` if the stream was new.
+    pub(crate) base: Option<Point>,
     /// What it is being made of, by whom, and when that went on last.
     pub(crate) filling: String,
     pub(crate) filler: String,
@@ -110,6 +114,7 @@ impl Meta {
             ttl: None,
             parent: None,
             compacted: None,
+            base: None,
             filling: String::new(),
             filler: String::new(),
             progress_at: created_at,
@@ -144,6 +149,10 @@ impl Meta {
         if let Some(Point { entry_id, entries }) = self.compacted {
             put(COMPACTED_BEFORE, entry_id.to_string());
             put(COMPACTED_ENTRIES, entries.to_string());
+        }
+        if let Some(Point { entry_id, entries }) = self.base {
+            put(BASE_ENTRY, entry_id.to_string());
+            put(BASE_ENTRIES, entries.to_string());
         }
         if let Some(Point { entry_id, entries }) = self.expired {
             put(EXPIRED_THROUGH, entry_id.to_string());
@@ -195,6 +204,7 @@ impl Meta {
             ttl,
             parent,
             compacted: point(COMPACTED_BEFORE, COMPACTED_ENTRIES)?,
+            base: point(BASE_ENTRY, BASE_ENTRIES)?,
             filling: text(FILLING)?.to_owned(),
             filler: text(FILLER)?.to_owned(),
             progress_at: time(PROGRESS_AT)?,

@@ -14,6 +14,8 @@ mod state;
 mod replay;
 mod snapshot;
 
+mod deleted;
+
 mod life;
 mod recovery;
 

@@ -298,13 +298,22 @@ impl Session {
     /// entries are lost: what is left must not take the place of what is known here.
     async fn reload(&self, after: EntryId, before: EntryId, entries: u64) -> Result<()> {
         self.sessions.check_same(&self.id, self.index).await?;
-        let loaded = self.sessions.load(&self.id, Until::End, Purpose::Use).await?;
+        let missing = Missing { after, before, count: None, why: MissingReason::Lost };
+        let lost = || SessionError::Incomplete { session: self.id.clone(), missing };
+        let loaded = match self.sessions.load(&self.id, Until::End, Purpose::Use).await {
+            // What this session stood at is gone, whatever else is.
+            Err(SessionError::Incomplete { missing, .. })
+                if missing.why == MissingReason::Deleted =>
+            {
+                return Err(lost());
+            }
+            loaded => loaded?,
+        };
         let Loaded { index, state, recovery, .. } = loaded;
         let snapshot_entries = state.entries.saturating_sub(recovery.replayed);
         let went_past = recovery.from_snapshot.is_some_and(|position| position >= after);
         if index != self.index || !went_past || snapshot_entries < entries {
-            let missing = Missing { after, before, count: None, why: MissingReason::Lost };
-            return Err(SessionError::Incomplete { session: self.id.clone(), missing });
+            return Err(lost());
         }
         let mut held = self.held();
         if state.position >= held.state.position {

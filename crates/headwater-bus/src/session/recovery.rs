@@ -10,6 +10,7 @@ use futures_util::{StreamExt, stream};
 use headwater_stream::{Direction, EntryId, Range, StreamStats};
 use tracing::{Instrument, info, warn};
 
+use super::deleted::{Extent, find_deleted};
 use super::error::{Missing, MissingReason};
 use super::life::AT_ONCE;
 use super::meta::{First, Meta, Stage};
@@ -211,15 +212,24 @@ impl Sessions {
         let (journal, registry) = (self.journal(), self.inner.bus.registry());
         let mut recovery = Recovery::default();
         let stats = journal.backend.stats(&journal.keys.session(session)).await?;
+        // Not further than that: what is read is compared with what the stream held at this moment.
+        let end = stats.as_ref().and_then(|stats| stats.last_id);
+        let deleted = |from, state: &SessionState| {
+            let read = Extent { from, to: state.position, entries: Some(state.entries) };
+            find_deleted(meta, stats.as_ref()?, read, until)
+        };
         let from_snapshot = self.load_snapshot(session, meta, until, &mut recovery).await?;
         let mut gap = None;
         if let Some(mut state) = from_snapshot {
             let (position, entries) = (state.position, state.entries);
             recovery.from_snapshot = Some(position);
-            match replay::replay(journal, registry, &mut state, None, until, parking).await? {
+            match replay::replay(journal, registry, &mut state, (None, end), until, parking).await?
+            {
                 Replayed::Done => {
                     recovery.replayed = state.entries - entries;
-                    recovery.missing = (meta.first == First::Unknown).then(unknown);
+                    let is_unknown = meta.first == First::Unknown;
+                    recovery.missing =
+                        deleted(position, &state).or_else(|| is_unknown.then(unknown));
                     return Ok(Attempt { state, recovery, is_overtaken: false });
                 }
                 Replayed::Gap(before) => gap = Some((state, before)),
@@ -237,7 +247,7 @@ impl Sessions {
         if let Ok(first) = begins {
             let mut state = self.no_state(session, meta);
             let replayed =
-                replay::replay(journal, registry, &mut state, first, until, parking).await?;
+                replay::replay(journal, registry, &mut state, (first, end), until, parking).await?;
             recovery = Recovery { from_snapshot: None, replayed: state.entries, ..recovery };
             recovery.missing = match replayed {
                 Replayed::Gap(before) => {
@@ -249,7 +259,8 @@ impl Sessions {
                         Some((snapshot, _)) => self.lost(snapshot, &state, until).await?,
                         None => None,
                     };
-                    lost.or_else(|| (meta.first == First::Unknown).then(unknown))
+                    lost.or_else(|| deleted(EntryId::MIN, &state))
+                        .or_else(|| (meta.first == First::Unknown).then(unknown))
                 }
             };
             let is_lost =
@@ -444,7 +455,7 @@ impl Sessions {
             let entries = journal.backend.range(&stream, range).await?;
             let Some(entry) = entries.first().filter(|entry| until.includes(entry)) else { break };
             replay::take(journal, registry, state, std::slice::from_ref(entry), parking).await?;
-            match replay::replay(journal, registry, state, None, until, parking).await? {
+            match replay::replay(journal, registry, state, (None, None), until, parking).await? {
                 Replayed::Done => break,
                 Replayed::Gap(before) => next = before,
             }

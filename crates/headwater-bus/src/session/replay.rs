@@ -124,17 +124,18 @@ pub(crate) enum Parking {
     After(EntryId),
 }
 
-/// Brings a state forward. One that has seen nothing yet must begin with `first`, if that is known.
+/// Brings a state forward, up to `end` if that is where the stream ended when the caller looked. A state that has seen
+/// nothing yet must begin with `first`, if that is known.
 pub(crate) async fn replay(
     journal: &Journal,
     registry: &Registry,
     state: &mut SessionState,
-    first: Option<EntryId>,
+    (first, end): (Option<EntryId>, Option<EntryId>),
     until: Until,
     parking: Parking,
 ) -> Result<Replayed, SessionError> {
     let stream = journal.keys.session(&state.session);
-    let mut pages = Pages::new(journal, &stream, None);
+    let mut pages = Pages::new(journal, &stream, end);
     loop {
         let mut entries = match pages.next(state.position, until.last_id()).await? {
             Page::Gap(before) => return Ok(Replayed::Gap(before)),

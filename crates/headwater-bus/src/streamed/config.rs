@@ -62,7 +62,9 @@ pub enum FailurePolicy {
     /// It waits in a file and is stored when the backend is back, in order within its session. Handlers of this process
     /// run at once.
     Spool(SpoolConfig),
-    /// Handlers of this process run, and nobody else ever sees it. The result says so.
+    /// Handlers of this process run. The result says whether other processes may see the event:
+    /// [`Stored::LocalOnly`](crate::Stored::LocalOnly) was not sent, because the breaker was open, and no other process ever sees it;
+    /// [`Stored::Unconfirmed`](crate::Stored::Unconfirmed) was sent and not confirmed, and may be in its stream.
     LocalOnly,
 }
 

@@ -147,17 +147,29 @@ impl Inner {
         }
     }
 
+    /// Only an event that was never sent stays in this process for certain. One that was sent and not confirmed may be in
+    /// its stream, where other processes see it.
     async fn store_or_not(&self, stream: &StreamName, events: &[Ready]) -> Result<Vec<Stored>> {
-        if let Ok(permit) = self.breaker.admit() {
-            match self.attempt(stream, events, permit).await {
-                Ok(stored) => return Ok(stored),
-                Err(error) if !error.is_transient() => return Err(error.into()),
-                Err(error) => {
-                    warn!(%stream, %error, "events could not be stored and stay in this process");
-                }
+        let Ok(permit) = self.breaker.admit() else {
+            return Ok(vec![Stored::LocalOnly; events.len()]);
+        };
+        match self.attempt(stream, events, permit).await {
+            Ok(stored) => Ok(stored),
+            Err(error) if !error.is_transient() => Err(error.into()),
+            Err(error) => {
+                let stored = match may_have_happened(&error) {
+                    true => Stored::Unconfirmed,
+                    false => Stored::LocalOnly,
+                };
+                warn!(
+                    %stream,
+                    %error,
+                    result = stored.label(),
+                    "events could not be stored, handlers of this process run"
+                );
+                Ok(vec![stored; events.len()])
             }
         }
-        Ok(vec![Stored::LocalOnly; events.len()])
     }
 
     /// Tries to store events, and tells the breaker how it went.

@@ -9,9 +9,13 @@ mod backends;
 #[macro_use]
 mod place;
 
+#[path = "../backends/behind.rs"]
+mod behind;
+
 mod bad_input;
 mod cancelling;
 mod crashes;
+mod deadlines;
 mod limits;
 mod replies;
 mod requests;

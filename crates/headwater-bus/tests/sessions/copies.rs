@@ -1,5 +1,7 @@
 //! Forks, exports and imports.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use headwater_bus::conformance::Noted;
 use headwater_bus::{
     BusError, Import, MissingReason, Session, SessionError, SessionId, Sessions, SessionsConfig,
@@ -28,7 +30,21 @@ everywhere!(
     a_compacted_session_is_exported_with_its_snapshots,
     a_file_that_is_wrong_in_any_way_leaves_nothing,
     an_import_over_a_session_is_refused,
+    a_fork_that_compactions_overtake_is_whole,
+    an_import_that_was_cut_off_can_be_repeated_at_once,
 );
+
+/// On a server: each step of a fork takes a while, so that it can be cut off in the middle.
+mod on_a_server {
+    tests_in!(
+        redis,
+        crate::place::Place::redis(),
+        (flavor = "multi_thread", worker_threads = 2),
+        a_fork_that_was_cut_off_can_be_repeated_at_once,
+    );
+
+    use super::a_fork_that_was_cut_off_can_be_repeated_at_once;
+}
 
 locally!(
     a_fork_begins_like_its_parent_and_goes_on_by_itself,
@@ -332,7 +348,10 @@ async fn what_is_left_of_a_copy_is_not_taken_for_a_session(place: Place) {
     assert_eq!(sum(&sessions.ensure(&place.session).await.unwrap()), Sum::default());
 }
 
-async fn import_all(mut import: Import, lines: &[String]) -> Result<Session, SessionError> {
+pub(crate) async fn import_all(
+    mut import: Import,
+    lines: &[String],
+) -> Result<Session, SessionError> {
     for line in lines {
         import.line(line).await?;
     }
@@ -497,4 +516,103 @@ async fn an_import_over_a_session_is_refused(place: Place) {
     backend.map_create(&map, &theirs).await.unwrap();
     import_all(sessions.import(&id), &lines).await.unwrap();
     assert_eq!(backend.map_get(&map).await.unwrap().unwrap()["theirs"], "1");
+}
+
+async fn a_fork_that_compactions_overtake_is_whole(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..1500).await;
+    let is_over = AtomicBool::new(false);
+    // More than a page between two compactions, so that they come while a fork reads.
+    let compacting = async {
+        let (mut number, mut compactions) = (1500, 0);
+        while !is_over.load(Ordering::Relaxed) {
+            publish(&session, number..number + 600).await;
+            number += 600;
+            session.compact().await.unwrap();
+            compactions += 1;
+        }
+        compactions
+    };
+    let forking = async {
+        for _ in 0..30 {
+            let id = SessionId::random();
+            let fork = sessions.fork(&place.session, Until::End, &id).await;
+            let fork = fork.inspect_err(|_| is_over.store(true, Ordering::Relaxed)).unwrap();
+            let count = sum(&fork).count;
+            assert_eq!(sum(&fork), Sum::of(0..count));
+            let again = place.sessions().await.recover(&id).await.unwrap();
+            assert_eq!((sum(&again).count, again.recovery().missing), (count, None));
+            sessions.forget(&id).await.unwrap();
+        }
+        is_over.store(true, Ordering::Relaxed);
+    };
+    let (compactions, ()) = tokio::join!(compacting, forking);
+    println!("{compactions} compactions");
+    assert!(compactions > 0);
+}
+
+/// The lines of a session of 1200 events, and an import of it that stored most of them.
+async fn half_imported(place: &Place, id: &SessionId) -> (Vec<String>, Import) {
+    let sessions = place.sessions().await;
+    let original = sessions.create(&place.session).await.unwrap();
+    publish(&original, 0..1200).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    let mut import = sessions.import(id);
+    for line in &lines[..900] {
+        import.line(line).await.unwrap();
+    }
+    (lines, import)
+}
+
+async fn an_import_that_was_cut_off_can_be_repeated_at_once(place: Place) {
+    let id = SessionId::random();
+    // As after `kill -9`: nobody removes what it stored.
+    let (lines, mut cut_off) = half_imported(&place, &id).await;
+    let sessions = place.sessions().await;
+    let error = sessions.create(&id).await.unwrap_err();
+    assert!(matches!(error, SessionError::Exists { .. }), "{error}");
+    let imported = import_all(sessions.import(&id), &lines).await.unwrap();
+    assert_eq!(sum(&imported), Sum::of(0..1200));
+    let again = place.sessions().await.recover(&id).await.unwrap();
+    assert_eq!((sum(&again), again.recovery().missing), (Sum::of(0..1200), None));
+
+    // The first one turns out to be alive. It can neither go on nor take away what the second made.
+    let mut went_on = Ok(());
+    for line in &lines[900..] {
+        went_on = cut_off.line(line).await;
+        if went_on.is_err() {
+            break;
+        }
+    }
+    assert!(matches!(went_on, Err(SessionError::Unfinished { .. })), "{went_on:?}");
+    assert!(!cut_off.abandon().await.unwrap());
+    assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..1200));
+
+    // What is whole is not replaced.
+    let error = import_all(sessions.import(&id), &lines).await.unwrap_err();
+    assert!(matches!(error, SessionError::Exists { .. }), "{error}");
+}
+
+async fn a_fork_that_was_cut_off_can_be_repeated_at_once(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..3000).await;
+    let id = SessionId::random();
+    {
+        let forking = sessions.fork(&place.session, Until::End, &id);
+        tokio::pin!(forking);
+        // Until it has begun.
+        loop {
+            tokio::select! {
+                forked = &mut forking => panic!("it was too quick: {forked:?}"),
+                info = sessions.info(&id) => if info.unwrap().is_some() { break },
+            }
+        }
+    }
+    let error = sessions.recover(&id).await.unwrap_err();
+    assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
+    let fork = sessions.fork(&place.session, Until::End, &id).await.unwrap();
+    assert_eq!(sum(&fork), Sum::of(0..3000));
+    assert_eq!(sum(&place.sessions().await.recover(&id).await.unwrap()), Sum::of(0..3000));
 }

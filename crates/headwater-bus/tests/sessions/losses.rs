@@ -1,7 +1,9 @@
 //! What was stored and confirmed is gone from the backend: whoever holds or recovers the session is told.
 
 use headwater_bus::conformance::Noted;
-use headwater_bus::{EventBusExt, MissingReason, Session, SessionError, Stored, Until};
+use headwater_bus::{
+    EventBusExt, Missing, MissingReason, Session, SessionError, SessionId, Stored, Until,
+};
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, MapName, Retention, StreamName, TrimGuard};
 
@@ -15,6 +17,11 @@ everywhere!(
     entries_that_were_lost_under_a_session_that_is_held_are_missed,
     a_session_of_another_program_that_is_trimmed_past_its_snapshot_is_incomplete,
     a_snapshot_of_a_session_that_was_removed_stands_for_nothing,
+    a_session_whose_newest_entries_were_deleted_is_incomplete,
+    a_compacted_session_whose_newest_entries_were_deleted_is_incomplete,
+    a_session_of_another_program_whose_newest_entries_were_deleted_is_incomplete,
+    a_session_emptied_before_it_was_first_read_is_incomplete,
+    a_session_made_on_an_emptied_stream_is_complete,
 );
 
 fn is_lost(error: SessionError) {
@@ -201,4 +208,170 @@ async fn a_snapshot_of_a_session_that_was_removed_stands_for_nothing(place: Plac
     assert!(again.snapshot().await.unwrap());
     let again = sessions.recover(&place.session).await.unwrap();
     assert_eq!((sum(&again), again.recovery().replayed), (Sum::of(10..12), 0));
+}
+
+fn incomplete(error: SessionError) -> Missing {
+    match error {
+        SessionError::Incomplete { missing, .. } => missing,
+        other => panic!("{other}"),
+    }
+}
+
+/// Publishes events of a session without opening it.
+async fn publish_past(place: &Place, numbers: std::ops::Range<u64>) {
+    let bus = place.bus().await;
+    for number in numbers {
+        let session_id = Some(place.session.to_string());
+        bus.publish(Noted { session_id, ..noted(number) }).await.unwrap();
+    }
+}
+
+async fn ids_of(place: &Place) -> Vec<EntryId> {
+    place.entries(&place.session).await.iter().map(|entry| entry.id).collect()
+}
+
+async fn delete(place: &Place, ids: &[EntryId]) {
+    let deleted = place.backend().await.delete_entries(&place.stream(), ids).await.unwrap();
+    assert_eq!(deleted, ids.len());
+}
+
+/// How many entries a backend knows to be missing: only Redis counts what it added.
+async fn counted(place: &Place, count: u64) -> Option<u64> {
+    let stats = place.backend().await.stats(&place.stream()).await.unwrap().unwrap();
+    stats.entries_added.map(|_| count)
+}
+
+async fn a_session_whose_newest_entries_were_deleted_is_incomplete(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..8).await;
+    let ids = ids_of(&place).await;
+    delete(&place, &ids[5..]).await;
+
+    let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
+    assert_eq!((missing.after, missing.before), (ids[4], ids[7].next()));
+    assert_eq!(missing.why, MissingReason::Deleted);
+    assert_eq!(missing.count, counted(&place, 3).await);
+
+    // Nothing is made of it that would pass for whole.
+    let copy = SessionId::random();
+    let error = sessions.fork(&place.session, Until::End, &copy).await.unwrap_err();
+    assert_eq!(incomplete(error), missing);
+    assert_eq!(sessions.info(&copy).await.unwrap(), None);
+    let mut export = sessions.export(&place.session).await.unwrap();
+    let error = loop {
+        match export.next_line().await {
+            Ok(line) => assert!(line.is_some(), "it was exported to its end"),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(incomplete(error), missing);
+    let error = sessions.state_at(&place.session, Until::Entry(ids[7])).await.unwrap_err();
+    assert_eq!(incomplete(error), missing);
+
+    // What is left can be had, and what was before is as it was.
+    let rest = sessions.recover_incomplete(&place.session).await.unwrap();
+    assert_eq!(sum(&rest), Sum::of(0..5));
+    assert_eq!(rest.recovery().missing, Some(missing));
+    assert!(rest.snapshot().await.is_err());
+    let state = sessions.state_at(&place.session, Until::Entry(ids[3])).await.unwrap();
+    assert_eq!(state.get::<Sum>(), Some(&Sum::of(0..4)));
+    let before = sessions.fork(&place.session, Until::Entry(ids[3]), &copy).await.unwrap();
+    assert_eq!(sum(&before), Sum::of(0..4));
+}
+
+async fn a_compacted_session_whose_newest_entries_were_deleted_is_incomplete(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..10).await;
+    assert_eq!(session.compact().await.unwrap().removed, 9);
+    publish(&session, 10..18).await;
+    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..18));
+    let ids = ids_of(&place).await;
+    delete(&place, &ids[ids.len() - 2..]).await;
+    let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
+    assert_eq!((missing.why, missing.count), (MissingReason::Deleted, counted(&place, 2).await));
+    let rest = sessions.recover_incomplete(&place.session).await.unwrap();
+    assert_eq!(sum(&rest), Sum::of(0..16));
+}
+
+async fn a_session_of_another_program_whose_newest_entries_were_deleted_is_incomplete(
+    place: Place,
+) {
+    publish_past(&place, 0..6).await;
+    let ids = ids_of(&place).await;
+    delete(&place, &ids[4..]).await;
+    let sessions = place.sessions().await;
+    let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
+    assert_eq!((missing.after, missing.before), (ids[3], ids[5].next()));
+    assert_eq!((missing.why, missing.count), (MissingReason::Deleted, None));
+}
+
+async fn a_session_emptied_before_it_was_first_read_is_incomplete(place: Place) {
+    let sessions = place.sessions().await;
+    sessions.create(&place.session).await.unwrap();
+    publish_past(&place, 0..6).await;
+    let backend = place.backend().await;
+    backend.trim(&place.stream(), &Retention::max_len(0), TrimGuard::Force).await.unwrap();
+    let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
+    assert_eq!((missing.after, missing.why), (EntryId::MIN, MissingReason::Deleted));
+    assert_eq!(missing.count, counted(&place, 6).await);
+}
+
+async fn a_session_made_on_an_emptied_stream_is_complete(place: Place) {
+    for number in 0..4 {
+        place.append(&[("other", &format!("{number}"))]).await;
+    }
+    delete(&place, &ids_of(&place).await).await;
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    assert_eq!(sessions.recover(&place.session).await.unwrap().recovery().missing, None);
+    publish(&session, 0..5).await;
+    let again = sessions.recover(&place.session).await.unwrap();
+    assert_eq!((sum(&again), again.recovery().missing), (Sum::of(0..5), None));
+    let copy = SessionId::random();
+    let fork = sessions.fork(&place.session, Until::End, &copy).await.unwrap();
+    assert_eq!((sum(&fork), fork.recovery().missing), (Sum::of(0..5), None));
+}
+
+/// Redis counts the entries it added, so deletions are found wherever they were.
+mod counted_by_redis {
+    use crate::place::Place;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn entries_deleted_before_later_ones_are_missed() {
+        super::entries_deleted_before_later_ones_are_missed(Place::redis()).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn entries_deleted_before_later_ones_are_missed_on_a_cluster() {
+        super::entries_deleted_before_later_ones_are_missed(Place::cluster()).await;
+    }
+}
+
+async fn entries_deleted_before_later_ones_are_missed(place: Place) {
+    let sessions = place.sessions().await;
+    let session = sessions.create(&place.session).await.unwrap();
+    publish(&session, 0..8).await;
+    let ids = ids_of(&place).await;
+    // The newest three go, and another process goes on behind them.
+    delete(&place, &ids[5..]).await;
+    publish_past(&place, 8..10).await;
+    let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
+    assert_eq!((missing.after, missing.before), (EntryId::MIN, ids[7].next()));
+    assert_eq!((missing.why, missing.count), (MissingReason::Deleted, Some(3)));
+    let rest = sessions.recover_incomplete(&place.session).await.unwrap();
+    assert_eq!(sum(&rest), Sum::of((0..5).chain(8..10)));
+
+    // An entry that a snapshot includes may go; only a copy of all entries misses it.
+    let other = place.another();
+    let session = other.sessions().await.create(&other.session).await.unwrap();
+    publish(&session, 0..8).await;
+    assert!(session.snapshot().await.unwrap());
+    delete(&other, &ids_of(&other).await[2..3]).await;
+    let again = other.sessions().await.recover(&other.session).await.unwrap();
+    assert_eq!((sum(&again), again.recovery().missing), (Sum::of(0..8), None));
+    let copy = SessionId::random();
+    let fork = other.sessions().await.fork(&other.session, Until::End, &copy).await;
+    assert_eq!(incomplete(fork.unwrap_err()).count, Some(1));
 }

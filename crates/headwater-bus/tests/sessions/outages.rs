@@ -7,7 +7,8 @@ use headwater_stream::{EntryId, StreamName};
 use tokio::time::{Instant, sleep};
 
 use crate::away::Away;
-use crate::place::{LIMIT, Place, Sum, noted, publish, sum};
+use crate::copies::import_all;
+use crate::place::{LIMIT, Place, Sum, lines_of, noted, publish, sum};
 
 away!(spooled_events_are_part_of_the_state_once_they_are_in_the_stream);
 
@@ -18,6 +19,7 @@ mod server {
     servers!(
         an_outage_is_an_error_and_the_session_goes_on_afterwards,
         what_is_read_ends_where_the_stream_did_and_not_when_others_pause,
+        an_import_that_an_outage_ends_says_what_is_left_and_can_be_repeated,
     );
 }
 
@@ -107,4 +109,51 @@ async fn what_is_read_ends_where_the_stream_did_and_not_when_others_pause(away: 
     let mut export = sessions.export(&place.session).await.unwrap();
     while export.next_line().await.unwrap().is_some() {}
     assert_eq!(reads() - before, 1);
+}
+
+async fn an_import_that_an_outage_ends_says_what_is_left_and_can_be_repeated(away: Away) {
+    let place = &away.place;
+    let sessions = away.sessions(FailurePolicy::Fail).await;
+    let original = sessions.create(&place.session).await.unwrap();
+    publish(&original, 0..1200).await;
+    let lines = lines_of(sessions.export(&place.session).await.unwrap()).await;
+    // On the server that is about to go away, with all that is known of it.
+    let node = |key: String| away.node_of(&StreamName::new(key).unwrap()).port();
+    let port = away.node_of(&place.stream()).port();
+    let is_there = |id: &SessionId| {
+        node(format!("{}:session:{id}:meta", place.prefix)) == port
+            && away.node_of(&place.stream_of(id)).port() == port
+    };
+    let mut id = SessionId::random();
+    while !is_there(&id) {
+        id = SessionId::random();
+    }
+    let mut import = sessions.import(&id);
+    for line in &lines[..700] {
+        import.line(line).await.unwrap();
+    }
+    away.begin().await;
+    let mut went_on = Ok(());
+    for line in &lines[700..] {
+        went_on = import.line(line).await;
+        if went_on.is_err() {
+            break;
+        }
+    }
+    assert!(went_on.unwrap_err().is_transient());
+    // It cannot be removed now, and it does not say that it was.
+    assert!(import.abandon().await.unwrap_err().is_transient());
+    away.end().await;
+    let deadline = Instant::now() + LIMIT;
+    let imported = loop {
+        match import_all(sessions.import(&id), &lines).await {
+            Ok(imported) => break imported,
+            Err(error) => assert!(error.is_transient() && Instant::now() < deadline, "{error}"),
+        }
+        sleep(Duration::from_millis(50)).await;
+    };
+    assert_eq!(sum(&imported), Sum::of(0..1200));
+    // The first one has nothing to remove any more, and does not remove what the second made.
+    assert!(!import.abandon().await.unwrap());
+    assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..1200));
 }

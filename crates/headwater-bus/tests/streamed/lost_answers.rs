@@ -1,76 +1,35 @@
 //! What becomes of events whose answers are lost on the way back.
 
-use std::any::Any;
 use std::time::Duration;
 
 use headwater_bus::conformance::{Log, Noted, registry};
 use headwater_bus::{
-    BusError, EventBus, EventBusExt, EventId, FailurePolicy, Outgoing, SpoolConfig, StreamedBus,
-    StreamedBusConfig,
+    BusError, EventBus, EventBusExt, EventId, FailurePolicy, Outgoing, SpoolConfig, Stored,
+    StreamedBus, StreamedBusConfig,
 };
-use headwater_testkit::{Cluster, Persistence, Proxy, Redis};
+use headwater_testkit::{Persistence, Proxy, Redis};
 
-use crate::away::{LIMIT, until};
+use crate::away::until;
+use crate::behind::Behind;
 use crate::place::{Place, numbers, stored, watch};
 
 tests_in!(
     redis,
-    super::Behind::redis(),
+    crate::behind::Behind::redis(),
     (flavor = "multi_thread", worker_threads = 2),
     with_fail_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
     with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
+    with_local_only_no_other_process_sees_an_event_that_the_result_calls_local,
 );
 
 tests_in!(
     cluster,
-    super::Behind::cluster().await,
+    crate::behind::Behind::cluster().await,
     (flavor = "multi_thread", worker_threads = 2),
     with_fail_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
     with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
+    with_local_only_no_other_process_sees_an_event_that_the_result_calls_local,
 );
-
-/// Servers that are reached through proxies alone.
-struct Behind {
-    proxies: Vec<Proxy>,
-    place: Place,
-    /// They live as long as the proxies do.
-    _servers: Box<dyn Any + Send>,
-}
-
-impl Behind {
-    fn redis() -> Self {
-        let redis = Redis::start().unwrap();
-        let proxy = Proxy::start(redis.addr()).unwrap();
-        let place = Place::at(redis.url_at(proxy.addr()));
-        Self { proxies: vec![proxy], place, _servers: Box::new(redis) }
-    }
-
-    /// Its nodes tell clients, and each other, to come by the proxies.
-    async fn cluster() -> Self {
-        let cluster = Cluster::start().unwrap();
-        let set = |node: &Redis, name: &str, value: &str| {
-            node.command(&["CONFIG", "SET", name, value]).unwrap().ok().unwrap();
-        };
-        for node in cluster.nodes() {
-            set(node, "cluster-replica-no-failover", "yes");
-        }
-        let mut proxies = Vec::new();
-        for node in &cluster.nodes()[..3] {
-            let proxy = Proxy::start(node.addr()).unwrap();
-            set(node, "cluster-announce-port", &proxy.addr().port().to_string());
-            proxies.push(proxy);
-        }
-        let addresses: Vec<String> = proxies.iter().map(|proxy| proxy.addr().to_string()).collect();
-        let knows_all = |node: &Redis| {
-            let known = node.command(&["CLUSTER", "NODES"]).unwrap().text();
-            addresses.iter().all(|address| known.contains(&format!(" {address}@")))
-        };
-        until(|| async { cluster.nodes().iter().all(knows_all) }).await;
-        cluster.wait_until_ok(LIMIT).unwrap();
-        let place = Place::at(format!("redis-cluster://{}", addresses.join(",")));
-        Self { proxies, place, _servers: Box::new(cluster) }
-    }
-}
 
 /// A bus with a connection that works, and a log of what it handles.
 async fn open(place: &Place, on_failure: FailurePolicy) -> (StreamedBus, Log) {
@@ -172,5 +131,43 @@ async fn unconfirmed_events_turn_up(policy: FailurePolicy) {
     // What is stored is handled here, once, and nothing else is.
     log.settles_at(all().await.len()).await;
     assert!(is_handled().await, "{:?} of {:?}", log.lines(), all().await);
+    bus.close().await.unwrap();
+}
+
+/// The result tells events that stay in this process from those that other processes may see.
+async fn with_local_only_no_other_process_sees_an_event_that_the_result_calls_local(
+    behind: Behind,
+) {
+    let Behind { proxies, place, .. } = &behind;
+    let (bus, log) = open(place, FailurePolicy::LocalOnly).await;
+    let (mut local, mut unconfirmed) = (Vec::new(), Vec::new());
+    for number in 1..40 {
+        proxies.iter().for_each(|proxy| proxy.drop_reply().unwrap());
+        let result = bus.publish(place.noted(number)).await.unwrap();
+        assert_eq!(result.handlers_invoked, 1);
+        match result.stored {
+            Stored::LocalOnly => local.push(number),
+            Stored::Unconfirmed => unconfirmed.push(number),
+            _ => {}
+        }
+        if result.entry_id().is_none() {
+            // Until the breaker lets the next one through.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+    proxies.iter().for_each(|proxy| proxy.heal().unwrap());
+    let faults: u64 = proxies.iter().map(Proxy::faults).sum();
+    println!("{faults} replies lost; local {local:?}; unconfirmed {unconfirmed:?}");
+
+    // What a process sees that begins to read now.
+    let seen = stored(&*place.connect().await, &place.stream()).await;
+    let is_seen = |number: &&u64| seen.contains(number);
+    let shown: Vec<&u64> = local.iter().filter(is_seen).collect();
+    assert!(shown.is_empty(), "other processes see {shown:?}");
+    assert!(unconfirmed.iter().any(|number| is_seen(&number)), "no reply of an append was lost");
+    // Here each was handled once, also those that are stored after all.
+    let mut lines = log.settles_at(40).await;
+    lines.sort_by_key(|line| line.parse::<u64>().unwrap());
+    assert_eq!(lines, numbers(0..40));
     bus.close().await.unwrap();
 }

@@ -9,6 +9,9 @@ mod backends;
 mod away;
 mod place;
 
+#[path = "../backends/behind.rs"]
+mod behind;
+
 mod bad_input;
 mod breaker;
 mod closing;

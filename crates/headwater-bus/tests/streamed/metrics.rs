@@ -107,7 +107,7 @@ async fn what_goes_wrong_is_counted(away: Away) {
         (format!("publish_total{type_}{{result=stored}}"), 1),
         (format!("publish_total{type_}{{result=duplicate}}"), 1),
         (format!("publish_total{type_}{{result=spooled}}"), 3),
-        (format!("publish_total{type_}{{result=local}}"), 3),
+        (format!("publish_total{type_}{{result=unconfirmed}}"), 3),
         (format!("publish_latency_seconds{type_}"), 8),
         ("spooled".to_owned(), 3),
     ] {

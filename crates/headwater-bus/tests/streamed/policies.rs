@@ -17,7 +17,7 @@ use crate::spool::{spooling, wait_until_empty};
 away!(
     with_fail_an_outage_is_an_error_and_no_handler_runs,
     with_a_spool_events_wait_and_others_see_them_when_the_outage_is_over,
-    with_local_only_handlers_run_and_the_result_says_that_nothing_is_stored,
+    with_local_only_handlers_run_and_the_result_says_whether_others_may_see_the_event,
 );
 
 async fn with_fail_an_outage_is_an_error_and_no_handler_runs(away: Away) {
@@ -75,21 +75,31 @@ async fn with_a_spool_events_wait_and_others_see_them_when_the_outage_is_over(aw
     other.close().await.unwrap();
 }
 
-async fn with_local_only_handlers_run_and_the_result_says_that_nothing_is_stored(away: Away) {
+async fn with_local_only_handlers_run_and_the_result_says_whether_others_may_see_the_event(
+    away: Away,
+) {
     let place = &away.place;
     let config = StreamedBusConfig { on_failure: FailurePolicy::LocalOnly, ..place.config() };
     let bus = place.bus_with(registry(), config).await;
     let log = watch(&bus).await;
     away.begin().await;
+    let mut outcomes = Vec::new();
     for number in 0..10 {
         let result = bus.publish(place.noted(number)).await.unwrap();
-        assert_eq!((result.stored, result.handlers_invoked), (Stored::LocalOnly, 1));
+        assert_eq!(result.handlers_invoked, 1);
+        outcomes.push(result.stored);
     }
+    // Those that were sent are not confirmed; while the breaker is open, none is sent.
+    let sent = place.config().breaker.failure_threshold as usize;
+    assert!(outcomes[..sent].iter().all(|stored| *stored == Stored::Unconfirmed), "{outcomes:?}");
+    assert_eq!(outcomes[sent], Stored::LocalOnly, "{outcomes:?}");
+    let is_either = |stored: &Stored| matches!(stored, Stored::LocalOnly | Stored::Unconfirmed);
+    assert!(outcomes.iter().all(is_either), "{outcomes:?}");
     assert_eq!(log.lines(), numbers(0..10));
 
     away.end().await;
     let mut number = 10;
-    while bus.publish(place.noted(number)).await.unwrap().stored == Stored::LocalOnly {
+    while bus.publish(place.noted(number)).await.unwrap().entry_id().is_none() {
         assert!(number < 1000, "the bus stays local");
         tokio::time::sleep(Duration::from_millis(50)).await;
         number += 1;

@@ -35,6 +35,8 @@ pub struct TopicView {
     pub dead_letters: u64,
     /// Whether a growth is under way that not every producer knows of yet.
     pub is_growing: bool,
+    /// Since when it is being deleted; delete it again to finish a deletion that was interrupted.
+    pub deleting_since: Option<Timestamp>,
     /// What it keeps and how it is used.
     pub policies: Policies,
     /// The names of its groups, sorted.
@@ -102,6 +104,7 @@ impl Inspector {
             delayed,
             next_due,
             dead_letters: dead_letters.map_or(0, |stats| stats.length),
+            deleting_since: topic.deleting_since,
             is_growing: topic.growths.last().is_some_and(|growth| growth.last_ids.is_none()),
             policies: topic.policies.clone(),
             groups,

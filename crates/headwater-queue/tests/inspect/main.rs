@@ -6,6 +6,7 @@ mod setup;
 mod at_work;
 mod dead_letters;
 mod groups;
+mod interrupted;
 mod messages;
 mod pending;
 mod races;

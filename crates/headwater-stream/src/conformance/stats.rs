@@ -38,6 +38,15 @@ pub async fn the_two_ends_are_those_of_entries_that_exist(env: Env) -> TestResul
 
     assert_eq!(found.length, 3);
     assert_eq!((found.first_id, found.last_id), (Some(ids[1]), Some(ids[3])));
+    // What was there is not forgotten.
+    assert_eq!(found.last_generated_id, ids[4]);
+    if let Some(added) = found.entries_added {
+        assert_eq!((added, found.max_deleted_id), (5, Some(ids[4])));
+    }
+    env.second.trim(&stream, &Retention::max_len(0), TrimGuard::Force).await?;
+    let emptied = env.backend.stats(&stream).await?.expect("the stream exists");
+    assert_eq!((emptied.last_id, emptied.last_generated_id), (None, ids[4]));
+    assert_eq!(emptied.entries_added, found.entries_added);
     Ok(())
 }
 

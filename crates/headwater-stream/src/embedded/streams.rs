@@ -236,6 +236,9 @@ impl Streams for Embedded {
                 length: stream.entries.len() as u64,
                 first_id: stream.entries.first_id(),
                 last_id: stream.entries.last_id(),
+                last_generated_id: stream.last_id,
+                entries_added: None,
+                max_deleted_id: None,
                 bytes: Some(stream.entries.bytes()),
                 groups: stream.groups.values().map(|group| group_stats(group, look.now)).collect(),
             }))

@@ -74,11 +74,23 @@ fn read(replies: &Replies) -> Result<Option<StreamStats>, Failure> {
     }
     let length = cursor.count()?;
     let (first_id, last_id) = (optional_id(&mut cursor)?, optional_id(&mut cursor)?);
+    let last_generated_id = cursor.id()?;
+    let entries_added = optional_count(&mut cursor)?;
+    let max_deleted_id = optional_id(&mut cursor)?.filter(|id| *id > EntryId::MIN);
     let bytes = optional_count(&mut cursor)?;
     let mut groups =
         (0..cursor.array()?).map(|_| read_group(&mut cursor)).collect::<Result<Vec<_>, _>>()?;
     groups.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(Some(StreamStats { length, first_id, last_id, bytes, groups }))
+    Ok(Some(StreamStats {
+        length,
+        first_id,
+        last_id,
+        last_generated_id,
+        entries_added,
+        max_deleted_id,
+        bytes,
+        groups,
+    }))
 }
 
 fn read_group(cursor: &mut Cursor<'_>) -> Result<GroupStats, Failure> {

@@ -15,8 +15,8 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Operations;
 use super::views::{Point, id, milliseconds, point};
+use super::{Operations, to_its_end};
 use crate::http::ApiError;
 use crate::http::access::Caller;
 use crate::http::body::{Answer, JsonBody};
@@ -196,10 +196,12 @@ impl From<Counted> for CountView {
     }
 }
 
-/// Moves a group to another place.
+/// Moves a group to another place, partition by partition. A reset that is interrupted says which partitions are done, and what
+/// to repeat.
 #[utoipa::path(post, path = "/topics/{topic}/groups/{group}/reset", tag = "groups",
     params(("topic" = String, Path), ("group" = String, Path)), request_body = ResetWish,
-    responses((status = 200, body = ResetAnswer), (status = 404), (status = 409, description = "The group is at work.")))]
+    responses((status = 200, body = ResetAnswer), (status = 404), (status = 409, description = "The group is at work."),
+        (status = 503, description = "`interrupted`: done on some partitions; the message says which, and what to repeat.")))]
 async fn reset(
     State(operations): State<Operations>,
     PathOf((topic, group)): PathOf<(String, String)>,
@@ -221,8 +223,8 @@ async fn reset(
     };
     let guard = if wish.force { ResetGuard::Force } else { ResetGuard::NobodyAtWork };
     let reset = Reset { to, partition: wish.partition, guard, dry_run: wish.dry_run };
-    let ResetReport { again, skipped, dropped, is_done, .. } =
-        operations.queue.reset_group(&topic, &group, &reset).await?;
+    let resetting = async move { Ok(operations.queue.reset_group(&topic, &group, &reset).await?) };
+    let ResetReport { again, skipped, dropped, is_done, .. } = to_its_end(resetting).await?;
     Ok(Json(ResetAnswer {
         again: again.into(),
         skipped: skipped.into(),
@@ -263,8 +265,9 @@ async fn remove(
             ),
         ));
     }
-    let RemovedGroup { pending, lag, partitions } =
-        operations.queue.remove_group(&topic, &group).await?;
+    let removed = (topic.clone(), group.clone());
+    let removing = async move { Ok(operations.queue.remove_group(&removed.0, &removed.1).await?) };
+    let RemovedGroup { pending, lag, partitions } = to_its_end(removing).await?;
     Ok(Json(GroupRemoved { topic, group, pending, lag, partitions }))
 }
 

@@ -2,8 +2,10 @@
 //!
 //! Upstream: `router`, and the verb `session import`. Downstream: the import of `headwater-bus`.
 //! Promises: however it ends early (a wrong line, a body that is cut off, too long or too slow, a caller that hangs up, a stop of
-//! the process), nothing of it is left and its id is free. It may take as long as lines come: each part of the body within
-//! `http.read_timeout`, all of them at [`BYTES_PER_SECOND_MIN`] at least, and within `http.import_bytes_max`.
+//! the process), what was stored is no session and is removed. If the streams fail at that, too, the answer says so; then, and
+//! after a kill, the same import can be repeated at once and replaces what is left. It may take as long as lines come: each
+//! part of the body within `http.read_timeout`, all of them at [`BYTES_PER_SECOND_MIN`] at least, and within
+//! `http.import_bytes_max`.
 
 use std::time::Duration;
 
@@ -13,9 +15,10 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use bytes::Bytes;
 use futures_util::StreamExt;
-use headwater_bus::Import;
 use headwater_bus::limits::IMPORT_LINE_BYTES_MAX;
+use headwater_bus::{Import, SessionId};
 use tokio::time::{Instant, timeout};
+use tracing::warn;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -34,7 +37,7 @@ pub(super) fn routes() -> OpenApiRouter<App> {
     OpenApiRouter::new().routes(routes!(import))
 }
 
-/// Makes a session of lines that an export wrote. Nothing is left of one that is torn.
+/// Makes a session of lines that an export wrote. What an earlier import of the same session left unfinished is replaced.
 #[utoipa::path(post, path = "/sessions/{session}/import", tag = "sessions", params(("session" = String, Path)),
     request_body(content = String, content_type = "application/x-ndjson"),
     responses((status = 201, body = SessionView), (status = 400), (status = 408, description = "The lines stopped coming."),
@@ -56,19 +59,39 @@ async fn import(
             true => Err(body.too_large()),
             false => feed(&mut import, &mut body).await,
         };
-        match fed {
-            Ok(()) => import.finish().await?,
-            Err(refusal) => {
-                import.abandon().await;
-                if !body.is_over {
-                    drain(body.chunks, &limits).await;
-                }
+        let imported = match fed {
+            Ok(()) => import.complete().await.map_err(ApiError::from),
+            Err(refusal) => Err(refusal),
+        };
+        if let Err(refusal) = imported {
+            let refusal = abandon(&mut import, &session, refusal).await;
+            if !body.is_over {
+                drain(body.chunks, &limits).await;
+            }
+            if let Some(refusal) = refusal {
                 return Err(refusal);
             }
-        };
+        } else if let Err(error) = import.open().await {
+            warn!(%session, %error, "an imported session could not be opened yet");
+        }
         made(&sessions, session).await
     };
     app.long_work.run(importing).await
+}
+
+/// Removes what a failed import stored. Returns the refusal, which tells if that failed, too; `None` if the session turns out to
+/// be there: only the reply that said so was lost.
+async fn abandon(import: &mut Import, session: &SessionId, refusal: ApiError) -> Option<ApiError> {
+    match import.abandon().await {
+        Ok(false) => Some(refusal),
+        Ok(true) => None,
+        Err(error) => {
+            warn!(%session, %error, "what a failed import stored could not be removed");
+            Some(refusal.and(&format!(
+                "what was stored of `{session}` could not be removed: repeat the same import to replace it"
+            )))
+        }
+    }
 }
 
 fn announced(headers: &HeaderMap) -> u64 {

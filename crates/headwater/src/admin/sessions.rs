@@ -329,10 +329,13 @@ impl From<SessionError> for ApiError {
                 Self::invalid(message)
             }
             SessionError::Exists { session, .. } => {
-                let message = format!("the session `{session}` exists already; choose another id");
+                let message = format!(
+                    "the session `{session}` exists already, or another fork or import of this id is not finished; choose another id"
+                );
                 Self::new(StatusCode::CONFLICT, "conflict", message)
             }
             SessionError::Unfinished { .. }
+            | SessionError::Overtaken { .. }
             | SessionError::Expired { .. }
             | SessionError::Incomplete { .. } => {
                 Self::new(StatusCode::CONFLICT, "conflict", message)

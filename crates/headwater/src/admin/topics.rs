@@ -13,8 +13,8 @@ use utoipa::{IntoParams, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Operations;
 use super::views::{id, milliseconds, time};
+use super::{Operations, to_its_end};
 use crate::http::ApiError;
 use crate::http::access::Caller;
 use crate::http::body::{Answer, JsonBody};
@@ -123,6 +123,9 @@ pub(crate) struct TopicLine {
     groups: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     created_at: Option<String>,
+    /// Since when it is being deleted; delete it again if that was interrupted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    deleting_since: Option<String>,
 }
 
 /// Topics that were created, by name.
@@ -163,6 +166,7 @@ fn line(view: TopicView) -> TopicLine {
         dead_letters: view.dead_letters,
         groups: view.groups,
         created_at: view.created_at.map(time),
+        deleting_since: view.deleting_since.map(time),
     }
 }
 
@@ -186,6 +190,9 @@ pub(crate) struct TopicDescription {
     dead_letters_slot: Option<u16>,
     /// Whether keys are moving to new partitions.
     is_growing: bool,
+    /// Since when it is being deleted; delete it again if that was interrupted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    deleting_since: Option<String>,
     policies: PoliciesView,
     groups: Vec<String>,
     partitions: Vec<PartitionDescription>,
@@ -256,6 +263,7 @@ fn description(view: TopicView, described: Described) -> TopicDescription {
         dead_letters_key: described.dead_letters_key,
         dead_letters_slot: described.dead_letters_slot,
         is_growing: view.is_growing,
+        deleting_since: view.deleting_since.map(time),
         policies: PoliciesView {
             retention_count: retention.max_len,
             retention_age_ms: retention.max_age.map(milliseconds),
@@ -359,9 +367,11 @@ pub(crate) struct Deleted {
     deleted: bool,
 }
 
-/// Deletes a topic with all its messages, delayed ones and dead letters.
+/// Deletes a topic with all its messages, delayed ones and dead letters. One whose deletion was interrupted has
+/// `deleting_since`; deleting it again finishes that.
 #[utoipa::path(delete, path = "/topics/{topic}", tag = "topics", params(("topic" = String, Path)),
-    responses((status = 200, body = Deleted)))]
+    responses((status = 200, body = Deleted),
+        (status = 503, description = "`interrupted`: some partitions are deleted; the message says which, and what to repeat.")))]
 async fn delete(
     State(operations): State<Operations>,
     PathOf(topic): PathOf<String>,
@@ -373,5 +383,6 @@ async fn delete(
     if !described.is_ok_and(|described| !described.topic.layout.is_plain()) {
         refuse_own(&topic)?;
     }
-    Ok(Json(Deleted { deleted: operations.queue.topics().delete(&topic).await? }))
+    let deleting = async move { Ok(operations.queue.topics().delete(&topic).await?) };
+    Ok(Json(Deleted { deleted: to_its_end(deleting).await? }))
 }

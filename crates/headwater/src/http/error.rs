@@ -83,6 +83,12 @@ impl ApiError {
         self.with_header(header::RETRY_AFTER, seconds)
     }
 
+    /// The same refusal, with one more thing to know.
+    pub(crate) fn and(mut self, more: &str) -> Self {
+        self.message = format!("{}; {more}", self.message);
+        self
+    }
+
     /// Adds a header to the answer.
     pub(crate) fn with_header(mut self, name: HeaderName, value: HeaderValue) -> Self {
         self.header = Some((name, value));

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::client::{Client, escape};
 use super::print::{self, Rows};
+use super::session::unless_stopped;
 use super::{Confirm, Reach, milliseconds, time};
 use crate::failure::Failure;
 
@@ -75,7 +76,11 @@ impl Group {
                 confirm.ask(&format!(
                     "Remove group `{group}` of `{topic}`, and whatever it has not read or settled?"
                 ))?;
-                print::object(json, &client.delete(&path(topic, group)).await?)
+                let cut = format!(
+                    "stopped waiting; the group may be removed from some partitions only. Run the same command again to finish, or look: `headwater group describe {topic} {group}`"
+                );
+                let path = path(topic, group);
+                print::object(json, &unless_stopped(client.delete(&path), cut).await?)
             }
             What::Reset { topic, group, to, partition, dry_run, force, confirm } => {
                 if !dry_run {
@@ -83,7 +88,11 @@ impl Group {
                 }
                 let wish =
                     json!({"to": to, "partition": partition, "dry_run": dry_run, "force": force});
-                let answer = client.post(&format!("{}/reset", path(topic, group)), wish).await?;
+                let cut = format!(
+                    "stopped waiting; the reset may be done on some partitions only. Run the same command again to finish, or look: `headwater group describe {topic} {group}`"
+                );
+                let to = format!("{}/reset", path(topic, group));
+                let answer = unless_stopped(client.post(&to, wish), cut).await?;
                 if *dry_run && !json {
                     let count = |of: &str| {
                         let more = if answer[of]["or_more"] == true { " or more" } else { "" };

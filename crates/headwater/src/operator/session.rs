@@ -124,7 +124,9 @@ impl Session {
                 });
                 let to = format!("{}/import", path(session));
                 let uploading = client.upload(&to, counted.boxed());
-                let cut = "stopped before its end; nothing of it is left".to_owned();
+                let cut = format!(
+                    "stopped before its end; `{session}` is not imported. Run the same command again: it replaces what may be left"
+                );
                 print::object(json, &unless_stopped(uploading, cut).await?)
             }
         }
@@ -211,8 +213,8 @@ fn pieces(
     Ok((pieces.boxed(), total))
 }
 
-/// A signal ends the waiting. An import is undone then, before this process ends or by the server; a fork goes on.
-async fn unless_stopped(
+/// A signal ends the waiting, with this failure. What a server was asked for, it carries to its end.
+pub(super) async fn unless_stopped(
     work: impl Future<Output = Result<Value, Failure>>,
     cut: String,
 ) -> Result<Value, Failure> {

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::client::{Client, escape};
 use super::print::{self, Rows};
+use super::session::unless_stopped;
 use super::{Confirm, Reach, milliseconds, time};
 use crate::failure::Failure;
 
@@ -126,6 +127,7 @@ impl Topic {
                                 ("DELAYED", "/delayed"),
                                 ("DEAD LETTERS", "/dead_letters"),
                                 ("GROUPS", "/groups"),
+                                ("DELETING SINCE", "/deleting_since"),
                             ],
                         ),
                         "/topics",
@@ -156,7 +158,11 @@ impl Topic {
             }
             What::Delete { name, confirm } => {
                 confirm.ask(&format!("Delete topic `{name}` with all its messages?"))?;
-                let answer = client.delete(&path(name)).await?;
+                let cut = format!(
+                    "stopped waiting; the topic may be deleted in part. Run the same command again to finish, or look: `headwater topic describe {name}`"
+                );
+                let path = path(name);
+                let answer = unless_stopped(client.delete(&path), cut).await?;
                 print::object(json, &answer)?;
                 match answer["deleted"].as_bool() {
                     Some(true) => Ok(()),

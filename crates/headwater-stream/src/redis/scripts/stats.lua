@@ -1,5 +1,6 @@
 -- What there is to know of a stream.
--- KEYS: stream. Answers: nil, or length, first id, last id, bytes, groups
+-- KEYS: stream. Answers: nil, or length, first id, last id, last generated id, entries ever added, newest deleted id
+--   (both nil before Redis 7.0), bytes, groups
 --   (each: name, pending, lag, last delivered id, consumers (each: name, pending, idle in ms)).
 local stream = KEYS[1]
 local problem = foreign('stream', stream)
@@ -30,6 +31,9 @@ return {
   info.length,
   first and first[1],
   last and last[1],
+  info['last-generated-id'],
+  info['entries-added'] or false,
+  info['max-deleted-entry-id'] or false,
   type(bytes) == 'number' and bytes,
   groups,
 }

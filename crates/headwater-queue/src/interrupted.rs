@@ -1,0 +1,116 @@
+//! Changes of several partitions, one after the other, and how far they came when one of them failed.
+//!
+//! Upstream: `reset`, `removal`, `topics`. Promises: an error says which partitions are changed, which may be and which are
+//! not, and how to go on. A change that certainly did nothing fails as it always did.
+
+use headwater_stream::StreamError;
+
+use crate::error::{Interrupted, QueueError};
+use crate::topic::Partition;
+
+/// The partitions of a change, in the order they are changed.
+pub(crate) struct Progress {
+    partitions: Vec<Partition>,
+    done: usize,
+    begun: usize,
+    /// Whether something else was changed before the first partition.
+    has_begun: bool,
+}
+
+impl Progress {
+    pub(crate) fn new(partitions: impl IntoIterator<Item = Partition>) -> Self {
+        let partitions = partitions.into_iter().collect();
+        Self { partitions, done: 0, begun: 0, has_begun: false }
+    }
+
+    /// Something beside the partitions is changed.
+    pub(crate) fn begin(&mut self) {
+        self.has_begun = true;
+    }
+
+    /// The next so many partitions are changed now; those before are done.
+    pub(crate) fn next(&mut self, count: usize) {
+        self.done = self.begun;
+        self.begun += count;
+    }
+
+    /// All that was begun is done.
+    pub(crate) fn done(&mut self) {
+        self.done = self.begun;
+    }
+
+    /// The error of a change that ended here: `what` it was, and what to do `next`.
+    pub(crate) fn interrupt(&self, what: String, next: String, source: QueueError) -> QueueError {
+        let is_uncertain = matches!(
+            source,
+            QueueError::Backend(
+                StreamError::Unavailable { .. }
+                    | StreamError::Full { .. }
+                    | StreamError::Protocol { .. }
+            )
+        );
+        // One at a time fails without an effect, or nobody knows. Of several, some may be changed.
+        let begun = self.begun - self.done;
+        let uncertain = if is_uncertain || begun > 1 { begun } else { 0 };
+        if !self.has_begun && self.done + uncertain == 0 {
+            return source;
+        }
+        let (done, rest) = self.partitions.split_at(self.done);
+        let (uncertain, left) = rest.split_at(uncertain);
+        QueueError::Interrupted(Box::new(Interrupted {
+            what,
+            done: done.to_vec(),
+            uncertain: uncertain.to_vec(),
+            left: left.to_vec(),
+            next,
+            source,
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unavailable() -> QueueError {
+        let problem = "no answer".to_owned();
+        StreamError::Unavailable { problem, source: None }.into()
+    }
+
+    fn interrupt(progress: &Progress, source: QueueError) -> QueueError {
+        progress.interrupt("a reset".to_owned(), "repeat it".to_owned(), source)
+    }
+
+    #[test]
+    fn an_error_says_which_partitions_are_done_and_what_to_do_next() {
+        let mut progress = Progress::new(0..8);
+        progress.next(1);
+        progress.next(1);
+        progress.next(1);
+        let error = interrupt(&progress, unavailable());
+        assert_eq!(
+            error.to_string(),
+            "a reset was interrupted: done on partitions 0-1, perhaps done on partition 2, not done \
+             on partitions 3-7: the backend is unavailable: no answer; repeat it"
+        );
+        assert!(error.is_transient());
+        assert_eq!(error.again().to_string(), error.to_string());
+        let denied = || QueueError::Backend(StreamError::Denied { problem: "no".to_owned() });
+        let error = interrupt(&progress, denied());
+        assert!(error.to_string().contains("not done on partitions 2-7"), "{error}");
+        assert!(!error.is_transient());
+    }
+
+    #[test]
+    fn a_change_that_did_nothing_fails_with_its_own_error() {
+        let mut progress = Progress::new([3]);
+        assert!(matches!(interrupt(&progress, unavailable()), QueueError::Backend(_)));
+        progress.next(1);
+        let denied = StreamError::Denied { problem: "no".to_owned() };
+        assert!(matches!(interrupt(&progress, denied.into()), QueueError::Backend(_)));
+        assert!(matches!(interrupt(&progress, unavailable()), QueueError::Interrupted(_)));
+        progress.begin();
+        let denied = StreamError::Denied { problem: "no".to_owned() };
+        assert!(matches!(interrupt(&progress, denied.into()), QueueError::Interrupted(_)));
+    }
+}
