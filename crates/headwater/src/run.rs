@@ -101,6 +101,8 @@ pub(crate) async fn run(
 ) -> Result<(), Failure> {
     let stopping = Stopping::default();
     stopping.on_signals().context("signals cannot be heard")?;
+    // Before the port: a wrong setting is told as such, whoever has the port.
+    open::check(&settings)?;
     let listening = match role {
         Role::Serve => Listening::bind("http.listen", settings.http.listen).await?,
         Role::Worker => Listening::bind("worker.listen", settings.http.worker_listen).await?,
