@@ -37,7 +37,7 @@ use crate::demo::Demo;
 use crate::desk_parts::DeskParts;
 use crate::failure::Failure;
 use crate::health::Health;
-use crate::http::{Access, Listening, LongWork, Rate};
+use crate::http::{Access, BodyBudget, Listening, LongWork, Rate};
 use crate::settings::{Settings, Work};
 use crate::stop::Stopping;
 use crate::telemetry::{self, Telemetry};
@@ -156,6 +156,7 @@ pub(crate) async fn run(
         audit: Arc::new(audit.context("the audit log")?),
         access: Access::new(&settings.tokens),
         rate: Rate::new(&settings.http),
+        body_budget: BodyBudget::new(settings.http.body_memory_bytes_max),
         metrics: telemetry.metrics.clone(),
         health: health.clone(),
         stopping: stopping.clone(),

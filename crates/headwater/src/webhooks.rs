@@ -131,12 +131,12 @@ async fn take(app: &App, provider: &str, id: &str, request: Request) -> Result<T
     let integration = find(app, provider, id)?;
     body::require_json(request.headers())?;
     let headers = request.headers().clone();
-    let bytes = body::read(request.into_body(), &app.settings.http).await?;
-    verify_signature(app, integration, &headers, &bytes)?;
+    let body = body::read(request, &app.settings.http).await?;
+    verify_signature(app, integration, &headers, &body.bytes)?;
 
-    let text = std::str::from_utf8(&bytes)
+    let text = std::str::from_utf8(&body.bytes)
         .map_err(|_| ApiError::invalid("the body is not valid UTF-8"))?;
-    let payload: Value = body::parse(&bytes)?;
+    let payload: Value = body.parse_text(text).await?;
     let mapped = match integration.provider {
         Provider::Github => github::map(&headers, &payload, integration)?,
         Provider::Gitlab => gitlab::map(&headers, &payload, integration)?,
