@@ -48,6 +48,20 @@ pub async fn connect(url: &str, options: &Options) -> Result<Arc<dyn Backend>> {
     }
 }
 
+/// Checks a stream URL as [`connect`] does, and opens nothing. Fails with [`StreamError::Invalid`].
+pub fn check_url(url: &str) -> Result<()> {
+    match url.split_once(':') {
+        #[cfg(feature = "embedded")]
+        Some(("embedded", location)) => crate::embedded::check_location(location),
+        #[cfg(feature = "redis")]
+        Some(("redis" | "rediss" | "redis-sentinel" | "redis-cluster", _)) => {
+            crate::redis::check_url(url)
+        }
+        // `connect` says why.
+        _ => Ok(()),
+    }
+}
+
 #[cfg(feature = "embedded")]
 async fn open_embedded(location: &str, options: &Options) -> Result<Arc<dyn Backend>> {
     crate::embedded::open(location, options).await

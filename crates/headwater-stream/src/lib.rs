@@ -36,7 +36,7 @@ pub mod conformance;
 
 pub use backend::{Backend, Description};
 pub use coalescer::{Coalescer, CoalescerConfig, Gone};
-pub use connect::{Options, connect};
+pub use connect::{Options, check_url, connect};
 pub use dedup::{Begin, Dedup};
 pub use delays::{DelayId, DelayStats, Delayed, Delays, Due, PutAside, Returned};
 pub use entry::{Delivery, Entry, EntryId, EntrySize, Fields, Own, ParseEntryIdError};

@@ -13,7 +13,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 use crate::audit::Audit;
 use crate::database_watch::DatabaseWatch;
 use crate::health::Health;
-use crate::http::{Access, LongWork, Rate};
+use crate::http::{Access, BodyBudget, LongWork, Rate};
 use crate::settings::Settings;
 use crate::stop::Stopping;
 use crate::ticket_listening::Listeners;
@@ -39,6 +39,8 @@ pub(crate) struct Shared {
     pub(crate) access: Access,
     /// Who asks too often.
     pub(crate) rate: Rate,
+    /// Memory for the bodies of all requests.
+    pub(crate) body_budget: Arc<BodyBudget>,
     /// Who changed what.
     pub(crate) audit: Arc<Audit>,
     /// Renders `/metrics`.

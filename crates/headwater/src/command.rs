@@ -15,9 +15,11 @@ use crate::cli::{self, CommandLine, Config, Parsed, Serve, Verb};
 use crate::client;
 use crate::demo::{Demo, Then};
 use crate::failure::Failure;
+use crate::operator::supervise;
 use crate::run::{self, Role};
 use crate::settings::{self, FILE, FILE_VARIABLE, Given, Loaded, Secrets, SettingsError};
 use crate::telemetry;
+use crate::text::printable;
 
 /// Runs the command line of this process, with the desk as handler.
 pub async fn main() -> ExitCode {
@@ -30,6 +32,9 @@ pub async fn main_with(handler: impl IssueHandler) -> ExitCode {
 }
 
 async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
+    if let Some(code) = supervise::run(std::env::args_os()) {
+        return code;
+    }
     let parsed = match cli::parse(std::env::args_os()) {
         Ok(parsed) => parsed,
         Err(error) => {
@@ -43,7 +48,7 @@ async fn run_command_line(handler: Option<Arc<dyn IssueHandler>>) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::NobodyReads) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("headwater: {failure}");
+            eprintln!("headwater: {}", printable(&failure.to_string()));
             if let Failure::Usage(_) = &failure {
                 eprintln!("\n{}", cli::usage(&path));
             }

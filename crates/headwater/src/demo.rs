@@ -384,5 +384,5 @@ fn short(text: &str) -> String {
 }
 
 fn say(what: &str, sentence: &str) {
-    println!("{what:<10} {sentence}");
+    println!("{what:<10} {}", crate::text::printable(sentence));
 }

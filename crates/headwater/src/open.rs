@@ -11,6 +11,8 @@ use std::time::Duration;
 use headwater_issue::{IssueError, Store, StoreOptions};
 use headwater_stream::{Backend, Options, StreamError};
 use secrecy::ExposeSecret;
+use sqlx::postgres::PgConnectOptions;
+use sqlx::sqlite::SqliteConnectOptions;
 use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
@@ -25,6 +27,23 @@ const PAUSE_MAX: Duration = Duration::from_secs(2);
 
 /// A try that takes longer than this is worth a line in the log. It has a deadline of its own, a few seconds.
 const SILENCE_MAX: Duration = Duration::from_secs(1);
+
+/// Checks the addresses of streams and database, and opens neither.
+pub(crate) fn check(settings: &Settings) -> Result<(), Failure> {
+    if let Err(error) = headwater_stream::check_url(settings.stream_url.expose_secret()) {
+        let problem = match &error {
+            StreamError::Invalid { problem, .. } => problem.clone(),
+            other => other.to_string(),
+        };
+        return Err(wrong("stream.url", &settings.stream_shown(), &problem));
+    }
+    let url = settings.database_url.expose_secret();
+    let parsed = match url.starts_with("sqlite:") {
+        true => url.parse::<SqliteConnectOptions>().map(drop),
+        false => url.parse::<PgConnectOptions>().map(drop),
+    };
+    parsed.map_err(|error| wrong("database.url", &settings.database_shown(), &error.to_string()))
+}
 
 /// Opens the database and brings its tables up to date.
 pub(crate) async fn store(

@@ -20,6 +20,8 @@ mod audit;
 mod bench;
 mod completion;
 mod doctor;
+pub(crate) mod supervise;
+
 mod execute;
 mod frame;
 

@@ -38,7 +38,7 @@ use crate::demo::Demo;
 use crate::desk_parts::DeskParts;
 use crate::failure::Failure;
 use crate::health::Health;
-use crate::http::{Access, Listening, LongWork, Rate};
+use crate::http::{Access, BodyBudget, Listening, LongWork, Rate};
 use crate::settings::{Settings, Work};
 use crate::stop::Stopping;
 use crate::telemetry::{self, Telemetry};
@@ -102,6 +102,8 @@ pub(crate) async fn run(
 ) -> Result<(), Failure> {
     let stopping = Stopping::default();
     stopping.on_signals().context("signals cannot be heard")?;
+    // Before the port: a wrong setting is told as such, whoever has the port.
+    open::check(&settings)?;
     let listening = match role {
         Role::Serve => Listening::bind("http.listen", settings.http.listen).await?,
         Role::Worker => Listening::bind("worker.listen", settings.http.worker_listen).await?,
@@ -158,6 +160,7 @@ pub(crate) async fn run(
         audit: Arc::new(audit.context("the audit log")?),
         access: Access::new(&settings.tokens),
         rate: Rate::new(&settings.http),
+        body_budget: BodyBudget::new(settings.http.body_memory_bytes_max),
         metrics: telemetry.metrics.clone(),
         health: health.clone(),
         stopping: stopping.clone(),

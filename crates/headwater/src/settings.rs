@@ -84,10 +84,14 @@ pub(crate) struct Http {
     pub(crate) body_bytes_max: usize,
     /// The largest import of a session.
     pub(crate) import_bytes_max: u64,
+    /// Memory for the bodies of all requests.
+    pub(crate) body_memory_bytes_max: u64,
     /// The most bytes of headers.
     pub(crate) header_bytes_max: usize,
     /// Connections at once.
     pub(crate) connections_max: usize,
+    /// Connections of one client address at once.
+    pub(crate) client_connections_max: usize,
     /// How long headers, and then a body, may take.
     pub(crate) read_timeout: Duration,
     /// How long it may take until an answer begins.
@@ -205,8 +209,10 @@ impl Settings {
             worker_listen: read.listen("worker.listen")?,
             body_bytes_max: read.count("http.body_bytes_max"),
             import_bytes_max: read.count("http.import_bytes_max"),
+            body_memory_bytes_max: read.count("http.body_memory_bytes_max"),
             header_bytes_max: read.count("http.header_bytes_max"),
             connections_max: read.count("http.connections_max"),
+            client_connections_max: read.count("http.client_connections_max"),
             read_timeout: read.time("http.read_timeout"),
             request_timeout: read.time("http.request_timeout"),
             rate_per_second: read.count("http.rate_per_second"),

@@ -1,13 +1,43 @@
-//! Text of others: checked when it comes in, cut where it must be short.
+//! Text of others: checked when it comes in, cut where it must be short, escaped for terminals.
 //!
 //! Upstream: `tickets`, `ticket_events` and `desk`. Promises: what was cleaned holds no control character but line ends
-//! and tabs, so every database and every terminal can keep it; nothing else of it is changed. Escaping is not done here but
-//! where text is shown: in JSON, in HTML, in a comment.
+//! and tabs, so every database and every terminal can keep it; nothing else of it is changed. What is printable for a
+//! terminal is decided in [`printable`] alone; escaping for JSON, HTML and comments is done where these are written.
 
 /// Takes control characters out, and makes every line end a `\n`.
 pub fn cleaned(text: &str) -> String {
     let text = text.replace("\r\n", "\n").replace('\r', "\n");
     text.chars().filter(|c| matches!(c, '\n' | '\t') || !c.is_control()).collect()
+}
+
+/// Escapes characters that a terminal would obey, or that hide or reorder what it shows: control characters other than line
+/// ends and tabs (C0, C1, DEL), bidirectional controls, and characters without a width. They become `\uXXXX` as in JSON, so
+/// a line of JSON keeps its meaning.
+pub fn printable(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for character in text.chars() {
+        if !is_unprintable(character) {
+            shown.push(character);
+            continue;
+        }
+        for unit in character.encode_utf16(&mut [0; 2]) {
+            shown.push_str(&format!("\\u{unit:04x}"));
+        }
+    }
+    shown
+}
+
+fn is_unprintable(character: char) -> bool {
+    match character {
+        '\n' | '\t' => false,
+        // Soft hyphen, Arabic letter mark, Mongolian vowel separator, byte order mark.
+        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}' => true,
+        // Zero-width characters and directional marks; line and paragraph separators, embeddings and overrides.
+        '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' => true,
+        // Invisible operators, isolates, deprecated format characters; annotations; tags.
+        '\u{2060}'..='\u{206f}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}' => true,
+        other => other.is_control(),
+    }
 }
 
 /// The beginning of a text, at most so many bytes, cut between characters.
@@ -64,6 +94,21 @@ mod tests {
             cleaned("a\r\nb\rc\td\0e\u{1b}[31m\u{85}<b>&'\"ü键"),
             "a\nb\nc\tde[31m<b>&'\"ü键"
         );
+    }
+
+    #[test]
+    fn what_a_terminal_would_obey_or_hide_is_escaped_and_json_keeps_its_meaning() {
+        let nasty = "a\u{1b}[2J\u{7f}\u{9b}31m\r\u{202e}\u{2066}\u{200b}\u{feff}\u{e0041}ü键🙂";
+        let shown = printable(nasty);
+        assert!(
+            shown.starts_with("a\\u001b[2J\\u007f\\u009b31m\\u000d\\u202e\\u2066\\u200b\\ufeff")
+        );
+        assert!(shown.ends_with("\\udb40\\udc41ü键🙂") && !shown.chars().any(is_unprintable));
+        assert_eq!(printable("two\nlines\tand a tab"), "two\nlines\tand a tab");
+        let json = serde_json::json!({ nasty: [nasty] });
+        let printed: serde_json::Value =
+            serde_json::from_str(&printable(&json.to_string())).unwrap();
+        assert_eq!(printed, json);
     }
 
     #[test]

@@ -148,14 +148,14 @@ async fn take(app: &App, provider: &str, id: &str, request: Request) -> Result<T
     let integration = find(app, provider, id)?;
     body::require_json(request.headers())?;
     let headers = request.headers().clone();
-    let bytes = body::read(request.into_body(), &app.settings.http).await?;
-    verify_signature(app, integration, &headers, &bytes)?;
+    let body = body::read(request, &app.settings.http).await?;
+    verify_signature(app, integration, &headers, &body.bytes)?;
 
-    let text = std::str::from_utf8(&bytes)
+    let text = std::str::from_utf8(&body.bytes)
         .map_err(|_| ApiError::invalid("the body is not valid UTF-8"))?;
     // What is read from the payload is sanitized; what is stored is the text as it came.
     let sanitized = sanitize_json(text);
-    let payload: Value = body::parse(sanitized.as_bytes())?;
+    let payload: Value = body.parse_text(&sanitized).await?;
     let mapped = match integration.provider {
         Provider::Github => github::map(&headers, &payload, integration)?,
         Provider::Gitlab => gitlab::map(&headers, &payload, integration)?,

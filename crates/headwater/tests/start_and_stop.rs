@@ -70,6 +70,32 @@ fn wrong_usage_and_wrong_settings_end_with_two_and_say_what_is_allowed() -> Resu
 }
 
 #[test]
+fn settings_are_checked_before_a_port_is_bound() -> Result<()> {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let address = taken.local_addr()?.to_string();
+    let place = Place::new()?;
+    for (verb, listen) in [("serve", "--http-listen"), ("worker", "--worker-listen")] {
+        for (setting, url) in [
+            ("stream.url", "redis://:hunter2@a:b:c"),
+            ("stream.url", "embedded:x?sync=never"),
+            ("database.url", "postgres://ann:hunter2@127.0.0.1:port/headwater"),
+            ("database.url", "sqlite:x?mode=sometimes"),
+        ] {
+            let flag = format!("--{}", setting.replace('.', "-"));
+            let output = place.run(&[verb, listen, &address, &flag, url])?;
+            let error = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{verb} {url}: {error}");
+            assert!(error.contains(setting) && !error.contains("hunter2"), "{error}");
+        }
+        let output = place.run(&[verb, listen, &address])?;
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains(&format!("cannot listen on {address}")), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
 fn a_server_that_cannot_be_reached_ends_with_three_and_is_named_without_its_password() -> Result<()>
 {
     let place = Place::new()?;
@@ -166,6 +192,7 @@ fn config_prints_each_value_and_where_it_came_from_and_no_secret() -> Result<()>
     let place = Place::new()?.settings("[worker]\nconcurrency = 7\n")?;
     let mut command = place.command(&["config", "--issue-quiet", "2s"]);
     command.env("HEADWATER_DATABASE_URL", "postgres://ann:hunter2@localhost/a");
+    command.env_remove("HEADWATER_HTTP_LISTEN");
     let output = command.output()?;
     assert!(output.status.success());
     let printed = text(&output.stdout);

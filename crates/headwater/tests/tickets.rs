@@ -15,7 +15,7 @@ use headwater::tickets::{
 };
 use headwater_analytics::RunFigures;
 use headwater_issue::{
-    Connection, DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, Pool, Quiet, Store,
+    Connection, DeliverError, IssueId, Nudger, OutboxId, OutboxKind, OutboxRow, Quiet, Store,
     StoreOptions, connect,
 };
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
@@ -525,11 +525,16 @@ async fn spent(place: &Place, day: u64) -> i64 {
 
 async fn number(place: &Place, sql: &str) -> i64 {
     let sql = AssertSqlSafe(sql.to_owned());
-    match place.store.pool() {
-        Pool::Sqlite(pool) => sqlx::query_scalar(sql).fetch_one(&pool).await.unwrap(),
-        Pool::Postgres(pool) => sqlx::query_scalar(sql).fetch_one(&pool).await.unwrap(),
+    let mut reading = place.store.read_connection().await.unwrap();
+    let number = match reading.connection() {
+        Connection::Sqlite(sqlite) => sqlx::query_scalar(sql).fetch_one(sqlite).await.unwrap(),
+        Connection::Postgres(postgres) => {
+            sqlx::query_scalar(sql).fetch_one(postgres).await.unwrap()
+        }
         other => panic!("{other:?}"),
-    }
+    };
+    reading.release().await;
+    number
 }
 
 async fn run(place: &Place, sql: &str) {

@@ -66,6 +66,11 @@ struct Embedded {
     facts: Vec<(&'static str, String)>,
 }
 
+/// Checks where the data is to be, without looking there.
+pub(crate) fn check_location(location: &str) -> Result<()> {
+    Location::parse(location).map(drop)
+}
+
 /// Opens the backend at what follows `embedded:` in a URL.
 pub(crate) async fn open(location: &str, options: &Options) -> Result<Arc<dyn Backend>> {
     let location = Location::parse(location)?;

@@ -89,6 +89,11 @@ struct RedisBackend {
     silencers: Silencers,
 }
 
+/// Checks a URL without connecting.
+pub(crate) fn check_url(url: &str) -> Result<()> {
+    Url::parse(url).map(drop)
+}
+
 /// Opens the backend: finds the servers and looks at what they are.
 pub(crate) async fn open(url: &str, options: &Options) -> Result<Arc<dyn Backend>> {
     let url = Url::parse(url)?;

@@ -7,6 +7,7 @@
 //! part of the body within `http.read_timeout`, all of them at [`BYTES_PER_SECOND_MIN`] at least, and within
 //! `http.import_bytes_max`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
@@ -24,9 +25,9 @@ use utoipa_axum::routes;
 
 use super::sessions::{SessionView, made, named};
 use crate::app::App;
-use crate::http::ApiError;
 use crate::http::body::{drain, too_large};
 use crate::http::extract::PathOf;
+use crate::http::{ApiError, BodyMemory, decoded_bytes};
 use crate::settings::Http;
 use crate::stop::Stopping;
 
@@ -52,12 +53,13 @@ async fn import(
     let session = named(&session)?;
     let (limits, sessions) = (app.settings.http.clone(), app.sessions.clone());
     let announced = announced(request.headers());
+    let memory = request.extensions().get::<Arc<BodyMemory>>().cloned();
     let mut body = Chunks::new(request.into_body(), &limits, app.stopping.clone());
     let mut import = sessions.import(&session);
     let importing = async move {
         let fed = match announced > limits.import_bytes_max {
             true => Err(body.too_large()),
-            false => feed(&mut import, &mut body).await,
+            false => feed(&mut import, &mut body, memory.as_deref()).await,
         };
         let imported = match fed {
             Ok(()) => import.complete().await.map_err(ApiError::from),
@@ -99,15 +101,19 @@ fn announced(headers: &HeaderMap) -> u64 {
     length.and_then(|length| length.parse().ok()).unwrap_or(0)
 }
 
-/// Gives every line of a body to an import.
-async fn feed(import: &mut Import, body: &mut Chunks) -> Result<(), ApiError> {
+/// Gives every line of a body to an import. Memory is reserved for one line at a time.
+async fn feed(
+    import: &mut Import,
+    body: &mut Chunks,
+    memory: Option<&BodyMemory>,
+) -> Result<(), ApiError> {
     let (mut rest, mut searched): (Vec<u8>, usize) = (Vec::new(), 0);
     while let Some(chunk) = body.next().await? {
         rest.extend_from_slice(&chunk);
         let mut begin = 0;
         while let Some(length) = rest[searched..].iter().position(|byte| *byte == b'\n') {
             let end = searched + length;
-            import.line(text(&rest[begin..end])?).await?;
+            take(import, &rest[begin..end], memory).await?;
             (begin, searched) = (end + 1, end + 1);
         }
         rest.drain(..begin);
@@ -118,9 +124,21 @@ async fn feed(import: &mut Import, body: &mut Chunks) -> Result<(), ApiError> {
         }
     }
     if !rest.is_empty() {
-        import.line(text(&rest)?).await?;
+        take(import, &rest, memory).await?;
     }
     Ok(())
+}
+
+async fn take(
+    import: &mut Import,
+    line: &[u8],
+    memory: Option<&BodyMemory>,
+) -> Result<(), ApiError> {
+    let reserved = memory.map(BodyMemory::for_a_part);
+    if let Some(reserved) = &reserved {
+        reserved.reserve(line.len() as u64 + decoded_bytes(line)).await?;
+    }
+    Ok(import.line(text(line)?).await?)
 }
 
 fn text(line: &[u8]) -> Result<&str, ApiError> {

@@ -5,6 +5,8 @@
 //! ask for more. What another web page sends is refused, looking too, but for a link to a page; a browser on this machine is
 //! not its user's consent. Without tokens, only requests to a loopback name are served.
 
+use std::net::{Ipv4Addr, Ipv6Addr};
+
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
@@ -157,17 +159,31 @@ fn refuse_other_pages(method: &Method, path: &str, headers: &HeaderMap) -> Resul
 
 /// Without tokens, a name that leads here but is not ours is a trick (DNS rebinding), or a proxy that needs a token.
 fn refuse_other_names(headers: &HeaderMap) -> Result<(), ApiError> {
-    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
-    let name = match host.strip_prefix('[') {
-        Some(rest) => rest.split(']').next().unwrap_or_default(),
-        None => host.split(':').next().unwrap_or_default(),
-    };
-    let is_loopback = name.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
-    if is_loopback || name.eq_ignore_ascii_case("localhost") {
+    let mut hosts = headers.get_all(header::HOST).iter();
+    let host = hosts.next().and_then(|host| host.to_str().ok());
+    if host.is_some_and(is_loopback) && hosts.next().is_none() {
         return Ok(());
     }
-    let message = "without a [[token]] only requests to this machine's own names are served";
+    let message =
+        "no [[token]] is configured, so only requests with a loopback `Host` header are accepted";
     Err(ApiError::new(StatusCode::FORBIDDEN, "other_name", message))
+}
+
+/// Whether a `Host` is `localhost` or a loopback address, with a port or without, and nothing else: what does not parse
+/// as a whole (user information, two ports, a name after the address) is not loopback.
+fn is_loopback(host: &str) -> bool {
+    let is_port =
+        |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
+    if let Some((address, rest)) = host.strip_prefix('[').and_then(|host| host.split_once(']')) {
+        let is_address = address.parse::<Ipv6Addr>().is_ok_and(|address| address.is_loopback());
+        return is_address && (rest.is_empty() || rest.strip_prefix(':').is_some_and(is_port));
+    }
+    let (name, port) = match host.split_once(':') {
+        Some((name, port)) => (name, Some(port)),
+        None => (host, None),
+    };
+    let is_address = name.parse::<Ipv4Addr>().is_ok_and(|address| address.is_loopback());
+    (is_address || name.eq_ignore_ascii_case("localhost")) && port.is_none_or(is_port)
 }
 
 #[cfg(test)]
@@ -228,6 +244,29 @@ mod tests {
         for host in ["evil.example", "127.0.0.1.evil.example", "", "10.0.0.1:8080"] {
             assert_eq!(look(&[("host", host)]).unwrap_err().code(), "other_name", "{host}");
         }
+        for host in [
+            "127.0.0.1:x@evil.example",
+            "127.0.0.1:80@evil.example",
+            "localhost@evil.example",
+            "localhost:80:evil.example",
+            "localhost:",
+            "localhost:+80",
+            "localhost:99999",
+            "localhost/evil.example",
+            "localhost evil.example",
+            "[::1]evil.example",
+            "[::1]:x@evil.example",
+            "[::1",
+            "[127.0.0.1]:80",
+            "::1",
+            "127.1",
+            "0x7f.0.0.1",
+        ] {
+            assert_eq!(look(&[("host", host)]).unwrap_err().code(), "other_name", "{host}");
+        }
+        let mut two = headers(&[("host", "localhost")]);
+        two.append(header::HOST, HeaderValue::from_static("evil.example"));
+        assert!(open.caller(&Method::GET, "/", &two).is_err());
         let host = ("host", "localhost:8080");
         assert!(change(&[host, ("origin", "http://localhost:8080")]).is_ok());
         for other in ["https://evil.example", "null", "http://localhost:9999"] {

@@ -1,42 +1,95 @@
 //! Reads the body of a request within its limits, and JSON out of it.
 //!
-//! Upstream: routes. Promises: the size is counted while reading, whatever the headers say; JSON is UTF-8, at most 128
-//! levels deep, and of the right content type, or the refusal says which of these it is not.
+//! Upstream: routes. Promises: the size is counted while reading, whatever the headers say; memory is reserved before it is
+//! used (`body_memory`); JSON is UTF-8, at most 128 levels deep, and of the right content type, or the refusal says which of
+//! these it is not.
+
+use std::sync::Arc;
 
 use axum::Json;
-use axum::body::{Body, BodyDataStream, Bytes};
+use axum::body::{BodyDataStream, Bytes};
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, StatusCode, header};
 use futures_util::StreamExt;
 use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
-use super::ApiError;
+use super::{ApiError, BodyMemory, decoded_bytes};
 use crate::app::App;
 use crate::settings::Http;
 
 /// What is read and thrown away after the limit, so that a client that is still sending gets to read the answer.
 const DRAINED_BYTES_MAX: usize = 32 * 1024 * 1024;
 
-/// Reads a body to its end.
-pub(crate) async fn read(body: Body, limits: &Http) -> Result<Bytes, ApiError> {
+/// The body of a request, complete, with the memory that it has reserved.
+pub(crate) struct Received {
+    /// As they came.
+    pub(crate) bytes: Bytes,
+    memory: Option<Arc<BodyMemory>>,
+}
+
+impl Received {
+    /// JSON out of the body. Memory is reserved for it first.
+    pub(crate) async fn parse<T: DeserializeOwned>(&self) -> Result<T, ApiError> {
+        let text = std::str::from_utf8(&self.bytes)
+            .map_err(|_| ApiError::invalid("the body is not valid UTF-8"))?;
+        self.parse_text(text).await
+    }
+
+    /// The same out of text that was made of the body.
+    pub(crate) async fn parse_text<T: DeserializeOwned>(&self, text: &str) -> Result<T, ApiError> {
+        if let Some(memory) = &self.memory {
+            memory.reserve(decoded_bytes(text.as_bytes())).await?;
+        }
+        serde_json::from_str(text).map_err(|error| {
+            ApiError::invalid(format!("the body is not the JSON it should be: {error}"))
+        })
+    }
+}
+
+/// Reads the body of a request to its end. Requests inside this process have no limit of memory.
+pub(crate) async fn read(request: Request, limits: &Http) -> Result<Received, ApiError> {
+    let memory = request.extensions().get::<Arc<BodyMemory>>().cloned();
+    let body = request.into_body();
     let reading = async {
         let mut chunks = body.into_data_stream();
         let mut read: Vec<u8> = Vec::new();
         while let Some(chunk) = chunks.next().await {
             let chunk = chunk.map_err(|_| ApiError::invalid("the body ended before its end"))?;
-            if read.len() + chunk.len() > limits.body_bytes_max {
+            let length = read.len() + chunk.len();
+            if length > limits.body_bytes_max {
                 drain(chunks, limits).await;
                 return Err(too_large("the body", limits.body_bytes_max as u64));
             }
+            if let Err(refusal) = grow(&mut read, length, memory.as_deref()).await {
+                drop(read);
+                drain(chunks, limits).await;
+                return Err(refusal);
+            }
             read.extend_from_slice(&chunk);
         }
-        Ok(Bytes::from(read))
+        Ok(Received { bytes: Bytes::from(read), memory: memory.clone() })
     };
     timeout(limits.read_timeout, reading).await.unwrap_or_else(|_| {
         let message = format!("the body did not arrive within {:?}", limits.read_timeout);
         Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, "timeout", message))
     })
+}
+
+/// Makes room for so many bytes, doubling the room, with its memory reserved.
+async fn grow(
+    read: &mut Vec<u8>,
+    length: usize,
+    memory: Option<&BodyMemory>,
+) -> Result<(), ApiError> {
+    if length > read.capacity() {
+        let more = length.max(2 * read.capacity()) - read.capacity();
+        if let Some(memory) = memory {
+            memory.reserve(more as u64).await?;
+        }
+        read.reserve_exact(read.capacity() + more - read.len());
+    }
+    Ok(())
 }
 
 /// Takes what a client is still sending, so that it gets to read the answer.
@@ -74,15 +127,6 @@ pub(crate) fn require_json(headers: &HeaderMap) -> Result<(), ApiError> {
     Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "not_json", message))
 }
 
-/// JSON out of bytes.
-pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
-    let text =
-        std::str::from_utf8(bytes).map_err(|_| ApiError::invalid("the body is not valid UTF-8"))?;
-    serde_json::from_str(text).map_err(|error| {
-        ApiError::invalid(format!("the body is not the JSON it should be: {error}"))
-    })
-}
-
 /// JSON as an argument of a route.
 pub(crate) struct JsonBody<T>(pub(crate) T);
 
@@ -103,12 +147,12 @@ impl<T: DeserializeOwned, S: ReadLimits> FromRequest<S> for JsonBody<T> {
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         require_json(request.headers())?;
-        let bytes = read(request.into_body(), state.read_limits()).await?;
+        let body = read(request, state.read_limits()).await?;
         // Serde would take a list for the fields of an object, one after another.
-        if bytes.trim_ascii_start().first() != Some(&b'{') {
+        if body.bytes.trim_ascii_start().first() != Some(&b'{') {
             return Err(ApiError::invalid("the body is not a JSON object"));
         }
-        parse(&bytes).map(Self)
+        body.parse().await.map(Self)
     }
 }
 

@@ -5,6 +5,7 @@
 //! counted by its route, never by its path, which anybody can make up.
 
 use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{MatchedPath, Request, State};
@@ -34,10 +35,14 @@ const NEED_THE_DATABASE: [&str; 5] =
     ["/webhooks/", "/api/v1/tickets", "/api/v1/issues", "/api/v1/outbox", "/api/v1/audit"];
 
 /// A layer: time limit, panics, measuring, and headers that every answer has.
-pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) -> Response {
+pub(crate) async fn limit(State(app): State<App>, mut request: Request, next: Next) -> Response {
     let started = Instant::now();
     let route = request.extensions().get::<MatchedPath>().map_or("none", |path| path.as_str());
     let (route, method) = (route.to_owned(), request.method().clone());
+
+    // Held until the answer begins: what was made of the body is gone by then.
+    let memory = app.body_budget.of_request(app.rate.client(&request));
+    request.extensions_mut().insert(Arc::clone(&memory));
 
     let span = info_span!("request", route, %method, status = field::Empty);
     continue_trace(&span, request.headers());
@@ -63,6 +68,8 @@ pub(crate) async fn limit(State(app): State<App>, request: Request, next: Next) 
         }
         Err(_) => ApiError::unavailable("the request took too long; try again").into_response(),
     };
+
+    drop(memory);
 
     let headers = response.headers_mut();
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));

@@ -83,8 +83,8 @@ impl Rate {
         }
     }
 
-    /// Whose bucket it is: an address, or the network of an IPv6 address, of which one client has very many.
-    fn client(&self, request: &Request) -> IpAddr {
+    /// Whose request it is: the address of the peer, or with `http.forwarded` that which the proxy tells.
+    pub(super) fn client(&self, request: &Request) -> IpAddr {
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
         let forwarded = request.headers().get_all("x-forwarded-for").iter().next_back();
         let forwarded = forwarded.filter(|_| self.is_forwarded);
@@ -92,14 +92,18 @@ impl Rate {
         let forwarded = forwarded
             .and_then(|value| value.to_str().ok())
             .and_then(|value| value.rsplit(',').next()?.trim().parse::<IpAddr>().ok());
-        match forwarded.or(peer).map(|address| address.to_canonical()) {
-            Some(IpAddr::V6(address)) => {
-                let [a, b, c, d, ..] = address.segments();
-                Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0).into()
-            }
-            Some(address) => address,
-            None => Ipv4Addr::UNSPECIFIED.into(),
+        forwarded.or(peer).map_or(Ipv4Addr::UNSPECIFIED.into(), network)
+    }
+}
+
+/// What counts as one client: an address, or the network of an IPv6 address, of which one client has very many.
+pub(super) fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => {
+            let [a, b, c, d, ..] = address.segments();
+            Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0).into()
         }
+        address => address,
     }
 }
 

@@ -187,11 +187,11 @@ fn not_opened(problem: Problem, settings: &Settings) -> Failure {
 pub(super) fn show(format: Format, table: &Table) -> Result<(), Failure> {
     match format {
         Format::Table => columns(table)?,
-        Format::Csv => print::line(table.to_csv().trim_end_matches('\n'))?,
-        Format::Json | Format::Svg => table.to_json_lines().lines().try_for_each(print::line)?,
+        Format::Csv => print::exact(table.to_csv().trim_end_matches('\n'))?,
+        Format::Json | Format::Svg => table.to_json_lines().lines().try_for_each(print::exact)?,
     }
     if table.is_cut {
-        eprintln!("headwater: there is more; only the first {} rows are shown", table.rows.len());
+        print::note(&format!("there is more; only the first {} rows are shown", table.rows.len()));
     }
     Ok(())
 }

@@ -21,6 +21,6 @@ impl Completion {
         };
         let mut script = Vec::new();
         clap_complete::generate(shell, &mut crate::cli::definition(), "headwater", &mut script);
-        super::print::text(&String::from_utf8_lossy(&script))
+        super::print::exact(String::from_utf8_lossy(&script).trim_end())
     }
 }

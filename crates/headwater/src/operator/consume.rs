@@ -44,9 +44,10 @@ pub(crate) struct Consume {
     /// End when no message has come for this time, such as 10s.
     #[arg(long, value_name = "TIME", value_parser = time)]
     timeout: Option<Duration>,
-    /// Run this command for each message, with the payload on its standard input and HEADWATER_KEY,
-    /// HEADWATER_PARTITION, HEADWATER_ATTEMPT, HEADWATER_HEADERS, HEADWATER_ID, HEADWATER_TOPIC in its environment. If
-    /// it exits with 0 the message is done, else it is tried again later.
+    /// Run this command for each message. Its standard input is a file with the whole payload; its environment has
+    /// HEADWATER_KEY, HEADWATER_PARTITION, HEADWATER_ATTEMPT, HEADWATER_HEADERS, HEADWATER_ID, HEADWATER_TOPIC,
+    /// HEADWATER_PAYLOAD_BYTES and HEADWATER_PAYLOAD_SHA256. If it exits with 0 the message is done, else it is tried
+    /// again later. If this process is killed, the command is killed, too.
     #[arg(long, value_name = "COMMAND")]
     exec: Option<String>,
     /// `owned`: partitions have one reader each, in order. `shared`: readers compete.
@@ -156,7 +157,7 @@ impl Consume {
         }
         match &self.exec {
             None => {
-                let printed = print::line(&message.to_string());
+                let printed = print::json(self.reach.json, &message);
                 let outcome = if printed.is_ok() { "done" } else { "release" };
                 let settlement = json!({"delivery": delivery, "outcome": outcome});
                 member.note(Ended { settlement, is_done: printed.is_ok() });
@@ -180,7 +181,7 @@ impl Consume {
                             } else {
                                 "will be tried again"
                             };
-                            eprintln!("headwater: message {id} {what}: {}", print::plain(&reason));
+                            print::note(&format!("message {id} {what}: {}", print::plain(&reason)));
                             let settlement =
                                 json!({"delivery": delivery, "outcome": "retry", "reason": reason});
                             Ended { settlement, is_done: false }

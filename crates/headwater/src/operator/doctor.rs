@@ -42,7 +42,7 @@ impl Doctor {
 
     fn print(&self, finding: &Finding) -> Result<(), Failure> {
         if self.reach.json {
-            return print::line(&serde_json::to_string(finding).unwrap_or_default());
+            return print::exact(&serde_json::to_string(finding).unwrap_or_default());
         }
         let Finding { severity, subject, found, advice } = finding;
         let severity = format!("{severity:?}").to_lowercase();

@@ -1,13 +1,23 @@
 //! Runs a command for a message: `consume --exec`.
 //!
-//! Promises: the command gets the payload as it is on standard input; one that is no longer waited for is killed. It may say
-//! on standard error what it likes: the end of it is kept.
+//! Upstream: `consume`. Downstream: `supervise`, this program again as the parent of the shell.
+//! Promises: the standard input of a command is a file that is complete before the command starts, so nothing that
+//! happens to the consumer afterwards can shorten it. A command that is no longer waited for is killed with its process
+//! group; `supervise` does the same when the consumer itself is killed. Of standard error the end is kept.
 
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
 use std::process::Stdio;
 
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::Value;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use sha2::{Digest, Sha256};
+use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::process::Command;
 
+use super::supervise;
 use crate::admin::Payload;
 
 /// Characters of what a failed command said last that become the reason.
@@ -15,33 +25,33 @@ const REASON_MAX: usize = 500;
 /// Bytes of what a command says that are kept until it ends.
 const SAID_BYTES_MAX: usize = 4 * REASON_MAX;
 
-/// Runs a command for a message, and says why if it fails.
+/// Runs a command for a message, and says why if it fails. Dropping the future kills the command.
 pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String> {
     let payload: Payload = serde_json::from_value(message.clone())
         .map_err(|error| format!("the message is odd: {error}"))?;
     let payload = payload.into_bytes().map_err(|error| error.message().to_owned())?;
+    let sha256: String =
+        Sha256::digest(&payload).iter().map(|byte| format!("{byte:02x}")).collect();
+    let input = complete_file(&payload)
+        .map_err(|error| format!("the payload for `{command}` could not be written: {error}"))?;
     let word = |name: &str| message[name].as_str().unwrap_or_default();
-    let mut child = tokio::process::Command::new("sh")
-        .args(["-c", command])
+    let mut child = Command::new(own_program())
+        .args([supervise::VERB, command])
         .env("HEADWATER_ID", word("id"))
         .env("HEADWATER_TOPIC", word("topic"))
         .env("HEADWATER_KEY", word("key"))
         .env("HEADWATER_PARTITION", message["partition"].to_string())
         .env("HEADWATER_ATTEMPT", message["attempt"].to_string())
         .env("HEADWATER_HEADERS", message["headers"].to_string())
-        .stdin(Stdio::piped())
+        .env("HEADWATER_PAYLOAD_BYTES", payload.len().to_string())
+        .env("HEADWATER_PAYLOAD_SHA256", sha256)
+        .stdin(input)
         .stderr(Stdio::piped())
+        .process_group(0)
         .kill_on_drop(true)
         .spawn()
         .map_err(|error| format!("`{command}` could not be started: {error}"))?;
-    let mut input = child.stdin.take();
-    // A command need not read its input; then the pipe breaks, which is no failure.
-    let feed = async {
-        if let Some(input) = input.as_mut() {
-            let _ = input.write_all(&payload).await;
-        }
-        drop(input.take());
-    };
+    let mut group = ProcessGroup(child.id().and_then(|id| Pid::from_raw(id.cast_signed())));
     let said = child.stderr.take();
     let listen = async {
         match said {
@@ -49,7 +59,16 @@ pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String
             None => Vec::new(),
         }
     };
-    let ((), said, status) = tokio::join!(feed, listen, child.wait());
+    let wait = async {
+        let status = child.wait().await;
+        // A supervisor that was killed has left its command behind; it ends by itself only after its command.
+        if !status.as_ref().is_ok_and(|status| status.signal().is_some()) {
+            group.0 = None;
+        }
+        drop(group);
+        status
+    };
+    let (said, status) = tokio::join!(listen, wait);
     let status = status.map_err(|error| format!("`{command}` could not be waited for: {error}"))?;
     if status.success() {
         return Ok(());
@@ -59,6 +78,47 @@ pub(super) async fn execute(command: &str, message: &Value) -> Result<(), String
     let skipped = said.chars().count().saturating_sub(REASON_MAX);
     let said: String = said.chars().skip(skipped).collect();
     Err(format!("`{command}` ended with {status}: {said}"))
+}
+
+/// The supervisor, the shell and what that started; killed when dropped.
+struct ProcessGroup(Option<Pid>);
+
+impl Drop for ProcessGroup {
+    fn drop(&mut self) {
+        if let Some(leader) = self.0 {
+            let _ = kill_process_group(leader, Signal::KILL);
+        }
+    }
+}
+
+/// A file without a name that holds these bytes, open at its beginning, and that nobody can change.
+#[cfg(target_os = "linux")]
+fn complete_file(payload: &[u8]) -> io::Result<File> {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    use std::io::Seek;
+
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut file = File::from(memfd_create("payload", flags)?);
+    file.write_all(payload)?;
+    file.rewind()?;
+    fcntl_add_seals(&file, SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW)?;
+    Ok(file)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn complete_file(payload: &[u8]) -> io::Result<File> {
+    use std::io::Seek;
+
+    let mut file = tempfile::tempfile()?;
+    file.write_all(payload)?;
+    file.rewind()?;
+    Ok(file)
+}
+
+/// This program. The link leads to it even after an upgrade has replaced its file.
+fn own_program() -> PathBuf {
+    let link = PathBuf::from("/proc/self/exe");
+    if link.exists() { link } else { std::env::current_exe().unwrap_or(link) }
 }
 
 /// Reads to the end, and keeps the last of it.
@@ -76,7 +136,7 @@ async fn last_words(mut said: impl AsyncRead + Unpin) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use std::io::Read;
 
     use super::*;
 
@@ -86,11 +146,15 @@ mod tests {
         let said = last_words(endless.chain(&b"the end"[..])).await;
         assert_eq!(said.len(), SAID_BYTES_MAX);
         assert!(said.ends_with(b"xthe end"));
-        let message = json!({"payload": "", "headers": {}, "partition": 0, "attempt": 1});
-        let failed =
-            execute("head -c 100000 /dev/zero | tr '\\0' y >&2; echo last >&2; exit 7", &message);
-        let reason = failed.await.unwrap_err();
-        assert!(reason.contains("exit status: 7") && reason.ends_with("ylast"), "{reason}");
-        assert!(reason.len() < 1000, "{}", reason.len());
+    }
+
+    #[test]
+    fn the_file_of_a_payload_is_complete_and_cannot_be_written() {
+        let mut file = complete_file(b"payload").unwrap();
+        let mut read = Vec::new();
+        file.read_to_end(&mut read).unwrap();
+        assert_eq!(read, b"payload");
+        #[cfg(target_os = "linux")]
+        assert!(file.write_all(b"more").is_err() && file.set_len(0).is_err());
     }
 }

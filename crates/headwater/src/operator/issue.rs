@@ -113,7 +113,7 @@ impl Issue {
             What::Why { id } => {
                 let why = client.get(&format!("{}/why", path(*id)), &[]).await?;
                 match why["sentence"].as_str().filter(|_| !json) {
-                    Some(sentence) => print::text(sentence),
+                    Some(sentence) => print::line(sentence),
                     None => print::object(json, &why),
                 }
             }

@@ -28,7 +28,7 @@ use crate::audit::{self, Audit};
 use crate::database_watch::DatabaseWatch;
 use crate::failure::Failure;
 use crate::health::Health;
-use crate::http::{Access, LongWork, Rate};
+use crate::http::{Access, BodyBudget, LongWork, Rate};
 use crate::settings::Settings;
 use crate::stop::Stopping;
 use crate::ticket_listening::Listeners;
@@ -175,6 +175,7 @@ async fn app(
         health: Health::new("", Stopping::default()),
         access: Access::new(&[]),
         rate: Rate::new(&settings.http),
+        body_budget: BodyBudget::new(settings.http.body_memory_bytes_max),
         audit: Arc::new(audit.context("the audit log")?),
         metrics: PrometheusBuilder::new().build_recorder().handle(),
         stopping: Stopping::default(),

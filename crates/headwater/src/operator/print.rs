@@ -1,4 +1,7 @@
 //! Answers on standard output: tables for people, one JSON value a line for programs.
+//!
+//! Promises: what is printed for people goes through [`line`] or [`note`], which escape what a terminal would obey
+//! (`text::printable`); what is printed for programs (`--json`, an export, CSV) goes through [`exact`], byte for byte.
 
 use std::collections::BTreeSet;
 use std::io::{ErrorKind, Write};
@@ -6,6 +9,7 @@ use std::io::{ErrorKind, Write};
 use serde_json::Value;
 
 use crate::failure::Failure;
+use crate::text::printable;
 
 /// Characters of a cell; longer ones are cut.
 const CELL_MAX: usize = 80;
@@ -39,13 +43,13 @@ impl Rows {
     /// Says that there are more, to people.
     pub(super) fn note_more(&self) {
         if !self.json {
-            eprintln!("headwater: there are more; a higher --limit shows them");
+            note("there are more; a higher --limit shows them");
         }
     }
 
     pub(super) fn finish(self) -> Result<(), Failure> {
         if self.json {
-            return self.lines.iter().try_for_each(|json| line(json));
+            return self.lines.iter().try_for_each(|json| exact(json));
         }
         let headings = self.columns.iter().map(|(heading, _)| (*heading).to_owned()).collect();
         let table: Vec<_> = std::iter::once(headings).chain(self.rows).collect();
@@ -69,20 +73,21 @@ pub(super) fn columns(rows: &[Vec<String>]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// Several lines, which may hold a stranger's text.
-pub(super) fn text(text: &str) -> Result<(), Failure> {
-    text.lines().try_for_each(|one| line(&plain(one)))
+/// Foreign text on one line.
+pub(super) fn plain(text: &str) -> String {
+    printable(&text.replace(['\r', '\n'], " "))
 }
 
-/// A stranger's text without control characters, which would let it move the cursor, or worse.
-pub(super) fn plain(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() && c != '\t' { '\u{fffd}' } else { c }).collect()
+/// A JSON value on one line, for programs if `json`, else for people.
+pub(super) fn json(json: bool, value: &Value) -> Result<(), Failure> {
+    let text = value.to_string();
+    if json { exact(&text) } else { line(&text) }
 }
 
 /// One object: as one line of JSON, or as a name and a value a line, lists of objects below it.
 pub(super) fn object(json: bool, value: &Value) -> Result<(), Failure> {
     if json {
-        return line(&value.to_string());
+        return exact(&value.to_string());
     }
     let Value::Object(fields) = value else { return line(&cell(value)) };
     let width = fields.keys().map(String::len).max().unwrap_or(0);
@@ -122,8 +127,18 @@ fn table(items: &[Value]) -> Vec<String> {
     columns(&rows)
 }
 
-/// One line. A reader that went away, such as `head`, ends the verb without a failure.
+/// A line, or several, for people.
 pub(super) fn line(text: &str) -> Result<(), Failure> {
+    exact(&printable(text))
+}
+
+/// A note for people beside the answer, on standard error.
+pub(super) fn note(text: &str) {
+    eprintln!("headwater: {}", printable(text));
+}
+
+/// The same bytes and a line end, for programs. A reader that went away, such as `head`, ends the verb without a failure.
+pub(super) fn exact(text: &str) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
         Ok(()) => Ok(()),
@@ -132,7 +147,7 @@ pub(super) fn line(text: &str) -> Result<(), Failure> {
     }
 }
 
-/// A value in one cell. Control characters would let a stranger's text move the cursor, or worse.
+/// A value in one cell; escaped here already, for its width counts.
 pub(super) fn cell(value: &Value) -> String {
     let text = match value {
         Value::Null => String::new(),
@@ -140,12 +155,8 @@ pub(super) fn cell(value: &Value) -> String {
         Value::Array(items) => items.iter().map(cell).collect::<Vec<_>>().join(","),
         other => other.to_string(),
     };
-    let plain = |c: char| match c {
-        '\n' | '\t' => ' ',
-        c if c.is_control() => '\u{fffd}',
-        c => c,
-    };
-    let shown: String = text.chars().take(CELL_MAX).map(plain).collect();
+    let shown: String = text.chars().take(CELL_MAX).collect();
+    let shown = plain(&shown.replace('\t', " "));
     if text.chars().count() > CELL_MAX { shown + "…" } else { shown }
 }
 
@@ -157,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_strangers_text_moves_no_cursor() {
-        assert_eq!(cell(&json!("a\u{1b}[2Jb\nc")), "a\u{fffd}[2Jb c");
+        assert_eq!(cell(&json!("a\u{1b}[2Jb\nc\u{202e}d")), "a\\u001b[2Jb c\\u202ed");
         assert_eq!(cell(&json!("x".repeat(100))).chars().count(), CELL_MAX + 1);
         assert_eq!(cell(&json!(["a", "b"])), "a,b");
     }

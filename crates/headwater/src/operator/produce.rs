@@ -120,7 +120,7 @@ impl Produce {
         for sent in answer["messages"].as_array().into_iter().flatten() {
             failed = failed.or_else(|| sent["error"].as_str().map(str::to_owned));
             if self.reach.json {
-                print::line(&sent.to_string())?;
+                print::exact(&sent.to_string())?;
             } else {
                 let id = sent["id"].as_str().or(sent["delayed_id"].as_str()).unwrap_or("failed");
                 print::line(&format!("{id}  partition {}", sent["partition"]))?;

@@ -31,7 +31,7 @@ impl Report {
         let way = Way::to_ask(&self.reach, settings).await?;
         let table = way.report(report).await?;
         match format {
-            Format::Svg => print::line(svg(report.title, &report.chart, &table).trim_end()),
+            Format::Svg => print::exact(svg(report.title, &report.chart, &table).trim_end()),
             format => show(format, &table),
         }
     }

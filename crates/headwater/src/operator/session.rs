@@ -99,7 +99,8 @@ impl Session {
                 let query: Vec<_> =
                     until.clone().map(|until| ("until", until)).into_iter().collect();
                 let lines = client.lines(&format!("{}/replay", path(session)), &query).await?;
-                each(lines, |line, is_end| if is_end { Ok(()) } else { print::line(line) }).await
+                let print = if json { print::exact } else { print::line };
+                each(lines, |line, is_end| if is_end { Ok(()) } else { print(line) }).await
             }
             What::Fork { session, new, until } => {
                 let wish = json!({"session": new, "until": until});
@@ -112,7 +113,7 @@ impl Session {
             What::Export { session, output } => {
                 let lines = client.lines(&format!("{}/export", path(session)), &[]).await?;
                 match output {
-                    None => each(lines, |line, _| print::line(line)).await,
+                    None => each(lines, |line, _| print::exact(line)).await,
                     Some(file) => save(lines, file, json).await,
                 }
             }

@@ -30,8 +30,8 @@ impl Tail {
         query.extend(self.partition.map(|partition| ("partition", partition.to_string())));
         let topic = format!("/topics/{}", escape(&self.topic));
         if client.find(&topic, &[]).await?.is_none() {
-            let name = print::plain(&self.topic);
-            eprintln!("headwater: there is no topic `{name}` yet; waiting for its first message");
+            let name = &self.topic;
+            print::note(&format!("there is no topic `{name}` yet; waiting for its first message"));
         }
         let path = format!("{topic}/tail");
         let mut events = client.events(&path, &query).await?;
@@ -40,7 +40,7 @@ impl Tail {
             && let Some(message) = events.next().await
         {
             // A message a line, for people, too: a table would have to wait for its end.
-            print::line(&message?.to_string())?;
+            print::json(self.reach.json, &message?)?;
             left -= 1;
         }
         if self.count.is_none() || left == 0 {

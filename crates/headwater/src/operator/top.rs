@@ -21,6 +21,7 @@ const TOPICS_MAX: usize = 200;
 const PLAIN: [&str; 2] = ["issue_work", "ticket_events"];
 /// Another screen, so that the old one is there afterwards; and back.
 const ENTER: &str = "\u{1b}[?1049h\u{1b}[?25l";
+const CLEAR: &str = "\u{1b}[H\u{1b}[J";
 const LEAVE: &str = "\u{1b}[?25h\u{1b}[?1049l";
 
 /// Looks at topics again and again.
@@ -54,10 +55,12 @@ impl Top {
             let now = self.look(client).await?;
             let frame = Frame::between(&before, &now);
             if self.reach.json {
-                frame.lines().iter().try_for_each(|line| print::line(&line.to_string()))?;
+                frame.lines().iter().try_for_each(|line| print::json(true, line))?;
             } else {
-                let clear = if is_screen { "\u{1b}[H\u{1b}[J" } else { "" };
-                print::line(&format!("{clear}{}", frame.table()))?;
+                if is_screen {
+                    write(CLEAR);
+                }
+                print::line(&frame.table())?;
             }
             if self.once {
                 return Ok(());
@@ -100,15 +103,19 @@ struct Screen;
 
 impl Screen {
     fn enter() -> Self {
-        let mut out = std::io::stdout();
-        let _ = out.write_all(ENTER.as_bytes()).and_then(|()| out.flush());
+        write(ENTER);
         Self
     }
 }
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        let mut out = std::io::stdout();
-        let _ = out.write_all(LEAVE.as_bytes()).and_then(|()| out.flush());
+        write(LEAVE);
     }
+}
+
+/// Tells the terminal what to do.
+fn write(sequence: &str) {
+    let mut out = std::io::stdout();
+    let _ = out.write_all(sequence.as_bytes()).and_then(|()| out.flush());
 }

@@ -24,7 +24,7 @@ const FOREIGN: [&str; 3] = ["HEADWATER_SERVICE_", "HEADWATER_PORT", "HEADWATER_T
 
 /// Variables that are no settings: for the verbs of operators, and what `consume --exec` tells its command, which may be
 /// this program again.
-const OTHERS: [&str; 8] = [
+const OTHERS: [&str; 10] = [
     "HEADWATER_URL",
     "HEADWATER_TOKEN",
     "HEADWATER_ID",
@@ -33,6 +33,8 @@ const OTHERS: [&str; 8] = [
     "HEADWATER_PARTITION",
     "HEADWATER_ATTEMPT",
     "HEADWATER_HEADERS",
+    "HEADWATER_PAYLOAD_BYTES",
+    "HEADWATER_PAYLOAD_SHA256",
 ];
 
 /// What was said, and where.

@@ -54,7 +54,7 @@ impl Place {
         self
     }
 
-    /// The binary in this place, with nothing of ours in its environment.
+    /// The binary in this place, with nothing of ours in its environment but any free port instead of the default one.
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_headwater"));
         for (name, _) in std::env::vars_os() {
@@ -62,6 +62,7 @@ impl Place {
                 command.env_remove(name);
             }
         }
+        command.env("HEADWATER_HTTP_LISTEN", "127.0.0.1:0");
         command.envs(self.environment.iter().cloned());
         command.args(arguments).current_dir(self.path()).stdin(Stdio::null());
         command

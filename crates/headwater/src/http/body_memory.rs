@@ -1,0 +1,223 @@
+//! The memory that bodies of requests take, over all requests: a budget in bytes (`http.body_memory_bytes_max`).
+//!
+//! Upstream: `limits` gives every request a [`BodyMemory`]; `body` and imports reserve from it before they read or decode.
+//! Promises: what is reserved at once is never more than the budget, and for one client not more than half of it. A
+//! request that finds no memory waits for [`WAIT_MAX`], then it is refused with 503 and told to come back. What a request
+//! reserved is free again when it ends.
+//! JSON takes many times more memory when it is decoded than its text, so [`decoded_bytes`] estimates that before.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout_at};
+
+use super::ApiError;
+
+/// How long a request waits for memory.
+const WAIT_MAX: Duration = Duration::from_secs(2);
+
+/// Memory of an object that is decoded: a `serde_json` object allocates a node for 11 fields; a message of `produce` is of
+/// the same order.
+const OBJECT_BYTES: u64 = 1024;
+/// Memory of any other value: its place in a list that grows by doubling, and what it allocates.
+const VALUE_BYTES: u64 = 160;
+
+/// The budget of all requests.
+#[derive(Debug)]
+pub(crate) struct BodyBudget {
+    bytes_max: u64,
+    used: Mutex<Used>,
+    freed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Used {
+    all: u64,
+    by_client: HashMap<IpAddr, u64>,
+}
+
+impl BodyBudget {
+    pub(crate) fn new(bytes_max: u64) -> Arc<Self> {
+        Arc::new(Self { bytes_max, used: Mutex::default(), freed: Notify::new() })
+    }
+
+    /// What one request of a client reserves.
+    pub(crate) fn of_request(self: &Arc<Self>, client: IpAddr) -> Arc<BodyMemory> {
+        Arc::new(BodyMemory { budget: Arc::clone(self), client, bytes: Mutex::new(0) })
+    }
+
+    fn client_bytes_max(&self) -> u64 {
+        self.bytes_max / 2
+    }
+
+    fn take(&self, client: IpAddr, bytes: u64) -> bool {
+        let mut used = self.used();
+        let of_client = used.by_client.get(&client).copied().unwrap_or(0);
+        if used.all + bytes > self.bytes_max || of_client + bytes > self.client_bytes_max() {
+            return false;
+        }
+        used.all += bytes;
+        used.by_client.insert(client, of_client + bytes);
+        true
+    }
+
+    fn give_back(&self, client: IpAddr, bytes: u64) {
+        if bytes == 0 {
+            return;
+        }
+        let mut used = self.used();
+        used.all -= bytes;
+        if let Some(of_client) = used.by_client.get_mut(&client) {
+            *of_client -= bytes;
+            if *of_client == 0 {
+                used.by_client.remove(&client);
+            }
+        }
+        drop(used);
+        self.freed.notify_waiters();
+    }
+
+    fn used(&self) -> MutexGuard<'_, Used> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Memory that one request has reserved; free again when this is dropped.
+#[derive(Debug)]
+pub(crate) struct BodyMemory {
+    budget: Arc<BodyBudget>,
+    client: IpAddr,
+    bytes: Mutex<u64>,
+}
+
+impl BodyMemory {
+    /// Reserves so many bytes more. Cancel-safe: nothing is reserved by a future that is dropped.
+    ///
+    /// Fails with 413 if no request can have so many, and with 503 if they are not free in time.
+    pub(crate) async fn reserve(&self, bytes: u64) -> Result<(), ApiError> {
+        let most = self.budget.client_bytes_max();
+        if bytes > most {
+            let message = format!(
+                "the body would take more than {most} bytes of memory, half of `http.body_memory_bytes_max`; \
+                 send fewer values in one request"
+            );
+            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message));
+        }
+        let deadline = Instant::now() + WAIT_MAX;
+        loop {
+            let freed = self.budget.freed.notified();
+            tokio::pin!(freed);
+            // From here on no change is missed.
+            freed.as_mut().enable();
+            if self.budget.take(self.client, bytes) {
+                *self.bytes.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
+                return Ok(());
+            }
+            if timeout_at(deadline, freed).await.is_err() {
+                return Err(ApiError::unavailable(
+                    "bodies of other requests take all memory that `http.body_memory_bytes_max` allows; try again",
+                ));
+            }
+        }
+    }
+
+    /// The same client's memory for a part of the request, which is free again sooner.
+    pub(crate) fn for_a_part(&self) -> Arc<Self> {
+        self.budget.of_request(self.client)
+    }
+}
+
+impl Drop for BodyMemory {
+    fn drop(&mut self) {
+        let bytes = *self.bytes.get_mut().unwrap_or_else(PoisonError::into_inner);
+        self.budget.give_back(self.client, bytes);
+    }
+}
+
+/// The most memory that this JSON takes when it is decoded, its text not counted. Text that is no JSON has some estimate, too.
+pub(crate) fn decoded_bytes(json: &[u8]) -> u64 {
+    let (mut objects, mut values, mut string_bytes) = (0_u64, 1_u64, 0_u64);
+    let (mut is_in_string, mut is_escaped) = (false, false);
+    for byte in json {
+        if is_in_string {
+            string_bytes += 1;
+            match byte {
+                _ if is_escaped => is_escaped = false,
+                b'\\' => is_escaped = true,
+                b'"' => is_in_string = false,
+                _ => {}
+            }
+            continue;
+        }
+        match byte {
+            b'"' => is_in_string = true,
+            b'{' => objects += 1,
+            // Each begins, or is followed by, a value.
+            b'[' | b',' | b':' => values += 1,
+            _ => {}
+        }
+    }
+    objects * OBJECT_BYTES + values * VALUE_BYTES + string_bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    fn client(number: u32) -> IpAddr {
+        IpAddr::V4(Ipv4Addr::from_bits(number))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_waits_for_memory_and_is_refused_when_none_becomes_free() {
+        let budget = BodyBudget::new(100);
+        let (first, second) = (budget.of_request(client(1)), budget.of_request(client(2)));
+        first.reserve(50).await.unwrap();
+        second.reserve(50).await.unwrap();
+        let third = budget.of_request(client(3));
+        let refused = third.reserve(1).await.unwrap_err();
+        assert_eq!(
+            (refused.status(), refused.code()),
+            (StatusCode::SERVICE_UNAVAILABLE, "unavailable")
+        );
+        let (waited, ()) = tokio::join!(third.reserve(50), async {
+            tokio::task::yield_now().await;
+            drop(first);
+        });
+        assert_eq!(waited, Ok(()));
+        drop((second, third));
+        let used = budget.used();
+        assert_eq!((used.all, used.by_client.len()), (0, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_client_has_half_of_the_memory_at_most_over_all_its_requests() {
+        let budget = BodyBudget::new(100);
+        let (first, second) = (budget.of_request(client(1)), budget.of_request(client(1)));
+        first.reserve(30).await.unwrap();
+        assert!(second.reserve(30).await.is_err());
+        let too_large = second.reserve(51).await.unwrap_err();
+        assert_eq!(too_large.status(), StatusCode::PAYLOAD_TOO_LARGE);
+        budget.of_request(client(2)).reserve(50).await.unwrap();
+        drop(first);
+        second.reserve(50).await.unwrap();
+    }
+
+    #[test]
+    fn decoded_json_is_estimated_by_its_values_and_not_by_what_strings_hold() {
+        let estimate = |json: &str| decoded_bytes(json.as_bytes());
+        assert_eq!(estimate(r#""[{,:\"[{,""#), VALUE_BYTES + 10);
+        assert!(estimate(&"{\"\":0},".repeat(100_000)) > 100_000 * OBJECT_BYTES);
+        assert!(estimate(&"[],".repeat(100_000)) > 200_000 * VALUE_BYTES);
+        // What people send takes a few times its size.
+        let usual = serde_json::json!({"title": "A parcel is late", "content": "x".repeat(1000)});
+        let usual = usual.to_string();
+        assert!(estimate(&usual) < 4 * usual.len() as u64, "{}", estimate(&usual));
+    }
+}

@@ -1,0 +1,50 @@
+//! What verbs print for people holds nothing that a terminal would obey or hide; what they print for programs is exact.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod support;
+
+use serde_json::{Value, json};
+
+use crate::support::reach::Reach;
+use crate::support::text;
+
+/// Escape sequences, C1 controls, bidirectional overrides and isolates, zero-width characters.
+const NASTY: &str = "a\u{1b}[2J\u{7f}\u{9b}31m\u{202e}\u{2066}\u{200b}\u{feff}z";
+
+fn nasty_in(printed: &str) -> Vec<char> {
+    let is_nasty = |c: &char| *c != 'a' && *c != 'z' && !c.is_ascii_graphic() && NASTY.contains(*c);
+    printed.chars().filter(is_nasty).collect()
+}
+
+#[test]
+fn nothing_that_a_terminal_obeys_is_printed_for_people_and_nothing_is_changed_for_programs() {
+    let reach = Reach::embedded();
+    reach.json(&["topic", "create", "jobs", "--max-retries", "0"]);
+    reach.json(&["produce", "jobs", "--key", NASTY, "--payload", NASTY]);
+
+    let tail = ["tail", "jobs", "--from", "beginning", "--count", "1"];
+    let consume = |group| ["consume", "jobs", "--group", group, "--count", "1", "--timeout", "90s"];
+    for verb in [&tail[..], &consume("people")] {
+        let said = reach.said(verb);
+        assert!(nasty_in(&said).is_empty(), "{verb:?}: {said:?}");
+        let value: Value = serde_json::from_str(&said).unwrap();
+        assert_eq!((&value["payload"], &value["key"]), (&json!(NASTY), &json!(NASTY)), "{verb:?}");
+    }
+    for verb in [&tail[..], &consume("programs")] {
+        let said = reach.said(&[verb, &["--json"]].concat());
+        assert!(said.contains("\u{9b}31m\u{202e}\u{2066}\u{200b}"), "{verb:?}: {said:?}");
+    }
+
+    // The reason is what the command said: bytes of anybody.
+    let script = "cat >&2; exit 1";
+    let failing = ["consume", "jobs", "--group", "g", "--timeout", "3s", "--exec", script];
+    let told = text(&reach.run(&failing, "").stderr);
+    assert!(told.contains("becomes a dead letter"), "{told}");
+    assert!(nasty_in(&told).is_empty(), "{told:?}");
+    let list = reach.said(&["dlq", "list", "jobs"]);
+    assert!(list.contains("a\\u001b[2J") && nasty_in(&list).is_empty(), "{list:?}");
+    let letter = &reach.json(&["dlq", "list", "jobs"])[0];
+    assert!(letter["reason"].as_str().unwrap().contains(NASTY), "{letter}");
+    let shown = reach.said(&["dlq", "show", "jobs", letter["id"].as_str().unwrap()]);
+    assert!(nasty_in(&shown).is_empty(), "{shown:?}");
+}
