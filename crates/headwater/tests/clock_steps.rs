@@ -138,23 +138,23 @@ async fn everything_happens_once(step: i64, on_postgres: bool) -> Result<()> {
     let body = github_issues("opened", 42, "Where is it?").to_string();
     let (status, answer) = send(github(&scene.server, "issues", "d-1", body.as_bytes())).await?;
     ensure!(status < 300, "{status} {answer}");
-    scene.step(|scene| Ok(ensure!(scene.questions() <= 1, "two runs"))).await?;
+    scene.step(|scene| check(scene.questions() <= 1, "two runs")).await?;
     let asked = scene.model.clone();
     eventually("a question to the model", || !asked.asked("Where is it?").is_empty()).await?;
 
     // Within the run: the worker keeps its claim, and the model is not asked again.
-    scene.step(|scene| Ok(ensure!(scene.questions() == 1, "the run was repeated"))).await?;
+    scene.step(|scene| check(scene.questions() == 1, "the run was repeated")).await?;
     scene.model.open_door();
     let hub = scene.hub.clone();
     eventually("the comment to be posted", || hub.posts() == 1).await?;
 
     // Within the delivery: the reply is not sent a second time.
-    scene.step(|scene| Ok(ensure!(scene.hub.posts() == 1, "the reply was sent twice"))).await?;
+    scene.step(|scene| check(scene.hub.posts() == 1, "the reply was sent twice")).await?;
     scene.hub.gate.add_permits(1_000);
     all_idle(&scene.server).await?;
 
     // Between two events: the answer that was given stays given.
-    scene.step(|scene| Ok(ensure!(scene.questions() == 1, "a run for nothing"))).await?;
+    scene.step(|scene| check(scene.questions() == 1, "a run for nothing")).await?;
     let body = github_comment(42, "ann", "And now?").to_string();
     let comment = github(&scene.server, "issue_comment", "d-2", body.as_bytes());
     let (status, answer) = send(comment).await?;
@@ -194,4 +194,9 @@ async fn a_clock_set_back_strands_doubles_and_withdraws_nothing_on_postgres() ->
 #[tokio::test(flavor = "multi_thread")]
 async fn a_clock_set_forward_strands_doubles_and_withdraws_nothing_on_postgres() -> Result<()> {
     everything_happens_once(HOUR_SECONDS, true).await
+}
+
+fn check(holds: bool, problem: &'static str) -> Result<()> {
+    ensure!(holds, problem);
+    Ok(())
 }

@@ -111,7 +111,7 @@ impl Session {
             let me = Me { member, holder };
             let again_at = match self.try_enter(&me).await {
                 Ok(Entering::Entered(keeper, lease)) => {
-                    return Some(Stay::new(Arc::clone(&self.place), me, keeper, lease));
+                    return Some(Stay::new(Arc::clone(&self.place), me, *keeper, lease));
                 }
                 Ok(Entering::Taken { by, remaining }) => {
                     if !std::mem::replace(&mut warned, true) {

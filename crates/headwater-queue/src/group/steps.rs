@@ -37,7 +37,7 @@ const AGAIN_AFTER: Duration = Duration::from_millis(250);
 /// What became of the wish to be a member.
 pub(super) enum Entering {
     /// We are.
-    Entered(LeaseKeeper, HeldLease),
+    Entered(Box<LeaseKeeper>, HeldLease),
     /// Somebody bears our id, for this long at least.
     Taken { by: HolderName, remaining: Duration },
 }
@@ -54,7 +54,7 @@ pub(super) async fn enter(
     let keeper = LeaseKeeper::new(leases, me.holder.clone(), config)?;
     loop {
         if let Some(held) = keeper.acquire(&lease).await?.won() {
-            return Ok(Entering::Entered(keeper, held));
+            return Ok(Entering::Entered(Box::new(keeper), held));
         }
         if let Some(Some(info)) = backend.leases(std::slice::from_ref(&lease)).await?.pop() {
             return Ok(Entering::Taken { by: info.holder, remaining: info.remaining });

@@ -90,9 +90,9 @@ mod tests {
             let (clock, steady) = steady();
             let before = steady.now();
             if is_back {
-                clock.step_back(HOUR)
+                clock.step_back(HOUR);
             } else {
-                clock.step_forward(HOUR)
+                clock.step_forward(HOUR);
             }
             assert_eq!(steady.now(), before);
             let mut last = before;
