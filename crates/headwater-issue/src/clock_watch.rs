@@ -112,6 +112,12 @@ impl ClockWatch {
         watched.handled = watched.handled.max(noticed);
     }
 
+    /// Whether the step was dealt with, by whichever caller.
+    #[cfg(feature = "sqlite")]
+    pub(crate) fn is_handled(&self, Noticed(noticed): Noticed) -> bool {
+        self.lock().handled >= noticed
+    }
+
     /// Whether a reading is to be stored now; then it counts as stored.
     pub(crate) fn should_store(&self) -> bool {
         let now = self.clock.monotonic();
@@ -150,13 +156,19 @@ impl ClockWatch {
     /// A claim is held for this long.
     pub(crate) fn note_claim_ttl(&self, ttl: Duration) {
         let mut watched = self.lock();
-        watched.claim_ttl = watched.claim_ttl.max(ttl);
+        if ttl > watched.claim_ttl {
+            watched.claim_ttl = ttl;
+            watched.stored = None;
+        }
     }
 
     /// A row of the outbox is taken for this long.
     pub(crate) fn note_outbox_ttl(&self, ttl: Duration) {
         let mut watched = self.lock();
-        watched.outbox_ttl = watched.outbox_ttl.max(ttl);
+        if ttl > watched.outbox_ttl {
+            watched.outbox_ttl = ttl;
+            watched.stored = None;
+        }
     }
 
     /// The longest of these, for claims and for rows of the outbox.

@@ -136,14 +136,18 @@ impl Inbox {
     }
 }
 
-/// Events that are at fault themselves say nothing of the database.
+/// Events that are at fault themselves, or whose issue is locked, say nothing of the database.
 fn note(refused_at: &RefusedAt, answers: &[Result<Recorded>]) {
     let mut refused_at = refused_at.lock().expect("no code panics while it holds this lock");
     if answers.iter().any(Result::is_ok) {
         *refused_at = None;
-    } else if answers.iter().any(|answer| answer.as_ref().is_err_and(IssueError::is_transient)) {
+    } else if answers.iter().any(|answer| answer.as_ref().is_err_and(is_of_the_database)) {
         *refused_at = Some(Instant::now());
     }
+}
+
+fn is_of_the_database(error: &IssueError) -> bool {
+    error.is_transient() && !error.may_concern_one()
 }
 
 fn count(answer: &Result<Recorded>) {

@@ -42,6 +42,10 @@ use crate::store::Store;
 /// How long to wait before a database that did not answer is asked again.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(200);
 
+/// Deliveries of a row that may end with a pause the receiver asked for and count no attempt. A receiver that asks for ever
+/// does not keep a row for ever.
+const PAUSES_UNCOUNTED_MAX: u32 = 48;
+
 /// How long to wait at most before a way that was closed is tried again: somebody waits at its end.
 const AWAY_MAX: Duration = Duration::from_secs(10);
 
@@ -323,7 +327,15 @@ impl Inner {
             }
             Ok(Ok(Err(DeliverError::Paused { problem, after: pause }))) => {
                 let after = self.away(row).max(pause.min(DELIVERY_PAUSE_MAX));
-                return (Delivery::Away { after, error: problem }, Response::Paused(pause));
+                let attempt = row.attempts + 1;
+                let delivery = if row.deliveries <= PAUSES_UNCOUNTED_MAX {
+                    Delivery::Away { after, error: problem }
+                } else if attempt < self.config.retry.attempts_max {
+                    Delivery::Retry { after, error: problem }
+                } else {
+                    Delivery::Dead { error: problem }
+                };
+                return (delivery, Response::Paused(pause));
             }
             Ok(Ok(Err(DeliverError::Retry(error)))) => error,
             Ok(Err(panic)) => format!("the deliverer panicked: {}", panic_text(panic.as_ref())),

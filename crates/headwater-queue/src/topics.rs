@@ -88,6 +88,10 @@ impl Topics {
                     // Deleted between the two steps: now it can be created.
                     continue;
                 }
+                if found.deleting_since.is_some() {
+                    self.wait_for_deletion(&name).await?;
+                    continue;
+                }
                 check_same(&found, &topic)?;
             }
             // Also when it was there: whoever created it may have died between the two steps.
@@ -189,6 +193,11 @@ impl Topics {
         let backend = &self.queue.inner.backend;
         let topic = self.queue.read_topic(name).await?;
         *progress = Progress::new(0..topic.partitions);
+        if topic.layout.is_plain() && self.is_listed(name).await? {
+            // The rest of a deletion: no plain topic is ever listed. A stream under the bare name is another program's.
+            self.register(name).await?;
+            return Ok(true);
+        }
         let now = backend.now().await?;
         progress.begin();
         if !topic.layout.is_plain() && topic.deleting_since.is_none() {
@@ -221,6 +230,26 @@ impl Topics {
         // Somebody may have created it anew since.
         self.register(name).await?;
         Ok(was_listed || had_meta || had_data)
+    }
+
+    /// Waits for the end of a deletion that goes on. One that was given up is an error: parts of the topic are gone, and
+    /// finishing the deletion later would remove what is sent from now on.
+    async fn wait_for_deletion(&self, name: &TopicName) -> Result<()> {
+        // A deletion that goes on holds the lock.
+        Change::begin(&self.queue, name).await?.end().await;
+        self.queue.forget(name);
+        let found = self.queue.read_topic(name).await?;
+        if found.deleting_since.is_none() {
+            return Ok(());
+        }
+        let difference = "a deletion that is not finished; delete it again first".to_owned();
+        Err(QueueError::TopicExists { topic: name.to_string(), difference })
+    }
+
+    async fn is_listed(&self, name: &TopicName) -> Result<bool> {
+        let listed =
+            self.queue.inner.backend.set_contains(&keys::registry(), &[name.as_str()]).await?;
+        Ok(listed.contains(&true))
     }
 
     async fn remove_all(&self, set: &SetName) -> Result<()> {

@@ -16,7 +16,7 @@ use headwater_issue::{Inbox, Store};
 use headwater_stream::{Backend, DedupScope, StreamError};
 use serde::Serialize;
 use tokio::time::{Instant, timeout};
-use tracing::warn;
+use tracing::{debug, warn};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -184,6 +184,11 @@ impl Health {
         }
         let problem = match timeout(CHECK_MAX, probe_write(streams, &self.worker)).await {
             Ok(Ok(())) => None,
+            // The permissions of this user do not cover the probe; what it works with may be allowed.
+            Ok(Err(error @ StreamError::Denied { .. })) => {
+                debug!(%error, "whether the streams take writes is not known");
+                None
+            }
             Ok(Err(error)) => {
                 warn!(%error, "not ready: the streams refuse writes");
                 Some("they refuse writes, work goes on slowly; the log says why".to_owned())

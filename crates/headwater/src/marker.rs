@@ -10,7 +10,8 @@ use sha2::Sha256;
 
 use crate::text;
 
-const PREFIX: &str = "<!-- headwater:reply ";
+/// How every mark begins.
+pub(crate) const PREFIX: &str = "<!-- headwater:reply ";
 const SUFFIX: &str = " -->";
 
 /// Bytes of the HMAC in a mark.

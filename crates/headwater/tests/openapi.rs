@@ -127,6 +127,7 @@ async fn every_described_route_is_there() {
         let address = path
             .replace("/tickets/{id}", "/tickets/6f1c1a35-5a0e-4f6f-8f43-3d1f7a1affff")
             .replace("{id}", "1")
+            .replace("{event}", "1")
             .replace("{session}", "nothing");
         let address = names_in(&address)
             .iter()

@@ -6,7 +6,7 @@ use sqlx::{Error, Row};
 use super::PostgresStore;
 use crate::clock_watch::ClockWatch;
 use crate::error::Result;
-use crate::rows::{count, ms, number, time};
+use crate::rows::{ms, number, time};
 
 /// Rows of one kind that one call changes.
 const RESTARTED_AT_ONCE: usize = 1000;
@@ -34,15 +34,20 @@ async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resu
     let Some(noticed) = noticed else {
         if watch.should_store() {
             // Whoever finds it earlier than what is stored is yet to deal with that.
+            let (claim_ttl, outbox_ttl) = watch.ttls();
             sqlx::query(
-                "UPDATE headwater_clock SET seen_at = headwater_now() WHERE seen_at < headwater_now()",
+                "UPDATE headwater_clock SET seen_at = greatest(seen_at, headwater_now()),
+                     claim_ttl_ms = greatest(claim_ttl_ms, $1), outbox_ttl_ms = greatest(outbox_ttl_ms, $2)",
             )
+            .bind(ms(claim_ttl))
+            .bind(ms(outbox_ttl))
             .execute(&mut *connection)
             .await?;
         }
         return Ok(());
     };
     let (claim_ttl, outbox_ttl) = watch.ttls();
+    let mut left_before = i64::MAX;
     loop {
         let row = sqlx::query("SELECT headwater_restart_deadlines_1($1, $2, $3)")
             .bind(ms(claim_ttl))
@@ -50,8 +55,11 @@ async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resu
             .bind(number(RESTARTED_AT_ONCE))
             .fetch_one(&mut *connection)
             .await?;
-        if count::<usize>(row.try_get(0)?)? < RESTARTED_AT_ONCE {
-            break;
+        match row.try_get::<i64, _>(0)? {
+            0 => break,
+            // Another process is at it, or holds the rest locked: the next reading goes on.
+            left if left < 0 || left >= left_before => return Ok(()),
+            left => left_before = left,
         }
     }
     watch.handled(noticed);

@@ -15,6 +15,7 @@ use metrics::counter;
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
 use sqlx::{AssertSqlSafe, Connection, Error, Executor, Postgres, Row};
+use tokio::runtime::Handle;
 use tracing::error;
 
 use crate::connect::StoreOptions;
@@ -25,6 +26,9 @@ const IDLE_TRUST: Duration = Duration::from_secs(1);
 
 /// How long a call waits for a row that another transaction has locked; then the rest of its batch goes on without that row.
 const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
+
+/// How long a connection may take to return to the pool.
+const RETURN_MAX: Duration = Duration::from_secs(5);
 
 /// SQL state of a session that the server ended because its transaction was idle for too long.
 const IDLE_IN_TRANSACTION_TIMEOUT: &str = "25P03";
@@ -141,8 +145,16 @@ impl Checkout {
 
 impl Drop for Checkout {
     fn drop(&mut self) {
-        if !self.may_return {
-            self.connection.close_on_drop();
+        // Without a runtime the process ends, and the connection with it.
+        let runtime = Handle::try_current();
+        match runtime.ok().filter(|_| self.may_return) {
+            // sqlx pings on the way back and waits for the reply for ever. Given up, the connection is closed and the next
+            // caller may make another one.
+            Some(runtime) => {
+                let returning = self.connection.return_to_pool();
+                runtime.spawn(tokio::time::timeout(RETURN_MAX, returning));
+            }
+            None => self.connection.close_on_drop(),
         }
     }
 }

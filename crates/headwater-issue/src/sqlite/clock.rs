@@ -12,10 +12,16 @@ impl SqliteStore {
     /// Reads the clock. If it was set since the last reading, all waits end and all leases start anew, in a transaction of
     /// their own.
     pub(super) async fn follow_clock(&self) -> Result<(), Error> {
-        let Some(noticed) = self.watch.read(self.clock.now(), self.watch.monotonic()) else {
+        // First the monotonic time: the clock shows its time at some moment after it.
+        let asked = self.watch.monotonic();
+        let Some(noticed) = self.watch.read(self.clock.now(), asked) else {
             return Ok(());
         };
         let mut transaction = self.writer.begin_with("BEGIN IMMEDIATE").await?;
+        // Another caller may have dealt with it while this one waited for the right to write.
+        if self.watch.is_handled(noticed) {
+            return transaction.rollback().await;
+        }
         let (claim_ttl, outbox_ttl) = self.watch.ttls();
         let (claim_ttl, outbox_ttl) = (ms(claim_ttl), ms(outbox_ttl));
         restart_deadlines(&mut transaction, self.clock.now(), claim_ttl, outbox_ttl).await?;
@@ -27,10 +33,16 @@ impl SqliteStore {
     /// Stores the time now and then, for those who open the file later.
     pub(super) async fn store_time(&self) -> Result<(), Error> {
         if self.watch.should_store() {
-            sqlx::query("UPDATE headwater_clock SET seen_at = ?1")
-                .bind(column(self.clock.now()))
-                .execute(&self.writer)
-                .await?;
+            let (claim_ttl, outbox_ttl) = self.watch.ttls();
+            sqlx::query(
+                "UPDATE headwater_clock SET seen_at = ?1, claim_ttl_ms = max(claim_ttl_ms, ?2),
+                     outbox_ttl_ms = max(outbox_ttl_ms, ?3)",
+            )
+            .bind(column(self.clock.now()))
+            .bind(ms(claim_ttl))
+            .bind(ms(outbox_ttl))
+            .execute(&self.writer)
+            .await?;
         }
         Ok(())
     }
@@ -51,6 +63,11 @@ async fn restart_deadlines(
     outbox_ttl_ms: i64,
 ) -> Result<(), Error> {
     let now = column(now);
+    // Other processes may hold claims and rows for longer than this one does.
+    let row = sqlx::query("SELECT claim_ttl_ms, outbox_ttl_ms FROM headwater_clock")
+        .fetch_one(&mut *connection)
+        .await?;
+    let longest = |ours: i64, stored: i64| ours.max(stored);
     let statements = [
         (
             // Overdue at once: no nudge may be on its way.
@@ -66,13 +83,13 @@ async fn restart_deadlines(
             "UPDATE issues SET claim_expires_at = ?1 + ?2, updated_at = ?1
              WHERE processing_status = 'processing'
                  AND (claim_expires_at <= ?1 OR claim_expires_at > ?1 + ?2)",
-            claim_ttl_ms,
+            longest(claim_ttl_ms, row.try_get(0)?),
         ),
         (
             "UPDATE outbox SET due_at = ?1 + iif(status = 'taken', ?2, 0)
              WHERE (status = 'taken' AND (due_at <= ?1 OR due_at > ?1 + ?2))
                  OR (status IN ('waiting', 'pending') AND due_at > ?1)",
-            outbox_ttl_ms,
+            longest(outbox_ttl_ms, row.try_get(1)?),
         ),
         (
             "UPDATE workers SET expires_at = ?1 + expires_at - seen_at, seen_at = ?1 WHERE ?2 >= 0",

@@ -182,7 +182,8 @@ pub(super) async fn settle(
              status = new.row ->> 2, attempts = attempts + (new.row ->> 3),
              due_at = coalesce(new.row ->> 4, due_at),
              last_error = coalesce(new.row ->> 5, last_error), taken_by = NULL,
-             delivered_at = iif(new.row ->> 2 = 'delivered', ?2, NULL)
+             delivered_at = iif(new.row ->> 2 = 'delivered', ?2, NULL),
+             crashes = iif(new.row ->> 2 = 'pending', 0, crashes)
          FROM (SELECT value AS row FROM json_each(?1)) AS new
          WHERE outbox.id = new.row ->> 0 AND outbox.deliveries = new.row ->> 1
              AND outbox.status = 'taken'

@@ -18,7 +18,7 @@ struct Cut {
     setup: Setup,
     queue: Queue,
     proxy: Proxy,
-    _redis: Redis,
+    redis: Redis,
 }
 
 impl Cut {
@@ -29,7 +29,7 @@ impl Cut {
         let proxy = Proxy::start(redis.addr())?;
         let options = Options { call_deadline: Duration::from_secs(2), ..Default::default() };
         let queue = Queue::new(connect(&redis.url_at(proxy.addr()), &options).await?);
-        Ok(Self { setup, queue, proxy, _redis: redis })
+        Ok(Self { setup, queue, proxy, redis })
     }
 
     /// Slows the server down while `change` runs, and cuts it off as soon as `has_begun`.
@@ -190,5 +190,37 @@ async fn an_interrupted_deletion_of_a_topic_says_so_until_it_is_repeated() -> Re
     assert!(topics.delete(topic).await?);
     assert!(!topics.list().await?.contains(topic));
     assert!(!topics.delete(topic).await?);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deleting_a_topic_again_whose_meta_is_gone_touches_no_stream_of_another_program()
+-> Result<()> {
+    let cut = Cut::new().await?;
+    let topic = &cut.setup.topic;
+    // As a deletion leaves it whose reply to the removal of the meta is lost; the bare name is another program's stream.
+    cut.redis.command(&["XADD", topic, "*", "theirs", "1"])?.ok()?;
+    cut.redis.command(&["DEL", &format!("streaming:mq:topic:{topic}:meta")])?.ok()?;
+    assert!(cut.setup.queue.topics().list().await?.contains(topic));
+    assert!(cut.setup.queue.topics().delete(topic).await?);
+    assert!(!cut.setup.queue.topics().list().await?.contains(topic));
+    assert_eq!(cut.redis.command(&["XLEN", topic])?.int(), Some(1));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_topic_whose_deletion_is_not_finished_cannot_be_created_again() -> Result<()> {
+    let cut = Cut::new().await?;
+    let topic = &cut.setup.topic;
+    let meta = format!("streaming:mq:topic:{topic}:meta");
+    cut.redis.command(&["HSET", &meta, "deletingSince", "2026-11-01T08:00:00Z"])?.ok()?;
+    let created = cut.setup.queue.topics().create(topic, PARTITIONS, Default::default()).await;
+    assert!(
+        matches!(&created, Err(QueueError::TopicExists { difference, .. })
+        if difference.contains("not finished")),
+        "{created:?}"
+    );
+    assert!(cut.setup.queue.topics().delete(topic).await?);
+    assert!(cut.setup.queue.topics().create(topic, PARTITIONS, Default::default()).await?);
     Ok(())
 }

@@ -261,7 +261,12 @@ impl Writer {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(Failure::new(Damage::Write, &next, "removed", error));
             }
-            _ => {}
+            Err(_) => {}
+            // Back after a power cut, it would make the torn end of this file pass as damage all the same.
+            Ok(()) => self
+                .directory
+                .sync()
+                .map_err(|error| Failure::new(Damage::Write, &next, "removed", error))?,
         }
         let mut file = &*self.tail.file;
         let cut = file.set_len(self.tail.offset);

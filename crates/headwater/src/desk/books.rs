@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{Semaphore, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, warn};
@@ -37,6 +37,9 @@ const SETTLE_PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duratio
 /// Settlements under way; beyond it, reservations are left to expire.
 const SETTLING_MAX: usize = 10_000;
 
+/// Settlements that call the ledger at once.
+const SETTLE_CALLS_MAX: usize = 4;
+
 /// How often this process has the ledger do its upkeep, while tokens are used.
 const MAINTAIN_EVERY: Duration = Duration::from_secs(30);
 
@@ -48,6 +51,8 @@ pub(crate) struct Books {
     settling: Mutex<JoinSet<()>>,
     /// How many they are.
     unsettled: watch::Sender<usize>,
+    /// Of those, the ones that may call the ledger now: after an outage they must not take every connection.
+    calling: Arc<Semaphore>,
     started: Instant,
     /// When the ledger's upkeep is due, in milliseconds after `started`.
     maintain_at: AtomicU64,
@@ -79,6 +84,7 @@ impl Books {
             ledger,
             settling: Mutex::default(),
             unsettled: watch::Sender::new(0),
+            calling: Arc::new(Semaphore::new(SETTLE_CALLS_MAX)),
             started: Instant::now(),
             maintain_at: AtomicU64::new(0),
         }
@@ -140,10 +146,11 @@ impl Books {
             return;
         }
         let (ledger, unsettled) = (Arc::clone(&self.ledger), self.unsettled.clone());
+        let calling = Arc::clone(&self.calling);
         unsettled.send_modify(|count| *count += 1);
         let maintains = self.is_maintenance_due();
         settling.spawn(async move {
-            settle_until_confirmed(&*ledger, &reservation, used).await;
+            settle_until_confirmed(&*ledger, &calling, &reservation, used).await;
             unsettled.send_modify(|count| *count -= 1);
             drop(done);
             if maintains && let Err(error) = ledger.maintain().await {
@@ -160,10 +167,19 @@ impl Books {
     }
 }
 
-async fn settle_until_confirmed(ledger: &dyn Ledger, reservation: &Reservation, used: u64) {
+async fn settle_until_confirmed(
+    ledger: &dyn Ledger,
+    calling: &Semaphore,
+    reservation: &Reservation,
+    used: u64,
+) {
     let until = Instant::now() + SETTLE_FOR;
     let (mut pause, longest) = SETTLE_PAUSES;
-    while let Err(error) = ledger.settle(reservation, used).await {
+    let settle = async || {
+        let _permit = calling.acquire().await;
+        ledger.settle(reservation, used).await
+    };
+    while let Err(error) = settle().await {
         let issue_id = reservation.issue_id;
         if Instant::now() >= until {
             warn!(%issue_id, %error, "tokens were not settled; they stay reserved until they expire");

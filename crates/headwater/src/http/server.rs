@@ -21,6 +21,7 @@ use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
@@ -114,8 +115,9 @@ impl Listening {
                 }
                 Err(error) => {
                     warn!(%error, "a connection was not accepted");
-                    // Most likely too many files are open.
-                    open.close_one();
+                    if is_out_of_resources(&error) {
+                        open.close_one();
+                    }
                     sleep(ACCEPT_AGAIN_AFTER).await;
                 }
             }
@@ -237,4 +239,12 @@ fn raise_file_limit(settings: &Http) {
             "the limit of open files is low for `http.connections_max`; raise it (ulimit -n) or lower the setting"
         );
     }
+}
+
+/// Whether the process or the system has no file or memory left for a connection.
+fn is_out_of_resources(error: &std::io::Error) -> bool {
+    let code = error.raw_os_error().map(Errno::from_raw_os_error);
+    code.is_some_and(|code| {
+        [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM].contains(&code)
+    })
 }

@@ -8,6 +8,8 @@
 //! here and written anew, delimited so that every parser of CommonMark ends it where it ends here: a code span is on one
 //! line, all backticks that delimit nothing are escaped, a fence stands alone and is longer than any run of backticks in it.
 
+use crate::marker;
+
 /// Invisible, breaks no line, and ends a name, a command and a mark.
 const WORD_JOINER: char = '\u{2060}';
 
@@ -105,11 +107,7 @@ impl Output {
         let before = if self.text.is_empty() { "" } else { "\n" };
         let mut block = format!("{before}{fence}\n");
         for line in code {
-            let line = code_text(line);
-            if line.trim_start().starts_with('/') {
-                block.push(WORD_JOINER);
-            }
-            block.push_str(&line);
+            block.push_str(&code_text(line));
             block.push('\n');
         }
         block.push_str(&fence);
@@ -174,7 +172,7 @@ fn code_span<'a>(run: &str, after: &'a str) -> Option<(&'a str, &'a str)> {
 
 /// Code as it was, but for what is found in the text of a comment wherever it stands: marks of ours.
 fn code_text(code: &str) -> String {
-    code.replace("<!--", &format!("<{WORD_JOINER}!--"))
+    code.replace(marker::PREFIX, &format!("<{WORD_JOINER}{}", &marker::PREFIX[1..]))
 }
 
 /// Characters that show text, such as an address, in another order than it has.
@@ -249,6 +247,16 @@ mod tests {
         shown
     }
 
+    fn without_code_blocks(markdown: &str) -> String {
+        let mut outside = markdown.to_owned();
+        for (event, range) in Parser::new(markdown).into_offset_iter() {
+            if let Event::Start(Tag::CodeBlock(_)) = event {
+                outside.replace_range(range.clone(), &" ".repeat(range.len()));
+            }
+        }
+        outside
+    }
+
     fn has_mention(text: &str) -> bool {
         let names = text.split('@').skip(1);
         names.into_iter().any(|rest| rest.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
@@ -260,8 +268,10 @@ mod tests {
         prop_assert!(markdown.len() <= bytes_max, "{} bytes", markdown.len());
         prop_assert!(shown.odd.is_empty(), "{content:?} became {markdown:?}: {:?}", shown.odd);
         prop_assert!(!has_mention(&shown.text), "{content:?} became {markdown:?}");
-        prop_assert!(!markdown.contains("<!--"), "{content:?} became {markdown:?}");
-        let command = markdown.lines().find(|line| line.trim_start().starts_with('/'));
+        prop_assert!(!markdown.contains(marker::PREFIX), "{content:?} became {markdown:?}");
+        // GitLab takes no commands from blocks of code.
+        let outside = without_code_blocks(&markdown);
+        let command = outside.lines().find(|line| line.trim_start().starts_with('/'));
         prop_assert!(command.is_none(), "{content:?} became {markdown:?}");
         Ok(markdown)
     }
@@ -299,10 +309,17 @@ mod tests {
 
     #[test]
     fn code_is_verbatim_and_formatting_stays() {
-        let content = "# Title\n\nUse `npm i @types/node[1]` and ``a`b``:\n\n```rust\nlet x: &[u8] = b\"<>\"; // @ada\n```\n- **bold**";
+        let content = "# Title\n\nUse `npm i @types/node[1]` and ``a`b``:\n\n```rust\nlet x: &[u8] = b\"<>\"; // @ada\n/usr/bin/env <!-- x -->\n```\n- **bold**";
         let markdown = check(content, ROOM).unwrap();
         let code = shown(&markdown).code;
-        assert_eq!(code, ["npm i @types/node[1]", "a`b", "let x: &[u8] = b\"<>\"; // @ada\n"]);
+        assert_eq!(
+            code,
+            [
+                "npm i @types/node[1]",
+                "a`b",
+                "let x: &[u8] = b\"<>\"; // @ada\n/usr/bin/env <!-- x -->\n"
+            ]
+        );
         assert!(
             markdown.starts_with("# Title\n") && markdown.ends_with("- **bold**"),
             "{markdown}"

@@ -34,30 +34,39 @@ BEGIN
     RETURN (SELECT completed_event_log_id FROM issues WHERE id = p_issue);
 END $$;
 
--- What the clock showed when it was last looked at. Whoever connects and finds it earlier knows that it was set back.
-CREATE TABLE IF NOT EXISTS headwater_clock (seen_at timestamptz NOT NULL);
-INSERT INTO headwater_clock SELECT headwater_now() WHERE NOT EXISTS (SELECT 1 FROM headwater_clock);
+-- What the clock showed when it was last looked at: a process that connects and finds it earlier knows that it was set back.
+-- For how long the process with the longest settings holds claims and rows of the outbox. When deadlines were last restarted.
+CREATE TABLE IF NOT EXISTS headwater_clock (
+    seen_at timestamptz NOT NULL, claim_ttl_ms bigint NOT NULL DEFAULT 0, outbox_ttl_ms bigint NOT NULL DEFAULT 0,
+    restarted_at timestamptz
+);
+INSERT INTO headwater_clock (seen_at) SELECT headwater_now() WHERE NOT EXISTS (SELECT 1 FROM headwater_clock);
 
 -- The clock was set: ends waits, and gives those who hold something their whole time again. A deadline that was set after the
--- step, within its time, is left alone. Returns how many rows of the more numerous kind were changed: at most `p_limit`, then
--- there may be more. Locks issues before rows of the outbox, in the order of their ids, as all functions do.
+-- step, within its time, is left alone. Each process notices a step by itself; the first one deals with it, and those that come
+-- within ten seconds find it done. Returns how many rows are left, because there are more than `p_limit` of a kind or because
+-- other transactions have them locked; -1 if another process is at it. Waits for no lock.
 CREATE OR REPLACE FUNCTION headwater_restart_deadlines_1(
     p_claim_ttl_ms bigint, p_outbox_ttl_ms bigint, p_limit bigint
 ) RETURNS bigint
 LANGUAGE plpgsql AS $$
 DECLARE
     v_now timestamptz := headwater_now();
-    v_claim_end timestamptz := v_now + headwater_interval(p_claim_ttl_ms);
-    v_outbox_end timestamptz := v_now + headwater_interval(p_outbox_ttl_ms);
-    v_issues bigint[];
-    v_rows bigint[];
+    v_clock headwater_clock;
+    v_claim_end timestamptz;
+    v_outbox_end timestamptz;
+    v_left bigint;
 BEGIN
-    SELECT coalesce(array_agg(id), '{}') INTO v_issues FROM (
-        SELECT id FROM issues WHERE processing_status <> 'idle'
-            AND (not_before > v_now OR first_pending_at > v_now OR nudged_at > v_now
-                OR (processing_status = 'processing'
-                    AND (claim_expires_at <= v_now OR claim_expires_at > v_claim_end)))
-        ORDER BY id LIMIT p_limit FOR UPDATE) i;
+    IF NOT pg_try_advisory_xact_lock(7523377802141824870) THEN
+        RETURN -1;
+    END IF;
+    SELECT * INTO v_clock FROM headwater_clock;
+    IF v_clock.restarted_at <= v_now AND v_clock.restarted_at > v_now - interval '10 seconds' THEN
+        RETURN 0;
+    END IF;
+    v_claim_end := v_now + headwater_interval(greatest(p_claim_ttl_ms, v_clock.claim_ttl_ms));
+    v_outbox_end := v_now + headwater_interval(greatest(p_outbox_ttl_ms, v_clock.outbox_ttl_ms));
+    -- Issues before rows of the outbox, in the order of their ids, as all functions lock them.
     UPDATE issues SET
         not_before = CASE WHEN not_before > v_now THEN NULL ELSE not_before END,
         first_pending_at = CASE WHEN first_pending_at > v_now THEN v_now ELSE first_pending_at END,
@@ -68,19 +77,29 @@ BEGIN
                 AND (claim_expires_at <= v_now OR claim_expires_at > v_claim_end) THEN v_claim_end
             ELSE claim_expires_at END,
         updated_at = v_now
-    WHERE id = ANY (v_issues);
-
-    SELECT coalesce(array_agg(id), '{}') INTO v_rows FROM (
+    WHERE id IN (
+        SELECT id FROM issues WHERE processing_status <> 'idle'
+            AND (not_before > v_now OR first_pending_at > v_now OR nudged_at > v_now
+                OR (processing_status = 'processing'
+                    AND (claim_expires_at <= v_now OR claim_expires_at > v_claim_end)))
+        ORDER BY id LIMIT p_limit FOR UPDATE SKIP LOCKED);
+    UPDATE outbox SET due_at = CASE WHEN status = 'taken' THEN v_outbox_end ELSE v_now END
+    WHERE id IN (
         SELECT id FROM outbox WHERE status IN ('waiting', 'pending', 'taken')
             AND ((status = 'taken' AND (due_at <= v_now OR due_at > v_outbox_end))
                 OR (status <> 'taken' AND due_at > v_now))
-        ORDER BY id LIMIT p_limit FOR UPDATE) o;
-    UPDATE outbox SET due_at = CASE WHEN status = 'taken' THEN v_outbox_end ELSE v_now END
-    WHERE id = ANY (v_rows);
-
-    UPDATE workers SET expires_at = v_now + (expires_at - seen_at), seen_at = v_now;
-    UPDATE headwater_clock SET seen_at = v_now;
-    RETURN greatest(cardinality(v_issues), cardinality(v_rows));
+        ORDER BY id LIMIT p_limit FOR UPDATE SKIP LOCKED);
+    v_left := (SELECT count(*) FROM issues WHERE processing_status <> 'idle'
+            AND (not_before > v_now OR first_pending_at > v_now OR nudged_at > v_now
+                OR (processing_status = 'processing'
+                    AND (claim_expires_at <= v_now OR claim_expires_at > v_claim_end))))
+        + (SELECT count(*) FROM outbox WHERE status IN ('waiting', 'pending', 'taken')
+            AND ((status = 'taken' AND (due_at <= v_now OR due_at > v_outbox_end))
+                OR (status <> 'taken' AND due_at > v_now)));
+    UPDATE workers SET expires_at = v_now + (expires_at - seen_at), seen_at = v_now
+    WHERE worker IN (SELECT worker FROM workers ORDER BY worker FOR UPDATE SKIP LOCKED);
+    UPDATE headwater_clock SET seen_at = v_now, restarted_at = CASE WHEN v_left = 0 THEN v_now END;
+    RETURN v_left;
 END $$;
 
 DO $$

@@ -42,6 +42,17 @@ DROP TRIGGER IF EXISTS outbox_integration ON outbox;
 CREATE TRIGGER outbox_integration BEFORE INSERT OR UPDATE ON outbox
     FOR EACH ROW WHEN (NEW.integration_id IS NULL) EXECUTE FUNCTION headwater_outbox_integration();
 
+-- A delivery that was settled, however it ended, was no crash of its deliverer: only crashes in a row make a row dead.
+CREATE OR REPLACE FUNCTION headwater_outbox_settled() RETURNS trigger
+LANGUAGE plpgsql AS $$
+BEGIN
+    NEW.crashes := 0;
+    RETURN NEW;
+END $$;
+DROP TRIGGER IF EXISTS outbox_settled ON outbox;
+CREATE TRIGGER outbox_settled BEFORE UPDATE ON outbox
+    FOR EACH ROW WHEN (OLD.status = 'taken' AND NEW.status = 'pending') EXECUTE FUNCTION headwater_outbox_settled();
+
 CREATE INDEX IF NOT EXISTS idx_outbox_target ON outbox (integration_id, kind, target, due_at, id) WHERE status IN ('pending', 'taken');
 
 -- Takes rows of the outbox that are due, `p_limit` in all; skips rows that other transactions have locked. A target is an
