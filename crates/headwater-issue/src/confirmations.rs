@@ -37,7 +37,7 @@ struct Sample {
 }
 
 impl Confirmations {
-    /// Notes that an event log was confirmed to somebody outside. Each has the same chance to be checked.
+    /// Notes that an event log was confirmed to its sender. Each has the same chance to be checked.
     pub fn note(&self, id: EventLogId) {
         let mut sample = self.sample.lock().expect("no code panics while it holds this lock");
         sample.seen += 1;

@@ -201,7 +201,7 @@ impl Topics {
         let now = backend.now().await?;
         progress.begin();
         if !topic.layout.is_plain() && topic.deleting_since.is_none() {
-            // First, so that whoever looks at a topic that is half gone sees why.
+            // First, so that `describe` of a topic that is half gone says why.
             backend.map_update(&keys::meta(name), None, &Topic::deleting(now)).await?;
         }
         let mut had_data = backend.delete_stream(&keys::dead_letters(&topic)).await?;

@@ -121,10 +121,10 @@ fn a_command_whose_consumer_is_killed_before_it_reads_is_killed_with_its_childre
 
 #[test]
 fn commands_of_consumers_killed_at_random_read_whole_payloads_and_none_survives() {
-    let kills = number("HEADWATER_KILLS").unwrap_or(6);
+    let kills = number("HEADWATER_COMMAND_KILLS").unwrap_or(6);
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     let seed = number("HEADWATER_SEED").unwrap_or(clock.as_nanos() as u64) | 1;
-    println!("HEADWATER_SEED={seed} HEADWATER_KILLS={kills}");
+    println!("HEADWATER_SEED={seed} HEADWATER_COMMAND_KILLS={kills}");
     let mut state = seed;
     let mut below = |limit: u64| {
         state ^= state << 13;

@@ -33,7 +33,7 @@ async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resu
     let noticed = watch.read(now, asked).or_else(|| watch.compare(now, stored));
     let Some(noticed) = noticed else {
         if watch.should_store() {
-            // Whoever finds it earlier than what is stored is yet to deal with that.
+            // Never earlier than what is stored: a process that has not yet noticed a step back must find it.
             let (claim_ttl, outbox_ttl) = watch.ttls();
             sqlx::query(
                 "UPDATE headwater_clock SET seen_at = greatest(seen_at, headwater_now()),

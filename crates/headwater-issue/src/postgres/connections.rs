@@ -133,7 +133,7 @@ impl Checkout {
             return Ok(());
         }
         Err(Error::Protocol(
-            "the connection was inside a transaction that nobody commits".to_owned(),
+            "the connection was inside a transaction that no call will commit".to_owned(),
         ))
     }
 

@@ -113,7 +113,7 @@ mod tests {
             "792e6a65c37ea406952a8b9494136cc10f58ad126969e0b21201aad8d353f3ea",
             "ab7ffb123b072d45c8448f345d467a9c11638c48611b8dd7d91bc717cecad064",
             "8c689229116e81d2736c059ba57b95838dba8480183f79d8cddafd316e6363cb",
-            "ee06aadcb1346d3806440af065e1404c209fb9a95e8151b8f7a4f0ea9ab88a46",
+            "579a3041c630fd50d2c0956b59cd90e76d8058af345a20f0bdfae205f76fa158",
             "0ed2d56112147562275b53c0c74c5c2563d09a025aa9e7c0699780b25d7b865c",
         ];
         let ours = MIGRATIONS.map(migrations::checksum);

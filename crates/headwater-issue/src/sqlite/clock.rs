@@ -30,7 +30,7 @@ impl SqliteStore {
         Ok(())
     }
 
-    /// Stores the time now and then, for those who open the file later.
+    /// Stores the time now and then, for processes that open the file later.
     pub(super) async fn store_time(&self) -> Result<(), Error> {
         if self.watch.should_store() {
             let (claim_ttl, outbox_ttl) = self.watch.ttls();
@@ -48,7 +48,7 @@ impl SqliteStore {
     }
 }
 
-/// When somebody last stored the time.
+/// The time that was last stored, by whichever process.
 pub(super) async fn stored(writer: &SqlitePool) -> Result<Timestamp, Error> {
     let row = sqlx::query("SELECT seen_at FROM headwater_clock").fetch_one(writer).await?;
     Ok(time(row.try_get(0)?))

@@ -115,7 +115,7 @@ mod tests {
         let applied = [
             "e0be7f070e7e684a3fbbc730e2b6516a9fef3d1643759a6777a3937297b00bf0",
             "962ad3ad375acf7827e47ff7c4db6dc335733ab9766f6420ddac16487e7b5c84",
-            "a241ef4f1534fe7085d3f9a7eb085609e432f2b5ebf85357d6045ced12532f87",
+            "95df3c1b835e9092d2ea1bfcc0e07f132e547e8af56f252304d93502c7da3270",
             "b5edadba48c9994eaf1bc5720892b7652be175842e6bd9d4f1de3fd4994e1151",
         ];
         let ours = MIGRATIONS.map(migrations::checksum);

@@ -1,6 +1,6 @@
 -- Order follows ids and not times, since the clock may be set back: which event logs an issue had when a run was committed.
--- By triggers, so that it holds whichever version of a function writes the row. Both run under the lock of the issue, and
--- whoever records an event holds that lock until the commit: what they see is exact.
+-- By triggers, so that it holds whichever version of a function writes the row. Both run under the lock of the issue. A
+-- transaction that records an event holds that lock until its commit, so what the triggers see is exact.
 ALTER TABLE issues ADD COLUMN IF NOT EXISTS completed_event_log_id bigint;
 ALTER TABLE outbox ADD COLUMN IF NOT EXISTS newest_event_log_id bigint;
 
