@@ -24,7 +24,8 @@ const WORK: [(&str, u32); 7] = [
     ("HEADWATER_COMMAND_KILLS", 6),
 ];
 
-const FILTER: &str = "binary(/differential|crash|simulation|chaos|clock_steps|consume_exec|full_disk/)
+const FILTER: &str =
+    "binary(/differential|crash|simulation|chaos|clock_steps|consume_exec|full_disk/)
      | test(/differential|crash/)";
 
 /// The exit code of a run that was stopped, as that of `timeout`.

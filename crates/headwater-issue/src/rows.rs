@@ -34,7 +34,6 @@ pub(crate) fn known<T>(name: &str, parsed: Option<T>) -> Result<T, sqlx::Error> 
 }
 
 /// Milliseconds for a column.
-#[cfg(feature = "postgres")]
 pub(crate) fn ms(duration: std::time::Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }

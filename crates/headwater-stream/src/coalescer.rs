@@ -171,6 +171,7 @@ where
         Call { shared: &self.shared, number, response }.await
     }
 
+    #[cfg(feature = "redis")]
     /// Whether its task is no more, because its runtime has ended: nobody will get a response from it.
     pub(crate) fn has_ended(&self) -> bool {
         self.shared.lock().has_ended

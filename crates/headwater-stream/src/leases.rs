@@ -149,6 +149,10 @@ impl LeaseInfo {
 
     /// What stands for a value that is not a lease: nobody can acquire the lease until a person has deleted the value, so
     /// it has no end in sight.
+    #[cfg_attr(
+        not(any(feature = "embedded", feature = "redis")),
+        allow(dead_code, reason = "only the backends make one")
+    )]
     pub(crate) fn wrong_type() -> Self {
         let holder = HolderName::new(Self::WRONG_TYPE).expect("the name is valid");
         Self { holder, epoch: Epoch(0), remaining: LEASE_TTL_MAX }
