@@ -211,11 +211,11 @@ pub enum Stored {
     Duplicate(EntryId),
     /// In the spool of this process, on its way to the stream. The backend is away.
     Spooled,
-    /// Nowhere but in the hands of this process: the bus is a local one, or the backend is away, the event was not sent,
-    /// and the bus was told to go on without it. No other process ever sees it.
+    /// Only in this process: the bus is local, or the backend was unavailable and the event was not sent
+    /// ([`FailurePolicy::LocalOnly`](crate::FailurePolicy::LocalOnly)). No other process ever sees it.
     LocalOnly,
-    /// In the hands of this process, and perhaps in its stream: it was sent, the backend did not confirm it, and the bus was
-    /// told to go on without the backend ([`FailurePolicy::LocalOnly`](crate::FailurePolicy::LocalOnly)). Other processes may see it.
+    /// In this process, and perhaps in its stream: it was sent and the backend did not confirm it
+    /// ([`FailurePolicy::LocalOnly`](crate::FailurePolicy::LocalOnly)). Other processes may see it.
     /// Published again under the same id, it counts once.
     Unconfirmed,
 }

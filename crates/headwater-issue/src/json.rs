@@ -257,7 +257,7 @@ impl<'de> DeserializeSeed<'de> for Level<'_> {
 }
 
 fn refuse_nul<E: Error>(text: &str) -> Result<(), E> {
-    // Postgres can keep no NUL in a string, so nobody may.
+    // PostgreSQL stores no NUL in a string, so no store accepts one.
     if text.contains('\0') {
         return Err(E::custom("a string contains a NUL character"));
     }

@@ -49,7 +49,7 @@ impl Progress {
                     | StreamError::Protocol { .. }
             )
         );
-        // One at a time fails without an effect, or nobody knows. Of several, some may be changed.
+        // One at a time fails without an effect, or with an unknown one. Of several, some may be changed.
         let begun = self.begun - self.done;
         let uncertain = if is_uncertain || begun > 1 { begun } else { 0 };
         if !self.has_begun && self.done + uncertain == 0 {

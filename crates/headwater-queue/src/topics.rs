@@ -227,7 +227,7 @@ impl Topics {
         // Without meta there was no topic when this began; one that was created since is not ours to delete.
         let had_meta = !topic.layout.is_plain() && backend.map_delete(&keys::meta(name)).await?;
         let was_listed = backend.set_remove(&keys::registry(), &[name.as_str()]).await? > 0;
-        // Somebody may have created it anew since.
+        // Another process may have created it anew since.
         self.register(name).await?;
         Ok(was_listed || had_meta || had_data)
     }

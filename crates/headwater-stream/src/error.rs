@@ -9,7 +9,7 @@ pub type Result<T, E = StreamError> = std::result::Result<T, E>;
 /// Why a call to a backend failed.
 ///
 /// `Invalid`, `WrongType`, `Fenced` and `NoGroup` mean that the call had no effect. After `Unavailable`
-/// the effect is unknown: the call may have happened, so whoever repeats it must expect a duplicate. So it is after
+/// the effect is unknown: the call may have happened, so a caller that repeats it must expect a duplicate. So it is after
 /// `Full` for a call that was under way when the disk of an embedded backend became full: its changes are kept in memory
 /// and written when there is space again. Calls made while the disk is full are refused with `Full` and have no effect.
 #[derive(Debug, thiserror::Error)]

@@ -4,7 +4,7 @@
 //! Promises: a holder learns that it must stop *before* its lease can expire on the server. Time is counted from the
 //! moment a request was sent, so a slow reply shortens the trust and never stretches it; a process that was paused
 //! finds its trust gone when it wakes. A lease whose trust has run out has lapsed, and that is final: no renewal brings it
-//! back, it is released, and whoever wants it again gets it with a new epoch.
+//! back, it is released, and a new acquire gets a new epoch.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -379,7 +379,7 @@ impl LeaseKeeper {
     /// Gives leases up so that others get them at once. Returns how many were still held. If it fails,
     /// [`run_once`](Self::run_once) tries again until they have expired.
     pub async fn release(&self, leases: &[LeaseName]) -> Result<usize> {
-        // Ended first: nobody may work under a lease that is being given away.
+        // Ended first: no owner may work under a lease that is being released.
         let fences: Vec<Fence> = {
             let mut held = self.lock();
             for lease in leases {

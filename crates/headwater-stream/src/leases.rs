@@ -40,7 +40,7 @@ pub trait Leases: Send + Sync {
     /// those whose name holds a value of another type.
     async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize>;
 
-    /// Who holds these leases, in order; `None` where nobody does. Where a name holds a value of another type, the answer
+    /// Who holds these leases, in order; `None` where it is free. Where a name holds a value of another type, the answer
     /// says so ([`LeaseInfo::is_wrong_type`]), and the others are not affected.
     async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>>;
 
@@ -147,7 +147,7 @@ impl LeaseInfo {
     /// The holder of a lease whose name holds a value of another type.
     pub const WRONG_TYPE: &str = "~wrong-type";
 
-    /// What stands for a value that is not a lease: nobody can acquire the lease until a person has deleted the value, so
+    /// What stands for a value that is not a lease: the lease cannot be acquired until a person has deleted the value, so
     /// it has no end in sight.
     #[cfg_attr(
         not(any(feature = "embedded", feature = "redis")),

@@ -1,7 +1,7 @@
 //! The mark in comments that we write, by which a reply is found again and not answered.
 //!
 //! Upstream: `replies` writes it and looks for it, `webhooks` and `desk` look for it. Promises: the mark of one reply is the
-//! same at every attempt and no other reply has it; without the secret nobody can write one before we have, since it
+//! same at every attempt and no other reply has it; without the secret it cannot be forged, since it
 //! ends with an HMAC of the idempotency key. No text of a user or a model becomes one, since `<` is escaped in what we send.
 
 use hmac::{Hmac, KeyInit, Mac};
@@ -28,7 +28,7 @@ pub fn of(idempotency_key: &str, secret: &SecretString) -> String {
     format!("{}{mac}{SUFFIX}", unsigned(idempotency_key))
 }
 
-/// How every mark of the reply with this idempotency key begins, whoever wrote it and with whatever secret.
+/// How every mark of the reply with this idempotency key begins, whatever its author and secret.
 pub(crate) fn unsigned(idempotency_key: &str) -> String {
     // Keys are of our making; should one ever hold more, it must not end the mark early.
     let safe = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.' | ':');

@@ -102,7 +102,7 @@ pub(crate) async fn run(
 ) -> Result<(), Failure> {
     let stopping = Stopping::default();
     stopping.on_signals().context("signals cannot be heard")?;
-    // Before the port: a wrong setting is told as such, whoever has the port.
+    // Before the port: a wrong setting is reported as such, also while the port is in use.
     open::check(&settings)?;
     let listening = match role {
         Role::Serve => Listening::bind("http.listen", settings.http.listen).await?,

@@ -203,7 +203,7 @@ fn with_finite_numbers(line: &str) -> Cow<'_, str> {
             }
             None => {
                 is_string ^= c == '"';
-                // An escaped character is none that ends a string.
+                // An escaped character does not end a string.
                 let escaped = usize::from(c == '\\');
                 let taken = rest.chars().take(1 + escaped).map(char::len_utf8).sum();
                 text.push_str(&rest[..taken]);
@@ -224,7 +224,7 @@ fn columns(connection: &Connection, sql: &str) -> Result<Vec<String>> {
     Ok(unique(read().map_err(refused)?))
 }
 
-/// A name that was there before gets a number, so that each column can be told by its name.
+/// A name that was there before gets a number, so that column names are unique.
 fn unique(mut names: Vec<String>) -> Vec<String> {
     for index in 1..names.len() {
         let is_free = |name: &String| {

@@ -270,7 +270,7 @@ impl MainLoopClient {
             Deadline::Within(time) => waiting.ends_at(began + time.min(REPLY_KEEP_MAX)),
             Deadline::At(deadline) => waiting.ends_at(self.instant_of(deadline)),
         }
-        // What is dropped here is published all the same once the bus has it; nobody begins it after its deadline.
+        // What is dropped here is published all the same once the bus has it; no worker begins it after its deadline.
         match timeout_at(waiting.until, self.send(&request_id, submit, began)).await {
             Ok(sent) => sent?,
             Err(_) => return Err(waiting.over_unsubmitted()),

@@ -34,7 +34,7 @@ pub(super) struct Filling {
     pub(super) entries: u64,
 }
 
-/// What became of a copy that was given up.
+/// Result of abandoning a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Abandoned {
     /// Nothing is left of it.

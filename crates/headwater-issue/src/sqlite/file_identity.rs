@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use sqlx::Error;
 
-/// The file as it was when it was opened; of a database in memory there is none.
+/// The file as it was when it was opened; `None` for a database in memory.
 #[derive(Clone, Debug)]
 pub(super) struct FileIdentity(Option<Arc<(PathBuf, (u64, u64))>>);
 

@@ -144,7 +144,7 @@ fn hold(
     }
 }
 
-/// Whether a lease is held by this holder in this epoch. What is not a lease is held by nobody.
+/// Whether a lease is held by this holder in this epoch. What is not a lease has no holder.
 fn is_held_by(change: &Change<'_>, holder: &HolderName, fence: &Fence) -> bool {
     match change.state().lease(fence.lease.as_str(), change.now) {
         Ok(Some(held)) => held.holder == *holder && held.epoch == fence.epoch.0,

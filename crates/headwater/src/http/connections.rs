@@ -121,7 +121,7 @@ impl Connections {
         Some(Permit { connections: Arc::clone(self), id, class, closing })
     }
 
-    /// Closes the connection that has waited longest, whoever has it: there are no more files.
+    /// Closes the connection that has waited longest, of any client: there are no more file descriptors.
     pub(super) fn close_one(&self) {
         self.open().close_one(Class::Full, |_, _| true);
     }

@@ -91,7 +91,7 @@ impl Drop for ProcessGroup {
     }
 }
 
-/// A file without a name that holds these bytes, open at its beginning, and that nobody can change.
+/// A file without a name that holds these bytes, open at its beginning, and sealed.
 #[cfg(target_os = "linux")]
 fn complete_file(payload: &[u8]) -> io::Result<File> {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};

@@ -57,7 +57,7 @@ fn watch(group: Pid) {
     let _ = kill_process_group(group, Signal::KILL);
 }
 
-/// Whether nobody has the other end of standard error any more; waits for that, at most for `limit`.
+/// Whether the reading end of standard error is closed; waits for that, at most for `limit`.
 fn consumer_is_gone(limit: Option<&Timespec>) -> bool {
     let pipe = io::stderr();
     // No event is asked for; an error is told always.

@@ -3,7 +3,7 @@
 //! Upstream: `github` and `gitlab`, which know addresses and headers. Promises: a reply that may have been posted before is
 //! searched for first, by its mark, in every comment since it was committed; if there are too many to search, it is not
 //! posted. Only a comment that we have written counts: its mark has our HMAC, or its author is our account. Nothing of the
-//! model's text is markup of ours: no HTML, no command of GitLab, no mark, and it mentions nobody. The mark at the end is
+//! model's text is markup of ours: no HTML, no command of GitLab, no mark, no mention. The mark at the end is
 //! hidden and tells which reply it is.
 
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Text of a model as Markdown that GitHub and GitLab show as text, and nothing else.
 //!
-//! Upstream: `comment`. Promises: what a model writes mentions nobody, loads no image, makes no link but bare addresses,
+//! Upstream: `comment`. Promises: what a model writes mentions no user, loads no image, makes no link but bare addresses,
 //! whose target is what people see, and holds no HTML, no command of GitLab and no mark of ours. Emphasis, lists, headings
 //! and code stay. Code is as it was, but for the names of languages: some of them draw diagrams and maps.
 //!
