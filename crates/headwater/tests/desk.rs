@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater::desk::budget::{Budget, Ledger, MemoryLedger, Reservation, Reserved};
+use headwater::desk::model::scripted::{Line, ScriptedModel};
 use headwater::desk::model::{LanguageModel, ModelError, ModelPrompt, Pieces, Turn};
-use headwater::desk::scripted::{Line, ScriptedModel};
 use headwater::desk::tools::{FoundTicket, SearchQuery};
 use headwater::desk::{Desk, DeskConfig, NoTickets, Reply, ReplyTarget, TicketSearch};
-use headwater::replies::{Destination, Inside, Replies};
+use headwater::outbound::{Destination, Inside, Replies};
 use headwater_bus::{
     EventBus, EventBusExt, Folds, LocalBus, PromptExecuted, PromptRendered, Received, Registry,
     SessionId, Sessions, SessionsConfig, Subscribe, ToolInvoked,

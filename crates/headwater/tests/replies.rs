@@ -16,7 +16,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Method, StatusCode, Uri};
 use axum::response::IntoResponse;
 use headwater::desk::{Reply, ReplyTarget};
-use headwater::replies::{Destination, Inside, Replies, sign};
+use headwater::outbound::{Destination, Inside, Replies, sign};
 use headwater_issue::{
     Claim, ClaimOptions, Completion, Deliver, DeliverError, Delivery, EventLogId, IssueId,
     KeyedOutbox, NewEvent, NewOutbox, Outbox, OutboxConfig, OutboxId, OutboxKind, OutboxRow,

@@ -8,9 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use futures_util::future::join_all;
-use headwater::ticket_events::{
-    Outlet, TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload,
-};
+use headwater::outbound::Outlet;
+use headwater::tickets::{TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload};
 use headwater_issue::{DeliverError, IssueId, OutboxId, OutboxKind, OutboxRow};
 use headwater_stream::clock::{Clock, SystemClock};
 use headwater_stream::{Options, StreamName};

@@ -9,7 +9,7 @@ use std::time::Duration;
 use headwater::desk::budget::{Budget, Ledger, Reservation, Reserved};
 use headwater::desk::tools::{SearchQuery, TicketSearch};
 use headwater::desk::{Reply, ReplyTarget};
-use headwater::ticket_events::{Author, TicketEvent, TicketEventType, TicketPayload};
+use headwater::tickets::{Author, TicketEvent, TicketEventType, TicketPayload};
 use headwater::tickets::{
     NewTicket, NewTicketMessage, Posted, TakenIn, TicketError, TicketFilter, TicketStatus, Tickets,
 };

@@ -15,7 +15,7 @@ use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_blocking;
 
-use super::{Batches, Problem};
+use crate::analytics::{Batches, Problem};
 
 /// A rebuild lets the entries of the last minutes be: other programs write into the stream, and from there it may take a while
 /// into the database.

@@ -14,8 +14,8 @@ use tokio::runtime::Handle;
 use tracing::{info, warn};
 use utoipa::ToSchema;
 
-use super::{Batches, Problem};
-use crate::stop::Stopping;
+use crate::analytics::{Batches, Problem};
+use crate::server::shutdown::Stopping;
 use crate::tickets::History;
 
 /// How a rebuild stands.
@@ -38,7 +38,7 @@ pub(crate) struct Rebuilding {
 impl Rebuilding {
     /// The same for those who may not read the log.
     pub(crate) fn without_reason(self) -> Self {
-        let problem = self.problem.map(|_| super::IN_THE_LOG.to_owned());
+        let problem = self.problem.map(|_| crate::analytics::IN_THE_LOG.to_owned());
         Self { problem, ..self }
     }
 

@@ -21,18 +21,20 @@ use serde_json::json;
 use tracing::{info, warn};
 use uuid::Uuid;
 
-use super::books::{Books, Open, Opened};
-use super::budget::{self, Budget, Ledger, Reservation};
-use super::late_sessions::LateSessions;
-use super::model::{Answer, LanguageModel, ModelError, ModelPrompt, Turn, Usage, estimate_tokens};
-use super::prompt;
-use super::reply::{Reply, ReplyTarget};
-use super::session::RunSession;
-use super::thread::{Entry, Thread};
-use super::tools::{self, Effect, SearchScope, TicketSearch};
+use crate::desk::budget::{self, Budget, Ledger, Reservation};
+use crate::desk::conversation::{Entry, Thread};
+use crate::desk::model::{
+    Answer, LanguageModel, ModelError, ModelPrompt, Turn, Usage, estimate_tokens,
+};
+use crate::desk::pending_sessions::LateSessions;
+use crate::desk::prompt;
+use crate::desk::reply::{Reply, ReplyTarget};
+use crate::desk::session::RunSession;
+use crate::desk::token_accounting::{Books, Open, Opened};
+use crate::desk::tools::{self, Effect, SearchScope, TicketSearch};
 use crate::limits::{REPLY_BYTES_MAX, TOOL_ROUNDS_MAX};
 use crate::text;
-use crate::ticket_events::Author;
+use crate::tickets::Author;
 
 /// The longest that a run waits before it asks again whether a model is back.
 const AWAY_PAUSE_MAX: Duration = Duration::from_secs(300);

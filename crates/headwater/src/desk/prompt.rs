@@ -10,11 +10,11 @@ use std::fmt::Write as _;
 
 use serde::{Deserialize, Serialize};
 
-use super::model::{ModelPrompt, ToolSpec, Turn};
-use super::thread::{Entry, Thread};
+use crate::desk::conversation::{Entry, Thread};
+use crate::desk::model::{ModelPrompt, ToolSpec, Turn};
 use crate::limits::{PROMPT_TEXT_BYTES_MAX, PROMPT_THREAD_BYTES_MAX};
 use crate::text;
-use crate::ticket_events::Author;
+use crate::tickets::Author;
 
 const BEGIN: &str = "<thread>";
 const END: &str = "</thread>";

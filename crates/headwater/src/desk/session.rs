@@ -17,10 +17,10 @@ use tokio::sync::OnceCell;
 use tokio::time::timeout;
 use tracing::warn;
 
-use super::budget;
-use super::late_sessions::LateSessions;
-use super::model::{Answer, ModelPrompt, ToolCall, Turn, Usage};
-use super::tools::ToolOutcome;
+use crate::desk::budget;
+use crate::desk::model::{Answer, ModelPrompt, ToolCall, Turn, Usage};
+use crate::desk::pending_sessions::LateSessions;
+use crate::desk::tools::ToolOutcome;
 
 /// How long a run waits for the place of its session.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(2);

@@ -9,8 +9,8 @@ use headwater_issue::Issue;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
-use super::model::{ToolCall, ToolSpec};
-use super::prompt::escaped_json;
+use crate::desk::model::{ToolCall, ToolSpec};
+use crate::desk::prompt::escaped_json;
 use crate::limits::{SEARCH_RESULTS_MAX, TOOL_TEXT_BYTES_MAX};
 use crate::text;
 

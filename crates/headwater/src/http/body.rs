@@ -14,9 +14,9 @@ use futures_util::StreamExt;
 use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
-use super::{ApiError, BodyMemory, decoded_bytes};
-use crate::app::App;
-use crate::settings::Http;
+use crate::config::Http;
+use crate::http::{ApiError, BodyMemory, decoded_bytes};
+use crate::server::app_state::App;
 
 /// What is read and thrown away after the limit, so that a client that is still sending gets to read the answer.
 const DRAINED_BYTES_MAX: usize = 32 * 1024 * 1024;

@@ -15,7 +15,7 @@ use axum::http::StatusCode;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 
-use super::ApiError;
+use crate::http::ApiError;
 
 /// How long a request waits for memory.
 const WAIT_MAX: Duration = Duration::from_secs(2);

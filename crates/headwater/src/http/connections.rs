@@ -16,7 +16,7 @@ use metrics::counter;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::settings::Http;
+use crate::config::Http;
 
 /// Connections beyond the limit that get one request each, for probes.
 pub(super) const RESERVED_MAX: usize = 64;

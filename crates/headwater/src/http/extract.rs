@@ -4,7 +4,7 @@ use axum::extract::{FromRequestParts, Path, Query};
 use axum::http::request::Parts;
 use serde::de::DeserializeOwned;
 
-use super::{ApiError, NOTHING_HERE};
+use crate::http::{ApiError, NOTHING_HERE};
 
 /// What stands in the path. What does not fit leads nowhere: 404.
 pub(crate) struct PathOf<T>(pub(crate) T);

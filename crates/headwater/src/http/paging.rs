@@ -6,7 +6,7 @@
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::ApiError;
+use crate::http::ApiError;
 
 /// Bytes of a page, as they lie in the database. The last row may reach beyond.
 pub(crate) const PAGE_BYTES_MAX: usize = 8 * 1024 * 1024;

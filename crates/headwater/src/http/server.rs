@@ -29,12 +29,12 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tower::ServiceExt;
 use tracing::{debug, info, warn};
 
-use super::ApiError;
-use super::connections::{Class, Connections, InProgress, Permit, RESERVED_MAX};
-use super::rate::network;
-use crate::failure::Failure;
-use crate::settings::Http;
-use crate::stop::Stopping;
+use crate::config::Http;
+use crate::exit::Failure;
+use crate::http::ApiError;
+use crate::http::connections::{Class, Connections, InProgress, Permit, RESERVED_MAX};
+use crate::http::rate_limit::network;
+use crate::server::shutdown::Stopping;
 
 /// How long to wait when the system has no connection to give, for example because too many files are open.
 const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);

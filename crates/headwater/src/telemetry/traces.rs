@@ -22,9 +22,9 @@ use tracing_opentelemetry::OpenTelemetrySpanExt;
 use tracing_subscriber::Layer;
 use tracing_subscriber::filter::filter_fn;
 
-use super::AnyLayer;
-use super::fresh::Fresh;
-use crate::client;
+use crate::http_client;
+use crate::telemetry::AnyLayer;
+use crate::telemetry::uncached_filter::Fresh;
 
 /// How long one batch may take to be sent, and all that is left at the end.
 const SEND_MAX: Duration = Duration::from_secs(5);
@@ -37,7 +37,7 @@ pub(super) struct Traces(SdkTracerProvider);
 impl Traces {
     /// The layer that collects spans, and what sends them.
     pub(super) fn begin(url: &str) -> anyhow::Result<(AnyLayer, Self)> {
-        let client = client::build().map_err(anyhow::Error::msg)?;
+        let client = http_client::build().map_err(anyhow::Error::msg)?;
         let exporter = SpanExporter::builder()
             .with_http()
             .with_http_client(OnRuntime { client, runtime: Handle::current() })

@@ -17,14 +17,15 @@ use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 use tokio::sync::broadcast;
 use uuid::Uuid;
 
-use super::rows::{NewMessageRow, NewTicketRow};
-use super::ticket::{
+use crate::limits::PAGE_MAX;
+use crate::tickets::sql::postgres;
+use crate::tickets::sql::rows::{NewMessageRow, NewTicketRow};
+use crate::tickets::sql::sqlite;
+use crate::tickets::ticket::{
     NewTicket, NewTicketMessage, Posted, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus, checked_content, checked_title, checked_user,
 };
-use super::{postgres, sqlite};
-use crate::limits::PAGE_MAX;
-use crate::ticket_events::{Author, TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload};
+use crate::tickets::{Author, TICKET_EVENTS, TicketEvent, TicketEventType, TicketPayload};
 
 /// The integration, and its provider, whose issues are tickets.
 pub const INTEGRATION: &str = "desk";
@@ -39,8 +40,8 @@ const CHANGES_MAX: usize = 1024;
 macro_rules! on {
     ($connection:expr, $statement:ident($($argument:expr),*)) => {
         match $connection {
-            headwater_issue::Connection::Sqlite(connection) => $crate::tickets::sqlite::$statement(connection, $($argument),*).await,
-            headwater_issue::Connection::Postgres(connection) => $crate::tickets::postgres::$statement(connection, $($argument),*).await,
+            headwater_issue::Connection::Sqlite(connection) => $crate::tickets::sql::sqlite::$statement(connection, $($argument),*).await,
+            headwater_issue::Connection::Postgres(connection) => $crate::tickets::sql::postgres::$statement(connection, $($argument),*).await,
             _ => Err(sqlx::Error::Configuration("tickets need SQLite or Postgres".into())),
         }
         .map_err(|error| $crate::tickets::store::database_error(stringify!($statement), error))

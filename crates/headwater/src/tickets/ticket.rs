@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 use crate::limits::{CONTENT_BYTES_MAX, TITLE_BYTES_MAX, USER_ID_BYTES_MAX};
 use crate::text;
-use crate::ticket_events::Author;
+use crate::tickets::Author;
 
 /// Whether a ticket wants attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,0 +1,185 @@
+//! Answers on standard output: tables for people, one JSON value a line for programs.
+//!
+//! Promises: what is printed for people goes through [`line`] or [`note`], which escape what a terminal would obey
+//! (`text::printable`); what is printed for programs (`--json`, an export, CSV) goes through [`exact`], byte for byte.
+
+use std::collections::BTreeSet;
+use std::io::{ErrorKind, Write};
+
+use serde_json::Value;
+
+use crate::exit::Failure;
+use crate::text::printable;
+
+/// Characters of a cell; longer ones are cut.
+const CELL_MAX: usize = 80;
+
+/// Fields that say which thing a row is about.
+const ROW_NAMES: [&str; 3] = ["id", "name", "partition"];
+
+/// Rows that become a table at the end, or lines of JSON at once.
+pub(super) struct Rows {
+    json: bool,
+    columns: &'static [(&'static str, &'static str)],
+    rows: Vec<Vec<String>>,
+    lines: Vec<String>,
+}
+
+impl Rows {
+    /// `columns` are headings with the JSON pointers of their values.
+    pub(super) fn new(json: bool, columns: &'static [(&'static str, &'static str)]) -> Self {
+        Self { json, columns, rows: Vec::new(), lines: Vec::new() }
+    }
+
+    pub(super) fn add(&mut self, item: &Value) {
+        if self.json {
+            self.lines.push(item.to_string());
+            return;
+        }
+        let cell = |pointer: &str| item.pointer(pointer).map(cell).unwrap_or_default();
+        self.rows.push(self.columns.iter().map(|(_, pointer)| cell(pointer)).collect());
+    }
+
+    /// Says that there are more, to people.
+    pub(super) fn note_more(&self) {
+        if !self.json {
+            note("there are more; a higher --limit shows them");
+        }
+    }
+
+    pub(super) fn finish(self) -> Result<(), Failure> {
+        if self.json {
+            return self.lines.iter().try_for_each(|json| exact(json));
+        }
+        let headings = self.columns.iter().map(|(heading, _)| (*heading).to_owned()).collect();
+        let table: Vec<_> = std::iter::once(headings).chain(self.rows).collect();
+        columns(&table).iter().try_for_each(|row| line(row))
+    }
+}
+
+/// Rows with their cells below each other.
+pub(super) fn columns(rows: &[Vec<String>]) -> Vec<String> {
+    let mut widths: Vec<usize> = Vec::new();
+    for row in rows {
+        widths.resize(widths.len().max(row.len()), 0);
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect()
+}
+
+/// Foreign text on one line.
+pub(super) fn plain(text: &str) -> String {
+    printable(&text.replace(['\r', '\n'], " "))
+}
+
+/// A JSON value on one line, for programs if `json`, else for people.
+pub(super) fn json(json: bool, value: &Value) -> Result<(), Failure> {
+    let text = value.to_string();
+    if json { exact(&text) } else { line(&text) }
+}
+
+/// One object: as one line of JSON, or as a name and a value a line, lists of objects below it.
+pub(super) fn object(json: bool, value: &Value) -> Result<(), Failure> {
+    if json {
+        return exact(&value.to_string());
+    }
+    let Value::Object(fields) = value else { return line(&cell(value)) };
+    let width = fields.keys().map(String::len).max().unwrap_or(0);
+    let is_list =
+        |value: &Value| value.as_array().is_some_and(|items| items.iter().any(Value::is_object));
+    for (name, value) in fields.iter().filter(|(_, value)| !is_list(value) && !value.is_null()) {
+        match value {
+            Value::Object(inner) => {
+                let inner: Vec<String> = inner
+                    .iter()
+                    .filter(|(_, value)| !value.is_null())
+                    .map(|(name, value)| format!("{name}={}", cell(value)))
+                    .collect();
+                line(&format!("{name:<width$}  {}", inner.join(" ")))?;
+            }
+            value => line(&format!("{name:<width$}  {}", cell(value)))?,
+        }
+    }
+    for (name, value) in fields.iter().filter(|(_, value)| is_list(value)) {
+        line(&format!("\n{name}:"))?;
+        let items = value.as_array().map(Vec::as_slice).unwrap_or_default();
+        table(items).iter().try_for_each(|row| line(&format!("  {row}")))?;
+    }
+    Ok(())
+}
+
+/// Objects below each other, under the names of their fields. A field that is empty in all of them has no column.
+fn table(items: &[Value]) -> Vec<String> {
+    let filled = items.iter().filter_map(Value::as_object).flatten();
+    let filled = filled.filter(|(_, value)| !value.is_null());
+    // What tells one row from another comes first.
+    let names: BTreeSet<_> =
+        filled.map(|(name, _)| (!ROW_NAMES.contains(&name.as_str()), name)).collect();
+    let heading = names.iter().map(|(_, name)| name.to_uppercase().replace('_', " ")).collect();
+    let row = |item: &Value| names.iter().map(|(_, name)| cell(&item[name.as_str()])).collect();
+    let rows: Vec<_> = std::iter::once(heading).chain(items.iter().map(row)).collect();
+    columns(&rows)
+}
+
+/// A line, or several, for people.
+pub(super) fn line(text: &str) -> Result<(), Failure> {
+    exact(&printable(text))
+}
+
+/// A note for people beside the answer, on standard error.
+pub(super) fn note(text: &str) {
+    eprintln!("headwater: {}", printable(text));
+}
+
+/// The same bytes and a line end, for programs. A reader that went away, such as `head`, ends the verb without a failure.
+pub(super) fn exact(text: &str) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(Failure::NobodyReads),
+        Err(error) => Err(Failure::new(format!("standard output cannot be written: {error}"))),
+    }
+}
+
+/// A value in one cell; escaped here already, for its width counts.
+pub(super) fn cell(value: &Value) -> String {
+    let text = match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.clone(),
+        Value::Array(items) => items.iter().map(cell).collect::<Vec<_>>().join(","),
+        other => other.to_string(),
+    };
+    let shown: String = text.chars().take(CELL_MAX).collect();
+    let shown = plain(&shown.replace('\t', " "));
+    if text.chars().count() > CELL_MAX { shown + "…" } else { shown }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_strangers_text_moves_no_cursor() {
+        assert_eq!(cell(&json!("a\u{1b}[2Jb\nc\u{202e}d")), "a\\u001b[2Jb c\\u202ed");
+        assert_eq!(cell(&json!("x".repeat(100))).chars().count(), CELL_MAX + 1);
+        assert_eq!(cell(&json!(["a", "b"])), "a,b");
+    }
+
+    #[test]
+    fn a_list_of_objects_is_a_table_without_empty_columns() {
+        let items = json!([
+            { "idle_ms": 5, "name": "a", "note": null, "last_id": null },
+            { "idle_ms": 1234, "name": "worker", "note": null, "last_id": "7-0" },
+        ]);
+        let expected = ["NAME    IDLE MS  LAST ID", "a       5", "worker  1234     7-0"];
+        assert_eq!(table(items.as_array().unwrap()), expected);
+    }
+}

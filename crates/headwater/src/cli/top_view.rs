@@ -1,0 +1,230 @@
+//! What `top` shows: two looks at topics and groups, and the numbers between them.
+//!
+//! Promises: a rate is exact as long as nothing was trimmed between the looks; if something was, it says "at least".
+
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+use crate::cli::output;
+
+/// Topics and groups at one moment, as the routes tell of them.
+pub(super) struct Look {
+    pub(super) at: Instant,
+    pub(super) topics: Vec<Value>,
+    pub(super) groups: Vec<Value>,
+}
+
+/// The numbers between two looks.
+pub(super) struct Frame {
+    topics: Vec<TopicNumbers>,
+    groups: Vec<GroupNumbers>,
+}
+
+struct TopicNumbers {
+    topic: String,
+    partitions: u64,
+    length: u64,
+    delayed: u64,
+    dead_letters: u64,
+    in_per_second: Rate,
+}
+
+struct GroupNumbers {
+    topic: String,
+    group: String,
+    lag: Option<u64>,
+    pending: u64,
+    members: u64,
+    /// Each with how many partitions it has.
+    owners: Vec<(String, u64)>,
+    done_per_second: Option<Rate>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Rate {
+    per_second: f64,
+    is_at_least: bool,
+}
+
+impl Rate {
+    fn shown(self) -> String {
+        let sign = if self.is_at_least { ">=" } else { "" };
+        format!("{sign}{:.1}", self.per_second)
+    }
+}
+
+impl Frame {
+    pub(super) fn between(before: &Look, now: &Look) -> Self {
+        let seconds = now.at.duration_since(before.at).as_secs_f64().max(0.001);
+        let topics: Vec<_> =
+            now.topics.iter().map(|topic| topic_numbers(topic, before, seconds)).collect();
+        let groups = now.groups.iter().map(|group| {
+            let arrived = topics.iter().find(|topic| topic.topic == group["topic"]);
+            let arrived = arrived.map(|topic| topic.in_per_second).unwrap_or_default();
+            group_numbers(group, before, arrived, seconds)
+        });
+        Self { groups: groups.collect(), topics }
+    }
+
+    /// A line for each topic, then one for each group.
+    pub(super) fn lines(&self) -> Vec<Value> {
+        let topics = self.topics.iter().map(|topic| {
+            json!({
+                "topic": topic.topic, "partitions": topic.partitions, "length": topic.length,
+                "delayed": topic.delayed, "dead_letters": topic.dead_letters,
+                "in_per_second": topic.in_per_second.per_second, "is_at_least": topic.in_per_second.is_at_least,
+            })
+        });
+        let groups = self.groups.iter().map(|group| {
+            let owners: serde_json::Map<_, _> =
+                group.owners.iter().map(|(name, count)| (name.clone(), json!(count))).collect();
+            json!({
+                "topic": group.topic, "group": group.group, "lag": group.lag, "pending": group.pending,
+                "members": group.members, "owners": owners,
+                "done_per_second": group.done_per_second.map(|rate| rate.per_second),
+                "is_at_least": group.done_per_second.is_some_and(|rate| rate.is_at_least),
+            })
+        });
+        topics.chain(groups).collect()
+    }
+
+    pub(super) fn table(&self) -> String {
+        let mut topics =
+            vec![words(["TOPIC", "PARTITIONS", "LENGTH", "DELAYED", "DEAD LETTERS", "IN/S"])];
+        topics.extend(self.topics.iter().map(|topic| {
+            let numbers = [topic.partitions, topic.length, topic.delayed, topic.dead_letters];
+            let numbers = numbers.map(|number| number.to_string());
+            let mut row = vec![output::plain(&topic.topic)];
+            row.extend(numbers);
+            row.push(topic.in_per_second.shown());
+            row
+        }));
+        let mut groups =
+            vec![words(["TOPIC", "GROUP", "LAG", "PENDING", "DONE/S", "MEMBERS", "OWNERS"])];
+        groups.extend(self.groups.iter().map(|group| {
+            let owners =
+                group.owners.iter().map(|(name, count)| format!("{}:{count}", output::plain(name)));
+            vec![
+                output::plain(&group.topic),
+                output::plain(&group.group),
+                group.lag.map_or_else(|| "?".to_owned(), |lag| lag.to_string()),
+                group.pending.to_string(),
+                group.done_per_second.map_or_else(|| "?".to_owned(), Rate::shown),
+                group.members.to_string(),
+                owners.collect::<Vec<_>>().join(" "),
+            ]
+        }));
+        [output::columns(&topics), output::columns(&groups)]
+            .map(|lines| lines.join("\n"))
+            .join("\n\n")
+    }
+}
+
+fn words<const N: usize>(words: [&str; N]) -> Vec<String> {
+    words.map(str::to_owned).to_vec()
+}
+
+fn number(value: &Value, name: &str) -> u64 {
+    value[name].as_u64().unwrap_or(0)
+}
+
+/// Partitions as a number, or one by one.
+fn partitions(topic: &Value) -> u64 {
+    let list = topic["partitions"].as_array().map(|list| list.len() as u64);
+    list.unwrap_or_else(|| number(topic, "partitions"))
+}
+
+fn topic_numbers(topic: &Value, before: &Look, seconds: f64) -> TopicNumbers {
+    let earlier = before.topics.iter().find(|earlier| earlier["name"] == topic["name"]);
+    let rate = earlier.map_or_else(Rate::default, |earlier| {
+        let grown = number(topic, "length").saturating_sub(number(earlier, "length"));
+        // The oldest message is another one: some were removed, and as many more have come.
+        let was_empty = earlier["first_id"].is_null();
+        let is_at_least = !was_empty && earlier["first_id"] != topic["first_id"];
+        Rate { per_second: grown as f64 / seconds, is_at_least }
+    });
+    TopicNumbers {
+        topic: topic["name"].as_str().unwrap_or_default().to_owned(),
+        partitions: partitions(topic),
+        length: number(topic, "length"),
+        delayed: number(topic, "delayed"),
+        dead_letters: number(topic, "dead_letters"),
+        in_per_second: rate,
+    }
+}
+
+fn group_numbers(group: &Value, before: &Look, arrived: Rate, seconds: f64) -> GroupNumbers {
+    let earlier = before
+        .groups
+        .iter()
+        .find(|earlier| earlier["topic"] == group["topic"] && earlier["group"] == group["group"]);
+    let open = |group: &Value| Some(group["lag"].as_u64()? + number(group, "pending"));
+    // What came and is neither waiting nor in hand is done.
+    let done = earlier.and_then(|earlier| {
+        let less = open(earlier)? as f64 - open(group)? as f64;
+        let per_second = (arrived.per_second + less / seconds).max(0.0);
+        Some(Rate { per_second, is_at_least: arrived.is_at_least })
+    });
+    let mut owners: Vec<(String, u64)> = Vec::new();
+    for partition in group["partitions"].as_array().into_iter().flatten() {
+        let Some(holder) = partition["owner"]["holder"].as_str() else { continue };
+        match owners.iter_mut().find(|(name, _)| name == holder) {
+            Some((_, count)) => *count += 1,
+            None => owners.push((holder.to_owned(), 1)),
+        }
+    }
+    GroupNumbers {
+        topic: group["topic"].as_str().unwrap_or_default().to_owned(),
+        group: group["group"].as_str().unwrap_or_default().to_owned(),
+        lag: group["lag"].as_u64(),
+        pending: number(group, "pending"),
+        members: group["members"].as_array().map_or(0, |members| members.len() as u64),
+        owners,
+        done_per_second: done,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn look(at: Instant, length: u64, first: &str, lag: u64, pending: u64) -> Look {
+        let topic = json!({"name": "t", "partitions": 2, "length": length, "delayed": 0, "dead_letters": 3, "first_id": first});
+        let owned =
+            |partition, holder| json!({"partition": partition, "owner": {"holder": holder}});
+        let group = json!({
+            "topic": "t", "group": "g", "lag": lag, "pending": pending, "members": [{}],
+            "partitions": [owned(0, "a"), owned(1, "a")],
+        });
+        Look { at, topics: vec![topic], groups: vec![group] }
+    }
+
+    #[test]
+    fn rates_are_what_came_and_what_is_no_longer_open() {
+        let began = Instant::now();
+        let later = began + Duration::from_secs(2);
+        let frame = Frame::between(&look(began, 10, "1-0", 5, 1), &look(later, 30, "1-0", 9, 3));
+        let lines = frame.lines();
+        assert_eq!(lines[0]["in_per_second"], 10.0);
+        assert_eq!(
+            (&lines[0]["is_at_least"], &lines[0]["dead_letters"]),
+            (&json!(false), &json!(3))
+        );
+        // 20 came, 6 more are open: 14 are done.
+        assert_eq!(lines[1]["done_per_second"], 7.0);
+        assert_eq!(lines[1]["owners"], json!({"a": 2}));
+        let table = frame.table();
+        assert!(table.contains("a:2"), "{table}");
+    }
+
+    #[test]
+    fn what_was_trimmed_meanwhile_makes_a_rate_a_lower_bound() {
+        let began = Instant::now();
+        let later = began + Duration::from_secs(1);
+        let frame = Frame::between(&look(began, 10, "1-0", 0, 0), &look(later, 15, "2-0", 0, 0));
+        assert_eq!(frame.lines()[0]["is_at_least"], true);
+        assert!(frame.table().contains(">=5.0"));
+    }
+}

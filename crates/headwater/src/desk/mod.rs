@@ -1,0 +1,31 @@
+//! The support desk: a language model that answers issues.
+//!
+//! Upstream: `headwater-issue` runs [`Desk`] for each issue with pending events. Downstream: a [`LanguageModel`], and the
+//! outbox rows that `replies` delivers. `docs/desk.md` says how to write a model or a handler of one's own.
+
+// In dependency order: each module uses only those above it.
+pub mod model;
+
+pub mod budget;
+pub mod conversation;
+pub mod reply;
+mod token_accounting;
+
+pub mod prompt;
+pub mod tools;
+
+mod pending_sessions;
+
+mod session;
+
+pub mod handler;
+
+pub(crate) mod build;
+
+pub use crate::desk::budget::{Budget, Ledger, MemoryLedger};
+pub use crate::desk::handler::{Desk, DeskConfig, Prices};
+pub use crate::desk::model::openai::{OpenAiConfig, OpenAiModel};
+pub use crate::desk::model::scripted::ScriptedModel;
+pub use crate::desk::model::{LanguageModel, ModelError};
+pub use crate::desk::reply::{Reply, ReplyTarget};
+pub use crate::desk::tools::{NoTickets, SearchScope, TicketSearch};

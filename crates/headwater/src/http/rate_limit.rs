@@ -1,0 +1,193 @@
+//! How often one client may ask: a bucket per client that fills with time.
+//!
+//! Upstream: `limits`. Downstream: `access`. Promises: one client never uses up what another may; memory is bounded, however
+//! many addresses ask. Not here: who a client is behind a proxy is a setting (`http.forwarded`).
+
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::middleware::Next;
+use axum::response::Response;
+use tokio::time::Instant;
+
+use crate::config::Http;
+use crate::http::{ApiError, Peer};
+use crate::server::app_state::App;
+
+/// Clients that are remembered at once.
+const CLIENTS_MAX: usize = 10_000;
+
+/// Buckets of all clients.
+pub(crate) struct Rate {
+    buckets: Mutex<HashMap<IpAddr, Bucket>>,
+    per_second: f64,
+    burst: f64,
+    is_forwarded: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Bucket {
+    /// How many requests are left, at `at`.
+    left: f64,
+    at: Instant,
+}
+
+impl Rate {
+    /// Limits as the settings say.
+    pub(crate) fn new(settings: &Http) -> Self {
+        Self {
+            buckets: Mutex::default(),
+            per_second: f64::from(settings.rate_per_second),
+            burst: f64::from(settings.rate_burst),
+            is_forwarded: settings.forwarded,
+        }
+    }
+
+    /// Takes one request of a client, or says how long to wait for the next.
+    fn take(&self, client: IpAddr, now: Instant) -> Result<(), Duration> {
+        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        if buckets.len() >= CLIENTS_MAX && !buckets.contains_key(&client) {
+            self.forget(&mut buckets, now);
+        }
+        let bucket = buckets.entry(client).or_insert(Bucket { left: self.burst, at: now });
+        bucket.left = self.filled(bucket, now);
+        bucket.at = now;
+        if bucket.left < 1.0 {
+            return Err(Duration::from_secs_f64((1.0 - bucket.left) / self.per_second));
+        }
+        bucket.left -= 1.0;
+        Ok(())
+    }
+
+    fn filled(&self, bucket: &Bucket, now: Instant) -> f64 {
+        let since = now.saturating_duration_since(bucket.at).as_secs_f64();
+        (bucket.left + since * self.per_second).min(self.burst)
+    }
+
+    /// A full bucket says nothing that a new one would not. If there are too many others, half of them go, the fullest
+    /// first: who is at his limit stays at it.
+    fn forget(&self, buckets: &mut HashMap<IpAddr, Bucket>, now: Instant) {
+        buckets.retain(|_, bucket| self.filled(bucket, now) < self.burst);
+        if buckets.len() < CLIENTS_MAX {
+            return;
+        }
+        let mut all: Vec<_> =
+            buckets.iter().map(|(client, bucket)| (self.filled(bucket, now), *client)).collect();
+        all.sort_by(|one, other| other.0.total_cmp(&one.0));
+        for (_, client) in &all[..all.len() / 2] {
+            buckets.remove(client);
+        }
+    }
+
+    /// Whose request it is: the address of the peer, or with `http.forwarded` that which the proxy tells.
+    pub(super) fn client(&self, request: &Request) -> IpAddr {
+        let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
+        let forwarded = request.headers().get_all("x-forwarded-for").iter().next_back();
+        let forwarded = forwarded.filter(|_| self.is_forwarded);
+        // The last one is what our own proxy saw; those before it are what the client says.
+        let forwarded = forwarded
+            .and_then(|value| value.to_str().ok())
+            .and_then(|value| value.rsplit(',').next()?.trim().parse::<IpAddr>().ok());
+        forwarded.or(peer).map_or(Ipv4Addr::UNSPECIFIED.into(), network)
+    }
+}
+
+/// What counts as one client: an address, or the network of an IPv6 address, of which one client has very many.
+pub(super) fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => {
+            let [a, b, c, d, ..] = address.segments();
+            Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0).into()
+        }
+        address => address,
+    }
+}
+
+/// A layer: refuses those who ask too often.
+pub(crate) async fn limit(
+    State(app): State<App>,
+    request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    // Whoever is asked whether it lives must not be taken for dead because it is asked often.
+    if request.uri().path() == "/health/live" {
+        return Ok(next.run(request).await);
+    }
+    let client = app.rate.client(&request);
+    match app.rate.take(client, Instant::now()) {
+        Ok(()) => Ok(next.run(request).await),
+        Err(wait) => {
+            let message = "too many requests; come back later";
+            let refusal =
+                ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_requests", message);
+            Err(refusal.retry_after(wait))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rate(per_second: u32, burst: u32) -> Rate {
+        Rate {
+            buckets: Mutex::default(),
+            per_second: f64::from(per_second),
+            burst: f64::from(burst),
+            is_forwarded: true,
+        }
+    }
+
+    fn address(number: u32) -> IpAddr {
+        IpAddr::V4(Ipv4Addr::from_bits(number))
+    }
+
+    #[test]
+    fn a_burst_is_let_through_then_the_rate_holds_and_others_are_not_touched() {
+        let rate = rate(10, 3);
+        let now = Instant::now();
+        for _ in 0..3 {
+            assert_eq!(rate.take(address(1), now), Ok(()));
+        }
+        let wait = rate.take(address(1), now).unwrap_err();
+        assert_eq!(wait, Duration::from_millis(100));
+        assert_eq!(rate.take(address(2), now), Ok(()));
+        assert_eq!(rate.take(address(1), now + wait), Ok(()));
+        assert!(rate.take(address(1), now + wait).is_err());
+        // However long one waits, it is one burst.
+        let later = now + Duration::from_secs(3600);
+        assert_eq!((0..10).filter(|_| rate.take(address(1), later).is_ok()).count(), 3);
+    }
+
+    #[test]
+    fn memory_is_bounded_and_who_is_at_his_limit_stays_at_it() {
+        let rate = rate(1, 2);
+        let now = Instant::now();
+        while rate.take(address(0), now).is_ok() {}
+        for number in 1..=3 * CLIENTS_MAX as u32 {
+            assert!(rate.take(address(number), now).is_ok());
+            assert!(rate.buckets.lock().unwrap().len() <= CLIENTS_MAX);
+        }
+        assert!(rate.take(address(0), now).is_err());
+    }
+
+    #[test]
+    fn an_ipv6_client_has_one_bucket_for_its_network_and_a_proxy_tells_the_last_address() {
+        let request = |forwarded: &str| {
+            Request::builder()
+                .header("x-forwarded-for", forwarded)
+                .body(Default::default())
+                .unwrap()
+        };
+        let rate = rate(1, 1);
+        let client = |forwarded: &str| rate.client(&request(forwarded)).to_string();
+        assert_eq!(client("2001:db8:1:2:3:4:5:6"), "2001:db8:1:2::");
+        assert_eq!(client("10.9.9.9, 203.0.113.7"), "203.0.113.7");
+        assert_eq!(client("::ffff:203.0.113.7"), "203.0.113.7");
+        assert_eq!(client("nonsense"), "0.0.0.0");
+    }
+}

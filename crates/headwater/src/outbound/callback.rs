@@ -1,0 +1,80 @@
+//! Replies for a program: one signed request each, by Standard Webhooks.
+//!
+//! Upstream: `replies`. Promises: `webhook-id` is the row's idempotency key, the same at every try, so the receiver can tell
+//! a repetition; the signature covers id, time and body.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use headwater_issue::{DeliverError, OutboxRow};
+use headwater_stream::clock::{Clock, SystemClock};
+use hmac::Mac;
+use reqwest::Client;
+use secrecy::{ExposeSecret, SecretString};
+use serde_json::json;
+
+use crate::desk::{Reply, ReplyTarget};
+use crate::inbound::standard_webhooks;
+use crate::outbound::http;
+
+/// Sends a reply.
+pub(super) async fn post(
+    client: &Client,
+    url: &str,
+    secret: &SecretString,
+    row: &OutboxRow,
+    target: ReplyTarget,
+    reply: &Reply,
+) -> Result<(), DeliverError> {
+    let event_type = match target {
+        ReplyTarget::Answer => "reply",
+        ReplyTarget::Close => "close",
+        ReplyTarget::HandOver => "hand_over",
+    };
+    let now = SystemClock.now();
+    let body = json!({
+        "type": event_type,
+        "timestamp": row.created_at.to_rfc3339(),
+        "data": {
+            "integration": row.integration, "issue_id": row.issue_id.0,
+            "external_project_id": row.external_project_id,
+            "external_issue_id": row.external_issue_id,
+            "content": reply.content, "session_id": reply.session_id,
+        },
+    })
+    .to_string();
+    let (id, seconds) = (&row.idempotency_key, now.as_millis() / 1000);
+    let signature = sign(secret, id, seconds, body.as_bytes());
+    let request = client
+        .post(url)
+        .header("content-type", "application/json")
+        .header("webhook-id", id)
+        .header("webhook-timestamp", seconds.to_string())
+        .header("webhook-signature", signature)
+        .header("idempotency-key", id)
+        .body(body);
+    http::send(client, request).await.map(drop)
+}
+
+/// `v1,` and the HMAC of `id.timestamp.body` in base64.
+pub fn sign(secret: &SecretString, id: &str, seconds: u64, body: &[u8]) -> String {
+    let secret = secret.expose_secret();
+    let mac = standard_webhooks::authenticate(secret, id, &seconds.to_string(), body);
+    format!("v1,{}", STANDARD.encode(mac.finalize().into_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_signature_is_the_one_of_the_specification() {
+        let secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw".to_owned().into();
+        let signature = sign(
+            &secret,
+            "msg_p5jXN8AQM9LWM0D4loKWxJek",
+            1_614_265_330,
+            br#"{"test": 2432232314}"#,
+        );
+        assert_eq!(signature, "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=");
+    }
+}

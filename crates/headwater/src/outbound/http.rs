@@ -1,0 +1,231 @@
+//! What the response of another server means for a delivery.
+//!
+//! Upstream: the deliverers. Promises: 4xx is permanent, but not 408, 425 and 429, nor a 403 that speaks of a rate limit; 5xx
+//! and network errors may pass. `Retry-After` and the rate limits of GitHub and GitLab are honoured. Redirects are followed
+//! with the same method and body, on the same host only, so credentials are sent nowhere else. What is said of a failure
+//! holds no address and no token.
+
+use std::time::{Duration, SystemTime};
+
+use headwater_issue::DeliverError;
+use headwater_issue::limits::DELIVERY_PAUSE_MAX;
+use reqwest::header::{DATE, HeaderMap, LOCATION, RETRY_AFTER};
+use reqwest::{Client, RequestBuilder, Response, StatusCode, Url};
+
+use crate::http_client;
+use crate::limits::ERROR_BODY_BYTES_MAX;
+use crate::text;
+
+/// How long one request may take; shorter than a delivery, so that looking first and posting then both fit.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(12);
+
+/// Redirects that are followed for one request.
+const REDIRECTS_MAX: usize = 5;
+
+/// What GitHub asks for after its secondary rate limit, if the response says no more.
+const SECONDARY_LIMIT_PAUSE: Duration = Duration::from_secs(60);
+
+/// Sends a request, follows redirects, and returns the response if it is a success.
+pub(super) async fn send(
+    client: &Client,
+    request: RequestBuilder,
+) -> Result<Response, DeliverError> {
+    let retry = |error: reqwest::Error| DeliverError::Retry(http_client::describe(&error));
+    let mut request = request.timeout(REQUEST_TIMEOUT).build().map_err(retry)?;
+    let configured = request.url().clone();
+    for _ in 0..=REDIRECTS_MAX {
+        let repeated = request.try_clone();
+        let response = client.execute(request).await.map_err(retry)?;
+        if !is_redirect(response.status()) {
+            return success(response).await;
+        }
+        let (Some(next), Some(mut repeated)) = (redirect(&response, &configured), repeated) else {
+            return Err(refused_redirect(response.status()));
+        };
+        *repeated.url_mut() = next;
+        request = repeated;
+    }
+    Err(DeliverError::Retry(format!("more than {REDIRECTS_MAX} redirects")))
+}
+
+/// Redirects that keep the request as it is. A 303 asks for another one.
+fn is_redirect(status: StatusCode) -> bool {
+    matches!(
+        status,
+        StatusCode::MOVED_PERMANENTLY
+            | StatusCode::FOUND
+            | StatusCode::TEMPORARY_REDIRECT
+            | StatusCode::PERMANENT_REDIRECT
+    )
+}
+
+/// Where a redirect leads, if that is the host that the settings name.
+fn redirect(response: &Response, configured: &Url) -> Option<Url> {
+    let location = response.headers().get(LOCATION)?.to_str().ok()?;
+    let next = response.url().join(location).ok()?;
+    is_same_host(configured, &next).then_some(next)
+}
+
+/// The same scheme, host and port, or the default port of HTTPS instead of that of HTTP.
+fn is_same_host(configured: &Url, next: &Url) -> bool {
+    let is_upgrade = (configured.scheme(), next.scheme()) == ("http", "https")
+        && configured.port().is_none()
+        && next.port().is_none();
+    let has_no_login = next.username().is_empty() && next.password().is_none();
+    let is_same = configured.scheme() == next.scheme()
+        && configured.port_or_known_default() == next.port_or_known_default();
+    configured.host_str() == next.host_str() && (is_same || is_upgrade) && has_no_login
+}
+
+fn refused_redirect(status: StatusCode) -> DeliverError {
+    let problem = format!(
+        "it answered {status} without a location on the same host, which is not followed; set `base_url` of the \
+         integration to the new address"
+    );
+    match status {
+        StatusCode::MOVED_PERMANENTLY | StatusCode::PERMANENT_REDIRECT => {
+            DeliverError::Dead(problem)
+        }
+        _ => DeliverError::Retry(problem),
+    }
+}
+
+async fn success(response: Response) -> Result<Response, DeliverError> {
+    let status = response.status();
+    if status.is_success() {
+        return Ok(response);
+    }
+    let (may_pass, pause) = (may_pass(&response), pause(response.headers(), SystemTime::now()));
+    let said = http_client::read_beginning(response, ERROR_BODY_BYTES_MAX).await;
+    let said = text::one_line(&String::from_utf8_lossy(&said), 300);
+    let is_forbidden = matches!(status, StatusCode::FORBIDDEN | StatusCode::TOO_MANY_REQUESTS);
+    let is_secondary = is_forbidden && said.to_ascii_lowercase().contains("secondary rate limit");
+    let problem = format!("it answered {status}: {said}");
+    Err(match (may_pass || is_secondary, pause) {
+        (true, Some(after)) => DeliverError::Paused { problem, after },
+        (true, None) if is_secondary => {
+            DeliverError::Paused { problem, after: SECONDARY_LIMIT_PAUSE }
+        }
+        (true, None) => DeliverError::Retry(problem),
+        (false, _) => DeliverError::Dead(problem),
+    })
+}
+
+fn may_pass(response: &Response) -> bool {
+    let status = response.status();
+    let is_limited =
+        response.headers().contains_key(RETRY_AFTER) || has_used_up_limit(response.headers());
+    match status {
+        StatusCode::REQUEST_TIMEOUT | StatusCode::TOO_EARLY | StatusCode::TOO_MANY_REQUESTS => true,
+        // GitHub says 403 where others say 429.
+        StatusCode::FORBIDDEN => is_limited,
+        _ => status.is_server_error(),
+    }
+}
+
+/// GitHub's headers begin with `x-`, those of GitLab do not.
+const RATE_LIMITS: [(&str, &str); 2] =
+    [("x-ratelimit-remaining", "x-ratelimit-reset"), ("ratelimit-remaining", "ratelimit-reset")];
+
+fn has_used_up_limit(headers: &HeaderMap) -> bool {
+    let is_zero = |name: &str| headers.get(name).is_some_and(|left| left == "0");
+    RATE_LIMITS.iter().any(|(remaining, _)| is_zero(remaining))
+}
+
+/// How long the server asks to wait: `Retry-After` in seconds or as a date, or the time when a used-up rate limit is reset.
+/// Dates are compared with the server's own `Date`, since its clock need not be ours. At most [`DELIVERY_PAUSE_MAX`].
+fn pause(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
+    let text = |name: &str| headers.get(name)?.to_str().ok().map(str::trim);
+    let seconds = |text: &str| {
+        let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        // Too many digits for a number are a very long time.
+        is_number.then(|| Duration::from_secs(text.parse().unwrap_or(u64::MAX)))
+    };
+    let date = |text: &str| httpdate::parse_http_date(text).ok();
+    let now = text(DATE.as_str()).and_then(date).unwrap_or(now);
+    let until = |time: SystemTime| time.duration_since(now).unwrap_or(Duration::ZERO);
+    let reset = || {
+        let used_up = |name: &str| text(name) == Some("0");
+        let (_, reset) = RATE_LIMITS.iter().find(|(remaining, _)| used_up(remaining))?;
+        let since_epoch = seconds(text(reset)?)?;
+        Some(SystemTime::UNIX_EPOCH.checked_add(since_epoch).map_or(Duration::MAX, until))
+    };
+    let after = text(RETRY_AFTER.as_str());
+    let after = after.and_then(|after| seconds(after).or_else(|| date(after).map(until)));
+    after.or_else(reset).map(|pause| pause.min(DELIVERY_PAUSE_MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pause_of(headers: &[(&'static str, &str)]) -> Option<u64> {
+        let headers = headers.iter().map(|(name, value)| {
+            (name.parse::<reqwest::header::HeaderName>().unwrap(), value.parse().unwrap())
+        });
+        // 2026-11-01T08:00:00Z.
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_793_520_000);
+        pause(&headers.collect(), now).map(|pause| pause.as_secs())
+    }
+
+    #[test]
+    fn every_form_of_a_pause_is_understood_and_bounded() {
+        for (headers, expected) in [
+            (&[("retry-after", "120")][..], Some(120)),
+            (&[("retry-after", " 0 ")], Some(0)),
+            (&[("retry-after", "99999999999999999999999")], Some(3600)),
+            (&[("retry-after", "Sun, 01 Nov 2026 08:01:30 GMT")], Some(90)),
+            (&[("retry-after", "Sunday, 01-Nov-26 08:01:30 GMT")], Some(90)),
+            (&[("retry-after", "Sun, 01 Nov 2026 07:00:00 GMT")], Some(0)),
+            (&[("retry-after", "Fri, 31 Dec 9999 23:59:59 GMT")], Some(3600)),
+            // The server's clock is an hour behind ours.
+            (
+                &[
+                    ("retry-after", "Sun, 01 Nov 2026 07:01:30 GMT"),
+                    ("date", "Sun, 01 Nov 2026 07:00:00 GMT"),
+                ],
+                Some(90),
+            ),
+            (&[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "1793520045")], Some(45)),
+            (&[("ratelimit-remaining", "0"), ("ratelimit-reset", "1793520045")], Some(45)),
+            (&[("x-ratelimit-remaining", "7"), ("x-ratelimit-reset", "1793520045")], None),
+            (
+                &[
+                    ("retry-after", "5"),
+                    ("x-ratelimit-remaining", "0"),
+                    ("x-ratelimit-reset", "1793520045"),
+                ],
+                Some(5),
+            ),
+            (&[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "soon")], None),
+            (&[("retry-after", "-5")], None),
+            (&[("retry-after", "soon")], None),
+            (&[], None),
+        ] {
+            assert_eq!(pause_of(headers), expected, "{headers:?}");
+        }
+    }
+
+    #[test]
+    fn redirects_stay_on_the_host_of_the_settings() {
+        let is_followed = |from: &str, to: &str| {
+            let from: Url = from.parse().unwrap();
+            is_same_host(&from, &from.join(to).unwrap())
+        };
+        for (from, to, expected) in [
+            ("https://a.example/x", "/y?z", true),
+            ("https://a.example/x", "https://a.example:443/y", true),
+            ("https://a.example/x", "https://b.example/y", false),
+            ("https://a.example/x", "//b.example/y", false),
+            ("https://a.example/x", "http://a.example/y", false),
+            ("https://a.example/x", "https://a.example:8443/y", false),
+            ("https://a.example/x", "https://u:p@a.example/y", false),
+            ("https://a.example/x", "https://a.example@b.example/y", false),
+            ("https://a.example/x", "https://a.example.b.example/y", false),
+            ("http://a.example/x", "https://a.example/y", true),
+            ("http://a.example:8080/x", "https://a.example/y", false),
+        ] {
+            assert_eq!(is_followed(from, to), expected, "{from} to {to}");
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! The server process: start-up, composition of its parts, health, and the order of shutdown.
+
+pub(crate) mod app_state;
+pub(crate) mod db_availability;
+pub(crate) mod demo;
+pub(crate) mod health;
+pub(crate) mod run;
+pub(crate) mod shutdown;
+pub(crate) mod startup;
