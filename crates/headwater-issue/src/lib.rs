@@ -27,14 +27,13 @@ pub mod state;
 mod operator;
 mod transaction;
 
+mod migrations;
 mod store;
 
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod clock_watch;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod deadline;
-#[cfg(any(feature = "sqlite", feature = "postgres"))]
-mod migrations;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod prepared;
 #[cfg(any(feature = "sqlite", feature = "postgres"))]
@@ -97,6 +96,7 @@ pub use issue::{
     OutboxId, ProcessingStatus, Quiet, Recorded,
 };
 pub use json::sanitize as sanitize_json;
+pub use migrations::Migration;
 pub use nudge::{GROUP, Nudger, STREAM};
 pub use operator::{
     Audit, Backlog, DeadLetter, DeadOutbox, Discrepancy, EventLogFilter, Integration, IssueFilter,

@@ -1,74 +1,135 @@
-//! Whether a database was made by the very migrations that this program has.
+//! Schema migrations: one ordered list per database, checked and applied by `sqlx`'s migrator.
 //!
-//! Upstream: `migrate` of both dialects, when a store is opened. Downstream: the table `headwater_migration_checksums`.
-//! Promises: a migration whose text was changed after it was applied is noticed, and the database left as it is. One that
-//! was made before there were checksums is taken for what its version says, once.
+//! Upstream: opening a store applies the migrations of the issue tables; [`Store::migrate`](crate::Store::migrate) applies
+//! those of an application's own tables. Downstream: the table `headwater_migrations`.
+//! Guarantees: a database that a newer program migrated, or whose migrations had another text, is refused and left unchanged.
 
-use std::collections::BTreeMap;
-
-use sha2::{Digest, Sha256};
-
-use crate::error::IssueError;
-
-/// What the text of a migration is known by.
-pub(crate) fn checksum(sql: &str) -> String {
-    Sha256::digest(sql).iter().map(|byte| format!("{byte:02x}")).collect()
+/// One step of a schema, in both dialects.
+///
+/// The text of a released migration never changes: databases that have applied it would be refused. Add another one.
+#[derive(Clone, Copy, Debug)]
+pub struct Migration {
+    /// Its place in the list. The thousands name the owner of the tables: 0 is this crate, other numbers are free for
+    /// applications. A database with a higher version of the same owner is refused as newer.
+    pub version: i64,
+    /// A short description, for people who read `headwater_migrations`.
+    pub description: &'static str,
+    /// Statements for PostgreSQL.
+    pub postgres: &'static str,
+    /// Statements for SQLite.
+    pub sqlite: &'static str,
 }
 
-/// How a database compares to the migrations that this program has.
-pub(crate) enum Verdict {
-    /// It fits; the checksums of these versions are yet to be written down.
-    Fits(Vec<(i64, String)>),
-    /// It has this version, which is newer than all that are known.
-    Newer(usize),
-    /// This version of it was made by another text.
-    Differs(usize),
-}
+/// The tables of this crate.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) const ISSUES: &[Migration] = &[Migration {
+    version: 1,
+    description: "issues",
+    postgres: include_str!("postgres/migrations/0001_issues.sql"),
+    sqlite: include_str!("sqlite/migrations/0001_issues.sql"),
+}];
 
-/// Compares what was applied, with the checksums that were written down for it, with what is known.
-pub(crate) fn compare(known: &[&str], applied: usize, written: &BTreeMap<i64, String>) -> Verdict {
-    if applied > known.len() {
-        return Verdict::Newer(applied);
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) use self::migrator::{OwnedMigrations, schema_error};
+
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+mod migrator {
+    use sqlx::SqlSafeStr;
+    use sqlx::migrate::{Migrate, MigrateError, MigrationType, Migrator};
+
+    use super::Migration;
+    use crate::error::IssueError;
+    use crate::rows::database_error;
+
+    /// Not `_sqlx_migrations`, which may belong to an application that shares the database.
+    const TABLE: &str = "headwater_migrations";
+
+    /// Versions of one owner.
+    const OWNER_RANGE: i64 = 1000;
+
+    /// The migrations of one owner, in one dialect.
+    pub(crate) struct OwnedMigrations {
+        migrator: Migrator,
+        newest: i64,
     }
-    let mut missing = Vec::new();
-    for (sql, version) in known.iter().zip(1_i64..) {
-        let ours = checksum(sql);
-        match written.get(&version) {
-            // Nobody wrote it down, or it is about to be applied.
-            None => missing.push((version, ours)),
-            Some(theirs) if *theirs == ours => {}
-            Some(_) => return Verdict::Differs(usize::try_from(version).unwrap_or(usize::MAX)),
+
+    impl OwnedMigrations {
+        pub(crate) fn new(list: &[Migration], sql: fn(&Migration) -> &'static str) -> Self {
+            let step = |one: &Migration| {
+                let sql = sql(one).into_sql_str();
+                let kind = MigrationType::Simple;
+                sqlx::migrate::Migration::new(one.version, one.description.into(), kind, sql, false)
+            };
+            let mut migrator = Migrator::with_migrations(list.iter().map(step).collect());
+            migrator.dangerous_set_table_name(TABLE);
+            // The caller's transaction serializes migrations, and other owners have versions in the same table.
+            migrator.set_locking(false).set_ignore_missing(true);
+            let newest = list.iter().map(|one| one.version).max().unwrap_or_default();
+            Self { migrator, newest }
+        }
+
+        /// Applies what is missing. The caller has begun a transaction that excludes other migrations, and commits it.
+        pub(crate) async fn apply<C: Migrate>(
+            &self,
+            connection: &mut C,
+        ) -> Result<(), sqlx::Error> {
+            let applied = async {
+                self.migrator.run_direct(None, connection, false).await?;
+                let end = (self.newest / OWNER_RANGE + 1) * OWNER_RANGE;
+                let applied = connection.list_applied_migrations(TABLE).await?;
+                let newer = applied
+                    .iter()
+                    .map(|one| one.version)
+                    .find(|version| *version > self.newest && *version < end);
+                newer.map_or(Ok(()), |version| {
+                    Err(MigrateError::VersionTooNew(version, self.newest))
+                })
+            };
+            applied.await.map_err(|error| sqlx::Error::Migrate(Box::new(error)))
         }
     }
-    Verdict::Fits(missing)
+
+    /// Why a migration failed.
+    pub(crate) fn schema_error(error: sqlx::Error) -> IssueError {
+        let error = match error {
+            sqlx::Error::Migrate(error) => *error,
+            other => return database_error("migrating the database", other),
+        };
+        let problem = match error {
+            MigrateError::VersionTooNew(version, known) => format!(
+                "it has migration {version}, this program knows migrations up to {known}; upgrade this program"
+            ),
+            MigrateError::VersionMismatch(version) => format!(
+                "its migration {version} was applied with another text than that of this program; run the program that \
+                 created the database, or restore a backup into a new database"
+            ),
+            MigrateError::Execute(error) | MigrateError::ExecuteMigration(error, _) => {
+                return database_error("migrating the database", error);
+            }
+            other => other.to_string(),
+        };
+        IssueError::Schema { problem }
+    }
 }
 
-/// Why a database cannot be used, and what to do.
-pub(crate) fn newer(version: usize, known: &[&str]) -> IssueError {
-    let known = known.len();
-    let problem = format!(
-        "it has version {version}, this program knows versions up to {known}; upgrade this program"
-    );
-    IssueError::Schema { problem }
-}
-
-/// The same for one that another text made.
-pub(crate) fn differs(version: usize) -> IssueError {
-    let problem = format!(
-        "its migration {version} was applied with another text than that of this program; run the program \
-         that made it, or restore a backup into a new database"
-    );
-    IssueError::Schema { problem }
-}
-
-#[cfg(test)]
+#[cfg(all(test, any(feature = "sqlite", feature = "postgres")))]
 mod tests {
+    use sha2::{Digest, Sha256};
+
     use super::*;
 
     #[test]
-    fn a_checksum_is_the_digest_of_the_text() {
-        let empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
-        assert_eq!(checksum(""), empty);
-        assert_ne!(checksum("SELECT 1"), checksum("SELECT 1 "));
+    fn the_text_of_an_applied_migration_has_not_changed() {
+        let checksum = |sql: &str| {
+            Sha256::digest(sql).iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+        };
+        let checksums: Vec<_> =
+            ISSUES.iter().map(|one| (checksum(one.postgres), checksum(one.sqlite))).collect();
+        let pinned = [(
+            "965ba6ca0cfbc654f1d93661aeda69561a896267114ca6bb45703397786f1ba5",
+            "d41fcc1232bb344491ddb731f6b0b32540e8ecbc9b1f8b9cf0b67779c48d62e1",
+        )];
+        let pinned = pinned.map(|(postgres, sqlite)| (postgres.to_owned(), sqlite.to_owned()));
+        assert_eq!(checksums, pinned, "do not change a migration: add one, and its checksum here");
     }
 }

@@ -25,6 +25,7 @@ use crate::claim::{
 use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::error::Result;
 use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
+use crate::migrations::Migration;
 use crate::operator::Operator;
 use crate::transaction::{ReadConnection, Transaction};
 
@@ -96,6 +97,11 @@ pub trait Store: Operator + std::fmt::Debug {
 
     /// Begins a transaction of the caller's own; see [`Transaction`]. Commit it soon.
     async fn begin(&self) -> Result<Box<dyn Transaction>>;
+
+    /// Migrates tables of your own, in one transaction, after the tables of this crate. Idempotent; several processes may call
+    /// it at once. Fails with `Schema`, and changes nothing, if the database has a newer version of these tables or
+    /// if the text of an applied migration has changed.
+    async fn migrate(&self, migrations: &[Migration]) -> Result<()>;
 
     /// A connection, for reading tables of your own.
     async fn read_connection(&self) -> Result<ReadConnection>;

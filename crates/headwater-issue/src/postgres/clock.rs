@@ -49,7 +49,7 @@ async fn follow_clock(watch: &ClockWatch, connection: &mut PgConnection) -> Resu
     let (claim_ttl, outbox_ttl) = watch.ttls();
     let mut left_before = i64::MAX;
     loop {
-        let row = sqlx::query("SELECT headwater_restart_deadlines_1($1, $2, $3)")
+        let row = sqlx::query("SELECT headwater_restart_deadlines($1, $2, $3)")
             .bind(ms(claim_ttl))
             .bind(ms(outbox_ttl))
             .bind(number(RESTARTED_AT_ONCE))

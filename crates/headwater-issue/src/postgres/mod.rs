@@ -1,6 +1,6 @@
 //! Issues on a Postgres server, shared by many processes.
 //!
-//! Upstream: `connect` opens it. Downstream: the functions of `migrations/0002_transitions.sql`, which say in SQL what
+//! Upstream: `connect` opens it. Downstream: the functions of `functions/`, which say in SQL what
 //! `state` says in Rust; the suite compares the two.
 //!
 //! Promises: a transition is one round trip and one transaction of its own, so no row stays locked while a process
@@ -9,6 +9,7 @@
 
 mod clock;
 mod connections;
+mod functions;
 mod listen;
 mod migrate;
 mod operator;
@@ -43,6 +44,7 @@ use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::error::{IssueError, Result};
 use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
 use crate::limits::{PAGE_MAX, SINGLE_FAILURES_MAX, WAIT_MAX};
+use crate::migrations::Migration;
 use crate::prepared::{Batch, Prepared, refuse_all};
 use crate::rows::{database_error, is_conflict};
 use crate::store::Store;
@@ -74,8 +76,7 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
     let connections = Connections::new(connect.clone(), options);
     // Each statement has its own deadline, but for those that change large tables.
     let deadline = options.call_deadline.max(MIGRATION_MAX);
-    let identity =
-        within(deadline, "connecting to Postgres", migrate::migrate(&connections)).await?;
+    let identity = within(deadline, "connecting to Postgres", migrate::open(&connections)).await?;
     let listener = Listener::new(connect);
     // Only the monotonic time is ours; the clock is the server's.
     let watch = ClockWatch::new(Arc::new(SystemClock));
@@ -339,6 +340,12 @@ impl Store for PostgresStore {
         };
         let checkout = within(self.deadline, "connecting to PostgreSQL", checkout).await?;
         Ok(ReadConnection::postgres(checkout))
+    }
+
+    async fn migrate(&self, migrations: &[Migration]) -> Result<()> {
+        let deadline = self.deadline.max(MIGRATION_MAX);
+        let migrating = migrate::migrate(&self.connections, migrations);
+        within(deadline, "migrating the database", migrating).await
     }
 
     async fn close(&self) {

@@ -59,7 +59,7 @@ impl PostgresStore {
     async fn free(&self, what: &str, id: IssueId, retry: bool) -> Result<Freed> {
         let freed = self
             .call(what, async |connection| {
-                let row = sqlx::query("SELECT * FROM headwater_free_1($1, $2)")
+                let row = sqlx::query("SELECT * FROM headwater_release_issue($1, $2)")
                     .bind(id.0)
                     .bind(retry)
                     .fetch_optional(&mut *connection)
@@ -228,7 +228,7 @@ implement_operator! { for PostgresStore, with {
     async fn retry_outbox(&self, id: OutboxId) -> Result<()> {
         let revived = self
             .call("retrying a row of the outbox", async |connection| {
-                let revived = sqlx::query("SELECT * FROM headwater_revive_1($1)")
+                let revived = sqlx::query("SELECT * FROM headwater_requeue_dead_outbox($1)")
                     .bind(id.0)
                     .fetch_all(&mut *connection)
                     .await?;

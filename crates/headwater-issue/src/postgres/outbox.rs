@@ -18,7 +18,7 @@ pub(super) async fn take(
 ) -> Result<Vec<OutboxRow>, Error> {
     let known = &take.targets;
     let rows = sqlx::query(
-        "SELECT * FROM headwater_take_2(
+        "SELECT * FROM headwater_take_outbox(
              $1, CASE WHEN headwater_ms(headwater_now()) <= $13 THEN $2 ELSE 0 END, $3, $4, $5, $6, $7, $8, $9, $10,
              $11, $12)",
     )
@@ -71,7 +71,7 @@ pub(super) async fn settle(
     let counted =
         || settlements.iter().zip(&first).filter(|(_, first)| **first).map(|(one, _)| one);
     let ends: Vec<End> = counted().map(|one| End::of(&one.delivery)).collect();
-    let rows = sqlx::query("SELECT * FROM headwater_settle_1($1, $2, $3, $4, $5, $6)")
+    let rows = sqlx::query("SELECT * FROM headwater_settle_outbox($1, $2, $3, $4, $5, $6)")
         .bind(counted().map(|one| one.id.0).collect::<Vec<_>>())
         .bind(counted().map(|one| i64::from(one.deliveries)).collect::<Vec<_>>())
         .bind(ends.iter().map(|end| end.status).collect::<Vec<_>>())

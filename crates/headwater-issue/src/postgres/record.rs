@@ -19,12 +19,9 @@ pub(super) async fn record(
     let texts = |text: fn(&Prepared<'_>) -> String| events.iter().map(text).collect::<Vec<_>>();
     let originals: Vec<Option<&[u8]>> =
         events.iter().map(|one| one.original.map(str::as_bytes)).collect();
-    let statement = if originals.iter().any(Option::is_some) {
-        "SELECT * FROM headwater_record_original_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)"
-    } else {
-        "SELECT * FROM headwater_record_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
-    };
-    let mut query = sqlx::query(statement)
+    let statement =
+        "SELECT * FROM headwater_record($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)";
+    let rows = sqlx::query(statement)
         .bind(texts(|one| one.event.integration.clone()))
         .bind(texts(|one| one.event.external_project_id.clone()))
         .bind(texts(|one| one.event.external_issue_id.clone()))
@@ -35,11 +32,10 @@ pub(super) async fn record(
         .bind(texts(|one| one.payload.clone().into_owned()))
         .bind(ms(quiet.quiet))
         .bind(ms(quiet.max_wait))
-        .bind(number(quiet.events_max));
-    if originals.iter().any(Option::is_some) {
-        query = query.bind(originals);
-    }
-    let rows = query.fetch_all(connection).await?;
+        .bind(number(quiet.events_max))
+        .bind(originals)
+        .fetch_all(connection)
+        .await?;
     let mut nudged = HashSet::new();
     events.iter().zip(&rows).map(|(event, row)| read(event, row, &mut nudged)).collect()
 }

@@ -22,23 +22,20 @@ pub(super) async fn claim(
     issues: &[IssueId],
     options: &ClaimOptions,
 ) -> Result<Vec<Claim>, Error> {
-    let rows = sqlx::query(
-        "SELECT c.*, CASE WHEN c.o_won THEN headwater_completed_event_log_1(c.o_id) END
-         FROM headwater_claim_1($1, $2, $3, $4, $5, $6) AS c",
-    )
-    .bind(
-        distinct(issues, |issue| (*issue, ClaimEpoch::default()))
-            .iter()
-            .map(|issue| issue.0)
-            .collect::<Vec<_>>(),
-    )
-    .bind(options.worker.as_str())
-    .bind(ms(options.ttl))
-    .bind(number(options.events_max))
-    .bind(number(claim_bytes_max(issues.len())))
-    .bind(i64::from(options.crashes_max))
-    .fetch_all(connection)
-    .await?;
+    let rows = sqlx::query("SELECT * FROM headwater_claim($1, $2, $3, $4, $5, $6)")
+        .bind(
+            distinct(issues, |issue| (*issue, ClaimEpoch::default()))
+                .iter()
+                .map(|issue| issue.0)
+                .collect::<Vec<_>>(),
+        )
+        .bind(options.worker.as_str())
+        .bind(ms(options.ttl))
+        .bind(number(options.events_max))
+        .bind(number(claim_bytes_max(issues.len())))
+        .bind(i64::from(options.crashes_max))
+        .fetch_all(connection)
+        .await?;
     let mut found = HashMap::new();
     for row in &rows {
         let issue: Issue = read_issue!(row);
@@ -116,7 +113,7 @@ pub(super) async fn heartbeat(
     claims: &[(IssueId, ClaimEpoch)],
     ttl: Duration,
 ) -> Result<Vec<Beat>, Error> {
-    let rows = sqlx::query("SELECT * FROM headwater_heartbeat_1($1, $2, $3)")
+    let rows = sqlx::query("SELECT * FROM headwater_renew_claims($1, $2, $3)")
         .bind(claims.iter().map(|(issue, _)| issue.0).collect::<Vec<_>>())
         .bind(claims.iter().map(|(_, epoch)| epoch.0).collect::<Vec<_>>())
         .bind(ms(ttl))
@@ -154,7 +151,7 @@ pub(super) async fn complete(
         outbox.extend(run.outbox.iter().enumerate().map(|(n, row)| (place, key(n), row)));
     }
     let answers = sqlx::query(
-        "SELECT * FROM headwater_complete_1($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
+        "SELECT * FROM headwater_complete($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
     )
     .bind(runs.iter().map(|run| run.issue_id.0).collect::<Vec<_>>())
     .bind(runs.iter().map(|run| run.epoch.0).collect::<Vec<_>>())
@@ -209,7 +206,7 @@ pub(super) async fn fail(
         AfterFailure::Quarantine => None,
     };
     let is_blamed = |failure: &&Failure| !matches!(failure.then, AfterFailure::PutOff { .. });
-    let rows = sqlx::query("SELECT * FROM headwater_fail_2($1, $2, $3, $4, $5, $6, $7)")
+    let rows = sqlx::query("SELECT * FROM headwater_fail($1, $2, $3, $4, $5, $6, $7)")
         .bind(runs.iter().map(|run| run.issue_id.0).collect::<Vec<_>>())
         .bind(runs.iter().map(|run| run.epoch.0).collect::<Vec<_>>())
         .bind(runs.iter().map(|run| error_text(&run.error)).collect::<Vec<_>>())
@@ -239,7 +236,7 @@ pub(super) async fn give_back(
 ) -> Result<Vec<GivenBack>, Error> {
     let claim = |give: &GiveBack| (give.issue_id, give.epoch);
     let runs = distinct(claims, claim);
-    let rows = sqlx::query("SELECT * FROM headwater_give_back_1($1, $2, $3)")
+    let rows = sqlx::query("SELECT * FROM headwater_release_claims($1, $2, $3)")
         .bind(runs.iter().map(|run| run.issue_id.0).collect::<Vec<_>>())
         .bind(runs.iter().map(|run| run.epoch.0).collect::<Vec<_>>())
         .bind(runs.iter().map(|run| run.reason == GiveBackReason::Superseded).collect::<Vec<_>>())

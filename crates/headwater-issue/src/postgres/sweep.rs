@@ -10,7 +10,7 @@ use crate::issue::{EventLogId, IssueId};
 use crate::rows::{count, ms, number};
 
 async fn prune(connection: &mut PgConnection, options: &SweepOptions) -> Result<usize, Error> {
-    let row = sqlx::query("SELECT headwater_prune_1($1, $2)")
+    let row = sqlx::query("SELECT headwater_prune($1, $2)")
         .bind(number(options.limit))
         .bind(ms(options.keep))
         .fetch_one(connection)
@@ -27,7 +27,7 @@ pub(super) async fn sweep(
         warn!(%error, "what was kept for long enough was not removed");
         0
     });
-    let rows = sqlx::query("SELECT * FROM headwater_sweep_1($1, $2, $3)")
+    let rows = sqlx::query("SELECT * FROM headwater_sweep($1, $2, $3)")
         .bind(number(options.limit))
         .bind(ms(options.nudge_overdue))
         .bind(i64::from(options.crashes_max))

@@ -62,7 +62,7 @@ pub async fn outbox_in(
         return Ok(vec![]);
     }
     let texts = |text: fn(&KeyedOutbox) -> &str| rows.iter().map(text).collect::<Vec<_>>();
-    let written = sqlx::query("SELECT * FROM headwater_outbox_1($1, $2, $3, $4, $5)")
+    let written = sqlx::query("SELECT * FROM headwater_enqueue_outbox($1, $2, $3, $4, $5)")
         .bind(issue_id.0)
         .bind(texts(|one| &one.key))
         .bind(texts(|one| one.row.kind.as_str()))

@@ -45,6 +45,7 @@ use crate::delivery::{OutboxRow, OutboxSettled, OutboxSettlement, OutboxTake};
 use crate::error::{IssueError, Result};
 use crate::issue::{ClaimEpoch, EventLogId, IssueId, NewEvent, Quiet, Recorded};
 use crate::limits::{PAGE_MAX, WAIT_MAX};
+use crate::migrations::Migration;
 use crate::prepared::{Batch, refuse_all};
 use crate::rows::database_error;
 use crate::store::Store;
@@ -99,7 +100,7 @@ pub(crate) async fn open(url: &str, options: &StoreOptions) -> Result<Arc<dyn St
             .idle_timeout(None)
     };
     let opening = async {
-        let writer = migrate::open_and_migrate(pool(1), &connect, &*options.clock).await?;
+        let writer = migrate::open_and_migrate(pool(1), &connect).await?;
         let readers = if in_memory {
             writer.clone()
         } else {
@@ -350,6 +351,11 @@ impl Store for SqliteStore {
     async fn read_connection(&self) -> Result<ReadConnection> {
         let acquiring = self.limited("opening the SQLite database", self.readers.acquire());
         Ok(ReadConnection::sqlite(acquiring.await?))
+    }
+
+    async fn migrate(&self, migrations: &[Migration]) -> Result<()> {
+        let migrating = migrate::migrate(&self.writer, migrations);
+        within(self.deadline, "migrating the database", migrating).await
     }
 
     async fn close(&self) {

@@ -42,10 +42,11 @@ pub(super) async fn insert(
     let inserted = sqlx::query(
         "INSERT INTO outbox
              (issue_id, kind, target, idempotency_key, payload, due_at, created_at, status,
-                 newest_event_log_id)
+                 newest_event_log_id, integration_id)
          SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?6, iif(EXISTS (SELECT 1 FROM outbox
              WHERE issue_id = ?1 AND kind = ?2 AND status IN ('waiting', 'pending', 'taken')), 'waiting', 'pending'),
-             (SELECT max(id) FROM event_logs WHERE issue_id = ?1)
+             (SELECT max(id) FROM event_logs WHERE issue_id = ?1),
+             (SELECT integration_id FROM issues WHERE id = ?1)
          RETURNING id",
     )
     .bind(issue_id.0)

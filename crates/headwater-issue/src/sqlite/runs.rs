@@ -249,7 +249,7 @@ async fn change_fields(writing: &mut Writing, held: &[&Completion]) -> Result<()
             if merged.len() > FIELDS_BYTES_MAX {
                 let (issue, bytes) = (completion.issue_id, merged.len());
                 return Err(Error::InvalidArgument(format!(
-                    "the fields of issue {issue} would have {bytes} bytes, at most {FIELDS_BYTES_MAX} are allowed"
+                    "fields of issue {issue} would have {bytes} bytes; the limit is {FIELDS_BYTES_MAX}"
                 )));
             }
             sqlx::query("UPDATE issues SET fields = ?2 WHERE id = ?1")

@@ -42,9 +42,9 @@ async fn looking_for_rows_to_deliver_costs_the_same_however_many_are_blocked() -
 
         let before = cost(&*store).await?;
         let many = format!(
-            "INSERT INTO outbox (issue_id, kind, target, idempotency_key, payload, status, due_at, created_at)
+            "INSERT INTO outbox (issue_id, integration_id, kind, target, idempotency_key, payload, status, due_at, created_at)
              WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < {BLOCKED})
-             SELECT o.issue_id, o.kind, o.target, o.idempotency_key || n.n, o.payload, o.status, o.due_at, o.created_at
+             SELECT o.issue_id, o.integration_id, o.kind, o.target, o.idempotency_key || n.n, o.payload, o.status, o.due_at, o.created_at
              FROM n, outbox o WHERE o.status = 'waiting'"
         );
         let mut transaction = store.begin().await?;
@@ -72,7 +72,7 @@ async fn cost(store: &dyn headwater_issue::Store) -> Result<i64> {
     match store.read_connection().await?.connection() {
         headwater_issue::Connection::Postgres(connection) => {
             let look =
-                "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_2('d', 32, 60000, 32, 32,
+                "EXPLAIN (ANALYZE, BUFFERS) SELECT * FROM headwater_take_outbox('d', 32, 60000, 32, 32,
                 '{}', '{}', '{}', '{}', '{}', '{}', '{}')";
             let mut pages = i64::MAX;
             // The first looks of a connection read the catalog, too, and so does one after the statistics changed.

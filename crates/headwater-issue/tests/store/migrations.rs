@@ -1,21 +1,19 @@
-//! Databases that exist already: those of other migrations, of before there were checksums, of before an order changed.
-
-use std::time::Duration;
+//! Databases that exist already: with other migrations, with newer functions, with the tables of an application.
 
 use anyhow::Result;
-use headwater_issue::{Delivery, IssueError, OutboxSettlement, Store, StoreOptions, connect};
+use headwater_issue::{IssueError, Migration, StoreOptions, connect};
 use headwater_testkit::{Database, Postgres};
 use sqlx::{AssertSqlSafe, Connection, Row};
 
-use super::{File, open, record};
+use super::{File, open};
 
-/// One that is there before the store is opened.
-enum Before {
+/// A database that exists before the store is opened.
+enum Existing {
     Sqlite(File),
     Postgres(Database),
 }
 
-impl Before {
+impl Existing {
     fn both() -> Result<[Self; 2]> {
         Ok([Self::Sqlite(File::new()?), Self::Postgres(Postgres::shared()?.database()?)])
     }
@@ -55,113 +53,94 @@ impl Before {
     }
 }
 
-const COUNT: &str = "SELECT count(*) FROM headwater_migration_checksums";
+const COUNT: &str = "SELECT count(*) FROM headwater_migrations";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_database_that_other_migrations_made_is_refused_and_left_alone() -> Result<()> {
-    for before in Before::both()? {
-        open(&before.url()).await?.close().await;
-        before
-            .run("UPDATE headwater_migration_checksums SET sha256 = 'x' WHERE version = 2")
-            .await?;
-        before.run("DELETE FROM headwater_migration_checksums WHERE version = 1").await?;
-        let count = before.ask(COUNT).await?;
-        let refused = connect(&before.url(), &StoreOptions::default()).await;
+async fn a_database_with_another_text_of_a_migration_is_refused_and_unchanged() -> Result<()> {
+    for existing in Existing::both()? {
+        open(&existing.url()).await?.close().await;
+        existing.run("UPDATE headwater_migrations SET checksum = '' WHERE version = 1").await?;
+        let refused = connect(&existing.url(), &StoreOptions::default()).await;
         let Err(error @ IssueError::Schema { .. }) = refused else { panic!("{refused:?}") };
-        assert!(error.to_string().contains("migration 2"), "{error}");
-        assert_eq!(before.ask(COUNT).await?, count, "nothing is written down");
+        assert!(error.to_string().contains("migration 1"), "{error}");
+        assert_eq!(existing.ask(COUNT).await?, "1");
+    }
+    Ok(())
+}
+
+const NOTES: Migration = Migration {
+    version: 7001,
+    description: "notes",
+    postgres: "CREATE TABLE notes (id bigint)",
+    sqlite: "CREATE TABLE notes (id INTEGER)",
+};
+const TITLES: Migration = Migration {
+    version: 7002,
+    description: "titles",
+    postgres: "ALTER TABLE notes ADD COLUMN title text",
+    sqlite: "ALTER TABLE notes ADD COLUMN title TEXT",
+};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tables_of_an_application_are_migrated_in_order_and_refused_if_newer() -> Result<()> {
+    for existing in Existing::both()? {
+        let store = open(&existing.url()).await?;
+        store.migrate(&[NOTES]).await?;
+        store.migrate(&[NOTES, TITLES]).await?;
+        store.migrate(&[NOTES, TITLES]).await?;
+        existing.run("INSERT INTO notes (id, title) VALUES (1, 'a')").await?;
+        assert_eq!(existing.ask(COUNT).await?, "3");
+
+        // A program of the version before.
+        let refused = store.migrate(&[NOTES]).await;
+        let Err(error @ IssueError::Schema { .. }) = refused else { panic!("{refused:?}") };
+        assert!(error.to_string().contains("migration 7002"), "{error}");
+        let changed = Migration { postgres: "SELECT 1", sqlite: "SELECT 1", ..NOTES };
+        let refused = store.migrate(&[changed, TITLES]).await;
+        let Err(error @ IssueError::Schema { .. }) = refused else { panic!("{refused:?}") };
+        assert!(error.to_string().contains("migration 7001"), "{error}");
+        store.close().await;
+
+        // A program that does not know these tables.
+        open(&existing.url()).await?.close().await;
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_database_of_before_there_were_checksums_gets_them_once() -> Result<()> {
-    for before in Before::both()? {
-        let store = open(&before.url()).await?;
-        let recorded = record(&*store, "42", "a").await?;
-        store.close().await;
-        let count = before.ask(COUNT).await?;
-        before.run("DROP TABLE headwater_migration_checksums").await?;
-        for _ in 0..2 {
-            let store = open(&before.url()).await?;
-            assert_eq!(store.issue(recorded.issue_id).await?.unwrap().pending_events, 1);
-            store.close().await;
-            assert_eq!(before.ask(COUNT).await?, count);
-        }
+async fn a_migration_that_fails_leaves_nothing() -> Result<()> {
+    let broken = "CREATE TABLE half (id bigint); CREATE TABLE notes (id bigint)";
+    let broken = Migration { postgres: broken, sqlite: broken, ..TITLES };
+    for existing in Existing::both()? {
+        let store = open(&existing.url()).await?;
+        store.migrate(&[NOTES, broken]).await.unwrap_err();
+        assert_eq!(existing.ask(COUNT).await?, "1");
+        existing.run("CREATE TABLE half (id bigint); CREATE TABLE notes (id bigint)").await?;
     }
     Ok(())
 }
 
-/// Delivers all that can go now, and what can go then, to the end. Returns the keys in order.
-async fn deliver_all(store: &dyn Store) -> Result<Vec<String>> {
-    let mut keys = Vec::new();
-    loop {
-        let rows = store.take_outbox("d", 10, Duration::from_secs(60)).await?;
-        if rows.is_empty() {
-            return Ok(keys);
-        }
-        for row in rows {
-            keys.push(row.idempotency_key.clone());
-            let (id, deliveries, delivery) = (row.id, row.deliveries, Delivery::Delivered);
-            store.settle_outbox(&[OutboxSettlement { id, deliveries, delivery }]).await?;
-        }
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
-async fn what_waited_behind_a_row_of_another_kind_goes_after_an_upgrade() -> Result<()> {
-    for before in Before::both()? {
-        let store = open(&before.url()).await?;
-        let issues = [record(&*store, "1", "a").await?, record(&*store, "2", "b").await?];
-        let [one, two] = issues.map(|recorded| recorded.issue_id);
-        let is_sqlite = before.url().starts_with("sqlite:");
-        store.close().await;
-        // As it was: one order for all rows of an issue, whatever their kind.
-        let (version, now) = if is_sqlite { (1, "1") } else { (2, "now()") };
-        let row = |key: &str, issue: String, kind: &str, status: &str| {
-            format!("('{key}', {issue}, '{kind}', '', '{{}}', '{status}', {now}, {now})")
-        };
-        let rows = [
-            row("1", one.to_string(), "reply", "pending"),
-            row("2", one.to_string(), "event", "waiting"),
-            row("3", one.to_string(), "event", "waiting"),
-            row("4", one.to_string(), "reply", "waiting"),
-            row("5", two.to_string(), "event", "waiting"),
-            row("6", two.to_string(), "reply", "pending"),
-        ];
-        let old = format!(
-            "INSERT INTO outbox (idempotency_key, issue_id, kind, target, payload, status, due_at, created_at)
-             VALUES {};
-             DROP TABLE headwater_migration_checksums;
-             DELETE FROM headwater_migrations WHERE version > {version};
-             ALTER TABLE issues DROP COLUMN completed_event_log_id;
-             ALTER TABLE outbox DROP COLUMN newest_event_log_id;
-             DROP TABLE headwater_clock;
-             DROP INDEX idx_outbox_order;
-             CREATE INDEX idx_outbox_order ON outbox (issue_id, id) WHERE status IN ('waiting', 'pending', 'taken')",
-            rows.join(", ")
-        );
-        before.run(&old).await?;
-        if is_sqlite {
-            // What SQLite cannot create only if it is missing.
-            let newer = "DROP TABLE event_log_originals; DROP TRIGGER outbox_integration;
-                 DROP INDEX idx_outbox_target; ALTER TABLE outbox DROP COLUMN integration_id";
-            before.run(newer).await?;
-        }
-
-        let store = open(&before.url()).await?;
-        let statuses = "SELECT sum(CASE status WHEN 'pending' THEN 1 ELSE 10 END) FROM outbox";
-        assert_eq!(before.ask(statuses).await?, "24", "of each kind and issue one can go");
-        let mut keys = deliver_all(&*store).await?;
-        let of = |wanted: [&str; 2]| {
-            keys.iter().filter(|key| wanted.contains(&key.as_str())).cloned().collect::<Vec<_>>()
-        };
-        assert_eq!(
-            (of(["2", "3"]), of(["1", "4"])),
-            (vec!["2".into(), "3".into()], vec!["1".into(), "4".into()])
-        );
-        keys.sort();
-        assert_eq!(keys, ["1", "2", "3", "4", "5", "6"]);
-    }
+async fn functions_are_installed_anew_unless_the_database_has_newer_ones() -> Result<()> {
+    let database = Postgres::shared()?.database()?;
+    open(&database.url()).await?.close().await;
+    let break_functions = |revision: i64| {
+        database.query("CREATE OR REPLACE FUNCTION headwater_now() RETURNS timestamptz LANGUAGE sql AS 'SELECT NULL::timestamptz'")?;
+        database
+            .query(&format!("UPDATE headwater_functions SET revision = {revision}, sha256 = 'x'"))
+    };
+    let is_broken = || database.query("SELECT headwater_now() IS NULL");
+    break_functions(0)?;
+    open(&database.url()).await?.close().await;
+    assert_eq!(is_broken()?, "f");
+    break_functions(1000)?;
+    open(&database.url()).await?.close().await;
+    assert_eq!(
+        (
+            is_broken()?.as_str(),
+            database.query("SELECT revision FROM headwater_functions")?.as_str()
+        ),
+        ("t", "1000")
+    );
     Ok(())
 }

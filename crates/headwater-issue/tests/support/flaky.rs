@@ -145,6 +145,7 @@ pass_on! {
         beat_worker(worker: &str, ttl: Duration) -> ();
         missing_event_logs(ids: &[EventLogId]) -> Vec<EventLogId>;
         begin() -> Box<dyn Transaction>;
+        migrate(migrations: &[headwater_issue::Migration]) -> ();
     }
 
     async fn record(&self, events: &[NewEvent], quiet: &Quiet) -> Vec<Result<Recorded>> {

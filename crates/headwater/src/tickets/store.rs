@@ -18,9 +18,8 @@ use tokio::sync::broadcast;
 use uuid::Uuid;
 
 use crate::limits::PAGE_MAX;
-use crate::tickets::sql::postgres;
+use crate::schema;
 use crate::tickets::sql::rows::{NewMessageRow, NewTicketRow};
-use crate::tickets::sql::sqlite;
 use crate::tickets::ticket::{
     NewTicket, NewTicketMessage, Posted, Ticket, TicketError, TicketFilter, TicketMessage,
     TicketStatus, checked_content, checked_title, checked_user,
@@ -343,17 +342,11 @@ impl Tickets {
     }
 }
 
-/// Creates what is missing of the tables of tickets.
+/// Migrates the tables of tickets and registers their integration.
 pub(crate) async fn prepare(store: &Arc<dyn Store>) -> Result<(), TicketError> {
+    schema::migrate(store.as_ref()).await?;
     store.ensure_integration(INTEGRATION, INTEGRATION).await?;
-    let mut transaction = store.begin().await?;
-    let version = on!(transaction.connection(), migrate())?;
-    if version > sqlite::VERSION.max(postgres::VERSION) {
-        let problem =
-            format!("tickets have version {version}, which this program does not know; upgrade it");
-        return Err(IssueError::Schema { problem }.into());
-    }
-    Ok(transaction.commit().await?)
+    Ok(())
 }
 
 /// The outbox row that tells other programs.

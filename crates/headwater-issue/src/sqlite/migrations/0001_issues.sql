@@ -1,4 +1,4 @@
--- Times are milliseconds since 1970, from the clock of the machine that holds the file.
+-- Times are milliseconds since 1970 by the clock of the machine that holds the file.
 
 CREATE TABLE integrations (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -34,6 +34,8 @@ CREATE TABLE issues (
     nudged_at INTEGER,
     created_at INTEGER NOT NULL,
     updated_at INTEGER NOT NULL,
+    -- Newest event log when the last run completed. Ids and not times, because the clock may be set back.
+    completed_event_log_id INTEGER,
     UNIQUE (integration_id, external_project_id, external_issue_id)
 ) STRICT;
 
@@ -62,6 +64,12 @@ CREATE TABLE event_logs (
 CREATE INDEX idx_event_logs_issue_id ON event_logs (issue_id, id);
 CREATE INDEX idx_event_logs_unprocessed ON event_logs (issue_id, id) WHERE processed_at IS NULL;
 
+-- Payloads as received, of event logs whose `payload` differs.
+CREATE TABLE event_log_originals (
+    event_log_id INTEGER PRIMARY KEY REFERENCES event_logs (id) ON DELETE CASCADE,
+    body BLOB NOT NULL
+) STRICT;
+
 CREATE TABLE outbox (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     issue_id INTEGER NOT NULL REFERENCES issues (id),
@@ -78,17 +86,23 @@ CREATE TABLE outbox (
     taken_by TEXT,
     last_error TEXT,
     created_at INTEGER NOT NULL,
-    delivered_at INTEGER
+    delivered_at INTEGER,
+    -- Newest event log of the issue when the row was written; a reply with newer events is stale.
+    newest_event_log_id INTEGER,
+    integration_id INTEGER NOT NULL
 ) STRICT;
 
--- Of one kind and issue one row at most is pending or taken; the later ones are waiting, and the end of one makes the next
--- pending. So those that look for work never see what cannot go yet. While a row is taken, due_at is when the taker's right to it ends.
+-- At most one row per issue and kind is pending or taken; later rows wait, and settling a row makes the next one
+-- pending. Scans for due rows therefore never read rows that cannot be delivered yet. While a row is taken, due_at is
+-- the end of the lease.
 CREATE INDEX idx_outbox_due ON outbox (due_at, id) WHERE status IN ('pending', 'taken');
 CREATE INDEX idx_outbox_order ON outbox (issue_id, kind, id) WHERE status IN ('waiting', 'pending', 'taken');
+CREATE INDEX idx_outbox_target ON outbox (integration_id, kind, target, due_at, id)
+    WHERE status IN ('pending', 'taken');
 CREATE INDEX idx_outbox_dead ON outbox (id) WHERE status = 'dead';
 CREATE INDEX idx_outbox_delivered_at ON outbox (delivered_at) WHERE status = 'delivered';
 
--- Quarantines, those that have ended included.
+-- Quarantines, open and released.
 CREATE TABLE dead_letters (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     issue_id INTEGER NOT NULL REFERENCES issues (id),
@@ -111,6 +125,15 @@ CREATE TABLE workers (
     expires_at INTEGER NOT NULL
 ) STRICT;
 
--- Tells this database from every other one: its idempotency keys are used nowhere else, also after a new start from nothing.
+-- Prefix of idempotency keys, so that no other database, also one created anew, produces the same keys.
 CREATE TABLE headwater_identity (identity TEXT NOT NULL) STRICT;
 INSERT INTO headwater_identity VALUES (lower(hex(randomblob(8))));
+
+-- Wall-clock time of the last check and the longest TTLs of any process. A process that reads an earlier time than seen_at
+-- knows that the clock was set back.
+CREATE TABLE headwater_clock (
+    seen_at INTEGER NOT NULL,
+    claim_ttl_ms INTEGER NOT NULL DEFAULT 0,
+    outbox_ttl_ms INTEGER NOT NULL DEFAULT 0
+) STRICT;
+INSERT INTO headwater_clock (seen_at) VALUES (0);

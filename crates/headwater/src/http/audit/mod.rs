@@ -34,6 +34,7 @@ use crate::http::body::{Answer, LINES};
 use crate::http::extract::QueryOf;
 use crate::http::paging::{self, PageQuery};
 use crate::http::{ApiError, Peer};
+use crate::schema;
 use crate::server::app_state::App;
 
 /// Entries written in one commit.
@@ -90,7 +91,7 @@ impl Audit {
     }
 
     async fn open_with(store: Arc<dyn Store>, rows_max: Option<u64>) -> Result<Self, IssueError> {
-        sql::create(store.as_ref()).await?;
+        schema::migrate(store.as_ref()).await?;
         let writer = Arc::new(sql::Writer::new(Arc::clone(&store), rows_max));
         let config = CoalescerConfig { max_items: BATCH_MAX, ..CoalescerConfig::default() };
         let writes = Coalescer::new(config, move |batch: Vec<Write>| {

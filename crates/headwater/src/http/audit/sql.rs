@@ -15,11 +15,7 @@ use crate::http::audit::{Entry, Write};
 /// So many entries may be there beyond the maximum before the oldest are removed.
 const TRIM_EVERY: u64 = 1000;
 
-/// The advisory lock under which the table is created: two processes that start at once would stand in each other's way.
-const LOCK: i64 = 0x6865_6164_6175_6474;
-
 struct Dialect {
-    create: &'static str,
     begin: &'static str,
     end: &'static str,
     trim: &'static str,
@@ -31,10 +27,6 @@ const TRIM: &str = "DELETE FROM audit_log WHERE id <= \
 const END: &str = "UPDATE audit_log SET status = $2 WHERE id = $1";
 
 const SQLITE: Dialect = Dialect {
-    // Times are milliseconds since 1970, as in the other tables.
-    create: "CREATE TABLE IF NOT EXISTS audit_log (
-        id TEXT PRIMARY KEY, at INTEGER NOT NULL, caller TEXT NOT NULL, role TEXT NOT NULL,
-        client TEXT NOT NULL, method TEXT NOT NULL, path TEXT NOT NULL, status INTEGER) STRICT",
     begin: "INSERT INTO audit_log (id, at, caller, role, client, method, path)
         VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING",
     end: END,
@@ -44,9 +36,6 @@ const SQLITE: Dialect = Dialect {
 };
 
 const POSTGRES: Dialect = Dialect {
-    create: "CREATE TABLE IF NOT EXISTS audit_log (
-        id text COLLATE \"C\" PRIMARY KEY, at timestamptz NOT NULL, caller text NOT NULL, role text NOT NULL,
-        client text NOT NULL, method text NOT NULL, path text NOT NULL, status bigint)",
     begin: "INSERT INTO audit_log (id, at, caller, role, client, method, path)
         VALUES ($1, to_timestamp($2::bigint / 1000.0), $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING",
     end: END,
@@ -103,24 +92,6 @@ fn failed(what: &str, error: sqlx::Error) -> IssueError {
 /// Only stores of `headwater-issue` come here.
 fn other_store() -> IssueError {
     IssueError::Schema { problem: "the audit log knows SQLite and Postgres only".to_owned() }
-}
-
-/// Creates the table if it is missing.
-pub(super) async fn create(store: &dyn Store) -> Result<(), IssueError> {
-    let failed = |error| failed("creating the audit log", error);
-    let mut transaction = store.begin().await?;
-    match transaction.connection() {
-        Connection::Sqlite(connection) => {
-            sqlx::query(SQLITE.create).execute(connection).await.map_err(failed)?;
-        }
-        Connection::Postgres(connection) => {
-            let lock = sqlx::query("SELECT pg_advisory_xact_lock($1)").bind(LOCK);
-            lock.execute(&mut *connection).await.map_err(failed)?;
-            sqlx::query(POSTGRES.create).execute(connection).await.map_err(failed)?;
-        }
-        _ => return Err(other_store()),
-    }
-    transaction.commit().await
 }
 
 /// Removes the oldest entries beyond the maximum.
@@ -241,8 +212,8 @@ mod tests {
 
     async fn entries_are_kept_ended_paged_and_trimmed(url: &str) {
         let store = connect(url, &StoreOptions::default()).await.unwrap();
-        create(store.as_ref()).await.unwrap();
-        create(store.as_ref()).await.unwrap();
+        crate::schema::migrate(store.as_ref()).await.unwrap();
+        crate::schema::migrate(store.as_ref()).await.unwrap();
         let writer = Writer::new(Arc::clone(&store), Some(100));
         let begin: Vec<_> = (0..250).map(|number| Write::Begin(entry(number))).collect();
         assert!(writer.write(&begin).await.iter().all(Result::is_ok));

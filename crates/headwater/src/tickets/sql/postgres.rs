@@ -4,7 +4,7 @@
 
 use headwater_stream::clock::Timestamp;
 use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{Error, Executor, Row};
+use sqlx::{Error, Row};
 use uuid::Uuid;
 
 use crate::desk::budget::Spent;
@@ -14,15 +14,6 @@ use crate::tickets::sql::rows::{
 };
 use crate::tickets::sql::statements::implement_statements;
 use crate::tickets::ticket::{Ticket, TicketFilter, TicketMessage, TicketStatus};
-
-const MIGRATIONS: [&str; 3] = [
-    include_str!("migrations/postgres_0001.sql"),
-    include_str!("migrations/postgres_0002.sql"),
-    include_str!("migrations/postgres_0003.sql"),
-];
-
-/// The advisory lock of migrations: "desk" as a number that nobody else has picked.
-const LOCK: i64 = 0x6865_6164_6465_736b;
 
 macro_rules! select_ticket {
     ($rest:literal) => {
@@ -91,11 +82,3 @@ const ROLL_UP: [&str; 1] = ["WITH done AS (
      ON CONFLICT (scope) DO UPDATE SET tokens = desk_usage.tokens + excluded.tokens"];
 
 implement_statements!(PgConnection, PgRow, binding patterns by std::convert::identity);
-
-/// Others that start at the same time wait.
-async fn prepare_migrations(connection: &mut PgConnection) -> Result<(), Error> {
-    connection.execute("SET LOCAL lock_timeout = 0").await?;
-    sqlx::query("SELECT pg_advisory_xact_lock($1)").bind(LOCK).execute(&mut *connection).await?;
-    let create = "CREATE TABLE IF NOT EXISTS desk_migrations (version bigint PRIMARY KEY)";
-    connection.execute(create).await.map(drop)
-}

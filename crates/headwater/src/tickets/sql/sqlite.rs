@@ -4,7 +4,7 @@
 
 use headwater_stream::clock::Timestamp;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
-use sqlx::{Error, Executor, Row};
+use sqlx::{Error, Row};
 use uuid::Uuid;
 
 use crate::desk::budget::Spent;
@@ -14,12 +14,6 @@ use crate::tickets::sql::rows::{
 };
 use crate::tickets::sql::statements::implement_statements;
 use crate::tickets::ticket::{Ticket, TicketFilter, TicketMessage, TicketStatus};
-
-const MIGRATIONS: [&str; 3] = [
-    include_str!("migrations/sqlite_0001.sql"),
-    include_str!("migrations/sqlite_0002.sql"),
-    include_str!("migrations/sqlite_0003.sql"),
-];
 
 macro_rules! select_ticket {
     ($rest:literal) => {
@@ -88,10 +82,4 @@ implement_statements!(SqliteConnection, SqliteRow, binding patterns by as_json);
 /// There are no lists in SQLite.
 fn as_json(patterns: &[String]) -> String {
     serde_json::json!(patterns).to_string()
-}
-
-/// The transaction has the right to write, so others that start at the same time wait.
-async fn prepare_migrations(connection: &mut SqliteConnection) -> Result<(), Error> {
-    let create = "CREATE TABLE IF NOT EXISTS desk_migrations (version INTEGER PRIMARY KEY)";
-    connection.execute(create).await.map(drop)
 }

@@ -6,26 +6,6 @@
 /// Implements the functions. The file has the SQL by their names, in capitals, and says how it binds the patterns of a search.
 macro_rules! implement_statements {
     ($connection:ident, $row:ident, binding patterns by $patterns:expr) => {
-        /// The newest version of the tables that this program knows.
-        pub(crate) const VERSION: usize = MIGRATIONS.len();
-
-        /// Applies what is missing. Nobody else does at the same time.
-        pub(crate) async fn migrate(connection: &mut $connection) -> Result<usize, Error> {
-            prepare_migrations(connection).await?;
-            let newest = sqlx::query("SELECT coalesce(max(version), 0) FROM desk_migrations")
-                .fetch_one(&mut *connection)
-                .await?;
-            let applied = usize::try_from(newest.try_get::<i64, _>(0)?).unwrap_or(0);
-            for (index, sql) in MIGRATIONS.iter().enumerate().skip(applied) {
-                connection.execute(sqlx::raw_sql(*sql)).await?;
-                sqlx::query("INSERT INTO desk_migrations (version) VALUES ($1)")
-                    .bind(i64::try_from(index + 1).unwrap_or(i64::MAX))
-                    .execute(&mut *connection)
-                    .await?;
-            }
-            Ok(applied.max(MIGRATIONS.len()))
-        }
-
         /// One that is there already stays as it is.
         pub(crate) async fn insert_ticket(
             connection: &mut $connection,

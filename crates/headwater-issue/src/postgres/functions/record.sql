@@ -1,16 +1,17 @@
--- A run that was put off stays put off, however many events come. Arguments and answers are what they were, so this serves
--- processes of the version before as well.
-
--- Stores events. Keys differ within a call. Integrations that do not exist have no issue in the answer; an event log with
--- another id or digest than the one given was there before.
-CREATE OR REPLACE FUNCTION headwater_record_1(
+-- Stores events, each key at most once per call. An unknown integration returns no issue. If the returned event log is not
+-- new, the key was used before; o_same says whether its digest is the same.
+CREATE OR REPLACE FUNCTION headwater_record(
     p_integration text[], p_project text[], p_issue text[], p_source text[], p_event_type text[], p_key text[],
     p_digest bytea[], p_payload text[], p_quiet_ms bigint, p_max_wait_ms bigint,
-    p_quiet_events_max bigint
+    p_quiet_events_max bigint, p_original bytea[]
 ) RETURNS TABLE (
     o_place bigint, o_known boolean, o_issue_id bigint, o_event_log_id bigint, o_new boolean, o_same boolean,
     o_processed boolean, o_became_queued boolean, o_status text, o_not_before bigint
-) LANGUAGE plpgsql AS $$
+)
+LANGUAGE plpgsql
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET enable_material = off SET jit = off
+AS $$
 DECLARE
     v_integration bigint[];
     v_issue bigint[];
@@ -27,8 +28,7 @@ BEGIN
         LEFT JOIN issues i ON i.integration_id = n.integration AND i.external_project_id = n.project
             AND i.external_issue_id = n.issue;
         EXIT WHEN tries = 2 OR array_position(v_issue, NULL) IS NULL;
-        -- In the order of names: who waits here for another creator holds nothing that one can want. An event whose key
-        -- was used before creates nothing.
+        -- In the order of names, so that two calls cannot deadlock. An event whose key was used before creates no issue.
         INSERT INTO issues (integration_id, external_project_id, external_issue_id)
         SELECT DISTINCT n.integration, n.project COLLATE "C", n.issue COLLATE "C"
         FROM unnest(v_integration, p_project, p_issue, p_key, v_issue) AS n (integration, project, issue, key, id)
@@ -41,7 +41,7 @@ BEGIN
     PERFORM 1 FROM issues WHERE id = ANY (v_issue) ORDER BY id FOR UPDATE;
     v_now := headwater_now();
 
-    -- Ids in the order of the call, rows in the order of keys: who waits for a key holds no later one.
+    -- Ids in the order of the call, rows in the order of keys, so that two calls cannot deadlock on keys.
     SELECT array_agg(nextval('event_logs_id_seq') ORDER BY place) INTO v_log
     FROM generate_series(1, cardinality(p_key)) AS place;
 
@@ -49,14 +49,18 @@ BEGIN
         INSERT INTO event_logs (id, issue_id, integration_id, source, event_type, dedup_key, digest, payload,
             payload_bytes, created_at)
         SELECT n.id, n.issue_id, n.integration, n.source, n.event_type, n.key, n.digest, n.payload::jsonb,
-            -- As it will be read: numbers are written out by then.
+            -- Size as read back: jsonb rewrites numbers.
             octet_length(n.payload::jsonb::text), v_now
         FROM unnest(v_log, v_issue, v_integration, p_source, p_event_type, p_key, p_digest, p_payload)
             AS n (id, issue_id, integration, source, event_type, key, digest, payload)
         WHERE n.issue_id IS NOT NULL
         ORDER BY n.integration, n.key COLLATE "C"
         ON CONFLICT (integration_id, dedup_key) DO NOTHING
-        RETURNING issue_id
+        RETURNING id, issue_id
+    ), kept AS (
+        INSERT INTO event_log_originals (event_log_id, body)
+        SELECT n.id, n.original FROM inserted JOIN unnest(v_log, p_original) AS n (id, original) ON n.id = inserted.id
+        WHERE n.original IS NOT NULL
     ), counted AS (
         SELECT issue_id, count(*) AS events FROM inserted GROUP BY issue_id
     ), updated AS (
@@ -71,8 +75,8 @@ BEGIN
             nudged_at = CASE WHEN before.wakes THEN v_now ELSE i.nudged_at END,
             updated_at = v_now
         FROM counted c CROSS JOIN LATERAL (
-            -- With enough events for a run, a quiet window is over. What follows a failure, or a run that was put off, is not: the
-            -- error tells that, not the attempts, for what is put off has none.
+            -- A full batch ends the debounce window, but not the backoff after a failure or a deferral: last_error marks
+            -- both, attempts only the former.
             SELECT f.is_full, b.quarantined_at IS NULL AND (b.processing_status = 'idle'
                 OR f.is_full AND b.not_before > v_now) AS wakes
             FROM issues b CROSS JOIN LATERAL (SELECT p_quiet_events_max > 0 AND b.quarantined_at IS NULL
@@ -92,16 +96,4 @@ BEGIN
     LEFT JOIN event_logs e ON e.integration_id = n.integration AND e.dedup_key = n.key
     LEFT JOIN issues i ON i.id = e.issue_id
     ORDER BY n.place;
-END $$;
-
-DO $$
-DECLARE
-    v_setting text;
-BEGIN
-    -- As for the other functions: plans by the index, and no compiler. A function that is made anew has lost its settings.
-    FOREACH v_setting IN ARRAY ARRAY[
-        'enable_seqscan', 'enable_bitmapscan', 'enable_hashjoin', 'enable_mergejoin', 'enable_material', 'jit'
-    ] LOOP
-        EXECUTE format('ALTER FUNCTION headwater_record_1 SET %I = off', v_setting);
-    END LOOP;
 END $$;

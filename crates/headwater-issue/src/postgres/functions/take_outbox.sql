@@ -1,65 +1,8 @@
--- Payloads as they were received, of event logs whose `payload` does not say the same: `jsonb` holds no NUL, no lone
--- surrogate and no repeated key.
-CREATE TABLE IF NOT EXISTS event_log_originals (
-    event_log_id bigint PRIMARY KEY REFERENCES event_logs (id) ON DELETE CASCADE,
-    body bytea NOT NULL
-);
-
--- headwater_record_1, and the original of each new event log where one is given.
-CREATE OR REPLACE FUNCTION headwater_record_original_1(
-    p_integration text[], p_project text[], p_issue text[], p_source text[], p_event_type text[], p_key text[],
-    p_digest bytea[], p_payload text[], p_quiet_ms bigint, p_max_wait_ms bigint, p_quiet_events_max bigint,
-    p_original bytea[]
-) RETURNS TABLE (
-    o_place bigint, o_known boolean, o_issue_id bigint, o_event_log_id bigint, o_new boolean, o_same boolean,
-    o_processed boolean, o_became_queued boolean, o_status text, o_not_before bigint
-) LANGUAGE plpgsql AS $$
-BEGIN
-    RETURN QUERY
-    WITH recorded AS MATERIALIZED (
-        SELECT * FROM headwater_record_1(p_integration, p_project, p_issue, p_source, p_event_type, p_key, p_digest,
-            p_payload, p_quiet_ms, p_max_wait_ms, p_quiet_events_max)
-    ), kept AS (
-        INSERT INTO event_log_originals (event_log_id, body)
-        SELECT r.o_event_log_id, p_original[r.o_place] FROM recorded r
-        WHERE r.o_new AND p_original[r.o_place] IS NOT NULL
-    )
-    SELECT r.* FROM recorded r ORDER BY r.o_place;
-END $$;
-
--- The integration of each row that is not delivered, so that the rows of one target are found without reading those of
--- others. Functions that write rows do not know the column; the trigger does.
-ALTER TABLE outbox ADD COLUMN IF NOT EXISTS integration_id bigint;
-UPDATE outbox o SET integration_id = i.integration_id FROM issues i WHERE i.id = o.issue_id AND o.status <> 'delivered';
-
-CREATE OR REPLACE FUNCTION headwater_outbox_integration() RETURNS trigger
-LANGUAGE plpgsql AS $$
-BEGIN
-    SELECT i.integration_id INTO NEW.integration_id FROM issues i WHERE i.id = NEW.issue_id;
-    RETURN NEW;
-END $$;
-DROP TRIGGER IF EXISTS outbox_integration ON outbox;
-CREATE TRIGGER outbox_integration BEFORE INSERT OR UPDATE ON outbox
-    FOR EACH ROW WHEN (NEW.integration_id IS NULL) EXECUTE FUNCTION headwater_outbox_integration();
-
--- A delivery that was settled, however it ended, was no crash of its deliverer: only crashes in a row make a row dead.
-CREATE OR REPLACE FUNCTION headwater_outbox_settled() RETURNS trigger
-LANGUAGE plpgsql AS $$
-BEGIN
-    NEW.crashes := 0;
-    RETURN NEW;
-END $$;
-DROP TRIGGER IF EXISTS outbox_settled ON outbox;
-CREATE TRIGGER outbox_settled BEFORE UPDATE ON outbox
-    FOR EACH ROW WHEN (OLD.status = 'taken' AND NEW.status = 'pending') EXECUTE FUNCTION headwater_outbox_settled();
-
-CREATE INDEX IF NOT EXISTS idx_outbox_target ON outbox (integration_id, kind, target, due_at, id) WHERE status IN ('pending', 'taken');
-
 -- Takes rows of the outbox that are due, `p_limit` in all; skips rows that other transactions have locked. A target is an
--- integration, a kind and a `target`. Each gets at most `p_per_target` rows, or the room given for it; all that are failing
+-- integration, a kind and a `target`. Each gets at most `p_per_target` rows, or its p_room; all failing targets
 -- together at most `p_failing_limit`. Targets with fewer rows in flight come first, then those that were served longest
 -- ago, then those with the oldest row. A row that was taken and whose lease has expired counts a crash.
-CREATE OR REPLACE FUNCTION headwater_take_2(
+CREATE OR REPLACE FUNCTION headwater_take_outbox(
     p_worker text, p_limit bigint, p_ttl_ms bigint, p_per_target bigint, p_failing_limit bigint,
     p_integration text[], p_kind text[], p_target text[], p_in_flight bigint[], p_room bigint[], p_failing boolean[],
     p_served bigint[]
@@ -67,7 +10,11 @@ CREATE OR REPLACE FUNCTION headwater_take_2(
     o_id bigint, o_issue_id bigint, o_integration text, o_provider text, o_project text, o_issue text, o_kind text,
     o_target text, o_idempotency_key text, o_payload text, o_deliveries bigint, o_attempts bigint, o_created_at bigint,
     o_crashes bigint
-) LANGUAGE plpgsql AS $$
+)
+LANGUAGE plpgsql
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET enable_material = off SET jit = off SET enable_sort = off
+AS $$
 DECLARE
     v_now timestamptz := headwater_now();
 BEGIN
@@ -128,16 +75,3 @@ BEGIN
     FROM o JOIN issues i ON i.id = o.issue_id JOIN integrations g ON g.id = i.integration_id
     ORDER BY o.id;
 END $$;
-
-DO $$
-DECLARE
-    v_setting text;
-BEGIN
-    -- As for the other functions: plans by the index, and no compiler.
-    FOREACH v_setting IN ARRAY ARRAY[
-        'enable_seqscan', 'enable_bitmapscan', 'enable_hashjoin', 'enable_mergejoin', 'enable_material', 'jit'
-    ] LOOP
-        EXECUTE format('ALTER FUNCTION headwater_take_2 SET %I = off', v_setting);
-    END LOOP;
-END $$;
-ALTER FUNCTION headwater_take_2 SET enable_sort = off;

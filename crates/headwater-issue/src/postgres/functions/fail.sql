@@ -1,13 +1,13 @@
--- Runs that are put off: budgets and services that are used up blame no issue.
-
--- Ends failed runs. `p_after_ms` is null where trying again is of no use; `p_blamed` is false where a run was put off, which
--- counts no attempt. An issue and an epoch are named together once.
--- Processes of the version before still call headwater_fail_1.
-CREATE OR REPLACE FUNCTION headwater_fail_2(
+-- Ends failed runs. p_after_ms is the backoff, NULL if a retry is pointless; p_blamed is false for a deferred run, which counts
+-- no attempt. Each pair of issue and epoch is named at most once per call.
+CREATE OR REPLACE FUNCTION headwater_fail(
     p_issue bigint[], p_epoch bigint[], p_error text[], p_after_ms bigint[], p_blamed boolean[],
     p_attempts_max bigint, p_events_max bigint
 ) RETURNS TABLE (o_issue_id bigint, o_epoch bigint, o_attempts bigint, o_quarantined boolean, o_not_before bigint)
-LANGUAGE plpgsql AS $$
+LANGUAGE plpgsql
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off SET enable_material = off SET jit = off
+AS $$
 DECLARE
     v_now timestamptz;
     v_quarantined bigint[];
@@ -42,17 +42,5 @@ BEGIN
         updated_at = v_now
     FROM held h WHERE i.id = h.id
     RETURNING i.id, i.claim_epoch, i.attempts, h.quarantines, headwater_ms(coalesce(i.not_before, v_now));
-    PERFORM headwater_bury_1(v_quarantined);
-END $$;
-
-DO $$
-DECLARE
-    v_setting text;
-BEGIN
-    -- As for the other functions: plans by the index, and no compiler.
-    FOREACH v_setting IN ARRAY ARRAY[
-        'enable_seqscan', 'enable_bitmapscan', 'enable_hashjoin', 'enable_mergejoin', 'enable_material', 'jit'
-    ] LOOP
-        EXECUTE format('ALTER FUNCTION headwater_fail_2 SET %I = off', v_setting);
-    END LOOP;
+    PERFORM headwater_quarantine(v_quarantined);
 END $$;
