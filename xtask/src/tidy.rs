@@ -1,8 +1,10 @@
 //! `cargo xtask tidy`: what the compiler does not check.
 //!
-//! `text` looks at one file, `order` at the manifests of all crates. Both are pure: text in,
-//! findings out. This file collects the files of the checkout and reports what was found.
+//! `text` checks one file, `order` the manifests of all crates, `names` the type names of all product code, `layout` the
+//! folders of the binary. All are pure: text in, findings out. This file collects the files of the checkout and reports what was found.
 
+mod layout;
+mod names;
 mod order;
 mod text;
 
@@ -17,15 +19,20 @@ pub(crate) fn run() -> Result<(), Failure> {
     let root = workspace_root()?;
     let mut findings = Vec::new();
     let mut manifests = Vec::new();
+    let mut sources = Vec::new();
     for path in tracked_files(&root)? {
         // A file may be deleted and not yet committed, and an image is not text.
         let Ok(text) = fs::read_to_string(root.join(&path)) else { continue };
         findings.extend(text::check(&path, &text));
         if path.ends_with("/Cargo.toml") {
             manifests.push((path, text));
+        } else if path.ends_with(".rs") {
+            sources.push((path, text));
         }
     }
     findings.extend(order::check(&manifests));
+    findings.extend(layout::check(sources.iter().map(|(path, _)| path.as_str())));
+    findings.extend(names::check(&sources));
 
     if findings.is_empty() {
         return Ok(());
