@@ -7,7 +7,6 @@
 mod exit;
 mod http_client;
 pub mod limits;
-mod schema;
 pub mod text;
 
 mod config;

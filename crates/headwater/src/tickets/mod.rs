@@ -20,6 +20,7 @@ pub use self::event::{Author, TICKET_EVENTS, TicketEvent, TicketEventType, Ticke
 
 pub(crate) use crate::tickets::export::History;
 pub use crate::tickets::import::TakenIn;
+pub(crate) use crate::tickets::sql::migrations::apply as migrate;
 pub(crate) use crate::tickets::store::prepare;
 pub use crate::tickets::store::{INTEGRATION, Tickets};
 pub use crate::tickets::ticket::{

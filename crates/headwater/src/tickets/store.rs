@@ -18,7 +18,7 @@ use tokio::sync::broadcast;
 use uuid::Uuid;
 
 use crate::limits::PAGE_MAX;
-use crate::schema;
+use crate::tickets::sql::migrations;
 use crate::tickets::sql::rows::{NewMessageRow, NewTicketRow};
 use crate::tickets::ticket::{
     NewTicket, NewTicketMessage, Posted, Ticket, TicketError, TicketFilter, TicketMessage,
@@ -344,7 +344,7 @@ impl Tickets {
 
 /// Migrates the tables of tickets and registers their integration.
 pub(crate) async fn prepare(store: &Arc<dyn Store>) -> Result<(), TicketError> {
-    schema::migrate(store.as_ref()).await?;
+    migrations::apply(store.as_ref()).await?;
     store.ensure_integration(INTEGRATION, INTEGRATION).await?;
     Ok(())
 }

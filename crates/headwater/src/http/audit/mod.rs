@@ -34,8 +34,8 @@ use crate::http::body::{Answer, LINES};
 use crate::http::extract::QueryOf;
 use crate::http::paging::{self, PageQuery};
 use crate::http::{ApiError, Peer};
-use crate::schema;
 use crate::server::app_state::App;
+use crate::tickets;
 
 /// Entries written in one commit.
 const BATCH_MAX: usize = 256;
@@ -91,7 +91,7 @@ impl Audit {
     }
 
     async fn open_with(store: Arc<dyn Store>, rows_max: Option<u64>) -> Result<Self, IssueError> {
-        schema::migrate(store.as_ref()).await?;
+        tickets::migrate(store.as_ref()).await?;
         let writer = Arc::new(sql::Writer::new(Arc::clone(&store), rows_max));
         let config = CoalescerConfig { max_items: BATCH_MAX, ..CoalescerConfig::default() };
         let writes = Coalescer::new(config, move |batch: Vec<Write>| {

@@ -212,8 +212,8 @@ mod tests {
 
     async fn entries_are_kept_ended_paged_and_trimmed(url: &str) {
         let store = connect(url, &StoreOptions::default()).await.unwrap();
-        crate::schema::migrate(store.as_ref()).await.unwrap();
-        crate::schema::migrate(store.as_ref()).await.unwrap();
+        crate::tickets::migrate(store.as_ref()).await.unwrap();
+        crate::tickets::migrate(store.as_ref()).await.unwrap();
         let writer = Writer::new(Arc::clone(&store), Some(100));
         let begin: Vec<_> = (0..250).map(|number| Write::Begin(entry(number))).collect();
         assert!(writer.write(&begin).await.iter().all(Result::is_ok));

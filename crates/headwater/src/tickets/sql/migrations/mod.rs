@@ -19,7 +19,7 @@ const MIGRATIONS: &[Migration] = &[
 ];
 
 /// Applies what is missing. Idempotent; several processes may call it at once.
-pub(crate) async fn migrate(store: &dyn Store) -> Result<(), IssueError> {
+pub(crate) async fn apply(store: &dyn Store) -> Result<(), IssueError> {
     store.migrate(MIGRATIONS).await
 }
 
