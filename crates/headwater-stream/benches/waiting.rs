@@ -28,7 +28,7 @@ async fn main() -> Result<()> {
             let delays = DelayName::new(format!("later-{number}"))?;
             tasks.spawn(async move {
                 loop {
-                    backend.wait_due(&delays, WAIT).await?;
+                    backend.wait_until_due(&delays, WAIT).await?;
                 }
             });
         }

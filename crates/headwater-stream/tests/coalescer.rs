@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use futures_util::poll;
-use headwater_stream::{Coalescer, CoalescerConfig, Gone};
+use headwater_stream::{BatchError, Coalescer, CoalescerConfig};
 use tokio::sync::{Semaphore, mpsc};
 
 /// A function that notes each batch and goes on when it is let.
@@ -47,7 +47,7 @@ impl Gate {
 fn spawn(
     coalescer: &Arc<Coalescer<u32, u32>>,
     request: u32,
-) -> tokio::task::JoinHandle<Result<u32, Gone>> {
+) -> tokio::task::JoinHandle<Result<u32, BatchError>> {
     let coalescer = Arc::clone(coalescer);
     tokio::spawn(async move { coalescer.call(request).await })
 }
@@ -101,7 +101,7 @@ async fn no_call_weighs_more_than_allowed_but_a_heavy_request_goes_alone() {
     let first = spawn(&coalescer, 0);
     assert_eq!(gate.batch().await, [0]);
     let weights = [(1, 4), (2, 4), (3, 4), (4, usize::MAX), (5, 1), (6, 9)];
-    let calls = join_all(weights.map(|(request, bytes)| coalescer.call_weighing(request, bytes)));
+    let calls = join_all(weights.map(|(request, bytes)| coalescer.call_with_size(request, bytes)));
     let opening = async {
         settle().await;
         gate.open();
@@ -213,8 +213,8 @@ async fn a_call_that_panics_or_says_too_little_leaves_others_alone() {
         if batch[0] == 0 { Vec::new() } else { batch }
     })
     .unwrap();
-    assert_eq!(coalescer.call(13).await, Err(Gone));
-    assert_eq!(coalescer.call(0).await, Err(Gone));
+    assert_eq!(coalescer.call(13).await, Err(BatchError));
+    assert_eq!(coalescer.call(0).await, Err(BatchError));
     assert_eq!(coalescer.call(7).await, Ok(7));
 }
 
@@ -228,8 +228,8 @@ fn callers_learn_that_the_runtime_of_the_task_has_ended() {
     drop(entered);
     ours.block_on(settle());
     drop(theirs);
-    assert_eq!(ours.block_on(caller).unwrap(), Err(Gone), "it waited already");
-    assert_eq!(ours.block_on(coalescer.call(2)), Err(Gone), "it came later");
+    assert_eq!(ours.block_on(caller).unwrap(), Err(BatchError), "it waited already");
+    assert_eq!(ours.block_on(coalescer.call(2)), Err(BatchError), "it came later");
 }
 
 #[tokio::test]

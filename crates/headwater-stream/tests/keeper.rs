@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_stream::{
-    Acquire, Acquired, Epoch, Fence, HeldLease, HolderName, KeeperConfig, LeaseInfo, LeaseKeeper,
-    LeaseName, LeaseWatch, Leases, LossCause, LostLease, Renewal, Result, StreamError,
+    AcquireResult, Epoch, Fence, HeldLease, HolderName, LeaseAcquisition, LeaseInfo, LeaseName,
+    LeaseRenewer, LeaseRenewerConfig, LeaseWatch, Leases, LossCause, LostLease, Renewal, Result,
+    StreamError,
 };
 use tokio::sync::oneshot;
 use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
@@ -112,11 +113,11 @@ impl Leases for Server {
         lease: &LeaseName,
         holder: &HolderName,
         ttl: Duration,
-    ) -> Result<Acquire> {
+    ) -> Result<AcquireResult> {
         let effect = |server: &Self| {
             let epoch = match server.holder(lease) {
                 Some((by, epoch)) if by == *holder => epoch,
-                Some((by, _)) => return Acquire::Held { by, remaining: SECOND },
+                Some((by, _)) => return AcquireResult::Held { by, remaining: SECOND },
                 None => {
                     let mut epochs = server.epochs.lock().unwrap();
                     *epochs += 1;
@@ -125,7 +126,7 @@ impl Leases for Server {
             };
             let until = Instant::now() + ttl;
             server.held.lock().unwrap().insert(lease.clone(), (holder.clone(), epoch, until));
-            Acquire::Won(epoch)
+            AcquireResult::Won(epoch)
         };
         self.call(effect).await
     }
@@ -176,25 +177,25 @@ fn lease(number: usize) -> LeaseName {
     LeaseName::new(format!("lease{number}")).unwrap()
 }
 
-fn keeper(server: &Arc<Server>, name: &str) -> Arc<LeaseKeeper> {
+fn keeper(server: &Arc<Server>, name: &str) -> Arc<LeaseRenewer> {
     let holder = HolderName::new(name).unwrap();
     let leases: Arc<dyn Leases> = Arc::clone(server) as _;
-    Arc::new(LeaseKeeper::new(leases, holder, KeeperConfig::default()).unwrap())
+    Arc::new(LeaseRenewer::new(leases, holder, LeaseRenewerConfig::default()).unwrap())
 }
 
 /// How long a lease is trusted without renewal: 13.5 s by default.
 fn trust() -> Duration {
-    let KeeperConfig { ttl, margin, .. } = KeeperConfig::default();
-    ttl - margin
+    let LeaseRenewerConfig { ttl, safety_margin, .. } = LeaseRenewerConfig::default();
+    ttl - safety_margin
 }
 
-async fn acquire(keeper: &LeaseKeeper, number: usize) -> HeldLease {
+async fn acquire(keeper: &LeaseRenewer, number: usize) -> HeldLease {
     let held = keeper.acquire(&lease(number)).await.unwrap();
     held.won().unwrap_or_else(|| panic!("expected {} to get lease {number}", keeper.holder()))
 }
 
 /// Runs a keeper until the sender is dropped or used.
-fn run(keeper: &Arc<LeaseKeeper>) -> (oneshot::Sender<()>, tokio::task::JoinHandle<()>) {
+fn run(keeper: &Arc<LeaseRenewer>) -> (oneshot::Sender<()>, tokio::task::JoinHandle<()>) {
     let (stop, stopped) = oneshot::channel();
     let keeper = Arc::clone(keeper);
     let task = tokio::spawn(async move {
@@ -205,14 +206,14 @@ fn run(keeper: &Arc<LeaseKeeper>) -> (oneshot::Sender<()>, tokio::task::JoinHand
 
 #[test]
 fn times_that_do_not_fit_together_are_refused() {
-    let default = KeeperConfig::default();
+    let default = LeaseRenewerConfig::default();
     assert!(default.validate().is_ok());
     let bad = [
-        ("ttl", KeeperConfig { ttl: MS * 49, ..default }),
-        ("ttl", KeeperConfig { ttl: SECOND * 86_401, ..default }),
-        ("renew_every", KeeperConfig { renew_every: Duration::ZERO, ..default }),
-        ("renew_every", KeeperConfig { renew_every: SECOND * 5 + MS, ..default }),
-        ("margin", KeeperConfig { margin: SECOND * 10, ..default }),
+        ("ttl", LeaseRenewerConfig { ttl: MS * 49, ..default }),
+        ("ttl", LeaseRenewerConfig { ttl: SECOND * 86_401, ..default }),
+        ("renew_every", LeaseRenewerConfig { renew_every: Duration::ZERO, ..default }),
+        ("renew_every", LeaseRenewerConfig { renew_every: SECOND * 5 + MS, ..default }),
+        ("safety_margin", LeaseRenewerConfig { safety_margin: SECOND * 10, ..default }),
     ];
     for (argument, config) in bad {
         match config.validate() {
@@ -220,7 +221,7 @@ fn times_that_do_not_fit_together_are_refused() {
             other => panic!("expected {argument} to be refused, found {other:?}"),
         }
         let holder = HolderName::new("ann").unwrap();
-        assert!(LeaseKeeper::new(Server::new(), holder, config).is_err());
+        assert!(LeaseRenewer::new(Server::new(), holder, config).is_err());
     }
 }
 
@@ -230,9 +231,9 @@ async fn a_lease_is_trusted_until_shortly_before_it_runs_out() {
     let held = acquire(&keeper(&server, "ann"), 1).await;
 
     advance(trust() - MS).await;
-    assert!(held.is_trusted());
+    assert!(held.is_valid());
     advance(MS).await;
-    assert!(!held.is_trusted(), "the margin has begun");
+    assert!(!held.is_valid(), "the safety_margin has begun");
     assert!(server.holder(&lease(1)).is_some(), "on the server the lease still lives");
 }
 
@@ -272,7 +273,7 @@ async fn an_answer_that_came_too_late_gives_no_trust() {
     let keeper = keeper(&server, "ann");
     let held = acquire(&keeper, 1).await;
 
-    assert!(!held.is_trusted());
+    assert!(!held.is_valid());
     timeout(MS, held.lost()).await.expect("it is lost from the beginning");
 }
 
@@ -284,11 +285,11 @@ async fn a_lease_of_another_is_not_held() {
     let bob = keeper(&server, "bob");
 
     match bob.acquire(&lease(1)).await.unwrap() {
-        Acquired::Held { by, remaining } => {
+        LeaseAcquisition::Held { by, remaining } => {
             assert_eq!(&by, ann.holder());
-            assert!(remaining > Duration::ZERO && remaining <= KeeperConfig::default().ttl);
+            assert!(remaining > Duration::ZERO && remaining <= LeaseRenewerConfig::default().ttl);
         }
-        Acquired::Won(held) => panic!("bob has {held:?}, too"),
+        LeaseAcquisition::Won(held) => panic!("bob has {held:?}, too"),
     }
     assert_eq!(bob.held(), []);
     assert_eq!(ann.held().len(), 1);
@@ -303,7 +304,7 @@ async fn a_lease_acquired_twice_is_one_lease() {
 
     assert_eq!(first.fence(), again.fence());
     advance(SECOND * 10).await;
-    assert!(first.is_trusted() && again.is_trusted(), "both see the new time");
+    assert!(first.is_valid() && again.is_valid(), "both see the new time");
     assert_eq!(keeper.held(), [first.fence().clone()]);
 }
 
@@ -321,7 +322,7 @@ async fn a_renewal_is_one_call_for_all_leases() {
 
     assert_eq!(server.renewals.load(Ordering::SeqCst), 1);
     advance(SECOND * 10).await;
-    assert!(held.iter().all(HeldLease::is_trusted));
+    assert!(held.iter().all(HeldLease::is_valid));
 }
 
 #[tokio::test(start_paused = true)]
@@ -339,7 +340,7 @@ async fn a_running_keeper_keeps_its_leases() {
     let (stop, task) = run(&keeper);
 
     assert!(timeout(SECOND * 600, held.lost()).await.is_err(), "it is never lost");
-    assert!(held.is_trusted());
+    assert!(held.is_valid());
 
     drop(stop);
     timeout(SECOND, task).await.expect("it stops when told to").unwrap();
@@ -358,8 +359,8 @@ async fn a_lost_lease_is_told_once_and_forgotten() {
     let lost = keeper.run_once().await.unwrap();
 
     let fence = held[0].fence().clone();
-    assert_eq!(lost, [LostLease { fence, cause: LossCause::Gone }]);
-    assert!(!held[0].is_trusted() && held[1].is_trusted());
+    assert_eq!(lost, [LostLease { fence, cause: LossCause::LostOnServer }]);
+    assert!(!held[0].is_valid() && held[1].is_valid());
     timeout(MS, held[0].lost()).await.expect("those who wait are told");
     assert_eq!(keeper.run_once().await.unwrap(), [], "and not again");
     assert_eq!(keeper.held(), [held[1].fence().clone()]);
@@ -405,7 +406,7 @@ async fn a_lease_that_lapsed_while_the_server_was_silent_is_released_and_stays_l
     sleep_until(acquired + trust() + MS * 1_400).await;
     let lost = keeper.run_once().await.unwrap();
     assert_eq!(lost, [lapsed(&held)]);
-    assert!(!held.is_trusted());
+    assert!(!held.is_valid());
     assert!(server.holder(&lease(1)).is_none(), "others can have it");
     assert_eq!(keeper.held(), []);
 }
@@ -429,7 +430,7 @@ async fn a_renewal_that_is_answered_after_the_lapse_does_not_bring_the_lease_bac
     let lost = renewing.await.unwrap().unwrap();
 
     assert_eq!(lost, [lapsed(&held)]);
-    assert!(!held.is_trusted(), "who was told that it is lost must not be its owner again");
+    assert!(!held.is_valid(), "who was told that it is lost must not be its owner again");
     assert!(server.holder(&lease(1)).is_none(), "the renewal is taken back");
     assert_eq!(keeper.run_once().await.unwrap(), [], "it is told once");
 }
@@ -450,7 +451,7 @@ async fn a_lapse_is_told_at_its_moment_and_once() {
     assert_eq!(waiting.await.unwrap(), [lapsed(&held)]);
 
     assert_eq!(acquired.elapsed(), trust());
-    assert!(!held.is_trusted());
+    assert!(!held.is_valid());
     server.network(Network::Fine);
     assert_eq!(keeper.run_once().await.unwrap(), []);
     assert!(timeout(SECOND * 60, keeper.lapsed()).await.is_err());
@@ -467,9 +468,9 @@ async fn a_lease_that_lapsed_is_acquired_again_with_a_new_epoch() {
     let new = acquire(&keeper, 1).await;
 
     assert!(new.fence().epoch > old.fence().epoch, "{new:?} {old:?}");
-    assert!(new.is_trusted() && !old.is_trusted());
+    assert!(new.is_valid() && !old.is_valid());
     assert_eq!(keeper.run_once().await.unwrap(), [lapsed(&old)]);
-    assert!(new.is_trusted());
+    assert!(new.is_valid());
     assert_eq!(keeper.held(), [new.fence().clone()]);
 }
 
@@ -503,7 +504,7 @@ async fn one_lost_answer_costs_no_lease() {
         sleep(SECOND * 6).await;
         server.network(Network::Fine);
         sleep(SECOND * 6).await;
-        assert!(held.is_trusted(), "two more renewals fit into the life of a lease");
+        assert!(held.is_valid(), "two more renewals fit into the life of a lease");
         drop(stop);
         task.await.unwrap();
     }
@@ -519,7 +520,7 @@ async fn a_paused_process_finds_its_trust_gone() {
     advance(SECOND * 20).await;
     let other = acquire(&self::keeper(&server, "bob"), 1).await;
 
-    assert!(!held.is_trusted(), "it is gone before anything was renewed");
+    assert!(!held.is_valid(), "it is gone before anything was renewed");
     assert!(other.fence().epoch > held.fence().epoch);
     assert_eq!(keeper.run_once().await.unwrap().len(), 1);
 }
@@ -536,7 +537,7 @@ async fn a_released_lease_is_forgotten_before_the_server_hears_of_it() {
     });
     sleep(MS).await;
 
-    assert!(!held.is_trusted(), "nobody works under a lease that is being given away");
+    assert!(!held.is_valid(), "nobody works under a lease that is being given away");
     assert!(server.holder(&lease(1)).is_some());
     assert_eq!(releasing.await.unwrap().unwrap(), 1);
     assert!(server.holder(&lease(1)).is_none(), "others get it at once");
@@ -559,7 +560,7 @@ async fn a_renewal_under_way_does_not_bring_back_a_released_lease() {
     keeper.release(&[lease(1)]).await.unwrap();
 
     assert_eq!(renewing.await.unwrap().unwrap(), [], "a released lease is not a lost one");
-    assert!(!held[0].is_trusted() && held[1].is_trusted());
+    assert!(!held[0].is_valid() && held[1].is_valid());
     assert_eq!(keeper.held(), [held[1].fence().clone()]);
 }
 
@@ -581,7 +582,7 @@ async fn an_answer_about_an_old_epoch_does_not_touch_the_new_one() {
 
     assert_eq!(renewing.await.unwrap().unwrap(), []);
     assert!(new.fence().epoch > old.fence().epoch);
-    assert!(!old.is_trusted() && new.is_trusted());
+    assert!(!old.is_valid() && new.is_valid());
     timeout(MS, old.lost()).await.expect("the old epoch is lost");
     assert_eq!(keeper.held(), [new.fence().clone()]);
 }
@@ -600,7 +601,7 @@ async fn a_renewal_that_has_begun_is_finished_before_the_keeper_stops() {
     task.await.unwrap();
 
     assert_eq!(started.elapsed(), SECOND * 2);
-    assert!(held.is_trusted());
+    assert!(held.is_valid());
 }
 
 /// Three keepers fight for three leases on a network that delays, loses and fails, and processes that pause. At every
@@ -622,7 +623,7 @@ async fn at_most_one_keeper_trusts_a_lease_at_any_time() {
                 for round in 0.. {
                     sleep(MS * (700 + 300 * number as u32)).await;
                     let wanted = lease((round + number) % 3);
-                    if let Ok(Acquired::Won(held)) = keeper.acquire(&wanted).await {
+                    if let Ok(LeaseAcquisition::Won(held)) = keeper.acquire(&wanted).await {
                         handles.lock().unwrap().push((number, held));
                     }
                     // Now and then all is given up, so that leases change hands in good order, too.
@@ -637,7 +638,7 @@ async fn at_most_one_keeper_trusts_a_lease_at_any_time() {
             let mut trusted: HashMap<LeaseName, Fence> = HashMap::new();
             let mut handles = handles.lock().unwrap();
             let before = handles.len();
-            handles.retain(|(_, held)| held.is_trusted());
+            handles.retain(|(_, held)| held.is_valid());
             losses += before - handles.len();
             for (number, held) in &*handles {
                 held_for += 1;

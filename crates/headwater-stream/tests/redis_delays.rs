@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use headwater_stream::{Backend, Due, PutAside};
+use headwater_stream::{Backend, DueTime, ScheduleRequest};
 use headwater_testkit::{Cluster, Redis};
 use tokio::task::JoinHandle;
 
@@ -20,11 +20,13 @@ const TRIES: usize = 5;
 
 fn wait_for(backend: &Arc<dyn Backend>, set: &str) -> JoinHandle<Result<bool>> {
     let (backend, set) = (Arc::clone(backend), delays(set));
-    tokio::spawn(async move { Ok(backend.wait_due(&set, PATIENCE).await?) })
+    tokio::spawn(async move { Ok(backend.wait_until_due(&set, PATIENCE).await?) })
 }
 
-async fn put_aside(backend: &Arc<dyn Backend>, set: &str, to: &str, due: Due) -> Result<()> {
-    backend.put_aside(&delays(set), &[PutAside { to: stream(to), due, fields: one() }]).await?;
+async fn schedule(backend: &Arc<dyn Backend>, set: &str, to: &str, due: DueTime) -> Result<()> {
+    backend
+        .schedule(&delays(set), &[ScheduleRequest { to: stream(to), due, fields: one() }])
+        .await?;
     Ok(())
 }
 
@@ -51,11 +53,11 @@ async fn until_listening(redis: &Redis, other_than: &[String]) -> Result<Vec<Str
 async fn assert_rings(ours: &Arc<dyn Backend>, theirs: &Arc<dyn Backend>) -> Result<()> {
     for number in 0..TRIES {
         let set = format!("{{rings-{number}}}");
-        put_aside(theirs, &set, &format!("{set}:to"), Due::After(PATIENCE * 2)).await?;
+        schedule(theirs, &set, &format!("{set}:to"), DueTime::After(PATIENCE * 2)).await?;
         let waiting = wait_for(ours, &set);
         tokio::time::sleep(Duration::from_millis(200)).await;
         let start = Instant::now();
-        put_aside(theirs, &set, &format!("{set}:to"), Due::After(Duration::ZERO)).await?;
+        schedule(theirs, &set, &format!("{set}:to"), DueTime::After(Duration::ZERO)).await?;
         assert!(waiting.await??, "it is due");
         if start.elapsed() < BY_RING {
             return Ok(());
@@ -75,7 +77,7 @@ async fn many_waits_share_one_connection_and_each_hears_its_own_ring() -> Result
     assert!(connections <= 4, "two links and one listener, found {connections}: {list}");
 
     for number in 0..300 {
-        put_aside(&theirs, &format!("set-{number}"), "to", Due::After(Duration::ZERO)).await?;
+        schedule(&theirs, &format!("set-{number}"), "to", DueTime::After(Duration::ZERO)).await?;
     }
 
     for wait in waiting {
@@ -91,7 +93,7 @@ async fn rings_are_heard_again_after_the_connection_broke() -> Result<()> {
     let waiting = wait_for(&ours, "set");
     let before = until_listening(&redis, &[]).await?;
     redis.command(&["CLIENT", "KILL", "ID", &before[0]])?.ok()?;
-    put_aside(&theirs, "set", "to", Due::After(Duration::ZERO)).await?;
+    schedule(&theirs, "set", "to", DueTime::After(Duration::ZERO)).await?;
     assert!(waiting.await??, "it is due");
     let _other = wait_for(&ours, "other");
     until_listening(&redis, &before).await?;
@@ -119,7 +121,7 @@ async fn who_may_not_listen_finds_what_is_due_by_looking() -> Result<()> {
     let (ours, theirs) = (open(&redis.url()).await?, open(&redis.url()).await?);
     let waiting = wait_for(&ours, "set");
     tokio::time::sleep(Duration::from_millis(100)).await;
-    put_aside(&theirs, "set", "to", Due::After(Duration::ZERO)).await?;
+    schedule(&theirs, "set", "to", DueTime::After(Duration::ZERO)).await?;
     assert!(waiting.await??, "it is due");
     assert_eq!(listeners(&redis)?, [""; 0]);
     Ok(())

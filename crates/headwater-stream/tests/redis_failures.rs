@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use headwater_stream::{
-    Acquire, Backend, Due, EntryId, Fence, GroupStart, LeaseName, Options, PendingQuery, PutAside,
-    Range, Reclaim, ReclaimFrom, Retention, Settle, Settlement, StreamError, TrimGuard, connect,
+    AcquireResult, Backend, DueTime, EntryId, Fence, GroupStart, LeaseName, Options,
+    PendingEntryQuery, Range, ReclaimFrom, ReclaimRequest, Retention, ScheduleRequest,
+    SettleRequest, Settlement, StreamError, TrimGuard, connect,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
 
@@ -58,10 +59,15 @@ async fn every_call(
     let (delays, lease, holder) = (delays("later"), lease("lease"), holder("ann"));
     let fence = Fence { lease: lease.clone(), epoch: headwater_stream::Epoch(1) };
     let ids = [EntryId::new(1, 1)];
-    let done = [Settlement::done(ids[0])];
-    let settle =
-        Settle { stream: &stream, group: &group, consumer: &ann, fence: None, entries: &done };
-    let reclaim = Reclaim {
+    let done = [Settlement::ack(ids[0])];
+    let settle = SettleRequest {
+        stream: &stream,
+        group: &group,
+        consumer: &ann,
+        fence: None,
+        entries: &done,
+    };
+    let reclaim = ReclaimRequest {
         stream: &stream,
         group: &group,
         consumer: &ann,
@@ -71,7 +77,7 @@ async fn every_call(
         after: None,
         count: 10,
     };
-    let query = PendingQuery {
+    let query = PendingEntryQuery {
         stream: &stream,
         group: &group,
         consumer: None,
@@ -79,7 +85,11 @@ async fn every_call(
         after: None,
         count: 10,
     };
-    let aside = [PutAside { to: stream.clone(), due: Due::After(Duration::ZERO), fields: one() }];
+    let aside = [ScheduleRequest {
+        to: stream.clone(),
+        due: DueTime::After(Duration::ZERO),
+        fields: one(),
+    }];
     let keep = Retention::KEEP_ALL;
     let wait = Duration::from_millis(100);
     let hour = Duration::from_secs(3600);
@@ -93,15 +103,15 @@ async fn every_call(
         }};
     }
     ask!("append", backend.append(&stream, &[one()], &keep));
-    let once = [headwater_stream::Once { id: "a".to_owned(), fields: one() }];
+    let once = [headwater_stream::IdempotentEntry { id: "a".to_owned(), fields: one() }];
     ask!("append_once", backend.append_once(&stream, &once, hour, &keep));
     ask!("appended", backend.appended(&stream, &["a"]));
-    ask!("silence", backend.silence(&stream, &group, &ann));
+    ask!("silence", backend.disconnect_reader(&stream, &group, &ann));
     ask!("ensure_group", backend.ensure_group(&stream, &group, GroupStart::Beginning));
     ask!("remove_group", backend.remove_group(&stream, &group));
     ask!("reset_group", backend.reset_group(&stream, &group, GroupStart::Beginning));
     ask!("settle", backend.settle(settle));
-    ask!("settle with a fence", backend.settle(Settle { fence: Some(&fence), ..settle }));
+    ask!("settle with a fence", backend.settle(SettleRequest { fence: Some(&fence), ..settle }));
     ask!("keep_alive", backend.keep_alive(&stream, &group, &ann, &ids));
     ask!("reclaim", backend.reclaim(reclaim));
     ask!("pending", backend.pending(query));
@@ -111,13 +121,13 @@ async fn every_call(
     ask!("delete_stream", backend.delete_stream(&stream));
     ask!("stats", backend.stats(&stream));
     ask!("remove_idle_consumers", backend.remove_idle_consumers(&stream, &group, hour));
-    ask!("put_aside", backend.put_aside(&delays, &aside));
+    ask!("schedule", backend.schedule(&delays, &aside));
     ask!("cancel", backend.cancel(&delays, headwater_stream::DelayId(1)));
-    ask!("take_due", backend.take_due(&delays, 1));
-    ask!("wait_due", backend.wait_due(&delays, wait));
+    ask!("promote_due", backend.promote_due(&delays, 1));
+    ask!("wait_until_due", backend.wait_until_due(&delays, wait));
     ask!("delay_stats", backend.delay_stats(&delays));
     ask!("delayed", backend.delayed(&delays, 0, 1));
-    ask!("delete_delays", backend.delete_delays(&delays));
+    ask!("delete_delay_set", backend.delete_delay_set(&delays));
     ask!("acquire", backend.acquire(&lease, &holder, hour));
     ask!("renew", backend.renew(&holder, std::slice::from_ref(&fence), hour));
     ask!("release", backend.release(&holder, std::slice::from_ref(&fence)));
@@ -222,8 +232,8 @@ async fn after_a_kill_and_a_restart_everything_goes_on() -> Result<()> {
     };
     assert_eq!(found, second, "a script and a read after the restart");
     let fence = won(&backend, &lease("l"), "ann").await?;
-    let done = [Settlement::done(first[0]), Settlement::done(second[0])];
-    let settle = Settle {
+    let done = [Settlement::ack(first[0]), Settlement::ack(second[0])];
+    let settle = SettleRequest {
         stream: &orders,
         group: &workers,
         consumer: &ann,
@@ -381,7 +391,7 @@ async fn a_closed_backend_refuses_calls_and_ends_waits() -> Result<()> {
 
 async fn won(backend: &Arc<dyn Backend>, lease: &LeaseName, name: &str) -> Result<Fence> {
     match backend.acquire(lease, &holder(name), Duration::from_secs(60)).await? {
-        Acquire::Won(epoch) => Ok(Fence { lease: lease.clone(), epoch }),
+        AcquireResult::Won(epoch) => Ok(Fence { lease: lease.clone(), epoch }),
         held => anyhow::bail!("{held:?}"),
     }
 }

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
-    Acquire, Due, Epoch, Fence, Fields, GroupStart, HintKind, LeaseWatch, Once, PutAside, Range,
-    Retention, Settle, Settlement, StreamError, Then, TrimGuard, WatchMode,
+    AcquireResult, DueTime, Epoch, Fence, Fields, GroupStart, IdempotentEntry, LeaseEventKind,
+    LeaseWatch, Range, Retention, ScheduleRequest, SettleAction, SettleRequest, Settlement,
+    StreamError, TrimGuard, WatchMode,
 };
 use headwater_testkit::{Cluster, Redis, RedisBuilder};
 
@@ -20,7 +21,7 @@ const KEEP: Retention = Retention::KEEP_ALL;
 const BUSY: Duration = Duration::from_secs(30);
 
 /// The next hint, in time.
-async fn hint(watch: &mut dyn LeaseWatch) -> Result<(Option<String>, HintKind)> {
+async fn hint(watch: &mut dyn LeaseWatch) -> Result<(Option<String>, LeaseEventKind)> {
     let hint = tokio::time::timeout(BUSY, watch.next()).await?;
     Ok((hint.lease.map(|lease| lease.to_string()), hint.kind))
 }
@@ -34,18 +35,19 @@ async fn a_day_of_work(url: &str) -> Result<()> {
     backend.append(&orders, &[one(), one()], &Retention::max_len(1000)).await?;
     let mut reader = backend.reader(&workers, &ann).await?;
     let ids = read_ids(&mut *reader, &orders).await?;
-    let Acquire::Won(epoch) = backend.acquire(&lease("lease:a"), &holder("h"), HOUR).await? else {
+    let AcquireResult::Won(epoch) = backend.acquire(&lease("lease:a"), &holder("h"), HOUR).await?
+    else {
         bail!("the lease is held");
     };
     let fence = Fence { lease: lease("lease:a"), epoch };
-    let then = Then::PutAside {
+    let then = SettleAction::Reschedule {
         delays: later.clone(),
         to: orders.clone(),
-        due: Due::After(Duration::ZERO),
+        due: DueTime::After(Duration::ZERO),
         fields: one(),
     };
-    let entries = [Settlement::done(ids[0]), Settlement { id: ids[1], then }];
-    let settle = Settle {
+    let entries = [Settlement::ack(ids[0]), Settlement { id: ids[1], action: then }];
+    let settle = SettleRequest {
         stream: &orders,
         group: &workers,
         consumer: &ann,
@@ -53,8 +55,8 @@ async fn a_day_of_work(url: &str) -> Result<()> {
         entries: &entries,
     };
     assert_eq!(backend.settle(settle).await?.applied, 2);
-    assert!(backend.wait_due(&later, Duration::from_secs(1)).await?);
-    assert_eq!(backend.take_due(&later, 10).await?.len(), 1);
+    assert!(backend.wait_until_due(&later, Duration::from_secs(1)).await?);
+    assert_eq!(backend.promote_due(&later, 10).await?.len(), 1);
     assert_eq!(read_ids(&mut *reader, &orders).await?.len(), 1);
     assert_eq!(backend.stats(&orders).await?.map(|stats| stats.length), Some(3));
     // A read that is given up, and one of another kind after it.
@@ -236,20 +238,22 @@ async fn a_full_server_says_so_and_loses_nothing() -> Result<()> {
     backend.append(&orders, &vec![one(); 6], &KEEP).await?;
     let mut reader = backend.reader(&workers, &ann).await?;
     let ids = read_ids(&mut *reader, &orders).await?;
-    let due = [PutAside { to: dead.clone(), due: Due::After(Duration::ZERO), fields: one() }];
-    backend.put_aside(&later, &due).await?;
+    let due =
+        [ScheduleRequest { to: dead.clone(), due: DueTime::After(Duration::ZERO), fields: one() }];
+    backend.schedule(&later, &due).await?;
     // Scripts are known already, so that it is the write that is refused.
     let settle = async |entries: &[Settlement]| {
         let (stream, group, consumer) = (&orders, &workers, &ann);
-        backend.settle(Settle { stream, group, consumer, fence: None, entries }).await
+        backend.settle(SettleRequest { stream, group, consumer, fence: None, entries }).await
     };
-    let append = |id| Settlement { id, then: Then::Append { to: dead.clone(), fields: one() } };
+    let append =
+        |id| Settlement { id, action: SettleAction::Append { to: dead.clone(), fields: one() } };
     let aside = |id| Settlement {
         id,
-        then: Then::PutAside {
+        action: SettleAction::Reschedule {
             delays: later.clone(),
             to: orders.clone(),
-            due: Due::After(HOUR),
+            due: DueTime::After(HOUR),
             fields: one(),
         },
     };
@@ -262,17 +266,17 @@ async fn a_full_server_says_so_and_loses_nothing() -> Result<()> {
     full("append", backend.append(&orders, &[one()], &KEEP).await.unwrap_err());
     full("settle", settle(&[append(ids[2])]).await.unwrap_err());
     full("settle", settle(&[aside(ids[3])]).await.unwrap_err());
-    full("put_aside", backend.put_aside(&later, &due).await.unwrap_err());
-    full("take_due", backend.take_due(&later, 10).await.unwrap_err());
+    full("schedule", backend.schedule(&later, &due).await.unwrap_err());
+    full("promote_due", backend.promote_due(&later, 10).await.unwrap_err());
     let answer = backend.acquire(&lease("l"), &holder("h"), HOUR).await;
     full("acquire", answer.unwrap_err());
-    assert_eq!(settle(&[Settlement::done(ids[4])]).await?.applied, 1);
+    assert_eq!(settle(&[Settlement::ack(ids[4])]).await?.applied, 1);
 
     redis.command(&["CONFIG", "SET", "maxmemory", "0"])?.ok()?;
     assert_eq!(backend.delay_stats(&later).await?.waiting, 2, "what was put aside before");
-    let entries = [append(ids[2]), aside(ids[3]), Settlement::done(ids[5])];
+    let entries = [append(ids[2]), aside(ids[3]), Settlement::ack(ids[5])];
     assert_eq!(settle(&entries).await?.applied, 3, "all were still pending");
-    assert_eq!(backend.take_due(&later, 10).await?.len(), 1);
+    assert_eq!(backend.promote_due(&later, 10).await?.len(), 1);
     Ok(())
 }
 
@@ -305,20 +309,20 @@ async fn a_foreign_value_under_a_derived_key_is_named_and_left_alone() -> Result
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     let later = delays("later");
-    let due = [PutAside { to: stream("orders"), due: Due::After(HOUR), fields: one() }];
+    let due = [ScheduleRequest { to: stream("orders"), due: DueTime::After(HOUR), fields: one() }];
     let foreign = |what: &str, key: &str, error: StreamError| match error {
         StreamError::WrongType { name } => assert_eq!(name, key, "{what}"),
         error => panic!("{what}: {error}"),
     };
     let key = "{later}:entries";
     redis.command(&["SET", key, "x"])?.ok()?;
-    foreign("put_aside", key, backend.put_aside(&later, &due).await.unwrap_err());
-    foreign("delete", key, backend.delete_delays(&later).await.unwrap_err());
+    foreign("schedule", key, backend.schedule(&later, &due).await.unwrap_err());
+    foreign("delete", key, backend.delete_delay_set(&later).await.unwrap_err());
     assert_eq!(redis.command(&["GET", key])?.text(), "x");
     redis.command(&["DEL", key])?.ok()?;
     let key = "once:{orders}:a";
     redis.command(&["SET", key, "x"])?.ok()?;
-    let once = ["b", "a"].map(|id| Once { id: id.to_owned(), fields: one() });
+    let once = ["b", "a"].map(|id| IdempotentEntry { id: id.to_owned(), fields: one() });
     let answer = backend.append_once(&stream("orders"), &once, HOUR, &Retention::KEEP_ALL).await;
     foreign("append_once", key, answer.unwrap_err());
     let answer = backend.appended(&stream("orders"), &["a"]).await;
@@ -346,16 +350,16 @@ async fn a_lease_of_a_foreign_program_has_no_epoch_and_fences_ours() -> Result<(
     assert!(info.remaining > HOUR, "it does not end by itself");
     assert!(matches!(
         backend.acquire(&name, &holder("ann"), HOUR).await?,
-        Acquire::Held { by, .. } if by.as_str() == "other"
+        AcquireResult::Held { by, .. } if by.as_str() == "other"
     ));
 
     redis.command(&["DEL", "mutex:orders"])?.ok()?;
-    let Acquire::Won(epoch) = backend.acquire(&name, &holder("ann"), HOUR).await? else {
+    let AcquireResult::Won(epoch) = backend.acquire(&name, &holder("ann"), HOUR).await? else {
         bail!("it is free");
     };
     redis.command(&["SET", "mutex:orders", "other"])?.ok()?;
     let fence = Fence { lease: name.clone(), epoch };
-    let settle = Settle {
+    let settle = SettleRequest {
         stream: &stream("orders"),
         group: &group("workers"),
         consumer: &consumer("ann"),
@@ -376,15 +380,16 @@ async fn watch_with(builder: RedisBuilder) -> Result<(Redis, WatchMode, String)>
         let ttl = Duration::from_millis(80);
         backend.acquire(&lease("lease:a"), &holder("ann"), ttl).await?;
         backend.acquire(&lease("other:a"), &holder("ann"), ttl).await?;
-        let expected = (Some("lease:a".to_owned()), HintKind::Expired);
+        let expected = (Some("lease:a".to_owned()), LeaseEventKind::Expired);
         assert_eq!(hint(&mut *watch).await?, expected);
     }
-    let Acquire::Won(epoch) = backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
+    let AcquireResult::Won(epoch) =
+        backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
     else {
         bail!("it is free");
     };
     backend.release(&holder("ann"), &[Fence { lease: lease("lease:b"), epoch }]).await?;
-    assert_eq!(hint(&mut *watch).await?, (Some("lease:b".to_owned()), HintKind::Released));
+    assert_eq!(hint(&mut *watch).await?, (Some("lease:b".to_owned()), LeaseEventKind::Released));
     let flags = redis.command(&["CONFIG", "GET", "notify-keyspace-events"])?;
     let flags = flags.items().get(1).map(|flags| flags.text()).unwrap_or_default();
     Ok((redis, mode, flags))
@@ -436,7 +441,8 @@ async fn a_user_without_channels_cannot_watch() -> Result<()> {
     let backend = open(&redis.url()).await?;
     let answer = backend.watch("lease:").await.map(drop);
     assert!(matches!(answer, Err(StreamError::Denied { .. })), "{answer:?}");
-    let Acquire::Won(epoch) = backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
+    let AcquireResult::Won(epoch) =
+        backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
     else {
         bail!("it is free");
     };
@@ -454,8 +460,9 @@ async fn a_watch_in_another_database_hears_only_of_its_own() -> Result<()> {
     let ttl = Duration::from_millis(60);
     there.acquire(&lease("lease:there"), &holder("ann"), ttl).await?;
     here.acquire(&lease("lease:here"), &holder("ann"), ttl).await?;
-    assert_eq!(hint(&mut *watch).await?, (Some("lease:here".to_owned()), HintKind::Expired));
-    let Acquire::Won(epoch) = there.acquire(&lease("lease:x"), &holder("ann"), HOUR).await? else {
+    assert_eq!(hint(&mut *watch).await?, (Some("lease:here".to_owned()), LeaseEventKind::Expired));
+    let AcquireResult::Won(epoch) = there.acquire(&lease("lease:x"), &holder("ann"), HOUR).await?
+    else {
         bail!("it is free");
     };
     there.release(&holder("ann"), &[Fence { lease: lease("lease:x"), epoch }]).await?;
@@ -473,7 +480,7 @@ async fn a_watch_whose_connection_broke_says_that_it_missed_something_and_goes_o
     redis.kill9()?;
     redis.restart()?;
 
-    assert_eq!(hint(&mut *watch).await?, (None, HintKind::Missed));
+    assert_eq!(hint(&mut *watch).await?, (None, LeaseEventKind::Lagged));
     // Flags are gone with the server; the watch sets them again when it is back.
     let heard = async {
         loop {
@@ -481,7 +488,7 @@ async fn a_watch_whose_connection_broke_says_that_it_missed_something_and_goes_o
             backend.acquire(&lease("lease:a"), &holder("ann"), ttl).await?;
             let next = tokio::time::timeout(Duration::from_millis(400), watch.next()).await;
             if let Ok(hint) = next
-                && hint.kind == HintKind::Expired
+                && hint.kind == LeaseEventKind::Expired
             {
                 return anyhow::Ok(());
             }
@@ -499,7 +506,7 @@ async fn a_watch_that_nobody_listens_to_keeps_a_bounded_number_of_hints() -> Res
     let names: Vec<_> = (0..3000).map(|number| lease(&format!("lease:{number}"))).collect();
     let mut fences = Vec::new();
     for name in &names {
-        let Acquire::Won(epoch) = backend.acquire(name, &holder("ann"), HOUR).await? else {
+        let AcquireResult::Won(epoch) = backend.acquire(name, &holder("ann"), HOUR).await? else {
             bail!("it is free");
         };
         fences.push(Fence { lease: name.clone(), epoch });
@@ -510,9 +517,9 @@ async fn a_watch_that_nobody_listens_to_keeps_a_bounded_number_of_hints() -> Res
     let (mut released, mut missed) = (0, 0);
     while let Ok(hint) = tokio::time::timeout(Duration::from_secs(2), watch.next()).await {
         match hint.kind {
-            HintKind::Released => released += 1,
-            HintKind::Missed => missed += 1,
-            HintKind::Expired => bail!("{hint:?}"),
+            LeaseEventKind::Released => released += 1,
+            LeaseEventKind::Lagged => missed += 1,
+            LeaseEventKind::Expired => bail!("{hint:?}"),
         }
     }
     assert!((1000..3000).contains(&released), "{released}");

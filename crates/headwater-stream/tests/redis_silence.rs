@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
-    Backend, EntryId, GroupReader, GroupStart, PendingQuery, Retention, Silenced, StreamError,
-    StreamName,
+    Backend, DisconnectOutcome, EntryId, GroupReader, GroupStart, PendingEntryQuery, Retention,
+    StreamError, StreamName,
 };
 use headwater_testkit::{Child, Cluster, Proxy, Redis};
 
@@ -25,9 +25,9 @@ async fn append(backend: &Arc<dyn Backend>, name: &StreamName) -> Result<Vec<Ent
 }
 
 async fn silence(backend: &Arc<dyn Backend>, name: &StreamName) -> Result<usize> {
-    match backend.silence(name, &group("workers"), &consumer("ann")).await? {
-        Silenced::Yes { ended } => Ok(ended),
-        Silenced::No { reason } => bail!("not silenced: {reason}"),
+    match backend.disconnect_reader(name, &group("workers"), &consumer("ann")).await? {
+        DisconnectOutcome::Disconnected { readers: ended } => Ok(ended),
+        DisconnectOutcome::Denied { reason } => bail!("not silenced: {reason}"),
     }
 }
 
@@ -37,7 +37,7 @@ async fn assert_left_for_bob(
     name: &StreamName,
     ids: &[EntryId],
 ) -> Result<()> {
-    let query = PendingQuery {
+    let query = PendingEntryQuery {
         stream: name,
         group: &group("workers"),
         consumer: Some(&consumer("ann")),
@@ -66,8 +66,8 @@ fn readers_are_ended_also_when_the_runtime_that_ended_some_before_is_gone() -> R
     let backend = first.block_on(async {
         let backend = open(&redis.url()).await?;
         backend.ensure_group(&name, &group("workers"), GroupStart::Beginning).await?;
-        let nobody = backend.silence(&name, &group("workers"), &consumer("eve")).await?;
-        assert_eq!(nobody, Silenced::Yes { ended: 0 });
+        let nobody = backend.disconnect_reader(&name, &group("workers"), &consumer("eve")).await?;
+        assert_eq!(nobody, DisconnectOutcome::Disconnected { readers: 0 });
         anyhow::Ok(backend)
     })?;
     drop(first);
@@ -209,9 +209,10 @@ async fn who_may_not_end_connections_is_told_so() -> Result<()> {
         let backend = open(&redis.url()).await?;
         let mut ann = backend.reader(&group("workers"), &consumer("ann")).await?;
         assert_eq!(ann.read(&[stream("orders")], 10, Duration::ZERO).await?, [], "{rules}");
-        let answer =
-            backend.silence(&stream("orders"), &group("workers"), &consumer("ann")).await?;
-        assert!(matches!(answer, Silenced::No { .. }), "{rules}: {answer:?}");
+        let answer = backend
+            .disconnect_reader(&stream("orders"), &group("workers"), &consumer("ann"))
+            .await?;
+        assert!(matches!(answer, DisconnectOutcome::Denied { .. }), "{rules}: {answer:?}");
     }
     Ok(())
 }
@@ -252,9 +253,9 @@ async fn those_who_silence_at_the_same_time_share_the_list_of_connections() -> R
 
     let all = names.iter().flat_map(|name| dead.iter().map(move |dead| (name, dead)));
     let workers = group("workers");
-    let ended = all.map(|(name, dead)| backend.silence(name, &workers, dead));
+    let ended = all.map(|(name, dead)| backend.disconnect_reader(name, &workers, dead));
     for ended in futures_util::future::join_all(ended).await {
-        assert!(matches!(ended?, Silenced::Yes { .. }));
+        assert!(matches!(ended?, DisconnectOutcome::Disconnected { .. }));
     }
 
     for reader in readers {

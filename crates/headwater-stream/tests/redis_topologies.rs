@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
-    Acquire, Backend, Due, EntryId, Epoch, Fence, Fields, GroupStart, HintKind, PutAside, Range,
-    Retention, Settle, Settlement, StreamError, StreamName, Then,
+    AcquireResult, Backend, DueTime, EntryId, Epoch, Fence, Fields, GroupStart, LeaseEventKind,
+    Range, Retention, ScheduleRequest, SettleAction, SettleRequest, Settlement, StreamError,
+    StreamName,
 };
 use headwater_testkit::{Cluster, Sentinel, wait_until};
 
@@ -67,7 +68,7 @@ async fn read_until(
 
 async fn won(backend: &Arc<dyn Backend>, name: &str) -> Result<Fence> {
     match backend.acquire(&lease(name), &holder("ann"), HOUR).await? {
-        Acquire::Won(epoch) => Ok(Fence { lease: lease(name), epoch }),
+        AcquireResult::Won(epoch) => Ok(Fence { lease: lease(name), epoch }),
         held => bail!("{held:?}"),
     }
 }
@@ -93,7 +94,7 @@ async fn with_sentinel_everything_goes_on_at_the_new_primary() -> Result<()> {
         sentinel.current_primary().is_ok_and(|primary| primary == sentinel.replica().addr())
     })?;
     let missed = tokio::time::timeout(PATIENCE, watch.next()).await?;
-    assert_eq!(missed.kind, HintKind::Missed);
+    assert_eq!(missed.kind, LeaseEventKind::Lagged);
     Ok(())
 }
 
@@ -220,7 +221,7 @@ async fn expired_leases_are_heard_of_from_every_primary() -> Result<()> {
     let mut heard = BTreeSet::new();
     while heard != names {
         let hint = tokio::time::timeout(PATIENCE, watch.next()).await?;
-        if hint.kind == HintKind::Expired {
+        if hint.kind == LeaseEventKind::Expired {
             heard.extend(hint.lease.map(|lease| lease.to_string()));
         }
     }
@@ -229,7 +230,7 @@ async fn expired_leases_are_heard_of_from_every_primary() -> Result<()> {
     let fence = won(&backend, "lease:x").await?;
     backend.release(&holder("ann"), &[fence]).await?;
     let hint = tokio::time::timeout(PATIENCE, watch.next()).await?;
-    assert_eq!((hint.kind, hint.lease), (HintKind::Released, Some(lease("lease:x"))));
+    assert_eq!((hint.kind, hint.lease), (LeaseEventKind::Released, Some(lease("lease:x"))));
     let quiet = tokio::time::timeout(Duration::from_millis(300), watch.next()).await;
     assert!(quiet.is_err(), "{quiet:?}");
     Ok(())
@@ -297,10 +298,16 @@ async fn a_follow_up_in_another_slot_is_written_before_the_acknowledgement() -> 
     backend.append(&orders, &[one(), one()], &KEEP).await?;
     let mut reader = backend.reader(&workers, &ann).await?;
     let ids = read_ids(&mut *reader, &orders).await?;
-    let entry = |id| Settlement { id, then: Then::Append { to: dead.clone(), fields: one() } };
-    let entries = [entry(ids[0]), Settlement::done(ids[1])];
-    let settle =
-        Settle { stream: &orders, group: &workers, consumer: &ann, fence: None, entries: &entries };
+    let entry =
+        |id| Settlement { id, action: SettleAction::Append { to: dead.clone(), fields: one() } };
+    let entries = [entry(ids[0]), Settlement::ack(ids[1])];
+    let settle = SettleRequest {
+        stream: &orders,
+        group: &workers,
+        consumer: &ann,
+        fence: None,
+        entries: &entries,
+    };
 
     assert_eq!(backend.settle(settle).await?.applied, 2);
     assert_eq!(backend.settle(settle).await?.stale, 2, "a second time changes nothing");
@@ -321,7 +328,7 @@ async fn what_must_share_a_slot_and_does_not_is_refused_with_advice() -> Result<
     };
 
     let fence = Fence { lease: lease(&elsewhere), epoch: Epoch(1) };
-    let settle = Settle {
+    let settle = SettleRequest {
         stream: &orders,
         group: &workers,
         consumer: &ann,
@@ -329,17 +336,17 @@ async fn what_must_share_a_slot_and_does_not_is_refused_with_advice() -> Result<
         entries: &[],
     };
     advice("a fence", backend.settle(settle).await.unwrap_err());
-    let then = Then::PutAside {
+    let then = SettleAction::Reschedule {
         delays: delays(&elsewhere),
         to: orders.clone(),
-        due: Due::After(HOUR),
+        due: DueTime::After(HOUR),
         fields: one(),
     };
     let entries = [Settlement { id: EntryId::new(1, 1), then }];
-    let settle = Settle { fence: None, entries: &entries, ..settle };
+    let settle = SettleRequest { fence: None, entries: &entries, ..settle };
     advice("a delay set", backend.settle(settle).await.unwrap_err());
-    let items = [PutAside { to: orders.clone(), due: Due::After(HOUR), fields: one() }];
-    let answer = backend.put_aside(&delays(&elsewhere), &items).await;
+    let items = [ScheduleRequest { to: orders.clone(), due: DueTime::After(HOUR), fields: one() }];
+    let answer = backend.schedule(&delays(&elsewhere), &items).await;
     advice("a target", answer.unwrap_err());
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use headwater_stream::{
     Backend, Coalescer, CoalescerConfig, ConsumerName, Fields, GroupName, GroupStart, Range,
-    Retention, Settle, Settlement, StreamName,
+    Retention, SettleRequest, Settlement, StreamName,
 };
 
 use crate::{GROUP, PAYLOAD_BYTES, READ_BATCH};
@@ -94,7 +94,7 @@ impl Ours {
                 tokio::spawn(async move {
                     let take = |n: usize| n.checked_sub(1);
                     while left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok() {
-                        coalescer.call_weighing(one.clone(), PAYLOAD_BYTES).await?;
+                        coalescer.call_with_size(one.clone(), PAYLOAD_BYTES).await?;
                     }
                     anyhow::Ok(())
                 })
@@ -118,7 +118,7 @@ impl Ours {
             ensure!(!batches.is_empty(), "entries are missing: {seen} of {entries}");
             for batch in batches {
                 let done: Vec<_> =
-                    batch.entries.iter().map(|entry| Settlement::done(entry.id)).collect();
+                    batch.entries.iter().map(|entry| Settlement::ack(entry.id)).collect();
                 let settled = self.backend.settle(self.settle(&stream[0], &done)).await?;
                 ensure!(settled.stale == 0, "entries were stale");
                 seen += done.len();
@@ -160,8 +160,8 @@ impl Ours {
         &'a self,
         stream: &'a StreamName,
         entries: &'a [Settlement],
-    ) -> Settle<'a> {
-        Settle { stream, group: &self.group, consumer: &self.consumer, fence: None, entries }
+    ) -> SettleRequest<'a> {
+        SettleRequest { stream, group: &self.group, consumer: &self.consumer, fence: None, entries }
     }
 
     pub(crate) async fn delete(&self, stream: &str) -> Result<()> {

@@ -1,64 +1,68 @@
-//! The checks that every backend makes before a call has any effect, one function per call.
+//! Argument checks that every backend makes before a call has any effect; one function per call.
 
 use std::time::Duration;
 
-use crate::delays::{Due, PutAside};
+use crate::delays::{DueTime, ScheduleRequest};
 use crate::entry::{EntryId, EntrySize, Fields};
 use crate::error::{Result, StreamError};
 use crate::leases::Fence;
 use crate::limits::*;
 use crate::name::StreamName;
 use crate::registry::RegistryMap;
-use crate::streams::{Entries, Once, Reclaim, ReclaimFrom, Retention, Settle, Then};
+use crate::streams::{
+    EntrySource, IdempotentEntry, ReclaimFrom, ReclaimRequest, Retention, SettleAction,
+    SettleRequest,
+};
 
-/// Returns the bytes of all entries.
-pub(crate) fn append(entries: &dyn Entries, retention: &Retention) -> Result<EntrySize> {
+/// Returns the total size of the entries.
+pub(crate) fn append(entries: &dyn EntrySource, retention: &Retention) -> Result<EntrySize> {
     self::retention(retention)?;
     sizes_of("entries", (0..entries.len()).map(|at| entries.size(at)))
 }
 
-pub(crate) fn append_once(entries: &[Once], keep: Duration, retention: &Retention) -> Result<()> {
+pub(crate) fn append_once(
+    entries: &[IdempotentEntry],
+    keep: Duration,
+    retention: &Retention,
+) -> Result<()> {
     sizes_of("entries", entries.iter().map(|entry| entry.fields.size()))?;
-    entries.iter().try_for_each(|entry| known_id("an entry's id", &entry.id))?;
-    self::keep("the time to remember", keep)?;
+    entries.iter().try_for_each(|entry| idempotency_id("an entry's id", &entry.id))?;
+    self::keep("keep", keep)?;
     self::retention(retention)
 }
 
-pub(crate) fn known_ids(ids: &[&str]) -> Result<()> {
+pub(crate) fn idempotency_ids(ids: &[&str]) -> Result<()> {
     at_most("ids", ids.len(), BATCH_MAX, "ids in one call")?;
-    ids.iter().try_for_each(|id| known_id("an entry's id", id))
+    ids.iter().try_for_each(|id| idempotency_id("an entry's id", id))
 }
 
 pub(crate) fn retention(retention: &Retention) -> Result<()> {
     if retention.max_age.is_some_and(|age| age.is_zero()) {
-        return Err(StreamError::invalid("max_age", "it is zero; leave it out to keep every age"));
+        return Err(StreamError::invalid("max_age", "it is zero; omit it for no limit"));
     }
     if retention.max_bytes == Some(0) {
-        return Err(StreamError::invalid(
-            "max_bytes",
-            "it is zero; leave it out to keep every size",
-        ));
+        return Err(StreamError::invalid("max_bytes", "it is zero; omit it for no limit"));
     }
     Ok(())
 }
 
 pub(crate) fn read(streams: &[StreamName], count: usize, wait: Duration) -> Result<()> {
     if streams.is_empty() {
-        return Err(StreamError::invalid("streams", "the list is empty; name at least one"));
+        return Err(StreamError::invalid("streams", "the list is empty; give at least one"));
     }
     at_most("streams", streams.len(), READ_STREAMS_MAX, "streams in one read")?;
     self::count(count)?;
     self::wait(wait)
 }
 
-pub(crate) fn settle(settle: &Settle<'_>) -> Result<()> {
+pub(crate) fn settle(settle: &SettleRequest<'_>) -> Result<()> {
     at_most("entries", settle.entries.len(), BATCH_MAX, "entries in one settle")?;
     let mut bytes = 0;
     for settlement in settle.entries {
-        match &settlement.then {
-            Then::Done | Then::Delete | Then::Release => {}
-            Then::Append { fields, .. } => bytes += follow_up(fields)?,
-            Then::PutAside { due, fields, .. } => {
+        match &settlement.action {
+            SettleAction::Ack | SettleAction::Delete | SettleAction::Release => {}
+            SettleAction::Append { fields, .. } => bytes += follow_up(fields)?,
+            SettleAction::Reschedule { due, fields, .. } => {
                 self::due(*due)?;
                 bytes += follow_up(fields)?;
             }
@@ -71,7 +75,7 @@ pub(crate) fn ids(ids: &[EntryId]) -> Result<()> {
     at_most("ids", ids.len(), COUNT_MAX, "entries in one call")
 }
 
-pub(crate) fn reclaim(reclaim: &Reclaim<'_>) -> Result<()> {
+pub(crate) fn reclaim(reclaim: &ReclaimRequest<'_>) -> Result<()> {
     if let ReclaimFrom::Ids(list) = reclaim.from {
         ids(list)?;
     }
@@ -80,7 +84,7 @@ pub(crate) fn reclaim(reclaim: &Reclaim<'_>) -> Result<()> {
 
 pub(crate) fn count(count: usize) -> Result<()> {
     if count == 0 {
-        return Err(StreamError::invalid("count", "it is 0; ask for at least 1"));
+        return Err(StreamError::invalid("count", "it is 0; the minimum is 1"));
     }
     at_most("count", count, COUNT_MAX, "items in one call")
 }
@@ -89,7 +93,7 @@ pub(crate) fn wait(wait: Duration) -> Result<()> {
     within("wait", wait, Duration::ZERO, WAIT_MAX)
 }
 
-pub(crate) fn put_aside(items: &[PutAside]) -> Result<()> {
+pub(crate) fn schedule(items: &[ScheduleRequest]) -> Result<()> {
     items.iter().try_for_each(|item| due(item.due))?;
     sizes_of("items", items.iter().map(|item| item.fields.size())).map(|_| ())
 }
@@ -130,13 +134,13 @@ pub(crate) fn dedup<'a>(
 ) -> Result<()> {
     at_most("ids", ids.len(), BATCH_MAX, "ids in one call")?;
     for (id, bytes) in ids {
-        known_id("a de-duplication id", id)?;
+        idempotency_id("a de-duplication id", id)?;
         value("a de-duplication value", bytes)?;
     }
-    keep_for.map_or(Ok(()), |duration| keep("the time to remember", duration))
+    keep_for.map_or(Ok(()), |duration| keep("the time to live", duration))
 }
 
-fn known_id(what: &str, id: &str) -> Result<()> {
+fn idempotency_id(what: &str, id: &str) -> Result<()> {
     if id.is_empty() {
         return Err(StreamError::invalid(what, "it is empty"));
     }
@@ -147,14 +151,14 @@ fn keep(what: &str, duration: Duration) -> Result<()> {
     within(what, duration, Duration::from_millis(1), KEEP_MAX)
 }
 
-fn due(due: Due) -> Result<()> {
+fn due(due: DueTime) -> Result<()> {
     match due {
-        Due::After(delay) => within("the delay", delay, Duration::ZERO, DELAY_MAX),
-        // Redis keeps due times as 64-bit floating point: beyond 2^53 they would no longer be exact.
-        Due::At(at) if at.as_millis() > (1 << 53) => {
-            Err(StreamError::invalid("the due time", format!("{at} ms is beyond the year 280 000")))
+        DueTime::After(delay) => within("the delay", delay, Duration::ZERO, DELAY_MAX),
+        // Redis stores due times as 64-bit floating point numbers, which are exact up to 2^53.
+        DueTime::At(at) if at.as_millis() > (1 << 53) => {
+            Err(StreamError::invalid("the due time", format!("{at} ms is after the year 280 000")))
         }
-        Due::At(_) => Ok(()),
+        DueTime::At(_) => Ok(()),
     }
 }
 
@@ -162,7 +166,7 @@ fn value(what: &str, bytes: &[u8]) -> Result<()> {
     at_most(what, bytes.len(), VALUE_BYTES_MAX, "bytes")
 }
 
-/// Checks the sizes of several entries and returns what they are together.
+/// Checks the sizes of several entries and returns their total.
 fn sizes_of(what: &str, all: impl ExactSizeIterator<Item = EntrySize>) -> Result<EntrySize> {
     at_most(what, all.len(), BATCH_MAX, "entries in one call")?;
     let mut total = EntrySize::default();
@@ -175,8 +179,8 @@ fn sizes_of(what: &str, all: impl ExactSizeIterator<Item = EntrySize>) -> Result
     Ok(total)
 }
 
-/// Checks what follows an entry that was delivered and returns its bytes. Other programs append larger entries than we do,
-/// and what follows says more than they did: it must fit, or they could never be settled.
+/// Checks a follow-up entry and returns its bytes. It has larger limits than an append, so that large entries of other programs
+/// can be settled.
 fn follow_up(fields: &Fields) -> Result<usize> {
     let EntrySize { fields, bytes } = fields.size();
     if fields == 0 {
@@ -202,7 +206,7 @@ fn no_fields() -> StreamError {
 
 fn within(what: &str, value: Duration, min: Duration, max: Duration) -> Result<()> {
     if value < min || value > max {
-        let problem = format!("{value:?} is outside of {min:?} to {max:?}");
+        let problem = format!("{value:?} is not between {min:?} and {max:?}");
         return Err(StreamError::invalid(what, problem));
     }
     Ok(())

@@ -1,6 +1,6 @@
--- Takes begun marks back. KEYS: the marks.
+-- Deletes ids that are in progress; done ones stay. KEYS: their states.
 for _, key in ipairs(KEYS) do
-  local problem = foreign('string', key)
+  local problem = check_type('string', key)
   if problem then return problem end
 end
 for _, key in ipairs(KEYS) do

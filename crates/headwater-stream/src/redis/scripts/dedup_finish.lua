@@ -1,6 +1,6 @@
--- Marks ids as done. KEYS: their marks. ARGV: how long in ms, a value for each.
+-- Marks ids as done. KEYS: their states. ARGV: time to live in ms, a value for each.
 for _, key in ipairs(KEYS) do
-  local problem = foreign('string', key)
+  local problem = check_type('string', key)
   if problem then return problem end
 end
 for i, key in ipairs(KEYS) do
