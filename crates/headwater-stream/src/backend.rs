@@ -22,7 +22,7 @@ pub trait Backend: Streams + Delays + Leases + Registry + Dedup {
     /// slot.
     fn cluster_slot(&self, key: &str) -> Option<u16>;
 
-    /// Maximum duration of a call, during which it may be re-sent; `None` if there is none. Idempotency ids must be kept
+    /// Maximum duration of a call, during which it may be re-sent; `None` if there is no limit. Idempotency ids must be kept
     /// longer than this to prevent duplicates.
     fn call_deadline(&self) -> Option<Duration> {
         None

@@ -57,7 +57,7 @@ pub use name::{
 pub use registry::{Registry, RegistryMap};
 pub use streams::{
     AppendRequest, AppendedEntry, ConsumerStats, Direction, DisconnectOutcome, EntrySource,
-    GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingEntry, PendingEntryQuery, Range,
-    ReclaimFrom, ReclaimRequest, ReclaimResult, Retention, SettleAction, SettleRequest,
+    GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range,
+    ReclaimFrom, ReclaimRequest, ReclaimResult, Retention, SettleAction, SettleBatch,
     SettleResult, Settlement, StreamBatch, StreamStats, Streams, TailReader, TrimGuard, TrimResult,
 };

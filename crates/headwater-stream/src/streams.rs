@@ -112,7 +112,7 @@ pub trait Streams: Send + Sync {
     /// Settles delivered entries: applies the [`SettleAction`] of each one, in one atomic step per stream.
     ///
     /// With a stale fence nothing happens and the call fails with `Fenced`.
-    async fn settle(&self, settle: SettleRequest<'_>) -> Result<SettleResult>;
+    async fn settle(&self, settle: SettleBatch<'_>) -> Result<SettleResult>;
 
     /// Resets the idle time of entries that this consumer still processes; their delivery count does not change. Returns
     /// the entries that are no longer pending for this consumer.
@@ -128,7 +128,7 @@ pub trait Streams: Send + Sync {
     async fn reclaim(&self, reclaim: ReclaimRequest<'_>) -> Result<ReclaimResult>;
 
     /// Lists pending entries in id order. Read-only.
-    async fn pending(&self, query: PendingEntryQuery<'_>) -> Result<Vec<PendingEntry>>;
+    async fn pending(&self, query: PendingDeliveryQuery<'_>) -> Result<Vec<PendingDelivery>>;
 
     /// Reads entries by id, both bounds included. Empty if the stream does not exist.
     async fn range(&self, stream: &StreamName, range: Range) -> Result<Vec<Entry>>;
@@ -334,7 +334,7 @@ pub struct TrimResult {
 
 /// Delivered entries to settle.
 #[derive(Clone, Copy, Debug)]
-pub struct SettleRequest<'a> {
+pub struct SettleBatch<'a> {
     /// The stream the entries were read from.
     pub stream: &'a StreamName,
     /// The group they were read for.
@@ -465,7 +465,7 @@ pub struct ReclaimResult {
 
 /// Which pending entries to list.
 #[derive(Clone, Copy, Debug)]
-pub struct PendingEntryQuery<'a> {
+pub struct PendingDeliveryQuery<'a> {
     /// The stream.
     pub stream: &'a StreamName,
     /// The group.
@@ -482,7 +482,7 @@ pub struct PendingEntryQuery<'a> {
 
 /// A pending entry: delivered, not yet settled.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PendingEntry {
+pub struct PendingDelivery {
     /// Its id.
     pub id: EntryId,
     /// The consumer it is pending for.

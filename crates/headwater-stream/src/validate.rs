@@ -11,7 +11,7 @@ use crate::name::StreamName;
 use crate::registry::RegistryMap;
 use crate::streams::{
     EntrySource, IdempotentEntry, ReclaimFrom, ReclaimRequest, Retention, SettleAction,
-    SettleRequest,
+    SettleBatch,
 };
 
 /// Returns the total size of the entries.
@@ -55,7 +55,7 @@ pub(crate) fn read(streams: &[StreamName], count: usize, wait: Duration) -> Resu
     self::wait(wait)
 }
 
-pub(crate) fn settle(settle: &SettleRequest<'_>) -> Result<()> {
+pub(crate) fn settle(settle: &SettleBatch<'_>) -> Result<()> {
     at_most("entries", settle.entries.len(), BATCH_MAX, "entries in one settle")?;
     let mut bytes = 0;
     for settlement in settle.entries {

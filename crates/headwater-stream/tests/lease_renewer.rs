@@ -1,6 +1,6 @@
-//! The lease keeper: whoever holds a lease learns that it must stop before anybody else can have it.
+//! The lease renewer: a holder learns that it must stop before another holder can acquire its lease.
 //!
-//! Time is tokio's paused clock, and the server of leases a small one of our own that can be slow, deaf or forgetful.
+//! Time is tokio's paused clock. The lease server is a fake that can be slow, unreachable or lose replies.
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
 use std::collections::HashMap;
@@ -20,35 +20,35 @@ use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
 const SECOND: Duration = Duration::from_secs(1);
 const MS: Duration = Duration::from_millis(1);
 
-/// A server of leases in paused time.
+/// A fake lease server in paused time.
 #[derive(Debug)]
-struct Server {
+struct LeaseServer {
     held: Mutex<HashMap<LeaseName, (HolderName, Epoch, Instant)>>,
     epochs: Mutex<u64>,
     network: Mutex<Network>,
     renewals: AtomicUsize,
 }
 
-/// What happens to a call on its way.
+/// What happens to a call on the network.
 #[derive(Clone, Copy, Debug)]
 enum Network {
-    Fine,
-    /// This long to the server, and this long back.
+    Healthy,
+    /// Delay of the request, and delay of the reply.
     Slow(Duration, Duration),
-    /// The call never arrives and fails after a second.
-    Deaf,
-    /// The call arrives, its answer does not.
-    AnswerLost,
-    /// Each call draws one of the above.
+    /// The request never arrives; the call fails after a second.
+    Unreachable,
+    /// The call is executed, its reply is lost.
+    ReplyLost,
+    /// Each call draws one of the above, by this seed.
     Random(u64),
 }
 
-impl Server {
+impl LeaseServer {
     fn new() -> Arc<Self> {
         Arc::new(Self {
             held: Mutex::default(),
             epochs: Mutex::new(100),
-            network: Mutex::new(Network::Fine),
+            network: Mutex::new(Network::Healthy),
             renewals: AtomicUsize::new(0),
         })
     }
@@ -71,11 +71,11 @@ impl Server {
         *state ^= *state << 17;
         let delay = |shift: u64| MS * ((*state >> shift) % 4_000) as u32;
         match *state % 10 {
-            0 => Network::Deaf,
-            1 => Network::AnswerLost,
+            0 => Network::Unreachable,
+            1 => Network::ReplyLost,
             2 | 3 => Network::Slow(delay(20), delay(40)),
             4 | 5 => Network::Slow(delay(20) / 20, delay(40) / 20),
-            _ => Network::Fine,
+            _ => Network::Healthy,
         }
     }
 
@@ -88,16 +88,16 @@ impl Server {
                 sleep(back).await;
                 Ok(answer)
             }
-            Network::Deaf => {
+            Network::Unreachable => {
                 sleep(SECOND).await;
                 Err(unavailable())
             }
-            Network::AnswerLost => {
+            Network::ReplyLost => {
                 effect(self);
                 sleep(SECOND).await;
                 Err(unavailable())
             }
-            Network::Fine | Network::Random(_) => Ok(effect(self)),
+            Network::Healthy | Network::Random(_) => Ok(effect(self)),
         }
     }
 
@@ -107,7 +107,7 @@ impl Server {
 }
 
 #[async_trait]
-impl Leases for Server {
+impl Leases for LeaseServer {
     async fn acquire(
         &self,
         lease: &LeaseName,
@@ -165,11 +165,11 @@ impl Leases for Server {
     }
 
     async fn leases(&self, _leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>> {
-        unreachable!("a keeper does not ask who holds a lease")
+        unreachable!("the renewer does not read leases")
     }
 
     async fn watch(&self, _prefix: &str) -> Result<Box<dyn LeaseWatch>> {
-        unreachable!("a keeper does not watch")
+        unreachable!("the renewer does not watch leases")
     }
 }
 
@@ -177,35 +177,35 @@ fn lease(number: usize) -> LeaseName {
     LeaseName::new(format!("lease{number}")).unwrap()
 }
 
-fn keeper(server: &Arc<Server>, name: &str) -> Arc<LeaseRenewer> {
+fn renewer(server: &Arc<LeaseServer>, name: &str) -> Arc<LeaseRenewer> {
     let holder = HolderName::new(name).unwrap();
     let leases: Arc<dyn Leases> = Arc::clone(server) as _;
     Arc::new(LeaseRenewer::new(leases, holder, LeaseRenewerConfig::default()).unwrap())
 }
 
-/// How long a lease is trusted without renewal: 13.5 s by default.
-fn trust() -> Duration {
+/// How long a lease is valid without renewal: 13.5 s by default.
+fn validity() -> Duration {
     let LeaseRenewerConfig { ttl, safety_margin, .. } = LeaseRenewerConfig::default();
     ttl - safety_margin
 }
 
-async fn acquire(keeper: &LeaseRenewer, number: usize) -> HeldLease {
-    let held = keeper.acquire(&lease(number)).await.unwrap();
-    held.won().unwrap_or_else(|| panic!("expected {} to get lease {number}", keeper.holder()))
+async fn acquire(renewer: &LeaseRenewer, number: usize) -> HeldLease {
+    let held = renewer.acquire(&lease(number)).await.unwrap();
+    held.won().unwrap_or_else(|| panic!("expected {} to get lease {number}", renewer.holder()))
 }
 
-/// Runs a keeper until the sender is dropped or used.
-fn run(keeper: &Arc<LeaseRenewer>) -> (oneshot::Sender<()>, tokio::task::JoinHandle<()>) {
+/// Runs a renewer until the sender is dropped or used.
+fn run(renewer: &Arc<LeaseRenewer>) -> (oneshot::Sender<()>, tokio::task::JoinHandle<()>) {
     let (stop, stopped) = oneshot::channel();
-    let keeper = Arc::clone(keeper);
+    let renewer = Arc::clone(renewer);
     let task = tokio::spawn(async move {
-        keeper.run(async move { stopped.await.unwrap_or_default() }).await;
+        renewer.run(async move { stopped.await.unwrap_or_default() }).await;
     });
     (stop, task)
 }
 
 #[test]
-fn times_that_do_not_fit_together_are_refused() {
+fn inconsistent_times_are_rejected() {
     let default = LeaseRenewerConfig::default();
     assert!(default.validate().is_ok());
     let bad = [
@@ -218,107 +218,107 @@ fn times_that_do_not_fit_together_are_refused() {
     for (argument, config) in bad {
         match config.validate() {
             Err(StreamError::Invalid { what, .. }) => assert_eq!(what, argument, "{config:?}"),
-            other => panic!("expected {argument} to be refused, found {other:?}"),
+            other => panic!("expected {argument} to be rejected, found {other:?}"),
         }
         let holder = HolderName::new("ann").unwrap();
-        assert!(LeaseRenewer::new(Server::new(), holder, config).is_err());
+        assert!(LeaseRenewer::new(LeaseServer::new(), holder, config).is_err());
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_is_trusted_until_shortly_before_it_runs_out() {
-    let server = Server::new();
-    let held = acquire(&keeper(&server, "ann"), 1).await;
+async fn a_lease_is_valid_until_shortly_before_it_expires() {
+    let server = LeaseServer::new();
+    let held = acquire(&renewer(&server, "ann"), 1).await;
 
-    advance(trust() - MS).await;
+    advance(validity() - MS).await;
     assert!(held.is_valid());
     advance(MS).await;
-    assert!(!held.is_valid(), "the safety_margin has begun");
-    assert!(server.holder(&lease(1)).is_some(), "on the server the lease still lives");
+    assert!(!held.is_valid(), "the safety margin has begun");
+    assert!(server.holder(&lease(1)).is_some(), "the server still holds the lease");
 }
 
 #[tokio::test(start_paused = true)]
-async fn trust_is_counted_from_the_moment_the_request_was_sent() {
-    let server = Server::new();
+async fn validity_is_counted_from_the_moment_the_request_was_sent() {
+    let server = LeaseServer::new();
     server.network(Network::Slow(MS * 10, SECOND * 4));
-    let keeper = keeper(&server, "ann");
+    let renewer = renewer(&server, "ann");
     let sent = Instant::now();
-    let held = acquire(&keeper, 1).await;
+    let held = acquire(&renewer, 1).await;
     assert_eq!(sent.elapsed(), SECOND * 4 + MS * 10);
 
     held.lost().await;
 
-    assert_eq!(sent.elapsed(), trust(), "a slow answer shortens the trust and never stretches it");
+    assert_eq!(sent.elapsed(), validity(), "a slow reply shortens the validity and never extends it");
 }
 
 #[tokio::test(start_paused = true)]
-async fn trust_in_a_renewed_lease_is_counted_from_the_moment_the_renewal_was_sent() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
+async fn validity_of_a_renewed_lease_is_counted_from_the_moment_the_renewal_was_sent() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
     advance(SECOND * 5).await;
     server.network(Network::Slow(MS, SECOND * 4));
     let sent = Instant::now();
-    assert_eq!(keeper.run_once().await.unwrap(), []);
+    assert_eq!(renewer.run_once().await.unwrap(), []);
 
     held.lost().await;
 
-    assert_eq!(sent.elapsed(), trust());
+    assert_eq!(sent.elapsed(), validity());
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_came_too_late_gives_no_trust() {
-    let server = Server::new();
-    server.network(Network::Slow(MS, trust()));
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
+async fn a_lease_whose_reply_came_too_late_is_not_valid() {
+    let server = LeaseServer::new();
+    server.network(Network::Slow(MS, validity()));
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
 
     assert!(!held.is_valid());
-    timeout(MS, held.lost()).await.expect("it is lost from the beginning");
+    timeout(MS, held.lost()).await.expect("it is lost from the start");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_of_another_is_not_held() {
-    let server = Server::new();
-    let ann = keeper(&server, "ann");
+async fn a_lease_of_another_holder_is_not_acquired() {
+    let server = LeaseServer::new();
+    let ann = renewer(&server, "ann");
     acquire(&ann, 1).await;
-    let bob = keeper(&server, "bob");
+    let bob = renewer(&server, "bob");
 
     match bob.acquire(&lease(1)).await.unwrap() {
         LeaseAcquisition::Held { by, remaining } => {
             assert_eq!(&by, ann.holder());
             assert!(remaining > Duration::ZERO && remaining <= LeaseRenewerConfig::default().ttl);
         }
-        LeaseAcquisition::Won(held) => panic!("bob has {held:?}, too"),
+        LeaseAcquisition::Won(held) => panic!("bob acquired {held:?} as well"),
     }
     assert_eq!(bob.held(), []);
     assert_eq!(ann.held().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_acquired_twice_is_one_lease() {
-    let keeper = keeper(&Server::new(), "ann");
-    let first = acquire(&keeper, 1).await;
+async fn acquiring_a_held_lease_again_extends_it() {
+    let renewer = renewer(&LeaseServer::new(), "ann");
+    let first = acquire(&renewer, 1).await;
     advance(SECOND * 10).await;
-    let again = acquire(&keeper, 1).await;
+    let again = acquire(&renewer, 1).await;
 
     assert_eq!(first.fence(), again.fence());
     advance(SECOND * 10).await;
-    assert!(first.is_valid() && again.is_valid(), "both see the new time");
-    assert_eq!(keeper.held(), [first.fence().clone()]);
+    assert!(first.is_valid() && again.is_valid(), "both handles see the new time");
+    assert_eq!(renewer.held(), [first.fence().clone()]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewal_is_one_call_for_all_leases() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
+async fn all_leases_are_renewed_in_one_call() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
     let mut held = Vec::new();
     for number in 0..1000 {
-        held.push(acquire(&keeper, number).await);
+        held.push(acquire(&renewer, number).await);
     }
     advance(SECOND * 10).await;
 
-    assert_eq!(keeper.run_once().await.unwrap(), []);
+    assert_eq!(renewer.run_once().await.unwrap(), []);
 
     assert_eq!(server.renewals.load(Ordering::SeqCst), 1);
     advance(SECOND * 10).await;
@@ -326,165 +326,165 @@ async fn a_renewal_is_one_call_for_all_leases() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_renewed_while_nothing_is_held() {
-    let server = Server::new();
-    assert_eq!(keeper(&server, "ann").run_once().await.unwrap(), []);
+async fn nothing_is_sent_while_no_lease_is_held() {
+    let server = LeaseServer::new();
+    assert_eq!(renewer(&server, "ann").run_once().await.unwrap(), []);
     assert_eq!(server.renewals.load(Ordering::SeqCst), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_running_keeper_keeps_its_leases() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
-    let (stop, task) = run(&keeper);
+async fn a_running_renewer_keeps_its_leases() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    let (stop, task) = run(&renewer);
 
-    assert!(timeout(SECOND * 600, held.lost()).await.is_err(), "it is never lost");
+    assert!(timeout(SECOND * 600, held.lost()).await.is_err(), "the lease was lost");
     assert!(held.is_valid());
 
     drop(stop);
-    timeout(SECOND, task).await.expect("it stops when told to").unwrap();
+    timeout(SECOND, task).await.expect("it stops on shutdown").unwrap();
     let stopped = Instant::now();
     held.lost().await;
-    assert!(stopped.elapsed() <= trust(), "from then on the trust runs out");
+    assert!(stopped.elapsed() <= validity(), "the lease is no longer renewed");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_lease_is_told_once_and_forgotten() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = [acquire(&keeper, 1).await, acquire(&keeper, 2).await];
+async fn a_lost_lease_is_reported_once() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = [acquire(&renewer, 1).await, acquire(&renewer, 2).await];
     server.held.lock().unwrap().remove(&lease(1));
 
-    let lost = keeper.run_once().await.unwrap();
+    let lost = renewer.run_once().await.unwrap();
 
     let fence = held[0].fence().clone();
     assert_eq!(lost, [LostLease { fence, cause: LossCause::LostOnServer }]);
     assert!(!held[0].is_valid() && held[1].is_valid());
-    timeout(MS, held[0].lost()).await.expect("those who wait are told");
-    assert_eq!(keeper.run_once().await.unwrap(), [], "and not again");
-    assert_eq!(keeper.held(), [held[1].fence().clone()]);
+    timeout(MS, held[0].lost()).await.expect("handles are notified");
+    assert_eq!(renewer.run_once().await.unwrap(), [], "it is reported once");
+    assert_eq!(renewer.held(), [held[1].fence().clone()]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_who_wait_for_the_loss_are_told() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
+async fn all_tasks_that_wait_for_the_loss_are_woken() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
     let waiting: Vec<_> = (0..10)
         .map(|_| {
             let held = held.clone();
             tokio::spawn(async move { held.lost().await })
         })
         .collect();
-    // Dropped waits do no harm to the others.
+    // A dropped wait does not affect the others.
     assert!(timeout(MS, held.lost()).await.is_err());
     server.held.lock().unwrap().clear();
 
-    keeper.run_once().await.unwrap();
+    renewer.run_once().await.unwrap();
 
     for task in waiting {
-        timeout(MS, task).await.expect("it is told").unwrap();
+        timeout(MS, task).await.expect("it is woken").unwrap();
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_lapsed_while_the_server_was_silent_is_released_and_stays_lost() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
+async fn a_lease_that_lapsed_while_the_server_was_unreachable_is_released_and_stays_lost() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
     let acquired = Instant::now();
-    server.network(Network::Deaf);
-    let (_stop, _task) = run(&keeper);
+    server.network(Network::Unreachable);
+    let (_stop, _task) = run(&renewer);
 
     held.lost().await;
-    assert_eq!(acquired.elapsed(), trust());
-    assert!(server.holder(&lease(1)).is_some(), "it stopped before the lease ran out");
+    assert_eq!(acquired.elapsed(), validity());
+    assert!(server.holder(&lease(1)).is_some(), "the holder stopped before the lease expired");
 
-    // The lease still lives at the server. It is given up, not renewed.
-    server.network(Network::Fine);
-    sleep_until(acquired + trust() + MS * 1_400).await;
-    let lost = keeper.run_once().await.unwrap();
+    // The server still holds the lease. It is released, not renewed.
+    server.network(Network::Healthy);
+    sleep_until(acquired + validity() + MS * 1_400).await;
+    let lost = renewer.run_once().await.unwrap();
     assert_eq!(lost, [lapsed(&held)]);
     assert!(!held.is_valid());
-    assert!(server.holder(&lease(1)).is_none(), "others can have it");
-    assert_eq!(keeper.held(), []);
+    assert!(server.holder(&lease(1)).is_none(), "other holders can acquire it");
+    assert_eq!(renewer.held(), []);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewal_that_is_answered_after_the_lapse_does_not_bring_the_lease_back() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
+async fn a_renewal_whose_reply_arrives_after_the_lapse_does_not_restore_the_lease() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
     let acquired = Instant::now();
-    advance(trust() - SECOND).await;
-    // It is sent in time, happens at the server, and is answered a moment after the lease has lapsed.
+    advance(validity() - SECOND).await;
+    // It is sent in time and executed; its reply arrives just after the lease has lapsed.
     server.network(Network::Slow(MS, SECOND));
     let renewing = tokio::spawn({
-        let keeper = Arc::clone(&keeper);
-        async move { keeper.run_once().await }
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.run_once().await }
     });
     held.lost().await;
-    assert_eq!(acquired.elapsed(), trust());
+    assert_eq!(acquired.elapsed(), validity());
 
     let lost = renewing.await.unwrap().unwrap();
 
     assert_eq!(lost, [lapsed(&held)]);
-    assert!(!held.is_valid(), "who was told that it is lost must not be its owner again");
-    assert!(server.holder(&lease(1)).is_none(), "the renewal is taken back");
-    assert_eq!(keeper.run_once().await.unwrap(), [], "it is told once");
+    assert!(!held.is_valid(), "a holder that was notified of the loss must not become owner again");
+    assert!(server.holder(&lease(1)).is_none(), "the renewed lease is released");
+    assert_eq!(renewer.run_once().await.unwrap(), [], "it is reported once");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lapse_is_told_at_its_moment_and_once() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
+async fn a_lapse_is_reported_immediately_and_once() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
     let waiting = tokio::spawn({
-        let keeper = Arc::clone(&keeper);
-        async move { keeper.lapsed().await }
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.lapsed().await }
     });
     advance(SECOND).await;
-    let held = acquire(&keeper, 1).await;
+    let held = acquire(&renewer, 1).await;
     let acquired = Instant::now();
-    server.network(Network::Deaf);
+    server.network(Network::Unreachable);
 
     assert_eq!(waiting.await.unwrap(), [lapsed(&held)]);
 
-    assert_eq!(acquired.elapsed(), trust());
+    assert_eq!(acquired.elapsed(), validity());
     assert!(!held.is_valid());
-    server.network(Network::Fine);
-    assert_eq!(keeper.run_once().await.unwrap(), []);
-    assert!(timeout(SECOND * 60, keeper.lapsed()).await.is_err());
+    server.network(Network::Healthy);
+    assert_eq!(renewer.run_once().await.unwrap(), []);
+    assert!(timeout(SECOND * 60, renewer.lapsed()).await.is_err());
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_that_lapsed_is_acquired_again_with_a_new_epoch() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let old = acquire(&keeper, 1).await;
-    advance(trust()).await;
-    assert!(server.holder(&lease(1)).is_some(), "at the server it still lives");
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let old = acquire(&renewer, 1).await;
+    advance(validity()).await;
+    assert!(server.holder(&lease(1)).is_some(), "the server still holds it");
 
-    let new = acquire(&keeper, 1).await;
+    let new = acquire(&renewer, 1).await;
 
     assert!(new.fence().epoch > old.fence().epoch, "{new:?} {old:?}");
     assert!(new.is_valid() && !old.is_valid());
-    assert_eq!(keeper.run_once().await.unwrap(), [lapsed(&old)]);
+    assert_eq!(renewer.run_once().await.unwrap(), [lapsed(&old)]);
     assert!(new.is_valid());
-    assert_eq!(keeper.held(), [new.fence().clone()]);
+    assert_eq!(renewer.held(), [new.fence().clone()]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_release_that_failed_is_tried_again() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    acquire(&keeper, 1).await;
-    server.network(Network::Deaf);
-    assert!(keeper.release(&[lease(1)]).await.is_err());
+async fn a_failed_release_is_retried() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    acquire(&renewer, 1).await;
+    server.network(Network::Unreachable);
+    assert!(renewer.release(&[lease(1)]).await.is_err());
     assert!(server.holder(&lease(1)).is_some());
 
-    server.network(Network::Fine);
-    assert_eq!(keeper.run_once().await.unwrap(), [], "a released lease is not a lost one");
+    server.network(Network::Healthy);
+    assert_eq!(renewer.run_once().await.unwrap(), [], "a released lease is not a lost one");
 
     assert!(server.holder(&lease(1)).is_none());
 }
@@ -494,107 +494,107 @@ fn lapsed(held: &HeldLease) -> LostLease {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_lost_answer_costs_no_lease() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
-    for network in [Network::AnswerLost, Network::Deaf] {
-        let (stop, task) = run(&keeper);
+async fn one_lost_reply_does_not_lose_a_lease() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    for network in [Network::ReplyLost, Network::Unreachable] {
+        let (stop, task) = run(&renewer);
         server.network(network);
         sleep(SECOND * 6).await;
-        server.network(Network::Fine);
+        server.network(Network::Healthy);
         sleep(SECOND * 6).await;
-        assert!(held.is_valid(), "two more renewals fit into the life of a lease");
+        assert!(held.is_valid(), "two more renewals fit into the ttl");
         drop(stop);
         task.await.unwrap();
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_paused_process_finds_its_trust_gone() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
+async fn a_paused_process_finds_its_leases_invalid() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
 
-    // No task of this process runs meanwhile; another one takes the lease.
+    // No task of this process runs meanwhile; another process acquires the lease.
     advance(SECOND * 20).await;
-    let other = acquire(&self::keeper(&server, "bob"), 1).await;
+    let other = acquire(&self::renewer(&server, "bob"), 1).await;
 
-    assert!(!held.is_valid(), "it is gone before anything was renewed");
+    assert!(!held.is_valid(), "it is invalid before any renewal");
     assert!(other.fence().epoch > held.fence().epoch);
-    assert_eq!(keeper.run_once().await.unwrap().len(), 1);
+    assert_eq!(renewer.run_once().await.unwrap().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_released_lease_is_forgotten_before_the_server_hears_of_it() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
+async fn a_released_lease_is_invalid_before_the_server_releases_it() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
     server.network(Network::Slow(SECOND, SECOND));
     let releasing = tokio::spawn({
-        let keeper = Arc::clone(&keeper);
-        async move { keeper.release(&[lease(1), lease(7)]).await }
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.release(&[lease(1), lease(7)]).await }
     });
     sleep(MS).await;
 
-    assert!(!held.is_valid(), "nobody works under a lease that is being given away");
+    assert!(!held.is_valid(), "no owner may work under a lease that is being released");
     assert!(server.holder(&lease(1)).is_some());
     assert_eq!(releasing.await.unwrap().unwrap(), 1);
-    assert!(server.holder(&lease(1)).is_none(), "others get it at once");
-    assert_eq!(keeper.release(&[lease(1)]).await.unwrap(), 0, "it is not ours any more");
+    assert!(server.holder(&lease(1)).is_none(), "other holders can acquire it at once");
+    assert_eq!(renewer.release(&[lease(1)]).await.unwrap(), 0, "it is no longer held");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewal_under_way_does_not_bring_back_a_released_lease() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = [acquire(&keeper, 1).await, acquire(&keeper, 2).await];
-    // The renewal happens on the server, its answer comes after the release.
+async fn a_renewal_in_flight_does_not_restore_a_released_lease() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = [acquire(&renewer, 1).await, acquire(&renewer, 2).await];
+    // The renewal is executed; its reply arrives after the release.
     server.network(Network::Slow(MS, SECOND));
     let renewing = tokio::spawn({
-        let keeper = Arc::clone(&keeper);
-        async move { keeper.run_once().await }
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.run_once().await }
     });
     sleep(MS * 10).await;
-    server.network(Network::Fine);
-    keeper.release(&[lease(1)]).await.unwrap();
+    server.network(Network::Healthy);
+    renewer.release(&[lease(1)]).await.unwrap();
 
     assert_eq!(renewing.await.unwrap().unwrap(), [], "a released lease is not a lost one");
     assert!(!held[0].is_valid() && held[1].is_valid());
-    assert_eq!(keeper.held(), [held[1].fence().clone()]);
+    assert_eq!(renewer.held(), [held[1].fence().clone()]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_answer_about_an_old_epoch_does_not_touch_the_new_one() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let old = acquire(&keeper, 1).await;
+async fn a_reply_about_an_old_epoch_does_not_affect_the_new_one() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let old = acquire(&renewer, 1).await;
     server.held.lock().unwrap().clear();
-    // The server says that the old epoch is lost; before that is heard, the lease is acquired anew.
+    // The server reports the old epoch as lost; before the reply arrives, the lease is acquired again.
     server.network(Network::Slow(MS, SECOND));
     let renewing = tokio::spawn({
-        let keeper = Arc::clone(&keeper);
-        async move { keeper.run_once().await }
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.run_once().await }
     });
     sleep(MS * 10).await;
-    server.network(Network::Fine);
-    let new = acquire(&keeper, 1).await;
+    server.network(Network::Healthy);
+    let new = acquire(&renewer, 1).await;
 
     assert_eq!(renewing.await.unwrap().unwrap(), []);
     assert!(new.fence().epoch > old.fence().epoch);
     assert!(!old.is_valid() && new.is_valid());
     timeout(MS, old.lost()).await.expect("the old epoch is lost");
-    assert_eq!(keeper.held(), [new.fence().clone()]);
+    assert_eq!(renewer.held(), [new.fence().clone()]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_renewal_that_has_begun_is_finished_before_the_keeper_stops() {
-    let server = Server::new();
-    let keeper = keeper(&server, "ann");
-    let held = acquire(&keeper, 1).await;
+async fn a_started_renewal_is_completed_before_the_renewer_stops() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
     server.network(Network::Slow(SECOND, SECOND));
     let started = Instant::now();
-    let (stop, task) = run(&keeper);
+    let (stop, task) = run(&renewer);
     sleep(MS).await;
     drop(stop);
 
@@ -604,38 +604,38 @@ async fn a_renewal_that_has_begun_is_finished_before_the_keeper_stops() {
     assert!(held.is_valid());
 }
 
-/// Three keepers fight for three leases on a network that delays, loses and fails, and processes that pause. At every
-/// millisecond: at most one keeper trusts a lease, and what it trusts is what the server says.
+/// Three renewers compete for three leases on a network that delays, loses and fails calls. At every check at most one of them
+/// considers a lease valid, and the server agrees.
 #[tokio::test(start_paused = true)]
-async fn at_most_one_keeper_trusts_a_lease_at_any_time() {
+async fn a_lease_is_valid_for_at_most_one_renewer_at_any_time() {
     let mut held_for = 0;
     let mut losses = 0;
     for seed in 1..=8u64 {
-        let server = Server::new();
+        let server = LeaseServer::new();
         server.network(Network::Random(seed * 0x9e37_79b9));
         let handles: Arc<Mutex<Vec<(usize, HeldLease)>>> = Arc::default();
         let mut tasks = Vec::new();
         for (number, name) in ["ann", "bob", "cid"].into_iter().enumerate() {
-            let keeper = keeper(&server, name);
-            tasks.push(run(&keeper).1);
+            let renewer = renewer(&server, name);
+            tasks.push(run(&renewer).1);
             let handles = Arc::clone(&handles);
             tasks.push(tokio::spawn(async move {
                 for round in 0.. {
                     sleep(MS * (700 + 300 * number as u32)).await;
                     let wanted = lease((round + number) % 3);
-                    if let Ok(LeaseAcquisition::Won(held)) = keeper.acquire(&wanted).await {
+                    if let Ok(LeaseAcquisition::Won(held)) = renewer.acquire(&wanted).await {
                         handles.lock().unwrap().push((number, held));
                     }
-                    // Now and then all is given up, so that leases change hands in good order, too.
+                    // Sometimes all leases are released, so that leases also change holders by release.
                     if round % 17 == 16 {
-                        let _ = keeper.release(&[lease(0), lease(1), lease(2)]).await;
+                        let _ = renewer.release(&[lease(0), lease(1), lease(2)]).await;
                     }
                 }
             }));
         }
         for _ in 0..60_000 {
             sleep(MS * 2).await;
-            let mut trusted: HashMap<LeaseName, Fence> = HashMap::new();
+            let mut valid: HashMap<LeaseName, Fence> = HashMap::new();
             let mut handles = handles.lock().unwrap();
             let before = handles.len();
             handles.retain(|(_, held)| held.is_valid());
@@ -643,8 +643,8 @@ async fn at_most_one_keeper_trusts_a_lease_at_any_time() {
             for (number, held) in &*handles {
                 held_for += 1;
                 let fence = held.fence();
-                let known = trusted.entry(fence.lease.clone()).or_insert_with(|| fence.clone());
-                assert_eq!(known, fence, "seed {seed}: two epochs of one lease are trusted");
+                let known = valid.entry(fence.lease.clone()).or_insert_with(|| fence.clone());
+                assert_eq!(known, fence, "seed {seed}: two epochs of one lease are valid");
                 let holder = server.holder(&fence.lease);
                 let expected = HolderName::new(["ann", "bob", "cid"][*number]).unwrap();
                 assert_eq!(holder, Some((expected, fence.epoch)), "seed {seed}: {fence:?}");
@@ -653,5 +653,5 @@ async fn at_most_one_keeper_trusts_a_lease_at_any_time() {
         tasks.iter().for_each(tokio::task::JoinHandle::abort);
     }
     assert!(held_for > 40_000, "expected leases to be held most of the time, found {held_for}");
-    assert!(losses > 40, "expected leases to be lost now and then, found {losses}");
+    assert!(losses > 40, "expected some leases to be lost, found {losses}");
 }

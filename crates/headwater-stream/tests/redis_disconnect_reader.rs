@@ -1,7 +1,7 @@
 //! Takes over from readers that are stopped or cut off: what they had asked for reaches nobody any more.
 #![cfg(feature = "redis")]
 
-mod redis_steps;
+mod redis_support;
 
 use std::env;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
-    Backend, DisconnectOutcome, EntryId, GroupReader, GroupStart, PendingEntryQuery, Retention,
+    Backend, DisconnectOutcome, EntryId, GroupReader, GroupStart, PendingDeliveryQuery, Retention,
     StreamError, StreamName,
 };
 use headwater_testkit::{Child, Cluster, Proxy, Redis};
 
-use crate::redis_steps::*;
+use crate::redis_support::*;
 
 const URL: &str = "HEADWATER_TEST_URL";
 const STREAMS: &str = "HEADWATER_TEST_STREAMS";
@@ -37,7 +37,7 @@ async fn assert_left_for_bob(
     name: &StreamName,
     ids: &[EntryId],
 ) -> Result<()> {
-    let query = PendingEntryQuery {
+    let query = PendingDeliveryQuery {
         stream: name,
         group: &group("workers"),
         consumer: Some(&consumer("ann")),
@@ -76,7 +76,7 @@ fn readers_are_ended_also_when_the_runtime_that_ended_some_before_is_gone() -> R
         let mut ann = backend.reader(&group("workers"), &consumer("ann")).await?;
         let read = [name.clone()];
         let reading = tokio::spawn(async move { ann.read(&read, 10, PATIENCE).await });
-        until_readers_wait(&redis, 1).await?;
+        until_readers_block(&redis, 1).await?;
         assert_eq!(silence(&backend, &name).await?, 1);
         assert_unavailable(&reading.await?);
         let ids = append(&backend, &name).await?;
@@ -107,7 +107,7 @@ async fn a_stopped_process_that_waits_in_a_read_gets_nothing_after_silence() -> 
     backend.ensure_group(&name, &group("workers"), GroupStart::Beginning).await?;
     let child = Child::spawn_self("child_that_reads", &[(URL, &redis.url()), (STREAMS, "orders")])?;
     child.line_after("reads", PATIENCE)?;
-    until_readers_wait(&redis, 1).await?;
+    until_readers_block(&redis, 1).await?;
     child.pause()?;
 
     assert_eq!(silence(&backend, &name).await?, 1);
@@ -132,7 +132,7 @@ async fn a_stopped_process_gets_nothing_from_any_node_of_a_cluster_after_silence
     let child = Child::spawn_self("child_that_reads", &[(URL, &cluster.url()), (STREAMS, &list)])?;
     child.line_after("reads", PATIENCE)?;
     for name in &names {
-        until_readers_wait(cluster.primary_of_slot(cluster.slot_of(name.as_str())?)?, 1).await?;
+        until_readers_block(cluster.primary_of_slot(cluster.slot_of(name.as_str())?)?, 1).await?;
     }
     child.pause()?;
 
@@ -225,7 +225,7 @@ async fn a_reader_in_another_database_is_left_alone() -> Result<()> {
     let name = stream("orders");
     let streams = [name.clone()];
     let reading = tokio::spawn(async move { ann.read(&streams, 10, PATIENCE).await });
-    until_readers_wait(&redis, 1).await?;
+    until_readers_block(&redis, 1).await?;
     assert_eq!(silence(&here, &name).await?, 0);
     let ids = append(&there, &name).await?;
     assert_eq!(reading.await??[0].entries[0].id, ids[0]);
@@ -246,7 +246,7 @@ async fn those_who_silence_at_the_same_time_share_the_list_of_connections() -> R
         let streams = names.clone();
         readers.push(tokio::spawn(async move { reader.read(&streams, 10, PATIENCE).await }));
     }
-    until_readers_wait(&redis, dead.len()).await?;
+    until_readers_block(&redis, dead.len()).await?;
     let before = lists(&redis)?;
     // A list takes so long that all others have set their marks meanwhile.
     proxy.delay(Duration::from_millis(200))?;

@@ -1,7 +1,7 @@
 //! What a Redis backend does when the server or the network fails: it tells, within the deadline, and goes on after.
 #![cfg(feature = "redis")]
 
-mod redis_steps;
+mod redis_support;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use headwater_stream::{
     AcquireResult, Backend, DueTime, EntryId, Fence, GroupStart, LeaseName, Options,
-    PendingEntryQuery, Range, ReclaimFrom, ReclaimRequest, Retention, ScheduleRequest,
-    SettleRequest, Settlement, StreamError, TrimGuard, connect,
+    PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest, Retention, ScheduleRequest,
+    SettleBatch, Settlement, StreamError, TrimGuard, connect,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
 
-use crate::redis_steps::*;
+use crate::redis_support::*;
 
 const DEADLINE: Duration = Duration::from_millis(600);
 /// What a busy machine may add.
@@ -60,7 +60,7 @@ async fn every_call(
     let fence = Fence { lease: lease.clone(), epoch: headwater_stream::Epoch(1) };
     let ids = [EntryId::new(1, 1)];
     let done = [Settlement::ack(ids[0])];
-    let settle = SettleRequest {
+    let settle = SettleBatch {
         stream: &stream,
         group: &group,
         consumer: &ann,
@@ -77,7 +77,7 @@ async fn every_call(
         after: None,
         count: 10,
     };
-    let query = PendingEntryQuery {
+    let query = PendingDeliveryQuery {
         stream: &stream,
         group: &group,
         consumer: None,
@@ -111,7 +111,7 @@ async fn every_call(
     ask!("remove_group", backend.remove_group(&stream, &group));
     ask!("reset_group", backend.reset_group(&stream, &group, GroupStart::Beginning));
     ask!("settle", backend.settle(settle));
-    ask!("settle with a fence", backend.settle(SettleRequest { fence: Some(&fence), ..settle }));
+    ask!("settle with a fence", backend.settle(SettleBatch { fence: Some(&fence), ..settle }));
     ask!("keep_alive", backend.keep_alive(&stream, &group, &ann, &ids));
     ask!("reclaim", backend.reclaim(reclaim));
     ask!("pending", backend.pending(query));
@@ -233,7 +233,7 @@ async fn after_a_kill_and_a_restart_everything_goes_on() -> Result<()> {
     assert_eq!(found, second, "a script and a read after the restart");
     let fence = won(&backend, &lease("l"), "ann").await?;
     let done = [Settlement::ack(first[0]), Settlement::ack(second[0])];
-    let settle = SettleRequest {
+    let settle = SettleBatch {
         stream: &orders,
         group: &workers,
         consumer: &ann,
@@ -255,7 +255,7 @@ async fn a_reader_that_waits_while_the_server_dies_fails_once_and_goes_on() -> R
         let second = reader.read(&[stream("orders")], 10, Duration::from_secs(20)).await;
         (first, second)
     });
-    until_readers_wait(&redis, 1).await?;
+    until_readers_block(&redis, 1).await?;
 
     redis.kill9()?;
     redis.restart()?;

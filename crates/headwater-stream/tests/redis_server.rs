@@ -1,19 +1,19 @@
 //! What a Redis backend does with the settings, users, data and limits of a real server.
 #![cfg(feature = "redis")]
 
-mod redis_steps;
+mod redis_support;
 
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
     AcquireResult, DueTime, Epoch, Fence, Fields, GroupStart, IdempotentEntry, LeaseEventKind,
-    LeaseWatch, Range, Retention, ScheduleRequest, SettleAction, SettleRequest, Settlement,
+    LeaseWatch, Range, Retention, ScheduleRequest, SettleAction, SettleBatch, Settlement,
     StreamError, TrimGuard, WatchMode,
 };
 use headwater_testkit::{Cluster, Redis, RedisBuilder};
 
-use crate::redis_steps::*;
+use crate::redis_support::*;
 
 const HOUR: Duration = Duration::from_secs(3600);
 const KEEP: Retention = Retention::KEEP_ALL;
@@ -47,7 +47,7 @@ async fn a_day_of_work(url: &str) -> Result<()> {
         fields: one(),
     };
     let entries = [Settlement::ack(ids[0]), Settlement { id: ids[1], action: then }];
-    let settle = SettleRequest {
+    let settle = SettleBatch {
         stream: &orders,
         group: &workers,
         consumer: &ann,
@@ -244,7 +244,7 @@ async fn a_full_server_says_so_and_loses_nothing() -> Result<()> {
     // Scripts are known already, so that it is the write that is refused.
     let settle = async |entries: &[Settlement]| {
         let (stream, group, consumer) = (&orders, &workers, &ann);
-        backend.settle(SettleRequest { stream, group, consumer, fence: None, entries }).await
+        backend.settle(SettleBatch { stream, group, consumer, fence: None, entries }).await
     };
     let append =
         |id| Settlement { id, action: SettleAction::Append { to: dead.clone(), fields: one() } };
@@ -359,7 +359,7 @@ async fn a_lease_of_a_foreign_program_has_no_epoch_and_fences_ours() -> Result<(
     };
     redis.command(&["SET", "mutex:orders", "other"])?.ok()?;
     let fence = Fence { lease: name.clone(), epoch };
-    let settle = SettleRequest {
+    let settle = SettleBatch {
         stream: &stream("orders"),
         group: &group("workers"),
         consumer: &consumer("ann"),

@@ -1,7 +1,7 @@
 //! Sentinel and Cluster: the backend follows the primary, and stays in its slots.
 #![cfg(feature = "redis")]
 
-mod redis_steps;
+mod redis_support;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,12 +10,12 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use headwater_stream::{
     AcquireResult, Backend, DueTime, EntryId, Epoch, Fence, Fields, GroupStart, LeaseEventKind,
-    Range, Retention, ScheduleRequest, SettleAction, SettleRequest, Settlement, StreamError,
+    Range, Retention, ScheduleRequest, SettleAction, SettleBatch, Settlement, StreamError,
     StreamName,
 };
 use headwater_testkit::{Cluster, Sentinel, wait_until};
 
-use crate::redis_steps::*;
+use crate::redis_support::*;
 
 const HOUR: Duration = Duration::from_secs(3600);
 const KEEP: Retention = Retention::KEEP_ALL;
@@ -301,7 +301,7 @@ async fn a_follow_up_in_another_slot_is_written_before_the_acknowledgement() -> 
     let entry =
         |id| Settlement { id, action: SettleAction::Append { to: dead.clone(), fields: one() } };
     let entries = [entry(ids[0]), Settlement::ack(ids[1])];
-    let settle = SettleRequest {
+    let settle = SettleBatch {
         stream: &orders,
         group: &workers,
         consumer: &ann,
@@ -328,7 +328,7 @@ async fn what_must_share_a_slot_and_does_not_is_refused_with_advice() -> Result<
     };
 
     let fence = Fence { lease: lease(&elsewhere), epoch: Epoch(1) };
-    let settle = SettleRequest {
+    let settle = SettleBatch {
         stream: &orders,
         group: &workers,
         consumer: &ann,
@@ -343,7 +343,7 @@ async fn what_must_share_a_slot_and_does_not_is_refused_with_advice() -> Result<
         fields: one(),
     };
     let entries = [Settlement { id: EntryId::new(1, 1), then }];
-    let settle = SettleRequest { fence: None, entries: &entries, ..settle };
+    let settle = SettleBatch { fence: None, entries: &entries, ..settle };
     advice("a delay set", backend.settle(settle).await.unwrap_err());
     let items = [ScheduleRequest { to: orders.clone(), due: DueTime::After(HOUR), fields: one() }];
     let answer = backend.schedule(&delays(&elsewhere), &items).await;

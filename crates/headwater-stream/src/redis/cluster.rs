@@ -170,7 +170,7 @@ impl ClusterNodes {
 }
 
 /// Parses the reply of `CLUSTER SLOTS`: slot ranges and the primary of each.
-fn read(replies: &RespReplies, asked: &Address) -> Result<Vec<(u16, u16, Address)>, ReplyError> {
+fn read(replies: &RespReplies, queried: &Address) -> Result<Vec<(u16, u16, Address)>, ReplyError> {
     let mut cursor = replies.cursor();
     let ranges = cursor.array()?;
     let slot = |number: u64| {
@@ -186,7 +186,7 @@ fn read(replies: &RespReplies, asked: &Address) -> Result<Vec<(u16, u16, Address
         let details = cursor.array()?;
         let host = match cursor.value()? {
             // The node does not know its own host name: use the address of this connection.
-            RespValue::Nil | RespValue::Text(b"" | b"?") => asked.host.clone(),
+            RespValue::Nil | RespValue::Text(b"" | b"?") => queried.host.clone(),
             RespValue::Text(host) => String::from_utf8_lossy(host).into_owned(),
             _ => return Err(ReplyError::unexpected("expected a host")),
         };

@@ -33,12 +33,12 @@ pub(super) struct RetryingCall<'a> {
     redirections: u32,
     /// The replies so far; the last error for commands that are retried. Empty until the first error.
     replies: Vec<Bytes>,
-    attempt: Attempt,
+    attempt: CallAttempt,
 }
 
 /// What to send next.
 #[derive(Default)]
-struct Attempt {
+struct CallAttempt {
     /// Indexes of the commands; all of them if `None`.
     commands: Option<Vec<usize>>,
     /// Scripts to load first.
@@ -50,7 +50,7 @@ struct Attempt {
 /// The rejected commands of an attempt, and how to retry them.
 #[derive(Default)]
 struct Retriable {
-    next: Attempt,
+    next: CallAttempt,
     readonly: bool,
     wait: bool,
 }
@@ -72,7 +72,7 @@ impl<'a> RetryingCall<'a> {
             backoff: RetryBackoff::default(),
             redirections: 0,
             replies: Vec::new(),
-            attempt: Attempt::default(),
+            attempt: CallAttempt::default(),
         }
     }
 

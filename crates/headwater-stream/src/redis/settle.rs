@@ -18,10 +18,10 @@ use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::leases::Fence;
 use crate::name::StreamName;
-use crate::streams::{SettleAction, SettleRequest, SettleResult, Settlement};
+use crate::streams::{SettleAction, SettleBatch, SettleResult, Settlement};
 
 impl RedisBackend {
-    pub(super) async fn settle_entries(&self, settle: SettleRequest<'_>) -> Result<SettleResult> {
+    pub(super) async fn settle_entries(&self, settle: SettleBatch<'_>) -> Result<SettleResult> {
         if settle.entries.is_empty() && settle.fence.is_none() {
             return self.client.check_open().map(|()| SettleResult::default());
         }
@@ -50,7 +50,7 @@ impl RedisBackend {
     }
 
     /// Fast path: all entries are acknowledged, without a fence.
-    async fn acknowledge(&self, settle: &SettleRequest<'_>) -> Result<SettleResult> {
+    async fn acknowledge(&self, settle: &SettleBatch<'_>) -> Result<SettleResult> {
         let mut commands = Commands::with_capacity(64 + settle.entries.len() * 28);
         commands.begin(3 + settle.entries.len());
         commands.arg("XACK");
@@ -66,7 +66,7 @@ impl RedisBackend {
     /// Fast path of an owner: all entries are acknowledged, with a fence.
     async fn acknowledge_fenced(
         &self,
-        settle: &SettleRequest<'_>,
+        settle: &SettleBatch<'_>,
         fence: &Fence,
     ) -> Result<SettleResult> {
         let keys = self.keys_with_fence(settle.stream, Some(fence))?;
@@ -83,7 +83,7 @@ impl RedisBackend {
     /// General case: one script. The follow-ups of entries in `copied` are already written.
     async fn run_script(
         &self,
-        settle: &SettleRequest<'_>,
+        settle: &SettleBatch<'_>,
         copied: Option<&HashSet<EntryId>>,
     ) -> Result<SettleResult> {
         let mut keys = self.keys_with_fence(settle.stream, settle.fence)?;
@@ -112,7 +112,7 @@ impl RedisBackend {
 
     fn add_entry<'a>(
         &self,
-        settle: &SettleRequest<'_>,
+        settle: &SettleBatch<'_>,
         entry: &'a Settlement,
         copied: Option<&HashSet<EntryId>>,
         keys: &mut Vec<String>,
@@ -152,7 +152,7 @@ impl RedisBackend {
     /// Appends the follow-ups that belong to other slots, for entries still pending for the consumer. Returns those entries.
     async fn append_follow_ups(
         &self,
-        settle: &SettleRequest<'_>,
+        settle: &SettleBatch<'_>,
         elsewhere: impl Fn(&&Settlement) -> bool,
     ) -> Result<HashSet<EntryId>> {
         let moving: Vec<&Settlement> = settle.entries.iter().filter(elsewhere).collect();
@@ -249,12 +249,12 @@ fn key_index(keys: &mut Vec<String>, wanted: Vec<String>) -> u64 {
     index as u64 + 1
 }
 
-fn settled(applied: u64, settle: &SettleRequest<'_>) -> SettleResult {
+fn settled(applied: u64, settle: &SettleBatch<'_>) -> SettleResult {
     let applied = (applied as usize).min(settle.entries.len());
     SettleResult { applied, stale: settle.entries.len() - applied }
 }
 
-fn settle_error(error: ReplyError, settle: &SettleRequest<'_>) -> StreamError {
+fn settle_error(error: ReplyError, settle: &SettleBatch<'_>) -> StreamError {
     match error {
         ReplyError::Server(error) if error.is_fenced() => fenced(settle.fence),
         error => error.into_stream_error(settle.stream),

@@ -18,8 +18,8 @@ use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
     AppendRequest, AppendedEntry, Direction, DisconnectOutcome, GroupReader, GroupStart,
-    IdempotentEntry, PendingEntry, PendingEntryQuery, Range, ReclaimFrom, ReclaimRequest,
-    ReclaimResult, Retention, SettleRequest, SettleResult, StreamStats, Streams, TailReader,
+    IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest,
+    ReclaimResult, Retention, SettleBatch, SettleResult, StreamStats, Streams, TailReader,
     TrimGuard, TrimResult,
 };
 use crate::validate;
@@ -148,7 +148,7 @@ impl Streams for RedisBackend {
         Ok(Box::new(RedisTailReader::new(&self.client)))
     }
 
-    async fn settle(&self, settle: SettleRequest<'_>) -> Result<SettleResult> {
+    async fn settle(&self, settle: SettleBatch<'_>) -> Result<SettleResult> {
         validate::settle(&settle)?;
         self.settle_entries(settle).await
     }
@@ -201,7 +201,7 @@ impl Streams for RedisBackend {
         })
     }
 
-    async fn pending(&self, query: PendingEntryQuery<'_>) -> Result<Vec<PendingEntry>> {
+    async fn pending(&self, query: PendingDeliveryQuery<'_>) -> Result<Vec<PendingDelivery>> {
         validate::count(query.count)?;
         if query.after == Some(EntryId::MAX) {
             return Ok(Vec::new());
@@ -218,7 +218,7 @@ impl Streams for RedisBackend {
         let replies = self.call(query.stream, commands, Idempotency::Idempotent).await?;
         list(&replies, |cursor| {
             cursor.array_of(4)?;
-            Ok(PendingEntry {
+            Ok(PendingDelivery {
                 id: cursor.id()?,
                 consumer: sanitized_name(cursor.text()?, ConsumerName::new)?,
                 idle: Duration::from_millis(cursor.count()?),

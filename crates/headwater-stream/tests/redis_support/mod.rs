@@ -1,4 +1,4 @@
-//! What the tests of the Redis backend share.
+//! Shared helpers of the Redis backend tests.
 #![allow(dead_code, reason = "each test file uses some of it")]
 
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub(crate) fn numbered(number: usize) -> Fields {
     Fields::new([("number", number.to_string())])
 }
 
-/// Reads what there is, waiting for it up to 5 s.
+/// Reads available entries, blocking up to 5 s.
 pub(crate) async fn read_ids(
     reader: &mut dyn GroupReader,
     stream: &StreamName,
@@ -53,17 +53,17 @@ pub(crate) async fn read_ids(
     Ok(batches.into_iter().flat_map(|batch| batch.entries).map(|entry| entry.id).collect())
 }
 
-/// Returns when so many connections of this server wait in a read for a group.
-pub(crate) async fn until_readers_wait(redis: &Redis, count: usize) -> Result<()> {
+/// Waits until `count` connections of this server are blocked in a group read.
+pub(crate) async fn until_readers_block(redis: &Redis, count: usize) -> Result<()> {
     let start = Instant::now();
     loop {
         let list = redis.command(&["CLIENT", "LIST"])?.text();
-        let waits = |line: &&str| line.contains("cmd=xreadgroup") && line.contains("flags=b");
-        if list.lines().filter(waits).count() >= count {
+        let is_blocked = |line: &&str| line.contains("cmd=xreadgroup") && line.contains("flags=b");
+        if list.lines().filter(is_blocked).count() >= count {
             return Ok(());
         }
         if start.elapsed() > Duration::from_secs(60) {
-            bail!("no reader waits: {list}");
+            bail!("no reader is blocked: {list}");
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
