@@ -1,4 +1,4 @@
-//! The same work through a backend.
+//! The benchmarked operations, through a backend.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use headwater_stream::{
     Backend, Coalescer, CoalescerConfig, ConsumerName, Fields, GroupName, GroupStart, Range,
-    Retention, SettleRequest, Settlement, StreamName,
+    Retention, SettleBatch, Settlement, StreamName,
 };
 
 use crate::{GROUP, PAYLOAD_BYTES, READ_BATCH};
 
-pub(crate) struct Ours {
+pub(crate) struct BackendOps {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) group: GroupName,
     consumer: ConsumerName,
 }
 
-impl Ours {
+impl BackendOps {
     pub(crate) fn new(backend: Arc<dyn Backend>) -> Self {
         let group = GroupName::new(GROUP).expect("a valid name");
         let consumer = ConsumerName::new("ours").expect("a valid name");
@@ -40,7 +40,7 @@ impl Ours {
         Ok(start.elapsed())
     }
 
-    /// Many callers, each appends one entry after the other.
+    /// Concurrent callers, each appending one entry at a time.
     pub(crate) async fn append_callers(
         &self,
         stream: &str,
@@ -69,7 +69,7 @@ impl Ours {
         Ok(start.elapsed())
     }
 
-    /// The same through a coalescer, as the layers above do it.
+    /// The same through a coalescer, as the queue does it.
     pub(crate) async fn append_coalesced(
         &self,
         stream: &str,
@@ -143,7 +143,7 @@ impl Ours {
         Ok(())
     }
 
-    /// Reads and settles whatever the group has not read yet.
+    /// Reads and settles all entries that the group has not read yet.
     pub(crate) async fn skip_to_end(&self, stream: &str) -> Result<()> {
         let name = StreamName::new(stream)?;
         let stats = self.backend.stats(&name).await?;
@@ -160,8 +160,8 @@ impl Ours {
         &'a self,
         stream: &'a StreamName,
         entries: &'a [Settlement],
-    ) -> SettleRequest<'a> {
-        SettleRequest { stream, group: &self.group, consumer: &self.consumer, fence: None, entries }
+    ) -> SettleBatch<'a> {
+        SettleBatch { stream, group: &self.group, consumer: &self.consumer, fence: None, entries }
     }
 
     pub(crate) async fn delete(&self, stream: &str) -> Result<()> {
