@@ -1,4 +1,4 @@
-//! Takes over from readers that are stopped or cut off: what they had asked for reaches outcome any more.
+//! Disconnecting the readers of paused or partitioned processes: their reads deliver nothing afterwards.
 #![cfg(feature = "redis")]
 
 mod redis_support;

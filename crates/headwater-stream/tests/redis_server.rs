@@ -20,7 +20,7 @@ const KEEP: Retention = Retention::KEEP_ALL;
 /// Upper limit for immediate actions on a busy machine.
 const SLACK: Duration = Duration::from_secs(30);
 
-/// The next event, in time.
+/// The next lease event.
 async fn next_event(watch: &mut dyn LeaseWatch) -> Result<(Option<String>, LeaseEventKind)> {
     let event = tokio::time::timeout(SLACK, watch.next()).await?;
     Ok((event.lease.map(|lease| lease.to_string()), event.kind))
