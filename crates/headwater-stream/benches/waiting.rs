@@ -1,6 +1,6 @@
-//! What it costs a process to wait for nothing: a thousand delay sets and a thousand streams, idle.
+//! Cost of idle waiting: a thousand delay sets and a thousand streams without entries.
 //!
-//! Run it with `cargo xtask bench`. The figures that count are the share of one core and the number of connections.
+//! Run it with `cargo xtask bench`. The relevant figures are the CPU use of one core and the number of connections.
 
 use std::time::{Duration, Instant};
 
@@ -11,14 +11,14 @@ use headwater_testkit::bench::{Request, processor_seconds};
 
 const SETS: usize = 1000;
 const STREAMS: usize = 1000;
-/// How long each call waits before it is made anew.
+/// How long each call blocks before it is repeated.
 const WAIT: Duration = Duration::from_secs(10);
 
 #[tokio::main]
 async fn main() -> Result<()> {
     let time = Duration::from_secs(if Request::from_arguments().quick { 10 } else { 30 });
     let redis = Redis::start()?;
-    println!("\n## {SETS} delay sets and {STREAMS} streams, waited for and idle\n");
+    println!("\n## Waiting on {SETS} idle delay sets and {STREAMS} idle streams\n");
     for url in ["embedded:memory".to_owned(), redis.url()] {
         let name = url.split(':').next().unwrap_or_default().to_owned();
         let backend = connect(&url, &Options::default()).await?;
@@ -28,7 +28,7 @@ async fn main() -> Result<()> {
             let delays = DelayName::new(format!("later-{number}"))?;
             tasks.spawn(async move {
                 loop {
-                    backend.wait_due(&delays, WAIT).await?;
+                    backend.wait_until_due(&delays, WAIT).await?;
                 }
             });
         }

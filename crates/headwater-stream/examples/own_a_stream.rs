@@ -55,7 +55,7 @@ async fn run(url: &str) -> Result {
                 println!("{} owns {stream}, as owner {}", survivor.holder(), owned.owners());
                 {
                     let _work = owned.work().ok_or("lost it already")?;
-                    assert!(owned.guard().is_trusted());
+                    assert!(owned.guard().is_valid());
                     // Read `stream` here, and stop when `owned.guard().lost()` returns.
                 }
                 match survivor.done(&owned).await {

@@ -1,4 +1,4 @@
-//! A backend is all seams together, behind one object.
+//! The backend trait: streams, delays, leases, registry and de-duplication behind one object.
 
 use std::time::Duration;
 
@@ -12,38 +12,38 @@ use crate::leases::Leases;
 use crate::registry::Registry;
 use crate::streams::Streams;
 
-/// Streams, delays, leases, registry and de-duplication in one place.
+/// All parts of a backend.
 #[async_trait]
 pub trait Backend: Streams + Delays + Leases + Registry + Dedup {
-    /// What this backend is and which ways it chose when it was opened.
-    fn describe(&self) -> Description;
+    /// Kind, address, version and detected capabilities of this backend.
+    fn describe(&self) -> BackendDescription;
 
-    /// The hash slot of a key in a Redis Cluster; `None` where keys are not spread over servers. Things that one atomic
-    /// step touches must share a slot.
+    /// The hash slot of a key in a Redis Cluster; `None` if keys are not distributed. All keys of one atomic step must share a
+    /// slot.
     fn cluster_slot(&self, key: &str) -> Option<u16>;
 
-    /// How long a call may take before it is given up, and may have been repeated until then; `None` where none is. Ids
-    /// that are remembered for less do not keep a repeated call from counting twice.
+    /// Maximum duration of a call, during which it may be re-sent; `None` if there is no limit. Idempotency ids must be kept
+    /// longer than this to prevent duplicates.
     fn call_deadline(&self) -> Option<Duration> {
         None
     }
 
-    /// The time by the clock that decides here: the server's, or the injected one.
+    /// The current time of the backend: of the server's clock, or of the injected one.
     async fn now(&self) -> Result<Timestamp>;
 
-    /// Finishes what was begun, makes it durable and stops. Later calls fail with `Unavailable`.
+    /// Completes calls in flight, makes them durable and closes the backend. Later calls fail with `Unavailable`.
     async fn close(&self) -> Result<()>;
 }
 
-/// What a backend is, for people.
+/// Description of a backend, for operators.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Description {
+pub struct BackendDescription {
     /// `embedded` or `redis`.
     pub kind: &'static str,
-    /// Where it is, without credentials.
+    /// Its address, without credentials.
     pub address: String,
-    /// The server's version, where there is a server.
+    /// The server's version, if there is a server.
     pub version: Option<String>,
-    /// What was found and chosen at the start: name and value.
+    /// Detected settings and capabilities: name and value.
     pub facts: Vec<(&'static str, String)>,
 }

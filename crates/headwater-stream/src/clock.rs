@@ -1,7 +1,7 @@
-//! Time as a backend sees it, injected so that tests can move it.
+//! The clock of a backend, injected so that tests can control it.
 //!
-//! The embedded backend takes every time from its [`Clock`]. On Redis the server's own clock decides; processes with
-//! skewed clocks then still agree.
+//! The embedded backend takes every time from its [`Clock`]. On Redis the server's clock is used, so processes with skewed
+//! clocks agree.
 
 mod calendar;
 #[cfg(any(feature = "embedded", test))]
@@ -32,27 +32,27 @@ impl Timestamp {
         self.0
     }
 
-    /// This long after `self`; stays at the end of time instead of overflowing.
+    /// `self` plus `duration`; saturates at the maximum.
     pub fn after(self, duration: Duration) -> Self {
         Self(self.0.saturating_add(u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)))
     }
 
-    /// This long before `self`; stays at 1970 instead of underflowing.
+    /// `self` minus `duration`; saturates at 1970.
     pub fn before(self, duration: Duration) -> Self {
         Self(self.0.saturating_sub(u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)))
     }
 
-    /// From an instant as in RFC 3339, such as `2026-01-01T00:00:00.250Z`. Finer than milliseconds is cut off.
+    /// Parses an RFC 3339 instant such as `2026-01-01T00:00:00.250Z`. Truncated to milliseconds.
     pub fn from_rfc3339(text: &str) -> Option<Self> {
         calendar::parse(text).map(Self)
     }
 
-    /// As an instant of RFC 3339 with milliseconds, in UTC. Years after 9999 are written as the last moment of it.
+    /// Formats as RFC 3339 in UTC with milliseconds. Years after 9999 become the last moment of 9999.
     pub fn to_rfc3339(self) -> String {
         calendar::format(self.0)
     }
 
-    /// How long after `earlier` this is; zero if it is not.
+    /// Time since `earlier`; zero if `earlier` is later.
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_millis(self.0.saturating_sub(earlier.0))
     }
@@ -64,21 +64,21 @@ impl fmt::Display for Timestamp {
     }
 }
 
-/// Tells the time and waits for it.
+/// A source of time.
 #[async_trait]
 pub trait Clock: fmt::Debug + Send + Sync {
-    /// The wall-clock time now. It may step in both directions, so two readings tell neither order nor elapsed time.
+    /// The current wall-clock time. It may step in both directions, so two readings give neither order nor elapsed time.
     fn now(&self) -> Timestamp;
 
-    /// Elapsed time since an arbitrary start. It never steps and never goes back within a process; across processes it
-    /// means nothing.
+    /// Elapsed time since an arbitrary start. It never steps and never decreases within a process; values of different
+    /// processes cannot be compared.
     fn monotonic(&self) -> Duration;
 
     /// Returns when `duration` has passed on this clock. Cancel-safe.
     async fn sleep(&self, duration: Duration);
 }
 
-/// The clock of the machine.
+/// The system clock.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SystemClock;
 
@@ -98,8 +98,8 @@ impl Clock for SystemClock {
     }
 }
 
-/// Time since the machine was started. Linux's `CLOCK_MONOTONIC`, which `Instant` reads, stands still while the machine is
-/// suspended; then the wall clock would seem to have been set forward.
+/// Time since boot. Linux's `CLOCK_MONOTONIC`, which `Instant` uses, stops while the machine is suspended; the wall clock would
+/// then seem to have stepped forward.
 #[cfg(target_os = "linux")]
 fn since_start() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -114,7 +114,7 @@ fn since_start() -> Duration {
     START.get_or_init(std::time::Instant::now).elapsed()
 }
 
-/// A clock that stands still until a test moves it. Clones share the time.
+/// A clock that only moves when a test advances it. Clones share the time.
 #[derive(Clone, Debug)]
 pub struct TestClock {
     time: Arc<Mutex<TestTime>>,
@@ -128,13 +128,13 @@ struct TestTime {
 }
 
 impl TestClock {
-    /// A clock that shows `now`.
+    /// A clock set to `now`.
     pub fn at(now: Timestamp) -> Self {
         let time = TestTime { wall: now, monotonic: Duration::ZERO };
         Self { time: Arc::new(Mutex::new(time)), moved: Arc::new(Notify::new()) }
     }
 
-    /// Lets time pass and wakes those whose time has come.
+    /// Advances the time and wakes sleepers that are due.
     pub fn advance(&self, duration: Duration) {
         {
             let mut time = self.time();
@@ -157,12 +157,12 @@ impl TestClock {
     }
 
     fn time(&self) -> MutexGuard<'_, TestTime> {
-        self.time.lock().expect("no code panics while it holds the time")
+        self.time.lock().expect("no code panics while it holds this lock")
     }
 }
 
 impl Default for TestClock {
-    /// A clock that shows the first second of 2026.
+    /// A clock set to the start of 2026.
     fn default() -> Self {
         Self::at(Timestamp::from_millis(1_767_225_600_000))
     }
@@ -181,7 +181,7 @@ impl Clock for TestClock {
     async fn sleep(&self, duration: Duration) {
         let until = self.monotonic().saturating_add(duration);
         loop {
-            // Registered before the time is read, so that no move in between goes unseen.
+            // Enabled before the time is read, so that no change in between is missed.
             let moved = self.moved.notified();
             tokio::pin!(moved);
             moved.as_mut().enable();

@@ -1,10 +1,10 @@
-//! Callers at the same time share one call: many requests, one round trip or one commit.
+//! Coalesces the requests of concurrent callers into batches: many requests, one round trip or one commit.
 //!
-//! Upstream: whoever has many concurrent callers, each with one small request. Downstream: a function over a batch.
-//! Promises: requests are taken in the order they were made, and calls begin in that order. A caller that goes away
-//! disturbs nobody: its request is dropped if it was not taken yet, and carried out if it was. A lone caller waits for
-//! nobody unless `linger` says so.
-//! Not here: retries. Whether a request had its effect after [`Gone`] is for the function's owner to find out.
+//! Upstream: code with many concurrent callers, each with one small request. Downstream: a function over a batch.
+//! Promises: requests are taken in the order they were made, and batches start in that order. A caller that is dropped does
+//! not affect the others: its request is removed if it was not taken yet, and executed if it was. A single caller is not
+//! delayed unless `linger` is set.
+//! Not here: retries. After [`BatchError`] the owner of the function decides whether a request took effect.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -24,23 +24,23 @@ use tracing::error;
 use crate::error::{Result, StreamError};
 use crate::limits::{BATCH_BYTES_MAX, BATCH_MAX};
 
-/// The longest time a request can be made to wait for company.
+/// Maximum of [`CoalescerConfig::linger`].
 const LINGER_MAX: Duration = Duration::from_secs(60);
-/// The most calls that can be allowed at once.
+/// Maximum of [`CoalescerConfig::in_flight_max`].
 const IN_FLIGHT_MAX: usize = 1024;
 
-/// How requests are gathered.
+/// How requests are batched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CoalescerConfig {
-    /// Requests in one call. 1024 by default, at most [`BATCH_MAX`].
+    /// Requests per batch. Default: 1024. At most [`BATCH_MAX`].
     pub max_items: usize,
-    /// Bytes in one call, by the weight that callers give; a heavier request goes alone. 1 MiB by default, at most
+    /// Bytes per batch, by the sizes that callers give; a larger request gets a batch of its own. Default: 1 MiB. At most
     /// [`BATCH_BYTES_MAX`].
     pub max_bytes: usize,
-    /// How long the first request waits for others. Zero by default: what gathers while a call is under way goes with
-    /// the next one. At most 60 s.
+    /// How long the first request waits for others. Default: zero; requests made while a batch is in flight share the next
+    /// one. At most 60 s.
     pub linger: Duration,
-    /// Calls under way at once. 1 by default, so that effects come in the order of requests; at most 1024.
+    /// Batches in flight. Default: 1, so that requests take effect in order. At most 1024.
     pub in_flight_max: usize,
 }
 
@@ -54,7 +54,7 @@ impl CoalescerConfig {
     /// Checks every limit.
     pub fn validate(&self) -> Result<()> {
         let within = |what: &str, value: usize, max: usize| match value {
-            0 => Err(StreamError::invalid(what, "it is 0; allow at least 1")),
+            0 => Err(StreamError::invalid(what, "0; the minimum is 1")),
             _ if value > max => {
                 Err(StreamError::invalid(what, format!("{value}; the limit is {max}")))
             }
@@ -71,15 +71,15 @@ impl CoalescerConfig {
     }
 }
 
-/// There is no response: the call that took the request panicked or gave too few, or the runtime of the coalescer has
-/// ended. Whether the request had its effect is unknown.
+/// There is no response: the batch panicked or returned too few responses, or the runtime of the coalescer has shut down.
+/// Whether the request took effect is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the shared call ended without a response; it may have happened")]
-pub struct Gone;
+#[error("the batch ended without a response; it may have been executed")]
+pub struct BatchError;
 
-/// Gathers the requests of concurrent callers and carries them out together.
+/// Batches the requests of concurrent callers.
 ///
-/// Its task ends when it is dropped, after the calls that are under way.
+/// Its task ends when it is dropped, after the batches in flight.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -91,38 +91,38 @@ pub struct Gone;
 /// # Ok(()) }
 /// ```
 pub struct Coalescer<Request, Response> {
-    shared: Arc<Shared<Request, Response>>,
+    shared: Arc<CoalescerShared<Request, Response>>,
     task: Option<JoinHandle<()>>,
 }
 
-struct Shared<Request, Response> {
+struct CoalescerShared<Request, Response> {
     config: CoalescerConfig,
-    carry_out: CarryOut<Request, Response>,
-    state: Mutex<State<Request, Response>>,
-    /// Wakes the task: there is something to take, or nobody to wait for.
+    execute_batch: ExecuteBatch<Request, Response>,
+    state: Mutex<CoalescerState<Request, Response>>,
+    /// Wakes the task: there is a request to take, or the coalescer is closing.
     changed: Notify,
 }
 
-type CarryOut<Request, Response> =
+type ExecuteBatch<Request, Response> =
     Box<dyn Fn(Vec<Request>) -> BoxFuture<'static, Vec<Response>> + Send + Sync>;
 
-struct State<Request, Response> {
-    /// Requests that are not taken yet, oldest first. There are never more than callers that wait.
-    queue: VecDeque<Queued<Request, Response>>,
-    /// What they weigh together.
+struct CoalescerState<Request, Response> {
+    /// Requests that were not taken yet, oldest first. Never more than there are waiting callers.
+    queue: VecDeque<QueuedRequest<Request, Response>>,
+    /// Sum of their sizes.
     bytes: usize,
     next_number: u64,
     is_closing: bool,
-    /// Whether the task is no more, so that nobody would take a request.
+    /// Whether the task has ended, so that no request will be taken.
     has_ended: bool,
 }
 
-struct Queued<Request, Response> {
+struct QueuedRequest<Request, Response> {
     number: u64,
     request: Request,
     bytes: usize,
     since: Instant,
-    promise: Promise<Response>,
+    completer: CallCompleter<Response>,
 }
 
 impl<Request, Response> Coalescer<Request, Response>
@@ -130,58 +130,62 @@ where
     Request: Send + 'static,
     Response: Send + 'static,
 {
-    /// Starts the task, on the runtime of the caller. `carry_out` returns one response for each request, in order; where
-    /// all fail together, each gets the same error as its response.
+    /// Starts the task, on the runtime of the caller. `execute_batch` returns one response per request, in order; if the
+    /// whole batch fails, it returns the error as the response of each request.
     ///
     /// # Panics
     ///
     /// Outside of a tokio runtime.
-    pub fn new<F, Carrying>(config: CoalescerConfig, carry_out: F) -> Result<Self>
+    pub fn new<F, Batch>(config: CoalescerConfig, execute_batch: F) -> Result<Self>
     where
-        F: Fn(Vec<Request>) -> Carrying + Send + Sync + 'static,
-        Carrying: Future<Output = Vec<Response>> + Send + 'static,
+        F: Fn(Vec<Request>) -> Batch + Send + Sync + 'static,
+        Batch: Future<Output = Vec<Response>> + Send + 'static,
     {
         config.validate()?;
-        let state = State {
+        let state = CoalescerState {
             queue: VecDeque::new(),
             bytes: 0,
             next_number: 0,
             is_closing: false,
             has_ended: false,
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(CoalescerShared {
             config,
-            carry_out: Box::new(move |requests| carry_out(requests).boxed()),
+            execute_batch: Box::new(move |requests| execute_batch(requests).boxed()),
             state: Mutex::new(state),
             changed: Notify::new(),
         });
-        let task = tokio::spawn(run(Ending(Arc::clone(&shared))));
+        let task = tokio::spawn(run(EndOnDrop(Arc::clone(&shared))));
         Ok(Self { shared, task: Some(task) })
     }
 
-    /// Has a request carried out together with those of other callers. Cancel-safe: dropped before the request was
-    /// taken, it has no effect; afterwards it is carried out, and nobody gets the response.
-    pub async fn call(&self, request: Request) -> Result<Response, Gone> {
-        self.call_weighing(request, 0).await
+    /// Executes a request in a batch with those of other callers. Cancel-safe: dropped before the request was taken, it has
+    /// no effect; afterwards it is executed and its response discarded.
+    pub async fn call(&self, request: Request) -> Result<Response, BatchError> {
+        self.call_with_size(request, 0).await
     }
 
-    /// The same for a request that counts for so many bytes.
-    pub async fn call_weighing(&self, request: Request, bytes: usize) -> Result<Response, Gone> {
+    /// Like [`call`](Self::call), for a request that counts for `bytes` bytes.
+    pub async fn call_with_size(
+        &self,
+        request: Request,
+        bytes: usize,
+    ) -> Result<Response, BatchError> {
         let (number, response) = self.shared.enqueue(request, bytes);
-        Call { shared: &self.shared, number, response }.await
+        PendingCall { shared: &self.shared, number, response }.await
     }
 
     #[cfg(feature = "redis")]
-    /// Whether its task is no more, because its runtime has ended: nobody will get a response from it.
+    /// Whether the task has ended because its runtime shut down: no call will get a response.
     pub(crate) fn has_ended(&self) -> bool {
         self.shared.lock().has_ended
     }
 
-    /// Waits until the calls that are under way have ended.
+    /// Waits until the batches in flight have ended.
     pub async fn close(mut self) {
         self.shared.close();
         if let Some(task) = self.task.take() {
-            // The task catches panics of the function it calls; if its runtime ended it, it has ended.
+            // The task catches panics of `execute_batch`; if its runtime aborted it, it has ended.
             let _ = task.await;
         }
     }
@@ -199,53 +203,55 @@ impl<Request, Response> fmt::Debug for Coalescer<Request, Response> {
     }
 }
 
-/// Takes requests and carries them out, until nobody can make any more.
-async fn run<Request: Send + 'static, Response: Send + 'static>(ending: Ending<Request, Response>) {
-    let shared = &ending.0;
-    let mut under_way: FuturesUnordered<BoxFuture<'static, usize>> = FuturesUnordered::new();
-    let mut answered = 0;
+/// Takes requests and executes them in batches, until the coalescer is closed.
+async fn run<Request: Send + 'static, Response: Send + 'static>(
+    guard: EndOnDrop<Request, Response>,
+) {
+    let shared = &guard.0;
+    let mut in_flight: FuturesUnordered<BoxFuture<'static, usize>> = FuturesUnordered::new();
+    let mut completed = 0;
     loop {
-        // A crowd that was answered just now comes again with its next requests. Letting it run, without waiting for
-        // time, is what makes one call of many.
-        if answered > 1 {
+        // Callers that just got their responses are about to make their next requests. One yield lets them do so, which
+        // makes batches large without waiting for time to pass.
+        if completed > 1 {
             tokio::task::yield_now().await;
-            answered = 0;
+            completed = 0;
         }
         let mut wake_at = None;
-        while under_way.len() < shared.config.in_flight_max {
-            match shared.take() {
-                Next::Batch(batch) => {
-                    let mut call = carry(Arc::clone(shared), batch).boxed();
-                    // Begun here and now, so that calls begin in the order of their requests.
+        while in_flight.len() < shared.config.in_flight_max {
+            match shared.next_step() {
+                NextStep::Execute(batch) => {
+                    let mut call = execute(Arc::clone(shared), batch).boxed();
+                    // Polled here, so that batches start in the order of their requests.
                     match futures_util::poll!(&mut call) {
-                        Poll::Ready(count) => answered += count,
-                        Poll::Pending => under_way.push(call),
+                        Poll::Ready(count) => completed += count,
+                        Poll::Pending => in_flight.push(call),
                     }
                 }
-                Next::At(instant) => {
+                NextStep::WaitUntil(instant) => {
                     wake_at = Some(instant);
                     break;
                 }
-                Next::Nothing => break,
-                Next::End if under_way.is_empty() => return,
-                Next::End => break,
+                NextStep::Idle => break,
+                NextStep::Closed if in_flight.is_empty() => return,
+                NextStep::Closed => break,
             }
         }
-        if answered > 1 {
+        if completed > 1 {
             continue;
         }
         tokio::select! {
-            Some(count) = under_way.next() => answered = count,
+            Some(count) = in_flight.next() => completed = count,
             () = shared.changed.notified() => {}
             () = sleep_until(wake_at.unwrap_or_else(Instant::now)), if wake_at.is_some() => {}
         }
     }
 }
 
-/// Tells callers when the task ends, also with its runtime: nobody will take their requests.
-struct Ending<Request, Response>(Arc<Shared<Request, Response>>);
+/// Fails waiting callers when the task ends, also when its runtime shuts down.
+struct EndOnDrop<Request, Response>(Arc<CoalescerShared<Request, Response>>);
 
-impl<Request, Response> Drop for Ending<Request, Response> {
+impl<Request, Response> Drop for EndOnDrop<Request, Response> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.has_ended = true;
@@ -255,74 +261,75 @@ impl<Request, Response> Drop for Ending<Request, Response> {
     }
 }
 
-/// Carries out one batch and hands out the responses. Returns how many requests it had.
-async fn carry<Request, Response>(
-    shared: Arc<Shared<Request, Response>>,
-    batch: Vec<Queued<Request, Response>>,
+/// Executes one batch and completes its calls. Returns the number of requests.
+async fn execute<Request, Response>(
+    shared: Arc<CoalescerShared<Request, Response>>,
+    batch: Vec<QueuedRequest<Request, Response>>,
 ) -> usize {
     let count = batch.len();
-    let (requests, promises): (Vec<_>, Vec<_>) =
-        batch.into_iter().map(|queued| (queued.request, queued.promise)).unzip();
-    // One bad batch must not end the task: others rely on it.
-    let carrying = AssertUnwindSafe(async { (shared.carry_out)(requests).await });
-    let responses = carrying.catch_unwind().await.unwrap_or_else(|_| {
-        error!("a shared call panicked, its callers get no response");
+    let (requests, completers): (Vec<_>, Vec<_>) =
+        batch.into_iter().map(|queued| (queued.request, queued.completer)).unzip();
+    // A panic in one batch must not end the task: other callers depend on it.
+    let execution = AssertUnwindSafe(async { (shared.execute_batch)(requests).await });
+    let responses = execution.catch_unwind().await.unwrap_or_else(|_| {
+        error!("a batch panicked, its callers get an error");
         Vec::new()
     });
-    // Promises without a response say so when they are dropped.
-    promises.into_iter().zip(responses).for_each(|(promise, response)| promise.keep(response));
+    // Completers without a response fail their calls when they are dropped.
+    let calls = completers.into_iter().zip(responses);
+    calls.for_each(|(completer, response)| completer.complete(response));
     count
 }
 
-/// What the task can do next.
-enum Next<Request, Response> {
-    /// Carry these out.
-    Batch(Vec<Queued<Request, Response>>),
-    /// Wait for company until then.
-    At(Instant),
+/// What the task does next.
+enum NextStep<Request, Response> {
+    /// Execute these requests.
+    Execute(Vec<QueuedRequest<Request, Response>>),
+    /// Linger until then.
+    WaitUntil(Instant),
     /// Wait for a request.
-    Nothing,
+    Idle,
     /// There will be no more requests.
-    End,
+    Closed,
 }
 
-impl<Request, Response> Shared<Request, Response> {
-    fn enqueue(&self, request: Request, bytes: usize) -> (u64, Arc<Place<Response>>) {
-        let place = Arc::<Place<Response>>::default();
-        let promise = Promise(Some(Arc::clone(&place)));
-        // What is heavier goes alone, however much heavier it is.
+impl<Request, Response> CoalescerShared<Request, Response> {
+    fn enqueue(&self, request: Request, bytes: usize) -> (u64, Arc<CallSlot<Response>>) {
+        let slot = Arc::<CallSlot<Response>>::default();
+        let completer = CallCompleter(Some(Arc::clone(&slot)));
+        // A larger request gets a batch of its own, whatever its size.
         let (bytes, since) = (bytes.min(self.config.max_bytes), Instant::now());
         let mut state = self.lock();
         let number = state.next_number;
         if state.has_ended {
-            return (number, place);
+            return (number, slot);
         }
         state.next_number += 1;
         let was_full = self.is_full(&state);
         state.bytes += bytes;
-        state.queue.push_back(Queued { number, request, bytes, since, promise });
-        // In between, the task knows enough: it waits for time, or for a call to end.
+        state.queue.push_back(QueuedRequest { number, request, bytes, since, completer });
+        // Otherwise the task already waits for the right event: the linger time, or the end of a batch.
         let wakes = state.queue.len() == 1 || (!was_full && self.is_full(&state));
         drop(state);
         if wakes {
             self.changed.notify_one();
         }
-        (number, place)
+        (number, slot)
     }
 
-    fn is_full(&self, state: &State<Request, Response>) -> bool {
+    fn is_full(&self, state: &CoalescerState<Request, Response>) -> bool {
         state.queue.len() >= self.config.max_items || state.bytes >= self.config.max_bytes
     }
 
-    fn take(&self) -> Next<Request, Response> {
+    fn next_step(&self) -> NextStep<Request, Response> {
         let mut state = self.lock();
         let Some(oldest) = state.queue.front() else {
-            return if state.is_closing { Next::End } else { Next::Nothing };
+            return if state.is_closing { NextStep::Closed } else { NextStep::Idle };
         };
-        let go_at = oldest.since + self.config.linger;
-        let waits = !self.config.linger.is_zero() && !self.is_full(&state);
-        if waits && go_at > Instant::now() {
-            return Next::At(go_at);
+        let linger_until = oldest.since + self.config.linger;
+        let lingers = !self.config.linger.is_zero() && !self.is_full(&state);
+        if lingers && linger_until > Instant::now() {
+            return NextStep::WaitUntil(linger_until);
         }
         let (mut count, mut bytes) = (0, 0);
         for queued in state.queue.iter().take(self.config.max_items) {
@@ -333,20 +340,20 @@ impl<Request, Response> Shared<Request, Response> {
             count += 1;
         }
         state.bytes -= bytes;
-        Next::Batch(state.queue.drain(..count).collect())
+        NextStep::Execute(state.queue.drain(..count).collect())
     }
 
-    /// Drops a request that was not taken yet.
-    fn forget(&self, number: u64) {
+    /// Removes a request that was not taken yet.
+    fn cancel(&self, number: u64) {
         let mut state = self.lock();
         let found = state.queue.binary_search_by_key(&number, |queued| queued.number);
-        let forgotten = found.ok().and_then(|index| state.queue.remove(index));
-        if let Some(queued) = &forgotten {
+        let cancelled = found.ok().and_then(|index| state.queue.remove(index));
+        if let Some(queued) = &cancelled {
             state.bytes -= queued.bytes;
         }
-        // The request is foreign code: it is not dropped under the lock.
+        // Dropping the request runs the caller's code: not under the lock.
         drop(state);
-        drop(forgotten);
+        drop(cancelled);
     }
 
     fn close(&self) {
@@ -354,92 +361,92 @@ impl<Request, Response> Shared<Request, Response> {
         self.changed.notify_one();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<Request, Response>> {
+    fn lock(&self) -> MutexGuard<'_, CoalescerState<Request, Response>> {
         self.state.lock().expect("no code panics while it holds this lock")
     }
 }
 
 /// A caller that waits for its response.
-struct Call<'a, Request, Response> {
-    shared: &'a Shared<Request, Response>,
+struct PendingCall<'a, Request, Response> {
+    shared: &'a CoalescerShared<Request, Response>,
     number: u64,
-    response: Arc<Place<Response>>,
+    response: Arc<CallSlot<Response>>,
 }
 
-impl<Request, Response> Future for Call<'_, Request, Response> {
-    type Output = Result<Response, Gone>;
+impl<Request, Response> Future for PendingCall<'_, Request, Response> {
+    type Output = Result<Response, BatchError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut content = self.response.lock();
-        match std::mem::take(&mut *content) {
-            Content::Kept(response) => Poll::Ready(Ok(response)),
-            Content::Gone => Poll::Ready(Err(Gone)),
-            Content::Awaited(_) => {
-                *content = Content::Awaited(Some(cx.waker().clone()));
+        let mut state = self.response.lock();
+        match std::mem::take(&mut *state) {
+            CallState::Ready(response) => Poll::Ready(Ok(response)),
+            CallState::Failed => Poll::Ready(Err(BatchError)),
+            CallState::Waiting(_) => {
+                *state = CallState::Waiting(Some(cx.waker().clone()));
                 Poll::Pending
             }
         }
     }
 }
 
-impl<Request, Response> Drop for Call<'_, Request, Response> {
+impl<Request, Response> Drop for PendingCall<'_, Request, Response> {
     fn drop(&mut self) {
-        // Whoever has a response, or would never get one, was taken.
+        // With one reference left, the request was taken and completed.
         if Arc::strong_count(&self.response) > 1 {
-            self.shared.forget(self.number);
+            self.shared.cancel(self.number);
         }
     }
 }
 
-/// A place for one response.
-struct Place<Response>(Mutex<Content<Response>>);
+/// A slot for one response.
+struct CallSlot<Response>(Mutex<CallState<Response>>);
 
-enum Content<Response> {
-    Awaited(Option<Waker>),
-    Kept(Response),
-    Gone,
+enum CallState<Response> {
+    Waiting(Option<Waker>),
+    Ready(Response),
+    Failed,
 }
 
-impl<Response> Default for Content<Response> {
+impl<Response> Default for CallState<Response> {
     fn default() -> Self {
-        Self::Awaited(None)
+        Self::Waiting(None)
     }
 }
 
-impl<Response> Default for Place<Response> {
+impl<Response> Default for CallSlot<Response> {
     fn default() -> Self {
         Self(Mutex::default())
     }
 }
 
-impl<Response> Place<Response> {
-    fn put(&self, content: Content<Response>) {
-        let before = std::mem::replace(&mut *self.lock(), content);
-        if let Content::Awaited(Some(caller)) = before {
+impl<Response> CallSlot<Response> {
+    fn set(&self, state: CallState<Response>) {
+        let before = std::mem::replace(&mut *self.lock(), state);
+        if let CallState::Waiting(Some(caller)) = before {
             caller.wake();
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Content<Response>> {
+    fn lock(&self) -> MutexGuard<'_, CallState<Response>> {
         self.0.lock().expect("no code panics while it holds this lock")
     }
 }
 
-/// The task's end of a place. If it is dropped, there is no response.
-struct Promise<Response>(Option<Arc<Place<Response>>>);
+/// The task's end of a slot. Dropping it fails the call.
+struct CallCompleter<Response>(Option<Arc<CallSlot<Response>>>);
 
-impl<Response> Promise<Response> {
-    fn keep(mut self, response: Response) {
-        if let Some(place) = self.0.take() {
-            place.put(Content::Kept(response));
+impl<Response> CallCompleter<Response> {
+    fn complete(mut self, response: Response) {
+        if let Some(slot) = self.0.take() {
+            slot.set(CallState::Ready(response));
         }
     }
 }
 
-impl<Response> Drop for Promise<Response> {
+impl<Response> Drop for CallCompleter<Response> {
     fn drop(&mut self) {
-        if let Some(place) = self.0.take() {
-            place.put(Content::Gone);
+        if let Some(slot) = self.0.take() {
+            slot.set(CallState::Failed);
         }
     }
 }

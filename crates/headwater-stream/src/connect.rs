@@ -1,4 +1,4 @@
-//! The one place where a URL becomes a backend.
+//! Opens a backend from its URL.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,9 +10,9 @@ use crate::error::{Result, StreamError};
 /// How to open a backend.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The time, for backends that have no server's clock to go by. Default: the machine's.
+    /// The clock of the embedded backend; Redis uses the server's. Default: the system clock.
     pub clock: Arc<dyn Clock>,
-    /// How long any call may take before it fails with `Unavailable`; the wait of a read comes on top. Default: 5 s.
+    /// Maximum duration of a call before it fails with `Unavailable`; the wait of a read is added. Default: 5 s.
     pub call_deadline: Duration,
 }
 
@@ -26,7 +26,7 @@ impl Default for Options {
 ///
 /// | URL | backend |
 /// |---|---|
-/// | `embedded:memory` | in this process, gone with it |
+/// | `embedded:memory` | in memory; the data is lost when the process exits |
 /// | `embedded:DIR` | in this process, durable in a directory; `?sync=always` (default) or `?sync=interval`, `?max_bytes=` of memory, `?compact_bytes=` of log between snapshots |
 /// | `redis://[user:password@]host:port/[database]` | one Redis server |
 /// | `rediss://…` | the same over TLS; `?ca=FILE` trusts this certificate |
@@ -34,7 +34,7 @@ impl Default for Options {
 /// | `redis-cluster://host:port,host:port` | a Redis Cluster |
 pub async fn connect(url: &str, options: &Options) -> Result<Arc<dyn Backend>> {
     if options.call_deadline.is_zero() {
-        return Err(StreamError::invalid("call_deadline", "it is zero; no call could succeed"));
+        return Err(StreamError::invalid("call_deadline", "it must be greater than zero"));
     }
     match url.split_once(':') {
         Some(("embedded", location)) => open_embedded(location, options).await,
@@ -43,21 +43,21 @@ pub async fn connect(url: &str, options: &Options) -> Result<Arc<dyn Backend>> {
         }
         _ => Err(StreamError::invalid(
             "the stream URL",
-            "it must begin with embedded:, redis://, rediss://, redis-sentinel:// or redis-cluster://",
+            "it must start with embedded:, redis://, rediss://, redis-sentinel:// or redis-cluster://",
         )),
     }
 }
 
-/// Checks a stream URL as [`connect`] does, and opens nothing. Fails with [`StreamError::Invalid`].
-pub fn check_url(url: &str) -> Result<()> {
+/// Validates a stream URL as [`connect`] does, without opening it. Fails with [`StreamError::Invalid`].
+pub fn validate_url(url: &str) -> Result<()> {
     match url.split_once(':') {
         #[cfg(feature = "embedded")]
         Some(("embedded", location)) => crate::embedded::check_location(location),
         #[cfg(feature = "redis")]
         Some(("redis" | "rediss" | "redis-sentinel" | "redis-cluster", _)) => {
-            crate::redis::check_url(url)
+            crate::redis::validate_url(url)
         }
-        // `connect` says why.
+        // `connect` reports the error.
         _ => Ok(()),
     }
 }

@@ -1,7 +1,7 @@
 //! De-duplication in two phases, so that a crash in the middle never loses a message.
 //!
-//! `begin` marks an id for a short time, `finish` for a long one. A process that dies in between leaves a mark that
-//! soon lapses, and the message is handled again.
+//! `dedup_begin` marks an id as in progress for a short time, `dedup_finish` as done for a long time. If the process dies in
+//! between, the first mark expires soon and the message is processed again.
 
 use std::time::Duration;
 
@@ -11,18 +11,18 @@ use bytes::Bytes;
 use crate::error::Result;
 use crate::name::DedupScope;
 
-/// Remembers which ids were handled.
+/// Remembers which ids were processed.
 #[async_trait]
 pub trait Dedup: Send + Sync {
-    /// Marks ids as begun for `hold`; one answer each, in order.
+    /// Marks new ids as in progress for `hold`. Returns the status of each before the call, in order.
     async fn dedup_begin(
         &self,
         scope: &DedupScope,
         ids: &[&str],
         hold: Duration,
-    ) -> Result<Vec<Begin>>;
+    ) -> Result<Vec<DedupStatus>>;
 
-    /// Marks ids as done for `keep`, each with a value for those who ask again.
+    /// Marks ids as done for `keep`, each with a value that later calls of `dedup_begin` return.
     async fn dedup_finish(
         &self,
         scope: &DedupScope,
@@ -30,17 +30,17 @@ pub trait Dedup: Send + Sync {
         keep: Duration,
     ) -> Result<()>;
 
-    /// Takes begun marks back, so that the ids are fresh at once. Done ones stay.
+    /// Removes in-progress marks, so that the ids are new again. Done ids are not changed.
     async fn dedup_abandon(&self, scope: &DedupScope, ids: &[&str]) -> Result<()>;
 }
 
-/// What is known of an id.
+/// Status of a de-duplication id.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Begin {
-    /// Nothing: it is the caller's to handle.
-    Fresh,
-    /// Somebody began and has not finished; the mark lapses if they died.
-    Busy,
-    /// It was handled, with this value.
+pub enum DedupStatus {
+    /// Not known: the caller processes it.
+    New,
+    /// Another caller began and has not finished. The mark expires if that caller died.
+    InProgress,
+    /// Processed, with this value.
     Done(Bytes),
 }

@@ -1,8 +1,8 @@
-//! Delays: entries put aside until they are due, then moved to their stream.
+//! Delay sets: entries that wait until they are due, then move to their stream.
 //!
 //! Upstream: retries with backoff and delayed messages of `headwater-queue`. Downstream: a backend.
-//! Promises: an entry leaves the set and enters its stream in one atomic step, once; a waiter wakes when the
-//! first entry is due, also when an earlier one is put aside meanwhile by another process.
+//! Promises: an entry leaves the delay set and enters its stream in one atomic step, once; a waiting caller wakes when the
+//! first entry is due, also if another process schedules an earlier one meanwhile.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,38 +14,39 @@ use crate::entry::{EntryId, Fields};
 use crate::error::Result;
 use crate::name::{DelayName, StreamName};
 
-/// Sets of entries that wait for their time.
+/// Delay sets: entries ordered by due time.
 #[async_trait]
 pub trait Delays: Send + Sync {
-    /// Puts entries aside, all or none. The ids it returns grow.
-    async fn put_aside(&self, delays: &DelayName, items: &[PutAside]) -> Result<Vec<DelayId>>;
+    /// Schedules entries, all or none. Returns their ids, which increase.
+    async fn schedule(&self, delays: &DelayName, items: &[ScheduleRequest])
+    -> Result<Vec<DelayId>>;
 
-    /// Takes an entry out before it is due. Returns whether it was still there.
+    /// Removes an entry before it is due. Returns whether it was still in the delay set.
     async fn cancel(&self, delays: &DelayName, id: DelayId) -> Result<bool>;
 
-    /// Moves up to `count` due entries to their streams, earliest first, those of one due time in the order they were
-    /// put aside. An entry whose stream cannot take it stays where it is.
-    async fn take_due(&self, delays: &DelayName, count: usize) -> Result<Vec<Returned>>;
+    /// Moves up to `count` due entries to their streams, earliest first; entries with one due time in the order they were
+    /// scheduled. An entry whose stream cannot take it stays in the delay set.
+    async fn promote_due(&self, delays: &DelayName, count: usize) -> Result<Vec<PromotedEntry>>;
 
-    /// Waits until an entry is due, at most `wait`. Returns whether one is. Cancel-safe.
-    async fn wait_due(&self, delays: &DelayName, wait: Duration) -> Result<bool>;
+    /// Waits up to `wait` until an entry is due. Returns whether one is. Cancel-safe.
+    async fn wait_until_due(&self, delays: &DelayName, wait: Duration) -> Result<bool>;
 
-    /// How many entries wait, and the next due time.
+    /// Number of entries and the next due time.
     async fn delay_stats(&self, delays: &DelayName) -> Result<DelayStats>;
 
-    /// Lists waiting entries, earliest first, skipping `offset` of them.
+    /// Lists entries, earliest first, after skipping `offset` of them.
     async fn delayed(
         &self,
         delays: &DelayName,
         offset: usize,
         count: usize,
-    ) -> Result<Vec<Delayed>>;
+    ) -> Result<Vec<DelayedEntry>>;
 
-    /// Removes the set with all that waits in it. Returns whether there was anything.
-    async fn delete_delays(&self, delays: &DelayName) -> Result<bool>;
+    /// Deletes the delay set with all its entries. Returns whether it existed.
+    async fn delete_delay_set(&self, delays: &DelayName) -> Result<bool>;
 }
 
-/// The number of an entry in a set of delayed entries.
+/// Id of an entry within a delay set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DelayId(pub u64);
 
@@ -57,53 +58,53 @@ impl fmt::Display for DelayId {
 
 /// When an entry is due, by the backend's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Due {
+pub enum DueTime {
     /// This long from now.
     After(Duration),
-    /// At this time; a past one is due at once.
+    /// At this time; due at once if it is in the past.
     At(Timestamp),
 }
 
-/// An entry to put aside.
+/// An entry to schedule.
 #[derive(Clone, Debug)]
-pub struct PutAside {
-    /// The stream it goes to when it is due.
+pub struct ScheduleRequest {
+    /// The stream it moves to when it is due.
     pub to: StreamName,
-    /// When that is.
-    pub due: Due,
-    /// What it carries.
+    /// When it is due.
+    pub due: DueTime,
+    /// The fields of the entry.
     pub fields: Fields,
 }
 
-/// An entry that waits.
+/// An entry in a delay set.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Delayed {
-    /// Its number in the set.
+pub struct DelayedEntry {
+    /// Its id in the delay set.
     pub id: DelayId,
-    /// The stream it goes to.
+    /// The stream it moves to.
     pub to: StreamName,
     /// When it is due.
     pub due_at: Timestamp,
-    /// What it carries.
+    /// The fields of the entry.
     pub fields: Fields,
 }
 
-/// An entry that was due and is in its stream now.
+/// An entry that was due and is now in its stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Returned {
-    /// Its number in the set it left.
+pub struct PromotedEntry {
+    /// Its id in the delay set it left.
     pub delay: DelayId,
     /// The stream it entered.
     pub stream: StreamName,
-    /// Its id there.
+    /// Its id in the stream.
     pub id: EntryId,
 }
 
-/// What there is to know of a set of delayed entries.
+/// Statistics of a delay set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DelayStats {
-    /// How many entries wait, due ones included.
+    /// Number of entries, including due ones.
     pub waiting: u64,
-    /// When the first of them is due.
+    /// The earliest due time.
     pub next_due: Option<Timestamp>,
 }

@@ -1,4 +1,4 @@
-//! Entries: what a stream holds. An id that grows, and fields whose bytes nobody changes.
+//! Entries of a stream: an id that increases, and immutable fields.
 
 mod fields;
 mod packed;
@@ -10,7 +10,7 @@ pub use self::fields::{Fields, Own};
 #[cfg(feature = "redis")]
 pub(crate) use self::packed::{Digits, count, next_text, put_count, put_text};
 
-/// The id of an entry: the millisecond it was appended, and a sequence number within it. Ids of a stream only grow.
+/// Id of an entry: the millisecond of its append and a sequence number within it. Ids of a stream only increase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct EntryId {
     /// Milliseconds since 1970-01-01 UTC.
@@ -20,9 +20,9 @@ pub struct EntryId {
 }
 
 impl EntryId {
-    /// Before every entry.
+    /// Smaller than the id of any entry.
     pub const MIN: Self = Self { ms: 0, seq: 0 };
-    /// After every entry.
+    /// The largest id.
     pub const MAX: Self = Self { ms: u64::MAX, seq: u64::MAX };
 
     /// The id `ms-seq`.
@@ -30,7 +30,7 @@ impl EntryId {
         Self { ms, seq }
     }
 
-    /// The smallest id after this one; `MAX` stays where it is.
+    /// The next larger id; `MAX` for `MAX`.
     pub const fn next(self) -> Self {
         match self.seq.checked_add(1) {
             Some(seq) => Self { ms: self.ms, seq },
@@ -46,9 +46,9 @@ impl fmt::Display for EntryId {
     }
 }
 
-/// A text that is not an entry id.
+/// The text is not an entry id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is not an entry id; one looks like 1767225600000-0")]
+#[error("`{text}` is not an entry id; expected the form 1767225600000-0")]
 pub struct ParseEntryIdError {
     text: String,
 }
@@ -67,32 +67,32 @@ impl FromStr for EntryId {
     }
 }
 
-/// How large an entry is.
+/// Size of an entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EntrySize {
-    /// How many fields it has.
+    /// Number of fields.
     pub fields: usize,
-    /// The bytes of all names and values together.
+    /// Total bytes of names and values.
     pub bytes: usize,
 }
 
-/// One record of a stream.
+/// An entry of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// Its id.
     pub id: EntryId,
-    /// What it carries.
+    /// Its fields.
     pub fields: Fields,
 }
 
-/// One entry as a group hands it to a consumer.
+/// An entry delivered to a consumer of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Delivery {
+pub struct DeliveredEntry {
     /// The entry's id.
     pub id: EntryId,
-    /// What it carries.
+    /// Its fields.
     pub fields: Fields,
-    /// How often the group has delivered it, this time included: 1 on the first read.
+    /// Number of deliveries including this one: 1 on the first read.
     pub deliveries: u64,
 }
 
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_entry_id_reads_what_it_writes_and_refuses_the_rest() {
+    fn an_entry_id_round_trips_and_invalid_text_is_rejected() {
         for id in [EntryId::MIN, EntryId::new(1_767_225_600_000, 7), EntryId::MAX] {
             assert_eq!(id.to_string().parse(), Ok(id));
         }
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_id_carries_over_and_stops_at_the_end() {
+    fn the_next_id_carries_over_and_saturates_at_the_maximum() {
         assert_eq!(EntryId::new(1, 2).next(), EntryId::new(1, 3));
         assert_eq!(EntryId::new(1, u64::MAX).next(), EntryId::new(2, 0));
         assert_eq!(EntryId::MAX.next(), EntryId::MAX);

@@ -1,100 +1,100 @@
-//! What can go wrong in a backend, split by what the caller does next.
+//! Errors of a backend, split by what the caller does next.
 
-/// Any error as a source of ours.
+/// Any error, as a source.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync + 'static>;
 
-/// A result of this crate.
+/// Result type of this crate.
 pub type Result<T, E = StreamError> = std::result::Result<T, E>;
 
 /// Why a call to a backend failed.
 ///
-/// `Invalid`, `WrongType`, `Fenced` and `NoGroup` mean that the call had no effect. After `Unavailable`
-/// the effect is unknown: the call may have happened, so a caller that repeats it must expect a duplicate. So it is after
-/// `Full` for a call that was under way when the disk of an embedded backend became full: its changes are kept in memory
-/// and written when there is space again. Calls made while the disk is full are refused with `Full` and have no effect.
+/// After `Invalid`, `WrongType`, `Fenced` and `NoGroup` the call had no effect. After `Unavailable` the effect is unknown: the
+/// call may have been executed, so a retry may cause a duplicate. The same holds after `Full` for a call that was in flight when
+/// the disk of an embedded backend became full: its changes are kept in memory and written when there is space again. Calls made
+/// while the disk is full fail with `Full` and have no effect.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StreamError {
-    /// The caller asked for something no backend does. Mend the call; repeating it fails again.
+    /// An argument is invalid. Fix the arguments; retrying will not help.
     #[error("{what} is invalid: {problem}")]
     Invalid {
         /// Which argument.
         what: String,
-        /// What is wrong with it, and which limit it breaks.
+        /// What is wrong with it, and the limit.
         problem: String,
     },
 
-    /// Something that is not ours lies under this name. Choose another name or remove the foreign value.
-    #[error("`{name}` holds a value of another kind; choose another name or remove it")]
+    /// The name holds a value of another type. Choose another name or delete the value.
+    #[error("`{name}` holds a value of another type; choose another name or delete it")]
     WrongType {
         /// The name, as the backend knows it.
         name: String,
     },
 
-    /// The consumer group does not exist on this stream. `ensure_group` creates it.
+    /// The consumer group does not exist on this stream. Create it with `ensure_group`.
     #[error("stream `{stream}` has no group `{group}`; create it with `ensure_group`")]
     NoGroup {
-        /// The stream asked for.
+        /// The stream.
         stream: String,
-        /// The group it lacks.
+        /// The missing group.
         group: String,
     },
 
-    /// The lease has a newer holder, or none. Stop working on what it guards at once.
-    #[error("lease `{lease}` is no longer held with epoch {epoch}: nothing was changed")]
+    /// The lease is stale: it expired, was released, or has another holder. Stop working on what it protects.
+    #[error("lease `{lease}` is no longer held in epoch {epoch}; nothing was changed")]
     Fenced {
-        /// The lease that was presented.
+        /// The lease of the fence.
         lease: String,
-        /// The epoch that was presented.
+        /// The epoch of the fence.
         epoch: u64,
     },
 
-    /// The backend has no room for more: memory, disk or a configured budget. Consume, trim, or raise the limit.
+    /// Memory, disk or a configured limit is exhausted. Consume, trim, or raise the limit.
     #[error("the backend is full: {problem}")]
     Full {
-        /// Which limit was reached, in the backend's own words where it has some.
+        /// Which limit was reached; the server's message if there is one.
         problem: String,
     },
 
-    /// The server refuses this user or this command. Mend the credentials or the permissions.
+    /// The server denied the user or the command. Fix the credentials or the permissions.
     #[error("the server denied access: {problem}")]
     Denied {
-        /// The server's own words.
+        /// The server's message.
         problem: String,
     },
 
-    /// The backend did not answer in time, or not at all. The same call may succeed later.
+    /// The backend did not reply within the deadline. The same call may succeed later.
     #[error("the backend is unavailable: {problem}")]
     Unavailable {
-        /// What was tried and for how long.
+        /// What failed.
         problem: String,
-        /// The cause, where there is one.
+        /// The cause, if there is one.
         #[source]
         source: Option<BoxError>,
     },
 
-    /// A file of an embedded backend is damaged in the middle. Restore it from a copy; nothing was changed.
-    #[error("`{file}` is damaged at byte {offset}: {problem}")]
+    /// A file of an embedded backend is corrupt before its end. Restore it from a backup; nothing was changed.
+    #[error("`{file}` is corrupt at byte {offset}: {problem}")]
     Corrupt {
-        /// The damaged file.
+        /// The corrupt file.
         file: String,
-        /// Where the first unreadable record begins.
+        /// Offset of the first unreadable record.
         offset: u64,
-        /// What does not fit.
+        /// What is wrong with it.
         problem: String,
     },
 
-    /// Another process has this directory open. Stop it, or use another directory.
+    /// Another process uses this directory. Stop it, or use another directory.
     #[error("`{directory}` is in use by another process")]
     Locked {
         /// The directory.
         directory: String,
     },
 
-    /// The server sent something that no server should. Probably not the server it is taken for.
-    #[error("the server answered something unexpected: {problem}")]
+    /// The server sent an unexpected reply. It is probably not a Redis server of a supported version.
+    #[error("unexpected reply from the server: {problem}")]
     Protocol {
-        /// What came instead of what.
+        /// What was expected and what was received.
         problem: String,
     },
 }
@@ -111,8 +111,8 @@ impl StreamError {
         Self::Unavailable { problem: problem.into(), source: Some(source.into()) }
     }
 
-    /// The same error for one more caller, where several shared a call. Its cause becomes part of the text.
-    pub fn again(&self) -> Self {
+    /// A copy of the error, for several callers that shared a call. The source becomes part of the message.
+    pub fn duplicate(&self) -> Self {
         match self {
             Self::Invalid { what, problem } => Self::invalid(what, problem),
             Self::WrongType { name } => Self::WrongType { name: name.clone() },
@@ -134,7 +134,7 @@ impl StreamError {
         }
     }
 
-    /// Whether the same call may succeed later without anybody mending anything.
+    /// Whether the same call may succeed later without intervention.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Unavailable { .. } | Self::Full { .. })
     }

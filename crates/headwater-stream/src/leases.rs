@@ -1,10 +1,9 @@
-//! A lease is a time-limited right to one thing, with an epoch that grows with each change of holder.
+//! Leases: time-limited exclusive ownership, with an epoch that increases with each change of holder.
 //!
-//! Upstream: partition ownership and stream assignment, through [`LeaseKeeper`](crate::LeaseKeeper). Downstream: a backend.
-//! Promises: one holder at a time; epochs only grow, also across expiry, restart and a flush of the server
-//! (an epoch is at least the millisecond it began in); an effect is refused unless the lease is held now, in the epoch
-//! that it presents.
-//! Not here: which leases to want (see `headwater-queue`).
+//! Upstream: partition ownership and stream assignment, through [`LeaseRenewer`](crate::LeaseRenewer). Downstream: a backend.
+//! Promises: one holder at a time; epochs only increase, also across expiry, restart and a flush of the server (an epoch is at
+//! least the millisecond in which it began); a fenced effect is rejected unless the lease is held now in that epoch.
+//! Not here: choosing which leases to acquire (see `headwater-queue`).
 
 use std::fmt;
 use std::time::Duration;
@@ -15,20 +14,20 @@ use crate::error::Result;
 use crate::limits::LEASE_TTL_MAX;
 use crate::name::{HolderName, LeaseName};
 
-/// Time-limited rights.
+/// Leases of a backend.
 #[async_trait]
 pub trait Leases: Send + Sync {
-    /// Takes the lease if nobody holds it. Whoever holds it already gets the same epoch again and `ttl` more time, so a
-    /// lost reply does no harm.
+    /// Acquires the lease if it is free. For the current holder it extends the lease by `ttl` and returns the same epoch.
+    /// Idempotent.
     async fn acquire(
         &self,
         lease: &LeaseName,
         holder: &HolderName,
         ttl: Duration,
-    ) -> Result<Acquire>;
+    ) -> Result<AcquireResult>;
 
-    /// Extends leases, all in one round trip; one answer each, in order. A lease that has expired is lost even if
-    /// nobody took it since; so is one whose name holds a value of another type, and the others are not affected.
+    /// Renews leases in one round trip. Returns one result per lease, in order. An expired lease is lost even if it had no
+    /// other holder since. A name that holds a value of another type counts as lost and does not affect the other leases.
     async fn renew(
         &self,
         holder: &HolderName,
@@ -36,61 +35,61 @@ pub trait Leases: Send + Sync {
         ttl: Duration,
     ) -> Result<Vec<Renewal>>;
 
-    /// Gives leases up at once, all in one round trip. Returns how many were still held; the others are left alone, also
-    /// those whose name holds a value of another type.
+    /// Releases leases in one round trip. Returns how many were still held. Leases held by others, and names that hold a
+    /// value of another type, are not changed.
     async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize>;
 
-    /// Who holds these leases, in order; `None` where it is free. Where a name holds a value of another type, the answer
-    /// says so ([`LeaseInfo::is_wrong_type`]), and the others are not affected.
+    /// The holders of these leases, in order; `None` for a free one. For a name that holds a value of another type,
+    /// [`LeaseInfo::is_wrong_type`] is true; the other leases are not affected.
     async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>>;
 
-    /// Hints about leases whose names begin with `prefix`. A hint may be lost or doubled: sweep as well.
+    /// Watches leases whose names start with `prefix`. Best effort: events may be lost or duplicated, so poll as well.
     async fn watch(&self, prefix: &str) -> Result<Box<dyn LeaseWatch>>;
 }
 
-/// Hears of leases that become free.
+/// Receives an event when a lease becomes free.
 #[async_trait]
 pub trait LeaseWatch: Send {
-    /// What this watch can hear.
+    /// Which events this watch receives.
     fn mode(&self) -> &WatchMode;
 
-    /// The next hint; waits for it without end. Cancel-safe.
-    async fn next(&mut self) -> LeaseHint;
+    /// Waits for the next event. Cancel-safe.
+    async fn next(&mut self) -> LeaseEvent;
 }
 
-/// What a watch can hear.
+/// Which events a watch receives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WatchMode {
     /// Expiry and release.
     All,
-    /// Releases only; expired leases are found by sweeping.
+    /// Releases only; expired leases must be found by polling.
     ReleasesOnly {
-        /// Why the server does not tell of expiry.
+        /// Why the server does not notify about expiry.
         reason: String,
     },
 }
 
-/// Something may have happened to a lease.
+/// A lease may have become free.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeaseHint {
-    /// The lease; `None` for [`HintKind::Missed`].
+pub struct LeaseEvent {
+    /// The lease; `None` for [`LeaseEventKind::Lagged`].
     pub lease: Option<LeaseName>,
     /// What happened.
-    pub kind: HintKind,
+    pub kind: LeaseEventKind,
 }
 
-/// What may have happened to a lease.
+/// Kind of a [`LeaseEvent`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HintKind {
-    /// Its time ran out.
+pub enum LeaseEventKind {
+    /// The lease expired.
     Expired,
-    /// Its holder gave it up.
+    /// The holder released the lease.
     Released,
-    /// Hints were lost (a broken connection, a full buffer): look at every lease.
-    Missed,
+    /// Events were lost (broken connection, full buffer): check every lease.
+    Lagged,
 }
 
-/// A number that grows with each change of holder: the fencing token.
+/// Fencing token: a number that increases with each change of holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Epoch(pub u64);
 
@@ -100,7 +99,7 @@ impl fmt::Display for Epoch {
     }
 }
 
-/// A lease and the epoch in which it is held: what an effect presents to be allowed.
+/// A lease and the epoch in which it is held. Effects that carry a stale fence are rejected.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Fence {
     /// The lease.
@@ -109,46 +108,46 @@ pub struct Fence {
     pub epoch: Epoch,
 }
 
-/// What became of the wish to hold a lease.
+/// Result of [`Leases::acquire`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Acquire {
-    /// It is the caller's now.
+pub enum AcquireResult {
+    /// The caller holds the lease in this epoch.
     Won(Epoch),
-    /// Somebody else has it.
+    /// Another holder has the lease.
     Held {
-        /// Who.
+        /// The current holder.
         by: HolderName,
-        /// For how long at least, unless it is released.
+        /// Remaining time, unless it is released earlier.
         remaining: Duration,
     },
 }
 
-/// What became of one lease in a renewal.
+/// Result of renewing one lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Renewal {
-    /// It lives on.
+    /// The lease was extended.
     Kept,
-    /// It expired or has another holder. Stop working on what it guards.
+    /// The lease expired or has another holder. Stop working on what it protects.
     Lost,
 }
 
-/// Who holds a lease.
+/// A held lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseInfo {
     /// The holder.
     pub holder: HolderName,
-    /// Its epoch; 0 for a foreign program that knows no epochs.
+    /// Its epoch; 0 if another program without epochs holds it.
     pub epoch: Epoch,
-    /// How much time is left.
+    /// Remaining time.
     pub remaining: Duration,
 }
 
 impl LeaseInfo {
-    /// The holder of a lease whose name holds a value of another type.
+    /// Holder name that stands for a value of another type.
     pub const WRONG_TYPE: &str = "~wrong-type";
 
-    /// What stands for a value that is not a lease: the lease cannot be acquired until a person has deleted the value, so
-    /// it has no end in sight.
+    /// The result for a value of another type. The lease cannot be acquired until an operator deletes the value, so its
+    /// remaining time is the maximum.
     #[cfg_attr(
         not(any(feature = "embedded", feature = "redis")),
         allow(dead_code, reason = "only the backends make one")
@@ -158,7 +157,7 @@ impl LeaseInfo {
         Self { holder, epoch: Epoch(0), remaining: LEASE_TTL_MAX }
     }
 
-    /// Whether the name of the lease holds a value of another type, or one that no holder can have written.
+    /// Whether the name of the lease holds a value of another type, or an invalid holder name.
     pub fn is_wrong_type(&self) -> bool {
         self.holder.as_str() == Self::WRONG_TYPE
     }

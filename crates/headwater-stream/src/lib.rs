@@ -14,13 +14,13 @@ mod leases;
 mod registry;
 mod streams;
 
-// Backends make the checks; without one, the seams and what stands on them are all there is.
+// Used by the backends only.
 #[cfg_attr(not(any(feature = "embedded", feature = "redis")), allow(dead_code))]
-mod check;
+mod validate;
 
 mod backend;
 mod coalescer;
-mod keeper;
+mod lease_renewer;
 
 pub mod assignment;
 
@@ -34,16 +34,21 @@ mod connect;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 
-pub use backend::{Backend, Description};
-pub use coalescer::{Coalescer, CoalescerConfig, Gone};
-pub use connect::{Options, check_url, connect};
-pub use dedup::{Begin, Dedup};
-pub use delays::{DelayId, DelayStats, Delayed, Delays, Due, PutAside, Returned};
-pub use entry::{Delivery, Entry, EntryId, EntrySize, Fields, Own, ParseEntryIdError};
+pub use backend::{Backend, BackendDescription};
+pub use coalescer::{BatchError, Coalescer, CoalescerConfig};
+pub use connect::{Options, connect, validate_url};
+pub use dedup::{Dedup, DedupStatus};
+pub use delays::{
+    DelayId, DelayStats, DelayedEntry, Delays, DueTime, PromotedEntry, ScheduleRequest,
+};
+pub use entry::{DeliveredEntry, Entry, EntryId, EntrySize, Fields, Own, ParseEntryIdError};
 pub use error::{BoxError, Result, StreamError};
-pub use keeper::{Acquired, HeldLease, KeeperConfig, LeaseKeeper, LossCause, LostLease};
+pub use lease_renewer::{
+    HeldLease, LeaseAcquisition, LeaseRenewer, LeaseRenewerConfig, LossCause, LostLease,
+};
 pub use leases::{
-    Acquire, Epoch, Fence, HintKind, LeaseHint, LeaseInfo, LeaseWatch, Leases, Renewal, WatchMode,
+    AcquireResult, Epoch, Fence, LeaseEvent, LeaseEventKind, LeaseInfo, LeaseWatch, Leases,
+    Renewal, WatchMode,
 };
 pub use name::{
     ConsumerName, DedupScope, DelayName, GroupName, HolderName, LeaseName, MapName, SetName,
@@ -51,8 +56,8 @@ pub use name::{
 };
 pub use registry::{Registry, RegistryMap};
 pub use streams::{
-    Append, Appended, Batch, ConsumerStats, Direction, Entries, GroupReader, GroupStart,
-    GroupStats, Once, Pending, PendingQuery, Range, Reclaim, ReclaimFrom, Reclaimed, Retention,
-    Settle, Settled, Settlement, Silenced, StreamStats, Streams, TailReader, Then, TrimGuard,
-    Trimmed,
+    AppendRequest, AppendedEntry, ConsumerStats, Direction, DisconnectOutcome, EntrySource,
+    GroupReader, GroupStart, GroupStats, IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range,
+    ReclaimFrom, ReclaimRequest, ReclaimResult, Retention, SettleAction, SettleBatch,
+    SettleResult, Settlement, StreamBatch, StreamStats, Streams, TailReader, TrimGuard, TrimResult,
 };

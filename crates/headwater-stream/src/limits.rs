@@ -1,32 +1,30 @@
-//! The maximum of everything.
-//!
-//! A call that breaks a limit is refused with [`StreamError::Invalid`](crate::StreamError::Invalid) before it has any effect.
+//! Hard limits. A call over a limit fails with [`StreamError::Invalid`](crate::StreamError::Invalid) and has no effect.
 
 use std::time::Duration;
 
-/// Bytes of a name (stream, group, consumer, lease and so on), and of an id that is to be remembered.
+/// Bytes of a name (stream, group, consumer, lease and so on), and of an idempotency id.
 pub const NAME_BYTES_MAX: usize = 512;
 
-/// Bytes of a payload that the layers above promise to carry.
+/// Bytes of a payload that the queue and the bus accept.
 pub const PAYLOAD_BYTES_MAX: usize = 1024 * 1024;
 
-/// Bytes of one entry, all field names and values together: a payload and 64 KiB for what surrounds it.
+/// Bytes of one entry, all field names and values together: a payload and 64 KiB of other fields.
 pub const ENTRY_BYTES_MAX: usize = PAYLOAD_BYTES_MAX + 64 * 1024;
 
 /// Fields of one entry.
 pub const FIELDS_MAX: usize = 256;
 
-/// Bytes of a retry or a dead letter that is written when an entry is settled: other programs append larger entries than
-/// we do, and they must not be stuck.
+/// Bytes of a retry or a dead letter that is written when an entry is settled. Larger than an entry, so that large entries of
+/// other programs can be settled.
 pub const FOLLOW_UP_BYTES_MAX: usize = 16 * 1024 * 1024;
 
 /// Fields of a retry or a dead letter that is written when an entry is settled.
 pub const FOLLOW_UP_FIELDS_MAX: usize = 3000;
 
-/// Entries in one append, settlements in one settle, items in one put-aside.
+/// Entries in one append, settle or schedule.
 pub const BATCH_MAX: usize = 4096;
 
-/// Bytes of all entries in one append, settle or put-aside.
+/// Bytes of all entries in one append, settle or schedule.
 pub const BATCH_BYTES_MAX: usize = 32 * 1024 * 1024;
 
 /// The largest `count` a read, range, reclaim or listing accepts.
@@ -35,22 +33,22 @@ pub const COUNT_MAX: usize = 10_000;
 /// Streams in one read.
 pub const READ_STREAMS_MAX: usize = 1024;
 
-/// The longest time a read waits for something to arrive.
+/// The longest time a read blocks.
 pub const WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// The longest life of a lease.
+/// The longest TTL of a lease.
 pub const LEASE_TTL_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// The shortest life of a lease: below it, one slow round trip loses it.
+/// The shortest TTL of a lease: with less, one slow round trip would lose it.
 pub const LEASE_TTL_MIN: Duration = Duration::from_millis(50);
 
 /// Leases renewed, released or looked up in one call.
 pub const LEASES_MAX: usize = 100_000;
 
-/// The farthest time an entry can be put aside for.
+/// The longest delay of a scheduled entry.
 pub const DELAY_MAX: Duration = Duration::from_secs(10 * 366 * 24 * 60 * 60);
 
-/// The longest a de-duplication mark or a set is kept.
+/// The longest time a de-duplication id or a set is kept.
 pub const KEEP_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
 /// Bytes of a registry value, a set member or a de-duplication id or value.

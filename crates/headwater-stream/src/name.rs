@@ -1,7 +1,7 @@
-//! Names of things in a backend: checked once, when they are made.
+//! Validated names of streams, groups, consumers, leases and so on.
 //!
-//! Promises: a name is 1 to [`NAME_BYTES_MAX`](crate::limits::NAME_BYTES_MAX) bytes of UTF-8 without control characters. On Redis a name *is* the
-//! key, so a name with `}` must hold a hash tag (`{…}`): that lets a backend derive keys of the same slot.
+//! Promises: a name is 1 to [`NAME_BYTES_MAX`](crate::limits::NAME_BYTES_MAX) bytes of UTF-8 without control characters. On Redis a
+//! name *is* the key, so a name with `}` must contain a hash tag (`{…}`): other keys of the same slot are derived from it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,9 +16,9 @@ macro_rules! name {
         pub struct $type(Arc<str>);
 
         impl $type {
-            /// Checks the name and keeps it; clones share the text.
+            /// Validates the name. Clones share the text.
             pub fn new(name: impl AsRef<str>) -> Result<Self> {
-                check($what, name.as_ref())?;
+                validate($what, name.as_ref())?;
                 Ok(Self(name.as_ref().into()))
             }
 
@@ -77,14 +77,14 @@ name!(
     "a lease name"
 );
 name!(
-    /// Who holds a lease: unique per process start, never a reused name.
+    /// The name of a lease holder. Must be unique per process start.
     HolderName,
     "a holder name"
 );
 name!(
-    /// The name of a set of delayed entries.
+    /// The name of a delay set.
     DelayName,
-    "a delay name"
+    "a delay set name"
 );
 name!(
     /// The name of a registry map.
@@ -97,27 +97,27 @@ name!(
     "a set name"
 );
 name!(
-    /// What de-duplication ids are unique within.
+    /// The scope within which de-duplication ids are unique.
     DedupScope,
     "a de-duplication scope"
 );
 
-fn check(what: &str, name: &str) -> Result<()> {
+fn validate(what: &str, name: &str) -> Result<()> {
     let problem = if name.is_empty() {
         "it is empty".to_owned()
     } else if name.len() > NAME_BYTES_MAX {
         format!("{} bytes; the limit is {NAME_BYTES_MAX}", name.len())
     } else if let Some(control) = name.chars().find(|c| c.is_control()) {
-        format!("it holds the control character {control:?}")
+        format!("it contains the control character {control:?}")
     } else if name.contains('}') && hash_tag(name).is_none() {
-        "it holds `}` without a hash tag `{…}` before it".to_owned()
+        "it contains `}` without a hash tag `{…}`".to_owned()
     } else {
         return Ok(());
     };
     Err(StreamError::invalid(what, problem))
 }
 
-/// The part of a key that decides its slot in a Redis Cluster, if the key marks one.
+/// The hash tag of a key, which determines its slot in a Redis Cluster.
 pub(crate) fn hash_tag(name: &str) -> Option<&str> {
     let open = name.find('{')?;
     let tag = &name[open + 1..];
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_refused_when_it_is_empty_too_long_or_holds_control_characters() {
+    fn a_name_that_is_empty_too_long_or_has_control_characters_is_rejected() {
         for bad in ["", "a\nb", "a\0b", "\u{7f}", "a}b", "{}x}", &"x".repeat(NAME_BYTES_MAX + 1)] {
             assert!(matches!(StreamName::new(bad), Err(StreamError::Invalid { .. })), "{bad:?}");
         }
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hash_tag_is_what_redis_takes_for_it() {
+    fn the_hash_tag_is_the_one_that_redis_uses() {
         assert_eq!(hash_tag("{user}.a"), Some("user"));
         assert_eq!(hash_tag("a{b}c{d}"), Some("b"));
         assert_eq!(hash_tag("a{{b}}"), Some("{b"));

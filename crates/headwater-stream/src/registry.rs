@@ -1,4 +1,4 @@
-//! The registry: small sets and maps that say what exists, so that nobody scans for it.
+//! The registry: small sets and maps that list what exists, so that no key scan is needed.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,13 +9,13 @@ use bytes::Bytes;
 use crate::error::Result;
 use crate::name::{MapName, SetName};
 
-/// A registry map: field names and their values.
+/// Fields of a registry map.
 pub type RegistryMap = BTreeMap<String, Bytes>;
 
 /// Small sets and maps.
 #[async_trait]
 pub trait Registry: Send + Sync {
-    /// Adds members; with `ttl`, the whole set lives that long from now. Returns how many are new.
+    /// Adds members; `ttl` sets the expiry of the whole set. Returns how many are new.
     async fn set_add(
         &self,
         set: &SetName,
@@ -23,20 +23,20 @@ pub trait Registry: Send + Sync {
         ttl: Option<Duration>,
     ) -> Result<usize>;
 
-    /// Removes members. Returns how many there were.
+    /// Removes members. Returns how many existed.
     async fn set_remove(&self, set: &SetName, members: &[&str]) -> Result<usize>;
 
     /// All members, sorted.
     async fn set_members(&self, set: &SetName) -> Result<Vec<String>>;
 
-    /// Whether these are members, in order.
+    /// Whether each of these is a member, in order.
     async fn set_contains(&self, set: &SetName, members: &[&str]) -> Result<Vec<bool>>;
 
     /// Creates the map with these fields. Returns `false` and changes nothing if it exists.
     async fn map_create(&self, map: &MapName, fields: &RegistryMap) -> Result<bool>;
 
-    /// Writes fields into an existing map, others stay. With `expect`, only while that field has that value. Returns
-    /// whether it did.
+    /// Sets fields of an existing map; other fields are kept. With `expect`, only if that field has that value. Returns
+    /// whether the map was updated.
     async fn map_update(
         &self,
         map: &MapName,
@@ -44,9 +44,9 @@ pub trait Registry: Send + Sync {
         fields: &RegistryMap,
     ) -> Result<bool>;
 
-    /// All fields; `None` if there is no such map.
+    /// All fields; `None` if the map does not exist.
     async fn map_get(&self, map: &MapName) -> Result<Option<RegistryMap>>;
 
-    /// Removes the map. Returns whether there was one.
+    /// Deletes the map. Returns whether it existed.
     async fn map_delete(&self, map: &MapName) -> Result<bool>;
 }

@@ -1,8 +1,8 @@
-//! Streams and consumer groups: the first seam of a backend.
+//! Streams and consumer groups: append-only logs, read by groups with acknowledgement and redelivery.
 //!
-//! Upstream: `headwater-queue` and whoever reads a stream directly. Downstream: a backend.
-//! Promises: the suite in `conformance` states them one by one; every backend passes it.
-//! Not here: topics and partitions, retries and their policies (see `headwater-queue`).
+//! Upstream: `headwater-queue`, `headwater-bus` and direct readers of a stream. Downstream: a backend.
+//! Promises: the `conformance` suite tests each one; every backend passes it.
+//! Not here: topics, partitions and retry policies (see `headwater-queue`).
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -10,8 +10,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::future::join_all;
 
-use crate::delays::Due;
-use crate::entry::{Delivery, Entry, EntryId, EntrySize, Fields};
+use crate::delays::DueTime;
+use crate::entry::{DeliveredEntry, Entry, EntryId, EntrySize, Fields};
 use crate::error::Result;
 use crate::leases::Fence;
 use crate::name::{ConsumerName, DelayName, GroupName, StreamName};
@@ -19,12 +19,12 @@ use crate::name::{ConsumerName, DelayName, GroupName, StreamName};
 /// Append-only logs with consumer groups.
 #[async_trait]
 pub trait Streams: Send + Sync {
-    /// Appends entries in order and returns their ids, which grow within the call and over calls.
+    /// Appends entries in order and returns their ids. Ids increase within a call and across calls.
     ///
-    /// `retention` trims safely while appending, so the stream may stay longer than asked for: by what groups still
-    /// need, and by a few entries for speed. Calls made at the same time share round trips and disk syncs.
+    /// `retention` trims the stream safely as part of the append. The stream may stay longer than requested: by the
+    /// entries that a group still needs, and by a few more for speed. Concurrent calls share round trips and disk syncs.
     ///
-    /// After an error other than `Invalid`, the first of the entries may be in the stream.
+    /// After an error other than `Invalid`, a prefix of the entries may be in the stream.
     async fn append(
         &self,
         stream: &StreamName,
@@ -32,9 +32,9 @@ pub trait Streams: Send + Sync {
         retention: &Retention,
     ) -> Result<Vec<EntryId>>;
 
-    /// Appends to several streams, in one round trip where one server holds them all. Returns what became of each append,
-    /// in order: one that fails does not touch the others, and nothing is atomic over them.
-    async fn append_many(&self, appends: &[Append<'_>]) -> Vec<Result<Vec<EntryId>>> {
+    /// Appends to several streams, in one round trip if one server holds all of them. Returns one result per request,
+    /// in order. The requests are independent: one may fail alone, and nothing is atomic across them.
+    async fn append_many(&self, appends: &[AppendRequest<'_>]) -> Vec<Result<Vec<EntryId>>> {
         let each = appends.iter().map(async |append| {
             let made = (0..append.entries.len()).map(|at| append.entries.entry(at).into_owned());
             let entries: Vec<Fields> = made.collect();
@@ -43,25 +43,28 @@ pub trait Streams: Send + Sync {
         join_all(each).await
     }
 
-    /// Appends entries that are not in the stream yet, in order and in one atomic step. Returns where each one is.
+    /// Appends each entry unless its id was already appended, in order and in one atomic step. Returns where each
+    /// entry is.
     ///
-    /// An id that was appended to this stream within `keep` is a duplicate: nothing is appended for it, and the id of
-    /// its first entry is returned, also if that entry is trimmed or deleted by now. The same holds for an id that
-    /// stands twice in one call. A duplicate does not prolong `keep`.
+    /// An id that was appended to this stream within `keep` is a duplicate: nothing is appended, and the id of its first
+    /// entry is returned, even if that entry has been trimmed or deleted. The same holds for an id that occurs twice in
+    /// one call. A duplicate does not extend `keep`.
     ///
-    /// The call may be repeated after any error. `keep` must be longer than whoever repeats it does so.
+    /// Idempotent: may be retried after any error. `keep` must be longer than the time during which callers retry.
     async fn append_once(
         &self,
         stream: &StreamName,
-        entries: &[Once],
+        entries: &[IdempotentEntry],
         keep: Duration,
         retention: &Retention,
-    ) -> Result<Vec<Appended>>;
+    ) -> Result<Vec<AppendedEntry>>;
 
-    /// Where the entries with these ids are, if [`append_once`](Self::append_once) remembers them.
+    /// Looks up where the entries with these ids are; `None` if [`append_once`](Self::append_once) does not remember
+    /// the id.
     async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>>;
 
-    /// Creates the group, and the stream if it is missing. Returns whether the group is new; an old one keeps its position.
+    /// Creates the group, and the stream if it does not exist. Returns whether the group is new; an existing group keeps
+    /// its position.
     async fn ensure_group(
         &self,
         stream: &StreamName,
@@ -69,11 +72,11 @@ pub trait Streams: Send + Sync {
         start: GroupStart,
     ) -> Result<bool>;
 
-    /// Removes the group with all it knows, pending entries included. Returns whether there was one.
+    /// Removes the group with its consumers and pending entries. Returns whether it existed.
     async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool>;
 
-    /// Gives a group a new position, and forgets its consumers and what was pending, in one atomic step: no reader that
-    /// waits meanwhile sees the group gone. Returns whether there was such a group; nothing happens if not.
+    /// Moves a group to a new position and removes its consumers and pending entries, in one atomic step: a blocked
+    /// reader never sees the group missing. Returns whether the group existed; if not, nothing changes.
     async fn reset_group(
         &self,
         stream: &StreamName,
@@ -81,38 +84,38 @@ pub trait Streams: Send + Sync {
         start: GroupStart,
     ) -> Result<bool>;
 
-    /// A reader of new entries for one consumer of a group, on connections of its own.
+    /// Opens a reader of new entries for one consumer of a group. It uses its own connections.
     async fn reader(
         &self,
         group: &GroupName,
         consumer: &ConsumerName,
     ) -> Result<Box<dyn GroupReader>>;
 
-    /// Ends the reads of a consumer that may still be under way on a stream, wherever they are: after it says
-    /// [`Silenced::Yes`], no read that this consumer began before the call delivers anything of this stream.
+    /// Disconnects the readers of a consumer, in any process. After [`DisconnectOutcome::Disconnected`], no read that the
+    /// consumer started before this call can deliver an entry of this stream.
     ///
-    /// For whoever takes over from a process that was stopped or cut off. Its last read may wait at the server, or lie in
-    /// the network; answered later, it would take entries for a consumer that is gone.
+    /// A new owner calls this before it takes over from a paused or partitioned process, whose last read may still be
+    /// blocked on the server or in transit. Completed later, that read would assign entries to a dead consumer.
     ///
-    /// Reads that were ended fail with `Unavailable`. All readers of that name in that group are ended, on other streams,
-    /// too: so give consumers names that are unique per process start. A read that is begun afterwards delivers as ever.
-    async fn silence(
+    /// Disconnected reads fail with `Unavailable`. All readers with this name in this group are disconnected, on other
+    /// streams too, so consumer names must be unique per process start. A read that starts afterwards works normally.
+    async fn disconnect_reader(
         &self,
         stream: &StreamName,
         group: &GroupName,
         consumer: &ConsumerName,
-    ) -> Result<Silenced>;
+    ) -> Result<DisconnectOutcome>;
 
-    /// A reader that belongs to no group and changes nothing.
+    /// Opens a reader without a consumer group. Reading changes nothing.
     async fn tail(&self) -> Result<Box<dyn TailReader>>;
 
-    /// Ends deliveries: acknowledges each entry and does what its [`Then`] says, in one atomic step per stream.
+    /// Settles delivered entries: applies the [`SettleAction`] of each one, in one atomic step per stream.
     ///
-    /// With a fence that is no longer current nothing happens and the call fails with `Fenced`.
-    async fn settle(&self, settle: Settle<'_>) -> Result<Settled>;
+    /// With a stale fence nothing happens and the call fails with `Fenced`.
+    async fn settle(&self, settle: SettleBatch<'_>) -> Result<SettleResult>;
 
-    /// Tells the group that this consumer still works on these entries: their idle time starts anew, their delivery
-    /// count stays. Returns those that are no longer pending for this consumer.
+    /// Resets the idle time of entries that this consumer still processes; their delivery count does not change. Returns
+    /// the entries that are no longer pending for this consumer.
     async fn keep_alive(
         &self,
         stream: &StreamName,
@@ -121,33 +124,33 @@ pub trait Streams: Send + Sync {
         ids: &[EntryId],
     ) -> Result<Vec<EntryId>>;
 
-    /// Takes pending entries over from other consumers; each counts as one more delivery.
-    async fn reclaim(&self, reclaim: Reclaim<'_>) -> Result<Reclaimed>;
+    /// Takes over pending entries from other consumers. Each counts as one more delivery.
+    async fn reclaim(&self, reclaim: ReclaimRequest<'_>) -> Result<ReclaimResult>;
 
-    /// Lists pending entries in id order without touching them.
-    async fn pending(&self, query: PendingQuery<'_>) -> Result<Vec<Pending>>;
+    /// Lists pending entries in id order. Read-only.
+    async fn pending(&self, query: PendingDeliveryQuery<'_>) -> Result<Vec<PendingDelivery>>;
 
-    /// Reads entries by id, both ends included, from a stream that need not exist.
+    /// Reads entries by id, both bounds included. Empty if the stream does not exist.
     async fn range(&self, stream: &StreamName, range: Range) -> Result<Vec<Entry>>;
 
-    /// Removes the oldest entries that `retention` does not cover, exactly.
+    /// Removes exactly the oldest entries that `retention` does not cover.
     async fn trim(
         &self,
         stream: &StreamName,
         retention: &Retention,
         guard: TrimGuard,
-    ) -> Result<Trimmed>;
+    ) -> Result<TrimResult>;
 
-    /// Removes these entries, read or not. Returns how many there were.
+    /// Deletes these entries, read or not. Returns how many existed.
     async fn delete_entries(&self, stream: &StreamName, ids: &[EntryId]) -> Result<usize>;
 
-    /// Removes the stream with its groups. Returns whether there was one.
+    /// Deletes the stream with its groups. Returns whether it existed.
     async fn delete_stream(&self, stream: &StreamName) -> Result<bool>;
 
-    /// What there is to know of a stream; `None` if it does not exist.
+    /// Statistics of a stream; `None` if it does not exist.
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>>;
 
-    /// Removes consumers that have nothing pending and did nothing for `idle`. Returns their names, sorted.
+    /// Removes consumers without pending entries that were idle for at least `idle`. Returns their names, sorted.
     async fn remove_idle_consumers(
         &self,
         stream: &StreamName,
@@ -159,70 +162,70 @@ pub trait Streams: Send + Sync {
 /// Reads new entries for one consumer of a group.
 #[async_trait]
 pub trait GroupReader: Send {
-    /// Reads up to `count` new entries of each stream, and waits up to `wait` if there are none; the result is empty
-    /// after that. Batches come in the order of `streams`, without empty ones.
+    /// Reads up to `count` new entries of each stream. If there are none, blocks up to `wait`, then returns an empty list.
+    /// Batches come in the order of `streams`; none is empty.
     ///
-    /// A group that is lost (flush, restart without persistence) is created again from the beginning.
+    /// A group that was lost (flush, restart without persistence) is created again from the beginning.
     ///
-    /// A read whose connection broke is not sent again: it fails with `Unavailable`, and nothing more of it can be
-    /// delivered than what one command per connection was about to. So an owner can look at its lease before each read.
+    /// A read whose connection broke is not re-sent: it fails with `Unavailable`, and at most the one command in flight per
+    /// connection can still deliver entries. So an owner can check its lease before each read.
     ///
-    /// Cancel-safe: what was delivered to a read that was dropped comes with the next read. After an error, entries may
-    /// have been delivered that nobody has seen: list what is `pending` for this consumer and reclaim what is not in hand.
+    /// Cancel-safe: entries delivered to a dropped read are returned by the next one. After an error, entries may be
+    /// pending for this consumer that it never received: list them with `pending` and reclaim them.
     async fn read(
         &mut self,
         streams: &[StreamName],
         count: usize,
         wait: Duration,
-    ) -> Result<Vec<Batch<Delivery>>>;
+    ) -> Result<Vec<StreamBatch<DeliveredEntry>>>;
 
-    /// Stops reading. When it returns, no read of this reader can deliver anything any more; what a dropped read had
-    /// fetched and nobody took comes back here.
-    async fn close(self: Box<Self>) -> Result<Vec<Batch<Delivery>>>;
+    /// Stops reading. After it returns, no read of this reader can deliver an entry. Returns the entries that a dropped
+    /// read had fetched.
+    async fn close(self: Box<Self>) -> Result<Vec<StreamBatch<DeliveredEntry>>>;
 }
 
-/// Reads entries after given positions, for nobody in particular.
+/// Reads entries after given positions, without a consumer group.
 #[async_trait]
 pub trait TailReader: Send {
-    /// Reads up to `count` entries after each position, and waits up to `wait` if there are none. Cancel-safe.
+    /// Reads up to `count` entries after each position. If there are none, blocks up to `wait`. Cancel-safe.
     async fn read(
         &mut self,
         positions: &[(StreamName, EntryId)],
         count: usize,
         wait: Duration,
-    ) -> Result<Vec<Batch<Entry>>>;
+    ) -> Result<Vec<StreamBatch<Entry>>>;
 }
 
-/// Entries for one of several streams.
+/// Entries to append to one stream.
 #[derive(Clone, Copy)]
-pub struct Append<'a> {
+pub struct AppendRequest<'a> {
     /// The stream.
     pub stream: &'a StreamName,
-    /// What to append, in order.
-    pub entries: &'a dyn Entries,
+    /// The entries, in order.
+    pub entries: &'a dyn EntrySource,
     /// How much of the stream to keep.
     pub retention: &'a Retention,
 }
 
-/// Entries to append, each made when it is needed: the first are on their way while the others are still made, and nobody
-/// holds all of them. Lists of fields are such entries.
-pub trait Entries: Send + Sync {
-    /// How many there are.
+/// Entries to append, produced on demand: the first ones are sent while later ones are still being built, so they need
+/// not all be in memory. Lists of [`Fields`] implement it.
+pub trait EntrySource: Send + Sync {
+    /// Number of entries.
     fn len(&self) -> usize;
 
-    /// Whether there are none.
+    /// Whether there are no entries.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The size of one of them, asked of all before the first is sent: if one is too large, nothing happens.
+    /// Size of one entry. All sizes are checked before the first entry is sent: if one exceeds a limit, nothing happens.
     fn size(&self, at: usize) -> EntrySize;
 
-    /// One of them, always the same.
+    /// One entry. Must return the same entry each time.
     fn entry(&self, at: usize) -> Cow<'_, Fields>;
 }
 
-impl<T: AsRef<[Fields]> + Send + Sync> Entries for T {
+impl<T: AsRef<[Fields]> + Send + Sync> EntrySource for T {
     fn len(&self) -> usize {
         self.as_ref().len()
     }
@@ -236,68 +239,68 @@ impl<T: AsRef<[Fields]> + Send + Sync> Entries for T {
     }
 }
 
-/// An entry to append once.
+/// An entry with an idempotency id, for [`Streams::append_once`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Once {
-    /// What it is known by, for as long as it is remembered; unique within its stream.
+pub struct IdempotentEntry {
+    /// Idempotency id, unique within the stream.
     pub id: String,
-    /// What it carries.
+    /// The fields of the entry.
     pub fields: Fields,
 }
 
-/// Where an entry is that was to be appended once.
+/// Where an entry of [`Streams::append_once`] is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Appended {
+pub struct AppendedEntry {
     /// Its id in the stream.
     pub id: EntryId,
-    /// Whether it was there before: by an earlier call, or by this one if its reply was lost and it was sent again.
+    /// Whether it was already there: appended by an earlier call, or by this call if its reply was lost and it was re-sent.
     pub duplicate: bool,
 }
 
-/// Whether the reads of a consumer were ended.
+/// Result of [`Streams::disconnect_reader`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[must_use = "reads may go on"]
-pub enum Silenced {
-    /// They were.
-    Yes {
-        /// How many readers were ended: they waited, or could have.
-        ended: usize,
+#[must_use = "readers may still be connected"]
+pub enum DisconnectOutcome {
+    /// The readers are disconnected.
+    Disconnected {
+        /// Number of readers that were disconnected; they were blocked in a read or could have started one.
+        readers: usize,
     },
-    /// The server does not let this user do it. A stopped reader may still take entries, once.
-    No {
-        /// What the server said.
+    /// The server does not permit it for this user. A paused reader may still receive the entries of one read.
+    Denied {
+        /// The server's error message.
         reason: String,
     },
 }
 
 /// Entries of one stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Batch<T> {
-    /// The stream they come from.
+pub struct StreamBatch<T> {
+    /// The stream.
     pub stream: StreamName,
     /// The entries in id order, never empty.
     pub entries: Vec<T>,
 }
 
-/// Where a new group begins to read.
+/// Where a new group starts to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupStart {
     /// At the oldest entry.
     Beginning,
-    /// At what comes after now.
+    /// After the newest entry.
     End,
     /// After this id.
     After(EntryId),
 }
 
-/// How much of a stream to keep. Everything by default; the strictest limit decides.
+/// How much of a stream to keep. Default: everything. The strictest limit applies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// At most this many entries.
+    /// Maximum number of entries.
     pub max_len: Option<u64>,
-    /// Nothing older than this, by the time in the entry's id.
+    /// Maximum age of an entry, by the time in its id.
     pub max_age: Option<Duration>,
-    /// At most about this many bytes in the backend's memory.
+    /// Approximate maximum of bytes in the backend's memory.
     pub max_bytes: Option<u64>,
 }
 
@@ -316,190 +319,190 @@ impl Retention {
 pub enum TrimGuard {
     /// Only entries that every group has read and acknowledged.
     Safe,
-    /// Anything, unread and pending entries too: they are lost.
+    /// Any entry. Unread and pending entries are lost.
     Force,
 }
 
-/// What a trim did.
+/// Result of [`Streams::trim`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Trimmed {
-    /// How many entries went.
+pub struct TrimResult {
+    /// Number of removed entries.
     pub removed: u64,
-    /// Whether entries stayed that the retention does not cover, because a group still needs them.
+    /// Whether entries beyond the retention remain because a group still needs them.
     pub held_back: bool,
 }
 
-/// Which deliveries to end, and how.
+/// Delivered entries to settle.
 #[derive(Clone, Copy, Debug)]
-pub struct Settle<'a> {
+pub struct SettleBatch<'a> {
     /// The stream the entries were read from.
     pub stream: &'a StreamName,
     /// The group they were read for.
     pub group: &'a GroupName,
-    /// The consumer that has them in hand.
+    /// The consumer they are pending for.
     pub consumer: &'a ConsumerName,
-    /// The lease under which they were handled; not current = `Fenced` and no effect. On a Redis Cluster it lives in the slot
-    /// of the stream.
+    /// The lease under which they were processed. If it is stale, the call fails with `Fenced` and has no effect. On a
+    /// Redis Cluster it must share the slot of the stream.
     ///
-    /// One exception, so that a settle whose reply was lost can be repeated after its lease has ended: if all entries are to be
-    /// deleted and are gone, and the lease has had no other holder since, the answer is that all are stale.
+    /// One exception lets an owner repeat a settle whose reply was lost after the lease has ended: if every entry is to be
+    /// deleted and is gone, and the lease had no other holder since, all entries are reported as stale.
     pub fence: Option<&'a Fence>,
-    /// Entry by entry, what becomes of it.
+    /// The entries and their actions.
     pub entries: &'a [Settlement],
 }
 
-/// How one delivery ends.
+/// A delivered entry and how to settle it.
 #[derive(Clone, Debug)]
 pub struct Settlement {
     /// The entry.
     pub id: EntryId,
-    /// What becomes of it.
-    pub then: Then,
+    /// What happens to it.
+    pub action: SettleAction,
 }
 
 impl Settlement {
-    /// The entry is handled.
-    pub fn done(id: EntryId) -> Self {
-        Self { id, then: Then::Done }
+    /// Acknowledges the entry.
+    pub fn ack(id: EntryId) -> Self {
+        Self { id, action: SettleAction::Ack }
     }
 }
 
-/// What becomes of an entry when its delivery ends.
+/// How a delivered entry is settled.
 ///
-/// `Done` and `Delete` hold whoever says so: work that is done is done. The others take effect only while the entry is
-/// pending for the consumer that settles it, so a follow-up is written once.
+/// `Ack` and `Delete` take effect for any caller: completed work stays completed. The other actions take effect only while
+/// the entry is pending for the settling consumer, so a follow-up entry is written once.
 #[derive(Clone, Debug)]
-pub enum Then {
-    /// It is acknowledged.
-    Done,
-    /// It is acknowledged and removed from the stream, for other groups too.
+pub enum SettleAction {
+    /// Acknowledges the entry.
+    Ack,
+    /// Acknowledges the entry and deletes it from the stream, for other groups too.
     Delete,
-    /// It is acknowledged and `fields` are appended to a stream: a retry at once, or a dead letter.
+    /// Acknowledges the entry and appends `fields` to a stream: an immediate retry, or a dead letter.
     ///
-    /// Where that stream lives in another slot of a Redis Cluster, the append comes first and the acknowledgement
-    /// second: a crash in between gives a duplicate, never a loss.
+    /// If that stream is in another slot of a Redis Cluster, the append happens before the acknowledgement: a crash in
+    /// between causes a duplicate, never a loss.
     Append {
         /// The stream to append to.
         to: StreamName,
-        /// What to append.
+        /// The fields to append.
         fields: Fields,
     },
-    /// It is acknowledged and `fields` are put aside until they are due. On a Redis Cluster, `delays` lives in the slot
-    /// of the stream.
-    PutAside {
-        /// The set of delayed entries to put it into.
+    /// Acknowledges the entry and schedules `fields` for later. On a Redis Cluster, `delays` must share the slot of the
+    /// stream.
+    Reschedule {
+        /// The delay set.
         delays: DelayName,
-        /// The stream it returns to.
+        /// The stream the entry is appended to when it is due.
         to: StreamName,
-        /// When.
-        due: Due,
-        /// What returns.
+        /// When it is due.
+        due: DueTime,
+        /// The fields to append.
         fields: Fields,
     },
-    /// It is given back unhandled: the next `reclaim` by anyone gets it, whatever idle time it asks for, and this
-    /// delivery does not count. Until then it is pending for [`Then::RELEASED`].
+    /// Releases the entry unprocessed: the next `reclaim` of any consumer receives it, whatever its `min_idle`, and this
+    /// delivery is not counted. Until then it is pending for [`SettleAction::RELEASED`].
     Release,
 }
 
-impl Then {
-    /// The consumer that released entries are pending for. It never reads.
+impl SettleAction {
+    /// Name of the consumer that released entries are pending for. It never reads.
     pub const RELEASED: &'static str = "~released";
 }
 
-/// What a settle did.
+/// Result of [`Streams::settle`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Settled {
-    /// Entries that were settled now.
+pub struct SettleResult {
+    /// Number of entries that were settled by this call.
     pub applied: usize,
-    /// Entries for which nothing happened: settled before, taken over by another consumer, or unknown.
+    /// Number of entries without effect: settled before, reclaimed by another consumer, or unknown.
     pub stale: usize,
 }
 
-/// Which pending entries to take over.
+/// Pending entries to take over.
 #[derive(Clone, Copy, Debug)]
-pub struct Reclaim<'a> {
+pub struct ReclaimRequest<'a> {
     /// The stream.
     pub stream: &'a StreamName,
     /// The group.
     pub group: &'a GroupName,
-    /// The consumer that takes them.
+    /// The consumer that takes the entries over.
     pub consumer: &'a ConsumerName,
-    /// The lease that gives the right to do so; not current = `Fenced` and no effect.
+    /// The lease that authorizes the call. If it is stale, the call fails with `Fenced` and has no effect.
     pub fence: Option<&'a Fence>,
-    /// Whose entries.
+    /// Whose entries to take.
     pub from: ReclaimFrom<'a>,
-    /// Only entries that nobody touched for this long. Zero takes live ones too.
+    /// Only entries that were idle for at least this long. Zero also takes entries that are being processed.
     pub min_idle: Duration,
     /// Only entries after this id: the cursor.
     pub after: Option<EntryId>,
-    /// Look at no more than this many pending entries.
+    /// Maximum number of pending entries to examine.
     pub count: usize,
 }
 
 /// Whose pending entries to take over.
 #[derive(Clone, Copy, Debug)]
 pub enum ReclaimFrom<'a> {
-    /// Everybody's, one's own included.
+    /// Those of every consumer, including the caller's.
     Anyone,
-    /// Everybody's but one's own.
+    /// Those of every other consumer.
     Others,
     /// Those of one consumer.
     Consumer(&'a ConsumerName),
-    /// These entries, whoever has them. The cursor does not apply.
+    /// These entries, whichever consumer they are pending for. The cursor does not apply.
     Ids(&'a [EntryId]),
 }
 
-/// What a reclaim found.
+/// Result of [`Streams::reclaim`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Reclaimed {
-    /// Entries that are the caller's now, in id order.
-    pub entries: Vec<Delivery>,
-    /// Entries that were pending but exist no more (trimmed or deleted); they are pending no longer.
+pub struct ReclaimResult {
+    /// Entries that are now pending for the caller, in id order.
+    pub entries: Vec<DeliveredEntry>,
+    /// Pending entries that no longer exist (trimmed or deleted); they were acknowledged.
     pub deleted: Vec<EntryId>,
-    /// Where to go on: pass it as `after`. `None` at the end.
+    /// The next cursor: pass it as `after`. `None` at the end.
     pub next: Option<EntryId>,
 }
 
 /// Which pending entries to list.
 #[derive(Clone, Copy, Debug)]
-pub struct PendingQuery<'a> {
+pub struct PendingDeliveryQuery<'a> {
     /// The stream.
     pub stream: &'a StreamName,
     /// The group.
     pub group: &'a GroupName,
-    /// Only those of this consumer.
+    /// Only entries of this consumer.
     pub consumer: Option<&'a ConsumerName>,
-    /// Only those nobody touched for this long.
+    /// Only entries that were idle for at least this long.
     pub min_idle: Duration,
-    /// Only those after this id.
+    /// Only entries after this id.
     pub after: Option<EntryId>,
-    /// At most this many.
+    /// Maximum number of entries.
     pub count: usize,
 }
 
-/// One pending entry: delivered, not yet settled.
+/// A pending entry: delivered, not yet settled.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pending {
+pub struct PendingDelivery {
     /// Its id.
     pub id: EntryId,
-    /// Who has it.
+    /// The consumer it is pending for.
     pub consumer: ConsumerName,
-    /// How long nobody touched it.
+    /// Time since it was last delivered or kept alive.
     pub idle: Duration,
-    /// How often it was delivered.
+    /// Number of deliveries.
     pub deliveries: u64,
 }
 
-/// Which entries to read, by id.
+/// A range of entries, by id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     /// The smallest id.
     pub from: EntryId,
     /// The largest id.
     pub to: EntryId,
-    /// Which end comes first.
+    /// The order of the result.
     pub direction: Direction,
-    /// At most this many.
+    /// Maximum number of entries.
     pub count: usize,
 }
 
@@ -515,7 +518,7 @@ impl Range {
     }
 }
 
-/// Which end of a range comes first.
+/// The order of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Oldest first.
@@ -524,37 +527,39 @@ pub enum Direction {
     Backward,
 }
 
-/// What there is to know of a stream.
+/// Statistics of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StreamStats {
-    /// How many entries it holds.
+    /// Number of entries.
     pub length: u64,
-    /// The oldest entry's id.
+    /// Id of the oldest entry.
     pub first_id: Option<EntryId>,
-    /// The newest entry's id.
+    /// Id of the newest entry.
     pub last_id: Option<EntryId>,
-    /// The newest id that the stream ever generated, also if that entry is gone; `MIN` before the first. Greater than
+    /// The newest id that the stream ever generated, even if that entry is gone; `MIN` before the first. Greater than
     /// `last_id` if the newest entries were deleted.
     pub last_generated_id: EntryId,
-    /// How many entries were ever added, those included that are gone; `None` where the backend does not count them: the
-    /// embedded one, and Redis before 7.0. A stream that Redis 7.0 loaded from a file of an older version counts from then on.
+    /// Number of entries ever added, including removed ones. `None` where the backend does not count them: the embedded
+    /// backend, and Redis before 7.0. For a stream that Redis 7.0 loaded from an older version's file, the count starts at
+    /// the load.
     pub entries_added: Option<u64>,
-    /// The newest entry that was deleted one by one, which trims do not; `None` if none was, or where `entries_added` is.
+    /// Id of the newest entry that was deleted individually (trims do not count). `None` if there was none, or where
+    /// `entries_added` is `None`.
     pub max_deleted_id: Option<EntryId>,
-    /// About how many bytes of memory it takes, where the backend tells.
+    /// Approximate memory use in bytes, where the backend reports it.
     pub bytes: Option<u64>,
     /// Its groups, sorted by name.
     pub groups: Vec<GroupStats>,
 }
 
-/// What there is to know of a group on one stream.
+/// Statistics of a group on one stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupStats {
     /// The group.
     pub name: GroupName,
-    /// How many entries are delivered and not settled.
+    /// Number of entries delivered and not settled.
     pub pending: u64,
-    /// How many entries are not delivered yet; `None` where the server cannot tell.
+    /// Number of entries not yet delivered; `None` where the server cannot tell.
     pub lag: Option<u64>,
     /// The newest delivered id; `MIN` before the first delivery.
     pub last_delivered: EntryId,
@@ -562,13 +567,13 @@ pub struct GroupStats {
     pub consumers: Vec<ConsumerStats>,
 }
 
-/// What there is to know of one consumer in a group.
+/// Statistics of one consumer in a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConsumerStats {
     /// The consumer.
     pub name: ConsumerName,
-    /// How many entries it has in hand.
+    /// Number of entries pending for it.
     pub pending: u64,
-    /// How long ago it last read, settled or reclaimed anything.
+    /// Time since it last read, settled or reclaimed.
     pub idle: Duration,
 }

@@ -1,4 +1,4 @@
-//! Callers that share calls: what they may rely on, whoever goes away meanwhile.
+//! The coalescer: batching, order, limits, and callers that are dropped meanwhile.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,21 +7,21 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use futures_util::poll;
-use headwater_stream::{Coalescer, CoalescerConfig, Gone};
+use headwater_stream::{BatchError, Coalescer, CoalescerConfig};
 use tokio::sync::{Semaphore, mpsc};
 
-/// A function that notes each batch and goes on when it is let.
+/// A batch function that records each batch and blocks until it gets a permit.
 struct Gate {
     batches: mpsc::UnboundedReceiver<Vec<u32>>,
-    lets: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
 }
 
 impl Gate {
     fn new(config: CoalescerConfig) -> (Arc<Coalescer<u32, u32>>, Self) {
         let (sender, batches) = mpsc::unbounded_channel();
-        let lets = Arc::new(Semaphore::new(0));
-        let gate = Arc::clone(&lets);
-        let carry_out = move |batch: Vec<u32>| {
+        let permits = Arc::new(Semaphore::new(0));
+        let gate = Arc::clone(&permits);
+        let execute_batch = move |batch: Vec<u32>| {
             let (sender, gate) = (sender.clone(), Arc::clone(&gate));
             async move {
                 let _ = sender.send(batch.clone());
@@ -30,29 +30,29 @@ impl Gate {
             }
         };
         (
-            Arc::new(Coalescer::new(config, carry_out).expect("good settings")),
-            Self { batches, lets },
+            Arc::new(Coalescer::new(config, execute_batch).expect("valid settings")),
+            Self { batches, permits },
         )
     }
 
     async fn batch(&mut self) -> Vec<u32> {
-        self.batches.recv().await.expect("the function is alive")
+        self.batches.recv().await.expect("the function is running")
     }
 
     fn open(&self) {
-        self.lets.add_permits(1000);
+        self.permits.add_permits(1000);
     }
 }
 
 fn spawn(
     coalescer: &Arc<Coalescer<u32, u32>>,
     request: u32,
-) -> tokio::task::JoinHandle<Result<u32, Gone>> {
+) -> tokio::task::JoinHandle<Result<u32, BatchError>> {
     let coalescer = Arc::clone(coalescer);
     tokio::spawn(async move { coalescer.call(request).await })
 }
 
-/// Lets all other tasks of this thread run until they wait.
+/// Lets all other tasks of this thread run until they block.
 async fn settle() {
     for _ in 0..20 {
         tokio::task::yield_now().await;
@@ -60,10 +60,10 @@ async fn settle() {
 }
 
 #[tokio::test]
-async fn what_gathers_while_a_call_is_under_way_goes_with_the_next() {
+async fn requests_made_while_a_batch_is_in_flight_share_the_next_batch() {
     let (coalescer, mut gate) = Gate::new(CoalescerConfig::default());
     let first = spawn(&coalescer, 1);
-    assert_eq!(gate.batch().await, [1], "a lone caller waits for nobody");
+    assert_eq!(gate.batch().await, [1], "a single caller is not delayed");
     let others: Vec<_> = (2..=5).map(|request| spawn(&coalescer, request)).collect();
     settle().await;
 
@@ -77,7 +77,7 @@ async fn what_gathers_while_a_call_is_under_way_goes_with_the_next() {
 }
 
 #[tokio::test]
-async fn no_call_has_more_items_than_allowed() {
+async fn a_batch_has_at_most_max_items() {
     let config = CoalescerConfig { max_items: 3, ..Default::default() };
     let (coalescer, mut gate) = Gate::new(config);
     let first = spawn(&coalescer, 0);
@@ -95,13 +95,13 @@ async fn no_call_has_more_items_than_allowed() {
 }
 
 #[tokio::test]
-async fn no_call_weighs_more_than_allowed_but_a_heavy_request_goes_alone() {
+async fn a_batch_has_at_most_max_bytes_and_a_larger_request_gets_its_own() {
     let config = CoalescerConfig { max_bytes: 10, ..Default::default() };
     let (coalescer, mut gate) = Gate::new(config);
     let first = spawn(&coalescer, 0);
     assert_eq!(gate.batch().await, [0]);
     let weights = [(1, 4), (2, 4), (3, 4), (4, usize::MAX), (5, 1), (6, 9)];
-    let calls = join_all(weights.map(|(request, bytes)| coalescer.call_weighing(request, bytes)));
+    let calls = join_all(weights.map(|(request, bytes)| coalescer.call_with_size(request, bytes)));
     let opening = async {
         settle().await;
         gate.open();
@@ -116,7 +116,7 @@ async fn no_call_weighs_more_than_allowed_but_a_heavy_request_goes_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_request_lingers_for_company_and_no_longer() {
+async fn the_first_request_lingers_for_at_most_the_linger_time() {
     let linger = Duration::from_millis(2);
     let config = CoalescerConfig { linger, max_items: 4, ..Default::default() };
     let (coalescer, mut gate) = Gate::new(config);
@@ -128,7 +128,7 @@ async fn the_first_request_lingers_for_company_and_no_longer() {
     assert!(started.elapsed() >= linger, "it waited {:?}", started.elapsed());
     assert!(started.elapsed() < 2 * linger, "it waited {:?}", started.elapsed());
 
-    // A full call does not linger.
+    // A full batch does not linger.
     let started = tokio::time::Instant::now();
     join_all((1..=4).map(|request| coalescer.call(request))).await;
     assert_eq!(gate.batch().await, [1, 2, 3, 4]);
@@ -136,7 +136,7 @@ async fn the_first_request_lingers_for_company_and_no_longer() {
 }
 
 #[tokio::test]
-async fn no_more_calls_are_under_way_than_allowed_and_they_begin_in_order() {
+async fn at_most_in_flight_max_batches_run_and_they_start_in_order() {
     let config = CoalescerConfig { max_items: 1, in_flight_max: 3, ..Default::default() };
     let (coalescer, mut gate) = Gate::new(config);
     let callers: Vec<_> = (0..9).map(|request| spawn(&coalescer, request)).collect();
@@ -144,7 +144,7 @@ async fn no_more_calls_are_under_way_than_allowed_and_they_begin_in_order() {
         assert_eq!(gate.batch().await, [request]);
     }
     settle().await;
-    assert!(gate.batches.try_recv().is_err(), "a fourth call was begun");
+    assert!(gate.batches.try_recv().is_err(), "a fourth batch was started");
     gate.open();
     for request in 3..9 {
         assert_eq!(gate.batch().await, [request]);
@@ -155,7 +155,7 @@ async fn no_more_calls_are_under_way_than_allowed_and_they_begin_in_order() {
 }
 
 #[tokio::test]
-async fn a_request_that_was_not_taken_is_dropped_with_its_caller() {
+async fn a_queued_request_is_removed_when_its_caller_is_dropped() {
     let (coalescer, mut gate) = Gate::new(CoalescerConfig::default());
     let first = spawn(&coalescer, 1);
     assert_eq!(gate.batch().await, [1]);
@@ -169,7 +169,7 @@ async fn a_request_that_was_not_taken_is_dropped_with_its_caller() {
 }
 
 #[tokio::test]
-async fn a_request_that_was_taken_is_carried_out_without_its_caller() {
+async fn a_request_in_flight_is_executed_when_its_caller_is_dropped() {
     let done = Arc::new(AtomicUsize::new(0));
     let started = Arc::new(Semaphore::new(0));
     let lets = Arc::new(Semaphore::new(0));
@@ -193,11 +193,11 @@ async fn a_request_that_was_taken_is_carried_out_without_its_caller() {
 
     coalescer.close().await;
 
-    assert_eq!(done.load(Ordering::SeqCst), 1, "the end waits for what is under way");
+    assert_eq!(done.load(Ordering::SeqCst), 1, "close waits for batches in flight");
 }
 
 #[tokio::test]
-async fn a_caller_that_stops_polling_holds_up_nobody() {
+async fn a_caller_that_stops_polling_does_not_block_others() {
     let (coalescer, gate) = Gate::new(CoalescerConfig::default());
     gate.open();
     let mut asleep = Box::pin(coalescer.call(1));
@@ -207,19 +207,19 @@ async fn a_caller_that_stops_polling_holds_up_nobody() {
 }
 
 #[tokio::test]
-async fn a_call_that_panics_or_says_too_little_leaves_others_alone() {
+async fn a_batch_that_panics_or_returns_too_few_responses_does_not_affect_others() {
     let coalescer = Coalescer::new(CoalescerConfig::default(), |batch: Vec<u32>| async move {
         assert_ne!(batch[0], 13, "unlucky");
         if batch[0] == 0 { Vec::new() } else { batch }
     })
     .unwrap();
-    assert_eq!(coalescer.call(13).await, Err(Gone));
-    assert_eq!(coalescer.call(0).await, Err(Gone));
+    assert_eq!(coalescer.call(13).await, Err(BatchError));
+    assert_eq!(coalescer.call(0).await, Err(BatchError));
     assert_eq!(coalescer.call(7).await, Ok(7));
 }
 
 #[test]
-fn callers_learn_that_the_runtime_of_the_task_has_ended() {
+fn callers_get_an_error_when_the_runtime_of_the_task_has_shut_down() {
     let runtime = || tokio::runtime::Builder::new_current_thread().build().unwrap();
     let (theirs, ours) = (runtime(), runtime());
     let (coalescer, _gate) = theirs.block_on(async { Gate::new(CoalescerConfig::default()) });
@@ -228,12 +228,12 @@ fn callers_learn_that_the_runtime_of_the_task_has_ended() {
     drop(entered);
     ours.block_on(settle());
     drop(theirs);
-    assert_eq!(ours.block_on(caller).unwrap(), Err(Gone), "it waited already");
-    assert_eq!(ours.block_on(coalescer.call(2)), Err(Gone), "it came later");
+    assert_eq!(ours.block_on(caller).unwrap(), Err(BatchError), "it was already waiting");
+    assert_eq!(ours.block_on(coalescer.call(2)), Err(BatchError), "it was made afterwards");
 }
 
 #[tokio::test]
-async fn the_task_ends_with_the_coalescer() {
+async fn the_task_ends_when_the_coalescer_is_dropped() {
     let alive = Arc::new(());
     let witness = Arc::downgrade(&alive);
     let coalescer = Coalescer::new(CoalescerConfig::default(), move |batch: Vec<u32>| {
@@ -244,11 +244,11 @@ async fn the_task_ends_with_the_coalescer() {
     assert_eq!(coalescer.call(1).await, Ok(1));
     drop(coalescer);
     settle().await;
-    assert!(witness.upgrade().is_none(), "the task still has its function");
+    assert!(witness.upgrade().is_none(), "the task still holds its function");
 }
 
 #[test]
-fn settings_without_sense_are_refused() {
+fn invalid_settings_are_rejected() {
     let good = CoalescerConfig::default();
     let bad = [
         CoalescerConfig { max_items: 0, ..good },
@@ -269,16 +269,16 @@ fn many_workers<T>(test: impl Future<Output = T>) -> T {
 }
 
 #[test]
-fn many_callers_on_many_threads_get_their_own_responses_in_their_own_order() {
+fn concurrent_callers_get_their_own_responses_in_order() {
     const CALLERS: u32 = 64;
     const EACH: u32 = 200;
     many_workers(async {
         let seen = Arc::new(Mutex::new(vec![Vec::new(); CALLERS as usize]));
-        let notes = Arc::clone(&seen);
+        let recorded = Arc::clone(&seen);
         let config = CoalescerConfig { max_items: 50, in_flight_max: 2, ..Default::default() };
         let coalescer = Coalescer::new(config, move |batch: Vec<(u32, u32)>| {
             for (caller, number) in &batch {
-                notes.lock().unwrap()[*caller as usize].push(*number);
+                recorded.lock().unwrap()[*caller as usize].push(*number);
             }
             async move {
                 tokio::task::yield_now().await;
@@ -292,7 +292,7 @@ fn many_callers_on_many_threads_get_their_own_responses_in_their_own_order() {
             tokio::spawn(async move {
                 for number in 0..EACH {
                     if (caller + number).is_multiple_of(7) {
-                        // Some go away again, at a random point.
+                        // Some calls are dropped at a random point.
                         let mut call = Box::pin(coalescer.call((caller, number)));
                         let _ = poll!(&mut call);
                         tokio::task::yield_now().await;

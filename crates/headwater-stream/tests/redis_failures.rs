@@ -1,56 +1,57 @@
-//! What a Redis backend does when the server or the network fails: it tells, within the deadline, and goes on after.
+//! Server and network failures: calls fail within their deadline, and the backend recovers afterwards.
 #![cfg(feature = "redis")]
 
-mod redis_steps;
+mod redis_support;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use headwater_stream::{
-    Acquire, Backend, Due, EntryId, Fence, GroupStart, LeaseName, Options, PendingQuery, PutAside,
-    Range, Reclaim, ReclaimFrom, Retention, Settle, Settlement, StreamError, TrimGuard, connect,
+    AcquireResult, Backend, DueTime, EntryId, Fence, GroupStart, LeaseName, Options,
+    PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest, Retention, ScheduleRequest,
+    SettleBatch, Settlement, StreamError, TrimGuard, connect,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
 
-use crate::redis_steps::*;
+use crate::redis_support::*;
 
 const DEADLINE: Duration = Duration::from_millis(600);
-/// What a busy machine may add.
-const GRACE: Duration = Duration::from_secs(20);
+/// Extra time for a busy machine.
+const SLACK: Duration = Duration::from_secs(20);
 
-const PATIENT: Duration = Duration::from_secs(60);
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
-fn impatient() -> Options {
+fn short_deadline() -> Options {
     Options { call_deadline: DEADLINE, ..Options::default() }
 }
 
-/// A call that must succeed, though a busy machine may be too slow for an impatient backend.
-async fn patiently<T>(call: impl AsyncFn() -> Result<T, StreamError>) -> Result<T, StreamError> {
-    let until = Instant::now() + PATIENT;
+/// Retries a call that must succeed: a busy machine may exceed the short deadline.
+async fn retry_while_unavailable<T>(call: impl AsyncFn() -> Result<T, StreamError>) -> Result<T, StreamError> {
+    let until = Instant::now() + LONG_TIMEOUT;
     loop {
         match call().await {
             Err(StreamError::Unavailable { .. }) if Instant::now() < until => {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
-            answer => return answer,
+            result => return result,
         }
     }
 }
 
-async fn connect_impatient(url: &str) -> Result<Arc<dyn Backend>, StreamError> {
-    patiently(async || connect(url, &impatient()).await).await
+async fn connect_with_short_deadline(url: &str) -> Result<Arc<dyn Backend>, StreamError> {
+    retry_while_unavailable(async || connect(url, &short_deadline()).await).await
 }
 
-/// It goes on, whatever was before.
-async fn goes_on(backend: &Arc<dyn Backend>) -> Result<(), StreamError> {
-    patiently(async || {
+/// Asserts that the backend works again.
+async fn assert_recovers(backend: &Arc<dyn Backend>) -> Result<(), StreamError> {
+    retry_while_unavailable(async || {
         backend.append(&stream("orders"), &[one()], &Retention::KEEP_ALL).await.map(drop)
     })
     .await
 }
 
-/// Every kind of call, by name.
+/// Makes every kind of call. Returns name, duration and result of each.
 async fn every_call(
     backend: &Arc<dyn Backend>,
 ) -> Vec<(&'static str, Duration, Result<(), StreamError>)> {
@@ -58,10 +59,15 @@ async fn every_call(
     let (delays, lease, holder) = (delays("later"), lease("lease"), holder("ann"));
     let fence = Fence { lease: lease.clone(), epoch: headwater_stream::Epoch(1) };
     let ids = [EntryId::new(1, 1)];
-    let done = [Settlement::done(ids[0])];
-    let settle =
-        Settle { stream: &stream, group: &group, consumer: &ann, fence: None, entries: &done };
-    let reclaim = Reclaim {
+    let done = [Settlement::ack(ids[0])];
+    let settle = SettleBatch {
+        stream: &stream,
+        group: &group,
+        consumer: &ann,
+        fence: None,
+        entries: &done,
+    };
+    let reclaim = ReclaimRequest {
         stream: &stream,
         group: &group,
         consumer: &ann,
@@ -71,7 +77,7 @@ async fn every_call(
         after: None,
         count: 10,
     };
-    let query = PendingQuery {
+    let query = PendingDeliveryQuery {
         stream: &stream,
         group: &group,
         consumer: None,
@@ -79,130 +85,134 @@ async fn every_call(
         after: None,
         count: 10,
     };
-    let aside = [PutAside { to: stream.clone(), due: Due::After(Duration::ZERO), fields: one() }];
+    let scheduled = [ScheduleRequest {
+        to: stream.clone(),
+        due: DueTime::After(Duration::ZERO),
+        fields: one(),
+    }];
     let keep = Retention::KEEP_ALL;
     let wait = Duration::from_millis(100);
     let hour = Duration::from_secs(3600);
     let fields = headwater_stream::RegistryMap::from([("a".to_owned(), "b".into())]);
-    let mut answers = Vec::new();
-    macro_rules! ask {
+    let mut results = Vec::new();
+    macro_rules! call {
         ($name:literal, $call:expr) => {{
             let start = Instant::now();
-            let answer = $call.await.map(drop);
-            answers.push(($name, start.elapsed(), answer));
+            let result = $call.await.map(drop);
+            results.push(($name, start.elapsed(), result));
         }};
     }
-    ask!("append", backend.append(&stream, &[one()], &keep));
-    let once = [headwater_stream::Once { id: "a".to_owned(), fields: one() }];
-    ask!("append_once", backend.append_once(&stream, &once, hour, &keep));
-    ask!("appended", backend.appended(&stream, &["a"]));
-    ask!("silence", backend.silence(&stream, &group, &ann));
-    ask!("ensure_group", backend.ensure_group(&stream, &group, GroupStart::Beginning));
-    ask!("remove_group", backend.remove_group(&stream, &group));
-    ask!("reset_group", backend.reset_group(&stream, &group, GroupStart::Beginning));
-    ask!("settle", backend.settle(settle));
-    ask!("settle with a fence", backend.settle(Settle { fence: Some(&fence), ..settle }));
-    ask!("keep_alive", backend.keep_alive(&stream, &group, &ann, &ids));
-    ask!("reclaim", backend.reclaim(reclaim));
-    ask!("pending", backend.pending(query));
-    ask!("range", backend.range(&stream, Range::first(1)));
-    ask!("trim", backend.trim(&stream, &Retention::max_len(1), TrimGuard::Safe));
-    ask!("delete_entries", backend.delete_entries(&stream, &ids));
-    ask!("delete_stream", backend.delete_stream(&stream));
-    ask!("stats", backend.stats(&stream));
-    ask!("remove_idle_consumers", backend.remove_idle_consumers(&stream, &group, hour));
-    ask!("put_aside", backend.put_aside(&delays, &aside));
-    ask!("cancel", backend.cancel(&delays, headwater_stream::DelayId(1)));
-    ask!("take_due", backend.take_due(&delays, 1));
-    ask!("wait_due", backend.wait_due(&delays, wait));
-    ask!("delay_stats", backend.delay_stats(&delays));
-    ask!("delayed", backend.delayed(&delays, 0, 1));
-    ask!("delete_delays", backend.delete_delays(&delays));
-    ask!("acquire", backend.acquire(&lease, &holder, hour));
-    ask!("renew", backend.renew(&holder, std::slice::from_ref(&fence), hour));
-    ask!("release", backend.release(&holder, std::slice::from_ref(&fence)));
-    ask!("leases", backend.leases(std::slice::from_ref(&lease)));
-    ask!("watch", backend.watch("lease"));
-    ask!("set_add", backend.set_add(&set("topics"), &["a"], None));
-    ask!("set_members", backend.set_members(&set("topics")));
-    ask!("map_create", backend.map_create(&map("meta"), &fields));
-    ask!("map_get", backend.map_get(&map("meta")));
-    ask!("dedup_begin", backend.dedup_begin(&scope("mail"), &["a"], hour));
-    ask!("now", backend.now());
+    call!("append", backend.append(&stream, &[one()], &keep));
+    let once = [headwater_stream::IdempotentEntry { id: "a".to_owned(), fields: one() }];
+    call!("append_once", backend.append_once(&stream, &once, hour, &keep));
+    call!("appended", backend.appended(&stream, &["a"]));
+    call!("disconnect_reader", backend.disconnect_reader(&stream, &group, &ann));
+    call!("ensure_group", backend.ensure_group(&stream, &group, GroupStart::Beginning));
+    call!("remove_group", backend.remove_group(&stream, &group));
+    call!("reset_group", backend.reset_group(&stream, &group, GroupStart::Beginning));
+    call!("settle", backend.settle(settle));
+    call!("settle with a fence", backend.settle(SettleBatch { fence: Some(&fence), ..settle }));
+    call!("keep_alive", backend.keep_alive(&stream, &group, &ann, &ids));
+    call!("reclaim", backend.reclaim(reclaim));
+    call!("pending", backend.pending(query));
+    call!("range", backend.range(&stream, Range::first(1)));
+    call!("trim", backend.trim(&stream, &Retention::max_len(1), TrimGuard::Safe));
+    call!("delete_entries", backend.delete_entries(&stream, &ids));
+    call!("delete_stream", backend.delete_stream(&stream));
+    call!("stats", backend.stats(&stream));
+    call!("remove_idle_consumers", backend.remove_idle_consumers(&stream, &group, hour));
+    call!("schedule", backend.schedule(&delays, &scheduled));
+    call!("cancel", backend.cancel(&delays, headwater_stream::DelayId(1)));
+    call!("promote_due", backend.promote_due(&delays, 1));
+    call!("wait_until_due", backend.wait_until_due(&delays, wait));
+    call!("delay_stats", backend.delay_stats(&delays));
+    call!("delayed", backend.delayed(&delays, 0, 1));
+    call!("delete_delay_set", backend.delete_delay_set(&delays));
+    call!("acquire", backend.acquire(&lease, &holder, hour));
+    call!("renew", backend.renew(&holder, std::slice::from_ref(&fence), hour));
+    call!("release", backend.release(&holder, std::slice::from_ref(&fence)));
+    call!("leases", backend.leases(std::slice::from_ref(&lease)));
+    call!("watch", backend.watch("lease"));
+    call!("set_add", backend.set_add(&set("topics"), &["a"], None));
+    call!("set_members", backend.set_members(&set("topics")));
+    call!("map_create", backend.map_create(&map("meta"), &fields));
+    call!("map_get", backend.map_get(&map("meta")));
+    call!("dedup_begin", backend.dedup_begin(&scope("mail"), &["a"], hour));
+    call!("now", backend.now());
     if let Ok(mut reader) = backend.reader(&group, &ann).await {
-        ask!("read", reader.read(std::slice::from_ref(&stream), 1, wait));
-        ask!("close of a reader", reader.close());
+        call!("read", reader.read(std::slice::from_ref(&stream), 1, wait));
+        call!("close of a reader", reader.close());
     }
     if let Ok(mut tail) = backend.tail().await {
-        ask!("tail", tail.read(&[(stream.clone(), EntryId::MIN)], 1, wait));
+        call!("tail", tail.read(&[(stream.clone(), EntryId::MIN)], 1, wait));
     }
-    answers
+    results
 }
 
-fn assert_unavailable_in_time(answers: Vec<(&'static str, Duration, Result<(), StreamError>)>) {
-    for (name, took, answer) in answers {
-        assert!(took < DEADLINE + GRACE, "{name} took {took:?}");
-        // A reader that never got a connection has nothing to give up.
+fn assert_unavailable_in_time(results: Vec<(&'static str, Duration, Result<(), StreamError>)>) {
+    for (name, took, result) in results {
+        assert!(took < DEADLINE + SLACK, "{name} took {took:?}");
+        // A reader without a connection closes without an error.
         if name != "close of a reader" {
-            assert!(matches!(answer, Err(StreamError::Unavailable { .. })), "{name}: {answer:?}");
+            assert!(matches!(result, Err(StreamError::Unavailable { .. })), "{name}: {result:?}");
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_call_to_a_server_that_stands_still_ends_by_its_deadline() -> Result<()> {
+async fn every_call_to_a_paused_server_ends_by_its_deadline() -> Result<()> {
     let redis = Redis::start()?;
-    let backend = connect_impatient(&redis.url()).await?;
-    goes_on(&backend).await?;
+    let backend = connect_with_short_deadline(&redis.url()).await?;
+    assert_recovers(&backend).await?;
 
     redis.pause()?;
-    let answers = every_call(&backend).await;
+    let results = every_call(&backend).await;
     redis.resume()?;
 
-    assert_unavailable_in_time(answers);
-    goes_on(&backend).await?;
+    assert_unavailable_in_time(results);
+    assert_recovers(&backend).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_call_through_a_network_that_forwards_nothing_ends_by_its_deadline() -> Result<()> {
+async fn every_call_through_a_stalled_network_ends_by_its_deadline() -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
-    let backend = connect_impatient(&redis.url_at(proxy.addr())).await?;
+    let backend = connect_with_short_deadline(&redis.url_at(proxy.addr())).await?;
 
     proxy.stall()?;
-    let answers = every_call(&backend).await;
+    let results = every_call(&backend).await;
     proxy.heal()?;
 
-    assert_unavailable_in_time(answers);
-    goes_on(&backend).await?;
+    assert_unavailable_in_time(results);
+    assert_recovers(&backend).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_call_to_a_server_that_is_gone_ends_by_its_deadline() -> Result<()> {
+async fn every_call_to_a_killed_server_ends_by_its_deadline() -> Result<()> {
     let redis = Redis::start()?;
-    let backend = connect_impatient(&redis.url()).await?;
+    let backend = connect_with_short_deadline(&redis.url()).await?;
 
     redis.kill9()?;
 
     assert_unavailable_in_time(every_call(&backend).await);
     redis.restart()?;
-    goes_on(&backend).await?;
+    assert_recovers(&backend).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn connecting_to_nobody_ends_by_the_deadline() -> Result<()> {
+async fn connecting_to_a_closed_port_ends_by_the_deadline() -> Result<()> {
     let start = Instant::now();
-    let answer = connect("redis://127.0.0.1:1/", &impatient()).await;
-    assert!(matches!(answer.map(drop), Err(StreamError::Unavailable { .. })));
-    ensure!(start.elapsed() < DEADLINE + GRACE);
+    let result = connect("redis://127.0.0.1:1/", &short_deadline()).await;
+    assert!(matches!(result.map(drop), Err(StreamError::Unavailable { .. })));
+    ensure!(start.elapsed() < DEADLINE + SLACK);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn after_a_kill_and_a_restart_everything_goes_on() -> Result<()> {
+async fn calls_and_readers_work_after_a_kill_and_a_restart() -> Result<()> {
     let redis = Redis::builder().persistence(Persistence::Always).start()?;
     let backend = open(&redis.url()).await?;
     let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
@@ -215,15 +225,15 @@ async fn after_a_kill_and_a_restart_everything_goes_on() -> Result<()> {
     redis.restart()?;
 
     let second = backend.append(&orders, &[one()], &Retention::KEEP_ALL).await?;
-    // What was under way when the server died may show as one failed read.
+    // A read that was in flight when the server died may fail once.
     let found = match read_ids(&mut *reader, &orders).await {
         Ok(found) => found,
         Err(_) => read_ids(&mut *reader, &orders).await?,
     };
-    assert_eq!(found, second, "a script and a read after the restart");
+    assert_eq!(found, second, "read after the restart");
     let fence = won(&backend, &lease("l"), "ann").await?;
-    let done = [Settlement::done(first[0]), Settlement::done(second[0])];
-    let settle = Settle {
+    let done = [Settlement::ack(first[0]), Settlement::ack(second[0])];
+    let settle = SettleBatch {
         stream: &orders,
         group: &workers,
         consumer: &ann,
@@ -235,7 +245,7 @@ async fn after_a_kill_and_a_restart_everything_goes_on() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reader_that_waits_while_the_server_dies_fails_once_and_goes_on() -> Result<()> {
+async fn a_blocked_reader_fails_once_when_the_server_dies_and_recovers() -> Result<()> {
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
@@ -245,7 +255,7 @@ async fn a_reader_that_waits_while_the_server_dies_fails_once_and_goes_on() -> R
         let second = reader.read(&[stream("orders")], 10, Duration::from_secs(20)).await;
         (first, second)
     });
-    until_readers_wait(&redis, 1).await?;
+    until_readers_block(&redis, 1).await?;
 
     redis.kill9()?;
     redis.restart()?;
@@ -256,32 +266,32 @@ async fn a_reader_that_waits_while_the_server_dies_fails_once_and_goes_on() -> R
     assert!(matches!(first, Err(StreamError::Unavailable { .. })), "{first:?}");
     assert_eq!(
         second?[0].entries[0].id, id,
-        "the group was lost with the server and is there again"
+        "the group was lost with the server and created again"
     );
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_append_whose_reply_is_lost_is_reported_and_not_repeated() -> Result<()> {
+async fn an_append_whose_reply_is_lost_fails_and_is_not_re_sent() -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
-    let options = Options { call_deadline: PATIENT, ..Options::default() };
+    let options = Options { call_deadline: LONG_TIMEOUT, ..Options::default() };
     let backend = connect(&redis.url_at(proxy.addr()), &options).await?;
     let orders = stream("orders");
     backend.append(&orders, &[one()], &Retention::KEEP_ALL).await?;
 
     proxy.drop_reply()?;
     let start = Instant::now();
-    let answer = backend.append(&orders, &[one()], &Retention::KEEP_ALL).await;
+    let result = backend.append(&orders, &[one()], &Retention::KEEP_ALL).await;
 
-    assert!(matches!(answer, Err(StreamError::Unavailable { .. })), "{answer:?}");
-    ensure!(start.elapsed() < PATIENT / 2, "a closed connection is noticed at once");
-    assert_eq!(backend.range(&orders, Range::first(10)).await?.len(), 2, "it happened, once");
+    assert!(matches!(result, Err(StreamError::Unavailable { .. })), "{result:?}");
+    ensure!(start.elapsed() < LONG_TIMEOUT / 2, "a closed connection is detected at once");
+    assert_eq!(backend.range(&orders, Range::first(10)).await?.len(), 2, "it was executed once");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_read_of_facts_whose_reply_is_lost_is_simply_repeated() -> Result<()> {
+async fn an_idempotent_call_whose_reply_is_lost_is_re_sent() -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let backend = open(&redis.url_at(proxy.addr())).await?;
@@ -299,7 +309,7 @@ async fn a_read_of_facts_whose_reply_is_lost_is_simply_repeated() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_connection_cut_in_the_middle_of_a_command_harms_only_that_call() -> Result<()> {
+async fn a_connection_lost_in_the_middle_of_a_command_fails_only_that_call() -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let backend = open(&redis.url_at(proxy.addr())).await?;
@@ -308,36 +318,36 @@ async fn a_connection_cut_in_the_middle_of_a_command_harms_only_that_call() -> R
 
     proxy.drop_after(100)?;
     let big = headwater_stream::Fields::new([("payload", vec![b'x'; 100_000])]);
-    let answer = backend.append(&orders, &[big], &Retention::KEEP_ALL).await;
+    let result = backend.append(&orders, &[big], &Retention::KEEP_ALL).await;
 
-    assert!(matches!(answer, Err(StreamError::Unavailable { .. })), "{answer:?}");
-    assert_eq!(backend.range(&orders, Range::first(10)).await?.len(), 1, "half a command is none");
+    assert!(matches!(result, Err(StreamError::Unavailable { .. })), "{result:?}");
+    assert_eq!(backend.range(&orders, Range::first(10)).await?.len(), 1, "a partial command is not executed");
     backend.append(&orders, &[one()], &Retention::KEEP_ALL).await?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_busy_for_a_while_is_waited_for() -> Result<()> {
+async fn a_call_waits_for_a_server_that_is_paused_briefly() -> Result<()> {
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     redis.pause()?;
     let paused = tokio::time::sleep(Duration::from_millis(700));
-    let (answer, ()) = tokio::join!(
+    let (result, ()) = tokio::join!(
         async {
             let (orders, one) = (stream("orders"), [one()]);
             backend.append(&orders, &one, &Retention::KEEP_ALL).await
         },
         async {
             paused.await;
-            redis.resume().expect("the server is there");
+            redis.resume().expect("the server is running");
         }
     );
-    answer?;
+    result?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dropped_call_disturbs_nobody() -> Result<()> {
+async fn a_dropped_call_does_not_affect_other_callers() -> Result<()> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let backend = open(&redis.url_at(proxy.addr())).await?;
@@ -354,17 +364,17 @@ async fn a_dropped_call_disturbs_nobody() -> Result<()> {
         );
         let id = kept?[0];
         let found = backend.range(&orders, Range { from: id, to: id, ..Range::first(1) }).await?;
-        assert_eq!(found[0].fields, numbered(round as usize), "replies go to whom they belong");
+        assert_eq!(found[0].fields, numbered(round as usize), "each reply goes to its request");
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_closed_backend_refuses_calls_and_ends_waits() -> Result<()> {
+async fn a_closed_backend_rejects_calls_and_ends_blocking_reads() -> Result<()> {
     let redis = Redis::start()?;
-    let backend = connect_impatient(&redis.url()).await?;
+    let backend = connect_with_short_deadline(&redis.url()).await?;
     let (workers, ann) = (group("workers"), consumer("ann"));
-    let mut reader = patiently(async || backend.reader(&workers, &ann).await).await?;
+    let mut reader = retry_while_unavailable(async || backend.reader(&workers, &ann).await).await?;
     let waiting = tokio::spawn(async move {
         reader.read(&[stream("orders")], 1, Duration::from_secs(30)).await.map(drop)
     });
@@ -373,15 +383,15 @@ async fn a_closed_backend_refuses_calls_and_ends_waits() -> Result<()> {
     backend.close().await?;
 
     assert!(matches!(waiting.await?, Err(StreamError::Unavailable { .. })));
-    for (name, _, answer) in every_call(&backend).await {
-        assert!(matches!(answer, Err(StreamError::Unavailable { .. })), "{name}: {answer:?}");
+    for (name, _, result) in every_call(&backend).await {
+        assert!(matches!(result, Err(StreamError::Unavailable { .. })), "{name}: {result:?}");
     }
     Ok(())
 }
 
 async fn won(backend: &Arc<dyn Backend>, lease: &LeaseName, name: &str) -> Result<Fence> {
     match backend.acquire(lease, &holder(name), Duration::from_secs(60)).await? {
-        Acquire::Won(epoch) => Ok(Fence { lease: lease.clone(), epoch }),
+        AcquireResult::Won(epoch) => Ok(Fence { lease: lease.clone(), epoch }),
         held => anyhow::bail!("{held:?}"),
     }
 }

@@ -1,32 +1,33 @@
-//! What a Redis backend does with the settings, users, data and limits of a real server.
+//! The Redis backend with the settings, users, data and limits of a real server.
 #![cfg(feature = "redis")]
 
-mod redis_steps;
+mod redis_support;
 
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
-    Acquire, Due, Epoch, Fence, Fields, GroupStart, HintKind, LeaseWatch, Once, PutAside, Range,
-    Retention, Settle, Settlement, StreamError, Then, TrimGuard, WatchMode,
+    AcquireResult, DueTime, Epoch, Fence, Fields, GroupStart, IdempotentEntry, LeaseEventKind,
+    LeaseWatch, Range, Retention, ScheduleRequest, SettleAction, SettleBatch, Settlement,
+    StreamError, TrimGuard, WatchMode,
 };
 use headwater_testkit::{Cluster, Redis, RedisBuilder};
 
-use crate::redis_steps::*;
+use crate::redis_support::*;
 
 const HOUR: Duration = Duration::from_secs(3600);
 const KEEP: Retention = Retention::KEEP_ALL;
-/// How long a busy machine may take for what happens at once.
-const BUSY: Duration = Duration::from_secs(30);
+/// Upper limit for immediate actions on a busy machine.
+const SLACK: Duration = Duration::from_secs(30);
 
-/// The next hint, in time.
-async fn hint(watch: &mut dyn LeaseWatch) -> Result<(Option<String>, HintKind)> {
-    let hint = tokio::time::timeout(BUSY, watch.next()).await?;
-    Ok((hint.lease.map(|lease| lease.to_string()), hint.kind))
+/// The next lease event.
+async fn next_event(watch: &mut dyn LeaseWatch) -> Result<(Option<String>, LeaseEventKind)> {
+    let event = tokio::time::timeout(SLACK, watch.next()).await?;
+    Ok((event.lease.map(|lease| lease.to_string()), event.kind))
 }
 
-/// Everything a plain program does, once.
-async fn a_day_of_work(url: &str) -> Result<()> {
+/// Uses each part of the backend once, as an application does.
+async fn assert_all_features_work(url: &str) -> Result<()> {
     let backend = open(url).await?;
     let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
     let later = delays("later");
@@ -34,18 +35,19 @@ async fn a_day_of_work(url: &str) -> Result<()> {
     backend.append(&orders, &[one(), one()], &Retention::max_len(1000)).await?;
     let mut reader = backend.reader(&workers, &ann).await?;
     let ids = read_ids(&mut *reader, &orders).await?;
-    let Acquire::Won(epoch) = backend.acquire(&lease("lease:a"), &holder("h"), HOUR).await? else {
+    let AcquireResult::Won(epoch) = backend.acquire(&lease("lease:a"), &holder("h"), HOUR).await?
+    else {
         bail!("the lease is held");
     };
     let fence = Fence { lease: lease("lease:a"), epoch };
-    let then = Then::PutAside {
+    let then = SettleAction::Reschedule {
         delays: later.clone(),
         to: orders.clone(),
-        due: Due::After(Duration::ZERO),
+        due: DueTime::After(Duration::ZERO),
         fields: one(),
     };
-    let entries = [Settlement::done(ids[0]), Settlement { id: ids[1], then }];
-    let settle = Settle {
+    let entries = [Settlement::ack(ids[0]), Settlement { id: ids[1], action: then }];
+    let settle = SettleBatch {
         stream: &orders,
         group: &workers,
         consumer: &ann,
@@ -53,13 +55,13 @@ async fn a_day_of_work(url: &str) -> Result<()> {
         entries: &entries,
     };
     assert_eq!(backend.settle(settle).await?.applied, 2);
-    assert!(backend.wait_due(&later, Duration::from_secs(1)).await?);
-    assert_eq!(backend.take_due(&later, 10).await?.len(), 1);
+    assert!(backend.wait_until_due(&later, Duration::from_secs(1)).await?);
+    assert_eq!(backend.promote_due(&later, 10).await?.len(), 1);
     assert_eq!(read_ids(&mut *reader, &orders).await?.len(), 1);
     assert_eq!(backend.stats(&orders).await?.map(|stats| stats.length), Some(3));
-    // A read that is given up, and one of another kind after it.
-    let given_up = reader.read(std::slice::from_ref(&orders), 1, Duration::from_secs(20));
-    assert!(tokio::time::timeout(Duration::from_millis(50), given_up).await.is_err());
+    // A dropped read, and a different one after it.
+    let dropped = reader.read(std::slice::from_ref(&orders), 1, Duration::from_secs(20));
+    assert!(tokio::time::timeout(Duration::from_millis(50), dropped).await.is_err());
     assert_eq!(reader.read(std::slice::from_ref(&orders), 2, Duration::ZERO).await?, []);
     reader.close().await?;
     backend.release(&holder("h"), &[fence]).await?;
@@ -70,15 +72,15 @@ async fn a_day_of_work(url: &str) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_day_of_work_goes_well_over_tls() -> Result<()> {
+async fn all_features_work_over_tls() -> Result<()> {
     let redis = Redis::builder().tls().start()?;
     let certificate = redis.ca_certificate().expect("it speaks TLS").display();
 
-    a_day_of_work(&format!("{}?ca={certificate}", redis.url())).await?;
+    assert_all_features_work(&format!("{}?ca={certificate}", redis.url())).await?;
 
-    // A server that nobody vouches for is no server.
-    let answer = open(&redis.url()).await.map(drop);
-    assert!(answer.is_err(), "{answer:?}");
+    // A server with an untrusted certificate is rejected.
+    let result = open(&redis.url()).await.map(drop);
+    assert!(result.is_err(), "{result:?}");
     Ok(())
 }
 
@@ -107,32 +109,32 @@ async fn many_callers_share_one_tls_connection() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_day_of_work_goes_well_for_a_user_without_dangerous_commands() -> Result<()> {
+async fn all_features_work_for_a_user_without_dangerous_commands() -> Result<()> {
     let redis =
         Redis::builder().user("worker", "secret", "~* &* +@all -@dangerous -@admin").start()?;
 
-    a_day_of_work(&redis.url()).await?;
+    assert_all_features_work(&redis.url()).await?;
 
     let backend = open(&redis.url()).await?;
     let description = backend.describe();
-    assert_eq!(description.version, None, "INFO is dangerous");
+    assert_eq!(description.version, None, "INFO is a dangerous command");
     assert!(!format!("{description:?}").contains("secret"), "{description:?}");
-    let fact = description.facts.iter().find(|(name, _)| *name == "waiting reads");
+    let fact = description.facts.iter().find(|(name, _)| *name == "blocking reads");
     assert!(fact.is_some_and(|(_, how)| how.contains("500 ms")), "{fact:?}");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_day_of_work_goes_well_in_another_database() -> Result<()> {
+async fn all_features_work_in_another_database() -> Result<()> {
     let redis = Redis::start()?;
-    a_day_of_work(&format!("{}7", redis.url())).await?;
+    assert_all_features_work(&format!("{}7", redis.url())).await?;
     let mut connection = redis.connect()?;
     assert_eq!(connection.command(&["DBSIZE"])?.int(), Some(0), "nothing in database 0");
     connection.command(&["SELECT", "7"])?.ok()?;
     assert_eq!(connection.command(&["TYPE", "orders"])?.text(), "stream");
 
-    let answer = open(&format!("{}99", redis.url())).await.map(drop);
-    let error = answer.expect_err("there is no such database").to_string();
+    let result = open(&format!("{}99", redis.url())).await.map(drop);
+    let error = result.expect_err("there is no such database").to_string();
     assert!(error.contains("database"), "{error}");
     Ok(())
 }
@@ -140,7 +142,7 @@ async fn a_day_of_work_goes_well_in_another_database() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wrong_password_is_denied_at_once() -> Result<()> {
     let redis = Redis::builder().password("secret").start()?;
-    a_day_of_work(&redis.url()).await?;
+    assert_all_features_work(&redis.url()).await?;
     for url in [
         format!("redis://{}/", redis.addr()),
         format!("redis://:hush@{}/", redis.addr()),
@@ -152,31 +154,31 @@ async fn a_wrong_password_is_denied_at_once() -> Result<()> {
                 assert!(!error.to_string().contains("hush"), "{error}");
             }
             Err(error) => bail!("{url}: {error}"),
-            Ok(_) => bail!("{url}: let in"),
+            Ok(_) => bail!("{url}: accepted"),
         }
-        assert!(start.elapsed() < BUSY);
+        assert!(start.elapsed() < SLACK);
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_call_that_the_user_may_not_make_is_denied() -> Result<()> {
+async fn a_call_without_permission_is_denied() -> Result<()> {
     let redis =
         Redis::builder().user("reader", "secret", "~allowed* +@read +@connection").start()?;
     let backend = open(&redis.url()).await?;
-    let answer = backend.append(&stream("allowed"), &[one()], &KEEP).await;
-    assert!(matches!(answer, Err(StreamError::Denied { .. })), "{answer:?}");
-    let answer = backend.range(&stream("other"), Range::first(1)).await;
-    assert!(matches!(answer, Err(StreamError::Denied { .. })), "{answer:?}");
+    let result = backend.append(&stream("allowed"), &[one()], &KEEP).await;
+    assert!(matches!(result, Err(StreamError::Denied { .. })), "{result:?}");
+    let result = backend.range(&stream("other"), Range::first(1)).await;
+    assert!(matches!(result, Err(StreamError::Denied { .. })), "{result:?}");
     assert_eq!(backend.range(&stream("allowed"), Range::first(1)).await?, []);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_a_cluster_or_not_is_refused_with_advice_when_taken_for_the_other() -> Result<()> {
+async fn a_url_of_the_wrong_topology_is_rejected_with_the_right_scheme() -> Result<()> {
     let redis = Redis::start()?;
     let url = format!("redis-cluster://{}", redis.addr());
-    let error = open(&url).await.map(drop).expect_err("it is no cluster").to_string();
+    let error = open(&url).await.map(drop).expect_err("it is not a cluster").to_string();
     assert!(error.contains("redis://"), "{error}");
 
     let url = Cluster::shared()?.nodes()[0].url();
@@ -186,7 +188,7 @@ async fn what_is_a_cluster_or_not_is_refused_with_advice_when_taken_for_the_othe
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn scripts_that_the_server_forgot_are_loaded_again() -> Result<()> {
+async fn scripts_are_loaded_again_after_a_script_flush() -> Result<()> {
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     for _ in 0..3 {
@@ -203,7 +205,7 @@ async fn scripts_that_the_server_forgot_are_loaded_again() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn after_a_flush_a_waiting_reader_creates_its_group_and_goes_on() -> Result<()> {
+async fn a_blocked_reader_recreates_its_group_after_a_flush() -> Result<()> {
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
@@ -223,12 +225,12 @@ async fn after_a_flush_a_waiting_reader_creates_its_group_and_goes_on() -> Resul
     assert_eq!(ids?, [id]);
     redis.command(&["FLUSHALL"])?.ok()?;
     let id = backend.append(&orders, &[one()], &KEEP).await?[0];
-    assert_eq!(read_ids(&mut *reader, &orders).await?, [id], "also when it did not wait");
+    assert_eq!(read_ids(&mut *reader, &orders).await?, [id], "also when it was not blocked");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_server_says_so_and_loses_nothing() -> Result<()> {
+async fn a_full_server_reports_full_and_loses_nothing() -> Result<()> {
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
@@ -236,24 +238,26 @@ async fn a_full_server_says_so_and_loses_nothing() -> Result<()> {
     backend.append(&orders, &vec![one(); 6], &KEEP).await?;
     let mut reader = backend.reader(&workers, &ann).await?;
     let ids = read_ids(&mut *reader, &orders).await?;
-    let due = [PutAside { to: dead.clone(), due: Due::After(Duration::ZERO), fields: one() }];
-    backend.put_aside(&later, &due).await?;
-    // Scripts are known already, so that it is the write that is refused.
+    let due =
+        [ScheduleRequest { to: dead.clone(), due: DueTime::After(Duration::ZERO), fields: one() }];
+    backend.schedule(&later, &due).await?;
+    // The scripts are already loaded, so that the write is what fails.
     let settle = async |entries: &[Settlement]| {
         let (stream, group, consumer) = (&orders, &workers, &ann);
-        backend.settle(Settle { stream, group, consumer, fence: None, entries }).await
+        backend.settle(SettleBatch { stream, group, consumer, fence: None, entries }).await
     };
-    let append = |id| Settlement { id, then: Then::Append { to: dead.clone(), fields: one() } };
-    let aside = |id| Settlement {
+    let append =
+        |id| Settlement { id, action: SettleAction::Append { to: dead.clone(), fields: one() } };
+    let reschedule = |id| Settlement {
         id,
-        then: Then::PutAside {
+        action: SettleAction::Reschedule {
             delays: later.clone(),
             to: orders.clone(),
-            due: Due::After(HOUR),
+            due: DueTime::After(HOUR),
             fields: one(),
         },
     };
-    assert_eq!(settle(&[append(ids[0]), aside(ids[1])]).await?.applied, 2);
+    assert_eq!(settle(&[append(ids[0]), reschedule(ids[1])]).await?.applied, 2);
 
     redis.command(&["CONFIG", "SET", "maxmemory", "1000"])?.ok()?;
     let full = |what: &str, error: StreamError| {
@@ -261,23 +265,23 @@ async fn a_full_server_says_so_and_loses_nothing() -> Result<()> {
     };
     full("append", backend.append(&orders, &[one()], &KEEP).await.unwrap_err());
     full("settle", settle(&[append(ids[2])]).await.unwrap_err());
-    full("settle", settle(&[aside(ids[3])]).await.unwrap_err());
-    full("put_aside", backend.put_aside(&later, &due).await.unwrap_err());
-    full("take_due", backend.take_due(&later, 10).await.unwrap_err());
-    let answer = backend.acquire(&lease("l"), &holder("h"), HOUR).await;
-    full("acquire", answer.unwrap_err());
-    assert_eq!(settle(&[Settlement::done(ids[4])]).await?.applied, 1);
+    full("settle", settle(&[reschedule(ids[3])]).await.unwrap_err());
+    full("schedule", backend.schedule(&later, &due).await.unwrap_err());
+    full("promote_due", backend.promote_due(&later, 10).await.unwrap_err());
+    let result = backend.acquire(&lease("l"), &holder("h"), HOUR).await;
+    full("acquire", result.unwrap_err());
+    assert_eq!(settle(&[Settlement::ack(ids[4])]).await?.applied, 1);
 
     redis.command(&["CONFIG", "SET", "maxmemory", "0"])?.ok()?;
-    assert_eq!(backend.delay_stats(&later).await?.waiting, 2, "what was put aside before");
-    let entries = [append(ids[2]), aside(ids[3]), Settlement::done(ids[5])];
+    assert_eq!(backend.delay_stats(&later).await?.waiting, 2, "entries scheduled before");
+    let entries = [append(ids[2]), reschedule(ids[3]), Settlement::ack(ids[5])];
     assert_eq!(settle(&entries).await?.applied, 3, "all were still pending");
-    assert_eq!(backend.take_due(&later, 10).await?.len(), 1);
+    assert_eq!(backend.promote_due(&later, 10).await?.len(), 1);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_bad_append_fails_alone() -> Result<()> {
+async fn an_append_to_a_wrong_type_does_not_affect_concurrent_appends() -> Result<()> {
     let redis = Redis::start()?;
     redis.command(&["SET", "foreign", "x"])?.ok()?;
     let backend = open(&redis.url()).await?;
@@ -294,48 +298,48 @@ async fn one_bad_append_fails_alone() -> Result<()> {
         match task.await? {
             ("foreign", Err(StreamError::WrongType { name })) => assert_eq!(name, "foreign"),
             ("orders", Ok(ids)) => assert_eq!(ids.len(), 2),
-            (name, answer) => bail!("{name}: {answer:?}"),
+            (name, result) => bail!("{name}: {result:?}"),
         }
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_foreign_value_under_a_derived_key_is_named_and_left_alone() -> Result<()> {
+async fn a_wrong_type_under_a_derived_key_is_named_and_not_changed() -> Result<()> {
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     let later = delays("later");
-    let due = [PutAside { to: stream("orders"), due: Due::After(HOUR), fields: one() }];
-    let foreign = |what: &str, key: &str, error: StreamError| match error {
+    let due = [ScheduleRequest { to: stream("orders"), due: DueTime::After(HOUR), fields: one() }];
+    let assert_wrong_type = |what: &str, key: &str, error: StreamError| match error {
         StreamError::WrongType { name } => assert_eq!(name, key, "{what}"),
         error => panic!("{what}: {error}"),
     };
     let key = "{later}:entries";
     redis.command(&["SET", key, "x"])?.ok()?;
-    foreign("put_aside", key, backend.put_aside(&later, &due).await.unwrap_err());
-    foreign("delete", key, backend.delete_delays(&later).await.unwrap_err());
+    assert_wrong_type("schedule", key, backend.schedule(&later, &due).await.unwrap_err());
+    assert_wrong_type("delete", key, backend.delete_delay_set(&later).await.unwrap_err());
     assert_eq!(redis.command(&["GET", key])?.text(), "x");
     redis.command(&["DEL", key])?.ok()?;
     let key = "once:{orders}:a";
     redis.command(&["SET", key, "x"])?.ok()?;
-    let once = ["b", "a"].map(|id| Once { id: id.to_owned(), fields: one() });
-    let answer = backend.append_once(&stream("orders"), &once, HOUR, &Retention::KEEP_ALL).await;
-    foreign("append_once", key, answer.unwrap_err());
-    let answer = backend.appended(&stream("orders"), &["a"]).await;
-    foreign("appended", key, answer.unwrap_err());
+    let once = ["b", "a"].map(|id| IdempotentEntry { id: id.to_owned(), fields: one() });
+    let result = backend.append_once(&stream("orders"), &once, HOUR, &Retention::KEEP_ALL).await;
+    assert_wrong_type("append_once", key, result.unwrap_err());
+    let result = backend.appended(&stream("orders"), &["a"]).await;
+    assert_wrong_type("appended", key, result.unwrap_err());
     assert_eq!(redis.command(&["EXISTS", "orders"])?.int(), Some(0), "no effect");
     redis.command(&["LPUSH", "{lease}:epoch", "x"])?.ok()?;
-    let answer = backend.acquire(&lease("lease"), &holder("ann"), HOUR).await;
-    foreign("acquire", "{lease}:epoch", answer.unwrap_err());
+    let result = backend.acquire(&lease("lease"), &holder("ann"), HOUR).await;
+    assert_wrong_type("acquire", "{lease}:epoch", result.unwrap_err());
     redis.command(&["LPUSH", "{mail}:a", "x"])?.ok()?;
-    let answer = backend.dedup_begin(&scope("mail"), &["b", "a"], HOUR).await;
-    foreign("begin", "{mail}:a", answer.unwrap_err());
+    let result = backend.dedup_begin(&scope("mail"), &["b", "a"], HOUR).await;
+    assert_wrong_type("begin", "{mail}:a", result.unwrap_err());
     assert_eq!(redis.command(&["EXISTS", "{mail}:b"])?.int(), Some(0), "no effect");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_of_a_foreign_program_has_no_epoch_and_fences_ours() -> Result<()> {
+async fn a_lease_of_another_program_has_no_epoch_and_fences_ours() -> Result<()> {
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     let name = lease("mutex:orders");
@@ -343,19 +347,19 @@ async fn a_lease_of_a_foreign_program_has_no_epoch_and_fences_ours() -> Result<(
 
     let info = backend.leases(std::slice::from_ref(&name)).await?.remove(0).expect("it is held");
     assert_eq!((info.holder.as_str(), info.epoch), ("other", Epoch(0)));
-    assert!(info.remaining > HOUR, "it does not end by itself");
+    assert!(info.remaining > HOUR, "it does not expire");
     assert!(matches!(
         backend.acquire(&name, &holder("ann"), HOUR).await?,
-        Acquire::Held { by, .. } if by.as_str() == "other"
+        AcquireResult::Held { by, .. } if by.as_str() == "other"
     ));
 
     redis.command(&["DEL", "mutex:orders"])?.ok()?;
-    let Acquire::Won(epoch) = backend.acquire(&name, &holder("ann"), HOUR).await? else {
+    let AcquireResult::Won(epoch) = backend.acquire(&name, &holder("ann"), HOUR).await? else {
         bail!("it is free");
     };
     redis.command(&["SET", "mutex:orders", "other"])?.ok()?;
     let fence = Fence { lease: name.clone(), epoch };
-    let settle = Settle {
+    let settle = SettleBatch {
         stream: &stream("orders"),
         group: &group("workers"),
         consumer: &consumer("ann"),
@@ -376,22 +380,23 @@ async fn watch_with(builder: RedisBuilder) -> Result<(Redis, WatchMode, String)>
         let ttl = Duration::from_millis(80);
         backend.acquire(&lease("lease:a"), &holder("ann"), ttl).await?;
         backend.acquire(&lease("other:a"), &holder("ann"), ttl).await?;
-        let expected = (Some("lease:a".to_owned()), HintKind::Expired);
-        assert_eq!(hint(&mut *watch).await?, expected);
+        let expected = (Some("lease:a".to_owned()), LeaseEventKind::Expired);
+        assert_eq!(next_event(&mut *watch).await?, expected);
     }
-    let Acquire::Won(epoch) = backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
+    let AcquireResult::Won(epoch) =
+        backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
     else {
         bail!("it is free");
     };
     backend.release(&holder("ann"), &[Fence { lease: lease("lease:b"), epoch }]).await?;
-    assert_eq!(hint(&mut *watch).await?, (Some("lease:b".to_owned()), HintKind::Released));
+    assert_eq!(next_event(&mut *watch).await?, (Some("lease:b".to_owned()), LeaseEventKind::Released));
     let flags = redis.command(&["CONFIG", "GET", "notify-keyspace-events"])?;
     let flags = flags.items().get(1).map(|flags| flags.text()).unwrap_or_default();
     Ok((redis, mode, flags))
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_flags_for_expiry_are_set_where_they_are_missing() -> Result<()> {
+async fn missing_notification_flags_are_set() -> Result<()> {
     let (_redis, mode, flags) = watch_with(Redis::builder()).await?;
     assert_eq!(mode, WatchMode::All);
     assert!(flags.contains('E') && flags.contains('x'), "{flags}");
@@ -399,7 +404,7 @@ async fn the_flags_for_expiry_are_set_where_they_are_missing() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn flags_that_suffice_are_left_alone() -> Result<()> {
+async fn sufficient_notification_flags_are_not_changed() -> Result<()> {
     for given in ["Ex", "AKE", "KEA"] {
         let (redis, mode, flags) = watch_with(Redis::builder().notify(given)).await?;
         assert_eq!(mode, WatchMode::All);
@@ -414,7 +419,7 @@ async fn flags_that_suffice_are_left_alone() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn foreign_flags_stay_when_ours_are_added() -> Result<()> {
+async fn existing_notification_flags_are_kept_when_ours_are_added() -> Result<()> {
     let (_redis, mode, flags) = watch_with(Redis::builder().notify("Kg")).await?;
     assert_eq!(mode, WatchMode::All);
     assert!("KgEx".chars().all(|flag| flags.contains(flag)), "{flags}");
@@ -422,7 +427,7 @@ async fn foreign_flags_stay_when_ours_are_added() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_forbids_its_settings_tells_of_releases_only() -> Result<()> {
+async fn without_permission_for_config_only_releases_are_reported() -> Result<()> {
     let builder = Redis::builder().user("worker", "secret", "~* &* +@all -config");
     let (_redis, mode, flags) = watch_with(builder).await?;
     assert!(matches!(mode, WatchMode::ReleasesOnly { reason } if reason.contains("NOPERM")));
@@ -431,12 +436,13 @@ async fn a_server_that_forbids_its_settings_tells_of_releases_only() -> Result<(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_without_channels_cannot_watch() -> Result<()> {
+async fn a_user_without_channel_permissions_cannot_watch() -> Result<()> {
     let redis = Redis::builder().user("worker", "secret", "~* resetchannels +@all").start()?;
     let backend = open(&redis.url()).await?;
-    let answer = backend.watch("lease:").await.map(drop);
-    assert!(matches!(answer, Err(StreamError::Denied { .. })), "{answer:?}");
-    let Acquire::Won(epoch) = backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
+    let result = backend.watch("lease:").await.map(drop);
+    assert!(matches!(result, Err(StreamError::Denied { .. })), "{result:?}");
+    let AcquireResult::Won(epoch) =
+        backend.acquire(&lease("lease:b"), &holder("ann"), HOUR).await?
     else {
         bail!("it is free");
     };
@@ -446,7 +452,7 @@ async fn a_user_without_channels_cannot_watch() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_watch_in_another_database_hears_only_of_its_own() -> Result<()> {
+async fn a_watch_receives_events_of_its_own_database_only() -> Result<()> {
     let redis = Redis::start()?;
     let here = open(&format!("{}3", redis.url())).await?;
     let there = open(&format!("{}4", redis.url())).await?;
@@ -454,8 +460,9 @@ async fn a_watch_in_another_database_hears_only_of_its_own() -> Result<()> {
     let ttl = Duration::from_millis(60);
     there.acquire(&lease("lease:there"), &holder("ann"), ttl).await?;
     here.acquire(&lease("lease:here"), &holder("ann"), ttl).await?;
-    assert_eq!(hint(&mut *watch).await?, (Some("lease:here".to_owned()), HintKind::Expired));
-    let Acquire::Won(epoch) = there.acquire(&lease("lease:x"), &holder("ann"), HOUR).await? else {
+    assert_eq!(next_event(&mut *watch).await?, (Some("lease:here".to_owned()), LeaseEventKind::Expired));
+    let AcquireResult::Won(epoch) = there.acquire(&lease("lease:x"), &holder("ann"), HOUR).await?
+    else {
         bail!("it is free");
     };
     there.release(&holder("ann"), &[Fence { lease: lease("lease:x"), epoch }]).await?;
@@ -465,7 +472,7 @@ async fn a_watch_in_another_database_hears_only_of_its_own() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_watch_whose_connection_broke_says_that_it_missed_something_and_goes_on() -> Result<()> {
+async fn a_watch_whose_connection_broke_reports_lagged_and_recovers() -> Result<()> {
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     let mut watch = backend.watch("lease:").await?;
@@ -473,33 +480,33 @@ async fn a_watch_whose_connection_broke_says_that_it_missed_something_and_goes_o
     redis.kill9()?;
     redis.restart()?;
 
-    assert_eq!(hint(&mut *watch).await?, (None, HintKind::Missed));
-    // Flags are gone with the server; the watch sets them again when it is back.
-    let heard = async {
+    assert_eq!(next_event(&mut *watch).await?, (None, LeaseEventKind::Lagged));
+    // The flags were lost with the server; the watch sets them again.
+    let expired = async {
         loop {
             let ttl = Duration::from_millis(60);
             backend.acquire(&lease("lease:a"), &holder("ann"), ttl).await?;
             let next = tokio::time::timeout(Duration::from_millis(400), watch.next()).await;
-            if let Ok(hint) = next
-                && hint.kind == HintKind::Expired
+            if let Ok(event) = next
+                && event.kind == LeaseEventKind::Expired
             {
                 return anyhow::Ok(());
             }
         }
     };
-    tokio::time::timeout(BUSY, heard).await??;
+    tokio::time::timeout(SLACK, expired).await??;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_watch_that_nobody_listens_to_keeps_a_bounded_number_of_hints() -> Result<()> {
+async fn a_watch_that_is_not_polled_keeps_a_bounded_number_of_events() -> Result<()> {
     let redis = Redis::builder().notify("Ex").start()?;
     let backend = open(&redis.url()).await?;
     let mut watch = backend.watch("lease:").await?;
     let names: Vec<_> = (0..3000).map(|number| lease(&format!("lease:{number}"))).collect();
     let mut fences = Vec::new();
     for name in &names {
-        let Acquire::Won(epoch) = backend.acquire(name, &holder("ann"), HOUR).await? else {
+        let AcquireResult::Won(epoch) = backend.acquire(name, &holder("ann"), HOUR).await? else {
             bail!("it is free");
         };
         fences.push(Fence { lease: name.clone(), epoch });
@@ -507,33 +514,33 @@ async fn a_watch_that_nobody_listens_to_keeps_a_bounded_number_of_hints() -> Res
     assert_eq!(backend.release(&holder("ann"), &fences).await?, 3000);
     tokio::time::sleep(Duration::from_secs(5)).await;
 
-    let (mut released, mut missed) = (0, 0);
-    while let Ok(hint) = tokio::time::timeout(Duration::from_secs(2), watch.next()).await {
-        match hint.kind {
-            HintKind::Released => released += 1,
-            HintKind::Missed => missed += 1,
-            HintKind::Expired => bail!("{hint:?}"),
+    let (mut released, mut lagged) = (0, 0);
+    while let Ok(event) = tokio::time::timeout(Duration::from_secs(2), watch.next()).await {
+        match event.kind {
+            LeaseEventKind::Released => released += 1,
+            LeaseEventKind::Lagged => lagged += 1,
+            LeaseEventKind::Expired => bail!("{event:?}"),
         }
     }
     assert!((1000..3000).contains(&released), "{released}");
-    assert_eq!(missed, 1);
+    assert_eq!(lagged, 1);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_read_given_up_at_any_moment_does_not_hold_up_the_next_one() -> Result<()> {
+async fn a_read_dropped_at_any_moment_does_not_delay_the_next_one() -> Result<()> {
     let redis = Redis::start()?;
     let backend = open(&redis.url()).await?;
     let (orders, other) = ([stream("orders")], [stream("other")]);
     let mut reader = backend.reader(&group("workers"), &consumer("ann")).await?;
     for round in 0..200_u64 {
-        let given_up = reader.read(&orders, 10, Duration::from_secs(50));
-        let _ = tokio::time::timeout(Duration::from_micros(round * 5), given_up).await;
+        let dropped = reader.read(&orders, 10, Duration::from_secs(50));
+        let _ = tokio::time::timeout(Duration::from_micros(round * 5), dropped).await;
         let start = std::time::Instant::now();
         assert_eq!(reader.read(&other, 10, Duration::ZERO).await?, []);
-        assert!(start.elapsed() < BUSY, "round {round}: {:?}", start.elapsed());
+        assert!(start.elapsed() < SLACK, "round {round}: {:?}", start.elapsed());
     }
     let id = backend.append(&orders[0], &[one()], &KEEP).await?[0];
-    assert_eq!(read_ids(&mut *reader, &orders[0]).await?, [id], "and nothing was delivered to it");
+    assert_eq!(read_ids(&mut *reader, &orders[0]).await?, [id], "the dropped reads delivered nothing");
     Ok(())
 }

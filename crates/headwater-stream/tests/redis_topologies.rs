@@ -1,7 +1,7 @@
-//! Sentinel and Cluster: the backend follows the primary, and stays in its slots.
+//! Sentinel and Cluster: the backend follows failovers and slot migrations, and checks slots.
 #![cfg(feature = "redis")]
 
-mod redis_steps;
+mod redis_support;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,19 +9,20 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use headwater_stream::{
-    Acquire, Backend, Due, EntryId, Epoch, Fence, Fields, GroupStart, HintKind, PutAside, Range,
-    Retention, Settle, Settlement, StreamError, StreamName, Then,
+    AcquireResult, Backend, DueTime, EntryId, Epoch, Fence, Fields, GroupStart, LeaseEventKind,
+    Range, Retention, ScheduleRequest, SettleAction, SettleBatch, Settlement, StreamError,
+    StreamName,
 };
 use headwater_testkit::{Cluster, Sentinel, wait_until};
 
-use crate::redis_steps::*;
+use crate::redis_support::*;
 
 const HOUR: Duration = Duration::from_secs(3600);
 const KEEP: Retention = Retention::KEEP_ALL;
-/// Longer than a sentinel that was starved for a moment keeps from acting, which is 30 s.
-const PATIENCE: Duration = Duration::from_secs(90);
+/// Longer than 30 s, the time that a sentinel stays passive after it was starved.
+const TIMEOUT: Duration = Duration::from_secs(90);
 
-/// Appends until it succeeds, as a careful caller does.
+/// Appends with retries.
 async fn append(
     backend: &Arc<dyn Backend>,
     stream: &StreamName,
@@ -38,10 +39,10 @@ async fn append(
             }
         }
     };
-    tokio::time::timeout(PATIENCE, appending).await?
+    tokio::time::timeout(TIMEOUT, appending).await?
 }
 
-/// Reads until this entry comes.
+/// Reads until this entry arrives.
 async fn read_until(
     reader: &mut dyn headwater_stream::GroupReader,
     streams: &[StreamName],
@@ -62,18 +63,18 @@ async fn read_until(
             }
         }
     };
-    tokio::time::timeout(PATIENCE, reading).await?
+    tokio::time::timeout(TIMEOUT, reading).await?
 }
 
 async fn won(backend: &Arc<dyn Backend>, name: &str) -> Result<Fence> {
     match backend.acquire(&lease(name), &holder("ann"), HOUR).await? {
-        Acquire::Won(epoch) => Ok(Fence { lease: lease(name), epoch }),
+        AcquireResult::Won(epoch) => Ok(Fence { lease: lease(name), epoch }),
         held => bail!("{held:?}"),
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn with_sentinel_everything_goes_on_at_the_new_primary() -> Result<()> {
+async fn calls_and_readers_continue_on_the_new_primary_after_a_sentinel_failover() -> Result<()> {
     let sentinel = Sentinel::start()?;
     let backend = open(&sentinel.url()).await?;
     let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
@@ -89,16 +90,16 @@ async fn with_sentinel_everything_goes_on_at_the_new_primary() -> Result<()> {
     append(&backend, &orders, &numbered(2)).await?;
     read_until(&mut *reader, std::slice::from_ref(&orders), &numbered(2)).await?;
     won(&backend, "lease:after").await?;
-    wait_until("every sentinel to know the new primary", PATIENCE, || {
+    wait_until("every sentinel to know the new primary", TIMEOUT, || {
         sentinel.current_primary().is_ok_and(|primary| primary == sentinel.replica().addr())
     })?;
-    let missed = tokio::time::timeout(PATIENCE, watch.next()).await?;
-    assert_eq!(missed.kind, HintKind::Missed);
+    let event = tokio::time::timeout(TIMEOUT, watch.next()).await?;
+    assert_eq!(event.kind, LeaseEventKind::Lagged);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_primary_that_sentinel_demoted_is_left_at_once() -> Result<()> {
+async fn calls_leave_a_demoted_primary_at_once() -> Result<()> {
     let sentinel = Sentinel::start()?;
     let backend = open(&sentinel.url()).await?;
     let (orders, workers, ann) = (stream("orders"), group("workers"), consumer("ann"));
@@ -107,7 +108,7 @@ async fn a_primary_that_sentinel_demoted_is_left_at_once() -> Result<()> {
 
     sentinel.sentinels()[0].command(&["SENTINEL", "FAILOVER", "mymaster"])?.ok()?;
 
-    // What reaches the old primary before it learns that it is none is lost: Redis replicates behind its replies.
+    // Writes that reach the old primary before it is demoted are lost: Redis replicates asynchronously.
     let old = sentinel.primary();
     let demoted = || old.command(&["ROLE"]).is_ok_and(|role| role.items()[0].text() == "slave");
     let mut number = 2;
@@ -119,14 +120,14 @@ async fn a_primary_that_sentinel_demoted_is_left_at_once() -> Result<()> {
     }
     append(&backend, &orders, &numbered(1000)).await?;
     read_until(&mut *reader, std::slice::from_ref(&orders), &numbered(1000)).await?;
-    wait_until("every sentinel to know the new primary", PATIENCE, || {
+    wait_until("every sentinel to know the new primary", TIMEOUT, || {
         sentinel.current_primary().is_ok_and(|primary| primary == sentinel.replica().addr())
     })?;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_service_that_sentinel_does_not_know_is_named() -> Result<()> {
+async fn an_unknown_sentinel_service_is_named_in_the_error() -> Result<()> {
     let sentinel = Sentinel::start()?;
     let url = sentinel.url().replace("/mymaster", "/other");
     let error = open(&url).await.map(drop).expect_err("there is no such service");
@@ -134,8 +135,8 @@ async fn a_service_that_sentinel_does_not_know_is_named() -> Result<()> {
     Ok(())
 }
 
-/// A stream for each primary, and which one it is on.
-fn a_stream_per_primary(cluster: &Cluster) -> Result<Vec<StreamName>> {
+/// One stream on each primary.
+fn one_stream_per_primary(cluster: &Cluster) -> Result<Vec<StreamName>> {
     let mut found = Vec::new();
     let mut ports = BTreeSet::new();
     for number in 0..1000 {
@@ -150,10 +151,10 @@ fn a_stream_per_primary(cluster: &Cluster) -> Result<Vec<StreamName>> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cluster_goes_on_when_a_primary_dies_while_it_is_read() -> Result<()> {
+async fn reads_and_appends_continue_when_a_cluster_primary_dies() -> Result<()> {
     let cluster = Cluster::start()?;
     let backend = open(&cluster.url()).await?;
-    let streams = a_stream_per_primary(&cluster)?;
+    let streams = one_stream_per_primary(&cluster)?;
     let mut reader = backend.reader(&group("workers"), &consumer("ann")).await?;
     for name in &streams {
         append(&backend, name, &numbered(1)).await?;
@@ -167,7 +168,7 @@ async fn a_cluster_goes_on_when_a_primary_dies_while_it_is_read() -> Result<()> 
         append(&backend, name, &numbered(number)).await?;
     }
     for number in (2..).take(streams.len()) {
-        // Each one by itself: which comes first is not said.
+        // A reader for each: the order across streams is undefined.
         let mut fresh = backend.reader(&group(&format!("g{number}")), &consumer("ann")).await?;
         read_until(&mut *fresh, &streams, &numbered(number)).await?;
     }
@@ -177,9 +178,9 @@ async fn a_cluster_goes_on_when_a_primary_dies_while_it_is_read() -> Result<()> 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cluster_is_opened_while_some_of_its_nodes_are_away() -> Result<()> {
+async fn a_cluster_can_be_opened_while_some_nodes_are_unreachable() -> Result<()> {
     let cluster = Cluster::start()?;
-    // Nobody answers for the first slot, which is nothing special.
+    // No node serves slot 0; opening must not depend on it.
     let (primary, replica) = (cluster.primary_of_slot(0)?, cluster.replica_of_slot(0)?);
     primary.kill9()?;
     replica.kill9()?;
@@ -191,10 +192,10 @@ async fn a_cluster_is_opened_while_some_of_its_nodes_are_away() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cluster_primary_that_stands_still_is_replaced() -> Result<()> {
+async fn calls_continue_when_a_paused_cluster_primary_is_replaced() -> Result<()> {
     let cluster = Cluster::start()?;
     let backend = open(&cluster.url()).await?;
-    let streams = a_stream_per_primary(&cluster)?;
+    let streams = one_stream_per_primary(&cluster)?;
     let slot = cluster.slot_of(streams[0].as_str())?;
     append(&backend, &streams[0], &numbered(1)).await?;
     let old = cluster.primary_of_slot(slot)?;
@@ -209,7 +210,7 @@ async fn a_cluster_primary_that_stands_still_is_replaced() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn expired_leases_are_heard_of_from_every_primary() -> Result<()> {
+async fn expired_leases_are_reported_by_every_primary() -> Result<()> {
     let cluster = Cluster::start()?;
     let backend = open(&cluster.url()).await?;
     let mut watch = backend.watch("lease:").await?;
@@ -217,29 +218,29 @@ async fn expired_leases_are_heard_of_from_every_primary() -> Result<()> {
     for name in &names {
         backend.acquire(&lease(name), &holder("ann"), Duration::from_millis(200)).await?;
     }
-    let mut heard = BTreeSet::new();
-    while heard != names {
-        let hint = tokio::time::timeout(PATIENCE, watch.next()).await?;
-        if hint.kind == HintKind::Expired {
-            heard.extend(hint.lease.map(|lease| lease.to_string()));
+    let mut expired = BTreeSet::new();
+    while expired != names {
+        let event = tokio::time::timeout(TIMEOUT, watch.next()).await?;
+        if event.kind == LeaseEventKind::Expired {
+            expired.extend(event.lease.map(|lease| lease.to_string()));
         }
     }
 
-    // A release is heard once, though every node passes it on.
+    // A release is reported once, though every node forwards it.
     let fence = won(&backend, "lease:x").await?;
     backend.release(&holder("ann"), &[fence]).await?;
-    let hint = tokio::time::timeout(PATIENCE, watch.next()).await?;
-    assert_eq!((hint.kind, hint.lease), (HintKind::Released, Some(lease("lease:x"))));
+    let event = tokio::time::timeout(TIMEOUT, watch.next()).await?;
+    assert_eq!((event.kind, event.lease), (LeaseEventKind::Released, Some(lease("lease:x"))));
     let quiet = tokio::time::timeout(Duration::from_millis(300), watch.next()).await;
     assert!(quiet.is_err(), "{quiet:?}");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_slot_that_moves_takes_callers_and_readers_along() -> Result<()> {
+async fn callers_and_readers_follow_a_slot_migration() -> Result<()> {
     let cluster = Cluster::start()?;
     let backend = open(&cluster.url()).await?;
-    let streams = a_stream_per_primary(&cluster)?;
+    let streams = one_stream_per_primary(&cluster)?;
     let name = streams[0].clone();
     let slot = cluster.slot_of(name.as_str())?;
     let from = cluster.primary_of_slot(slot)?;
@@ -259,7 +260,7 @@ async fn a_slot_that_moves_takes_callers_and_readers_along() -> Result<()> {
                 append(&backend, &name, &numbered(number)).await?;
                 tokio::time::sleep(Duration::from_millis(2)).await;
             }
-            // The last one comes when the slot has moved, however quick the others were.
+            // The last append waits until the slot has moved.
             moved.wait_for(|moved| *moved).await?;
             append(&backend, &name, &numbered(400)).await
         })
@@ -270,7 +271,7 @@ async fn a_slot_that_moves_takes_callers_and_readers_along() -> Result<()> {
     tokio::time::sleep(Duration::from_millis(100)).await;
     let port = to.port().to_string();
     from.command(&["MIGRATE", "127.0.0.1", &port, name.as_str(), "0", "5000"])?.ok()?;
-    // Now the old owner sends us on, once for every command.
+    // Now the old owner replies with ASK to every command.
     tokio::time::sleep(Duration::from_millis(200)).await;
     append(&backend, &name, &numbered(1000)).await?;
     read_until(&mut *reader, std::slice::from_ref(&name), &numbered(1000)).await?;
@@ -282,7 +283,7 @@ async fn a_slot_that_moves_takes_callers_and_readers_along() -> Result<()> {
     appender.await??;
     read_until(&mut *reader, std::slice::from_ref(&name), &numbered(400)).await?;
     let all = backend.range(&name, Range::first(1000)).await?;
-    assert_eq!(all.len(), 401, "nothing was lost, nothing came twice");
+    assert_eq!(all.len(), 401, "nothing was lost or duplicated");
     Ok(())
 }
 
@@ -297,49 +298,55 @@ async fn a_follow_up_in_another_slot_is_written_before_the_acknowledgement() -> 
     backend.append(&orders, &[one(), one()], &KEEP).await?;
     let mut reader = backend.reader(&workers, &ann).await?;
     let ids = read_ids(&mut *reader, &orders).await?;
-    let entry = |id| Settlement { id, then: Then::Append { to: dead.clone(), fields: one() } };
-    let entries = [entry(ids[0]), Settlement::done(ids[1])];
-    let settle =
-        Settle { stream: &orders, group: &workers, consumer: &ann, fence: None, entries: &entries };
+    let entry =
+        |id| Settlement { id, action: SettleAction::Append { to: dead.clone(), fields: one() } };
+    let entries = [entry(ids[0]), Settlement::ack(ids[1])];
+    let settle = SettleBatch {
+        stream: &orders,
+        group: &workers,
+        consumer: &ann,
+        fence: None,
+        entries: &entries,
+    };
 
     assert_eq!(backend.settle(settle).await?.applied, 2);
-    assert_eq!(backend.settle(settle).await?.stale, 2, "a second time changes nothing");
+    assert_eq!(backend.settle(settle).await?.stale, 2, "repeating it changes nothing");
     assert_eq!(backend.range(&dead, Range::first(10)).await?.len(), 1);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_must_share_a_slot_and_does_not_is_refused_with_advice() -> Result<()> {
+async fn keys_in_different_slots_are_rejected_with_advice() -> Result<()> {
     let cluster = Cluster::shared()?;
     let backend = open(&cluster.url()).await?;
     let name = headwater_testkit::unique("orders");
     let (orders, workers, ann) = (stream(&name), group("workers"), consumer("ann"));
     let elsewhere = format!("elsewhere:{name}");
-    let advice = |what: &str, error: StreamError| {
+    let assert_advice = |what: &str, error: StreamError| {
         assert!(matches!(error, StreamError::Invalid { .. }), "{what}: {error}");
         assert!(error.to_string().contains("hash tag"), "{what}: {error}");
     };
 
     let fence = Fence { lease: lease(&elsewhere), epoch: Epoch(1) };
-    let settle = Settle {
+    let settle = SettleBatch {
         stream: &orders,
         group: &workers,
         consumer: &ann,
         fence: Some(&fence),
         entries: &[],
     };
-    advice("a fence", backend.settle(settle).await.unwrap_err());
-    let then = Then::PutAside {
+    assert_advice("a fence", backend.settle(settle).await.unwrap_err());
+    let then = SettleAction::Reschedule {
         delays: delays(&elsewhere),
         to: orders.clone(),
-        due: Due::After(HOUR),
+        due: DueTime::After(HOUR),
         fields: one(),
     };
     let entries = [Settlement { id: EntryId::new(1, 1), then }];
-    let settle = Settle { fence: None, entries: &entries, ..settle };
-    advice("a delay set", backend.settle(settle).await.unwrap_err());
-    let items = [PutAside { to: orders.clone(), due: Due::After(HOUR), fields: one() }];
-    let answer = backend.put_aside(&delays(&elsewhere), &items).await;
-    advice("a target", answer.unwrap_err());
+    let settle = SettleBatch { fence: None, entries: &entries, ..settle };
+    assert_advice("a delay set", backend.settle(settle).await.unwrap_err());
+    let items = [ScheduleRequest { to: orders.clone(), due: DueTime::After(HOUR), fields: one() }];
+    let result = backend.schedule(&delays(&elsewhere), &items).await;
+    assert_advice("a target", result.unwrap_err());
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! How long it takes from an append until a blocked reader has the entry.
+//! Latency from an append until a blocked reader has the entry.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -9,25 +9,25 @@ use headwater_testkit::Redis;
 use headwater_testkit::bench::{Raw, Report, read_command};
 
 use crate::GROUP;
-use crate::ours::Ours;
+use crate::backend_ops::BackendOps;
 
 /// Long enough for a reader to block again after it got an entry.
 const PAUSE: Duration = Duration::from_micros(500);
 const BLOCK_MS: u64 = 10_000;
 
-/// Raw and ours take turns in blocks, woken by the same raw producer.
+/// The raw loop and the backend alternate in blocks, woken by the same raw producer.
 pub(crate) async fn compare(
     report: &mut Report,
-    ours: &Ours,
+    ops: &BackendOps,
     redis: &Redis,
     wake_ups: usize,
 ) -> Result<()> {
-    let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+    let (mut raw_times, mut times) = (Vec::new(), Vec::new());
     for block in 0..10 {
-        theirs.extend(raw_wake_ups(redis, &format!("raw-wake-{block}"), wake_ups / 10)?);
+        raw_times.extend(raw_wake_ups(redis, &format!("raw-wake-{block}"), wake_ups / 10)?);
         mine.extend(our_wake_ups(ours, redis, &format!("our-wake-{block}"), wake_ups / 10).await?);
     }
-    report.latency("wake-up of a blocked reader", Some(&theirs), &mine);
+    report.latency("wake-up of a blocked reader", Some(&raw_times), &times);
     Ok(())
 }
 
@@ -50,14 +50,14 @@ fn raw_wake_ups(redis: &Redis, key: &str, wake_ups: usize) -> Result<Vec<Duratio
 }
 
 async fn our_wake_ups(
-    ours: &Ours,
+    ops: &BackendOps,
     redis: &Redis,
     name: &str,
     wake_ups: usize,
 ) -> Result<Vec<Duration>> {
     let stream = StreamName::new(name)?;
-    ours.backend.ensure_group(&stream, &ours.group, GroupStart::Beginning).await?;
-    let mut reader = ours.backend.reader(&ours.group, ours.consumer()).await?;
+    ops.backend.ensure_group(&stream, &ops.group, GroupStart::Beginning).await?;
+    let mut reader = ops.backend.reader(&ops.group, ops.consumer()).await?;
     let mut producer = Raw::connect(redis.addr())?;
     let (woken, wakes) = mpsc::channel();
     let key = name.to_owned();
@@ -90,13 +90,13 @@ fn produce(
         .collect()
 }
 
-/// The embedded backend has no raw counterpart: the figure stands alone.
-pub(crate) async fn embedded(report: &mut Report, ours: &Ours, wake_ups: usize) -> Result<()> {
+/// The embedded backend has no raw counterpart to compare with.
+pub(crate) async fn embedded(report: &mut Report, ops: &BackendOps, wake_ups: usize) -> Result<()> {
     let stream = StreamName::new("wake")?;
-    ours.backend.ensure_group(&stream, &ours.group, GroupStart::Beginning).await?;
-    let mut reader = ours.backend.reader(&ours.group, ours.consumer()).await?;
+    ops.backend.ensure_group(&stream, &ops.group, GroupStart::Beginning).await?;
+    let mut reader = ops.backend.reader(&ops.group, ops.consumer()).await?;
     let (woken, mut wakes) = tokio::sync::mpsc::channel(1);
-    let (backend, to) = (ours.backend.clone(), stream.clone());
+    let (backend, to) = (ops.backend.clone(), stream.clone());
     let producer = tokio::spawn(async move {
         let one = [Fields::new([("payload", "x")])];
         let mut times = Vec::new();

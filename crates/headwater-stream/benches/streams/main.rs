@@ -1,32 +1,32 @@
-//! Measures every backend beside a raw pipelined RESP loop on the same server, in one run.
+//! Compares every backend with a raw pipelined RESP loop on the same server, in one run.
 //!
-//! Machines are noisy, so the figures that count are ratios: raw and ours take turns, round by round, and the median
-//! of what the rounds give is shown. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look.
+//! Machines are noisy, so the relevant figures are ratios: the raw loop and the backend alternate round by round, and the
+//! median of the rounds is reported. Run it with `cargo xtask bench`, or `cargo xtask bench -- --quick` for a first result.
 
 mod latency;
-mod ours;
+mod backend_ops;
 
 use anyhow::Result;
 use headwater_stream::{Options, connect};
 use headwater_testkit::bench::{Pipelines, Raw, Report, Request, command, median, timed};
 use headwater_testkit::{Persistence, Redis};
 
-use crate::ours::Ours;
+use crate::backend_ops::BackendOps;
 
 /// Bytes of the payload of every entry.
 pub(crate) const PAYLOAD_BYTES: usize = 256;
 /// Entries in one batched append, and in one pipeline of the raw loop.
 const APPEND_BATCH: usize = 100;
-/// Callers that append one entry each at the same time, and the pipeline they are compared with.
+/// Concurrent callers that append one entry each, and the pipeline size they are compared with.
 const CALLERS: usize = 64;
 /// Entries in one read and one settle.
 pub(crate) const READ_BATCH: usize = 256;
-/// The group of raw and our consumers.
+/// The consumer group.
 pub(crate) const GROUP: &str = "workers";
 /// A multiple of all batch sizes above.
 const BATCHES: usize = 6_400;
 
-/// How much to do. Entries come in multiples of every batch size.
+/// Amount of work. Entries are multiples of every batch size.
 #[derive(Clone, Copy)]
 struct Effort {
     rounds: usize,
@@ -68,27 +68,27 @@ async fn main() -> Result<()> {
 
     let redis = Redis::start()?;
     let directory = tempfile::tempdir()?;
-    let memory = Ours::new(connect("embedded:memory", &Options::default()).await?);
-    let on_redis = Ours::new(connect(&redis.url(), &Options::default()).await?);
+    let memory = BackendOps::new(connect("embedded:memory", &Options::default()).await?);
+    let on_redis = BackendOps::new(connect(&redis.url(), &Options::default()).await?);
 
-    report.heading("Redis without persistence: ours beside the raw loop (1.00 = raw)");
-    beside_raw(&mut report, &on_redis, &redis, effort, effort.entries).await?;
+    report.heading("Redis without persistence: the backend compared with the raw loop (1.00 = raw)");
+    compare_with_raw(&mut report, &on_redis, &redis, effort, effort.entries).await?;
     latency::compare(&mut report, &on_redis, &redis, effort.wake_ups).await?;
 
-    report.heading("embedded:memory beside Redis without persistence, both through us");
-    beside_redis(&mut report, &memory, &on_redis, effort, effort.entries).await?;
+    report.heading("embedded:memory compared with the Redis backend without persistence");
+    compare_with_redis(&mut report, &memory, &on_redis, effort, effort.entries).await?;
     latency::embedded(&mut report, &memory, effort.wake_ups).await?;
 
     for (sync, persistence) in
         [("interval", Persistence::EverySecond), ("always", Persistence::Always)]
     {
         let redis = Redis::builder().persistence(persistence).start()?;
-        let on_redis = Ours::new(connect(&redis.url(), &Options::default()).await?);
+        let on_redis = BackendOps::new(connect(&redis.url(), &Options::default()).await?);
         let url = format!("embedded:{}?sync={sync}", directory.path().join(sync).display());
-        let embedded = Ours::new(connect(&url, &Options::default()).await?);
-        report.heading(&format!("embedded sync={sync} beside Redis at the same durability"));
+        let embedded = BackendOps::new(connect(&url, &Options::default()).await?);
+        report.heading(&format!("embedded sync={sync} compared with the Redis backend at the same durability"));
         let entries = if sync == "always" { effort.durable_entries } else { effort.entries };
-        beside_redis(&mut report, &embedded, &on_redis, effort, entries).await?;
+        compare_with_redis(&mut report, &embedded, &on_redis, effort, entries).await?;
     }
 
     report.heading("cost per message as work grows (1.00 = the small case)");
@@ -97,58 +97,58 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-async fn beside_raw(
+async fn compare_with_raw(
     report: &mut Report,
-    ours: &Ours,
+    ops: &BackendOps,
     redis: &Redis,
     effort: Effort,
     entries: usize,
 ) -> Result<()> {
     let mut raw = Raw::connect(redis.addr())?;
-    let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+    let (mut raw_times, mut times) = (Vec::new(), Vec::new());
     for round in 0..effort.rounds {
         let key = format!("raw-batch-{round}");
         let pipelines = pipelines(&key, APPEND_BATCH);
-        theirs.push(timed(|| raw.append(&pipelines, entries))?);
+        raw_times.push(timed(|| raw.append(&pipelines, entries))?);
         let stream = format!("our-batch-{round}");
-        mine.push(ours.append_batches(&stream, entries, APPEND_BATCH).await?);
+        times.push(ops.append_batches(&stream, entries, APPEND_BATCH).await?);
         raw.delete(&[&key, &stream])?;
     }
-    report.throughput("append, batches of 100", entries, &theirs, &mine);
+    report.throughput("append, batches of 100", entries, &raw_times, &times);
 
-    let (mut theirs, mut mine, mut coalesced) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut raw_times, mut times, mut coalesced) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..effort.rounds {
         let key = format!("raw-callers-{round}");
         let pipelines = pipelines(&key, CALLERS);
-        theirs.push(timed(|| raw.append(&pipelines, entries))?);
+        raw_times.push(timed(|| raw.append(&pipelines, entries))?);
         let stream = format!("our-callers-{round}");
-        mine.push(ours.append_callers(&stream, entries, CALLERS).await?);
+        times.push(ops.append_callers(&stream, entries, CALLERS).await?);
         let shared = format!("our-coalesced-{round}");
-        coalesced.push(ours.append_coalesced(&shared, entries, CALLERS).await?);
+        coalesced.push(ops.append_coalesced(&shared, entries, CALLERS).await?);
         raw.delete(&[&key, &stream, &shared])?;
     }
-    report.throughput("append, 64 callers in flight", entries, &theirs, &mine);
-    report.throughput("append, 64 callers through a coalescer", entries, &theirs, &coalesced);
+    report.throughput("append, 64 callers in flight", entries, &raw_times, &times);
+    report.throughput("append, 64 callers through a coalescer", entries, &raw_times, &coalesced);
 
-    let (mut theirs, mut mine) = (Vec::new(), Vec::new());
+    let (mut raw_times, mut times) = (Vec::new(), Vec::new());
     for round in 0..effort.rounds {
         let key = format!("raw-consume-{round}");
         raw.append(&pipelines(&key, APPEND_BATCH), entries)?;
         raw.create_groups(&[&key], GROUP)?;
-        theirs.push(timed(|| raw.consume(&[&key], GROUP, READ_BATCH, entries))?);
+        raw_times.push(timed(|| raw.consume(&[&key], GROUP, READ_BATCH, entries))?);
         let stream = format!("our-consume-{round}");
         raw.append(&pipelines(&stream, APPEND_BATCH), entries)?;
-        mine.push(ours.consume(&stream, entries).await?);
+        times.push(ops.consume(&stream, entries).await?);
         raw.delete(&[&key, &stream])?;
     }
-    report.throughput("read + settle, batches of 256", entries, &theirs, &mine);
+    report.throughput("read + settle, batches of 256", entries, &raw_times, &times);
     Ok(())
 }
 
-async fn beside_redis(
+async fn compare_with_redis(
     report: &mut Report,
-    embedded: &Ours,
-    redis: &Ours,
+    embedded: &BackendOps,
+    redis: &BackendOps,
     effort: Effort,
     entries: usize,
 ) -> Result<()> {
@@ -158,33 +158,33 @@ async fn beside_redis(
             [(true, false, false), (false, true, false), (true, false, true)]
         {
             let stream = format!("equal-{round}-{batch}-{callers}-{consume}");
-            for (backend, is_redis) in [(redis, true), (embedded, false)] {
+            for (ops, is_redis) in [(redis, true), (embedded, false)] {
                 let mut took = if callers {
-                    backend.append_callers(&stream, entries, CALLERS).await?
+                    ops.append_callers(&stream, entries, CALLERS).await?
                 } else {
-                    backend.append_batches(&stream, entries, APPEND_BATCH).await?
+                    ops.append_batches(&stream, entries, APPEND_BATCH).await?
                 };
                 if consume {
-                    took = backend.consume(&stream, entries).await?;
+                    took = ops.consume(&stream, entries).await?;
                 }
-                backend.delete(&stream).await?;
+                ops.delete(&stream).await?;
                 let row = &mut rows[usize::from(callers) + 2 * usize::from(consume)];
                 if is_redis { row.0.push(took) } else { row.1.push(took) }
             }
         }
     }
-    for (name, (theirs, mine)) in
+    for (name, (raw_times, times)) in
         ["append, batches of 100", "append, 64 callers in flight", "read + settle, batches of 256"]
             .iter()
             .zip(&rows)
     {
-        report.throughput(name, entries, theirs, mine);
+        report.throughput(name, entries, raw_times, times);
     }
     Ok(())
 }
 
-/// The same work on a short and a long stream, with nothing and with much pending.
-async fn growth(report: &mut Report, backend: &str, ours: &Ours, effort: Effort) -> Result<()> {
+/// The same work on a short and a long stream, without and with many pending entries.
+async fn growth(report: &mut Report, backend: &str, ops: &BackendOps, effort: Effort) -> Result<()> {
     let few = effort.many / 100;
     let mut took = Vec::new();
     for (stream, entries, pending) in [
@@ -192,16 +192,16 @@ async fn growth(report: &mut Report, backend: &str, ours: &Ours, effort: Effort)
         ("long", effort.many, 0),
         ("pending", few + effort.pending, effort.pending),
     ] {
-        ours.append_batches(stream, entries, 1_000).await?;
-        ours.leave_pending(stream, pending).await?;
-        ours.skip_to_end(stream).await?;
+        ops.append_batches(stream, entries, 1_000).await?;
+        ops.leave_pending(stream, pending).await?;
+        ops.skip_to_end(stream).await?;
         took.push((stream, Vec::new(), Vec::new()));
     }
     let entries = effort.entries / 4;
     for _ in 0..effort.rounds {
         for (stream, appends, consumes) in &mut took {
-            appends.push(ours.append_batches(stream, entries, APPEND_BATCH).await?);
-            consumes.push(ours.consume(stream, entries).await?);
+            appends.push(ops.append_batches(stream, entries, APPEND_BATCH).await?);
+            consumes.push(ops.consume(stream, entries).await?);
         }
     }
     let (_, append, consume) = &took[0];
@@ -216,12 +216,12 @@ async fn growth(report: &mut Report, backend: &str, ours: &Ours, effort: Effort)
         report.cost(&format!("{backend}: read + settle, {size}"), consume, median(consumes));
     }
     for (stream, ..) in took {
-        ours.delete(stream).await?;
+        ops.delete(stream).await?;
     }
     Ok(())
 }
 
-/// Pipelines of appends to one stream, with entries like ours.
+/// Pipelines of appends to one stream, with the same entries.
 fn pipelines(key: &str, pipeline: usize) -> Pipelines {
     let payload = "x".repeat(PAYLOAD_BYTES);
     Pipelines::new(&[command(&["XADD", key, "*", "payload", &payload])], pipeline)

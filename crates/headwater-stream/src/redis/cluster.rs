@@ -1,7 +1,6 @@
-//! The nodes of a cluster and the slots they own.
+//! The nodes of a cluster and the slot map.
 //!
-//! Upstream: `servers`. Promises: a redirection is learned at once; a node that does not answer is passed over when the
-//! others are asked who owns what.
+//! Upstream: `client`. Promises: a redirection updates the map at once; a refresh skips nodes that do not answer.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -11,61 +10,61 @@ use tokio::time::{Instant, timeout_at};
 
 use super::command::Commands;
 use super::connection::ConnectError;
-use super::error::Failure;
+use super::error::ReplyError;
 use super::keys::SLOTS;
-use super::node::{Manners, Node, Target};
-use super::reply::{Replies, Value};
+use super::node::{ConnectionSettings, Node, NodeAddress};
+use super::reply::{RespReplies, RespValue};
 use super::url::Address;
 use crate::error::StreamError;
 
-/// How long one node may take to say who owns what before the next one is asked.
-pub(super) const ASK_MAX: Duration = Duration::from_secs(1);
-/// Callers that want to know at the same time share one answer for this long.
+/// Timeout of `CLUSTER SLOTS` on one node before the next node is asked.
+pub(super) const NODE_QUERY_TIMEOUT: Duration = Duration::from_secs(1);
+/// A refresh is skipped if the last one is younger than this: concurrent callers share it.
 const FRESH: Duration = Duration::from_millis(50);
-/// No node owns the slot.
-const NOBODY: u16 = u16::MAX;
+/// Marks a slot without a node.
+const UNASSIGNED: u16 = u16::MAX;
 
 /// The nodes of a cluster.
-pub(super) struct Cluster {
+pub(super) struct ClusterNodes {
     seeds: Vec<Address>,
-    manners: Manners,
+    settings: ConnectionSettings,
     map: Mutex<Arc<SlotMap>>,
-    /// When the map was last asked for.
-    asked: tokio::sync::Mutex<Option<Instant>>,
+    /// When the map was last refreshed.
+    refreshed: tokio::sync::Mutex<Option<Instant>>,
 }
 
-/// Who owns what.
+/// The primaries, and for each slot the index of its primary.
 #[derive(Clone)]
 struct SlotMap {
     primaries: Vec<Arc<Node>>,
     owners: Vec<u16>,
 }
 
-impl Cluster {
-    pub(super) fn new(seeds: Vec<Address>, manners: Manners) -> Self {
-        let map = SlotMap { primaries: Vec::new(), owners: vec![NOBODY; SLOTS] };
+impl ClusterNodes {
+    pub(super) fn new(seeds: Vec<Address>, settings: ConnectionSettings) -> Self {
+        let map = SlotMap { primaries: Vec::new(), owners: vec![UNASSIGNED; SLOTS] };
         Self {
             seeds,
-            manners,
+            settings,
             map: Mutex::new(Arc::new(map)),
-            asked: tokio::sync::Mutex::default(),
+            refreshed: tokio::sync::Mutex::default(),
         }
     }
 
-    /// The node that owns the slot, as far as is known.
-    pub(super) fn owner(&self, slot: u16) -> Option<Arc<Node>> {
+    /// The primary of the slot, if known.
+    pub(super) fn node_for_slot(&self, slot: u16) -> Option<Arc<Node>> {
         let map = self.lock();
         let owner = *map.owners.get(usize::from(slot))?;
         map.primaries.get(usize::from(owner)).cloned()
     }
 
-    /// All primaries, as far as is known.
+    /// All known primaries.
     pub(super) fn primaries(&self) -> Vec<Arc<Node>> {
         self.lock().primaries.clone()
     }
 
-    /// Learns that the slot belongs to another node from now on.
-    pub(super) fn moved(&self, slot: u16, address: &Address) {
+    /// Records a `MOVED` redirection.
+    pub(super) fn on_moved(&self, slot: u16, address: &Address) {
         let node = self.node(address);
         let mut current = self.lock();
         let mut map = SlotMap::clone(&current);
@@ -84,22 +83,24 @@ impl Cluster {
         *current = Arc::new(map);
     }
 
-    /// The node at this address: a known one, or a new one.
+    /// The known node at this address, or a new one.
     pub(super) fn node(&self, address: &Address) -> Arc<Node> {
         let known = self.lock().primaries.iter().find(|n| n.address() == Some(address)).cloned();
         known.unwrap_or_else(|| {
-            Arc::new(Node::new(Target::Fixed(address.clone()), self.manners.clone()))
+            Arc::new(Node::new(NodeAddress::Fixed(address.clone()), self.settings.clone()))
         })
     }
 
-    /// Asks the nodes who owns what, `suspect` last.
+    /// Refreshes the slot map from the first node that answers; `suspect` is asked last.
     pub(super) async fn refresh(
         &self,
         suspect: Option<&Address>,
         deadline: Instant,
     ) -> Result<(), ConnectError> {
-        let Ok(mut asked) = timeout_at(deadline, self.asked.lock()).await else { return Ok(()) };
-        if asked.is_some_and(|asked| asked.elapsed() < FRESH) {
+        let Ok(mut refreshed) = timeout_at(deadline, self.refreshed.lock()).await else {
+            return Ok(());
+        };
+        if refreshed.is_some_and(|at| at.elapsed() < FRESH) {
             return Ok(());
         }
         let mut nodes = self.primaries();
@@ -111,9 +112,10 @@ impl Cluster {
         nodes.sort_by_key(|node| node.address() == suspect);
         let mut last = None;
         for node in nodes {
-            match self.ask(&node, deadline.min(Instant::now() + ASK_MAX)).await {
+            match self.refresh_from(&node, deadline.min(Instant::now() + NODE_QUERY_TIMEOUT)).await
+            {
                 Ok(()) => {
-                    *asked = Some(Instant::now());
+                    *refreshed = Some(Instant::now());
                     return Ok(());
                 }
                 Err(error) => last = Some(error),
@@ -122,25 +124,26 @@ impl Cluster {
         last.map_or(Ok(()), Err)
     }
 
-    async fn ask(&self, node: &Arc<Node>, deadline: Instant) -> Result<(), ConnectError> {
+    async fn refresh_from(&self, node: &Arc<Node>, deadline: Instant) -> Result<(), ConnectError> {
         let Some(address) = node.address() else { return Ok(()) };
-        let question = Commands::one(&["CLUSTER", "SLOTS"]).pack();
-        let not_yet = |problem: String| ConnectError::NotYet { address: address.clone(), problem };
-        let replies = match node.send(&question.bytes, 1, deadline).await? {
+        let query = Commands::one(&["CLUSTER", "SLOTS"]).encode();
+        let not_ready =
+            |problem: String| ConnectError::NotReady { address: address.clone(), problem };
+        let replies = match node.send(&query.bytes, 1, deadline).await? {
             Ok(replies) => replies,
-            Err(broken) => return Err(not_yet(broken.to_string())),
+            Err(error) => return Err(not_ready(error.to_string())),
         };
-        let ranges = read(&replies, address).map_err(|failure| match failure {
-            Failure::Refused(refusal) if refusal.text().contains("cluster support disabled") => {
-                ConnectError::Refused(StreamError::invalid(
+        let ranges = read(&replies, address).map_err(|error| match error {
+            ReplyError::Server(error) if error.text().contains("cluster support disabled") => {
+                ConnectError::Fatal(StreamError::invalid(
                     "the stream URL",
-                    "this server is not part of a cluster; write redis://",
+                    "this server is not part of a cluster; use redis://",
                 ))
             }
-            failure => not_yet(failure.about("CLUSTER SLOTS").to_string()),
+            error => not_ready(error.into_stream_error("CLUSTER SLOTS").to_string()),
         })?;
         if ranges.is_empty() {
-            return Err(not_yet("it knows of no slots".to_owned()));
+            return Err(not_ready("no slots are assigned".to_owned()));
         }
         self.replace(ranges);
         Ok(())
@@ -148,7 +151,7 @@ impl Cluster {
 
     fn replace(&self, ranges: Vec<(u16, u16, Address)>) {
         let mut nodes: HashMap<Address, u16> = HashMap::new();
-        let mut map = SlotMap { primaries: Vec::new(), owners: vec![NOBODY; SLOTS] };
+        let mut map = SlotMap { primaries: Vec::new(), owners: vec![UNASSIGNED; SLOTS] };
         for (first, last, address) in ranges {
             let index = *nodes.entry(address).or_insert_with_key(|address| {
                 map.primaries.push(self.node(address));
@@ -166,15 +169,15 @@ impl Cluster {
     }
 }
 
-/// Reads the reply of `CLUSTER SLOTS`: ranges of slots and the primary of each.
-fn read(replies: &Replies, asked: &Address) -> Result<Vec<(u16, u16, Address)>, Failure> {
+/// Parses the reply of `CLUSTER SLOTS`: slot ranges and the primary of each.
+fn read(replies: &RespReplies, queried: &Address) -> Result<Vec<(u16, u16, Address)>, ReplyError> {
     let mut cursor = replies.cursor();
     let ranges = cursor.array()?;
     let slot = |number: u64| {
         u16::try_from(number)
             .ok()
             .filter(|slot| usize::from(*slot) < SLOTS)
-            .ok_or_else(|| Failure::shape(format!("{number} instead of a slot")))
+            .ok_or_else(|| ReplyError::unexpected(format!("expected a slot, got {number}")))
     };
     let mut found = Vec::new();
     for _ in 0..ranges {
@@ -182,14 +185,15 @@ fn read(replies: &Replies, asked: &Address) -> Result<Vec<(u16, u16, Address)>, 
         let (first, last) = (slot(cursor.count()?)?, slot(cursor.count()?)?);
         let details = cursor.array()?;
         let host = match cursor.value()? {
-            // The node does not know its own name; it is where we asked.
-            Value::Nil | Value::Text(b"" | b"?") => asked.host.clone(),
-            Value::Text(host) => String::from_utf8_lossy(host).into_owned(),
-            _ => return Err(Failure::shape("no host")),
+            // The node does not know its own host name: use the address of this connection.
+            RespValue::Nil | RespValue::Text(b"" | b"?") => queried.host.clone(),
+            RespValue::Text(host) => String::from_utf8_lossy(host).into_owned(),
+            _ => return Err(ReplyError::unexpected("expected a host")),
         };
-        let port = u16::try_from(cursor.count()?).map_err(|_| Failure::shape("no port"))?;
+        let port = u16::try_from(cursor.count()?)
+            .map_err(|_| ReplyError::unexpected("expected a port"))?;
         let rest = |values: usize, read: usize| {
-            values.checked_sub(read).ok_or_else(|| Failure::shape("too few values"))
+            values.checked_sub(read).ok_or_else(|| ReplyError::unexpected("too few values"))
         };
         cursor.skip(rest(details, 2)? + rest(values, 3)?)?;
         if first <= last {

@@ -1,6 +1,6 @@
-//! Commands on their way to a server, packed once in the task of the caller.
+//! Encodes commands as RESP, in the task of the caller.
 //!
-//! Upstream: every call of this backend. Downstream: `link` and `connection`, which only move the bytes.
+//! Upstream: every call of this backend. Downstream: `multiplexed` and `connection`, which send the bytes.
 
 use std::ops::Range;
 
@@ -8,21 +8,21 @@ use super::reply::Scanner;
 use super::scripts::Script;
 use crate::entry::{Digits, EntryId, Fields, put_count, put_text};
 
-/// Commands that travel together, in order, all of one slot.
+/// Commands of one slot that are sent together, in order.
 #[derive(Debug, Default)]
 pub(super) struct Commands {
     bytes: Vec<u8>,
-    /// How many commands are complete.
+    /// Number of complete commands.
     count: usize,
-    /// Which of them run a script.
+    /// The scripts, by index of their command.
     scripts: Vec<(usize, &'static Script)>,
-    /// How many arguments of the last command are still to come.
+    /// Number of missing arguments of the last command.
     missing: usize,
 }
 
-/// Commands that are ready to be sent, and sent again if the server refused them.
+/// Complete commands, ready to be sent and re-sent.
 #[derive(Debug)]
-pub(super) struct Packed {
+pub(super) struct EncodedCommands {
     pub(super) bytes: Vec<u8>,
     count: usize,
     scripts: Vec<(usize, &'static Script)>,
@@ -37,7 +37,7 @@ impl Commands {
         Self { bytes: Vec::with_capacity(bytes), ..Self::default() }
     }
 
-    /// One command whose words are all at hand.
+    /// One command with all its words.
     pub(super) fn one<W: AsRef<[u8]>>(words: &[W]) -> Self {
         let mut commands = Self::new();
         commands.add(words);
@@ -56,20 +56,20 @@ impl Commands {
         commands
     }
 
-    /// Adds a command whose words are all at hand.
+    /// Adds a command with all its words.
     pub(super) fn add<W: AsRef<[u8]>>(&mut self, words: &[W]) {
         self.begin(words.len());
         words.iter().for_each(|word| self.arg(word));
     }
 
-    /// Begins a command of this many words, its name included; they follow by `arg`.
+    /// Starts a command of this many words, including its name; `arg` adds them.
     pub(super) fn begin(&mut self, words: usize) {
-        debug_assert_eq!(self.missing, 0, "the command before is complete");
+        debug_assert_eq!(self.missing, 0, "the previous command is complete");
         put_count(&mut self.bytes, b'*', words);
         self.missing = words;
     }
 
-    /// Begins a script with all its keys; `args` arguments follow by `arg`.
+    /// Starts a script call with its keys; `arg` adds the `args` arguments.
     pub(super) fn script<K: AsRef<str>>(
         &mut self,
         script: &'static Script,
@@ -86,18 +86,18 @@ impl Commands {
 
     pub(super) fn arg(&mut self, bytes: impl AsRef<[u8]>) {
         put_text(&mut self.bytes, bytes.as_ref());
-        self.took(1);
+        self.added(1);
     }
 
     /// The names and values of an entry, as words.
     pub(super) fn arg_fields(&mut self, fields: &Fields) {
         fields.put_into(&mut self.bytes);
-        self.took(2 * fields.len());
+        self.added(2 * fields.len());
     }
 
-    fn took(&mut self, words: usize) {
-        debug_assert!(words <= self.missing, "no more words than announced");
-        // None are taken of a command that was complete before.
+    fn added(&mut self, words: usize) {
+        debug_assert!(words <= self.missing, "too many words for the command");
+        // An entry without fields adds no word: the command stays as it was.
         if words == 0 {
             return;
         }
@@ -107,24 +107,24 @@ impl Commands {
         }
     }
 
-    /// How many bytes there are so far: the place of what comes next.
+    /// Number of bytes so far: the position of the next command.
     pub(super) fn position(&self) -> usize {
         self.bytes.len()
     }
 
-    /// How many commands are complete.
+    /// Number of complete commands.
     pub(super) fn len(&self) -> usize {
         self.count
     }
 
-    /// The bytes from this place on.
+    /// The bytes from this position on.
     pub(super) fn bytes_from(&self, position: usize) -> &[u8] {
         &self.bytes[position..]
     }
 
-    /// Begins a command with the same bytes as an earlier one; `words` follow by `arg`.
+    /// Starts a command with a copy of these earlier bytes; `arg` adds `words` more words.
     pub(super) fn begin_like(&mut self, earlier: Range<usize>, words: usize) {
-        debug_assert_eq!(self.missing, 0, "the command before is complete");
+        debug_assert_eq!(self.missing, 0, "the previous command is complete");
         self.bytes.extend_from_within(earlier);
         self.missing = words;
     }
@@ -143,18 +143,18 @@ impl Commands {
         self.arg(&text[..ms.len() + 1 + seq.len()]);
     }
 
-    pub(super) fn pack(self) -> Packed {
+    pub(super) fn encode(self) -> EncodedCommands {
         debug_assert_eq!(self.missing, 0, "the last command is complete");
-        Packed { bytes: self.bytes, count: self.count, scripts: self.scripts }
+        EncodedCommands { bytes: self.bytes, count: self.count, scripts: self.scripts }
     }
 }
 
-impl Packed {
+impl EncodedCommands {
     pub(super) fn len(&self) -> usize {
         self.count
     }
 
-    /// The bytes of each command. They are looked for only here, for most commands are sent once and as one.
+    /// The bytes of each command. Computed on demand: only retries need them.
     pub(super) fn commands(&self) -> Vec<&[u8]> {
         let mut rest = self.bytes.as_slice();
         let mut scanner = Scanner::default();
@@ -168,7 +168,7 @@ impl Packed {
             .collect()
     }
 
-    /// The script that one command runs, if it does.
+    /// The script of a command, if it runs one.
     pub(super) fn script(&self, index: usize) -> Option<&'static Script> {
         self.scripts.iter().find(|(at, _)| *at == index).map(|(_, script)| *script)
     }
@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_is_an_array_of_counted_words() {
+    fn a_command_is_an_array_of_bulk_strings() {
         let mut commands = Commands::new();
         commands.add(&["GET", "a b"]);
         commands.begin(3);
@@ -187,10 +187,10 @@ mod tests {
         commands.arg_number(u64::MAX);
         commands.arg_id(EntryId::MAX);
 
-        let packed = commands.pack();
+        let encoded = commands.encode();
 
-        assert_eq!(packed.len(), 2);
-        let commands = packed.commands();
+        assert_eq!(encoded.len(), 2);
+        let commands = encoded.commands();
         assert_eq!(commands[0], b"*2\r\n$3\r\nGET\r\n$3\r\na b\r\n");
         let max = u64::MAX;
         let text = format!("*3\r\n$1\r\nX\r\n$20\r\n{max}\r\n$41\r\n{max}-{max}\r\n");
@@ -198,14 +198,14 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_written_as_the_server_reads_it() {
+    fn an_id_is_encoded_in_the_servers_format() {
         for id in [EntryId::MIN, EntryId::new(1_767_225_600_000, 7)] {
             let mut commands = Commands::new();
             commands.begin(1);
             commands.arg_id(id);
             let text = id.to_string();
             let expected = format!("*1\r\n${}\r\n{text}\r\n", text.len());
-            assert_eq!(commands.pack().bytes, expected.as_bytes());
+            assert_eq!(commands.encode().bytes, expected.as_bytes());
         }
     }
 }

@@ -1,7 +1,7 @@
-//! A connection for one caller at a time: for reads that wait, for subscriptions, and to set up a shared link.
+//! A connection for one caller at a time: for blocking reads, for pub/sub, and to set up a multiplexed connection.
 //!
-//! It has no task of its own: whoever waits for the reply moves the bytes, so a wake-up costs no detour.
-//! Promises: dropping a future of this type loses nothing; the next `finish` goes on where it stopped.
+//! It has no task: the caller that waits for the reply does the I/O, so a wake-up needs no task switch.
+//! Promises: cancel-safe; after a dropped future, the next `finish` continues where it stopped.
 
 use std::io;
 use std::task::{Context, Poll, ready};
@@ -9,62 +9,62 @@ use std::time::Duration;
 
 use tokio::time::{Instant, timeout_at};
 
-use super::command::{Commands, Packed};
-use super::error::{Failure, Refusal};
-use super::reply::{Replies, Scanner, Value};
-use super::url::{Access, Address};
-use super::wire::{Tls, Wire};
+use super::command::{Commands, EncodedCommands};
+use super::error::{ReplyError, ServerError};
+use super::reply::{RespReplies, RespValue, Scanner};
+use super::transport::{TlsConfig, Transport};
+use super::url::{Address, ConnectionParams};
 use crate::error::StreamError;
 
-/// The longest a single attempt to connect may take, so that another server can be tried within the deadline.
+/// Timeout of one connection attempt, so that another server can be tried within the deadline.
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 
-/// A connection that answers one request after the other.
+/// A connection with at most one request in flight.
 pub(super) struct Connection {
-    wire: Wire,
+    transport: Transport,
     scanner: Scanner,
     outstanding: bool,
     address: Address,
-    /// The number by which the server knows this connection, if it told.
+    /// The server's id of this connection (`CLIENT ID`), if it was returned.
     id: Option<u64>,
 }
 
-/// Why there is no connection. Nothing was sent that could have had an effect.
+/// Why there is no connection. No command with an effect was sent.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectError {
-    /// Trying again may help.
+    /// The server cannot be reached. Transient.
     #[error("cannot connect to {address}: {error}")]
     Unreachable { address: Address, error: io::Error },
-    /// The server answered, and refuses us for now.
-    #[error("{address} refuses connections for now: {problem}")]
-    NotYet { address: Address, problem: String },
-    /// No node of the cluster owns the slot now.
+    /// The server answered that it is not ready. Transient.
+    #[error("{address} is not ready: {problem}")]
+    NotReady { address: Address, problem: String },
+    /// No node of the cluster serves the slot. Transient.
     #[error("no node of the cluster serves slot {slot}")]
-    Nobody { slot: u16 },
-    /// Trying again is of no use.
+    SlotUnassigned { slot: u16 },
+    /// Retrying will not help.
     #[error("{0}")]
-    Refused(StreamError),
+    Fatal(StreamError),
 }
 
 impl Connection {
-    /// Connects and introduces itself.
+    /// Connects, authenticates and selects the database.
     pub(super) async fn open(
         address: &Address,
-        access: &Access,
-        tls: &Tls,
+        params: &ConnectionParams,
+        tls: &TlsConfig,
         deadline: Instant,
     ) -> Result<Self, ConnectError> {
         let deadline = deadline.min(Instant::now() + CONNECT_MAX);
         let opening = async {
-            let wire = Wire::connect(address, tls).await?;
+            let transport = Transport::connect(address, tls).await?;
             let mut connection = Self {
-                wire,
+                transport,
                 scanner: Scanner::default(),
                 outstanding: false,
                 address: address.clone(),
                 id: None,
             };
-            let replies = connection.ask(&greeting(access)).await?;
+            let replies = connection.request(&handshake(params)).await?;
             Ok((connection, replies))
         };
         let (mut connection, replies) = match timeout_at(deadline, opening).await {
@@ -72,7 +72,7 @@ impl Connection {
             Ok(Err(error)) => return Err(unreachable(address, error)),
             Err(_) => return Err(unreachable(address, io::ErrorKind::TimedOut.into())),
         };
-        connection.id = read_greeting(&replies, access, address)?;
+        connection.id = read_handshake(&replies, params, address)?;
         Ok(connection)
     }
 
@@ -80,121 +80,121 @@ impl Connection {
         &self.address
     }
 
-    /// The number by which the server knows this connection.
+    /// The server's id of this connection.
     pub(super) fn id(&self) -> Option<u64> {
         self.id
     }
 
-    /// Puts a request on its way; `finish` sends it and takes the replies.
+    /// Starts a request; `finish` sends it and returns the replies.
     pub(super) fn start(&mut self, bytes: &[u8], replies: usize) {
         debug_assert!(!self.outstanding, "one request at a time");
-        self.wire.outbox.extend_from_slice(bytes);
+        self.transport.write_buffer.extend_from_slice(bytes);
         self.scanner.begin(replies);
         self.outstanding = true;
     }
 
-    /// Sends bytes whose reply comes among those that are awaited already.
+    /// Sends further bytes whose reply is part of those already expected.
     pub(super) fn push(&mut self, bytes: &[u8]) {
-        self.wire.outbox.extend_from_slice(bytes);
+        self.transport.write_buffer.extend_from_slice(bytes);
     }
 
-    /// Moves bytes until the replies are complete. After an error the connection is of no use any more.
-    pub(super) fn poll_finish(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Replies>> {
-        if self.wire.poll_write(cx)?.is_pending() {
-            // Replies may come while we still write; they wait for us in the system's buffer.
+    /// Does I/O until the replies are complete. After an error the connection is unusable.
+    pub(super) fn poll_finish(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<RespReplies>> {
+        if self.transport.poll_write(cx)?.is_pending() {
+            // Replies that arrive while writing stay in the socket buffer.
             return Poll::Pending;
         }
         loop {
-            let found = self.scanner.scan(&self.wire.inbox).map_err(io::Error::other)?;
+            let found = self.scanner.scan(&self.transport.read_buffer).map_err(io::Error::other)?;
             if let Some(length) = found {
                 self.outstanding = false;
-                let bytes = self.wire.take(length);
-                return Poll::Ready(Ok(Replies::new(bytes, self.scanner.refusals())));
+                let bytes = self.transport.take(length);
+                return Poll::Ready(Ok(RespReplies::new(bytes, self.scanner.has_errors())));
             }
-            ready!(self.wire.poll_read(cx, self.scanner.wanted()))?;
+            ready!(self.transport.poll_read(cx, self.scanner.wanted()))?;
         }
     }
 
-    /// Waits for the replies to what was started. Cancel-safe.
-    pub(super) async fn finish(&mut self) -> io::Result<Replies> {
+    /// Waits for the replies to the started request. Cancel-safe.
+    pub(super) async fn finish(&mut self) -> io::Result<RespReplies> {
         std::future::poll_fn(|cx| self.poll_finish(cx)).await
     }
 
     /// Sends commands and waits for their replies.
-    pub(super) async fn ask(&mut self, packed: &Packed) -> io::Result<Replies> {
-        self.start(&packed.bytes, packed.len());
+    pub(super) async fn request(&mut self, encoded: &EncodedCommands) -> io::Result<RespReplies> {
+        self.start(&encoded.bytes, encoded.len());
         self.finish().await
     }
 
-    /// The bytes below, for a link that serves many callers.
-    pub(super) fn into_wire(self) -> Wire {
-        self.wire
+    /// The transport, for a multiplexed connection.
+    pub(super) fn into_transport(self) -> Transport {
+        self.transport
     }
 }
 
-fn greeting(access: &Access) -> Packed {
+fn handshake(params: &ConnectionParams) -> EncodedCommands {
     let mut commands = Commands::new();
-    match (&access.user, &access.password) {
+    match (&params.user, &params.password) {
         (Some(user), Some(password)) => commands.add(&["AUTH", user, password]),
         (None, Some(password)) => commands.add(&["AUTH", password]),
         (_, None) => {}
     }
-    if access.database != 0 {
-        commands.add(&["SELECT", &access.database.to_string()]);
+    if params.database != 0 {
+        commands.add(&["SELECT", &params.database.to_string()]);
     }
     commands.add(&["CLIENT", "SETNAME", "headwater"]);
     commands.add(&["CLIENT", "ID"]);
-    commands.pack()
+    commands.encode()
 }
 
-/// What the server says to our greeting: the number of this connection, if it may be known.
-fn read_greeting(
-    replies: &Replies,
-    access: &Access,
+/// Checks the replies to the handshake. Returns the id of the connection, if the server returned it.
+fn read_handshake(
+    replies: &RespReplies,
+    params: &ConnectionParams,
     address: &Address,
 ) -> Result<Option<u64>, ConnectError> {
     let mut cursor = replies.cursor();
-    let mut must = |problem: fn(&Refusal) -> StreamError| match cursor.value() {
-        Ok(Value::Error(text)) => Err(refused(&Refusal::new(text), problem, address)),
+    let mut require = |map: fn(&ServerError) -> StreamError| match cursor.value() {
+        Ok(RespValue::Error(text)) => Err(rejected(&ServerError::new(text), map, address)),
         Ok(_) => Ok(()),
-        Err(failure) => Err(ConnectError::Refused(failure.about(address.to_string()))),
+        Err(error) => Err(ConnectError::Fatal(error.into_stream_error(address.to_string()))),
     };
-    if access.password.is_some() {
-        must(|refusal| StreamError::Denied { problem: refusal.to_string() })?;
+    if params.password.is_some() {
+        require(|error| StreamError::Denied { problem: error.to_string() })?;
     }
-    if access.database != 0 {
-        must(|refusal| StreamError::invalid("the database", refusal.text()))?;
+    if params.database != 0 {
+        require(|error| StreamError::invalid("the database", error.text()))?;
     }
-    // The name is a courtesy to whoever looks at the server's clients.
+    // The name only helps operators who run CLIENT LIST; an error is ignored.
     let named = cursor.value();
     match (named, cursor.value()) {
-        (Ok(Value::Error(text)), _) if text.starts_with(b"NOAUTH") => Err(refused(
-            &Refusal::new(text),
-            |refusal| StreamError::Denied { problem: refusal.to_string() },
+        (Ok(RespValue::Error(text)), _) if text.starts_with(b"NOAUTH") => Err(rejected(
+            &ServerError::new(text),
+            |error| StreamError::Denied { problem: error.to_string() },
             address,
         )),
-        (_, Ok(Value::Number(id))) => Ok(u64::try_from(id).ok()),
+        (_, Ok(RespValue::Number(id))) => Ok(u64::try_from(id).ok()),
         (_, Ok(_)) => Ok(None),
-        (_, Err(Failure::Shape(problem))) => {
-            Err(ConnectError::Refused(StreamError::Protocol { problem }))
+        (_, Err(ReplyError::Unexpected(problem))) => {
+            Err(ConnectError::Fatal(StreamError::Protocol { problem }))
         }
-        (_, Err(Failure::Refused(_))) => Ok(None),
+        (_, Err(ReplyError::Server(_))) => Ok(None),
     }
 }
 
-fn refused(
-    refusal: &Refusal,
-    problem: fn(&Refusal) -> StreamError,
+fn rejected(
+    error: &ServerError,
+    map: fn(&ServerError) -> StreamError,
     address: &Address,
 ) -> ConnectError {
-    match refusal.code() {
+    match error.code() {
         "LOADING" | "MASTERDOWN" | "BUSY" => {
-            ConnectError::NotYet { address: address.clone(), problem: refusal.to_string() }
+            ConnectError::NotReady { address: address.clone(), problem: error.to_string() }
         }
-        _ if refusal.text().contains("max number of clients") => {
-            ConnectError::NotYet { address: address.clone(), problem: refusal.to_string() }
+        _ if error.text().contains("max number of clients") => {
+            ConnectError::NotReady { address: address.clone(), problem: error.to_string() }
         }
-        _ => ConnectError::Refused(problem(refusal)),
+        _ => ConnectError::Fatal(map(error)),
     }
 }
 

@@ -1,4 +1,4 @@
-//! De-duplication on Redis: a string per id that expires. `b` is begun, `d` and a value is done.
+//! De-duplication on Redis: one string with expiry per id. `b` is in progress, `d` followed by a value is done.
 
 use std::time::Duration;
 
@@ -6,16 +6,16 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::RedisBackend;
+use super::client::Idempotency;
 use super::command::Commands;
-use super::error::Failure;
+use super::error::ReplyError;
 use super::reply::Cursor;
-use super::servers::Effect;
 use super::streams::{list, millis};
 use super::{keys, scripts};
-use crate::check;
-use crate::dedup::{Begin, Dedup};
+use crate::dedup::{Dedup, DedupStatus};
 use crate::error::Result;
 use crate::name::DedupScope;
+use crate::validate;
 
 #[async_trait]
 impl Dedup for RedisBackend {
@@ -24,13 +24,13 @@ impl Dedup for RedisBackend {
         scope: &DedupScope,
         ids: &[&str],
         hold: Duration,
-    ) -> Result<Vec<Begin>> {
-        check::dedup(ids.iter().map(|id| (*id, &b""[..])), Some(hold))?;
+    ) -> Result<Vec<DedupStatus>> {
+        validate::dedup(ids.iter().map(|id| (*id, &b""[..])), Some(hold))?;
         let keys: Vec<String> = ids.iter().map(|id| keys::dedup(scope, id)).collect();
-        let commands = Commands::run(&scripts::BEGIN, &keys, &[millis(hold).to_string()]);
-        // Begun twice, an id would be busy for ourselves.
-        let replies = self.call(scope, commands, Effect::Once).await?;
-        list(&replies, read_mark).map_err(|failure| failure.about(scope))
+        let commands = Commands::run(&scripts::DEDUP_BEGIN, &keys, &[millis(hold).to_string()]);
+        // Re-sent, the ids would be in progress for this caller itself.
+        let replies = self.call(scope, commands, Idempotency::AtMostOnce).await?;
+        list(&replies, read_status).map_err(|error| error.into_stream_error(scope))
     }
 
     async fn dedup_finish(
@@ -39,30 +39,30 @@ impl Dedup for RedisBackend {
         done: &[(&str, Bytes)],
         keep: Duration,
     ) -> Result<()> {
-        check::dedup(done.iter().map(|(id, value)| (*id, &value[..])), Some(keep))?;
+        validate::dedup(done.iter().map(|(id, value)| (*id, &value[..])), Some(keep))?;
         let keys: Vec<String> = done.iter().map(|(id, _)| keys::dedup(scope, id)).collect();
         let mut commands = Commands::new();
-        commands.script(&scripts::FINISH, &keys, 1 + done.len());
+        commands.script(&scripts::DEDUP_FINISH, &keys, 1 + done.len());
         commands.arg_number(millis(keep));
         done.iter().for_each(|(_, value)| commands.arg(value));
-        let replies = self.call(scope, commands, Effect::Repeatable).await?;
-        replies.cursor().number().map(|_| ()).map_err(|failure| failure.about(scope))
+        let replies = self.call(scope, commands, Idempotency::Idempotent).await?;
+        replies.cursor().number().map(|_| ()).map_err(|error| error.into_stream_error(scope))
     }
 
     async fn dedup_abandon(&self, scope: &DedupScope, ids: &[&str]) -> Result<()> {
-        check::dedup(ids.iter().map(|id| (*id, &b""[..])), None)?;
+        validate::dedup(ids.iter().map(|id| (*id, &b""[..])), None)?;
         let keys: Vec<String> = ids.iter().map(|id| keys::dedup(scope, id)).collect();
-        let commands = Commands::run(&scripts::ABANDON, &keys, &[""; 0]);
-        let replies = self.call(scope, commands, Effect::Repeatable).await?;
-        replies.cursor().number().map(|_| ()).map_err(|failure| failure.about(scope))
+        let commands = Commands::run(&scripts::DEDUP_ABANDON, &keys, &[""; 0]);
+        let replies = self.call(scope, commands, Idempotency::Idempotent).await?;
+        replies.cursor().number().map(|_| ()).map_err(|error| error.into_stream_error(scope))
     }
 }
 
-fn read_mark(cursor: &mut Cursor<'_>) -> Result<Begin, Failure> {
+fn read_status(cursor: &mut Cursor<'_>) -> Result<DedupStatus, ReplyError> {
     match cursor.text()? {
-        b"f" => Ok(Begin::Fresh),
-        b"b" => Ok(Begin::Busy),
-        [b'd', value @ ..] => Ok(Begin::Done(Bytes::copy_from_slice(value))),
-        _ => Err(Failure::shape("a mark that is not one of ours")),
+        b"f" => Ok(DedupStatus::New),
+        b"b" => Ok(DedupStatus::InProgress),
+        [b'd', value @ ..] => Ok(DedupStatus::Done(Bytes::copy_from_slice(value))),
+        _ => Err(ReplyError::unexpected("invalid de-duplication value")),
     }
 }

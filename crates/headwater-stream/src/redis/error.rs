@@ -1,48 +1,48 @@
-//! What a server refuses, and what that means to the caller.
+//! Error replies of a server, and how they map to retries and to [`StreamError`].
 
 use std::fmt;
 
 use crate::error::StreamError;
 
-/// An error reply: `CODE and what the server says`.
+/// An error reply: `CODE message`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Refusal {
+pub(super) struct ServerError {
     code: String,
     text: String,
 }
 
-/// What to do about a refused command. In every case but the last, the server did nothing.
+/// How to retry a command that the server rejected. In every case but `Fail`, the command had no effect.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Remedy {
+pub(super) enum RetryAction {
     /// Send it to this server from now on.
     Moved { address: String },
-    /// Send it to this server, this once.
+    /// Send it to this server once.
     Ask { address: String },
-    /// Load the script and send it again.
+    /// Load the script and re-send it.
     LoadScript,
-    /// Look for the primary, then send it again.
+    /// Find the new primary and re-send it.
     FindPrimary,
-    /// Send it again a little later.
+    /// Re-send it after a pause.
     Wait,
-    /// It stays refused.
-    None,
+    /// Do not retry.
+    Fail,
 }
 
-/// Why an answer is none.
+/// Why a reply could not be used.
 #[derive(Debug)]
-pub(super) enum Failure {
-    /// The server refused the command.
-    Refused(Refusal),
-    /// The server answered something else than it should.
-    Shape(String),
+pub(super) enum ReplyError {
+    /// The server replied with an error.
+    Server(ServerError),
+    /// The reply has an unexpected type or value.
+    Unexpected(String),
 }
 
-/// What our scripts answer when a key holds a foreign value; the key follows.
+/// Error code of our scripts for a key that holds a value of another type; the key follows.
 const CODE_WRONG_TYPE: &str = "HWTYPE";
-/// What our scripts answer when the presented lease is not current.
+/// Error code of our scripts for a stale lease.
 const CODE_FENCED: &str = "HWFENCED";
 
-/// Codes that a script of an old server wraps into its own error.
+/// Codes that servers before Redis 7 wrap into a script error.
 const WRAPPED_CODES: [&str; 9] = [
     "WRONGTYPE",
     "NOGROUP",
@@ -55,7 +55,7 @@ const WRAPPED_CODES: [&str; 9] = [
     "CLUSTERDOWN",
 ];
 
-impl Refusal {
+impl ServerError {
     pub(super) fn new(line: &[u8]) -> Self {
         let line = String::from_utf8_lossy(line);
         // Before Redis 7 an error inside a script reads `ERR Error running script (…): @user_script:1: OOM …`.
@@ -87,32 +87,32 @@ impl Refusal {
         self.code == CODE_FENCED
     }
 
-    /// Whether the server says that there is no such stream.
+    /// Whether the stream does not exist.
     pub(super) fn is_no_key(&self) -> bool {
         self.code == "ERR"
             && (self.text.starts_with("no such key")
                 || self.text.contains("requires the key to exist"))
     }
 
-    /// Whether the server took a waiting client off its key: the key or the server's role changed.
+    /// Whether the server ended a blocking read because the key or the server's role changed.
     pub(super) fn is_unblocked(&self) -> bool {
         self.code == "UNBLOCKED"
     }
 
-    pub(super) fn remedy(&self) -> Remedy {
+    pub(super) fn retry_action(&self) -> RetryAction {
         let address = || self.text.split(' ').nth(1).unwrap_or_default().to_owned();
         match self.code.as_str() {
-            "MOVED" => Remedy::Moved { address: address() },
-            "ASK" => Remedy::Ask { address: address() },
-            "NOSCRIPT" => Remedy::LoadScript,
-            "READONLY" => Remedy::FindPrimary,
-            "LOADING" | "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN" | "BUSY" => Remedy::Wait,
-            _ => Remedy::None,
+            "MOVED" => RetryAction::Moved { address: address() },
+            "ASK" => RetryAction::Ask { address: address() },
+            "NOSCRIPT" => RetryAction::LoadScript,
+            "READONLY" => RetryAction::FindPrimary,
+            "LOADING" | "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN" | "BUSY" => RetryAction::Wait,
+            _ => RetryAction::Fail,
         }
     }
 
-    /// The error for the caller; `name` is what the command was about.
-    pub(super) fn about(self, name: &str) -> StreamError {
+    /// The error for the caller; `name` is the key of the command.
+    pub(super) fn into_stream_error(self, name: &str) -> StreamError {
         let name = name.to_owned();
         match self.code.as_str() {
             "WRONGTYPE" => StreamError::WrongType { name },
@@ -123,48 +123,52 @@ impl Refusal {
             "READONLY" | "LOADING" | "MASTERDOWN" | "CLUSTERDOWN" | "TRYAGAIN" | "BUSY"
             | "UNBLOCKED" | "NOREPLICAS" | "MOVED" | "ASK" | "NOSCRIPT" | "UNKILLABLE" => {
                 StreamError::Unavailable {
-                    problem: format!("the server refused the call: {self}"),
+                    problem: format!("the server rejected the call: {self}"),
                     source: None,
                 }
             }
             "CROSSSLOT" => StreamError::invalid(
                 name,
-                "the names of this call live in different slots of the cluster; give them the same hash tag `{…}`",
+                "the names in this call are in different cluster slots; give them the same hash tag `{…}`",
             ),
             _ => StreamError::Protocol { problem: format!("`{name}`: {self}") },
         }
     }
 }
 
-impl fmt::Display for Refusal {
+impl fmt::Display for ServerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.code, self.text)
     }
 }
 
-impl Failure {
-    pub(super) fn shape(problem: impl std::fmt::Display) -> Self {
-        Self::Shape(format!("{problem}"))
+impl ReplyError {
+    pub(super) fn unexpected(problem: impl std::fmt::Display) -> Self {
+        Self::Unexpected(format!("{problem}"))
     }
 
-    /// The error for the caller; `name` is what the command was about.
-    pub(super) fn about(self, name: impl AsRef<str>) -> StreamError {
+    /// The error for the caller; `name` is the key of the command.
+    pub(super) fn into_stream_error(self, name: impl AsRef<str>) -> StreamError {
         match self {
-            Self::Refused(refusal) => refusal.about(name.as_ref()),
-            Self::Shape(problem) => StreamError::Protocol { problem },
+            Self::Server(error) => error.into_stream_error(name.as_ref()),
+            Self::Unexpected(problem) => StreamError::Protocol { problem },
         }
     }
 
-    /// The error for a caller who named a group of a stream.
-    pub(super) fn in_group(self, stream: impl AsRef<str>, group: impl AsRef<str>) -> StreamError {
+    /// The error for the caller of a command on a group.
+    pub(super) fn into_group_error(
+        self,
+        stream: impl AsRef<str>,
+        group: impl AsRef<str>,
+    ) -> StreamError {
         match self {
-            Self::Refused(refusal) if refusal.is_no_group() || refusal.is_no_key() => {
+            Self::Server(error) if error.is_no_group() || error.is_no_key() => {
                 StreamError::NoGroup {
                     stream: stream.as_ref().to_owned(),
                     group: group.as_ref().to_owned(),
                 }
             }
-            other => other.about(stream),
+            other => other.into_stream_error(stream),
         }
     }
 }
@@ -177,13 +181,13 @@ mod tests {
     fn an_error_inside_a_script_of_an_old_server_is_recognised() {
         let line =
             b"ERR Error running script (call to f_1): @user_script:3: OOM command not allowed";
-        assert_eq!(Refusal::new(line).code(), "OOM");
-        assert_eq!(Refusal::new(b"ERR something else").code(), "ERR");
+        assert_eq!(ServerError::new(line).code(), "OOM");
+        assert_eq!(ServerError::new(b"ERR something else").code(), "ERR");
     }
 
     #[test]
-    fn each_refusal_is_sorted_by_what_the_caller_does_next() {
-        let about = |line: &str| Refusal::new(line.as_bytes()).about("orders");
+    fn each_server_error_maps_to_the_matching_stream_error() {
+        let about = |line: &str| ServerError::new(line.as_bytes()).into_stream_error("orders");
         assert!(
             matches!(about("WRONGTYPE x"), StreamError::WrongType { name } if name == "orders")
         );
@@ -198,8 +202,8 @@ mod tests {
 
     #[test]
     fn a_redirection_names_its_address() {
-        let moved = Refusal::new(b"MOVED 3999 127.0.0.1:6381").remedy();
-        assert_eq!(moved, Remedy::Moved { address: "127.0.0.1:6381".to_owned() });
-        assert_eq!(Refusal::new(b"ERR x").remedy(), Remedy::None);
+        let moved = ServerError::new(b"MOVED 3999 127.0.0.1:6381").retry_action();
+        assert_eq!(moved, RetryAction::Moved { address: "127.0.0.1:6381".to_owned() });
+        assert_eq!(ServerError::new(b"ERR x").retry_action(), RetryAction::Fail);
     }
 }

@@ -1,34 +1,34 @@
-//! The one place that spells the keys and channels of this backend.
+//! All Redis keys and channels of this backend.
 //!
-//! A name is its key. What belongs to a name lies under a derived key in the slot of that name.
+//! A name is its key. Data that belongs to a name is stored under a derived key in the same slot.
 
 use crate::name::{
     ConsumerName, DedupScope, DelayName, GroupName, LeaseName, StreamName, hash_tag,
 };
 
-/// Slots of a Redis Cluster.
+/// Number of slots of a Redis Cluster.
 pub(super) const SLOTS: usize = 16_384;
 
-/// How the key of a lease's epoch ends.
+/// Suffix of the key of an epoch record.
 const EPOCH: &str = ":epoch";
 
-/// The epoch of a lease: a number, kept longer than the lease.
+/// The epoch record of a lease. It outlives the lease.
 pub(super) fn epoch(lease: &LeaseName) -> String {
     derived(lease.as_str(), EPOCH)
 }
 
-/// Whether this key is the epoch of some lease.
+/// Whether this is the key of an epoch record.
 pub(super) fn is_epoch(key: &str) -> bool {
     key.ends_with(EPOCH)
 }
 
-/// What the entries of a delay set carry: a hash by number.
+/// The fields of the entries in a delay set: a hash by entry id.
 pub(super) fn delay_entries(delays: &DelayName) -> String {
     derived(delays.as_str(), ":entries")
 }
 
-/// The mark of one de-duplicated id. An id may hold anything, so the key says where the scope ends: with its brace, or
-/// with its length in front.
+/// The state of one de-duplication id. An id may contain any character, so the key marks the end of the scope: by its closing
+/// brace, or by its length in front.
 pub(super) fn dedup(scope: &DedupScope, id: &str) -> String {
     match hash_tag(scope.as_str()) {
         Some(_) => format!("{}:{scope}:{id}", scope.as_str().len()),
@@ -36,7 +36,7 @@ pub(super) fn dedup(scope: &DedupScope, id: &str) -> String {
     }
 }
 
-/// The mark of an entry that was appended once: its id in the stream. The same goes for what it is known by.
+/// The entry id of an idempotent append. The end of the stream name is marked as in [`dedup`].
 pub(super) fn once(stream: &StreamName, id: &str) -> String {
     match hash_tag(stream.as_str()) {
         Some(_) => format!("once:{}:{stream}:{id}", stream.as_str().len()),
@@ -44,8 +44,12 @@ pub(super) fn once(stream: &StreamName, id: &str) -> String {
     }
 }
 
-/// The mark that the reads of a consumer on a stream were ended.
-pub(super) fn silenced(stream: &StreamName, group: &GroupName, consumer: &ConsumerName) -> String {
+/// Tombstone: the readers of a consumer on a stream were disconnected.
+pub(super) fn reader_tombstone(
+    stream: &StreamName,
+    group: &GroupName,
+    consumer: &ConsumerName,
+) -> String {
     let group_bytes = group.as_str().len();
     match hash_tag(stream.as_str()) {
         Some(_) => {
@@ -56,23 +60,23 @@ pub(super) fn silenced(stream: &StreamName, group: &GroupName, consumer: &Consum
     }
 }
 
-/// What the connections of a reader are called. A server takes no spaces in such a name, so it is a digest.
+/// Name of a reader's connections. The server allows no spaces in it, so it is a digest.
 pub(super) fn reader_name(database: u32, group: &GroupName, consumer: &ConsumerName) -> String {
     let whole = format!("{group}\0{consumer}");
     format!("headwater:reader@{database}:{}", sha1_smol::Sha1::from(whole).digest())
 }
 
-/// The channel that tells of released leases; channels belong to no database, so it says which one.
+/// Channel for released leases. Channels are shared by all databases, so its name contains the database.
 pub(super) fn released_channel(database: u32) -> String {
     format!("headwater:released@{database}")
 }
 
-/// The channel that tells of delay sets whose first due time is earlier than it was.
+/// Channel for delay sets whose earliest due time moved forward.
 pub(super) fn due_channel(database: u32) -> String {
     format!("headwater:due@{database}")
 }
 
-/// The channel on which a server tells of expired keys.
+/// Channel of keyspace notifications about expired keys.
 pub(super) fn expired_channel(database: u32) -> String {
     format!("__keyevent@{database}__:expired")
 }
@@ -92,7 +96,7 @@ pub(super) fn slot(key: &str) -> u16 {
     crc % SLOTS as u16
 }
 
-/// CRC-16 of every byte, by the polynomial of the cluster specification.
+/// CRC-16 table with the polynomial of the cluster specification.
 const CRC: [u16; 256] = {
     let mut table = [0; 256];
     let mut byte = 0;
@@ -114,17 +118,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_slot_is_the_one_of_the_cluster_specification() {
+    fn slots_match_the_cluster_specification() {
         assert_eq!(slot("123456789"), 0x31C3);
         assert_eq!(slot("{user1000}.following"), slot("user1000"));
         assert_eq!(slot("foo"), 12_182);
     }
 
     #[test]
-    fn ids_of_two_scopes_never_share_a_mark() {
-        let mark = |scope: &str, id: &str| dedup(&DedupScope::new(scope).unwrap(), id);
-        assert_ne!(mark("a", "b:c"), mark("a:b", "c"));
-        assert_ne!(mark("{t}a", "b:c"), mark("{t}a:b", "c"));
+    fn ids_of_two_scopes_never_share_a_key() {
+        let key = |scope: &str, id: &str| dedup(&DedupScope::new(scope).unwrap(), id);
+        assert_ne!(key("a", "b:c"), key("a:b", "c"));
+        assert_ne!(key("{t}a", "b:c"), key("{t}a:b", "c"));
         let once = |stream: &str, id: &str| once(&StreamName::new(stream).unwrap(), id);
         assert_ne!(once("a", "b:c"), once("a:b", "c"));
         assert_ne!(once("{t}a", "b:c"), once("{t}a:b", "c"));
@@ -132,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_derived_key_lives_in_the_slot_of_its_name() {
+    fn a_derived_key_is_in_the_slot_of_its_name() {
         for name in ["orders", "a{b", "stream:{t:0}", "{a}{b}", "键"] {
             let lease = LeaseName::new(name).unwrap();
             assert_eq!(slot(&epoch(&lease)), slot(name), "{name}");
@@ -141,8 +145,8 @@ mod tests {
             let stream = StreamName::new(name).unwrap();
             assert_eq!(slot(&once(&stream, "{x}")), slot(name), "{name}");
             let (group, consumer) = (GroupName::new("{g}"), ConsumerName::new("{c}"));
-            let mark = silenced(&stream, &group.unwrap(), &consumer.unwrap());
-            assert_eq!(slot(&mark), slot(name), "{name}");
+            let tombstone = reader_tombstone(&stream, &group.unwrap(), &consumer.unwrap());
+            assert_eq!(slot(&tombstone), slot(name), "{name}");
         }
     }
 }

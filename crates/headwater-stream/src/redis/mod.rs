@@ -1,12 +1,12 @@
-//! Streams on Redis: one server, the primary that Sentinel names, or a Cluster.
+//! The Redis backend: one server, a Sentinel service, or a Cluster.
 //!
-//! A name is its key; `keys` spells what is derived from it. A call is packed by its caller (`command`), sent over a link
-//! that all callers share (`link`, so that they share round trips), sent again if the server refused it without effect
-//! (`call`), and read where its reply lies (`reply`). What must be one step is one script (`scripts`). Reads that wait have
-//! connections of their own (`lane`).
+//! A name is its key; `keys` derives all other keys. The caller encodes its commands (`command`) and sends them over a
+//! connection that all callers share (`multiplexed`). Commands that the server rejected without effect are re-sent (`retry`).
+//! Replies are parsed in place (`reply`). Each atomic step is one script (`scripts`). Blocking reads use dedicated connections
+//! (`blocking_connection`).
 //!
-//! Promises: every call ends by its deadline, with `Unavailable` if need be; a command whose reply was lost is not sent
-//! again unless twice is as good as once; connections come back by themselves.
+//! Promises: every call ends by its deadline, with `Unavailable` if necessary; a command whose reply was lost is re-sent only
+//! if it is idempotent; connections are re-established automatically.
 
 mod error;
 mod keys;
@@ -19,154 +19,164 @@ mod scripts;
 
 mod command;
 
-mod wire;
+mod transport;
 
 mod connection;
 
-mod link;
+mod multiplexed;
 mod sentinel;
 
 mod node;
 
 mod cluster;
 
-mod call;
-mod parts;
-mod servers;
+mod client;
+mod retry;
+mod streaming_pipeline;
 
-mod silence;
-mod subscription;
+mod disconnect_reader;
+mod pubsub;
 
-mod bells;
-mod lane;
+mod blocking_connection;
+mod delay_wakeups;
 
-mod lanes;
+mod read_connections;
 
-mod reader;
-mod tail;
+mod group_reader;
+mod tail_reader;
 
-mod appends;
+mod append;
 mod dedup;
 mod delays;
+mod keyspace_notifications;
+mod lease_watch;
 mod leases;
-mod notify;
 mod registry;
 mod settle;
 mod stats;
 mod streams;
 mod trim;
-mod watch;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 
-use self::bells::Bells;
+use self::client::{Idempotency, RedisClient};
 use self::command::Commands;
-use self::error::Failure;
-use self::node::Manners;
-use self::reply::{Replies, Value};
-use self::servers::{Effect, Servers};
-use self::silence::Silencers;
-use self::trim::Trims;
-use self::url::{Place, Url};
-use crate::backend::{Backend, Description};
+use self::delay_wakeups::DueNotifier;
+use self::disconnect_reader::NodeDisconnectors;
+use self::error::ReplyError;
+use self::node::ConnectionSettings;
+use self::reply::{RespReplies, RespValue};
+use self::trim::TrimSchedule;
+use self::url::{Topology, Url};
+use crate::backend::{Backend, BackendDescription};
 use crate::clock::Timestamp;
 use crate::connect::Options;
 use crate::error::{Result, StreamError};
 
-/// The oldest server that has all commands this backend uses.
+/// The oldest supported server version.
 const VERSION_MIN: (u32, u32) = (6, 2);
 
-/// A backend on Redis.
+/// The Redis backend.
 struct RedisBackend {
-    servers: Arc<Servers>,
+    client: Arc<RedisClient>,
     database: u32,
-    description: Description,
-    trims: Trims,
-    bells: Bells,
-    silencers: Silencers,
+    description: BackendDescription,
+    trim_schedule: TrimSchedule,
+    due_notifier: DueNotifier,
+    disconnectors: NodeDisconnectors,
 }
 
-/// Checks a URL without connecting.
-pub(crate) fn check_url(url: &str) -> Result<()> {
+/// Validates a URL without connecting.
+pub(crate) fn validate_url(url: &str) -> Result<()> {
     Url::parse(url).map(drop)
 }
 
-/// Opens the backend: finds the servers and looks at what they are.
+/// Opens the backend: connects, checks the server version and probes its capabilities.
 pub(crate) async fn open(url: &str, options: &Options) -> Result<Arc<dyn Backend>> {
     let url = Url::parse(url)?;
-    let tls = wire::tls(&url.access).await?;
-    let manners = Manners { access: Arc::new(url.access.clone()), tls };
-    let servers = Arc::new(Servers::new(&url.place, manners, options.call_deadline));
-    let description = look(&servers, &url).await?;
-    let database = url.access.database;
-    let (trims, bells, silencers) = Default::default();
-    Ok(Arc::new(RedisBackend { servers, database, description, trims, bells, silencers }))
+    let tls = transport::tls(&url.params).await?;
+    let settings = ConnectionSettings { params: Arc::new(url.params.clone()), tls };
+    let client = Arc::new(RedisClient::new(&url.topology, settings, options.call_deadline));
+    let description = probe(&client, &url).await?;
+    let database = url.params.database;
+    let (trim_schedule, due_notifier, disconnectors) = Default::default();
+    Ok(Arc::new(RedisBackend {
+        client,
+        database,
+        description,
+        trim_schedule,
+        due_notifier,
+        disconnectors,
+    }))
 }
 
 #[async_trait]
 impl Backend for RedisBackend {
-    fn describe(&self) -> Description {
+    fn describe(&self) -> BackendDescription {
         self.description.clone()
     }
 
     fn call_deadline(&self) -> Option<Duration> {
-        Some(self.servers.call_deadline())
+        Some(self.client.call_deadline())
     }
 
     fn cluster_slot(&self, key: &str) -> Option<u16> {
-        self.servers.is_cluster().then(|| keys::slot(key))
+        self.client.is_cluster().then(|| keys::slot(key))
     }
 
     async fn now(&self) -> Result<Timestamp> {
-        let replies = self.servers.call(0, Commands::one(&["TIME"]), Effect::Repeatable).await?;
+        let replies =
+            self.client.call(0, Commands::one(&["TIME"]), Idempotency::Idempotent).await?;
         let mut cursor = replies.cursor();
         let mut read = || {
             cursor.array_of(2)?;
             Ok(cursor.digits()?.saturating_mul(1000).saturating_add(cursor.digits()? / 1000))
         };
-        read().map(Timestamp::from_millis).map_err(|failure: Failure| failure.about("TIME"))
+        read()
+            .map(Timestamp::from_millis)
+            .map_err(|error: ReplyError| error.into_stream_error("TIME"))
     }
 
     async fn close(&self) -> Result<()> {
-        self.servers.close().await;
+        self.client.close().await;
         Ok(())
     }
 }
 
 impl RedisBackend {
-    /// Sends commands that are all about one name, or what is derived from it.
+    /// Sends commands whose keys are all in the slot of `name`.
     async fn call(
         &self,
         name: impl AsRef<str>,
         commands: Commands,
-        effect: Effect,
-    ) -> Result<Replies> {
-        self.servers.call(self.slot(name), commands, effect).await
+        idempotency: Idempotency,
+    ) -> Result<RespReplies> {
+        self.client.call(self.slot(name), commands, idempotency).await
     }
 
     fn slot(&self, name: impl AsRef<str>) -> u16 {
-        self.servers.slot(name.as_ref())
+        self.client.slot(name.as_ref())
     }
 }
 
-/// Looks at the server: its version, and what it lets us do.
-async fn look(servers: &Servers, url: &Url) -> Result<Description> {
+/// Probes the server: its version, and which commands it permits.
+async fn probe(client: &RedisClient, url: &Url) -> Result<BackendDescription> {
     let mut commands = Commands::new();
     for section in ["server", "persistence", "memory"] {
         commands.add(&["INFO", section]);
     }
     commands.add(&["CLIENT", "UNBLOCK", "0"]);
-    commands.add(&["CONFIG", "GET", notify::SETTING]);
-    let replies = servers.call_any(commands).await?;
+    commands.add(&["CONFIG", "GET", keyspace_notifications::SETTING]);
+    let replies = client.call_any(commands).await?;
     let mut cursor = replies.cursor();
     let mut text = || match cursor.value() {
-        Ok(Value::Text(text)) => Some(String::from_utf8_lossy(text).into_owned()),
+        Ok(RespValue::Text(text)) => Some(String::from_utf8_lossy(text).into_owned()),
         _ => None,
     };
-    // A server that tells nothing leaves gaps, no more.
+    // Missing information is not an error.
     let info = [text(), text(), text()].map(Option::unwrap_or_default).join("\n");
     let line = |name: &str| {
         info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::to_owned)
@@ -174,24 +184,27 @@ async fn look(servers: &Servers, url: &Url) -> Result<Description> {
     let version = line("redis_version");
     check_version(version.as_deref())?;
     check_mode(line("redis_mode").as_deref(), url)?;
-    let can_unblock = matches!(cursor.value(), Ok(Value::Number(_)));
-    servers.set_can_unblock(can_unblock);
-    let flags = notify::read_flags(&mut cursor);
-    let topology = match &url.place {
-        Place::Single(_) => "one server".to_owned(),
-        Place::Sentinel { service, .. } => format!("sentinel, service {service}"),
-        Place::Cluster { .. } => format!("cluster, {} primaries", servers.primaries().len()),
+    let can_unblock = matches!(cursor.value(), Ok(RespValue::Number(_)));
+    client.set_can_unblock(can_unblock);
+    let flags = keyspace_notifications::read_flags(&mut cursor);
+    let topology = match &url.topology {
+        Topology::Single(_) => "one server".to_owned(),
+        Topology::Sentinel { service, .. } => format!("sentinel, service {service}"),
+        Topology::Cluster { .. } => format!("cluster, {} primaries", client.primaries().len()),
     };
     let mut facts = vec![
         ("topology", topology),
-        ("tls", if url.access.tls { "yes" } else { "no" }.to_owned()),
-        (notify::SETTING, flags.map_or_else(|reason| reason, |flags| format!("{flags:?}"))),
+        ("tls", if url.params.tls { "yes" } else { "no" }.to_owned()),
         (
-            "waiting reads",
+            keyspace_notifications::SETTING,
+            flags.map_or_else(|reason| reason, |flags| format!("{flags:?}")),
+        ),
+        (
+            "blocking reads",
             if can_unblock {
-                "ended by CLIENT UNBLOCK".to_owned()
+                "cancelled by CLIENT UNBLOCK".to_owned()
             } else {
-                "in slices of 500 ms, for CLIENT UNBLOCK is not allowed".to_owned()
+                "polls every 500 ms because CLIENT UNBLOCK is denied".to_owned()
             },
         ),
     ];
@@ -206,35 +219,35 @@ async fn look(servers: &Servers, url: &Url) -> Result<Description> {
         let state = if used >= most { "full, " } else { "" };
         facts.push(("memory", format!("{state}{used} of {most} bytes")));
     }
-    Ok(Description { kind: "redis", address: url.to_string(), version, facts })
+    Ok(BackendDescription { kind: "redis", address: url.to_string(), version, facts })
 }
 
-/// A server that does not tell its version is taken as it is: every refusal is reported where it happens.
+/// Fails for an unsupported version. A server that does not report its version is accepted.
 fn check_version(version: Option<&str>) -> Result<()> {
     let Some(version) = version else { return Ok(()) };
     let mut numbers = version.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
     let found = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     if found < VERSION_MIN {
         let (major, minor) = VERSION_MIN;
-        let problem = format!("it is Redis {version}; at least {major}.{minor} is needed");
+        let problem = format!("Redis {version} is not supported; use {major}.{minor} or newer");
         return Err(StreamError::invalid("the server", problem));
     }
     Ok(())
 }
 
 fn check_mode(mode: Option<&str>, url: &Url) -> Result<()> {
-    let problem = match (mode, &url.place) {
-        (Some("cluster"), Place::Single(_)) => {
-            "this server is part of a cluster; write redis-cluster://"
+    let problem = match (mode, &url.topology) {
+        (Some("cluster"), Topology::Single(_)) => {
+            "this server is part of a cluster; use redis-cluster://"
         }
-        (Some("sentinel"), _) => "this is a Sentinel; write redis-sentinel://host:port/service",
+        (Some("sentinel"), _) => "this is a Sentinel; use redis-sentinel://host:port/service",
         _ => return Ok(()),
     };
     Err(StreamError::invalid("the stream URL", problem))
 }
 
-/// A name that another program may have chosen. One that we would refuse is shown as well as can be.
-fn foreign_name<N>(bytes: &[u8], new: impl Fn(String) -> Result<N>) -> Result<N, Failure> {
+/// A name that another program may have chosen. Invalid characters are replaced, and it is cut to the maximum length.
+fn sanitized_name<N>(bytes: &[u8], new: impl Fn(String) -> Result<N>) -> Result<N, ReplyError> {
     let text = String::from_utf8_lossy(bytes);
     if let Ok(name) = new(text.clone().into_owned()) {
         return Ok(name);
@@ -247,5 +260,5 @@ fn foreign_name<N>(bytes: &[u8], new: impl Fn(String) -> Result<N>) -> Result<N,
     if shown.is_empty() {
         shown.push(char::REPLACEMENT_CHARACTER);
     }
-    new(shown).map_err(|error| Failure::shape(error.to_string()))
+    new(shown).map_err(|error| ReplyError::unexpected(error.to_string()))
 }

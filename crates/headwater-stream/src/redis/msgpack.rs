@@ -1,11 +1,11 @@
-//! Lists of bytes as one argument that a script can take apart: the little of MessagePack that this needs.
+//! A minimal MessagePack codec: packs a list of byte strings into one script argument.
 
 use bytes::Bytes;
 
-use super::error::Failure;
+use super::error::ReplyError;
 use crate::entry::Fields;
 
-/// The fields of an entry as one list: name, value, name, value.
+/// Packs the fields of an entry into one list: name, value, name, value.
 pub(super) fn fields(fields: &Fields) -> Vec<u8> {
     let mut out = Vec::with_capacity(fields.bytes() + fields.len() * 10 + 8);
     list(&mut out, fields.len() * 2);
@@ -13,7 +13,7 @@ pub(super) fn fields(fields: &Fields) -> Vec<u8> {
     out
 }
 
-/// The same with the name of a stream in front.
+/// Like [`fields`], with the name of the target stream in front.
 pub(super) fn target_and_fields(target: &str, fields: &Fields) -> Vec<u8> {
     let mut out = Vec::with_capacity(fields.bytes() + fields.len() * 10 + target.len() + 13);
     list(&mut out, fields.len() * 2 + 1);
@@ -22,8 +22,8 @@ pub(super) fn target_and_fields(target: &str, fields: &Fields) -> Vec<u8> {
     out
 }
 
-/// Reads what `target_and_fields` wrote.
-pub(super) fn read_target_and_fields(packed: &[u8]) -> Result<(String, Fields), Failure> {
+/// Unpacks the output of [`target_and_fields`].
+pub(super) fn read_target_and_fields(packed: &[u8]) -> Result<(String, Fields), ReplyError> {
     let mut rest = packed;
     let read = || -> Option<(String, Fields)> {
         let values = match take_one(&mut rest)? {
@@ -42,7 +42,7 @@ pub(super) fn read_target_and_fields(packed: &[u8]) -> Result<(String, Fields), 
         Some((target, Fields::new(pairs)))
     };
     let mut read = read;
-    read().ok_or_else(|| Failure::shape("a delayed entry that is not one of ours"))
+    read().ok_or_else(|| ReplyError::unexpected("invalid delayed entry"))
 }
 
 fn pairs(out: &mut Vec<u8>, fields: &Fields) {
@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_of_every_size_survive() {
+    fn fields_of_every_size_round_trip() {
         for size in [0, 1, 31, 32, 255, 256, 65_535, 65_536] {
             let value = vec![0xff_u8; size];
             for count in [1, 7, 8, 256] {
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_bytes_are_refused() {
+    fn invalid_bytes_are_rejected() {
         let fields = Fields::new([("a", "b")]);
         let packed = target_and_fields("orders", &fields);
         for length in 0..packed.len() {

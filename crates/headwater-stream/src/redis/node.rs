@@ -1,6 +1,6 @@
-//! A node is one server, or the primary that Sentinel names: its shared link, and connections of their own.
+//! A node: one server, or the primary of a Sentinel service. Holds its multiplexed connection and opens dedicated ones.
 //!
-//! Upstream: `servers`. Promises: a broken link is replaced on the next call; only one task connects at a time.
+//! Upstream: `client`. Promises: a broken connection is replaced on the next call; only one task connects at a time.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -10,100 +10,104 @@ use tokio::time::{Instant, timeout_at};
 
 use super::command::Commands;
 use super::connection::{ConnectError, Connection};
-use super::link::{Answer, Haste, Link, Outcome};
-use super::reply::Value;
+use super::multiplexed::{FlushPolicy, MultiplexedConnection, RequestResult, ResponseFuture};
+use super::reply::RespValue;
 use super::sentinel::Sentinels;
-use super::url::{Access, Address};
-use super::wire::Tls;
+use super::transport::TlsConfig;
+use super::url::{Address, ConnectionParams};
 
-/// How to speak to servers: the same for all of them.
+/// Credentials and TLS settings shared by all connections.
 #[derive(Clone)]
-pub(super) struct Manners {
-    pub(super) access: Arc<Access>,
-    pub(super) tls: Tls,
+pub(super) struct ConnectionSettings {
+    pub(super) params: Arc<ConnectionParams>,
+    pub(super) tls: TlsConfig,
 }
 
-/// Where a node is.
-pub(super) enum Target {
-    /// Always there.
+/// How the address of a node is found.
+pub(super) enum NodeAddress {
+    /// A fixed address.
     Fixed(Address),
-    /// Wherever Sentinel says.
-    Primary(Sentinels),
+    /// The primary that Sentinel names.
+    Sentinel(Sentinels),
 }
 
 /// One server.
 pub(super) struct Node {
-    target: Target,
-    manners: Manners,
-    shared: Mutex<Shared>,
+    address: NodeAddress,
+    settings: ConnectionSettings,
+    shared: Mutex<NodeConnection>,
     connecting: Arc<tokio::sync::Mutex<()>>,
 }
 
+/// The multiplexed connection of a node and its task.
 #[derive(Default)]
-struct Shared {
-    link: Option<Link>,
+struct NodeConnection {
+    connection: Option<MultiplexedConnection>,
     task: Option<JoinHandle<()>>,
 }
 
 impl Node {
-    pub(super) fn new(target: Target, manners: Manners) -> Self {
-        Self { target, manners, shared: Mutex::default(), connecting: Arc::default() }
+    pub(super) fn new(address: NodeAddress, settings: ConnectionSettings) -> Self {
+        Self { address, settings, shared: Mutex::default(), connecting: Arc::default() }
     }
 
-    /// Where the node is, if it is always there.
+    /// The address of the node, if it is fixed.
     pub(super) fn address(&self) -> Option<&Address> {
-        match &self.target {
-            Target::Fixed(address) => Some(address),
-            Target::Primary(_) => None,
+        match &self.address {
+            NodeAddress::Fixed(address) => Some(address),
+            NodeAddress::Sentinel(_) => None,
         }
     }
 
-    /// Sends commands over the shared link.
+    /// Sends commands over the multiplexed connection; connects if necessary.
     pub(super) async fn send(
         self: &Arc<Self>,
         bytes: &[u8],
         replies: usize,
         deadline: Instant,
-    ) -> Result<Outcome, ConnectError> {
-        let link = match self.current() {
-            Some(link) => link,
+    ) -> Result<RequestResult, ConnectError> {
+        let connection = match self.open_connection() {
+            Some(connection) => connection,
             None => self.connect(deadline).await?,
         };
-        Ok(link.send(bytes, replies, deadline).await)
+        Ok(connection.send(bytes, replies, deadline).await)
     }
 
-    /// Sends commands at once, if there is an open link with room.
+    /// Sends commands without waiting, if there is an open connection with capacity.
     pub(super) fn try_send(
         &self,
         bytes: &[u8],
         replies: usize,
         deadline: Instant,
-    ) -> Option<Answer> {
-        // Not under the lock: sending may be a call to the system, and others would queue up behind it.
-        self.link()?.try_send(bytes, replies, deadline, Haste::None)
+    ) -> Option<ResponseFuture> {
+        // Outside the lock: sending may be a system call, and other callers would wait for it.
+        self.connection()?.try_send(bytes, replies, deadline, FlushPolicy::Auto)
     }
 
-    /// The link, open or not, if there is one.
-    pub(super) fn link(&self) -> Option<Link> {
-        self.lock().link.clone()
+    /// The multiplexed connection, open or not, if there is one.
+    pub(super) fn connection(&self) -> Option<MultiplexedConnection> {
+        self.lock().connection.clone()
     }
 
-    /// A connection for one caller.
-    pub(super) async fn dedicated(&self, deadline: Instant) -> Result<Connection, ConnectError> {
+    /// Opens a connection for one caller.
+    pub(super) async fn open_dedicated(
+        &self,
+        deadline: Instant,
+    ) -> Result<Connection, ConnectError> {
         self.open(deadline).await
     }
 
-    /// Forgets all connections: the server is not the one it was.
+    /// Drops the connection: the server's role changed.
     pub(super) fn reset(&self) {
         let mut shared = self.lock();
-        shared.link = None;
+        shared.connection = None;
     }
 
-    /// Ends the link after what is under way, by the deadline.
+    /// Closes the connection after the requests in flight, or at the deadline.
     pub(super) async fn close(&self, deadline: Instant) {
         let task = {
             let mut shared = self.lock();
-            shared.link = None;
+            shared.connection = None;
             shared.task.take()
         };
         if let Some(mut task) = task
@@ -113,71 +117,74 @@ impl Node {
         }
     }
 
-    /// The link, if it is open.
-    fn current(&self) -> Option<Link> {
+    /// The multiplexed connection, if it is open.
+    fn open_connection(&self) -> Option<MultiplexedConnection> {
         let mut shared = self.lock();
-        if shared.link.as_ref().is_some_and(|link| !link.is_open()) {
-            shared.link = None;
+        if shared.connection.as_ref().is_some_and(|connection| !connection.is_open()) {
+            shared.connection = None;
         }
-        shared.link.clone()
+        shared.connection.clone()
     }
 
-    /// Makes the shared link. The attempt goes on when the call that began it is dropped, for the next one to use.
-    async fn connect(self: &Arc<Self>, deadline: Instant) -> Result<Link, ConnectError> {
+    /// Opens the multiplexed connection. The attempt continues if its caller is dropped; the next call uses it.
+    async fn connect(
+        self: &Arc<Self>,
+        deadline: Instant,
+    ) -> Result<MultiplexedConnection, ConnectError> {
         let connecting = Arc::clone(&self.connecting);
         let Ok(guard) = timeout_at(deadline, connecting.lock_owned()).await else {
             return Err(self.unreachable(io::ErrorKind::TimedOut.into()));
         };
-        if let Some(link) = self.current() {
-            return Ok(link);
+        if let Some(connection) = self.open_connection() {
+            return Ok(connection);
         }
         let node = Arc::clone(self);
         let attempt = tokio::spawn(async move {
             let _guard = guard;
             let connection = node.open(deadline).await?;
-            let (link, task) = Link::new(connection);
+            let (connection, task) = MultiplexedConnection::new(connection);
             let mut shared = node.lock();
-            shared.link = Some(link.clone());
+            shared.connection = Some(connection.clone());
             shared.task = Some(task);
-            Ok(link)
+            Ok(connection)
         });
         attempt.await.unwrap_or_else(|ended| Err(self.unreachable(io::Error::other(ended))))
     }
 
     async fn open(&self, deadline: Instant) -> Result<Connection, ConnectError> {
-        let Manners { access, tls } = &self.manners;
-        match &self.target {
-            Target::Fixed(address) => Connection::open(address, access, tls, deadline).await,
-            Target::Primary(sentinels) => {
-                let address = sentinels.primary(&self.manners, deadline).await?;
-                let mut connection = Connection::open(&address, access, tls, deadline).await?;
-                must_be_primary(&mut connection, deadline).await?;
+        let ConnectionSettings { params, tls } = &self.settings;
+        match &self.address {
+            NodeAddress::Fixed(address) => Connection::open(address, params, tls, deadline).await,
+            NodeAddress::Sentinel(sentinels) => {
+                let address = sentinels.primary(&self.settings, deadline).await?;
+                let mut connection = Connection::open(&address, params, tls, deadline).await?;
+                check_is_primary(&mut connection, deadline).await?;
                 Ok(connection)
             }
         }
     }
 
     fn unreachable(&self, error: io::Error) -> ConnectError {
-        let address = match &self.target {
-            Target::Fixed(address) => address.clone(),
-            Target::Primary(sentinels) => sentinels.first().clone(),
+        let address = match &self.address {
+            NodeAddress::Fixed(address) => address.clone(),
+            NodeAddress::Sentinel(sentinels) => sentinels.first().clone(),
         };
         ConnectError::Unreachable { address, error }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Shared> {
+    fn lock(&self) -> MutexGuard<'_, NodeConnection> {
         self.shared.lock().expect("no code panics while it holds this lock")
     }
 }
 
-/// Sentinel may still name the old primary for a moment; a replica would refuse every write.
-async fn must_be_primary(
+/// Fails if the server is a replica: Sentinel may name the old primary for a moment after a failover.
+async fn check_is_primary(
     connection: &mut Connection,
     deadline: Instant,
 ) -> Result<(), ConnectError> {
     let address = connection.address().clone();
-    let role = Commands::one(&["ROLE"]).pack();
-    let replies = match timeout_at(deadline, connection.ask(&role)).await {
+    let role = Commands::one(&["ROLE"]).encode();
+    let replies = match timeout_at(deadline, connection.request(&role)).await {
         Ok(Ok(replies)) => replies,
         Ok(Err(error)) => return Err(ConnectError::Unreachable { address, error }),
         Err(_) => {
@@ -187,11 +194,11 @@ async fn must_be_primary(
     };
     let mut cursor = replies.cursor();
     match (cursor.value(), cursor.value()) {
-        (Ok(Value::Array(_)), Ok(Value::Text(role))) if role != b"master" => {
-            let problem = "it is not the primary (yet)".to_owned();
-            Err(ConnectError::NotYet { address, problem })
+        (Ok(RespValue::Array(_)), Ok(RespValue::Text(role))) if role != b"master" => {
+            let problem = "the server is not the primary".to_owned();
+            Err(ConnectError::NotReady { address, problem })
         }
-        // A user who may not ask for the role finds out with the first write.
+        // If ROLE is not permitted, the first write detects a replica.
         _ => Ok(()),
     }
 }

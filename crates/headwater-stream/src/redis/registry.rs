@@ -5,15 +5,15 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::RedisBackend;
+use super::client::Idempotency;
 use super::command::Commands;
-use super::error::Failure;
+use super::error::ReplyError;
 use super::scripts;
-use super::servers::Effect;
 use super::streams::{list, millis};
-use crate::check;
 use crate::error::Result;
 use crate::name::{MapName, SetName};
 use crate::registry::{Registry, RegistryMap};
+use crate::validate;
 
 #[async_trait]
 impl Registry for RedisBackend {
@@ -23,51 +23,56 @@ impl Registry for RedisBackend {
         members: &[&str],
         ttl: Option<Duration>,
     ) -> Result<usize> {
-        check::members(members, ttl)?;
+        validate::members(members, ttl)?;
         let mut commands = Commands::new();
         commands.script(&scripts::SET_ADD, &[set], 1 + members.len());
         commands.arg(ttl.map_or(String::new(), |ttl| millis(ttl).to_string()));
         members.iter().for_each(|member| commands.arg(member));
-        let replies = self.call(set, commands, Effect::Once).await?;
-        replies.cursor().count().map(|added| added as usize).map_err(|f| f.about(set))
+        let replies = self.call(set, commands, Idempotency::AtMostOnce).await?;
+        replies.cursor().count().map(|added| added as usize).map_err(|f| f.into_stream_error(set))
     }
 
     async fn set_remove(&self, set: &SetName, members: &[&str]) -> Result<usize> {
-        check::members(members, None)?;
+        validate::members(members, None)?;
         if members.is_empty() {
-            return self.servers.check_open().map(|()| 0);
+            return self.client.check_open().map(|()| 0);
         }
         let words: Vec<&str> = ["SREM", set.as_str()].iter().chain(members).copied().collect();
-        let replies = self.call(set, Commands::one(&words), Effect::Once).await?;
-        replies.cursor().count().map(|removed| removed as usize).map_err(|f| f.about(set))
+        let replies = self.call(set, Commands::one(&words), Idempotency::AtMostOnce).await?;
+        replies
+            .cursor()
+            .count()
+            .map(|removed| removed as usize)
+            .map_err(|f| f.into_stream_error(set))
     }
 
     async fn set_members(&self, set: &SetName) -> Result<Vec<String>> {
         let commands = Commands::one(&["SMEMBERS", set.as_str()]);
-        let replies = self.call(set, commands, Effect::Repeatable).await?;
-        let mut members =
-            list(&replies, |cursor| cursor.string()).map_err(|failure| failure.about(set))?;
+        let replies = self.call(set, commands, Idempotency::Idempotent).await?;
+        let mut members = list(&replies, |cursor| cursor.string())
+            .map_err(|error| error.into_stream_error(set))?;
         members.sort_unstable();
         Ok(members)
     }
 
     async fn set_contains(&self, set: &SetName, members: &[&str]) -> Result<Vec<bool>> {
-        check::members(members, None)?;
+        validate::members(members, None)?;
         if members.is_empty() {
-            return self.servers.check_open().map(|()| Vec::new());
+            return self.client.check_open().map(|()| Vec::new());
         }
         let words: Vec<&str> =
             ["SMISMEMBER", set.as_str()].iter().chain(members).copied().collect();
-        let replies = self.call(set, Commands::one(&words), Effect::Repeatable).await?;
-        list(&replies, |cursor| Ok(cursor.number()? == 1)).map_err(|failure| failure.about(set))
+        let replies = self.call(set, Commands::one(&words), Idempotency::Idempotent).await?;
+        list(&replies, |cursor| Ok(cursor.number()? == 1))
+            .map_err(|error| error.into_stream_error(set))
     }
 
     async fn map_create(&self, map: &MapName, fields: &RegistryMap) -> Result<bool> {
-        check::map(fields)?;
+        validate::map(fields)?;
         let mut commands = Commands::new();
         commands.script(&scripts::MAP_CREATE, &[map], fields.len() * 2);
         add_fields(&mut commands, fields);
-        self.changed(map, commands).await
+        self.run_change(map, commands).await
     }
 
     async fn map_update(
@@ -76,7 +81,7 @@ impl Registry for RedisBackend {
         expect: Option<(&str, &[u8])>,
         fields: &RegistryMap,
     ) -> Result<bool> {
-        check::map(fields)?;
+        validate::map(fields)?;
         let mut commands = Commands::new();
         let expected = if expect.is_some() { 2 } else { 0 };
         commands.script(&scripts::MAP_UPDATE, &[map], 1 + expected + fields.len() * 2);
@@ -89,22 +94,22 @@ impl Registry for RedisBackend {
             }
         }
         add_fields(&mut commands, fields);
-        self.changed(map, commands).await
+        self.run_change(map, commands).await
     }
 
     async fn map_get(&self, map: &MapName) -> Result<Option<RegistryMap>> {
         let commands = Commands::one(&["HGETALL", map.as_str()]);
-        let replies = self.call(map, commands, Effect::Repeatable).await?;
+        let replies = self.call(map, commands, Idempotency::Idempotent).await?;
         let mut cursor = replies.cursor();
         let mut read = || {
             let mut fields = RegistryMap::new();
             for _ in 0..cursor.array()? / 2 {
                 fields.insert(cursor.string()?, cursor.bytes()?);
             }
-            // Redis keeps no empty hash.
+            // Redis deletes empty hashes.
             Ok((!fields.is_empty()).then_some(fields))
         };
-        read().map_err(|failure: Failure| failure.about(map))
+        read().map_err(|error: ReplyError| error.into_stream_error(map))
     }
 
     async fn map_delete(&self, map: &MapName) -> Result<bool> {
@@ -113,9 +118,9 @@ impl Registry for RedisBackend {
 }
 
 impl RedisBackend {
-    async fn changed(&self, map: &MapName, commands: Commands) -> Result<bool> {
-        let replies = self.call(map, commands, Effect::Once).await?;
-        replies.cursor().number().map(|changed| changed == 1).map_err(|f| f.about(map))
+    async fn run_change(&self, map: &MapName, commands: Commands) -> Result<bool> {
+        let replies = self.call(map, commands, Idempotency::AtMostOnce).await?;
+        replies.cursor().number().map(|changed| changed == 1).map_err(|f| f.into_stream_error(map))
     }
 }
 

@@ -1,63 +1,63 @@
-//! Replies as they come from a server: found in a buffer, then read where they lie.
+//! Parses RESP replies in place.
 //!
-//! There is no tree of values in between: a cursor walks over the bytes once and makes what the caller asked for.
-//! Promises: whatever a server sends is an answer or an error, never a panic; no buffer grows without a limit.
+//! There is no intermediate tree of values: a scanner finds the end of the replies, then a cursor walks over the bytes once.
+//! Promises: any input is a reply or an error, never a panic; no buffer grows without a limit.
 
 use bytes::Bytes;
 
-use super::error::{Failure, Refusal};
+use super::error::{ReplyError, ServerError};
 use crate::entry::{EntryId, EntrySize, Fields, count, next_text};
 use crate::limits::FIELDS_MAX;
 
-/// Bytes of all replies to one request.
+/// Maximum bytes of all replies to one request.
 const REPLIES_BYTES_MAX: usize = 2 * 1024 * 1024 * 1024;
 
-/// Bytes of a line: an error text or a number.
+/// Maximum bytes of a line: an error text or a number.
 const LINE_BYTES_MAX: usize = 64 * 1024;
 
-/// Values in all replies to one request.
+/// Maximum number of values in all replies to one request.
 const VALUES_MAX: usize = 64 * 1024 * 1024;
 
-/// Entries of a reply this small share its memory; those of larger ones are copied out, so that one entry in hand
-/// does not keep a whole batch alive.
+/// Entries of a reply up to this size share its memory. Entries of larger replies are copied, so that one entry does not
+/// keep a whole batch alive.
 pub(super) const SHARED_BYTES_MAX: usize = 64 * 1024;
 
-/// The bytes are no replies.
+/// The bytes are not valid RESP.
 #[derive(Debug, thiserror::Error)]
-#[error("the server's bytes are no reply: {0}")]
-pub(super) struct Malformed(&'static str);
+#[error("malformed reply: {0}")]
+pub(super) struct MalformedReply(&'static str);
 
-/// Finds where replies end, over as many reads as it takes, and looks at no byte twice.
+/// Finds the end of replies incrementally; no byte is scanned twice.
 #[derive(Debug, Default)]
 pub(super) struct Scanner {
     at: usize,
     missing: usize,
-    refusals: bool,
+    has_errors: bool,
 }
 
 impl Scanner {
-    /// Begins to look for this many replies at the start of the buffer.
+    /// Starts to scan for this many replies at the start of the buffer.
     pub(super) fn begin(&mut self, replies: usize) {
-        *self = Self { at: 0, missing: replies, refusals: false };
+        *self = Self { at: 0, missing: replies, has_errors: false };
     }
 
-    /// How many bytes the replies take, once they are all there.
-    pub(super) fn scan(&mut self, buffer: &[u8]) -> Result<Option<usize>, Malformed> {
+    /// The length of the replies in bytes, once all are complete.
+    pub(super) fn scan(&mut self, buffer: &[u8]) -> Result<Option<usize>, MalformedReply> {
         while self.missing > 0 {
             let Some(rest) = buffer.get(self.at..) else { return Ok(None) };
-            if let Some((kind, number, end)) = counted(rest) {
+            if let Some((kind, number, end)) = length_prefix(rest) {
                 self.at += end;
                 self.missing -= 1;
                 match kind {
-                    Counted::Text => self.at += number + 2,
-                    Counted::Array => self.missing += number,
+                    LengthPrefix::Bulk => self.at += number + 2,
+                    LengthPrefix::Array => self.missing += number,
                 }
                 self.check()?;
                 continue;
             }
             let Some(end) = rest.iter().take(LINE_BYTES_MAX).position(|byte| *byte == b'\n') else {
                 if rest.len() >= LINE_BYTES_MAX {
-                    return Err(Malformed("a line without an end"));
+                    return Err(MalformedReply("line too long"));
                 }
                 return Ok(None);
             };
@@ -66,76 +66,76 @@ impl Scanner {
             self.missing -= 1;
             match kind {
                 b'+' | b':' => {}
-                b'-' => self.refusals = true,
+                b'-' => self.has_errors = true,
                 b'$' => {
                     if let Some(bytes) = length(text)? {
                         self.at += bytes + 2;
                     }
                 }
                 b'*' => self.missing += length(text)?.unwrap_or(0),
-                _ => return Err(Malformed("an unknown kind of value")),
+                _ => return Err(MalformedReply("unknown value type")),
             }
             self.check()?;
         }
         Ok((self.at <= buffer.len()).then_some(self.at))
     }
 
-    fn check(&self) -> Result<(), Malformed> {
+    fn check(&self) -> Result<(), MalformedReply> {
         if self.missing > VALUES_MAX {
-            return Err(Malformed("an array without measure"));
+            return Err(MalformedReply("array length exceeds the limit of 64 Mi values"));
         }
         if self.at > REPLIES_BYTES_MAX {
-            return Err(Malformed("replies of more than 2 GiB"));
+            return Err(MalformedReply("replies exceed the limit of 2 GiB"));
         }
         Ok(())
     }
 
-    /// Up to which length the buffer must grow before it is worth scanning again.
+    /// The buffer length below which another scan cannot succeed.
     pub(super) fn wanted(&self) -> usize {
         self.at
     }
 
-    /// Whether an error was among what was scanned.
-    pub(super) fn refusals(&self) -> bool {
-        self.refusals
+    /// Whether the scanned replies contain an error.
+    pub(super) fn has_errors(&self) -> bool {
+        self.has_errors
     }
 }
 
-/// What a value is that says how much follows.
+/// Type of a value that starts with a length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Counted {
-    Text,
+enum LengthPrefix {
+    Bulk,
     Array,
 }
 
-/// The head of a text or an array that is there and in order: how much follows, and where its line ends. Nearly all
-/// values are such, so they take this short way; whatever is otherwise takes the long one.
+/// Fast path for the header of a bulk string or an array: its type, its length, and where its line ends. `None` for anything
+/// else, which takes the slow path.
 #[inline]
-fn counted(rest: &[u8]) -> Option<(Counted, usize, usize)> {
+fn length_prefix(rest: &[u8]) -> Option<(LengthPrefix, usize, usize)> {
     let kind = match rest.first()? {
-        b'$' => Counted::Text,
-        b'*' => Counted::Array,
+        b'$' => LengthPrefix::Bulk,
+        b'*' => LengthPrefix::Array,
         _ => return None,
     };
     let (number, end) = count(rest)?;
     Some((kind, number, end))
 }
 
-fn line(line: &[u8]) -> Result<(u8, &[u8]), Malformed> {
+fn line(line: &[u8]) -> Result<(u8, &[u8]), MalformedReply> {
     match line {
         [kind, text @ .., b'\r', b'\n'] => Ok((*kind, text)),
-        _ => Err(Malformed("a line without a kind or an end")),
+        _ => Err(MalformedReply("line without a type or an end")),
     }
 }
 
-/// The length in a header; `None` for nil.
-fn length(text: &[u8]) -> Result<Option<usize>, Malformed> {
+/// Parses the length in a header; `None` for nil.
+fn length(text: &[u8]) -> Result<Option<usize>, MalformedReply> {
     match number(text) {
         Some(-1) => Ok(None),
         Some(length) if (0..=REPLIES_BYTES_MAX as i64).contains(&length) => {
             Ok(Some(length as usize))
         }
-        _ => Err(Malformed("a length that is none")),
+        _ => Err(MalformedReply("invalid length")),
     }
 }
 
@@ -154,56 +154,59 @@ fn number(text: &[u8]) -> Option<i64> {
     Some(if negative { -magnitude } else { magnitude })
 }
 
-/// The replies to one request, complete, one after the other.
+/// The complete replies to one request.
 #[derive(Clone, Debug)]
-pub(super) struct Replies {
+pub(super) struct RespReplies {
     bytes: Bytes,
-    refusals: bool,
+    has_errors: bool,
 }
 
-impl Replies {
-    pub(super) fn new(bytes: Bytes, refusals: bool) -> Self {
-        Self { bytes, refusals }
+impl RespReplies {
+    pub(super) fn new(bytes: Bytes, has_errors: bool) -> Self {
+        Self { bytes, has_errors }
     }
 
-    /// The replies to several requests as those to one.
+    /// Concatenates the replies to several requests.
     pub(super) fn joined(parts: &[Self]) -> Self {
         let bytes: Vec<&[u8]> = parts.iter().map(|part| part.bytes.as_ref()).collect();
-        Self::new(bytes.concat().into(), parts.iter().any(Self::may_refuse))
+        Self::new(bytes.concat().into(), parts.iter().any(Self::may_contain_errors))
     }
 
-    /// Whether an error may be among them.
-    pub(super) fn may_refuse(&self) -> bool {
-        self.refusals
+    /// Whether they may contain an error reply.
+    pub(super) fn may_contain_errors(&self) -> bool {
+        self.has_errors
     }
 
     pub(super) fn cursor(&self) -> Cursor<'_> {
         Cursor { source: &self.bytes, at: 0 }
     }
 
-    /// Each reply by itself, with the error it is, if it is one.
-    pub(super) fn split(&self, count: usize) -> Result<Vec<(Bytes, Option<Refusal>)>, Failure> {
+    /// Splits into single replies, each with its error if it is one.
+    pub(super) fn split(
+        &self,
+        count: usize,
+    ) -> Result<Vec<(Bytes, Option<ServerError>)>, ReplyError> {
         let mut cursor = self.cursor();
         (0..count)
             .map(|_| {
                 let start = cursor.at;
-                let refusal = match cursor.value()? {
-                    Value::Error(text) => Some(Refusal::new(text)),
-                    Value::Array(values) => {
+                let error = match cursor.value()? {
+                    RespValue::Error(text) => Some(ServerError::new(text)),
+                    RespValue::Array(values) => {
                         cursor.skip(values)?;
                         None
                     }
                     _ => None,
                 };
-                Ok((self.bytes.slice(start..cursor.at), refusal))
+                Ok((self.bytes.slice(start..cursor.at), error))
             })
             .collect()
     }
 }
 
-/// One value, or the head of an array.
+/// One value, or the header of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Value<'a> {
+pub(super) enum RespValue<'a> {
     Nil,
     Number(i64),
     Text(&'a [u8]),
@@ -211,7 +214,7 @@ pub(super) enum Value<'a> {
     Array(usize),
 }
 
-/// Walks over replies.
+/// Reads values from replies.
 #[derive(Clone, Debug)]
 pub(super) struct Cursor<'a> {
     source: &'a Bytes,
@@ -219,123 +222,128 @@ pub(super) struct Cursor<'a> {
 }
 
 impl<'a> Cursor<'a> {
-    /// The next value, whatever it is.
-    pub(super) fn value(&mut self) -> Result<Value<'a>, Failure> {
-        let short = || Failure::shape("a reply that ends too early");
+    /// The next value of any type.
+    pub(super) fn value(&mut self) -> Result<RespValue<'a>, ReplyError> {
+        let short = || ReplyError::unexpected("incomplete reply");
         let rest = self.source.get(self.at..).ok_or_else(short)?;
-        if let Some((kind, number, end)) = counted(rest) {
+        if let Some((kind, number, end)) = length_prefix(rest) {
             self.at += end;
-            if kind == Counted::Array {
-                return Ok(Value::Array(number));
+            if kind == LengthPrefix::Array {
+                return Ok(RespValue::Array(number));
             }
             self.at += number + 2;
-            return rest.get(end..end + number).map(Value::Text).ok_or_else(short);
+            return rest.get(end..end + number).map(RespValue::Text).ok_or_else(short);
         }
         let end = rest.iter().position(|byte| *byte == b'\n').ok_or_else(short)?;
-        let (kind, text) = line(&rest[..=end]).map_err(Failure::shape)?;
+        let (kind, text) = line(&rest[..=end]).map_err(ReplyError::unexpected)?;
         self.at += end + 1;
         match kind {
-            b'+' => Ok(Value::Text(text)),
-            b'-' => Ok(Value::Error(text)),
-            b':' => number(text).map(Value::Number).ok_or_else(|| Failure::shape("no number")),
-            b'*' => Ok(length(text).map_err(Failure::shape)?.map_or(Value::Nil, Value::Array)),
-            b'$' => match length(text).map_err(Failure::shape)? {
-                None => Ok(Value::Nil),
+            b'+' => Ok(RespValue::Text(text)),
+            b'-' => Ok(RespValue::Error(text)),
+            b':' => number(text)
+                .map(RespValue::Number)
+                .ok_or_else(|| ReplyError::unexpected("expected a number")),
+            b'*' => Ok(length(text)
+                .map_err(ReplyError::unexpected)?
+                .map_or(RespValue::Nil, RespValue::Array)),
+            b'$' => match length(text).map_err(ReplyError::unexpected)? {
+                None => Ok(RespValue::Nil),
                 Some(bytes) => {
                     let start = self.at;
                     self.at += bytes + 2;
                     let text = self.source.get(start..start + bytes).ok_or_else(short)?;
-                    Ok(Value::Text(text))
+                    Ok(RespValue::Text(text))
                 }
             },
-            _ => Err(Failure::shape("an unknown kind of value")),
+            _ => Err(ReplyError::unexpected("unknown value type")),
         }
     }
 
     /// The number of values in an array; `None` for nil.
-    pub(super) fn array_or_nil(&mut self) -> Result<Option<usize>, Failure> {
+    pub(super) fn array_or_nil(&mut self) -> Result<Option<usize>, ReplyError> {
         match self.value()? {
-            Value::Array(values) => Ok(Some(values)),
-            Value::Nil => Ok(None),
+            RespValue::Array(values) => Ok(Some(values)),
+            RespValue::Nil => Ok(None),
             other => Err(unexpected("an array", other)),
         }
     }
 
-    pub(super) fn array(&mut self) -> Result<usize, Failure> {
-        self.array_or_nil()?.ok_or_else(|| unexpected("an array", Value::Nil))
+    pub(super) fn array(&mut self) -> Result<usize, ReplyError> {
+        self.array_or_nil()?.ok_or_else(|| unexpected("an array", RespValue::Nil))
     }
 
     /// An array that must have this many values.
-    pub(super) fn array_of(&mut self, values: usize) -> Result<(), Failure> {
+    pub(super) fn array_of(&mut self, values: usize) -> Result<(), ReplyError> {
         match self.array()? {
             found if found == values => Ok(()),
-            found => Err(Failure::shape(format!("{found} values instead of {values}"))),
+            found => Err(ReplyError::unexpected(format!("expected {values} values, got {found}"))),
         }
     }
 
-    pub(super) fn number(&mut self) -> Result<i64, Failure> {
+    pub(super) fn number(&mut self) -> Result<i64, ReplyError> {
         match self.value()? {
-            Value::Number(number) => Ok(number),
+            RespValue::Number(number) => Ok(number),
             other => Err(unexpected("a number", other)),
         }
     }
 
     /// A number that cannot be negative.
-    pub(super) fn count(&mut self) -> Result<u64, Failure> {
+    pub(super) fn count(&mut self) -> Result<u64, ReplyError> {
         let number = self.number()?;
-        u64::try_from(number).map_err(|_| Failure::shape(format!("{number} instead of a count")))
+        u64::try_from(number)
+            .map_err(|_| ReplyError::unexpected(format!("expected a count, got {number}")))
     }
 
-    pub(super) fn text_or_nil(&mut self) -> Result<Option<&'a [u8]>, Failure> {
+    pub(super) fn text_or_nil(&mut self) -> Result<Option<&'a [u8]>, ReplyError> {
         match self.value()? {
-            Value::Text(text) => Ok(Some(text)),
-            Value::Nil => Ok(None),
+            RespValue::Text(text) => Ok(Some(text)),
+            RespValue::Nil => Ok(None),
             other => Err(unexpected("text", other)),
         }
     }
 
-    pub(super) fn text(&mut self) -> Result<&'a [u8], Failure> {
-        self.text_or_nil()?.ok_or_else(|| unexpected("text", Value::Nil))
+    pub(super) fn text(&mut self) -> Result<&'a [u8], ReplyError> {
+        self.text_or_nil()?.ok_or_else(|| unexpected("text", RespValue::Nil))
     }
 
-    pub(super) fn string(&mut self) -> Result<String, Failure> {
+    pub(super) fn string(&mut self) -> Result<String, ReplyError> {
         Ok(String::from_utf8_lossy(self.text()?).into_owned())
     }
 
-    pub(super) fn bytes(&mut self) -> Result<Bytes, Failure> {
+    pub(super) fn bytes(&mut self) -> Result<Bytes, ReplyError> {
         Ok(Bytes::copy_from_slice(self.text()?))
     }
 
     /// A number written as text.
-    pub(super) fn digits(&mut self) -> Result<u64, Failure> {
+    pub(super) fn digits(&mut self) -> Result<u64, ReplyError> {
         let text = self.text()?;
-        parse_digits(text).ok_or_else(|| unexpected("digits", Value::Text(text)))
+        parse_digits(text).ok_or_else(|| unexpected("digits", RespValue::Text(text)))
     }
 
-    pub(super) fn id(&mut self) -> Result<EntryId, Failure> {
+    pub(super) fn id(&mut self) -> Result<EntryId, ReplyError> {
         let text = self.text()?;
-        parse_id(text).ok_or_else(|| unexpected("an entry id", Value::Text(text)))
+        parse_id(text).ok_or_else(|| unexpected("an entry id", RespValue::Text(text)))
     }
 
-    /// Passes over this many values with all that is in them.
-    pub(super) fn skip(&mut self, values: usize) -> Result<(), Failure> {
+    /// Skips this many values, including nested ones.
+    pub(super) fn skip(&mut self, values: usize) -> Result<(), ReplyError> {
         let mut missing = values;
         while missing > 0 {
             missing -= 1;
-            if let Value::Array(values) = self.value()? {
+            if let RespValue::Array(values) = self.value()? {
                 missing += values;
             }
         }
         Ok(())
     }
 
-    /// An entry; without fields if it was deleted meanwhile.
-    pub(super) fn entry(&mut self) -> Result<(EntryId, Option<Fields>), Failure> {
+    /// An entry; its fields are `None` if it was deleted meanwhile.
+    pub(super) fn entry(&mut self) -> Result<(EntryId, Option<Fields>), ReplyError> {
         self.array_of(2)?;
         let id = self.id()?;
         let Some(values) = self.array_or_nil()? else { return Ok((id, None)) };
         if values % 2 != 0 {
-            return Err(Failure::shape("a field without a value"));
+            return Err(ReplyError::unexpected("field without a value"));
         }
         let start = self.at;
         if let Some((end, bytes)) = self.end_of_texts(values) {
@@ -362,7 +370,7 @@ impl<'a> Cursor<'a> {
         Ok((id, Some(Fields::new(pairs))))
     }
 
-    /// Where so many counted texts end, and how many bytes they are, if that is what comes next.
+    /// End position and total bytes of the next `texts` bulk strings; `None` if there is any other value among them.
     fn end_of_texts(&self, texts: usize) -> Option<(usize, usize)> {
         let (mut end, mut bytes) = (self.at, 0);
         for _ in 0..texts {
@@ -373,17 +381,17 @@ impl<'a> Cursor<'a> {
         (end <= self.source.len()).then_some((end, bytes))
     }
 
-    /// Where the bytes of the next text lie.
-    fn range(&mut self) -> Result<(usize, usize), Failure> {
+    /// The byte range of the next text.
+    fn range(&mut self) -> Result<(usize, usize), ReplyError> {
         let text = self.text()?;
         let end = self.at - 2;
-        // A text that came as a line instead of counted bytes ends before its own line end, too.
+        // A simple string also ends before its line end.
         Ok((end - text.len(), end))
     }
 }
 
 pub(super) fn parse_digits(text: &[u8]) -> Option<u64> {
-    /// Digits of a number that fits whatever they are.
+    /// Number of digits that always fit into 64 bits.
     const FITTING: usize = 19;
     let digit = |byte: &u8| byte.checked_sub(b'0').filter(|digit| *digit < 10).map(u64::from);
     match text.len() {
@@ -400,15 +408,19 @@ pub(super) fn parse_id(text: &[u8]) -> Option<EntryId> {
     Some(EntryId { ms: parse_digits(&text[..dash])?, seq: parse_digits(&text[dash + 1..])? })
 }
 
-fn unexpected(wanted: &str, found: Value<'_>) -> Failure {
+fn unexpected(wanted: &str, found: RespValue<'_>) -> ReplyError {
     match found {
-        Value::Error(text) => Failure::Refused(Refusal::new(text)),
-        Value::Nil => Failure::shape(format!("nothing instead of {wanted}")),
-        Value::Number(number) => Failure::shape(format!("{number} instead of {wanted}")),
-        Value::Array(values) => Failure::shape(format!("an array of {values} instead of {wanted}")),
-        Value::Text(text) => {
+        RespValue::Error(text) => ReplyError::Server(ServerError::new(text)),
+        RespValue::Nil => ReplyError::unexpected(format!("expected {wanted}, got nil")),
+        RespValue::Number(number) => {
+            ReplyError::unexpected(format!("expected {wanted}, got {number}"))
+        }
+        RespValue::Array(values) => {
+            ReplyError::unexpected(format!("expected {wanted}, got an array of {values}"))
+        }
+        RespValue::Text(text) => {
             let text: String = String::from_utf8_lossy(text).chars().take(64).collect();
-            Failure::shape(format!("{text:?} instead of {wanted}"))
+            ReplyError::unexpected(format!("expected {wanted}, got {text:?}"))
         }
     }
 }
@@ -419,8 +431,8 @@ mod tests {
 
     use super::*;
 
-    fn replies(text: &[u8]) -> Replies {
-        Replies::new(Bytes::copy_from_slice(text), true)
+    fn replies(text: &[u8]) -> RespReplies {
+        RespReplies::new(Bytes::copy_from_slice(text), true)
     }
 
     const READ: &[u8] =
@@ -428,7 +440,7 @@ mod tests {
         *2\r\n$3\r\n1-3\r\n*-1\r\n";
 
     #[test]
-    fn an_entry_is_read_where_it_lies() {
+    fn an_entry_is_parsed_in_place() {
         let replies = replies(READ);
         let mut cursor = replies.cursor();
         assert_eq!(cursor.array().unwrap(), 1);
@@ -442,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_of_a_large_reply_has_memory_of_its_own() {
+    fn an_entry_of_a_large_reply_is_copied() {
         let value = "x".repeat(SHARED_BYTES_MAX);
         let text = format!("*2\r\n$3\r\n1-2\r\n*2\r\n$1\r\na\r\n${}\r\n{value}\r\n", value.len());
         let (_, fields) = replies(text.as_bytes()).cursor().entry().unwrap();
@@ -450,20 +462,20 @@ mod tests {
     }
 
     #[test]
-    fn an_error_among_replies_is_found_and_told_apart() {
+    fn an_error_among_replies_is_found_and_split_from_the_others() {
         let text = b"$1\r\na\r\n-ERR no\r\n*1\r\n:7\r\n";
         let mut scanner = Scanner::default();
         scanner.begin(3);
         assert_eq!(scanner.scan(text).unwrap(), Some(text.len()));
-        assert!(scanner.refusals());
+        assert!(scanner.has_errors());
         let parts = replies(text).split(3).unwrap();
         assert_eq!(parts[0], (Bytes::from_static(b"$1\r\na\r\n"), None));
-        assert_eq!(parts[1].1.as_ref().map(Refusal::code), Some("ERR"));
+        assert_eq!(parts[1].1.as_ref().map(ServerError::code), Some("ERR"));
         assert_eq!(parts[2], (Bytes::from_static(b"*1\r\n:7\r\n"), None));
     }
 
     #[test]
-    fn what_is_no_reply_is_refused() {
+    fn malformed_replies_are_rejected() {
         for bad in [
             &b"x\r\n"[..],
             b"\r\n",
@@ -483,55 +495,55 @@ mod tests {
     }
 
     proptest! {
-        #[test]
-        fn replies_are_found_however_they_are_cut(cuts in prop::collection::vec(0..READ.len(), 0..5)) {
-            let mut scanner = Scanner::default();
-            scanner.begin(1);
-            let mut cuts = cuts;
-            cuts.sort_unstable();
-            for cut in cuts {
-                prop_assert_eq!(scanner.scan(&READ[..cut]).unwrap(), None);
-            }
-            prop_assert_eq!(scanner.scan(READ).unwrap(), Some(READ.len()));
-        }
-
-        #[test]
-        fn the_short_way_and_the_long_one_see_the_same(
-            text in prop_oneof![
-                "[$*][-0-9]{0,12}\r?\n?".prop_map(String::into_bytes),
-                prop::collection::vec(any::<u8>(), 0..12),
-            ],
-        ) {
-            if let Some((kind, number, end)) = counted(&text) {
-                let (sign, digits) = line(&text[..end]).unwrap();
-                prop_assert_eq!(sign, if kind == Counted::Text { b'$' } else { b'*' });
-                prop_assert_eq!(length(digits).unwrap(), Some(number));
-            }
-        }
-
-        #[test]
-        fn no_bytes_make_us_panic(
-            mutations in prop::collection::vec((0..READ.len(), any::<u8>()), 0..6),
-            random in prop::collection::vec(any::<u8>(), 0..64),
-        ) {
-            let mut text = READ.to_vec();
-            for (at, byte) in mutations {
-                text[at] = byte;
-            }
-            for text in [text, random] {
+            #[test]
+    fn replies_are_found_in_any_fragmentation(cuts in prop::collection::vec(0..READ.len(), 0..5)) {
                 let mut scanner = Scanner::default();
                 scanner.begin(1);
-                if let Ok(Some(length)) = scanner.scan(&text) {
-                    let replies = replies(&text[..length]);
-                    let _ = replies.split(1);
-                    let mut cursor = replies.cursor();
-                    for _ in 0..4 {
-                        let _ = cursor.clone().entry();
-                        let _ = cursor.clone().skip(2);
-                        let _ = cursor.value();
+                let mut cuts = cuts;
+                cuts.sort_unstable();
+                for cut in cuts {
+                    prop_assert_eq!(scanner.scan(&READ[..cut]).unwrap(), None);
+                }
+                prop_assert_eq!(scanner.scan(READ).unwrap(), Some(READ.len()));
+            }
+
+            #[test]
+    fn the_fast_path_and_the_slow_path_agree(
+                text in prop_oneof![
+                    "[$*][-0-9]{0,12}\r?\n?".prop_map(String::into_bytes),
+                    prop::collection::vec(any::<u8>(), 0..12),
+                ],
+            ) {
+                if let Some((kind, number, end)) = length_prefix(&text) {
+                    let (sign, digits) = line(&text[..end]).unwrap();
+                    prop_assert_eq!(sign, if kind == LengthPrefix::Bulk { b'$' } else { b'*' });
+                    prop_assert_eq!(length(digits).unwrap(), Some(number));
+                }
+            }
+
+            #[test]
+    fn no_input_causes_a_panic(
+                mutations in prop::collection::vec((0..READ.len(), any::<u8>()), 0..6),
+                random in prop::collection::vec(any::<u8>(), 0..64),
+            ) {
+                let mut text = READ.to_vec();
+                for (at, byte) in mutations {
+                    text[at] = byte;
+                }
+                for text in [text, random] {
+                    let mut scanner = Scanner::default();
+                    scanner.begin(1);
+                    if let Ok(Some(length)) = scanner.scan(&text) {
+                        let replies = replies(&text[..length]);
+                        let _ = replies.split(1);
+                        let mut cursor = replies.cursor();
+                        for _ in 0..4 {
+                            let _ = cursor.clone().entry();
+                            let _ = cursor.clone().skip(2);
+                            let _ = cursor.value();
+                        }
                     }
                 }
             }
         }
-    }
 }

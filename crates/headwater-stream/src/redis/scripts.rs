@@ -1,14 +1,14 @@
-//! The scripts that the server runs for us, each one atomic step.
+//! Lua scripts; each is one atomic step on the server.
 //!
-//! A script checks everything before it changes anything, for Lua undoes nothing. It declares every key it touches. It
-//! answers `HWTYPE key` when a key holds a foreign value and `HWFENCED` when a lease is not current.
+//! A script checks everything before it writes, because Lua has no rollback. It declares every key it accesses. It fails with
+//! `HWTYPE key` if a key holds a value of another type, and with `HWFENCED` if a lease is stale.
 //!
-//! Memory: a server that is full refuses the first write of a script, and no later one. So a script whose first
-//! write can be refused happens wholly or not at all.
+//! Memory: a server at its memory limit rejects the first write of a script and allows later ones. So a script whose first
+//! write can be rejected executes completely or not at all.
 
 use std::sync::OnceLock;
 
-/// A script, known to the server by its digest.
+/// A script. The server identifies it by its SHA-1 digest.
 #[derive(Debug)]
 pub(super) struct Script {
     text: &'static str,
@@ -45,21 +45,21 @@ scripts! {
     APPEND_ONCE = "append_once";
     TRIM = "trim";
     SETTLE = "settle";
-    DONE = "done";
-    HELD = "held";
+    ACK_FENCED = "ack_fenced";
+    OWNED_PENDING = "owned_pending";
     KEEP_ALIVE = "keep_alive";
     RECLAIM = "reclaim";
     STATS = "stats";
     RESET_GROUP = "reset_group";
     REMOVE_IDLE = "remove_idle";
     DELETE = "delete";
-    PUT_ASIDE = "put_aside";
-    DUE = "due";
-    TAKE_DUE = "take_due";
+    SCHEDULE = "schedule";
+    LIST_DUE = "list_due";
+    PROMOTE_DUE = "promote_due";
     NEXT_DUE = "next_due";
-    CANCEL = "cancel";
-    DELAYED = "delayed";
-    DELETE_DELAYS = "delete_delays";
+    CANCEL_DELAYED = "cancel_delayed";
+    LIST_DELAYED = "list_delayed";
+    DELETE_DELAY_SET = "delete_delay_set";
     ACQUIRE = "acquire";
     RENEW = "renew";
     RELEASE = "release";
@@ -67,9 +67,9 @@ scripts! {
     SET_ADD = "set_add";
     MAP_CREATE = "map_create";
     MAP_UPDATE = "map_update";
-    BEGIN = "begin";
-    FINISH = "finish";
-    ABANDON = "abandon";
+    DEDUP_BEGIN = "dedup_begin";
+    DEDUP_FINISH = "dedup_finish";
+    DEDUP_ABANDON = "dedup_abandon";
 }
 
 #[cfg(test)]
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_script_has_a_digest_of_its_own() {
+    fn every_script_has_a_unique_digest() {
         let digests: HashSet<&str> = ALL.iter().map(|script| script.digest()).collect();
         assert_eq!(digests.len(), ALL.len());
         assert!(digests.iter().all(|digest| digest.len() == 40));

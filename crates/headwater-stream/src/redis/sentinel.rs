@@ -1,4 +1,4 @@
-//! Asks Sentinels where the primary is.
+//! Finds the primary of a service through Sentinel.
 
 use std::io;
 use std::time::Duration;
@@ -7,12 +7,12 @@ use tokio::time::{Instant, timeout_at};
 
 use super::command::Commands;
 use super::connection::{ConnectError, Connection};
-use super::node::Manners;
-use super::reply::Replies;
-use super::url::{Access, Address};
+use super::node::ConnectionSettings;
+use super::reply::RespReplies;
+use super::url::{Address, ConnectionParams};
 
-/// How long one Sentinel may take before the next one is asked.
-const ASK_MAX: Duration = Duration::from_millis(750);
+/// Timeout of one Sentinel before the next one is asked.
+const SENTINEL_TIMEOUT: Duration = Duration::from_millis(750);
 
 /// The Sentinels of one service.
 #[derive(Debug)]
@@ -32,16 +32,16 @@ impl Sentinels {
         &self.addresses[0]
     }
 
-    /// The address of the primary, from the first Sentinel that knows.
+    /// The address of the primary, from the first Sentinel that knows it.
     pub(super) async fn primary(
         &self,
-        manners: &Manners,
+        settings: &ConnectionSettings,
         deadline: Instant,
     ) -> Result<Address, ConnectError> {
         let mut last = None;
         for sentinel in &self.addresses {
-            let until = deadline.min(Instant::now() + ASK_MAX);
-            match self.ask(sentinel, manners, until).await {
+            let until = deadline.min(Instant::now() + SENTINEL_TIMEOUT);
+            match self.query(sentinel, settings, until).await {
                 Ok(primary) => return Ok(primary),
                 Err(error) => last = Some(error),
             }
@@ -49,24 +49,24 @@ impl Sentinels {
         Err(last.unwrap_or_else(|| unreachable!("there is at least one Sentinel")))
     }
 
-    async fn ask(
+    async fn query(
         &self,
         sentinel: &Address,
-        manners: &Manners,
+        settings: &ConnectionSettings,
         deadline: Instant,
     ) -> Result<Address, ConnectError> {
-        // Most Sentinels ask for no password; those that do mostly share that of their servers.
-        let open = Access { tls: manners.access.tls, ..Access::default() };
-        let mut connection = match Connection::open(sentinel, &open, &manners.tls, deadline).await {
-            Err(ConnectError::Refused(_)) if manners.access.password.is_some() => {
-                let login = Access { database: 0, ..(*manners.access).clone() };
-                Connection::open(sentinel, &login, &manners.tls, deadline).await?
+        // Most Sentinels need no password; those that do usually share the one of their servers.
+        let open = ConnectionParams { tls: settings.params.tls, ..ConnectionParams::default() };
+        let mut connection = match Connection::open(sentinel, &open, &settings.tls, deadline).await
+        {
+            Err(ConnectError::Fatal(_)) if settings.params.password.is_some() => {
+                let login = ConnectionParams { database: 0, ..(*settings.params).clone() };
+                Connection::open(sentinel, &login, &settings.tls, deadline).await?
             }
             opened => opened?,
         };
-        let question =
-            Commands::one(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", &self.service]).pack();
-        match timeout_at(deadline, connection.ask(&question)).await {
+        let query = Commands::one(&["SENTINEL", "GET-MASTER-ADDR-BY-NAME", &self.service]).encode();
+        match timeout_at(deadline, connection.request(&query)).await {
             Ok(Ok(replies)) => self.read(&replies, sentinel),
             Ok(Err(error)) => Err(ConnectError::Unreachable { address: sentinel.clone(), error }),
             Err(_) => Err(ConnectError::Unreachable {
@@ -76,8 +76,9 @@ impl Sentinels {
         }
     }
 
-    fn read(&self, replies: &Replies, sentinel: &Address) -> Result<Address, ConnectError> {
-        let not_yet = |problem: String| ConnectError::NotYet { address: sentinel.clone(), problem };
+    fn read(&self, replies: &RespReplies, sentinel: &Address) -> Result<Address, ConnectError> {
+        let not_ready =
+            |problem: String| ConnectError::NotReady { address: sentinel.clone(), problem };
         let mut cursor = replies.cursor();
         let mut read = || match cursor.array_or_nil()? {
             None => Ok(None),
@@ -86,12 +87,12 @@ impl Sentinels {
         match read() {
             Ok(Some((host, port))) => match u16::try_from(port) {
                 Ok(port) => Ok(Address { host, port }),
-                Err(_) => Err(not_yet(format!("the primary's port is {port}"))),
+                Err(_) => Err(not_ready(format!("invalid port {port} of the primary"))),
             },
-            Ok(None) => Err(not_yet(format!("it knows no service `{}`", self.service))),
-            Err(failure) => {
-                let failure: super::error::Failure = failure;
-                Err(not_yet(failure.about(&self.service).to_string()))
+            Ok(None) => Err(not_ready(format!("unknown service `{}`", self.service))),
+            Err(error) => {
+                let error: super::error::ReplyError = error;
+                Err(not_ready(error.into_stream_error(&self.service).to_string()))
             }
         }
     }

@@ -1,84 +1,91 @@
-//! Settling: the end of deliveries, in one atomic step per stream.
+//! Settles delivered entries in one atomic step per stream.
 //!
-//! Promises: a follow-up is written before, or with, the acknowledgement; what cannot be written leaves the entry
-//! pending. Where a follow-up lives in another slot of a cluster it is written first, so a crash in between gives a
-//! duplicate, never a loss.
+//! Promises: a follow-up is written before or with the acknowledgement; if it cannot be written, the entry stays pending.
+//! A follow-up in another slot of a cluster is written first, so a crash in between causes a duplicate, never a loss.
 
 use std::collections::HashSet;
 use std::time::Duration;
 
 use super::RedisBackend;
-use super::appends::add_appends;
+use super::append::add_appends;
+use super::client::Idempotency;
 use super::command::Commands;
-use super::error::Failure;
-use super::servers::Effect;
+use super::error::ReplyError;
 use super::streams::{epoch_text, fenced, list, millis};
 use super::{keys, msgpack, scripts};
-use crate::delays::Due;
+use crate::delays::DueTime;
 use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::leases::Fence;
 use crate::name::StreamName;
-use crate::streams::{Settle, Settled, Settlement, Then};
+use crate::streams::{SettleAction, SettleBatch, SettleResult, Settlement};
 
 impl RedisBackend {
-    pub(super) async fn settle_entries(&self, settle: Settle<'_>) -> Result<Settled> {
+    pub(super) async fn settle_entries(&self, settle: SettleBatch<'_>) -> Result<SettleResult> {
         if settle.entries.is_empty() && settle.fence.is_none() {
-            return self.servers.check_open().map(|()| Settled::default());
+            return self.client.check_open().map(|()| SettleResult::default());
         }
-        let only_done = settle.entries.iter().all(|entry| matches!(entry.then, Then::Done));
-        if only_done && settle.fence.is_none() {
+        let only_acks =
+            settle.entries.iter().all(|entry| matches!(entry.action, SettleAction::Ack));
+        if only_acks && settle.fence.is_none() {
             return self.acknowledge(&settle).await;
         }
-        if let Some(fence) = settle.fence.filter(|_| only_done) {
+        if let Some(fence) = settle.fence.filter(|_| only_acks) {
             return self.acknowledge_fenced(&settle, fence).await;
         }
-        let elsewhere = |entry: &&Settlement| match &entry.then {
-            Then::Append { to, .. } => self.servers.slot(to.as_str()) != self.slot(settle.stream),
+        let elsewhere = |entry: &&Settlement| match &entry.action {
+            SettleAction::Append { to, .. } => {
+                self.client.slot(to.as_str()) != self.slot(settle.stream)
+            }
             _ => false,
         };
         if settle.entries.iter().any(|entry| elsewhere(&entry)) {
             let both = async {
-                let copied = self.append_elsewhere(&settle, elsewhere).await?;
+                let copied = self.append_follow_ups(&settle, elsewhere).await?;
                 self.run_script(&settle, Some(&copied)).await
             };
-            return self.servers.in_time(Duration::ZERO, both).await;
+            return self.client.with_deadline(Duration::ZERO, both).await;
         }
         self.run_script(&settle, None).await
     }
 
-    /// The usual case: everything is done, and nobody asks under which lease.
-    async fn acknowledge(&self, settle: &Settle<'_>) -> Result<Settled> {
+    /// Fast path: all entries are acknowledged, without a fence.
+    async fn acknowledge(&self, settle: &SettleBatch<'_>) -> Result<SettleResult> {
         let mut commands = Commands::with_capacity(64 + settle.entries.len() * 28);
         commands.begin(3 + settle.entries.len());
         commands.arg("XACK");
         commands.arg(settle.stream.as_str());
         commands.arg(settle.group.as_str());
         settle.entries.iter().for_each(|entry| commands.arg_id(entry.id));
-        let replies = self.call(settle.stream, commands, Effect::Once).await?;
-        let applied = replies.cursor().count().map_err(|failure| failure.about(settle.stream))?;
+        let replies = self.call(settle.stream, commands, Idempotency::AtMostOnce).await?;
+        let applied =
+            replies.cursor().count().map_err(|error| error.into_stream_error(settle.stream))?;
         Ok(settled(applied, settle))
     }
 
-    /// The usual case of an owner: everything is done, under its lease.
-    async fn acknowledge_fenced(&self, settle: &Settle<'_>, fence: &Fence) -> Result<Settled> {
+    /// Fast path of an owner: all entries are acknowledged, with a fence.
+    async fn acknowledge_fenced(
+        &self,
+        settle: &SettleBatch<'_>,
+        fence: &Fence,
+    ) -> Result<SettleResult> {
         let keys = self.keys_with_fence(settle.stream, Some(fence))?;
         let mut commands = Commands::with_capacity(256 + settle.entries.len() * 28);
-        commands.script(&scripts::DONE, &keys, 2 + settle.entries.len());
+        commands.script(&scripts::ACK_FENCED, &keys, 2 + settle.entries.len());
         commands.arg(settle.group.as_str());
         commands.arg(epoch_text(settle.fence));
         settle.entries.iter().for_each(|entry| commands.arg_id(entry.id));
-        let replies = self.call(settle.stream, commands, Effect::Once).await?;
-        let applied = replies.cursor().count().map_err(|failure| refused(failure, settle))?;
+        let replies = self.call(settle.stream, commands, Idempotency::AtMostOnce).await?;
+        let applied = replies.cursor().count().map_err(|error| settle_error(error, settle))?;
         Ok(settled(applied, settle))
     }
 
-    /// Everything else: one script. Entries in `copied` have their follow-up already.
+    /// General case: one script. The follow-ups of entries in `copied` are already written.
     async fn run_script(
         &self,
-        settle: &Settle<'_>,
+        settle: &SettleBatch<'_>,
         copied: Option<&HashSet<EntryId>>,
-    ) -> Result<Settled> {
+    ) -> Result<SettleResult> {
         let mut keys = self.keys_with_fence(settle.stream, settle.fence)?;
         let mut args: Vec<Arg<'_>> = Vec::with_capacity(3 + settle.entries.len() * 2);
         for entry in settle.entries {
@@ -98,43 +105,43 @@ impl RedisBackend {
                 Arg::Packed(bytes) => commands.arg(bytes),
             }
         }
-        let replies = self.call(settle.stream, commands, Effect::Once).await?;
-        let applied = replies.cursor().count().map_err(|failure| refused(failure, settle))?;
+        let replies = self.call(settle.stream, commands, Idempotency::AtMostOnce).await?;
+        let applied = replies.cursor().count().map_err(|error| settle_error(error, settle))?;
         Ok(settled(applied, settle))
     }
 
     fn add_entry<'a>(
         &self,
-        settle: &Settle<'_>,
+        settle: &SettleBatch<'_>,
         entry: &'a Settlement,
         copied: Option<&HashSet<EntryId>>,
         keys: &mut Vec<String>,
         args: &mut Vec<Arg<'a>>,
     ) -> Result<()> {
         let id = Arg::Id(entry.id);
-        match &entry.then {
-            Then::Done => args.extend([Arg::Word("done"), id]),
-            Then::Delete => args.extend([Arg::Word("delete"), id]),
-            Then::Release => args.extend([Arg::Word("release"), id]),
-            Then::Append { to, fields } => {
+        match &entry.action {
+            SettleAction::Ack => args.extend([Arg::Word("ack"), id]),
+            SettleAction::Delete => args.extend([Arg::Word("delete"), id]),
+            SettleAction::Release => args.extend([Arg::Word("release"), id]),
+            SettleAction::Append { to, fields } => {
                 if let Some(copied) = copied
-                    && self.servers.slot(to.as_str()) != self.slot(settle.stream)
+                    && self.client.slot(to.as_str()) != self.slot(settle.stream)
                 {
                     if copied.contains(&entry.id) {
-                        args.extend([Arg::Word("held"), id]);
+                        args.extend([Arg::Word("ack_owned"), id]);
                     }
                     return Ok(());
                 }
-                let key = position(keys, vec![to.to_string()]);
+                let key = key_index(keys, vec![to.to_string()]);
                 let packed = Arg::Packed(msgpack::fields(fields));
                 args.extend([Arg::Word("append"), id, Arg::Number(key), packed]);
             }
-            Then::PutAside { delays, to, due, fields } => {
-                self.must_share_slot("delays", settle.stream.as_str(), delays.as_str())?;
-                self.must_share_slot("the stream it returns to", delays.as_str(), to.as_str())?;
-                let key = position(keys, vec![delays.to_string(), keys::delay_entries(delays)]);
-                let (kind, ms) = due_words(*due);
-                args.extend([Arg::Word("aside"), id, Arg::Number(key), Arg::Word(kind)]);
+            SettleAction::Reschedule { delays, to, due, fields } => {
+                self.check_same_slot("delays", settle.stream.as_str(), delays.as_str())?;
+                self.check_same_slot("the target stream", delays.as_str(), to.as_str())?;
+                let key = key_index(keys, vec![delays.to_string(), keys::delay_entries(delays)]);
+                let (kind, ms) = due_args(*due);
+                args.extend([Arg::Word("reschedule"), id, Arg::Number(key), Arg::Word(kind)]);
                 args.extend([Arg::Number(ms), Arg::Word(to.as_str())]);
                 args.push(Arg::Packed(msgpack::target_and_fields(to.as_str(), fields)));
             }
@@ -142,33 +149,33 @@ impl RedisBackend {
         Ok(())
     }
 
-    /// Appends follow-ups that live in other slots, of entries that are in hand. Returns which those are.
-    async fn append_elsewhere(
+    /// Appends the follow-ups that belong to other slots, for entries still pending for the consumer. Returns those entries.
+    async fn append_follow_ups(
         &self,
-        settle: &Settle<'_>,
+        settle: &SettleBatch<'_>,
         elsewhere: impl Fn(&&Settlement) -> bool,
     ) -> Result<HashSet<EntryId>> {
         let moving: Vec<&Settlement> = settle.entries.iter().filter(elsewhere).collect();
         let keys = self.keys_with_fence(settle.stream, settle.fence)?;
         let mut commands = Commands::new();
-        commands.script(&scripts::HELD, &keys, 3 + moving.len());
+        commands.script(&scripts::OWNED_PENDING, &keys, 3 + moving.len());
         commands.arg(settle.group.as_str());
         commands.arg(settle.consumer.as_str());
         commands.arg(epoch_text(settle.fence));
         moving.iter().for_each(|entry| commands.arg_id(entry.id));
-        let replies = self.call(settle.stream, commands, Effect::Repeatable).await?;
+        let replies = self.call(settle.stream, commands, Idempotency::Idempotent).await?;
         let held =
-            list(&replies, |cursor| cursor.id()).map_err(|failure| refused(failure, settle))?;
+            list(&replies, |cursor| cursor.id()).map_err(|error| settle_error(error, settle))?;
         let held: HashSet<EntryId> = held.into_iter().collect();
 
         let mut targets: Vec<(&StreamName, Vec<&Fields>)> = Vec::new();
         let mut seen = HashSet::new();
         for entry in moving {
-            // An entry that is given twice has one follow-up.
+            // An entry listed twice gets one follow-up.
             if !held.contains(&entry.id) || !seen.insert(entry.id) {
                 continue;
             }
-            if let Then::Append { to, fields } = &entry.then {
+            if let SettleAction::Append { to, fields } = &entry.action {
                 match targets.iter_mut().find(|(target, _)| *target == to) {
                     Some((_, list)) => list.push(fields),
                     None => targets.push((to, vec![fields])),
@@ -178,16 +185,16 @@ impl RedisBackend {
         for (target, all) in targets {
             let mut commands = Commands::new();
             add_appends(&mut commands, target, all.iter().copied());
-            let replies = self.call(target, commands, Effect::Once).await?;
+            let replies = self.call(target, commands, Idempotency::AtMostOnce).await?;
             let mut cursor = replies.cursor();
             for _ in all {
-                cursor.id().map_err(|failure| failure.about(target))?;
+                cursor.id().map_err(|error| error.into_stream_error(target))?;
             }
         }
         Ok(held)
     }
 
-    /// The keys of a script: the stream, and the lease that is presented.
+    /// The keys of a script: the stream, and the lease with its epoch record if there is a fence.
     pub(super) fn keys_with_fence(
         &self,
         stream: &StreamName,
@@ -195,21 +202,21 @@ impl RedisBackend {
     ) -> Result<Vec<String>> {
         let mut all = vec![stream.to_string()];
         if let Some(fence) = fence {
-            self.must_share_slot("the fence", stream.as_str(), fence.lease.as_str())?;
+            self.check_same_slot("the fence", stream.as_str(), fence.lease.as_str())?;
             all.extend([fence.lease.to_string(), keys::epoch(&fence.lease)]);
         }
         Ok(all)
     }
 
-    /// On a cluster, a script stays in one slot.
-    pub(super) fn must_share_slot(&self, what: &str, base: &str, other: &str) -> Result<()> {
-        if self.servers.slot(base) == self.servers.slot(other) {
+    /// Fails on a cluster if the two keys are in different slots: a script is limited to one.
+    pub(super) fn check_same_slot(&self, what: &str, base: &str, other: &str) -> Result<()> {
+        if self.client.slot(base) == self.client.slot(other) {
             return Ok(());
         }
         Err(StreamError::invalid(
             what,
             format!(
-                "on a Redis Cluster `{other}` must live in the slot of `{base}`; give both the same hash tag `{{…}}`"
+                "on a Redis Cluster `{other}` must be in the slot of `{base}`; give both the same hash tag `{{…}}`"
             ),
         ))
     }
@@ -223,16 +230,16 @@ enum Arg<'a> {
     Packed(Vec<u8>),
 }
 
-/// How a script is told when something is due.
-pub(super) fn due_words(due: Due) -> (&'static str, u64) {
+/// A due time as script arguments.
+pub(super) fn due_args(due: DueTime) -> (&'static str, u64) {
     match due {
-        Due::After(delay) => ("after", millis(delay)),
-        Due::At(at) => ("at", at.as_millis()),
+        DueTime::After(delay) => ("after", millis(delay)),
+        DueTime::At(at) => ("at", at.as_millis()),
     }
 }
 
-/// The number, from 1, of the first of these keys, which are added if they are not there yet.
-fn position(keys: &mut Vec<String>, wanted: Vec<String>) -> u64 {
+/// The 1-based index of the first of these keys; they are added if missing.
+fn key_index(keys: &mut Vec<String>, wanted: Vec<String>) -> u64 {
     let len = wanted.len();
     let found = keys.windows(len).position(|window| window == wanted.as_slice());
     let index = found.unwrap_or_else(|| {
@@ -242,14 +249,14 @@ fn position(keys: &mut Vec<String>, wanted: Vec<String>) -> u64 {
     index as u64 + 1
 }
 
-fn settled(applied: u64, settle: &Settle<'_>) -> Settled {
+fn settled(applied: u64, settle: &SettleBatch<'_>) -> SettleResult {
     let applied = (applied as usize).min(settle.entries.len());
-    Settled { applied, stale: settle.entries.len() - applied }
+    SettleResult { applied, stale: settle.entries.len() - applied }
 }
 
-fn refused(failure: Failure, settle: &Settle<'_>) -> StreamError {
-    match failure {
-        Failure::Refused(refusal) if refusal.is_fenced() => fenced(settle.fence),
-        failure => failure.about(settle.stream),
+fn settle_error(error: ReplyError, settle: &SettleBatch<'_>) -> StreamError {
+    match error {
+        ReplyError::Server(error) if error.is_fenced() => fenced(settle.fence),
+        error => error.into_stream_error(settle.stream),
     }
 }

@@ -1,34 +1,35 @@
-//! What there is to know of a stream, in one round trip where the server can tell.
+//! Statistics of a stream, in one round trip where the server can report the lag.
 
 use std::time::Duration;
 
 use super::RedisBackend;
+use super::client::Idempotency;
 use super::command::Commands;
-use super::error::Failure;
-use super::foreign_name;
-use super::reply::{Cursor, Replies, Value, parse_id};
+use super::error::ReplyError;
+use super::reply::{Cursor, RespReplies, RespValue, parse_id};
+use super::sanitized_name;
 use super::scripts;
-use super::servers::Effect;
 use crate::entry::EntryId;
 use crate::error::Result;
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{ConsumerStats, GroupStats, Range, StreamStats, Streams};
 
-/// Entries counted one by one where the server cannot tell how many a group has not read.
+/// Maximum number of entries that are counted to compute a lag the server cannot report.
 const COUNTED_MAX: u64 = 10_000;
-/// Entries counted in one round trip.
-const COUNTED_AT_ONCE: usize = 500;
+/// Entries counted per round trip.
+const COUNT_BATCH: usize = 500;
 
 impl RedisBackend {
     pub(super) async fn stream_stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
         let commands = Commands::run(&scripts::STATS, &[stream], &[""; 0]);
-        let replies = self.call(stream, commands, Effect::Repeatable).await?;
-        let Some(mut stats) = read(&replies).map_err(|failure| failure.about(stream))? else {
+        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
+        let Some(mut stats) = read(&replies).map_err(|error| error.into_stream_error(stream))?
+        else {
             return Ok(None);
         };
         for index in 0..stats.groups.len() {
             let GroupStats { lag, last_delivered, .. } = stats.groups[index];
-            // Servers err in their own count after deletes, so what the ends of the stream tell comes first.
+            // The server's lag can be wrong after deletes, so the ends of the stream are checked first.
             let lag = match (lag_by_ends(&stats, last_delivered), lag) {
                 (Some(lag), _) => Some(lag),
                 (None, Some(lag)) if lag < stats.length => Some(lag),
@@ -39,16 +40,16 @@ impl RedisBackend {
         Ok(Some(stats))
     }
 
-    /// How many entries there are after `read_to`; `None` if they are too many to count.
+    /// Counts the entries after `read_to`; `None` if there are more than `COUNTED_MAX`.
     async fn count_lag(&self, stream: &StreamName, read_to: EntryId) -> Result<Option<u64>> {
         let mut counted = 0;
         let mut from = read_to.next();
         loop {
-            let page = Range { from, ..Range::first(COUNTED_AT_ONCE) };
+            let page = Range { from, ..Range::first(COUNT_BATCH) };
             let entries = self.range(stream, page).await?;
             counted += entries.len() as u64;
             match entries.last() {
-                Some(last) if entries.len() == COUNTED_AT_ONCE => from = last.id.next(),
+                Some(last) if entries.len() == COUNT_BATCH => from = last.id.next(),
                 _ => return Ok(Some(counted)),
             }
             if counted >= COUNTED_MAX {
@@ -58,7 +59,7 @@ impl RedisBackend {
     }
 }
 
-/// How many entries a group has not read, if it has read none or all of them.
+/// The lag of a group that has read none or all of the entries; otherwise `None`.
 fn lag_by_ends(stats: &StreamStats, read_to: EntryId) -> Option<u64> {
     match (stats.first_id, stats.last_id) {
         (Some(first), _) if read_to < first => Some(stats.length),
@@ -67,7 +68,7 @@ fn lag_by_ends(stats: &StreamStats, read_to: EntryId) -> Option<u64> {
     }
 }
 
-fn read(replies: &Replies) -> Result<Option<StreamStats>, Failure> {
+fn read(replies: &RespReplies) -> Result<Option<StreamStats>, ReplyError> {
     let mut cursor = replies.cursor();
     if cursor.array_or_nil()?.is_none() {
         return Ok(None);
@@ -93,9 +94,9 @@ fn read(replies: &Replies) -> Result<Option<StreamStats>, Failure> {
     }))
 }
 
-fn read_group(cursor: &mut Cursor<'_>) -> Result<GroupStats, Failure> {
+fn read_group(cursor: &mut Cursor<'_>) -> Result<GroupStats, ReplyError> {
     cursor.array_of(5)?;
-    let name = foreign_name(cursor.text()?, GroupName::new)?;
+    let name = sanitized_name(cursor.text()?, GroupName::new)?;
     let pending = cursor.count()?;
     let lag = optional_count(cursor)?;
     let last_delivered = cursor.id()?;
@@ -103,7 +104,7 @@ fn read_group(cursor: &mut Cursor<'_>) -> Result<GroupStats, Failure> {
     for _ in 0..cursor.array()? {
         cursor.array_of(3)?;
         consumers.push(ConsumerStats {
-            name: foreign_name(cursor.text()?, ConsumerName::new)?,
+            name: sanitized_name(cursor.text()?, ConsumerName::new)?,
             pending: cursor.count()?,
             idle: Duration::from_millis(cursor.count()?),
         });
@@ -112,17 +113,17 @@ fn read_group(cursor: &mut Cursor<'_>) -> Result<GroupStats, Failure> {
     Ok(GroupStats { name, pending, lag, last_delivered, consumers })
 }
 
-fn optional_id(cursor: &mut Cursor<'_>) -> Result<Option<EntryId>, Failure> {
+fn optional_id(cursor: &mut Cursor<'_>) -> Result<Option<EntryId>, ReplyError> {
     cursor
         .text_or_nil()?
-        .map(|text| parse_id(text).ok_or_else(|| Failure::shape("an id that is none")))
+        .map(|text| parse_id(text).ok_or_else(|| ReplyError::unexpected("invalid entry id")))
         .transpose()
 }
 
-fn optional_count(cursor: &mut Cursor<'_>) -> Result<Option<u64>, Failure> {
+fn optional_count(cursor: &mut Cursor<'_>) -> Result<Option<u64>, ReplyError> {
     match cursor.value()? {
-        Value::Nil => Ok(None),
-        Value::Number(number) => Ok(u64::try_from(number).ok()),
-        _ => Err(Failure::shape("no count")),
+        RespValue::Nil => Ok(None),
+        RespValue::Number(number) => Ok(u64::try_from(number).ok()),
+        _ => Err(ReplyError::unexpected("expected a count")),
     }
 }

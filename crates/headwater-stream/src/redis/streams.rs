@@ -5,23 +5,24 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::RedisBackend;
+use super::client::Idempotency;
 use super::command::Commands;
-use super::error::Failure;
-use super::foreign_name;
-use super::reader::RedisGroupReader;
-use super::reply::{Cursor, Replies, parse_id};
-use super::servers::Effect;
-use super::tail::RedisTailReader;
+use super::error::ReplyError;
+use super::group_reader::RedisGroupReader;
+use super::reply::{Cursor, RespReplies, parse_id};
+use super::sanitized_name;
+use super::tail_reader::RedisTailReader;
 use super::{keys, msgpack, scripts, trim};
-use crate::check;
-use crate::entry::{Delivery, Entry, EntryId, Fields};
+use crate::entry::{DeliveredEntry, Entry, EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{
-    Append, Appended, Direction, GroupReader, GroupStart, Once, Pending, PendingQuery, Range,
-    Reclaim, ReclaimFrom, Reclaimed, Retention, Settle, Settled, Silenced, StreamStats, Streams,
-    TailReader, TrimGuard, Trimmed,
+    AppendRequest, AppendedEntry, Direction, DisconnectOutcome, GroupReader, GroupStart,
+    IdempotentEntry, PendingDelivery, PendingDeliveryQuery, Range, ReclaimFrom, ReclaimRequest,
+    ReclaimResult, Retention, SettleBatch, SettleResult, StreamStats, Streams, TailReader,
+    TrimGuard, TrimResult,
 };
+use crate::validate;
 
 #[async_trait]
 impl Streams for RedisBackend {
@@ -31,23 +32,23 @@ impl Streams for RedisBackend {
         entries: &[Fields],
         retention: &Retention,
     ) -> Result<Vec<EntryId>> {
-        self.append_one(&Append { stream, entries: &entries, retention }).await
+        self.append_one(&AppendRequest { stream, entries: &entries, retention }).await
     }
 
-    async fn append_many(&self, appends: &[Append<'_>]) -> Vec<Result<Vec<EntryId>>> {
+    async fn append_many(&self, appends: &[AppendRequest<'_>]) -> Vec<Result<Vec<EntryId>>> {
         self.append_each(appends).await
     }
 
     async fn append_once(
         &self,
         stream: &StreamName,
-        entries: &[Once],
+        entries: &[IdempotentEntry],
         keep: Duration,
         retention: &Retention,
-    ) -> Result<Vec<Appended>> {
-        check::append_once(entries, keep, retention)?;
+    ) -> Result<Vec<AppendedEntry>> {
+        validate::append_once(entries, keep, retention)?;
         if entries.is_empty() {
-            return self.servers.check_open().map(|()| Vec::new());
+            return self.client.check_open().map(|()| Vec::new());
         }
         let mut keys = vec![stream.to_string()];
         keys.extend(entries.iter().map(|entry| keys::once(stream, &entry.id)));
@@ -56,34 +57,34 @@ impl Streams for RedisBackend {
         commands.arg_number(millis(keep));
         entries.iter().for_each(|entry| commands.arg(msgpack::fields(&entry.fields)));
         let trims = self.add_trim(&mut commands, stream, entries.len(), retention);
-        let replies = self.call(stream, commands, Effect::Repeatable).await?;
+        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
         let mut cursor = replies.cursor();
         let appended = read_appended(&mut cursor, entries.len());
-        let appended = appended.map_err(|failure| failure.about(stream))?;
+        let appended = appended.map_err(|error| error.into_stream_error(stream))?;
         if trims {
-            self.note_trim(stream, &mut cursor);
+            self.record_trim(stream, &mut cursor);
         }
         Ok(appended)
     }
 
     async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>> {
-        check::known_ids(ids)?;
+        validate::idempotency_ids(ids)?;
         if ids.is_empty() {
-            return self.servers.check_open().map(|()| Vec::new());
+            return self.client.check_open().map(|()| Vec::new());
         }
         let keys: Vec<String> = ids.iter().map(|id| keys::once(stream, id)).collect();
         let mut commands = Commands::new();
         commands.begin(1 + keys.len());
         commands.arg("MGET");
         keys.iter().for_each(|key| commands.arg(key));
-        let replies = self.call(stream, commands, Effect::Repeatable).await?;
+        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
         let mut keys = keys.into_iter();
         let found = list(&replies, |cursor| {
-            let (key, mark) = (keys.next().unwrap_or_default(), cursor.text_or_nil()?);
-            let id = mark.map(|mark| parse_id(mark).ok_or(StreamError::WrongType { name: key }));
+            let (key, text) = (keys.next().unwrap_or_default(), cursor.text_or_nil()?);
+            let id = text.map(|text| parse_id(text).ok_or(StreamError::WrongType { name: key }));
             Ok(id.transpose())
         });
-        found.map_err(|failure| failure.about(stream))?.into_iter().collect()
+        found.map_err(|error| error.into_stream_error(stream))?.into_iter().collect()
     }
 
     async fn ensure_group(
@@ -93,21 +94,21 @@ impl Streams for RedisBackend {
         start: GroupStart,
     ) -> Result<bool> {
         let commands = create_group(stream, group, start);
-        let replies = self.call(stream, commands, Effect::Repeatable).await?;
+        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
         match replies.cursor().text() {
             Ok(_) => Ok(true),
-            Err(Failure::Refused(refusal)) if refusal.code() == "BUSYGROUP" => Ok(false),
-            Err(failure) => Err(failure.about(stream)),
+            Err(ReplyError::Server(error)) if error.code() == "BUSYGROUP" => Ok(false),
+            Err(error) => Err(error.into_stream_error(stream)),
         }
     }
 
     async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool> {
         let commands = Commands::one(&["XGROUP", "DESTROY", stream.as_str(), group.as_str()]);
-        let replies = self.call(stream, commands, Effect::Once).await?;
+        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
         match replies.cursor().number() {
             Ok(removed) => Ok(removed > 0),
-            Err(Failure::Refused(refusal)) if refusal.is_no_key() => Ok(false),
-            Err(failure) => Err(failure.about(stream)),
+            Err(ReplyError::Server(error)) if error.is_no_key() => Ok(false),
+            Err(error) => Err(error.into_stream_error(stream)),
         }
     }
 
@@ -119,8 +120,8 @@ impl Streams for RedisBackend {
     ) -> Result<bool> {
         let args = [group.to_string(), start_id(start)];
         let commands = Commands::run(&scripts::RESET_GROUP, &[stream], &args);
-        let replies = self.call(stream, commands, Effect::Once).await?;
-        let reset = replies.cursor().number().map_err(|failure| failure.about(stream))?;
+        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
+        let reset = replies.cursor().number().map_err(|error| error.into_stream_error(stream))?;
         Ok(reset > 0)
     }
 
@@ -129,26 +130,26 @@ impl Streams for RedisBackend {
         group: &GroupName,
         consumer: &ConsumerName,
     ) -> Result<Box<dyn GroupReader>> {
-        self.servers.check_open()?;
-        Ok(Box::new(RedisGroupReader::new(&self.servers, group, consumer)))
+        self.client.check_open()?;
+        Ok(Box::new(RedisGroupReader::new(&self.client, group, consumer)))
     }
 
-    async fn silence(
+    async fn disconnect_reader(
         &self,
         stream: &StreamName,
         group: &GroupName,
         consumer: &ConsumerName,
-    ) -> Result<Silenced> {
-        self.silence_readers(stream, group, consumer).await
+    ) -> Result<DisconnectOutcome> {
+        self.disconnect_consumer(stream, group, consumer).await
     }
 
     async fn tail(&self) -> Result<Box<dyn TailReader>> {
-        self.servers.check_open()?;
-        Ok(Box::new(RedisTailReader::new(&self.servers)))
+        self.client.check_open()?;
+        Ok(Box::new(RedisTailReader::new(&self.client)))
     }
 
-    async fn settle(&self, settle: Settle<'_>) -> Result<Settled> {
-        check::settle(&settle)?;
+    async fn settle(&self, settle: SettleBatch<'_>) -> Result<SettleResult> {
+        validate::settle(&settle)?;
         self.settle_entries(settle).await
     }
 
@@ -159,21 +160,21 @@ impl Streams for RedisBackend {
         consumer: &ConsumerName,
         ids: &[EntryId],
     ) -> Result<Vec<EntryId>> {
-        check::ids(ids)?;
+        validate::ids(ids)?;
         let mut commands = Commands::new();
         commands.script(&scripts::KEEP_ALIVE, &[stream], 2 + ids.len());
         commands.arg(group.as_str());
         commands.arg(consumer.as_str());
         ids.iter().for_each(|id| commands.arg_id(*id));
-        let replies = self.call(stream, commands, Effect::Repeatable).await?;
-        list(&replies, |cursor| cursor.id()).map_err(|failure| failure.about(stream))
+        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
+        list(&replies, |cursor| cursor.id()).map_err(|error| error.into_stream_error(stream))
     }
 
-    async fn reclaim(&self, reclaim: Reclaim<'_>) -> Result<Reclaimed> {
-        check::reclaim(&reclaim)?;
-        let Reclaim { stream, group, .. } = reclaim;
+    async fn reclaim(&self, reclaim: ReclaimRequest<'_>) -> Result<ReclaimResult> {
+        validate::reclaim(&reclaim)?;
+        let ReclaimRequest { stream, group, .. } = reclaim;
         if reclaim.after == Some(EntryId::MAX) && !matches!(reclaim.from, ReclaimFrom::Ids(_)) {
-            return Ok(Reclaimed::default());
+            return Ok(ReclaimResult::default());
         }
         let keys = self.keys_with_fence(stream, reclaim.fence)?;
         let from: &[&str] = match reclaim.from {
@@ -193,15 +194,15 @@ impl Streams for RedisBackend {
         commands.arg_number(reclaim.count as u64);
         from.iter().for_each(|word| commands.arg(word));
         ids.iter().for_each(|id| commands.arg_id(*id));
-        let replies = self.call(stream, commands, Effect::Once).await?;
-        read_reclaimed(&replies).map_err(|failure| match failure {
-            Failure::Refused(refusal) if refusal.is_fenced() => fenced(reclaim.fence),
-            failure => failure.in_group(stream, group),
+        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
+        read_reclaimed(&replies).map_err(|error| match error {
+            ReplyError::Server(error) if error.is_fenced() => fenced(reclaim.fence),
+            error => error.into_group_error(stream, group),
         })
     }
 
-    async fn pending(&self, query: PendingQuery<'_>) -> Result<Vec<Pending>> {
-        check::count(query.count)?;
+    async fn pending(&self, query: PendingDeliveryQuery<'_>) -> Result<Vec<PendingDelivery>> {
+        validate::count(query.count)?;
         if query.after == Some(EntryId::MAX) {
             return Ok(Vec::new());
         }
@@ -214,21 +215,21 @@ impl Streams for RedisBackend {
         words.extend(["+".to_owned(), query.count.to_string()]);
         words.extend(query.consumer.map(ToString::to_string));
         let commands = Commands::one(&words);
-        let replies = self.call(query.stream, commands, Effect::Repeatable).await?;
+        let replies = self.call(query.stream, commands, Idempotency::Idempotent).await?;
         list(&replies, |cursor| {
             cursor.array_of(4)?;
-            Ok(Pending {
+            Ok(PendingDelivery {
                 id: cursor.id()?,
-                consumer: foreign_name(cursor.text()?, ConsumerName::new)?,
+                consumer: sanitized_name(cursor.text()?, ConsumerName::new)?,
                 idle: Duration::from_millis(cursor.count()?),
                 deliveries: cursor.count()?,
             })
         })
-        .map_err(|failure| failure.in_group(query.stream, query.group))
+        .map_err(|error| error.into_group_error(query.stream, query.group))
     }
 
     async fn range(&self, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
-        check::count(range.count)?;
+        validate::count(range.count)?;
         let (from, to, count) =
             (range.from.to_string(), range.to.to_string(), range.count.to_string());
         let commands = match range.direction {
@@ -239,9 +240,9 @@ impl Streams for RedisBackend {
                 Commands::one(&["XREVRANGE", stream.as_str(), &to, &from, "COUNT", &count])
             }
         };
-        let replies = self.call(stream, commands, Effect::Repeatable).await?;
-        let entries =
-            list(&replies, |cursor| cursor.entry()).map_err(|failure| failure.about(stream))?;
+        let replies = self.call(stream, commands, Idempotency::Idempotent).await?;
+        let entries = list(&replies, |cursor| cursor.entry())
+            .map_err(|error| error.into_stream_error(stream))?;
         Ok(entries
             .into_iter()
             .filter_map(|(id, fields)| Some(Entry { id, fields: fields? }))
@@ -253,26 +254,26 @@ impl Streams for RedisBackend {
         stream: &StreamName,
         retention: &Retention,
         guard: TrimGuard,
-    ) -> Result<Trimmed> {
-        check::retention(retention)?;
+    ) -> Result<TrimResult> {
+        validate::retention(retention)?;
         let mut commands = Commands::new();
         trim::add(&mut commands, stream, retention, guard, false);
-        let replies = self.call(stream, commands, Effect::Once).await?;
-        trim::read(&mut replies.cursor()).map_err(|failure| failure.about(stream))
+        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
+        trim::read(&mut replies.cursor()).map_err(|error| error.into_stream_error(stream))
     }
 
     async fn delete_entries(&self, stream: &StreamName, ids: &[EntryId]) -> Result<usize> {
-        check::ids(ids)?;
+        validate::ids(ids)?;
         if ids.is_empty() {
-            return self.servers.check_open().map(|()| 0);
+            return self.client.check_open().map(|()| 0);
         }
         let mut commands = Commands::new();
         commands.begin(2 + ids.len());
         commands.arg("XDEL");
         commands.arg(stream.as_str());
         ids.iter().for_each(|id| commands.arg_id(*id));
-        let replies = self.call(stream, commands, Effect::Once).await?;
-        let deleted = replies.cursor().count().map_err(|failure| failure.about(stream))?;
+        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
+        let deleted = replies.cursor().count().map_err(|error| error.into_stream_error(stream))?;
         Ok(deleted as usize)
     }
 
@@ -281,7 +282,7 @@ impl Streams for RedisBackend {
     }
 
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
-        self.servers.in_time(Duration::ZERO, self.stream_stats(stream)).await
+        self.client.with_deadline(Duration::ZERO, self.stream_stats(stream)).await
     }
 
     async fn remove_idle_consumers(
@@ -292,16 +293,16 @@ impl Streams for RedisBackend {
     ) -> Result<Vec<ConsumerName>> {
         let args = [group.to_string(), millis(idle).to_string()];
         let commands = Commands::run(&scripts::REMOVE_IDLE, &[stream], &args);
-        let replies = self.call(stream, commands, Effect::Once).await?;
-        let mut names = list(&replies, |cursor| foreign_name(cursor.text()?, ConsumerName::new))
-            .map_err(|failure| failure.in_group(stream, group))?;
+        let replies = self.call(stream, commands, Idempotency::AtMostOnce).await?;
+        let mut names = list(&replies, |cursor| sanitized_name(cursor.text()?, ConsumerName::new))
+            .map_err(|error| error.into_group_error(stream, group))?;
         names.sort();
         Ok(names)
     }
 }
 
 impl RedisBackend {
-    /// Adds a trim to an append now and then. Returns whether it did.
+    /// Adds a trim to an append if one is due. Returns whether it did.
     pub(super) fn add_trim(
         &self,
         commands: &mut Commands,
@@ -309,23 +310,23 @@ impl RedisBackend {
         entries: usize,
         retention: &Retention,
     ) -> bool {
-        let trims = self.trims.is_due(stream, entries, retention);
+        let trims = self.trim_schedule.is_due(stream, entries, retention);
         if trims {
             trim::add(commands, stream, retention, TrimGuard::Safe, true);
         }
         trims
     }
 
-    /// Removes a key if it holds what it should. Returns whether there was one.
+    /// Deletes a key of the given type. Returns whether it existed.
     pub(super) async fn delete(&self, key: &str, kind: &str) -> Result<bool> {
         let commands = Commands::run(&scripts::DELETE, &[key], &[kind]);
-        let replies = self.call(key, commands, Effect::Once).await?;
-        let deleted = replies.cursor().number().map_err(|failure| failure.about(key))?;
+        let replies = self.call(key, commands, Idempotency::AtMostOnce).await?;
+        let deleted = replies.cursor().number().map_err(|error| error.into_stream_error(key))?;
         Ok(deleted > 0)
     }
 }
 
-/// A command that creates a group, and its stream if it is missing.
+/// A command that creates a group, and its stream if it does not exist.
 pub(super) fn create_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> Commands {
     let start = start_id(start);
     Commands::one(&["XGROUP", "CREATE", stream.as_str(), group.as_str(), &start, "MKSTREAM"])
@@ -339,41 +340,46 @@ fn start_id(start: GroupStart) -> String {
     }
 }
 
-/// The error of a call that presented a lease that is not current.
+/// The error of a call with a stale fence.
 pub(super) fn fenced(fence: Option<&crate::leases::Fence>) -> StreamError {
     match fence {
         Some(fence) => StreamError::Fenced { lease: fence.lease.to_string(), epoch: fence.epoch.0 },
-        None => StreamError::Protocol { problem: "fenced without a fence".to_owned() },
+        None => {
+            StreamError::Protocol { problem: "HWFENCED reply to a call without a fence".to_owned() }
+        }
     }
 }
 
-/// The epoch to present; empty for none.
+/// The epoch of a fence as a script argument; empty without a fence.
 pub(super) fn epoch_text(fence: Option<&crate::leases::Fence>) -> String {
     fence.map_or(String::new(), |fence| fence.epoch.to_string())
 }
 
-/// Whole milliseconds, as the server counts.
+/// Whole milliseconds.
 pub(super) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// An array of things of one kind; nil is an empty one.
+/// Parses an array of equal items; nil is an empty array.
 pub(super) fn list<T>(
-    replies: &Replies,
-    mut read: impl FnMut(&mut Cursor<'_>) -> Result<T, Failure>,
-) -> Result<Vec<T>, Failure> {
+    replies: &RespReplies,
+    mut read: impl FnMut(&mut Cursor<'_>) -> Result<T, ReplyError>,
+) -> Result<Vec<T>, ReplyError> {
     let mut cursor = replies.cursor();
     let values = cursor.array_or_nil()?.unwrap_or(0);
     (0..values).map(|_| read(&mut cursor)).collect()
 }
 
-fn read_appended(cursor: &mut Cursor<'_>, entries: usize) -> Result<Vec<Appended>, Failure> {
+fn read_appended(
+    cursor: &mut Cursor<'_>,
+    entries: usize,
+) -> Result<Vec<AppendedEntry>, ReplyError> {
     cursor.array_of(entries * 2)?;
-    let mut read = || Ok(Appended { id: cursor.id()?, duplicate: cursor.number()? == 1 });
+    let mut read = || Ok(AppendedEntry { id: cursor.id()?, duplicate: cursor.number()? == 1 });
     (0..entries).map(|_| read()).collect()
 }
 
-fn read_reclaimed(replies: &Replies) -> Result<Reclaimed, Failure> {
+fn read_reclaimed(replies: &RespReplies) -> Result<ReclaimResult, ReplyError> {
     let mut cursor = replies.cursor();
     cursor.array_of(4)?;
     let entries = (0..cursor.array()?).map(|_| cursor.entry()).collect::<Result<Vec<_>, _>>()?;
@@ -381,14 +387,14 @@ fn read_reclaimed(replies: &Replies) -> Result<Reclaimed, Failure> {
     let mut taken = Vec::with_capacity(entries.len());
     for (id, fields) in entries {
         let deliveries = cursor.count()?;
-        let fields = fields.ok_or_else(|| Failure::shape("an entry without fields"))?;
-        taken.push(Delivery { id, fields, deliveries });
+        let fields = fields.ok_or_else(|| ReplyError::unexpected("entry without fields"))?;
+        taken.push(DeliveredEntry { id, fields, deliveries });
     }
     let deleted = (0..cursor.array()?).map(|_| cursor.id()).collect::<Result<Vec<_>, _>>()?;
     let next = match cursor.text_or_nil()? {
         None => None,
-        Some(text) => Some(parse_id(text).ok_or_else(|| Failure::shape("a cursor that is no id"))?),
+        Some(text) => Some(parse_id(text).ok_or_else(|| ReplyError::unexpected("invalid cursor"))?),
     };
     taken.sort_by_key(|delivery| delivery.id);
-    Ok(Reclaimed { entries: taken, deleted, next })
+    Ok(ReclaimResult { entries: taken, deleted, next })
 }

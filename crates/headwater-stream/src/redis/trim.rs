@@ -1,4 +1,4 @@
-//! Trimming: by request, exactly; while appending, roughly and not every time.
+//! Trimming: exact on request; approximate and periodic as part of appends.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -7,39 +7,39 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::command::Commands;
-use super::error::Failure;
+use super::error::ReplyError;
 use super::reply::Cursor;
 use super::scripts;
 use super::streams::millis;
 use crate::name::StreamName;
-use crate::streams::{Retention, TrimGuard, Trimmed};
+use crate::streams::{Retention, TrimGuard, TrimResult};
 
-/// A stream is trimmed after this many entries were appended to it from here...
+/// A stream is trimmed after this process appended this many entries to it...
 const ENTRIES_BETWEEN: usize = 64;
 /// ...or after this long...
 const TIME_BETWEEN: Duration = Duration::from_millis(500);
-/// ...or after this many appends, if a group held entries back that it may have done with by now.
+/// ...or after this many appends, if the last trim was held back by a group.
 const APPENDS_WHILE_HELD_BACK: usize = 8;
-/// Streams whose trims are counted. One that is forgotten is trimmed a little sooner.
+/// Maximum number of tracked streams. At the limit all are forgotten and trimmed with their next append.
 const STREAMS_MAX: usize = 4096;
-/// A stream may be longer than asked for by a tenth, and by no more than this, before it is trimmed.
+/// A stream may exceed its maximum length by a tenth, at most by this many entries, before it is trimmed.
 const SLACK_MAX: u64 = 100;
 
-/// Remembers when streams were trimmed, so that an append mostly costs no more than itself.
+/// Decides which appends include a trim, so that most of them do not.
 #[derive(Debug, Default)]
-pub(super) struct Trims(Mutex<HashMap<StreamName, Last>>);
+pub(super) struct TrimSchedule(Mutex<HashMap<StreamName, LastTrim>>);
 
-/// The last trim of a stream, and what was appended since.
+/// The last trim of a stream, and the appends since then.
 #[derive(Debug)]
-struct Last {
+struct LastTrim {
     at: Instant,
     held_back: bool,
     appends: usize,
     entries: usize,
 }
 
-impl Trims {
-    /// Whether a stream is to be trimmed along with this append.
+impl TrimSchedule {
+    /// Whether this append includes a trim.
     pub(super) fn is_due(
         &self,
         stream: &StreamName,
@@ -62,36 +62,36 @@ impl Trims {
         } else if trims.len() >= STREAMS_MAX {
             trims.clear();
         }
-        let now = Last { at: Instant::now(), held_back: false, appends: 0, entries: 0 };
+        let now = LastTrim { at: Instant::now(), held_back: false, appends: 0, entries: 0 };
         trims.insert(stream.clone(), now);
         true
     }
 
-    /// Learns what a trim could not remove.
+    /// Records whether a trim was held back by a group.
     pub(super) fn held_back(&self, stream: &StreamName, held_back: bool) {
         if let Some(last) = self.lock().get_mut(stream) {
             last.held_back = held_back;
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<StreamName, Last>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<StreamName, LastTrim>> {
         self.0.lock().expect("no code panics while it holds this lock")
     }
 }
 
-/// What a trim did.
-pub(super) fn read(cursor: &mut Cursor<'_>) -> Result<Trimmed, Failure> {
+/// Parses the reply of a trim.
+pub(super) fn read(cursor: &mut Cursor<'_>) -> Result<TrimResult, ReplyError> {
     cursor.array_of(2)?;
-    Ok(Trimmed { removed: cursor.count()?, held_back: cursor.number()? == 1 })
+    Ok(TrimResult { removed: cursor.count()?, held_back: cursor.number()? == 1 })
 }
 
-/// Adds the script that trims; `roughly` for speed.
+/// Adds the trim script; `approximate` is faster and leaves a few more entries.
 pub(super) fn add(
     commands: &mut Commands,
     stream: &StreamName,
     retention: &Retention,
     guard: TrimGuard,
-    roughly: bool,
+    approximate: bool,
 ) {
     let optional = |number: Option<u64>| number.map_or(String::new(), |number| number.to_string());
     let slack = (retention.max_len.unwrap_or(u64::MAX) / 10).min(SLACK_MAX);
@@ -103,5 +103,5 @@ pub(super) fn add(
         TrimGuard::Safe => "safe",
         TrimGuard::Force => "force",
     });
-    commands.arg(optional(roughly.then_some(slack)));
+    commands.arg(optional(approximate.then_some(slack)));
 }

@@ -1,4 +1,4 @@
--- Removes a key if it holds what it should. KEYS: key. ARGV: its kind. Answers: whether there was one.
-local problem = foreign(ARGV[1], KEYS[1])
+-- Deletes a key of the given type. KEYS: key. ARGV: type. Returns: whether it existed.
+local problem = check_type(ARGV[1], KEYS[1])
 if problem then return problem end
 return redis.call('UNLINK', KEYS[1])

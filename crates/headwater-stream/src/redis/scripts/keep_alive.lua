@@ -1,7 +1,7 @@
--- Starts the idle time of entries anew that the consumer has in hand.
--- KEYS: stream. ARGV: group, consumer, ids. Answers: the ids it does not have in hand.
+-- Resets the idle time of entries that are pending for the consumer.
+-- KEYS: stream. ARGV: group, consumer, ids. Returns: the ids that are not pending for it.
 local stream, group, consumer = KEYS[1], ARGV[1], ARGV[2]
-local problem = foreign('stream', stream)
+local problem = check_type('stream', stream)
 if problem then return problem end
 local mine = {}
 for i = 3, #ARGV do

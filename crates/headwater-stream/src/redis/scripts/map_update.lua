@@ -1,7 +1,7 @@
--- Writes into an existing map. KEYS: map. ARGV: 0 or 1 expectation (name, value), names and values.
--- Answers: whether it did.
+-- Updates an existing map. KEYS: map. ARGV: '0', or '1' with an expected name and value; then names and values to write.
+-- Returns: whether it was updated.
 local map = KEYS[1]
-local problem = foreign('hash', map)
+local problem = check_type('hash', map)
 if problem then return problem end
 if redis.call('EXISTS', map) == 0 then return 0 end
 local first = 2

@@ -1,16 +1,16 @@
--- Takes pending entries over.
--- KEYS: stream, then lease and its record (with an epoch).
--- ARGV: group, consumer, epoch or '', least idle time in ms, cursor or '', count, then
+-- Takes over pending entries.
+-- KEYS: stream, then lease and its epoch record (with an epoch).
+-- ARGV: group, consumer, epoch or '', minimum idle time in ms, cursor or '', count, then
 --   anyone | others | consumer NAME | ids ID...
--- Answers: entries, their delivery counts, ids that exist no more, the new cursor or nil.
+-- Returns: entries, their delivery counts, ids of deleted entries, the next cursor or nil.
 local stream, group, consumer, epoch = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local min_idle, cursor, count, from = tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6]), ARGV[7]
-local problem = foreign('stream', stream) or fenced(epoch, KEYS[2], KEYS[3])
+local problem = check_type('stream', stream) or fenced(epoch, KEYS[2], KEYS[3])
 if problem then return problem end
 
 local rows, next_cursor = {}, false
 if from == 'ids' then
-  -- Tells a missing group apart from an entry that is not pending.
+  -- Distinguishes a missing group from an entry that is not pending.
   local none = redis.pcall('XPENDING', stream, group, '-', '+', 1)
   if none.err then return none end
   for i = 8, math.min(#ARGV, 7 + count) do
@@ -39,7 +39,7 @@ end
 local entries, counts, found = {}, {}, {}
 with_ids(ids, function(...)
   for _, entry in ipairs(redis.call('XCLAIM', stream, group, consumer, 0, ...)) do
-    -- Servers before 7 name an entry that exists no more by nothing.
+    -- Servers before Redis 7 return nil for a deleted entry.
     if entry then
       entries[#entries + 1] = entry
       counts[#counts + 1] = deliveries[entry[1]]

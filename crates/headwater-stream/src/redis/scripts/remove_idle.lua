@@ -1,7 +1,7 @@
--- Removes consumers that have nothing pending and were idle for long.
--- KEYS: stream. ARGV: group, least idle time in ms. Answers: their names.
+-- Removes idle consumers without pending entries.
+-- KEYS: stream. ARGV: group, minimum idle time in ms. Returns: their names.
 local stream, group, min_idle = KEYS[1], ARGV[1], tonumber(ARGV[2])
-local problem = foreign('stream', stream)
+local problem = check_type('stream', stream)
 if problem then return problem end
 local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
 if consumers.err then return consumers end

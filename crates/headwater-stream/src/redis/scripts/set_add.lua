@@ -1,6 +1,6 @@
--- Adds members to a set. KEYS: set. ARGV: its life in ms or '', members. Answers: how many are new.
+-- Adds members to a set. KEYS: set. ARGV: its TTL in ms or '', members. Returns: how many are new.
 local set = KEYS[1]
-local problem = foreign('set', set)
+local problem = check_type('set', set)
 if problem then return problem end
 local members = {}
 for i = 2, #ARGV do members[#members + 1] = ARGV[i] end

@@ -1,9 +1,9 @@
--- What there is to know of a stream.
--- KEYS: stream. Answers: nil, or length, first id, last id, last generated id, entries ever added, newest deleted id
+-- Statistics of a stream.
+-- KEYS: stream. Returns: nil, or length, first id, last id, last generated id, entries ever added, newest deleted id
 --   (both nil before Redis 7.0), bytes, groups
 --   (each: name, pending, lag, last delivered id, consumers (each: name, pending, idle in ms)).
 local stream = KEYS[1]
-local problem = foreign('stream', stream)
+local problem = check_type('stream', stream)
 if problem then return problem end
 if redis.call('EXISTS', stream) == 0 then return false end
 

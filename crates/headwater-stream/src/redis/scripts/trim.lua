@@ -1,11 +1,11 @@
--- Removes the oldest entries of a stream: exactly, or (with a slack) roughly and only when it is worth it.
--- KEYS: stream. ARGV: most entries, greatest age in ms, most bytes ('' = any), 'safe' or 'force', slack ('' = exact).
--- Answers: entries removed, whether some stayed only because a group needs them.
+-- Removes the oldest entries of a stream: exactly, or (with slack) approximately and only beyond the slack.
+-- KEYS: stream. ARGV: maximum entries, maximum age in ms, maximum bytes ('' = unlimited), 'safe' or 'force', slack ('' = exact).
+-- Returns: entries removed, 1 if entries remain only because a group needs them.
 local stream = KEYS[1]
 local keep, max_age, max_bytes = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local force, slack = ARGV[4] == 'force', tonumber(ARGV[5])
 
-local problem = foreign('stream', stream)
+local problem = check_type('stream', stream)
 if problem then return problem end
 local length = redis.call('XLEN', stream)
 if length == 0 then return {0, 0} end
@@ -16,7 +16,7 @@ if max_bytes then
     keep = math.min(keep or length, math.floor(length * max_bytes / bytes))
   end
 end
-local oldest = max_age and whole(math.max(now_ms() - max_age, 0)) .. '-0'
+local oldest = max_age and to_integer(math.max(now_ms() - max_age, 0)) .. '-0'
 if slack and not oldest and (not keep or length <= keep + slack) then return {0, 0} end
 
 local function increment(digits)
@@ -32,7 +32,7 @@ local function next_id(id)
   return ms .. '-' .. increment(seq)
 end
 
--- Ids are pairs of 64-bit numbers, too large for Lua's own: they are compared as digits.
+-- Ids are pairs of 64-bit numbers, which do not fit Lua's numbers: they are compared as strings of digits.
 local function is_before(a, b)
   local a_ms, a_seq = a:match('^(%d+)%-(%d+)$')
   local b_ms, b_seq = b:match('^(%d+)%-(%d+)$')
@@ -47,7 +47,7 @@ local function field(map, name)
   end
 end
 
--- The first id that some group still needs; none if there is no group.
+-- The first id that a group still needs; nil without groups.
 local bound
 if not force then
   for _, group in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
@@ -73,7 +73,7 @@ if excess > (slack or 0) then
   if not bound then
     removed = removed + redis.call('XTRIM', stream, 'MAXLEN', slack and '~' or '=', keep)
   else
-    -- Whole nodes first: never more than `excess` entries, never one that is needed.
+    -- Whole nodes first: at most `excess` entries, and none that is needed.
     local gone = redis.call('XTRIM', stream, 'MINID', '~', bound, 'LIMIT', excess)
     removed, excess = removed + gone, excess - gone
     while not slack and excess > 0 do
@@ -87,7 +87,7 @@ end
 
 local held_back = 0
 if bound then
-  -- A rough trim leaves up to one node of entries, which nobody holds back.
+  -- An approximate trim leaves up to one node of entries that no group holds back.
   local rest = slack and slack + 100 or 0
   if keep and redis.call('XLEN', stream) > keep + rest then held_back = 1 end
   local first = oldest and redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]

@@ -1,0 +1,312 @@
+//! A dedicated connection for blocking reads of one slot, so that a blocked read delays no other call.
+//!
+//! Upstream: `read_connections`. Downstream: `connection`.
+//! Promises: a read that was sent stays outstanding until its reply is taken, even if the caller drops its future. So no
+//! entry that the server delivered is lost by cancellation.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout_at};
+
+use super::client::{RedisClient, RetryBackoff};
+use super::command::{Commands, EncodedCommands};
+use super::connection::Connection;
+use super::error::{RetryAction, ServerError};
+use super::reply::{RespReplies, RespValue};
+use crate::error::{Result, StreamError};
+
+/// Longest block on a server that does not permit `CLIENT UNBLOCK`.
+const BLOCK_SLICE: Duration = Duration::from_millis(500);
+/// How often a read is re-sent immediately before another server is looked for.
+const IMMEDIATE_RETRIES_MAX: u32 = 3;
+
+/// Pause before `CLIENT UNBLOCK` is first repeated; it doubles each time.
+const UNBLOCK_RETRY_AFTER: Duration = Duration::from_millis(10);
+
+/// A read that may block.
+#[async_trait]
+pub(super) trait ReadCommand: Clone + PartialEq + Send + Sync + 'static {
+    /// Prepares a new connection before the first read. Returns whether the consumer was disconnected meanwhile.
+    async fn on_connect(
+        &self,
+        client: &RedisClient,
+        connection: &mut Connection,
+        deadline: Instant,
+    ) -> Result<bool>;
+
+    /// Encodes the command; with `block_ms` it blocks up to that many milliseconds.
+    fn command(&self, block_ms: Option<u64>) -> Commands;
+
+    /// Fixes the cause of an error, such as a missing group. Returns whether the read should be re-sent.
+    async fn recover(&self, client: &RedisClient, slot: u16, error: &ServerError) -> Result<bool>;
+
+    /// The error for the caller.
+    async fn to_error(&self, client: &RedisClient, slot: u16, error: ServerError) -> StreamError;
+}
+
+/// A connection for blocking reads of one slot.
+pub(super) struct BlockingConnection<R> {
+    slot: u16,
+    connection: Option<Connection>,
+    /// The attempt to connect. It continues if the read that started it is dropped.
+    connecting: Option<ConnectAttempt>,
+    outstanding: Option<OutstandingRead<R>>,
+    /// Whether the slot is being migrated to this server, so that each command needs `ASKING`.
+    asking: bool,
+}
+
+struct OutstandingRead<R> {
+    read: R,
+    /// When the server should have replied at the latest.
+    until: Instant,
+}
+
+impl<R: ReadCommand> BlockingConnection<R> {
+    pub(super) fn new(slot: u16) -> Self {
+        Self { slot, connection: None, connecting: None, outstanding: None, asking: false }
+    }
+
+    /// The read without a reply, and when it ends.
+    pub(super) fn outstanding(&self) -> Option<(&R, Instant)> {
+        self.outstanding.as_ref().map(|outstanding| (&outstanding.read, outstanding.until))
+    }
+
+    /// Sends a read and waits for entries until `wait_until`; `None` if there are none. An outstanding read must be the
+    /// same one. Cancel-safe.
+    pub(super) async fn read(
+        &mut self,
+        client: &Arc<RedisClient>,
+        read: &R,
+        wait_until: Option<Instant>,
+    ) -> Result<Option<RespReplies>> {
+        let deadline = wait_until.unwrap_or_else(Instant::now) + client.call_deadline();
+        let (mut backoff, mut retries) = (RetryBackoff::default(), 0);
+        loop {
+            if self.outstanding.is_none() {
+                self.send(client, read, wait_until, deadline).await?;
+            }
+            let replies = self.await_reply(deadline).await?;
+            let error = match self.classify(&replies)? {
+                ReadReply::Entries => return Ok(Some(replies)),
+                ReadReply::Empty => {
+                    if wait_until.is_some_and(|until| block_ms(until).is_some()) {
+                        continue;
+                    }
+                    return Ok(None);
+                }
+                ReadReply::Error(error) => error,
+            };
+            let retry = self.follow_redirect(client, read, &error, deadline).await?
+                || error.is_unblocked()
+                || timeout_at(deadline, read.recover(client, self.slot, &error))
+                    .await
+                    .unwrap_or(Ok(false))?;
+            if retry && retries < IMMEDIATE_RETRIES_MAX {
+                retries += 1;
+                continue;
+            }
+            // Try another connection: the server may no longer be the primary.
+            let waits =
+                matches!(error.retry_action(), RetryAction::Wait | RetryAction::FindPrimary);
+            if retry || waits {
+                self.connection = None;
+                client.on_readonly(deadline).await;
+                if backoff.pause(deadline).await {
+                    continue;
+                }
+            }
+            return Err(read.to_error(client, self.slot, error).await);
+        }
+    }
+
+    /// Cancels the outstanding read and returns what it fetched.
+    pub(super) async fn cancel(&mut self, client: &RedisClient) -> Result<Option<RespReplies>> {
+        let mut deadline = client.deadline();
+        let mut pause = UNBLOCK_RETRY_AFTER;
+        while let Some(until) = self.outstanding.as_ref().map(|outstanding| outstanding.until) {
+            let Some(connection) = &mut self.connection else { break };
+            if !client.can_unblock() {
+                deadline = deadline.max(until + client.call_deadline());
+            } else if let Some(id) = connection.id()
+                && until > Instant::now()
+            {
+                client.unblock(connection.address(), id, deadline).await;
+            }
+            // CLIENT UNBLOCK uses another connection and may reach the server before the read. It is repeated until there
+            // is a reply.
+            let soon = deadline.min(Instant::now() + pause);
+            pause *= 2;
+            if let Ok(reply) = timeout_at(soon, connection.finish()).await {
+                let replies = self.finish_read(reply)?;
+                return match self.classify(&replies)? {
+                    ReadReply::Entries => Ok(Some(replies)),
+                    ReadReply::Empty | ReadReply::Error(_) => Ok(None),
+                };
+            }
+            if Instant::now() >= deadline {
+                self.finish_read(Err(timed_out()))?;
+            }
+        }
+        self.outstanding = None;
+        Ok(None)
+    }
+
+    async fn send(
+        &mut self,
+        client: &Arc<RedisClient>,
+        read: &R,
+        wait_until: Option<Instant>,
+        deadline: Instant,
+    ) -> Result<()> {
+        if self.connection.is_none() {
+            self.connect(client, read, deadline).await?;
+        }
+        let Some(connection) = &mut self.connection else { return Ok(()) };
+        let mut block = wait_until.and_then(block_ms);
+        if !client.can_unblock() || connection.id().is_none() {
+            block = block.map(|ms| ms.min(BLOCK_SLICE.as_millis() as u64));
+        }
+        let encoded: EncodedCommands = read.command(block).encode();
+        if self.asking {
+            connection.start(&[ASKING, &encoded.bytes].concat(), 2);
+        } else {
+            connection.start(&encoded.bytes, 1);
+        }
+        let until = Instant::now() + Duration::from_millis(block.unwrap_or(0));
+        self.outstanding = Some(OutstandingRead { read: read.clone(), until });
+        Ok(())
+    }
+
+    /// Connects. Fails if the consumer was disconnected meanwhile; the next read may use the connection.
+    async fn connect(
+        &mut self,
+        client: &Arc<RedisClient>,
+        read: &R,
+        deadline: Instant,
+    ) -> Result<()> {
+        let attempt = self.connecting.get_or_insert_with(|| {
+            let (client, slot, read) = (Arc::clone(client), self.slot, read.clone());
+            ConnectAttempt(tokio::spawn(async move {
+                let mut connection = client.open_dedicated(slot, deadline).await?;
+                let disconnected = read.on_connect(&client, &mut connection, deadline).await?;
+                Ok((connection, disconnected))
+            }))
+        });
+        let opened = (&mut attempt.0).await;
+        self.connecting = None;
+        self.asking = false;
+        let aborted = |error| StreamError::unavailable("the connection attempt was aborted", error);
+        let (connection, disconnected) = opened.map_err(aborted)??;
+        self.connection = Some(connection);
+        if disconnected { Err(consumer_disconnected()) } else { Ok(()) }
+    }
+
+    /// Waits for the reply. If there is none by the deadline, the connection is closed.
+    async fn await_reply(&mut self, deadline: Instant) -> Result<RespReplies> {
+        let Some(connection) = &mut self.connection else {
+            self.outstanding = None;
+            return Err(read_failed(io::ErrorKind::NotConnected.into()));
+        };
+        let reply = timeout_at(deadline, connection.finish()).await;
+        self.finish_read(reply.unwrap_or_else(|_| Err(timed_out())))
+    }
+
+    /// Ends the outstanding read with its reply or error.
+    fn finish_read(&mut self, reply: io::Result<RespReplies>) -> Result<RespReplies> {
+        self.outstanding = None;
+        reply.map_err(|error| {
+            self.connection = None;
+            read_failed(error)
+        })
+    }
+
+    fn classify(&self, replies: &RespReplies) -> Result<ReadReply> {
+        let mut cursor = replies.cursor();
+        let value =
+            if self.asking { cursor.skip(1).and_then(|()| cursor.value()) } else { cursor.value() };
+        match value.map_err(|error| error.into_stream_error("a read"))? {
+            RespValue::Nil | RespValue::Array(0) => Ok(ReadReply::Empty),
+            RespValue::Error(text) => Ok(ReadReply::Error(ServerError::new(text))),
+            _ => Ok(ReadReply::Entries),
+        }
+    }
+
+    /// Follows a redirection. Returns whether the error was one.
+    async fn follow_redirect(
+        &mut self,
+        client: &RedisClient,
+        read: &R,
+        error: &ServerError,
+        deadline: Instant,
+    ) -> Result<bool> {
+        match error.retry_action() {
+            RetryAction::Moved { address } => {
+                self.connection = None;
+                if !client.on_moved(self.slot, &address) {
+                    client.refresh_slots(None, deadline).await;
+                }
+                Ok(true)
+            }
+            RetryAction::Ask { address } => {
+                self.connection = None;
+                let Some(node) = client.node_for_redirect(&address) else { return Ok(false) };
+                let opened = node.open_dedicated(deadline).await;
+                let mut connection = opened.map_err(|error| {
+                    StreamError::unavailable("no connection within the deadline", error)
+                })?;
+                let disconnected = read.on_connect(client, &mut connection, deadline).await?;
+                self.connection = Some(connection);
+                self.asking = true;
+                if disconnected { Err(consumer_disconnected()) } else { Ok(true) }
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Number of replies before the reply to the read: one if `ASKING` was sent.
+    pub(super) fn prefix_replies(&self) -> usize {
+        usize::from(self.asking)
+    }
+}
+
+/// A running attempt to connect; aborted when dropped.
+struct ConnectAttempt(JoinHandle<Result<(Connection, bool)>>);
+
+impl Drop for ConnectAttempt {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+const ASKING: &[u8] = b"*1\r\n$6\r\nASKING\r\n";
+
+enum ReadReply {
+    Entries,
+    Empty,
+    Error(ServerError),
+}
+
+/// How long to block on the server; `None` when no time is left.
+fn block_ms(until: Instant) -> Option<u64> {
+    let left = until.saturating_duration_since(Instant::now());
+    // The server counts whole milliseconds, and 0 blocks forever.
+    let ms = (left + Duration::from_micros(500)).as_millis() as u64;
+    (ms > 0).then_some(ms)
+}
+
+fn consumer_disconnected() -> StreamError {
+    let problem = "the readers of this consumer were disconnected while this one was connecting";
+    StreamError::Unavailable { problem: problem.to_owned(), source: None }
+}
+
+fn timed_out() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "no reply within the deadline")
+}
+
+fn read_failed(error: io::Error) -> StreamError {
+    StreamError::unavailable("a read failed; entries it fetched are pending", Arc::new(error))
+}

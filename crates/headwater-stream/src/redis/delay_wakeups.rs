@@ -1,0 +1,154 @@
+//! Wakes tasks that wait on a delay set when an entry with an earlier due time is scheduled.
+//!
+//! Upstream: `delays` waits here between two polls of a set. One pub/sub connection serves all waiting tasks of the process.
+//! Promises: when notifications may have been lost, because the connection broke or did not exist yet, all waiting tasks
+//! are woken and poll again. Notifications are best effort: a task also polls every [`DueNotifier::poll_interval`].
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tracing::debug;
+
+use super::client::RedisClient;
+use super::keys;
+use super::pubsub::{PubSubConnection, unavailable};
+use crate::error::{Result, StreamError};
+use crate::name::DelayName;
+
+/// Minimum poll interval while subscribed: a notification can still be lost during a failover.
+const POLL_INTERVAL_SUBSCRIBED: Duration = Duration::from_secs(5);
+/// While subscribed, the interval grows with the number of sets so that polls of all sets are this far apart on average...
+const POLL_SPACING: Duration = Duration::from_millis(25);
+/// ...up to this interval.
+const POLL_INTERVAL_MAX: Duration = Duration::from_secs(60);
+/// Poll interval without a subscription.
+const POLL_INTERVAL_UNSUBSCRIBED: Duration = Duration::from_secs(1);
+/// Pause before a broken connection is replaced.
+const RETRY_AFTER: Duration = Duration::from_millis(100);
+/// Pause before a denied subscription is tried again.
+const RETRY_DENIED_AFTER: Duration = Duration::from_secs(60);
+
+/// Notifies the tasks of this process that wait on delay sets.
+#[derive(Default)]
+pub(super) struct DueNotifier {
+    waiters: Arc<DueWaiters>,
+    /// The subscription task, started by the first waiter.
+    task: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct DueWaiters {
+    by_set: Mutex<HashMap<DelayName, Arc<Notify>>>,
+    is_subscribed: AtomicBool,
+}
+
+/// Registration of a task that waits on a set; ends when dropped.
+pub(super) struct DueWaiter {
+    waiters: Arc<DueWaiters>,
+    set: DelayName,
+    pub(super) notified: Arc<Notify>,
+}
+
+impl DueNotifier {
+    /// Registers a waiter for this set. It is notified at once when the subscription starts.
+    pub(super) fn register(&self, client: &Arc<RedisClient>, set: &DelayName) -> DueWaiter {
+        let notified = Arc::clone(self.waiters.lock().entry(set.clone()).or_default());
+        let mut task = self.task.lock().expect("no code panics while it holds this lock");
+        if task.as_ref().is_none_or(JoinHandle::is_finished) {
+            let listener = run_until_closed(Arc::clone(client), Arc::clone(&self.waiters));
+            *task = Some(tokio::spawn(listener));
+        }
+        DueWaiter { waiters: Arc::clone(&self.waiters), set: set.clone(), notified }
+    }
+
+    /// How long a waiter may rely on notifications before it polls.
+    pub(super) fn poll_interval(&self) -> Duration {
+        if !self.waiters.is_subscribed.load(Ordering::Relaxed) {
+            return POLL_INTERVAL_UNSUBSCRIBED;
+        }
+        // While subscribed, polling only covers lost notifications: a thousand idle sets must not cost a thousand times as
+        // much.
+        let sets = u32::try_from(self.waiters.lock().len()).unwrap_or(u32::MAX);
+        (POLL_SPACING * sets).clamp(POLL_INTERVAL_SUBSCRIBED, POLL_INTERVAL_MAX)
+    }
+}
+
+impl Drop for DueNotifier {
+    fn drop(&mut self) {
+        if let Ok(Some(task)) = self.task.get_mut().map(Option::take) {
+            task.abort();
+        }
+    }
+}
+
+impl Drop for DueWaiter {
+    fn drop(&mut self) {
+        let mut by_set = self.waiters.lock();
+        // Two references, the map's and ours: no other task waits on this set.
+        if Arc::strong_count(&self.notified) <= 2 {
+            by_set.remove(&self.set);
+        }
+    }
+}
+
+impl DueWaiters {
+    fn notify(&self, set: &str) {
+        let waiters = DelayName::new(set).ok().and_then(|set| self.lock().get(&set).cloned());
+        if let Some(waiters) = waiters {
+            waiters.notify_waiters();
+        }
+    }
+
+    /// Records the subscription state. Notifications may have been lost either way, so all waiters are woken.
+    fn set_subscribed(&self, is_subscribed: bool) {
+        self.is_subscribed.store(is_subscribed, Ordering::Relaxed);
+        let all: Vec<Arc<Notify>> = self.lock().values().cloned().collect();
+        all.iter().for_each(|waiters| waiters.notify_waiters());
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<DelayName, Arc<Notify>>> {
+        self.by_set.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+/// Runs the subscription until the backend is closed.
+async fn run_until_closed(client: Arc<RedisClient>, waiters: Arc<DueWaiters>) {
+    let until_closed = client.until_closed();
+    tokio::select! {
+        () = until_closed => {}
+        () = run(&client, &waiters) => {}
+    }
+}
+
+async fn run(client: &Arc<RedisClient>, waiters: &DueWaiters) {
+    loop {
+        let pause = match subscribe(client).await {
+            Ok(subscription) => {
+                waiters.set_subscribed(true);
+                subscription.run(|_, set| waiters.notify(set)).await;
+                waiters.set_subscribed(false);
+                RETRY_AFTER
+            }
+            Err(error) => {
+                debug!(%error, "not subscribed to delay set notifications, polling more often");
+                let denied = matches!(error, StreamError::Denied { .. });
+                if denied { RETRY_DENIED_AFTER } else { RETRY_AFTER }
+            }
+        };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// Subscribes on one node: a cluster forwards messages to all nodes.
+async fn subscribe(client: &RedisClient) -> Result<PubSubConnection> {
+    let deadline = client.deadline();
+    let node = client.node_for_slot(0, deadline).await.map_err(unavailable)?;
+    let mut subscription = PubSubConnection::open(&node, client.call_deadline(), deadline).await?;
+    let added = subscription.subscribe(&keys::due_channel(client.database()), deadline).await?;
+    added.map_err(|problem| StreamError::Denied { problem })?;
+    Ok(subscription)
+}

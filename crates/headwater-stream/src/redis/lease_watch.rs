@@ -1,0 +1,215 @@
+//! Watches leases that become free: expired keys on every primary, and releases published by their holders.
+//!
+//! Promises: when events may have been lost, because a connection broke or the buffer was full, the watcher gets one
+//! `Lagged` event.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::sync::mpsc;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::Instant;
+use tracing::{debug, warn};
+
+use super::client::RedisClient;
+use super::node::Node;
+use super::pubsub::{PubSubConnection, unavailable};
+use super::{keys, keyspace_notifications};
+use crate::error::{Result, StreamError};
+use crate::leases::{LeaseEvent, LeaseEventKind, LeaseWatch, WatchMode};
+use crate::name::LeaseName;
+
+/// Capacity of the event buffer.
+const EVENTS_MAX: usize = 1024;
+/// How often the primaries of a cluster are refreshed.
+const REFRESH_EVERY: Duration = Duration::from_secs(5);
+/// Pause before a broken connection is replaced.
+const RETRY_AFTER: Duration = Duration::from_millis(100);
+
+/// A watch on leases.
+pub(super) struct RedisLeaseWatch {
+    mode: WatchMode,
+    events: mpsc::Receiver<LeaseEvent>,
+    has_lagged: Arc<AtomicBool>,
+    task: JoinHandle<()>,
+}
+
+impl RedisLeaseWatch {
+    /// Subscribes on every primary; events are received from the moment this returns.
+    pub(super) async fn open(
+        client: &Arc<RedisClient>,
+        database: u32,
+        prefix: &str,
+    ) -> Result<Self> {
+        client.check_open()?;
+        let deadline = client.deadline();
+        let (events, receiver) = mpsc::channel(EVENTS_MAX);
+        let has_lagged = Arc::new(AtomicBool::new(false));
+        let listener = LeaseEventListener {
+            prefix: prefix.into(),
+            expired: keys::expired_channel(database),
+            released: keys::released_channel(database),
+            ping_timeout: client.call_deadline(),
+            events,
+            has_lagged: Arc::clone(&has_lagged),
+        };
+        client.node_for_slot(0, deadline).await.map_err(unavailable)?;
+        let mut mode = WatchMode::All;
+        let mut subscriptions = JoinSet::new();
+        let nodes = client.primaries();
+        for (index, node) in nodes.iter().enumerate() {
+            if let Err(reason) =
+                listener.subscribe(&mut subscriptions, node, index, deadline).await?
+            {
+                mode = WatchMode::ReleasesOnly { reason };
+            }
+        }
+        if let WatchMode::ReleasesOnly { reason } = &mode {
+            warn!(
+                %reason,
+                "no notifications about expired leases from the server; they are found by polling"
+            );
+        }
+        let task = tokio::spawn(run(Arc::clone(client), listener, nodes, subscriptions));
+        Ok(Self { mode, events: receiver, has_lagged, task })
+    }
+}
+
+#[async_trait]
+impl LeaseWatch for RedisLeaseWatch {
+    fn mode(&self) -> &WatchMode {
+        &self.mode
+    }
+
+    async fn next(&mut self) -> LeaseEvent {
+        if self.has_lagged.swap(false, Ordering::AcqRel) {
+            return lagged();
+        }
+        match self.events.recv().await {
+            Some(event) => event,
+            // The backend was closed: there will be no more events.
+            None => std::future::pending().await,
+        }
+    }
+}
+
+impl Drop for RedisLeaseWatch {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+fn lagged() -> LeaseEvent {
+    LeaseEvent { lease: None, kind: LeaseEventKind::Lagged }
+}
+
+/// Turns pub/sub messages into lease events.
+#[derive(Clone)]
+struct LeaseEventListener {
+    prefix: Arc<str>,
+    expired: String,
+    released: String,
+    ping_timeout: Duration,
+    events: mpsc::Sender<LeaseEvent>,
+    has_lagged: Arc<AtomicBool>,
+}
+
+/// Replaces broken connections and follows the primaries of a cluster, until the watch is dropped or the backend closed.
+async fn run(
+    client: Arc<RedisClient>,
+    listener: LeaseEventListener,
+    mut nodes: Vec<Arc<Node>>,
+    mut subscriptions: JoinSet<usize>,
+) {
+    let mut broken: Vec<usize> = Vec::new();
+    loop {
+        let pause = if broken.is_empty() { REFRESH_EVERY } else { RETRY_AFTER };
+        tokio::select! {
+            () = client.until_closed() => return,
+            Some(ended) = subscriptions.join_next(), if !subscriptions.is_empty() => {
+                listener.publish(lagged());
+                broken.extend(ended.ok());
+                continue;
+            }
+            () = tokio::time::sleep(pause) => {}
+        }
+        let deadline = client.deadline();
+        if client.is_cluster() {
+            client.refresh_slots(None, deadline).await;
+            let now = client.primaries();
+            let same = |a: &Arc<Node>, b: &Arc<Node>| a.address() == b.address();
+            if now.len() != nodes.len() || !now.iter().all(|n| nodes.iter().any(|o| same(n, o))) {
+                // The set of primaries changed: subscribe again on all of them.
+                subscriptions.shutdown().await;
+                listener.publish(lagged());
+                broken = (0..now.len()).collect();
+                nodes = now;
+            }
+        }
+        let mut still_broken = Vec::new();
+        for index in broken.drain(..) {
+            let Some(node) = nodes.get(index) else { continue };
+            match listener.subscribe(&mut subscriptions, node, index, deadline).await {
+                Ok(Ok(())) => listener.publish(lagged()),
+                Ok(Err(reason)) => debug!(%reason, "subscribed to lease releases only"),
+                Err(error) => {
+                    debug!(%error, "not subscribed to lease events, retrying");
+                    still_broken.push(index);
+                }
+            }
+        }
+        broken = still_broken;
+    }
+}
+
+impl LeaseEventListener {
+    /// Subscribes on one server. The inner error is the reason why it does not notify about expired keys.
+    async fn subscribe(
+        &self,
+        subscriptions: &mut JoinSet<usize>,
+        node: &Arc<Node>,
+        index: usize,
+        deadline: Instant,
+    ) -> Result<Result<(), String>> {
+        let enabled = keyspace_notifications::enable(node, deadline).await;
+        let mut subscription = PubSubConnection::open(node, self.ping_timeout, deadline).await?;
+        let mut expiry = Ok(());
+        // One node is enough for releases: a cluster forwards them to all nodes.
+        if index == 0 {
+            let added = subscription.subscribe(&self.released, deadline).await?;
+            added.map_err(|reason| StreamError::Denied { problem: reason })?;
+        }
+        if let Err(reason) = subscription.subscribe(&self.expired, deadline).await? {
+            expiry = Err(reason);
+        }
+        let listener = self.clone();
+        subscriptions.spawn(async move {
+            let on_message = |channel: &[u8], key: &str| {
+                listener.event(channel, key).into_iter().for_each(|event| listener.publish(event));
+            };
+            subscription.run(on_message).await;
+            index
+        });
+        Ok(enabled.and(expiry))
+    }
+
+    fn event(&self, channel: &[u8], key: &str) -> Option<LeaseEvent> {
+        let kind = if channel == self.released.as_bytes() {
+            LeaseEventKind::Released
+        } else {
+            LeaseEventKind::Expired
+        };
+        // Ignore other keys, and epoch records, which expire long after their leases.
+        let is_lease = key.starts_with(&*self.prefix) && !keys::is_epoch(key);
+        let lease = is_lease.then(|| LeaseName::new(key).ok()).flatten();
+        lease.map(|lease| LeaseEvent { lease: Some(lease), kind })
+    }
+
+    fn publish(&self, event: LeaseEvent) {
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.events.try_send(event) {
+            self.has_lagged.store(true, Ordering::Release);
+        }
+    }
+}

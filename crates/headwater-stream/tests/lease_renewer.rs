@@ -1,0 +1,657 @@
+//! The lease renewer: a holder learns that it must stop before another holder can acquire its lease.
+//!
+//! Time is tokio's paused clock. The lease server is a fake that can be slow, unreachable or lose replies.
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use headwater_stream::{
+    AcquireResult, Epoch, Fence, HeldLease, HolderName, LeaseAcquisition, LeaseInfo, LeaseName,
+    LeaseRenewer, LeaseRenewerConfig, LeaseWatch, Leases, LossCause, LostLease, Renewal, Result,
+    StreamError,
+};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
+
+const SECOND: Duration = Duration::from_secs(1);
+const MS: Duration = Duration::from_millis(1);
+
+/// A fake lease server in paused time.
+#[derive(Debug)]
+struct LeaseServer {
+    held: Mutex<HashMap<LeaseName, (HolderName, Epoch, Instant)>>,
+    epochs: Mutex<u64>,
+    network: Mutex<Network>,
+    renewals: AtomicUsize,
+}
+
+/// What happens to a call on the network.
+#[derive(Clone, Copy, Debug)]
+enum Network {
+    Healthy,
+    /// Delay of the request, and delay of the reply.
+    Slow(Duration, Duration),
+    /// The request never arrives; the call fails after a second.
+    Unreachable,
+    /// The call is executed, its reply is lost.
+    ReplyLost,
+    /// Each call draws one of the above, by this seed.
+    Random(u64),
+}
+
+impl LeaseServer {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            held: Mutex::default(),
+            epochs: Mutex::new(100),
+            network: Mutex::new(Network::Healthy),
+            renewals: AtomicUsize::new(0),
+        })
+    }
+
+    fn network(&self, network: Network) {
+        *self.network.lock().unwrap() = network;
+    }
+
+    fn holder(&self, lease: &LeaseName) -> Option<(HolderName, Epoch)> {
+        let held = self.held.lock().unwrap();
+        let (holder, epoch, until) = held.get(lease)?;
+        (Instant::now() < *until).then(|| (holder.clone(), *epoch))
+    }
+
+    fn draw(&self) -> Network {
+        let mut network = self.network.lock().unwrap();
+        let Network::Random(state) = &mut *network else { return *network };
+        *state ^= *state << 13;
+        *state ^= *state >> 7;
+        *state ^= *state << 17;
+        let delay = |shift: u64| MS * ((*state >> shift) % 4_000) as u32;
+        match *state % 10 {
+            0 => Network::Unreachable,
+            1 => Network::ReplyLost,
+            2 | 3 => Network::Slow(delay(20), delay(40)),
+            4 | 5 => Network::Slow(delay(20) / 20, delay(40) / 20),
+            _ => Network::Healthy,
+        }
+    }
+
+    async fn call<T>(&self, effect: impl FnOnce(&Self) -> T) -> Result<T> {
+        let unavailable = || StreamError::Unavailable { problem: "a test".into(), source: None };
+        match self.draw() {
+            Network::Slow(there, back) => {
+                sleep(there).await;
+                let answer = effect(self);
+                sleep(back).await;
+                Ok(answer)
+            }
+            Network::Unreachable => {
+                sleep(SECOND).await;
+                Err(unavailable())
+            }
+            Network::ReplyLost => {
+                effect(self);
+                sleep(SECOND).await;
+                Err(unavailable())
+            }
+            Network::Healthy | Network::Random(_) => Ok(effect(self)),
+        }
+    }
+
+    fn is_held(&self, holder: &HolderName, fence: &Fence) -> bool {
+        self.holder(&fence.lease) == Some((holder.clone(), fence.epoch))
+    }
+}
+
+#[async_trait]
+impl Leases for LeaseServer {
+    async fn acquire(
+        &self,
+        lease: &LeaseName,
+        holder: &HolderName,
+        ttl: Duration,
+    ) -> Result<AcquireResult> {
+        let effect = |server: &Self| {
+            let epoch = match server.holder(lease) {
+                Some((by, epoch)) if by == *holder => epoch,
+                Some((by, _)) => return AcquireResult::Held { by, remaining: SECOND },
+                None => {
+                    let mut epochs = server.epochs.lock().unwrap();
+                    *epochs += 1;
+                    Epoch(*epochs)
+                }
+            };
+            let until = Instant::now() + ttl;
+            server.held.lock().unwrap().insert(lease.clone(), (holder.clone(), epoch, until));
+            AcquireResult::Won(epoch)
+        };
+        self.call(effect).await
+    }
+
+    async fn renew(
+        &self,
+        holder: &HolderName,
+        leases: &[Fence],
+        ttl: Duration,
+    ) -> Result<Vec<Renewal>> {
+        self.renewals.fetch_add(1, Ordering::SeqCst);
+        let effect = |server: &Self| {
+            let renew = |fence: &Fence| {
+                if !server.is_held(holder, fence) {
+                    return Renewal::Lost;
+                }
+                let until = Instant::now() + ttl;
+                let lease = (holder.clone(), fence.epoch, until);
+                server.held.lock().unwrap().insert(fence.lease.clone(), lease);
+                Renewal::Kept
+            };
+            leases.iter().map(renew).collect()
+        };
+        self.call(effect).await
+    }
+
+    async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize> {
+        let effect = |server: &Self| {
+            let held: Vec<&Fence> = leases.iter().filter(|f| server.is_held(holder, f)).collect();
+            for fence in &held {
+                server.held.lock().unwrap().remove(&fence.lease);
+            }
+            held.len()
+        };
+        self.call(effect).await
+    }
+
+    async fn leases(&self, _leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>> {
+        unreachable!("the renewer does not read leases")
+    }
+
+    async fn watch(&self, _prefix: &str) -> Result<Box<dyn LeaseWatch>> {
+        unreachable!("the renewer does not watch leases")
+    }
+}
+
+fn lease(number: usize) -> LeaseName {
+    LeaseName::new(format!("lease{number}")).unwrap()
+}
+
+fn renewer(server: &Arc<LeaseServer>, name: &str) -> Arc<LeaseRenewer> {
+    let holder = HolderName::new(name).unwrap();
+    let leases: Arc<dyn Leases> = Arc::clone(server) as _;
+    Arc::new(LeaseRenewer::new(leases, holder, LeaseRenewerConfig::default()).unwrap())
+}
+
+/// How long a lease is valid without renewal: 13.5 s by default.
+fn validity() -> Duration {
+    let LeaseRenewerConfig { ttl, safety_margin, .. } = LeaseRenewerConfig::default();
+    ttl - safety_margin
+}
+
+async fn acquire(renewer: &LeaseRenewer, number: usize) -> HeldLease {
+    let held = renewer.acquire(&lease(number)).await.unwrap();
+    held.won().unwrap_or_else(|| panic!("expected {} to get lease {number}", renewer.holder()))
+}
+
+/// Runs a renewer until the sender is dropped or used.
+fn run(renewer: &Arc<LeaseRenewer>) -> (oneshot::Sender<()>, tokio::task::JoinHandle<()>) {
+    let (stop, stopped) = oneshot::channel();
+    let renewer = Arc::clone(renewer);
+    let task = tokio::spawn(async move {
+        renewer.run(async move { stopped.await.unwrap_or_default() }).await;
+    });
+    (stop, task)
+}
+
+#[test]
+fn inconsistent_times_are_rejected() {
+    let default = LeaseRenewerConfig::default();
+    assert!(default.validate().is_ok());
+    let bad = [
+        ("ttl", LeaseRenewerConfig { ttl: MS * 49, ..default }),
+        ("ttl", LeaseRenewerConfig { ttl: SECOND * 86_401, ..default }),
+        ("renew_every", LeaseRenewerConfig { renew_every: Duration::ZERO, ..default }),
+        ("renew_every", LeaseRenewerConfig { renew_every: SECOND * 5 + MS, ..default }),
+        ("safety_margin", LeaseRenewerConfig { safety_margin: SECOND * 10, ..default }),
+    ];
+    for (argument, config) in bad {
+        match config.validate() {
+            Err(StreamError::Invalid { what, .. }) => assert_eq!(what, argument, "{config:?}"),
+            other => panic!("expected {argument} to be rejected, found {other:?}"),
+        }
+        let holder = HolderName::new("ann").unwrap();
+        assert!(LeaseRenewer::new(LeaseServer::new(), holder, config).is_err());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_valid_until_shortly_before_it_expires() {
+    let server = LeaseServer::new();
+    let held = acquire(&renewer(&server, "ann"), 1).await;
+
+    advance(validity() - MS).await;
+    assert!(held.is_valid());
+    advance(MS).await;
+    assert!(!held.is_valid(), "the safety margin has begun");
+    assert!(server.holder(&lease(1)).is_some(), "the server still holds the lease");
+}
+
+#[tokio::test(start_paused = true)]
+async fn validity_is_counted_from_the_moment_the_request_was_sent() {
+    let server = LeaseServer::new();
+    server.network(Network::Slow(MS * 10, SECOND * 4));
+    let renewer = renewer(&server, "ann");
+    let sent = Instant::now();
+    let held = acquire(&renewer, 1).await;
+    assert_eq!(sent.elapsed(), SECOND * 4 + MS * 10);
+
+    held.lost().await;
+
+    assert_eq!(sent.elapsed(), validity(), "a slow reply shortens the validity and never extends it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn validity_of_a_renewed_lease_is_counted_from_the_moment_the_renewal_was_sent() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    advance(SECOND * 5).await;
+    server.network(Network::Slow(MS, SECOND * 4));
+    let sent = Instant::now();
+    assert_eq!(renewer.run_once().await.unwrap(), []);
+
+    held.lost().await;
+
+    assert_eq!(sent.elapsed(), validity());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_whose_reply_came_too_late_is_not_valid() {
+    let server = LeaseServer::new();
+    server.network(Network::Slow(MS, validity()));
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+
+    assert!(!held.is_valid());
+    timeout(MS, held.lost()).await.expect("it is lost from the start");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_of_another_holder_is_not_acquired() {
+    let server = LeaseServer::new();
+    let ann = renewer(&server, "ann");
+    acquire(&ann, 1).await;
+    let bob = renewer(&server, "bob");
+
+    match bob.acquire(&lease(1)).await.unwrap() {
+        LeaseAcquisition::Held { by, remaining } => {
+            assert_eq!(&by, ann.holder());
+            assert!(remaining > Duration::ZERO && remaining <= LeaseRenewerConfig::default().ttl);
+        }
+        LeaseAcquisition::Won(held) => panic!("bob acquired {held:?} as well"),
+    }
+    assert_eq!(bob.held(), []);
+    assert_eq!(ann.held().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn acquiring_a_held_lease_again_extends_it() {
+    let renewer = renewer(&LeaseServer::new(), "ann");
+    let first = acquire(&renewer, 1).await;
+    advance(SECOND * 10).await;
+    let again = acquire(&renewer, 1).await;
+
+    assert_eq!(first.fence(), again.fence());
+    advance(SECOND * 10).await;
+    assert!(first.is_valid() && again.is_valid(), "both handles see the new time");
+    assert_eq!(renewer.held(), [first.fence().clone()]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_leases_are_renewed_in_one_call() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let mut held = Vec::new();
+    for number in 0..1000 {
+        held.push(acquire(&renewer, number).await);
+    }
+    advance(SECOND * 10).await;
+
+    assert_eq!(renewer.run_once().await.unwrap(), []);
+
+    assert_eq!(server.renewals.load(Ordering::SeqCst), 1);
+    advance(SECOND * 10).await;
+    assert!(held.iter().all(HeldLease::is_valid));
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_sent_while_no_lease_is_held() {
+    let server = LeaseServer::new();
+    assert_eq!(renewer(&server, "ann").run_once().await.unwrap(), []);
+    assert_eq!(server.renewals.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_running_renewer_keeps_its_leases() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    let (stop, task) = run(&renewer);
+
+    assert!(timeout(SECOND * 600, held.lost()).await.is_err(), "the lease was lost");
+    assert!(held.is_valid());
+
+    drop(stop);
+    timeout(SECOND, task).await.expect("it stops on shutdown").unwrap();
+    let stopped = Instant::now();
+    held.lost().await;
+    assert!(stopped.elapsed() <= validity(), "the lease is no longer renewed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lost_lease_is_reported_once() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = [acquire(&renewer, 1).await, acquire(&renewer, 2).await];
+    server.held.lock().unwrap().remove(&lease(1));
+
+    let lost = renewer.run_once().await.unwrap();
+
+    let fence = held[0].fence().clone();
+    assert_eq!(lost, [LostLease { fence, cause: LossCause::LostOnServer }]);
+    assert!(!held[0].is_valid() && held[1].is_valid());
+    timeout(MS, held[0].lost()).await.expect("handles are notified");
+    assert_eq!(renewer.run_once().await.unwrap(), [], "it is reported once");
+    assert_eq!(renewer.held(), [held[1].fence().clone()]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn all_tasks_that_wait_for_the_loss_are_woken() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    let waiting: Vec<_> = (0..10)
+        .map(|_| {
+            let held = held.clone();
+            tokio::spawn(async move { held.lost().await })
+        })
+        .collect();
+    // A dropped wait does not affect the others.
+    assert!(timeout(MS, held.lost()).await.is_err());
+    server.held.lock().unwrap().clear();
+
+    renewer.run_once().await.unwrap();
+
+    for task in waiting {
+        timeout(MS, task).await.expect("it is woken").unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_lapsed_while_the_server_was_unreachable_is_released_and_stays_lost() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    let acquired = Instant::now();
+    server.network(Network::Unreachable);
+    let (_stop, _task) = run(&renewer);
+
+    held.lost().await;
+    assert_eq!(acquired.elapsed(), validity());
+    assert!(server.holder(&lease(1)).is_some(), "the holder stopped before the lease expired");
+
+    // The server still holds the lease. It is released, not renewed.
+    server.network(Network::Healthy);
+    sleep_until(acquired + validity() + MS * 1_400).await;
+    let lost = renewer.run_once().await.unwrap();
+    assert_eq!(lost, [lapsed(&held)]);
+    assert!(!held.is_valid());
+    assert!(server.holder(&lease(1)).is_none(), "other holders can acquire it");
+    assert_eq!(renewer.held(), []);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_whose_reply_arrives_after_the_lapse_does_not_restore_the_lease() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    let acquired = Instant::now();
+    advance(validity() - SECOND).await;
+    // It is sent in time and executed; its reply arrives just after the lease has lapsed.
+    server.network(Network::Slow(MS, SECOND));
+    let renewing = tokio::spawn({
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.run_once().await }
+    });
+    held.lost().await;
+    assert_eq!(acquired.elapsed(), validity());
+
+    let lost = renewing.await.unwrap().unwrap();
+
+    assert_eq!(lost, [lapsed(&held)]);
+    assert!(!held.is_valid(), "a holder that was notified of the loss must not become owner again");
+    assert!(server.holder(&lease(1)).is_none(), "the renewed lease is released");
+    assert_eq!(renewer.run_once().await.unwrap(), [], "it is reported once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lapse_is_reported_immediately_and_once() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let waiting = tokio::spawn({
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.lapsed().await }
+    });
+    advance(SECOND).await;
+    let held = acquire(&renewer, 1).await;
+    let acquired = Instant::now();
+    server.network(Network::Unreachable);
+
+    assert_eq!(waiting.await.unwrap(), [lapsed(&held)]);
+
+    assert_eq!(acquired.elapsed(), validity());
+    assert!(!held.is_valid());
+    server.network(Network::Healthy);
+    assert_eq!(renewer.run_once().await.unwrap(), []);
+    assert!(timeout(SECOND * 60, renewer.lapsed()).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_lapsed_is_acquired_again_with_a_new_epoch() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let old = acquire(&renewer, 1).await;
+    advance(validity()).await;
+    assert!(server.holder(&lease(1)).is_some(), "the server still holds it");
+
+    let new = acquire(&renewer, 1).await;
+
+    assert!(new.fence().epoch > old.fence().epoch, "{new:?} {old:?}");
+    assert!(new.is_valid() && !old.is_valid());
+    assert_eq!(renewer.run_once().await.unwrap(), [lapsed(&old)]);
+    assert!(new.is_valid());
+    assert_eq!(renewer.held(), [new.fence().clone()]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_release_is_retried() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    acquire(&renewer, 1).await;
+    server.network(Network::Unreachable);
+    assert!(renewer.release(&[lease(1)]).await.is_err());
+    assert!(server.holder(&lease(1)).is_some());
+
+    server.network(Network::Healthy);
+    assert_eq!(renewer.run_once().await.unwrap(), [], "a released lease is not a lost one");
+
+    assert!(server.holder(&lease(1)).is_none());
+}
+
+fn lapsed(held: &HeldLease) -> LostLease {
+    LostLease { fence: held.fence().clone(), cause: LossCause::Lapsed }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_lost_reply_does_not_lose_a_lease() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    for network in [Network::ReplyLost, Network::Unreachable] {
+        let (stop, task) = run(&renewer);
+        server.network(network);
+        sleep(SECOND * 6).await;
+        server.network(Network::Healthy);
+        sleep(SECOND * 6).await;
+        assert!(held.is_valid(), "two more renewals fit into the ttl");
+        drop(stop);
+        task.await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_paused_process_finds_its_leases_invalid() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+
+    // No task of this process runs meanwhile; another process acquires the lease.
+    advance(SECOND * 20).await;
+    let other = acquire(&self::renewer(&server, "bob"), 1).await;
+
+    assert!(!held.is_valid(), "it is invalid before any renewal");
+    assert!(other.fence().epoch > held.fence().epoch);
+    assert_eq!(renewer.run_once().await.unwrap().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_released_lease_is_invalid_before_the_server_releases_it() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    server.network(Network::Slow(SECOND, SECOND));
+    let releasing = tokio::spawn({
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.release(&[lease(1), lease(7)]).await }
+    });
+    sleep(MS).await;
+
+    assert!(!held.is_valid(), "no owner may work under a lease that is being released");
+    assert!(server.holder(&lease(1)).is_some());
+    assert_eq!(releasing.await.unwrap().unwrap(), 1);
+    assert!(server.holder(&lease(1)).is_none(), "other holders can acquire it at once");
+    assert_eq!(renewer.release(&[lease(1)]).await.unwrap(), 0, "it is no longer held");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_in_flight_does_not_restore_a_released_lease() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = [acquire(&renewer, 1).await, acquire(&renewer, 2).await];
+    // The renewal is executed; its reply arrives after the release.
+    server.network(Network::Slow(MS, SECOND));
+    let renewing = tokio::spawn({
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.run_once().await }
+    });
+    sleep(MS * 10).await;
+    server.network(Network::Healthy);
+    renewer.release(&[lease(1)]).await.unwrap();
+
+    assert_eq!(renewing.await.unwrap().unwrap(), [], "a released lease is not a lost one");
+    assert!(!held[0].is_valid() && held[1].is_valid());
+    assert_eq!(renewer.held(), [held[1].fence().clone()]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reply_about_an_old_epoch_does_not_affect_the_new_one() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let old = acquire(&renewer, 1).await;
+    server.held.lock().unwrap().clear();
+    // The server reports the old epoch as lost; before the reply arrives, the lease is acquired again.
+    server.network(Network::Slow(MS, SECOND));
+    let renewing = tokio::spawn({
+        let renewer = Arc::clone(&renewer);
+        async move { renewer.run_once().await }
+    });
+    sleep(MS * 10).await;
+    server.network(Network::Healthy);
+    let new = acquire(&renewer, 1).await;
+
+    assert_eq!(renewing.await.unwrap().unwrap(), []);
+    assert!(new.fence().epoch > old.fence().epoch);
+    assert!(!old.is_valid() && new.is_valid());
+    timeout(MS, old.lost()).await.expect("the old epoch is lost");
+    assert_eq!(renewer.held(), [new.fence().clone()]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_started_renewal_is_completed_before_the_renewer_stops() {
+    let server = LeaseServer::new();
+    let renewer = renewer(&server, "ann");
+    let held = acquire(&renewer, 1).await;
+    server.network(Network::Slow(SECOND, SECOND));
+    let started = Instant::now();
+    let (stop, task) = run(&renewer);
+    sleep(MS).await;
+    drop(stop);
+
+    task.await.unwrap();
+
+    assert_eq!(started.elapsed(), SECOND * 2);
+    assert!(held.is_valid());
+}
+
+/// Three renewers compete for three leases on a network that delays, loses and fails calls. At every check at most one of them
+/// considers a lease valid, and the server agrees.
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_valid_for_at_most_one_renewer_at_any_time() {
+    let mut held_for = 0;
+    let mut losses = 0;
+    for seed in 1..=8u64 {
+        let server = LeaseServer::new();
+        server.network(Network::Random(seed * 0x9e37_79b9));
+        let handles: Arc<Mutex<Vec<(usize, HeldLease)>>> = Arc::default();
+        let mut tasks = Vec::new();
+        for (number, name) in ["ann", "bob", "cid"].into_iter().enumerate() {
+            let renewer = renewer(&server, name);
+            tasks.push(run(&renewer).1);
+            let handles = Arc::clone(&handles);
+            tasks.push(tokio::spawn(async move {
+                for round in 0.. {
+                    sleep(MS * (700 + 300 * number as u32)).await;
+                    let wanted = lease((round + number) % 3);
+                    if let Ok(LeaseAcquisition::Won(held)) = renewer.acquire(&wanted).await {
+                        handles.lock().unwrap().push((number, held));
+                    }
+                    // Sometimes all leases are released, so that leases also change holders by release.
+                    if round % 17 == 16 {
+                        let _ = renewer.release(&[lease(0), lease(1), lease(2)]).await;
+                    }
+                }
+            }));
+        }
+        for _ in 0..60_000 {
+            sleep(MS * 2).await;
+            let mut valid: HashMap<LeaseName, Fence> = HashMap::new();
+            let mut handles = handles.lock().unwrap();
+            let before = handles.len();
+            handles.retain(|(_, held)| held.is_valid());
+            losses += before - handles.len();
+            for (number, held) in &*handles {
+                held_for += 1;
+                let fence = held.fence();
+                let known = valid.entry(fence.lease.clone()).or_insert_with(|| fence.clone());
+                assert_eq!(known, fence, "seed {seed}: two epochs of one lease are valid");
+                let holder = server.holder(&fence.lease);
+                let expected = HolderName::new(["ann", "bob", "cid"][*number]).unwrap();
+                assert_eq!(holder, Some((expected, fence.epoch)), "seed {seed}: {fence:?}");
+            }
+        }
+        tasks.iter().for_each(tokio::task::JoinHandle::abort);
+    }
+    assert!(held_for > 40_000, "expected leases to be held most of the time, found {held_for}");
+    assert!(losses > 40, "expected some leases to be lost, found {losses}");
+}
