@@ -118,7 +118,7 @@ fn check(what: &str, name: &str) -> Result<()> {
 }
 
 /// The part of a key that decides its slot in a Redis Cluster, if the key marks one.
-pub(crate) fn hash_tag(name: &str) -> Option<&str> {
+pub fn hash_tag(name: &str) -> Option<&str> {
     let open = name.find('{')?;
     let tag = &name[open + 1..];
     let close = tag.find('}')?;

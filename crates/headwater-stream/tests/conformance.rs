@@ -1,10 +1,11 @@
 //! The conformance suite on every backend there is, in five set-ups.
-#![cfg(all(feature = "conformance", any(feature = "embedded", feature = "redis")))]
+#![cfg(any(feature = "embedded", feature = "redis"))]
 
 use std::sync::Arc;
 
-use headwater_stream::conformance::{Env, TestResult};
-use headwater_stream::{Backend, Options, conformance_suite, connect};
+use headwater_conformance::stream::{Env, TestResult};
+use headwater_conformance::stream_suite;
+use headwater_stream::{Backend, Options, connect};
 
 async fn open(url: &str) -> TestResult<Arc<dyn Backend>> {
     Ok(connect(url, &Options::default()).await?)
@@ -25,7 +26,7 @@ mod embedded_memory {
         Ok(Env::new(Arc::clone(&backend), backend))
     }
 
-    conformance_suite!(setup());
+    stream_suite!(setup());
 }
 
 #[cfg(feature = "embedded")]
@@ -38,7 +39,7 @@ mod embedded_directory {
         Ok(Env::new(Arc::clone(&backend), backend).keep(directory))
     }
 
-    conformance_suite!(setup());
+    stream_suite!(setup());
 }
 
 #[cfg(feature = "redis")]
@@ -53,7 +54,7 @@ mod redis {
         Ok(Env::new(open(&url).await?, open(&url).await?).keep(redis))
     }
 
-    conformance_suite!(setup());
+    stream_suite!(setup());
 }
 
 #[cfg(feature = "redis")]
@@ -68,7 +69,7 @@ mod redis_cluster {
         Ok(Env::new(open(&url).await?, open(&url).await?).keep(cluster))
     }
 
-    conformance_suite!(setup());
+    stream_suite!(setup());
 }
 
 /// Each test has a proxy of its own that loses replies and cuts connections: some at random, and one before every few
@@ -80,7 +81,7 @@ mod redis_faulty {
     use std::sync::Mutex;
     use std::time::{Duration, Instant};
 
-    use headwater_stream::conformance::Retrying;
+    use headwater_conformance::stream::Retrying;
     use headwater_testkit::{Proxy, Redis};
 
     use super::*;
@@ -146,5 +147,5 @@ mod redis_faulty {
         z ^ (z >> 31)
     }
 
-    conformance_suite!(setup(), faulty);
+    stream_suite!(setup(), faulty);
 }

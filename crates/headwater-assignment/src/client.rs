@@ -1,0 +1,281 @@
+//! The client: one per process and service. It starts the parts, and ends them in good order.
+//!
+//! Promises: every task it starts is joined by `shutdown` and aborted by `drop`; a shutdown gives back what is not done,
+//! never acknowledges it, and takes no longer than its drain and a few deadlines of the backend.
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use headwater_stream::{
+    Backend, EntryId, HolderName, Result, Retention, StreamError, StreamName, WatchMode,
+};
+use tokio::sync::{oneshot, watch};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{Instant, timeout, timeout_at};
+use tracing::{error, info, warn};
+
+use crate::config::AssignmentConfig;
+use crate::error::{ClaimError, EndError};
+use crate::heartbeat;
+use crate::input;
+use crate::intake::Intake;
+use crate::member::{Member, Stage, reached};
+use crate::names::{Identity, Names};
+use crate::notification::{Disowned, Notifications, Terminated};
+use crate::owned::{Owned, Wish};
+use crate::sweep::Sweep;
+
+/// How often a drain looks whether all streams are done, should a wake-up be missed.
+const DRAIN_CHECK: Duration = Duration::from_millis(50);
+
+/// How long a part may take to stop; a part that waits for the backend ends with the backend's own deadline.
+const STOP_LIMIT: Duration = Duration::from_secs(30);
+
+/// A consumer of a service: takes streams, keeps them, gives them back.
+///
+/// Dropped without [`shutdown`](Self::shutdown), it stops at once and its leases run out.
+pub struct Assignment {
+    member: Arc<Member>,
+    supervisor: Mutex<Option<JoinHandle<Result<usize>>>>,
+    stop: Mutex<Option<oneshot::Sender<Duration>>>,
+    stage: watch::Receiver<Stage>,
+}
+
+impl fmt::Debug for Assignment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Assignment")
+            .field("service", &self.member.names.service)
+            .field("holder", &self.member.identity.holder)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Puts a stream into the input of a service, for whoever has room. `info` is JSON text for its owner.
+pub async fn add(
+    backend: &dyn Backend,
+    service: &str,
+    stream: &StreamName,
+    info: Option<&str>,
+) -> Result<EntryId> {
+    append(backend, &Names::new(service)?, stream, info).await
+}
+
+async fn append(
+    backend: &dyn Backend,
+    names: &Names,
+    stream: &StreamName,
+    info: Option<&str>,
+) -> Result<EntryId> {
+    // A name that is too long for its lease is refused here, not by whoever reads it.
+    names.lease(stream)?;
+    let fields = input::fields(stream, info)?;
+    let ids = backend.append(&names.input, &[fields], &Retention::KEEP_ALL).await?;
+    ids.first().copied().ok_or_else(|| StreamError::Protocol {
+        problem: "an append of one entry returned no id".to_owned(),
+    })
+}
+
+impl Assignment {
+    /// Takes part in a service, from the beginning of its input. `consumer` is for people; the same name may be used
+    /// by several processes.
+    pub async fn start(
+        backend: Arc<dyn Backend>,
+        service: &str,
+        consumer: &str,
+        config: AssignmentConfig,
+    ) -> Result<(Self, Notifications)> {
+        config.validate()?;
+        let (names, identity) = (Names::new(service)?, Identity::new(consumer)?);
+        let member = Arc::new(Member::new(backend, names, identity, config)?);
+        member.prepare().await?;
+        let lease_watch = member.backend.watch(&member.names.lease_prefix).await?;
+        if let WatchMode::ReleasesOnly { reason } = lease_watch.mode() {
+            // The backend has warned; this is what it means here.
+            let sweep_every = member.config.sweep_every;
+            info!(service, reason, ?sweep_every, "expired leases are found by the sweep alone");
+        }
+        let reader = member.backend.reader(&member.names.group, &member.identity.consumer).await?;
+        member.join().await?;
+
+        let (stage_sender, stage) = watch::channel(Stage::Running);
+        let (stop, stopped) = oneshot::channel();
+        let notifications = Notifications::new(&member.broker);
+        let mut parts = Parts { working: JoinSet::new(), heartbeat: JoinSet::new() };
+        parts.heartbeat.spawn(heartbeat::run(Arc::clone(&member), stage.clone()));
+        let intake = Intake::new(Arc::clone(&member), reader);
+        parts.working.spawn(intake.run(stage.clone()));
+        let sweep = Sweep::new(Arc::clone(&member)).run(lease_watch, stage.clone());
+        parts.working.spawn(async move {
+            sweep.await;
+            Ok(())
+        });
+        let supervisor = tokio::spawn(supervise(Arc::clone(&member), parts, stage_sender, stopped));
+        info!(service, consumer = %member.identity.consumer, "assignment started");
+        let assignment = Self {
+            member,
+            supervisor: Mutex::new(Some(supervisor)),
+            stop: Mutex::new(Some(stop)),
+            stage,
+        };
+        Ok((assignment, notifications))
+    }
+
+    /// Puts a stream into the input of the service, for whoever has room. `info` is JSON text for its owner.
+    pub async fn add(&self, stream: &StreamName, info: Option<&str>) -> Result<EntryId> {
+        append(&*self.member.backend, &self.member.names, stream, info).await
+    }
+
+    /// Takes a stream whose owner died, or that its owner gave back, at once. One caller wins, in whatever process.
+    ///
+    /// It comes as the result, not as a notification.
+    pub async fn claim(&self, stream: &StreamName) -> Result<Owned, ClaimError> {
+        self.member.claim(stream).await
+    }
+
+    /// The stream is done: its input entry is deleted and its lease released.
+    ///
+    /// Idempotent: repeat it if the backend did not answer. If the first call took effect, the repetition succeeds, also
+    /// when the stream was disowned meanwhile, unless it has had another owner since or a day has passed.
+    pub async fn done(&self, owned: &Owned) -> Result<(), EndError> {
+        self.member.end(owned, Wish::Done).await
+    }
+
+    /// Hands the stream to somebody else, who gets it as if it were new. It does not count as an owner that died.
+    pub async fn release(&self, owned: &Owned) -> Result<(), EndError> {
+        self.member.end(owned, Wish::GiveBack).await
+    }
+
+    /// What this process owns now, in no particular order.
+    pub fn owned(&self) -> Vec<Owned> {
+        self.member.slots.owned()
+    }
+
+    /// Who this process is to others.
+    pub fn holder(&self) -> &HolderName {
+        &self.member.identity.holder
+    }
+
+    /// The consumers of the service that are alive.
+    pub async fn members(&self) -> Result<Vec<HolderName>> {
+        self.member.live_members().await
+    }
+
+    /// Stops taking streams, waits up to `drain` for those in hand to end, and gives the rest back: nothing is
+    /// acknowledged that is not done. Returns how many were given back.
+    pub async fn shutdown(&self, drain: Duration) -> Result<usize> {
+        if let Some(stop) = lock(&self.stop).take() {
+            // Fails if the assignment has ended by itself, which is as good.
+            let _ = stop.send(drain);
+        }
+        let supervisor = lock(&self.supervisor).take();
+        match supervisor {
+            Some(supervisor) => supervisor.await.unwrap_or_else(|error| {
+                let problem = "the assignment was cut short".to_owned();
+                Err(StreamError::Unavailable { problem, source: Some(error.into()) })
+            }),
+            None => {
+                // Another call is at it, or was.
+                reached(&mut self.stage.clone(), Stage::Stopped).await;
+                Ok(0)
+            }
+        }
+    }
+}
+
+impl Drop for Assignment {
+    fn drop(&mut self) {
+        self.member.slots.close();
+        if let Some(supervisor) = lock(&self.supervisor).take() {
+            // With it go the parts it holds.
+            supervisor.abort();
+            self.member.broker.terminated(Terminated::Dropped);
+        }
+    }
+}
+
+/// The tasks of an assignment; dropping them aborts them.
+struct Parts {
+    /// Intake and sweep: an error of theirs ends the assignment.
+    working: JoinSet<Result<()>>,
+    /// Goes on until everything is given back.
+    heartbeat: JoinSet<()>,
+}
+
+/// Waits for the wish to stop, or for a part that cannot go on, and ends everything in good order.
+async fn supervise(
+    member: Arc<Member>,
+    mut parts: Parts,
+    stage: watch::Sender<Stage>,
+    stop: oneshot::Receiver<Duration>,
+) -> Result<usize> {
+    let (drain, reason) = tokio::select! {
+        drain = stop => (drain.unwrap_or_default(), Terminated::Shutdown),
+        ended = parts.working.join_next() => (Duration::ZERO, failed(match ended {
+            Some(Ok(Err(error))) => error.to_string(),
+            Some(Err(error)) => error.to_string(),
+            Some(Ok(Ok(()))) | None => "a part of the assignment has ended".to_owned(),
+        })),
+        ended = parts.heartbeat.join_next() => (Duration::ZERO, failed(match ended {
+            Some(Err(error)) => error.to_string(),
+            Some(Ok(())) | None => "the heartbeat has ended".to_owned(),
+        })),
+    };
+    if let Terminated::Failed { problem } = &reason {
+        error!(problem, "assignment cannot go on");
+    }
+    let given_back = finish(&member, &mut parts, &stage, drain).await;
+    stage.send_replace(Stage::Stopped);
+    join_all(&mut parts.heartbeat, "heartbeat").await;
+    if let Err(error) = member.leave().await {
+        warn!(%error, "member lease was not released, it runs out");
+    }
+    member.broker.terminated(reason);
+    info!(service = member.names.service, "assignment ended");
+    given_back
+}
+
+fn failed(problem: String) -> Terminated {
+    Terminated::Failed { problem }
+}
+
+/// Takes nothing more, waits for what is in hand, and gives the rest back.
+async fn finish(
+    member: &Member,
+    parts: &mut Parts,
+    stage: &watch::Sender<Stage>,
+    drain: Duration,
+) -> Result<usize> {
+    let deadline = Instant::now() + drain;
+    member.slots.close();
+    stage.send_replace(Stage::Closing);
+    join_all(&mut parts.working, "intake and sweep").await;
+    while member.slots.len() > 0 && Instant::now() < deadline {
+        let check = deadline.min(Instant::now() + DRAIN_CHECK);
+        let _ = timeout_at(check, member.slots.freed.notified()).await;
+    }
+    let rest = member.slots.owned().into_iter();
+    let rest: Vec<_> = rest
+        .filter_map(|owned| {
+            let ending = owned.begin_end(Wish::GiveBack).ok()?;
+            Some((owned, ending))
+        })
+        .collect();
+    if rest.is_empty() {
+        return Ok(0);
+    }
+    info!(count = rest.len(), "giving back what is not done");
+    member.give_back(rest, Disowned::Shutdown).await
+}
+
+async fn join_all<T: 'static>(tasks: &mut JoinSet<T>, what: &'static str) {
+    let joined = timeout(STOP_LIMIT, async { while tasks.join_next().await.is_some() {} }).await;
+    if joined.is_err() {
+        warn!(what, "did not stop in time, aborting");
+        tasks.shutdown().await;
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().expect("no code panics while it holds this lock")
+}

@@ -1,0 +1,162 @@
+//! The heartbeat renews everything this process owns: all leases in one call and all input entries in another, both at
+//! once, so that an interval costs one flight however many streams there are.
+//!
+//! Promises: a stream whose lease is no longer trusted is disowned at that moment, by a timer and without asking anybody, and
+//! stays disowned; a heartbeat that fails is repeated several times before that happens.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::{EntryId, LossCause, LostLease, Result, StreamError};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until, timeout};
+use tracing::{debug, warn};
+
+use crate::member::{Member, Stage, reached};
+use crate::notification::Disowned;
+use crate::owned::{Owned, Phase};
+
+/// Beats until the assignment has stopped.
+pub(crate) async fn run(member: Arc<Member>, mut stage: watch::Receiver<Stage>) {
+    let every = member.config.heartbeat_every;
+    let mut next = Instant::now() + every;
+    loop {
+        tokio::select! {
+            () = reached(&mut stage, Stage::Stopped) => return,
+            () = sleep_until(next) => {}
+            // Beats at once: what was given up is released, so that others can have it.
+            _ = member.keeper.lapsed() => {}
+        }
+        let started = Instant::now();
+        match beat(&member, every).await {
+            Ok(()) => {
+                member.metrics.heartbeat(started.elapsed());
+                next = started + every;
+            }
+            Err(error) => {
+                member.metrics.heartbeat_failed();
+                warn!(%error, "heartbeat failed, trying again");
+                next = Instant::now() + every / 8;
+            }
+        }
+    }
+}
+
+/// One beat. Leases that lapse while it waits for its answers are given up at that moment.
+async fn beat(member: &Member, every: Duration) -> Result<()> {
+    let beat = member.run_heartbeat_once(every / 2);
+    tokio::pin!(beat);
+    loop {
+        tokio::select! {
+            result = &mut beat => return result,
+            _ = member.keeper.lapsed() => member.disown_lapsed(),
+        }
+    }
+}
+
+impl Member {
+    /// Renews everything once; waits at most `limit` for the answers.
+    pub(crate) async fn run_heartbeat_once(&self, limit: Duration) -> Result<()> {
+        // First of all: a process that stood still must not renew what it has already lost.
+        self.disown_lapsed();
+        let owned: Vec<(Owned, Phase)> = self
+            .slots
+            .owned()
+            .into_iter()
+            .map(|owned| {
+                let phase = owned.phase();
+                (owned, phase)
+            })
+            .collect();
+        let ids: Vec<EntryId> = owned.iter().map(|(owned, _)| owned.entry()).collect();
+        let (renewed, kept, ()) = tokio::join!(
+            timeout(limit, self.keeper.run_once()),
+            timeout(limit, self.keep_entries(&ids)),
+            async {
+                // What fails here runs out by itself.
+                let _ = timeout(limit, self.unlock_forsaken()).await;
+            },
+        );
+        let renewed =
+            self.handle_renewed(&owned, renewed.unwrap_or_else(|_| Err(late(limit)))).await;
+        let kept = match kept.unwrap_or_else(|_| Err(late(limit))) {
+            Ok(missing) => self.handle_missing(&owned, &missing).await,
+            // A flush took the group. The leases are gone too, so the renewal has told.
+            Err(StreamError::NoGroup { .. }) => self.ensure_group().await,
+            Err(error) => Err(error),
+        };
+        renewed.and(kept)
+    }
+
+    /// Gives up what may have another owner by now.
+    pub(crate) fn disown_lapsed(&self) {
+        for owned in self.slots.owned() {
+            if !owned.guard().is_trusted() && owned.phase() != Phase::Ending {
+                self.disown(&owned, Disowned::LeaseUnconfirmed);
+            }
+        }
+    }
+
+    async fn handle_renewed(
+        &self,
+        owned: &[(Owned, Phase)],
+        renewed: Result<Vec<LostLease>>,
+    ) -> Result<()> {
+        let lost = renewed?;
+        self.metrics.locks_extended(owned.len().saturating_sub(lost.len()));
+        let lost: HashMap<_, _> = lost.into_iter().map(|lost| (lost.fence, lost.cause)).collect();
+        for (owned, _) in owned {
+            match lost.get(owned.guard().fence()) {
+                Some(LossCause::Gone) => self.disown(owned, Disowned::LeaseLost),
+                Some(LossCause::Lapsed) => self.disown(owned, Disowned::LeaseUnconfirmed),
+                None => {}
+            }
+        }
+        if !self.keeper.holds(&self.member_lease) {
+            self.join().await?;
+        }
+        Ok(())
+    }
+
+    /// What became of entries that are no longer pending for us: ended by a call whose reply was lost, or taken away.
+    async fn handle_missing(
+        &self,
+        owned: &[(Owned, Phase)],
+        missing: &HashSet<EntryId>,
+    ) -> Result<()> {
+        for (owned, phase) in owned {
+            let is_missing = missing.contains(&owned.entry());
+            match phase {
+                Phase::Uncertain(wish) if is_missing => self.confirm_end(owned, *wish),
+                Phase::Uncertain(_) => owned.not_ended(),
+                Phase::Active if is_missing && owned.phase() == Phase::Active => {
+                    self.mend(owned).await?;
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The lease is ours and the entry is not. Whoever took it had no right to, so it is taken back.
+    async fn mend(&self, owned: &Owned) -> Result<()> {
+        match self.reclaim(owned.entry(), owned.guard().fence()).await {
+            Ok(Some(_)) => debug!(stream = %owned.stream(), "input entry taken back"),
+            Ok(None) if owned.phase() == Phase::Active => {
+                self.disown(owned, Disowned::EntryGone);
+            }
+            Ok(None) => {}
+            Err(StreamError::Fenced { .. }) => self.disown(owned, Disowned::LeaseLost),
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+}
+
+fn late(limit: Duration) -> StreamError {
+    StreamError::Unavailable {
+        problem: format!("no answer to a heartbeat within {limit:?}"),
+        source: None,
+    }
+}

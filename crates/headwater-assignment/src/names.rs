@@ -1,0 +1,138 @@
+//! The names of stream assignment: this file spells them all.
+//!
+//! | what | name |
+//! |---|---|
+//! | input stream | `<service>-input` |
+//! | its group | `<service>-group` |
+//! | dead letters | `<service>-input:dlq` |
+//! | lease of a data stream | `mutex:<stream>`; for a service with a hash tag, `mutex:{tag}:<stream>` |
+//! | live consumers | the set `<service>-members`, and a lease `<service>-member:<holder>` each |
+//! | holder, and consumer of the group | `<consumer>:<start>`, where no two starts are the same |
+//!
+//! On a Redis Cluster a lease must be in the slot of the input, so the service needs a hash tag there: `{orders}`, or
+//! `{eu}:orders`. Services without one share the leases `mutex:<stream>`: their data streams need distinct names.
+
+use std::process;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use headwater_stream::{
+    ConsumerName, GroupName, HolderName, LeaseName, Result, SetName, StreamName, hash_tag,
+};
+
+/// The names of one service.
+#[derive(Clone, Debug)]
+pub(crate) struct Names {
+    pub(crate) service: String,
+    pub(crate) input: StreamName,
+    pub(crate) group: GroupName,
+    pub(crate) dead_letters: StreamName,
+    pub(crate) members: SetName,
+    /// What the leases of all data streams begin with.
+    pub(crate) lease_prefix: String,
+}
+
+impl Names {
+    pub(crate) fn new(service: &str) -> Result<Self> {
+        Ok(Self {
+            service: service.to_owned(),
+            // First, because its complaint names the limit that the others have too.
+            input: StreamName::new(format!("{service}-input"))?,
+            group: GroupName::new(format!("{service}-group"))?,
+            dead_letters: StreamName::new(format!("{service}-input:dlq"))?,
+            members: SetName::new(format!("{service}-members"))?,
+            lease_prefix: match hash_tag(service) {
+                Some(tag) => format!("mutex:{{{tag}}}:"),
+                None => "mutex:".to_owned(),
+            },
+        })
+    }
+
+    /// The lease of a data stream.
+    pub(crate) fn lease(&self, stream: &StreamName) -> Result<LeaseName> {
+        LeaseName::new(format!("{}{stream}", self.lease_prefix))
+    }
+
+    /// The data stream of a lease, if it is one of ours.
+    pub(crate) fn stream_of(&self, lease: &LeaseName) -> Option<StreamName> {
+        StreamName::new(lease.as_str().strip_prefix(&self.lease_prefix)?).ok()
+    }
+
+    /// The lease that shows that a consumer is alive.
+    pub(crate) fn member_lease(&self, holder: &str) -> Result<LeaseName> {
+        LeaseName::new(format!("{}-member:{holder}", self.service))
+    }
+}
+
+/// Who this start of a consumer is to others: as the holder of leases, and in the group.
+#[derive(Clone, Debug)]
+pub(crate) struct Identity {
+    pub(crate) holder: HolderName,
+    pub(crate) consumer: ConsumerName,
+}
+
+impl Identity {
+    /// An identity that no other start of a consumer has, whatever its name.
+    pub(crate) fn new(consumer: &str) -> Result<Self> {
+        // The given name by itself first, so that the complaint is about what the caller wrote.
+        ConsumerName::new(consumer)?;
+        let name = format!("{consumer}:{}", start_id());
+        Ok(Self { holder: HolderName::new(&name)?, consumer: ConsumerName::new(&name)? })
+    }
+}
+
+/// The time, the process and a count: unique as long as a process id is not reused within one microsecond.
+fn start_id() -> String {
+    static STARTS: AtomicU64 = AtomicU64::new(0);
+    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let start = STARTS.fetch_add(1, Ordering::Relaxed);
+    format!("{:x}-{:x}-{start:x}", since_1970.as_micros(), process::id())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stream(name: &str) -> StreamName {
+        StreamName::new(name).unwrap()
+    }
+
+    #[test]
+    fn a_plain_service_has_the_names_other_programs_know() {
+        let names = Names::new("orders").unwrap();
+        assert_eq!(names.input.as_str(), "orders-input");
+        assert_eq!(names.group.as_str(), "orders-group");
+        assert_eq!(names.lease(&stream("s1")).unwrap().as_str(), "mutex:s1");
+    }
+
+    #[test]
+    fn the_hash_tag_of_a_service_is_that_of_its_leases() {
+        for service in ["{orders}", "{orders}:eu", "eu:{orders}"] {
+            let names = Names::new(service).unwrap();
+            for data in ["s1", "{other}:s1", "a{b"] {
+                let lease = names.lease(&stream(data)).unwrap();
+                assert_eq!(hash_tag(lease.as_str()), Some("orders"));
+                assert_eq!(hash_tag(names.input.as_str()), Some("orders"));
+                assert_eq!(hash_tag(names.dead_letters.as_str()), Some("orders"));
+                assert_eq!(names.stream_of(&lease), Some(stream(data)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_lease_of_somebody_else_is_no_stream_of_ours() {
+        let names = Names::new("{orders}").unwrap();
+        for foreign in ["mutex:s1", "mutex:{other}:s1", "{orders}-member:a", "mutex:{orders}:"] {
+            assert_eq!(names.stream_of(&LeaseName::new(foreign).unwrap()), None, "{foreign}");
+        }
+    }
+
+    #[test]
+    fn the_same_consumer_name_gives_another_identity_each_time() {
+        let (first, second) = (Identity::new("ada").unwrap(), Identity::new("ada").unwrap());
+        assert_ne!(first.holder, second.holder);
+        assert_ne!(first.consumer, second.consumer);
+        assert!(first.holder.as_str().starts_with("ada:"));
+        assert!(Identity::new("").is_err());
+    }
+}

@@ -1,0 +1,183 @@
+//! Which streams this process owns or is about to own: one slot each, never more than the cap.
+//!
+//! Promises: a stream has one slot, so two parts of the process never take the same stream; whoever removes a slot is the
+//! one who tells of its end, so it is told once.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use headwater_stream::{Epoch, StreamName};
+use tokio::sync::Notify;
+
+use crate::owned::Owned;
+
+#[derive(Debug)]
+pub(crate) struct Slots {
+    inner: Mutex<Inner>,
+    max: usize,
+    /// Somebody left, so there is room.
+    pub(crate) freed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    slots: HashMap<StreamName, Slot>,
+    closed: bool,
+}
+
+#[derive(Debug)]
+enum Slot {
+    Taking,
+    Owned(Owned),
+}
+
+/// Why there is no slot for a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NoSlot {
+    /// It is ours, or about to be.
+    Ours,
+    /// The cap is reached.
+    Full,
+    /// Nothing is taken any more.
+    Closed,
+}
+
+impl Slots {
+    pub(crate) fn new(max: usize) -> Arc<Self> {
+        Arc::new(Self { inner: Mutex::default(), max, freed: Notify::new() })
+    }
+
+    /// Takes a slot for a stream that is about to be ours; it is free again when the reservation is dropped.
+    pub(crate) fn reserve(self: &Arc<Self>, stream: &StreamName) -> Result<Reservation, NoSlot> {
+        let mut inner = self.lock();
+        if inner.closed {
+            return Err(NoSlot::Closed);
+        }
+        if inner.slots.contains_key(stream) {
+            return Err(NoSlot::Ours);
+        }
+        if inner.slots.len() >= self.max {
+            return Err(NoSlot::Full);
+        }
+        inner.slots.insert(stream.clone(), Slot::Taking);
+        Ok(Reservation { slots: Arc::clone(self), stream: Some(stream.clone()) })
+    }
+
+    /// How many more streams there is room for.
+    pub(crate) fn room(&self) -> usize {
+        let inner = self.lock();
+        if inner.closed { 0 } else { self.max - inner.slots.len().min(self.max) }
+    }
+
+    /// How many streams are ours or about to be.
+    pub(crate) fn len(&self) -> usize {
+        self.lock().slots.len()
+    }
+
+    /// Whether a stream is ours or about to be.
+    pub(crate) fn contains(&self, stream: &StreamName) -> bool {
+        self.lock().slots.contains_key(stream)
+    }
+
+    /// What is ours now, in no particular order.
+    pub(crate) fn owned(&self) -> Vec<Owned> {
+        let inner = self.lock();
+        inner
+            .slots
+            .values()
+            .filter_map(|slot| match slot {
+                Slot::Owned(owned) => Some(owned.clone()),
+                Slot::Taking => None,
+            })
+            .collect()
+    }
+
+    /// Whether a stream is ours in this epoch.
+    pub(crate) fn owns(&self, stream: &StreamName, epoch: Epoch) -> bool {
+        owned_with(&self.lock(), stream, epoch).is_some()
+    }
+
+    /// Removes a stream that is ours in this epoch. Only one caller gets it.
+    pub(crate) fn remove(&self, stream: &StreamName, epoch: Epoch) -> Option<Owned> {
+        let removed = {
+            let mut inner = self.lock();
+            let owned = owned_with(&inner, stream, epoch)?.clone();
+            inner.slots.remove(stream);
+            owned
+        };
+        self.freed.notify_one();
+        Some(removed)
+    }
+
+    /// From now on nothing more becomes ours.
+    pub(crate) fn close(&self) {
+        self.lock().closed = true;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().expect("no code panics while it holds this lock")
+    }
+}
+
+fn owned_with<'a>(inner: &'a Inner, stream: &StreamName, epoch: Epoch) -> Option<&'a Owned> {
+    match inner.slots.get(stream) {
+        Some(Slot::Owned(owned)) if owned.epoch() == epoch => Some(owned),
+        _ => None,
+    }
+}
+
+/// A slot for a stream that is about to be ours.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    slots: Arc<Slots>,
+    stream: Option<StreamName>,
+}
+
+impl Reservation {
+    /// The stream is ours now. Returns `false` if nothing is taken any more.
+    pub(crate) fn fill(mut self, owned: Owned) -> bool {
+        let mut inner = self.slots.lock();
+        if inner.closed {
+            return false;
+        }
+        if let Some(stream) = self.stream.take() {
+            inner.slots.insert(stream, Slot::Owned(owned));
+        }
+        true
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if let Some(stream) = self.stream.take() {
+            self.slots.lock().slots.remove(&stream);
+            self.slots.freed.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stream(name: &str) -> StreamName {
+        StreamName::new(name).unwrap()
+    }
+
+    #[test]
+    fn a_stream_has_one_slot_and_the_cap_holds() {
+        let slots = Slots::new(2);
+        let first = slots.reserve(&stream("a")).unwrap();
+        assert_eq!(slots.reserve(&stream("a")).unwrap_err(), NoSlot::Ours);
+        let _second = slots.reserve(&stream("b")).unwrap();
+        assert_eq!(slots.reserve(&stream("c")).unwrap_err(), NoSlot::Full);
+        assert_eq!(slots.room(), 0);
+
+        drop(first);
+        assert_eq!(slots.room(), 1);
+        assert!(!slots.contains(&stream("a")));
+        slots.close();
+        assert_eq!(slots.room(), 0);
+        assert_eq!(slots.reserve(&stream("c")).unwrap_err(), NoSlot::Closed);
+    }
+}

@@ -1,0 +1,302 @@
+//! How a stream becomes ours: as a new entry of the input, or from an owner that died or gave it back.
+//!
+//! Promises: the lease comes first, so one process wins; then the input entry is made certain under it, because
+//! between the read and the lease a paused process may have lost the entry to another one that finished the work.
+
+use futures_util::future::join_all;
+use headwater_stream::{
+    Delivery, EntryId, Fence, LeaseName, Reclaim, ReclaimFrom, Result, StreamError, StreamName,
+};
+use tracing::{debug, warn};
+
+use crate::error::ClaimError;
+use crate::input::{self, Input, Malformed};
+use crate::member::{Locked, Member};
+use crate::notification::Place;
+use crate::owned::Owned;
+use crate::slots::{NoSlot, Reservation};
+
+/// How often a lease is asked for again whose holder was gone when we asked who it is.
+const LOCK_TRIES_MAX: usize = 3;
+
+/// A new entry with everything it needs to become ours.
+struct Wanted {
+    delivery: Delivery,
+    input: Input,
+    reservation: Reservation,
+    place: Place,
+}
+
+impl Member {
+    /// Takes over a stream that was handed out before. One caller wins, in whatever process.
+    pub(crate) async fn claim(&self, stream: &StreamName) -> Result<Owned, ClaimError> {
+        let result = self.try_claim(stream).await;
+        // Told when nothing of it is left here, so that whoever hears of it finds it gone.
+        if let Err(ClaimError::Quarantined { owners, .. }) = &result {
+            self.broker.no_longer_expired(stream);
+            self.broker.quarantined(stream, *owners);
+        }
+        self.metrics.claim(match &result {
+            Ok(_) => "won",
+            Err(ClaimError::AlreadyClaimed { .. }) => "already_claimed",
+            Err(ClaimError::Unknown { .. }) => "unknown",
+            Err(ClaimError::Quarantined { .. }) => "quarantined",
+            Err(ClaimError::AtCapacity { .. }) => "at_capacity",
+            Err(ClaimError::Closed) => "closed",
+            Err(ClaimError::Backend(_)) => "failed",
+        });
+        result
+    }
+
+    async fn try_claim(&self, stream: &StreamName) -> Result<Owned, ClaimError> {
+        let reservation = self.slots.reserve(stream).map_err(|no_slot| match no_slot {
+            NoSlot::Ours => {
+                let by = Some(self.identity.holder.clone());
+                ClaimError::AlreadyClaimed { stream: stream.clone(), by }
+            }
+            NoSlot::Full => ClaimError::AtCapacity { streams_max: self.config.streams_max },
+            NoSlot::Closed => ClaimError::Closed,
+        })?;
+        let locked = self.lock_or_say_who(stream).await?;
+        let found = match self.fetch(stream, locked.fence()).await {
+            Ok(found) => found,
+            Err(error) => {
+                locked.unlock().await;
+                return Err(match error {
+                    StreamError::Fenced { .. } => {
+                        ClaimError::AlreadyClaimed { stream: stream.clone(), by: None }
+                    }
+                    other => other.into(),
+                });
+            }
+        };
+        let Some((delivery, input)) = found else {
+            locked.unlock().await;
+            return Err(ClaimError::Unknown { stream: stream.clone() });
+        };
+        if delivery.deliveries > self.config.owners_max {
+            let owners = delivery.deliveries - 1;
+            let result = self.quarantine(stream, &delivery, owners, &locked).await;
+            locked.unlock().await;
+            result?;
+            return Err(ClaimError::Quarantined { stream: stream.clone(), owners });
+        }
+        let (id, lease) = (delivery.id, locked.fence().lease.clone());
+        let Some(owned) = self.own(input, &delivery, reservation, locked) else {
+            self.give_back_entries(&[id]).await?;
+            self.unlock(&[lease]).await;
+            return Err(ClaimError::Closed);
+        };
+        Ok(owned)
+    }
+
+    async fn lock_or_say_who(&self, stream: &StreamName) -> Result<Locked<'_>, ClaimError> {
+        for _ in 0..LOCK_TRIES_MAX {
+            if let Some(locked) = self.lock(stream).await? {
+                return Ok(locked);
+            }
+            let lease = self.names.lease(stream)?;
+            let holders = self.backend.leases(&[lease]).await?;
+            if let Some(Some(holder)) = holders.into_iter().next() {
+                let by = Some(holder.holder);
+                return Err(ClaimError::AlreadyClaimed { stream: stream.clone(), by });
+            }
+        }
+        Err(ClaimError::AlreadyClaimed { stream: stream.clone(), by: None })
+    }
+
+    /// Makes the pending entry of a stream ours, under its lease. Looks where it costs least first.
+    async fn fetch(&self, stream: &StreamName, fence: &Fence) -> Result<Option<(Delivery, Input)>> {
+        if let Some(found) = self.fetch_known(stream, fence).await? {
+            return Ok(Some(found));
+        }
+        self.list_new().await?;
+        if let Some(found) = self.fetch_known(stream, fence).await? {
+            return Ok(Some(found));
+        }
+        let mut after = None;
+        loop {
+            after = self.list(after).await?.next;
+            if let Some(found) = self.fetch_known(stream, fence).await? {
+                return Ok(Some(found));
+            }
+            if after.is_none() {
+                return Ok(None);
+            }
+        }
+    }
+
+    async fn fetch_known(
+        &self,
+        stream: &StreamName,
+        fence: &Fence,
+    ) -> Result<Option<(Delivery, Input)>> {
+        let ids = self.known().ids_of(stream);
+        for id in ids {
+            let Some(delivery) = self.reclaim(id, fence).await? else {
+                self.known().forget(id);
+                continue;
+            };
+            match input::parse(&delivery.fields, &self.names) {
+                Ok(input) if input.stream == *stream => return Ok(Some((delivery, input))),
+                // Another entry under an id we knew: the input was made anew.
+                _ => {
+                    self.known().forget(id);
+                    self.give_back_entries(&[id]).await?;
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes one pending entry over, whoever has it. `None` if it is not pending any more.
+    pub(crate) async fn reclaim(&self, id: EntryId, fence: &Fence) -> Result<Option<Delivery>> {
+        let reclaim = Reclaim {
+            stream: &self.names.input,
+            group: &self.names.group,
+            consumer: &self.identity.consumer,
+            fence: Some(fence),
+            from: ReclaimFrom::Ids(&[id]),
+            min_idle: std::time::Duration::ZERO,
+            after: None,
+            count: 1,
+        };
+        match self.backend.reclaim(reclaim).await {
+            Ok(reclaimed) => Ok(reclaimed.entries.into_iter().next()),
+            Err(StreamError::NoGroup { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn quarantine(
+        &self,
+        stream: &StreamName,
+        delivery: &Delivery,
+        owners: u64,
+        locked: &Locked<'_>,
+    ) -> Result<()> {
+        let reason = format!("quarantined after {owners} owners");
+        self.bury(delivery.id, &delivery.fields, &reason, Some(locked.fence())).await?;
+        warn!(%stream, entry_id = %delivery.id, owners, "stream quarantined");
+        self.metrics.quarantined();
+        Ok(())
+    }
+
+    /// Takes new entries, and returns those to try again because the backend did not answer.
+    pub(crate) async fn take_new(&self, deliveries: Vec<Delivery>) -> Vec<Delivery> {
+        let mut again = Vec::new();
+        let mut surplus = Vec::new();
+        let mut wanted = Vec::new();
+        for delivery in deliveries {
+            match input::parse(&delivery.fields, &self.names) {
+                Err(Malformed(reason)) => {
+                    let (id, fields) = (delivery.id, &delivery.fields);
+                    warn!(entry_id = %id, reason, "malformed input entry, moved to the dead letters");
+                    match self.bury(id, fields, &reason, None).await {
+                        Ok(()) => self.metrics.malformed(),
+                        Err(error) => {
+                            warn!(entry_id = %id, %error, "dead letter was not written, trying again");
+                            again.push(delivery);
+                        }
+                    }
+                }
+                Ok(input) => match (self.slots.reserve(&input.stream), self.broker.reserve()) {
+                    (Ok(reservation), Some(place)) => {
+                        wanted.push(Wanted { delivery, input, reservation, place });
+                    }
+                    // Ours already (it was added twice), or the room was taken by a claim meanwhile.
+                    _ => surplus.push(delivery.id),
+                },
+            }
+        }
+        let unused = self.lock_and_own(wanted, &mut surplus, &mut again).await;
+        if let Err(error) = self.give_back_entries(&surplus).await {
+            warn!(count = surplus.len(), %error, "entries were not given back, the sweep finds them");
+        }
+        // Last, so that whoever hears of the leases finds the entries given back.
+        if !unused.is_empty() {
+            self.unlock(&unused).await;
+        }
+        again
+    }
+
+    /// Returns the leases that were taken and belong to no stream of ours.
+    async fn lock_and_own(
+        &self,
+        wanted: Vec<Wanted>,
+        surplus: &mut Vec<EntryId>,
+        again: &mut Vec<Delivery>,
+    ) -> Vec<LeaseName> {
+        let locks = join_all(wanted.iter().map(|wanted| self.lock(&wanted.input.stream))).await;
+        let (mut won, mut unused) = (Vec::new(), Vec::new());
+        for (wanted, lock) in wanted.into_iter().zip(locks) {
+            match lock {
+                Ok(Some(locked)) => won.push((wanted, locked)),
+                // The stream was added twice: the entry waits until its lease is free.
+                Ok(None) => surplus.push(wanted.delivery.id),
+                Err(error) if error.is_transient() => {
+                    warn!(stream = %wanted.input.stream, %error, "lease was not taken, trying again");
+                    again.push(wanted.delivery);
+                }
+                // It concerns this stream alone: the others must not wait for it. The sweep takes it when that is over.
+                Err(error) => {
+                    warn!(stream = %wanted.input.stream, %error, "lease cannot be taken, entry is given back");
+                    surplus.push(wanted.delivery.id);
+                }
+            }
+        }
+        if won.is_empty() {
+            return unused;
+        }
+        let ids: Vec<EntryId> = won.iter().map(|(wanted, _)| wanted.delivery.id).collect();
+        let missing = match self.keep_entries(&ids).await {
+            Ok(missing) => missing,
+            Err(error) => {
+                warn!(count = ids.len(), %error, "new entries were not confirmed, trying again");
+                for (wanted, locked) in won {
+                    unused.push(locked.keep().fence().lease.clone());
+                    again.push(wanted.delivery);
+                }
+                return unused;
+            }
+        };
+        for (wanted, locked) in won {
+            let Wanted { delivery, input, reservation, place } = wanted;
+            if missing.contains(&delivery.id) {
+                debug!(entry_id = %delivery.id, "entry was taken over before its lease was ours");
+                unused.push(locked.keep().fence().lease.clone());
+                continue;
+            }
+            let lease = locked.fence().lease.clone();
+            match self.own(input, &delivery, reservation, locked) {
+                Some(owned) => place.added(owned),
+                None => {
+                    surplus.push(delivery.id);
+                    unused.push(lease);
+                }
+            }
+        }
+        unused
+    }
+
+    /// Fills the slot. `None` if nothing is taken any more; the lease is then the caller's to release.
+    fn own(
+        &self,
+        input: Input,
+        delivery: &Delivery,
+        reservation: Reservation,
+        locked: Locked<'_>,
+    ) -> Option<Owned> {
+        let Input { stream, info } = input;
+        let entry = (delivery.id, delivery.deliveries);
+        let owned = Owned::new(stream, info, entry, locked.keep(), self.metrics.clone());
+        if !reservation.fill(owned.clone()) {
+            return None;
+        }
+        self.known().learn(delivery.id, Some(owned.stream().clone()));
+        self.broker.no_longer_expired(owned.stream());
+        self.count_owned();
+        debug!(stream = %owned.stream(), epoch = %owned.epoch(), owners = owned.owners(), "stream owned");
+        Some(owned)
+    }
+}

@@ -1,0 +1,146 @@
+//! What a promise is tested in: connections to one backend, and names that nobody else uses.
+
+use std::any::Any;
+use std::fmt;
+use std::hash::{BuildHasher, RandomState};
+use std::process;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use headwater_stream::Backend;
+use headwater_stream::{
+    ConsumerName, DedupScope, DelayName, GroupName, HolderName, LeaseName, MapName, SetName,
+    StreamName,
+};
+
+/// The surroundings of one test.
+pub struct Env {
+    /// The connection under test. Behind a faulty network it repeats what failed, see [`Retrying`](super::Retrying).
+    pub backend: Arc<dyn Backend>,
+    /// Another process on the same data. Behind a faulty network it has a sound line of its own.
+    pub second: Arc<dyn Backend>,
+    /// The connection under test without any repetition.
+    pub raw: Arc<dyn Backend>,
+    tag: String,
+    faults: Option<FaultCount>,
+    _kept: Vec<Box<dyn Any + Send>>,
+}
+
+type FaultCount = Box<dyn Fn() -> u64 + Send + Sync>;
+
+impl fmt::Debug for Env {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Env").field("tag", &self.tag).finish_non_exhaustive()
+    }
+}
+
+impl Env {
+    /// Surroundings from two connections to the same data; an embedded backend is given twice.
+    pub fn new(backend: Arc<dyn Backend>, second: Arc<dyn Backend>) -> Self {
+        let raw = Arc::clone(&backend);
+        Self { backend, second, raw, tag: unique_tag(), faults: None, _kept: Vec::new() }
+    }
+
+    /// Surroundings on a faulty network. `backend` repeats the calls of `raw`, `second` has a line without faults,
+    /// `faults` tells how many faults there were so far.
+    pub fn faulty(
+        backend: Arc<dyn Backend>,
+        second: Arc<dyn Backend>,
+        raw: Arc<dyn Backend>,
+        faults: impl Fn() -> u64 + Send + Sync + 'static,
+    ) -> Self {
+        Self { raw, faults: Some(Box::new(faults)), ..Self::new(backend, second) }
+    }
+
+    /// Keeps a server or a directory for as long as the test runs.
+    #[must_use]
+    pub fn keep(mut self, thing: impl Any + Send) -> Self {
+        self._kept.push(Box::new(thing));
+        self
+    }
+
+    /// Whether calls may fail with an unknown effect, so that a repeated one may have happened twice.
+    pub fn is_faulty(&self) -> bool {
+        self.faults.is_some()
+    }
+
+    /// How many faults the network had so far; `None` if it has none.
+    pub fn faults(&self) -> Option<u64> {
+        self.faults.as_ref().map(|count| count())
+    }
+
+    /// A name in the slot of this test; things of different kinds never share it.
+    pub fn name(&self, kind: &str, label: &str) -> String {
+        format!("{{{}}}:{kind}:{label}", self.tag)
+    }
+
+    /// A stream in the slot of this test.
+    pub fn stream(&self, label: &str) -> StreamName {
+        stream(&self.name("stream", label))
+    }
+
+    /// A stream that most probably lives in a slot of its own.
+    pub fn stream_elsewhere(&self, label: &str) -> StreamName {
+        stream(&format!("{{{}/{label}}}:stream", self.tag))
+    }
+
+    /// A set of delayed entries in the slot of this test.
+    pub fn delays(&self, label: &str) -> DelayName {
+        DelayName::new(self.name("delays", label)).expect(VALID)
+    }
+
+    /// A lease in the slot of this test.
+    pub fn lease(&self, label: &str) -> LeaseName {
+        LeaseName::new(self.name("lease", label)).expect(VALID)
+    }
+
+    /// A lease that most probably lives in a slot of its own.
+    pub fn lease_elsewhere(&self, label: &str) -> LeaseName {
+        LeaseName::new(format!("{{{}/{label}}}:lease", self.tag)).expect(VALID)
+    }
+
+    /// A registry map in the slot of this test.
+    pub fn map(&self, label: &str) -> MapName {
+        MapName::new(self.name("map", label)).expect(VALID)
+    }
+
+    /// A registry set in the slot of this test.
+    pub fn set(&self, label: &str) -> SetName {
+        SetName::new(self.name("set", label)).expect(VALID)
+    }
+
+    /// A de-duplication scope in the slot of this test.
+    pub fn scope(&self, label: &str) -> DedupScope {
+        DedupScope::new(self.name("dedup", label)).expect(VALID)
+    }
+}
+
+const VALID: &str = "labels are short words, so the name is valid";
+
+fn stream(name: &str) -> StreamName {
+    StreamName::new(name).expect(VALID)
+}
+
+/// A group name; groups of different streams never meet.
+pub(super) fn group(label: &str) -> GroupName {
+    GroupName::new(label).expect(VALID)
+}
+
+/// A consumer name; consumers of different groups never meet.
+pub(super) fn consumer(label: &str) -> ConsumerName {
+    ConsumerName::new(label).expect(VALID)
+}
+
+/// A holder name; leases of different tests never meet.
+pub(super) fn holder(label: &str) -> HolderName {
+    HolderName::new(label).expect(VALID)
+}
+
+/// A text that no other test has, in this process or another one.
+fn unique_tag() -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    // The standard library draws the keys of its hash maps from the operating system.
+    let random = RandomState::new().hash_one(count);
+    format!("conformance-{:x}-{random:x}", process::id())
+}

@@ -1,0 +1,215 @@
+//! Readers that go on after a failed read, and find what that read was given and never showed.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use headwater_stream::limits::COUNT_MAX;
+use headwater_stream::*;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+use super::{GIVE_UP_AFTER, PAUSE, Retrying};
+
+/// A request whose reply was lost has happened on the server by then.
+const SUSPICION: Duration = Duration::from_secs(1);
+
+/// A group reader that shows every entry it was given once, also those of failed reads.
+pub(super) struct RetryingReader {
+    inner: Box<dyn GroupReader>,
+    shown: Shown,
+    /// The search for what was never shown, which goes on when the read that began it is dropped.
+    search: Option<JoinHandle<Result<Vec<Batch<Delivery>>>>>,
+    last_failure: Option<Instant>,
+}
+
+/// What a consumer has seen, to tell it from what it was given.
+#[derive(Clone)]
+struct Shown {
+    backend: Retrying,
+    group: GroupName,
+    consumer: ConsumerName,
+    streams: Vec<StreamName>,
+    ids: HashSet<(StreamName, EntryId)>,
+    has_failed: bool,
+}
+
+impl RetryingReader {
+    pub(super) fn new(
+        backend: Retrying,
+        inner: Box<dyn GroupReader>,
+        group: &GroupName,
+        consumer: &ConsumerName,
+    ) -> Self {
+        let shown = Shown {
+            backend,
+            group: group.clone(),
+            consumer: consumer.clone(),
+            streams: Vec::new(),
+            ids: HashSet::new(),
+            has_failed: false,
+        };
+        Self { inner, shown, search: None, last_failure: None }
+    }
+
+    fn failed(&mut self) {
+        self.last_failure = Some(Instant::now());
+        self.shown.has_failed = true;
+    }
+
+    /// Whether a request whose reply was lost may still be on its way.
+    fn is_suspicious(&self) -> bool {
+        self.last_failure.is_some_and(|at| at.elapsed() < SUSPICION)
+    }
+
+    /// What is pending for this consumer and was never shown. Cancel-safe.
+    async fn find_others(&mut self, count: usize) -> Result<Vec<Batch<Delivery>>> {
+        let search = self.search.get_or_insert_with(|| {
+            let shown = self.shown.clone();
+            tokio::spawn(async move { shown.others(count).await })
+        });
+        let found = search.await;
+        self.search = None;
+        Ok(self.shown.show(found.expect("a search does not panic")?))
+    }
+}
+
+impl Shown {
+    async fn others(&self, count: usize) -> Result<Vec<Batch<Delivery>>> {
+        let mut batches = Vec::new();
+        for stream in &self.streams {
+            let query = PendingQuery {
+                stream,
+                group: &self.group,
+                consumer: Some(&self.consumer),
+                min_idle: Duration::ZERO,
+                after: None,
+                count: COUNT_MAX,
+            };
+            let pending = match self.backend.pending(query).await {
+                Err(StreamError::NoGroup { .. }) => continue,
+                answer => answer?,
+            };
+            let mut entries = Vec::new();
+            for Pending { id, deliveries, .. } in pending {
+                if entries.len() < count && !self.ids.contains(&(stream.clone(), id)) {
+                    let range = Range { from: id, to: id, ..Range::first(1) };
+                    let found = self.backend.range(stream, range).await?.into_iter();
+                    entries.extend(found.map(|e| Delivery { id, fields: e.fields, deliveries }));
+                }
+            }
+            if !entries.is_empty() {
+                batches.push(Batch { stream: stream.clone(), entries });
+            }
+        }
+        Ok(batches)
+    }
+
+    /// Leaves out what was shown before: a dropped read may bring what the list of pending entries brought already.
+    fn show(&mut self, batches: Vec<Batch<Delivery>>) -> Vec<Batch<Delivery>> {
+        let mut fresh = Vec::new();
+        for Batch { stream, mut entries } in batches {
+            // Without a failure, an entry that comes again was delivered again.
+            entries.retain(|entry| self.ids.insert((stream.clone(), entry.id)) || !self.has_failed);
+            if !entries.is_empty() {
+                fresh.push(Batch { stream, entries });
+            }
+        }
+        fresh
+    }
+}
+
+#[async_trait]
+impl GroupReader for RetryingReader {
+    async fn read(
+        &mut self,
+        streams: &[StreamName],
+        count: usize,
+        wait: Duration,
+    ) -> Result<Vec<Batch<Delivery>>> {
+        let started = Instant::now();
+        self.shown.streams = streams.to_vec();
+        (self.shown.backend.before)();
+        loop {
+            // Before new entries, so that order is kept.
+            if self.is_suspicious() || self.search.is_some() {
+                let found = self.find_others(count).await?;
+                if !found.is_empty() {
+                    return Ok(found);
+                }
+            }
+            match self.inner.read(streams, count, wait).await {
+                Ok(batches) if batches.is_empty() => {
+                    if !self.is_suspicious() || started.elapsed() > wait + SUSPICION {
+                        return Ok(batches);
+                    }
+                }
+                Ok(batches) => {
+                    let fresh = self.shown.show(batches);
+                    if !fresh.is_empty() {
+                        return Ok(fresh);
+                    }
+                }
+                Err(StreamError::Unavailable { .. }) if started.elapsed() < GIVE_UP_AFTER => {
+                    self.failed();
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
+        let mut left = match self.search.take() {
+            Some(search) => search.await.expect("a search does not panic")?,
+            None => Vec::new(),
+        };
+        match self.inner.close().await {
+            Ok(fetched) => left.extend(fetched),
+            Err(StreamError::Unavailable { .. }) => {
+                self.shown.has_failed = true;
+                tokio::time::sleep(PAUSE).await;
+            }
+            Err(error) => return Err(error),
+        }
+        let mut left = self.shown.show(left);
+        if self.shown.has_failed {
+            let others = self.shown.others(COUNT_MAX).await?;
+            left.extend(self.shown.show(others));
+        }
+        Ok(left)
+    }
+}
+
+/// A tail reader that asks again.
+pub(super) struct RetryingTail {
+    backend: Retrying,
+    inner: Box<dyn TailReader>,
+}
+
+impl RetryingTail {
+    pub(super) fn new(backend: Retrying, inner: Box<dyn TailReader>) -> Self {
+        Self { backend, inner }
+    }
+}
+
+#[async_trait]
+impl TailReader for RetryingTail {
+    async fn read(
+        &mut self,
+        positions: &[(StreamName, EntryId)],
+        count: usize,
+        wait: Duration,
+    ) -> Result<Vec<Batch<Entry>>> {
+        let started = Instant::now();
+        (self.backend.before)();
+        loop {
+            match self.inner.read(positions, count, wait).await {
+                Err(StreamError::Unavailable { .. }) if started.elapsed() < GIVE_UP_AFTER => {
+                    tokio::time::sleep(PAUSE).await;
+                }
+                answer => return answer,
+            }
+        }
+    }
+}
