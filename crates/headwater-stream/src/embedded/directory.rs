@@ -17,7 +17,7 @@ pub(super) struct Directory {
 
 /// The numbers of the files that were found, sorted.
 #[derive(Debug, Default)]
-pub(super) struct Listing {
+pub(super) struct DirectoryListing {
     pub(super) logs: Vec<u64>,
     pub(super) snapshots: Vec<u64>,
     /// Snapshots and copies of logs that were being written when the process ended.
@@ -66,8 +66,8 @@ impl Directory {
         self.path.join(format!("{number:08}.log.tmp"))
     }
 
-    pub(super) fn list(&self) -> Result<Listing> {
-        let mut listing = Listing::default();
+    pub(super) fn list(&self) -> Result<DirectoryListing> {
+        let mut listing = DirectoryListing::default();
         let failed = |error| unavailable(&self.path, "could not be listed", error);
         for file in fs::read_dir(&self.path).map_err(failed)? {
             let path = file.map_err(failed)?.path();
@@ -100,8 +100,8 @@ fn sync_directory(path: &Path) -> io::Result<()> {
 }
 
 fn number(digits: &str) -> Option<u64> {
-    let is_ours = digits.len() >= 8 && digits.bytes().all(|byte| byte.is_ascii_digit());
-    is_ours.then(|| digits.parse().ok()).flatten()
+    let is_numbered = digits.len() >= 8 && digits.bytes().all(|byte| byte.is_ascii_digit());
+    is_numbered.then(|| digits.parse().ok()).flatten()
 }
 
 /// An error about a file or directory, with its name.

@@ -31,11 +31,11 @@ pub(super) enum SyncMode {
 pub(super) const SYNC_EVERY: Duration = Duration::from_secs(1);
 
 /// The longest time that a sync is put off so that more callers can share it.
-const PATIENCE_MAX: Duration = Duration::from_micros(500);
+const GROUP_COMMIT_DELAY_MAX: Duration = Duration::from_micros(500);
 
 /// The shared knowledge about the log.
 #[derive(Debug)]
-pub(super) struct Log {
+pub(super) struct CommitLog {
     pub(super) mode: SyncMode,
     written: AtomicU64,
     synced: AtomicU64,
@@ -45,7 +45,7 @@ pub(super) struct Log {
     /// How often a write or sync failed while the log was in order.
     pub(super) outages: AtomicU64,
     has_failed: AtomicBool,
-    progress: Mutex<Progress>,
+    progress: Mutex<CommitProgress>,
     /// Held during a sync.
     syncing: Mutex<()>,
     /// Signalled when there may be something to sync.
@@ -53,7 +53,7 @@ pub(super) struct Log {
 }
 
 #[derive(Debug)]
-pub(super) struct Progress {
+pub(super) struct CommitProgress {
     written: u64,
     synced: u64,
     /// The newest commit that somebody wants synced.
@@ -61,18 +61,18 @@ pub(super) struct Progress {
     /// How many callers took part lately: those whom the last sync served, and those who waited for the next one.
     expected: usize,
     /// The syncer gives those who were just served a moment to come back.
-    is_patient: bool,
+    is_delaying: bool,
     last_sync_took: Duration,
-    write_waiters: Vec<Waiter>,
-    sync_waiters: Vec<Waiter>,
-    failure: Option<Failure>,
-    pub(super) tail: Tail,
+    write_waiters: Vec<CommitWaiter>,
+    sync_waiters: Vec<CommitWaiter>,
+    failure: Option<LogFailure>,
+    pub(super) tail: LogTail,
     is_stopping: bool,
 }
 
 /// The file that is written to.
 #[derive(Clone, Debug)]
-pub(super) struct Tail {
+pub(super) struct LogTail {
     pub(super) file: Arc<File>,
     pub(super) path: Arc<PathBuf>,
     pub(super) number: u64,
@@ -83,9 +83,9 @@ pub(super) struct Tail {
 }
 
 #[derive(Debug)]
-struct Waiter {
+struct CommitWaiter {
     commit: u64,
-    done: oneshot::Sender<Result<(), Failure>>,
+    done: oneshot::Sender<Result<(), LogFailure>>,
 }
 
 /// What a failure leaves behind; a larger one includes the smaller ones.
@@ -102,14 +102,14 @@ pub(super) enum Damage {
 
 /// Why the log accepts nothing.
 #[derive(Clone, Debug)]
-pub(super) struct Failure {
+pub(super) struct LogFailure {
     pub(super) damage: Damage,
     problem: String,
     is_full: bool,
     source: Arc<io::Error>,
 }
 
-impl Failure {
+impl LogFailure {
     pub(super) fn new(damage: Damage, path: &Path, action: &str, source: io::Error) -> Self {
         let is_full = is_full(&source);
         let problem = format!("`{}` could not be {action}: {source}", path.display());
@@ -125,7 +125,7 @@ impl Failure {
     }
 
     /// The error of a call that was under way when the log failed.
-    pub(super) fn to_error_under_way(&self) -> StreamError {
+    pub(super) fn to_error_in_flight(&self) -> StreamError {
         self.error(match self.damage {
             Damage::Panic => "whether this call took effect is unknown",
             _ => {
@@ -152,8 +152,8 @@ pub(super) fn is_full(error: &io::Error) -> bool {
     )
 }
 
-impl Log {
-    pub(super) fn new(mode: SyncMode, tail: Tail) -> Self {
+impl CommitLog {
+    pub(super) fn new(mode: SyncMode, tail: LogTail) -> Self {
         Self {
             mode,
             written: AtomicU64::new(0),
@@ -164,12 +164,12 @@ impl Log {
             outages: AtomicU64::new(0),
             has_failed: AtomicBool::new(false),
             syncing: Mutex::new(()),
-            progress: Mutex::new(Progress {
+            progress: Mutex::new(CommitProgress {
                 written: 0,
                 synced: 0,
                 wanted: 0,
                 expected: 0,
-                is_patient: false,
+                is_delaying: false,
                 last_sync_took: Duration::ZERO,
                 write_waiters: Vec::new(),
                 sync_waiters: Vec::new(),
@@ -216,18 +216,18 @@ impl Log {
     fn register(
         &self,
         commit: u64,
-        list: impl FnOnce(&mut Progress) -> (u64, &mut Vec<Waiter>),
-    ) -> Result<Option<oneshot::Receiver<Result<(), Failure>>>> {
+        list: impl FnOnce(&mut CommitProgress) -> (u64, &mut Vec<CommitWaiter>),
+    ) -> Result<Option<oneshot::Receiver<Result<(), LogFailure>>>> {
         let mut progress = self.lock();
         if let Some(failure) = &progress.failure {
-            return Err(failure.to_error_under_way());
+            return Err(failure.to_error_in_flight());
         }
         let (reached, waiters) = list(&mut progress);
         if reached >= commit {
             return Ok(None);
         }
         let (done, receiver) = oneshot::channel();
-        waiters.push(Waiter { commit, done });
+        waiters.push(CommitWaiter { commit, done });
         let is_ready = progress.is_ready_to_sync();
         drop(progress);
         if is_ready {
@@ -238,13 +238,13 @@ impl Log {
 
     async fn wait_for(
         &self,
-        waiter: Option<oneshot::Receiver<Result<(), Failure>>>,
+        waiter: Option<oneshot::Receiver<Result<(), LogFailure>>>,
         limit: Duration,
     ) -> Result<()> {
         let Some(waiter) = waiter else { return Ok(()) };
         match tokio::time::timeout(limit, waiter).await {
             Ok(Ok(Ok(()))) => Ok(()),
-            Ok(Ok(Err(failure))) => Err(failure.to_error_under_way()),
+            Ok(Ok(Err(failure))) => Err(failure.to_error_in_flight()),
             Ok(Err(_)) => Err(closed()),
             Err(_) => Err(StreamError::Unavailable {
                 problem: format!("the disk did not take the log within {limit:?}"),
@@ -262,18 +262,18 @@ impl Log {
         if !self.has_failed() {
             return None;
         }
-        self.lock().failure.as_ref().map(Failure::to_error)
+        self.lock().failure.as_ref().map(LogFailure::to_error)
     }
 
     /// What has to be repaired; `None` if nothing has.
-    pub(super) fn damage(&self) -> Option<Failure> {
+    pub(super) fn damage(&self) -> Option<LogFailure> {
         self.has_failed().then(|| self.lock().failure.clone()).flatten()
     }
 
     /// Syncs the file of `tail`, which holds all commits up to this one.
     ///
     /// One sync at a time: the system tells only one of two concurrent callers that the write-back failed.
-    pub(super) fn sync(&self, tail: &Tail, commit: u64) -> Result<(), Failure> {
+    pub(super) fn sync(&self, tail: &LogTail, commit: u64) -> Result<(), LogFailure> {
         let _one_at_a_time = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
         self.ensure_tail_is_sound()?;
         let begun = Instant::now();
@@ -284,7 +284,7 @@ impl Log {
     }
 
     /// Fails after a failed sync: the system may have dropped what was written before, so nothing may follow it.
-    pub(super) fn ensure_tail_is_sound(&self) -> Result<(), Failure> {
+    pub(super) fn ensure_tail_is_sound(&self) -> Result<(), LogFailure> {
         if !self.has_failed() {
             return Ok(());
         }
@@ -294,8 +294,8 @@ impl Log {
         }
     }
 
-    fn fail_sync(&self, tail: &Tail, error: io::Error) -> Failure {
-        let failure = Failure::new(Damage::Sync, &tail.path, "synced", error);
+    fn fail_sync(&self, tail: &LogTail, error: io::Error) -> LogFailure {
+        let failure = LogFailure::new(Damage::Sync, &tail.path, "synced", error);
         // Another file has taken its place, so everything in this one is durable by other means.
         if self.lock().tail.number == tail.number {
             self.fail(failure.clone());
@@ -320,7 +320,7 @@ impl Log {
     }
 
     /// What lay in `tail` when the sync began is durable, and with it all commits up to this one.
-    pub(super) fn publish_synced(&self, commit: u64, tail: &Tail, took: Duration) {
+    pub(super) fn publish_synced(&self, commit: u64, tail: &LogTail, took: Duration) {
         let mut progress = self.lock();
         progress.last_sync_took = took;
         self.syncs.fetch_add(1, Ordering::Relaxed);
@@ -337,7 +337,7 @@ impl Log {
     }
 
     /// Fails all calls until [`resume`](Self::resume).
-    pub(super) fn fail(&self, mut failure: Failure) {
+    pub(super) fn fail(&self, mut failure: LogFailure) {
         let mut progress = self.lock();
         match &progress.failure {
             Some(known) => failure.damage = failure.damage.max(known.damage),
@@ -377,9 +377,9 @@ impl Log {
     }
 
     /// Waits until there is something to sync: the tail and the commit it holds. `None` when the log stops.
-    pub(super) fn next_sync(&self) -> Option<(Tail, u64)> {
+    pub(super) fn next_sync(&self) -> Option<(LogTail, u64)> {
         let mut deadline = Instant::now() + SYNC_EVERY;
-        let mut patient_until = None;
+        let mut delay_until = None;
         let mut progress = self.lock();
         loop {
             if progress.is_stopping {
@@ -393,13 +393,13 @@ impl Log {
             let mut left = deadline.saturating_duration_since(now);
             if progress.written > progress.synced {
                 if progress.wanted > progress.synced {
-                    let until = *patient_until.get_or_insert(now + progress.patience());
+                    let until = *delay_until.get_or_insert(now + progress.group_commit_delay());
                     left = until.saturating_duration_since(now);
-                    progress.is_patient = !left.is_zero();
+                    progress.is_delaying = !left.is_zero();
                 }
                 // Under load, too: whoever wakes us early must not put the deadline off.
                 if left.is_zero() || progress.is_ready_to_sync() {
-                    progress.is_patient = false;
+                    progress.is_delaying = false;
                     return Some((progress.tail.clone(), progress.written));
                 }
             } else if left.is_zero() {
@@ -411,35 +411,36 @@ impl Log {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Progress> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, CommitProgress> {
         // Nothing in here is left half done by a panic.
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Progress {
+impl CommitProgress {
     /// Whether a sync would serve somebody, and all who can be expected.
     fn is_ready_to_sync(&self) -> bool {
         let is_wanted = self.wanted > self.synced && self.written > self.synced;
-        let all_are_here = self.sync_waiters.len() >= self.expected && self.written >= self.wanted;
-        is_wanted && (all_are_here || !self.is_patient)
+        let all_are_waiting =
+            self.sync_waiters.len() >= self.expected && self.written >= self.wanted;
+        is_wanted && (all_are_waiting || !self.is_delaying)
     }
 
     /// How long the next sync waits for those whom the last one served. Without it, callers fall into two halves that
     /// take turns: each sync serves one half while the other waits for the next.
-    fn patience(&self) -> Duration {
+    fn group_commit_delay(&self) -> Duration {
         if self.sync_waiters.len() >= self.expected && self.written >= self.wanted {
             return Duration::ZERO;
         }
-        (self.last_sync_took / 2).min(PATIENCE_MAX)
+        (self.last_sync_took / 2).min(GROUP_COMMIT_DELAY_MAX)
     }
 }
 
-fn take_reached(waiters: &mut Vec<Waiter>, commit: u64) -> Vec<Waiter> {
+fn take_reached(waiters: &mut Vec<CommitWaiter>, commit: u64) -> Vec<CommitWaiter> {
     waiters.extract_if(.., |waiter| waiter.commit <= commit).collect()
 }
 
-fn wake(done: Vec<Waiter>) {
+fn wake(done: Vec<CommitWaiter>) {
     for waiter in done {
         // Whoever no longer waits was cancelled; their commit stands all the same.
         let _ = waiter.done.send(Ok(()));

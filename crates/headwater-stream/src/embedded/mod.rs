@@ -17,17 +17,17 @@ mod location;
 
 mod codec;
 mod directory;
-mod effect;
-mod hints;
 mod log;
+mod redo_record;
 mod segment;
 mod state;
+mod waiters;
 
 mod recovery;
 mod snapshot;
 
-mod change;
 mod engine;
+mod transaction;
 mod writer;
 
 mod append;
@@ -46,11 +46,11 @@ use std::sync::atomic::Ordering;
 use async_trait::async_trait;
 
 use self::directory::{Directory, unavailable};
-use self::engine::{Engine, Running, Shared};
+use self::engine::{Engine, EngineShared, EngineThreads};
 use self::location::Location;
-use self::log::{Log, SyncMode, Tail};
+use self::log::{CommitLog, LogTail, SyncMode};
 use self::recovery::Recovered;
-use self::state::State;
+use self::state::EmbeddedState;
 use self::writer::Compaction;
 use crate::backend::{Backend, Description};
 use crate::clock::{SteadyClock, Timestamp};
@@ -87,9 +87,9 @@ pub(crate) async fn open(location: &str, options: &Options) -> Result<Arc<dyn Ba
 }
 
 fn open_memory(location: &Location, options: Options) -> Embedded {
-    let state = State::default();
+    let state = EmbeddedState::default();
     let clock = Arc::new(SteadyClock::new(options.clock, Timestamp::default()));
-    let shared = Shared::new(clock, location.max_bytes, options.call_deadline, state, None);
+    let shared = EngineShared::new(clock, location.max_bytes, options.call_deadline, state, None);
     Embedded {
         engine: Arc::new(Engine::new(Arc::new(shared), None)),
         address: "memory".to_owned(),
@@ -106,11 +106,11 @@ fn open_directory(
     let recovered = recovery::recover(&directory)?;
     let Recovered { state, file, number, offset, log_bytes, snapshot_bytes, cut_bytes } = recovered;
     let path_of_log = Arc::new(directory.log(number));
-    let tail = Tail { file: Arc::new(file), path: path_of_log, number, offset, synced: offset };
-    let log = Arc::new(Log::new(location.sync, tail));
+    let tail = LogTail { file: Arc::new(file), path: path_of_log, number, offset, synced: offset };
+    let log = Arc::new(CommitLog::new(location.sync, tail));
     // What was set by a clock that has been set back since would else wait until that clock is there again.
     let clock = Arc::new(SteadyClock::new(options.clock, state.latest()));
-    let shared = Arc::new(Shared::new(
+    let shared = Arc::new(EngineShared::new(
         clock,
         location.max_bytes,
         options.call_deadline,
@@ -125,7 +125,7 @@ fn open_directory(
         SyncMode::Interval => "interval",
     };
     Ok(Embedded {
-        engine: Arc::new(Engine::new(shared, Some(Running { threads, lock }))),
+        engine: Arc::new(Engine::new(shared, Some(EngineThreads { threads, lock }))),
         address: path.display().to_string(),
         facts: vec![
             ("sync", sync.to_owned()),
@@ -137,7 +137,7 @@ fn open_directory(
 }
 
 impl Embedded {
-    fn shared(&self) -> &Shared {
+    fn shared(&self) -> &EngineShared {
         &self.engine.shared
     }
 }

@@ -10,11 +10,11 @@ use std::path::Path;
 
 use tracing::{info, warn};
 
-use super::codec::{self, Problem};
-use super::directory::{Directory, Listing, unavailable};
+use super::codec::{self, RecordError};
+use super::directory::{Directory, DirectoryListing, unavailable};
 use super::log::is_full;
-use super::segment::{FILE_HEADER_BYTES, FrameReader, Kind, Unreadable, file_header};
-use super::state::State;
+use super::segment::{FILE_HEADER_BYTES, FileKind, FrameError, FrameReader, file_header};
+use super::state::EmbeddedState;
 use crate::error::{Result, StreamError};
 
 /// Bytes that are copied at a time.
@@ -23,7 +23,7 @@ const COPY_BYTES: usize = 1024 * 1024;
 /// What was found, ready to go on.
 #[derive(Debug)]
 pub(super) struct Recovered {
-    pub(super) state: State,
+    pub(super) state: EmbeddedState,
     /// The last log file, positioned at its end.
     pub(super) file: File,
     pub(super) number: u64,
@@ -39,7 +39,7 @@ pub(super) struct Recovered {
 
 pub(super) fn recover(directory: &Directory) -> Result<Recovered> {
     let listing = directory.list()?;
-    let mut state = State::default();
+    let mut state = EmbeddedState::default();
     let mut snapshot_bytes = 0;
     let start = match listing.snapshots.last() {
         Some(number) => {
@@ -58,15 +58,15 @@ pub(super) fn recover(directory: &Directory) -> Result<Recovered> {
         tail = Some((*number, read));
     }
     // Everything could be read; only now is anything changed. The end first: files are removed when nothing needs them.
-    let recovered = go_on(directory, state, start, tail, log_bytes, snapshot_bytes)?;
-    clear_leftovers(&listing, directory, start);
+    let recovered = open_tail(directory, state, start, tail, log_bytes, snapshot_bytes)?;
+    remove_obsolete_files(&listing, directory, start);
     Ok(recovered)
 }
 
 /// Opens the last log file at its end, or creates it.
-fn go_on(
+fn open_tail(
     directory: &Directory,
-    state: State,
+    state: EmbeddedState,
     start: u64,
     tail: Option<(u64, LogRead)>,
     log_bytes: u64,
@@ -74,7 +74,7 @@ fn go_on(
 ) -> Result<Recovered> {
     let last = tail.as_ref().map_or(start, |(number, _)| *number);
     let (number, read) = match tail {
-        Some((number, read)) if !read.is_unborn => (number, read),
+        Some((number, read)) if !read.is_incomplete => (number, read),
         _ => {
             let file = create_log(directory, last)?;
             let offset = FILE_HEADER_BYTES as u64;
@@ -109,14 +109,14 @@ pub(super) fn create_log(directory: &Directory, number: u64) -> Result<File> {
     let failed = |error| unavailable(&path, "could not be created", error);
     let mut file =
         OpenOptions::new().create(true).truncate(true).write(true).open(&path).map_err(failed)?;
-    file.write_all(&file_header(Kind::Log, number)).map_err(failed)?;
+    file.write_all(&file_header(FileKind::Log, number)).map_err(failed)?;
     file.sync_all().map_err(failed)?;
     directory.sync().map_err(failed)?;
     Ok(file)
 }
 
 /// The log files to read: from `start` on, without a gap.
-fn logs_from(directory: &Directory, listing: &Listing, start: u64) -> Result<Vec<u64>> {
+fn logs_from(directory: &Directory, listing: &DirectoryListing, start: u64) -> Result<Vec<u64>> {
     let logs: Vec<u64> = listing.logs.iter().copied().filter(|number| *number >= start).collect();
     let missing = (start..).zip(&logs).find(|(expected, found)| expected != *found);
     let is_new = listing.snapshots.is_empty() && listing.logs.is_empty();
@@ -141,13 +141,13 @@ struct LogRead {
     synced: u64,
     cut: u64,
     /// The process ended while the file was being created.
-    is_unborn: bool,
+    is_incomplete: bool,
 }
 
-fn read_log(path: &Path, number: u64, is_last: bool, state: &mut State) -> Result<LogRead> {
-    let mut reader = match FrameReader::open(path, Kind::Log, number) {
-        Err(Unreadable::Unborn) if is_last => {
-            return Ok(LogRead { end: 0, synced: 0, cut: 0, is_unborn: true });
+fn read_log(path: &Path, number: u64, is_last: bool, state: &mut EmbeddedState) -> Result<LogRead> {
+    let mut reader = match FrameReader::open(path, FileKind::Log, number) {
+        Err(FrameError::Incomplete) if is_last => {
+            return Ok(LogRead { end: 0, synced: 0, cut: 0, is_incomplete: true });
         }
         opened => opened.map_err(|problem| unreadable(path, problem))?,
     };
@@ -160,9 +160,9 @@ fn read_log(path: &Path, number: u64, is_last: bool, state: &mut State) -> Resul
             }
             Ok(false) => {
                 let synced = reader.synced();
-                return Ok(LogRead { end: offset, synced, cut: 0, is_unborn: false });
+                return Ok(LogRead { end: offset, synced, cut: 0, is_incomplete: false });
             }
-            Err(Unreadable::Damaged { offset, problem }) if is_last => {
+            Err(FrameError::Damaged { offset, problem }) if is_last => {
                 let (cut, synced) = (reader.length() - offset, reader.synced());
                 let evidence = reader
                     .synced_evidence()
@@ -172,17 +172,17 @@ fn read_log(path: &Path, number: u64, is_last: bool, state: &mut State) -> Resul
                         format!("{problem}, and the frame at {evidence} says it was whole");
                     return Err(corrupt(path, offset, &problem));
                 }
-                return Ok(LogRead { end: offset, synced, cut, is_unborn: false });
+                return Ok(LogRead { end: offset, synced, cut, is_incomplete: false });
             }
             Err(problem) => return Err(unreadable(path, problem)),
         }
     }
 }
 
-fn read_snapshot(directory: &Directory, number: u64, state: &mut State) -> Result<u64> {
+fn read_snapshot(directory: &Directory, number: u64, state: &mut EmbeddedState) -> Result<u64> {
     let path = directory.snapshot(number);
     let unreadable = |problem| unreadable(&path, problem);
-    let mut reader = FrameReader::open(&path, Kind::Snapshot, number).map_err(unreadable)?;
+    let mut reader = FrameReader::open(&path, FileKind::Snapshot, number).map_err(unreadable)?;
     let mut payload = Vec::new();
     let mut is_whole = false;
     loop {
@@ -203,9 +203,9 @@ fn read_snapshot(directory: &Directory, number: u64, state: &mut State) -> Resul
     Err(corrupt(&path, reader.length(), "it ends before its last frame"))
 }
 
-fn apply_all(mut payload: &[u8], state: &mut State) -> Result<(), Problem> {
-    while let Some(effect) = codec::decode(&mut payload)? {
-        state.apply(&effect)?;
+fn apply_all(mut payload: &[u8], state: &mut EmbeddedState) -> Result<(), RecordError> {
+    while let Some(record) = codec::decode(&mut payload)? {
+        state.apply(&record)?;
     }
     Ok(())
 }
@@ -265,7 +265,7 @@ fn copy(directory: &Directory, number: u64, end: u64) -> io::Result<File> {
 }
 
 /// Removes what a crash during compaction left behind. Nothing needs these files; a failure is only a waste of space.
-fn clear_leftovers(listing: &Listing, directory: &Directory, start: u64) {
+fn remove_obsolete_files(listing: &DirectoryListing, directory: &Directory, start: u64) {
     let old_logs = listing.logs.iter().filter(|number| **number < start);
     let old_snapshots = listing.snapshots.iter().filter(|number| **number < start);
     let leftovers = old_logs
@@ -280,18 +280,18 @@ fn clear_leftovers(listing: &Listing, directory: &Directory, start: u64) {
     }
 }
 
-fn unreadable(path: &Path, problem: Unreadable) -> StreamError {
+fn unreadable(path: &Path, problem: FrameError) -> StreamError {
     match problem {
-        Unreadable::Damaged { offset, problem } => corrupt(path, offset, &problem),
-        Unreadable::Version(version) => StreamError::Unavailable {
+        FrameError::Damaged { offset, problem } => corrupt(path, offset, &problem),
+        FrameError::Version(version) => StreamError::Unavailable {
             problem: format!(
                 "`{}` is of format version {version}, which this program does not know",
                 path.display()
             ),
             source: None,
         },
-        Unreadable::Unborn => corrupt(path, 0, "it is shorter than its header"),
-        Unreadable::Io(error) => unavailable(path, "could not be read", error),
+        FrameError::Incomplete => corrupt(path, 0, "it is shorter than its header"),
+        FrameError::Io(error) => unavailable(path, "could not be read", error),
     }
 }
 

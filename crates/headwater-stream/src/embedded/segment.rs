@@ -24,12 +24,12 @@ pub(super) const FRAME_BYTES_MAX: usize = 768 * 1024 * 1024;
 
 /// What a file is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FileKind {
     Log,
     Snapshot,
 }
 
-impl Kind {
+impl FileKind {
     fn magic(self) -> [u8; 8] {
         match self {
             Self::Log => *b"HEADWLOG",
@@ -40,7 +40,7 @@ impl Kind {
 
 /// Why a file cannot be read.
 #[derive(Debug)]
-pub(super) enum Unreadable {
+pub(super) enum FrameError {
     /// The bytes from this place on are not what was written.
     Damaged {
         offset: u64,
@@ -49,17 +49,17 @@ pub(super) enum Unreadable {
     /// The file is of another version.
     Version(u32),
     /// The file is shorter than its header: it was being created.
-    Unborn,
+    Incomplete,
     Io(io::Error),
 }
 
-impl From<io::Error> for Unreadable {
+impl From<io::Error> for FrameError {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
     }
 }
 
-pub(super) fn file_header(kind: Kind, number: u64) -> [u8; FILE_HEADER_BYTES] {
+pub(super) fn file_header(kind: FileKind, number: u64) -> [u8; FILE_HEADER_BYTES] {
     let mut header = [0; FILE_HEADER_BYTES];
     header[..8].copy_from_slice(&kind.magic());
     header[8..12].copy_from_slice(&VERSION.to_le_bytes());
@@ -127,16 +127,16 @@ pub(super) struct FrameReader {
 
 impl FrameReader {
     /// Opens a file and checks its header.
-    pub(super) fn open(path: &Path, kind: Kind, number: u64) -> Result<Self, Unreadable> {
+    pub(super) fn open(path: &Path, kind: FileKind, number: u64) -> Result<Self, FrameError> {
         let file = File::open(path)?;
         let length = file.metadata()?.len();
         if length < FILE_HEADER_BYTES as u64 {
-            return Err(Unreadable::Unborn);
+            return Err(FrameError::Incomplete);
         }
         let mut file = BufReader::with_capacity(256 * 1024, file);
         let mut header = [0; FILE_HEADER_BYTES];
         file.read_exact(&mut header)?;
-        let damaged = |offset, problem: String| Err(Unreadable::Damaged { offset, problem });
+        let damaged = |offset, problem: String| Err(FrameError::Damaged { offset, problem });
         if header[..8] != kind.magic() {
             return damaged(0, "it does not begin like a file of Headwater".to_owned());
         }
@@ -144,7 +144,7 @@ impl FrameReader {
             return damaged(0, "the checksum of its header does not match".to_owned());
         }
         if u32_at(&header, 8) != VERSION {
-            return Err(Unreadable::Version(u32_at(&header, 8)));
+            return Err(FrameError::Version(u32_at(&header, 8)));
         }
         if u64_at(&header, 12) != number {
             return damaged(0, format!("it is number {} by its header", u64_at(&header, 12)));
@@ -169,8 +169,8 @@ impl FrameReader {
     }
 
     /// Reads the next frame into `payload`. Returns `false` at the end.
-    pub(super) fn next(&mut self, payload: &mut Vec<u8>) -> Result<bool, Unreadable> {
-        let damaged = |problem: &str| Unreadable::Damaged {
+    pub(super) fn next(&mut self, payload: &mut Vec<u8>) -> Result<bool, FrameError> {
+        let damaged = |problem: &str| FrameError::Damaged {
             offset: self.offset,
             problem: problem.to_owned(),
         };

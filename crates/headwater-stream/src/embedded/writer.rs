@@ -16,12 +16,12 @@ use std::{mem, panic};
 use tracing::{debug, error, info, warn};
 
 use super::directory::Directory;
-use super::engine::{Buffer, Shared};
-use super::log::{Damage, Failure, Log, Tail};
+use super::engine::{Buffer, EngineShared};
+use super::log::{CommitLog, Damage, LogFailure, LogTail};
 use super::recovery::create_log;
 use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, seal_frame};
 use super::snapshot;
-use super::state::State;
+use super::state::EmbeddedState;
 use crate::error::StreamError;
 
 /// A buffer that grew beyond this is given back instead of being kept for the next time.
@@ -44,12 +44,12 @@ pub(super) struct Compaction {
 
 /// Starts the threads of the log.
 pub(super) fn start(
-    shared: &Arc<Shared>,
-    log: &Arc<Log>,
+    shared: &Arc<EngineShared>,
+    log: &Arc<CommitLog>,
     directory: Directory,
     compaction: Compaction,
 ) -> io::Result<Vec<JoinHandle<()>>> {
-    let mut writer = Writer::new(shared, log, directory, compaction);
+    let mut writer = LogWriter::new(shared, log, directory, compaction);
     let (syncing, sync_log) = (Arc::clone(shared), Arc::clone(log));
     let syncer = thread::Builder::new().name("headwater-sync".to_owned()).spawn(move || {
         guarded(&syncing, &sync_log, || sync_until_stopped(&syncing, &sync_log));
@@ -63,7 +63,7 @@ pub(super) fn start(
 }
 
 /// A thread that fails or panics would leave callers waiting; they get an error instead.
-fn guarded(shared: &Shared, log: &Log, run: impl FnOnce() -> Result<(), Failure>) {
+fn guarded(shared: &EngineShared, log: &CommitLog, run: impl FnOnce() -> Result<(), LogFailure>) {
     let failure = match panic::catch_unwind(panic::AssertUnwindSafe(run)) {
         Ok(Ok(())) => return,
         Ok(Err(failure)) => failure,
@@ -72,34 +72,34 @@ fn guarded(shared: &Shared, log: &Log, run: impl FnOnce() -> Result<(), Failure>
     report(shared, log, failure);
 }
 
-fn panicked(log: &Log, problem: &'static str) -> Failure {
+fn panicked(log: &CommitLog, problem: &'static str) -> LogFailure {
     let path = Arc::clone(&log.lock().tail.path);
-    Failure::new(Damage::Panic, &path, "written", io::Error::other(problem))
+    LogFailure::new(Damage::Panic, &path, "written", io::Error::other(problem))
 }
 
 /// Fails all calls, also those that wait for something to happen, and has the writer repair the log.
-fn report(shared: &Shared, log: &Log, failure: Failure) {
+fn report(shared: &EngineShared, log: &CommitLog, failure: LogFailure) {
     log.fail(failure);
-    shared.lock_anyway().watchers.wake_all();
+    shared.lock_ignoring_poison().name_waiters.wake_all();
     shared.to_write.notify_all();
 }
 
-fn sync_until_stopped(shared: &Shared, log: &Log) -> Result<(), Failure> {
+fn sync_until_stopped(shared: &EngineShared, log: &CommitLog) -> Result<(), LogFailure> {
     while let Some((tail, commit)) = log.next_sync() {
         if log.sync(&tail, commit).is_err() {
             // The log knows; those who wait for other things do not yet.
-            shared.lock_anyway().watchers.wake_all();
+            shared.lock_ignoring_poison().name_waiters.wake_all();
             shared.to_write.notify_all();
         }
     }
     Ok(())
 }
 
-struct Writer {
-    shared: Arc<Shared>,
-    log: Arc<Log>,
+struct LogWriter {
+    shared: Arc<EngineShared>,
+    log: Arc<CommitLog>,
     directory: Arc<Directory>,
-    tail: Tail,
+    tail: LogTail,
     /// What was taken from the buffer and is not written yet, behind room for the header of a frame.
     frame: Vec<u8>,
     /// The newest commit in `frame`.
@@ -110,10 +110,10 @@ struct Writer {
     stop_snapshot: Arc<AtomicBool>,
 }
 
-impl Writer {
+impl LogWriter {
     fn new(
-        shared: &Arc<Shared>,
-        log: &Arc<Log>,
+        shared: &Arc<EngineShared>,
+        log: &Arc<CommitLog>,
         directory: Directory,
         compaction: Compaction,
     ) -> Self {
@@ -130,7 +130,7 @@ impl Writer {
         }
     }
 
-    fn run(&mut self) -> Result<(), Failure> {
+    fn run(&mut self) -> Result<(), LogFailure> {
         loop {
             match self.step() {
                 Ok(true) => {}
@@ -143,7 +143,7 @@ impl Writer {
     }
 
     /// Writes what is in the buffer, once there is something. Returns `false` when the log stops.
-    fn step(&mut self) -> Result<bool, Failure> {
+    fn step(&mut self) -> Result<bool, LogFailure> {
         if !self.take_buffer()? {
             return Ok(false);
         }
@@ -156,7 +156,7 @@ impl Writer {
 
     /// Waits for the buffer to fill and takes it. Returns `false` when it is empty and the log stops; fails when a sync
     /// has failed.
-    fn take_buffer(&mut self) -> Result<bool, Failure> {
+    fn take_buffer(&mut self) -> Result<bool, LogFailure> {
         let call_panicked = || panicked(&self.log, "a call panicked");
         let mut inner = self.shared.lock_for_writing().ok_or_else(call_panicked)?;
         loop {
@@ -177,7 +177,7 @@ impl Writer {
     }
 
     /// Writes the frame. If that fails, the frame stays to be written again.
-    fn write(&mut self) -> Result<(), Failure> {
+    fn write(&mut self) -> Result<(), LogFailure> {
         self.log.ensure_tail_is_sound()?;
         self.tail.synced = self.log.lock().tail.synced;
         seal_frame(&mut self.frame, self.tail.number, self.tail.offset, self.tail.synced);
@@ -193,13 +193,13 @@ impl Writer {
         Ok(())
     }
 
-    fn failed_write(&self, action: &str, error: io::Error) -> Failure {
-        Failure::new(Damage::Write, &self.tail.path, action, error)
+    fn failed_write(&self, action: &str, error: io::Error) -> LogFailure {
+        LogFailure::new(Damage::Write, &self.tail.path, action, error)
     }
 
     /// Repairs the log, however long the disk does not let us. Fails if the log is to stop first, and for damage that no
     /// repair helps.
-    fn repair(&mut self, failure: Failure) -> Result<(), Failure> {
+    fn repair(&mut self, failure: LogFailure) -> Result<(), LogFailure> {
         let begun = Instant::now();
         let (mut damage, mut pause) = (failure.damage, REPAIR_PAUSE_MIN);
         report(&self.shared, &self.log, failure);
@@ -210,7 +210,7 @@ impl Writer {
                 damage = damage.max(failure.damage);
             }
             let repaired = match damage {
-                Damage::Write => self.rewrite_end(),
+                Damage::Write => self.rewrite_tail(),
                 Damage::Sync => self.replace_by_snapshot(),
                 Damage::Panic => Err(panicked(&self.log, "a thread of the log panicked")),
             };
@@ -239,7 +239,7 @@ impl Writer {
     }
 
     /// Waits before the next try. Returns whether the log is to stop, so that it is the last.
-    fn wait_to_repair(&self, pause: Duration) -> Result<bool, Failure> {
+    fn wait_to_repair(&self, pause: Duration) -> Result<bool, LogFailure> {
         let call_panicked = || panicked(&self.log, "a call panicked");
         let until = Instant::now() + pause;
         let mut inner = self.shared.lock_for_writing().ok_or_else(call_panicked)?;
@@ -254,19 +254,19 @@ impl Writer {
     }
 
     /// Repairs a failed write: cuts off what lies behind the last whole frame, and writes the frame that failed again.
-    fn rewrite_end(&mut self) -> Result<(), Failure> {
+    fn rewrite_tail(&mut self) -> Result<(), LogFailure> {
         // A file that a snapshot could not begin with. While it is there, a torn end of this one would pass as damage.
         let next = self.directory.log(self.tail.number + 1);
         match fs::remove_file(&next) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(Failure::new(Damage::Write, &next, "removed", error));
+                return Err(LogFailure::new(Damage::Write, &next, "removed", error));
             }
             Err(_) => {}
             // Back after a power cut, it would make the torn end of this file pass as damage all the same.
             Ok(()) => self
                 .directory
                 .sync()
-                .map_err(|error| Failure::new(Damage::Write, &next, "removed", error))?,
+                .map_err(|error| LogFailure::new(Damage::Write, &next, "removed", error))?,
         }
         let mut file = &*self.tail.file;
         let cut = file.set_len(self.tail.offset);
@@ -279,7 +279,7 @@ impl Writer {
     }
 
     /// Repairs a failed sync: the state in memory, which holds every effect there was, takes the place of all files.
-    fn replace_by_snapshot(&mut self) -> Result<(), Failure> {
+    fn replace_by_snapshot(&mut self) -> Result<(), LogFailure> {
         self.end_snapshot();
         let (commit, state) = {
             let inner = self.shared.lock_for_writing();
@@ -291,14 +291,14 @@ impl Writer {
         };
         let number = self.tail.number + 1;
         let path = self.directory.snapshot(number);
-        let failed = |error| Failure::new(Damage::Sync, &path, "written", error);
+        let failed = |error| LogFailure::new(Damage::Sync, &path, "written", error);
         let bytes = snapshot::write(&self.directory, number, &state, &AtomicBool::new(false));
         let bytes = bytes.map_err(failed)?.unwrap_or_default();
         // After the snapshot: the file before may be torn, and would pass as damaged if another one followed it.
         let file = create_log(&self.directory, number).map_err(|error| {
-            Failure::new(Damage::Sync, &self.directory.log(number), "created", to_io(error))
+            LogFailure::new(Damage::Sync, &self.directory.log(number), "created", to_io(error))
         })?;
-        self.go_on_in(file, number);
+        self.switch_to(file, number);
         self.commit = commit;
         self.log.publish_written(commit, self.tail.offset);
         self.log.publish_synced(commit, &self.tail, Duration::ZERO);
@@ -321,7 +321,7 @@ impl Writer {
     }
 
     /// Goes on in a new file, and has the state as it was at the end of the old one written beside it.
-    fn begin_snapshot(&mut self) -> Result<(), Failure> {
+    fn begin_snapshot(&mut self) -> Result<(), LogFailure> {
         let state = {
             let inner = self.shared.lock_for_writing();
             let mut inner = inner.ok_or_else(|| panicked(&self.log, "a call panicked"))?;
@@ -335,9 +335,9 @@ impl Writer {
         self.log.sync(&self.tail, self.commit)?;
         let number = self.tail.number + 1;
         let file = create_log(&self.directory, number).map_err(|error| {
-            Failure::new(Damage::Write, &self.directory.log(number), "created", to_io(error))
+            LogFailure::new(Damage::Write, &self.directory.log(number), "created", to_io(error))
         })?;
-        self.go_on_in(file, number);
+        self.switch_to(file, number);
         self.compaction.log_bytes = 0;
         let directory = Arc::clone(&self.directory);
         let stop = Arc::clone(&self.stop_snapshot);
@@ -363,23 +363,28 @@ impl Writer {
         }
     }
 
-    fn go_on_in(&mut self, file: File, number: u64) {
+    fn switch_to(&mut self, file: File, number: u64) {
         let offset = FILE_HEADER_BYTES as u64;
         let path = Arc::new(self.directory.log(number));
-        self.tail = Tail { file: Arc::new(file), path, number, offset, synced: offset };
+        self.tail = LogTail { file: Arc::new(file), path, number, offset, synced: offset };
         self.log.lock().tail = self.tail.clone();
     }
 
     /// Syncs everything and says so in a last, empty frame: from now on nothing at the end can pass as unfinished.
-    fn finish(&mut self) -> Result<(), Failure> {
-        self.commit = self.shared.lock_anyway().buffer.commit;
+    fn finish(&mut self) -> Result<(), LogFailure> {
+        self.commit = self.shared.lock_ignoring_poison().buffer.commit;
         self.log.sync(&self.tail, self.commit)?;
         self.write()?;
         self.log.sync(&self.tail, self.commit)
     }
 }
 
-fn compact(directory: &Directory, number: u64, state: &State, stop: &AtomicBool) -> Option<u64> {
+fn compact(
+    directory: &Directory,
+    number: u64,
+    state: &EmbeddedState,
+    stop: &AtomicBool,
+) -> Option<u64> {
     let written = snapshot::write(directory, number, state, stop);
     let replaced = written.and_then(|bytes| match bytes {
         Some(_) => snapshot::remove_before(directory, number).map(|()| bytes),

@@ -1,31 +1,31 @@
-//! Entries that wait for their time, in the order they are due.
+//! StreamEntries that wait for their time, in the order they are due.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::entries::footprint;
-use super::{State, Value};
+use super::{EmbeddedState, NamedValue};
 use crate::clock::Timestamp;
-use crate::embedded::codec::Problem;
+use crate::embedded::codec::RecordError;
 use crate::entry::Fields;
 use crate::name::StreamName;
 
 #[derive(Clone, Debug, Default)]
 pub(in crate::embedded) struct DelaySet {
-    waiting: BTreeMap<(Timestamp, u64), Waiting>,
+    waiting: BTreeMap<(Timestamp, u64), DelayedItem>,
     due_of: HashMap<u64, Timestamp>,
     bytes: u64,
 }
 
 /// One entry that waits.
 #[derive(Clone, Debug)]
-pub(in crate::embedded) struct Waiting {
+pub(in crate::embedded) struct DelayedItem {
     pub(in crate::embedded) to: StreamName,
     pub(in crate::embedded) fields: Fields,
 }
 
 /// About how many bytes of memory a waiting entry takes.
-pub(in crate::embedded) fn footprint_aside(fields: &Fields) -> u64 {
+pub(in crate::embedded) fn delayed_footprint(fields: &Fields) -> u64 {
     const PER_WAITING: u64 = 96;
     footprint(fields) + PER_WAITING
 }
@@ -53,39 +53,40 @@ impl DelaySet {
     }
 
     /// All entries with their due times and numbers, earliest first.
-    pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (Timestamp, u64, &Waiting)> {
+    pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (Timestamp, u64, &DelayedItem)> {
         self.waiting.iter().map(|((due, id), waiting)| (*due, *id, waiting))
     }
 
     /// Returns whether the number was free.
-    pub(super) fn insert(&mut self, id: u64, due: Timestamp, waiting: Waiting) -> bool {
+    pub(super) fn insert(&mut self, id: u64, due: Timestamp, waiting: DelayedItem) -> bool {
         if self.due_of.contains_key(&id) {
             return false;
         }
-        self.bytes += footprint_aside(&waiting.fields);
+        self.bytes += delayed_footprint(&waiting.fields);
         self.due_of.insert(id, due);
         self.waiting.insert((due, id), waiting);
         true
     }
 
-    pub(super) fn remove(&mut self, id: u64) -> Option<Waiting> {
+    pub(super) fn remove(&mut self, id: u64) -> Option<DelayedItem> {
         let due = self.due_of.remove(&id)?;
         let waiting = self.waiting.remove(&(due, id))?;
-        self.bytes -= footprint_aside(&waiting.fields);
+        self.bytes -= delayed_footprint(&waiting.fields);
         Some(waiting)
     }
 }
 
-impl State {
-    pub(super) fn put_aside(
+impl EmbeddedState {
+    pub(super) fn schedule(
         &mut self,
         name: &str,
         id: u64,
         due: Timestamp,
-        waiting: Waiting,
-    ) -> Result<(), Problem> {
-        let value = self.names.entry(name.into()).or_insert_with(|| Value::Delays(Arc::default()));
-        let Value::Delays(delays) = value else {
+        waiting: DelayedItem,
+    ) -> Result<(), RecordError> {
+        let value =
+            self.names.entry(name.into()).or_insert_with(|| NamedValue::Delays(Arc::default()));
+        let NamedValue::Delays(delays) = value else {
             return Err("a name is not that of delayed entries");
         };
         let delays = Arc::make_mut(delays);
@@ -98,8 +99,12 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn take_out(&mut self, name: &str, id: u64) -> Result<Waiting, Problem> {
-        let Some(Value::Delays(delays)) = self.names.get_mut(name) else {
+    pub(super) fn remove_delayed(
+        &mut self,
+        name: &str,
+        id: u64,
+    ) -> Result<DelayedItem, RecordError> {
+        let Some(NamedValue::Delays(delays)) = self.names.get_mut(name) else {
             return Err("a set of delayed entries is unknown");
         };
         let delays = Arc::make_mut(delays);

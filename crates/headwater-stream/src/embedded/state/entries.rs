@@ -1,11 +1,11 @@
 //! The entries of one stream, in id order, and how much memory they take.
 
-use super::chunks::Chunks;
+use super::chunked_map::ChunkedMap;
 use crate::entry::{EntryId, Fields};
 
 #[derive(Clone, Debug, Default)]
-pub(in crate::embedded) struct Entries {
-    chunks: Chunks<Fields>,
+pub(in crate::embedded) struct StreamEntries {
+    chunks: ChunkedMap<Fields>,
     bytes: u64,
 }
 
@@ -17,15 +17,15 @@ pub(in crate::embedded) fn footprint(fields: &Fields) -> u64 {
 }
 
 /// All ways to look at entries are those of the chunks they lie in.
-impl std::ops::Deref for Entries {
-    type Target = Chunks<Fields>;
+impl std::ops::Deref for StreamEntries {
+    type Target = ChunkedMap<Fields>;
 
     fn deref(&self) -> &Self::Target {
         &self.chunks
     }
 }
 
-impl Entries {
+impl StreamEntries {
     /// About how many bytes of memory they take.
     pub(in crate::embedded) fn bytes(&self) -> u64 {
         self.bytes

@@ -9,9 +9,9 @@ use crate::embedded::codec::tests::{encoded, examples};
 /// Effects as a log could hold them whose checksums are right and whose contents are not.
 fn mangled(order: &[usize], changes: &[(usize, u8)]) -> Vec<u8> {
     let examples = examples();
-    let effects: Vec<Effect<'_>> =
+    let records: Vec<RedoRecord<'_>> =
         order.iter().map(|index| examples[index % examples.len()].clone()).collect();
-    let mut bytes = encoded(&effects);
+    let mut bytes = encoded(&records);
     for (place, byte) in changes {
         let length = bytes.len();
         bytes[place % length] = *byte;
@@ -29,10 +29,10 @@ proptest! {
     ) {
         let bytes = mangled(&order, &changes);
         let mut rest = bytes.as_slice();
-        let mut state = State::default();
-        while let Ok(Some(effect)) = codec::decode(&mut rest) {
+        let mut state = EmbeddedState::default();
+        while let Ok(Some(record)) = codec::decode(&mut rest) {
             // After a problem the state is thrown away; here it goes on, which is worse.
-            let _ = state.apply(&effect);
+            let _ = state.apply(&record);
         }
     }
 }

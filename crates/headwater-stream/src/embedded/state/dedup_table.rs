@@ -13,22 +13,22 @@ use crate::clock::Timestamp;
 const SHARDS: usize = 256;
 
 /// How many lapsed marks one new mark clears away: two, so that clearing is faster than marking.
-const CLEARED_AT_ONCE: usize = 2;
+const EXPIRED_PER_INSERT: usize = 2;
 
 #[derive(Clone, Debug)]
-pub(in crate::embedded) struct Marks {
+pub(in crate::embedded) struct DedupTable {
     shards: Vec<Arc<Shard>>,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Shard {
-    marks: HashMap<Arc<str>, Mark>,
-    by_end: BTreeSet<(Timestamp, Arc<str>)>,
+    records: HashMap<Arc<str>, DedupRecord>,
+    by_expiry: BTreeSet<(Timestamp, Arc<str>)>,
 }
 
 /// What is known of an id until a time.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::embedded) struct Mark {
+pub(in crate::embedded) struct DedupRecord {
     /// The value it was done with; `None` while it is only begun.
     pub(in crate::embedded) done: Option<Bytes>,
     pub(in crate::embedded) until: Timestamp,
@@ -36,37 +36,48 @@ pub(in crate::embedded) struct Mark {
 
 /// The scope of entries that were appended once to a stream. No scope of de-duplication begins like this, for names
 /// hold no control characters.
-pub(in crate::embedded) fn once_scope(stream: &str) -> String {
+pub(in crate::embedded) fn append_once_scope(stream: &str) -> String {
     format!("\u{1}{stream}")
 }
 
 /// About how many bytes of memory a mark takes.
-pub(in crate::embedded) fn footprint_mark(scope: &str, id: &str, done: Option<&Bytes>) -> u64 {
+pub(in crate::embedded) fn dedup_footprint(scope: &str, id: &str, done: Option<&Bytes>) -> u64 {
     const PER_MARK: usize = 160;
     (PER_MARK + scope.len() + id.len() + done.map_or(0, Bytes::len)) as u64
 }
 
-impl Default for Marks {
+impl Default for DedupTable {
     fn default() -> Self {
         Self { shards: vec![Arc::default(); SHARDS] }
     }
 }
 
-impl Marks {
+impl DedupTable {
     /// The mark of an id that has not lapsed.
-    pub(in crate::embedded) fn get(&self, scope: &str, id: &str, now: Timestamp) -> Option<&Mark> {
+    pub(in crate::embedded) fn get(
+        &self,
+        scope: &str,
+        id: &str,
+        now: Timestamp,
+    ) -> Option<&DedupRecord> {
         let key = key(scope, id);
-        let mark = self.shards[shard_of(&key)].marks.get(&*key)?;
+        let mark = self.shards[shard_of(&key)].records.get(&*key)?;
         (mark.until > now).then_some(mark)
     }
 
     /// Sets a mark. Returns by how many bytes the memory grew and shrank.
-    pub(super) fn set(&mut self, scope: &str, id: &str, mark: Mark, now: Timestamp) -> (u64, u64) {
+    pub(super) fn set(
+        &mut self,
+        scope: &str,
+        id: &str,
+        mark: DedupRecord,
+        now: Timestamp,
+    ) -> (u64, u64) {
         let key = key(scope, id);
         let shard = Arc::make_mut(&mut self.shards[shard_of(&key)]);
         let mut freed = shard.remove(&key);
-        for _ in 0..CLEARED_AT_ONCE {
-            match shard.by_end.first() {
+        for _ in 0..EXPIRED_PER_INSERT {
+            match shard.by_expiry.first() {
                 Some((end, lapsed)) if *end <= now => {
                     let lapsed = lapsed.clone();
                     freed += shard.remove(&lapsed);
@@ -74,10 +85,10 @@ impl Marks {
                 _ => break,
             }
         }
-        let added = footprint_mark(scope, id, mark.done.as_ref());
+        let added = dedup_footprint(scope, id, mark.done.as_ref());
         let key: Arc<str> = key.into();
-        shard.by_end.insert((mark.until, key.clone()));
-        shard.marks.insert(key, mark);
+        shard.by_expiry.insert((mark.until, key.clone()));
+        shard.records.insert(key, mark);
         (added, freed)
     }
 
@@ -88,8 +99,8 @@ impl Marks {
     }
 
     /// All marks, lapsed ones that were not cleared away yet included.
-    pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (&str, &str, &Mark)> {
-        self.shards.iter().flat_map(|shard| &shard.marks).map(|(key, mark)| {
+    pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (&str, &str, &DedupRecord)> {
+        self.shards.iter().flat_map(|shard| &shard.records).map(|(key, mark)| {
             let (scope, id) = split(key);
             (scope, id, mark)
         })
@@ -98,10 +109,10 @@ impl Marks {
 
 impl Shard {
     fn remove(&mut self, key: &str) -> u64 {
-        let Some((key, mark)) = self.marks.remove_entry(key) else { return 0 };
+        let Some((key, mark)) = self.records.remove_entry(key) else { return 0 };
         let (scope, id) = split(&key);
-        let freed = footprint_mark(scope, id, mark.done.as_ref());
-        self.by_end.remove(&(mark.until, key));
+        let freed = dedup_footprint(scope, id, mark.done.as_ref());
+        self.by_expiry.remove(&(mark.until, key));
         freed
     }
 }

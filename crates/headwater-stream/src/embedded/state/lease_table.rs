@@ -11,10 +11,10 @@ use crate::clock::Timestamp;
 use crate::name::{HolderName, LeaseName};
 
 /// How long an epoch is remembered after its lease ended.
-const EPOCH_KEPT: Duration = Duration::from_secs(24 * 60 * 60);
+const EPOCH_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// How many forgotten epochs one new lease clears away.
-const CLEARED_AT_ONCE: usize = 4;
+const EXPIRED_PER_INSERT: usize = 4;
 
 /// A lease that is held, unless its time has run out.
 #[derive(Clone, Debug)]
@@ -26,45 +26,45 @@ pub(in crate::embedded) struct Lease {
 }
 
 #[derive(Clone, Debug, Default)]
-pub(in crate::embedded) struct Epochs {
-    kept: HashMap<Arc<str>, (u64, Timestamp)>,
-    by_end: BTreeSet<(Timestamp, Arc<str>)>,
+pub(in crate::embedded) struct EpochTable {
+    last: HashMap<Arc<str>, (u64, Timestamp)>,
+    by_expiry: BTreeSet<(Timestamp, Arc<str>)>,
 }
 
-impl Epochs {
+impl EpochTable {
     /// The last epoch of a lease, held or not.
     pub(in crate::embedded) fn get(&self, lease: &str) -> Option<u64> {
-        self.kept.get(lease).map(|(epoch, _)| *epoch)
+        self.last.get(lease).map(|(epoch, _)| *epoch)
     }
 
     /// Remembers the epoch of a lease that is held until `until`, and forgets some whose time is over.
     pub(super) fn note(&mut self, lease: &str, epoch: u64, until: Timestamp, now: Timestamp) {
-        for _ in 0..CLEARED_AT_ONCE {
-            let Some((end, name)) = self.by_end.first() else { break };
+        for _ in 0..EXPIRED_PER_INSERT {
+            let Some((end, name)) = self.by_expiry.first() else { break };
             if *end > now {
                 break;
             }
-            self.kept.remove(name);
-            self.by_end.pop_first();
+            self.last.remove(name);
+            self.by_expiry.pop_first();
         }
-        self.restore(lease, epoch, until.after(EPOCH_KEPT));
+        self.restore(lease, epoch, until.after(EPOCH_RETENTION));
     }
 
     pub(super) fn restore(&mut self, lease: &str, epoch: u64, end: Timestamp) {
-        let name = match self.kept.get_key_value(lease) {
+        let name = match self.last.get_key_value(lease) {
             Some((name, (_, end))) => {
                 let name = name.clone();
-                self.by_end.remove(&(*end, name.clone()));
+                self.by_expiry.remove(&(*end, name.clone()));
                 name
             }
             None => lease.into(),
         };
-        self.by_end.insert((end, name.clone()));
-        self.kept.insert(name, (epoch, end));
+        self.by_expiry.insert((end, name.clone()));
+        self.last.insert(name, (epoch, end));
     }
 
     /// All epochs, each with the time it is remembered until.
     pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (&str, u64, Timestamp)> {
-        self.kept.iter().map(|(lease, (epoch, end))| (&**lease, *epoch, *end))
+        self.last.iter().map(|(lease, (epoch, end))| (&**lease, *epoch, *end))
     }
 }

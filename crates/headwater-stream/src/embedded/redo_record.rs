@@ -1,7 +1,7 @@
 //! An effect is one physical change of the state: decided once, applied now and again whenever the log is read.
 //!
 //! Upstream: the calls in `streams`, `delays`, `leases` and so on decide which effects a call has. Downstream: `codec`
-//! writes them into the log, [`State::apply`](super::state::State::apply) carries them out.
+//! writes them into the log, [`EmbeddedState::apply`](super::state::EmbeddedState::apply) carries them out.
 //! Promises: applying the same effects in the same order gives the same state. An effect therefore holds every id and
 //! every time that was decided, and asks no clock.
 
@@ -14,8 +14,8 @@ use crate::entry::{EntryId, Fields};
 
 /// One change of the state. Names are borrowed: from the caller when it happens, from the log when it is read.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Effect<'a> {
-    /// Entries enter a stream under consecutive ids. Creates the stream.
+pub(super) enum RedoRecord<'a> {
+    /// StreamEntries enter a stream under consecutive ids. Creates the stream.
     Append { stream: &'a str, first: EntryId, entries: Cow<'a, [Fields]> },
     /// A group begins to read after an id. Creates the stream.
     CreateGroup { stream: &'a str, group: &'a str, after: EntryId },
@@ -23,7 +23,7 @@ pub(super) enum Effect<'a> {
     RemoveGroup { stream: &'a str, group: &'a str },
     /// All that the group has not read yet, up to an id, is pending for a consumer.
     Deliver { stream: &'a str, group: &'a str, consumer: &'a str, through: EntryId, at: Timestamp },
-    /// Entries are pending no longer.
+    /// StreamEntries are pending no longer.
     Acknowledge { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]> },
     /// Pending entries change hands; each counts as one more delivery.
     Claim {
@@ -45,14 +45,14 @@ pub(super) enum Effect<'a> {
     DeleteEntries { stream: &'a str, ids: Cow<'a, [EntryId]> },
 
     /// An entry waits until it is due. Creates the set.
-    PutAside { delays: &'a str, id: u64, due: Timestamp, to: &'a str, fields: Fields },
+    Schedule { delays: &'a str, id: u64, due: Timestamp, to: &'a str, fields: Fields },
     /// A waiting entry goes.
     Cancel { delays: &'a str, id: u64 },
     /// A waiting entry enters its stream.
-    Return { delays: &'a str, id: u64, entry: EntryId },
+    Promote { delays: &'a str, id: u64, entry: EntryId },
 
     /// A lease is held until a time, unless it is prolonged.
-    Hold { lease: &'a str, holder: &'a str, epoch: u64, until: Timestamp, at: Timestamp },
+    HoldLease { lease: &'a str, holder: &'a str, epoch: u64, until: Timestamp, at: Timestamp },
 
     /// Members enter a set; `until` of `None` leaves its life as it is. Creates the set.
     AddMembers { set: &'a str, members: Vec<&'a str>, until: Option<Timestamp>, at: Timestamp },
@@ -62,9 +62,9 @@ pub(super) enum Effect<'a> {
     PutFields { map: &'a str, fields: Vec<(&'a str, Bytes)> },
 
     /// An id is marked, as begun without a value or as done with one.
-    Mark { scope: &'a str, id: &'a str, done: Option<Bytes>, until: Timestamp, at: Timestamp },
+    SetDedup { scope: &'a str, id: &'a str, done: Option<Bytes>, until: Timestamp, at: Timestamp },
     /// A mark goes.
-    Unmark { scope: &'a str, id: &'a str },
+    RemoveDedup { scope: &'a str, id: &'a str },
 
     /// Whatever has this name goes: a stream, a set of delayed entries, a map, a set or a lease.
     Remove { name: &'a str },
@@ -75,7 +75,7 @@ pub(super) enum Effect<'a> {
     RestoreTime { at: Timestamp },
     /// A stream exists and has given out ids up to this one.
     RestoreStream { stream: &'a str, last_id: EntryId },
-    /// Entries of a stream, in id order.
+    /// StreamEntries of a stream, in id order.
     RestoreEntries { stream: &'a str, entries: Vec<(EntryId, Fields)> },
     /// A consumer that a group knows, and when it last did something.
     RestoreConsumer { stream: &'a str, group: &'a str, consumer: &'a str, at: Timestamp },
@@ -92,7 +92,7 @@ pub(super) enum Effect<'a> {
     RestoreEpoch { lease: &'a str, epoch: u64, until: Timestamp },
 }
 
-impl Effect<'_> {
+impl RedoRecord<'_> {
     /// When it was decided, as far as it tells; 1970 if it does not.
     pub(super) fn decided_at(&self) -> Timestamp {
         match self {
@@ -100,14 +100,14 @@ impl Effect<'_> {
             | Self::Claim { at, .. }
             | Self::Release { at, .. }
             | Self::KeepAlive { at, .. }
-            | Self::Hold { at, .. }
+            | Self::HoldLease { at, .. }
             | Self::AddMembers { at, .. }
-            | Self::Mark { at, .. }
+            | Self::SetDedup { at, .. }
             | Self::RestoreConsumer { at, .. }
             | Self::RestoreTime { at } => *at,
             // The first part of an id is a time, or a larger one that was given out before.
             Self::Append { first: id, .. }
-            | Self::Return { entry: id, .. }
+            | Self::Promote { entry: id, .. }
             | Self::RestoreStream { last_id: id, .. } => Timestamp::from_millis(id.ms),
             _ => Timestamp::default(),
         }

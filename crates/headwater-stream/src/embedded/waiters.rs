@@ -14,11 +14,11 @@ use crate::name::{ConsumerName, GroupName, LeaseName};
 
 /// Who waits for something to happen to which name.
 #[derive(Debug, Default)]
-pub(super) struct Watchers {
+pub(super) struct NameWaiters {
     by_name: HashMap<Box<str>, Vec<Arc<Notify>>>,
 }
 
-impl Watchers {
+impl NameWaiters {
     pub(super) fn add(&mut self, name: &str, who: &Arc<Notify>) {
         self.by_name.entry(name.into()).or_default().push(Arc::clone(who));
     }
@@ -43,45 +43,45 @@ impl Watchers {
 
 /// Reads for a group that wait, by group and consumer.
 #[derive(Debug, Default)]
-pub(super) struct WaitingReads {
-    by_consumer: HashMap<(GroupName, ConsumerName), Vec<Arc<WaitingRead>>>,
+pub(super) struct BlockedReads {
+    by_consumer: HashMap<(GroupName, ConsumerName), Vec<Arc<BlockedRead>>>,
 }
 
 /// A read that found nothing yet.
 #[derive(Debug)]
-pub(super) struct WaitingRead {
+pub(super) struct BlockedRead {
     group: GroupName,
     consumer: ConsumerName,
     woken: Arc<Notify>,
     /// Set under the lock of the engine, so that no entry is taken after it.
-    is_silenced: AtomicBool,
+    is_cancelled: AtomicBool,
 }
 
-impl WaitingRead {
-    pub(super) fn is_silenced(&self) -> bool {
-        self.is_silenced.load(Ordering::Relaxed)
+impl BlockedRead {
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::Relaxed)
     }
 }
 
-impl WaitingReads {
+impl BlockedReads {
     pub(super) fn add(
         &mut self,
         group: &GroupName,
         consumer: &ConsumerName,
         woken: &Arc<Notify>,
-    ) -> Arc<WaitingRead> {
-        let read = Arc::new(WaitingRead {
+    ) -> Arc<BlockedRead> {
+        let read = Arc::new(BlockedRead {
             group: group.clone(),
             consumer: consumer.clone(),
             woken: Arc::clone(woken),
-            is_silenced: AtomicBool::new(false),
+            is_cancelled: AtomicBool::new(false),
         });
         let key = (group.clone(), consumer.clone());
         self.by_consumer.entry(key).or_default().push(Arc::clone(&read));
         read
     }
 
-    pub(super) fn remove(&mut self, read: &Arc<WaitingRead>) {
+    pub(super) fn remove(&mut self, read: &Arc<BlockedRead>) {
         let key = (read.group.clone(), read.consumer.clone());
         if let Some(all) = self.by_consumer.get_mut(&key) {
             all.retain(|one| !Arc::ptr_eq(one, read));
@@ -92,11 +92,11 @@ impl WaitingReads {
     }
 
     /// Ends the reads of a consumer. Returns how many there were.
-    pub(super) fn silence(&self, group: &GroupName, consumer: &ConsumerName) -> usize {
+    pub(super) fn cancel(&self, group: &GroupName, consumer: &ConsumerName) -> usize {
         let key = (group.clone(), consumer.clone());
         let all = self.by_consumer.get(&key).map_or(&[][..], Vec::as_slice);
         for read in all {
-            read.is_silenced.store(true, Ordering::Relaxed);
+            read.is_cancelled.store(true, Ordering::Relaxed);
             read.woken.notify_one();
         }
         all.len()
@@ -105,46 +105,49 @@ impl WaitingReads {
 
 /// Those who watch leases.
 #[derive(Debug, Default)]
-pub(super) struct Ears {
-    all: Vec<Weak<Ear>>,
+pub(super) struct LeaseSubscribers {
+    all: Vec<Weak<LeaseSubscriber>>,
 }
 
 /// One who watches leases: what it was told and has not yet heard.
 #[derive(Debug)]
-pub(super) struct Ear {
+pub(super) struct LeaseSubscriber {
     prefix: String,
     hints: Mutex<VecDeque<LeaseHint>>,
-    pub(super) told: Notify,
+    pub(super) notified: Notify,
 }
 
 /// Hints that wait for one who watches; when there are more, they are replaced by one `Missed`.
 const HINTS_MAX: usize = 1024;
 
-impl Ears {
-    pub(super) fn add(&mut self, prefix: &str) -> Arc<Ear> {
-        self.all.retain(|ear| ear.strong_count() > 0);
-        let (hints, told) = Default::default();
-        let ear = Arc::new(Ear { prefix: prefix.to_owned(), hints, told });
-        self.all.push(Arc::downgrade(&ear));
-        ear
+impl LeaseSubscribers {
+    pub(super) fn add(&mut self, prefix: &str) -> Arc<LeaseSubscriber> {
+        self.all.retain(|subscriber| subscriber.strong_count() > 0);
+        let (hints, notified) = Default::default();
+        let subscriber = Arc::new(LeaseSubscriber { prefix: prefix.to_owned(), hints, notified });
+        self.all.push(Arc::downgrade(&subscriber));
+        subscriber
     }
 
-    pub(super) fn tell(&self, lease: &LeaseName, kind: HintKind) {
-        for ear in self.all.iter().filter_map(Weak::upgrade) {
-            if lease.as_str().starts_with(&ear.prefix) {
-                ear.tell(lease, kind);
+    pub(super) fn publish(&self, lease: &LeaseName, kind: HintKind) {
+        for subscriber in self.all.iter().filter_map(Weak::upgrade) {
+            if lease.as_str().starts_with(&subscriber.prefix) {
+                subscriber.publish(lease, kind);
             }
         }
     }
 
     /// The next lease ends earlier than it did: timers must be set anew.
     pub(super) fn wake_all(&self) {
-        self.all.iter().filter_map(Weak::upgrade).for_each(|ear| ear.told.notify_one());
+        self.all
+            .iter()
+            .filter_map(Weak::upgrade)
+            .for_each(|subscriber| subscriber.notified.notify_one());
     }
 }
 
-impl Ear {
-    fn tell(&self, lease: &LeaseName, kind: HintKind) {
+impl LeaseSubscriber {
+    fn publish(&self, lease: &LeaseName, kind: HintKind) {
         let mut hints = self.lock();
         if hints.len() >= HINTS_MAX {
             hints.clear();
@@ -152,7 +155,7 @@ impl Ear {
         }
         hints.push_back(LeaseHint { lease: Some(lease.clone()), kind });
         drop(hints);
-        self.told.notify_one();
+        self.notified.notify_one();
     }
 
     pub(super) fn take(&self) -> Option<LeaseHint> {

@@ -12,11 +12,11 @@ use crate::entry::EntryId;
 /// Values of one chunk: few enough to copy in a microsecond, many enough that pointers to chunks are few.
 const CHUNK_LEN: usize = 128;
 
-/// Chunks at the end in which a value is looked for first.
+/// ChunkedMap at the end in which a value is looked for first.
 const NEWEST_CHUNKS: usize = 4;
 
 #[derive(Clone, Debug)]
-pub(in crate::embedded) struct Chunks<T> {
+pub(in crate::embedded) struct ChunkedMap<T> {
     /// No chunk is empty, and ids grow within and across chunks.
     chunks: VecDeque<Chunk<T>>,
     len: usize,
@@ -29,13 +29,13 @@ struct Chunk<T> {
     items: Arc<VecDeque<(EntryId, T)>>,
 }
 
-impl<T> Default for Chunks<T> {
+impl<T> Default for ChunkedMap<T> {
     fn default() -> Self {
         Self { chunks: VecDeque::new(), len: 0 }
     }
 }
 
-impl<T: Clone> Chunks<T> {
+impl<T: Clone> ChunkedMap<T> {
     pub(in crate::embedded) fn len(&self) -> usize {
         self.len
     }
@@ -99,14 +99,14 @@ impl<T: Clone> Chunks<T> {
     }
 
     /// Removes all values before `id`, after a last look at each.
-    pub(super) fn remove_before(&mut self, id: EntryId, mut look: impl FnMut(&T)) {
+    pub(super) fn remove_before(&mut self, id: EntryId, mut visit: impl FnMut(&T)) {
         while let Some(chunk) = self.chunks.front_mut() {
             let going = chunk.items.partition_point(|(found, _)| *found < id);
             if going == 0 {
                 break;
             }
             self.len -= going;
-            chunk.items.range(..going).for_each(|(_, value)| look(value));
+            chunk.items.range(..going).for_each(|(_, value)| visit(value));
             if going == chunk.items.len() {
                 self.chunks.pop_front();
             } else {
@@ -210,7 +210,7 @@ mod tests {
             steps in prop::collection::vec((0u8..6, 0u64..600), 1..150),
             copy_every in 1usize..50,
         ) {
-            let mut chunks = Chunks::default();
+            let mut chunks = ChunkedMap::default();
             let mut model = BTreeMap::new();
             let mut copies = Vec::new();
             let mut newest = 0;
@@ -249,7 +249,7 @@ mod tests {
     }
 
     fn same(
-        chunks: &Chunks<u64>,
+        chunks: &ChunkedMap<u64>,
         model: &BTreeMap<EntryId, u64>,
         id: EntryId,
     ) -> Result<(), TestCaseError> {
