@@ -301,7 +301,7 @@ async fn a_foreign_file_or_one_of_another_version_is_refused_with_a_clear_word()
     let path = directory.path().join("00000001.log");
     fs::write(&path, "2026-01-01 12:00:00 something happened\n").unwrap();
     let error = open(directory.path(), "").await.err().unwrap().to_string();
-    assert!(error.contains("does not begin like a file of Headwater"), "{error}");
+    assert!(error.contains("not a Headwater file"), "{error}");
 
     // A header of version 2 with a right checksum.
     let mut header = b"HEADWLOG\x02\0\0\0\x01\0\0\0\0\0\0\0".to_vec();

@@ -5,9 +5,9 @@
 //!
 //! ```ignore
 //! mod my_backend {
-//!     async fn setup() -> headwater_stream::conformance::TestResult<headwater_stream::conformance::Env> {
+//!     async fn setup() -> headwater_conformance::stream::TestResult<headwater_conformance::stream::Env> {
 //!         let backend = MyBackend::open().await?;
-//!         Ok(headwater_stream::conformance::Env::new(backend.clone(), backend))
+//!         Ok(headwater_conformance::stream::Env::new(backend.clone(), backend))
 //!     }
 //!     crate::stream_suite!(setup());
 //! }

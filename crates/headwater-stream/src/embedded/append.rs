@@ -1,4 +1,4 @@
-//! Appending to a stream and trimming it: the part that append, settle and due delays share.
+//! Appending and trimming, shared by append, settle and due delays.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use crate::error::{Result, StreamError};
 use crate::name::StreamName;
 use crate::streams::{Appended, Once, Retention, TrimGuard, Trimmed};
 
-/// Appends entries and trims what the retention no longer covers.
+/// Appends entries and trims the stream to its retention.
 pub(super) fn append(
     tx: &mut Tx<'_>,
     name: &StreamName,
@@ -27,7 +27,7 @@ pub(super) fn append(
     append_beside(tx, name, entries, retention, 0)
 }
 
-/// The same, if there is room for so many bytes beside the entries.
+/// Same as `append`, with capacity for `beside` more bytes.
 fn append_beside(
     tx: &mut Tx<'_>,
     name: &StreamName,
@@ -49,7 +49,7 @@ fn append_beside(
     Ok(ids)
 }
 
-/// Appends entries that are not known yet, and remembers them.
+/// Appends entries with unknown ids and records the ids.
 pub(super) fn append_once(
     tx: &mut Tx<'_>,
     name: &StreamName,
@@ -59,7 +59,7 @@ pub(super) fn append_once(
 ) -> Result<Vec<Appended>> {
     tx.state().stream(name.as_str(), tx.now)?;
     let scope = append_once_scope(name.as_str());
-    // What is known is known by its id in the stream, what is new by its place among the new.
+    // A known id maps to its entry id, a new one to its index in `new`.
     let mut new: Vec<&Once> = Vec::new();
     let mut places: HashMap<&str, usize> = HashMap::new();
     let mut known = Vec::with_capacity(entries.len());
@@ -95,7 +95,7 @@ pub(super) fn append_once(
     Ok(entries.iter().zip(known).map(answer).collect())
 }
 
-/// Where the entries with these ids are, if they are remembered.
+/// The entry ids recorded for these ids.
 pub(super) fn appended(
     tx: &ReadTx<'_>,
     name: &StreamName,
@@ -106,7 +106,7 @@ pub(super) fn appended(
     ids.iter().map(find).collect()
 }
 
-/// A mark that says where an entry is.
+/// Value of a deduplication record: the entry id.
 fn encode_entry_id(id: EntryId) -> Bytes {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&id.ms.to_be_bytes());
@@ -119,21 +119,21 @@ fn decode_entry_id(mark: &DedupRecord) -> Result<EntryId> {
     let read = |bytes: &[u8]| Some(u64::from_be_bytes(bytes.try_into().ok()?));
     let id = bytes.split_at_checked(8).and_then(|(ms, seq)| Some((read(ms)?, read(seq)?)));
     let (ms, seq) = id.ok_or_else(|| StreamError::Protocol {
-        problem: "a mark that tells of no entry".to_owned(),
+        problem: "a deduplication record contains no entry id".to_owned(),
     })?;
     Ok(EntryId::new(ms, seq))
 }
 
-/// The id that the next entry of a stream gets, whether the stream exists or not.
+/// The next entry id of a stream, which need not exist.
 pub(super) fn next_id(tx: &Tx<'_>, name: &StreamName) -> Result<EntryId> {
     let stream = tx.state().stream(name.as_str(), tx.now)?;
     let last = stream.map_or(EntryId::MIN, |stream| stream.last_id);
     StreamState::next_id(last, tx.now).ok_or_else(|| StreamError::Full {
-        problem: format!("stream `{name}` has given out its last id"),
+        problem: format!("stream `{name}` has no entry ids left"),
     })
 }
 
-/// Trims a stream that exists, exactly.
+/// Trims a stream exactly, if it exists.
 pub(super) fn trim(
     tx: &mut Tx<'_>,
     name: &StreamName,
@@ -151,8 +151,8 @@ pub(super) fn trim(
     Ok(trimmed)
 }
 
-/// When the memory is short, removes what the retention will not cover any more, before anything is appended. Fails
-/// without effect if that is not enough.
+/// If memory is short, removes entries outside the retention before the append. Fails without effect if that
+/// does not free enough.
 fn trim_to_fit(
     tx: &mut Tx<'_>,
     name: &StreamName,
@@ -171,16 +171,15 @@ fn trim_to_fit(
     Ok(())
 }
 
-/// What is about to be appended.
+/// Size of an append.
 #[derive(Clone, Copy, Default)]
 struct IncomingEntries {
     len: u64,
     bytes: u64,
 }
 
-/// What to trim.
 struct TrimPlan {
-    /// All entries before this id go.
+    /// Entries before this id are removed.
     before: EntryId,
     held_back: bool,
 }
@@ -212,7 +211,7 @@ impl TrimPlan {
     }
 
     fn removed(&self, stream: &StreamState) -> u64 {
-        // Counted from the front: most trims remove little.
+        // Counts from the front because most trims remove few entries.
         stream.entries.from(EntryId::MIN).take_while(|(id, _)| *id < self.before).count() as u64
     }
 }

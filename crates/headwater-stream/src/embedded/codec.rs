@@ -1,8 +1,8 @@
-//! The bytes of effects, in the log and in snapshots.
+//! Binary encoding of redo records in logs and snapshots.
 //!
-//! An effect is a tag and its parts in order; numbers are LEB128, texts and bytes carry their length. The end of the
-//! frame around them is the end of the last effect.
-//! Promises: decoding never panics and never reserves more memory than the input is long, whatever the bytes are.
+//! A record is a tag and its fields in order. Numbers are LEB128; texts and bytes are length-prefixed. The
+//! last record ends with its frame.
+//! Guarantees: decoding never panics and never allocates more than the input length, for any input.
 //! Not here: checksums and files (see `segment`).
 
 mod parts;
@@ -17,7 +17,7 @@ use self::parts::{Decoder, Encoder};
 use super::redo_record::RedoRecord;
 use crate::clock::Timestamp;
 
-/// What is wrong with bytes that are not an effect.
+/// Why bytes could not be decoded or applied.
 pub(super) type RecordError = &'static str;
 type Decoded<T> = Result<T, RecordError>;
 
@@ -52,7 +52,7 @@ const RESTORE_LEASE: u8 = 27;
 const RESTORE_EPOCH: u8 = 28;
 const RESTORE_TIME: u8 = 29;
 
-/// Appends the bytes of an effect.
+/// Appends the encoded record to `to`.
 pub(super) fn encode(record: &RedoRecord<'_>, to: &mut Vec<u8>) {
     let out = &mut Encoder { to };
     match record {
@@ -107,7 +107,7 @@ pub(super) fn encode(record: &RedoRecord<'_>, to: &mut Vec<u8>) {
         }
         RedoRecord::AddMembers { set, members, until, at } => {
             out.tag(ADD_MEMBERS).text(set).texts(members);
-            // No set ends at the beginning of time, so zero is free to say "no end".
+            // No set expires at the Unix epoch, so zero encodes "no expiration".
             out.time(until.unwrap_or_default()).time(*at);
         }
         RedoRecord::RemoveMembers { set, members } => {
@@ -160,7 +160,7 @@ pub(super) fn encode(record: &RedoRecord<'_>, to: &mut Vec<u8>) {
     }
 }
 
-/// Takes the next effect from the front of `from`; `None` at its end.
+/// Decodes the next record from the front of `from`; `None` at the end.
 pub(super) fn decode<'a>(from: &mut &'a [u8]) -> Decoded<Option<RedoRecord<'a>>> {
     if from.is_empty() {
         return Ok(None);
@@ -172,7 +172,7 @@ pub(super) fn decode<'a>(from: &mut &'a [u8]) -> Decoded<Option<RedoRecord<'a>>>
 }
 
 fn record<'a>(input: &mut Decoder<'a>) -> Decoded<RedoRecord<'a>> {
-    // Struct fields are evaluated in the order they are written here, which is the order of the bytes.
+    // Rust evaluates struct fields in the order written here, which is the order of the bytes.
     Ok(match input.tag()? {
         APPEND => RedoRecord::Append {
             stream: input.text()?,
@@ -294,6 +294,6 @@ fn record<'a>(input: &mut Decoder<'a>) -> Decoded<RedoRecord<'a>> {
             epoch: input.number()?,
             until: input.time()?,
         },
-        _ => return Err("it holds an effect of an unknown kind"),
+        _ => return Err("unknown record tag"),
     })
 }

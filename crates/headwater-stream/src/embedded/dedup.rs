@@ -1,4 +1,4 @@
-//! The calls of [`Dedup`].
+//! Implementation of [`Dedup`].
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ impl Dedup for Embedded {
             tx.ensure_capacity(ids.iter().map(bytes).sum())?;
             let mut answers = Vec::with_capacity(ids.len());
             for id in ids {
-                // One by one: an id that is given twice is fresh once.
+                // One by one, so that an id given twice is fresh once.
                 let known = tx.state().dedup.get(scope, id, tx.now);
                 answers.push(match known.map(|mark| mark.done.clone()) {
                     Some(Some(value)) => Begin::Done(value),

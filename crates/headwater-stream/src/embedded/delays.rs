@@ -1,4 +1,4 @@
-//! The calls of [`Delays`].
+//! Implementation of [`Delays`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -127,7 +127,7 @@ impl Delays for Embedded {
     }
 }
 
-/// Puts one entry aside; that the set is one, and that there is room, is checked.
+/// Schedules one entry. The caller has checked the type of the set and the capacity.
 pub(super) fn schedule(
     tx: &mut Tx<'_>,
     delays: &DelayName,
@@ -146,7 +146,8 @@ pub(super) fn schedule(
     DelayId(id)
 }
 
-/// Due entries that a call passes over because their streams cannot take them; more hold up those behind them.
+/// Due entries that one call skips because their streams reject them. More than that block the entries
+/// behind them.
 const SKIPPED_MAX: usize = 10_000;
 
 fn promote_due(tx: &mut Tx<'_>, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
@@ -178,7 +179,7 @@ fn promote_due(tx: &mut Tx<'_>, delays: &DelayName, count: usize) -> Result<Vec<
         tx.wake(stream.as_str());
         returned.push(Returned { delay: DelayId(id), stream, id: entry });
     }
-    // When nothing at all could move, the caller hears why instead of being told that nothing is due.
+    // If nothing could be moved, return the reason instead of an empty list.
     match rejected.into_iter().next() {
         Some(error) if returned.is_empty() => Err(error),
         _ => Ok(returned),

@@ -1,9 +1,10 @@
-//! The engine: the state behind one lock, the buffer of the log, and those who wait for something to happen.
+//! The engine: the state behind one lock, the log buffer and the waiting tasks.
 //!
-//! Upstream: every call, through [`EngineShared::transact`] and [`EngineShared::read`]. Downstream: `state`, `log`, `writer`.
-//! Promises: a call decides and changes under the lock, in the order of the log; it returns when its effects, and all
-//! that its answer visible_commit, are durable. So no answer tells of something that a crash could take back. Deliveries are
-//! different: they return when they are written, since losing one only means that the entry is delivered again.
+//! Upstream: every call, through [`EngineShared::transact`] and [`EngineShared::read`]. Downstream: `state`,
+//! `log`, `writer`.
+//! Guarantees: a call decides and applies its changes under the lock, in log order. It returns when its
+//! changes, and everything its result depends on, are durable, so no result shows data that a crash could
+//! revert. Deliveries return once they are written: if one is lost, the entry is redelivered.
 
 #[cfg(test)]
 mod tests;
@@ -21,20 +22,20 @@ use super::waiters::{BlockedReads, LeaseSubscribers, NameWaiters};
 use crate::clock::Clock;
 use crate::error::{Result, StreamError};
 
-/// When the buffer of the log holds this much, calls wait until it is written.
+/// Calls wait while the log buffer is larger than this.
 const BUFFER_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// What the calls and the threads of the log share.
+/// State shared by the calls and the log threads.
 #[derive(Debug)]
 pub(super) struct EngineShared {
     pub(super) clock: Arc<dyn Clock>,
-    /// The most bytes of memory that the state may take.
+    /// Memory limit of the state.
     pub(super) max_bytes: u64,
     call_deadline: Duration,
     inner: Mutex<Inner>,
-    /// Signalled when the buffer is no longer empty, or the log shall stop.
+    /// Signalled when the buffer becomes non-empty or the log stops.
     pub(super) to_write: Condvar,
-    /// `None` in memory.
+    /// `None` for a backend in memory.
     pub(super) log: Option<Arc<CommitLog>>,
 }
 
@@ -48,14 +49,14 @@ pub(super) struct Inner {
     pub(super) is_closed: bool,
 }
 
-/// What is not written yet.
+/// Committed but unwritten records.
 #[derive(Debug)]
 pub(super) struct Buffer {
-    /// Effects of all calls since the last write, behind room for the header of a frame.
+    /// Records of all calls since the last write, after space for a frame header.
     pub(super) bytes: Vec<u8>,
-    /// The number of the newest commit.
+    /// The newest commit number.
     pub(super) commit: u64,
-    /// The newest commit that an answer may not show before it is durable.
+    /// The newest commit that must be durable before a result may show it.
     pub(super) unsynced_visible: u64,
     pub(super) is_stopping: bool,
 }
@@ -88,10 +89,10 @@ impl EngineShared {
         Self { clock, max_bytes, call_deadline, inner, to_write: Condvar::new(), log }
     }
 
-    /// Decides and changes under the lock, then waits until that is done.
+    /// Runs a read-write transaction, then waits for `durability`.
     ///
-    /// What `decide` returns as an error must have had no effect. If the future is dropped while it waits, the change
-    /// stands.
+    /// If `decide` fails it must not have applied any record. If the future is dropped while it waits, the
+    /// change persists.
     pub(super) async fn transact<T>(
         &self,
         durability: Durability,
@@ -122,8 +123,8 @@ impl EngineShared {
         Ok((answer?, written, durable))
     }
 
-    /// Decides and changes under the lock without waiting. The caller waits where it hands out what it got; its effects
-    /// are small, so they need no room in the buffer.
+    /// Runs a read-write transaction without waiting. The caller waits before it returns the data. The records
+    /// are small, so this does not wait for buffer space.
     pub(super) fn transact_without_wait<T>(
         &self,
         decide: impl FnOnce(&mut Tx<'_>) -> Result<T>,
@@ -132,7 +133,7 @@ impl EngineShared {
         Ok(answer)
     }
 
-    /// Looks at the state under the lock, then waits until what was seen is durable.
+    /// Runs a read-only transaction, then waits until what it read is durable.
     pub(super) async fn read<T>(
         &self,
         read: impl FnOnce(&mut ReadTx<'_>) -> Result<T>,
@@ -156,7 +157,7 @@ impl EngineShared {
         }
     }
 
-    /// Waits while the buffer is full, so that a slow disk does not fill the memory.
+    /// Waits while the buffer is full, so that a slow disk does not exhaust memory.
     async fn wait_for_buffer_space(&self) -> Result<()> {
         while self.log.is_some() {
             let full_at = {
@@ -171,12 +172,12 @@ impl EngineShared {
         Ok(())
     }
 
-    /// Fails if the backend is closed or broken.
+    /// Fails if the backend is closed or the log has failed.
     pub(super) fn ensure_open(&self) -> Result<()> {
         self.lock().map(drop)
     }
 
-    /// The lock, unless the backend is closed or broken.
+    /// Takes the lock; fails if the backend is closed or the log has failed.
     pub(super) fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
         if let Some(failure) = self.log.as_ref().and_then(|log| log.failure()) {
             return Err(failure);
@@ -188,29 +189,30 @@ impl EngineShared {
         if inner.is_closed { Err(closed()) } else { Ok(inner) }
     }
 
-    /// The lock for the writer; `None` if a call panicked, since half of its effects must not reach the log.
+    /// Takes the lock for the writer; `None` if a call panicked, because a partial transaction must not be
+    /// logged.
     pub(super) fn lock_for_writing(&self) -> Option<MutexGuard<'_, Inner>> {
         self.inner.lock().ok()
     }
 
-    /// The lock for those who only clean up, whatever the state is.
+    /// Takes the lock for cleanup, whatever the state is.
     pub(super) fn lock_ignoring_poison(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The engine with its threads. They end, and the directory is free, when it is closed or dropped.
+/// The engine and its threads. Closing or dropping it stops the threads and unlocks the directory.
 #[derive(Debug)]
 pub(super) struct Engine {
     pub(super) shared: Arc<EngineShared>,
     running: Mutex<Option<EngineThreads>>,
 }
 
-/// What ends with the engine.
+/// What stops with the engine.
 #[derive(Debug)]
 pub(super) struct EngineThreads {
     pub(super) threads: Vec<JoinHandle<()>>,
-    /// The lock on the directory, given back after the last thread has ended.
+    /// The directory lock, released after the last thread has stopped.
     pub(super) lock: File,
 }
 
@@ -219,7 +221,7 @@ impl Engine {
         Self { shared, running: Mutex::new(running) }
     }
 
-    /// Accepts no more calls, writes what is left and ends the threads. Blocks.
+    /// Rejects new calls, writes the buffer and joins the threads. Blocks.
     pub(super) fn stop(&self) {
         {
             let mut inner = self.shared.lock_ignoring_poison();
@@ -228,11 +230,11 @@ impl Engine {
             inner.name_waiters.wake_all();
         }
         self.shared.to_write.notify_all();
-        // Held until all is done: whoever closes a second time waits, too.
+        // Held until the threads have stopped, so that a second `close` waits too.
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(EngineThreads { threads, lock }) = running.take() {
             for thread in threads {
-                // A thread that panicked has said so in the log's failure.
+                // A thread that panicked has recorded a log failure.
                 let _ = thread.join();
             }
             drop(lock);

@@ -1,4 +1,4 @@
-//! The calls of [`Leases`].
+//! Implementation of [`Leases`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,7 +54,7 @@ impl Leases for Embedded {
         ttl: Duration,
     ) -> Result<Vec<Renewal>> {
         check::renew(leases, ttl)?;
-        // A renewal that a power failure takes back belonged to a process that is gone, too.
+        // A power failure that reverts a renewal also ends the process that made it.
         let renew = self.shared().transact(Durability::Written, |tx| {
             tx.expire_leases();
             let held = leases.iter().map(|fence| is_held_by(tx, holder, fence));
@@ -77,7 +77,7 @@ impl Leases for Embedded {
             tx.expire_leases();
             let mut released = 0;
             for fence in leases {
-                // Looked at one by one: a lease that is named twice is released once.
+                // One by one, so that a lease given twice is released once.
                 if is_held_by(tx, holder, fence) {
                     tx.apply(&RedoRecord::Remove { name: fence.lease.as_str() });
                     tx.lease_subscribers().publish(&fence.lease, HintKind::Released);
@@ -113,7 +113,7 @@ impl Leases for Embedded {
     }
 }
 
-/// Fails with `Fenced` unless the lease of the fence, if there is one, is held now, in the epoch of the fence.
+/// Fails with `Fenced` unless the fence is `None` or its lease is held in its epoch.
 pub(super) fn check_fence(
     state: &EmbeddedState,
     fence: Option<&Fence>,
@@ -142,7 +142,7 @@ fn hold(tx: &mut Tx<'_>, lease: &LeaseName, holder: &HolderName, epoch: u64, ttl
     }
 }
 
-/// Whether a lease is held by this holder in this epoch. What is not a lease has no holder.
+/// Whether this holder holds the lease in this epoch. A name of another type has no holder.
 fn is_held_by(tx: &Tx<'_>, holder: &HolderName, fence: &Fence) -> bool {
     match tx.state().lease(fence.lease.as_str(), tx.now) {
         Ok(Some(held)) => held.holder == *holder && held.epoch == fence.epoch.0,
@@ -175,7 +175,7 @@ impl LeaseWatch for EmbeddedLeaseWatch {
             let end = async {
                 match ends {
                     Ok(Some(wait)) => shared.clock.sleep(wait).await,
-                    // Nothing ends, or the backend is closed and nothing ever will.
+                    // No lease expires, or the backend is closed.
                     Ok(None) | Err(_) => std::future::pending().await,
                 }
             };

@@ -1,10 +1,11 @@
-//! How far the log has come: what is written, what is synced, and who waits for it.
+//! Progress of the log: which commits are written and synced, and which calls wait for them.
 //!
-//! A call adds its effects to the buffer and gets the number of its commit. `writer` takes the whole buffer at once and
-//! writes it, `syncer` makes what is written durable: all calls of the meantime share one write and one sync.
-//! Promises: a wait ends when the commit is where the caller needs it, or with the error that stopped the log. After a
-//! failed write or sync every call fails until `writer` has repaired the log; the effects of the calls that were under
-//! way stay in memory and are part of the repair.
+//! A call appends its records to the buffer and gets a commit number. The writer thread writes the whole
+//! buffer at once and the sync thread syncs what is written, so concurrent calls share one write and one
+//! sync (group commit).
+//! Guarantees: a wait ends when the commit has reached the required state, or with the error that stopped
+//! the log. After a failed write or sync every call fails until `writer` has repaired the log; the changes
+//! of calls in flight stay in memory and are part of the repair.
 
 use std::fs::File;
 use std::io;
@@ -18,22 +19,22 @@ use tracing::error;
 
 use crate::error::{Result, StreamError};
 
-/// When a commit counts as done.
+/// When a commit counts as durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SyncMode {
-    /// When it is synced to the disk: it survives a power failure.
+    /// After fsync: it survives a power failure.
     Always,
-    /// When it is written to the file: it survives the end of the process. Synced every second.
+    /// After the write: it survives the process. Synced every second.
     Interval,
 }
 
-/// How often the log is synced when nobody waits for it.
+/// Sync interval while no call waits for a sync.
 pub(super) const SYNC_EVERY: Duration = Duration::from_secs(1);
 
-/// The longest time that a sync is put off so that more callers can share it.
+/// Upper bound for delaying a sync so that more calls can share it (group commit delay).
 const GROUP_COMMIT_DELAY_MAX: Duration = Duration::from_micros(500);
 
-/// The shared knowledge about the log.
+/// Write and sync progress, shared by calls and log threads.
 #[derive(Debug)]
 pub(super) struct CommitLog {
     pub(super) mode: SyncMode,
@@ -42,7 +43,7 @@ pub(super) struct CommitLog {
     pub(super) syncs: AtomicU64,
     pub(super) writes: AtomicU64,
     pub(super) compactions: AtomicU64,
-    /// How often a write or sync failed while the log was in order.
+    /// Number of times a write or sync failed while the log was healthy.
     pub(super) outages: AtomicU64,
     has_failed: AtomicBool,
     progress: Mutex<CommitProgress>,
@@ -56,11 +57,11 @@ pub(super) struct CommitLog {
 pub(super) struct CommitProgress {
     written: u64,
     synced: u64,
-    /// The newest commit that somebody wants synced.
+    /// The newest commit that a call waits for.
     wanted: u64,
-    /// How many callers took part lately: those whom the last sync served, and those who waited for the next one.
+    /// Expected number of waiting calls: those served by the last sync and those that waited for the next one.
     expected: usize,
-    /// The syncer gives those who were just served a moment to come back.
+    /// The sync is delayed so that the calls served last can join it.
     is_delaying: bool,
     last_sync_took: Duration,
     write_waiters: Vec<CommitWaiter>,
@@ -70,15 +71,15 @@ pub(super) struct CommitProgress {
     is_stopping: bool,
 }
 
-/// The file that is written to.
+/// The current log file.
 #[derive(Clone, Debug)]
 pub(super) struct LogTail {
     pub(super) file: Arc<File>,
     pub(super) path: Arc<PathBuf>,
     pub(super) number: u64,
-    /// The end of what is written.
+    /// End of the written data.
     pub(super) offset: u64,
-    /// The end of what is synced.
+    /// End of the synced data.
     pub(super) synced: u64,
 }
 
@@ -88,19 +89,19 @@ struct CommitWaiter {
     done: oneshot::Sender<Result<(), LogFailure>>,
 }
 
-/// What a failure leaves behind; a larger one includes the smaller ones.
+/// Consequence of a failure; a higher variant includes the lower ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Damage {
-    /// A write failed. The frames before it are whole; behind them may lie a part of the one that failed.
+    /// A write failed. Earlier frames are complete; a partial frame may follow them.
     Write,
-    /// A sync failed. The system may have dropped anything that was written since the last sync that succeeded, and
-    /// reading it back proves nothing: it comes from memory.
+    /// A sync failed. The operating system may have dropped any data written since the last successful sync;
+    /// reading it back proves nothing because it comes from the page cache.
     Sync,
-    /// A thread panicked. The state itself is unknown, so only opening the directory again helps.
+    /// A thread panicked. The state is unknown; only reopening the directory helps.
     Panic,
 }
 
-/// Why the log accepts nothing.
+/// Why the log rejects calls.
 #[derive(Clone, Debug)]
 pub(super) struct LogFailure {
     pub(super) damage: Damage,
@@ -116,15 +117,15 @@ impl LogFailure {
         Self { damage, problem, is_full, source: Arc::new(source) }
     }
 
-    /// The error of a call that was refused.
+    /// The error for a rejected call.
     pub(super) fn to_error(&self) -> StreamError {
         self.error(match self.damage {
             Damage::Panic => "all calls fail until the directory is opened again",
-            _ => "all calls fail until the disk accepts writes again, which is tried every few seconds",
+            _ => "all calls fail until the disk accepts writes again; the write is retried every few seconds",
         })
     }
 
-    /// The error of a call that was under way when the log failed.
+    /// The error for a call that was in flight when the log failed.
     pub(super) fn to_error_in_flight(&self) -> StreamError {
         self.error(match self.damage {
             Damage::Panic => "whether this call took effect is unknown",
@@ -144,7 +145,7 @@ impl LogFailure {
     }
 }
 
-/// Whether an operation failed for lack of space.
+/// Whether an operation failed because the disk is full.
 pub(super) fn is_full(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -181,7 +182,7 @@ impl CommitLog {
         }
     }
 
-    /// The newest commit that cannot be lost, as far as the mode promises.
+    /// The newest durable commit in the configured mode.
     pub(super) fn durable(&self) -> u64 {
         match self.mode {
             SyncMode::Always => self.synced.load(Ordering::Acquire),
@@ -247,7 +248,7 @@ impl CommitLog {
             Ok(Ok(Err(failure))) => Err(failure.to_error_in_flight()),
             Ok(Err(_)) => Err(closed()),
             Err(_) => Err(StreamError::Unavailable {
-                problem: format!("the disk did not take the log within {limit:?}"),
+                problem: format!("the disk did not accept the log within {limit:?}"),
                 source: None,
             }),
         }
@@ -265,14 +266,15 @@ impl CommitLog {
         self.lock().failure.as_ref().map(LogFailure::to_error)
     }
 
-    /// What has to be repaired; `None` if nothing has.
+    /// The failure to repair, if any.
     pub(super) fn damage(&self) -> Option<LogFailure> {
         self.has_failed().then(|| self.lock().failure.clone()).flatten()
     }
 
-    /// Syncs the file of `tail`, which holds all commits up to this one.
+    /// Syncs the file of `tail`, which contains all commits up to this one.
     ///
-    /// One sync at a time: the system tells only one of two concurrent callers that the write-back failed.
+    /// Only one sync at a time: the operating system reports a failed write-back to only one of two concurrent
+    /// callers.
     pub(super) fn sync(&self, tail: &LogTail, commit: u64) -> Result<(), LogFailure> {
         let _one_at_a_time = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
         self.ensure_tail_is_sound()?;
@@ -283,7 +285,8 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Fails after a failed sync: the system may have dropped what was written before, so nothing may follow it.
+    /// Fails after a failed sync: the operating system may have dropped earlier data, so nothing may be written
+    /// after it.
     pub(super) fn ensure_tail_is_sound(&self) -> Result<(), LogFailure> {
         if !self.has_failed() {
             return Ok(());
@@ -296,14 +299,14 @@ impl CommitLog {
 
     fn fail_sync(&self, tail: &LogTail, error: io::Error) -> LogFailure {
         let failure = LogFailure::new(Damage::Sync, &tail.path, "synced", error);
-        // Another file has taken its place, so everything in this one is durable by other means.
+        // If the log has moved to another file, a snapshot has made the data of this one durable.
         if self.lock().tail.number == tail.number {
             self.fail(failure.clone());
         }
         failure
     }
 
-    /// Commits up to this one are written, up to this place.
+    /// Records that commits up to this one are written, up to `offset`.
     pub(super) fn publish_written(&self, commit: u64, offset: u64) {
         let mut progress = self.lock();
         progress.written = commit;
@@ -319,7 +322,7 @@ impl CommitLog {
         wake(done);
     }
 
-    /// What lay in `tail` when the sync began is durable, and with it all commits up to this one.
+    /// Records that the contents of `tail` are durable, and with them all commits up to this one.
     pub(super) fn publish_synced(&self, commit: u64, tail: &LogTail, took: Duration) {
         let mut progress = self.lock();
         progress.last_sync_took = took;
@@ -343,7 +346,7 @@ impl CommitLog {
             Some(known) => failure.damage = failure.damage.max(known.damage),
             None => {
                 self.outages.fetch_add(1, Ordering::Relaxed);
-                error!(error = %failure.problem, "embedded log failed, all calls fail until it is repaired");
+                error!(error = %failure.problem, "embedded log failed; all calls fail until it is repaired");
             }
         }
         self.has_failed.store(true, Ordering::Release);
@@ -352,12 +355,12 @@ impl CommitLog {
         progress.failure = Some(failure.clone());
         drop(progress);
         for waiter in waiters {
-            // A caller that was cancelled does not wait any more.
+            // The receiver is gone if the call was cancelled.
             let _ = waiter.done.send(Err(failure.clone()));
         }
     }
 
-    /// Accepts calls again after a repair; `false` if there is more damage than was repaired.
+    /// Accepts calls again after a repair; `false` if there is damage that was not repaired.
     pub(super) fn resume(&self, repaired: Damage) -> bool {
         let mut progress = self.lock();
         if progress.failure.as_ref().is_some_and(|failure| failure.damage > repaired) {
@@ -370,13 +373,14 @@ impl CommitLog {
         true
     }
 
-    /// Ends the syncer; everything is synced, or the log has failed.
+    /// Stops the sync thread; everything is synced, or the log has failed.
     pub(super) fn stop(&self) {
         self.lock().is_stopping = true;
         self.to_sync.notify_all();
     }
 
-    /// Waits until there is something to sync: the tail and the commit it holds. `None` when the log stops.
+    /// Blocks until there is something to sync. Returns the tail and its newest commit; `None` when the log
+    /// stops.
     pub(super) fn next_sync(&self) -> Option<(LogTail, u64)> {
         let mut deadline = Instant::now() + SYNC_EVERY;
         let mut delay_until = None;
@@ -397,7 +401,7 @@ impl CommitLog {
                     left = until.saturating_duration_since(now);
                     progress.is_delaying = !left.is_zero();
                 }
-                // Under load, too: whoever wakes us early must not put the deadline off.
+                // Checked on every wakeup, so that frequent wakeups under load cannot postpone the deadline.
                 if left.is_zero() || progress.is_ready_to_sync() {
                     progress.is_delaying = false;
                     return Some((progress.tail.clone(), progress.written));
@@ -412,13 +416,13 @@ impl CommitLog {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, CommitProgress> {
-        // Nothing in here is left half done by a panic.
+        // A panic cannot leave the progress half updated.
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl CommitProgress {
-    /// Whether a sync would serve somebody, and all who can be expected.
+    /// Whether a call waits for a sync and all expected calls have arrived.
     fn is_ready_to_sync(&self) -> bool {
         let is_wanted = self.wanted > self.synced && self.written > self.synced;
         let all_are_waiting =
@@ -426,8 +430,8 @@ impl CommitProgress {
         is_wanted && (all_are_waiting || !self.is_delaying)
     }
 
-    /// How long the next sync waits for those whom the last one served. Without it, callers fall into two halves that
-    /// take turns: each sync serves one half while the other waits for the next.
+    /// How long the next sync waits for the calls that the last one served. Without the delay, callers split
+    /// into two halves that alternate: each sync serves one half while the other waits for the next.
     fn group_commit_delay(&self) -> Duration {
         if self.sync_waiters.len() >= self.expected && self.written >= self.wanted {
             return Duration::ZERO;
@@ -442,7 +446,7 @@ fn take_reached(waiters: &mut Vec<CommitWaiter>, commit: u64) -> Vec<CommitWaite
 
 fn wake(done: Vec<CommitWaiter>) {
     for waiter in done {
-        // Whoever no longer waits was cancelled; their commit stands all the same.
+        // The receiver is gone if the call was cancelled; its commit persists.
         let _ = waiter.done.send(Ok(()));
     }
 }

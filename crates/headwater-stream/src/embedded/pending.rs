@@ -1,4 +1,4 @@
-//! Pending entries: kept alive, taken over, listed; and the consumers that have none.
+//! Pending entries: keep alive, reclaim, list; and removal of idle consumers.
 
 use std::borrow::Cow;
 use std::ops::Bound;
@@ -30,7 +30,7 @@ pub(super) fn keep_alive(
     for id in ids {
         match known.pending.get(*id) {
             Some(delivered) if delivered.consumer == *consumer => {
-                // There is nothing left to work on; as on Redis, such an entry stops being pending.
+                // The entry was deleted; as on Redis, it stops being pending.
                 let exists = found.entries.contains(*id);
                 if exists { &mut kept } else { &mut gone }.push(*id);
                 lost.extend((!exists).then_some(*id));
@@ -85,10 +85,10 @@ pub(super) fn reclaim(tx: &mut Tx<'_>, reclaim: &Reclaim<'_>) -> Result<Reclaime
     Ok(reclaimed)
 }
 
-/// The pending entries to look at, in id order, and where to go on after them.
+/// The pending entries to scan, in id order, and the next scan position.
 fn candidates(group: &GroupState, reclaim: &Reclaim<'_>) -> (Vec<EntryId>, Option<EntryId>) {
     let after = after(reclaim.after);
-    // A full page is not yet the end: as on Redis, only a look behind it tells.
+    // After a full page there may be more; as on Redis, only the next page tells.
     let take = |ids: &mut dyn Iterator<Item = &EntryId>| {
         let scanned: Vec<EntryId> = ids.take(reclaim.count).copied().collect();
         let next = scanned.last().copied().filter(|_| scanned.len() == reclaim.count);

@@ -1,7 +1,7 @@
-//! Reading: new entries for a group, and entries after a position for nobody in particular.
+//! Group reads, and tail reads without a consumer group.
 //!
-//! Promises: a reader that found nothing is woken by the next append, without polling. Whatever a reader has buffered
-//! stays with it until it is handed out, so a read that is dropped loses nothing.
+//! Guarantees: the next append wakes a blocked read, without polling. A reader buffers delivered entries
+//! until a read returns them, so dropping a read loses nothing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,17 +25,17 @@ pub(super) struct EmbeddedGroupReader {
     group: GroupName,
     consumer: ConsumerName,
     woken: Arc<Notify>,
-    /// What was delivered and not yet handed out.
+    /// Delivered entries that no read has returned yet.
     buffered: BufferedDeliveries,
 }
 
-/// Deliveries that nobody has seen yet.
+/// Deliveries that no read has returned yet.
 #[derive(Default)]
 struct BufferedDeliveries {
     batches: Vec<Batch<Delivery>>,
-    /// The commit of the deliveries, which must be written before they are handed out.
+    /// Commit of the deliveries; must be written before they are returned.
     written: u64,
-    /// The commit of the newest entry, which must be durable before it is handed out.
+    /// Commit of the newest entry; must be durable before it is returned.
     durable: u64,
 }
 
@@ -51,7 +51,7 @@ impl EmbeddedGroupReader {
         }
     }
 
-    /// Hands out what was buffered, once nothing of it can be lost.
+    /// Returns the buffered deliveries once they cannot be lost.
     async fn return_buffered(&mut self) -> Result<Vec<Batch<Delivery>>> {
         self.engine.shared.wait(self.buffered.written, self.buffered.durable).await?;
         Ok(std::mem::take(&mut self.buffered).batches)
@@ -99,7 +99,7 @@ impl GroupReader for EmbeddedGroupReader {
             }
             tokio::select! {
                 () = self.woken.notified() => {}
-                // Looks once more: what came in the last moment is not left for the next read.
+                // Check once more, to return entries that arrived at the last moment.
                 () = &mut time_out => is_over = true,
             }
         }
@@ -110,7 +110,7 @@ impl GroupReader for EmbeddedGroupReader {
     }
 }
 
-/// A read for a group that waits, until dropped.
+/// Unregisters a blocked read on drop.
 struct BlockedReadGuard {
     shared: Arc<EngineShared>,
     read: Arc<BlockedRead>,
@@ -123,7 +123,7 @@ impl Drop for BlockedReadGuard {
 }
 
 fn read_cancelled() -> StreamError {
-    let problem = "the reads of this consumer were ended from outside".to_owned();
+    let problem = "the reads of this consumer were disconnected by another process".to_owned();
     StreamError::Unavailable { problem, source: None }
 }
 
@@ -136,7 +136,7 @@ fn deliver_new(
     count: usize,
     buffered: &mut BufferedDeliveries,
 ) -> Result<()> {
-    // All names are looked at first: a wrong one fails the read before it has delivered anything.
+    // Check all names first, so that a wrong type fails the read before anything is delivered.
     for name in streams {
         tx.state().stream(name.as_str(), tx.now)?;
     }
@@ -162,7 +162,7 @@ fn deliver_new(
                 tx.apply(&RedoRecord::Deliver { stream, group, consumer, through, at });
                 buffered.batches.push(Batch { stream: name.clone(), entries });
             }
-            // As on Redis 7.0, a consumer comes into being with the first entry it gets.
+            // As on Redis 7.0, a consumer is created with its first entry.
             None => tx.touch(stream, group, consumer),
         }
     }
@@ -221,7 +221,7 @@ impl TailReader for EmbeddedTailReader {
     }
 }
 
-/// The entries after each position, and the commit that must be durable before they may be seen.
+/// The entries after each position, and the commit that must be durable before they are returned.
 fn entries_after(
     tx: &Tx<'_>,
     positions: &[(StreamName, EntryId)],
@@ -241,7 +241,7 @@ fn entries_after(
     Ok((batches, durable))
 }
 
-/// Someone who waits for something to happen to some names, until dropped.
+/// Registration of a task that waits on names; removed on drop.
 pub(super) struct WaitRegistration {
     shared: Arc<EngineShared>,
     names: Vec<String>,
@@ -249,7 +249,7 @@ pub(super) struct WaitRegistration {
 }
 
 impl WaitRegistration {
-    /// Registers under the lock, so that nothing that happens from now on goes unseen.
+    /// Registers under the lock, so that no later change is missed.
     pub(super) fn begin(
         shared: &Arc<EngineShared>,
         tx: &mut Tx<'_>,

@@ -1,9 +1,11 @@
-//! An effect is one physical change of the state: decided once, applied now and again whenever the log is read.
+//! Redo records: each is one physical state change, applied once when it is decided and again when the log
+//! is replayed.
 //!
-//! Upstream: the calls in `streams`, `delays`, `leases` and so on decide which effects a call has. Downstream: `codec`
-//! writes them into the log, [`EmbeddedState::apply`](super::state::EmbeddedState::apply) carries them out.
-//! Promises: applying the same effects in the same order gives the same state. An effect therefore holds every id and
-//! every time that was decided, and asks no clock.
+//! Upstream: the calls in `streams`, `delays`, `leases` and so on decide which records a call produces.
+//! Downstream: `codec` encodes them, [`EmbeddedState::apply`](super::state::EmbeddedState::apply) applies
+//! them.
+//! Guarantees: the same records in the same order give the same state. A record therefore contains every id
+//! and time that was decided and reads no clock.
 
 use std::borrow::Cow;
 
@@ -12,20 +14,20 @@ use bytes::Bytes;
 use crate::clock::Timestamp;
 use crate::entry::{EntryId, Fields};
 
-/// One change of the state. Names are borrowed: from the caller when it happens, from the log when it is read.
+/// One state change. Names borrow from the caller, or from the log on replay.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum RedoRecord<'a> {
-    /// StreamEntries enter a stream under consecutive ids. Creates the stream.
+    /// Appends entries under consecutive ids. Creates the stream.
     Append { stream: &'a str, first: EntryId, entries: Cow<'a, [Fields]> },
-    /// A group begins to read after an id. Creates the stream.
+    /// Creates a group that reads after an id. Creates the stream.
     CreateGroup { stream: &'a str, group: &'a str, after: EntryId },
-    /// A group goes with all it knows.
+    /// Removes a group and its pending entries.
     RemoveGroup { stream: &'a str, group: &'a str },
-    /// All that the group has not read yet, up to an id, is pending for a consumer.
+    /// Delivers all unread entries up to an id to a consumer.
     Deliver { stream: &'a str, group: &'a str, consumer: &'a str, through: EntryId, at: Timestamp },
-    /// StreamEntries are pending no longer.
+    /// Acknowledges pending entries.
     Acknowledge { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]> },
-    /// Pending entries change hands; each counts as one more delivery.
+    /// Assigns pending entries to a consumer; increments their delivery counts.
     Claim {
         stream: &'a str,
         group: &'a str,
@@ -33,67 +35,67 @@ pub(super) enum RedoRecord<'a> {
         ids: Cow<'a, [EntryId]>,
         at: Timestamp,
     },
-    /// Pending entries are nobody's, and their last delivery does not count.
+    /// Releases pending entries from their consumer; decrements their delivery counts.
     Release { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]>, at: Timestamp },
-    /// The idle time of pending entries starts anew.
+    /// Resets the idle time of pending entries.
     KeepAlive { stream: &'a str, group: &'a str, ids: Cow<'a, [EntryId]>, at: Timestamp },
-    /// A consumer without pending entries goes.
+    /// Removes a consumer without pending entries.
     RemoveConsumer { stream: &'a str, group: &'a str, consumer: &'a str },
-    /// All entries before an id go.
+    /// Removes all entries before an id.
     Trim { stream: &'a str, before: EntryId },
-    /// These entries go.
+    /// Removes these entries.
     DeleteEntries { stream: &'a str, ids: Cow<'a, [EntryId]> },
 
-    /// An entry waits until it is due. Creates the set.
+    /// Schedules an entry for a due time. Creates the delay set.
     Schedule { delays: &'a str, id: u64, due: Timestamp, to: &'a str, fields: Fields },
-    /// A waiting entry goes.
+    /// Removes a scheduled entry.
     Cancel { delays: &'a str, id: u64 },
-    /// A waiting entry enters its stream.
+    /// Moves a scheduled entry to its stream.
     Promote { delays: &'a str, id: u64, entry: EntryId },
 
-    /// A lease is held until a time, unless it is prolonged.
+    /// A lease is held until a time, unless it is renewed.
     HoldLease { lease: &'a str, holder: &'a str, epoch: u64, until: Timestamp, at: Timestamp },
 
-    /// Members enter a set; `until` of `None` leaves its life as it is. Creates the set.
+    /// Adds members to a set; `until: None` keeps its expiration. Creates the set.
     AddMembers { set: &'a str, members: Vec<&'a str>, until: Option<Timestamp>, at: Timestamp },
-    /// Members leave a set, which goes with the last of them.
+    /// Removes members from a set; removing the last one removes the set.
     RemoveMembers { set: &'a str, members: Vec<&'a str> },
-    /// Fields of a map get values. Creates the map.
+    /// Sets fields of a map. Creates the map.
     PutFields { map: &'a str, fields: Vec<(&'a str, Bytes)> },
 
-    /// An id is marked, as begun without a value or as done with one.
+    /// Sets a deduplication record: in progress without a value, or done with one.
     SetDedup { scope: &'a str, id: &'a str, done: Option<Bytes>, until: Timestamp, at: Timestamp },
-    /// A mark goes.
+    /// Removes a deduplication record.
     RemoveDedup { scope: &'a str, id: &'a str },
 
-    /// Whatever has this name goes: a stream, a set of delayed entries, a map, a set or a lease.
+    /// Removes the value of a name: a stream, delay set, map, set or lease.
     Remove { name: &'a str },
 
-    /// The number that the next delayed entry gets. In snapshots only, like all below.
+    /// The next delay id. Only in snapshots, like all records below.
     RestoreCounters { next_delay: u64 },
-    /// The latest time at which anything was decided.
+    /// The latest time at which a record was decided.
     RestoreTime { at: Timestamp },
-    /// A stream exists and has given out ids up to this one.
+    /// A stream and the last id it has assigned.
     RestoreStream { stream: &'a str, last_id: EntryId },
-    /// StreamEntries of a stream, in id order.
+    /// Entries of a stream, in id order.
     RestoreEntries { stream: &'a str, entries: Vec<(EntryId, Fields)> },
-    /// A consumer that a group knows, and when it last did something.
+    /// A consumer of a group and when it was last active.
     RestoreConsumer { stream: &'a str, group: &'a str, consumer: &'a str, at: Timestamp },
-    /// What is pending for a consumer: id, time and number of deliveries.
+    /// Pending entries of a consumer: id, delivery time and delivery count.
     RestorePending {
         stream: &'a str,
         group: &'a str,
         consumer: &'a str,
         pending: Vec<(EntryId, Timestamp, u64)>,
     },
-    /// A lease that was held.
+    /// A held lease.
     RestoreLease { lease: &'a str, holder: &'a str, epoch: u64, until: Timestamp },
-    /// The last epoch of a lease, held or not, and until when it is remembered.
+    /// The last epoch of a lease, held or not, and how long it is retained.
     RestoreEpoch { lease: &'a str, epoch: u64, until: Timestamp },
 }
 
 impl RedoRecord<'_> {
-    /// When it was decided, as far as it tells; 1970 if it does not.
+    /// When the record was decided; the Unix epoch if it does not contain a time.
     pub(super) fn decided_at(&self) -> Timestamp {
         match self {
             Self::Deliver { at, .. }
@@ -105,7 +107,7 @@ impl RedoRecord<'_> {
             | Self::SetDedup { at, .. }
             | Self::RestoreConsumer { at, .. }
             | Self::RestoreTime { at } => *at,
-            // The first part of an id is a time, or a larger one that was given out before.
+            // The first part of an id is a time, or a larger value that was assigned before.
             Self::Append { first: id, .. }
             | Self::Promote { entry: id, .. }
             | Self::RestoreStream { last_id: id, .. } => Timestamp::from_millis(id.ms),

@@ -1,4 +1,4 @@
-//! The calls of [`Registry`].
+//! Implementation of [`Registry`].
 
 use std::collections::HashSet;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Settling: deliveries end, and what follows from them happens in the same step.
+//! Settle: ends deliveries and applies their follow-ups in one transaction.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -51,8 +51,8 @@ pub(super) fn settle(tx: &mut Tx<'_>, settle: &Settle<'_>) -> Result<Settled> {
     Ok(settled)
 }
 
-/// Whether an owner whose lease has ended repeats what it did: the lease has had no other holder since, and all entries that
-/// are to be deleted are gone.
+/// Whether an owner with an expired lease retries a completed delete: the lease has had no other holder
+/// since, and all entries to delete are gone.
 fn is_repeated_delete(tx: &Tx<'_>, settle: &Settle<'_>) -> Result<bool> {
     let Some(fence) = settle.fence else { return Ok(false) };
     let state = tx.state();
@@ -68,7 +68,7 @@ fn is_repeated_delete(tx: &Tx<'_>, settle: &Settle<'_>) -> Result<bool> {
     Ok(is_free && is_last && all_are_gone)
 }
 
-/// The common case, without a look at each entry: those that are not pending are left alone by the effect itself.
+/// Fast path for plain acknowledgements: the record itself ignores entries that are not pending.
 fn acknowledge_all(tx: &mut Tx<'_>, settle: &Settle<'_>) -> Result<Settled> {
     let pending = |tx: &Tx<'_>| -> Result<usize> {
         Ok(group_of(tx, settle)?.map_or(0, |(_, group)| group.pending.len()))
@@ -115,7 +115,7 @@ fn append_one(tx: &mut Tx<'_>, to: &StreamName, fields: &Fields) -> Result<()> {
     append::append(tx, to, entries, &Retention::KEEP_ALL).map(|_| ())
 }
 
-/// Fails if a follow-up, whether it will take effect or not, goes to a name that stands for something else.
+/// Fails if a follow-up, whether it will be applied or not, targets a name of another type.
 fn check_types(tx: &Tx<'_>, settle: &Settle<'_>) -> Result<()> {
     for settlement in settle.entries {
         match &settlement.then {
@@ -131,7 +131,7 @@ fn check_types(tx: &Tx<'_>, settle: &Settle<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What a settle will do. Made before anything is done, so that a settle that fails has no effect.
+/// The planned changes. Computed first, so that a settle that fails has no effect.
 #[derive(Default)]
 struct SettlePlan<'a> {
     applied: usize,
@@ -153,7 +153,8 @@ impl<'a> SettlePlan<'a> {
             Then::Done => 1,
             Then::Delete => 2,
         };
-        // Of two settlements of one entry, the first by rank counts: writing something, being done, being removed.
+        // If an entry has two settlements, the first by rank applies: one with a follow-up or release, then done,
+        // then delete.
         for ends in 0..=2 {
             for settlement in settle.entries.iter().filter(|settlement| rank(settlement) == ends) {
                 let Some(delivered) = group.pending.get(settlement.id) else { continue };
@@ -177,7 +178,7 @@ impl<'a> SettlePlan<'a> {
             self.released.push(*id);
             return;
         }
-        // Of an entry that exists no more nothing is left to give back: as on Redis, it stops being pending.
+        // A deleted entry cannot be released; as on Redis, it stops being pending.
         self.acknowledged.push(*id);
         match then {
             Then::Done | Then::Release => {}
@@ -196,7 +197,7 @@ impl<'a> SettlePlan<'a> {
         }
     }
 
-    /// Fails if one follow-up would create a stream and another a set of delayed entries under the same name.
+    /// Fails if one follow-up would create a stream and another a delay set under the same name.
     fn check_new_names(&self) -> Result<()> {
         let mut is_stream = HashMap::new();
         for then in &self.follow_ups {
@@ -212,15 +213,15 @@ impl<'a> SettlePlan<'a> {
         Ok(())
     }
 
-    /// How many bytes of memory it takes on balance.
+    /// Net memory growth in bytes.
     fn bytes_more(&self) -> u64 {
         self.bytes_added.saturating_sub(self.bytes_freed)
     }
 }
 
-/// The entries that a settlement of this call has used up: the second one comes too late.
+/// Ids already settled in this call; a second settlement of an id is ignored.
 struct SettledIds {
-    /// `None` while ids grow, so that none can come twice.
+    /// `None` while ids are ascending and therefore unique.
     ids: Option<HashSet<EntryId>>,
 }
 
@@ -230,12 +231,12 @@ impl SettledIds {
         Self { ids: (!is_ascending).then(HashSet::new) }
     }
 
-    /// Returns whether the entry was not used up before.
+    /// Returns whether the id was not settled before.
     fn insert(&mut self, id: EntryId) -> bool {
         self.ids.as_mut().is_none_or(|ids| ids.insert(id))
     }
 
-    /// What was given back can still be done by whoever says so.
+    /// A released entry can still be settled as done or deleted.
     fn allow_again(&mut self, released: &[EntryId]) {
         if let Some(ids) = &mut self.ids {
             released.iter().for_each(|id| {

@@ -1,7 +1,8 @@
-//! A snapshot: the whole state as effects that build it, in one file.
+//! Snapshots: the whole state as redo records, in one file.
 //!
-//! It is written beside the log while the log goes on, and takes the place of all log before it.
-//! Promises: under its final name it is whole and durable. A crash at any point leaves either the old files or the new.
+//! A snapshot is written while the log continues and replaces the log before it.
+//! Guarantees: under its final name it is complete and durable. A crash at any point leaves either the old
+//! or the new files.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -17,13 +18,13 @@ use super::state::stream::StreamState;
 use super::state::{EmbeddedState, NamedValue};
 use crate::entry::EntryId;
 
-/// A frame is closed when it holds this many bytes.
+/// Target size of a frame.
 const FRAME_BYTES: usize = 1024 * 1024;
-/// Items of a list that go into one effect.
+/// Items of a list per record.
 const ITEMS_PER_RECORD: usize = 256;
 
-/// Writes the snapshot that stands for all log before number `number`. Returns its size; `None` if `stop` said so before
-/// it was done.
+/// Writes the snapshot that replaces all log files before `number`. Returns its size; `None` if `stop` was
+/// set first.
 pub(super) fn write(
     directory: &Directory,
     number: u64,
@@ -39,7 +40,7 @@ pub(super) fn write(
     let bytes = match written {
         Ok(bytes) => bytes,
         Err(error) => {
-            // Half a snapshot is of no use to anybody; the next start would remove it, too.
+            // A partial snapshot is useless; recovery would remove it too.
             let _ = fs::remove_file(&unfinished);
             return match stop.load(Ordering::Relaxed) {
                 true => Ok(None),
@@ -52,13 +53,13 @@ pub(super) fn write(
     Ok(Some(bytes))
 }
 
-/// Removes the files that a durable snapshot replaces, once the log behind it has begun.
+/// Removes the files that a durable snapshot replaces, once the log after it exists.
 pub(super) fn remove_before(directory: &Directory, number: u64) -> io::Result<()> {
     let listing = directory.list().map_err(io::Error::other)?;
     for old in listing.snapshots.into_iter().filter(|old| *old < number) {
         fs::remove_file(directory.snapshot(old))?;
     }
-    // Oldest first: what is left after a crash in between has no gap.
+    // Oldest first, so that a crash in between leaves no gap.
     for old in listing.logs.into_iter().filter(|old| *old < number) {
         fs::remove_file(directory.log(old))?;
     }
@@ -152,7 +153,7 @@ fn write_stream(name: &str, stream: &StreamState, to: &mut SnapshotWriter<'_>) -
     Ok(())
 }
 
-/// In id order, as it grew; those of one consumer that follow each other go into one effect.
+/// In id order; consecutive entries of one consumer share a record.
 fn write_pending(
     stream: &str,
     group_name: &str,
@@ -179,7 +180,7 @@ struct SnapshotWriter<'a> {
     file: File,
     number: u64,
     offset: u64,
-    /// The frame that is being filled; its header is reserved in front.
+    /// The current frame; space for its header is reserved.
     frame: Vec<u8>,
     stop: &'a AtomicBool,
 }
@@ -214,7 +215,7 @@ impl<'a> SnapshotWriter<'a> {
         if self.frame.len() > FRAME_HEADER_BYTES {
             self.write_frame()?;
         }
-        // An empty frame says that all others are there.
+        // An empty frame marks the snapshot as complete.
         self.write_frame()?;
         self.file.sync_all()?;
         Ok(self.offset)

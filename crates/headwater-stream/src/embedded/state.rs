@@ -1,9 +1,9 @@
-//! All that the embedded backend knows, in memory.
+//! The state of the embedded backend, in memory.
 //!
-//! Upstream: the calls look at it and decide. Downstream: nothing; `snapshot` writes it to a file.
-//! Promises: it changes by [`EmbeddedState::apply`] and by nothing else, so reading the log gives the same state again. The one
-//! exception is [`EmbeddedState::touch`], which is not worth a place in the log.
-//! A clone is cheap: everything large is behind shared pointers and is copied part by part when it changes.
+//! Upstream: the calls read it to decide. Downstream: `snapshot` writes it to a file.
+//! Guarantees: only [`EmbeddedState::apply`] changes it, so replaying the log gives the same state. The one
+//! exception is [`EmbeddedState::touch`], which is not logged.
+//! Cloning is cheap: large parts are behind shared pointers and copied on write.
 
 pub(super) mod chunked_map;
 pub(super) mod dedup_table;
@@ -35,21 +35,21 @@ use crate::name::{HolderName, LeaseName, StreamName};
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct EmbeddedState {
-    /// One key space for all kinds, as on Redis.
+    /// One key space for all types, as on Redis.
     pub(super) names: HashMap<Arc<str>, NamedValue>,
     pub(super) epochs: EpochTable,
     pub(super) dedup: DedupTable,
-    /// Leases that are held, and those whose end nobody has noticed yet, by the time they end.
+    /// Held and expired leases by expiration time.
     lease_expirations: BTreeSet<(Timestamp, Arc<str>)>,
-    /// Sets that do not live for ever, by the time they end.
+    /// Sets with an expiration, by expiration time.
     set_expirations: BTreeSet<(Timestamp, Arc<str>)>,
     pub(super) next_delay: u64,
-    /// About how many bytes of memory all of it takes.
+    /// Approximate memory use in bytes.
     bytes: u64,
     latest: Timestamp,
 }
 
-/// What a name stands for.
+/// The value of a name.
 #[derive(Clone, Debug)]
 pub(super) enum NamedValue {
     StreamState(Arc<StreamState>),
@@ -61,7 +61,7 @@ pub(super) enum NamedValue {
 
 macro_rules! kind {
     ($getter:ident, $kind:ident, $type:ty, $what:literal) => {
-        #[doc = concat!("The ", $what, " of this name; `WrongType` if the name stands for something else.")]
+        #[doc = concat!("The ", $what, " with this name; `WrongType` if the name holds another type.")]
         pub(super) fn $getter(&self, name: &str, now: Timestamp) -> Result<Option<&$type>> {
             match self.get(name, now) {
                 None => Ok(None),
@@ -74,32 +74,32 @@ macro_rules! kind {
 
 impl EmbeddedState {
     kind!(stream, StreamState, StreamState, "stream");
-    kind!(delays, Delays, DelaySet, "set of delayed entries");
+    kind!(delays, Delays, DelaySet, "delay set");
     kind!(map, Map, BTreeMap<String, Bytes>, "map");
     kind!(set, Set, Set, "set");
     kind!(lease, Lease, Lease, "lease");
 
-    /// What a name stands for, unless its time is over.
+    /// The value of a name, unless it has expired.
     pub(super) fn get(&self, name: &str, now: Timestamp) -> Option<&NamedValue> {
         self.names.get(name).filter(|value| !value.is_expired(now))
     }
 
-    /// Whether something lies under this name whose time is over.
+    /// Whether the name holds an expired value.
     pub(super) fn is_expired(&self, name: &str, now: Timestamp) -> bool {
         self.names.get(name).is_some_and(|value| value.is_expired(now))
     }
 
-    /// About how many bytes of memory all of it takes.
+    /// Approximate memory use in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The latest time at which anything was decided: the clock was there once, wherever it is now.
+    /// The latest time at which a record was decided; the clock does not go back behind it.
     pub(super) fn latest(&self) -> Timestamp {
         self.latest
     }
 
-    /// Carries out one effect. A problem means that the effect does not belong to this state.
+    /// Applies one record. An error means that the record does not match this state.
     pub(super) fn apply(&mut self, record: &RedoRecord<'_>) -> Result<(), RecordError> {
         self.latest = self.latest.max(record.decided_at());
         match record {
@@ -112,7 +112,7 @@ impl EmbeddedState {
                 self.with_stream(stream, |stream| stream.create_group(group, *after))?;
             }
             RedoRecord::RemoveGroup { stream, group } => self.with_stream(stream, |stream| {
-                stream.groups.remove(*group).map(|_| ()).ok_or("a group is unknown")
+                stream.groups.remove(*group).map(|_| ()).ok_or("unknown group")
             })?,
             RedoRecord::RestoreConsumer { stream, group, consumer, at } => self
                 .with_stream(stream, |stream| {
@@ -153,7 +153,7 @@ impl EmbeddedState {
                     let group = stream.group_mut(group)?;
                     match group.consumers.remove(*consumer) {
                         Some(gone) if gone.pending.is_empty() => Ok(()),
-                        _ => Err("a consumer is removed that is unknown or has pending entries"),
+                        _ => Err("the consumer to remove is unknown or has pending entries"),
                     }
                 })?;
             }
@@ -166,7 +166,7 @@ impl EmbeddedState {
                 Ok(())
             })?,
             RedoRecord::Schedule { delays, id, due, to, fields } => {
-                let to = StreamName::new(to).map_err(|_| "a stream name is invalid")?;
+                let to = StreamName::new(to).map_err(|_| "invalid stream name")?;
                 let waiting = DelayedItem { to, fields: fields.clone() };
                 self.schedule(delays, *id, *due, waiting)?;
             }
@@ -199,7 +199,7 @@ impl EmbeddedState {
             }
             RedoRecord::Remove { name } => self.remove(name)?,
             RedoRecord::RestoreCounters { next_delay } => self.next_delay = *next_delay,
-            // It has been noted above.
+            // Recorded above.
             RedoRecord::RestoreTime { .. } => {}
             RedoRecord::RestoreStream { stream, last_id } => {
                 self.create_stream(stream)?;
@@ -231,7 +231,7 @@ impl EmbeddedState {
         Ok(())
     }
 
-    /// A consumer did something. Not worth a place in the log: it only keeps an idle consumer from being removed.
+    /// Records activity of a consumer. Not logged: it only prevents removal of an idle consumer.
     pub(super) fn touch(&mut self, stream: &str, group: &str, consumer: &str, at: Timestamp) {
         if let Some(NamedValue::StreamState(stream)) = self.names.get_mut(stream)
             && let Some(group) = Arc::make_mut(stream).groups.get_mut(group)
@@ -241,7 +241,7 @@ impl EmbeddedState {
         }
     }
 
-    /// Remembers which commit brought entries into a stream.
+    /// Records which commit appended entries to a stream.
     pub(super) fn record_commit(
         &mut self,
         stream: &str,
@@ -254,7 +254,7 @@ impl EmbeddedState {
         }
     }
 
-    /// The lease that ends first, if its time is over.
+    /// The lease with the earliest expiration, if it has expired.
     pub(super) fn next_expired_lease(&self, now: Timestamp) -> Option<LeaseName> {
         let (end, name) = self.lease_expirations.first()?;
         match self.names.get(name)? {
@@ -263,14 +263,14 @@ impl EmbeddedState {
         }
     }
 
-    /// When the next lease ends.
+    /// When the next lease expires.
     pub(super) fn next_lease_expiry(&self) -> Option<Timestamp> {
         self.lease_expirations.first().map(|(end, _)| *end)
     }
 
     fn create_stream(&mut self, name: &str) -> Result<(), RecordError> {
         if !self.names.contains_key(name) {
-            StreamName::new(name).map_err(|_| "a stream name is invalid")?;
+            StreamName::new(name).map_err(|_| "invalid stream name")?;
             self.names.insert(name.into(), NamedValue::StreamState(Arc::default()));
         }
         Ok(())
@@ -282,7 +282,7 @@ impl EmbeddedState {
         update: impl FnOnce(&mut StreamState) -> Result<(), RecordError>,
     ) -> Result<(), RecordError> {
         let Some(NamedValue::StreamState(stream)) = self.names.get_mut(name) else {
-            return Err("a stream is unknown");
+            return Err("unknown stream");
         };
         let stream = Arc::make_mut(stream);
         let before = stream.entries.bytes();
@@ -300,8 +300,8 @@ impl EmbeddedState {
     ) -> Result<(), RecordError> {
         let key: Arc<str> = name.into();
         let lease = Lease {
-            name: LeaseName::new(name).map_err(|_| "a lease name is invalid")?,
-            holder: HolderName::new(holder).map_err(|_| "a holder name is invalid")?,
+            name: LeaseName::new(name).map_err(|_| "invalid lease name")?,
+            holder: HolderName::new(holder).map_err(|_| "invalid holder name")?,
             epoch,
             until,
         };
@@ -310,14 +310,14 @@ impl EmbeddedState {
             Some(NamedValue::Lease(old)) => {
                 self.lease_expirations.remove(&(old.until, key.clone()));
             }
-            Some(_) => return Err("a name is not that of a lease"),
+            Some(_) => return Err("the name does not hold a lease"),
         }
         self.lease_expirations.insert((until, key));
         Ok(())
     }
 
     fn remove(&mut self, name: &str) -> Result<(), RecordError> {
-        let (name, value) = self.names.remove_entry(name).ok_or("a name is unknown")?;
+        let (name, value) = self.names.remove_entry(name).ok_or("unknown name")?;
         let freed = match value {
             NamedValue::StreamState(stream) => stream.entries.bytes(),
             NamedValue::Delays(delays) => delays.bytes(),

@@ -1,4 +1,4 @@
-//! The calls of [`Streams`]. What is longer than a few lines lives in `append`, `settle`, `pending` and `reader`.
+//! Implementation of [`Streams`]; longer calls are in `append`, `settle`, `pending` and `reader`.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -125,7 +125,7 @@ impl Streams for Embedded {
         Ok(Box::new(reader::EmbeddedGroupReader::new(Arc::clone(&self.engine), group, consumer)))
     }
 
-    /// A read that does not wait is one step under the lock: nothing else can be under way.
+    /// Only a blocked read can be in flight: any other read is one step under the lock.
     async fn silence(
         &self,
         _stream: &StreamName,

@@ -1,6 +1,7 @@
-//! A call under the lock: what it may look at, and how it changes things.
+//! Transactions: a call runs under the engine lock and changes state only by applying redo records.
 //!
-//! Upstream: the calls in `streams`, `delays` and so on. Downstream: `state` carries effects out, `codec` writes them.
+//! Upstream: the calls in `streams`, `delays` and so on. Downstream: `state` applies records, `codec`
+//! encodes them.
 
 use std::sync::Arc;
 
@@ -17,36 +18,36 @@ use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
 use crate::leases::HintKind;
 
-/// When a change is done, from the caller's point of view.
+/// What a write waits for before it returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Durability {
-    /// When it cannot be lost.
+    /// Wait until the commit is durable in the configured sync mode.
     Durable,
-    /// When it survives the process: enough for what only says who works on what.
+    /// Wait until the commit survives the process. Enough for ownership of deliveries and leases.
     Written,
 }
 
-/// A call that changes something, under the lock.
+/// A read-write transaction under the lock.
 pub(super) struct Tx<'a> {
     pub(super) now: Timestamp,
     pub(super) max_bytes: u64,
     inner: &'a mut Inner,
     log: Option<&'a CommitLog>,
     commit: u64,
-    /// How long the buffer was before.
+    /// Length of the log buffer when the transaction began.
     began_at: usize,
     waiters: Vec<Arc<Notify>>,
-    /// The commit that must be durable before the answer may be seen.
+    /// The commit that must be durable before the result may be returned.
     pub(super) visible_commit: u64,
 }
 
-/// What is left to do for a call when the lock is free again.
+/// What the caller does after the lock is released.
 pub(super) struct Commit {
-    /// The commit to wait for until it is written; 0 if nothing has changed.
+    /// Wait until this commit is written; 0 if nothing changed.
     pub(super) written: u64,
-    /// The commit to wait for until it is durable.
+    /// Wait until this commit is durable.
     pub(super) durable: u64,
-    /// Those to wake.
+    /// Tasks to notify.
     pub(super) waiters: Vec<Arc<Notify>>,
 }
 
@@ -79,9 +80,9 @@ impl<'a> Tx<'a> {
         &self.inner.state
     }
 
-    /// Carries out one effect and puts it into the log.
+    /// Applies one record to the state and appends it to the log buffer.
     pub(super) fn apply(&mut self, record: &RedoRecord<'_>) {
-        self.inner.state.apply(record).expect("a record fits the state it was decided on");
+        self.inner.state.apply(record).expect("a record applies to the state it was computed from");
         if self.log.is_some() {
             codec::encode(record, &mut self.inner.buffer.bytes);
         }
@@ -97,7 +98,7 @@ impl<'a> Tx<'a> {
         }
     }
 
-    /// The number of this commit; 0 if nothing has changed so far.
+    /// The commit number; 0 while nothing has changed.
     pub(super) fn commit_number(&self) -> u64 {
         match self.log {
             Some(_) if self.inner.buffer.bytes.len() > self.began_at => self.commit,
@@ -105,31 +106,31 @@ impl<'a> Tx<'a> {
         }
     }
 
-    /// Remembers which commit brought entries into a stream.
+    /// Records which commit appended entries to a stream.
     pub(super) fn record_commit(&mut self, stream: &str, first: EntryId) {
         if let Some(log) = self.log {
             self.inner.state.record_commit(stream, first, self.commit, log.durable());
         }
     }
 
-    /// Wakes those who wait for something to happen to this name.
+    /// Notifies the tasks that wait on this name.
     pub(super) fn wake(&mut self, name: &str) {
         self.waiters.extend(self.inner.name_waiters.of(name).iter().cloned());
     }
 
-    /// A consumer did something.
+    /// Records activity of a consumer.
     pub(super) fn touch(&mut self, stream: &str, group: &str, consumer: &str) {
         self.inner.state.touch(stream, group, consumer, self.now);
     }
 
-    /// Makes a name free if the time of what it stood for is over.
+    /// Removes the value of a name if it has expired.
     pub(super) fn remove_expired(&mut self, name: &str) {
         if self.inner.state.is_expired(name, self.now) {
             self.apply(&RedoRecord::Remove { name });
         }
     }
 
-    /// Ends leases whose time is over, and tells those who watch.
+    /// Removes expired leases and notifies lease subscribers.
     pub(super) fn expire_leases(&mut self) {
         while let Some(lease) = self.inner.state.next_expired_lease(self.now) {
             self.apply(&RedoRecord::Remove { name: lease.as_str() });
@@ -149,7 +150,7 @@ impl<'a> Tx<'a> {
         &mut self.inner.blocked_reads
     }
 
-    /// Fails with `Full` if the memory has no room for this many bytes more than now.
+    /// Fails with `Full` if `bytes` more would exceed `max_bytes`.
     pub(super) fn ensure_capacity(&self, bytes: u64) -> Result<()> {
         let taken = self.state().bytes();
         if bytes == 0 || taken.saturating_add(bytes) <= self.max_bytes {
@@ -164,10 +165,10 @@ impl<'a> Tx<'a> {
     }
 }
 
-/// A call that changes nothing, under the lock.
+/// A read-only transaction under the lock.
 pub(super) struct ReadTx<'a> {
     pub(super) now: Timestamp,
     pub(super) state: &'a EmbeddedState,
-    /// The commit that must be durable before the answer may be seen.
+    /// The commit that must be durable before the result may be returned.
     pub(super) visible_commit: u64,
 }

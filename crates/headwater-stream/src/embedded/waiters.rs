@@ -1,7 +1,7 @@
-//! Those who wait: for entries in a stream, for delayed entries, for leases that become free.
+//! Waiting tasks: reads that wait for entries, waits for due entries, and lease subscribers.
 //!
-//! Promises: whoever registers under the lock, after having found nothing, is woken by the next change; there is no
-//! moment in between in which a change goes unseen.
+//! Guarantees: a task that registers under the lock, after it found nothing, is notified by the next change.
+//! No change is missed in between.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use crate::leases::{HintKind, LeaseHint};
 use crate::name::{ConsumerName, GroupName, LeaseName};
 
-/// Who waits for something to happen to which name.
+/// Tasks to notify when something changes under a name.
 #[derive(Debug, Default)]
 pub(super) struct NameWaiters {
     by_name: HashMap<Box<str>, Vec<Arc<Notify>>>,
@@ -41,19 +41,19 @@ impl NameWaiters {
     }
 }
 
-/// Reads for a group that wait, by group and consumer.
+/// Blocked group reads, by group and consumer.
 #[derive(Debug, Default)]
 pub(super) struct BlockedReads {
     by_consumer: HashMap<(GroupName, ConsumerName), Vec<Arc<BlockedRead>>>,
 }
 
-/// A read that found nothing yet.
+/// A group read that waits for entries.
 #[derive(Debug)]
 pub(super) struct BlockedRead {
     group: GroupName,
     consumer: ConsumerName,
     woken: Arc<Notify>,
-    /// Set under the lock of the engine, so that no entry is taken after it.
+    /// Set under the engine lock, so no entry is delivered to this read afterwards.
     is_cancelled: AtomicBool,
 }
 
@@ -91,7 +91,7 @@ impl BlockedReads {
         }
     }
 
-    /// Ends the reads of a consumer. Returns how many there were.
+    /// Cancels the blocked reads of a consumer. Returns how many there were.
     pub(super) fn cancel(&self, group: &GroupName, consumer: &ConsumerName) -> usize {
         let key = (group.clone(), consumer.clone());
         let all = self.by_consumer.get(&key).map_or(&[][..], Vec::as_slice);
@@ -103,13 +103,13 @@ impl BlockedReads {
     }
 }
 
-/// Those who watch leases.
+/// All subscribers to lease events.
 #[derive(Debug, Default)]
 pub(super) struct LeaseSubscribers {
     all: Vec<Weak<LeaseSubscriber>>,
 }
 
-/// One who watches leases: what it was told and has not yet heard.
+/// A lease subscriber and its queue of undelivered hints.
 #[derive(Debug)]
 pub(super) struct LeaseSubscriber {
     prefix: String,
@@ -117,7 +117,7 @@ pub(super) struct LeaseSubscriber {
     pub(super) notified: Notify,
 }
 
-/// Hints that wait for one who watches; when there are more, they are replaced by one `Missed`.
+/// Hints queued per subscriber. On overflow they are replaced by one `Missed`.
 const HINTS_MAX: usize = 1024;
 
 impl LeaseSubscribers {
@@ -137,7 +137,7 @@ impl LeaseSubscribers {
         }
     }
 
-    /// The next lease ends earlier than it did: timers must be set anew.
+    /// Wakes all subscribers to reset their timers: the next lease now expires earlier.
     pub(super) fn wake_all(&self) {
         self.all
             .iter()

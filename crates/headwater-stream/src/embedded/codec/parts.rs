@@ -1,4 +1,4 @@
-//! The parts that effects are made of: numbers, texts, ids, fields.
+//! Encoding of record fields: numbers, texts, ids and entry fields.
 
 use std::borrow::Cow;
 
@@ -8,7 +8,7 @@ use super::{Decoded, RecordError};
 use crate::clock::Timestamp;
 use crate::entry::{EntryId, Fields};
 
-/// Appends parts of effects.
+/// Appends record fields.
 pub(super) struct Encoder<'a> {
     pub(super) to: &'a mut Vec<u8>,
 }
@@ -36,7 +36,7 @@ impl Encoder<'_> {
         self.number(id.ms).number(id.seq)
     }
 
-    /// Ids in any order; near ones take two or three bytes each.
+    /// Ids in any order, delta-encoded: neighbours take two or three bytes each.
     pub(super) fn ids(&mut self, ids: &[EntryId]) -> &mut Self {
         self.number(ids.len() as u64);
         let mut ms = 0;
@@ -74,12 +74,12 @@ impl Encoder<'_> {
     }
 }
 
-/// Takes parts of effects from the front of what is left.
+/// Reads record fields from the front of `rest`.
 pub(super) struct Decoder<'a> {
     pub(super) rest: &'a [u8],
 }
 
-const TRUNCATED: RecordError = "an effect ends before its last part";
+const TRUNCATED: RecordError = "a record is truncated";
 
 impl<'a> Decoder<'a> {
     pub(super) fn tag(&mut self) -> Decoded<u8> {

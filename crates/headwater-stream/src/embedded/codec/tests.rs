@@ -1,11 +1,11 @@
-//! What is encoded reads as it was written, and no bytes can make the reader panic.
+//! Decoding returns what was encoded, and no input makes it panic.
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::entry::{EntryId, Fields};
 
-/// One of each kind; a new kind without an example here does not compile.
+/// One record of each variant; the match below fails to compile if a variant is missing.
 pub(in crate::embedded) fn examples() -> Vec<RedoRecord<'static>> {
     let (stream, group, consumer, at) = ("s", "group", "消费者", Timestamp::from_millis(1 << 41));
     let id = EntryId::new(1_767_225_600_000, 7);
@@ -104,24 +104,24 @@ fn decoded(mut bytes: &[u8]) -> Decoded<Vec<RedoRecord<'_>>> {
 }
 
 #[test]
-fn every_effect_is_read_as_it_was_written() {
+fn every_record_decodes_to_what_was_encoded() {
     let records = examples();
     assert_eq!(decoded(&encoded(&records)), Ok(records));
 }
 
 #[test]
-fn an_effect_that_is_cut_off_anywhere_is_a_problem_and_no_panic() {
+fn a_truncated_record_is_an_error_and_never_a_panic() {
     for record in examples() {
         let bytes = encoded(std::slice::from_ref(&record));
         for length in 1..bytes.len() {
-            assert!(decoded(&bytes[..length]).is_err(), "{record:?} cut at {length}");
+            assert!(decoded(&bytes[..length]).is_err(), "{record:?} truncated at {length}");
         }
     }
 }
 
 proptest! {
     #[test]
-    fn bytes_that_are_no_effects_are_a_problem_and_no_panic(
+    fn invalid_bytes_are_an_error_and_never_a_panic(
         place in 0usize..10_000,
         garbage in prop::collection::vec(any::<u8>(), 1..40),
     ) {
@@ -134,7 +134,7 @@ proptest! {
     }
 
     #[test]
-    fn ids_in_any_order_are_read_as_they_were_written(
+    fn ids_in_any_order_decode_to_what_was_encoded(
         ids in prop::collection::vec((any::<u64>(), any::<u64>()), 0..20),
     ) {
         let ids: Vec<EntryId> = ids.into_iter().map(|(ms, seq)| EntryId::new(ms, seq)).collect();

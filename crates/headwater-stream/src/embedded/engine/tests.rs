@@ -1,4 +1,4 @@
-//! The order of things, step by step: here the test is the writer and the syncer.
+//! Ordering of writes, syncs and results, step by step; the test acts as writer and sync thread.
 
 use std::borrow::Cow;
 use std::pin::pin;
@@ -14,7 +14,7 @@ use crate::entry::{EntryId, Fields};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::GroupReader;
 
-/// An engine whose log nobody writes.
+/// An engine without log threads.
 fn engine(mode: SyncMode) -> (Arc<Engine>, Arc<CommitLog>, LogTail) {
     let file = Arc::new(tempfile::tempfile().unwrap());
     let tail = LogTail { file, path: Arc::default(), number: 1, offset: 0, synced: 0 };
@@ -47,15 +47,18 @@ async fn length(shared: &EngineShared) -> Result<usize> {
 }
 
 #[tokio::test]
-async fn no_answer_shows_what_a_crash_could_take_back() {
+async fn no_result_shows_data_that_a_crash_could_revert() {
     for (mode, written_is_enough) in [(SyncMode::Always, false), (SyncMode::Interval, true)] {
         let (engine, log, tail) = engine(mode);
         let shared = &engine.shared;
-        assert_eq!(length(shared).await.unwrap(), 0, "nothing is shown, so nothing is waited for");
+        assert_eq!(length(shared).await.unwrap(), 0, "an empty result has nothing to wait for");
         let mut first = pin!(append(shared, 1));
         assert!(poll!(first.as_mut()).is_pending());
         let mut read = pin!(length(shared));
-        assert!(poll!(read.as_mut()).is_pending(), "it visible_commit an entry that could be lost");
+        assert!(
+            poll!(read.as_mut()).is_pending(),
+            "the result contains an entry that could be lost"
+        );
         let mut second = pin!(append(shared, 2));
         assert!(poll!(second.as_mut()).is_pending());
 
@@ -77,7 +80,7 @@ async fn no_answer_shows_what_a_crash_could_take_back() {
 }
 
 #[tokio::test]
-async fn a_reader_hands_out_what_is_durable_and_keeps_the_rest() {
+async fn a_reader_returns_durable_entries_and_buffers_the_rest() {
     let (engine, log, tail) = engine(SyncMode::Always);
     let (group, consumer) = (GroupName::new("g").unwrap(), ConsumerName::new("c").unwrap());
     let streams = [StreamName::new("s").unwrap()];
@@ -95,25 +98,25 @@ async fn a_reader_hands_out_what_is_durable_and_keeps_the_rest() {
             poll!(read.as_mut()).is_pending(),
             "the delivery would not be counted after a crash"
         );
-        // And the read is dropped with the entry in its hands.
+        // The read is dropped after the entry was delivered to the reader.
     }
     let mut read = pin!(reader.read(&streams, 10, Duration::ZERO));
     assert!(poll!(read.as_mut()).is_pending());
-    // A delivery need only be written: nobody waits for its sync.
+    // A delivery needs to be written, not synced.
     log.publish_written(2, 20);
     assert_eq!(read.await.unwrap()[0].entries[0].id, EntryId::new(1, 0));
 }
 
 #[tokio::test]
-async fn whoever_waits_for_a_log_that_fails_gets_its_error() {
+async fn calls_that_wait_for_a_failed_log_get_its_error() {
     let (engine, log, _) = engine(SyncMode::Always);
     let mut appended = pin!(append(&engine.shared, 1));
     assert!(poll!(appended.as_mut()).is_pending());
-    let cause = std::io::Error::other("the cable was pulled");
+    let cause = std::io::Error::other("device not responding");
     log.fail(LogFailure::new(Damage::Sync, "the.log".as_ref(), "synced", cause));
     let names_the_cause = |error: StreamError| {
         let text = error.to_string();
-        text.contains("the.log") && text.contains("the cable was pulled")
+        text.contains("the.log") && text.contains("device not responding")
     };
     assert!(names_the_cause(appended.await.err().unwrap()));
     assert!(names_the_cause(append(&engine.shared, 2).await.err().unwrap()));

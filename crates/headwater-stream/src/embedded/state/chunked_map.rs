@@ -1,18 +1,18 @@
-//! An ordered map from entry ids to values that only grows at its end.
+//! An ordered map from entry ids to values that grows only at its end.
 //!
-//! The values lie in chunks behind shared pointers, so that a snapshot of a million entries is a copy of some thousand
-//! pointers; a chunk is copied when it changes while a snapshot still holds it.
-//! Promises: adding, finding and removing cost about the same at ten thousand and at a million values.
+//! Values are stored in chunks behind shared pointers, so a snapshot of a million entries copies a few
+//! thousand pointers. A chunk is copied when it changes while a snapshot still references it.
+//! Guarantees: insert, lookup and removal cost about the same with ten thousand and with a million values.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::entry::EntryId;
 
-/// Values of one chunk: few enough to copy in a microsecond, many enough that pointers to chunks are few.
+/// Values per chunk: few enough to copy in a microsecond, enough to keep the number of pointers low.
 const CHUNK_LEN: usize = 128;
 
-/// ChunkedMap at the end in which a value is looked for first.
+/// Number of newest chunks that a lookup checks first.
 const NEWEST_CHUNKS: usize = 4;
 
 #[derive(Clone, Debug)]
@@ -24,7 +24,8 @@ pub(in crate::embedded) struct ChunkedMap<T> {
 
 #[derive(Clone, Debug)]
 struct Chunk<T> {
-    /// No id in the chunk is smaller, and all ids before the chunk are. Kept here, so that a search stays on few pages.
+    /// Lower bound of the ids in the chunk; greater than all ids in earlier chunks. Stored here so that a search
+    /// touches few pages.
     from: EntryId,
     items: Arc<VecDeque<(EntryId, T)>>,
 }
@@ -48,7 +49,7 @@ impl<T: Clone> ChunkedMap<T> {
         Some(self.chunks.back()?.items.back()?.0)
     }
 
-    /// Adds a value at the end. Returns whether its id is larger than all before, as it must be.
+    /// Appends a value. Returns `false` if its id is not greater than all others.
     #[must_use]
     pub(super) fn push(&mut self, id: EntryId, value: T) -> bool {
         if self.last_id().is_some_and(|last| last >= id) {
@@ -59,7 +60,7 @@ impl<T: Clone> ChunkedMap<T> {
             Some(chunk) if chunk.items.len() < CHUNK_LEN => {
                 Arc::make_mut(&mut chunk.items).push_back((id, value));
             }
-            // What has filled one chunk will fill the next.
+            // Reserve: a chunk that was filled is likely to be followed by another full one.
             full => {
                 let capacity = if full.is_some() { CHUNK_LEN } else { 1 };
                 let mut items = VecDeque::with_capacity(capacity);
@@ -92,13 +93,13 @@ impl<T: Clone> ChunkedMap<T> {
         if items.is_empty() {
             self.chunks.remove(at);
         } else if items.capacity() > 16 && items.len() * 4 < items.capacity() {
-            // A few values left behind in every chunk must not hold the memory of all that went.
+            // Do not keep the memory of removed values for the few that remain.
             items.shrink_to(items.len() * 2);
         }
         Some(value)
     }
 
-    /// Removes all values before `id`, after a last look at each.
+    /// Removes all values before `id`, calling `visit` on each.
     pub(super) fn remove_before(&mut self, id: EntryId, mut visit: impl FnMut(&T)) {
         while let Some(chunk) = self.chunks.front_mut() {
             let going = chunk.items.partition_point(|(found, _)| *found < id);
@@ -167,7 +168,7 @@ impl<T: Clone> ChunkedMap<T> {
         (*found == id).then_some((chunk, index))
     }
 
-    /// Where the first value lies that is not before `id`: chunk and place in it. Past the last chunk, the place is 0.
+    /// Position of the first value not before `id`: chunk and index. Past the last chunk, the index is 0.
     fn seek(&self, id: EntryId) -> (usize, usize) {
         let after = self.chunks_up_to(id);
         let Some(at) = after.checked_sub(1) else { return (0, 0) };
@@ -180,7 +181,7 @@ impl<T: Clone> ChunkedMap<T> {
 
     /// How many chunks begin at or before `id`.
     fn chunks_up_to(&self, id: EntryId) -> usize {
-        // Most work is done on the newest entries, whatever lies before them.
+        // Most operations are on the newest entries.
         let mut newest = self.chunks.iter().rev().take(NEWEST_CHUNKS);
         match newest.position(|chunk| chunk.from <= id) {
             Some(from_the_end) => self.chunks.len() - from_the_end,
@@ -188,7 +189,7 @@ impl<T: Clone> ChunkedMap<T> {
         }
     }
 
-    /// Where the first value after `id` lies.
+    /// Position of the first value after `id`.
     fn seek_after(&self, id: EntryId) -> (usize, usize) {
         if id == EntryId::MAX { (self.chunks.len(), 0) } else { self.seek(id.next()) }
     }
@@ -229,7 +230,7 @@ mod tests {
                         newest += 1 + value % 3;
                         let id = EntryId::new(newest / 4, newest % 4);
                         prop_assert!(chunks.push(id, newest));
-                        prop_assert!(!chunks.push(id, 0), "an id that does not grow is refused");
+                        prop_assert!(!chunks.push(id, 0), "an id that is not ascending is rejected");
                         model.insert(id, newest);
                     }
                 }

@@ -1,7 +1,7 @@
-//! De-duplication marks: which ids were begun or done, until when.
+//! Deduplication records: which ids are in progress or done, and until when.
 //!
-//! They lie in shards behind shared pointers, so that a snapshot is cheap, and lapsed marks go a few at a time with
-//! every new one: the memory follows the number of marks that live.
+//! Records are stored in shards behind shared pointers, so a snapshot is cheap. Each insert removes a few
+//! expired records, so memory is proportional to the number of live records.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::clock::Timestamp;
 
 const SHARDS: usize = 256;
 
-/// How many lapsed marks one new mark clears away: two, so that clearing is faster than marking.
+/// Expired records removed per insert: two, so that removal is faster than insertion.
 const EXPIRED_PER_INSERT: usize = 2;
 
 #[derive(Clone, Debug)]
@@ -26,21 +26,21 @@ struct Shard {
     by_expiry: BTreeSet<(Timestamp, Arc<str>)>,
 }
 
-/// What is known of an id until a time.
+/// What is known of an id until it expires.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::embedded) struct DedupRecord {
-    /// The value it was done with; `None` while it is only begun.
+    /// The result value; `None` while the id is in progress.
     pub(in crate::embedded) done: Option<Bytes>,
     pub(in crate::embedded) until: Timestamp,
 }
 
-/// The scope of entries that were appended once to a stream. No scope of de-duplication begins like this, for names
-/// hold no control characters.
+/// The scope for `append_once` on a stream. It cannot collide with a deduplication scope because names
+/// contain no control characters.
 pub(in crate::embedded) fn append_once_scope(stream: &str) -> String {
     format!("\u{1}{stream}")
 }
 
-/// About how many bytes of memory a mark takes.
+/// Approximate memory use of a record in bytes.
 pub(in crate::embedded) fn dedup_footprint(scope: &str, id: &str, done: Option<&Bytes>) -> u64 {
     const PER_MARK: usize = 160;
     (PER_MARK + scope.len() + id.len() + done.map_or(0, Bytes::len)) as u64
@@ -53,7 +53,7 @@ impl Default for DedupTable {
 }
 
 impl DedupTable {
-    /// The mark of an id that has not lapsed.
+    /// The record of an id, unless it has expired.
     pub(in crate::embedded) fn get(
         &self,
         scope: &str,
@@ -65,7 +65,7 @@ impl DedupTable {
         (mark.until > now).then_some(mark)
     }
 
-    /// Sets a mark. Returns by how many bytes the memory grew and shrank.
+    /// Sets a record. Returns the number of bytes added and freed.
     pub(super) fn set(
         &mut self,
         scope: &str,
@@ -92,13 +92,13 @@ impl DedupTable {
         (added, freed)
     }
 
-    /// Takes a mark away. Returns how many bytes that freed.
+    /// Removes a record. Returns the number of bytes freed.
     pub(super) fn remove(&mut self, scope: &str, id: &str) -> u64 {
         let key = key(scope, id);
         Arc::make_mut(&mut self.shards[shard_of(&key)]).remove(&key)
     }
 
-    /// All marks, lapsed ones that were not cleared away yet included.
+    /// All records, including expired ones that are not removed yet.
     pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (&str, &str, &DedupRecord)> {
         self.shards.iter().flat_map(|shard| &shard.records).map(|(key, mark)| {
             let (scope, id) = split(key);
@@ -117,7 +117,7 @@ impl Shard {
     }
 }
 
-// A scope holds no control characters, so the first of them ends it.
+// A scope contains no control characters, so the first one ends it.
 fn key(scope: &str, id: &str) -> String {
     format!("{scope}\0{id}")
 }

@@ -1,4 +1,4 @@
-//! StreamEntries that wait for their time, in the order they are due.
+//! Scheduled entries, ordered by due time.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -17,14 +17,14 @@ pub(in crate::embedded) struct DelaySet {
     bytes: u64,
 }
 
-/// One entry that waits.
+/// A scheduled entry and its target stream.
 #[derive(Clone, Debug)]
 pub(in crate::embedded) struct DelayedItem {
     pub(in crate::embedded) to: StreamName,
     pub(in crate::embedded) fields: Fields,
 }
 
-/// About how many bytes of memory a waiting entry takes.
+/// Approximate memory use of a scheduled entry in bytes.
 pub(in crate::embedded) fn delayed_footprint(fields: &Fields) -> u64 {
     const PER_WAITING: u64 = 96;
     footprint(fields) + PER_WAITING
@@ -47,17 +47,17 @@ impl DelaySet {
         self.due_of.contains_key(&id)
     }
 
-    /// When the first entry is due.
+    /// Due time of the first entry.
     pub(in crate::embedded) fn next_due(&self) -> Option<Timestamp> {
         self.waiting.keys().next().map(|(due, _)| *due)
     }
 
-    /// All entries with their due times and numbers, earliest first.
+    /// All entries with their due times and ids, earliest first.
     pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (Timestamp, u64, &DelayedItem)> {
         self.waiting.iter().map(|((due, id), waiting)| (*due, *id, waiting))
     }
 
-    /// Returns whether the number was free.
+    /// Returns `false` if the id is in use.
     pub(super) fn insert(&mut self, id: u64, due: Timestamp, waiting: DelayedItem) -> bool {
         if self.due_of.contains_key(&id) {
             return false;
@@ -87,12 +87,12 @@ impl EmbeddedState {
         let value =
             self.names.entry(name.into()).or_insert_with(|| NamedValue::Delays(Arc::default()));
         let NamedValue::Delays(delays) = value else {
-            return Err("a name is not that of delayed entries");
+            return Err("the name does not hold a delay set");
         };
         let delays = Arc::make_mut(delays);
         let before = delays.bytes();
         if !delays.insert(id, due, waiting) {
-            return Err("a delayed entry has the number of another");
+            return Err("duplicate delay id");
         }
         self.bytes = self.bytes - before + delays.bytes();
         self.next_delay = self.next_delay.max(id.saturating_add(1));
@@ -105,11 +105,11 @@ impl EmbeddedState {
         id: u64,
     ) -> Result<DelayedItem, RecordError> {
         let Some(NamedValue::Delays(delays)) = self.names.get_mut(name) else {
-            return Err("a set of delayed entries is unknown");
+            return Err("unknown delay set");
         };
         let delays = Arc::make_mut(delays);
         let before = delays.bytes();
-        let waiting = delays.remove(id).ok_or("a delayed entry is unknown")?;
+        let waiting = delays.remove(id).ok_or("unknown delayed entry")?;
         self.bytes = self.bytes - before + delays.bytes();
         if delays.is_empty() {
             self.names.remove(name);

@@ -1,4 +1,4 @@
-//! A consumer group on one stream: how far it has read, and who has what in hand.
+//! A consumer group on one stream: its read position and pending entries.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,14 +13,14 @@ use crate::streams::Then;
 pub(in crate::embedded) struct GroupState {
     pub(in crate::embedded) name: GroupName,
     pub(in crate::embedded) last_delivered: EntryId,
-    /// How many entries of the stream come after `last_delivered`; kept up to date, since counting would be slow.
+    /// Number of entries after `last_delivered`; maintained because counting would be slow.
     pub(super) unread: u64,
-    /// StreamEntries are delivered in id order, so what is pending grows at its end.
+    /// Entries are delivered in id order, so this grows at its end.
     pub(in crate::embedded) pending: ChunkedMap<PendingEntry>,
     pub(in crate::embedded) consumers: BTreeMap<Box<str>, ConsumerState>,
 }
 
-/// The last delivery of a pending entry.
+/// A pending entry and its last delivery.
 #[derive(Clone, Debug)]
 pub(in crate::embedded) struct PendingEntry {
     pub(in crate::embedded) consumer: ConsumerName,
@@ -29,7 +29,7 @@ pub(in crate::embedded) struct PendingEntry {
 }
 
 impl PendingEntry {
-    /// Whether it was given back: then anyone may take it, whatever idle time they ask for.
+    /// Whether it was released: any consumer may then claim it, whatever minimum idle time the claim has.
     pub(in crate::embedded) fn is_released(&self) -> bool {
         self.consumer.as_str() == Then::RELEASED
     }
@@ -39,7 +39,7 @@ impl PendingEntry {
 pub(in crate::embedded) struct ConsumerState {
     pub(in crate::embedded) name: ConsumerName,
     pub(in crate::embedded) seen_at: Timestamp,
-    /// The ids in the group's `pending` that are this consumer's, so that listing them costs what it lists.
+    /// Ids in the group's `pending` that belong to this consumer, so that listing them does not scan the group.
     pub(in crate::embedded) pending: BTreeSet<EntryId>,
 }
 
@@ -49,7 +49,7 @@ impl GroupState {
         Self { name, last_delivered, unread, pending, consumers }
     }
 
-    /// How many entries are not delivered yet.
+    /// Number of undelivered entries.
     pub(in crate::embedded) fn unread(&self) -> u64 {
         self.unread
     }
@@ -68,7 +68,7 @@ impl GroupState {
         touch(&mut self.consumers, consumer, at)
     }
 
-    /// StreamEntries are pending for `consumer` from now on. They were not pending before.
+    /// Makes entries pending for `consumer`. They must not be pending yet.
     pub(super) fn deliver(
         &mut self,
         ids: impl Iterator<Item = EntryId>,
@@ -88,7 +88,7 @@ impl GroupState {
         Ok(())
     }
 
-    /// An entry that is pending for `consumer`, read from a snapshot.
+    /// Restores a pending entry from a snapshot.
     pub(super) fn restore(
         &mut self,
         id: EntryId,
@@ -96,7 +96,7 @@ impl GroupState {
         at: Timestamp,
         deliveries: u64,
     ) -> Result<(), RecordError> {
-        let owner = self.consumers.get_mut(consumer).ok_or("a consumer is unknown")?;
+        let owner = self.consumers.get_mut(consumer).ok_or("unknown consumer")?;
         let delivered = PendingEntry { consumer: owner.name.clone(), at, deliveries };
         owner.pending.insert(id);
         match self.pending.push(id, delivered) {
@@ -105,7 +105,7 @@ impl GroupState {
         }
     }
 
-    /// The entry is pending no longer. Returns whether it was.
+    /// Removes a pending entry. Returns whether it was pending.
     pub(super) fn acknowledge(&mut self, id: EntryId) -> bool {
         let Some(delivered) = self.pending.remove(id) else { return false };
         if let Some(owner) = self.consumers.get_mut(delivered.consumer.as_str()) {
@@ -114,7 +114,7 @@ impl GroupState {
         true
     }
 
-    /// A pending entry changes hands and counts as one more delivery.
+    /// Assigns a pending entry to a consumer and increments its delivery count.
     pub(super) fn claim(
         &mut self,
         id: EntryId,
@@ -126,16 +126,16 @@ impl GroupState {
         Ok(())
     }
 
-    /// A pending entry is nobody's, and its last delivery does not count.
+    /// Releases a pending entry from its consumer and decrements its delivery count.
     pub(super) fn release(&mut self, id: EntryId, at: Timestamp) -> Result<(), RecordError> {
         let delivered = self.reassign(id, Then::RELEASED, at)?;
         delivered.deliveries = delivered.deliveries.saturating_sub(1);
-        // Idle since the beginning of time.
+        // The longest possible idle time.
         delivered.at = Timestamp::default();
         Ok(())
     }
 
-    /// The idle time of a pending entry starts anew.
+    /// Resets the idle time of a pending entry.
     pub(super) fn keep_alive(&mut self, id: EntryId, at: Timestamp) -> Result<(), RecordError> {
         self.pending.get_mut(id).ok_or(NOT_PENDING)?.at = at;
         Ok(())
@@ -159,8 +159,8 @@ impl GroupState {
     }
 }
 
-const NOT_ASCENDING: RecordError = "entries become pending in an order that does not grow";
-const NOT_PENDING: RecordError = "an entry changes hands that is not pending";
+const NOT_ASCENDING: RecordError = "pending entry ids are not ascending";
+const NOT_PENDING: RecordError = "the entry is not pending";
 
 fn touch<'a>(
     consumers: &'a mut BTreeMap<Box<str>, ConsumerState>,
@@ -168,11 +168,11 @@ fn touch<'a>(
     at: Timestamp,
 ) -> Result<&'a mut ConsumerState, RecordError> {
     if !consumers.contains_key(consumer) {
-        let name = ConsumerName::new(consumer).map_err(|_| "a consumer name is invalid")?;
+        let name = ConsumerName::new(consumer).map_err(|_| "invalid consumer name")?;
         let new = ConsumerState { name, seen_at: at, pending: BTreeSet::new() };
         consumers.insert(consumer.into(), new);
     }
-    let consumer = consumers.get_mut(consumer).ok_or("a consumer is unknown")?;
+    let consumer = consumers.get_mut(consumer).ok_or("unknown consumer")?;
     consumer.seen_at = at;
     Ok(consumer)
 }

@@ -1,7 +1,8 @@
-//! Who holds which lease until when, and the epochs of leases that nobody holds.
+//! Leases and the last epochs of leases.
 //!
-//! Promises: the epoch of a lease outlives the lease by a day, so that the next holder gets a larger one and an older
-//! fence is refused; after that, epochs that begin at the time keep growing by themselves.
+//! Guarantees: the last epoch is retained for a day after the lease has expired, so the next holder gets a
+//! larger one and an older fence is rejected. After that, new epochs still grow because they start at the
+//! current time in milliseconds.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -10,13 +11,13 @@ use std::time::Duration;
 use crate::clock::Timestamp;
 use crate::name::{HolderName, LeaseName};
 
-/// How long an epoch is remembered after its lease ended.
+/// How long an epoch is retained after its lease has expired.
 const EPOCH_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// How many forgotten epochs one new lease clears away.
+/// Expired epochs removed per new lease.
 const EXPIRED_PER_INSERT: usize = 4;
 
-/// A lease that is held, unless its time has run out.
+/// A lease, held until its expiration.
 #[derive(Clone, Debug)]
 pub(in crate::embedded) struct Lease {
     pub(in crate::embedded) name: LeaseName,
@@ -37,7 +38,7 @@ impl EpochTable {
         self.last.get(lease).map(|(epoch, _)| *epoch)
     }
 
-    /// Remembers the epoch of a lease that is held until `until`, and forgets some whose time is over.
+    /// Records the epoch of a lease held until `until` and removes a few expired epochs.
     pub(super) fn note(&mut self, lease: &str, epoch: u64, until: Timestamp, now: Timestamp) {
         for _ in 0..EXPIRED_PER_INSERT {
             let Some((end, name)) = self.by_expiry.first() else { break };
@@ -63,7 +64,7 @@ impl EpochTable {
         self.last.insert(name, (epoch, end));
     }
 
-    /// All epochs, each with the time it is remembered until.
+    /// All epochs with their retention times.
     pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (&str, u64, Timestamp)> {
         self.last.iter().map(|(lease, (epoch, end))| (&**lease, *epoch, *end))
     }

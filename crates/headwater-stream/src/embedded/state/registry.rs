@@ -1,4 +1,4 @@
-//! Sets and maps: small, and here only to say what exists.
+//! Registry sets and maps.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,15 +15,15 @@ pub(in crate::embedded) struct Set {
     pub(in crate::embedded) until: Option<Timestamp>,
 }
 
-/// How many ended sets one new one clears away.
+/// Expired sets removed per insert.
 const EXPIRED_PER_INSERT: usize = 2;
 
-/// About how many bytes of memory a member of a set takes.
+/// Approximate memory use of a set member in bytes.
 pub(in crate::embedded) fn member_bytes(member: &str) -> u64 {
     member.len() as u64 + PER_ITEM_BYTES
 }
 
-/// About how many bytes of memory a field of a map takes.
+/// Approximate memory use of a map field in bytes.
 pub(in crate::embedded) fn field_bytes(field: &str, value: &Bytes) -> u64 {
     field.len() as u64 + value.len() as u64 + PER_ITEM_BYTES
 }
@@ -40,7 +40,7 @@ impl EmbeddedState {
         let key: Arc<str> = name.into();
         let value =
             self.names.entry(key.clone()).or_insert_with(|| NamedValue::Set(Arc::default()));
-        let NamedValue::Set(set) = value else { return Err("a name is not that of a set") };
+        let NamedValue::Set(set) = value else { return Err("the name does not hold a set") };
         let set = Arc::make_mut(set);
         for member in members {
             if !set.members.contains(*member) {
@@ -64,7 +64,7 @@ impl EmbeddedState {
         members: &[&str],
     ) -> Result<(), RecordError> {
         let Some(NamedValue::Set(set)) = self.names.get_mut(name) else {
-            return Err("a set is unknown");
+            return Err("unknown set");
         };
         let set = Arc::make_mut(set);
         for member in members {
@@ -85,7 +85,7 @@ impl EmbeddedState {
     ) -> Result<(), RecordError> {
         let value =
             self.names.entry(name.into()).or_insert_with(|| NamedValue::Map(Arc::default()));
-        let NamedValue::Map(map) = value else { return Err("a name is not that of a map") };
+        let NamedValue::Map(map) = value else { return Err("the name does not hold a map") };
         let map = Arc::make_mut(map);
         for (field, value) in fields {
             self.bytes += field_bytes(field, value);
