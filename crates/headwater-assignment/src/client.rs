@@ -19,12 +19,12 @@ use crate::config::AssignmentConfig;
 use crate::error::{ClaimError, EndError};
 use crate::heartbeat;
 use crate::input;
-use crate::intake::Intake;
-use crate::member::{Member, Stage, reached};
-use crate::names::{Identity, Names};
+use crate::input_reader::InputReader;
+use crate::member::{AssignmentMember, Lifecycle, lifecycle_reached};
+use crate::names::{MemberIdentity, Names};
 use crate::notification::{Disowned, Notifications, Terminated};
-use crate::owned::{Owned, Wish};
-use crate::sweep::Sweep;
+use crate::owned::{EndReason, Owned};
+use crate::sweep::AssignmentSweep;
 
 /// How often a drain looks whether all streams are done, should a wake-up be missed.
 const DRAIN_CHECK: Duration = Duration::from_millis(50);
@@ -36,10 +36,10 @@ const STOP_LIMIT: Duration = Duration::from_secs(30);
 ///
 /// Dropped without [`shutdown`](Self::shutdown), it stops at once and its leases run out.
 pub struct Assignment {
-    member: Arc<Member>,
+    member: Arc<AssignmentMember>,
     supervisor: Mutex<Option<JoinHandle<Result<usize>>>>,
     stop: Mutex<Option<oneshot::Sender<Duration>>>,
-    stage: watch::Receiver<Stage>,
+    lifecycle: watch::Receiver<Lifecycle>,
 }
 
 impl fmt::Debug for Assignment {
@@ -86,8 +86,8 @@ impl Assignment {
         config: AssignmentConfig,
     ) -> Result<(Self, Notifications)> {
         config.validate()?;
-        let (names, identity) = (Names::new(service)?, Identity::new(consumer)?);
-        let member = Arc::new(Member::new(backend, names, identity, config)?);
+        let (names, identity) = (Names::new(service)?, MemberIdentity::new(consumer)?);
+        let member = Arc::new(AssignmentMember::new(backend, names, identity, config)?);
         member.prepare().await?;
         let lease_watch = member.backend.watch(&member.names.lease_prefix).await?;
         if let WatchMode::ReleasesOnly { reason } = lease_watch.mode() {
@@ -98,25 +98,26 @@ impl Assignment {
         let reader = member.backend.reader(&member.names.group, &member.identity.consumer).await?;
         member.join().await?;
 
-        let (stage_sender, stage) = watch::channel(Stage::Running);
+        let (lifecycle_sender, lifecycle) = watch::channel(Lifecycle::Running);
         let (stop, stopped) = oneshot::channel();
-        let notifications = Notifications::new(&member.broker);
-        let mut parts = Parts { working: JoinSet::new(), heartbeat: JoinSet::new() };
-        parts.heartbeat.spawn(heartbeat::run(Arc::clone(&member), stage.clone()));
-        let intake = Intake::new(Arc::clone(&member), reader);
-        parts.working.spawn(intake.run(stage.clone()));
-        let sweep = Sweep::new(Arc::clone(&member)).run(lease_watch, stage.clone());
-        parts.working.spawn(async move {
+        let notifications = Notifications::new(&member.notification_queue);
+        let mut tasks = AssignmentTasks { working: JoinSet::new(), heartbeat: JoinSet::new() };
+        tasks.heartbeat.spawn(heartbeat::run(Arc::clone(&member), lifecycle.clone()));
+        let intake = InputReader::new(Arc::clone(&member), reader);
+        tasks.working.spawn(intake.run(lifecycle.clone()));
+        let sweep = AssignmentSweep::new(Arc::clone(&member)).run(lease_watch, lifecycle.clone());
+        tasks.working.spawn(async move {
             sweep.await;
             Ok(())
         });
-        let supervisor = tokio::spawn(supervise(Arc::clone(&member), parts, stage_sender, stopped));
+        let supervisor =
+            tokio::spawn(supervise(Arc::clone(&member), tasks, lifecycle_sender, stopped));
         info!(service, consumer = %member.identity.consumer, "assignment started");
         let assignment = Self {
             member,
             supervisor: Mutex::new(Some(supervisor)),
             stop: Mutex::new(Some(stop)),
-            stage,
+            lifecycle,
         };
         Ok((assignment, notifications))
     }
@@ -138,17 +139,17 @@ impl Assignment {
     /// Idempotent: repeat it if the backend did not answer. If the first call took effect, the repetition succeeds, also
     /// when the stream was disowned meanwhile, unless it has had another owner since or a day has passed.
     pub async fn done(&self, owned: &Owned) -> Result<(), EndError> {
-        self.member.end(owned, Wish::Done).await
+        self.member.end(owned, EndReason::Done).await
     }
 
     /// Hands the stream to somebody else, who gets it as if it were new. It does not count as an owner that died.
     pub async fn release(&self, owned: &Owned) -> Result<(), EndError> {
-        self.member.end(owned, Wish::GiveBack).await
+        self.member.end(owned, EndReason::Release).await
     }
 
     /// What this process owns now, in no particular order.
     pub fn owned(&self) -> Vec<Owned> {
-        self.member.slots.owned()
+        self.member.owned_set.owned()
     }
 
     /// Who this process is to others.
@@ -176,7 +177,7 @@ impl Assignment {
             }),
             None => {
                 // Another call is at it, or was.
-                reached(&mut self.stage.clone(), Stage::Stopped).await;
+                lifecycle_reached(&mut self.lifecycle.clone(), Lifecycle::Stopped).await;
                 Ok(0)
             }
         }
@@ -185,18 +186,18 @@ impl Assignment {
 
 impl Drop for Assignment {
     fn drop(&mut self) {
-        self.member.slots.close();
+        self.member.owned_set.close();
         if let Some(supervisor) = lock(&self.supervisor).take() {
             // With it go the parts it holds.
             supervisor.abort();
-            self.member.broker.terminated(Terminated::Dropped);
+            self.member.notification_queue.terminated(Terminated::Dropped);
         }
     }
 }
 
 /// The tasks of an assignment; dropping them aborts them.
-struct Parts {
-    /// Intake and sweep: an error of theirs ends the assignment.
+struct AssignmentTasks {
+    /// InputReader and sweep: an error of theirs ends the assignment.
     working: JoinSet<Result<()>>,
     /// Goes on until everything is given back.
     heartbeat: JoinSet<()>,
@@ -204,19 +205,19 @@ struct Parts {
 
 /// Waits for the wish to stop, or for a part that cannot go on, and ends everything in good order.
 async fn supervise(
-    member: Arc<Member>,
-    mut parts: Parts,
-    stage: watch::Sender<Stage>,
+    member: Arc<AssignmentMember>,
+    mut tasks: AssignmentTasks,
+    lifecycle: watch::Sender<Lifecycle>,
     stop: oneshot::Receiver<Duration>,
 ) -> Result<usize> {
     let (drain, reason) = tokio::select! {
         drain = stop => (drain.unwrap_or_default(), Terminated::Shutdown),
-        ended = parts.working.join_next() => (Duration::ZERO, failed(match ended {
+        ended = tasks.working.join_next() => (Duration::ZERO, failed(match ended {
             Some(Ok(Err(error))) => error.to_string(),
             Some(Err(error)) => error.to_string(),
             Some(Ok(Ok(()))) | None => "a part of the assignment has ended".to_owned(),
         })),
-        ended = parts.heartbeat.join_next() => (Duration::ZERO, failed(match ended {
+        ended = tasks.heartbeat.join_next() => (Duration::ZERO, failed(match ended {
             Some(Err(error)) => error.to_string(),
             Some(Ok(())) | None => "the heartbeat has ended".to_owned(),
         })),
@@ -224,13 +225,13 @@ async fn supervise(
     if let Terminated::Failed { problem } = &reason {
         error!(problem, "assignment cannot go on");
     }
-    let given_back = finish(&member, &mut parts, &stage, drain).await;
-    stage.send_replace(Stage::Stopped);
-    join_all(&mut parts.heartbeat, "heartbeat").await;
+    let given_back = finish(&member, &mut tasks, &lifecycle, drain).await;
+    lifecycle.send_replace(Lifecycle::Stopped);
+    join_all(&mut tasks.heartbeat, "heartbeat").await;
     if let Err(error) = member.leave().await {
         warn!(%error, "member lease was not released, it runs out");
     }
-    member.broker.terminated(reason);
+    member.notification_queue.terminated(reason);
     info!(service = member.names.service, "assignment ended");
     given_back
 }
@@ -241,31 +242,31 @@ fn failed(problem: String) -> Terminated {
 
 /// Takes nothing more, waits for what is in hand, and gives the rest back.
 async fn finish(
-    member: &Member,
-    parts: &mut Parts,
-    stage: &watch::Sender<Stage>,
+    member: &AssignmentMember,
+    tasks: &mut AssignmentTasks,
+    lifecycle: &watch::Sender<Lifecycle>,
     drain: Duration,
 ) -> Result<usize> {
     let deadline = Instant::now() + drain;
-    member.slots.close();
-    stage.send_replace(Stage::Closing);
-    join_all(&mut parts.working, "intake and sweep").await;
-    while member.slots.len() > 0 && Instant::now() < deadline {
+    member.owned_set.close();
+    lifecycle.send_replace(Lifecycle::Closing);
+    join_all(&mut tasks.working, "intake and sweep").await;
+    while member.owned_set.len() > 0 && Instant::now() < deadline {
         let check = deadline.min(Instant::now() + DRAIN_CHECK);
-        let _ = timeout_at(check, member.slots.freed.notified()).await;
+        let _ = timeout_at(check, member.owned_set.freed.notified()).await;
     }
-    let rest = member.slots.owned().into_iter();
+    let rest = member.owned_set.owned().into_iter();
     let rest: Vec<_> = rest
         .filter_map(|owned| {
-            let ending = owned.begin_end(Wish::GiveBack).ok()?;
-            Some((owned, ending))
+            let attempt = owned.begin_end(EndReason::Release).ok()?;
+            Some((owned, attempt))
         })
         .collect();
     if rest.is_empty() {
         return Ok(0);
     }
     info!(count = rest.len(), "giving back what is not done");
-    member.give_back(rest, Disowned::Shutdown).await
+    member.release_streams(rest, Disowned::Shutdown).await
 }
 
 async fn join_all<T: 'static>(tasks: &mut JoinSet<T>, what: &'static str) {

@@ -66,7 +66,7 @@ pub enum EndError {
 
     /// Another call is ending it right now.
     #[error("stream `{stream}` is being ended by another call")]
-    Underway {
+    InProgress {
         /// The stream.
         stream: StreamName,
     },

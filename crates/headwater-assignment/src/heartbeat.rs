@@ -13,17 +13,17 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 use tracing::{debug, warn};
 
-use crate::member::{Member, Stage, reached};
+use crate::member::{AssignmentMember, Lifecycle, lifecycle_reached};
 use crate::notification::Disowned;
-use crate::owned::{Owned, Phase};
+use crate::owned::{Owned, OwnershipPhase};
 
 /// Beats until the assignment has stopped.
-pub(crate) async fn run(member: Arc<Member>, mut stage: watch::Receiver<Stage>) {
+pub(crate) async fn run(member: Arc<AssignmentMember>, mut lifecycle: watch::Receiver<Lifecycle>) {
     let every = member.config.heartbeat_every;
     let mut next = Instant::now() + every;
     loop {
         tokio::select! {
-            () = reached(&mut stage, Stage::Stopped) => return,
+            () = lifecycle_reached(&mut lifecycle, Lifecycle::Stopped) => return,
             () = sleep_until(next) => {}
             // Beats at once: what was given up is released, so that others can have it.
             _ = member.keeper.lapsed() => {}
@@ -44,7 +44,7 @@ pub(crate) async fn run(member: Arc<Member>, mut stage: watch::Receiver<Stage>) 
 }
 
 /// One beat. Leases that lapse while it waits for its answers are given up at that moment.
-async fn beat(member: &Member, every: Duration) -> Result<()> {
+async fn beat(member: &AssignmentMember, every: Duration) -> Result<()> {
     let beat = member.run_heartbeat_once(every / 2);
     tokio::pin!(beat);
     loop {
@@ -55,13 +55,13 @@ async fn beat(member: &Member, every: Duration) -> Result<()> {
     }
 }
 
-impl Member {
+impl AssignmentMember {
     /// Renews everything once; waits at most `limit` for the answers.
     pub(crate) async fn run_heartbeat_once(&self, limit: Duration) -> Result<()> {
         // First of all: a process that stood still must not renew what it has already lost.
         self.disown_lapsed();
-        let owned: Vec<(Owned, Phase)> = self
-            .slots
+        let owned: Vec<(Owned, OwnershipPhase)> = self
+            .owned_set
             .owned()
             .into_iter()
             .map(|owned| {
@@ -72,10 +72,10 @@ impl Member {
         let ids: Vec<EntryId> = owned.iter().map(|(owned, _)| owned.entry()).collect();
         let (renewed, kept, ()) = tokio::join!(
             timeout(limit, self.keeper.run_once()),
-            timeout(limit, self.keep_entries(&ids)),
+            timeout(limit, self.keep_entries_alive(&ids)),
             async {
                 // What fails here runs out by itself.
-                let _ = timeout(limit, self.unlock_forsaken()).await;
+                let _ = timeout(limit, self.release_deferred()).await;
             },
         );
         let renewed =
@@ -91,8 +91,8 @@ impl Member {
 
     /// Gives up what may have another owner by now.
     pub(crate) fn disown_lapsed(&self) {
-        for owned in self.slots.owned() {
-            if !owned.guard().is_trusted() && owned.phase() != Phase::Ending {
+        for owned in self.owned_set.owned() {
+            if !owned.guard().is_trusted() && owned.phase() != OwnershipPhase::Ending {
                 self.disown(&owned, Disowned::LeaseUnconfirmed);
             }
         }
@@ -100,7 +100,7 @@ impl Member {
 
     async fn handle_renewed(
         &self,
-        owned: &[(Owned, Phase)],
+        owned: &[(Owned, OwnershipPhase)],
         renewed: Result<Vec<LostLease>>,
     ) -> Result<()> {
         let lost = renewed?;
@@ -122,15 +122,15 @@ impl Member {
     /// What became of entries that are no longer pending for us: ended by a call whose reply was lost, or taken away.
     async fn handle_missing(
         &self,
-        owned: &[(Owned, Phase)],
+        owned: &[(Owned, OwnershipPhase)],
         missing: &HashSet<EntryId>,
     ) -> Result<()> {
         for (owned, phase) in owned {
             let is_missing = missing.contains(&owned.entry());
             match phase {
-                Phase::Uncertain(wish) if is_missing => self.confirm_end(owned, *wish),
-                Phase::Uncertain(_) => owned.not_ended(),
-                Phase::Active if is_missing && owned.phase() == Phase::Active => {
+                OwnershipPhase::Uncertain(reason) if is_missing => self.confirm_end(owned, *reason),
+                OwnershipPhase::Uncertain(_) => owned.reset_uncertain(),
+                OwnershipPhase::Active if is_missing && owned.phase() == OwnershipPhase::Active => {
                     self.mend(owned).await?;
                 }
                 _ => {}
@@ -143,7 +143,7 @@ impl Member {
     async fn mend(&self, owned: &Owned) -> Result<()> {
         match self.reclaim(owned.entry(), owned.guard().fence()).await {
             Ok(Some(_)) => debug!(stream = %owned.stream(), "input entry taken back"),
-            Ok(None) if owned.phase() == Phase::Active => {
+            Ok(None) if owned.phase() == OwnershipPhase::Active => {
                 self.disown(owned, Disowned::EntryGone);
             }
             Ok(None) => {}

@@ -27,11 +27,11 @@ pub(crate) struct Input {
 
 /// Why an input entry cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Malformed(pub(crate) String);
+pub(crate) struct MalformedInput(pub(crate) String);
 
 /// Reads the fields of an input entry.
-pub(crate) fn parse(fields: &Fields, names: &Names) -> Result<Input, Malformed> {
-    let malformed = |problem: String| Malformed(problem);
+pub(crate) fn parse(fields: &Fields, names: &Names) -> Result<Input, MalformedInput> {
+    let malformed = |problem: String| MalformedInput(problem);
     let json = fields
         .get(INPUT_FIELD)
         .ok_or_else(|| malformed(format!("it has no field `{INPUT_FIELD}`")))?;
@@ -84,7 +84,7 @@ pub(crate) fn dead_letter(id: EntryId, fields: &Fields, reason: &str) -> (Fields
 mod tests {
     use super::*;
 
-    fn read(json: &str) -> Result<Input, Malformed> {
+    fn read(json: &str) -> Result<Input, MalformedInput> {
         parse(&Fields::new([(INPUT_FIELD, json.to_owned())]), &Names::new("svc").unwrap())
     }
 
@@ -126,7 +126,7 @@ mod tests {
             &long,
             &"[".repeat(100_000),
         ] {
-            let Malformed(reason) = read(json).unwrap_err();
+            let MalformedInput(reason) = read(json).unwrap_err();
             assert!(!reason.is_empty());
         }
         let names = Names::new("svc").unwrap();

@@ -8,32 +8,32 @@ mod metrics;
 mod names;
 
 mod owned;
-mod slots;
+mod owned_set;
 
-mod known;
+mod entry_index;
 mod notification;
 
 mod member;
 
-mod ending;
-mod listing;
-mod taking;
+mod acquire;
+mod pending_scan;
+mod release;
 
 mod heartbeat;
-mod intake;
+mod input_reader;
 mod rebalance;
 
-mod offers;
+mod reassignment;
 mod sweep;
 
 mod client;
 
 #[cfg(test)]
-mod steps;
+mod tests;
 
 pub use client::{Assignment, add};
 pub use config::{AssignmentConfig, OnExpired, Rebalance, STREAMS_MAX};
 pub use error::{ClaimError, EndError};
 pub use input::INPUT_FIELD;
 pub use notification::{Disowned, Notification, Notifications, Terminated};
-pub use owned::{Owned, Work};
+pub use owned::{Owned, WorkGuard};

@@ -13,50 +13,54 @@ use tokio::time::Instant;
 use tracing::warn;
 
 use crate::config::AssignmentConfig;
+use crate::entry_index::EntryIndex;
 use crate::input;
-use crate::known::Known;
-use crate::metrics::Metrics;
-use crate::names::{Identity, Names};
-use crate::notification::Broker;
-use crate::slots::Slots;
+use crate::metrics::AssignmentMetrics;
+use crate::names::{MemberIdentity, Names};
+use crate::notification::NotificationQueue;
+use crate::owned_set::OwnedSet;
 
-pub(crate) struct Member {
+pub(crate) struct AssignmentMember {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) names: Names,
-    pub(crate) identity: Identity,
+    pub(crate) identity: MemberIdentity,
     pub(crate) config: AssignmentConfig,
     pub(crate) keeper: LeaseKeeper,
     /// Shows others that this process is alive.
     pub(crate) member_lease: LeaseName,
-    pub(crate) slots: Arc<Slots>,
-    pub(crate) broker: Arc<Broker>,
-    pub(crate) metrics: Metrics,
-    known: Mutex<Known>,
+    pub(crate) owned_set: Arc<OwnedSet>,
+    pub(crate) notification_queue: Arc<NotificationQueue>,
+    pub(crate) metrics: AssignmentMetrics,
+    entry_index: Mutex<EntryIndex>,
     /// Leases that belong to no stream of ours any more and are still to be released.
-    forsaken: Mutex<Vec<(StreamName, LeaseName)>>,
+    deferred_releases: Mutex<Vec<(StreamName, LeaseName)>>,
     /// What we gave back and when, so that we do not take it again at once.
-    given_back: Mutex<HashMap<StreamName, Instant>>,
+    recently_released: Mutex<HashMap<StreamName, Instant>>,
 }
 
-impl Member {
+impl AssignmentMember {
     pub(crate) fn new(
         backend: Arc<dyn Backend>,
         names: Names,
-        identity: Identity,
+        identity: MemberIdentity,
         config: AssignmentConfig,
     ) -> Result<Self> {
-        let metrics = Metrics::new(&names.service);
+        let metrics = AssignmentMetrics::new(&names.service);
         let leases = Arc::clone(&backend);
         let keeper = LeaseKeeper::new(leases, identity.holder.clone(), config.keeper())?;
         Ok(Self {
             keeper,
             member_lease: names.member_lease(identity.holder.as_str())?,
-            slots: Slots::new(config.streams_max),
-            broker: Broker::new(config.notifications_max, config.streams_max, metrics.clone()),
+            owned_set: OwnedSet::new(config.streams_max),
+            notification_queue: NotificationQueue::new(
+                config.notifications_max,
+                config.streams_max,
+                metrics.clone(),
+            ),
             metrics,
-            known: Mutex::default(),
-            forsaken: Mutex::default(),
-            given_back: Mutex::default(),
+            entry_index: Mutex::default(),
+            deferred_releases: Mutex::default(),
+            recently_released: Mutex::default(),
             backend,
             names,
             identity,
@@ -89,7 +93,7 @@ impl Member {
     pub(crate) async fn ensure_group(&self) -> Result<()> {
         let (input, group) = (&self.names.input, &self.names.group);
         if self.backend.ensure_group(input, group, GroupStart::Beginning).await? {
-            self.known().clear();
+            self.entry_index().clear();
         }
         Ok(())
     }
@@ -130,7 +134,7 @@ impl Member {
     }
 
     /// Gives entries back unhandled. Needs no fence: what is pending for another consumer stays as it is.
-    pub(crate) async fn give_back_entries(&self, ids: &[EntryId]) -> Result<()> {
+    pub(crate) async fn release_entries(&self, ids: &[EntryId]) -> Result<()> {
         for chunk in ids.chunks(BATCH_MAX) {
             let entries: Vec<Settlement> =
                 chunk.iter().map(|id| Settlement { id: *id, then: Then::Release }).collect();
@@ -140,7 +144,7 @@ impl Member {
     }
 
     /// Moves an input entry to the dead letters, once: whoever has it in hand.
-    pub(crate) async fn bury(
+    pub(crate) async fn dead_letter(
         &self,
         id: EntryId,
         fields: &Fields,
@@ -154,20 +158,23 @@ impl Member {
         if settled.applied > 0 && removable {
             self.backend.delete_entries(&self.names.input, &[id]).await?;
         }
-        self.known().forget(id);
+        self.entry_index().remove(id);
         Ok(())
     }
 
     /// Takes the lease of a stream; `None` if somebody else holds it.
-    pub(crate) async fn lock(&self, stream: &StreamName) -> Result<Option<Locked<'_>>> {
+    pub(crate) async fn acquire_lease(
+        &self,
+        stream: &StreamName,
+    ) -> Result<Option<LeaseGuard<'_>>> {
         let lease = self.names.lease(stream)?;
         let Some(held) = self.keeper.acquire(&lease).await?.won() else { return Ok(None) };
         self.metrics.locks_acquired(1);
-        Ok(Some(Locked { member: self, stream: stream.clone(), held, kept: false }))
+        Ok(Some(LeaseGuard { member: self, stream: stream.clone(), held, retained: false }))
     }
 
     /// Releases leases so that others hear of it at once. If that fails they run out.
-    pub(crate) async fn unlock(&self, leases: &[LeaseName]) {
+    pub(crate) async fn release_leases(&self, leases: &[LeaseName]) {
         match self.keeper.release(leases).await {
             Ok(count) => self.metrics.locks_released(count),
             Err(error) => {
@@ -177,39 +184,39 @@ impl Member {
     }
 
     /// Leaves the release of a lease to the next heartbeat.
-    pub(crate) fn forsake(&self, stream: StreamName, lease: LeaseName) {
-        lock(&self.forsaken).push((stream, lease));
+    pub(crate) fn release_later(&self, stream: StreamName, lease: LeaseName) {
+        lock(&self.deferred_releases).push((stream, lease));
     }
 
     /// Releases what was left to the heartbeat, except for streams that are ours again.
-    pub(crate) async fn unlock_forsaken(&self) {
-        let forsaken = std::mem::take(&mut *lock(&self.forsaken));
-        let leases: Vec<LeaseName> = forsaken
+    pub(crate) async fn release_deferred(&self) {
+        let deferred_releases = std::mem::take(&mut *lock(&self.deferred_releases));
+        let leases: Vec<LeaseName> = deferred_releases
             .into_iter()
-            .filter(|(stream, _)| !self.slots.contains(stream))
+            .filter(|(stream, _)| !self.owned_set.contains(stream))
             .map(|(_, lease)| lease)
             .collect();
         if !leases.is_empty() {
-            self.unlock(&leases).await;
+            self.release_leases(&leases).await;
         }
     }
 
-    pub(crate) fn known(&self) -> MutexGuard<'_, Known> {
-        lock(&self.known)
+    pub(crate) fn entry_index(&self) -> MutexGuard<'_, EntryIndex> {
+        lock(&self.entry_index)
     }
 
-    pub(crate) fn given_back(&self) -> MutexGuard<'_, HashMap<StreamName, Instant>> {
-        lock(&self.given_back)
+    pub(crate) fn recently_released(&self) -> MutexGuard<'_, HashMap<StreamName, Instant>> {
+        lock(&self.recently_released)
     }
 
     pub(crate) fn count_owned(&self) {
-        self.metrics.owned(self.slots.len());
+        self.metrics.owned(self.owned_set.len());
     }
 }
 
 /// How far the assignment is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Stage {
+pub(crate) enum Lifecycle {
     /// Everything runs.
     Running,
     /// Nothing new is taken; what is owned is kept.
@@ -219,9 +226,12 @@ pub(crate) enum Stage {
 }
 
 /// Returns when the assignment has got that far. Cancel-safe.
-pub(crate) async fn reached(stage: &mut watch::Receiver<Stage>, wanted: Stage) {
+pub(crate) async fn lifecycle_reached(
+    lifecycle: &mut watch::Receiver<Lifecycle>,
+    wanted: Lifecycle,
+) {
     // An error means that nobody is left to set the stage: everything has stopped.
-    let _ = stage.wait_for(|stage| *stage >= wanted).await;
+    let _ = lifecycle.wait_for(|lifecycle| *lifecycle >= wanted).await;
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -230,35 +240,35 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// A lease that belongs to no stream of ours yet. Dropped without a word, it is released by the next heartbeat, so
 /// that a caller who went away leaves nothing locked.
-pub(crate) struct Locked<'a> {
-    member: &'a Member,
+pub(crate) struct LeaseGuard<'a> {
+    member: &'a AssignmentMember,
     stream: StreamName,
     held: HeldLease,
-    kept: bool,
+    retained: bool,
 }
 
-impl Locked<'_> {
+impl LeaseGuard<'_> {
     pub(crate) fn fence(&self) -> &Fence {
         self.held.fence()
     }
 
     /// The stream is ours; the lease stays.
-    pub(crate) fn keep(mut self) -> HeldLease {
-        self.kept = true;
+    pub(crate) fn into_held(mut self) -> HeldLease {
+        self.retained = true;
         self.held.clone()
     }
 
     /// Releases the lease now.
-    pub(crate) async fn unlock(mut self) {
-        self.kept = true;
-        self.member.unlock(std::slice::from_ref(&self.held.fence().lease)).await;
+    pub(crate) async fn release(mut self) {
+        self.retained = true;
+        self.member.release_leases(std::slice::from_ref(&self.held.fence().lease)).await;
     }
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LeaseGuard<'_> {
     fn drop(&mut self) {
-        if !self.kept {
-            self.member.forsake(self.stream.clone(), self.held.fence().lease.clone());
+        if !self.retained {
+            self.member.release_later(self.stream.clone(), self.held.fence().lease.clone());
         }
     }
 }

@@ -15,7 +15,7 @@ const LOCKS_ACQUIRED: &str = "headwater_assignment_locks_acquired_total";
 const LOCKS_EXTENDED: &str = "headwater_assignment_locks_extended_total";
 const LOCKS_RELEASED: &str = "headwater_assignment_locks_released_total";
 const LOCKS_LOST: &str = "headwater_assignment_locks_lost_total";
-/// Work on streams, begun and ended, and how long it took.
+/// WorkGuard on streams, begun and ended, and how long it took.
 const PROCESSING_STARTED: &str = "headwater_assignment_processing_started_total";
 const PROCESSING_ENDED: &str = "headwater_assignment_processing_ended_total";
 const PROCESSING_SECONDS: &str = "headwater_assignment_processing_seconds";
@@ -37,11 +37,11 @@ const HEARTBEATS_FAILED: &str = "headwater_assignment_heartbeats_failed_total";
 
 /// Where one assignment counts.
 #[derive(Clone, Debug)]
-pub(crate) struct Metrics {
+pub(crate) struct AssignmentMetrics {
     service: String,
 }
 
-impl Metrics {
+impl AssignmentMetrics {
     pub(crate) fn new(service: &str) -> Self {
         Self { service: service.to_owned() }
     }

@@ -66,12 +66,12 @@ impl Names {
 
 /// Who this start of a consumer is to others: as the holder of leases, and in the group.
 #[derive(Clone, Debug)]
-pub(crate) struct Identity {
+pub(crate) struct MemberIdentity {
     pub(crate) holder: HolderName,
     pub(crate) consumer: ConsumerName,
 }
 
-impl Identity {
+impl MemberIdentity {
     /// An identity that no other start of a consumer has, whatever its name.
     pub(crate) fn new(consumer: &str) -> Result<Self> {
         // The given name by itself first, so that the complaint is about what the caller wrote.
@@ -129,10 +129,11 @@ mod tests {
 
     #[test]
     fn the_same_consumer_name_gives_another_identity_each_time() {
-        let (first, second) = (Identity::new("ada").unwrap(), Identity::new("ada").unwrap());
+        let (first, second) =
+            (MemberIdentity::new("ada").unwrap(), MemberIdentity::new("ada").unwrap());
         assert_ne!(first.holder, second.holder);
         assert_ne!(first.consumer, second.consumer);
         assert!(first.holder.as_str().starts_with("ada:"));
-        assert!(Identity::new("").is_err());
+        assert!(MemberIdentity::new("").is_err());
     }
 }

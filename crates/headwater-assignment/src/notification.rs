@@ -2,7 +2,7 @@
 //!
 //! Promises: nothing that tells of them ever waits, so a slow or absent reader cannot stop a heartbeat or a shutdown.
 //! What waits is bounded: `Added` needs a place before a stream is taken, so no stream is taken that nobody hears of;
-//! `Disowned` has places of its own, one for each stream that can have been heard of; `Expired` waits once per stream,
+//! `Disowned` has places of its own, one for each stream that can have been received of; `Expired` waits once per stream,
 //! and with `Quarantined` it is dropped and counted when there is no place (the sweep announces the former again);
 //! `Terminated` has the last place.
 
@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use headwater_stream::StreamName;
 use tokio::sync::Notify;
 
-use crate::metrics::Metrics;
+use crate::metrics::AssignmentMetrics;
 use crate::owned::Owned;
 
 /// Something the program should know.
@@ -75,53 +75,53 @@ pub enum Terminated {
 /// The reading end of the channel. Once it is dropped, no more streams are taken.
 #[derive(Debug)]
 pub struct Notifications {
-    broker: Arc<Broker>,
+    notification_queue: Arc<NotificationQueue>,
 }
 
 impl Notifications {
-    pub(crate) fn new(broker: &Arc<Broker>) -> Self {
-        Self { broker: Arc::clone(broker) }
+    pub(crate) fn new(notification_queue: &Arc<NotificationQueue>) -> Self {
+        Self { notification_queue: Arc::clone(notification_queue) }
     }
 
     /// The next notification; waits for it. `None` after [`Notification::Terminated`]. Cancel-safe.
     pub async fn recv(&mut self) -> Option<Notification> {
         loop {
-            if let Some(next) = self.broker.take() {
+            if let Some(next) = self.notification_queue.take() {
                 return next;
             }
             // Keeps a wake-up that came since `take`, so none is lost.
-            self.broker.arrived.notified().await;
+            self.notification_queue.arrived.notified().await;
         }
     }
 
     /// The next notification if one waits.
     pub fn try_recv(&mut self) -> Option<Notification> {
-        self.broker.take().flatten()
+        self.notification_queue.take().flatten()
     }
 }
 
 impl Drop for Notifications {
     fn drop(&mut self) {
-        let mut queue = self.broker.lock();
-        queue.abandoned = true;
+        let mut queue = self.notification_queue.lock();
+        queue.reader_dropped = true;
         queue.items.clear();
         queue.disowned = 0;
     }
 }
 
 #[derive(Debug)]
-pub(crate) struct Broker {
-    queue: Mutex<Queue>,
+pub(crate) struct NotificationQueue {
+    queue: Mutex<QueueState>,
     max: usize,
     disowned_max: usize,
     arrived: Notify,
     /// A notification was taken, so there is a place.
-    pub(crate) taken: Notify,
-    metrics: Metrics,
+    pub(crate) received: Notify,
+    metrics: AssignmentMetrics,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct QueueState {
     items: VecDeque<Notification>,
     /// Streams with an `Expired` in `items`.
     expired: HashSet<StreamName>,
@@ -130,36 +130,36 @@ struct Queue {
     /// Places kept for streams that are being taken.
     reserved: usize,
     closed: bool,
-    abandoned: bool,
+    reader_dropped: bool,
 }
 
-impl Broker {
+impl NotificationQueue {
     /// A channel for `max` notifications and as many `Disowned` as there can be streams to lose.
-    pub(crate) fn new(max: usize, streams_max: usize, metrics: Metrics) -> Arc<Self> {
+    pub(crate) fn new(max: usize, streams_max: usize, metrics: AssignmentMetrics) -> Arc<Self> {
         Arc::new(Self {
             queue: Mutex::default(),
             max,
             // Streams in hand, and those whose `Added` still waits.
             disowned_max: streams_max + max,
             arrived: Notify::new(),
-            taken: Notify::new(),
+            received: Notify::new(),
             metrics,
         })
     }
 
     /// A place for an `Added`; `None` if the channel is full or nobody reads it.
-    pub(crate) fn reserve(self: &Arc<Self>) -> Option<Place> {
+    pub(crate) fn reserve(self: &Arc<Self>) -> Option<NotificationSlot> {
         let mut queue = self.lock();
-        if queue.room(self.max) == 0 {
+        if queue.free_capacity(self.max) == 0 {
             return None;
         }
         queue.reserved += 1;
-        Some(Place { broker: Arc::clone(self) })
+        Some(NotificationSlot { notification_queue: Arc::clone(self) })
     }
 
     /// How many places there are.
-    pub(crate) fn room(&self) -> usize {
-        self.lock().room(self.max)
+    pub(crate) fn free_capacity(&self) -> usize {
+        self.lock().free_capacity(self.max)
     }
 
     pub(crate) fn expired(&self, stream: &StreamName) {
@@ -167,7 +167,7 @@ impl Broker {
         if queue.closed || queue.expired.contains(stream) {
             return;
         }
-        if queue.room(self.max) == 0 {
+        if queue.free_capacity(self.max) == 0 {
             self.metrics.notification_dropped("expired");
             return;
         }
@@ -176,7 +176,7 @@ impl Broker {
     }
 
     /// Takes an `Expired` back that is no longer true.
-    pub(crate) fn no_longer_expired(&self, stream: &StreamName) {
+    pub(crate) fn retract_expired(&self, stream: &StreamName) {
         let mut queue = self.lock();
         if queue.expired.remove(stream) {
             queue.items.retain(|item| !matches!(item, Notification::Expired(s) if s == stream));
@@ -185,7 +185,7 @@ impl Broker {
 
     pub(crate) fn quarantined(&self, stream: &StreamName, owners: u64) {
         let queue = self.lock();
-        if queue.room(self.max) == 0 {
+        if queue.free_capacity(self.max) == 0 {
             self.metrics.notification_dropped("quarantined");
             return;
         }
@@ -195,7 +195,7 @@ impl Broker {
 
     pub(crate) fn disowned(&self, stream: &StreamName, reason: Disowned) {
         let mut queue = self.lock();
-        if queue.closed || queue.abandoned || queue.disowned >= self.disowned_max {
+        if queue.closed || queue.reader_dropped || queue.disowned >= self.disowned_max {
             self.metrics.notification_dropped("disowned");
             return;
         }
@@ -211,7 +211,7 @@ impl Broker {
             return;
         }
         queue.closed = true;
-        if queue.abandoned {
+        if queue.reader_dropped {
             return;
         }
         self.push(queue, Notification::Terminated(reason), "terminated");
@@ -219,7 +219,7 @@ impl Broker {
 
     fn push(
         &self,
-        mut queue: MutexGuard<'_, Queue>,
+        mut queue: MutexGuard<'_, QueueState>,
         notification: Notification,
         kind: &'static str,
     ) {
@@ -241,18 +241,18 @@ impl Broker {
             _ => {}
         }
         drop(queue);
-        self.taken.notify_one();
+        self.received.notify_one();
         Some(Some(next))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
         self.queue.lock().expect("no code panics while it holds this lock")
     }
 }
 
-impl Queue {
-    fn room(&self, max: usize) -> usize {
-        if self.closed || self.abandoned {
+impl QueueState {
+    fn free_capacity(&self, max: usize) -> usize {
+        if self.closed || self.reader_dropped {
             return 0;
         }
         max.saturating_sub(self.items.len() - self.disowned + self.reserved)
@@ -261,31 +261,31 @@ impl Queue {
 
 /// A place in the channel for the `Added` of a stream that is being taken; free again when dropped.
 #[derive(Debug)]
-pub(crate) struct Place {
-    broker: Arc<Broker>,
+pub(crate) struct NotificationSlot {
+    notification_queue: Arc<NotificationQueue>,
 }
 
-impl Place {
+impl NotificationSlot {
     pub(crate) fn added(self, owned: Owned) {
-        let broker = Arc::clone(&self.broker);
+        let notification_queue = Arc::clone(&self.notification_queue);
         {
-            let mut queue = broker.lock();
-            if queue.closed || queue.abandoned {
-                broker.metrics.notification_dropped("added");
+            let mut queue = notification_queue.lock();
+            if queue.closed || queue.reader_dropped {
+                notification_queue.metrics.notification_dropped("added");
                 return;
             }
             queue.items.push_back(Notification::Added(owned));
         }
         // `self` still counts as reserved until it is dropped below, so nobody got the place in between.
-        broker.metrics.notification("added");
-        broker.arrived.notify_one();
+        notification_queue.metrics.notification("added");
+        notification_queue.arrived.notify_one();
     }
 }
 
-impl Drop for Place {
+impl Drop for NotificationSlot {
     fn drop(&mut self) {
-        self.broker.lock().reserved -= 1;
-        self.broker.taken.notify_one();
+        self.notification_queue.lock().reserved -= 1;
+        self.notification_queue.received.notify_one();
     }
 }
 
@@ -293,10 +293,11 @@ impl Drop for Place {
 mod tests {
     use super::*;
 
-    fn channel(max: usize, streams_max: usize) -> (Arc<Broker>, Notifications) {
-        let broker = Broker::new(max, streams_max, Metrics::new("svc"));
-        let notifications = Notifications::new(&broker);
-        (broker, notifications)
+    fn channel(max: usize, streams_max: usize) -> (Arc<NotificationQueue>, Notifications) {
+        let notification_queue =
+            NotificationQueue::new(max, streams_max, AssignmentMetrics::new("svc"));
+        let notifications = Notifications::new(&notification_queue);
+        (notification_queue, notifications)
     }
 
     fn stream(name: &str) -> StreamName {
@@ -305,65 +306,65 @@ mod tests {
 
     #[test]
     fn what_waits_is_bounded_whatever_is_told() {
-        let (broker, mut notifications) = channel(3, 2);
-        let place = broker.reserve().unwrap();
+        let (notification_queue, mut notifications) = channel(3, 2);
+        let slot = notification_queue.reserve().unwrap();
         for i in 0..100 {
-            broker.expired(&stream(&format!("e{i}")));
-            broker.quarantined(&stream("q"), 5);
-            broker.disowned(&stream(&format!("d{i}")), Disowned::LeaseLost);
+            notification_queue.expired(&stream(&format!("e{i}")));
+            notification_queue.quarantined(&stream("q"), 5);
+            notification_queue.disowned(&stream(&format!("d{i}")), Disowned::LeaseLost);
         }
-        assert!(broker.reserve().is_none());
-        broker.terminated(Terminated::Shutdown);
-        broker.disowned(&stream("late"), Disowned::LeaseLost);
+        assert!(notification_queue.reserve().is_none());
+        notification_queue.terminated(Terminated::Shutdown);
+        notification_queue.disowned(&stream("late"), Disowned::LeaseLost);
 
-        let heard: Vec<_> = std::iter::from_fn(|| notifications.try_recv()).collect();
+        let received: Vec<_> = std::iter::from_fn(|| notifications.try_recv()).collect();
         // One place is reserved, two are for others, five for what can be lost, one for the end.
-        assert_eq!(heard.len(), 2 + 5 + 1, "{heard:?}");
-        assert!(matches!(heard.last(), Some(Notification::Terminated(Terminated::Shutdown))));
-        drop(place);
+        assert_eq!(received.len(), 2 + 5 + 1, "{received:?}");
+        assert!(matches!(received.last(), Some(Notification::Terminated(Terminated::Shutdown))));
+        drop(slot);
     }
 
     #[test]
     fn an_expired_stream_waits_once_and_can_be_taken_back() {
-        let (broker, mut notifications) = channel(10, 1);
+        let (notification_queue, mut notifications) = channel(10, 1);
         for name in ["a", "b", "a"] {
-            broker.expired(&stream(name));
+            notification_queue.expired(&stream(name));
         }
-        broker.no_longer_expired(&stream("a"));
+        notification_queue.retract_expired(&stream("a"));
         assert!(
             matches!(notifications.try_recv(), Some(Notification::Expired(s)) if s == stream("b"))
         );
         assert!(notifications.try_recv().is_none());
-        // Once heard, it can be said again.
-        broker.expired(&stream("b"));
+        // Once received, it can be said again.
+        notification_queue.expired(&stream("b"));
         assert!(notifications.try_recv().is_some());
     }
 
     #[test]
     fn a_reserved_place_is_free_again_when_it_is_not_used() {
-        let (broker, notifications) = channel(1, 1);
-        let place = broker.reserve().unwrap();
-        assert!(broker.reserve().is_none());
-        drop(place);
-        assert!(broker.reserve().is_some());
+        let (notification_queue, notifications) = channel(1, 1);
+        let slot = notification_queue.reserve().unwrap();
+        assert!(notification_queue.reserve().is_none());
+        drop(slot);
+        assert!(notification_queue.reserve().is_some());
         drop(notifications);
-        assert!(broker.reserve().is_none(), "nobody reads");
+        assert!(notification_queue.reserve().is_none(), "nobody reads");
     }
 
     #[tokio::test]
     async fn a_reader_that_waits_is_woken_and_the_end_is_the_end() {
-        let (broker, mut notifications) = channel(1, 1);
+        let (notification_queue, mut notifications) = channel(1, 1);
         let reader = tokio::spawn(async move {
-            let mut heard = 0;
+            let mut received = 0;
             while notifications.recv().await.is_some() {
-                heard += 1;
+                received += 1;
             }
-            heard
+            received
         });
         tokio::task::yield_now().await;
-        broker.expired(&stream("a"));
+        notification_queue.expired(&stream("a"));
         tokio::task::yield_now().await;
-        broker.terminated(Terminated::Dropped);
+        notification_queue.terminated(Terminated::Dropped);
         assert_eq!(reader.await.unwrap(), 2);
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use headwater_stream::{EntryId, Epoch, HeldLease, StreamName};
 use tokio::time::Instant;
 
-use crate::metrics::Metrics;
+use crate::metrics::AssignmentMetrics;
 
 /// A stream this process owns. Clones are the same ownership; dropping all of them does not end it.
 #[derive(Clone)]
@@ -21,12 +21,12 @@ struct Inner {
     entry: EntryId,
     owners: u64,
     lease: HeldLease,
-    metrics: Metrics,
-    progress: Mutex<Progress>,
+    metrics: AssignmentMetrics,
+    progress: Mutex<OwnershipProgress>,
 }
 
-struct Progress {
-    phase: Phase,
+struct OwnershipProgress {
+    phase: OwnershipPhase,
     working: usize,
     /// A call said that the stream is done, and it is not known whether that took effect.
     done_is_uncertain: bool,
@@ -34,26 +34,26 @@ struct Progress {
 
 /// How far the end of an ownership is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum OwnershipPhase {
     /// Nobody ends it.
     Active,
     /// A call is ending it.
     Ending,
     /// A call tried to end it, and nobody knows whether it did: its reply was lost or the caller went away.
-    Uncertain(Wish),
+    Uncertain(EndReason),
     /// It ended as its owner wished.
-    Ended(Wish),
+    Ended(EndReason),
     /// It was taken from us.
     Disowned,
 }
 
 /// How an owner ends its ownership.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wish {
+pub(crate) enum EndReason {
     /// The stream is done.
     Done,
     /// Somebody else shall have it.
-    GiveBack,
+    Release,
 }
 
 impl Owned {
@@ -62,10 +62,13 @@ impl Owned {
         info: Option<Box<str>>,
         (entry, owners): (EntryId, u64),
         lease: HeldLease,
-        metrics: Metrics,
+        metrics: AssignmentMetrics,
     ) -> Self {
-        let progress =
-            Mutex::new(Progress { phase: Phase::Active, working: 0, done_is_uncertain: false });
+        let progress = Mutex::new(OwnershipProgress {
+            phase: OwnershipPhase::Active,
+            working: 0,
+            done_is_uncertain: false,
+        });
         Self(Arc::new(Inner { stream, info, entry, owners, lease, metrics, progress }))
     }
 
@@ -95,64 +98,72 @@ impl Owned {
     }
 
     /// Begins a piece of work, during which a rebalance leaves the stream here. `None` if it is no longer ours.
-    pub fn work(&self) -> Option<Work> {
+    pub fn work(&self) -> Option<WorkGuard> {
         let mut progress = self.progress();
-        if progress.phase != Phase::Active || !self.0.lease.is_trusted() {
+        if progress.phase != OwnershipPhase::Active || !self.0.lease.is_trusted() {
             return None;
         }
         progress.working += 1;
         self.0.metrics.processing_started();
-        Some(Work { owned: self.clone(), since: Instant::now() })
+        Some(WorkGuard { owned: self.clone(), since: Instant::now() })
     }
 
     pub(crate) fn entry(&self) -> EntryId {
         self.0.entry
     }
 
-    pub(crate) fn phase(&self) -> Phase {
+    pub(crate) fn phase(&self) -> OwnershipPhase {
         self.progress().phase
     }
 
     /// Begins to end it. An error is the phase that stands in the way.
-    pub(crate) fn begin_end(&self, wish: Wish) -> Result<Ending, Phase> {
-        self.begin_end_if(wish, |_| true)
+    pub(crate) fn begin_end(&self, reason: EndReason) -> Result<EndAttempt, OwnershipPhase> {
+        self.begin_end_if(reason, |_| true)
     }
 
     /// Begins to give it back unless somebody works on it.
-    pub(crate) fn begin_give_back_if_idle(&self) -> Result<Ending, Phase> {
-        self.begin_end_if(Wish::GiveBack, |working| working == 0)
+    pub(crate) fn begin_release_if_idle(&self) -> Result<EndAttempt, OwnershipPhase> {
+        self.begin_end_if(EndReason::Release, |working| working == 0)
     }
 
-    fn begin_end_if(&self, wish: Wish, allow: fn(usize) -> bool) -> Result<Ending, Phase> {
+    fn begin_end_if(
+        &self,
+        reason: EndReason,
+        allow: fn(usize) -> bool,
+    ) -> Result<EndAttempt, OwnershipPhase> {
         let mut progress = self.progress();
         match progress.phase {
-            Phase::Active | Phase::Uncertain(_) if allow(progress.working) => {
-                progress.phase = Phase::Ending;
-                Ok(Ending { owned: self.clone(), wish, then: Phase::Uncertain(wish) })
+            OwnershipPhase::Active | OwnershipPhase::Uncertain(_) if allow(progress.working) => {
+                progress.phase = OwnershipPhase::Ending;
+                Ok(EndAttempt {
+                    owned: self.clone(),
+                    reason,
+                    then: OwnershipPhase::Uncertain(reason),
+                })
             }
             phase => Err(phase),
         }
     }
 
     /// What was uncertain turned out to have had no effect.
-    pub(crate) fn not_ended(&self) {
+    pub(crate) fn reset_uncertain(&self) {
         let mut progress = self.progress();
-        if matches!(progress.phase, Phase::Uncertain(_)) {
-            progress.phase = Phase::Active;
+        if matches!(progress.phase, OwnershipPhase::Uncertain(_)) {
+            progress.phase = OwnershipPhase::Active;
             progress.done_is_uncertain = false;
         }
     }
 
     /// Whether an earlier call may have ended it as done, also if it was taken from us since.
-    pub(crate) fn done_may_have_happened(&self) -> bool {
+    pub(crate) fn done_may_have_applied(&self) -> bool {
         self.progress().done_is_uncertain
     }
 
-    pub(crate) fn set_phase(&self, phase: Phase) {
+    pub(crate) fn set_phase(&self, phase: OwnershipPhase) {
         self.progress().phase = phase;
     }
 
-    fn progress(&self) -> MutexGuard<'_, Progress> {
+    fn progress(&self) -> MutexGuard<'_, OwnershipProgress> {
         self.0.progress.lock().expect("no code panics while it holds this lock")
     }
 }
@@ -169,18 +180,18 @@ impl fmt::Debug for Owned {
 
 /// A piece of work on an owned stream; over when it is dropped.
 #[must_use = "work is over when this is dropped"]
-pub struct Work {
+pub struct WorkGuard {
     owned: Owned,
     since: Instant,
 }
 
-impl fmt::Debug for Work {
+impl fmt::Debug for WorkGuard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Work").field("stream", self.owned.stream()).finish_non_exhaustive()
+        f.debug_struct("WorkGuard").field("stream", self.owned.stream()).finish_non_exhaustive()
     }
 }
 
-impl Drop for Work {
+impl Drop for WorkGuard {
     fn drop(&mut self) {
         self.owned.progress().working -= 1;
         self.owned.0.metrics.processing_ended(self.since.elapsed());
@@ -188,30 +199,30 @@ impl Drop for Work {
 }
 
 /// The attempt to end an ownership. Dropped without a word, its outcome is uncertain.
-pub(crate) struct Ending {
+pub(crate) struct EndAttempt {
     owned: Owned,
-    wish: Wish,
-    then: Phase,
+    reason: EndReason,
+    then: OwnershipPhase,
 }
 
-impl Ending {
+impl EndAttempt {
     /// The attempt had no effect.
     pub(crate) fn failed(mut self) {
-        self.then = Phase::Active;
+        self.then = OwnershipPhase::Active;
     }
 
     /// It ended as wished.
     pub(crate) fn ended(mut self) {
-        self.then = Phase::Ended(self.wish);
+        self.then = OwnershipPhase::Ended(self.reason);
     }
 }
 
-impl Drop for Ending {
+impl Drop for EndAttempt {
     fn drop(&mut self) {
         let mut progress = self.owned.progress();
-        progress.done_is_uncertain |= self.then == Phase::Uncertain(Wish::Done);
+        progress.done_is_uncertain |= self.then == OwnershipPhase::Uncertain(EndReason::Done);
         // It may have been taken from us meanwhile; that stays.
-        if progress.phase == Phase::Ending {
+        if progress.phase == OwnershipPhase::Ending {
             progress.phase = self.then;
         }
     }

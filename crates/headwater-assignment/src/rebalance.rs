@@ -9,40 +9,40 @@ use headwater_stream::{HolderName, LeaseName, Result, StreamName};
 use tracing::{debug, info};
 
 use crate::config::Rebalance;
-use crate::member::Member;
+use crate::member::AssignmentMember;
 use crate::notification::Disowned;
 
-impl Member {
+impl AssignmentMember {
     /// Gives away what is above our share of the `listed` streams. Returns the share, if a rebalance is wanted.
-    pub(crate) async fn rebalance(&self, listed: &HashSet<&StreamName>) -> Result<Option<usize>> {
+    pub(crate) async fn rebalance(&self, scanned: &HashSet<&StreamName>) -> Result<Option<usize>> {
         let Rebalance::Idle { per_sweep } = self.config.rebalance else { return Ok(None) };
         let members = self.live_members().await?.len().max(1);
         // What became ours since the listing counts as well, or it would seem to be above our share.
-        let owned = self.slots.owned();
-        let new = owned.iter().filter(|owned| !listed.contains(owned.stream())).count();
-        let share = (listed.len() + new).div_ceil(members);
+        let owned = self.owned_set.owned();
+        let new = owned.iter().filter(|owned| !scanned.contains(owned.stream())).count();
+        let share = (scanned.len() + new).div_ceil(members);
         let leave_max = owned.len().saturating_sub(share).min(per_sweep);
         let mut leaving = Vec::new();
         for owned in owned {
             if leaving.len() == leave_max {
                 break;
             }
-            if let Ok(ending) = owned.begin_give_back_if_idle() {
-                leaving.push((owned, ending));
+            if let Ok(attempt) = owned.begin_release_if_idle() {
+                leaving.push((owned, attempt));
             }
         }
         if !leaving.is_empty() {
             info!(count = leaving.len(), share, members, "giving streams to others");
-            self.give_back(leaving, Disowned::Rebalanced).await?;
+            self.release_streams(leaving, Disowned::Rebalanced).await?;
         }
         Ok(Some(share))
     }
 
     /// The members whose lease is held. Those without one are removed from the list.
     pub(crate) async fn live_members(&self) -> Result<Vec<HolderName>> {
-        let listed = self.backend.set_members(&self.names.members).await?;
+        let scanned = self.backend.set_members(&self.names.members).await?;
         let (mut names, mut leases): (Vec<String>, Vec<LeaseName>) = (Vec::new(), Vec::new());
-        for name in listed {
+        for name in scanned {
             // What others wrote into the set and is no name cannot be a member.
             if let Ok(lease) = self.names.member_lease(&name) {
                 names.push(name);

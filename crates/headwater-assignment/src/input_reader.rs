@@ -11,39 +11,39 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 use tracing::warn;
 
-use crate::member::{Member, Stage, reached};
+use crate::member::{AssignmentMember, Lifecycle, lifecycle_reached};
 
 /// How long one read waits. A stop does not wait for it.
 const READ_WAIT: Duration = Duration::from_secs(5);
 
 /// Room is looked for again after this, should a wake-up be missed.
-const ROOM_CHECK: Duration = Duration::from_secs(1);
+const CAPACITY_CHECK: Duration = Duration::from_secs(1);
 
 /// A pause after a full batch, so that others who read at the same time get their turn: without it, whoever is awake
 /// first takes everything.
-const TURN: Duration = Duration::from_millis(2);
+const YIELD_PAUSE: Duration = Duration::from_millis(2);
 
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
-pub(crate) struct Intake {
-    member: Arc<Member>,
+pub(crate) struct InputReader {
+    member: Arc<AssignmentMember>,
     reader: Box<dyn GroupReader>,
     /// Read, but not yet ours, because the backend did not answer.
     backlog: Vec<Delivery>,
     backoff: Duration,
 }
 
-impl Intake {
-    pub(crate) fn new(member: Arc<Member>, reader: Box<dyn GroupReader>) -> Self {
+impl InputReader {
+    pub(crate) fn new(member: Arc<AssignmentMember>, reader: Box<dyn GroupReader>) -> Self {
         Self { member, reader, backlog: Vec::new(), backoff: BACKOFF_MIN }
     }
 
     /// Takes new streams until the assignment closes. An error is one that no retry mends.
-    pub(crate) async fn run(mut self, mut stage: watch::Receiver<Stage>) -> Result<()> {
+    pub(crate) async fn run(mut self, mut lifecycle: watch::Receiver<Lifecycle>) -> Result<()> {
         let result = loop {
             tokio::select! {
-                () = reached(&mut stage, Stage::Closing) => break Ok(()),
+                () = lifecycle_reached(&mut lifecycle, Lifecycle::Closing) => break Ok(()),
                 // Cancel-safe: what a dropped read fetched comes back from `close`.
                 result = self.read() => match result {
                     // Outside of `select!`: what was read is taken or given back.
@@ -73,18 +73,19 @@ impl Intake {
             return Ok(Vec::new());
         }
         let member = &self.member;
-        let room = loop {
-            let room = member.slots.room().min(member.broker.room());
-            if room > 0 {
-                break room;
+        let capacity = loop {
+            let capacity =
+                member.owned_set.free_capacity().min(member.notification_queue.free_capacity());
+            if capacity > 0 {
+                break capacity;
             }
             tokio::select! {
-                () = member.slots.freed.notified() => {}
-                () = member.broker.taken.notified() => {}
-                () = sleep(ROOM_CHECK) => {}
+                () = member.owned_set.freed.notified() => {}
+                () = member.notification_queue.received.notified() => {}
+                () = sleep(CAPACITY_CHECK) => {}
             }
         };
-        let count = room.min(member.config.read_batch);
+        let count = capacity.min(member.config.read_batch);
         self.reader.read(std::slice::from_ref(&member.names.input), count, READ_WAIT).await
     }
 
@@ -93,10 +94,10 @@ impl Intake {
         deliveries.extend(read.into_iter().flat_map(|batch| batch.entries));
         let full = deliveries.len() >= self.member.config.read_batch;
         if !deliveries.is_empty() {
-            self.backlog = self.member.take_new(deliveries).await;
+            self.backlog = self.member.acquire_new(deliveries).await;
         }
         if full {
-            sleep(TURN).await;
+            sleep(YIELD_PAUSE).await;
         }
         if self.backlog.is_empty() {
             self.backoff = BACKOFF_MIN;
@@ -119,7 +120,7 @@ impl Intake {
             }
             Err(error) => warn!(%error, "reader was not closed in good order"),
         }
-        if let Err(error) = self.member.give_back_entries(&ids).await {
+        if let Err(error) = self.member.release_entries(&ids).await {
             warn!(count = ids.len(), %error, "entries were not given back, a sweep finds them");
         }
     }

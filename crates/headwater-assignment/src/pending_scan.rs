@@ -1,4 +1,4 @@
-//! Listing what is pending in the input, and reading the entries that were not seen before.
+//! PendingScan what is pending in the input, and reading the entries that were not seen before.
 //!
 //! A whole listing costs as much as there are pending entries, so only the sweep makes one; a hint about a stream that is
 //! not known yet lists what was delivered since.
@@ -14,9 +14,9 @@ use headwater_stream::{
 };
 use tracing::{debug, warn};
 
-use crate::input::{self, Malformed};
-use crate::known::before;
-use crate::member::Member;
+use crate::entry_index::before;
+use crate::input::{self, MalformedInput};
+use crate::member::AssignmentMember;
 use crate::names::Names;
 
 /// Pending entries in one call.
@@ -29,48 +29,48 @@ const PAGES_MAX: usize = 100;
 const RANGE_PAGE: usize = 500;
 
 /// Entries kept alive in one call; the calls are made together. More would hold up a server that does one thing at a time.
-const KEEP_AT_ONCE: usize = 1000;
+const KEEP_ALIVE_BATCH: usize = 1000;
 
 /// One pass over pending entries.
-pub(crate) struct Listing {
+pub(crate) struct PendingScan {
     /// What is pending and names a stream, in id order.
     pub(crate) entries: Vec<(Pending, StreamName)>,
     /// Where the next pass goes on; `None` if this one got to the end.
     pub(crate) next: Option<EntryId>,
 }
 
-impl Member {
+impl AssignmentMember {
     /// Lists what is pending after `after`, and forgets what is no longer.
-    pub(crate) async fn list(&self, after: Option<EntryId>) -> Result<Listing> {
+    pub(crate) async fn scan(&self, after: Option<EntryId>) -> Result<PendingScan> {
         let mut entries = Vec::new();
-        let mut listed = HashSet::new();
+        let mut scanned = HashSet::new();
         let mut next = after;
         for _ in 0..PAGES_MAX {
             let page = self.pending(next, PENDING_PAGE).await?;
             let full = page.len() == PENDING_PAGE;
-            listed.extend(page.iter().map(|pending| pending.id));
+            scanned.extend(page.iter().map(|pending| pending.id));
             next = page.last().map(|pending| pending.id).or(next);
-            self.name(page, &mut entries).await?;
-            self.known().set_listed_to(next.unwrap_or(EntryId::MIN));
+            self.resolve_names(page, &mut entries).await?;
+            self.entry_index().set_scanned_to(next.unwrap_or(EntryId::MIN));
             if !full {
                 next = None;
                 break;
             }
         }
-        self.known().keep_only(after, next.unwrap_or(EntryId::MAX), &listed);
-        Ok(Listing { entries, next })
+        self.entry_index().retain(after, next.unwrap_or(EntryId::MAX), &scanned);
+        Ok(PendingScan { entries, next })
     }
 
     /// Gets to know what was delivered since the last listing.
-    pub(crate) async fn list_new(&self) -> Result<()> {
+    pub(crate) async fn scan_new(&self) -> Result<()> {
         for _ in 0..PAGES_MAX {
-            let listed_to = self.known().listed_to();
-            let page = self.pending(listed_to, PENDING_PAGE).await?;
+            let scanned_to = self.entry_index().scanned_to();
+            let page = self.pending(scanned_to, PENDING_PAGE).await?;
             let full = page.len() == PENDING_PAGE;
             let last = page.last().map(|pending| pending.id);
-            self.name(page, &mut Vec::new()).await?;
+            self.resolve_names(page, &mut Vec::new()).await?;
             if let Some(last) = last {
-                self.known().set_listed_to(last);
+                self.entry_index().set_scanned_to(last);
             }
             if !full {
                 break;
@@ -82,21 +82,21 @@ impl Member {
     /// The first of these entries that is pending.
     pub(crate) async fn first_pending(&self, ids: &[EntryId]) -> Result<Option<Pending>> {
         for id in ids {
-            let listed = self.pending(before(*id), 1).await?;
-            match listed.into_iter().next() {
+            let scanned = self.pending(before(*id), 1).await?;
+            match scanned.into_iter().next() {
                 Some(pending) if pending.id == *id => return Ok(Some(pending)),
-                _ => self.known().forget(*id),
+                _ => self.entry_index().remove(*id),
             }
         }
         Ok(None)
     }
 
     /// Tells the group that these entries are in hand. Returns those that are no longer ours.
-    pub(crate) async fn keep_entries(&self, ids: &[EntryId]) -> Result<HashSet<EntryId>> {
+    pub(crate) async fn keep_entries_alive(&self, ids: &[EntryId]) -> Result<HashSet<EntryId>> {
         let Names { input, group, .. } = &self.names;
         let consumer = &self.identity.consumer;
         let calls = ids
-            .chunks(KEEP_AT_ONCE)
+            .chunks(KEEP_ALIVE_BATCH)
             .map(|ids| self.backend.keep_alive(input, group, consumer, ids));
         Ok(try_join_all(calls).await?.into_iter().flatten().collect())
     }
@@ -132,7 +132,7 @@ impl Member {
     }
 
     /// Finds the stream of each pending entry, reading those that were not seen before.
-    async fn name(
+    async fn resolve_names(
         &self,
         page: Vec<Pending>,
         entries: &mut Vec<(Pending, StreamName)>,
@@ -140,24 +140,24 @@ impl Member {
         let mut names: HashMap<EntryId, Option<StreamName>> = HashMap::new();
         let mut unseen = Vec::new();
         {
-            let known = self.known();
+            let index = self.entry_index();
             for Pending { id, .. } in &page {
-                match known.get(*id) {
+                match index.get(*id) {
                     Some(stream) => drop(names.insert(*id, stream.cloned())),
                     None => unseen.push(*id),
                 }
             }
         }
         self.read(&unseen, &mut names).await?;
-        let mut nameless = Vec::new();
+        let mut unresolved = Vec::new();
         for pending in page {
             match names.remove(&pending.id).flatten() {
                 Some(stream) => entries.push((pending, stream)),
                 // It names no stream, or does not exist any more.
-                None => nameless.push(pending.id),
+                None => unresolved.push(pending.id),
             }
         }
-        self.clear_away(&nameless).await
+        self.remove_malformed(&unresolved).await
     }
 
     /// Reads entries, and remembers and returns which streams they name. `ids` grow.
@@ -172,13 +172,13 @@ impl Member {
             let entries = self.backend.range(&self.names.input, range).await?;
             let Some(last) = entries.last().map(|entry| entry.id) else { break };
             let full = entries.len() == RANGE_PAGE;
-            let mut known = self.known();
+            let mut index = self.entry_index();
             for entry in entries {
                 // Between those asked for lie others, which are known or not pending.
                 if ids.binary_search(&entry.id).is_ok() {
                     let input = input::parse(&entry.fields, &self.names).ok();
                     let stream = input.map(|input| input.stream);
-                    known.learn(entry.id, stream.clone());
+                    index.insert(entry.id, stream.clone());
                     names.insert(entry.id, stream);
                 }
             }
@@ -191,7 +191,7 @@ impl Member {
     }
 
     /// Buries pending entries that name no stream, and drops those that exist no more, once nobody has them in hand.
-    async fn clear_away(&self, ids: &[EntryId]) -> Result<()> {
+    async fn remove_malformed(&self, ids: &[EntryId]) -> Result<()> {
         if ids.is_empty() {
             return Ok(());
         }
@@ -212,12 +212,12 @@ impl Member {
         }
         for delivery in reclaimed.entries {
             let reason = match input::parse(&delivery.fields, &self.names) {
-                Err(Malformed(reason)) => reason,
+                Err(MalformedInput(reason)) => reason,
                 // Read as something else a moment ago: not ours to bury.
                 Ok(_) => continue,
             };
             warn!(entry_id = %delivery.id, reason, "malformed input entry, moved to the dead letters");
-            self.bury(delivery.id, &delivery.fields, &reason, None).await?;
+            self.dead_letter(delivery.id, &delivery.fields, &reason, None).await?;
             self.metrics.malformed();
         }
         Ok(())

@@ -10,31 +10,31 @@ use headwater_stream::{
 use tracing::{debug, warn};
 
 use crate::error::ClaimError;
-use crate::input::{self, Input, Malformed};
-use crate::member::{Locked, Member};
-use crate::notification::Place;
+use crate::input::{self, Input, MalformedInput};
+use crate::member::{AssignmentMember, LeaseGuard};
+use crate::notification::NotificationSlot;
 use crate::owned::Owned;
-use crate::slots::{NoSlot, Reservation};
+use crate::owned_set::{NoCapacity, OwnedReservation};
 
 /// How often a lease is asked for again whose holder was gone when we asked who it is.
-const LOCK_TRIES_MAX: usize = 3;
+const ACQUIRE_TRIES_MAX: usize = 3;
 
 /// A new entry with everything it needs to become ours.
-struct Wanted {
+struct NewStream {
     delivery: Delivery,
     input: Input,
-    reservation: Reservation,
-    place: Place,
+    reservation: OwnedReservation,
+    slot: NotificationSlot,
 }
 
-impl Member {
+impl AssignmentMember {
     /// Takes over a stream that was handed out before. One caller wins, in whatever process.
     pub(crate) async fn claim(&self, stream: &StreamName) -> Result<Owned, ClaimError> {
         let result = self.try_claim(stream).await;
         // Told when nothing of it is left here, so that whoever hears of it finds it gone.
         if let Err(ClaimError::Quarantined { owners, .. }) = &result {
-            self.broker.no_longer_expired(stream);
-            self.broker.quarantined(stream, *owners);
+            self.notification_queue.retract_expired(stream);
+            self.notification_queue.quarantined(stream, *owners);
         }
         self.metrics.claim(match &result {
             Ok(_) => "won",
@@ -49,19 +49,20 @@ impl Member {
     }
 
     async fn try_claim(&self, stream: &StreamName) -> Result<Owned, ClaimError> {
-        let reservation = self.slots.reserve(stream).map_err(|no_slot| match no_slot {
-            NoSlot::Ours => {
-                let by = Some(self.identity.holder.clone());
-                ClaimError::AlreadyClaimed { stream: stream.clone(), by }
-            }
-            NoSlot::Full => ClaimError::AtCapacity { streams_max: self.config.streams_max },
-            NoSlot::Closed => ClaimError::Closed,
-        })?;
-        let locked = self.lock_or_say_who(stream).await?;
-        let found = match self.fetch(stream, locked.fence()).await {
+        let reservation =
+            self.owned_set.reserve(stream).map_err(|no_capacity| match no_capacity {
+                NoCapacity::Owned => {
+                    let by = Some(self.identity.holder.clone());
+                    ClaimError::AlreadyClaimed { stream: stream.clone(), by }
+                }
+                NoCapacity::Full => ClaimError::AtCapacity { streams_max: self.config.streams_max },
+                NoCapacity::Closed => ClaimError::Closed,
+            })?;
+        let guard = self.acquire_lease_or_owner(stream).await?;
+        let found = match self.fetch(stream, guard.fence()).await {
             Ok(found) => found,
             Err(error) => {
-                locked.unlock().await;
+                guard.release().await;
                 return Err(match error {
                     StreamError::Fenced { .. } => {
                         ClaimError::AlreadyClaimed { stream: stream.clone(), by: None }
@@ -71,29 +72,32 @@ impl Member {
             }
         };
         let Some((delivery, input)) = found else {
-            locked.unlock().await;
+            guard.release().await;
             return Err(ClaimError::Unknown { stream: stream.clone() });
         };
         if delivery.deliveries > self.config.owners_max {
             let owners = delivery.deliveries - 1;
-            let result = self.quarantine(stream, &delivery, owners, &locked).await;
-            locked.unlock().await;
+            let result = self.quarantine(stream, &delivery, owners, &guard).await;
+            guard.release().await;
             result?;
             return Err(ClaimError::Quarantined { stream: stream.clone(), owners });
         }
-        let (id, lease) = (delivery.id, locked.fence().lease.clone());
-        let Some(owned) = self.own(input, &delivery, reservation, locked) else {
-            self.give_back_entries(&[id]).await?;
-            self.unlock(&[lease]).await;
+        let (id, lease) = (delivery.id, guard.fence().lease.clone());
+        let Some(owned) = self.take_ownership(input, &delivery, reservation, guard) else {
+            self.release_entries(&[id]).await?;
+            self.release_leases(&[lease]).await;
             return Err(ClaimError::Closed);
         };
         Ok(owned)
     }
 
-    async fn lock_or_say_who(&self, stream: &StreamName) -> Result<Locked<'_>, ClaimError> {
-        for _ in 0..LOCK_TRIES_MAX {
-            if let Some(locked) = self.lock(stream).await? {
-                return Ok(locked);
+    async fn acquire_lease_or_owner(
+        &self,
+        stream: &StreamName,
+    ) -> Result<LeaseGuard<'_>, ClaimError> {
+        for _ in 0..ACQUIRE_TRIES_MAX {
+            if let Some(guard) = self.acquire_lease(stream).await? {
+                return Ok(guard);
             }
             let lease = self.names.lease(stream)?;
             let holders = self.backend.leases(&[lease]).await?;
@@ -110,13 +114,13 @@ impl Member {
         if let Some(found) = self.fetch_known(stream, fence).await? {
             return Ok(Some(found));
         }
-        self.list_new().await?;
+        self.scan_new().await?;
         if let Some(found) = self.fetch_known(stream, fence).await? {
             return Ok(Some(found));
         }
         let mut after = None;
         loop {
-            after = self.list(after).await?.next;
+            after = self.scan(after).await?.next;
             if let Some(found) = self.fetch_known(stream, fence).await? {
                 return Ok(Some(found));
             }
@@ -131,18 +135,18 @@ impl Member {
         stream: &StreamName,
         fence: &Fence,
     ) -> Result<Option<(Delivery, Input)>> {
-        let ids = self.known().ids_of(stream);
+        let ids = self.entry_index().ids_of(stream);
         for id in ids {
             let Some(delivery) = self.reclaim(id, fence).await? else {
-                self.known().forget(id);
+                self.entry_index().remove(id);
                 continue;
             };
             match input::parse(&delivery.fields, &self.names) {
                 Ok(input) if input.stream == *stream => return Ok(Some((delivery, input))),
                 // Another entry under an id we knew: the input was made anew.
                 _ => {
-                    self.known().forget(id);
-                    self.give_back_entries(&[id]).await?;
+                    self.entry_index().remove(id);
+                    self.release_entries(&[id]).await?;
                 }
             }
         }
@@ -173,26 +177,26 @@ impl Member {
         stream: &StreamName,
         delivery: &Delivery,
         owners: u64,
-        locked: &Locked<'_>,
+        guard: &LeaseGuard<'_>,
     ) -> Result<()> {
         let reason = format!("quarantined after {owners} owners");
-        self.bury(delivery.id, &delivery.fields, &reason, Some(locked.fence())).await?;
+        self.dead_letter(delivery.id, &delivery.fields, &reason, Some(guard.fence())).await?;
         warn!(%stream, entry_id = %delivery.id, owners, "stream quarantined");
         self.metrics.quarantined();
         Ok(())
     }
 
     /// Takes new entries, and returns those to try again because the backend did not answer.
-    pub(crate) async fn take_new(&self, deliveries: Vec<Delivery>) -> Vec<Delivery> {
+    pub(crate) async fn acquire_new(&self, deliveries: Vec<Delivery>) -> Vec<Delivery> {
         let mut again = Vec::new();
         let mut surplus = Vec::new();
         let mut wanted = Vec::new();
         for delivery in deliveries {
             match input::parse(&delivery.fields, &self.names) {
-                Err(Malformed(reason)) => {
+                Err(MalformedInput(reason)) => {
                     let (id, fields) = (delivery.id, &delivery.fields);
                     warn!(entry_id = %id, reason, "malformed input entry, moved to the dead letters");
-                    match self.bury(id, fields, &reason, None).await {
+                    match self.dead_letter(id, fields, &reason, None).await {
                         Ok(()) => self.metrics.malformed(),
                         Err(error) => {
                             warn!(entry_id = %id, %error, "dead letter was not written, trying again");
@@ -200,38 +204,42 @@ impl Member {
                         }
                     }
                 }
-                Ok(input) => match (self.slots.reserve(&input.stream), self.broker.reserve()) {
-                    (Ok(reservation), Some(place)) => {
-                        wanted.push(Wanted { delivery, input, reservation, place });
+                Ok(input) => {
+                    match (self.owned_set.reserve(&input.stream), self.notification_queue.reserve())
+                    {
+                        (Ok(reservation), Some(slot)) => {
+                            wanted.push(NewStream { delivery, input, reservation, slot });
+                        }
+                        // Ours already (it was added twice), or the room was taken by a claim meanwhile.
+                        _ => surplus.push(delivery.id),
                     }
-                    // Ours already (it was added twice), or the room was taken by a claim meanwhile.
-                    _ => surplus.push(delivery.id),
-                },
+                }
             }
         }
-        let unused = self.lock_and_own(wanted, &mut surplus, &mut again).await;
-        if let Err(error) = self.give_back_entries(&surplus).await {
+        let unused = self.acquire_leases_and_own(wanted, &mut surplus, &mut again).await;
+        if let Err(error) = self.release_entries(&surplus).await {
             warn!(count = surplus.len(), %error, "entries were not given back, the sweep finds them");
         }
         // Last, so that whoever hears of the leases finds the entries given back.
         if !unused.is_empty() {
-            self.unlock(&unused).await;
+            self.release_leases(&unused).await;
         }
         again
     }
 
     /// Returns the leases that were taken and belong to no stream of ours.
-    async fn lock_and_own(
+    async fn acquire_leases_and_own(
         &self,
-        wanted: Vec<Wanted>,
+        wanted: Vec<NewStream>,
         surplus: &mut Vec<EntryId>,
         again: &mut Vec<Delivery>,
     ) -> Vec<LeaseName> {
-        let locks = join_all(wanted.iter().map(|wanted| self.lock(&wanted.input.stream))).await;
+        let locks =
+            join_all(wanted.iter().map(|wanted| self.acquire_lease(&wanted.input.stream))).await;
         let (mut won, mut unused) = (Vec::new(), Vec::new());
         for (wanted, lock) in wanted.into_iter().zip(locks) {
             match lock {
-                Ok(Some(locked)) => won.push((wanted, locked)),
+                Ok(Some(guard)) => won.push((wanted, guard)),
                 // The stream was added twice: the entry waits until its lease is free.
                 Ok(None) => surplus.push(wanted.delivery.id),
                 Err(error) if error.is_transient() => {
@@ -249,27 +257,27 @@ impl Member {
             return unused;
         }
         let ids: Vec<EntryId> = won.iter().map(|(wanted, _)| wanted.delivery.id).collect();
-        let missing = match self.keep_entries(&ids).await {
+        let missing = match self.keep_entries_alive(&ids).await {
             Ok(missing) => missing,
             Err(error) => {
                 warn!(count = ids.len(), %error, "new entries were not confirmed, trying again");
-                for (wanted, locked) in won {
-                    unused.push(locked.keep().fence().lease.clone());
+                for (wanted, guard) in won {
+                    unused.push(guard.into_held().fence().lease.clone());
                     again.push(wanted.delivery);
                 }
                 return unused;
             }
         };
-        for (wanted, locked) in won {
-            let Wanted { delivery, input, reservation, place } = wanted;
+        for (wanted, guard) in won {
+            let NewStream { delivery, input, reservation, slot } = wanted;
             if missing.contains(&delivery.id) {
                 debug!(entry_id = %delivery.id, "entry was taken over before its lease was ours");
-                unused.push(locked.keep().fence().lease.clone());
+                unused.push(guard.into_held().fence().lease.clone());
                 continue;
             }
-            let lease = locked.fence().lease.clone();
-            match self.own(input, &delivery, reservation, locked) {
-                Some(owned) => place.added(owned),
+            let lease = guard.fence().lease.clone();
+            match self.take_ownership(input, &delivery, reservation, guard) {
+                Some(owned) => slot.added(owned),
                 None => {
                     surplus.push(delivery.id);
                     unused.push(lease);
@@ -280,21 +288,21 @@ impl Member {
     }
 
     /// Fills the slot. `None` if nothing is taken any more; the lease is then the caller's to release.
-    fn own(
+    fn take_ownership(
         &self,
         input: Input,
         delivery: &Delivery,
-        reservation: Reservation,
-        locked: Locked<'_>,
+        reservation: OwnedReservation,
+        guard: LeaseGuard<'_>,
     ) -> Option<Owned> {
         let Input { stream, info } = input;
         let entry = (delivery.id, delivery.deliveries);
-        let owned = Owned::new(stream, info, entry, locked.keep(), self.metrics.clone());
-        if !reservation.fill(owned.clone()) {
+        let owned = Owned::new(stream, info, entry, guard.into_held(), self.metrics.clone());
+        if !reservation.commit(owned.clone()) {
             return None;
         }
-        self.known().learn(delivery.id, Some(owned.stream().clone()));
-        self.broker.no_longer_expired(owned.stream());
+        self.entry_index().insert(delivery.id, Some(owned.stream().clone()));
+        self.notification_queue.retract_expired(owned.stream());
         self.count_owned();
         debug!(stream = %owned.stream(), epoch = %owned.epoch(), owners = owned.owners(), "stream owned");
         Some(owned)

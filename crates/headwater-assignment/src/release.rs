@@ -7,37 +7,37 @@ use headwater_stream::{LeaseName, Settlement, StreamError, Then};
 use tracing::{debug, warn};
 
 use crate::error::EndError;
-use crate::member::Member;
+use crate::member::AssignmentMember;
 use crate::notification::Disowned;
-use crate::owned::{Ending, Owned, Phase, Wish};
+use crate::owned::{EndAttempt, EndReason, Owned, OwnershipPhase};
 
-impl Member {
+impl AssignmentMember {
     /// Ends an ownership as its owner wishes. May be repeated after a lost reply.
-    pub(crate) async fn end(&self, owned: &Owned, wish: Wish) -> Result<(), EndError> {
+    pub(crate) async fn end(&self, owned: &Owned, reason: EndReason) -> Result<(), EndError> {
         let not_owner =
             || EndError::NotOwner { stream: owned.stream().clone(), epoch: owned.epoch() };
-        let ending = match owned.begin_end(wish) {
-            Ok(ending) => ending,
+        let attempt = match owned.begin_end(reason) {
+            Ok(attempt) => attempt,
             // A repetition of a call whose reply was lost.
-            Err(Phase::Ended(before)) if before == wish => return Ok(()),
-            Err(Phase::Ending) => {
-                return Err(EndError::Underway { stream: owned.stream().clone() });
+            Err(OwnershipPhase::Ended(before)) if before == reason => return Ok(()),
+            Err(OwnershipPhase::Ending) => {
+                return Err(EndError::InProgress { stream: owned.stream().clone() });
             }
-            Err(_) if wish == Wish::Done && owned.done_may_have_happened() => {
-                return self.repeat_done(owned).await;
+            Err(_) if reason == EndReason::Done && owned.done_may_have_applied() => {
+                return self.retry_done(owned).await;
             }
             Err(_) => return Err(not_owner()),
         };
-        if !self.slots.owns(owned.stream(), owned.epoch()) {
-            ending.failed();
-            if wish == Wish::Done && owned.done_may_have_happened() {
-                return self.repeat_done(owned).await;
+        if !self.owned_set.owns(owned.stream(), owned.epoch()) {
+            attempt.failed();
+            if reason == EndReason::Done && owned.done_may_have_applied() {
+                return self.retry_done(owned).await;
             }
             return Err(not_owner());
         }
-        let then = match wish {
-            Wish::Done => Then::Delete,
-            Wish::GiveBack => Then::Release,
+        let then = match reason {
+            EndReason::Done => Then::Delete,
+            EndReason::Release => Then::Release,
         };
         let settlement = Settlement { id: owned.entry(), then };
         match self.settle(Some(owned.guard().fence()), &[settlement]).await {
@@ -54,23 +54,23 @@ impl Member {
                         | StreamError::NoGroup { .. }
                 );
                 if no_effect {
-                    ending.failed();
+                    attempt.failed();
                 }
                 return Err(error.into());
             }
         }
-        self.finish(owned, ending, wish);
-        self.unlock(std::slice::from_ref(&owned.guard().fence().lease)).await;
+        self.finish(owned, attempt, reason);
+        self.release_leases(std::slice::from_ref(&owned.guard().fence().lease)).await;
         Ok(())
     }
 
     /// Repeats a `done` whose reply was lost and whose stream was taken from us since. The backend knows whether the first
     /// call took effect: it refuses the repetition if it did not and the lease is gone, and if there was another owner.
-    async fn repeat_done(&self, owned: &Owned) -> Result<(), EndError> {
+    async fn retry_done(&self, owned: &Owned) -> Result<(), EndError> {
         let settlement = Settlement { id: owned.entry(), then: Then::Delete };
         match self.settle(Some(owned.guard().fence()), &[settlement]).await {
             Ok(_) => {
-                owned.set_phase(Phase::Ended(Wish::Done));
+                owned.set_phase(OwnershipPhase::Ended(EndReason::Done));
                 debug!(stream = %owned.stream(), epoch = %owned.epoch(), "stream was done before it was disowned");
                 Ok(())
             }
@@ -83,56 +83,56 @@ impl Member {
     }
 
     /// The heartbeat found that an uncertain end did happen.
-    pub(crate) fn confirm_end(&self, owned: &Owned, wish: Wish) {
-        if let Ok(ending) = owned.begin_end(wish) {
-            self.finish(owned, ending, wish);
-            self.forsake(owned.stream().clone(), owned.guard().fence().lease.clone());
+    pub(crate) fn confirm_end(&self, owned: &Owned, reason: EndReason) {
+        if let Ok(attempt) = owned.begin_end(reason) {
+            self.finish(owned, attempt, reason);
+            self.release_later(owned.stream().clone(), owned.guard().fence().lease.clone());
         }
     }
 
-    fn finish(&self, owned: &Owned, ending: Ending, wish: Wish) {
-        if wish == Wish::GiveBack {
-            self.given_back().insert(owned.stream().clone(), tokio::time::Instant::now());
+    fn finish(&self, owned: &Owned, attempt: EndAttempt, reason: EndReason) {
+        if reason == EndReason::Release {
+            self.recently_released().insert(owned.stream().clone(), tokio::time::Instant::now());
         }
-        self.slots.remove(owned.stream(), owned.epoch());
+        self.owned_set.remove(owned.stream(), owned.epoch());
         self.count_owned();
-        ending.ended();
-        debug!(stream = %owned.stream(), epoch = %owned.epoch(), ?wish, "stream ended");
+        attempt.ended();
+        debug!(stream = %owned.stream(), epoch = %owned.epoch(), ?reason, "stream ended");
     }
 
     /// The stream was taken from us. Told once, whoever finds out first.
     pub(crate) fn disown(&self, owned: &Owned, reason: Disowned) {
-        if self.slots.remove(owned.stream(), owned.epoch()).is_none() {
+        if self.owned_set.remove(owned.stream(), owned.epoch()).is_none() {
             return;
         }
-        owned.set_phase(Phase::Disowned);
+        owned.set_phase(OwnershipPhase::Disowned);
         self.count_owned();
         if matches!(reason, Disowned::LeaseLost | Disowned::LeaseUnconfirmed) {
             self.metrics.locks_lost(1);
             warn!(stream = %owned.stream(), epoch = %owned.epoch(), ?reason, "stream disowned");
         }
-        self.broker.disowned(owned.stream(), reason);
+        self.notification_queue.disowned(owned.stream(), reason);
         // Harmless where the lease is gone already, and it lets others have the stream at once where it is not.
-        self.forsake(owned.stream().clone(), owned.guard().fence().lease.clone());
+        self.release_later(owned.stream().clone(), owned.guard().fence().lease.clone());
     }
 
     /// Gives streams back so that others get them, all in two round trips. Returns how many.
     ///
     /// They are ours no longer even if that fails: what is left of them then is what a dead owner leaves.
-    pub(crate) async fn give_back(
+    pub(crate) async fn release_streams(
         &self,
-        streams: Vec<(Owned, Ending)>,
+        streams: Vec<(Owned, EndAttempt)>,
         reason: Disowned,
     ) -> headwater_stream::Result<usize> {
         let ids: Vec<_> = streams.iter().map(|(owned, _)| owned.entry()).collect();
-        let settled = self.give_back_entries(&ids).await;
+        let settled = self.release_entries(&ids).await;
         let mut leases: Vec<LeaseName> = Vec::with_capacity(streams.len());
-        for (owned, ending) in streams {
-            self.finish(&owned, ending, Wish::GiveBack);
-            self.broker.disowned(owned.stream(), reason);
+        for (owned, attempt) in streams {
+            self.finish(&owned, attempt, EndReason::Release);
+            self.notification_queue.disowned(owned.stream(), reason);
             leases.push(owned.guard().fence().lease.clone());
         }
-        self.unlock(&leases).await;
+        self.release_leases(&leases).await;
         settled.map(|()| leases.len())
     }
 }

@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use crate::owned::Owned;
 
 #[derive(Debug)]
-pub(crate) struct Slots {
+pub(crate) struct OwnedSet {
     inner: Mutex<Inner>,
     max: usize,
     /// Somebody left, so there is room.
@@ -21,50 +21,53 @@ pub(crate) struct Slots {
 
 #[derive(Debug, Default)]
 struct Inner {
-    slots: HashMap<StreamName, Slot>,
+    slots: HashMap<StreamName, OwnedSlot>,
     closed: bool,
 }
 
 #[derive(Debug)]
-enum Slot {
-    Taking,
+enum OwnedSlot {
+    Acquiring,
     Owned(Owned),
 }
 
 /// Why there is no slot for a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NoSlot {
+pub(crate) enum NoCapacity {
     /// It is ours, or about to be.
-    Ours,
+    Owned,
     /// The cap is reached.
     Full,
     /// Nothing is taken any more.
     Closed,
 }
 
-impl Slots {
+impl OwnedSet {
     pub(crate) fn new(max: usize) -> Arc<Self> {
         Arc::new(Self { inner: Mutex::default(), max, freed: Notify::new() })
     }
 
     /// Takes a slot for a stream that is about to be ours; it is free again when the reservation is dropped.
-    pub(crate) fn reserve(self: &Arc<Self>, stream: &StreamName) -> Result<Reservation, NoSlot> {
+    pub(crate) fn reserve(
+        self: &Arc<Self>,
+        stream: &StreamName,
+    ) -> Result<OwnedReservation, NoCapacity> {
         let mut inner = self.lock();
         if inner.closed {
-            return Err(NoSlot::Closed);
+            return Err(NoCapacity::Closed);
         }
         if inner.slots.contains_key(stream) {
-            return Err(NoSlot::Ours);
+            return Err(NoCapacity::Owned);
         }
         if inner.slots.len() >= self.max {
-            return Err(NoSlot::Full);
+            return Err(NoCapacity::Full);
         }
-        inner.slots.insert(stream.clone(), Slot::Taking);
-        Ok(Reservation { slots: Arc::clone(self), stream: Some(stream.clone()) })
+        inner.slots.insert(stream.clone(), OwnedSlot::Acquiring);
+        Ok(OwnedReservation { set: Arc::clone(self), stream: Some(stream.clone()) })
     }
 
     /// How many more streams there is room for.
-    pub(crate) fn room(&self) -> usize {
+    pub(crate) fn free_capacity(&self) -> usize {
         let inner = self.lock();
         if inner.closed { 0 } else { self.max - inner.slots.len().min(self.max) }
     }
@@ -86,8 +89,8 @@ impl Slots {
             .slots
             .values()
             .filter_map(|slot| match slot {
-                Slot::Owned(owned) => Some(owned.clone()),
-                Slot::Taking => None,
+                OwnedSlot::Owned(owned) => Some(owned.clone()),
+                OwnedSlot::Acquiring => None,
             })
             .collect()
     }
@@ -121,37 +124,37 @@ impl Slots {
 
 fn owned_with<'a>(inner: &'a Inner, stream: &StreamName, epoch: Epoch) -> Option<&'a Owned> {
     match inner.slots.get(stream) {
-        Some(Slot::Owned(owned)) if owned.epoch() == epoch => Some(owned),
+        Some(OwnedSlot::Owned(owned)) if owned.epoch() == epoch => Some(owned),
         _ => None,
     }
 }
 
 /// A slot for a stream that is about to be ours.
 #[derive(Debug)]
-pub(crate) struct Reservation {
-    slots: Arc<Slots>,
+pub(crate) struct OwnedReservation {
+    set: Arc<OwnedSet>,
     stream: Option<StreamName>,
 }
 
-impl Reservation {
+impl OwnedReservation {
     /// The stream is ours now. Returns `false` if nothing is taken any more.
-    pub(crate) fn fill(mut self, owned: Owned) -> bool {
-        let mut inner = self.slots.lock();
+    pub(crate) fn commit(mut self, owned: Owned) -> bool {
+        let mut inner = self.set.lock();
         if inner.closed {
             return false;
         }
         if let Some(stream) = self.stream.take() {
-            inner.slots.insert(stream, Slot::Owned(owned));
+            inner.slots.insert(stream, OwnedSlot::Owned(owned));
         }
         true
     }
 }
 
-impl Drop for Reservation {
+impl Drop for OwnedReservation {
     fn drop(&mut self) {
         if let Some(stream) = self.stream.take() {
-            self.slots.lock().slots.remove(&stream);
-            self.slots.freed.notify_one();
+            self.set.lock().slots.remove(&stream);
+            self.set.freed.notify_one();
         }
     }
 }
@@ -166,18 +169,18 @@ mod tests {
 
     #[test]
     fn a_stream_has_one_slot_and_the_cap_holds() {
-        let slots = Slots::new(2);
-        let first = slots.reserve(&stream("a")).unwrap();
-        assert_eq!(slots.reserve(&stream("a")).unwrap_err(), NoSlot::Ours);
-        let _second = slots.reserve(&stream("b")).unwrap();
-        assert_eq!(slots.reserve(&stream("c")).unwrap_err(), NoSlot::Full);
-        assert_eq!(slots.room(), 0);
+        let owned_set = OwnedSet::new(2);
+        let first = owned_set.reserve(&stream("a")).unwrap();
+        assert_eq!(owned_set.reserve(&stream("a")).unwrap_err(), NoCapacity::Owned);
+        let _second = owned_set.reserve(&stream("b")).unwrap();
+        assert_eq!(owned_set.reserve(&stream("c")).unwrap_err(), NoCapacity::Full);
+        assert_eq!(owned_set.free_capacity(), 0);
 
         drop(first);
-        assert_eq!(slots.room(), 1);
-        assert!(!slots.contains(&stream("a")));
-        slots.close();
-        assert_eq!(slots.room(), 0);
-        assert_eq!(slots.reserve(&stream("c")).unwrap_err(), NoSlot::Closed);
+        assert_eq!(owned_set.free_capacity(), 1);
+        assert!(!owned_set.contains(&stream("a")));
+        owned_set.close();
+        assert_eq!(owned_set.free_capacity(), 0);
+        assert_eq!(owned_set.reserve(&stream("c")).unwrap_err(), NoCapacity::Closed);
     }
 }

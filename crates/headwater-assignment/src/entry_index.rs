@@ -8,18 +8,18 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use headwater_stream::{EntryId, StreamName};
 
 /// Entries remembered at most: some hundred bytes each.
-const KNOWN_MAX: usize = 1_000_000;
+const ENTRIES_MAX: usize = 1_000_000;
 
 #[derive(Debug, Default)]
-pub(crate) struct Known {
+pub(crate) struct EntryIndex {
     /// `None` for an entry that names no stream.
     entries: BTreeMap<EntryId, Option<StreamName>>,
     ids: HashMap<StreamName, BTreeSet<EntryId>>,
     /// How far listings have got. A group delivers in id order, so what it delivers later comes after this.
-    listed_to: Option<EntryId>,
+    scanned_to: Option<EntryId>,
 }
 
-impl Known {
+impl EntryIndex {
     /// What is known of an entry: nothing, that it names no stream, or its stream.
     pub(crate) fn get(&self, id: EntryId) -> Option<Option<&StreamName>> {
         self.entries.get(&id).map(Option::as_ref)
@@ -30,25 +30,25 @@ impl Known {
         self.ids.get(stream).map_or_else(Vec::new, |ids| ids.iter().copied().collect())
     }
 
-    pub(crate) fn knows(&self, stream: &StreamName) -> bool {
+    pub(crate) fn contains(&self, stream: &StreamName) -> bool {
         self.ids.contains_key(stream)
     }
 
-    pub(crate) fn listed_to(&self) -> Option<EntryId> {
-        self.listed_to
+    pub(crate) fn scanned_to(&self) -> Option<EntryId> {
+        self.scanned_to
     }
 
     /// Everything pending up to this id has been listed.
-    pub(crate) fn set_listed_to(&mut self, id: EntryId) {
-        self.listed_to = self.listed_to.max(Some(id));
+    pub(crate) fn set_scanned_to(&mut self, id: EntryId) {
+        self.scanned_to = self.scanned_to.max(Some(id));
     }
 
     /// Remembers an entry; beyond the maximum the oldest is forgotten, and read again when it is listed.
-    pub(crate) fn learn(&mut self, id: EntryId, stream: Option<StreamName>) {
-        if self.entries.len() >= KNOWN_MAX
+    pub(crate) fn insert(&mut self, id: EntryId, stream: Option<StreamName>) {
+        if self.entries.len() >= ENTRIES_MAX
             && let Some((oldest, _)) = self.entries.first_key_value()
         {
-            self.forget(*oldest);
+            self.remove(*oldest);
         }
         if let Some(stream) = &stream {
             self.ids.entry(stream.clone()).or_default().insert(id);
@@ -56,7 +56,7 @@ impl Known {
         self.entries.insert(id, stream);
     }
 
-    pub(crate) fn forget(&mut self, id: EntryId) {
+    pub(crate) fn remove(&mut self, id: EntryId) {
         let Some(Some(stream)) = self.entries.remove(&id) else { return };
         if let Some(ids) = self.ids.get_mut(&stream) {
             ids.remove(&id);
@@ -67,11 +67,11 @@ impl Known {
     }
 
     /// Forgets what lies after `after` and up to `to`, except for `listed`.
-    pub(crate) fn keep_only(
+    pub(crate) fn retain(
         &mut self,
         after: Option<EntryId>,
         to: EntryId,
-        listed: &HashSet<EntryId>,
+        scanned: &HashSet<EntryId>,
     ) {
         let from = after.map_or(EntryId::MIN, EntryId::next);
         if from > to {
@@ -81,10 +81,10 @@ impl Known {
             .entries
             .range(from..=to)
             .map(|(id, _)| *id)
-            .filter(|id| !listed.contains(id))
+            .filter(|id| !scanned.contains(id))
             .collect();
         for id in settled {
-            self.forget(id);
+            self.remove(id);
         }
     }
 
@@ -113,33 +113,33 @@ mod tests {
 
     #[test]
     fn a_stream_that_was_added_twice_has_both_entries() {
-        let mut known = Known::default();
+        let mut index = EntryIndex::default();
         for (ms, name) in [(2, "a"), (1, "a"), (3, "b")] {
-            known.learn(EntryId::new(ms, 0), Some(stream(name)));
+            index.insert(EntryId::new(ms, 0), Some(stream(name)));
         }
-        assert_eq!(known.ids_of(&stream("a")), [EntryId::new(1, 0), EntryId::new(2, 0)]);
+        assert_eq!(index.ids_of(&stream("a")), [EntryId::new(1, 0), EntryId::new(2, 0)]);
 
-        known.forget(EntryId::new(1, 0));
-        assert!(known.knows(&stream("a")));
-        known.forget(EntryId::new(2, 0));
-        assert!(!known.knows(&stream("a")));
+        index.remove(EntryId::new(1, 0));
+        assert!(index.contains(&stream("a")));
+        index.remove(EntryId::new(2, 0));
+        assert!(!index.contains(&stream("a")));
     }
 
     #[test]
     fn a_listing_forgets_what_it_covers_and_does_not_show() {
-        let mut known = Known::default();
+        let mut index = EntryIndex::default();
         for ms in 1..=5 {
-            known.learn(EntryId::new(ms, 0), (ms != 2).then(|| stream(&format!("s{ms}"))));
+            index.insert(EntryId::new(ms, 0), (ms != 2).then(|| stream(&format!("s{ms}"))));
         }
-        let listed = HashSet::from([EntryId::new(3, 0)]);
-        known.keep_only(Some(EntryId::new(1, 0)), EntryId::new(4, 0), &listed);
+        let scanned = HashSet::from([EntryId::new(3, 0)]);
+        index.retain(Some(EntryId::new(1, 0)), EntryId::new(4, 0), &scanned);
 
         let left: Vec<u64> =
-            (1..=5).filter(|ms| known.get(EntryId::new(*ms, 0)).is_some()).collect();
+            (1..=5).filter(|ms| index.get(EntryId::new(*ms, 0)).is_some()).collect();
         assert_eq!(left, [1, 3, 5]);
-        assert!(!known.knows(&stream("s4")));
-        known.keep_only(Some(EntryId::new(9, 0)), EntryId::new(5, 0), &listed);
-        assert!(known.knows(&stream("s5")));
+        assert!(!index.contains(&stream("s4")));
+        index.retain(Some(EntryId::new(9, 0)), EntryId::new(5, 0), &scanned);
+        assert!(index.contains(&stream("s5")));
     }
 
     #[test]
