@@ -1,7 +1,8 @@
-//! How a stream becomes ours: as a new entry of the input, or from an owner that died or gave it back.
+//! Acquiring streams: from new input entries, and from owners that died or released them.
 //!
-//! Promises: the lease comes first, so one process wins; then the input entry is made certain under it, because
-//! between the read and the lease a paused process may have lost the entry to another one that finished the work.
+//! Guarantees: the lease is acquired first, so one process wins. Then the input entry is confirmed under the
+//! lease, because a process that paused between read and lease may have lost the entry to another one that
+//! finished the work.
 
 use futures_util::future::join_all;
 use headwater_stream::{
@@ -16,10 +17,10 @@ use crate::notification::NotificationSlot;
 use crate::owned::Owned;
 use crate::owned_set::{NoCapacity, OwnedReservation};
 
-/// How often a lease is asked for again whose holder was gone when we asked who it is.
+/// Attempts to acquire a lease that turns out to be free when its holder is looked up.
 const ACQUIRE_TRIES_MAX: usize = 3;
 
-/// A new entry with everything it needs to become ours.
+/// A new input entry with the capacity reserved for it.
 struct NewStream {
     delivery: Delivery,
     input: Input,
@@ -28,10 +29,10 @@ struct NewStream {
 }
 
 impl AssignmentMember {
-    /// Takes over a stream that was handed out before. One caller wins, in whatever process.
+    /// Claims a stream that was assigned before. One caller wins across all processes.
     pub(crate) async fn claim(&self, stream: &StreamName) -> Result<Owned, ClaimError> {
         let result = self.try_claim(stream).await;
-        // Told when nothing of it is left here, so that whoever hears of it finds it gone.
+        // Notify after the entry has been moved, so that a receiver does not find it any more.
         if let Err(ClaimError::Quarantined { owners, .. }) = &result {
             self.notification_queue.retract_expired(stream);
             self.notification_queue.quarantined(stream, *owners);
@@ -109,7 +110,7 @@ impl AssignmentMember {
         Err(ClaimError::AlreadyClaimed { stream: stream.clone(), by: None })
     }
 
-    /// Makes the pending entry of a stream ours, under its lease. Looks where it costs least first.
+    /// Reclaims the pending entry of a stream under its lease. Tries the cheapest lookup first.
     async fn fetch(&self, stream: &StreamName, fence: &Fence) -> Result<Option<(Delivery, Input)>> {
         if let Some(found) = self.fetch_known(stream, fence).await? {
             return Ok(Some(found));
@@ -143,7 +144,7 @@ impl AssignmentMember {
             };
             match input::parse(&delivery.fields, &self.names) {
                 Ok(input) if input.stream == *stream => return Ok(Some((delivery, input))),
-                // Another entry under an id we knew: the input was made anew.
+                // Another entry has this id: the input stream was recreated.
                 _ => {
                     self.entry_index().remove(id);
                     self.release_entries(&[id]).await?;
@@ -153,7 +154,7 @@ impl AssignmentMember {
         Ok(None)
     }
 
-    /// Takes one pending entry over, whoever has it. `None` if it is not pending any more.
+    /// Reclaims one pending entry from any consumer. `None` if it is not pending.
     pub(crate) async fn reclaim(&self, id: EntryId, fence: &Fence) -> Result<Option<Delivery>> {
         let reclaim = Reclaim {
             stream: &self.names.input,
@@ -186,7 +187,7 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// Takes new entries, and returns those to try again because the backend did not answer.
+    /// Acquires the streams of new entries. Returns the entries to retry because the backend was unavailable.
     pub(crate) async fn acquire_new(&self, deliveries: Vec<Delivery>) -> Vec<Delivery> {
         let mut again = Vec::new();
         let mut surplus = Vec::new();
@@ -195,11 +196,11 @@ impl AssignmentMember {
             match input::parse(&delivery.fields, &self.names) {
                 Err(MalformedInput(reason)) => {
                     let (id, fields) = (delivery.id, &delivery.fields);
-                    warn!(entry_id = %id, reason, "malformed input entry, moved to the dead letters");
+                    warn!(entry_id = %id, reason, "malformed input entry moved to the dead letters");
                     match self.dead_letter(id, fields, &reason, None).await {
                         Ok(()) => self.metrics.malformed(),
                         Err(error) => {
-                            warn!(entry_id = %id, %error, "dead letter was not written, trying again");
+                            warn!(entry_id = %id, %error, "could not write a dead letter; retrying");
                             again.push(delivery);
                         }
                     }
@@ -210,7 +211,7 @@ impl AssignmentMember {
                         (Ok(reservation), Some(slot)) => {
                             wanted.push(NewStream { delivery, input, reservation, slot });
                         }
-                        // Ours already (it was added twice), or the room was taken by a claim meanwhile.
+                        // Already owned (the stream was added twice), or a concurrent claim used the capacity.
                         _ => surplus.push(delivery.id),
                     }
                 }
@@ -218,16 +219,16 @@ impl AssignmentMember {
         }
         let unused = self.acquire_leases_and_own(wanted, &mut surplus, &mut again).await;
         if let Err(error) = self.release_entries(&surplus).await {
-            warn!(count = surplus.len(), %error, "entries were not given back, the sweep finds them");
+            warn!(count = surplus.len(), %error, "could not release input entries; the sweep will find them");
         }
-        // Last, so that whoever hears of the leases finds the entries given back.
+        // Last, so that consumers notified of the leases find the entries released.
         if !unused.is_empty() {
             self.release_leases(&unused).await;
         }
         again
     }
 
-    /// Returns the leases that were taken and belong to no stream of ours.
+    /// Acquires leases and takes ownership. Returns acquired leases that are not used.
     async fn acquire_leases_and_own(
         &self,
         wanted: Vec<NewStream>,
@@ -243,12 +244,12 @@ impl AssignmentMember {
                 // The stream was added twice: the entry waits until its lease is free.
                 Ok(None) => surplus.push(wanted.delivery.id),
                 Err(error) if error.is_transient() => {
-                    warn!(stream = %wanted.input.stream, %error, "lease was not taken, trying again");
+                    warn!(stream = %wanted.input.stream, %error, "could not acquire the lease; retrying");
                     again.push(wanted.delivery);
                 }
-                // It concerns this stream alone: the others must not wait for it. The sweep takes it when that is over.
+                // The error concerns only this stream, so do not block the others. The sweep retries it.
                 Err(error) => {
-                    warn!(stream = %wanted.input.stream, %error, "lease cannot be taken, entry is given back");
+                    warn!(stream = %wanted.input.stream, %error, "could not acquire the lease; releasing the input entry");
                     surplus.push(wanted.delivery.id);
                 }
             }
@@ -260,7 +261,7 @@ impl AssignmentMember {
         let missing = match self.keep_entries_alive(&ids).await {
             Ok(missing) => missing,
             Err(error) => {
-                warn!(count = ids.len(), %error, "new entries were not confirmed, trying again");
+                warn!(count = ids.len(), %error, "could not confirm new input entries; retrying");
                 for (wanted, guard) in won {
                     unused.push(guard.into_held().fence().lease.clone());
                     again.push(wanted.delivery);
@@ -271,7 +272,7 @@ impl AssignmentMember {
         for (wanted, guard) in won {
             let NewStream { delivery, input, reservation, slot } = wanted;
             if missing.contains(&delivery.id) {
-                debug!(entry_id = %delivery.id, "entry was taken over before its lease was ours");
+                debug!(entry_id = %delivery.id, "another consumer reclaimed the entry before its lease was acquired");
                 unused.push(guard.into_held().fence().lease.clone());
                 continue;
             }
@@ -287,7 +288,7 @@ impl AssignmentMember {
         unused
     }
 
-    /// Fills the slot. `None` if nothing is taken any more; the lease is then the caller's to release.
+    /// Records the ownership. `None` while closing; the caller then releases the lease.
     fn take_ownership(
         &self,
         input: Input,

@@ -1,7 +1,7 @@
-//! The client: one per process and service. It starts the parts, and ends them in good order.
+//! The client: one per process and service. Starts the tasks and shuts them down in order.
 //!
-//! Promises: every task it starts is joined by `shutdown` and aborted by `drop`; a shutdown gives back what is not done,
-//! never acknowledges it, and takes no longer than its drain and a few deadlines of the backend.
+//! Guarantees: `shutdown` joins every task, `drop` aborts it. A shutdown releases unfinished streams and
+//! never acknowledges them. It takes at most its drain time plus a few backend deadlines.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -26,15 +26,15 @@ use crate::notification::{Disowned, Notifications, Terminated};
 use crate::owned::{EndReason, Owned};
 use crate::sweep::AssignmentSweep;
 
-/// How often a drain looks whether all streams are done, should a wake-up be missed.
+/// Polling interval of a drain, in case a wakeup is missed.
 const DRAIN_CHECK: Duration = Duration::from_millis(50);
 
-/// How long a part may take to stop; a part that waits for the backend ends with the backend's own deadline.
+/// How long a task may take to stop. A task that waits for the backend stops at the backend's own deadline.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 
-/// A consumer of a service: takes streams, keeps them, gives them back.
+/// A consumer of a service: acquires, keeps and releases streams.
 ///
-/// Dropped without [`shutdown`](Self::shutdown), it stops at once and its leases run out.
+/// If dropped without [`shutdown`](Self::shutdown), it stops at once and its leases expire.
 pub struct Assignment {
     member: Arc<AssignmentMember>,
     supervisor: Mutex<Option<JoinHandle<Result<usize>>>>,
@@ -51,7 +51,8 @@ impl fmt::Debug for Assignment {
     }
 }
 
-/// Puts a stream into the input of a service, for whoever has room. `info` is JSON text for its owner.
+/// Adds a stream to the input of a service; a consumer with free capacity acquires it. `info` is JSON text
+/// for its owner.
 pub async fn add(
     backend: &dyn Backend,
     service: &str,
@@ -67,7 +68,7 @@ async fn append(
     stream: &StreamName,
     info: Option<&str>,
 ) -> Result<EntryId> {
-    // A name that is too long for its lease is refused here, not by whoever reads it.
+    // Reject a name that is too long for its lease here, not in the consumer.
     names.lease(stream)?;
     let fields = input::fields(stream, info)?;
     let ids = backend.append(&names.input, &[fields], &Retention::KEEP_ALL).await?;
@@ -77,8 +78,8 @@ async fn append(
 }
 
 impl Assignment {
-    /// Takes part in a service, from the beginning of its input. `consumer` is for people; the same name may be used
-    /// by several processes.
+    /// Joins a service and reads its input from the beginning. `consumer` is a display name; several processes
+    /// may use the same one.
     pub async fn start(
         backend: Arc<dyn Backend>,
         service: &str,
@@ -91,9 +92,14 @@ impl Assignment {
         member.prepare().await?;
         let lease_watch = member.backend.watch(&member.names.lease_prefix).await?;
         if let WatchMode::ReleasesOnly { reason } = lease_watch.mode() {
-            // The backend has warned; this is what it means here.
+            // The backend has logged a warning; this is the consequence.
             let sweep_every = member.config.sweep_every;
-            info!(service, reason, ?sweep_every, "expired leases are found by the sweep alone");
+            info!(
+                service,
+                reason,
+                ?sweep_every,
+                "no expiry notifications: only the sweep detects expired leases"
+            );
         }
         let reader = member.backend.reader(&member.names.group, &member.identity.consumer).await?;
         member.join().await?;
@@ -122,37 +128,38 @@ impl Assignment {
         Ok((assignment, notifications))
     }
 
-    /// Puts a stream into the input of the service, for whoever has room. `info` is JSON text for its owner.
+    /// Adds a stream to the input of the service; a consumer with free capacity acquires it. `info` is JSON text
+    /// for its owner.
     pub async fn add(&self, stream: &StreamName, info: Option<&str>) -> Result<EntryId> {
         append(&*self.member.backend, &self.member.names, stream, info).await
     }
 
-    /// Takes a stream whose owner died, or that its owner gave back, at once. One caller wins, in whatever process.
+    /// Claims a stream whose owner died or released it. One caller wins across all processes.
     ///
-    /// It comes as the result, not as a notification.
+    /// The stream is returned here and not sent as a notification.
     pub async fn claim(&self, stream: &StreamName) -> Result<Owned, ClaimError> {
         self.member.claim(stream).await
     }
 
-    /// The stream is done: its input entry is deleted and its lease released.
+    /// Completes a stream: deletes its input entry and releases its lease.
     ///
-    /// Idempotent: repeat it if the backend did not answer. If the first call took effect, the repetition succeeds, also
-    /// when the stream was disowned meanwhile, unless it has had another owner since or a day has passed.
+    /// Idempotent: retry if the backend was unavailable. If the first call took effect, the retry succeeds, even
+    /// if the stream was disowned since, unless it has had another owner or a day has passed.
     pub async fn done(&self, owned: &Owned) -> Result<(), EndError> {
         self.member.end(owned, EndReason::Done).await
     }
 
-    /// Hands the stream to somebody else, who gets it as if it were new. It does not count as an owner that died.
+    /// Releases the stream; another consumer acquires it as new. Does not count towards `owners_max`.
     pub async fn release(&self, owned: &Owned) -> Result<(), EndError> {
         self.member.end(owned, EndReason::Release).await
     }
 
-    /// What this process owns now, in no particular order.
+    /// The streams this process owns, in no particular order.
     pub fn owned(&self) -> Vec<Owned> {
         self.member.owned_set.owned()
     }
 
-    /// Who this process is to others.
+    /// The holder name of this process in leases.
     pub fn holder(&self) -> &HolderName {
         &self.member.identity.holder
     }
@@ -162,21 +169,21 @@ impl Assignment {
         self.member.live_members().await
     }
 
-    /// Stops taking streams, waits up to `drain` for those in hand to end, and gives the rest back: nothing is
-    /// acknowledged that is not done. Returns how many were given back.
+    /// Stops acquiring streams, waits up to `drain` for owned streams to end, and releases the rest
+    /// unacknowledged. Returns how many were released.
     pub async fn shutdown(&self, drain: Duration) -> Result<usize> {
         if let Some(stop) = lock(&self.stop).take() {
-            // Fails if the assignment has ended by itself, which is as good.
+            // Fails if the assignment has already terminated.
             let _ = stop.send(drain);
         }
         let supervisor = lock(&self.supervisor).take();
         match supervisor {
             Some(supervisor) => supervisor.await.unwrap_or_else(|error| {
-                let problem = "the assignment was cut short".to_owned();
+                let problem = "the assignment task was aborted".to_owned();
                 Err(StreamError::Unavailable { problem, source: Some(error.into()) })
             }),
             None => {
-                // Another call is at it, or was.
+                // Another call is shutting down, or has.
                 lifecycle_reached(&mut self.lifecycle.clone(), Lifecycle::Stopped).await;
                 Ok(0)
             }
@@ -188,7 +195,7 @@ impl Drop for Assignment {
     fn drop(&mut self) {
         self.member.owned_set.close();
         if let Some(supervisor) = lock(&self.supervisor).take() {
-            // With it go the parts it holds.
+            // Aborts all tasks it owns.
             supervisor.abort();
             self.member.notification_queue.terminated(Terminated::Dropped);
         }
@@ -197,13 +204,13 @@ impl Drop for Assignment {
 
 /// The tasks of an assignment; dropping them aborts them.
 struct AssignmentTasks {
-    /// InputReader and sweep: an error of theirs ends the assignment.
+    /// Input reader and sweep. If one fails, the assignment terminates.
     working: JoinSet<Result<()>>,
-    /// Goes on until everything is given back.
+    /// Runs until everything is released.
     heartbeat: JoinSet<()>,
 }
 
-/// Waits for the wish to stop, or for a part that cannot go on, and ends everything in good order.
+/// Waits for a shutdown or a failed task, then shuts everything down in order.
 async fn supervise(
     member: Arc<AssignmentMember>,
     mut tasks: AssignmentTasks,
@@ -215,24 +222,24 @@ async fn supervise(
         ended = tasks.working.join_next() => (Duration::ZERO, failed(match ended {
             Some(Ok(Err(error))) => error.to_string(),
             Some(Err(error)) => error.to_string(),
-            Some(Ok(Ok(()))) | None => "a part of the assignment has ended".to_owned(),
+            Some(Ok(Ok(()))) | None => "an assignment task ended unexpectedly".to_owned(),
         })),
         ended = tasks.heartbeat.join_next() => (Duration::ZERO, failed(match ended {
             Some(Err(error)) => error.to_string(),
-            Some(Ok(())) | None => "the heartbeat has ended".to_owned(),
+            Some(Ok(())) | None => "the heartbeat task ended unexpectedly".to_owned(),
         })),
     };
     if let Terminated::Failed { problem } = &reason {
-        error!(problem, "assignment cannot go on");
+        error!(problem, "assignment failed");
     }
     let given_back = finish(&member, &mut tasks, &lifecycle, drain).await;
     lifecycle.send_replace(Lifecycle::Stopped);
     join_all(&mut tasks.heartbeat, "heartbeat").await;
     if let Err(error) = member.leave().await {
-        warn!(%error, "member lease was not released, it runs out");
+        warn!(%error, "could not release the member lease; it will expire");
     }
     member.notification_queue.terminated(reason);
-    info!(service = member.names.service, "assignment ended");
+    info!(service = member.names.service, "assignment terminated");
     given_back
 }
 
@@ -240,7 +247,7 @@ fn failed(problem: String) -> Terminated {
     Terminated::Failed { problem }
 }
 
-/// Takes nothing more, waits for what is in hand, and gives the rest back.
+/// Stops acquiring, drains owned streams and releases the rest.
 async fn finish(
     member: &AssignmentMember,
     tasks: &mut AssignmentTasks,
@@ -250,7 +257,7 @@ async fn finish(
     let deadline = Instant::now() + drain;
     member.owned_set.close();
     lifecycle.send_replace(Lifecycle::Closing);
-    join_all(&mut tasks.working, "intake and sweep").await;
+    join_all(&mut tasks.working, "input reader and sweep").await;
     while member.owned_set.len() > 0 && Instant::now() < deadline {
         let check = deadline.min(Instant::now() + DRAIN_CHECK);
         let _ = timeout_at(check, member.owned_set.freed.notified()).await;
@@ -265,14 +272,14 @@ async fn finish(
     if rest.is_empty() {
         return Ok(0);
     }
-    info!(count = rest.len(), "giving back what is not done");
+    info!(count = rest.len(), "releasing unfinished streams");
     member.release_streams(rest, Disowned::Shutdown).await
 }
 
 async fn join_all<T: 'static>(tasks: &mut JoinSet<T>, what: &'static str) {
     let joined = timeout(STOP_LIMIT, async { while tasks.join_next().await.is_some() {} }).await;
     if joined.is_err() {
-        warn!(what, "did not stop in time, aborting");
+        warn!(what, "task did not stop in time; aborting it");
         tasks.shutdown().await;
     }
 }

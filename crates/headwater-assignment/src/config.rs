@@ -1,57 +1,59 @@
-//! Settings of stream assignment, checked once at the start.
+//! Configuration of stream assignment, validated at the start.
 
 use std::time::Duration;
 
 use headwater_stream::limits::{BATCH_MAX, COUNT_MAX, LEASE_TTL_MAX, LEASE_TTL_MIN, LEASES_MAX};
 use headwater_stream::{KeeperConfig, Result, StreamError};
 
-/// How a process takes part in a service.
+/// Configuration of one consumer.
 #[derive(Clone, Debug)]
 pub struct AssignmentConfig {
-    /// How many streams this process owns at most. Default: 1000. Limit: [`STREAMS_MAX`].
+    /// Maximum number of streams this process owns. Default: 1000. Limit: [`STREAMS_MAX`].
     pub streams_max: usize,
-    /// How often ownership is renewed; a lease lives twice as long. Default: 5 s. Limits: 25 ms to 12 h.
+    /// Renewal interval; a lease lasts twice as long. Default: 5 s. Limits: 25 ms to 12 h.
     pub heartbeat_every: Duration,
-    /// How often everything pending is looked through for what notifications missed. Up to `heartbeat_every`, fail-over
-    /// needs no notifications to be in time. Default: 5 s. Limits: 10 ms to 1 h.
+    /// Interval of the sweep over all pending entries. With at most `heartbeat_every`, fail-over does not depend
+    /// on notifications. Default: 5 s. Limits: 10 ms to 1 h.
     pub sweep_every: Duration,
     /// What to do with a stream whose owner died. Default: announce it.
     pub on_expired: OnExpired,
-    /// How many owners a stream may wear out before it goes to the dead letters. Default: 5. Limit: at least 1.
+    /// Owners that may die with a stream before it is dead-lettered. Default: 5. Limit: at least 1.
     pub owners_max: u64,
-    /// How many new streams one read takes at most; small numbers spread them better. Default: 16. Limit: 10 000.
+    /// Maximum number of new streams per read; small values spread streams better. Default: 16. Limit: 10 000.
     pub read_batch: usize,
-    /// How many notifications wait for a slow reader before no new streams are taken. Default: 1024. Limit: 1 million.
+    /// Capacity of the notification queue. While it is full, no new streams are acquired. Default: 1024. Limit:
+    /// 1 million.
     pub notifications_max: usize,
-    /// Whether owners above their fair share give idle streams away. Default: off.
+    /// Whether owners above their fair share release idle streams. Default: off.
     pub rebalance: Rebalance,
 }
 
 /// What to do with a stream whose owner died.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnExpired {
-    /// Say [`Expired`](crate::Notification::Expired) and leave it to the program to claim it.
+    /// Send [`Expired`](crate::Notification::Expired); the program decides whether to claim it.
     #[default]
     Announce,
-    /// Claim it while there is room; it comes as [`Added`](crate::Notification::Added).
+    /// Claim it if there is free capacity; it is sent as [`Added`](crate::Notification::Added).
     Claim,
 }
 
-/// Whether owners give streams away so that late joiners get their share.
+/// Whether owners release streams so that consumers that join later get their share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Rebalance {
-    /// An owner keeps what it has.
+    /// An owner keeps its streams.
     #[default]
     Off,
-    /// An owner above its fair share (streams by live consumers, rounded up) gives up to `per_sweep` idle streams away
-    /// with each sweep. A stream is idle while nobody holds an [`Owned::work`](crate::Owned::work).
+    /// An owner above its fair share (streams divided by live consumers, rounded up) releases up to `per_sweep`
+    /// idle streams per sweep. A stream is idle while there is no guard from
+    /// [`Owned::work`](crate::Owned::work).
     Idle {
-        /// How many streams at once. Limit: 1 to 4096.
+        /// Maximum number of streams per sweep. Limit: 1 to 4096.
         per_sweep: usize,
     },
 }
 
-/// Streams one process can own: one call renews them all, beside the lease that shows the process is alive.
+/// Limit of `streams_max`: one call renews all leases, including the member lease.
 pub const STREAMS_MAX: usize = LEASES_MAX - 1;
 
 const NOTIFICATIONS_MAX: usize = 1_000_000;
@@ -89,12 +91,12 @@ impl AssignmentConfig {
         within("ttl", self.lease_ttl(), LEASE_TTL_MIN, LEASE_TTL_MAX)
     }
 
-    /// How long a lease lives without a heartbeat: two intervals, as other programs on the same keys expect.
+    /// Lease duration: two heartbeat intervals, as other programs on the same keys expect.
     pub fn lease_ttl(&self) -> Duration {
         self.heartbeat_every * 2
     }
 
-    /// Renewal is driven by the heartbeat, not by the keeper; its own interval only has to be plausible.
+    /// The heartbeat drives renewal, not the keeper; `renew_every` only has to be valid.
     pub(crate) fn keeper(&self) -> KeeperConfig {
         let ttl = self.lease_ttl();
         KeeperConfig { ttl, renew_every: ttl / 3, margin: ttl / 10 }
@@ -110,7 +112,7 @@ fn within<T: Copy + PartialOrd + std::fmt::Debug>(
     if value < min || value > max {
         return Err(StreamError::invalid(
             what,
-            format!("{value:?} is outside of {min:?} to {max:?}"),
+            format!("{value:?} is not between {min:?} and {max:?}"),
         ));
     }
     Ok(())
@@ -121,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_defaults_are_valid_and_so_is_the_keeper_they_give() {
+    fn the_defaults_are_valid_and_so_is_their_keeper_config() {
         let config = AssignmentConfig::default();
         config.validate().unwrap();
         config.keeper().validate().unwrap();
@@ -132,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_out_of_its_limits_is_named() {
+    fn the_error_names_a_setting_that_is_out_of_range() {
         let good = AssignmentConfig::default;
         for (what, config) in [
             ("streams_max", AssignmentConfig { streams_max: 0, ..good() }),

@@ -1,26 +1,26 @@
-//! Which pending input entry names which stream, as far as this process has seen.
+//! Index of pending input entries: which entry names which stream.
 //!
-//! A listing of pending entries tells ids, not what they say. Names never change, so each entry is read once; from
-//! then on a listing is enough. It is a memory, not the truth: entries may be settled by others at any time.
+//! A list of pending entries contains ids, not fields. Entries never change, so each is read once and looked
+//! up here afterwards. The index may be stale: other consumers settle entries at any time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use headwater_stream::{EntryId, StreamName};
 
-/// Entries remembered at most: some hundred bytes each.
+/// Maximum number of entries: some hundred bytes each.
 const ENTRIES_MAX: usize = 1_000_000;
 
 #[derive(Debug, Default)]
 pub(crate) struct EntryIndex {
-    /// `None` for an entry that names no stream.
+    /// `None` for a malformed entry.
     entries: BTreeMap<EntryId, Option<StreamName>>,
     ids: HashMap<StreamName, BTreeSet<EntryId>>,
-    /// How far listings have got. A group delivers in id order, so what it delivers later comes after this.
+    /// How far scans have got. A group delivers in id order, so later deliveries have greater ids.
     scanned_to: Option<EntryId>,
 }
 
 impl EntryIndex {
-    /// What is known of an entry: nothing, that it names no stream, or its stream.
+    /// The stream of an entry: unknown, malformed, or known.
     pub(crate) fn get(&self, id: EntryId) -> Option<Option<&StreamName>> {
         self.entries.get(&id).map(Option::as_ref)
     }
@@ -38,12 +38,12 @@ impl EntryIndex {
         self.scanned_to
     }
 
-    /// Everything pending up to this id has been listed.
+    /// Records that everything pending up to this id has been scanned.
     pub(crate) fn set_scanned_to(&mut self, id: EntryId) {
         self.scanned_to = self.scanned_to.max(Some(id));
     }
 
-    /// Remembers an entry; beyond the maximum the oldest is forgotten, and read again when it is listed.
+    /// Adds an entry. Beyond the limit the oldest is evicted, and read again by the next scan.
     pub(crate) fn insert(&mut self, id: EntryId, stream: Option<StreamName>) {
         if self.entries.len() >= ENTRIES_MAX
             && let Some((oldest, _)) = self.entries.first_key_value()
@@ -66,7 +66,7 @@ impl EntryIndex {
         }
     }
 
-    /// Forgets what lies after `after` and up to `to`, except for `listed`.
+    /// Removes entries after `after` and up to `to` that are not in `scanned`.
     pub(crate) fn retain(
         &mut self,
         after: Option<EntryId>,
@@ -88,13 +88,13 @@ impl EntryIndex {
         }
     }
 
-    /// Forgets everything, for when the group has begun anew.
+    /// Clears the index after the group was recreated.
     pub(crate) fn clear(&mut self) {
         *self = Self::default();
     }
 }
 
-/// The largest id before this one, to list from; `None` for the first.
+/// The greatest id before this one; `None` for the first.
 pub(crate) fn before(id: EntryId) -> Option<EntryId> {
     match (id.ms, id.seq) {
         (0, 0) => None,
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listing_forgets_what_it_covers_and_does_not_show() {
+    fn a_scan_removes_entries_in_its_range_that_are_no_longer_pending() {
         let mut index = EntryIndex::default();
         for ms in 1..=5 {
             index.insert(EntryId::new(ms, 0), (ms != 2).then(|| stream(&format!("s{ms}"))));
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn the_id_before_is_the_one_whose_next_it_is() {
+    fn before_is_the_inverse_of_next() {
         for id in [EntryId::new(7, 3), EntryId::new(7, 0), EntryId::new(0, 1)] {
             assert_eq!(before(id).unwrap().next(), id);
         }

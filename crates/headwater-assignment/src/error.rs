@@ -1,4 +1,4 @@
-//! What can go wrong when a stream is claimed or ended, split by what the caller does next.
+//! Errors of claiming and ending streams, split by what the caller does next.
 
 use headwater_stream::{Epoch, HolderName, StreamError, StreamName};
 
@@ -6,24 +6,26 @@ use headwater_stream::{Epoch, HolderName, StreamError, StreamName};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClaimError {
-    /// Somebody owns it, perhaps this very process. There is nothing to do.
+    /// Another consumer or this process owns it. Nothing to do.
     #[error("stream `{stream}` is already claimed{}", by_whom(.by.as_ref()))]
     AlreadyClaimed {
         /// The stream.
         stream: StreamName,
-        /// Its owner, unless it gave the stream up in the same moment.
+        /// Its owner, unless it released the stream at the same moment.
         by: Option<HolderName>,
     },
 
-    /// No input entry that was handed out names it: it is done, was never added, or still waits to be handed out.
-    #[error("stream `{stream}` is not among those that were handed out and not done")]
+    /// No pending input entry names it: it is done, was never added, or was not delivered yet.
+    #[error(
+        "stream `{stream}` has no pending input entry: it is done, was never added, or is not assigned yet"
+    )]
     Unknown {
         /// The stream.
         stream: StreamName,
     },
 
-    /// It wore out too many owners and is in the dead letters now. A person must look at it.
-    #[error("stream `{stream}` is quarantined after {owners} owners")]
+    /// More than `owners_max` owners died with it; it is in the dead letters. An operator must look at it.
+    #[error("stream `{stream}` is quarantined: {owners} owners died with it; see the dead letters")]
     Quarantined {
         /// The stream.
         stream: StreamName,
@@ -31,18 +33,21 @@ pub enum ClaimError {
         owners: u64,
     },
 
-    /// This process owns as many streams as it may. End one, or raise `streams_max`.
-    #[error("this consumer owns {streams_max} streams and may not own more")]
+    /// This process owns `streams_max` streams. End one, or raise `streams_max`.
+    #[error(
+        "this consumer already owns `streams_max` = {streams_max} streams; end one or raise the limit"
+    )]
     AtCapacity {
         /// The setting.
         streams_max: usize,
     },
 
-    /// The assignment is shutting down or has ended.
+    /// The assignment is shutting down or has terminated.
     #[error("the assignment is shutting down")]
     Closed,
 
-    /// The backend failed. If it is unavailable, the stream may be ours for the life of a lease; claim it again.
+    /// The backend failed. If it is unavailable, the claim may have succeeded until the lease expires; claim
+    /// again.
     #[error(transparent)]
     Backend(#[from] StreamError),
 }
@@ -55,7 +60,7 @@ fn by_whom(holder: Option<&HolderName>) -> String {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EndError {
-    /// It is no longer ours in this epoch; nothing was changed. Drop what was done for it.
+    /// This process no longer owns it in this epoch; nothing was changed. Discard the work.
     #[error("stream `{stream}` is no longer owned with epoch {epoch}: nothing was changed")]
     NotOwner {
         /// The stream.
@@ -64,14 +69,14 @@ pub enum EndError {
         epoch: Epoch,
     },
 
-    /// Another call is ending it right now.
-    #[error("stream `{stream}` is being ended by another call")]
+    /// Another call is ending it.
+    #[error("another call is ending stream `{stream}`; wait for it")]
     InProgress {
         /// The stream.
         stream: StreamName,
     },
 
-    /// The backend failed. If it is unavailable, the stream may have ended; the same call may be repeated.
+    /// The backend failed. If it is unavailable, the stream may have ended; retry the call.
     #[error(transparent)]
     Backend(#[from] StreamError),
 }

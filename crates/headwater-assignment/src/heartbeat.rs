@@ -1,8 +1,8 @@
-//! The heartbeat renews everything this process owns: all leases in one call and all input entries in another, both at
-//! once, so that an interval costs one flight however many streams there are.
+//! The heartbeat: renews all leases in one call and keeps all input entries alive in another, concurrently,
+//! so an interval costs one round trip for any number of streams.
 //!
-//! Promises: a stream whose lease is no longer trusted is disowned at that moment, by a timer and without asking anybody, and
-//! stays disowned; a heartbeat that fails is repeated several times before that happens.
+//! Guarantees: a stream is disowned by a local timer as soon as its lease is no longer valid, and stays
+//! disowned. A failed heartbeat is retried several times before that.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::member::{AssignmentMember, Lifecycle, lifecycle_reached};
 use crate::notification::Disowned;
 use crate::owned::{Owned, OwnershipPhase};
 
-/// Beats until the assignment has stopped.
+/// Runs heartbeats until the assignment has stopped.
 pub(crate) async fn run(member: Arc<AssignmentMember>, mut lifecycle: watch::Receiver<Lifecycle>) {
     let every = member.config.heartbeat_every;
     let mut next = Instant::now() + every;
@@ -25,7 +25,7 @@ pub(crate) async fn run(member: Arc<AssignmentMember>, mut lifecycle: watch::Rec
         tokio::select! {
             () = lifecycle_reached(&mut lifecycle, Lifecycle::Stopped) => return,
             () = sleep_until(next) => {}
-            // Beats at once: what was given up is released, so that others can have it.
+            // Run at once, so that the leases of disowned streams are released for other consumers.
             _ = member.keeper.lapsed() => {}
         }
         let started = Instant::now();
@@ -36,14 +36,14 @@ pub(crate) async fn run(member: Arc<AssignmentMember>, mut lifecycle: watch::Rec
             }
             Err(error) => {
                 member.metrics.heartbeat_failed();
-                warn!(%error, "heartbeat failed, trying again");
+                warn!(%error, "heartbeat failed; retrying");
                 next = Instant::now() + every / 8;
             }
         }
     }
 }
 
-/// One beat. Leases that lapse while it waits for its answers are given up at that moment.
+/// One heartbeat. Leases that lapse while it waits for replies are disowned at once.
 async fn beat(member: &AssignmentMember, every: Duration) -> Result<()> {
     let beat = member.run_heartbeat_once(every / 2);
     tokio::pin!(beat);
@@ -56,9 +56,9 @@ async fn beat(member: &AssignmentMember, every: Duration) -> Result<()> {
 }
 
 impl AssignmentMember {
-    /// Renews everything once; waits at most `limit` for the answers.
+    /// Renews everything once; waits at most `limit` for the replies.
     pub(crate) async fn run_heartbeat_once(&self, limit: Duration) -> Result<()> {
-        // First of all: a process that stood still must not renew what it has already lost.
+        // First: a process that was paused must not renew leases it has lost.
         self.disown_lapsed();
         let owned: Vec<(Owned, OwnershipPhase)> = self
             .owned_set
@@ -74,7 +74,7 @@ impl AssignmentMember {
             timeout(limit, self.keeper.run_once()),
             timeout(limit, self.keep_entries_alive(&ids)),
             async {
-                // What fails here runs out by itself.
+                // Leases that could not be released expire.
                 let _ = timeout(limit, self.release_deferred()).await;
             },
         );
@@ -82,14 +82,14 @@ impl AssignmentMember {
             self.handle_renewed(&owned, renewed.unwrap_or_else(|_| Err(late(limit)))).await;
         let kept = match kept.unwrap_or_else(|_| Err(late(limit))) {
             Ok(missing) => self.handle_missing(&owned, &missing).await,
-            // A flush took the group. The leases are gone too, so the renewal has told.
+            // The group was deleted (flush). The leases are gone too, so the renewal has reported the loss.
             Err(StreamError::NoGroup { .. }) => self.ensure_group().await,
             Err(error) => Err(error),
         };
         renewed.and(kept)
     }
 
-    /// Gives up what may have another owner by now.
+    /// Disowns streams whose leases are no longer valid.
     pub(crate) fn disown_lapsed(&self) {
         for owned in self.owned_set.owned() {
             if !owned.guard().is_trusted() && owned.phase() != OwnershipPhase::Ending {
@@ -119,7 +119,8 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// What became of entries that are no longer pending for us: ended by a call whose reply was lost, or taken away.
+    /// Handles entries that are no longer pending for this consumer: ended by a call with a lost reply, or
+    /// reclaimed.
     async fn handle_missing(
         &self,
         owned: &[(Owned, OwnershipPhase)],
@@ -131,7 +132,7 @@ impl AssignmentMember {
                 OwnershipPhase::Uncertain(reason) if is_missing => self.confirm_end(owned, *reason),
                 OwnershipPhase::Uncertain(_) => owned.reset_uncertain(),
                 OwnershipPhase::Active if is_missing && owned.phase() == OwnershipPhase::Active => {
-                    self.mend(owned).await?;
+                    self.reclaim_entry(owned).await?;
                 }
                 _ => {}
             }
@@ -139,10 +140,10 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// The lease is ours and the entry is not. Whoever took it had no right to, so it is taken back.
-    async fn mend(&self, owned: &Owned) -> Result<()> {
+    /// Reclaims the entry: this process holds the lease, so no other consumer may have it.
+    async fn reclaim_entry(&self, owned: &Owned) -> Result<()> {
         match self.reclaim(owned.entry(), owned.guard().fence()).await {
-            Ok(Some(_)) => debug!(stream = %owned.stream(), "input entry taken back"),
+            Ok(Some(_)) => debug!(stream = %owned.stream(), "input entry reclaimed"),
             Ok(None) if owned.phase() == OwnershipPhase::Active => {
                 self.disown(owned, Disowned::EntryGone);
             }
@@ -156,7 +157,7 @@ impl AssignmentMember {
 
 fn late(limit: Duration) -> StreamError {
     StreamError::Unavailable {
-        problem: format!("no answer to a heartbeat within {limit:?}"),
+        problem: format!("no reply to a heartbeat within {limit:?}"),
         source: None,
     }
 }

@@ -1,7 +1,7 @@
-//! Input entries: what they say, how they are written, and what becomes of those that say nothing.
+//! Input entries: parsing, writing and dead letters.
 //!
-//! Promises: `Info` is echoed byte for byte; keys are read whatever their case; whatever cannot be read keeps its
-//! bytes on the way to the dead letters.
+//! Guarantees: `Info` is passed through byte for byte; keys are case-insensitive; a dead letter contains the
+//! bytes of the original entry.
 
 use std::collections::BTreeMap;
 
@@ -17,43 +17,44 @@ pub const INPUT_FIELD: &str = "lbs-input";
 const NAME_KEY: &str = "DataStreamName";
 const INFO_KEY: &str = "Info";
 
-/// What an input entry says: which stream, and what its producer wants its owner to know.
+/// A parsed input entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Input {
     pub(crate) stream: StreamName,
-    /// JSON text as it was written.
+    /// JSON text, unchanged.
     pub(crate) info: Option<Box<str>>,
 }
 
-/// Why an input entry cannot be read.
+/// Why an input entry is malformed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MalformedInput(pub(crate) String);
 
-/// Reads the fields of an input entry.
+/// Parses the fields of an input entry.
 pub(crate) fn parse(fields: &Fields, names: &Names) -> Result<Input, MalformedInput> {
     let malformed = |problem: String| MalformedInput(problem);
     let json = fields
         .get(INPUT_FIELD)
-        .ok_or_else(|| malformed(format!("it has no field `{INPUT_FIELD}`")))?;
+        .ok_or_else(|| malformed(format!("field `{INPUT_FIELD}` is missing")))?;
     let object: BTreeMap<String, Box<RawValue>> = serde_json::from_slice(json)
         .map_err(|error| malformed(format!("`{INPUT_FIELD}` is not a JSON object: {error}")))?;
-    let name = value(&object, NAME_KEY).ok_or_else(|| malformed(format!("no `{NAME_KEY}`")))?;
+    let name =
+        value(&object, NAME_KEY).ok_or_else(|| malformed(format!("`{NAME_KEY}` is missing")))?;
     let name: String = serde_json::from_str(name)
         .map_err(|_| malformed(format!("`{NAME_KEY}` is not a string")))?;
     let stream = StreamName::new(&name).map_err(|error| malformed(error.to_string()))?;
-    // A name that is too long for its lease can have no owner.
+    // A stream whose name is too long for its lease could not be owned.
     names.lease(&stream).map_err(|error| malformed(error.to_string()))?;
     Ok(Input { stream, info: value(&object, INFO_KEY).map(Into::into) })
 }
 
-/// The value of a key whatever its case, the exact one first. `null` is as good as absent.
+/// The value of a key, case-insensitive, exact match first. `null` counts as missing.
 fn value<'a>(object: &'a BTreeMap<String, Box<RawValue>>, key: &str) -> Option<&'a str> {
     let any_case = || object.iter().find(|(name, _)| name.eq_ignore_ascii_case(key));
     let value = object.get(key).or_else(|| any_case().map(|(_, value)| value))?.get();
     (value != "null").then_some(value)
 }
 
-/// Writes the fields of an input entry. `info` is JSON text.
+/// Creates the fields of an input entry. `info` is JSON text.
 pub(crate) fn fields(stream: &StreamName, info: Option<&str>) -> Result<Fields> {
     let not_json = |error| StreamError::invalid("the info", format!("it is not JSON: {error}"));
     let name = serde_json::Value::from(stream.as_str());
@@ -67,10 +68,10 @@ pub(crate) fn fields(stream: &StreamName, info: Option<&str>) -> Result<Fields> 
     Ok(Fields::new([(INPUT_FIELD, json)]))
 }
 
-/// A dead letter: the entry as it was, and after its fields the reason and where it comes from.
+/// A dead letter: the fields of the entry, then the reason and the original id.
 ///
-/// Where there is no room for more fields the letter only says which entry it is about, and that entry stays in the
-/// input stream: the second value is whether it may be removed from there.
+/// If the fields do not fit, the letter only refers to the entry, which stays in the input stream. The
+/// second value is whether the entry may be removed from there.
 pub(crate) fn dead_letter(id: EntryId, fields: &Fields, reason: &str) -> (Fields, bool) {
     let about = [("reason", reason.to_owned()), ("originalMessageId", id.to_string())];
     let ours: usize = about.iter().map(|(name, value)| name.len() + value.len()).sum();
@@ -89,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_the_info_is_echoed_byte_for_byte() {
+    fn an_entry_round_trips_and_info_is_preserved_byte_for_byte() {
         let stream = StreamName::new("say \"hi\" 键").unwrap();
         for info in [None, Some("{\"b\": 1.50,  \"a\":[]}"), Some("7")] {
             let fields = fields(&stream, info).unwrap();
@@ -102,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_read_whatever_their_case_and_the_exact_one_wins() {
+    fn keys_are_case_insensitive_and_an_exact_match_wins() {
         let input = read(r#"{"datastreamname": "a", "INFO": {"x": 1}, "other": 2}"#).unwrap();
         assert_eq!((input.stream.as_str(), input.info.as_deref()), ("a", Some(r#"{"x": 1}"#)));
         let input = read(r#"{"DATASTREAMNAME": "b", "DataStreamName": "a"}"#).unwrap();
@@ -111,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_names_no_stream_is_malformed_and_says_why() {
+    fn an_entry_without_a_valid_stream_name_is_malformed_with_a_reason() {
         let long = format!(r#"{{"DataStreamName": "{}"}}"#, "x".repeat(510));
         for json in [
             "",
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_letter_holds_the_entry_as_it_was_or_points_to_it() {
+    fn a_dead_letter_contains_the_entry_or_refers_to_it() {
         let id = EntryId::new(7, 1);
         let entry = Fields::new([("lbs-input", "{"), ("x", "1")]);
         let (letter, removable) = dead_letter(id, &entry, "why");

@@ -1,7 +1,7 @@
-//! The intake reads new entries of the input while there is room, and makes their streams ours.
+//! Reads new input entries while there is capacity and acquires their streams.
 //!
-//! Promises: it reads no more than there is room for, in slots and in the channel; what it cannot keep it gives back
-//! unhandled, so that anybody can have it.
+//! Guarantees: it reads no more entries than there is capacity for, in owned streams and notifications.
+//! Entries it cannot keep are released for other consumers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,14 +13,14 @@ use tracing::warn;
 
 use crate::member::{AssignmentMember, Lifecycle, lifecycle_reached};
 
-/// How long one read waits. A stop does not wait for it.
+/// Timeout of one read. A shutdown cancels it.
 const READ_WAIT: Duration = Duration::from_secs(5);
 
-/// Room is looked for again after this, should a wake-up be missed.
+/// Polling interval for capacity, in case a wakeup is missed.
 const CAPACITY_CHECK: Duration = Duration::from_secs(1);
 
-/// A pause after a full batch, so that others who read at the same time get their turn: without it, whoever is awake
-/// first takes everything.
+/// Pause after a full batch, so that concurrent readers get their share. Without it the first reader takes
+/// everything.
 const YIELD_PAUSE: Duration = Duration::from_millis(2);
 
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
@@ -29,7 +29,7 @@ const BACKOFF_MAX: Duration = Duration::from_secs(2);
 pub(crate) struct InputReader {
     member: Arc<AssignmentMember>,
     reader: Box<dyn GroupReader>,
-    /// Read, but not yet ours, because the backend did not answer.
+    /// Entries that were read but not acquired because the backend was unavailable.
     backlog: Vec<Delivery>,
     backoff: Duration,
 }
@@ -39,23 +39,23 @@ impl InputReader {
         Self { member, reader, backlog: Vec::new(), backoff: BACKOFF_MIN }
     }
 
-    /// Takes new streams until the assignment closes. An error is one that no retry mends.
+    /// Acquires new streams until the assignment closes. Fails only with errors that a retry cannot fix.
     pub(crate) async fn run(mut self, mut lifecycle: watch::Receiver<Lifecycle>) -> Result<()> {
         let result = loop {
             tokio::select! {
                 () = lifecycle_reached(&mut lifecycle, Lifecycle::Closing) => break Ok(()),
-                // Cancel-safe: what a dropped read fetched comes back from `close`.
+                // Cancel-safe: `close` returns entries that a dropped read has fetched.
                 result = self.read() => match result {
-                    // Outside of `select!`: what was read is taken or given back.
+                    // Outside of `select!`, so that entries that were read are acquired or released.
                     Ok(read) => self.take(read).await,
                     Err(StreamError::NoGroup { .. }) => {
                         if let Err(error) = self.member.ensure_group().await {
-                            warn!(%error, "group was not created, trying again");
+                            warn!(%error, "could not create the consumer group; retrying");
                         }
                         self.back_off().await;
                     }
                     Err(error) if error.is_transient() => {
-                        warn!(%error, "input was not read, trying again");
+                        warn!(%error, "could not read the input stream; retrying");
                         self.back_off().await;
                     }
                     Err(error) => break Err(error),
@@ -66,7 +66,7 @@ impl InputReader {
         result
     }
 
-    /// Waits for room, then for new entries. Cancel-safe.
+    /// Waits for capacity, then for new entries. Cancel-safe.
     async fn read(&mut self) -> Result<Vec<Batch<Delivery>>> {
         if !self.backlog.is_empty() {
             sleep(self.backoff).await;
@@ -111,17 +111,17 @@ impl InputReader {
         self.backoff = (self.backoff * 2).min(BACKOFF_MAX);
     }
 
-    /// Stops reading and gives back what is read and not ours.
+    /// Stops reading and releases entries that were not acquired.
     async fn close(self) {
         let mut ids: Vec<EntryId> = self.backlog.iter().map(|delivery| delivery.id).collect();
         match self.reader.close().await {
             Ok(rest) => {
                 ids.extend(rest.iter().flat_map(|batch| &batch.entries).map(|entry| entry.id));
             }
-            Err(error) => warn!(%error, "reader was not closed in good order"),
+            Err(error) => warn!(%error, "could not close the reader"),
         }
         if let Err(error) = self.member.release_entries(&ids).await {
-            warn!(count = ids.len(), %error, "entries were not given back, a sweep finds them");
+            warn!(count = ids.len(), %error, "could not release input entries; the sweep will find them");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! This process as a member of a service: what all its parts share.
+//! This process as a member of a service: the state that all tasks share.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -26,15 +26,15 @@ pub(crate) struct AssignmentMember {
     pub(crate) identity: MemberIdentity,
     pub(crate) config: AssignmentConfig,
     pub(crate) keeper: LeaseKeeper,
-    /// Shows others that this process is alive.
+    /// The lease that shows that this process is alive.
     pub(crate) member_lease: LeaseName,
     pub(crate) owned_set: Arc<OwnedSet>,
     pub(crate) notification_queue: Arc<NotificationQueue>,
     pub(crate) metrics: AssignmentMetrics,
     entry_index: Mutex<EntryIndex>,
-    /// Leases that belong to no stream of ours any more and are still to be released.
+    /// Leases of streams that are no longer owned, to be released by the next heartbeat.
     deferred_releases: Mutex<Vec<(StreamName, LeaseName)>>,
-    /// What we gave back and when, so that we do not take it again at once.
+    /// Streams this process released and when, so that it does not acquire them again at once.
     recently_released: Mutex<HashMap<StreamName, Instant>>,
 }
 
@@ -68,11 +68,11 @@ impl AssignmentMember {
         })
     }
 
-    /// Creates the input with its group, and makes sure that leases can guard it.
+    /// Creates the input stream and its group, and checks that leases can fence it.
     pub(crate) async fn prepare(&self) -> Result<()> {
         self.ensure_group().await?;
-        // A settle that can only be refused: by its fence where lease and input fit together, else for the reason that
-        // would otherwise stop the first `done`.
+        // A settle that is always rejected: as fenced if lease and input are compatible, otherwise with the error
+        // that the first `done` would get.
         let lease = self.names.lease(&self.names.input)?;
         let fence = Fence { lease, epoch: Epoch(0) };
         match self.settle(Some(&fence), &[Settlement::done(EntryId::MIN)]).await {
@@ -89,7 +89,7 @@ impl AssignmentMember {
         }
     }
 
-    /// Creates the group from the beginning, also after it was lost.
+    /// Creates the group from the beginning, also after it was deleted.
     pub(crate) async fn ensure_group(&self) -> Result<()> {
         let (input, group) = (&self.names.input, &self.names.group);
         if self.backend.ensure_group(input, group, GroupStart::Beginning).await? {
@@ -98,26 +98,26 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// Shows others that this process is alive. The lease first: a member without one is taken for dead.
+    /// Registers this process as alive. The lease comes first: a member without one counts as dead.
     pub(crate) async fn join(&self) -> Result<()> {
         if let Acquired::Held { by, .. } = self.keeper.acquire(&self.member_lease).await? {
-            warn!(lease = %self.member_lease, %by, "somebody else holds our member lease");
+            warn!(lease = %self.member_lease, %by, "another process holds the member lease of this consumer");
         }
         let member = self.identity.holder.as_str();
         self.backend.set_add(&self.names.members, &[member], None).await?;
         Ok(())
     }
 
-    /// The opposite of `join`.
+    /// Deregisters this process.
     pub(crate) async fn leave(&self) -> Result<()> {
-        // The lease first: it is what counts, the list is tidied by whoever looks.
+        // The lease first, because it decides. Other members clean up the set.
         self.keeper.release(std::slice::from_ref(&self.member_lease)).await?;
         let member = self.identity.holder.as_str();
         self.backend.set_remove(&self.names.members, &[member]).await?;
         Ok(())
     }
 
-    /// Ends deliveries of input entries.
+    /// Settles input entries.
     pub(crate) async fn settle(
         &self,
         fence: Option<&Fence>,
@@ -133,7 +133,7 @@ impl AssignmentMember {
         self.backend.settle(settle).await
     }
 
-    /// Gives entries back unhandled. Needs no fence: what is pending for another consumer stays as it is.
+    /// Releases entries unhandled. Needs no fence: entries pending for other consumers are unaffected.
     pub(crate) async fn release_entries(&self, ids: &[EntryId]) -> Result<()> {
         for chunk in ids.chunks(BATCH_MAX) {
             let entries: Vec<Settlement> =
@@ -143,7 +143,7 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// Moves an input entry to the dead letters, once: whoever has it in hand.
+    /// Moves a pending input entry to the dead letters, exactly once.
     pub(crate) async fn dead_letter(
         &self,
         id: EntryId,
@@ -154,7 +154,7 @@ impl AssignmentMember {
         let (letter, removable) = input::dead_letter(id, fields, reason);
         let then = Then::Append { to: self.names.dead_letters.clone(), fields: letter };
         let settled = self.settle(fence, &[Settlement { id, then }]).await?;
-        // The letter holds it all. Were we to die here, an entry stays that nobody is given again.
+        // The letter is complete. A crash here leaves an acknowledged entry in the stream.
         if settled.applied > 0 && removable {
             self.backend.delete_entries(&self.names.input, &[id]).await?;
         }
@@ -162,7 +162,7 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// Takes the lease of a stream; `None` if somebody else holds it.
+    /// Acquires the lease of a stream; `None` if another process holds it.
     pub(crate) async fn acquire_lease(
         &self,
         stream: &StreamName,
@@ -173,22 +173,22 @@ impl AssignmentMember {
         Ok(Some(LeaseGuard { member: self, stream: stream.clone(), held, retained: false }))
     }
 
-    /// Releases leases so that others hear of it at once. If that fails they run out.
+    /// Releases leases, so that other consumers are notified at once. On failure they expire.
     pub(crate) async fn release_leases(&self, leases: &[LeaseName]) {
         match self.keeper.release(leases).await {
             Ok(count) => self.metrics.locks_released(count),
             Err(error) => {
-                warn!(count = leases.len(), %error, "leases were not released, they run out");
+                warn!(count = leases.len(), %error, "could not release leases; they will expire");
             }
         }
     }
 
-    /// Leaves the release of a lease to the next heartbeat.
+    /// Lets the next heartbeat release a lease.
     pub(crate) fn release_later(&self, stream: StreamName, lease: LeaseName) {
         lock(&self.deferred_releases).push((stream, lease));
     }
 
-    /// Releases what was left to the heartbeat, except for streams that are ours again.
+    /// Releases deferred leases, except those of streams that are owned again.
     pub(crate) async fn release_deferred(&self) {
         let deferred_releases = std::mem::take(&mut *lock(&self.deferred_releases));
         let leases: Vec<LeaseName> = deferred_releases
@@ -214,23 +214,23 @@ impl AssignmentMember {
     }
 }
 
-/// How far the assignment is.
+/// Lifecycle of the assignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Lifecycle {
     /// Everything runs.
     Running,
-    /// Nothing new is taken; what is owned is kept.
+    /// No new streams are acquired; owned streams are kept.
     Closing,
     /// Nothing runs.
     Stopped,
 }
 
-/// Returns when the assignment has got that far. Cancel-safe.
+/// Waits until the assignment has reached this state. Cancel-safe.
 pub(crate) async fn lifecycle_reached(
     lifecycle: &mut watch::Receiver<Lifecycle>,
     wanted: Lifecycle,
 ) {
-    // An error means that nobody is left to set the stage: everything has stopped.
+    // An error means that the sender is gone: everything has stopped.
     let _ = lifecycle.wait_for(|lifecycle| *lifecycle >= wanted).await;
 }
 
@@ -238,8 +238,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("no code panics while it holds this lock")
 }
 
-/// A lease that belongs to no stream of ours yet. Dropped without a word, it is released by the next heartbeat, so
-/// that a caller who went away leaves nothing locked.
+/// A lease whose stream is not owned yet. On drop the next heartbeat releases it, so that a cancelled caller
+/// leaves no lease behind.
 pub(crate) struct LeaseGuard<'a> {
     member: &'a AssignmentMember,
     stream: StreamName,
@@ -252,7 +252,7 @@ impl LeaseGuard<'_> {
         self.held.fence()
     }
 
-    /// The stream is ours; the lease stays.
+    /// Keeps the lease: the stream is owned.
     pub(crate) fn into_held(mut self) -> HeldLease {
         self.retained = true;
         self.held.clone()

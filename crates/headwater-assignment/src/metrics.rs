@@ -1,41 +1,42 @@
-//! The metrics of stream assignment: this file spells their names.
+//! Metric names of stream assignment.
 //!
-//! All have the label `service`. They go to whatever recorder the program installed for the `metrics` facade.
+//! All metrics have the label `service`. They go to the recorder that the program installed for the
+//! `metrics` facade.
 
 use std::time::Duration;
 
 use metrics::{counter, gauge, histogram};
 
-/// Streams without an owner that were found by the first sweep of a process.
+/// Streams without an owner found by the first sweep of a process.
 const STARTUP_RECOVERED: &str = "headwater_assignment_startup_recovered_total";
-/// Tries to take a stream over, by `result`.
+/// Attempts to claim a stream, by `result`.
 const CLAIMS: &str = "headwater_assignment_claims_total";
-/// Leases taken, renewed, given up and lost.
+/// Leases acquired, renewed, released and lost.
 const LOCKS_ACQUIRED: &str = "headwater_assignment_locks_acquired_total";
 const LOCKS_EXTENDED: &str = "headwater_assignment_locks_extended_total";
 const LOCKS_RELEASED: &str = "headwater_assignment_locks_released_total";
 const LOCKS_LOST: &str = "headwater_assignment_locks_lost_total";
-/// WorkGuard on streams, begun and ended, and how long it took.
+/// Work on streams: started, ended, and duration.
 const PROCESSING_STARTED: &str = "headwater_assignment_processing_started_total";
 const PROCESSING_ENDED: &str = "headwater_assignment_processing_ended_total";
 const PROCESSING_SECONDS: &str = "headwater_assignment_processing_seconds";
-/// Notifications, by `kind`: put into the channel, and dropped because it was full.
+/// Notifications by `kind`: queued, and dropped because the queue was full.
 const NOTIFICATIONS: &str = "headwater_assignment_notifications_total";
 const NOTIFICATIONS_DROPPED: &str = "headwater_assignment_notifications_dropped_total";
-/// Hints of the backend about leases, by `kind`.
+/// Lease hints from the backend, by `kind`.
 const HINTS: &str = "headwater_assignment_hints_total";
-/// Streams that wore out too many owners, and input entries that name no stream.
+/// Streams that exceeded `owners_max`, and malformed input entries.
 const QUARANTINED: &str = "headwater_assignment_quarantined_total";
 const MALFORMED: &str = "headwater_assignment_malformed_total";
-/// Streams without an owner that cannot be assigned because the key of their lease holds a value of another type.
+/// Streams that cannot be assigned because their lease key holds a value of another type.
 const BLOCKED: &str = "headwater_assignment_blocked";
-/// Streams owned now.
+/// Streams currently owned.
 const OWNED: &str = "headwater_assignment_owned";
-/// How long one heartbeat for all streams took, and heartbeats that failed.
+/// Duration of one heartbeat for all streams, and failed heartbeats.
 const HEARTBEAT_SECONDS: &str = "headwater_assignment_heartbeat_seconds";
 const HEARTBEATS_FAILED: &str = "headwater_assignment_heartbeats_failed_total";
 
-/// Where one assignment counts.
+/// Recorder handle of one assignment.
 #[derive(Clone, Debug)]
 pub(crate) struct AssignmentMetrics {
     service: String,

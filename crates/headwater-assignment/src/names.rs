@@ -28,7 +28,7 @@ pub(crate) struct Names {
     pub(crate) group: GroupName,
     pub(crate) dead_letters: StreamName,
     pub(crate) members: SetName,
-    /// What the leases of all data streams begin with.
+    /// Prefix of the leases of all data streams.
     pub(crate) lease_prefix: String,
 }
 
@@ -36,7 +36,7 @@ impl Names {
     pub(crate) fn new(service: &str) -> Result<Self> {
         Ok(Self {
             service: service.to_owned(),
-            // First, because its complaint names the limit that the others have too.
+            // First: its error names the limit that also applies to the others.
             input: StreamName::new(format!("{service}-input"))?,
             group: GroupName::new(format!("{service}-group"))?,
             dead_letters: StreamName::new(format!("{service}-input:dlq"))?,
@@ -53,7 +53,7 @@ impl Names {
         LeaseName::new(format!("{}{stream}", self.lease_prefix))
     }
 
-    /// The data stream of a lease, if it is one of ours.
+    /// The data stream of a lease, if it belongs to this service.
     pub(crate) fn stream_of(&self, lease: &LeaseName) -> Option<StreamName> {
         StreamName::new(lease.as_str().strip_prefix(&self.lease_prefix)?).ok()
     }
@@ -64,7 +64,7 @@ impl Names {
     }
 }
 
-/// Who this start of a consumer is to others: as the holder of leases, and in the group.
+/// The identity of one start of a consumer: as lease holder and in the group.
 #[derive(Clone, Debug)]
 pub(crate) struct MemberIdentity {
     pub(crate) holder: HolderName,
@@ -72,16 +72,16 @@ pub(crate) struct MemberIdentity {
 }
 
 impl MemberIdentity {
-    /// An identity that no other start of a consumer has, whatever its name.
+    /// An identity that is unique for every start.
     pub(crate) fn new(consumer: &str) -> Result<Self> {
-        // The given name by itself first, so that the complaint is about what the caller wrote.
+        // Validate the name alone first, so that the error refers to the caller's input.
         ConsumerName::new(consumer)?;
         let name = format!("{consumer}:{}", start_id());
         Ok(Self { holder: HolderName::new(&name)?, consumer: ConsumerName::new(&name)? })
     }
 }
 
-/// The time, the process and a count: unique as long as a process id is not reused within one microsecond.
+/// Time, process id and counter: unique unless a process id is reused within a microsecond.
 fn start_id() -> String {
     static STARTS: AtomicU64 = AtomicU64::new(0);
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_service_has_the_names_other_programs_know() {
+    fn a_plain_service_has_interoperable_names() {
         let names = Names::new("orders").unwrap();
         assert_eq!(names.input.as_str(), "orders-input");
         assert_eq!(names.group.as_str(), "orders-group");
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hash_tag_of_a_service_is_that_of_its_leases() {
+    fn leases_have_the_hash_tag_of_their_service() {
         for service in ["{orders}", "{orders}:eu", "eu:{orders}"] {
             let names = Names::new(service).unwrap();
             for data in ["s1", "{other}:s1", "a{b"] {
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_of_somebody_else_is_no_stream_of_ours() {
+    fn a_lease_of_another_service_has_no_data_stream() {
         let names = Names::new("{orders}").unwrap();
         for foreign in ["mutex:s1", "mutex:{other}:s1", "{orders}-member:a", "mutex:{orders}:"] {
             assert_eq!(names.stream_of(&LeaseName::new(foreign).unwrap()), None, "{foreign}");
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_consumer_name_gives_another_identity_each_time() {
+    fn every_start_of_a_consumer_has_a_unique_identity() {
         let (first, second) =
             (MemberIdentity::new("ada").unwrap(), MemberIdentity::new("ada").unwrap());
         assert_ne!(first.holder, second.holder);

@@ -1,10 +1,10 @@
-//! Notifications: one bounded, ordered channel between the assignment and its program.
+//! Notifications: one bounded, ordered queue from the assignment to the program.
 //!
-//! Promises: nothing that tells of them ever waits, so a slow or absent reader cannot stop a heartbeat or a shutdown.
-//! What waits is bounded: `Added` needs a place before a stream is taken, so no stream is taken that nobody hears of;
-//! `Disowned` has places of its own, one for each stream that can have been received of; `Expired` waits once per stream,
-//! and with `Quarantined` it is dropped and counted when there is no place (the sweep announces the former again);
-//! `Terminated` has the last place.
+//! Guarantees: senders never wait, so a slow or missing reader cannot block a heartbeat or a shutdown. The
+//! queue is bounded: `Added` needs a reserved slot before a stream is acquired, so no stream is acquired
+//! without a notification. `Disowned` has separate slots, one for each stream that can have been reported.
+//! `Expired` is queued once per stream; it and `Quarantined` are dropped and counted when the queue is full
+//! (the sweep repeats `Expired`). `Terminated` has the last slot.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -15,64 +15,65 @@ use tokio::sync::Notify;
 use crate::metrics::AssignmentMetrics;
 use crate::owned::Owned;
 
-/// Something the program should know.
+/// An event of the assignment.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Notification {
-    /// A stream is ours from now on: a new one, one that its owner gave back, or a dead owner's that was claimed for us.
+    /// This process owns a stream: a new one, a released one, or one of a dead owner that was claimed
+    /// automatically.
     Added(Owned),
-    /// A stream's owner died and the stream is free: claim it. Said again with each sweep until somebody has it.
+    /// The owner of a stream died: claim it. Repeated with each sweep until a consumer owns it.
     Expired(StreamName),
-    /// A stream is no longer ours. Stop working on it.
+    /// This process no longer owns a stream. Stop working on it.
     Disowned {
         /// The stream.
         stream: StreamName,
         /// Why.
         reason: Disowned,
     },
-    /// A stream wore out too many owners; its input entry is in the dead letters.
+    /// More than `owners_max` owners died with a stream; its input entry is in the dead letters.
     Quarantined {
         /// The stream.
         stream: StreamName,
         /// How many owners it had.
         owners: u64,
     },
-    /// The assignment has ended; this is the last notification.
+    /// The assignment has terminated; this is the last notification.
     Terminated(Terminated),
 }
 
-/// Why a stream is no longer ours.
+/// Why a stream is no longer owned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Disowned {
-    /// The lease ran out or has another holder.
+    /// The lease expired or has another holder.
     LeaseLost,
-    /// The lease could not be renewed in time: the backend did not answer, or this process stood still.
+    /// The lease could not be renewed in time: the backend did not reply, or this process was paused.
     LeaseUnconfirmed,
-    /// The input entry is gone: somebody deleted it, or the streams were flushed.
+    /// The input entry was deleted, or the backend was flushed.
     EntryGone,
-    /// It was given to a consumer with fewer streams.
+    /// It was released for a consumer with fewer streams.
     Rebalanced,
-    /// It was not done when a shutdown had drained long enough.
+    /// It was not done within the drain time of a shutdown.
     Shutdown,
 }
 
-/// Why the assignment has ended.
+/// Why the assignment terminated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Terminated {
     /// By [`shutdown`](crate::Assignment::shutdown).
     Shutdown,
-    /// It was dropped without a shutdown; its leases run out.
+    /// It was dropped without a shutdown; its leases expire.
     Dropped,
-    /// It cannot go on.
+    /// A task failed and cannot recover.
     Failed {
         /// What went wrong.
         problem: String,
     },
 }
 
-/// The reading end of the channel. Once it is dropped, no more streams are taken.
+/// The receiver. Once it is dropped, no more streams are acquired.
 #[derive(Debug)]
 pub struct Notifications {
     notification_queue: Arc<NotificationQueue>,
@@ -83,18 +84,18 @@ impl Notifications {
         Self { notification_queue: Arc::clone(notification_queue) }
     }
 
-    /// The next notification; waits for it. `None` after [`Notification::Terminated`]. Cancel-safe.
+    /// Waits for the next notification. `None` after [`Notification::Terminated`]. Cancel-safe.
     pub async fn recv(&mut self) -> Option<Notification> {
         loop {
             if let Some(next) = self.notification_queue.take() {
                 return next;
             }
-            // Keeps a wake-up that came since `take`, so none is lost.
+            // `Notify` stores a wakeup sent since `take`, so none is lost.
             self.notification_queue.arrived.notified().await;
         }
     }
 
-    /// The next notification if one waits.
+    /// The next notification, without waiting.
     pub fn try_recv(&mut self) -> Option<Notification> {
         self.notification_queue.take().flatten()
     }
@@ -115,7 +116,7 @@ pub(crate) struct NotificationQueue {
     max: usize,
     disowned_max: usize,
     arrived: Notify,
-    /// A notification was taken, so there is a place.
+    /// Signalled when a notification was received and its slot is free.
     pub(crate) received: Notify,
     metrics: AssignmentMetrics,
 }
@@ -125,21 +126,21 @@ struct QueueState {
     items: VecDeque<Notification>,
     /// Streams with an `Expired` in `items`.
     expired: HashSet<StreamName>,
-    /// `Disowned` in `items`: they have places of their own.
+    /// `Disowned` in `items`: they have separate slots.
     disowned: usize,
-    /// Places kept for streams that are being taken.
+    /// Slots reserved for streams that are being acquired.
     reserved: usize,
     closed: bool,
     reader_dropped: bool,
 }
 
 impl NotificationQueue {
-    /// A channel for `max` notifications and as many `Disowned` as there can be streams to lose.
+    /// A queue for `max` notifications and one `Disowned` per stream that can be lost.
     pub(crate) fn new(max: usize, streams_max: usize, metrics: AssignmentMetrics) -> Arc<Self> {
         Arc::new(Self {
             queue: Mutex::default(),
             max,
-            // Streams in hand, and those whose `Added` still waits.
+            // Owned streams, and those whose `Added` is still queued.
             disowned_max: streams_max + max,
             arrived: Notify::new(),
             received: Notify::new(),
@@ -147,7 +148,7 @@ impl NotificationQueue {
         })
     }
 
-    /// A place for an `Added`; `None` if the channel is full or nobody reads it.
+    /// Reserves a slot for an `Added`; `None` if the queue is full or has no reader.
     pub(crate) fn reserve(self: &Arc<Self>) -> Option<NotificationSlot> {
         let mut queue = self.lock();
         if queue.free_capacity(self.max) == 0 {
@@ -157,7 +158,7 @@ impl NotificationQueue {
         Some(NotificationSlot { notification_queue: Arc::clone(self) })
     }
 
-    /// How many places there are.
+    /// Number of free slots.
     pub(crate) fn free_capacity(&self) -> usize {
         self.lock().free_capacity(self.max)
     }
@@ -175,7 +176,7 @@ impl NotificationQueue {
         self.push(queue, Notification::Expired(stream.clone()), "expired");
     }
 
-    /// Takes an `Expired` back that is no longer true.
+    /// Removes a queued `Expired` that no longer applies.
     pub(crate) fn retract_expired(&self, stream: &StreamName) {
         let mut queue = self.lock();
         if queue.expired.remove(stream) {
@@ -204,7 +205,7 @@ impl NotificationQueue {
         self.push(queue, notification, "disowned");
     }
 
-    /// The last notification; what comes later is dropped.
+    /// Queues the last notification; later ones are dropped.
     pub(crate) fn terminated(&self, reason: Terminated) {
         let mut queue = self.lock();
         if queue.closed {
@@ -229,7 +230,7 @@ impl NotificationQueue {
         self.arrived.notify_one();
     }
 
-    /// The next notification: `None` if none waits, `Some(None)` if none will come.
+    /// The next notification: `None` if the queue is empty, `Some(None)` if it is closed.
     fn take(&self) -> Option<Option<Notification>> {
         let mut queue = self.lock();
         let Some(next) = queue.items.pop_front() else { return queue.closed.then_some(None) };
@@ -259,7 +260,7 @@ impl QueueState {
     }
 }
 
-/// A place in the channel for the `Added` of a stream that is being taken; free again when dropped.
+/// A slot for the `Added` of a stream that is being acquired; freed on drop.
 #[derive(Debug)]
 pub(crate) struct NotificationSlot {
     notification_queue: Arc<NotificationQueue>,
@@ -276,7 +277,7 @@ impl NotificationSlot {
             }
             queue.items.push_back(Notification::Added(owned));
         }
-        // `self` still counts as reserved until it is dropped below, so nobody got the place in between.
+        // `self` keeps the slot reserved until it is dropped below, so the queue stays within its limit.
         notification_queue.metrics.notification("added");
         notification_queue.arrived.notify_one();
     }
@@ -305,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_bounded_whatever_is_told() {
+    fn the_queue_is_bounded() {
         let (notification_queue, mut notifications) = channel(3, 2);
         let slot = notification_queue.reserve().unwrap();
         for i in 0..100 {
@@ -318,14 +319,14 @@ mod tests {
         notification_queue.disowned(&stream("late"), Disowned::LeaseLost);
 
         let received: Vec<_> = std::iter::from_fn(|| notifications.try_recv()).collect();
-        // One place is reserved, two are for others, five for what can be lost, one for the end.
+        // One slot is reserved, two are general, five are for `Disowned`, one for `Terminated`.
         assert_eq!(received.len(), 2 + 5 + 1, "{received:?}");
         assert!(matches!(received.last(), Some(Notification::Terminated(Terminated::Shutdown))));
         drop(slot);
     }
 
     #[test]
-    fn an_expired_stream_waits_once_and_can_be_taken_back() {
+    fn expired_is_queued_once_per_stream_and_can_be_retracted() {
         let (notification_queue, mut notifications) = channel(10, 1);
         for name in ["a", "b", "a"] {
             notification_queue.expired(&stream(name));
@@ -335,24 +336,24 @@ mod tests {
             matches!(notifications.try_recv(), Some(Notification::Expired(s)) if s == stream("b"))
         );
         assert!(notifications.try_recv().is_none());
-        // Once received, it can be said again.
+        // Once received, it can be queued again.
         notification_queue.expired(&stream("b"));
         assert!(notifications.try_recv().is_some());
     }
 
     #[test]
-    fn a_reserved_place_is_free_again_when_it_is_not_used() {
+    fn an_unused_reserved_slot_is_freed_on_drop() {
         let (notification_queue, notifications) = channel(1, 1);
         let slot = notification_queue.reserve().unwrap();
         assert!(notification_queue.reserve().is_none());
         drop(slot);
         assert!(notification_queue.reserve().is_some());
         drop(notifications);
-        assert!(notification_queue.reserve().is_none(), "nobody reads");
+        assert!(notification_queue.reserve().is_none(), "no reader");
     }
 
     #[tokio::test]
-    async fn a_reader_that_waits_is_woken_and_the_end_is_the_end() {
+    async fn a_waiting_reader_is_woken_and_gets_none_after_terminated() {
         let (notification_queue, mut notifications) = channel(1, 1);
         let reader = tokio::spawn(async move {
             let mut received = 0;

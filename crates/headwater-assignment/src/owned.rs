@@ -1,7 +1,7 @@
-//! A stream this process owns, as the program that works on it sees it.
+//! An owned stream, as the program that works on it sees it.
 //!
-//! Promises: work can begin only while the stream is owned and nobody is ending it, so a rebalance never takes a stream
-//! away from under work that has begun.
+//! Guarantees: work can start only while the stream is owned and no call is ending it, so a rebalance never
+//! releases a stream during work.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use crate::metrics::AssignmentMetrics;
 
-/// A stream this process owns. Clones are the same ownership; dropping all of them does not end it.
+/// A stream this process owns. Clones share the ownership; dropping them does not end it.
 #[derive(Clone)]
 pub struct Owned(Arc<Inner>);
 
@@ -28,22 +28,21 @@ struct Inner {
 struct OwnershipProgress {
     phase: OwnershipPhase,
     working: usize,
-    /// A call said that the stream is done, and it is not known whether that took effect.
+    /// A call tried to complete the stream, and its effect is unknown.
     done_is_uncertain: bool,
 }
 
-/// How far the end of an ownership is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OwnershipPhase {
-    /// Nobody ends it.
+    /// Owned; no call is ending it.
     Active,
     /// A call is ending it.
     Ending,
-    /// A call tried to end it, and nobody knows whether it did: its reply was lost or the caller went away.
+    /// A call tried to end it and its effect is unknown: the reply was lost or the caller was cancelled.
     Uncertain(EndReason),
-    /// It ended as its owner wished.
+    /// Ended by its owner.
     Ended(EndReason),
-    /// It was taken from us.
+    /// Lost.
     Disowned,
 }
 
@@ -52,7 +51,7 @@ pub(crate) enum OwnershipPhase {
 pub(crate) enum EndReason {
     /// The stream is done.
     Done,
-    /// Somebody else shall have it.
+    /// Another consumer acquires it.
     Release,
 }
 
@@ -77,27 +76,29 @@ impl Owned {
         &self.0.stream
     }
 
-    /// What its producer said about it: JSON text, as it was written.
+    /// The `Info` of its input entry: JSON text, unchanged.
     pub fn info(&self) -> Option<&str> {
         self.0.info.as_deref()
     }
 
-    /// The epoch of this ownership: larger than that of any earlier owner.
+    /// The epoch of this ownership; greater than that of any earlier owner.
     pub fn epoch(&self) -> Epoch {
         self.0.lease.fence().epoch
     }
 
-    /// Which owner this is: 1 for the first, one more for each that died. Owners that gave it back do not count.
+    /// Number of this owner: 1 plus the number of owners that died. Owners that released the stream do not
+    /// count.
     pub fn owners(&self) -> u64 {
         self.0.owners
     }
 
-    /// The lease behind it: whether the stream is still ours, when it no longer is, and the fence to present.
+    /// The lease of the stream: whether it is still held, a future for its loss, and the fence to present.
     pub fn guard(&self) -> &HeldLease {
         &self.0.lease
     }
 
-    /// Begins a piece of work, during which a rebalance leaves the stream here. `None` if it is no longer ours.
+    /// Starts work, during which a rebalance does not release the stream. `None` if the stream is no longer
+    /// owned.
     pub fn work(&self) -> Option<WorkGuard> {
         let mut progress = self.progress();
         if progress.phase != OwnershipPhase::Active || !self.0.lease.is_trusted() {
@@ -116,12 +117,12 @@ impl Owned {
         self.progress().phase
     }
 
-    /// Begins to end it. An error is the phase that stands in the way.
+    /// Starts to end it. Fails with the current phase if that does not allow it.
     pub(crate) fn begin_end(&self, reason: EndReason) -> Result<EndAttempt, OwnershipPhase> {
         self.begin_end_if(reason, |_| true)
     }
 
-    /// Begins to give it back unless somebody works on it.
+    /// Starts to release it unless work is in progress.
     pub(crate) fn begin_release_if_idle(&self) -> Result<EndAttempt, OwnershipPhase> {
         self.begin_end_if(EndReason::Release, |working| working == 0)
     }
@@ -145,7 +146,7 @@ impl Owned {
         }
     }
 
-    /// What was uncertain turned out to have had no effect.
+    /// Reverts an uncertain end that had no effect.
     pub(crate) fn reset_uncertain(&self) {
         let mut progress = self.progress();
         if matches!(progress.phase, OwnershipPhase::Uncertain(_)) {
@@ -154,7 +155,7 @@ impl Owned {
         }
     }
 
-    /// Whether an earlier call may have ended it as done, also if it was taken from us since.
+    /// Whether an earlier call may have completed it, even if it was lost since.
     pub(crate) fn done_may_have_applied(&self) -> bool {
         self.progress().done_is_uncertain
     }
@@ -178,8 +179,8 @@ impl fmt::Debug for Owned {
     }
 }
 
-/// A piece of work on an owned stream; over when it is dropped.
-#[must_use = "work is over when this is dropped"]
+/// Work in progress on an owned stream; ends on drop.
+#[must_use = "work ends when this is dropped"]
 pub struct WorkGuard {
     owned: Owned,
     since: Instant,
@@ -198,7 +199,7 @@ impl Drop for WorkGuard {
     }
 }
 
-/// The attempt to end an ownership. Dropped without a word, its outcome is uncertain.
+/// An attempt to end an ownership. Dropped without a result, its outcome is uncertain.
 pub(crate) struct EndAttempt {
     owned: Owned,
     reason: EndReason,
@@ -211,7 +212,7 @@ impl EndAttempt {
         self.then = OwnershipPhase::Active;
     }
 
-    /// It ended as wished.
+    /// The ownership ended.
     pub(crate) fn ended(mut self) {
         self.then = OwnershipPhase::Ended(self.reason);
     }
@@ -221,7 +222,7 @@ impl Drop for EndAttempt {
     fn drop(&mut self) {
         let mut progress = self.owned.progress();
         progress.done_is_uncertain |= self.then == OwnershipPhase::Uncertain(EndReason::Done);
-        // It may have been taken from us meanwhile; that stays.
+        // Keep `Disowned` if the stream was lost meanwhile.
         if progress.phase == OwnershipPhase::Ending {
             progress.phase = self.then;
         }

@@ -1,7 +1,7 @@
-//! Which streams this process owns or is about to own: one slot each, never more than the cap.
+//! The streams this process owns or is acquiring: one slot each, at most `streams_max`.
 //!
-//! Promises: a stream has one slot, so two parts of the process never take the same stream; whoever removes a slot is the
-//! one who tells of its end, so it is told once.
+//! Guarantees: a stream has one slot, so two tasks never acquire the same stream. The task that removes a
+//! slot sends the notification, so it is sent once.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -15,7 +15,7 @@ use crate::owned::Owned;
 pub(crate) struct OwnedSet {
     inner: Mutex<Inner>,
     max: usize,
-    /// Somebody left, so there is room.
+    /// Signalled when a slot was freed.
     pub(crate) freed: Notify,
 }
 
@@ -34,11 +34,11 @@ enum OwnedSlot {
 /// Why there is no slot for a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoCapacity {
-    /// It is ours, or about to be.
+    /// The stream is owned or being acquired.
     Owned,
-    /// The cap is reached.
+    /// `streams_max` is reached.
     Full,
-    /// Nothing is taken any more.
+    /// The assignment is closing.
     Closed,
 }
 
@@ -47,7 +47,7 @@ impl OwnedSet {
         Arc::new(Self { inner: Mutex::default(), max, freed: Notify::new() })
     }
 
-    /// Takes a slot for a stream that is about to be ours; it is free again when the reservation is dropped.
+    /// Reserves a slot for a stream; freed when the reservation is dropped.
     pub(crate) fn reserve(
         self: &Arc<Self>,
         stream: &StreamName,
@@ -66,23 +66,23 @@ impl OwnedSet {
         Ok(OwnedReservation { set: Arc::clone(self), stream: Some(stream.clone()) })
     }
 
-    /// How many more streams there is room for.
+    /// Number of free slots.
     pub(crate) fn free_capacity(&self) -> usize {
         let inner = self.lock();
         if inner.closed { 0 } else { self.max - inner.slots.len().min(self.max) }
     }
 
-    /// How many streams are ours or about to be.
+    /// Number of owned streams and streams being acquired.
     pub(crate) fn len(&self) -> usize {
         self.lock().slots.len()
     }
 
-    /// Whether a stream is ours or about to be.
+    /// Whether a stream is owned or being acquired.
     pub(crate) fn contains(&self, stream: &StreamName) -> bool {
         self.lock().slots.contains_key(stream)
     }
 
-    /// What is ours now, in no particular order.
+    /// The owned streams, in no particular order.
     pub(crate) fn owned(&self) -> Vec<Owned> {
         let inner = self.lock();
         inner
@@ -95,12 +95,12 @@ impl OwnedSet {
             .collect()
     }
 
-    /// Whether a stream is ours in this epoch.
+    /// Whether a stream is owned in this epoch.
     pub(crate) fn owns(&self, stream: &StreamName, epoch: Epoch) -> bool {
         owned_with(&self.lock(), stream, epoch).is_some()
     }
 
-    /// Removes a stream that is ours in this epoch. Only one caller gets it.
+    /// Removes a stream owned in this epoch. Only one caller gets it.
     pub(crate) fn remove(&self, stream: &StreamName, epoch: Epoch) -> Option<Owned> {
         let removed = {
             let mut inner = self.lock();
@@ -112,7 +112,7 @@ impl OwnedSet {
         Some(removed)
     }
 
-    /// From now on nothing more becomes ours.
+    /// Rejects further streams.
     pub(crate) fn close(&self) {
         self.lock().closed = true;
     }
@@ -129,7 +129,7 @@ fn owned_with<'a>(inner: &'a Inner, stream: &StreamName, epoch: Epoch) -> Option
     }
 }
 
-/// A slot for a stream that is about to be ours.
+/// A slot for a stream that is being acquired.
 #[derive(Debug)]
 pub(crate) struct OwnedReservation {
     set: Arc<OwnedSet>,
@@ -137,7 +137,7 @@ pub(crate) struct OwnedReservation {
 }
 
 impl OwnedReservation {
-    /// The stream is ours now. Returns `false` if nothing is taken any more.
+    /// Turns the reservation into an owned stream. Returns `false` while closing.
     pub(crate) fn commit(mut self, owned: Owned) -> bool {
         let mut inner = self.set.lock();
         if inner.closed {
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_has_one_slot_and_the_cap_holds() {
+    fn a_stream_has_one_slot_and_the_limit_holds() {
         let owned_set = OwnedSet::new(2);
         let first = owned_set.reserve(&stream("a")).unwrap();
         assert_eq!(owned_set.reserve(&stream("a")).unwrap_err(), NoCapacity::Owned);

@@ -1,7 +1,7 @@
-//! PendingScan what is pending in the input, and reading the entries that were not seen before.
+//! Scans the pending input entries and reads those that are not in the index.
 //!
-//! A whole listing costs as much as there are pending entries, so only the sweep makes one; a hint about a stream that is
-//! not known yet lists what was delivered since.
+//! A full scan costs as much as there are pending entries, so only the sweep makes one. A hint about an
+//! unknown stream only scans what was delivered since.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -19,28 +19,29 @@ use crate::input::{self, MalformedInput};
 use crate::member::AssignmentMember;
 use crate::names::Names;
 
-/// Pending entries in one call.
+/// Pending entries per call.
 const PENDING_PAGE: usize = 2000;
 
-/// Pages in one pass: a pass that does not get to the end goes on with the next one.
+/// Pages per pass; the next pass continues where this one stopped.
 const PAGES_MAX: usize = 100;
 
-/// Entries in one read: each can be a megabyte.
+/// Entries per read: each can be a megabyte.
 const RANGE_PAGE: usize = 500;
 
-/// Entries kept alive in one call; the calls are made together. More would hold up a server that does one thing at a time.
+/// Entries per keep-alive call; the calls run concurrently. Larger calls would block a single-threaded
+/// server.
 const KEEP_ALIVE_BATCH: usize = 1000;
 
-/// One pass over pending entries.
+/// Result of one pass.
 pub(crate) struct PendingScan {
-    /// What is pending and names a stream, in id order.
+    /// Pending entries with their streams, in id order.
     pub(crate) entries: Vec<(Pending, StreamName)>,
-    /// Where the next pass goes on; `None` if this one got to the end.
+    /// Where the next pass continues; `None` if this one reached the end.
     pub(crate) next: Option<EntryId>,
 }
 
 impl AssignmentMember {
-    /// Lists what is pending after `after`, and forgets what is no longer.
+    /// Scans pending entries after `after` and removes settled ones from the index.
     pub(crate) async fn scan(&self, after: Option<EntryId>) -> Result<PendingScan> {
         let mut entries = Vec::new();
         let mut scanned = HashSet::new();
@@ -61,7 +62,7 @@ impl AssignmentMember {
         Ok(PendingScan { entries, next })
     }
 
-    /// Gets to know what was delivered since the last listing.
+    /// Adds entries delivered since the last scan to the index.
     pub(crate) async fn scan_new(&self) -> Result<()> {
         for _ in 0..PAGES_MAX {
             let scanned_to = self.entry_index().scanned_to();
@@ -91,7 +92,7 @@ impl AssignmentMember {
         Ok(None)
     }
 
-    /// Tells the group that these entries are in hand. Returns those that are no longer ours.
+    /// Keeps these entries alive. Returns those that are no longer pending for this consumer.
     pub(crate) async fn keep_entries_alive(&self, ids: &[EntryId]) -> Result<HashSet<EntryId>> {
         let Names { input, group, .. } = &self.names;
         let consumer = &self.identity.consumer;
@@ -101,7 +102,7 @@ impl AssignmentMember {
         Ok(try_join_all(calls).await?.into_iter().flatten().collect())
     }
 
-    /// Who holds the leases of streams, in order.
+    /// The lease holders of streams, in order.
     pub(crate) async fn holders(&self, streams: &[StreamName]) -> Result<Vec<Option<LeaseInfo>>> {
         let mut holders = Vec::with_capacity(streams.len());
         for chunk in streams.chunks(LEASES_MAX) {
@@ -122,7 +123,7 @@ impl AssignmentMember {
             count,
         };
         match self.backend.pending(query).await {
-            // A flush took it. It is there again for the next entries, and nothing is pending.
+            // The group was deleted (flush). Recreate it; nothing is pending.
             Err(StreamError::NoGroup { .. }) => {
                 self.ensure_group().await?;
                 Ok(Vec::new())
@@ -131,7 +132,7 @@ impl AssignmentMember {
         }
     }
 
-    /// Finds the stream of each pending entry, reading those that were not seen before.
+    /// Finds the stream of each pending entry; reads entries that are not in the index.
     async fn resolve_names(
         &self,
         page: Vec<Pending>,
@@ -153,14 +154,14 @@ impl AssignmentMember {
         for pending in page {
             match names.remove(&pending.id).flatten() {
                 Some(stream) => entries.push((pending, stream)),
-                // It names no stream, or does not exist any more.
+                // Malformed or deleted.
                 None => unresolved.push(pending.id),
             }
         }
         self.remove_malformed(&unresolved).await
     }
 
-    /// Reads entries, and remembers and returns which streams they name. `ids` grow.
+    /// Reads entries, adds them to the index and returns their streams. `ids` are ascending.
     async fn read(
         &self,
         ids: &[EntryId],
@@ -174,7 +175,7 @@ impl AssignmentMember {
             let full = entries.len() == RANGE_PAGE;
             let mut index = self.entry_index();
             for entry in entries {
-                // Between those asked for lie others, which are known or not pending.
+                // Other entries in the range are in the index or not pending.
                 if ids.binary_search(&entry.id).is_ok() {
                     let input = input::parse(&entry.fields, &self.names).ok();
                     let stream = input.map(|input| input.stream);
@@ -190,7 +191,7 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// Buries pending entries that name no stream, and drops those that exist no more, once nobody has them in hand.
+    /// Dead-letters malformed pending entries and acknowledges deleted ones, once their consumer is gone.
     async fn remove_malformed(&self, ids: &[EntryId]) -> Result<()> {
         if ids.is_empty() {
             return Ok(());
@@ -201,22 +202,25 @@ impl AssignmentMember {
             consumer: &self.identity.consumer,
             fence: None,
             from: ReclaimFrom::Ids(ids),
-            // Whoever read them is burying them right now.
+            // The consumer that read them is dead-lettering them itself.
             min_idle: self.config.lease_ttl(),
             after: None,
             count: ids.len(),
         };
         let reclaimed = self.backend.reclaim(reclaim).await?;
         if !reclaimed.deleted.is_empty() {
-            debug!(count = reclaimed.deleted.len(), "input entries were deleted while pending");
+            debug!(
+                count = reclaimed.deleted.len(),
+                "acknowledged input entries that were deleted while pending"
+            );
         }
         for delivery in reclaimed.entries {
             let reason = match input::parse(&delivery.fields, &self.names) {
                 Err(MalformedInput(reason)) => reason,
-                // Read as something else a moment ago: not ours to bury.
+                // The entry has changed since the scan: the stream was recreated.
                 Ok(_) => continue,
             };
-            warn!(entry_id = %delivery.id, reason, "malformed input entry, moved to the dead letters");
+            warn!(entry_id = %delivery.id, reason, "malformed input entry moved to the dead letters");
             self.dead_letter(delivery.id, &delivery.fields, &reason, None).await?;
             self.metrics.malformed();
         }

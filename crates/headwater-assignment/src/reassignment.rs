@@ -1,8 +1,8 @@
-//! What becomes of streams without an owner: taken, announced or quarantined.
+//! Decides about streams without an owner: claim, announce or quarantine.
 //!
-//! Upstream: `sweep` finds them. Downstream: `taking` for what we take ourselves, the channel for what the program decides.
-//! What an owner gave back is on offer to whoever has room, as if it were new; what a dead owner left is announced, unless
-//! the program wants it claimed.
+//! Upstream: `sweep` finds them. Downstream: `acquire` claims them, `notification` announces them to the
+//! program. A released stream is claimed by any consumer with free capacity, as if it were new. A stream of
+//! a dead owner is announced, or claimed if `on_expired` says so.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -17,24 +17,25 @@ use crate::config::OnExpired;
 use crate::error::ClaimError;
 use crate::member::AssignmentMember;
 
-/// Streams taken at the same time.
+/// Concurrent claims.
 const CLAIM_CONCURRENCY: usize = 32;
 
-/// How many sweeps others get to take what we gave back, and those below their share to take what is on offer.
+/// Sweeps during which this process leaves streams it released to others, and streams above its share to
+/// consumers below theirs.
 const DEFER_SWEEPS: u32 = 3;
 
 pub(crate) struct Reassignment {
     member: Arc<AssignmentMember>,
-    /// Since when streams are on offer that we left to others.
+    /// Since when streams have been left to other consumers.
     since: HashMap<StreamName, Instant>,
-    /// How many streams we should have, if a rebalance is wanted.
+    /// Fair share of this process, if rebalancing is enabled.
     pub(crate) fair_share: Option<usize>,
 }
 
 /// A stream without an owner.
 pub(crate) struct UnownedStream {
     pub(crate) stream: StreamName,
-    /// Its owner gave it back; otherwise it died.
+    /// Its owner released it; otherwise the owner died.
     released: bool,
     deliveries: u64,
 }
@@ -44,7 +45,7 @@ impl Reassignment {
         Self { member, since: HashMap::new(), fair_share: None }
     }
 
-    /// Takes, announces or quarantines streams without an owner.
+    /// Claims, announces or quarantines streams without an owner.
     pub(crate) async fn handle(&mut self, free: Vec<UnownedStream>) {
         let config = &self.member.config;
         let (mut take, mut over_limit) = (Vec::new(), Vec::new());
@@ -59,20 +60,20 @@ impl Reassignment {
             } else {
                 debug!(%stream, "stream has no owner");
                 self.member.notification_queue.expired(&stream);
-                // Claimed by the program in this very moment: what it has is not free.
+                // The program has claimed it meanwhile: retract the announcement.
                 if self.member.owned_set.contains(&stream) {
                     self.member.notification_queue.retract_expired(&stream);
                 }
             }
         }
         for stream in over_limit {
-            // Taking it is what quarantines it: one process wins that, too.
+            // Claiming quarantines it; one process wins that too.
             self.report(&stream, self.member.claim(&stream).await.err());
         }
         self.take(take).await;
     }
 
-    /// Takes as many of the streams as there is room for.
+    /// Claims as many streams as there is capacity for.
     async fn take(&mut self, streams: Vec<StreamName>) {
         let now = Instant::now();
         let defer_for = self.member.config.sweep_every * DEFER_SWEEPS;
@@ -81,7 +82,7 @@ impl Reassignment {
                 let released_at = self.member.recently_released().get(stream).copied();
                 released_at.is_none_or(|at| now.duration_since(at) >= defer_for)
             });
-        // Each process tries them in another order, so that all get some and few meet at the same one.
+        // Each process uses a different order, so that all get some and few compete for the same one.
         let holder = self.member.identity.holder.as_str();
         wanted.sort_by_cached_key(|stream| {
             let mut hasher = DefaultHasher::new();
@@ -91,17 +92,17 @@ impl Reassignment {
         if let Some(share) = self.fair_share {
             let below = share.saturating_sub(self.member.owned_set.len());
             let mut above = wanted.split_off(below.min(wanted.len()));
-            // Nobody who is below its share wants them, so any owner is better than none.
+            // No consumer below its share has claimed them, so claim them despite the share.
             wanted.extend(above.extract_if(.., |stream| {
                 let since = *self.since.entry(stream.clone()).or_insert(now);
                 now.duration_since(since) >= defer_for
             }));
             left.append(&mut above);
         }
-        debug!(wanted = wanted.len(), left = left.len(), "streams on offer");
+        debug!(wanted = wanted.len(), left = left.len(), "unowned streams to claim");
         let this = &*self;
         for (round, streams) in wanted.chunks(CLAIM_CONCURRENCY).enumerate() {
-            // Others take from the same streams. One look at many is cheaper than a try at each.
+            // Other consumers claim the same streams. One lookup for many is cheaper than an attempt for each.
             let streams =
                 if round == 0 { streams.to_vec() } else { self.still_unowned(streams).await };
             let capacity = self.member.owned_set.free_capacity();
@@ -125,14 +126,14 @@ impl Reassignment {
         }
     }
 
-    /// Those of the streams that nobody has taken meanwhile.
+    /// The streams that no consumer has acquired meanwhile.
     async fn still_unowned(&self, streams: &[StreamName]) -> Vec<StreamName> {
         match self.member.holders(streams).await {
             Ok(holders) => {
                 let pairs = streams.iter().zip(holders);
                 pairs.filter(|(_, holder)| holder.is_none()).map(|(s, _)| s.clone()).collect()
             }
-            // A hint is all we wanted.
+            // The lookup is only an optimization.
             Err(_) => streams.to_vec(),
         }
     }
@@ -140,14 +141,14 @@ impl Reassignment {
     fn report(&self, stream: &StreamName, error: Option<ClaimError>) {
         match error {
             Some(ClaimError::Backend(error)) => {
-                warn!(%stream, %error, "stream was not taken, the next sweep tries again");
+                warn!(%stream, %error, "could not claim the stream; the next sweep retries");
             }
-            Some(error) => debug!(%stream, %error, "stream was not taken"),
+            Some(error) => debug!(%stream, %error, "stream not claimed"),
             None => {}
         }
     }
 
-    /// Forgets since when streams were on offer that are not any more, and what we gave back long ago.
+    /// Drops records of streams that are owned again or were released long ago.
     pub(crate) fn prune(&mut self, free: &[UnownedStream]) {
         let still: HashSet<&StreamName> = free.iter().map(|free| &free.stream).collect();
         self.since.retain(|stream, _| still.contains(stream));
@@ -162,7 +163,7 @@ impl UnownedStream {
     }
 }
 
-/// Whether an entry was given back by its owner.
+/// Whether the owner released the entry.
 pub(crate) fn is_released(pending: &Pending) -> bool {
     pending.consumer.as_str() == Then::RELEASED
 }

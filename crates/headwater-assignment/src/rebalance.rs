@@ -1,7 +1,7 @@
-//! Rebalance: those who own more than their fair share give idle streams back, a few with each sweep.
+//! Rebalancing: consumers above their fair share release idle streams, a few per sweep.
 //!
-//! Members show that they live by a lease each. Everybody computes the share from the same lists, so no coordinator is
-//! needed; what is given back is taken by those below their share (see `sweep`).
+//! Every member holds a lease. All members compute the share from the same data, so no coordinator is
+//! needed; consumers below their share acquire the released streams (see `sweep`).
 
 use std::collections::HashSet;
 
@@ -13,11 +13,12 @@ use crate::member::AssignmentMember;
 use crate::notification::Disowned;
 
 impl AssignmentMember {
-    /// Gives away what is above our share of the `listed` streams. Returns the share, if a rebalance is wanted.
+    /// Releases streams above the fair share of the `scanned` streams. Returns the share, if rebalancing is
+    /// enabled.
     pub(crate) async fn rebalance(&self, scanned: &HashSet<&StreamName>) -> Result<Option<usize>> {
         let Rebalance::Idle { per_sweep } = self.config.rebalance else { return Ok(None) };
         let members = self.live_members().await?.len().max(1);
-        // What became ours since the listing counts as well, or it would seem to be above our share.
+        // Include streams acquired since the scan, or they would count as above the share.
         let owned = self.owned_set.owned();
         let new = owned.iter().filter(|owned| !scanned.contains(owned.stream())).count();
         let share = (scanned.len() + new).div_ceil(members);
@@ -32,18 +33,21 @@ impl AssignmentMember {
             }
         }
         if !leaving.is_empty() {
-            info!(count = leaving.len(), share, members, "giving streams to others");
+            info!(
+                count = leaving.len(),
+                share, members, "rebalancing: releasing streams to other consumers"
+            );
             self.release_streams(leaving, Disowned::Rebalanced).await?;
         }
         Ok(Some(share))
     }
 
-    /// The members whose lease is held. Those without one are removed from the list.
+    /// The members that hold their lease. Members without one are removed from the set.
     pub(crate) async fn live_members(&self) -> Result<Vec<HolderName>> {
         let scanned = self.backend.set_members(&self.names.members).await?;
         let (mut names, mut leases): (Vec<String>, Vec<LeaseName>) = (Vec::new(), Vec::new());
         for name in scanned {
-            // What others wrote into the set and is no name cannot be a member.
+            // An invalid name in the set cannot be a member.
             if let Ok(lease) = self.names.member_lease(&name) {
                 names.push(name);
                 leases.push(lease);
@@ -53,14 +57,14 @@ impl AssignmentMember {
         let (mut live, mut dead) = (Vec::new(), Vec::new());
         for (name, holder) in names.into_iter().zip(holders) {
             match holder {
-                // Whether that one lives is not known.
+                // Unknown whether this member is alive.
                 Some(info) if info.is_wrong_type() => {}
                 Some(info) => live.push(info.holder),
                 None => dead.push(name),
             }
         }
         if !dead.is_empty() {
-            debug!(count = dead.len(), "dead members removed from the list");
+            debug!(count = dead.len(), "removed dead members");
             let dead: Vec<&str> = dead.iter().map(String::as_str).collect();
             self.backend.set_remove(&self.names.members, &dead).await?;
         }

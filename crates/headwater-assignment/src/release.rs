@@ -1,7 +1,7 @@
-//! How an ownership ends: as its owner wishes, or because it is lost.
+//! Ending an ownership: by its owner, or because the lease was lost.
 //!
-//! Promises: the input entry is settled first and the lease released second, so nobody can have the stream in between;
-//! an end is told once, by whoever removes the slot.
+//! Guarantees: the input entry is settled before the lease is released, so no other consumer can acquire the
+//! stream in between. The task that removes the slot sends the notification, so it is sent once.
 
 use headwater_stream::{LeaseName, Settlement, StreamError, Then};
 use tracing::{debug, warn};
@@ -12,13 +12,13 @@ use crate::notification::Disowned;
 use crate::owned::{EndAttempt, EndReason, Owned, OwnershipPhase};
 
 impl AssignmentMember {
-    /// Ends an ownership as its owner wishes. May be repeated after a lost reply.
+    /// Ends an ownership for its owner. May be retried after a lost reply.
     pub(crate) async fn end(&self, owned: &Owned, reason: EndReason) -> Result<(), EndError> {
         let not_owner =
             || EndError::NotOwner { stream: owned.stream().clone(), epoch: owned.epoch() };
         let attempt = match owned.begin_end(reason) {
             Ok(attempt) => attempt,
-            // A repetition of a call whose reply was lost.
+            // A retry of a call whose reply was lost.
             Err(OwnershipPhase::Ended(before)) if before == reason => return Ok(()),
             Err(OwnershipPhase::Ending) => {
                 return Err(EndError::InProgress { stream: owned.stream().clone() });
@@ -64,14 +64,14 @@ impl AssignmentMember {
         Ok(())
     }
 
-    /// Repeats a `done` whose reply was lost and whose stream was taken from us since. The backend knows whether the first
-    /// call took effect: it refuses the repetition if it did not and the lease is gone, and if there was another owner.
+    /// Retries a `done` whose reply was lost and whose stream was disowned since. The backend rejects the retry
+    /// if the first call had no effect and the lease has expired, or if there was another owner.
     async fn retry_done(&self, owned: &Owned) -> Result<(), EndError> {
         let settlement = Settlement { id: owned.entry(), then: Then::Delete };
         match self.settle(Some(owned.guard().fence()), &[settlement]).await {
             Ok(_) => {
                 owned.set_phase(OwnershipPhase::Ended(EndReason::Done));
-                debug!(stream = %owned.stream(), epoch = %owned.epoch(), "stream was done before it was disowned");
+                debug!(stream = %owned.stream(), epoch = %owned.epoch(), "stream was completed before it was disowned");
                 Ok(())
             }
             Err(StreamError::Fenced { .. }) => {
@@ -82,7 +82,7 @@ impl AssignmentMember {
         }
     }
 
-    /// The heartbeat found that an uncertain end did happen.
+    /// Completes an uncertain end that the heartbeat found to have taken effect.
     pub(crate) fn confirm_end(&self, owned: &Owned, reason: EndReason) {
         if let Ok(attempt) = owned.begin_end(reason) {
             self.finish(owned, attempt, reason);
@@ -100,7 +100,7 @@ impl AssignmentMember {
         debug!(stream = %owned.stream(), epoch = %owned.epoch(), ?reason, "stream ended");
     }
 
-    /// The stream was taken from us. Told once, whoever finds out first.
+    /// Disowns a lost stream. Notifies once, however many tasks detect the loss.
     pub(crate) fn disown(&self, owned: &Owned, reason: Disowned) {
         if self.owned_set.remove(owned.stream(), owned.epoch()).is_none() {
             return;
@@ -112,13 +112,13 @@ impl AssignmentMember {
             warn!(stream = %owned.stream(), epoch = %owned.epoch(), ?reason, "stream disowned");
         }
         self.notification_queue.disowned(owned.stream(), reason);
-        // Harmless where the lease is gone already, and it lets others have the stream at once where it is not.
+        // If this process still holds the lease, releasing it lets another consumer acquire the stream at once.
         self.release_later(owned.stream().clone(), owned.guard().fence().lease.clone());
     }
 
-    /// Gives streams back so that others get them, all in two round trips. Returns how many.
+    /// Releases streams to other consumers in two round trips. Returns how many.
     ///
-    /// They are ours no longer even if that fails: what is left of them then is what a dead owner leaves.
+    /// Ownership ends even on failure: the streams are then left as by a dead owner.
     pub(crate) async fn release_streams(
         &self,
         streams: Vec<(Owned, EndAttempt)>,

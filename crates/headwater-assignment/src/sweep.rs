@@ -1,8 +1,10 @@
-//! The sweep finds streams without an owner: all of them, whatever was missed. Hints only make it look sooner.
+//! The sweep finds all streams without an owner. Lease hints only make it check sooner.
 //!
-//! Upstream: time, and hints of the backend about leases. Downstream: `offers` decides what becomes of them.
-//! Promises: whatever crashed between any two steps, its input entry is still pending, without a live lease, and not kept
-//! alive; that is what the sweep looks for. With a pass per heartbeat interval or more, it is as fast as hints are.
+//! Upstream: an interval, and lease hints from the backend. Downstream: `reassignment` decides about the
+//! streams.
+//! Guarantees: after a crash between any two steps the input entry is still pending, without a live lease
+//! and not kept alive; that is what the sweep looks for. With a sweep interval of at most a heartbeat
+//! interval, fail-over is as fast as with hints.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -19,40 +21,40 @@ use tracing::{debug, error, info, warn};
 use crate::member::{AssignmentMember, Lifecycle, lifecycle_reached};
 use crate::reassignment::{Reassignment, UnownedStream, is_released};
 
-/// Hints that come together are looked at together.
+/// Hints within this window are handled together.
 const HINT_WINDOW: Duration = Duration::from_millis(10);
 
-/// Hints looked at one by one; more of them are worth a sweep.
+/// Maximum number of hints checked one by one; more trigger a full sweep.
 const HINTS_MAX: usize = 256;
 
-/// A look at a lease comes this long after its end, and a pass comes at most this much later than its interval says.
+/// A lease is checked this long after its expected expiration. A pass may be this much later than its
+/// interval.
 const EXPIRY_MARGIN: Duration = Duration::from_millis(2);
 const SWEEP_JITTER: Duration = Duration::from_millis(250);
 
-/// How often consumers of past process starts are removed from the group, and after which idle time.
+/// Interval for removing idle consumers of past process starts, and their minimum idle time.
 const CONSUMER_CLEANUP_INTERVAL: Duration = Duration::from_secs(10 * 60);
 const CONSUMER_IDLE_MIN: Duration = Duration::from_secs(60 * 60);
 
 pub(crate) struct AssignmentSweep {
     member: Arc<AssignmentMember>,
-    /// Where the next pass goes on, if the last one did not get to the end.
+    /// Where the next pass continues, if the last one did not reach the end.
     after: Option<EntryId>,
     passes: u64,
     last_consumer_cleanup: Option<Instant>,
     reassignment: Reassignment,
-    /// Leases that end before the next pass unless they are renewed, and when.
+    /// Leases expected to expire before the next pass unless they are renewed, and when.
     expected_expirations: BTreeSet<(Instant, StreamName)>,
-    /// Streams that cannot be assigned because the key of their lease holds a value of another type.
+    /// Streams that cannot be assigned because their lease key holds a value of another type.
     blocked: HashSet<StreamName>,
 }
 
-/// What there is to do.
 enum SweepTrigger {
-    /// A whole pass.
+    /// A full pass.
     Interval,
-    /// A look at leases that should have ended.
+    /// Check leases that should have expired.
     Expiry,
-    /// A look at leases that somebody spoke of.
+    /// Check the lease of a hint.
     Hint(LeaseHint),
 }
 
@@ -80,7 +82,7 @@ impl AssignmentSweep {
         let mut trigger = SweepTrigger::Interval;
         ticks.tick().await;
         loop {
-            // Outside of `select!`: what has begun is finished.
+            // Outside of `select!`, so that it runs to completion.
             let result = match trigger {
                 SweepTrigger::Interval => self.run_once(&HashSet::new()).await,
                 SweepTrigger::Expiry => {
@@ -93,19 +95,19 @@ impl AssignmentSweep {
                 }
             };
             if let Err(error) = result {
-                warn!(%error, "sweep failed, the next one tries again");
+                warn!(%error, "sweep failed; the next one retries");
             }
             trigger = tokio::select! {
                 () = lifecycle_reached(&mut lifecycle, Lifecycle::Closing) => return,
                 _ = ticks.tick() => SweepTrigger::Interval,
                 () = self.next_expiry() => SweepTrigger::Expiry,
-                // Cancel-safe, as its trait says.
+                // Cancel-safe (see `LeaseWatch::next`).
                 hint = watch.next() => SweepTrigger::Hint(hint),
             };
         }
     }
 
-    /// Returns when the first lease should have ended. Cancel-safe.
+    /// Waits for the first expected expiration. Cancel-safe.
     async fn next_expiry(&self) {
         match self.expected_expirations.first() {
             Some((end, _)) => sleep_until(*end).await,
@@ -113,7 +115,7 @@ impl AssignmentSweep {
         }
     }
 
-    /// The streams whose leases should have ended by now, or will in a moment.
+    /// The streams whose leases should have expired by now or will in a moment.
     fn take_expired(&mut self) -> HashSet<StreamName> {
         let until = Instant::now() + HINT_WINDOW;
         let mut ended = HashSet::new();
@@ -123,7 +125,7 @@ impl AssignmentSweep {
         ended
     }
 
-    /// Remembers to look at a lease when it ends, if it is overdue and ends before the next pass.
+    /// Schedules a check at the expiration of a lease that is overdue and expires before the next pass.
     fn expect_expiry(&mut self, stream: &StreamName, pending: &Pending, remaining: Duration) {
         let config = &self.member.config;
         let overdue = pending.idle + SWEEP_JITTER >= config.heartbeat_every;
@@ -133,7 +135,7 @@ impl AssignmentSweep {
         }
     }
 
-    /// Collects hints that come together. `None` if some were missed.
+    /// Collects hints that arrive together. `None` if some were missed.
     async fn collect_hints(
         &self,
         first: LeaseHint,
@@ -160,7 +162,7 @@ impl AssignmentSweep {
         hinted
     }
 
-    /// Looks whether hinted streams are free, at the cost of these streams and not of all.
+    /// Checks only the hinted streams.
     async fn check(&mut self, hinted: Option<HashSet<StreamName>>) -> Result<()> {
         let Some(mut hinted) = hinted else { return self.run_once(&HashSet::new()).await };
         hinted.retain(|stream| !self.member.owned_set.contains(stream));
@@ -174,8 +176,8 @@ impl AssignmentSweep {
             self.member.scan_new().await?;
         }
         hinted.retain(|stream| self.member.entry_index().contains(stream));
-        // First the entry, then the lease: a stream that is done had its entry deleted before its lease was released, and
-        // one that was taken in between is found locked.
+        // Read the entry first, then the lease: `done` deletes the entry before it releases the lease, and a stream
+        // acquired in between has a held lease.
         let streams: Vec<StreamName> = hinted.into_iter().collect();
         let member = &*self.member;
         let entries = try_join_all(streams.iter().map(|stream| async {
@@ -195,7 +197,7 @@ impl AssignmentSweep {
         Ok(())
     }
 
-    /// One pass over everything pending. Leases of `hinted` streams are looked up in any case.
+    /// One pass over all pending entries. Leases of `hinted` streams are always checked.
     pub(crate) async fn run_once(&mut self, hinted: &HashSet<StreamName>) -> Result<()> {
         let started_at = self.after;
         let scan = self.member.scan(self.after).await?;
@@ -222,12 +224,12 @@ impl AssignmentSweep {
         if self.passes == 0 {
             self.member.metrics.startup_recovered(free.len());
             if !free.is_empty() {
-                info!(count = free.len(), "streams without an owner found at the start");
+                info!(count = free.len(), "found streams without an owner at the start");
             }
         }
         self.passes += 1;
         self.reassignment.prune(&free);
-        // The whole has to be known before it can be shared.
+        // The share is only correct after a complete pass.
         if started_at.is_none() && self.after.is_none() {
             let scanned = oldest_pending.keys().collect();
             self.reassignment.fair_share = self.member.rebalance(&scanned).await?;
@@ -236,9 +238,9 @@ impl AssignmentSweep {
         self.remove_idle_consumers().await
     }
 
-    /// Streams whose lease is worth a look: owners keep their entries alive, so where nobody did for more than an interval
-    /// there may be none. An overdue lease that ends before the next pass is looked at when it does: a server tells of an
-    /// expired key only when it comes across it, which takes long if it has many, or when somebody asks.
+    /// Streams whose lease should be checked. Owners keep their entries alive, so an entry idle for more than an
+    /// interval may have no owner. An overdue lease that expires before the next pass is checked when it
+    /// expires: Redis reports an expired key only when it finds it, which may take long with many keys.
     fn suspects(
         &mut self,
         oldest_pending: &HashMap<StreamName, Pending>,
@@ -260,7 +262,7 @@ impl AssignmentSweep {
         suspects
     }
 
-    /// Those of the streams whose lease nobody holds.
+    /// The streams whose lease is not held.
     async fn unleased(
         &mut self,
         streams: Vec<StreamName>,
@@ -284,7 +286,7 @@ impl AssignmentSweep {
         Ok(free)
     }
 
-    /// The key of a stream's lease holds a value of another type. Told once, until that is over.
+    /// Logs once that the lease key of a stream holds a value of another type.
     fn report_blocked(&mut self, stream: StreamName) {
         if !self.blocked.contains(&stream) {
             let lease = self
@@ -292,12 +294,12 @@ impl AssignmentSweep {
                 .names
                 .lease(&stream)
                 .map_or_else(|_| String::new(), |lease| lease.to_string());
-            error!(%stream, lease, "stream cannot be assigned: the key of its lease holds a value of another type; delete the key");
+            error!(%stream, lease, "stream cannot be assigned: its lease key holds a value of another type; delete the key");
             self.blocked.insert(stream);
         }
     }
 
-    /// Each start of a process is a consumer of the group; those of the past are removed now and then.
+    /// Removes consumers of past process starts; each start is a new consumer of the group.
     async fn remove_idle_consumers(&mut self) -> Result<()> {
         if self.last_consumer_cleanup.is_some_and(|at| at.elapsed() < CONSUMER_CLEANUP_INTERVAL) {
             return Ok(());
@@ -309,7 +311,7 @@ impl AssignmentSweep {
             .backend
             .remove_idle_consumers(&names.input, &names.group, CONSUMER_IDLE_MIN)
             .await?;
-        debug!(count = removed.len(), "consumers of past starts removed");
+        debug!(count = removed.len(), "removed idle consumers of past process starts");
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Tests of single steps, at interleavings that no test from outside can bring about.
+//! Tests of single steps, with interleavings that cannot be forced from outside.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
 
@@ -32,7 +32,7 @@ fn stream() -> StreamName {
     StreamName::new("s").unwrap()
 }
 
-/// Adds the stream and reads its entry, which is then in hand and not yet ours.
+/// Adds the stream and reads its entry; it is pending but the stream is not owned yet.
 async fn read(member: &AssignmentMember) -> Vec<Delivery> {
     crate::add(&*member.backend, "svc", &stream(), None).await.unwrap();
     let reader = member.backend.reader(&member.names.group, &member.identity.consumer).await;
@@ -51,8 +51,8 @@ async fn take_ownership(member: &AssignmentMember, notifications: &mut Notificat
 }
 
 #[tokio::test]
-async fn an_entry_that_was_done_by_another_before_its_lease_was_ours_is_not_taken() {
-    // Given a reader that stands still between the read and the lease, long enough to be taken for dead.
+async fn an_entry_completed_by_another_consumer_before_its_lease_was_acquired_is_not_taken() {
+    // Given a reader that pauses between read and lease, long enough to be considered dead.
     let backend = backend().await;
     let (slow, mut received) = member(&backend).await;
     let deliveries = read(&slow).await;
@@ -60,7 +60,7 @@ async fn an_entry_that_was_done_by_another_before_its_lease_was_ours_is_not_take
     let owned = other.claim(&stream()).await.unwrap();
     other.end(&owned, EndReason::Done).await.unwrap();
 
-    // When it goes on, then the stream is not done a second time.
+    // When it continues, then the stream is not processed a second time.
     assert_eq!(slow.acquire_new(deliveries).await, []);
     assert!(received.try_recv().is_none());
     assert_eq!(slow.owned_set.len(), 0);
@@ -68,7 +68,7 @@ async fn an_entry_that_was_done_by_another_before_its_lease_was_ours_is_not_take
 }
 
 #[tokio::test]
-async fn an_entry_that_another_has_is_not_given_back_in_its_name() {
+async fn an_entry_pending_for_another_consumer_is_not_released() {
     let backend = backend().await;
     let (slow, mut received) = member(&backend).await;
     let deliveries = read(&slow).await;
@@ -84,12 +84,12 @@ async fn an_entry_that_another_has_is_not_given_back_in_its_name() {
 }
 
 #[tokio::test]
-async fn an_end_that_happened_without_a_reply_is_found_out_by_the_heartbeat() {
+async fn the_heartbeat_detects_an_end_whose_reply_was_lost() {
     for (reason, then) in [(EndReason::Done, Then::Delete), (EndReason::Release, Then::Release)] {
         let backend = backend().await;
         let (member, mut received) = member(&backend).await;
         let owned = take_ownership(&member, &mut received).await;
-        // The caller went away in the middle, and the call took effect.
+        // The caller was cancelled, and the call took effect.
         drop(owned.begin_end(reason).unwrap_or_else(|phase| panic!("{phase:?}")));
         let settlement = headwater_stream::Settlement { id: owned.entry(), then };
         member.settle(Some(owned.guard().fence()), &[settlement]).await.unwrap();
@@ -102,12 +102,12 @@ async fn an_end_that_happened_without_a_reply_is_found_out_by_the_heartbeat() {
         member.end(&owned, reason).await.unwrap();
         assert_eq!(member.owned_set.len(), 0);
         assert_eq!(member.holders(&[stream()]).await.unwrap(), [None]);
-        assert!(received.try_recv().is_none(), "its owner wished it");
+        assert!(received.try_recv().is_none(), "its owner ended it");
     }
 }
 
 #[tokio::test]
-async fn an_end_that_did_not_happen_leaves_the_stream_to_its_owner() {
+async fn an_end_without_effect_leaves_the_stream_with_its_owner() {
     let backend = backend().await;
     let (member, mut received) = member(&backend).await;
     let owned = take_ownership(&member, &mut received).await;
@@ -120,7 +120,7 @@ async fn an_end_that_did_not_happen_leaves_the_stream_to_its_owner() {
 }
 
 #[tokio::test]
-async fn a_loss_is_told_once_however_many_find_out() {
+async fn a_loss_is_notified_once_however_many_tasks_detect_it() {
     let backend = backend().await;
     let (member, mut received) = member(&backend).await;
     let owned = take_ownership(&member, &mut received).await;
@@ -134,10 +134,10 @@ async fn a_loss_is_told_once_however_many_find_out() {
 }
 
 #[tokio::test]
-async fn a_claim_that_is_dropped_leaves_no_lease_behind() {
+async fn a_cancelled_claim_leaves_no_lease_behind() {
     let backend = backend().await;
     let (member, _heard) = member(&backend).await;
-    // Given a caller that goes away between the lease and the entry.
+    // Given a caller that is cancelled between the lease and the entry.
     drop(member.acquire_lease(&stream()).await.unwrap().unwrap());
     assert!(member.holders(&[stream()]).await.unwrap()[0].is_some());
 
@@ -147,7 +147,7 @@ async fn a_claim_that_is_dropped_leaves_no_lease_behind() {
 }
 
 #[tokio::test]
-async fn what_is_being_worked_on_is_not_given_back() {
+async fn a_stream_with_work_in_progress_is_not_released() {
     let backend = backend().await;
     let (member, mut received) = member(&backend).await;
     let owned = take_ownership(&member, &mut received).await;
