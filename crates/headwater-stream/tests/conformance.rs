@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use headwater_conformance::stream::{Env, TestResult};
+use headwater_conformance::stream::{StreamTestEnv, TestResult};
 use headwater_conformance::stream_suite;
 use headwater_stream::{Backend, Options, connect};
 
@@ -21,9 +21,9 @@ fn testkit<T>(answer: anyhow::Result<T>) -> TestResult<T> {
 mod embedded_memory {
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let backend = open("embedded:memory").await?;
-        Ok(Env::new(Arc::clone(&backend), backend))
+        Ok(StreamTestEnv::new(Arc::clone(&backend), backend))
     }
 
     stream_suite!(setup());
@@ -33,10 +33,10 @@ mod embedded_memory {
 mod embedded_directory {
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let directory = tempfile::tempdir()?;
         let backend = open(&format!("embedded:{}", directory.path().display())).await?;
-        Ok(Env::new(Arc::clone(&backend), backend).keep(directory))
+        Ok(StreamTestEnv::new(Arc::clone(&backend), backend).keep(directory))
     }
 
     stream_suite!(setup());
@@ -48,10 +48,10 @@ mod redis {
 
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let redis = testkit(Redis::shared())?;
         let url = redis.url();
-        Ok(Env::new(open(&url).await?, open(&url).await?).keep(redis))
+        Ok(StreamTestEnv::new(open(&url).await?, open(&url).await?).keep(redis))
     }
 
     stream_suite!(setup());
@@ -63,10 +63,10 @@ mod redis_cluster {
 
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let cluster = testkit(Cluster::shared())?;
         let url = cluster.url();
-        Ok(Env::new(open(&url).await?, open(&url).await?).keep(cluster))
+        Ok(StreamTestEnv::new(open(&url).await?, open(&url).await?).keep(cluster))
     }
 
     stream_suite!(setup());
@@ -91,7 +91,7 @@ mod redis_faulty {
     /// Without a pause between faults, tests that make many calls at once would get nowhere.
     const FAULT_PAUSE: Duration = Duration::from_millis(60);
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let seed = match env::var("HEADWATER_FAULT_SEED") {
             Ok(seed) => seed.parse()?,
             Err(_) => RandomState::new().hash_one(std::process::id()) >> 32,
@@ -108,7 +108,7 @@ mod redis_faulty {
         let backend = Arc::new(Retrying::new(Arc::clone(&raw), before));
         let counted = Arc::clone(&proxy);
         let faults = move || counted.faults();
-        Ok(Env::faulty(backend, second, raw, faults).keep(proxy).keep(redis))
+        Ok(StreamTestEnv::faulty(backend, second, raw, faults).keep(proxy).keep(redis))
     }
 
     async fn open_in_spite_of_faults(url: &str) -> TestResult<Arc<dyn Backend>> {

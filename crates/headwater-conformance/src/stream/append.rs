@@ -1,4 +1,4 @@
-//! Appending: ids that grow, bytes that nobody changes.
+//! Append: ascending ids and preserved bytes.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -11,14 +11,14 @@ use headwater_stream::{
     StreamName, TrimGuard,
 };
 
-use super::env::Env;
+use super::env::StreamTestEnv;
 use super::failure::TestResult;
 use super::steps::{contents, fields_in, numbered, numbers};
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 
 /// Appends one entry and reads it back by its id.
-async fn there_and_back(env: &Env, fields: Fields) -> TestResult {
+async fn round_trip(env: &StreamTestEnv, fields: Fields) -> TestResult {
     let stream = env.stream("orders");
     let ids = env.backend.append(&stream, std::slice::from_ref(&fields), KEEP).await?;
     let [id] = ids[..] else { panic!("expected one id, found {ids:?}") };
@@ -27,7 +27,7 @@ async fn there_and_back(env: &Env, fields: Fields) -> TestResult {
     Ok(())
 }
 
-pub async fn ids_grow_within_a_call_and_over_calls(env: Env) -> TestResult {
+pub async fn ids_are_ascending_within_a_call_and_across_calls(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let mut all = Vec::new();
     for count in [1, 3, 100, 1] {
@@ -35,11 +35,11 @@ pub async fn ids_grow_within_a_call_and_over_calls(env: Env) -> TestResult {
         assert_eq!(ids.len(), count, "one id for each entry");
         all.extend(ids);
     }
-    assert!(all.is_sorted_by(|a, b| a < b), "expected ids that grow, found {all:?}");
+    assert!(all.is_sorted_by(|a, b| a < b), "expected ascending ids, found {all:?}");
     Ok(())
 }
 
-pub async fn ids_grow_over_two_connections(env: Env) -> TestResult {
+pub async fn ids_are_ascending_across_two_connections(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let mut all = Vec::new();
     for _ in 0..10 {
@@ -47,11 +47,13 @@ pub async fn ids_grow_over_two_connections(env: Env) -> TestResult {
             all.extend(backend.append(&stream, &numbers(1), KEEP).await?);
         }
     }
-    assert!(all.is_sorted_by(|a, b| a < b), "expected ids that grow, found {all:?}");
+    assert!(all.is_sorted_by(|a, b| a < b), "expected ascending ids, found {all:?}");
     Ok(())
 }
 
-pub async fn ids_go_on_growing_after_the_newest_entry_was_deleted(env: Env) -> TestResult {
+pub async fn ids_stay_ascending_after_the_newest_entry_was_deleted(
+    env: StreamTestEnv,
+) -> TestResult {
     let stream = env.stream("orders");
     let ids = env.backend.append(&stream, &numbers(3), KEEP).await?;
     env.second.delete_entries(&stream, &ids).await?;
@@ -62,7 +64,7 @@ pub async fn ids_go_on_growing_after_the_newest_entry_was_deleted(env: Env) -> T
     Ok(())
 }
 
-pub async fn ids_go_on_growing_when_the_stream_was_emptied(env: Env) -> TestResult {
+pub async fn ids_stay_ascending_after_all_entries_were_deleted(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let mut newest = EntryId::MIN;
     // Many rounds, so that some of them fall into one millisecond.
@@ -83,7 +85,7 @@ pub async fn ids_go_on_growing_when_the_stream_was_emptied(env: Env) -> TestResu
     Ok(())
 }
 
-pub async fn an_id_carries_the_time_of_the_backends_clock(env: Env) -> TestResult {
+pub async fn an_id_contains_the_time_of_the_backend_clock(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let before = env.second.now().await?.as_millis();
     let ids = env.backend.append(&stream, &numbers(1), KEEP).await?;
@@ -94,7 +96,7 @@ pub async fn an_id_carries_the_time_of_the_backends_clock(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn a_batch_keeps_its_order(env: Env) -> TestResult {
+pub async fn a_batch_keeps_its_order(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let ids = env.backend.append(&stream, &numbers(500), KEEP).await?;
 
@@ -104,7 +106,7 @@ pub async fn a_batch_keeps_its_order(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_batch_of_the_largest_size_is_taken_whole(env: Env) -> TestResult {
+pub async fn a_batch_of_the_maximum_size_is_appended(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let ids = env.backend.append(&stream, &numbers(BATCH_MAX), KEEP).await?;
     assert_eq!(ids.len(), BATCH_MAX, "one id for each entry");
@@ -117,37 +119,37 @@ pub async fn a_batch_of_the_largest_size_is_taken_whole(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn an_empty_batch_appends_nothing(env: Env) -> TestResult {
+pub async fn an_empty_batch_appends_nothing(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     assert_eq!(env.backend.append(&stream, &[], KEEP).await?, []);
-    assert_eq!(env.second.stats(&stream).await?, None, "no stream came into being");
+    assert_eq!(env.second.stats(&stream).await?, None, "no stream was created");
     Ok(())
 }
 
-pub async fn every_byte_value_survives_in_names_and_values(env: Env) -> TestResult {
+pub async fn every_byte_value_is_preserved_in_names_and_values(env: StreamTestEnv) -> TestResult {
     let bytes: Bytes = (0..=u8::MAX).collect();
-    there_and_back(&env, Fields::new([(bytes.clone(), bytes)])).await
+    round_trip(&env, Fields::new([(bytes.clone(), bytes)])).await
 }
 
-pub async fn empty_names_and_values_survive(env: Env) -> TestResult {
-    there_and_back(&env, Fields::new([("", ""), ("name", ""), ("", "value")])).await
+pub async fn empty_names_and_values_are_preserved(env: StreamTestEnv) -> TestResult {
+    round_trip(&env, Fields::new([("", ""), ("name", ""), ("", "value")])).await
 }
 
-pub async fn repeated_field_names_survive_in_order(env: Env) -> TestResult {
-    there_and_back(&env, Fields::new([("a", "2"), ("b", "x"), ("a", "1"), ("a", "2")])).await
+pub async fn repeated_field_names_are_preserved_in_order(env: StreamTestEnv) -> TestResult {
+    round_trip(&env, Fields::new([("a", "2"), ("b", "x"), ("a", "1"), ("a", "2")])).await
 }
 
-pub async fn as_many_fields_as_allowed_survive(env: Env) -> TestResult {
+pub async fn the_maximum_number_of_fields_is_preserved(env: StreamTestEnv) -> TestResult {
     let fields = (0..FIELDS_MAX).map(|field| (format!("f{field}"), field.to_string()));
-    there_and_back(&env, Fields::new(fields)).await
+    round_trip(&env, Fields::new(fields)).await
 }
 
-pub async fn an_entry_of_the_largest_size_survives(env: Env) -> TestResult {
+pub async fn an_entry_of_the_maximum_size_is_preserved(env: StreamTestEnv) -> TestResult {
     let value: Vec<u8> = (0..ENTRY_BYTES_MAX - 1).map(|at| ((at * 31) >> 3) as u8).collect();
-    there_and_back(&env, Fields::new([(Bytes::from_static(b"p"), Bytes::from(value))])).await
+    round_trip(&env, Fields::new([(Bytes::from_static(b"p"), Bytes::from(value))])).await
 }
 
-pub async fn streams_do_not_mix(env: Env) -> TestResult {
+pub async fn streams_are_independent(env: StreamTestEnv) -> TestResult {
     let streams = [env.stream("a"), env.stream("b"), env.stream_elsewhere("c")];
     for (number, stream) in streams.iter().enumerate() {
         env.second.append(stream, &[numbered(number)], KEEP).await?;
@@ -158,7 +160,9 @@ pub async fn streams_do_not_mix(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn entries_appended_by_64_tasks_at_once_are_all_there(env: Env) -> TestResult {
+pub async fn entries_appended_by_64_concurrent_tasks_are_all_stored(
+    env: StreamTestEnv,
+) -> TestResult {
     const TASKS: usize = 64;
     const EACH: usize = 10;
     let stream = env.stream("orders");
@@ -169,7 +173,7 @@ pub async fn entries_appended_by_64_tasks_at_once_are_all_there(env: Env) -> Tes
     let mut expected = Vec::new();
     for task in tasks.collect::<Vec<_>>() {
         let ids = task.await??;
-        assert!(ids.is_sorted_by(|a, b| a.0 < b.0), "expected ids that grow, found {ids:?}");
+        assert!(ids.is_sorted_by(|a, b| a.0 < b.0), "expected ascending ids, found {ids:?}");
         expected.extend(ids);
     }
     assert_eq!(expected.iter().map(|(id, _)| id).collect::<HashSet<_>>().len(), TASKS * EACH);
@@ -177,21 +181,21 @@ pub async fn entries_appended_by_64_tasks_at_once_are_all_there(env: Env) -> Tes
 
     let found = contents(&*env.second, &stream).await?;
     if !env.is_faulty() {
-        assert_eq!(found.len(), TASKS * EACH, "nothing was doubled");
+        assert_eq!(found.len(), TASKS * EACH, "nothing was duplicated");
     }
     let found: HashSet<(EntryId, String)> =
         found.into_iter().map(|entry| (entry.id, format!("{:?}", entry.fields))).collect();
     for (id, number) in expected {
         let entry = (id, format!("{:?}", numbered(number)));
-        assert!(found.contains(&entry), "expected {entry:?} in the stream, found it not");
+        assert!(found.contains(&entry), "expected {entry:?} in the stream");
     }
     Ok(())
 }
 
-pub async fn appends_to_several_streams_do_not_touch_each_other(env: Env) -> TestResult {
+pub async fn appends_to_several_streams_are_independent(env: StreamTestEnv) -> TestResult {
     let streams: Vec<_> = (0..5).map(|number| env.stream(&format!("orders-{number}"))).collect();
     let (two, hundred, none) = (numbers(2), numbers(100), Vec::new());
-    // The third is no stream, the fourth is refused, and the first comes again at the end.
+    // The third name is not a stream, the fourth append is invalid, and the first stream is used again.
     env.backend.set_add(&SetName::new(streams[2].as_str())?, &["a set"], None).await?;
     let refused = [Fields::new([("", ""); 0])];
     let keep_ten = Retention::max_len(10);
@@ -228,7 +232,7 @@ pub async fn appends_to_several_streams_do_not_touch_each_other(env: Env) -> Tes
     Ok(())
 }
 
-/// Entries that are made when they are asked for, of which one may say that it is too large.
+/// Lazily encoded entries, one of which may report that it is too large.
 struct Made {
     count: usize,
     too_large: Option<usize>,
@@ -252,7 +256,7 @@ impl Entries for Made {
     }
 }
 
-pub async fn entries_may_be_made_while_they_are_sent(env: Env) -> TestResult {
+pub async fn entries_can_be_encoded_lazily(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let made = Made { count: 500, too_large: None };
     let append = Append { stream: &stream, entries: &made, retention: KEEP };
@@ -273,7 +277,7 @@ pub async fn entries_may_be_made_while_they_are_sent(env: Env) -> TestResult {
     assert_eq!(
         contents(&*env.second, &stream).await?.len(),
         before,
-        "what is refused has no effect"
+        "a rejected append has no effect"
     );
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Bad input: what breaks a limit is refused with the argument and the limit, before it has any effect.
+//! Bad input: a call over a limit fails with the argument and the limit, without effect.
 
 use std::fmt::{Debug, Display};
 use std::time::Duration;
@@ -12,11 +12,11 @@ use headwater_stream::{
     Then, TrimGuard,
 };
 
-use super::env::{Env, consumer, holder};
+use super::env::{StreamTestEnv, consumer, holder};
 use super::failure::TestResult;
 use super::steps::{HOUR, numbered, numbers};
 
-/// Fails unless the call was refused because of the argument `what`, with a reason that tells `limit`.
+/// Fails unless the call was rejected because of the argument `what`, with `limit` in the reason.
 fn assert_invalid<T: Debug>(call: &str, answer: Result<T>, what: &str, limit: &dyn Display) {
     let limit = limit.to_string();
     match answer {
@@ -32,7 +32,7 @@ fn one_byte_more(than: usize) -> Fields {
     Fields::new([(Bytes::new(), Bytes::from(vec![b'x'; than + 1]))])
 }
 
-/// Entries that break each limit there is for them: what to call them, and the limit.
+/// Entries that exceed each limit: label, entries, argument and limit.
 fn bad_entries() -> Vec<(&'static str, Vec<Fields>, &'static str, String)> {
     bad_entries_beyond(FIELDS_MAX, ENTRY_BYTES_MAX)
 }
@@ -58,7 +58,7 @@ fn bad_entries_beyond(
     ]
 }
 
-pub async fn entries_beyond_a_limit_are_not_appended(env: Env) -> TestResult {
+pub async fn entries_beyond_a_limit_are_not_appended(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     for (case, entries, what, limit) in bad_entries() {
         let answer = env.backend.append(&stream, &entries, &Retention::KEEP_ALL).await;
@@ -68,7 +68,7 @@ pub async fn entries_beyond_a_limit_are_not_appended(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn entries_beyond_a_limit_are_not_appended_once(env: Env) -> TestResult {
+pub async fn entries_beyond_a_limit_are_not_appended_once(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let keep = &Retention::KEEP_ALL;
     let once = |(number, fields): (usize, Fields)| Once { id: number.to_string(), fields };
@@ -95,12 +95,12 @@ pub async fn entries_beyond_a_limit_are_not_appended_once(env: Env) -> TestResul
     let never = Retention { max_bytes: Some(0), ..Retention::KEEP_ALL };
     let answer = env.backend.append_once(&stream, &entries, HOUR, &never).await;
     assert_invalid("append", answer, "max_bytes", &"zero");
-    assert_eq!(env.second.appended(&stream, &["0"]).await?, [None], "nothing is remembered");
+    assert_eq!(env.second.appended(&stream, &["0"]).await?, [None], "no id was recorded");
     assert_eq!(env.second.stats(&stream).await?, None, "nothing was appended");
     Ok(())
 }
 
-pub async fn a_batch_of_the_most_bytes_is_taken(env: Env) -> TestResult {
+pub async fn a_batch_of_the_maximum_bytes_is_appended(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let mebibyte = Fields::new([("", vec![b'x'; 1024 * 1024])]);
     let entries = vec![mebibyte; BATCH_BYTES_MAX / (1024 * 1024)];
@@ -110,7 +110,7 @@ pub async fn a_batch_of_the_most_bytes_is_taken(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_retention_of_nothing_is_refused(env: Env) -> TestResult {
+pub async fn a_zero_retention_is_rejected(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let ids = env.second.append(&stream, &numbers(3), &Retention::KEEP_ALL).await?;
     let cases = [
@@ -134,7 +134,7 @@ pub async fn a_retention_of_nothing_is_refused(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_read_beyond_a_limit_delivers_nothing(env: Env) -> TestResult {
+pub async fn a_read_beyond_a_limit_delivers_nothing(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(3).await?;
     let one = vec![flow.stream.clone()];
@@ -159,12 +159,12 @@ pub async fn a_read_beyond_a_limit_delivers_nothing(env: Env) -> TestResult {
     }
     assert_eq!(flow.pending_ids().await?, [], "nothing was delivered");
     let read = super::steps::read_all(&mut *reader, &[flow.stream], 3).await?;
-    assert_eq!(super::steps::ids_of(&read[0].entries), ids, "the reader goes on");
+    assert_eq!(super::steps::ids_of(&read[0].entries), ids, "the reader continues");
     Ok(())
 }
 
-pub async fn a_settle_beyond_a_limit_changes_nothing(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn a_settle_beyond_a_limit_changes_nothing(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     let dead = env.stream("dead");
     let too_many = vec![Settlement::done(ids[0]); BATCH_MAX + 1];
     assert_invalid("many", flow.settle("ann", &too_many).await, "entries", &BATCH_MAX);
@@ -203,8 +203,8 @@ fn bad_due_times() -> [(&'static str, Due, String); 2] {
     ]
 }
 
-pub async fn calls_by_id_are_limited(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn calls_by_id_are_limited(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let many = vec![ids[0]; COUNT_MAX + 1];
     let (ann, bob) = (consumer("ann"), consumer("bob"));
     let answer = env.backend.keep_alive(&flow.stream, &flow.group, &ann, &many).await;
@@ -216,12 +216,12 @@ pub async fn calls_by_id_are_limited(env: Env) -> TestResult {
     assert_invalid("reclaim", answer, "ids", &COUNT_MAX);
 
     assert_eq!(flow.ids().await?, ids);
-    assert!(flow.in_hand().await?.iter().all(|(_, owner, _)| owner == "ann"));
+    assert!(flow.pending_owners().await?.iter().all(|(_, owner, _)| owner == "ann"));
     Ok(())
 }
 
-pub async fn counts_are_at_least_one_and_limited(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(2).await?;
+pub async fn counts_are_at_least_one_and_limited(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(2).await?;
     let (bob, delays) = (consumer("bob"), env.delays("later"));
     let due = Due::At(Timestamp::from_millis(1));
     let item = PutAside { to: flow.stream.clone(), due, fields: numbered(1) };
@@ -237,12 +237,12 @@ pub async fn counts_are_at_least_one_and_limited(env: Env) -> TestResult {
         assert_invalid("take_due", env.backend.take_due(&delays, count).await, "count", &limit);
         assert_invalid("delayed", env.backend.delayed(&delays, 0, count).await, "count", &limit);
     }
-    assert!(flow.in_hand().await?.iter().all(|(_, owner, _)| owner == "ann"));
-    assert_eq!(env.second.delay_stats(&delays).await?.waiting, 1, "nothing was taken");
+    assert!(flow.pending_owners().await?.iter().all(|(_, owner, _)| owner == "ann"));
+    assert_eq!(env.second.delay_stats(&delays).await?.waiting, 1, "nothing was promoted");
     Ok(())
 }
 
-pub async fn entries_beyond_a_limit_are_not_put_aside(env: Env) -> TestResult {
+pub async fn entries_beyond_a_limit_are_not_scheduled(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let items = |entries: Vec<Fields>, due: Due| -> Vec<PutAside> {
         entries.into_iter().map(|fields| PutAside { to: to.clone(), due, fields }).collect()
@@ -258,11 +258,11 @@ pub async fn entries_beyond_a_limit_are_not_put_aside(env: Env) -> TestResult {
     }
     let wait = WAIT_MAX + Duration::from_millis(1);
     assert_invalid("wait_due", env.backend.wait_due(&delays, wait).await, "wait", &"60s");
-    assert_eq!(env.second.delay_stats(&delays).await?.waiting, 0, "nothing was put aside");
+    assert_eq!(env.second.delay_stats(&delays).await?.waiting, 0, "nothing was scheduled");
     Ok(())
 }
 
-pub async fn an_entry_can_be_put_aside_for_as_long_as_allowed(env: Env) -> TestResult {
+pub async fn an_entry_can_be_scheduled_with_the_maximum_delay(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let latest = Timestamp::from_millis(1 << 53);
     for due in [Due::After(DELAY_MAX), Due::At(latest)] {
@@ -277,7 +277,7 @@ pub async fn an_entry_can_be_put_aside_for_as_long_as_allowed(env: Env) -> TestR
     Ok(())
 }
 
-pub async fn the_life_of_a_lease_has_a_shortest_and_a_longest(env: Env) -> TestResult {
+pub async fn the_ttl_of_a_lease_has_a_minimum_and_a_maximum(env: StreamTestEnv) -> TestResult {
     let (lease, ann) = (env.lease("orders"), holder("ann"));
     let fence = Fence { lease: lease.clone(), epoch: Epoch(1) };
     let tick = Duration::from_millis(1);
@@ -290,11 +290,11 @@ pub async fn the_life_of_a_lease_has_a_shortest_and_a_longest(env: Env) -> TestR
         let answer = env.backend.renew(&ann, std::slice::from_ref(&fence), ttl).await;
         assert_invalid("renew", answer, "ttl", &limit);
     }
-    assert_eq!(env.second.leases(&[lease]).await?, [None], "nobody holds it");
+    assert_eq!(env.second.leases(&[lease]).await?, [None], "the lease is free");
     Ok(())
 }
 
-pub async fn leases_in_one_call_are_limited(env: Env) -> TestResult {
+pub async fn leases_in_one_call_are_limited(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let names: Vec<LeaseName> = vec![lease.clone(); LEASES_MAX + 1];
     let fences = vec![Fence { lease, epoch: Epoch(1) }; LEASES_MAX + 1];
@@ -306,7 +306,7 @@ pub async fn leases_in_one_call_are_limited(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_map_beyond_a_limit_is_not_written(env: Env) -> TestResult {
+pub async fn a_map_beyond_a_limit_is_not_written(env: StreamTestEnv) -> TestResult {
     let map = env.map("topic");
     let field = |name: &str, bytes: usize| (name.to_owned(), Bytes::from(vec![b'x'; bytes]));
     let before = RegistryMap::from([field("a", 1)]);
@@ -334,7 +334,7 @@ pub async fn a_map_beyond_a_limit_is_not_written(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn set_members_beyond_a_limit_are_not_added(env: Env) -> TestResult {
+pub async fn set_members_beyond_a_limit_are_not_added(env: StreamTestEnv) -> TestResult {
     let set = env.set("topics");
     let long = "m".repeat(VALUE_BYTES_MAX + 1);
     let many = vec!["m"; BATCH_MAX + 1];
@@ -353,7 +353,7 @@ pub async fn set_members_beyond_a_limit_are_not_added(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn ids_beyond_a_limit_are_not_marked(env: Env) -> TestResult {
+pub async fn ids_beyond_a_limit_are_not_begun(env: StreamTestEnv) -> TestResult {
     let scope = env.scope("mail");
     let long = "i".repeat(NAME_BYTES_MAX + 1);
     let many = vec!["i"; BATCH_MAX + 1];
@@ -380,6 +380,6 @@ pub async fn ids_beyond_a_limit_are_not_marked(env: Env) -> TestResult {
         assert_invalid("finish", answer, what, &limit);
     }
     let found = env.second.dedup_begin(&scope, &["m1"], HOUR).await?;
-    assert_eq!(found, [headwater_stream::Begin::Fresh], "nothing was marked");
+    assert_eq!(found, [headwater_stream::Begin::Fresh], "no id was recorded");
     Ok(())
 }

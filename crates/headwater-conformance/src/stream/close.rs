@@ -1,11 +1,11 @@
-//! Closing, and what a backend says of itself.
+//! Close, and the description of a backend.
 
 use std::fmt::Debug;
 use std::time::Duration;
 
 use headwater_stream::{Range, RegistryMap, Result, Retention, StreamError};
 
-use super::env::{Env, consumer, group, holder};
+use super::env::{StreamTestEnv, consumer, group, holder};
 use super::failure::TestResult;
 use super::steps::{HOUR, LONG, numbers, sleep_ms, soon};
 
@@ -14,14 +14,14 @@ fn assert_unavailable<T: Debug>(call: &str, answer: &Result<T>) {
     assert!(unavailable, "{call}: expected Unavailable, found {answer:?}");
 }
 
-pub async fn a_backend_says_what_it_is(env: Env) -> TestResult {
+pub async fn a_backend_describes_itself(env: StreamTestEnv) -> TestResult {
     let description = env.backend.describe();
     assert!(!description.kind.is_empty(), "{description:?}");
     assert!(!description.address.contains('@'), "no credentials, found {description:?}");
     Ok(())
 }
 
-pub async fn its_clock_goes_forward(env: Env) -> TestResult {
+pub async fn the_backend_clock_advances(env: StreamTestEnv) -> TestResult {
     let first = env.backend.now().await?;
     sleep_ms(20).await;
     let later = env.backend.now().await?;
@@ -29,7 +29,7 @@ pub async fn its_clock_goes_forward(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_closed_backend_is_unavailable(env: Env) -> TestResult {
+pub async fn a_closed_backend_is_unavailable(env: StreamTestEnv) -> TestResult {
     let backend = &env.backend;
     let stream = env.stream("orders");
     let (group, ann) = (group("workers"), consumer("ann"));
@@ -63,7 +63,7 @@ pub async fn a_closed_backend_is_unavailable(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn closing_wakes_those_who_wait(env: Env) -> TestResult {
+pub async fn closing_wakes_blocked_calls(env: StreamTestEnv) -> TestResult {
     let mut reader = env.backend.reader(&group("workers"), &consumer("ann")).await?;
     let stream = env.stream("orders");
     let waiting = tokio::spawn(async move { reader.read(&[stream], 1, LONG).await });
@@ -79,7 +79,7 @@ pub async fn closing_wakes_those_who_wait(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn what_was_begun_before_closing_is_finished(env: Env) -> TestResult {
+pub async fn calls_in_flight_complete_before_close(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let tasks: Vec<_> = (0..20)
         .map(|_| {

@@ -1,4 +1,4 @@
-//! Many at once: the promises of groups, settles and reclaims while everybody works on the same stream.
+//! Concurrency: groups, settles and reclaims with many callers on one stream.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use headwater_stream::{EntryId, Reclaim, ReclaimFrom, Retention, Settle, Settlement, Then};
 
-use super::env::{Env, consumer};
+use super::env::{StreamTestEnv, consumer};
 use super::failure::TestResult;
 use super::steps::{contents, done, fields_in, ids_of, ms, numbered, numbers, soon};
 
-/// Counts in how many hands each entry was.
+/// Counts how often each id occurs.
 fn count(all: impl IntoIterator<Item = EntryId>) -> HashMap<EntryId, usize> {
     let mut counts = HashMap::new();
     for id in all {
@@ -19,7 +19,7 @@ fn count(all: impl IntoIterator<Item = EntryId>) -> HashMap<EntryId, usize> {
     counts
 }
 
-pub async fn consumers_that_read_and_settle_at_once_share_every_entry_once(env: Env) -> TestResult {
+pub async fn concurrent_consumers_process_every_entry_once(env: StreamTestEnv) -> TestResult {
     const COUNT: usize = 600;
     let flow = Arc::new(env.flow().await?);
     let left = Arc::new(AtomicUsize::new(COUNT));
@@ -66,9 +66,11 @@ pub async fn consumers_that_read_and_settle_at_once_share_every_entry_once(env: 
     Ok(())
 }
 
-pub async fn of_eight_who_settle_one_entry_one_writes_the_follow_up(env: Env) -> TestResult {
+pub async fn one_of_eight_concurrent_settles_of_an_entry_writes_the_follow_up(
+    env: StreamTestEnv,
+) -> TestResult {
     const COUNT: usize = 50;
-    let (flow, ids) = env.flow_in_hand(COUNT).await?;
+    let (flow, ids) = env.flow_with_pending(COUNT).await?;
     let (flow, dead) = (Arc::new(flow), env.stream("dead"));
     let tasks: Vec<_> = (0..8)
         .map(|task| {
@@ -107,9 +109,11 @@ pub async fn of_eight_who_settle_one_entry_one_writes_the_follow_up(env: Env) ->
     Ok(())
 }
 
-pub async fn of_eight_who_reclaim_at_once_each_entry_goes_to_one(env: Env) -> TestResult {
+pub async fn eight_concurrent_reclaims_assign_each_entry_to_one_consumer(
+    env: StreamTestEnv,
+) -> TestResult {
     const COUNT: usize = 200;
-    let (flow, ids) = env.flow_in_hand(COUNT).await?;
+    let (flow, ids) = env.flow_with_pending(COUNT).await?;
     let flow = Arc::new(flow);
     let tasks: Vec<_> = (0..8)
         .map(|task| {
@@ -129,17 +133,17 @@ pub async fn of_eight_who_reclaim_at_once_each_entry_goes_to_one(env: Env) -> Te
     }
 
     let counts = count(taken);
-    assert!(counts.values().all(|hands| *hands == 1), "one taker each, found {counts:?}");
-    let in_hand = flow.in_hand().await?;
-    assert_eq!(in_hand.len(), COUNT, "nothing was lost");
-    assert!(in_hand.iter().all(|(_, owner, deliveries)| owner != "ann" && *deliveries == 2));
+    assert!(counts.values().all(|hands| *hands == 1), "one consumer each, found {counts:?}");
+    let owned = flow.pending_owners().await?;
+    assert_eq!(owned.len(), COUNT, "nothing was lost");
+    assert!(owned.iter().all(|(_, owner, deliveries)| owner != "ann" && *deliveries == 2));
     if !env.is_faulty() {
-        assert_eq!(counts, count(ids), "each was told to its taker");
+        assert_eq!(counts, count(ids), "each was returned to its consumer");
     }
     Ok(())
 }
 
-pub async fn batches_appended_at_once_do_not_lose_their_inner_order(env: Env) -> TestResult {
+pub async fn concurrent_batches_keep_their_internal_order(env: StreamTestEnv) -> TestResult {
     const EACH: usize = 50;
     let stream = env.stream("orders");
     let tasks: Vec<_> = (0..16)
@@ -168,11 +172,13 @@ pub async fn batches_appended_at_once_do_not_lose_their_inner_order(env: Env) ->
     Ok(())
 }
 
-pub async fn entries_released_while_others_read_are_all_handled(env: Env) -> TestResult {
+pub async fn entries_released_during_concurrent_reads_are_all_processed(
+    env: StreamTestEnv,
+) -> TestResult {
     const COUNT: usize = 120;
     let flow = Arc::new(env.flow().await?);
     flow.append(COUNT).await?;
-    // Ann gives back what she gets; bob and cid finish what they find.
+    // Ann releases what she gets; bob and cid settle what they find.
     let ann = {
         let (flow, backend) = (Arc::clone(&flow), Arc::clone(&env.backend));
         tokio::spawn(async move {

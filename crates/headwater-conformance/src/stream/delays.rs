@@ -1,4 +1,4 @@
-//! Delays: entries that wait for their time, then move to their stream once.
+//! Delays: scheduled entries move to their stream once, when they are due.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use headwater_stream::{
 };
 use tokio::time::Instant;
 
-use super::env::Env;
+use super::env::StreamTestEnv;
 use super::failure::TestResult;
 use super::steps::{
     ALL, HOUR, LONG, TICK, contents, fields_in, ms, numbered, numbers, sleep_ms, soon,
@@ -24,7 +24,7 @@ fn item(to: &StreamName, due: Due, number: usize) -> PutAside {
     PutAside { to: to.clone(), due, fields: numbered(number) }
 }
 
-pub async fn ids_of_entries_put_aside_grow(env: Env) -> TestResult {
+pub async fn delay_ids_are_ascending(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let mut all: Vec<DelayId> = Vec::new();
     for count in [3, 1, 10] {
@@ -33,19 +33,19 @@ pub async fn ids_of_entries_put_aside_grow(env: Env) -> TestResult {
         assert_eq!(ids.len(), count, "one id for each entry");
         all.extend(ids);
     }
-    assert!(all.is_sorted_by(|a, b| a < b), "expected ids that grow, found {all:?}");
+    assert!(all.is_sorted_by(|a, b| a < b), "expected ascending ids, found {all:?}");
     Ok(())
 }
 
-pub async fn putting_nothing_aside_does_nothing(env: Env) -> TestResult {
+pub async fn scheduling_nothing_does_nothing(env: StreamTestEnv) -> TestResult {
     let delays = env.delays("later");
     assert_eq!(env.backend.put_aside(&delays, &[]).await?, []);
     assert_eq!(env.second.delay_stats(&delays).await?, DelayStats::default());
-    assert!(!env.second.delete_delays(&delays).await?, "no set came into being");
+    assert!(!env.second.delete_delays(&delays).await?, "no set was created");
     Ok(())
 }
 
-pub async fn an_entry_is_not_taken_before_it_is_due(env: Env) -> TestResult {
+pub async fn an_entry_is_not_promoted_before_it_is_due(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let due = Due::After(ms(150));
     env.second.put_aside(&delays, &[item(&to, due, 1)]).await?;
@@ -67,7 +67,7 @@ pub async fn an_entry_is_not_taken_before_it_is_due(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_delay_is_counted_from_now_by_the_backends_clock(env: Env) -> TestResult {
+pub async fn a_delay_starts_now_by_the_backend_clock(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let before = env.second.now().await?;
     env.backend.put_aside(&delays, &[item(&to, Due::After(HOUR), 1)]).await?;
@@ -80,7 +80,7 @@ pub async fn a_delay_is_counted_from_now_by_the_backends_clock(env: Env) -> Test
     Ok(())
 }
 
-pub async fn due_entries_come_earliest_first(env: Env) -> TestResult {
+pub async fn due_entries_are_promoted_earliest_first(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let at = |ms: u64| Due::At(Timestamp::from_millis(ms));
     let items = [
@@ -100,13 +100,15 @@ pub async fn due_entries_come_earliest_first(env: Env) -> TestResult {
     }
 
     assert_eq!(fields_in(&*env.second, &to).await?, numbers(5));
-    assert_eq!(env.second.delay_stats(&delays).await?.waiting, 1, "the last one waits");
+    assert_eq!(env.second.delay_stats(&delays).await?.waiting, 1, "the last one is not due");
     Ok(())
 }
 
-pub async fn entries_of_one_due_time_keep_the_order_they_were_put_aside(env: Env) -> TestResult {
+pub async fn entries_with_equal_due_times_keep_their_scheduling_order(
+    env: StreamTestEnv,
+) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
-    // More than nine, so that an order by text would show.
+    // More than nine, to detect an order by text.
     for first in [0, 60] {
         let items: Vec<PutAside> = (first..first + 60).map(|n| item(&to, PAST, n)).collect();
         env.second.put_aside(&delays, &items).await?;
@@ -118,7 +120,7 @@ pub async fn entries_of_one_due_time_keep_the_order_they_were_put_aside(env: Env
     Ok(())
 }
 
-pub async fn at_most_count_entries_are_taken(env: Env) -> TestResult {
+pub async fn at_most_count_entries_are_promoted(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let items: Vec<PutAside> = (0..10).map(|n| item(&to, PAST, n)).collect();
     let ids = env.second.put_aside(&delays, &items).await?;
@@ -129,14 +131,14 @@ pub async fn at_most_count_entries_are_taken(env: Env) -> TestResult {
     let expected: Vec<Returned> = (ids.iter().zip(&found))
         .map(|(delay, entry)| Returned { delay: *delay, stream: to.clone(), id: entry.id })
         .collect();
-    assert_eq!(returned, expected, "each is told with its old and its new id");
+    assert_eq!(returned, expected, "each is returned with its old and its new id");
     assert_eq!(returned.len(), 4);
     assert_eq!(env.backend.take_due(&delays, ALL).await?.len(), 6);
     assert_eq!(env.backend.take_due(&delays, ALL).await?, []);
     Ok(())
 }
 
-pub async fn a_past_due_time_is_due_at_once(env: Env) -> TestResult {
+pub async fn a_due_time_in_the_past_is_due_at_once(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     for due in [PAST, Due::After(Duration::ZERO), Due::At(Timestamp::from_millis(0))] {
         env.second.put_aside(&delays, &[item(&to, due, 1)]).await?;
@@ -148,7 +150,7 @@ pub async fn a_past_due_time_is_due_at_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn entries_go_to_the_streams_they_were_put_aside_for(env: Env) -> TestResult {
+pub async fn entries_are_promoted_to_their_target_streams(env: StreamTestEnv) -> TestResult {
     let delays = env.delays("later");
     let streams: Vec<StreamName> = (0..5).map(|n| env.stream(&n.to_string())).collect();
     let items: Vec<PutAside> = (0..20).map(|n| item(&streams[n % 5], PAST, n)).collect();
@@ -163,7 +165,7 @@ pub async fn entries_go_to_the_streams_they_were_put_aside_for(env: Env) -> Test
     Ok(())
 }
 
-pub async fn bytes_survive_the_wait(env: Env) -> TestResult {
+pub async fn delayed_entries_are_preserved_byte_for_byte(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let bytes: Bytes = (0..=u8::MAX).collect();
     let large: Vec<u8> =
@@ -185,26 +187,26 @@ pub async fn bytes_survive_the_wait(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_cancelled_entry_never_returns(env: Env) -> TestResult {
+pub async fn a_cancelled_entry_is_never_promoted(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let items = [item(&to, PAST, 0), item(&to, PAST, 1), item(&to, Due::After(HOUR), 2)];
     let ids = env.second.put_aside(&delays, &items).await?;
 
     for id in [ids[1], ids[2]] {
         let cancelled = env.backend.cancel(&delays, id).await?;
-        assert!(cancelled || env.is_faulty(), "it was still there");
-        assert!(!env.backend.cancel(&delays, id).await?, "now it is not");
+        assert!(cancelled || env.is_faulty(), "it was still scheduled");
+        assert!(!env.backend.cancel(&delays, id).await?, "now it is cancelled");
     }
-    assert!(!env.backend.cancel(&delays, DelayId(u64::MAX)).await?, "it never was");
+    assert!(!env.backend.cancel(&delays, DelayId(u64::MAX)).await?, "it never existed");
 
     env.second.take_due(&delays, 10).await?;
     assert_eq!(fields_in(&*env.second, &to).await?, numbers(1));
     assert_eq!(env.second.delay_stats(&delays).await?, DelayStats::default());
-    assert!(!env.backend.cancel(&delays, ids[0]).await?, "it has left");
+    assert!(!env.backend.cancel(&delays, ids[0]).await?, "it was promoted");
     Ok(())
 }
 
-pub async fn eight_takers_at_once_move_each_entry_once(env: Env) -> TestResult {
+pub async fn eight_concurrent_callers_promote_each_entry_once(env: StreamTestEnv) -> TestResult {
     const COUNT: usize = 200;
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let items: Vec<PutAside> = (0..COUNT).map(|n| item(&to, PAST, n)).collect();
@@ -224,14 +226,18 @@ pub async fn eight_takers_at_once_move_each_entry_once(env: Env) -> TestResult {
             }
         })
     });
-    let mut told = HashSet::new();
+    let mut reported = HashSet::new();
     for taker in takers.collect::<Vec<_>>() {
         for Returned { delay, .. } in taker.await?? {
-            assert!(told.insert(delay), "expected {delay} to be told once");
+            assert!(reported.insert(delay), "expected {delay} to be returned once");
         }
     }
 
-    assert!(told.len() == COUNT || env.is_faulty(), "expected {COUNT}, found {}", told.len());
+    assert!(
+        reported.len() == COUNT || env.is_faulty(),
+        "expected {COUNT}, found {}",
+        reported.len()
+    );
     let mut found: Vec<String> =
         fields_in(&*env.second, &to).await?.iter().map(|fields| format!("{fields:?}")).collect();
     let mut expected: Vec<String> =
@@ -242,7 +248,7 @@ pub async fn eight_takers_at_once_move_each_entry_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn waiting_for_a_due_entry_ends_when_it_is_due(env: Env) -> TestResult {
+pub async fn waiting_for_a_due_entry_returns_when_it_is_due(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     env.second.put_aside(&delays, &[item(&to, Due::After(ms(150)), 1)]).await?;
     let due_at = env.second.delayed(&delays, 0, 1).await?[0].due_at;
@@ -255,7 +261,9 @@ pub async fn waiting_for_a_due_entry_ends_when_it_is_due(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn waiting_ends_early_when_an_earlier_entry_is_put_aside(env: Env) -> TestResult {
+pub async fn waiting_returns_early_when_an_earlier_entry_is_scheduled(
+    env: StreamTestEnv,
+) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     for first in [None, Some(item(&to, Due::After(HOUR), 1))] {
         if let Some(first) = first {
@@ -277,8 +285,10 @@ pub async fn waiting_ends_early_when_an_earlier_entry_is_put_aside(env: Env) -> 
     Ok(())
 }
 
-pub async fn waiting_ends_early_when_a_settle_puts_an_entry_aside(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn waiting_returns_early_when_a_settle_reschedules_an_entry(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     let delays = env.delays("later");
     let then = headwater_stream::Then::PutAside {
         delays: delays.clone(),
@@ -299,14 +309,14 @@ pub async fn waiting_ends_early_when_a_settle_puts_an_entry_aside(env: Env) -> T
     Ok(())
 }
 
-pub async fn waiting_ends_after_its_time_when_nothing_is_due(env: Env) -> TestResult {
+pub async fn waiting_returns_after_its_timeout_if_nothing_is_due(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     for round in 0..2 {
         let started = Instant::now();
         assert!(!env.backend.wait_due(&delays, ms(120)).await?, "nothing is due");
         let waited = started.elapsed();
         assert!(waited + TICK >= ms(120), "expected 120 ms, found {waited:?} in round {round}");
-        // The first round waits on a missing set, the second on one whose entry is far away.
+        // The first round waits on a missing set, the second on one whose entry is due much later.
         env.second.put_aside(&delays, &[item(&to, Due::After(HOUR), 1)]).await?;
     }
     let at_once = env.backend.wait_due(&delays, Duration::ZERO);
@@ -314,7 +324,7 @@ pub async fn waiting_ends_after_its_time_when_nothing_is_due(env: Env) -> TestRe
     Ok(())
 }
 
-pub async fn the_numbers_of_a_set_follow_the_work(env: Env) -> TestResult {
+pub async fn delay_stats_are_up_to_date(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     assert_eq!(env.backend.delay_stats(&delays).await?, DelayStats::default());
     let at = |ms| Timestamp::from_millis(ms);
@@ -333,7 +343,7 @@ pub async fn the_numbers_of_a_set_follow_the_work(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn waiting_entries_are_listed_earliest_first(env: Env) -> TestResult {
+pub async fn delayed_entries_are_listed_earliest_first(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let at = |n: usize| Due::At(Timestamp::from_millis(4_000_000_000_000 + n as u64));
     let items: Vec<PutAside> = [3, 1, 4, 0, 2].map(|n| item(&to, at(n), n)).into();
@@ -352,21 +362,21 @@ pub async fn waiting_entries_are_listed_earliest_first(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_deleted_set_forgets_what_waited(env: Env) -> TestResult {
+pub async fn deleting_a_delay_set_removes_its_entries(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let ids = env.second.put_aside(&delays, &[item(&to, PAST, 0), item(&to, PAST, 1)]).await?;
 
     let deleted = env.backend.delete_delays(&delays).await?;
 
-    assert!(deleted || env.is_faulty(), "there was something");
-    assert!(!env.backend.delete_delays(&delays).await?, "now there is nothing");
+    assert!(deleted || env.is_faulty(), "the set existed");
+    assert!(!env.backend.delete_delays(&delays).await?, "now it does not exist");
     assert_eq!(env.second.delay_stats(&delays).await?, DelayStats::default());
     assert_eq!(env.second.take_due(&delays, 10).await?, []);
     assert!(!env.second.cancel(&delays, ids[0]).await?);
     Ok(())
 }
 
-pub async fn sets_of_delayed_entries_do_not_mix(env: Env) -> TestResult {
+pub async fn delay_sets_are_independent(env: StreamTestEnv) -> TestResult {
     let to = env.stream("orders");
     let [a, b] = [env.delays("a"), env.delays("b")];
     let in_a = env.second.put_aside(&a, &[item(&to, PAST, 1)]).await?;
@@ -379,7 +389,7 @@ pub async fn sets_of_delayed_entries_do_not_mix(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn an_entry_whose_stream_cannot_take_it_stays(env: Env) -> TestResult {
+pub async fn an_entry_whose_stream_rejects_it_stays_scheduled(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     env.second.set_add(&env.set("foreign"), &["x"], None).await?;
     let foreign = StreamName::new(env.set("foreign").as_str())?;
@@ -387,7 +397,7 @@ pub async fn an_entry_whose_stream_cannot_take_it_stays(env: Env) -> TestResult 
     let items = [item(&to, at(1), 0), item(&foreign, at(2), 7), item(&to, at(3), 1)];
     env.second.put_aside(&delays, &items).await?;
 
-    // Whether the call tells of it or not, the others move and this one stays.
+    // Whether the call reports the error or not, the other entries are promoted and this one stays.
     for _ in 0..3 {
         match env.backend.take_due(&delays, 10).await {
             Ok(_) | Err(StreamError::WrongType { .. }) => {}
@@ -403,7 +413,9 @@ pub async fn an_entry_whose_stream_cannot_take_it_stays(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn an_entry_for_another_slot_is_refused_at_once_or_arrives(env: Env) -> TestResult {
+pub async fn an_entry_for_another_slot_is_rejected_at_once_or_promoted(
+    env: StreamTestEnv,
+) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream_elsewhere("orders"));
     match env.backend.put_aside(&delays, &[item(&to, PAST, 0)]).await {
         Err(StreamError::Invalid { .. }) => {
@@ -418,7 +430,9 @@ pub async fn an_entry_for_another_slot_is_refused_at_once_or_arrives(env: Env) -
     Ok(())
 }
 
-pub async fn as_many_entries_as_allowed_are_put_aside_at_once(env: Env) -> TestResult {
+pub async fn the_maximum_number_of_entries_is_scheduled_in_one_call(
+    env: StreamTestEnv,
+) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let items: Vec<PutAside> = (0..BATCH_MAX).map(|n| item(&to, PAST, n)).collect();
     env.backend.put_aside(&delays, &items).await?;

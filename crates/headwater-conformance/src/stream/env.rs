@@ -1,4 +1,4 @@
-//! What a promise is tested in: connections to one backend, and names that nobody else uses.
+//! The environment of a test: connections to one backend, and unique names.
 
 use std::any::Any;
 use std::fmt;
@@ -13,13 +13,14 @@ use headwater_stream::{
     StreamName,
 };
 
-/// The surroundings of one test.
-pub struct Env {
-    /// The connection under test. Behind a faulty network it repeats what failed, see [`Retrying`](super::Retrying).
+/// The environment of one test.
+pub struct StreamTestEnv {
+    /// The connection under test. On a faulty network it retries failed calls, see
+    /// [`Retrying`](super::Retrying).
     pub backend: Arc<dyn Backend>,
-    /// Another process on the same data. Behind a faulty network it has a sound line of its own.
+    /// Another process on the same data. On a faulty network its connection has no faults.
     pub second: Arc<dyn Backend>,
-    /// The connection under test without any repetition.
+    /// The connection under test without retries.
     pub raw: Arc<dyn Backend>,
     tag: String,
     faults: Option<FaultCount>,
@@ -28,21 +29,21 @@ pub struct Env {
 
 type FaultCount = Box<dyn Fn() -> u64 + Send + Sync>;
 
-impl fmt::Debug for Env {
+impl fmt::Debug for StreamTestEnv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Env").field("tag", &self.tag).finish_non_exhaustive()
+        f.debug_struct("StreamTestEnv").field("tag", &self.tag).finish_non_exhaustive()
     }
 }
 
-impl Env {
-    /// Surroundings from two connections to the same data; an embedded backend is given twice.
+impl StreamTestEnv {
+    /// An environment with two connections to the same data; pass an embedded backend twice.
     pub fn new(backend: Arc<dyn Backend>, second: Arc<dyn Backend>) -> Self {
         let raw = Arc::clone(&backend);
         Self { backend, second, raw, tag: unique_tag(), faults: None, _kept: Vec::new() }
     }
 
-    /// Surroundings on a faulty network. `backend` repeats the calls of `raw`, `second` has a line without faults,
-    /// `faults` tells how many faults there were so far.
+    /// An environment on a faulty network. `backend` retries the calls of `raw`, `second` has a connection
+    /// without faults, `faults` returns the number of faults so far.
     pub fn faulty(
         backend: Arc<dyn Backend>,
         second: Arc<dyn Backend>,
@@ -52,24 +53,24 @@ impl Env {
         Self { raw, faults: Some(Box::new(faults)), ..Self::new(backend, second) }
     }
 
-    /// Keeps a server or a directory for as long as the test runs.
+    /// Keeps a server or a directory alive for the duration of the test.
     #[must_use]
     pub fn keep(mut self, thing: impl Any + Send) -> Self {
         self._kept.push(Box::new(thing));
         self
     }
 
-    /// Whether calls may fail with an unknown effect, so that a repeated one may have happened twice.
+    /// Whether calls may fail with an unknown effect, so that a retried one may have been applied twice.
     pub fn is_faulty(&self) -> bool {
         self.faults.is_some()
     }
 
-    /// How many faults the network had so far; `None` if it has none.
+    /// Number of faults so far; `None` on a network without faults.
     pub fn faults(&self) -> Option<u64> {
         self.faults.as_ref().map(|count| count())
     }
 
-    /// A name in the slot of this test; things of different kinds never share it.
+    /// A name in the slot of this test; different kinds never collide.
     pub fn name(&self, kind: &str, label: &str) -> String {
         format!("{{{}}}:{kind}:{label}", self.tag)
     }
@@ -79,12 +80,12 @@ impl Env {
         stream(&self.name("stream", label))
     }
 
-    /// A stream that most probably lives in a slot of its own.
+    /// A stream that is most likely in another slot.
     pub fn stream_elsewhere(&self, label: &str) -> StreamName {
         stream(&format!("{{{}/{label}}}:stream", self.tag))
     }
 
-    /// A set of delayed entries in the slot of this test.
+    /// A delay set in the slot of this test.
     pub fn delays(&self, label: &str) -> DelayName {
         DelayName::new(self.name("delays", label)).expect(VALID)
     }
@@ -94,7 +95,7 @@ impl Env {
         LeaseName::new(self.name("lease", label)).expect(VALID)
     }
 
-    /// A lease that most probably lives in a slot of its own.
+    /// A lease that is most likely in another slot.
     pub fn lease_elsewhere(&self, label: &str) -> LeaseName {
         LeaseName::new(format!("{{{}/{label}}}:lease", self.tag)).expect(VALID)
     }
@@ -109,7 +110,7 @@ impl Env {
         SetName::new(self.name("set", label)).expect(VALID)
     }
 
-    /// A de-duplication scope in the slot of this test.
+    /// A deduplication scope in the slot of this test.
     pub fn scope(&self, label: &str) -> DedupScope {
         DedupScope::new(self.name("dedup", label)).expect(VALID)
     }
@@ -121,26 +122,26 @@ fn stream(name: &str) -> StreamName {
     StreamName::new(name).expect(VALID)
 }
 
-/// A group name; groups of different streams never meet.
+/// A group name; groups are scoped to their stream.
 pub(super) fn group(label: &str) -> GroupName {
     GroupName::new(label).expect(VALID)
 }
 
-/// A consumer name; consumers of different groups never meet.
+/// A consumer name; consumers are scoped to their group.
 pub(super) fn consumer(label: &str) -> ConsumerName {
     ConsumerName::new(label).expect(VALID)
 }
 
-/// A holder name; leases of different tests never meet.
+/// A holder name; lease names are unique to a test.
 pub(super) fn holder(label: &str) -> HolderName {
     HolderName::new(label).expect(VALID)
 }
 
-/// A text that no other test has, in this process or another one.
+/// A text that is unique across tests and processes.
 fn unique_tag() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    // The standard library draws the keys of its hash maps from the operating system.
+    // `RandomState` is seeded by the operating system.
     let random = RandomState::new().hash_one(count);
     format!("conformance-{:x}-{random:x}", process::id())
 }

@@ -1,19 +1,19 @@
-//! Why a promise could not be tested to its end: an error, and the line that met it.
+//! The error type of test cases: an unexpected error and its source location.
 
 use std::error::Error;
 use std::fmt;
 use std::panic::Location;
 
-/// What a promise returns. A broken promise panics; an error that was not expected comes back here.
-pub type TestResult<T = ()> = Result<T, Failure>;
+/// Result of a test case. A failed assertion panics; an unexpected error is returned here.
+pub type TestResult<T = ()> = Result<T, TestFailure>;
 
-/// An error that was not expected, with the place that met it.
-pub struct Failure {
+/// An unexpected error with its source location.
+pub struct TestFailure {
     message: String,
     at: &'static Location<'static>,
 }
 
-impl<E: Error + 'static> From<E> for Failure {
+impl<E: Error + 'static> From<E> for TestFailure {
     #[track_caller]
     fn from(error: E) -> Self {
         let mut message = error.to_string();
@@ -26,8 +26,8 @@ impl<E: Error + 'static> From<E> for Failure {
     }
 }
 
-// What the test harness prints.
-impl fmt::Debug for Failure {
+// Printed by the test harness.
+impl fmt::Debug for TestFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: expected success, found an error: {}", self.at, self.message)
     }

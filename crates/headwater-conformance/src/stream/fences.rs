@@ -1,4 +1,4 @@
-//! Fences: an effect that presents an epoch that is no longer current is refused whole.
+//! Fences: a call that presents a stale epoch is rejected as a whole.
 
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use headwater_stream::{
     Then,
 };
 
-use super::env::{Env, consumer, holder};
+use super::env::{StreamTestEnv, consumer, holder};
 use super::failure::TestResult;
 use super::steps::{Flow, HOUR, done, fields_in, ids_of, ms, numbered, settled, sleep_ms};
 
-/// Takes the lease of this test for `name`; it must be free.
-async fn hold(env: &Env, name: &str, ttl: Duration) -> TestResult<Fence> {
+/// Acquires the lease of this test for `name`; it must be free.
+async fn hold(env: &StreamTestEnv, name: &str, ttl: Duration) -> TestResult<Fence> {
     let lease = env.lease("orders");
     match env.second.acquire(&lease, &holder(name), ttl).await? {
         Acquire::Won(epoch) => Ok(Fence { lease, epoch }),
@@ -20,8 +20,8 @@ async fn hold(env: &Env, name: &str, ttl: Duration) -> TestResult<Fence> {
     }
 }
 
-/// A fence that was current once: its lease is lost in one of the ways a lease can be.
-async fn lost_fences(env: &Env) -> TestResult<Vec<(&'static str, Fence)>> {
+/// Stale fences, one for each way a lease can be lost.
+async fn lost_fences(env: &StreamTestEnv) -> TestResult<Vec<(&'static str, Fence)>> {
     let never = Fence { lease: env.lease("never"), epoch: Epoch(1) };
     let expired = hold(env, "ann", ms(60)).await?;
     sleep_ms(120).await;
@@ -37,8 +37,8 @@ async fn lost_fences(env: &Env) -> TestResult<Vec<(&'static str, Fence)>> {
     ])
 }
 
-/// Everything a settle can do, on four entries.
-fn everything(env: &Env, ids: &[EntryId], dead: &StreamName) -> Vec<Settlement> {
+/// Every kind of settlement, on four entries.
+fn everything(env: &StreamTestEnv, ids: &[EntryId], dead: &StreamName) -> Vec<Settlement> {
     let delays = env.delays("later");
     let to = env.stream("orders");
     let due = Due::After(HOUR);
@@ -51,7 +51,7 @@ fn everything(env: &Env, ids: &[EntryId], dead: &StreamName) -> Vec<Settlement> 
         .collect()
 }
 
-/// Fails unless the call was refused because of `fence`.
+/// Fails unless the call was rejected because of `fence`.
 fn assert_fenced<T: std::fmt::Debug>(
     what: &str,
     fence: &Fence,
@@ -66,21 +66,21 @@ fn assert_fenced<T: std::fmt::Debug>(
 }
 
 async fn assert_untouched(
-    env: &Env,
+    env: &StreamTestEnv,
     flow: &Flow,
     ids: &[EntryId],
     dead: &StreamName,
 ) -> TestResult {
     let expected: Vec<_> = ids.iter().map(|id| (*id, "ann".to_owned(), 1)).collect();
-    assert_eq!(flow.in_hand().await?, expected, "everything is still in hand");
+    assert_eq!(flow.pending_owners().await?, expected, "everything is still pending");
     assert_eq!(flow.ids().await?, ids, "everything is still in the stream");
     assert_eq!(env.second.stats(dead).await?, None, "there is no follow-up");
     assert_eq!(env.second.delay_stats(&env.delays("later")).await?.waiting, 0);
     Ok(())
 }
 
-pub async fn a_current_fence_lets_a_settle_through(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(5).await?;
+pub async fn a_settle_with_a_current_fence_is_applied(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(5).await?;
     let dead = env.stream("dead");
     let fence = hold(&env, "ann", HOUR).await?;
 
@@ -92,8 +92,8 @@ pub async fn a_current_fence_lets_a_settle_through(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_renewed_lease_keeps_its_fence_current(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn a_renewed_lease_keeps_its_fence_current(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     let fence = hold(&env, "ann", HOUR).await?;
     env.second.renew(&holder("ann"), std::slice::from_ref(&fence), HOUR).await?;
 
@@ -103,8 +103,8 @@ pub async fn a_renewed_lease_keeps_its_fence_current(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_settle_with_an_old_fence_changes_nothing(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(5).await?;
+pub async fn a_settle_with_a_stale_fence_changes_nothing(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(5).await?;
     let dead = env.stream("dead");
 
     for (what, fence) in lost_fences(&env).await? {
@@ -115,26 +115,26 @@ pub async fn a_settle_with_an_old_fence_changes_nothing(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn a_lease_that_ran_out_fences_even_if_nobody_took_it(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn an_expired_lease_fences_even_without_a_new_holder(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     let fence = hold(&env, "ann", ms(80)).await?;
     sleep_ms(160).await;
 
     let answer = flow.settle_under("ann", Some(&fence), &done(&ids)).await;
 
-    assert_fenced("a lease that ran out", &fence, answer);
+    assert_fenced("an expired lease", &fence, answer);
     assert_eq!(flow.pending_ids().await?, ids);
     Ok(())
 }
 
-pub async fn a_lease_given_up_fences_even_if_nobody_took_it(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn a_released_lease_fences_even_without_a_new_holder(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     let fence = hold(&env, "ann", HOUR).await?;
     env.second.release(&holder("ann"), std::slice::from_ref(&fence)).await?;
 
     let answer = flow.settle_under("ann", Some(&fence), &done(&ids)).await;
 
-    assert_fenced("a lease given up", &fence, answer);
+    assert_fenced("a released lease", &fence, answer);
     assert_eq!(flow.pending_ids().await?, ids);
     Ok(())
 }
@@ -143,10 +143,10 @@ fn deleted(ids: &[EntryId]) -> Vec<Settlement> {
     ids.iter().map(|id| Settlement { id: *id, then: Then::Delete }).collect()
 }
 
-pub async fn a_delete_can_be_repeated_after_the_lease_ended_until_it_has_another_holder(
-    env: Env,
+pub async fn a_delete_can_be_retried_after_the_lease_expired_until_it_has_another_holder(
+    env: StreamTestEnv,
 ) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+    let (flow, ids) = env.flow_with_pending(3).await?;
     for (name, id) in [("expired", ids[0]), ("released", ids[1])] {
         let fence = hold(&env, name, if name == "expired" { ms(2000) } else { HOUR }).await?;
         flow.settle_under("ann", Some(&fence), &deleted(&[id])).await?;
@@ -157,7 +157,7 @@ pub async fn a_delete_can_be_repeated_after_the_lease_ended_until_it_has_another
 
         let again = flow.settle_under("ann", Some(&fence), &deleted(&[id])).await?;
         assert_eq!(again, settled(0, 1), "{name}");
-        // With anything that would have an effect, nothing happens.
+        // Together with a settlement that would have an effect, the whole call is fenced.
         let more = flow.settle_under("ann", Some(&fence), &deleted(&[id, ids[2]])).await;
         assert_fenced(name, &fence, more);
         let other = flow.settle_under("ann", Some(&fence), &done(&[id])).await;
@@ -175,24 +175,28 @@ pub async fn a_delete_can_be_repeated_after_the_lease_ended_until_it_has_another
     Ok(())
 }
 
-pub async fn a_delete_that_did_not_happen_is_fenced_after_the_lease_ended(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_delete_that_was_not_applied_is_fenced_after_the_lease_expired(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let fence = hold(&env, "ann", HOUR).await?;
-    // Acknowledged and still there: it was settled in another way.
+    // Acknowledged but not deleted: it was settled in another way.
     flow.settle_under("ann", Some(&fence), &done(&ids[..1])).await?;
     env.second.release(&holder("ann"), std::slice::from_ref(&fence)).await?;
 
     for id in &ids {
         let answer = flow.settle_under("ann", Some(&fence), &deleted(&[*id])).await;
-        assert_fenced("it is there", &fence, answer);
+        assert_fenced("it still exists", &fence, answer);
     }
     assert_eq!(flow.pending_ids().await?, ids[1..]);
     assert_eq!(flow.ids().await?, ids);
     Ok(())
 }
 
-pub async fn a_lease_taken_again_by_its_old_holder_fences_the_old_epoch(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn a_lease_reacquired_by_its_old_holder_fences_the_old_epoch(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     let old = hold(&env, "ann", ms(80)).await?;
     sleep_ms(160).await;
     let new = hold(&env, "ann", HOUR).await?;
@@ -206,8 +210,10 @@ pub async fn a_lease_taken_again_by_its_old_holder_fences_the_old_epoch(env: Env
     Ok(())
 }
 
-pub async fn a_settle_with_an_old_fence_writes_no_dead_letter_elsewhere(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(5).await?;
+pub async fn a_settle_with_a_stale_fence_writes_no_dead_letter_to_another_slot(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(5).await?;
     let dead = env.stream_elsewhere("dead");
 
     for (what, fence) in lost_fences(&env).await? {
@@ -218,16 +224,16 @@ pub async fn a_settle_with_an_old_fence_writes_no_dead_letter_elsewhere(env: Env
     Ok(())
 }
 
-pub async fn an_empty_settle_with_an_old_fence_is_fenced(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(1).await?;
+pub async fn an_empty_settle_with_a_stale_fence_is_fenced(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(1).await?;
     for (what, fence) in lost_fences(&env).await? {
         assert_fenced(what, &fence, flow.settle_under("ann", Some(&fence), &[]).await);
     }
     Ok(())
 }
 
-pub async fn a_current_fence_lets_a_reclaim_through(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn a_reclaim_with_a_current_fence_is_applied(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     let fence = hold(&env, "bob", HOUR).await?;
     let bob = consumer("bob");
 
@@ -238,8 +244,8 @@ pub async fn a_current_fence_lets_a_reclaim_through(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_reclaim_with_an_old_fence_takes_nothing(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(5).await?;
+pub async fn a_reclaim_with_a_stale_fence_claims_nothing(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(5).await?;
     let (bob, ann) = (consumer("bob"), consumer("ann"));
 
     for (what, fence) in lost_fences(&env).await? {
@@ -258,23 +264,30 @@ pub async fn a_reclaim_with_an_old_fence_takes_nothing(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn the_new_holder_goes_on_where_the_fenced_one_stopped(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(4).await?;
+pub async fn the_new_holder_continues_where_the_fenced_one_stopped(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(4).await?;
     let old = hold(&env, "ann", ms(80)).await?;
     sleep_ms(160).await;
     let new = hold(&env, "bob", HOUR).await?;
     let bob = consumer("bob");
 
-    // No idle time is awaited: the lease gives the right.
+    // No minimum idle time: the lease grants the right.
     let reclaim =
         Reclaim { fence: Some(&new), from: ReclaimFrom::Others, ..flow.reclaim_any(&bob) };
     env.backend.reclaim(reclaim).await?;
     let zombie = flow.settle_under("ann", Some(&old), &done(&ids)).await;
-    assert_fenced("the zombie", &old, zombie);
+    assert_fenced("the former holder", &old, zombie);
 
-    let expected: Vec<EntryId> =
-        flow.in_hand().await?.into_iter().filter(|(_, c, _)| c == "bob").map(|x| x.0).collect();
-    assert_eq!(expected, ids, "all of it is in the hands of bob");
+    let expected: Vec<EntryId> = flow
+        .pending_owners()
+        .await?
+        .into_iter()
+        .filter(|(_, c, _)| c == "bob")
+        .map(|x| x.0)
+        .collect();
+    assert_eq!(expected, ids, "all of it is pending for bob");
     flow.settle_under("bob", Some(&new), &done(&ids)).await?;
     assert_eq!(flow.pending_ids().await?, []);
     Ok(())

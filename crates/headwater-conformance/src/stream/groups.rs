@@ -1,18 +1,18 @@
-//! Groups: where they begin, what they share and what they do not.
+//! Groups: start positions, and what groups share and do not share.
 
 use std::collections::BTreeSet;
 
 use headwater_stream::{EntryId, GroupStart, Retention};
 
-use super::env::{Env, consumer, group};
+use super::env::{StreamTestEnv, consumer, group};
 use super::failure::TestResult;
 use super::steps::{ALL, ids_of, ms, numbers, read_all, sleep_ms};
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 
-/// The ids that a new group with this start gets, of four entries there were and two that come after.
+/// The ids that a new group with this start gets: four existing entries and two later ones.
 async fn delivered_from(
-    env: &Env,
+    env: &StreamTestEnv,
     start: impl Fn(&[EntryId]) -> GroupStart,
 ) -> TestResult<Vec<usize>> {
     let (stream, group) = (env.stream("orders"), group("workers"));
@@ -28,26 +28,31 @@ async fn delivered_from(
         found.extend(ids_of(&batch.entries));
     }
     let place = |id| ids.iter().position(|known| *known == id);
-    Ok(found.into_iter().map(|id| place(id).expect("only what was appended")).collect())
+    Ok(found
+        .into_iter()
+        .map(|id| place(id).expect("only appended entries are delivered"))
+        .collect())
 }
 
-pub async fn a_group_from_the_beginning_gets_every_entry(env: Env) -> TestResult {
+pub async fn a_group_from_the_beginning_gets_every_entry(env: StreamTestEnv) -> TestResult {
     let found = delivered_from(&env, |_| GroupStart::Beginning).await?;
     assert_eq!(found, [0, 1, 2, 3, 4, 5]);
     Ok(())
 }
 
-pub async fn a_group_from_the_end_gets_what_comes_after(env: Env) -> TestResult {
+pub async fn a_group_from_the_end_gets_later_entries(env: StreamTestEnv) -> TestResult {
     assert_eq!(delivered_from(&env, |_| GroupStart::End).await?, [4, 5]);
     Ok(())
 }
 
-pub async fn a_group_after_an_id_gets_what_follows_it(env: Env) -> TestResult {
+pub async fn a_group_after_an_id_gets_the_entries_after_it(env: StreamTestEnv) -> TestResult {
     assert_eq!(delivered_from(&env, |ids| GroupStart::After(ids[1])).await?, [2, 3, 4, 5]);
     Ok(())
 }
 
-pub async fn a_group_from_the_end_of_a_missing_stream_gets_its_first_entry(env: Env) -> TestResult {
+pub async fn a_group_from_the_end_of_a_missing_stream_gets_its_first_entry(
+    env: StreamTestEnv,
+) -> TestResult {
     let (stream, group) = (env.stream("orders"), group("workers"));
     env.backend.ensure_group(&stream, &group, GroupStart::End).await?;
     let ids = env.second.append(&stream, &numbers(2), KEEP).await?;
@@ -59,7 +64,7 @@ pub async fn a_group_from_the_end_of_a_missing_stream_gets_its_first_entry(env: 
     Ok(())
 }
 
-pub async fn ensuring_a_group_creates_its_stream(env: Env) -> TestResult {
+pub async fn ensuring_a_group_creates_its_stream(env: StreamTestEnv) -> TestResult {
     let (stream, group) = (env.stream("orders"), group("workers"));
     env.backend.ensure_group(&stream, &group, GroupStart::Beginning).await?;
 
@@ -68,29 +73,29 @@ pub async fn ensuring_a_group_creates_its_stream(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn ensuring_a_group_tells_whether_it_is_new(env: Env) -> TestResult {
+pub async fn ensuring_a_group_returns_whether_it_was_created(env: StreamTestEnv) -> TestResult {
     let (stream, group) = (env.stream("orders"), group("workers"));
     assert!(env.backend.ensure_group(&stream, &group, GroupStart::Beginning).await?);
     assert!(!env.backend.ensure_group(&stream, &group, GroupStart::End).await?);
     Ok(())
 }
 
-pub async fn ensuring_a_group_again_keeps_its_position(env: Env) -> TestResult {
+pub async fn ensuring_a_group_again_keeps_its_position(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(3).await?;
     flow.deliver("ann", 1).await?;
 
     for start in [GroupStart::Beginning, GroupStart::End, GroupStart::After(ids[1])] {
         let new = env.backend.ensure_group(&flow.stream, &flow.group, start).await?;
-        assert!(!new, "the group is an old one");
+        assert!(!new, "the group already existed");
     }
 
-    assert_eq!(ids_of(&flow.deliver("bob", ALL).await?), ids[1..], "the group went on");
-    assert_eq!(flow.pending_ids().await?, ids, "and forgot nothing");
+    assert_eq!(ids_of(&flow.deliver("bob", ALL).await?), ids[1..], "the group continued");
+    assert_eq!(flow.pending_ids().await?, ids, "and kept its pending entries");
     Ok(())
 }
 
-pub async fn every_group_gets_every_entry(env: Env) -> TestResult {
+pub async fn every_group_gets_every_entry(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let others = [group("audit"), group("search")];
     for other in &others {
@@ -105,7 +110,7 @@ pub async fn every_group_gets_every_entry(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn each_entry_goes_to_one_consumer_of_a_group(env: Env) -> TestResult {
+pub async fn each_entry_goes_to_one_consumer_of_a_group(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(100).await?;
     let mut readers = Vec::new();
@@ -129,7 +134,9 @@ pub async fn each_entry_goes_to_one_consumer_of_a_group(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn a_group_of_the_same_name_on_another_stream_is_another_group(env: Env) -> TestResult {
+pub async fn a_group_of_the_same_name_on_another_stream_is_another_group(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let other = env.stream("invoices");
     flow.append(2).await?;
@@ -146,8 +153,8 @@ pub async fn a_group_of_the_same_name_on_another_stream_is_another_group(env: En
     Ok(())
 }
 
-pub async fn a_removed_group_forgets_what_was_pending(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn removing_a_group_removes_its_pending_entries(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
 
     let removed = env.backend.remove_group(&flow.stream, &flow.group).await?;
     assert!(removed || env.is_faulty(), "there was a group");
@@ -157,13 +164,13 @@ pub async fn a_removed_group_forgets_what_was_pending(env: Env) -> TestResult {
     env.second.ensure_group(&flow.stream, &flow.group, GroupStart::Beginning).await?;
     assert_eq!(flow.pending_ids().await?, []);
     let again = flow.deliver("ann", ALL).await?;
-    assert_eq!(ids_of(&again), ids, "a new group of that name begins anew");
+    assert_eq!(ids_of(&again), ids, "a new group of that name starts from the beginning");
     assert!(again.iter().all(|delivery| delivery.deliveries == 1), "{again:?}");
     Ok(())
 }
 
-pub async fn removing_a_group_leaves_the_others_alone(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn removing_a_group_does_not_affect_other_groups(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     let audit = group("audit");
     env.second.ensure_group(&flow.stream, &audit, GroupStart::Beginning).await?;
 
@@ -173,15 +180,15 @@ pub async fn removing_a_group_leaves_the_others_alone(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn there_is_nothing_to_remove_from_a_missing_stream(env: Env) -> TestResult {
+pub async fn removing_a_group_of_a_missing_stream_returns_false(env: StreamTestEnv) -> TestResult {
     let (stream, group) = (env.stream("orders"), group("workers"));
     assert!(!env.backend.remove_group(&stream, &group).await?, "there is no such group");
     assert!(!env.backend.delete_stream(&stream).await?, "there is no such stream");
     Ok(())
 }
 
-pub async fn a_reset_group_goes_on_from_its_new_position_with_nothing_pending(
-    env: Env,
+pub async fn a_reset_group_continues_from_its_new_position_with_nothing_pending(
+    env: StreamTestEnv,
 ) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(6).await?;
@@ -195,7 +202,7 @@ pub async fn a_reset_group_goes_on_from_its_new_position_with_nothing_pending(
 
         let reset = env.backend.reset_group(&flow.stream, &flow.group, start).await?;
 
-        assert!(reset, "{start:?}: there is such a group");
+        assert!(reset, "{start:?}: the group exists");
         assert_eq!(flow.pending_ids().await?, [], "{start:?}");
         let found = flow.deliver("bob", ALL).await?;
         assert_eq!(ids_of(&found), expected, "{start:?}");
@@ -204,8 +211,8 @@ pub async fn a_reset_group_goes_on_from_its_new_position_with_nothing_pending(
     Ok(())
 }
 
-pub async fn resetting_a_group_leaves_the_others_alone(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn resetting_a_group_does_not_affect_other_groups(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     let audit = group("audit");
     env.second.ensure_group(&flow.stream, &audit, GroupStart::Beginning).await?;
 
@@ -216,7 +223,9 @@ pub async fn resetting_a_group_leaves_the_others_alone(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_reader_that_waits_goes_on_where_its_group_was_reset_to(env: Env) -> TestResult {
+pub async fn a_blocked_reader_continues_where_its_group_was_reset_to(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(4).await?;
     flow.deliver("bob", ALL).await?;
@@ -229,13 +238,13 @@ pub async fn a_reader_that_waits_goes_on_where_its_group_was_reset_to(env: Env) 
     };
     let (found, reset) = tokio::join!(reading, resetting);
 
-    assert!(reset?, "there is such a group");
+    assert!(reset?, "the group exists");
     assert_eq!(ids_of(&found?[0].entries), ids[2..], "and not from the beginning");
     Ok(())
 }
 
-pub async fn a_group_that_does_not_exist_is_not_reset(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(1).await?;
+pub async fn a_group_that_does_not_exist_is_not_reset(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(1).await?;
     let unknown = group("unknown");
     assert!(!env.backend.reset_group(&flow.stream, &unknown, GroupStart::End).await?);
     assert!(!env.backend.reset_group(&env.stream("no"), &unknown, GroupStart::End).await?);

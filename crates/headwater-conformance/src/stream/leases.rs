@@ -1,4 +1,4 @@
-//! Leases: one holder at a time, epochs that only grow, and news of leases that become free.
+//! Leases: one holder at a time, ascending epochs, and lease hints.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,13 +6,13 @@ use std::time::Duration;
 use headwater_stream::{Acquire, Backend, Epoch, Fence, HintKind, LeaseName, Renewal, WatchMode};
 use tokio::time::Instant;
 
-use super::env::{Env, holder};
+use super::env::{StreamTestEnv, holder};
 use super::failure::TestResult;
 use super::steps::{HOUR, ms, sleep_ms, soon};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Takes a free lease.
+/// Acquires a free lease.
 async fn win(
     backend: &dyn Backend,
     lease: &LeaseName,
@@ -25,14 +25,19 @@ async fn win(
     }
 }
 
-async fn assert_held(env: &Env, lease: &LeaseName, name: &str, epoch: Epoch) -> TestResult {
+async fn assert_held(
+    env: &StreamTestEnv,
+    lease: &LeaseName,
+    name: &str,
+    epoch: Epoch,
+) -> TestResult {
     let found = env.second.leases(std::slice::from_ref(lease)).await?;
     let [Some(info)] = &found[..] else { panic!("expected {name} to hold it, found {found:?}") };
     assert_eq!((info.holder.as_str(), info.epoch), (name, epoch), "{info:?}");
     Ok(())
 }
 
-pub async fn a_free_lease_is_won_and_then_held(env: Env) -> TestResult {
+pub async fn a_free_lease_is_acquired_and_then_held(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let fence = win(&*env.backend, &lease, "ann", MINUTE).await?;
 
@@ -49,7 +54,7 @@ pub async fn a_free_lease_is_won_and_then_held(env: Env) -> TestResult {
     assert_held(&env, &lease, "ann", fence.epoch).await
 }
 
-pub async fn one_of_32_wins(env: Env) -> TestResult {
+pub async fn one_of_32_concurrent_callers_acquires_the_lease(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let tasks = (0..32).map(|number| {
         let backend = if number % 2 == 0 { &env.backend } else { &env.second };
@@ -71,7 +76,9 @@ pub async fn one_of_32_wins(env: Env) -> TestResult {
     assert_held(&env, &lease, winner, *epoch).await
 }
 
-pub async fn its_holder_gets_the_same_epoch_again_and_more_time(env: Env) -> TestResult {
+pub async fn the_holder_reacquires_with_the_same_epoch_and_a_new_ttl(
+    env: StreamTestEnv,
+) -> TestResult {
     let lease = env.lease("orders");
     let fence = win(&*env.backend, &lease, "ann", ms(10_000)).await?;
     let again = win(&*env.backend, &lease, "ann", HOUR).await?;
@@ -82,11 +89,11 @@ pub async fn its_holder_gets_the_same_epoch_again_and_more_time(env: Env) -> Tes
     Ok(())
 }
 
-pub async fn epochs_grow_with_every_change_of_holder(env: Env) -> TestResult {
+pub async fn every_change_of_holder_increases_the_epoch(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let mut epochs = Vec::new();
     for round in 0..3 {
-        // Given up, run out, and run out and taken again by the same holder.
+        // Released, expired, and expired and reacquired by the same holder.
         let given_up = win(&*env.backend, &lease, "ann", HOUR).await?;
         env.backend.release(&holder("ann"), std::slice::from_ref(&given_up)).await?;
         epochs.push(given_up.epoch);
@@ -99,7 +106,7 @@ pub async fn epochs_grow_with_every_change_of_holder(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn an_epoch_is_at_least_the_time_it_began(env: Env) -> TestResult {
+pub async fn an_epoch_is_at_least_its_acquisition_time(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     for _ in 0..3 {
         let before = env.second.now().await?.as_millis();
@@ -110,7 +117,7 @@ pub async fn an_epoch_is_at_least_the_time_it_began(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_lease_runs_out_and_not_before_its_time(env: Env) -> TestResult {
+pub async fn a_lease_expires_and_not_before_its_ttl(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let asked = Instant::now();
     let first = win(&*env.second, &lease, "ann", ms(250)).await?;
@@ -124,14 +131,14 @@ pub async fn a_lease_runs_out_and_not_before_its_time(env: Env) -> TestResult {
             sleep_ms(5).await;
         }
     };
-    let epoch = soon("the lease to run out", taking).await?;
+    let epoch = soon("the lease to expire", taking).await?;
 
     assert!(asked.elapsed() + ms(20) >= ms(250), "found it free after {:?}", asked.elapsed());
     assert!(epoch > first.epoch, "expected more than {}, found {epoch}", first.epoch);
     Ok(())
 }
 
-pub async fn a_renewal_extends_the_lease(env: Env) -> TestResult {
+pub async fn a_renewal_extends_the_lease(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let fence = win(&*env.second, &lease, "ann", ms(10_000)).await?;
 
@@ -144,7 +151,7 @@ pub async fn a_renewal_extends_the_lease(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_lease_that_is_renewed_outlives_its_time(env: Env) -> TestResult {
+pub async fn a_renewed_lease_outlives_its_original_ttl(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let fence = win(&*env.second, &lease, "ann", ms(5_000)).await?;
     let renewed = env.backend.renew(&holder("ann"), std::slice::from_ref(&fence), MINUTE).await?;
@@ -153,7 +160,7 @@ pub async fn a_lease_that_is_renewed_outlives_its_time(env: Env) -> TestResult {
     assert_held(&env, &lease, "ann", fence.epoch).await
 }
 
-pub async fn renewals_are_answered_one_by_one_in_order(env: Env) -> TestResult {
+pub async fn renewal_results_are_in_request_order(env: StreamTestEnv) -> TestResult {
     let names = ["kept", "taken", "released", "never", "expired", "also_kept"];
     let leases = names.map(|name| env.lease(name));
     let mut fences = Vec::new();
@@ -175,11 +182,13 @@ pub async fn renewals_are_answered_one_by_one_in_order(env: Env) -> TestResult {
     use Renewal::{Kept, Lost};
     assert_eq!(renewed, [Kept, Lost, Lost, Lost, Lost, Kept], "for {names:?}");
     let found = env.second.leases(&leases).await?;
-    assert!(found[4].is_none(), "an expired lease does not come back, found {:?}", found[4]);
+    assert!(found[4].is_none(), "an expired lease is not renewed, found {:?}", found[4]);
     Ok(())
 }
 
-pub async fn a_thousand_leases_are_renewed_and_released_in_one_call(env: Env) -> TestResult {
+pub async fn a_thousand_leases_are_renewed_and_released_in_one_call(
+    env: StreamTestEnv,
+) -> TestResult {
     const COUNT: usize = 1000;
     let leases: Vec<LeaseName> = (0..COUNT)
         .map(|n| {
@@ -213,14 +222,14 @@ pub async fn a_thousand_leases_are_renewed_and_released_in_one_call(env: Env) ->
     Ok(())
 }
 
-pub async fn nothing_to_renew_release_or_list_is_fine(env: Env) -> TestResult {
+pub async fn renewing_releasing_and_listing_no_leases_succeeds(env: StreamTestEnv) -> TestResult {
     assert_eq!(env.backend.renew(&holder("ann"), &[], HOUR).await?, []);
     assert_eq!(env.backend.release(&holder("ann"), &[]).await?, 0);
     assert_eq!(env.backend.leases(&[]).await?, []);
     Ok(())
 }
 
-pub async fn a_released_lease_is_free_at_once(env: Env) -> TestResult {
+pub async fn a_released_lease_is_free_at_once(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let fence = win(&*env.second, &lease, "ann", HOUR).await?;
 
@@ -232,7 +241,7 @@ pub async fn a_released_lease_is_free_at_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn leases_are_listed_in_the_order_asked_for(env: Env) -> TestResult {
+pub async fn leases_are_listed_in_request_order(env: StreamTestEnv) -> TestResult {
     let [a, b, free] = [env.lease("a"), env.lease_elsewhere("b"), env.lease("free")];
     let in_a = win(&*env.second, &a, "ann", MINUTE).await?;
     let in_b = win(&*env.second, &b, "bob", HOUR).await?;
@@ -253,7 +262,7 @@ pub async fn leases_are_listed_in_the_order_asked_for(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_zombie_can_neither_renew_nor_release(env: Env) -> TestResult {
+pub async fn a_former_holder_can_neither_renew_nor_release(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let old = win(&*env.second, &lease, "ann", ms(60)).await?;
     sleep_ms(120).await;
@@ -269,7 +278,7 @@ pub async fn a_zombie_can_neither_renew_nor_release(env: Env) -> TestResult {
 }
 
 pub async fn an_older_epoch_of_the_same_holder_can_neither_renew_nor_release(
-    env: Env,
+    env: StreamTestEnv,
 ) -> TestResult {
     let lease = env.lease("orders");
     let old = win(&*env.second, &lease, "ann", ms(60)).await?;
@@ -283,7 +292,7 @@ pub async fn an_older_epoch_of_the_same_holder_can_neither_renew_nor_release(
     assert_held(&env, &lease, "ann", new.epoch).await
 }
 
-pub async fn a_watch_hears_of_releases(env: Env) -> TestResult {
+pub async fn a_watch_reports_releases(env: StreamTestEnv) -> TestResult {
     let prefix = env.name("lease", "mine");
     let [mine, other] = [env.lease("mine/1"), env.lease("other")];
     let mut watch = env.backend.watch(&prefix).await?;
@@ -292,7 +301,7 @@ pub async fn a_watch_hears_of_releases(env: Env) -> TestResult {
         env.second.release(&holder("ann"), &[fence]).await?;
     }
 
-    let hearing = async {
+    let waiting = async {
         loop {
             let hint = watch.next().await;
             match hint.kind {
@@ -301,34 +310,36 @@ pub async fn a_watch_hears_of_releases(env: Env) -> TestResult {
             }
         }
     };
-    let hint = soon("a hint", hearing).await;
+    let hint = soon("a hint", waiting).await;
 
     assert_eq!((hint.lease, hint.kind), (Some(mine), HintKind::Released), "only of {prefix}");
     Ok(())
 }
 
-pub async fn a_watch_hears_of_expiry_or_says_that_it_cannot(env: Env) -> TestResult {
+pub async fn a_watch_reports_expiration_or_declares_that_it_does_not(
+    env: StreamTestEnv,
+) -> TestResult {
     let prefix = env.name("lease", "mine");
     let [mine, other] = [env.lease("mine/1"), env.lease("other")];
     let mut watch = env.backend.watch(&prefix).await?;
     if let WatchMode::ReleasesOnly { reason } = watch.mode() {
-        assert!(!reason.is_empty(), "the reason is told");
+        assert!(!reason.is_empty(), "there is a reason");
         return Ok(());
     }
     for lease in [&other, &mine] {
         win(&*env.second, lease, "ann", ms(60)).await?;
     }
 
-    let hearing = async {
+    let waiting = async {
         loop {
             tokio::select! {
                 hint = watch.next() => if hint.kind != HintKind::Missed { break hint },
-                // A server with many keys comes round to this one late, and at once if somebody looks at it.
+                // A server with many keys reports this expiration late, unless a client accesses the key.
                 () = sleep_ms(100) => drop(env.second.leases(std::slice::from_ref(&mine)).await),
             }
         }
     };
-    let hint = soon("a hint", hearing).await;
+    let hint = soon("a hint", waiting).await;
 
     assert_eq!(
         (hint.lease, hint.kind),
@@ -338,7 +349,7 @@ pub async fn a_watch_hears_of_expiry_or_says_that_it_cannot(env: Env) -> TestRes
     Ok(())
 }
 
-pub async fn a_hint_dropped_while_awaited_is_not_lost(env: Env) -> TestResult {
+pub async fn a_cancelled_wait_for_a_hint_does_not_lose_it(env: StreamTestEnv) -> TestResult {
     let lease = env.lease("orders");
     let mut watch = env.backend.watch(&env.name("lease", "")).await?;
     for _ in 0..5 {
@@ -347,14 +358,14 @@ pub async fn a_hint_dropped_while_awaited_is_not_lost(env: Env) -> TestResult {
     let fence = win(&*env.second, &lease, "ann", HOUR).await?;
     env.second.release(&holder("ann"), &[fence]).await?;
 
-    let hearing = async {
+    let waiting = async {
         loop {
             if let Ok(hint) = tokio::time::timeout(ms(3), watch.next()).await {
                 break hint;
             }
         }
     };
-    let hint = soon("a hint", hearing).await;
+    let hint = soon("a hint", waiting).await;
     assert_eq!((hint.lease, hint.kind), (Some(lease), HintKind::Released));
     Ok(())
 }

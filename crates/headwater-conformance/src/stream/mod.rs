@@ -1,57 +1,59 @@
-//! The public suite: every promise of a backend, as a test whose name is the promise.
+//! Test suite for backends of `headwater-stream`: one test per guarantee, named after the guarantee.
 //!
-//! A backend's author gives [`stream_suite!`](crate::stream_suite) an expression that makes an [`Env`]; the
-//! macro makes one `#[test]` of each promise, in a module per seam:
+//! The author of a backend passes [`stream_suite!`](crate::stream_suite) an expression that creates a
+//! [`StreamTestEnv`]. The macro generates one `#[test]` per test case, in a module per topic:
 //!
 //! ```ignore
 //! mod my_backend {
-//!     async fn setup() -> headwater_conformance::stream::TestResult<headwater_conformance::stream::Env> {
+//!     use headwater_conformance::stream::{StreamTestEnv, TestResult};
+//!
+//!     async fn setup() -> TestResult<StreamTestEnv> {
 //!         let backend = MyBackend::open().await?;
-//!         Ok(headwater_conformance::stream::Env::new(backend.clone(), backend))
+//!         Ok(StreamTestEnv::new(backend.clone(), backend))
 //!     }
-//!     crate::stream_suite!(setup());
+//!     headwater_conformance::stream_suite!(setup());
 //! }
 //! ```
 //!
-//! There are no switches: a backend keeps all promises or is not one. `stream_suite!(setup(), faulty)` leaves out
-//! the promises that only hold while every reply arrives; it is for a backend behind a network that loses some, wrapped
-//! in [`Retrying`].
+//! `stream_suite!(setup(), faulty)` skips the cases that only hold while every reply arrives. It is for a backend on a
+//! network with injected faults, wrapped in [`Retrying`]. There are no other options: a backend passes all tests or does not
+//! conform.
 //!
-//! Promises: time is awaited only where it is the subject, nothing is asserted to be faster than seconds, and names are
-//! unique, so tests may share one server. Not here: how a backend is opened, restarted or killed.
+//! Guarantees: tests wait only where time is the subject, never require an operation to be faster than seconds, and use
+//! unique names, so they can share one server. Not here: opening, restarting or killing a backend.
 
-#![allow(missing_docs, reason = "the name of a promise is its documentation")]
+#![allow(missing_docs, reason = "the name of a test case is its documentation")]
 
+mod cases;
 mod env;
 mod failure;
-mod list;
 mod retrying;
 mod steps;
 
 pub mod append;
+pub mod append_once;
 pub mod bad_input;
 pub mod close;
 pub mod concurrency;
 pub mod dedup;
 pub mod delays;
-pub mod faults;
+pub mod disconnect_reader;
+pub mod fault_injection;
 pub mod fences;
 pub mod groups;
-pub mod kinds;
 pub mod leases;
-pub mod once;
 pub mod pending;
 pub mod range;
 pub mod read;
 pub mod reclaim;
 pub mod registry;
 pub mod settle;
-pub mod silence;
 pub mod stats;
 pub mod tail;
 pub mod trim;
+pub mod wrong_type;
 
-pub use env::Env;
-pub use failure::{Failure, TestResult};
-pub use list::{PROMISES, Promise, run};
+pub use cases::{TEST_CASES, TestCase, run};
+pub use env::StreamTestEnv;
+pub use failure::{TestFailure, TestResult};
 pub use retrying::Retrying;

@@ -1,9 +1,9 @@
-//! Pending entries: who has what, since when, how often; and telling that one still works on it.
+//! Pending entries: listing them and keeping them alive.
 
 use headwater_stream::{EntryId, GroupStart, Pending, PendingQuery, StreamError};
 use tokio::time::Instant;
 
-use super::env::{Env, consumer, group};
+use super::env::{StreamTestEnv, consumer, group};
 use super::failure::TestResult;
 use super::steps::{ALL, HOUR, TICK, done, ms, sleep_ms};
 
@@ -11,7 +11,9 @@ fn ids(pending: &[Pending]) -> Vec<EntryId> {
     pending.iter().map(|pending| pending.id).collect()
 }
 
-pub async fn pending_entries_are_listed_in_id_order_with_owner_and_count(env: Env) -> TestResult {
+pub async fn pending_entries_are_listed_in_id_order_with_owner_and_count(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(4).await?;
     for name in ["bob", "ann", "bob"] {
@@ -26,7 +28,7 @@ pub async fn pending_entries_are_listed_in_id_order_with_owner_and_count(env: En
     Ok(())
 }
 
-pub async fn pending_entries_of_one_consumer_can_be_listed(env: Env) -> TestResult {
+pub async fn pending_entries_of_one_consumer_can_be_listed(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let all = flow.append(6).await?;
     for name in ["ann", "bob", "ann", "bob", "ann"] {
@@ -42,7 +44,7 @@ pub async fn pending_entries_of_one_consumer_can_be_listed(env: Env) -> TestResu
     Ok(())
 }
 
-pub async fn pages_of_pending_entries_show_each_once(env: Env) -> TestResult {
+pub async fn paging_through_pending_entries_returns_each_once(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let all = flow.append(25).await?;
     for _ in 0..5 {
@@ -69,12 +71,12 @@ pub async fn pages_of_pending_entries_show_each_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn pending_entries_can_be_listed_by_idle_time(env: Env) -> TestResult {
+pub async fn pending_entries_can_be_listed_by_idle_time(env: StreamTestEnv) -> TestResult {
     let min_idle = ms(500);
-    let (flow, all) = env.flow_in_hand(4).await?;
+    let (flow, all) = env.flow_with_pending(4).await?;
     sleep_ms(550).await;
 
-    // On a busy machine the fresh ones may grow old before they are listed; then the listing says nothing.
+    // On a slow machine the fresh ones may become idle before they are listed; then retry.
     for _ in 0..10 {
         let touched = Instant::now();
         let ann = consumer("ann");
@@ -91,32 +93,32 @@ pub async fn pending_entries_can_be_listed_by_idle_time(env: Env) -> TestResult 
     panic!("expected a listing within {min_idle:?}, found this machine too slow ten times");
 }
 
-pub async fn idle_time_is_told(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(1).await?;
+pub async fn idle_time_is_reported(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(1).await?;
     sleep_ms(150).await;
     let found = env.backend.pending(flow.pending_query()).await?;
     assert!(found[0].idle + TICK >= ms(150), "expected at least 150 ms, found {found:?}");
     Ok(())
 }
 
-pub async fn a_listing_touches_nothing(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(3).await?;
-    let before = flow.in_hand().await?;
+pub async fn listing_pending_entries_changes_nothing(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(3).await?;
+    let before = flow.pending_owners().await?;
     sleep_ms(100).await;
     for _ in 0..3 {
         env.backend.pending(flow.pending_query()).await?;
     }
-    assert_eq!(flow.in_hand().await?, before, "owners and counts stay");
+    assert_eq!(flow.pending_owners().await?, before, "owners and counts stay");
     let idle: Vec<_> = flow.pending().await?.into_iter().map(|pending| pending.idle).collect();
-    assert!(idle.iter().all(|idle| *idle + TICK >= ms(100)), "idle time goes on, {idle:?}");
+    assert!(idle.iter().all(|idle| *idle + TICK >= ms(100)), "the idle time increases: {idle:?}");
     Ok(())
 }
 
-pub async fn a_missing_group_has_no_list_of_pending_entries(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(1).await?;
-    let (missing, nobody) = (env.stream("missing"), group("nobody"));
+pub async fn listing_pending_entries_of_a_missing_group_fails(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(1).await?;
+    let (missing, unknown) = (env.stream("missing"), group("unknown"));
     let ann = consumer("ann");
-    for (stream, group) in [(&missing, &flow.group), (&flow.stream, &nobody)] {
+    for (stream, group) in [(&missing, &flow.group), (&flow.stream, &unknown)] {
         let expected = format!("NoGroup for {stream} and {group}");
         let query = PendingQuery { stream, group, ..flow.pending_query() };
         let calls = [
@@ -150,25 +152,29 @@ pub async fn a_missing_group_has_no_list_of_pending_entries(env: Env) -> TestRes
     Ok(())
 }
 
-pub async fn keep_alive_finds_nothing_in_hand_where_the_group_is_gone(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
-    let (missing, nobody) = (env.stream("missing"), group("nobody"));
+pub async fn keep_alive_returns_every_id_if_the_group_was_removed(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
+    let (missing, unknown) = (env.stream("missing"), group("unknown"));
     let ann = consumer("ann");
-    for (stream, group) in [(&missing, &flow.group), (&flow.stream, &nobody)] {
+    for (stream, group) in [(&missing, &flow.group), (&flow.stream, &unknown)] {
         assert_eq!(env.backend.keep_alive(stream, group, &ann, &ids).await?, ids);
     }
     assert_eq!(env.second.stats(&missing).await?, None, "no stream came into being");
     Ok(())
 }
 
-pub async fn keep_alive_starts_idle_time_anew_and_keeps_the_count(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn keep_alive_resets_the_idle_time_and_keeps_the_delivery_count(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let ann = consumer("ann");
     sleep_ms(300).await;
 
     let lost = env.backend.keep_alive(&flow.stream, &flow.group, &ann, &ids[..1]).await?;
 
-    assert_eq!(lost, [], "it is still in hand");
+    assert_eq!(lost, [], "it is still pending");
     let found = flow.pending().await?;
     let (kept, other) = (&found[0], &found[1]);
     assert!(kept.idle + ms(250) <= other.idle, "expected 250 ms between them, found {found:?}");
@@ -176,8 +182,10 @@ pub async fn keep_alive_starts_idle_time_anew_and_keeps_the_count(env: Env) -> T
     Ok(())
 }
 
-pub async fn keep_alive_names_what_is_no_longer_in_hand(env: Env) -> TestResult {
-    let (flow, mut ids) = env.flow_in_hand(4).await?;
+pub async fn keep_alive_returns_ids_that_are_no_longer_pending_for_the_consumer(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, mut ids) = env.flow_with_pending(4).await?;
     let (ann, bob) = (consumer("ann"), consumer("bob"));
     flow.settle("ann", &done(&ids[..1])).await?;
     let reclaim = headwater_stream::Reclaim {
@@ -193,20 +201,20 @@ pub async fn keep_alive_names_what_is_no_longer_in_hand(env: Env) -> TestResult 
     lost.sort();
     let mut expected = vec![ids[0], ids[1], ids[4], ids[5]];
     expected.sort();
-    assert_eq!(lost, expected, "settled, taken over, unread and unknown ones");
-    let in_hand = flow.in_hand().await?;
+    assert_eq!(lost, expected, "settled, reclaimed, unread and unknown ones");
+    let owned = flow.pending_owners().await?;
     let expected = [
         (ids[1], "bob".to_owned(), 2),
         (ids[2], "ann".to_owned(), 1),
         (ids[3], "ann".to_owned(), 1),
     ];
-    assert_eq!(in_hand, expected, "nothing changed hands");
+    assert_eq!(owned, expected, "nothing changed hands");
     Ok(())
 }
 
-pub async fn a_kept_entry_is_not_reclaimed_by_idle_time(env: Env) -> TestResult {
+pub async fn an_entry_kept_alive_is_not_reclaimed_by_idle_time(env: StreamTestEnv) -> TestResult {
     let min_idle = ms(500);
-    let (flow, ids) = env.flow_in_hand(2).await?;
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let (ann, bob) = (consumer("ann"), consumer("bob"));
     sleep_ms(550).await;
     let touched = Instant::now();
@@ -217,13 +225,13 @@ pub async fn a_kept_entry_is_not_reclaimed_by_idle_time(env: Env) -> TestResult 
 
     if touched.elapsed() < min_idle {
         let found: Vec<EntryId> = found.entries.iter().map(|entry| entry.id).collect();
-        assert_eq!(found, ids[1..], "only the one that nobody kept alive");
+        assert_eq!(found, ids[1..], "only the one that was not kept alive");
     }
     Ok(())
 }
 
-pub async fn pending_entries_of_two_groups_do_not_mix(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn pending_entries_of_two_groups_are_independent(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     let audit = group("audit");
     env.second.ensure_group(&flow.stream, &audit, GroupStart::Beginning).await?;
     flow.deliver_to(&audit, "ann", ALL).await?;

@@ -1,14 +1,14 @@
-//! Reading by id, and removing by id.
+//! Reading and deleting by id.
 
 use headwater_stream::{Direction, Entry, EntryId, GroupStart, Range, Retention, StreamName};
 
-use super::env::{Env, group};
+use super::env::{StreamTestEnv, group};
 use super::failure::TestResult;
 use super::steps::{ALL, contents, ids_of, numbers};
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 
-async fn ten(env: &Env) -> TestResult<(StreamName, Vec<EntryId>)> {
+async fn ten(env: &StreamTestEnv) -> TestResult<(StreamName, Vec<EntryId>)> {
     let stream = env.stream("orders");
     let ids = env.second.append(&stream, &numbers(10), KEEP).await?;
     Ok((stream, ids))
@@ -22,7 +22,7 @@ fn reversed(ids: &[EntryId]) -> Vec<EntryId> {
     ids.iter().rev().copied().collect()
 }
 
-pub async fn a_range_includes_both_ends(env: Env) -> TestResult {
+pub async fn a_range_includes_both_ends(env: StreamTestEnv) -> TestResult {
     let (stream, all) = ten(&env).await?;
     let range = Range { from: all[2], to: all[7], ..Range::first(ALL) };
     let found = env.backend.range(&stream, range).await?;
@@ -34,7 +34,7 @@ pub async fn a_range_includes_both_ends(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_backward_range_begins_with_the_newest(env: Env) -> TestResult {
+pub async fn a_backward_range_starts_with_the_newest_entry(env: StreamTestEnv) -> TestResult {
     let (stream, all) = ten(&env).await?;
     assert_eq!(ids(&env.backend.range(&stream, Range::last(3)).await?), reversed(&all[7..]));
 
@@ -44,7 +44,7 @@ pub async fn a_backward_range_begins_with_the_newest(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_range_brings_at_most_count_entries(env: Env) -> TestResult {
+pub async fn a_range_returns_at_most_count_entries(env: StreamTestEnv) -> TestResult {
     let (stream, all) = ten(&env).await?;
     for count in [1, 4, 10, 11] {
         let expected = count.min(10);
@@ -56,7 +56,7 @@ pub async fn a_range_brings_at_most_count_entries(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn pages_of_a_range_show_each_entry_once(env: Env) -> TestResult {
+pub async fn paging_through_a_range_returns_each_entry_once(env: StreamTestEnv) -> TestResult {
     let (stream, all) = ten(&env).await?;
     let (mut forward, mut from) = (Vec::new(), EntryId::MIN);
     loop {
@@ -69,7 +69,7 @@ pub async fn pages_of_a_range_show_each_entry_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn ends_between_and_beyond_the_entries_are_fine(env: Env) -> TestResult {
+pub async fn bounds_between_and_beyond_the_entries_are_valid(env: StreamTestEnv) -> TestResult {
     let (stream, all) = ten(&env).await?;
     let before_first = EntryId::new(all[0].ms - 1, 7);
     let after_last = EntryId::new(all[9].ms + 1, 0);
@@ -92,7 +92,7 @@ pub async fn ends_between_and_beyond_the_entries_are_fine(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn a_missing_stream_has_an_empty_range(env: Env) -> TestResult {
+pub async fn a_missing_stream_has_an_empty_range(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("missing");
     for range in [Range::first(1), Range::last(ALL)] {
         assert_eq!(env.backend.range(&stream, range).await?, []);
@@ -101,15 +101,15 @@ pub async fn a_missing_stream_has_an_empty_range(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_range_shows_entries_whoever_has_read_them(env: Env) -> TestResult {
-    let (flow, ids_in_hand) = env.flow_in_hand(3).await?;
+pub async fn a_range_returns_entries_that_groups_have_read(env: StreamTestEnv) -> TestResult {
+    let (flow, ids_in_hand) = env.flow_with_pending(3).await?;
     let range = env.backend.range(&flow.stream, Range::first(ALL)).await?;
     assert_eq!(ids(&range), ids_in_hand);
     assert_eq!(flow.pending_ids().await?, ids_in_hand, "and changes nothing for them");
     Ok(())
 }
 
-pub async fn ten_thousand_entries_come_in_one_range(env: Env) -> TestResult {
+pub async fn ten_thousand_entries_are_returned_in_one_range(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     for _ in 0..5 {
         env.second.append(&stream, &numbers(2001), KEEP).await?;
@@ -120,7 +120,7 @@ pub async fn ten_thousand_entries_come_in_one_range(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn deleted_entries_are_gone_for_good(env: Env) -> TestResult {
+pub async fn deleted_entries_do_not_reappear(env: StreamTestEnv) -> TestResult {
     let (stream, all) = ten(&env).await?;
     let victims = [all[9], all[0], all[5], EntryId::new(1, 1)];
 
@@ -133,14 +133,14 @@ pub async fn deleted_entries_are_gone_for_good(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn deleting_entries_leaves_groups_what_they_have_in_hand(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn deleting_entries_keeps_them_pending(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     env.backend.delete_entries(&flow.stream, &ids[..1]).await?;
     assert_eq!(flow.pending_ids().await?, ids, "the delivery has not ended");
     Ok(())
 }
 
-pub async fn there_is_nothing_to_delete_in_a_missing_stream(env: Env) -> TestResult {
+pub async fn deleting_entries_of_a_missing_stream_returns_zero(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("missing");
     assert_eq!(env.backend.delete_entries(&stream, &[EntryId::new(1, 1)]).await?, 0);
     assert_eq!(env.backend.delete_entries(&stream, &[]).await?, 0);
@@ -148,8 +148,8 @@ pub async fn there_is_nothing_to_delete_in_a_missing_stream(env: Env) -> TestRes
     Ok(())
 }
 
-pub async fn a_deleted_stream_is_gone_with_its_groups(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(3).await?;
+pub async fn deleting_a_stream_removes_its_groups(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(3).await?;
 
     let deleted = env.backend.delete_stream(&flow.stream).await?;
 
@@ -162,8 +162,8 @@ pub async fn a_deleted_stream_is_gone_with_its_groups(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_stream_emptied_by_deletes_still_has_its_groups(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_stream_emptied_by_deletes_still_has_its_groups(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     env.backend.delete_entries(&flow.stream, &ids).await?;
 
     let stats = env.second.stats(&flow.stream).await?.expect("the stream exists");
@@ -171,6 +171,6 @@ pub async fn a_stream_emptied_by_deletes_still_has_its_groups(env: Env) -> TestR
     assert_eq!(stats.groups.len(), 1, "{stats:?}");
     let new = flow.append(1).await?;
     let found = flow.deliver_to(&group("workers"), "bob", ALL).await?;
-    assert_eq!(ids_of(&found), new, "the group goes on");
+    assert_eq!(ids_of(&found), new, "the group continues");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Reading for a group: how much, how long, and what becomes of reads that are dropped.
+//! Group reads: counts, waits, and reads that are dropped.
 
 use std::sync::Arc;
 use std::task::Poll;
@@ -7,9 +7,11 @@ use std::time::Duration;
 use headwater_stream::{Batch, Delivery, EntryId, GroupReader, GroupStart, Retention, StreamName};
 use tokio::time::{Instant, timeout};
 
-use super::env::{Env, consumer, group};
+use super::env::{StreamTestEnv, consumer, group};
 use super::failure::TestResult;
-use super::steps::{LONG, Random, TICK, ids_of, ms, numbered, numbers, read_all, sleep_ms, soon};
+use super::steps::{
+    CaseRandom, LONG, TICK, ids_of, ms, numbered, numbers, read_all, sleep_ms, soon,
+};
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
 
@@ -18,7 +20,7 @@ fn all_ids(batches: &[Batch<Delivery>]) -> Vec<EntryId> {
 }
 
 /// Three streams, the last two in other slots, with a group on each.
-async fn three_streams(env: &Env) -> TestResult<[StreamName; 3]> {
+async fn three_streams(env: &StreamTestEnv) -> TestResult<[StreamName; 3]> {
     let streams = [env.stream("a"), env.stream_elsewhere("b"), env.stream_elsewhere("c")];
     for stream in &streams {
         env.second.ensure_group(stream, &group("workers"), GroupStart::Beginning).await?;
@@ -26,11 +28,11 @@ async fn three_streams(env: &Env) -> TestResult<[StreamName; 3]> {
     Ok(streams)
 }
 
-async fn ann(env: &Env) -> TestResult<Box<dyn GroupReader>> {
+async fn ann(env: &StreamTestEnv) -> TestResult<Box<dyn GroupReader>> {
     Ok(env.backend.reader(&group("workers"), &consumer("ann")).await?)
 }
 
-pub async fn a_first_delivery_brings_the_entry_and_counts_one(env: Env) -> TestResult {
+pub async fn a_first_delivery_has_a_delivery_count_of_one(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(1).await?;
 
@@ -41,7 +43,7 @@ pub async fn a_first_delivery_brings_the_entry_and_counts_one(env: Env) -> TestR
     Ok(())
 }
 
-pub async fn a_read_brings_entries_in_the_order_of_their_ids(env: Env) -> TestResult {
+pub async fn a_read_returns_entries_in_id_order(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(50).await?;
     let mut reader = ann(&env).await?;
@@ -54,7 +56,7 @@ pub async fn a_read_brings_entries_in_the_order_of_their_ids(env: Env) -> TestRe
     Ok(())
 }
 
-pub async fn a_read_brings_at_most_count_entries_of_each_stream(env: Env) -> TestResult {
+pub async fn a_read_returns_at_most_count_entries_per_stream(env: StreamTestEnv) -> TestResult {
     let streams = three_streams(&env).await?;
     for (stream, count) in streams.iter().zip([5, 2, 9]) {
         env.second.append(stream, &numbers(count), KEEP).await?;
@@ -73,7 +75,9 @@ pub async fn a_read_brings_at_most_count_entries_of_each_stream(env: Env) -> Tes
     Ok(())
 }
 
-pub async fn batches_come_in_the_order_asked_for_without_empty_ones(env: Env) -> TestResult {
+pub async fn batches_are_returned_in_request_order_without_empty_ones(
+    env: StreamTestEnv,
+) -> TestResult {
     let [a, b, c] = three_streams(&env).await?;
     for stream in [&a, &c] {
         env.second.append(stream, &numbers(1), KEEP).await?;
@@ -87,7 +91,7 @@ pub async fn batches_come_in_the_order_asked_for_without_empty_ones(env: Env) ->
     Ok(())
 }
 
-pub async fn streams_in_different_slots_are_read_in_one_call(env: Env) -> TestResult {
+pub async fn streams_in_different_slots_are_read_in_one_call(env: StreamTestEnv) -> TestResult {
     const COUNT: usize = 12;
     let group = group("workers");
     let streams: Vec<StreamName> =
@@ -114,7 +118,7 @@ pub async fn streams_in_different_slots_are_read_in_one_call(env: Env) -> TestRe
     Ok(())
 }
 
-pub async fn a_read_of_200_streams_finds_the_one_with_an_entry(env: Env) -> TestResult {
+pub async fn a_read_of_200_streams_finds_the_one_with_an_entry(env: StreamTestEnv) -> TestResult {
     let streams: Vec<StreamName> = (0..200).map(|n| env.stream(&n.to_string())).collect();
     let ids = env.second.append(&streams[133], &numbers(1), KEEP).await?;
 
@@ -124,7 +128,7 @@ pub async fn a_read_of_200_streams_finds_the_one_with_an_entry(env: Env) -> Test
     Ok(())
 }
 
-pub async fn a_read_without_wait_returns_at_once(env: Env) -> TestResult {
+pub async fn a_read_without_wait_returns_at_once(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let mut reader = ann(&env).await?;
     let read = reader.read(std::slice::from_ref(&flow.stream), 1, Duration::ZERO);
@@ -132,7 +136,7 @@ pub async fn a_read_without_wait_returns_at_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_read_waits_its_time_when_nothing_comes(env: Env) -> TestResult {
+pub async fn a_read_waits_for_its_timeout_if_nothing_arrives(env: StreamTestEnv) -> TestResult {
     let streams = three_streams(&env).await?;
     let mut reader = ann(&env).await?;
     for wait in [ms(100), ms(250)] {
@@ -145,7 +149,7 @@ pub async fn a_read_waits_its_time_when_nothing_comes(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_waiting_read_ends_when_an_entry_arrives(env: Env) -> TestResult {
+pub async fn a_blocked_read_returns_when_an_entry_arrives(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let mut reader = ann(&env).await?;
     let second = Arc::clone(&env.second);
@@ -163,7 +167,9 @@ pub async fn a_waiting_read_ends_when_an_entry_arrives(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_read_that_waits_on_several_slots_wakes_for_each_of_them(env: Env) -> TestResult {
+pub async fn a_blocked_read_on_several_slots_wakes_for_each_of_them(
+    env: StreamTestEnv,
+) -> TestResult {
     let streams = three_streams(&env).await?;
     let mut reader = ann(&env).await?;
     for stream in &streams {
@@ -180,7 +186,7 @@ pub async fn a_read_that_waits_on_several_slots_wakes_for_each_of_them(env: Env)
     Ok(())
 }
 
-pub async fn a_stream_that_does_not_exist_yet_can_be_read(env: Env) -> TestResult {
+pub async fn a_stream_that_does_not_exist_yet_can_be_read(env: StreamTestEnv) -> TestResult {
     let streams = [env.stream("a"), env.stream_elsewhere("b")];
     let mut reader = ann(&env).await?;
     assert_eq!(reader.read(&streams, 10, ms(20)).await?, [], "there is nothing yet");
@@ -192,7 +198,7 @@ pub async fn a_stream_that_does_not_exist_yet_can_be_read(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn a_deleted_entry_is_not_delivered(env: Env) -> TestResult {
+pub async fn a_deleted_entry_is_not_delivered(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(5).await?;
     env.second.delete_entries(&flow.stream, &[ids[0], ids[3]]).await?;
@@ -203,7 +209,7 @@ pub async fn a_deleted_entry_is_not_delivered(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_lost_group_comes_back_from_the_beginning(env: Env) -> TestResult {
+pub async fn a_deleted_group_is_recreated_from_the_beginning(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let streams = std::slice::from_ref(&flow.stream);
     let ids = flow.append(3).await?;
@@ -216,8 +222,8 @@ pub async fn a_lost_group_comes_back_from_the_beginning(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn a_group_lost_under_a_waiting_read_comes_back_from_the_beginning(
-    env: Env,
+pub async fn a_group_deleted_during_a_blocked_read_is_recreated_from_the_beginning(
+    env: StreamTestEnv,
 ) -> TestResult {
     let flow = env.flow().await?;
     let mut reader = ann(&env).await?;
@@ -235,7 +241,9 @@ pub async fn a_group_lost_under_a_waiting_read_comes_back_from_the_beginning(
     Ok(())
 }
 
-pub async fn a_stream_deleted_under_a_waiting_read_does_not_end_the_reader(env: Env) -> TestResult {
+pub async fn a_stream_deleted_during_a_blocked_read_does_not_stop_the_reader(
+    env: StreamTestEnv,
+) -> TestResult {
     let [a, b, _] = three_streams(&env).await?;
     let mut reader = ann(&env).await?;
     let (second, deleted) = (Arc::clone(&env.second), a.clone());
@@ -252,14 +260,16 @@ pub async fn a_stream_deleted_under_a_waiting_read_does_not_end_the_reader(env: 
     Ok(())
 }
 
-pub async fn what_a_dropped_read_was_given_comes_with_the_next(env: Env) -> TestResult {
+pub async fn the_next_read_returns_entries_delivered_to_a_dropped_read(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let streams = std::slice::from_ref(&flow.stream);
     let mut reader = ann(&env).await?;
     let dropped = timeout(ms(50), reader.read(streams, 10, LONG)).await;
     assert!(dropped.is_err(), "expected the read to wait, found {dropped:?}");
 
-    // The server may give these to the read that nobody waits for any more.
+    // The server may deliver these to the read that was dropped.
     let ids = flow.append(3).await?;
     sleep_ms(100).await;
 
@@ -268,7 +278,7 @@ pub async fn what_a_dropped_read_was_given_comes_with_the_next(env: Env) -> Test
     Ok(())
 }
 
-pub async fn a_read_dropped_after_a_few_steps_loses_nothing(env: Env) -> TestResult {
+pub async fn a_read_dropped_after_a_few_steps_loses_nothing(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let streams = std::slice::from_ref(&flow.stream);
     let mut reader = ann(&env).await?;
@@ -280,7 +290,7 @@ pub async fn a_read_dropped_after_a_few_steps_loses_nothing(env: Env) -> TestRes
             poll_some(&mut read, steps).await.transpose()?.unwrap_or_default()
         };
         if found.is_empty() {
-            // Meanwhile the server may deliver to nobody. The next read is the same one, or another one.
+            // The server may deliver to the dropped read meanwhile. The next read resumes it or starts another one.
             sleep_ms(2).await;
             let wait = if round % 16 < 8 { LONG } else { ms(100) };
             found = soon("the entries", reader.read(streams, 10, wait)).await?;
@@ -290,7 +300,7 @@ pub async fn a_read_dropped_after_a_few_steps_loses_nothing(env: Env) -> TestRes
     Ok(())
 }
 
-/// Polls a future so many times; what it returns, if it does.
+/// Polls a future `times` times; its output, if it completes.
 async fn poll_some<T>(mut future: impl Future<Output = T> + Unpin, steps: usize) -> Option<T> {
     for _ in 0..steps {
         if let Poll::Ready(value) = futures_util::poll!(&mut future) {
@@ -301,7 +311,9 @@ async fn poll_some<T>(mut future: impl Future<Output = T> + Unpin, steps: usize)
     None
 }
 
-pub async fn reads_dropped_at_random_points_lose_and_repeat_nothing(env: Env) -> TestResult {
+pub async fn reads_dropped_at_random_points_lose_and_duplicate_nothing(
+    env: StreamTestEnv,
+) -> TestResult {
     const COUNT: usize = 300;
     let flow = env.flow().await?;
     let (second, stream) = (Arc::clone(&env.second), flow.stream.clone());
@@ -315,7 +327,7 @@ pub async fn reads_dropped_at_random_points_lose_and_repeat_nothing(env: Env) ->
     });
 
     let mut reader = ann(&env).await?;
-    let mut random = Random::seeded(7);
+    let mut random = CaseRandom::seeded(7);
     let mut found = Vec::new();
     let reading = async {
         while found.len() < COUNT {
@@ -338,7 +350,7 @@ pub async fn reads_dropped_at_random_points_lose_and_repeat_nothing(env: Env) ->
     Ok(())
 }
 
-pub async fn a_dropped_read_of_several_slots_loses_nothing(env: Env) -> TestResult {
+pub async fn a_dropped_read_of_several_slots_loses_nothing(env: StreamTestEnv) -> TestResult {
     let streams = three_streams(&env).await?;
     let mut reader = ann(&env).await?;
     let mut expected = Vec::new();
@@ -360,7 +372,7 @@ pub async fn a_dropped_read_of_several_slots_loses_nothing(env: Env) -> TestResu
     Ok(())
 }
 
-pub async fn close_returns_what_a_dropped_read_was_given(env: Env) -> TestResult {
+pub async fn close_returns_entries_delivered_to_a_dropped_read(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let mut reader = ann(&env).await?;
     let streams = std::slice::from_ref(&flow.stream);
@@ -377,7 +389,7 @@ pub async fn close_returns_what_a_dropped_read_was_given(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn a_closed_reader_takes_nothing_more(env: Env) -> TestResult {
+pub async fn a_closed_reader_receives_nothing_more(env: StreamTestEnv) -> TestResult {
     let streams = three_streams(&env).await?;
     let mut reader = ann(&env).await?;
     let dropped = timeout(ms(50), reader.read(&streams, 10, LONG)).await;
@@ -398,7 +410,7 @@ pub async fn a_closed_reader_takes_nothing_more(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn closing_an_idle_reader_returns_nothing(env: Env) -> TestResult {
+pub async fn closing_an_idle_reader_returns_nothing(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     flow.append(5).await?;
     let mut reader = ann(&env).await?;
@@ -410,7 +422,7 @@ pub async fn closing_an_idle_reader_returns_nothing(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn two_readers_of_one_process_wait_side_by_side(env: Env) -> TestResult {
+pub async fn two_readers_of_one_process_block_independently(env: StreamTestEnv) -> TestResult {
     let streams = [env.stream("a"), env.stream("b")];
     let [mut first, mut other] = [ann(&env).await?, ann(&env).await?];
     let blocked = {
@@ -419,7 +431,7 @@ pub async fn two_readers_of_one_process_wait_side_by_side(env: Env) -> TestResul
     };
     sleep_ms(50).await;
 
-    // A waiting read must not hold up other calls of the same process.
+    // A blocked read must not block other calls of the same process.
     soon("the time", env.backend.now()).await?;
     let ids = env.second.append(&streams[1], &numbers(1), KEEP).await?;
     let read = soon("the other reader", read_all(&mut *other, &streams[1..], 1)).await?;

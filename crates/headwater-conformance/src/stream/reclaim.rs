@@ -1,14 +1,14 @@
-//! Reclaiming: taking pending entries over, from whom, in which pages, at what price.
+//! Reclaim: sources, pages and delivery counts.
 
 use headwater_stream::{ConsumerName, EntryId, Reclaim, ReclaimFrom, Reclaimed, Settlement, Then};
 use tokio::time::Instant;
 
-use super::env::{Env, consumer};
+use super::env::{StreamTestEnv, consumer};
 use super::failure::TestResult;
 use super::steps::{ALL, Flow, HOUR, ids_of, ms, numbered, sleep_ms};
 
-/// Six entries, in the hands of ann, bob and cid by turns.
-async fn three_hands(env: &Env) -> TestResult<(Flow, Vec<EntryId>)> {
+/// Six entries, pending for ann, bob and cid in turn.
+async fn three_consumers(env: &StreamTestEnv) -> TestResult<(Flow, Vec<EntryId>)> {
     let flow = env.flow().await?;
     let ids = flow.append(6).await?;
     for name in ["ann", "bob", "cid", "ann", "bob", "cid"] {
@@ -17,8 +17,10 @@ async fn three_hands(env: &Env) -> TestResult<(Flow, Vec<EntryId>)> {
     Ok((flow, ids))
 }
 
-pub async fn a_reclaimed_entry_changes_hands_and_counts_one_more_delivery(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_reclaimed_entry_changes_owner_and_increments_its_delivery_count(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
 
     let found = flow.reclaim("bob", ReclaimFrom::Anyone).await?;
 
@@ -28,15 +30,15 @@ pub async fn a_reclaimed_entry_changes_hands_and_counts_one_more_delivery(env: E
         assert!(entry.deliveries == 2 || env.is_faulty(), "{entry:?}");
     }
     assert_eq!(found.deleted, []);
-    let in_hand = flow.in_hand().await?;
-    for ((id, owner, deliveries), entry) in in_hand.iter().zip(&found.entries) {
+    let owned = flow.pending_owners().await?;
+    for ((id, owner, deliveries), entry) in owned.iter().zip(&found.entries) {
         assert_eq!((id, owner.as_str(), deliveries), (&entry.id, "bob", &entry.deliveries));
     }
     Ok(())
 }
 
-pub async fn each_reclaim_counts(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(1).await?;
+pub async fn each_reclaim_increments_the_delivery_count(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(1).await?;
     for (deliveries, name) in (2..8).zip(["bob", "cid"].into_iter().cycle()) {
         let found = flow.reclaim(name, ReclaimFrom::Others).await?;
         assert_eq!(found.entries[0].deliveries, deliveries);
@@ -44,62 +46,73 @@ pub async fn each_reclaim_counts(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_reclaim_from_anyone_takes_ones_own_too(env: Env) -> TestResult {
-    let (flow, ids) = three_hands(&env).await?;
+pub async fn a_reclaim_from_anyone_includes_own_entries(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = three_consumers(&env).await?;
     let found = flow.reclaim("ann", ReclaimFrom::Anyone).await?;
     assert_eq!(ids_of(&found.entries), ids);
     Ok(())
 }
 
-pub async fn a_reclaim_from_others_leaves_ones_own(env: Env) -> TestResult {
-    let (flow, ids) = three_hands(&env).await?;
+pub async fn a_reclaim_from_others_excludes_own_entries(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = three_consumers(&env).await?;
     let found = flow.reclaim("ann", ReclaimFrom::Others).await?;
     assert_eq!(ids_of(&found.entries), [ids[1], ids[2], ids[4], ids[5]]);
     let owners: Vec<(String, u64)> =
-        flow.in_hand().await?.into_iter().map(|(_, owner, count)| (owner, count)).collect();
+        flow.pending_owners().await?.into_iter().map(|(_, owner, count)| (owner, count)).collect();
     let counts = [1, 2, 2, 1, 2, 2];
     assert_eq!(owners, counts.map(|count| ("ann".to_owned(), count)), "one's own count stays");
     Ok(())
 }
 
-pub async fn a_reclaim_from_one_consumer_leaves_the_others(env: Env) -> TestResult {
-    let (flow, ids) = three_hands(&env).await?;
+pub async fn a_reclaim_from_one_consumer_excludes_other_consumers(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = three_consumers(&env).await?;
     let found = flow.reclaim("ann", ReclaimFrom::Consumer(&consumer("bob"))).await?;
     assert_eq!(ids_of(&found.entries), [ids[1], ids[4]]);
     let owners: Vec<String> =
-        flow.in_hand().await?.into_iter().map(|(_, owner, _)| owner).collect();
+        flow.pending_owners().await?.into_iter().map(|(_, owner, _)| owner).collect();
     assert_eq!(owners, ["ann", "ann", "cid", "ann", "ann", "cid"]);
     Ok(())
 }
 
-pub async fn a_reclaim_from_a_consumer_without_entries_finds_nothing(env: Env) -> TestResult {
-    let (flow, _) = three_hands(&env).await?;
-    let before = flow.in_hand().await?;
+pub async fn a_reclaim_from_a_consumer_without_entries_returns_nothing(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, _) = three_consumers(&env).await?;
+    let before = flow.pending_owners().await?;
     let found = flow.reclaim("ann", ReclaimFrom::Consumer(&consumer("nobody"))).await?;
     assert_eq!(found, Reclaimed::default());
-    assert_eq!(flow.in_hand().await?, before);
+    assert_eq!(flow.pending_owners().await?, before);
     Ok(())
 }
 
-pub async fn a_reclaim_by_ids_takes_these_whoever_has_them(env: Env) -> TestResult {
-    let (flow, ids) = three_hands(&env).await?;
+pub async fn a_reclaim_by_ids_claims_them_from_any_consumer(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = three_consumers(&env).await?;
     let unread = flow.append(1).await?[0];
-    // Out of order, with one that is not delivered and one that never was.
+    // Out of order, with one that is undelivered and one that never existed.
     let wanted = [ids[4], ids[0], unread, EntryId::new(1, 1)];
 
     let found = flow.reclaim("dan", ReclaimFrom::Ids(&wanted)).await?;
 
     assert_eq!(ids_of(&found.entries), [ids[0], ids[4]], "in id order");
     assert_eq!(found.deleted, [], "an entry that is not pending is none of its business");
-    let of_dan: Vec<EntryId> =
-        flow.in_hand().await?.into_iter().filter(|(_, who, _)| who == "dan").map(|x| x.0).collect();
+    let of_dan: Vec<EntryId> = flow
+        .pending_owners()
+        .await?
+        .into_iter()
+        .filter(|(_, who, _)| who == "dan")
+        .map(|x| x.0)
+        .collect();
     assert_eq!(of_dan, [ids[0], ids[4]]);
     Ok(())
 }
 
-pub async fn a_reclaim_by_idle_time_leaves_what_was_touched_since(env: Env) -> TestResult {
+pub async fn a_reclaim_by_idle_time_excludes_recently_active_entries(
+    env: StreamTestEnv,
+) -> TestResult {
     let min_idle = ms(500);
-    let (flow, old) = env.flow_in_hand(2).await?;
+    let (flow, old) = env.flow_with_pending(2).await?;
     sleep_ms(550).await;
     let bob = consumer("bob");
     let touched = Instant::now();
@@ -122,8 +135,8 @@ pub async fn a_reclaim_by_idle_time_leaves_what_was_touched_since(env: Env) -> T
     Ok(())
 }
 
-pub async fn a_reclaim_starts_idle_time_anew(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_reclaim_resets_the_idle_time(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     sleep_ms(300).await;
     flow.reclaim("bob", ReclaimFrom::Ids(&ids[..1])).await?;
     let found = flow.pending().await?;
@@ -131,9 +144,9 @@ pub async fn a_reclaim_starts_idle_time_anew(env: Env) -> TestResult {
     Ok(())
 }
 
-/// Follows the cursor to the end with pages of `count`; returns what was taken, and what was gone.
+/// Follows the cursor to the end with pages of `count`; returns the reclaimed and the deleted entries.
 async fn all_pages(
-    env: &Env,
+    env: &StreamTestEnv,
     flow: &Flow,
     taker: &ConsumerName,
     from: ReclaimFrom<'_>,
@@ -141,7 +154,7 @@ async fn all_pages(
 ) -> TestResult<(Vec<EntryId>, Vec<EntryId>)> {
     let (mut taken, mut deleted) = (Vec::new(), Vec::new());
     let mut after = None;
-    // More pages than entries means that the cursor stands still.
+    // More pages than entries means that the cursor does not advance.
     for _ in 0..200 {
         let reclaim = Reclaim { from, after, count, ..flow.reclaim_any(taker) };
         let found = env.backend.reclaim(reclaim).await?;
@@ -159,19 +172,20 @@ async fn all_pages(
     panic!("expected the cursor to come to an end, found it at {after:?} after 200 pages");
 }
 
-pub async fn the_cursor_goes_through_everything_once(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(100).await?;
+pub async fn the_cursor_visits_everything_once(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(100).await?;
     for (count, taker) in [(7, "bob"), (25, "cid"), (100, "dan"), (1000, "eve")] {
         let (taken, _) =
             all_pages(&env, &flow, &consumer(taker), ReclaimFrom::Anyone, count).await?;
         assert_eq!(taken, ids, "in pages of {count}");
     }
-    let counts: Vec<u64> = flow.in_hand().await?.into_iter().map(|(_, _, count)| count).collect();
+    let counts: Vec<u64> =
+        flow.pending_owners().await?.into_iter().map(|(_, _, count)| count).collect();
     assert!(env.is_faulty() || counts.iter().all(|count| *count == 5), "{counts:?}");
     Ok(())
 }
 
-pub async fn the_cursor_passes_over_entries_of_others(env: Env) -> TestResult {
+pub async fn the_cursor_skips_entries_of_other_consumers(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     flow.append(60).await?;
     flow.deliver("ann", 30).await?;
@@ -186,8 +200,8 @@ pub async fn the_cursor_passes_over_entries_of_others(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_reclaim_begins_after_the_cursor(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(5).await?;
+pub async fn a_reclaim_begins_after_the_cursor(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(5).await?;
     let bob = consumer("bob");
     let found =
         env.backend.reclaim(Reclaim { after: Some(ids[1]), ..flow.reclaim_any(&bob) }).await?;
@@ -199,8 +213,10 @@ pub async fn a_reclaim_begins_after_the_cursor(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn deleted_entries_are_named_once_and_no_longer_pending(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(10).await?;
+pub async fn deleted_entries_are_reported_once_and_no_longer_pending(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(10).await?;
     let gone = [ids[0], ids[4], ids[9]];
     env.second.delete_entries(&flow.stream, &gone).await?;
     let left: Vec<EntryId> = ids.iter().copied().filter(|id| !gone.contains(id)).collect();
@@ -213,8 +229,8 @@ pub async fn deleted_entries_are_named_once_and_no_longer_pending(env: Env) -> T
     Ok(())
 }
 
-pub async fn deleted_entries_are_named_when_asked_for_by_id(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(4).await?;
+pub async fn deleted_entries_are_reported_when_reclaimed_by_id(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(4).await?;
     env.second.delete_entries(&flow.stream, &ids[1..3]).await?;
 
     let found = flow.reclaim("bob", ReclaimFrom::Ids(&ids[..3])).await?;
@@ -225,8 +241,8 @@ pub async fn deleted_entries_are_named_when_asked_for_by_id(env: Env) -> TestRes
     Ok(())
 }
 
-pub async fn released_entries_are_found_among_live_ones(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(30).await?;
+pub async fn released_entries_are_found_among_live_ones(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(30).await?;
     let released: Vec<EntryId> = ids.iter().copied().step_by(3).collect();
     let entries: Vec<Settlement> =
         released.iter().map(|id| Settlement { id: *id, then: Then::Release }).collect();
@@ -243,8 +259,10 @@ pub async fn released_entries_are_found_among_live_ones(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn a_release_after_a_crash_keeps_the_count_of_the_crash(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn a_release_after_a_crash_keeps_the_delivery_count_of_the_crash(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     let (bob, cid) = (consumer("bob"), consumer("cid"));
     env.second.reclaim(flow.reclaim_any(&bob)).await?;
     flow.settle_one("bob", ids[0], Then::Release).await?;
@@ -256,7 +274,7 @@ pub async fn a_release_after_a_crash_keeps_the_count_of_the_crash(env: Env) -> T
     Ok(())
 }
 
-pub async fn there_is_nothing_to_reclaim_where_nothing_is_pending(env: Env) -> TestResult {
+pub async fn a_reclaim_without_pending_entries_returns_nothing(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     flow.append(3).await?;
     assert_eq!(flow.reclaim("bob", ReclaimFrom::Anyone).await?, Reclaimed::default());
@@ -264,16 +282,16 @@ pub async fn there_is_nothing_to_reclaim_where_nothing_is_pending(env: Env) -> T
     Ok(())
 }
 
-pub async fn a_reclaim_of_no_ids_finds_nothing(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(2).await?;
-    let before = flow.in_hand().await?;
+pub async fn a_reclaim_of_no_ids_returns_nothing(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(2).await?;
+    let before = flow.pending_owners().await?;
     assert_eq!(flow.reclaim("bob", ReclaimFrom::Ids(&[])).await?, Reclaimed::default());
-    assert_eq!(flow.in_hand().await?, before);
+    assert_eq!(flow.pending_owners().await?, before);
     Ok(())
 }
 
-pub async fn a_thousand_entries_are_reclaimed_at_once(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1000).await?;
+pub async fn a_thousand_entries_are_reclaimed_in_one_call(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1000).await?;
     let found = flow.reclaim("bob", ReclaimFrom::Anyone).await?;
     assert_eq!(ids_of(&found.entries), ids);
     let found = flow.reclaim("cid", ReclaimFrom::Ids(&ids)).await?;

@@ -1,11 +1,11 @@
-//! The registry: maps that are created once and updated with care, sets with a lifetime.
+//! The registry: maps with conditional updates, and sets with a TTL.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
 use headwater_stream::RegistryMap;
 
-use super::env::Env;
+use super::env::StreamTestEnv;
 use super::failure::TestResult;
 use super::steps::{HOUR, ms, sleep_ms};
 
@@ -13,7 +13,7 @@ fn map<const N: usize>(fields: [(&str, &'static str); N]) -> RegistryMap {
     fields.map(|(name, value)| (name.to_owned(), Bytes::from(value))).into()
 }
 
-pub async fn a_map_is_created_once(env: Env) -> TestResult {
+pub async fn a_map_is_created_once(env: StreamTestEnv) -> TestResult {
     let name = env.map("topic");
     assert_eq!(env.backend.map_get(&name).await?, None);
     assert!(env.backend.map_create(&name, &map([("a", "1"), ("b", "2")])).await?);
@@ -22,7 +22,7 @@ pub async fn a_map_is_created_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn one_of_16_creates_the_map(env: Env) -> TestResult {
+pub async fn one_of_16_concurrent_callers_creates_the_map(env: StreamTestEnv) -> TestResult {
     let name = env.map("topic");
     let tasks = (0..16).map(|number: usize| {
         let backend = if number.is_multiple_of(2) { &env.backend } else { &env.second };
@@ -44,7 +44,7 @@ pub async fn one_of_16_creates_the_map(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn an_update_writes_its_fields_and_leaves_the_others(env: Env) -> TestResult {
+pub async fn an_update_writes_its_fields_and_keeps_the_others(env: StreamTestEnv) -> TestResult {
     let name = env.map("topic");
     env.second.map_create(&name, &map([("a", "1"), ("b", "2")])).await?;
 
@@ -55,7 +55,9 @@ pub async fn an_update_writes_its_fields_and_leaves_the_others(env: Env) -> Test
     Ok(())
 }
 
-pub async fn an_update_with_an_expectation_holds_only_while_it_is_met(env: Env) -> TestResult {
+pub async fn a_conditional_update_applies_only_if_the_condition_holds(
+    env: StreamTestEnv,
+) -> TestResult {
     let name = env.map("topic");
     env.second.map_create(&name, &map([("version", "1"), ("x", "0"), ("empty", "")])).await?;
     let update = async |field: &str, value: &str, fields: RegistryMap| {
@@ -74,7 +76,7 @@ pub async fn an_update_with_an_expectation_holds_only_while_it_is_met(env: Env) 
     Ok(())
 }
 
-pub async fn one_of_16_updates_that_expect_the_same_holds(env: Env) -> TestResult {
+pub async fn one_of_16_concurrent_conditional_updates_applies(env: StreamTestEnv) -> TestResult {
     let name = env.map("topic");
     env.second.map_create(&name, &map([("version", "1")])).await?;
     let tasks = (0..16).map(|number: usize| {
@@ -94,7 +96,7 @@ pub async fn one_of_16_updates_that_expect_the_same_holds(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn a_missing_map_is_not_updated(env: Env) -> TestResult {
+pub async fn a_missing_map_is_not_updated(env: StreamTestEnv) -> TestResult {
     let name = env.map("topic");
     assert!(!env.backend.map_update(&name, None, &map([("a", "1")])).await?);
     assert!(!env.backend.map_update(&name, Some(("a", b"1")), &map([("a", "1")])).await?);
@@ -102,7 +104,7 @@ pub async fn a_missing_map_is_not_updated(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_deleted_map_is_gone(env: Env) -> TestResult {
+pub async fn a_deleted_map_does_not_exist(env: StreamTestEnv) -> TestResult {
     let name = env.map("topic");
     env.second.map_create(&name, &map([("a", "1")])).await?;
 
@@ -111,11 +113,11 @@ pub async fn a_deleted_map_is_gone(env: Env) -> TestResult {
     assert!(deleted || env.is_faulty(), "there was one");
     assert!(!env.backend.map_delete(&name).await?, "now there is none");
     assert_eq!(env.second.map_get(&name).await?, None);
-    assert!(env.second.map_create(&name, &map([("b", "2")])).await?, "it can be created anew");
+    assert!(env.second.map_create(&name, &map([("b", "2")])).await?, "it can be created again");
     Ok(())
 }
 
-pub async fn map_values_keep_their_bytes(env: Env) -> TestResult {
+pub async fn map_values_are_preserved_byte_for_byte(env: StreamTestEnv) -> TestResult {
     let name = env.map("topic");
     let all: Bytes = (0..=u8::MAX).collect();
     let fields = RegistryMap::from([
@@ -129,7 +131,7 @@ pub async fn map_values_keep_their_bytes(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_set_counts_what_is_new_and_what_was_there(env: Env) -> TestResult {
+pub async fn set_add_and_remove_return_how_many_members_changed(env: StreamTestEnv) -> TestResult {
     let set = env.set("topics");
     assert_eq!(env.backend.set_add(&set, &["b", "a", "b"], None).await?, 2);
     assert_eq!(env.backend.set_add(&set, &["a", "c"], None).await?, 1);
@@ -139,7 +141,7 @@ pub async fn a_set_counts_what_is_new_and_what_was_there(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn a_set_holds_what_was_added_and_not_removed(env: Env) -> TestResult {
+pub async fn a_set_contains_added_and_not_removed_members(env: StreamTestEnv) -> TestResult {
     let set = env.set("topics");
     env.backend.set_add(&set, &["d", "b", "a", "c", "", "键"], None).await?;
     env.backend.set_remove(&set, &["c", "x"]).await?;
@@ -147,7 +149,7 @@ pub async fn a_set_holds_what_was_added_and_not_removed(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn membership_is_told_in_the_order_asked_for(env: Env) -> TestResult {
+pub async fn membership_is_returned_in_request_order(env: StreamTestEnv) -> TestResult {
     let set = env.set("topics");
     assert_eq!(env.backend.set_contains(&set, &["a"]).await?, [false], "a missing set");
     env.second.set_add(&set, &["a", "b"], None).await?;
@@ -157,7 +159,7 @@ pub async fn membership_is_told_in_the_order_asked_for(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_missing_set_is_empty(env: Env) -> TestResult {
+pub async fn a_missing_set_is_empty(env: StreamTestEnv) -> TestResult {
     let set = env.set("topics");
     assert_eq!(env.backend.set_members(&set).await?, [""; 0]);
     assert_eq!(env.backend.set_remove(&set, &["a"]).await?, 0);
@@ -166,7 +168,7 @@ pub async fn a_missing_set_is_empty(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_set_without_members_is_a_name_nobody_uses(env: Env) -> TestResult {
+pub async fn the_name_of_an_empty_set_is_free(env: StreamTestEnv) -> TestResult {
     let set = env.set("topics");
     env.second.set_add(&set, &["a"], None).await?;
     env.backend.set_remove(&set, &["a"]).await?;
@@ -175,7 +177,7 @@ pub async fn a_set_without_members_is_a_name_nobody_uses(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn a_set_lives_as_long_as_the_last_add_said(env: Env) -> TestResult {
+pub async fn a_set_expires_after_the_ttl_of_the_last_add(env: StreamTestEnv) -> TestResult {
     let [short, prolonged, kept] = [env.set("short"), env.set("prolonged"), env.set("kept")];
     for set in [&short, &prolonged] {
         env.backend.set_add(set, &["a"], Some(ms(150))).await?;
@@ -187,7 +189,7 @@ pub async fn a_set_lives_as_long_as_the_last_add_said(env: Env) -> TestResult {
 
     assert_eq!(env.second.set_members(&short).await?, [""; 0], "its time ran out");
     assert_eq!(env.second.set_contains(&short, &["a"]).await?, [false]);
-    // On a slow machine the first member may be gone before the second is added.
+    // On a slow machine the first member may expire before the second is added.
     assert!(env.second.set_members(&prolonged).await?.contains(&"b".to_owned()));
     assert_eq!(env.second.set_members(&kept).await?, ["a"], "no time was set");
     Ok(())

@@ -1,9 +1,9 @@
-//! A backend that repeats calls after `Unavailable`, as a careful caller does.
+//! A backend that retries calls after `Unavailable`.
 //!
-//! Upstream: a set-up of the suite with a faulty network. Downstream: the backend under test.
-//! Promises: a call fails with `Unavailable` only if it did so for 20 s; what a failed read was given
-//! and never saw is found in the list of pending entries and returned once. Not here: making a repeated call count
-//! once; an append whose reply was lost happens twice.
+//! Upstream: a test environment on a faulty network. Downstream: the backend under test.
+//! Guarantees: a call fails with `Unavailable` only after 20 s of retries. Entries that were delivered to a failed read are
+//! found in the list of pending entries and returned once. Not here: deduplication of retried calls; an append whose reply
+//! was lost is applied twice.
 
 mod reader;
 
@@ -20,10 +20,10 @@ use tokio::time::Instant;
 use self::reader::{RetryingReader, RetryingTail};
 
 const PAUSE: Duration = Duration::from_millis(20);
-/// Faults that last longer are not the subject.
+/// Longer outages are not tested.
 pub(super) const GIVE_UP_AFTER: Duration = Duration::from_secs(20);
 
-/// Repeats the calls of another backend.
+/// Retries the calls of another backend.
 #[derive(Clone)]
 pub struct Retrying {
     inner: Arc<dyn Backend>,
@@ -37,7 +37,7 @@ impl fmt::Debug for Retrying {
 }
 
 impl Retrying {
-    /// Repeats the calls of `inner`; `before` runs before each one and may break the network for it.
+    /// Retries the calls of `inner`; `before` runs before each call and may inject a fault.
     pub fn new(inner: Arc<dyn Backend>, before: impl Fn() + Send + Sync + 'static) -> Self {
         Self { inner, before: Arc::new(before) }
     }

@@ -1,4 +1,4 @@
-//! Settling: the end of a delivery and its follow-up, in one step.
+//! Settle: acknowledgement and follow-up in one step.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use headwater_stream::{
     StreamError, StreamName, Then,
 };
 
-use super::env::{Env, consumer, group};
+use super::env::{StreamTestEnv, consumer, group};
 use super::failure::TestResult;
 use super::steps::{
     ALL, HOUR, contents, done, fields_in, ids_of, numbered, numbers, settled, sleep_ms,
@@ -19,7 +19,7 @@ fn append_to(to: &StreamName, fields: Fields) -> Then {
     Then::Append { to: to.clone(), fields }
 }
 
-fn put_aside(env: &Env, due: Due, fields: Fields) -> Then {
+fn put_aside(env: &StreamTestEnv, due: Due, fields: Fields) -> Then {
     Then::PutAside { delays: env.delays("later"), to: env.stream("orders"), due, fields }
 }
 
@@ -32,8 +32,8 @@ fn awkward() -> Fields {
     ])
 }
 
-pub async fn done_ends_the_delivery_and_leaves_the_entry(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn done_acknowledges_the_delivery_and_keeps_the_entry(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
 
     assert_eq!(flow.settle("ann", &done(&ids[..2])).await?, settled(2, 0));
 
@@ -43,8 +43,8 @@ pub async fn done_ends_the_delivery_and_leaves_the_entry(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn done_ends_the_delivery_however_often_it_is_repeated(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn done_is_idempotent(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     let audit = group("audit");
     env.second.ensure_group(&flow.stream, &audit, GroupStart::Beginning).await?;
     flow.deliver_to(&audit, "ann", ALL).await?;
@@ -60,8 +60,8 @@ pub async fn done_ends_the_delivery_however_often_it_is_repeated(env: Env) -> Te
     Ok(())
 }
 
-pub async fn delete_removes_the_entry_for_every_group(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn delete_removes_the_entry_for_every_group(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let audit = group("audit");
     env.second.ensure_group(&flow.stream, &audit, GroupStart::Beginning).await?;
 
@@ -74,8 +74,10 @@ pub async fn delete_removes_the_entry_for_every_group(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn append_writes_the_follow_up_and_ends_the_delivery(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn append_writes_the_follow_up_and_acknowledges_the_delivery(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let dead = env.stream("dead");
 
     let answer = flow.settle_one("ann", ids[0], append_to(&dead, numbered(42))).await?;
@@ -86,8 +88,8 @@ pub async fn append_writes_the_follow_up_and_ends_the_delivery(env: Env) -> Test
     Ok(())
 }
 
-pub async fn a_follow_up_may_go_to_the_stream_itself(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_follow_up_may_target_the_same_stream(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
 
     flow.settle_one("ann", ids[0], append_to(&flow.stream, numbered(42))).await?;
 
@@ -98,8 +100,10 @@ pub async fn a_follow_up_may_go_to_the_stream_itself(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn follow_ups_stand_in_the_order_of_their_entries(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(50).await?;
+pub async fn follow_ups_are_written_in_the_order_of_their_entries(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(50).await?;
     let dead = env.stream("dead");
     let entries: Vec<Settlement> = (ids.iter().enumerate())
         .map(|(number, id)| Settlement { id: *id, then: append_to(&dead, numbered(number)) })
@@ -111,8 +115,8 @@ pub async fn follow_ups_stand_in_the_order_of_their_entries(env: Env) -> TestRes
     Ok(())
 }
 
-pub async fn an_entry_put_aside_returns_when_it_is_due(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_rescheduled_entry_is_promoted_when_it_is_due(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let due = Due::After(Duration::from_millis(80));
 
     let answer = flow.settle_one("ann", ids[0], put_aside(&env, due, awkward())).await?;
@@ -133,16 +137,16 @@ pub async fn an_entry_put_aside_returns_when_it_is_due(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn follow_ups_keep_their_bytes(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn follow_ups_are_preserved_byte_for_byte(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     let dead = env.stream("dead");
     flow.settle_one("ann", ids[0], append_to(&dead, awkward())).await?;
     assert_eq!(fields_in(&*env.second, &dead).await?, [awkward()]);
     Ok(())
 }
 
-pub async fn a_follow_up_of_one_mebibyte_is_kept_whole(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_follow_up_of_one_mebibyte_is_preserved(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let value: Vec<u8> =
         (0..headwater_stream::limits::PAYLOAD_BYTES_MAX).map(|at| ((at * 7) >> 4) as u8).collect();
     let large = Fields::new([(Bytes::from_static(b"payload"), Bytes::from(value))]);
@@ -158,23 +162,23 @@ pub async fn a_follow_up_of_one_mebibyte_is_kept_whole(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_released_entry_is_pending_for_nobody_in_particular(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_released_entry_is_pending_without_a_consumer(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
 
     let answer = flow.settle_one("ann", ids[0], Then::Release).await?;
 
     assert!(answer == settled(1, 0) || env.is_faulty(), "{answer:?}");
     let found: Vec<_> =
-        flow.in_hand().await?.into_iter().map(|(id, consumer, _)| (id, consumer)).collect();
+        flow.pending_owners().await?.into_iter().map(|(id, consumer, _)| (id, consumer)).collect();
     assert_eq!(found, [(ids[0], Then::RELEASED.to_owned()), (ids[1], "ann".to_owned())]);
     assert_eq!(flow.deliver("bob", ALL).await?, [], "it is no new entry");
     Ok(())
 }
 
-pub async fn a_released_entry_goes_to_the_next_reclaim_and_its_delivery_does_not_count(
-    env: Env,
+pub async fn a_released_entry_can_be_reclaimed_at_once_and_its_delivery_does_not_count(
+    env: StreamTestEnv,
 ) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+    let (flow, ids) = env.flow_with_pending(2).await?;
     flow.settle("ann", &[Settlement { id: ids[0], then: Then::Release }]).await?;
 
     let bob = consumer("bob");
@@ -187,8 +191,8 @@ pub async fn a_released_entry_goes_to_the_next_reclaim_and_its_delivery_does_not
     Ok(())
 }
 
-pub async fn entries_settled_before_are_stale(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn entries_settled_before_are_stale(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     let dead = env.stream("dead");
     flow.settle("ann", &done(&ids)).await?;
 
@@ -208,8 +212,8 @@ pub async fn entries_settled_before_are_stale(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn entries_never_delivered_are_stale(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn entries_never_delivered_are_stale(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     let unread = flow.append(1).await?[0];
     let dead = env.stream("dead");
     let unknown = EntryId::new(1, 1);
@@ -230,8 +234,8 @@ pub async fn entries_never_delivered_are_stale(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn an_entry_named_twice_is_settled_once(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn an_entry_named_twice_is_settled_once(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let dead = env.stream("dead");
     let entries = [
         Settlement { id: ids[0], then: append_to(&dead, numbered(1)) },
@@ -247,8 +251,8 @@ pub async fn an_entry_named_twice_is_settled_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn done_and_delete_hold_whoever_says_so(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn done_and_delete_apply_for_any_consumer(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     let entries = [Settlement::done(ids[0]), Settlement { id: ids[1], then: Then::Delete }];
 
     let answer = flow.settle("bob", &entries).await?;
@@ -259,9 +263,9 @@ pub async fn done_and_delete_hold_whoever_says_so(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_follow_up_is_only_written_for_the_consumer_in_hand(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
-    let before = flow.in_hand().await?;
+pub async fn a_follow_up_is_written_only_for_the_owning_consumer(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
+    let before = flow.pending_owners().await?;
     let dead = env.stream("dead");
     let entries = [
         Settlement { id: ids[0], then: append_to(&dead, numbered(1)) },
@@ -271,14 +275,16 @@ pub async fn a_follow_up_is_only_written_for_the_consumer_in_hand(env: Env) -> T
 
     assert_eq!(flow.settle("bob", &entries).await?, settled(0, 3));
 
-    assert_eq!(flow.in_hand().await?, before, "they are still in the hands of ann");
+    assert_eq!(flow.pending_owners().await?, before, "they are still in the hands of ann");
     assert_eq!(env.second.stats(&dead).await?, None);
     assert_eq!(env.second.delay_stats(&env.delays("later")).await?.waiting, 0);
     Ok(())
 }
 
-pub async fn a_consumer_whose_entries_were_taken_over_writes_no_follow_up(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_consumer_whose_entries_were_reclaimed_writes_no_follow_up(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let dead = env.stream("dead");
     let bob = consumer("bob");
     env.second.reclaim(flow.reclaim_any(&bob)).await?;
@@ -292,8 +298,8 @@ pub async fn a_consumer_whose_entries_were_taken_over_writes_no_follow_up(env: E
     Ok(())
 }
 
-pub async fn a_mixed_batch_does_each_thing_once(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(6).await?;
+pub async fn a_mixed_batch_applies_each_settlement_once(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(6).await?;
     let dead = env.stream("dead");
     flow.settle("ann", &done(&ids[5..])).await?;
     let entries = [
@@ -317,9 +323,11 @@ pub async fn a_mixed_batch_does_each_thing_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_settle_that_cannot_write_its_follow_up_changes_nothing(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(4).await?;
-    let before = flow.in_hand().await?;
+pub async fn a_settle_that_cannot_write_its_follow_up_changes_nothing(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(4).await?;
+    let before = flow.pending_owners().await?;
     env.second.set_add(&env.set("foreign"), &["x"], None).await?;
     let foreign = env.set("foreign").to_string();
     let dead = env.stream("dead");
@@ -341,15 +349,15 @@ pub async fn a_settle_that_cannot_write_its_follow_up_changes_nothing(env: Env) 
         let answer = flow.settle("ann", &entries).await;
         assert!(matches!(answer, Err(StreamError::WrongType { .. })), "found {answer:?}");
 
-        assert_eq!(flow.in_hand().await?, before);
+        assert_eq!(flow.pending_owners().await?, before);
         assert_eq!(flow.ids().await?, ids);
         assert_eq!(env.second.stats(&dead).await?, None);
     }
     Ok(())
 }
 
-pub async fn what_follows_an_entry_may_be_larger_than_an_entry(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_follow_up_may_be_larger_than_an_entry(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let dead = env.stream("dead");
     let large = Fields::new([("x", vec![7_u8; 2 * ENTRY_BYTES_MAX])]);
     let crowded = Fields::new((0..FOLLOW_UP_FIELDS_MAX).map(|n| (format!("f{n}"), n.to_string())));
@@ -362,8 +370,8 @@ pub async fn what_follows_an_entry_may_be_larger_than_an_entry(env: Env) -> Test
     Ok(())
 }
 
-pub async fn a_dead_letter_may_live_in_another_slot(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(40).await?;
+pub async fn a_dead_letter_may_be_in_another_slot(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(40).await?;
     let dead: Vec<StreamName> = (0..4).map(|n| env.stream_elsewhere(&n.to_string())).collect();
     let entries: Vec<Settlement> = (ids.iter().enumerate())
         .map(|(n, id)| Settlement { id: *id, then: append_to(&dead[n % 4], numbered(n)) })
@@ -380,8 +388,8 @@ pub async fn a_dead_letter_may_live_in_another_slot(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_stale_dead_letter_is_not_written_to_another_slot(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_stale_dead_letter_is_not_written_to_another_slot(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let dead = env.stream_elsewhere("dead");
     flow.settle("ann", &done(&ids[..1])).await?;
 
@@ -393,8 +401,10 @@ pub async fn a_stale_dead_letter_is_not_written_to_another_slot(env: Env) -> Tes
     Ok(())
 }
 
-pub async fn as_many_entries_as_allowed_are_settled_at_once(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(BATCH_MAX).await?;
+pub async fn the_maximum_number_of_entries_is_settled_in_one_call(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(BATCH_MAX).await?;
     let dead = env.stream("dead");
     let then = |number: usize| match number % 4 {
         0 => Then::Done,
@@ -416,15 +426,15 @@ pub async fn as_many_entries_as_allowed_are_settled_at_once(env: Env) -> TestRes
     Ok(())
 }
 
-pub async fn an_empty_settle_does_nothing(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn an_empty_settle_does_nothing(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     assert_eq!(flow.settle("ann", &[]).await?, settled(0, 0));
     assert_eq!(flow.pending_ids().await?, ids);
     Ok(())
 }
 
-pub async fn everything_is_stale_in_a_stream_that_is_gone(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn everything_is_stale_in_a_deleted_stream(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let dead = env.stream("dead");
     env.second.delete_stream(&flow.stream).await?;
 
@@ -437,9 +447,9 @@ pub async fn everything_is_stale_in_a_stream_that_is_gone(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn everything_is_stale_in_a_group_that_is_gone(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
-    let (group, consumer) = (group("nobody"), consumer("ann"));
+pub async fn everything_is_stale_in_a_removed_group(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
+    let (group, consumer) = (group("unknown"), consumer("ann"));
     let entries = done(&ids);
     let settle = Settle {
         stream: &flow.stream,
@@ -455,8 +465,8 @@ pub async fn everything_is_stale_in_a_group_that_is_gone(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn an_entry_deleted_meanwhile_can_still_be_settled(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(3).await?;
+pub async fn an_entry_deleted_meanwhile_can_still_be_settled(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(3).await?;
     let dead = env.stream("dead");
     env.second.delete_entries(&flow.stream, &ids).await?;
     let entries = [
@@ -472,6 +482,6 @@ pub async fn an_entry_deleted_meanwhile_can_still_be_settled(env: Env) -> TestRe
     assert_eq!(fields_in(&*env.second, &dead).await?, [numbered(2)]);
     let keep = Retention::KEEP_ALL;
     env.second.append(&flow.stream, &numbers(1), &keep).await?;
-    assert_eq!(flow.deliver("ann", ALL).await?.len(), 1, "the group goes on");
+    assert_eq!(flow.deliver("ann", ALL).await?.len(), 1, "the group continues");
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Numbers: what there is to know of a stream, its groups and their consumers.
+//! Statistics of streams, groups and consumers.
 
 use headwater_stream::{ConsumerStats, EntryId, GroupStart, Retention, TrimGuard};
 
-use super::env::{Env, consumer, group};
+use super::env::{StreamTestEnv, consumer, group};
 use super::failure::TestResult;
 use super::steps::{ALL, HOUR, done, ms, numbers, sleep_ms};
 
@@ -10,12 +10,14 @@ fn names(consumers: &[ConsumerStats]) -> Vec<(&str, u64)> {
     consumers.iter().map(|consumer| (consumer.name.as_str(), consumer.pending)).collect()
 }
 
-pub async fn a_missing_stream_has_no_numbers(env: Env) -> TestResult {
+pub async fn a_missing_stream_has_no_stats(env: StreamTestEnv) -> TestResult {
     assert_eq!(env.backend.stats(&env.stream("missing")).await?, None);
     Ok(())
 }
 
-pub async fn a_stream_without_groups_has_a_length_and_two_ends(env: Env) -> TestResult {
+pub async fn a_stream_without_groups_has_a_length_and_first_and_last_ids(
+    env: StreamTestEnv,
+) -> TestResult {
     let stream = env.stream("orders");
     let ids = env.second.append(&stream, &numbers(120), &Retention::KEEP_ALL).await?;
 
@@ -30,7 +32,7 @@ pub async fn a_stream_without_groups_has_a_length_and_two_ends(env: Env) -> Test
     Ok(())
 }
 
-pub async fn the_two_ends_are_those_of_entries_that_exist(env: Env) -> TestResult {
+pub async fn first_and_last_ids_are_those_of_existing_entries(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let ids = env.second.append(&stream, &numbers(5), &Retention::KEEP_ALL).await?;
     env.second.delete_entries(&stream, &[ids[0], ids[4]]).await?;
@@ -39,7 +41,7 @@ pub async fn the_two_ends_are_those_of_entries_that_exist(env: Env) -> TestResul
 
     assert_eq!(found.length, 3);
     assert_eq!((found.first_id, found.last_id), (Some(ids[1]), Some(ids[3])));
-    // What was there is not forgotten.
+    // The last generated id is kept.
     assert_eq!(found.last_generated_id, ids[4]);
     if let Some(added) = found.entries_added {
         assert_eq!((added, found.max_deleted_id), (5, Some(ids[4])));
@@ -51,7 +53,7 @@ pub async fn the_two_ends_are_those_of_entries_that_exist(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn groups_and_consumers_are_sorted_by_name(env: Env) -> TestResult {
+pub async fn groups_and_consumers_are_sorted_by_name(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     env.second.append(&stream, &numbers(20), &Retention::KEEP_ALL).await?;
     for name in ["c", "a", "b"] {
@@ -72,7 +74,7 @@ pub async fn groups_and_consumers_are_sorted_by_name(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn pending_lag_and_position_follow_the_work(env: Env) -> TestResult {
+pub async fn pending_count_lag_and_position_are_up_to_date(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let check = async |pending: u64, lag: u64, last: EntryId, what: &str| {
         let stats = env.backend.stats(&flow.stream).await?.expect("the stream exists");
@@ -96,7 +98,9 @@ pub async fn pending_lag_and_position_follow_the_work(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn lag_is_right_or_untold_after_deletes_and_odd_starts(env: Env) -> TestResult {
+pub async fn lag_is_correct_or_unknown_after_deletes_and_unusual_starts(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(10).await?;
     let (late, end) = (group("late"), group("end"));
@@ -118,7 +122,7 @@ pub async fn lag_is_right_or_untold_after_deletes_and_odd_starts(env: Env) -> Te
     Ok(())
 }
 
-pub async fn lag_counts_only_entries_that_exist(env: Env) -> TestResult {
+pub async fn lag_counts_only_existing_entries(env: StreamTestEnv) -> TestResult {
     let lag = async |stream| {
         let stats = env.backend.stats(stream).await?.expect("the stream exists");
         TestResult::Ok(stats.groups[0].lag)
@@ -130,11 +134,11 @@ pub async fn lag_counts_only_entries_that_exist(env: Env) -> TestResult {
     env.second.delete_entries(&flow.stream, &ids[4..6]).await?;
     assert_eq!(lag(&flow.stream).await?, Some(5), "unread entries were deleted");
     flow.deliver("ann", 2).await?;
-    assert_eq!(lag(&flow.stream).await?, Some(3), "and reading went on behind them");
+    assert_eq!(lag(&flow.stream).await?, Some(3), "and reading continued after them");
     env.second.trim(&flow.stream, &Retention::max_len(2), TrimGuard::Force).await?;
     assert_eq!(lag(&flow.stream).await?, Some(2), "unread entries were trimmed by force");
     flow.deliver("ann", 1).await?;
-    assert_eq!(lag(&flow.stream).await?, Some(1), "and reading went on behind them");
+    assert_eq!(lag(&flow.stream).await?, Some(1), "and reading continued after them");
     env.second.delete_entries(&flow.stream, &ids).await?;
     assert_eq!(lag(&flow.stream).await?, Some(0), "the stream is empty");
     flow.append(1).await?;
@@ -142,9 +146,7 @@ pub async fn lag_counts_only_entries_that_exist(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn consumers_show_what_they_have_in_hand_and_since_when_they_rest(
-    env: Env,
-) -> TestResult {
+pub async fn consumer_stats_show_pending_entries_and_idle_time(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     flow.append(5).await?;
     flow.deliver("ann", 3).await?;
@@ -156,11 +158,11 @@ pub async fn consumers_show_what_they_have_in_hand_and_since_when_they_rest(
     let consumers = &found.groups[0].consumers;
     assert_eq!(names(consumers), [("ann", 3), ("bob", 2)]);
     let (ann, bob) = (consumers[0].idle, consumers[1].idle);
-    assert!(bob + ms(250) <= ann, "expected ann to rest 250 ms longer, found {consumers:?}");
+    assert!(bob + ms(250) <= ann, "expected ann to be idle 250 ms longer, found {consumers:?}");
     Ok(())
 }
 
-pub async fn idle_consumers_are_removed_if_they_have_nothing_in_hand(env: Env) -> TestResult {
+pub async fn idle_consumers_without_pending_entries_are_removed(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let ids = flow.append(4).await?;
     for name in ["zoe", "ann", "bob", "cid"] {
@@ -178,8 +180,8 @@ pub async fn idle_consumers_are_removed_if_they_have_nothing_in_hand(env: Env) -
     Ok(())
 }
 
-pub async fn consumers_that_did_something_lately_stay(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn recently_active_consumers_are_kept(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     flow.settle("ann", &done(&ids)).await?;
 
     let removed = env.backend.remove_idle_consumers(&flow.stream, &flow.group, HOUR).await?;
@@ -189,8 +191,8 @@ pub async fn consumers_that_did_something_lately_stay(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_removed_consumer_can_come_back(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(1).await?;
+pub async fn a_removed_consumer_can_rejoin(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(1).await?;
     flow.settle("ann", &done(&ids)).await?;
     sleep_ms(20).await;
     env.backend.remove_idle_consumers(&flow.stream, &flow.group, ms(1)).await?;

@@ -1,7 +1,7 @@
-//! The steps that promises are made of.
+//! Common steps of test cases.
 //!
-//! What a promise needs beforehand and what it checks afterwards goes through the second connection, so that behind a
-//! faulty network only the call it is about can fail.
+//! Setup and verification use the second connection, so that on a faulty network only the call under test
+//! can fail.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,18 +12,18 @@ use headwater_stream::{
     Retention, Settle, Settled, Settlement, StreamName, Then,
 };
 
-use super::env::{Env, consumer, group};
+use super::env::{StreamTestEnv, consumer, group};
 use super::failure::TestResult;
 
-/// Longer than anything takes that works.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
-/// For waits that something else ends.
+/// Timeout for anything that should complete.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(30);
+/// For waits that another event ends.
 pub(super) const LONG: Duration = Duration::from_secs(20);
-/// Far beyond the end of any test.
+/// Longer than any test.
 pub(super) const HOUR: Duration = Duration::from_secs(3600);
-/// Clocks tick, and two of them differ by a little.
+/// Clock granularity and skew.
 pub(super) const TICK: Duration = Duration::from_millis(10);
-/// More than any promise has entries.
+/// More entries than any test has.
 pub(super) const ALL: usize = 10_000;
 
 pub(super) const fn ms(ms: u64) -> Duration {
@@ -34,12 +34,12 @@ pub(super) async fn sleep_ms(duration: u64) {
     tokio::time::sleep(ms(duration)).await;
 }
 
-/// Fields that carry a number.
+/// Fields that contain a number.
 pub(super) fn numbered(number: usize) -> Fields {
     Fields::new([("number", number.to_string())])
 }
 
-/// `count` fields that carry the numbers from 0.
+/// `count` fields that contain the numbers from 0.
 pub(super) fn numbers(count: usize) -> Vec<Fields> {
     (0..count).map(numbered).collect()
 }
@@ -56,15 +56,15 @@ pub(super) fn settled(applied: usize, stale: usize) -> Settled {
     Settled { applied, stale }
 }
 
-/// Fails the test if `future` takes so long that it hangs.
+/// Fails the test if `future` does not complete in time.
 pub(super) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
-    match tokio::time::timeout(PATIENCE, future).await {
+    match tokio::time::timeout(TIMEOUT, future).await {
         Ok(value) => value,
-        Err(_) => panic!("expected {what}, found nothing within {PATIENCE:?}"),
+        Err(_) => panic!("expected {what}, found nothing within {TIMEOUT:?}"),
     }
 }
 
-/// Everything in a stream.
+/// All entries of a stream.
 pub(super) async fn contents(backend: &dyn Backend, stream: &StreamName) -> Result<Vec<Entry>> {
     let mut all = Vec::new();
     let mut from = EntryId::MIN;
@@ -76,12 +76,12 @@ pub(super) async fn contents(backend: &dyn Backend, stream: &StreamName) -> Resu
     }
 }
 
-/// The fields of everything in a stream.
+/// The fields of all entries of a stream.
 pub(super) async fn fields_in(backend: &dyn Backend, stream: &StreamName) -> Result<Vec<Fields>> {
     Ok(contents(backend, stream).await?.into_iter().map(|entry| entry.fields).collect())
 }
 
-/// Reads until there are `total` entries, which may take several reads.
+/// Reads until there are `total` entries, in one or more reads.
 pub(super) async fn read_all(
     reader: &mut dyn GroupReader,
     streams: &[StreamName],
@@ -101,7 +101,7 @@ pub(super) async fn read_all(
     soon("all entries to be delivered", reading).await
 }
 
-/// A stream with one group on it, which reads from the beginning.
+/// A stream with one group that reads from the beginning.
 pub(super) struct Flow {
     pub(super) stream: StreamName,
     pub(super) group: GroupName,
@@ -109,7 +109,7 @@ pub(super) struct Flow {
     second: Arc<dyn Backend>,
 }
 
-impl Env {
+impl StreamTestEnv {
     /// A stream with a group named `workers`.
     pub(super) async fn flow(&self) -> Result<Flow> {
         let stream = self.stream("orders");
@@ -119,8 +119,8 @@ impl Env {
         Ok(Flow { stream, group, backend, second })
     }
 
-    /// The same with `count` numbered entries that `ann` has in hand.
-    pub(super) async fn flow_in_hand(&self, count: usize) -> Result<(Flow, Vec<EntryId>)> {
+    /// The same with `count` numbered entries that are pending for `ann`.
+    pub(super) async fn flow_with_pending(&self, count: usize) -> Result<(Flow, Vec<EntryId>)> {
         let flow = self.flow().await?;
         let ids = flow.append(count).await?;
         let delivered = flow.deliver("ann", count).await?;
@@ -135,12 +135,12 @@ impl Flow {
         self.second.append(&self.stream, &numbers(count), &Retention::KEEP_ALL).await
     }
 
-    /// Hands up to `count` new entries to a consumer.
+    /// Delivers up to `count` new entries to a consumer.
     pub(super) async fn deliver(&self, name: &str, count: usize) -> Result<Vec<Delivery>> {
         self.deliver_to(&self.group, name, count).await
     }
 
-    /// Hands up to `count` new entries to a consumer of another group on the same stream.
+    /// Delivers up to `count` new entries to a consumer of another group on the same stream.
     pub(super) async fn deliver_to(
         &self,
         group: &GroupName,
@@ -150,7 +150,7 @@ impl Flow {
         let mut reader = self.second.reader(group, &consumer(name)).await?;
         let read = reader.read(std::slice::from_ref(&self.stream), count, Duration::ZERO).await?;
         let left = reader.close().await?;
-        assert_eq!(left, [], "no read was dropped, so nothing is left over");
+        assert_eq!(left, [], "no read was dropped, so nothing is buffered");
         Ok(read.into_iter().flat_map(|batch| batch.entries).collect())
     }
 
@@ -175,13 +175,13 @@ impl Flow {
         self.backend.settle(Settle { stream, group, consumer, fence, entries }).await
     }
 
-    /// Takes over whatever `from` says, however short its idle time, through the connection under test.
+    /// Reclaims from `from` without a minimum idle time, through the connection under test.
     pub(super) async fn reclaim(&self, name: &str, from: ReclaimFrom<'_>) -> Result<Reclaimed> {
         let consumer = consumer(name);
         self.backend.reclaim(Reclaim { from, ..self.reclaim_any(&consumer) }).await
     }
 
-    /// A reclaim from anyone without conditions, to be varied.
+    /// A reclaim from anyone without conditions, as a template.
     pub(super) fn reclaim_any<'a>(&'a self, consumer: &'a ConsumerName) -> Reclaim<'a> {
         Reclaim {
             stream: &self.stream,
@@ -195,40 +195,40 @@ impl Flow {
         }
     }
 
-    /// A listing of everything pending, to be varied.
+    /// A query for all pending entries, as a template.
     pub(super) fn pending_query(&self) -> PendingQuery<'_> {
         let (stream, group) = (&self.stream, &self.group);
         let min_idle = Duration::ZERO;
         PendingQuery { stream, group, consumer: None, min_idle, after: None, count: ALL }
     }
 
-    /// Everything pending.
+    /// All pending entries.
     pub(super) async fn pending(&self) -> Result<Vec<Pending>> {
         self.second.pending(self.pending_query()).await
     }
 
-    /// The ids of everything pending.
+    /// The ids of all pending entries.
     pub(super) async fn pending_ids(&self) -> Result<Vec<EntryId>> {
         Ok(self.pending().await?.into_iter().map(|pending| pending.id).collect())
     }
 
-    /// Id, consumer and delivery count of everything pending.
-    pub(super) async fn in_hand(&self) -> Result<Vec<(EntryId, String, u64)>> {
+    /// Id, consumer and delivery count of all pending entries.
+    pub(super) async fn pending_owners(&self) -> Result<Vec<(EntryId, String, u64)>> {
         let pending = self.pending().await?.into_iter();
         Ok(pending.map(|p| (p.id, p.consumer.to_string(), p.deliveries)).collect())
     }
 
-    /// Everything in the stream.
+    /// All entries of the stream.
     pub(super) async fn contents(&self) -> Result<Vec<Entry>> {
         contents(&*self.second, &self.stream).await
     }
 
-    /// The ids of everything in the stream.
+    /// The ids of all entries of the stream.
     pub(super) async fn ids(&self) -> Result<Vec<EntryId>> {
         Ok(self.contents().await?.into_iter().map(|entry| entry.id).collect())
     }
 
-    /// What is known of the group.
+    /// Statistics of the group.
     pub(super) async fn group_stats(&self) -> Result<GroupStats> {
         let stats = self.second.stats(&self.stream).await?.expect("the flow's stream exists");
         let found = stats.groups.iter().find(|group| group.name == self.group);
@@ -238,10 +238,10 @@ impl Flow {
     }
 }
 
-/// A small generator: the same seed gives the same numbers.
-pub(super) struct Random(u64);
+/// A deterministic pseudorandom generator.
+pub(super) struct CaseRandom(u64);
 
-impl Random {
+impl CaseRandom {
     pub(super) fn seeded(seed: u64) -> Self {
         Self(seed | 1)
     }

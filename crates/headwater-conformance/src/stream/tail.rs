@@ -1,4 +1,4 @@
-//! Tailing: reading after a position, for nobody in particular.
+//! Tail: reading after a position, without a consumer group.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use headwater_stream::{Batch, Entry, EntryId, Retention, StreamName};
 use tokio::time::{Instant, timeout};
 
-use super::env::Env;
+use super::env::StreamTestEnv;
 use super::failure::TestResult;
 use super::steps::{ALL, LONG, TICK, contents, ms, numbers, sleep_ms, soon};
 
@@ -16,7 +16,7 @@ fn ids(batches: &[Batch<Entry>]) -> Vec<EntryId> {
     batches.iter().flat_map(|batch| batch.entries.iter().map(|entry| entry.id)).collect()
 }
 
-pub async fn a_tail_reads_what_stands_after_its_position(env: Env) -> TestResult {
+pub async fn a_tail_reads_entries_after_its_position(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let all = env.second.append(&stream, &numbers(10), KEEP).await?;
     let mut tail = env.backend.tail().await?;
@@ -25,11 +25,11 @@ pub async fn a_tail_reads_what_stands_after_its_position(env: Env) -> TestResult
         assert_eq!(ids(&read), expected, "after {after}");
     }
     let read = tail.read(&[(stream.clone(), all[0])], 1, LONG).await?;
-    assert_eq!(read[0].entries[0].fields, numbers(2)[1], "the entries come whole");
+    assert_eq!(read[0].entries[0].fields, numbers(2)[1], "the entries are complete");
     Ok(())
 }
 
-pub async fn a_tail_follows_a_stream_page_by_page(env: Env) -> TestResult {
+pub async fn a_tail_follows_a_stream_page_by_page(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let all = env.second.append(&stream, &numbers(20), KEEP).await?;
     let mut tail = env.backend.tail().await?;
@@ -46,7 +46,7 @@ pub async fn a_tail_follows_a_stream_page_by_page(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_tail_reads_several_slots_in_the_order_asked_for(env: Env) -> TestResult {
+pub async fn a_tail_reads_several_slots_in_request_order(env: StreamTestEnv) -> TestResult {
     let [a, b, c] = [env.stream_elsewhere("a"), env.stream("b"), env.stream_elsewhere("c")];
     let in_a = env.second.append(&a, &numbers(5), KEEP).await?;
     let in_c = env.second.append(&c, &numbers(5), KEEP).await?;
@@ -60,7 +60,7 @@ pub async fn a_tail_reads_several_slots_in_the_order_asked_for(env: Env) -> Test
     Ok(())
 }
 
-pub async fn a_tail_that_waits_wakes_when_an_entry_arrives(env: Env) -> TestResult {
+pub async fn a_blocked_tail_wakes_when_an_entry_arrives(env: StreamTestEnv) -> TestResult {
     let [a, b] = [env.stream("a"), env.stream_elsewhere("b")];
     let positions = [(a.clone(), EntryId::MIN), (b.clone(), EntryId::MIN)];
     let mut tail = env.backend.tail().await?;
@@ -78,7 +78,7 @@ pub async fn a_tail_that_waits_wakes_when_an_entry_arrives(env: Env) -> TestResu
     Ok(())
 }
 
-pub async fn a_tail_waits_its_time_when_nothing_comes(env: Env) -> TestResult {
+pub async fn a_tail_waits_for_its_timeout_if_nothing_arrives(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let all = env.second.append(&stream, &numbers(1), KEEP).await?;
     let mut tail = env.backend.tail().await?;
@@ -93,8 +93,8 @@ pub async fn a_tail_waits_its_time_when_nothing_comes(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_tail_leaves_no_trace(env: Env) -> TestResult {
-    let (flow, all) = env.flow_in_hand(3).await?;
+pub async fn a_tail_changes_nothing(env: StreamTestEnv) -> TestResult {
+    let (flow, all) = env.flow_with_pending(3).await?;
     flow.append(2).await?;
     let before = flow.group_stats().await?;
     let missing = env.stream("missing");
@@ -102,7 +102,7 @@ pub async fn a_tail_leaves_no_trace(env: Env) -> TestResult {
     let positions = [(flow.stream.clone(), EntryId::MIN), (missing.clone(), EntryId::MIN)];
     let mut tail = env.backend.tail().await?;
     for _ in 0..3 {
-        assert_eq!(ids(&tail.read(&positions, ALL, LONG).await?).len(), 5, "every time again");
+        assert_eq!(ids(&tail.read(&positions, ALL, LONG).await?).len(), 5, "on every read");
     }
 
     let after = flow.group_stats().await?;
@@ -113,7 +113,7 @@ pub async fn a_tail_leaves_no_trace(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_dropped_tail_read_loses_nothing(env: Env) -> TestResult {
+pub async fn a_dropped_tail_read_loses_nothing(env: StreamTestEnv) -> TestResult {
     const COUNT: usize = 100;
     let stream = env.stream("orders");
     let (second, to) = (Arc::clone(&env.second), stream.clone());
@@ -150,7 +150,9 @@ pub async fn a_dropped_tail_read_loses_nothing(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_tail_goes_on_in_a_stream_that_was_deleted_and_came_back(env: Env) -> TestResult {
+pub async fn a_tail_continues_in_a_stream_that_was_deleted_and_recreated(
+    env: StreamTestEnv,
+) -> TestResult {
     let stream = env.stream("orders");
     env.second.append(&stream, &numbers(1), KEEP).await?;
     let mut tail = env.backend.tail().await?;

@@ -1,8 +1,8 @@
-//! Trimming: how much of a stream is kept, and what no trim removes unless it is told to.
+//! Trim: retention limits, and what a safe trim keeps.
 
 use headwater_stream::{EntryId, Fields, GroupStart, Retention, StreamName, TrimGuard, Trimmed};
 
-use super::env::{Env, group};
+use super::env::{StreamTestEnv, group};
 use super::failure::TestResult;
 use super::steps::{ALL, Flow, contents, done, ids_of, numbers, settled, sleep_ms};
 
@@ -10,12 +10,13 @@ fn trimmed(removed: u64, held_back: bool) -> Trimmed {
     Trimmed { removed, held_back }
 }
 
-async fn ids(env: &Env, stream: &StreamName) -> TestResult<Vec<EntryId>> {
+async fn ids(env: &StreamTestEnv, stream: &StreamName) -> TestResult<Vec<EntryId>> {
     Ok(contents(&*env.second, stream).await?.into_iter().map(|entry| entry.id).collect())
 }
 
-/// Ten entries; the group `workers` has four settled, two in hand (the third and the sixth) and four unread.
-async fn worked_on(env: &Env) -> TestResult<(Flow, Vec<EntryId>)> {
+/// Ten entries; the group `workers` has settled four, two are pending (the third and the sixth) and four are
+/// unread.
+async fn worked_on(env: &StreamTestEnv) -> TestResult<(Flow, Vec<EntryId>)> {
     let flow = env.flow().await?;
     let all = flow.append(10).await?;
     flow.deliver("ann", 6).await?;
@@ -31,7 +32,7 @@ async fn worked_on(env: &Env) -> TestResult<(Flow, Vec<EntryId>)> {
     Ok((flow, all))
 }
 
-pub async fn a_trim_by_length_keeps_the_newest_exactly(env: Env) -> TestResult {
+pub async fn a_trim_by_length_keeps_the_newest_exactly(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let all = env.second.append(&stream, &numbers(250), &Retention::KEEP_ALL).await?;
     for (guard, keep) in [(TrimGuard::Safe, 237), (TrimGuard::Force, 101), (TrimGuard::Safe, 7)] {
@@ -41,7 +42,7 @@ pub async fn a_trim_by_length_keeps_the_newest_exactly(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_trim_tells_what_it_did(env: Env) -> TestResult {
+pub async fn a_trim_reports_what_it_removed(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     env.second.append(&stream, &numbers(150), &Retention::KEEP_ALL).await?;
     for (keep, removed) in [(200, 0), (150, 0), (149, 1), (20, 129), (0, 20)] {
@@ -51,7 +52,7 @@ pub async fn a_trim_tells_what_it_did(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn keeping_everything_removes_nothing(env: Env) -> TestResult {
+pub async fn keeping_everything_removes_nothing(env: StreamTestEnv) -> TestResult {
     let (flow, all) = worked_on(&env).await?;
     for guard in [TrimGuard::Safe, TrimGuard::Force] {
         let answer = env.backend.trim(&flow.stream, &Retention::KEEP_ALL, guard).await?;
@@ -61,7 +62,7 @@ pub async fn keeping_everything_removes_nothing(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn there_is_nothing_to_trim_in_a_missing_stream(env: Env) -> TestResult {
+pub async fn trimming_a_missing_stream_removes_nothing(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("missing");
     for guard in [TrimGuard::Safe, TrimGuard::Force] {
         let answer = env.backend.trim(&stream, &Retention::max_len(0), guard).await?;
@@ -71,7 +72,7 @@ pub async fn there_is_nothing_to_trim_in_a_missing_stream(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn a_safe_trim_stops_at_the_first_pending_entry(env: Env) -> TestResult {
+pub async fn a_safe_trim_stops_at_the_first_pending_entry(env: StreamTestEnv) -> TestResult {
     let (flow, all) = worked_on(&env).await?;
 
     let answer = env.backend.trim(&flow.stream, &Retention::max_len(0), TrimGuard::Safe).await?;
@@ -81,7 +82,7 @@ pub async fn a_safe_trim_stops_at_the_first_pending_entry(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn a_safe_trim_stops_at_the_first_unread_entry(env: Env) -> TestResult {
+pub async fn a_safe_trim_stops_at_the_first_unread_entry(env: StreamTestEnv) -> TestResult {
     let (flow, all) = worked_on(&env).await?;
     flow.settle("ann", &done(&all[2..6])).await?;
 
@@ -89,11 +90,13 @@ pub async fn a_safe_trim_stops_at_the_first_unread_entry(env: Env) -> TestResult
 
     assert!(answer == trimmed(6, true) || env.is_faulty(), "{answer:?}");
     assert_eq!(flow.ids().await?, all[6..]);
-    assert_eq!(ids_of(&flow.deliver("bob", ALL).await?), all[6..], "they are still to come");
+    assert_eq!(ids_of(&flow.deliver("bob", ALL).await?), all[6..], "they are still delivered");
     Ok(())
 }
 
-pub async fn a_safe_trim_within_what_is_done_is_not_held_back(env: Env) -> TestResult {
+pub async fn a_safe_trim_of_acknowledged_entries_is_not_held_back(
+    env: StreamTestEnv,
+) -> TestResult {
     let (flow, all) = worked_on(&env).await?;
     for (keep, removed, held_back) in [(9, 1, false), (8, 1, false), (7, 0, true)] {
         let retention = Retention::max_len(keep);
@@ -104,7 +107,7 @@ pub async fn a_safe_trim_within_what_is_done_is_not_held_back(env: Env) -> TestR
     Ok(())
 }
 
-pub async fn a_safe_trim_heeds_the_slowest_of_all_groups(env: Env) -> TestResult {
+pub async fn a_safe_trim_respects_the_slowest_group(env: StreamTestEnv) -> TestResult {
     let (flow, all) = worked_on(&env).await?;
     let (fast, slow) = (group("fast"), group("slow"));
     env.second.ensure_group(&flow.stream, &fast, GroupStart::End).await?;
@@ -119,7 +122,9 @@ pub async fn a_safe_trim_heeds_the_slowest_of_all_groups(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn a_safe_trim_removes_nothing_for_a_group_that_read_nothing(env: Env) -> TestResult {
+pub async fn a_safe_trim_removes_nothing_for_a_group_that_read_nothing(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let all = flow.append(5).await?;
 
@@ -130,8 +135,8 @@ pub async fn a_safe_trim_removes_nothing_for_a_group_that_read_nothing(env: Env)
     Ok(())
 }
 
-pub async fn a_safe_trim_leaves_released_entries(env: Env) -> TestResult {
-    let (flow, all) = env.flow_in_hand(3).await?;
+pub async fn a_safe_trim_keeps_released_entries(env: StreamTestEnv) -> TestResult {
+    let (flow, all) = env.flow_with_pending(3).await?;
     flow.settle("ann", &done(&all[1..])).await?;
     flow.settle_one("ann", all[0], headwater_stream::Then::Release).await?;
 
@@ -142,7 +147,7 @@ pub async fn a_safe_trim_leaves_released_entries(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_forced_trim_removes_unread_and_pending_entries(env: Env) -> TestResult {
+pub async fn a_forced_trim_removes_unread_and_pending_entries(env: StreamTestEnv) -> TestResult {
     let (flow, all) = worked_on(&env).await?;
 
     let answer = env.backend.trim(&flow.stream, &Retention::max_len(2), TrimGuard::Force).await?;
@@ -152,18 +157,18 @@ pub async fn a_forced_trim_removes_unread_and_pending_entries(env: Env) -> TestR
     assert_eq!(
         ids_of(&flow.deliver("bob", ALL).await?),
         all[8..],
-        "the group goes on with the rest"
+        "the group continues with the rest"
     );
     Ok(())
 }
 
-pub async fn a_trim_by_age_goes_by_the_time_in_the_id(env: Env) -> TestResult {
+pub async fn a_trim_by_age_uses_the_time_in_the_id(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let old = env.second.append(&stream, &numbers(20), &Retention::KEEP_ALL).await?;
     sleep_ms(5_000).await;
     let new = env.second.append(&stream, &numbers(20), &Retention::KEEP_ALL).await?;
 
-    // The new ones must not have grown as old by the time of the trim, however late it comes.
+    // The new entries must not reach that age before the trim, however late it runs.
     let now = env.second.now().await?.as_millis();
     let max_age = Some(std::time::Duration::from_millis(now - (old[19].ms + 1)));
     let retention = Retention { max_age, ..Retention::KEEP_ALL };
@@ -173,7 +178,7 @@ pub async fn a_trim_by_age_goes_by_the_time_in_the_id(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_safe_trim_by_age_leaves_what_groups_need(env: Env) -> TestResult {
+pub async fn a_safe_trim_by_age_keeps_entries_that_groups_need(env: StreamTestEnv) -> TestResult {
     let (flow, all) = worked_on(&env).await?;
     sleep_ms(50).await;
     let retention =
@@ -186,7 +191,9 @@ pub async fn a_safe_trim_by_age_leaves_what_groups_need(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn a_trim_by_bytes_keeps_about_that_much_of_the_newest(env: Env) -> TestResult {
+pub async fn a_trim_by_bytes_keeps_approximately_that_many_bytes_of_the_newest_entries(
+    env: StreamTestEnv,
+) -> TestResult {
     let stream = env.stream("orders");
     let kibibyte = Fields::new([("payload", "x".repeat(1024))]);
     let mut all = Vec::new();
@@ -204,7 +211,7 @@ pub async fn a_trim_by_bytes_keeps_about_that_much_of_the_newest(env: Env) -> Te
     Ok(())
 }
 
-pub async fn a_safe_trim_by_bytes_leaves_what_groups_need(env: Env) -> TestResult {
+pub async fn a_safe_trim_by_bytes_keeps_entries_that_groups_need(env: StreamTestEnv) -> TestResult {
     let (flow, all) = worked_on(&env).await?;
     let retention = Retention { max_bytes: Some(1), ..Retention::KEEP_ALL };
 
@@ -215,7 +222,7 @@ pub async fn a_safe_trim_by_bytes_leaves_what_groups_need(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn the_strictest_limit_decides(env: Env) -> TestResult {
+pub async fn the_strictest_limit_applies(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let all = env.second.append(&stream, &numbers(50), &Retention::KEEP_ALL).await?;
     let loose = Retention {
@@ -233,7 +240,7 @@ pub async fn the_strictest_limit_decides(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn appending_with_retention_keeps_the_stream_short(env: Env) -> TestResult {
+pub async fn appending_with_retention_keeps_the_stream_short(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let retention = Retention::max_len(100);
     let mut newest = Vec::new();
@@ -241,13 +248,15 @@ pub async fn appending_with_retention_keeps_the_stream_short(env: Env) -> TestRe
         newest = env.backend.append(&stream, &numbers(100), &retention).await?;
     }
     let left = ids(&env, &stream).await?;
-    // A few nodes of a hundred entries may stay for speed.
+    // Redis may keep a few extra nodes of a hundred entries.
     assert!((100..=600).contains(&left.len()), "expected about 100, found {}", left.len());
     assert_eq!(left[left.len() - 100..], newest, "the newest are kept");
     Ok(())
 }
 
-pub async fn appending_with_retention_never_removes_what_a_group_needs(env: Env) -> TestResult {
+pub async fn appending_with_retention_never_removes_entries_that_a_group_needs(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let retention = Retention::max_len(10);
     let mut all = Vec::new();
@@ -256,7 +265,7 @@ pub async fn appending_with_retention_never_removes_what_a_group_needs(env: Env)
     }
     assert_eq!(flow.ids().await?, all, "nothing was read yet");
 
-    // All read, all but the 500th settled: that one holds back what follows it.
+    // All are read and all but the 500th settled: that one holds back what follows it.
     flow.deliver("ann", 1000).await?;
     let rest: Vec<EntryId> = all.iter().copied().filter(|id| *id != all[500]).collect();
     flow.settle("ann", &done(&rest)).await?;
@@ -272,7 +281,7 @@ pub async fn appending_with_retention_never_removes_what_a_group_needs(env: Env)
         left.len()
     );
 
-    // Settled and read, nothing holds back the rest.
+    // Once it is settled, nothing holds back the rest.
     flow.settle("ann", &done(&[all[500]])).await?;
     let read = ids_of(&flow.deliver("ann", ALL).await?);
     flow.settle("ann", &done(&read)).await?;

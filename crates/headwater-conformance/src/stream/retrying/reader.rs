@@ -1,4 +1,4 @@
-//! Readers that go on after a failed read, and find what that read was given and never showed.
+//! Readers that continue after a failed read and recover entries delivered to it.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -11,21 +11,21 @@ use tokio::time::Instant;
 
 use super::{GIVE_UP_AFTER, PAUSE, Retrying};
 
-/// A request whose reply was lost has happened on the server by then.
-const SUSPICION: Duration = Duration::from_secs(1);
+/// By then the server has executed a request whose reply was lost.
+const REPLY_LOST_WINDOW: Duration = Duration::from_secs(1);
 
-/// A group reader that shows every entry it was given once, also those of failed reads.
+/// A group reader that returns every delivered entry once, including those of failed reads.
 pub(super) struct RetryingReader {
     inner: Box<dyn GroupReader>,
-    shown: Shown,
-    /// The search for what was never shown, which goes on when the read that began it is dropped.
+    seen: SeenEntries,
+    /// The search for undelivered entries; it survives a dropped read.
     search: Option<JoinHandle<Result<Vec<Batch<Delivery>>>>>,
     last_failure: Option<Instant>,
 }
 
-/// What a consumer has seen, to tell it from what it was given.
+/// The entries a consumer has seen, to find the ones delivered but not returned.
 #[derive(Clone)]
-struct Shown {
+struct SeenEntries {
     backend: Retrying,
     group: GroupName,
     consumer: ConsumerName,
@@ -41,7 +41,7 @@ impl RetryingReader {
         group: &GroupName,
         consumer: &ConsumerName,
     ) -> Self {
-        let shown = Shown {
+        let seen = SeenEntries {
             backend,
             group: group.clone(),
             consumer: consumer.clone(),
@@ -49,32 +49,32 @@ impl RetryingReader {
             ids: HashSet::new(),
             has_failed: false,
         };
-        Self { inner, shown, search: None, last_failure: None }
+        Self { inner, seen, search: None, last_failure: None }
     }
 
     fn failed(&mut self) {
         self.last_failure = Some(Instant::now());
-        self.shown.has_failed = true;
+        self.seen.has_failed = true;
     }
 
-    /// Whether a request whose reply was lost may still be on its way.
-    fn is_suspicious(&self) -> bool {
-        self.last_failure.is_some_and(|at| at.elapsed() < SUSPICION)
+    /// Whether a request whose reply was lost may still be in flight.
+    fn may_have_lost_reply(&self) -> bool {
+        self.last_failure.is_some_and(|at| at.elapsed() < REPLY_LOST_WINDOW)
     }
 
-    /// What is pending for this consumer and was never shown. Cancel-safe.
-    async fn find_others(&mut self, count: usize) -> Result<Vec<Batch<Delivery>>> {
+    /// Entries pending for this consumer that were never returned. Cancel-safe.
+    async fn find_missed(&mut self, count: usize) -> Result<Vec<Batch<Delivery>>> {
         let search = self.search.get_or_insert_with(|| {
-            let shown = self.shown.clone();
-            tokio::spawn(async move { shown.others(count).await })
+            let seen = self.seen.clone();
+            tokio::spawn(async move { seen.others(count).await })
         });
         let found = search.await;
         self.search = None;
-        Ok(self.shown.show(found.expect("a search does not panic")?))
+        Ok(self.seen.show(found.expect("a search does not panic")?))
     }
 }
 
-impl Shown {
+impl SeenEntries {
     async fn others(&self, count: usize) -> Result<Vec<Batch<Delivery>>> {
         let mut batches = Vec::new();
         for stream in &self.streams {
@@ -105,11 +105,11 @@ impl Shown {
         Ok(batches)
     }
 
-    /// Leaves out what was shown before: a dropped read may bring what the list of pending entries brought already.
+    /// Filters entries returned before: a dropped read may return what the list of pending entries already did.
     fn show(&mut self, batches: Vec<Batch<Delivery>>) -> Vec<Batch<Delivery>> {
         let mut fresh = Vec::new();
         for Batch { stream, mut entries } in batches {
-            // Without a failure, an entry that comes again was delivered again.
+            // Without a failure, a repeated entry was redelivered.
             entries.retain(|entry| self.ids.insert((stream.clone(), entry.id)) || !self.has_failed);
             if !entries.is_empty() {
                 fresh.push(Batch { stream, entries });
@@ -128,24 +128,24 @@ impl GroupReader for RetryingReader {
         wait: Duration,
     ) -> Result<Vec<Batch<Delivery>>> {
         let started = Instant::now();
-        self.shown.streams = streams.to_vec();
-        (self.shown.backend.before)();
+        self.seen.streams = streams.to_vec();
+        (self.seen.backend.before)();
         loop {
-            // Before new entries, so that order is kept.
-            if self.is_suspicious() || self.search.is_some() {
-                let found = self.find_others(count).await?;
+            // Before new entries, to preserve order.
+            if self.may_have_lost_reply() || self.search.is_some() {
+                let found = self.find_missed(count).await?;
                 if !found.is_empty() {
                     return Ok(found);
                 }
             }
             match self.inner.read(streams, count, wait).await {
                 Ok(batches) if batches.is_empty() => {
-                    if !self.is_suspicious() || started.elapsed() > wait + SUSPICION {
+                    if !self.may_have_lost_reply() || started.elapsed() > wait + REPLY_LOST_WINDOW {
                         return Ok(batches);
                     }
                 }
                 Ok(batches) => {
-                    let fresh = self.shown.show(batches);
+                    let fresh = self.seen.show(batches);
                     if !fresh.is_empty() {
                         return Ok(fresh);
                     }
@@ -167,21 +167,21 @@ impl GroupReader for RetryingReader {
         match self.inner.close().await {
             Ok(fetched) => left.extend(fetched),
             Err(StreamError::Unavailable { .. }) => {
-                self.shown.has_failed = true;
+                self.seen.has_failed = true;
                 tokio::time::sleep(PAUSE).await;
             }
             Err(error) => return Err(error),
         }
-        let mut left = self.shown.show(left);
-        if self.shown.has_failed {
-            let others = self.shown.others(COUNT_MAX).await?;
-            left.extend(self.shown.show(others));
+        let mut left = self.seen.show(left);
+        if self.seen.has_failed {
+            let others = self.seen.others(COUNT_MAX).await?;
+            left.extend(self.seen.show(others));
         }
         Ok(left)
     }
 }
 
-/// A tail reader that asks again.
+/// A tail reader that retries.
 pub(super) struct RetryingTail {
     backend: Retrying,
     inner: Box<dyn TailReader>,

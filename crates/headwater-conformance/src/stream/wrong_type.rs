@@ -1,4 +1,4 @@
-//! One kind per name: a call that meets something of another kind is refused and harms nothing.
+//! One type per name: a call on a name of another type fails with `WrongType` and changes nothing.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,12 +10,12 @@ use headwater_stream::{
     Retention, SetName, Settle, Settlement, StreamError, StreamName, TrimGuard,
 };
 
-use super::env::{Env, consumer, group, holder};
+use super::env::{StreamTestEnv, consumer, group, holder};
 use super::failure::TestResult;
 use super::steps::{HOUR, contents, numbered, numbers};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum NameType {
     Stream,
     Delays,
     Lease,
@@ -23,11 +23,11 @@ enum Kind {
     Set,
 }
 
-impl Kind {
+impl NameType {
     const ALL: [Self; 5] = [Self::Stream, Self::Delays, Self::Lease, Self::Map, Self::Set];
 
-    /// Makes something of this kind, through the second connection.
-    async fn plant(self, env: &Env, name: &str) -> Result<()> {
+    /// Creates a value of this type, through the second connection.
+    async fn create(self, env: &StreamTestEnv, name: &str) -> Result<()> {
         let backend = &env.second;
         match self {
             Self::Stream => {
@@ -54,8 +54,8 @@ impl Kind {
         Ok(())
     }
 
-    /// What there is of it, as text; times are left out.
-    async fn look(self, backend: &dyn Backend, name: &str) -> Result<String> {
+    /// The value as text, without times.
+    async fn dump(self, backend: &dyn Backend, name: &str) -> Result<String> {
         Ok(match self {
             Self::Stream => {
                 let stream = StreamName::new(name)?;
@@ -77,26 +77,26 @@ impl Kind {
 
 type Calls = Vec<(&'static str, Result<()>)>;
 
-/// Plants every other kind under a name, runs `calls` on it, and expects each to be refused and to harm nothing.
-async fn refused_by_the_others<'a, F: Future<Output = TestResult<Calls>>>(
-    env: &'a Env,
-    own: Kind,
+/// Creates every other type under a name, runs `calls` on it, and expects each to fail and change nothing.
+async fn rejects_other_types<'a, F: Future<Output = TestResult<Calls>>>(
+    env: &'a StreamTestEnv,
+    own: NameType,
     calls: impl Fn(&'a dyn Backend, String) -> F,
 ) -> TestResult {
-    for other in Kind::ALL.into_iter().filter(|kind| *kind != own) {
+    for other in NameType::ALL.into_iter().filter(|kind| *kind != own) {
         let name = env.name("any", &format!("{other:?}"));
-        other.plant(env, &name).await?;
-        let before = other.look(&*env.second, &name).await?;
+        other.create(env, &name).await?;
+        let before = other.dump(&*env.second, &name).await?;
         for (call, answer) in calls(&*env.backend, name.clone()).await? {
             assert_wrong_type(call, other, &name, &answer);
         }
-        let after = other.look(&*env.second, &name).await?;
+        let after = other.dump(&*env.second, &name).await?;
         assert_eq!(after, before, "no call on a {own:?} touches a {other:?}");
     }
     Ok(())
 }
 
-fn assert_wrong_type<T: fmt::Debug>(call: &str, other: Kind, name: &str, answer: &Result<T>) {
+fn assert_wrong_type<T: fmt::Debug>(call: &str, other: NameType, name: &str, answer: &Result<T>) {
     match answer {
         Err(StreamError::WrongType { name: found }) => {
             assert!(found.contains(name), "{call}: expected the name {name}, found {found}");
@@ -105,8 +105,8 @@ fn assert_wrong_type<T: fmt::Debug>(call: &str, other: Kind, name: &str, answer:
     }
 }
 
-pub async fn calls_on_streams_are_refused_by_other_kinds(env: Env) -> TestResult {
-    refused_by_the_others(&env, Kind::Stream, |backend, name| async move {
+pub async fn stream_calls_on_another_type_fail_with_wrong_type(env: StreamTestEnv) -> TestResult {
+    rejects_other_types(&env, NameType::Stream, |backend, name| async move {
         let stream = &StreamName::new(name)?;
         let (group, ann) = (&group("workers"), &consumer("ann"));
         let id = [EntryId::new(1, 1)];
@@ -176,9 +176,9 @@ pub async fn calls_on_streams_are_refused_by_other_kinds(env: Env) -> TestResult
     .await
 }
 
-pub async fn calls_on_delays_are_refused_by_other_kinds(env: Env) -> TestResult {
+pub async fn delay_calls_on_another_type_fail_with_wrong_type(env: StreamTestEnv) -> TestResult {
     let target = &env.stream("target");
-    refused_by_the_others(&env, Kind::Delays, |backend, name| async move {
+    rejects_other_types(&env, NameType::Delays, |backend, name| async move {
         let delays = &DelayName::new(name)?;
         let item = PutAside { to: target.clone(), due: Due::After(HOUR), fields: numbered(1) };
         Ok(vec![
@@ -194,25 +194,25 @@ pub async fn calls_on_delays_are_refused_by_other_kinds(env: Env) -> TestResult 
     .await
 }
 
-pub async fn calls_on_leases_are_refused_by_other_kinds(env: Env) -> TestResult {
-    refused_by_the_others(&env, Kind::Lease, |backend, name| async move {
+pub async fn lease_calls_on_another_type_fail_with_wrong_type(env: StreamTestEnv) -> TestResult {
+    rejects_other_types(&env, NameType::Lease, |backend, name| async move {
         let lease = LeaseName::new(name)?;
         Ok(vec![("acquire", backend.acquire(&lease, &holder("ann"), HOUR).await.map(drop))])
     })
     .await
 }
 
-pub async fn a_value_of_another_kind_among_leases_concerns_only_its_own_lease(
-    env: Env,
+pub async fn a_value_of_another_type_among_leases_affects_only_its_own_lease(
+    env: StreamTestEnv,
 ) -> TestResult {
     let (mine, ann) = (env.lease("mine"), holder("ann"));
-    for other in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Lease) {
+    for other in NameType::ALL.into_iter().filter(|kind| *kind != NameType::Lease) {
         let Acquire::Won(epoch) = env.second.acquire(&mine, &ann, HOUR).await? else {
             panic!("expected a free lease");
         };
         let name = env.name("any", &format!("{other:?}"));
-        other.plant(&env, &name).await?;
-        let before = other.look(&*env.second, &name).await?;
+        other.create(&env, &name).await?;
+        let before = other.dump(&*env.second, &name).await?;
         let foreign = Fence { lease: LeaseName::new(&*name)?, epoch };
         let fences = [foreign.clone(), Fence { lease: mine.clone(), epoch }];
 
@@ -226,13 +226,13 @@ pub async fn a_value_of_another_kind_among_leases_concerns_only_its_own_lease(
         assert!(released == 1 || env.is_faulty(), "{other:?}: {released}");
 
         assert_eq!(env.second.leases(std::slice::from_ref(&mine)).await?, [None]);
-        assert_eq!(other.look(&*env.second, &name).await?, before);
+        assert_eq!(other.dump(&*env.second, &name).await?, before);
     }
     Ok(())
 }
 
-pub async fn calls_on_maps_are_refused_by_other_kinds(env: Env) -> TestResult {
-    refused_by_the_others(&env, Kind::Map, |backend, name| async move {
+pub async fn map_calls_on_another_type_fail_with_wrong_type(env: StreamTestEnv) -> TestResult {
+    rejects_other_types(&env, NameType::Map, |backend, name| async move {
         let map = &MapName::new(name)?;
         let fields = &RegistryMap::from([("x".to_owned(), Bytes::from_static(b"1"))]);
         Ok(vec![
@@ -249,8 +249,8 @@ pub async fn calls_on_maps_are_refused_by_other_kinds(env: Env) -> TestResult {
     .await
 }
 
-pub async fn calls_on_sets_are_refused_by_other_kinds(env: Env) -> TestResult {
-    refused_by_the_others(&env, Kind::Set, |backend, name| async move {
+pub async fn set_calls_on_another_type_fail_with_wrong_type(env: StreamTestEnv) -> TestResult {
+    rejects_other_types(&env, NameType::Set, |backend, name| async move {
         let set = &SetName::new(name)?;
         Ok(vec![
             ("set_add", backend.set_add(set, &["x"], None).await.map(drop)),
@@ -263,8 +263,8 @@ pub async fn calls_on_sets_are_refused_by_other_kinds(env: Env) -> TestResult {
     .await
 }
 
-pub async fn a_foreign_stream_among_several_fails_the_read_and_loses_nothing(
-    env: Env,
+pub async fn a_wrong_type_among_several_streams_fails_the_read_and_loses_nothing(
+    env: StreamTestEnv,
 ) -> TestResult {
     let (good, foreign) = (env.stream("good"), env.set("foreign"));
     env.second.append(&good, &numbers(2), &Retention::KEEP_ALL).await?;
@@ -273,9 +273,9 @@ pub async fn a_foreign_stream_among_several_fails_the_read_and_loses_nothing(
     let mut reader = env.backend.reader(&group("workers"), &consumer("ann")).await?;
 
     let answer = reader.read(&streams, 10, Duration::ZERO).await;
-    assert_wrong_type("read", Kind::Set, foreign.as_str(), &answer);
+    assert_wrong_type("read", NameType::Set, foreign.as_str(), &answer);
 
     let read = super::steps::read_all(&mut *reader, &streams[..1], 2).await?;
-    assert_eq!(read[0].entries.len(), 2, "the reader goes on without it");
+    assert_eq!(read[0].entries.len(), 2, "the reader continues without it");
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! A faulty network: what holds although replies are lost and connections are cut.
+//! Fault injection: guarantees that hold although replies are lost and connections are cut.
 //!
-//! These hold everywhere; they mean something where the network is faulty, and there they go on until it was.
+//! The cases run everywhere; on a faulty network they continue until enough faults have occurred.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -10,18 +10,18 @@ use headwater_stream::{
     StreamError, Then,
 };
 
-use super::env::{Env, consumer, holder};
+use super::env::{StreamTestEnv, consumer, holder};
 use super::failure::TestResult;
 use super::steps::{ALL, HOUR, contents, done, fields_in, ids_of, ms, numbered, numbers, sleep_ms};
 
-/// How often a promise is put to the test without faults.
+/// Rounds without faults.
 const ROUNDS: u64 = 20;
-/// How many faults it must survive where there are some, and how long it waits for them.
+/// Faults that a case must survive on a faulty network, and how many rounds it waits for them.
 const FAULTS: u64 = 5;
 const ROUNDS_MAX: u64 = 2_000;
 
-/// Whether to go on: until there were enough rounds, and enough faults if there can be any.
-fn go_on(env: &Env, round: u64) -> bool {
+/// Whether to continue: until there were enough rounds, and enough faults if the network is faulty.
+fn go_on(env: &StreamTestEnv, round: u64) -> bool {
     match env.faults() {
         None => round < ROUNDS,
         Some(faults) => {
@@ -31,7 +31,7 @@ fn go_on(env: &Env, round: u64) -> bool {
     }
 }
 
-/// The answer, or `None` if nobody knows what happened.
+/// The result, or `None` if the effect of the call is unknown.
 fn known<T>(answer: Result<T>) -> Result<Option<T>> {
     match answer {
         Ok(value) => Ok(Some(value)),
@@ -40,7 +40,7 @@ fn known<T>(answer: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Repeats a call until it is answered, and gives up when that does not help.
+/// Retries a call until it returns a result, up to a time limit.
 async fn repeat<T, F: Future<Output = Result<T>>>(call: impl Fn() -> F) -> Result<T> {
     for _ in 0..200 {
         if let Some(value) = known(call().await)? {
@@ -51,7 +51,7 @@ async fn repeat<T, F: Future<Output = Result<T>>>(call: impl Fn() -> F) -> Resul
     call().await
 }
 
-pub async fn every_append_that_returned_is_in_the_stream(env: Env) -> TestResult {
+pub async fn every_append_that_returned_is_stored(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let mut returned = BTreeMap::new();
     let mut round = 0;
@@ -75,8 +75,8 @@ pub async fn every_append_that_returned_is_in_the_stream(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn an_append_that_failed_left_a_beginning_of_its_batch_or_nothing(
-    env: Env,
+pub async fn a_failed_append_stored_a_prefix_of_its_batch_or_nothing(
+    env: StreamTestEnv,
 ) -> TestResult {
     let mut round = 0;
     while go_on(&env, round) {
@@ -93,7 +93,7 @@ pub async fn an_append_that_failed_left_a_beginning_of_its_batch_or_nothing(
     Ok(())
 }
 
-pub async fn a_repeated_settle_writes_its_follow_up_once(env: Env) -> TestResult {
+pub async fn a_retried_settle_writes_its_follow_up_once(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let dead = env.stream("dead");
     let mut round = 0;
@@ -131,12 +131,14 @@ pub async fn a_repeated_settle_writes_its_follow_up_once(env: Env) -> TestResult
     let mut expected: Vec<String> = expected.iter().map(|fields| format!("{fields:?}")).collect();
     waiting.sort();
     expected.sort();
-    assert_eq!(waiting, expected, "one entry put aside each");
+    assert_eq!(waiting, expected, "one scheduled entry each");
     assert_eq!(flow.pending_ids().await?, []);
     Ok(())
 }
 
-pub async fn a_failed_settle_happened_whole_or_not_at_all(env: Env) -> TestResult {
+pub async fn a_failed_settle_was_applied_completely_or_not_at_all(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let mut round = 0;
     while go_on(&env, round) {
@@ -162,7 +164,7 @@ pub async fn a_failed_settle_happened_whole_or_not_at_all(env: Env) -> TestResul
         let pending = flow.pending_ids().await?;
         let written = fields_in(&*env.second, &dead).await?;
         if pending.is_empty() {
-            assert_eq!(written, numbers(20), "acknowledged, so every follow-up is there");
+            assert_eq!(written, numbers(20), "acknowledged, so every follow-up exists");
         } else {
             assert_eq!((pending, written), (ids.clone(), vec![]), "nothing happened");
             env.second.settle(settle).await?;
@@ -172,7 +174,9 @@ pub async fn a_failed_settle_happened_whole_or_not_at_all(env: Env) -> TestResul
     Ok(())
 }
 
-pub async fn what_a_failed_read_was_given_is_pending_for_its_consumer(env: Env) -> TestResult {
+pub async fn entries_delivered_to_a_failed_read_are_pending_for_its_consumer(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let ann = consumer("ann");
     let mut reader = repeat(|| env.raw.reader(&flow.group, &ann)).await?;
@@ -188,18 +192,18 @@ pub async fn what_a_failed_read_was_given_is_pending_for_its_consumer(env: Env) 
         round += 1;
     }
     sleep_ms(50).await;
-    // Closing is allowed to fail; whatever it fetched is pending then, too.
+    // Close may fail; entries it fetched are then pending, too.
     for batch in known(reader.close().await)?.into_iter().flatten() {
         seen.extend(ids_of(&batch.entries));
     }
 
     let pending: Vec<EntryId> = flow.pending_ids().await?;
-    let in_hand: HashSet<EntryId> = seen.iter().copied().collect();
-    assert_eq!(in_hand.len(), seen.len(), "nothing was shown twice");
-    assert!(in_hand.is_subset(&pending.iter().copied().collect()), "what was shown is pending");
+    let owned: HashSet<EntryId> = seen.iter().copied().collect();
+    assert_eq!(owned.len(), seen.len(), "nothing was returned twice");
+    assert!(owned.is_subset(&pending.iter().copied().collect()), "what was returned is pending");
 
-    // What was never shown is found in the list, what was never delivered comes with the next read.
-    let lost: Vec<EntryId> = pending.iter().copied().filter(|id| !in_hand.contains(id)).collect();
+    // Entries never returned are listed as pending; undelivered ones come with the next read.
+    let lost: Vec<EntryId> = pending.iter().copied().filter(|id| !owned.contains(id)).collect();
     let from = ReclaimFrom::Ids(&lost);
     let found = env.second.reclaim(Reclaim { from, ..flow.reclaim_any(&ann) }).await?;
     seen.extend(ids_of(&found.entries));
@@ -209,14 +213,14 @@ pub async fn what_a_failed_read_was_given_is_pending_for_its_consumer(env: Env) 
     Ok(())
 }
 
-pub async fn a_reader_goes_on_after_every_cut(env: Env) -> TestResult {
+pub async fn a_reader_recovers_from_every_disconnect(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let ann = consumer("ann");
     let mut reader = repeat(|| env.raw.reader(&flow.group, &ann)).await?;
     let mut round = 0;
     while go_on(&env, round) {
         flow.append(1).await?;
-        // However many reads fail, one of the next finds the entry, or it is pending for ann.
+        // However many reads fail, a later one returns the entry, or it is pending for ann.
         let started = tokio::time::Instant::now();
         loop {
             let read = reader.read(std::slice::from_ref(&flow.stream), ALL, ms(50)).await;
@@ -235,7 +239,9 @@ pub async fn a_reader_goes_on_after_every_cut(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_reader_that_repeats_sees_every_entry_once_and_in_order(env: Env) -> TestResult {
+pub async fn a_retrying_reader_sees_every_entry_once_and_in_order(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let mut reader = env.backend.reader(&flow.group, &consumer("ann")).await?;
     let (mut appended, mut seen) = (Vec::new(), Vec::new());
@@ -256,7 +262,9 @@ pub async fn a_reader_that_repeats_sees_every_entry_once_and_in_order(env: Env) 
     Ok(())
 }
 
-pub async fn a_lease_acquired_twice_after_a_lost_reply_is_one_lease(env: Env) -> TestResult {
+pub async fn a_lease_acquired_twice_after_a_lost_reply_is_one_lease(
+    env: StreamTestEnv,
+) -> TestResult {
     let mut round = 0;
     while go_on(&env, round) {
         let lease = env.lease(&round.to_string());
@@ -272,8 +280,8 @@ pub async fn a_lease_acquired_twice_after_a_lost_reply_is_one_lease(env: Env) ->
     Ok(())
 }
 
-pub async fn a_fenced_settle_stays_fenced_however_often_it_is_repeated(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(2).await?;
+pub async fn a_fenced_settle_stays_fenced_on_every_retry(env: StreamTestEnv) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(2).await?;
     let lease = env.lease("orders");
     let Acquire::Won(epoch) = env.second.acquire(&lease, &holder("ann"), ms(60)).await? else {
         panic!("expected a free lease");
@@ -303,7 +311,7 @@ pub async fn a_fenced_settle_stays_fenced_however_often_it_is_repeated(env: Env)
     Ok(())
 }
 
-pub async fn an_entry_whose_move_was_not_told_moved_once(env: Env) -> TestResult {
+pub async fn an_entry_promoted_without_a_reply_is_promoted_once(env: StreamTestEnv) -> TestResult {
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let mut round = 0;
     while go_on(&env, round) {
@@ -320,8 +328,8 @@ pub async fn an_entry_whose_move_was_not_told_moved_once(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn a_batch_put_aside_without_an_answer_is_there_whole_or_not_at_all(
-    env: Env,
+pub async fn a_batch_scheduled_without_a_reply_is_stored_completely_or_not_at_all(
+    env: StreamTestEnv,
 ) -> TestResult {
     let to = env.stream("orders");
     let mut round = 0;
@@ -349,24 +357,30 @@ pub async fn a_batch_put_aside_without_an_answer_is_there_whole_or_not_at_all(
     Ok(())
 }
 
-pub async fn a_reclaim_without_an_answer_left_its_entries_with_the_taker(env: Env) -> TestResult {
-    let (flow, ids) = env.flow_in_hand(5).await?;
+pub async fn a_reclaim_without_a_reply_assigned_the_entries_to_its_consumer(
+    env: StreamTestEnv,
+) -> TestResult {
+    let (flow, ids) = env.flow_with_pending(5).await?;
     let mut owner = "ann".to_owned();
     let mut round = 0;
     while go_on(&env, round) {
         let name = format!("c{round}");
         let me = consumer(&name);
         let reclaim = Reclaim { from: ReclaimFrom::Others, ..flow.reclaim_any(&me) };
-        let told = known(env.raw.reclaim(reclaim).await)?;
-        if told.is_none() {
+        let reclaimed = known(env.raw.reclaim(reclaim).await)?;
+        if reclaimed.is_none() {
             sleep_ms(50).await;
         }
-        let in_hand = flow.in_hand().await?;
-        let owners: HashSet<&str> = in_hand.iter().map(|(_, owner, _)| owner.as_str()).collect();
-        assert_eq!(in_hand.iter().map(|x| x.0).collect::<Vec<_>>(), ids, "nothing is lost");
-        if let Some(told) = told {
-            assert_eq!(ids_of(&told.entries), ids);
-            assert_eq!(owners, HashSet::from([name.as_str()]), "all of it is the taker's");
+        let owned = flow.pending_owners().await?;
+        let owners: HashSet<&str> = owned.iter().map(|(_, owner, _)| owner.as_str()).collect();
+        assert_eq!(owned.iter().map(|x| x.0).collect::<Vec<_>>(), ids, "nothing is lost");
+        if let Some(reclaimed) = reclaimed {
+            assert_eq!(ids_of(&reclaimed.entries), ids);
+            assert_eq!(
+                owners,
+                HashSet::from([name.as_str()]),
+                "all of it belongs to the reclaiming consumer"
+            );
         }
         assert!(owners.iter().all(|who| *who == name || *who == owner), "found {owners:?}");
         if owners.contains(name.as_str()) {

@@ -1,6 +1,7 @@
-//! Silence: the reads of a consumer that is thought dead deliver nothing after they were ended.
+//! Disconnecting readers: reads of a consumer that is considered dead deliver nothing afterwards.
 //!
-//! Consumers have names that no other test has, for all readers of a name are ended, whatever they read.
+//! Consumer names are unique to each test, because all readers with a name are disconnected, whatever they
+//! read.
 
 use std::task::Poll;
 use std::time::Duration;
@@ -13,21 +14,21 @@ use headwater_stream::{
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use super::env::{Env, consumer, group};
+use super::env::{StreamTestEnv, consumer, group};
 use super::failure::TestResult;
 use super::steps::{LONG, ids_of, numbers, soon};
 
 const ROUNDS: u64 = 20;
 
-type Reading = JoinHandle<(Result<Vec<Batch<Delivery>>>, Box<dyn GroupReader>)>;
+type ReadTask = JoinHandle<(Result<Vec<Batch<Delivery>>>, Box<dyn GroupReader>)>;
 
-/// A read that has begun, and nobody knows how far it has come.
+/// A read in flight, at an unknown point.
 async fn begin_read(
     backend: &dyn Backend,
     stream: &StreamName,
     group: &GroupName,
     name: &str,
-) -> TestResult<Reading> {
+) -> TestResult<ReadTask> {
     let mut reader = backend.reader(group, &consumer(name)).await?;
     let streams = [stream.clone()];
     let (begun, has_begun) = oneshot::channel();
@@ -48,14 +49,14 @@ async fn begin_read(
 }
 
 async fn silence(
-    env: &Env,
+    env: &StreamTestEnv,
     stream: &StreamName,
     group: &GroupName,
     name: &str,
 ) -> TestResult<usize> {
     match env.backend.silence(stream, group, &consumer(name)).await? {
         Silenced::Yes { ended } => Ok(ended),
-        Silenced::No { reason } => panic!("expected silence, found {reason}"),
+        Silenced::No { reason } => panic!("expected a disconnect, found {reason}"),
     }
 }
 
@@ -63,12 +64,12 @@ fn assert_ended(answer: &Result<Vec<Batch<Delivery>>>) {
     assert!(matches!(answer, Err(StreamError::Unavailable { .. })), "found {answer:?}");
 }
 
-pub async fn a_read_that_had_begun_delivers_nothing_after_silence(env: Env) -> TestResult {
+pub async fn a_read_in_flight_delivers_nothing_after_disconnect(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     for round in 0..ROUNDS {
         let name = env.name("consumer", &format!("ann-{round}"));
         let reading = begin_read(&*env.second, &flow.stream, &flow.group, &name).await?;
-        // It is still connecting, about to wait, or waits.
+        // It is connecting, about to block, or blocked.
         tokio::time::sleep(Duration::from_micros(round * round * 50)).await;
 
         silence(&env, &flow.stream, &flow.group, &name).await?;
@@ -82,14 +83,16 @@ pub async fn a_read_that_had_begun_delivers_nothing_after_silence(env: Env) -> T
     Ok(())
 }
 
-pub async fn silence_leaves_other_consumers_and_groups_alone(env: Env) -> TestResult {
+pub async fn disconnect_does_not_affect_other_consumers_and_groups(
+    env: StreamTestEnv,
+) -> TestResult {
     let flow = env.flow().await?;
     let (ann, others) = (env.name("consumer", "ann"), group("others"));
     env.second.ensure_group(&flow.stream, &others, GroupStart::Beginning).await?;
     let bob = begin_read(&*env.second, &flow.stream, &flow.group, "bob").await?;
     let ann_of_others = begin_read(&*env.second, &flow.stream, &others, &ann).await?;
     let anns = begin_read(&*env.second, &flow.stream, &flow.group, &ann).await?;
-    // Sooner or later all of them wait.
+    // Eventually all of them are blocked.
     tokio::time::sleep(Duration::from_millis(100)).await;
 
     silence(&env, &flow.stream, &flow.group, &ann).await?;
@@ -104,7 +107,7 @@ pub async fn silence_leaves_other_consumers_and_groups_alone(env: Env) -> TestRe
     Ok(())
 }
 
-pub async fn a_silenced_consumer_can_read_again(env: Env) -> TestResult {
+pub async fn a_disconnected_consumer_can_read_again(env: StreamTestEnv) -> TestResult {
     let (flow, ann) = (env.flow().await?, env.name("consumer", "ann"));
     let reading = begin_read(&*env.second, &flow.stream, &flow.group, &ann).await?;
     silence(&env, &flow.stream, &flow.group, &ann).await?;
@@ -115,18 +118,18 @@ pub async fn a_silenced_consumer_can_read_again(env: Env) -> TestResult {
     let reading = async {
         loop {
             match reader.read(std::slice::from_ref(&flow.stream), 10, LONG).await {
-                // It connects anew, and learns once more that it was silenced.
+                // It reconnects and gets the error once more.
                 Err(StreamError::Unavailable { .. }) => {}
                 answer => return answer,
             }
         }
     };
-    let read = soon("the reader to go on", reading).await?;
+    let read = soon("the reader to continue", reading).await?;
     assert_eq!(ids_of(&read[0].entries), ids);
     Ok(())
 }
 
-pub async fn what_was_delivered_before_silence_stays_pending(env: Env) -> TestResult {
+pub async fn entries_delivered_before_disconnect_stay_pending(env: StreamTestEnv) -> TestResult {
     let (flow, ann) = (env.flow().await?, env.name("consumer", "ann"));
     let ids = flow.append(3).await?;
     flow.deliver(&ann, 3).await?;
@@ -144,7 +147,7 @@ pub async fn what_was_delivered_before_silence_stays_pending(env: Env) -> TestRe
     Ok(())
 }
 
-pub async fn to_silence_nobody_is_no_error(env: Env) -> TestResult {
+pub async fn disconnecting_without_readers_succeeds(env: StreamTestEnv) -> TestResult {
     let (stream, ann) = (env.stream("orders"), env.name("consumer", "ann"));
     for _ in 0..2 {
         assert_eq!(silence(&env, &stream, &group("workers"), &ann).await?, 0);

@@ -1,4 +1,4 @@
-//! Appending once: however often a call is repeated, each id is in the stream one time.
+//! Append once: each id is appended one time, however often a call is retried.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,12 +10,12 @@ use headwater_stream::{
     Appended, Backend, EntryId, Fields, Once, Result, Retention, StreamName, Then, TrimGuard,
 };
 
-use super::env::Env;
+use super::env::StreamTestEnv;
 use super::failure::TestResult;
 use super::steps::{HOUR, contents, fields_in, ms, numbered, numbers, sleep_ms};
 
 const KEEP: &Retention = &Retention::KEEP_ALL;
-/// For many marks that nobody asks for again: a server that is full of them tells late of what else has lapsed.
+/// TTL for bulk ids: a server full of expired keys reports other expirations late.
 const SHORT: Duration = Duration::from_secs(10);
 
 fn once(id: &str, number: usize) -> Once {
@@ -34,8 +34,8 @@ fn ids(appended: &[Appended]) -> Vec<EntryId> {
     appended.iter().map(|one| one.id).collect()
 }
 
-/// Where the network is faulty, a call that was sent again finds what it has done itself.
-fn assert_duplicates(env: &Env, appended: &[Appended], expected: &[bool]) {
+/// On a faulty network, a retried call may find its own first attempt.
+fn assert_duplicates(env: &StreamTestEnv, appended: &[Appended], expected: &[bool]) {
     let found: Vec<bool> = appended.iter().map(|one| one.duplicate).collect();
     for (found, expected) in found.iter().zip(expected) {
         assert!(found == expected || (env.is_faulty() && *found), "{appended:?}");
@@ -43,7 +43,7 @@ fn assert_duplicates(env: &Env, appended: &[Appended], expected: &[bool]) {
     assert_eq!(found.len(), expected.len());
 }
 
-pub async fn a_new_id_is_appended_and_a_known_one_is_not(env: Env) -> TestResult {
+pub async fn a_new_id_is_appended_and_a_duplicate_is_not(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let first = append(&*env.backend, &stream, &[once("a", 1), once("b", 2)]).await?;
     assert_duplicates(&env, &first, &[false, false]);
@@ -58,7 +58,7 @@ pub async fn a_new_id_is_appended_and_a_known_one_is_not(env: Env) -> TestResult
     Ok(())
 }
 
-pub async fn an_id_that_stands_twice_in_one_call_is_appended_once(env: Env) -> TestResult {
+pub async fn an_id_given_twice_in_one_call_is_appended_once(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let entries = [once("a", 1), once("b", 2), once("a", 3), once("a", 4), once("b", 5)];
     let appended = append(&*env.backend, &stream, &entries).await?;
@@ -69,7 +69,7 @@ pub async fn an_id_that_stands_twice_in_one_call_is_appended_once(env: Env) -> T
     Ok(())
 }
 
-pub async fn a_call_repeated_as_a_whole_changes_nothing(env: Env) -> TestResult {
+pub async fn retrying_a_whole_call_changes_nothing(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let entries: Vec<Once> = (0..100).map(|number| once(&format!("id-{number}"), number)).collect();
     let first = append(&*env.second, &stream, &entries).await?;
@@ -84,7 +84,7 @@ pub async fn a_call_repeated_as_a_whole_changes_nothing(env: Env) -> TestResult 
     Ok(())
 }
 
-pub async fn of_32_who_append_an_id_at_once_one_does(env: Env) -> TestResult {
+pub async fn one_of_32_concurrent_appends_of_an_id_succeeds(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let tasks = (0..32).map(|number| {
         let backend = if number % 2 == 0 { &env.backend } else { &env.second };
@@ -99,11 +99,11 @@ pub async fn of_32_who_append_an_id_at_once_one_does(env: Env) -> TestResult {
     assert_eq!(found.len(), 1, "found {found:?}");
     assert!(answers.iter().all(|answer| answer.id == found[0].id), "found {answers:?}");
     let new = answers.iter().filter(|answer| !answer.duplicate).count();
-    assert!(new == 1 || (env.is_faulty() && new == 0), "{new} were told that they did");
+    assert!(new == 1 || (env.is_faulty() && new == 0), "{new} calls appended it");
     Ok(())
 }
 
-pub async fn batches_that_overlap_and_run_at_once_append_each_id_once(env: Env) -> TestResult {
+pub async fn overlapping_concurrent_batches_append_each_id_once(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let tasks = (0..16).map(|task| {
         let backend = if task % 2 == 0 { &env.backend } else { &env.second };
@@ -127,7 +127,7 @@ pub async fn batches_that_overlap_and_run_at_once_append_each_id_once(env: Env) 
     Ok(())
 }
 
-pub async fn a_lapsed_id_is_new_again(env: Env) -> TestResult {
+pub async fn an_expired_id_is_new_again(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let short = env.second.append_once(&stream, &[once("a", 1)], ms(80), KEEP).await?;
     append(&*env.second, &stream, &[once("b", 2)]).await?;
@@ -141,7 +141,7 @@ pub async fn a_lapsed_id_is_new_again(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn a_duplicate_does_not_prolong_the_time_an_id_is_known(env: Env) -> TestResult {
+pub async fn a_duplicate_does_not_extend_the_expiration_of_an_id(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     env.second.append_once(&stream, &[once("a", 1)], ms(5_000), KEEP).await?;
     append(&*env.backend, &stream, &[once("a", 2)]).await?;
@@ -150,7 +150,9 @@ pub async fn a_duplicate_does_not_prolong_the_time_an_id_is_known(env: Env) -> T
     Ok(())
 }
 
-pub async fn where_an_id_is_can_be_asked_without_appending(env: Env) -> TestResult {
+pub async fn the_entry_of_an_id_can_be_looked_up_without_appending(
+    env: StreamTestEnv,
+) -> TestResult {
     let stream = env.stream("orders");
     assert_eq!(env.backend.appended(&stream, &["a", "b"]).await?, [None, None]);
     assert_eq!(env.second.stats(&stream).await?, None, "no stream came into being");
@@ -164,8 +166,8 @@ pub async fn where_an_id_is_can_be_asked_without_appending(env: Env) -> TestResu
     Ok(())
 }
 
-pub async fn an_id_is_known_after_its_entry_is_gone(env: Env) -> TestResult {
-    let (flow, _) = env.flow_in_hand(1).await?;
+pub async fn an_id_is_remembered_after_its_entry_was_deleted(env: StreamTestEnv) -> TestResult {
+    let (flow, _) = env.flow_with_pending(1).await?;
     let stream = flow.stream.clone();
     let entries = ["deleted", "trimmed", "settled"].map(|id| once(id, 1));
     let first = append(&*env.second, &stream, &entries).await?;
@@ -185,7 +187,7 @@ pub async fn an_id_is_known_after_its_entry_is_gone(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn ids_of_two_streams_and_of_other_scopes_do_not_mix(env: Env) -> TestResult {
+pub async fn ids_of_different_streams_and_scopes_are_independent(env: StreamTestEnv) -> TestResult {
     let [one, two] = [env.stream("a"), env.stream("a:b")];
     let elsewhere = env.stream_elsewhere("a");
     append(&*env.second, &one, &[once("b:x", 1), once("x", 2)]).await?;
@@ -199,7 +201,7 @@ pub async fn ids_of_two_streams_and_of_other_scopes_do_not_mix(env: Env) -> Test
     Ok(())
 }
 
-pub async fn ids_and_fields_keep_their_bytes(env: Env) -> TestResult {
+pub async fn ids_and_fields_are_preserved_byte_for_byte(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let odd = ["键 {x}:\n", "a\0b", "{", "}", "1-2", " "];
     let all: Bytes = (0..=u8::MAX).collect();
@@ -220,7 +222,7 @@ pub async fn ids_and_fields_keep_their_bytes(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn the_largest_batch_is_taken_whole_and_once(env: Env) -> TestResult {
+pub async fn the_maximum_batch_is_appended_once(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let half = BATCH_MAX / 2;
     let entry = |number: usize| once(&(number % half).to_string(), number);
@@ -232,14 +234,14 @@ pub async fn the_largest_batch_is_taken_whole_and_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn no_entries_are_no_work(env: Env) -> TestResult {
+pub async fn an_empty_append_once_does_nothing(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     assert_eq!(append(&*env.backend, &stream, &[]).await?, []);
     assert_eq!(env.second.stats(&stream).await?, None, "no stream came into being");
     Ok(())
 }
 
-pub async fn a_retention_trims_what_was_appended_once(env: Env) -> TestResult {
+pub async fn retention_trims_entries_appended_once(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     let retention = Retention::max_len(10);
     let mut first = None;
@@ -256,7 +258,7 @@ pub async fn a_retention_trims_what_was_appended_once(env: Env) -> TestResult {
     Ok(())
 }
 
-pub async fn what_was_appended_once_is_delivered_like_any_entry(env: Env) -> TestResult {
+pub async fn entries_appended_once_are_delivered_normally(env: StreamTestEnv) -> TestResult {
     let flow = env.flow().await?;
     let mut reader = env.second.reader(&flow.group, &super::env::consumer("ann")).await?;
     let streams = [flow.stream.clone()];
