@@ -1,8 +1,8 @@
-//! What it costs to own many streams: round trips and processor time per heartbeat.
+//! Cost of owning many streams: round trips and CPU time per heartbeat.
 //!
-//! `cargo bench -p headwater-assignment --all-features --bench heartbeat`, with `-- STREAMS` for another number than 10 000. Two runs: over
-//! the loopback for processor time, and over a wire that takes time for round trips. There, a heartbeat takes longer by as
-//! many round trips as it makes one after the other.
+//! Run `cargo bench -p headwater-assignment --all-features --bench heartbeat`; `-- STREAMS` sets another
+//! number than 10 000. Two runs: over the loopback for CPU time, and over a slow connection for round trips.
+//! There, a heartbeat takes longer by the number of its consecutive round trips.
 
 use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
@@ -20,15 +20,16 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 
 const STREAMS: usize = 10_000;
-/// How many intervals are measured.
+/// Number of measured intervals.
 const INTERVALS: u32 = 4;
-/// How long each way over the slow wire takes.
+/// One-way latency of the slow connection.
 const ONE_WAY: Duration = Duration::from_millis(250);
 
 #[tokio::main]
 async fn main() -> Result<()> {
     let streams = std::env::args().find_map(|word| word.parse().ok()).unwrap_or(STREAMS);
-    metrics::set_global_recorder(Beats).map_err(|_| anyhow::anyhow!("there is a recorder"))?;
+    metrics::set_global_recorder(Beats)
+        .map_err(|_| anyhow::anyhow!("a recorder is already installed"))?;
     let redis = Redis::start()?;
     let every = AssignmentConfig::default().heartbeat_every;
     println!(
@@ -37,7 +38,7 @@ async fn main() -> Result<()> {
 
     let backend = connect(&redis.url(), &Options::default()).await?;
     let owner = Owner::start(backend, streams).await?;
-    println!("taking them     {:8.2} s", owner.took.as_secs_f64());
+    println!("acquiring them  {:8.2} s", owner.took.as_secs_f64());
     let (cpu, server, started) =
         (processor_seconds(None)?, server_seconds(&redis)?, Instant::now());
     let near = owner.watch(every * INTERVALS).await?;
@@ -48,11 +49,11 @@ async fn main() -> Result<()> {
     println!("server          {:8.2} % of a core", 100.0 * server / elapsed);
     owner.stop().await?;
 
-    let wire = slow_wire(redis.addr()).await?;
+    let wire = slow_connection(redis.addr()).await?;
     let backend = connect(&redis.url_at(wire), &Options::default()).await?;
     let owner = Owner::start(Arc::clone(&backend), streams).await?;
     let far = owner.watch(every * INTERVALS).await?;
-    // What one round trip takes on this wire.
+    // Measure the round trip time of this connection.
     let mut round_trips = Vec::new();
     for _ in 0..5 {
         let started = Instant::now();
@@ -60,7 +61,7 @@ async fn main() -> Result<()> {
         round_trips.push(started.elapsed().as_secs_f64());
     }
     let round_trip = fastest(&round_trips);
-    println!("\nover a wire with a round trip of {:.0} ms", round_trip * 1000.0);
+    println!("\nover a connection with a round trip of {:.0} ms", round_trip * 1000.0);
     println!("one heartbeat   {:8.1} ms", mean(&far) * 1000.0);
     println!("round trips     {:8.2} per heartbeat", (fastest(&far) - fastest(&near)) / round_trip);
     owner.stop().await
@@ -96,13 +97,13 @@ impl Owner {
         let (assignment, notifications) =
             Assignment::start(backend, &service, "owner", config).await?;
         while assignment.owned().len() < streams {
-            ensure!(started.elapsed() < Duration::from_secs(120), "the streams were not taken");
+            ensure!(started.elapsed() < Duration::from_secs(120), "the streams were not acquired");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(Self { assignment, _notifications: notifications, took: started.elapsed() })
     }
 
-    /// How long each heartbeat takes, in seconds, for a while.
+    /// Durations of heartbeats in seconds, measured for `limit`.
     async fn watch(&self, limit: Duration) -> Result<Vec<f64>> {
         let owned = self.assignment.owned().len();
         take_beats();
@@ -119,8 +120,8 @@ impl Owner {
     }
 }
 
-/// Forwards everything, each byte as late as a distant server would have it, and as many at once.
-async fn slow_wire(target: std::net::SocketAddr) -> Result<std::net::SocketAddr> {
+/// Forwards all data with a fixed latency and unlimited bandwidth.
+async fn slow_connection(target: std::net::SocketAddr) -> Result<std::net::SocketAddr> {
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let address = listener.local_addr()?;
     tokio::spawn(async move {
@@ -157,7 +158,7 @@ async fn carry(
     }
 }
 
-/// The processor time of the server so far.
+/// CPU time of the server so far.
 fn server_seconds(redis: &Redis) -> Result<f64> {
     let info = redis.command(&["INFO", "cpu"])?.text();
     let value = |name: &str| -> Result<f64> {
@@ -171,7 +172,7 @@ fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
 }
 
-/// Without what a busy machine adds.
+/// The minimum, to exclude noise.
 fn fastest(values: &[f64]) -> f64 {
     values.iter().copied().fold(f64::INFINITY, f64::min)
 }
@@ -179,15 +180,15 @@ fn fastest(values: &[f64]) -> f64 {
 static BEATS: LazyLock<Mutex<Vec<f64>>> = LazyLock::new(Mutex::default);
 
 fn take_beats() -> Vec<f64> {
-    std::mem::take(&mut *BEATS.lock().expect("nobody panics with it"))
+    std::mem::take(&mut *BEATS.lock().expect("no code panics while it holds this lock"))
 }
 
-/// A recorder that keeps how long heartbeats take and nothing else.
+/// A recorder that only keeps the durations of heartbeats.
 struct Beats;
 
 impl HistogramFn for Beats {
     fn record(&self, value: f64) {
-        BEATS.lock().expect("nobody panics with it").push(value);
+        BEATS.lock().expect("no code panics while it holds this lock").push(value);
     }
 }
 

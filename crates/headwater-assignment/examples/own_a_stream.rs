@@ -1,6 +1,7 @@
 //! Two consumers share the streams of a service; one dies, and the other takes over.
 //!
-//! `cargo run -p headwater-assignment --example own_a_stream`, or with the URL of a Redis behind `--` and `--features redis`.
+//! Run `cargo run -p headwater-assignment --example own_a_stream`, or add `--features redis -- URL` for a
+//! Redis server.
 
 use std::time::Duration;
 
@@ -19,36 +20,36 @@ async fn main() -> Result {
 
 async fn run(url: &str) -> Result {
     let backend = connect(url, &Options::default()).await?;
-    // A lease lives two heartbeats. The hash tag lets the same service run on a Redis Cluster.
+    // A lease lasts two heartbeats. The hash tag lets the same service run on a Redis Cluster.
     let config =
         AssignmentConfig { heartbeat_every: Duration::from_millis(500), ..Default::default() };
     let service = "{own-a-stream}";
-    let (ada, mut heard_by_ada) =
+    let (ada, mut ada_notifications) =
         Assignment::start(backend.clone(), service, "ada", config.clone()).await?;
-    let (bob, mut heard_by_bob) = Assignment::start(backend, service, "bob", config).await?;
+    let (bob, mut bob_notifications) = Assignment::start(backend, service, "bob", config).await?;
 
-    // Somebody has a stream to be processed.
+    // A producer adds a stream.
     ada.add(&StreamName::new("clicks:berlin")?, Some(r#"{"tenant": "acme"}"#)).await?;
 
-    // One of the two gets it. Work only while the guard says so, and end it with `done`.
+    // One of the two acquires it. Work only while the guard is valid, and end with `done`.
     let (owner, name) = tokio::select! {
-        Some(Notification::Added(owned)) = heard_by_ada.recv() => (owned, "ada"),
-        Some(Notification::Added(owned)) = heard_by_bob.recv() => (owned, "bob"),
+        Some(Notification::Added(owned)) = ada_notifications.recv() => (owned, "ada"),
+        Some(Notification::Added(owned)) = bob_notifications.recv() => (owned, "bob"),
     };
     println!("{name} owns {} {}", owner.stream(), owner.info().unwrap_or_default());
 
-    // It dies without a word ...
-    let (survivor, mut heard) = if name == "ada" {
+    // The owner dies ...
+    let (survivor, mut notifications) = if name == "ada" {
         drop(ada);
-        (bob, heard_by_bob)
+        (bob, bob_notifications)
     } else {
         drop(bob);
-        (ada, heard_by_ada)
+        (ada, ada_notifications)
     };
     println!("{name} dies");
 
-    // ... and the other one claims the stream as soon as the lease has run out.
-    while let Some(notification) = heard.recv().await {
+    // ... and the other consumer claims the stream when the lease has expired.
+    while let Some(notification) = notifications.recv().await {
         match notification {
             Notification::Expired(stream) => {
                 let owned = survivor.claim(&stream).await?;
@@ -65,9 +66,9 @@ async fn run(url: &str) -> Result {
                 }
                 survivor.shutdown(Duration::from_secs(1)).await?;
             }
-            Notification::Added(owned) => println!("{} is ours", owned.stream()),
+            Notification::Added(owned) => println!("acquired {}", owned.stream()),
             Notification::Disowned { reason: Disowned::Shutdown, .. } => {}
-            Notification::Terminated(Terminated::Shutdown) => println!("the end"),
+            Notification::Terminated(Terminated::Shutdown) => println!("terminated"),
             other => println!("{other:?}"),
         }
     }

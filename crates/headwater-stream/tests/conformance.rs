@@ -1,4 +1,4 @@
-//! The conformance suite on every backend there is, in five set-ups.
+//! The conformance suite on every backend, in five configurations.
 #![cfg(any(feature = "embedded", feature = "redis"))]
 
 use std::sync::Arc;
@@ -11,7 +11,7 @@ async fn open(url: &str) -> TestResult<Arc<dyn Backend>> {
     Ok(connect(url, &Options::default()).await?)
 }
 
-/// An error of the testkit, as the suite knows errors.
+/// Converts an error of the testkit.
 #[cfg(feature = "redis")]
 fn testkit<T>(answer: anyhow::Result<T>) -> TestResult<T> {
     Ok(answer.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
@@ -72,8 +72,8 @@ mod redis_cluster {
     stream_suite!(setup());
 }
 
-/// Each test has a proxy of its own that loses replies and cuts connections: some at random, and one before every few
-/// calls. The seed is printed; `HEADWATER_FAULT_SEED` sets it.
+/// Each test has its own proxy that drops replies and cuts connections: some at random, and one before every
+/// few calls. The seed is printed; `HEADWATER_FAULT_SEED` sets it.
 #[cfg(feature = "redis")]
 mod redis_faulty {
     use std::env;
@@ -86,9 +86,9 @@ mod redis_faulty {
 
     use super::*;
 
-    /// One call in so many meets a dropped reply or a cut connection.
+    /// One call in this many gets a dropped reply or a cut connection.
     const FAULT_EVERY: u64 = 3;
-    /// Without a pause between faults, tests that make many calls at once would get nowhere.
+    /// Without a pause between faults, tests with many concurrent calls would make no progress.
     const FAULT_PAUSE: Duration = Duration::from_millis(60);
 
     async fn setup() -> TestResult<StreamTestEnv> {
@@ -100,18 +100,18 @@ mod redis_faulty {
         let redis = testkit(Redis::shared())?;
         let proxy = Arc::new(testkit(Proxy::flaky(redis.addr(), seed))?);
         let second = open(&redis.url()).await?;
-        let raw = open_in_spite_of_faults(&redis.url_at(proxy.addr())).await?;
+        let raw = open_despite_faults(&redis.url_at(proxy.addr())).await?;
 
-        let disturbed = Arc::clone(&proxy);
+        let faulty_proxy = Arc::clone(&proxy);
         let state = Mutex::new((seed, None));
-        let before = move || disturb(&disturbed, &state);
+        let before = move || inject_fault(&faulty_proxy, &state);
         let backend = Arc::new(Retrying::new(Arc::clone(&raw), before));
         let counted = Arc::clone(&proxy);
         let faults = move || counted.faults();
         Ok(StreamTestEnv::faulty(backend, second, raw, faults).keep(proxy).keep(redis))
     }
 
-    async fn open_in_spite_of_faults(url: &str) -> TestResult<Arc<dyn Backend>> {
+    async fn open_despite_faults(url: &str) -> TestResult<Arc<dyn Backend>> {
         for _ in 0..20 {
             if let Ok(backend) = open(url).await {
                 return Ok(backend);
@@ -120,8 +120,8 @@ mod redis_faulty {
         open(url).await
     }
 
-    /// Breaks the network for the next call, now and then.
-    fn disturb(proxy: &Proxy, state: &Mutex<(u64, Option<Instant>)>) {
+    /// Injects a fault for the next call from time to time.
+    fn inject_fault(proxy: &Proxy, state: &Mutex<(u64, Option<Instant>)>) {
         let mut state = state.lock().expect("no code panics while it holds this lock");
         let (seed, last) = &mut *state;
         let random = next(seed);

@@ -1,4 +1,4 @@
-//! What a cluster asks of the names of a service.
+//! Requirements of a Redis Cluster on service names.
 
 use std::time::Duration;
 
@@ -7,13 +7,13 @@ use headwater_stream::StreamError;
 use headwater_testkit::{Cluster, unique};
 use tokio::time::Instant;
 
-use crate::place::{Place, quick};
+use crate::fixture::{ServiceFixture, quick};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_service_without_a_hash_tag_is_refused_at_the_start() {
-    let place = Place::cluster();
+async fn a_service_without_a_hash_tag_is_rejected_at_the_start() {
+    let fixture = ServiceFixture::cluster();
     let service = unique("untagged");
-    let started = Assignment::start(place.connect().await, &service, "c", quick()).await;
+    let started = Assignment::start(fixture.connect().await, &service, "c", quick()).await;
     match started {
         Err(StreamError::Invalid { what, problem }) => {
             assert_eq!(what, format!("the service name `{service}`"));
@@ -24,21 +24,21 @@ async fn a_service_without_a_hash_tag_is_refused_at_the_start() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn expiry_is_heard_from_every_primary() {
-    // Given three services whose leases live on three nodes, and a sweep that is too slow to help.
+async fn expirations_are_reported_by_every_primary() {
+    // Given three services whose leases are on three nodes, and a sweep that is too slow to help.
     let cluster = Cluster::start().unwrap();
     let config = AssignmentConfig { sweep_every: Duration::from_secs(60), ..quick() };
     let mut nodes = std::collections::BTreeMap::new();
     while nodes.len() < 3 {
-        let place = Place::in_cluster(&cluster);
-        let slot = cluster.slot_of(place.input().as_str()).unwrap();
-        nodes.entry(cluster.primary_of_slot(slot).unwrap().port()).or_insert(place);
+        let fixture = ServiceFixture::in_cluster(&cluster);
+        let slot = cluster.slot_of(fixture.input().as_str()).unwrap();
+        nodes.entry(cluster.primary_of_slot(slot).unwrap().port()).or_insert(fixture);
     }
-    let hears = async |place: &Place| {
-        let mut owner = place.consumer("owner", config.clone()).await;
-        let stream = place.add(&["s"]).await.remove(0);
+    let fails_over = async |fixture: &ServiceFixture| {
+        let mut owner = fixture.consumer("owner", config.clone()).await;
+        let stream = fixture.add(&["s"]).await.remove(0);
         owner.added().await;
-        let mut survivor = place.consumer("survivor", config.clone()).await;
+        let mut survivor = fixture.consumer("survivor", config.clone()).await;
         tokio::time::sleep(Duration::from_millis(300)).await;
 
         owner.die();
@@ -47,5 +47,5 @@ async fn expiry_is_heard_from_every_primary() {
         survivor.assignment.claim(&stream).await.unwrap();
         assert!(died.elapsed() < config.sweep_every, "after {:?}", died.elapsed());
     };
-    futures_util::future::join_all(nodes.values().map(hears)).await;
+    futures_util::future::join_all(nodes.values().map(fails_over)).await;
 }

@@ -1,15 +1,15 @@
-//! Stream assignment on every backend: each scenario is written once and runs everywhere.
+//! Stream assignment on every backend: each scenario is written once and runs on all of them.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
 
 #[macro_use]
-mod place;
+mod fixture;
 
-mod ending;
 mod failover;
 mod input;
-mod many;
 mod notifications;
+mod ownership_end;
+mod scale;
 mod sharing;
 
 mod cluster_layout;

@@ -1,4 +1,4 @@
-//! What is counted, by a recorder of the program's own.
+//! Metrics, with a recorder installed by the program.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -10,30 +10,35 @@ use metrics::{
     Counter, CounterFn, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
 };
 
-use crate::place::{Place, quick};
+use crate::fixture::{ServiceFixture, quick};
 
-/// On one thread, so that the recorder of this test hears its assignments and no others.
+/// On one thread, so that the recorder of this test only sees its own assignments.
 #[tokio::test]
-async fn the_life_of_streams_is_counted() {
+async fn the_lifecycle_of_streams_is_counted() {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
     let config = AssignmentConfig { owners_max: 1, notifications_max: 2, ..quick() };
-    let place = Place::embedded().await;
+    let fixture = ServiceFixture::embedded().await;
 
-    // Given a stream that is done, two whose owner dies, and an entry that names none.
-    let mut first = place.consumer("first", quick()).await;
-    place.add(&["done", "dies", "dies too"]).await;
+    // Given a stream that is done, two whose owner dies, and a malformed entry.
+    let mut first = fixture.consumer("first", quick()).await;
+    fixture.add(&["done", "dies", "dies too"]).await;
     let owned = first.added_many(3).await;
     drop(owned[0].work());
     first.assignment.done(&owned[0]).await.unwrap();
     let malformed = Fields::new([("lbs-input", "{")]);
-    place.connect().await.append(&place.input(), &[malformed], &Retention::KEEP_ALL).await.unwrap();
+    fixture
+        .connect()
+        .await
+        .append(&fixture.input(), &[malformed], &Retention::KEEP_ALL)
+        .await
+        .unwrap();
     tokio::time::sleep(quick().heartbeat_every * 3 / 2).await;
     first.die();
     tokio::time::sleep(quick().lease_ttl() + Duration::from_millis(200)).await;
 
     // When the next one starts, it finds both and quarantines them.
-    let mut second = place.consumer("second", config).await;
+    let mut second = fixture.consumer("second", config).await;
     second.next().await;
     second.next().await;
     second.assignment.shutdown(Duration::ZERO).await.unwrap();

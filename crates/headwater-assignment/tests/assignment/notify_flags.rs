@@ -1,4 +1,4 @@
-//! Whatever the server's notify flags are: they are respected, and fail-over works.
+//! Keyspace notification flags of the server are respected, and fail-over works with any of them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, span};
 
-use crate::place::{Place, QUIET, SLACK, quick};
+use crate::fixture::{QUIET, SLACK, ServiceFixture, quick};
 
 /// A sweep that is too slow to help.
 fn by_hints_alone() -> AssignmentConfig {
@@ -20,53 +20,53 @@ fn by_hints_alone() -> AssignmentConfig {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn empty_flags_are_set() {
     let redis = Redis::builder().notify("").start().unwrap();
-    fails_over(&Place::at(redis.url()), by_hints_alone()).await;
+    fails_over(&ServiceFixture::at(redis.url()), by_hints_alone()).await;
     assert_eq!(flags(&redis), sorted("xE"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn flags_that_are_right_stay_as_they_are() {
+async fn sufficient_flags_are_not_changed() {
     let redis = Redis::builder().notify("Ex").start().unwrap();
-    fails_over(&Place::at(redis.url()), by_hints_alone()).await;
+    fails_over(&ServiceFixture::at(redis.url()), by_hints_alone()).await;
     assert_eq!(flags(&redis), sorted("xE"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn foreign_flags_are_kept() {
     let redis = Redis::builder().notify("Kgs").start().unwrap();
-    fails_over(&Place::at(redis.url()), by_hints_alone()).await;
+    fails_over(&ServiceFixture::at(redis.url()), by_hints_alone()).await;
     assert_eq!(flags(&redis), sorted("KgsxE"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn another_database_is_heard_as_well() {
+async fn notifications_work_on_another_database() {
     let redis = Redis::start().unwrap();
-    let place = Place::at(format!("{}7", redis.url()));
-    fails_over(&place, by_hints_alone()).await;
+    let fixture = ServiceFixture::at(format!("{}7", redis.url()));
+    fails_over(&fixture, by_hints_alone()).await;
 }
 
 /// On one thread, so that the test sees what is logged.
 #[tokio::test]
-async fn forbidden_flags_leave_it_to_the_sweep_and_it_is_said_once() {
+async fn without_permission_to_set_flags_the_sweep_is_used_and_logged_once() {
     let redis = Redis::builder().user("app", "secret", "~* &* +@all -config").start().unwrap();
     let warnings = Warnings::default();
-    let place = Place::at(redis.url());
+    let fixture = ServiceFixture::at(redis.url());
     {
         let _guard = tracing::subscriber::set_default(warnings.clone());
-        let _consumer = place.consumer("c", quick()).await;
+        let _consumer = fixture.consumer("c", quick()).await;
         sleep(3 * quick().sweep_every).await;
     }
     assert_eq!(warnings.0.load(Ordering::Relaxed), 1);
 
-    // And it works without any, however the sweeps fall.
+    // And it works without notifications, at any phase of the sweeps.
     let heartbeat_every = quick().heartbeat_every;
     let config = AssignmentConfig { sweep_every: heartbeat_every, ..quick() };
-    let places = [(); 3].map(|()| Place::at(redis.url()));
-    let rounds = places.iter().zip(0..).map(|(place, round)| {
+    let places = [(); 3].map(|()| ServiceFixture::at(redis.url()));
+    let rounds = places.iter().zip(0..).map(|(fixture, round)| {
         let config = config.clone();
         async move {
             sleep(heartbeat_every * round / 3).await;
-            fails_over(place, config).await;
+            fails_over(fixture, config).await;
         }
     });
     futures_util::future::join_all(rounds).await;
@@ -74,52 +74,52 @@ async fn forbidden_flags_leave_it_to_the_sweep_and_it_is_said_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_notifications_a_lease_key_of_another_type_stops_the_fail_over_of_its_own_stream_only()
- {
+async fn without_notifications_a_lease_key_of_another_type_blocks_fail_over_of_its_own_stream_only()
+{
     let redis = Redis::builder().user("app", "secret", "~* &* +@all -config").start().unwrap();
-    let place = Place::at(redis.url());
-    let mut owner = place.consumer("owner", quick()).await;
+    let fixture = ServiceFixture::at(redis.url());
+    let mut owner = fixture.consumer("owner", quick()).await;
     let names = ["s0", "s1", "s2", "s3", "s4", "bad"];
-    let mut streams = place.add(&names).await;
+    let mut streams = fixture.add(&names).await;
     owner.added_many(names.len()).await;
     let bad = streams.pop().unwrap();
     owner.die();
-    let key = place.lease(&bad);
+    let key = fixture.lease(&bad);
     redis.command(&["DEL", key.as_str()]).unwrap();
     redis.command(&["RPUSH", key.as_str(), "foreign"]).unwrap();
 
     let config = AssignmentConfig { on_expired: OnExpired::Claim, ..quick() };
-    let mut survivor = place.consumer("survivor", config).await;
+    let mut survivor = fixture.consumer("survivor", config).await;
 
     let mut taken = survivor.added_many(streams.len()).await;
     taken.sort_by_key(|owned| owned.stream().clone());
     assert!(taken.iter().map(|owned| owned.stream()).eq(&streams), "{taken:?}");
-    // A new stream with such a key holds up no other one either.
-    let fresh = place.lease(&place.stream("fresh-bad"));
+    // A new stream with such a key does not block other streams either.
+    let fresh = fixture.lease(&fixture.stream("fresh-bad"));
     redis.command(&["HSET", fresh.as_str(), "foreign", "1"]).unwrap();
-    place.add(&["fresh-bad", "fresh"]).await;
-    assert_eq!(survivor.added().await.stream(), &place.stream("fresh"));
+    fixture.add(&["fresh-bad", "fresh"]).await;
+    assert_eq!(survivor.added().await.stream(), &fixture.stream("fresh"));
 
-    // When a person has removed the value, the stream is taken like any other.
+    // When an operator has deleted the key, the stream is acquired like any other.
     redis.command(&["DEL", key.as_str()]).unwrap();
     assert_eq!(survivor.added().await.stream(), &bad);
     redis.command(&["DEL", fresh.as_str()]).unwrap();
-    assert_eq!(survivor.added().await.stream(), &place.stream("fresh-bad"));
+    assert_eq!(survivor.added().await.stream(), &fixture.stream("fresh-bad"));
 }
 
-/// Kills an owner and expects a survivor to have its stream soon after the end of the lease.
-async fn fails_over(place: &Place, config: AssignmentConfig) {
-    let mut owner = place.consumer("owner", config.clone()).await;
-    let stream = place.add(&["s"]).await.remove(0);
+/// Kills an owner and expects a survivor to own its stream soon after the lease has expired.
+async fn fails_over(fixture: &ServiceFixture, config: AssignmentConfig) {
+    let mut owner = fixture.consumer("owner", config.clone()).await;
+    let stream = fixture.add(&["s"]).await.remove(0);
     owner.added().await;
-    // Half an interval apart, so that no sweep falls on the end of the lease by itself.
+    // Half an interval apart, so that no sweep coincides with the expiration of the lease.
     sleep(config.heartbeat_every / 2).await;
-    let mut survivor = place.consumer("survivor", config.clone()).await;
+    let mut survivor = fixture.consumer("survivor", config.clone()).await;
     sleep(QUIET).await;
 
     owner.die();
     let died = Instant::now();
-    let lease = place.connect().await.leases(&[place.lease(&stream)]).await.unwrap().remove(0);
+    let lease = fixture.connect().await.leases(&[fixture.lease(&stream)]).await.unwrap().remove(0);
     assert_eq!(survivor.expired().await, stream);
     survivor.assignment.claim(&stream).await.unwrap();
     let limit = lease.unwrap().remaining + SLACK;
@@ -137,7 +137,7 @@ fn sorted(flags: &str) -> String {
     flags.into_iter().collect()
 }
 
-/// Counts warnings that speak of sweeping.
+/// Counts warnings about the sweep.
 #[derive(Clone, Default)]
 struct Warnings(Arc<AtomicUsize>);
 

@@ -1,4 +1,4 @@
-//! Real processes, really killed and stopped.
+//! Real processes that are killed and paused.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,30 +11,30 @@ use headwater_stream::{Fields, Retention, StreamName};
 use headwater_testkit::{Child, Redis};
 use tokio::time::{Instant, sleep};
 
-use crate::place::{Consumer, LIMIT, Place, QUIET, SLACK, eventually, quick};
+use crate::fixture::{Consumer, LIMIT, QUIET, SLACK, ServiceFixture, eventually, quick};
 
-fn spawn(victim: &str, place: &Place, url: &str) -> Child {
+fn spawn(victim: &str, fixture: &ServiceFixture, url: &str) -> Child {
     let name = format!("processes::{victim}");
-    Child::spawn_self(&name, &[("URL", url), ("SERVICE", &place.service)]).unwrap()
+    Child::spawn_self(&name, &[("URL", url), ("SERVICE", &fixture.service)]).unwrap()
 }
 
-/// A consumer in a child process, as its parent said.
-async fn child_consumer(config: AssignmentConfig) -> (Place, Consumer) {
-    let mut place = Place::at(std::env::var("URL").unwrap());
-    place.service = std::env::var("SERVICE").unwrap();
-    let consumer = place.consumer("child", config).await;
-    (place, consumer)
+/// A consumer in a child process, configured by its parent.
+async fn child_consumer(config: AssignmentConfig) -> (ServiceFixture, Consumer) {
+    let mut fixture = ServiceFixture::at(std::env::var("URL").unwrap());
+    fixture.service = std::env::var("SERVICE").unwrap();
+    let consumer = fixture.consumer("child", config).await;
+    (fixture, consumer)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_stream_of_a_process_killed_with_9_is_claimed_in_time() {
+async fn the_stream_of_a_process_killed_with_sigkill_is_claimed_in_time() {
     let config = quick();
     let url = Redis::shared().unwrap().url();
-    let place = Place::at(url.clone());
-    let stream = place.add(&["s"]).await.remove(0);
-    let owner = spawn("victim_owns_a_stream", &place, &url);
+    let fixture = ServiceFixture::at(url.clone());
+    let stream = fixture.add(&["s"]).await.remove(0);
+    let owner = spawn("victim_owns_a_stream", &fixture, &url);
     assert_eq!(owner.line_after("OWNED ", LIMIT).unwrap(), stream.as_str());
-    let mut survivor = place.consumer("survivor", config.clone()).await;
+    let mut survivor = fixture.consumer("survivor", config.clone()).await;
     sleep(QUIET).await;
 
     owner.kill9().unwrap();
@@ -48,31 +48,34 @@ async fn the_stream_of_a_process_killed_with_9_is_claimed_in_time() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_stopped_past_its_lease_is_told_and_cannot_settle() {
+async fn a_process_paused_beyond_its_lease_is_notified_and_cannot_settle() {
     let url = Redis::shared().unwrap().url();
-    let place = Place::at(url.clone());
-    let stream = place.add(&["s"]).await.remove(0);
-    let owner = spawn("victim_owns_a_stream", &place, &url);
+    let fixture = ServiceFixture::at(url.clone());
+    let stream = fixture.add(&["s"]).await.remove(0);
+    let owner = spawn("victim_owns_a_stream", &fixture, &url);
     owner.line_after("OWNED ", LIMIT).unwrap();
-    let mut other = place.consumer("other", quick()).await;
+    let mut other = fixture.consumer("other", quick()).await;
 
-    // When the owner stands still past its lease, another has the stream.
+    // When the owner is paused beyond its lease, another consumer owns the stream.
     owner.pause().unwrap();
     assert_eq!(other.expired().await, stream);
     let owned = other.assignment.claim(&stream).await.unwrap();
     sleep(QUIET).await;
     owner.resume().unwrap();
 
-    // Then the returned one knows, is told, and changes nothing.
+    // Then the resumed owner detects the loss, is notified, and changes nothing.
     owner.line_after("LOST", LIMIT).unwrap();
     assert_eq!(owner.line_after("DONE ", LIMIT).unwrap(), "not owner");
-    let told = owner.line_after("TOLD ", LIMIT).unwrap();
-    assert!(told.starts_with(&format!("disowned {stream}")), "{told}");
-    assert_eq!(place.pending().await.len(), 1);
+    let notified = owner.line_after("NOTIFIED ", LIMIT).unwrap();
+    assert!(notified.starts_with(&format!("disowned {stream}")), "{notified}");
+    assert_eq!(fixture.pending().await.len(), 1);
     assert!(owned.guard().is_trusted());
     other.assignment.done(&owned).await.unwrap();
-    assert_eq!((place.pending().await, place.entries(&place.input()).await), (vec![], vec![]));
-    other.hears_nothing_for(QUIET).await;
+    assert_eq!(
+        (fixture.pending().await, fixture.entries(&fixture.input()).await),
+        (vec![], vec![])
+    );
+    other.expect_no_notification_for(QUIET).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -90,46 +93,46 @@ async fn victim_owns_a_stream() {
     println!("DONE {done}");
     let (stream, reason) = consumer.disowned().await;
     assert!(matches!(reason, Disowned::LeaseLost | Disowned::LeaseUnconfirmed));
-    println!("TOLD disowned {stream} {reason:?}");
+    println!("NOTIFIED disowned {stream} {reason:?}");
     std::future::pending::<()>().await;
 }
 
-/// How many streams there are to be done while processes are killed.
+/// Number of streams to process while processes are killed.
 const STREAMS: usize = 60;
 const KILLS: usize = 6;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_stream_is_done_however_often_processes_are_killed() {
+async fn every_stream_is_completed_although_processes_are_killed() {
     let url = Redis::shared().unwrap().url();
-    let place = Place::at(url.clone());
+    let fixture = ServiceFixture::at(url.clone());
     let names: Vec<String> = (0..STREAMS).map(|i| i.to_string()).collect();
-    let streams = place.add(&names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    let streams = fixture.add(&names.iter().map(String::as_str).collect::<Vec<_>>()).await;
 
-    // When one of three workers is killed and replaced again and again ...
+    // When one of three workers is killed and replaced repeatedly ...
     let mut workers: Vec<Child> =
-        (0..3).map(|_| spawn("victim_works_until_killed", &place, &url)).collect();
+        (0..3).map(|_| spawn("victim_works_until_killed", &fixture, &url)).collect();
     for round in 0..KILLS {
         let worker = workers.remove(0);
         worker.line_after("READY", LIMIT).unwrap();
         sleep(Duration::from_millis(40 * round as u64)).await;
         worker.kill9().unwrap();
-        workers.push(spawn("victim_works_until_killed", &place, &url));
+        workers.push(spawn("victim_works_until_killed", &fixture, &url));
     }
 
-    // ... then all streams are done in the end, none is left and none is lost.
+    // ... then all streams are done in the end, and none is left or lost.
     eventually("all streams to be done", || async {
-        place.pending().await.is_empty() && place.entries(&place.input()).await.is_empty()
+        fixture.pending().await.is_empty() && fixture.entries(&fixture.input()).await.is_empty()
     })
     .await;
-    assert_eq!(place.dead_letters().await, []);
+    assert_eq!(fixture.dead_letters().await, []);
     let mut epochs: BTreeMap<String, Vec<u64>> = BTreeMap::new();
-    for entry in place.entries(&done_log(&place)).await {
+    for entry in fixture.entries(&done_log(&fixture)).await {
         let text = |name| String::from_utf8(entry.fields.get(name).unwrap().to_vec()).unwrap();
         epochs.entry(text("stream")).or_default().push(text("epoch").parse().unwrap());
     }
     assert_eq!(epochs.len(), streams.len());
     for (stream, epochs) in epochs {
-        assert!(epochs.is_sorted(), "{stream}: an older owner was at work after a newer one");
+        assert!(epochs.is_sorted(), "{stream}: an older owner worked after a newer one");
     }
 }
 
@@ -143,13 +146,18 @@ async fn victim_works_until_killed() {
         sweep_every: Duration::from_millis(200),
         ..quick()
     };
-    let (place, consumer) = child_consumer(config).await;
+    let (fixture, consumer) = child_consumer(config).await;
     println!("READY");
     let Consumer { assignment, mut notifications } = consumer;
-    let (assignment, log) = (Arc::new(assignment), done_log(&place));
+    let (assignment, log) = (Arc::new(assignment), done_log(&fixture));
     while let Some(notification) = notifications.recv().await {
         if let Notification::Added(owned) = notification {
-            tokio::spawn(work(Arc::clone(&assignment), owned, place.connect().await, log.clone()));
+            tokio::spawn(work(
+                Arc::clone(&assignment),
+                owned,
+                fixture.connect().await,
+                log.clone(),
+            ));
         }
     }
 }
@@ -166,11 +174,11 @@ async fn work(
         Fields::new([("stream", owned.stream().to_string()), ("epoch", owned.epoch().to_string())]);
     if owned.guard().is_trusted() {
         backend.append(&log, &[line], &Retention::KEEP_ALL).await.unwrap();
-        // Only now: what is not done is done again by somebody else.
+        // Only now: another consumer repeats what is not done.
         let _ = assignment.done(&owned).await;
     }
 }
 
-fn done_log(place: &Place) -> StreamName {
-    StreamName::new(format!("{}-log", place.service)).unwrap()
+fn done_log(fixture: &ServiceFixture) -> StreamName {
+    StreamName::new(format!("{}-log", fixture.service)).unwrap()
 }

@@ -1,4 +1,4 @@
-//! How streams are shared among consumers.
+//! How streams are distributed among consumers.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -6,13 +6,13 @@ use std::time::Duration;
 use headwater_assignment::{AssignmentConfig, Disowned, Rebalance};
 use tokio::time::sleep;
 
-use crate::place::{Place, QUIET, eventually, quick};
+use crate::fixture::{QUIET, ServiceFixture, eventually, quick};
 
 everywhere!(
-    the_same_consumer_name_twice_is_two_consumers,
+    two_starts_with_one_consumer_name_are_two_consumers,
     a_late_joiner_gets_its_share_of_idle_streams,
-    without_rebalance_a_late_joiner_waits,
-    members_are_those_who_live,
+    without_rebalance_a_late_joiner_gets_no_streams,
+    members_are_the_live_consumers,
 );
 
 fn rebalancing() -> AssignmentConfig {
@@ -23,18 +23,18 @@ fn rebalancing() -> AssignmentConfig {
     }
 }
 
-async fn the_same_consumer_name_twice_is_two_consumers(place: &Place) {
+async fn two_starts_with_one_consumer_name_are_two_consumers(fixture: &ServiceFixture) {
     let config = AssignmentConfig { streams_max: 2, ..quick() };
-    let mut first = place.consumer("same", config.clone()).await;
-    let mut second = place.consumer("same", config).await;
-    place.add(&["a", "b", "c", "d"]).await;
+    let mut first = fixture.consumer("same", config.clone()).await;
+    let mut second = fixture.consumer("same", config).await;
+    fixture.add(&["a", "b", "c", "d"]).await;
     first.added_many(2).await;
     second.added_many(2).await;
 
     assert!(first.owns().is_disjoint(&second.owns()));
     assert_ne!(first.assignment.holder(), second.assignment.holder());
 
-    // One of them dies; the other still has its own, and can have the rest.
+    // One of them dies; the other keeps its streams and can claim the rest.
     let (left, kept) = (first.owns(), second.owns());
     first.die();
     let mut expired = BTreeSet::new();
@@ -45,41 +45,44 @@ async fn the_same_consumer_name_twice_is_two_consumers(place: &Place) {
     assert_eq!(second.owns(), kept);
 }
 
-async fn a_late_joiner_gets_its_share_of_idle_streams(place: &Place) {
-    let mut early = place.consumer("early", rebalancing()).await;
-    place.add(&["a", "b", "c", "d", "e", "f"]).await;
+async fn a_late_joiner_gets_its_share_of_idle_streams(fixture: &ServiceFixture) {
+    let mut early = fixture.consumer("early", rebalancing()).await;
+    fixture.add(&["a", "b", "c", "d", "e", "f"]).await;
     let owned = early.added_many(6).await;
     let busy: Vec<_> = owned[..2].iter().map(|owned| owned.work().unwrap()).collect();
 
-    let mut late = place.consumer("late", rebalancing()).await;
+    let mut late = fixture.consumer("late", rebalancing()).await;
     let got = late.added_many(3).await;
 
     for _ in 0..3 {
         let (stream, reason) = early.disowned().await;
         assert_eq!(reason, Disowned::Rebalanced);
         assert!(got.iter().any(|owned| *owned.stream() == stream && owned.owners() == 1));
-        assert!(owned[..2].iter().all(|busy| *busy.stream() != stream), "busy ones stay");
+        assert!(
+            owned[..2].iter().all(|busy| *busy.stream() != stream),
+            "streams with work in progress stay"
+        );
     }
     assert!(early.owns().is_disjoint(&late.owns()));
     assert_eq!((early.owns().len(), late.owns().len()), (3, 3));
-    // It stays that way.
-    early.hears_nothing_for(QUIET).await;
-    late.hears_nothing_for(QUIET).await;
+    // The distribution is stable.
+    early.expect_no_notification_for(QUIET).await;
+    late.expect_no_notification_for(QUIET).await;
     drop(busy);
 }
 
-async fn without_rebalance_a_late_joiner_waits(place: &Place) {
-    let mut early = place.consumer("early", quick()).await;
-    place.add(&["a", "b"]).await;
+async fn without_rebalance_a_late_joiner_gets_no_streams(fixture: &ServiceFixture) {
+    let mut early = fixture.consumer("early", quick()).await;
+    fixture.add(&["a", "b"]).await;
     early.added_many(2).await;
-    let mut late = place.consumer("late", quick()).await;
-    late.hears_nothing_for(2 * quick().sweep_every).await;
+    let mut late = fixture.consumer("late", quick()).await;
+    late.expect_no_notification_for(2 * quick().sweep_every).await;
     assert_eq!(early.owns().len(), 2);
 }
 
-async fn members_are_those_who_live(place: &Place) {
-    let first = place.consumer("first", quick()).await;
-    let second = place.consumer("second", quick()).await;
+async fn members_are_the_live_consumers(fixture: &ServiceFixture) {
+    let first = fixture.consumer("first", quick()).await;
+    let second = fixture.consumer("second", quick()).await;
     let mut holders = vec![first.assignment.holder().clone(), second.assignment.holder().clone()];
     holders.sort();
     let mut members = first.assignment.members().await.unwrap();
@@ -87,12 +90,12 @@ async fn members_are_those_who_live(place: &Place) {
     assert_eq!(members, holders);
 
     second.die();
-    eventually("the dead one to be missed", || async {
+    eventually("the dead member to be removed", || async {
         first.assignment.members().await.unwrap() == [first.assignment.holder().clone()]
     })
     .await;
     sleep(QUIET).await;
     first.assignment.shutdown(Duration::ZERO).await.unwrap();
-    let third = place.consumer("third", quick()).await;
+    let third = fixture.consumer("third", quick()).await;
     assert_eq!(third.assignment.members().await.unwrap(), [third.assignment.holder().clone()]);
 }

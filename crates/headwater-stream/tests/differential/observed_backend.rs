@@ -1,4 +1,5 @@
-//! One backend and what a sequence has seen of it: runs calls and tells the answers without ids, epochs and times.
+//! One backend and what a sequence has seen of it: runs calls and returns results without ids, epochs and
+//! times.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -21,14 +22,14 @@ const PAST_MS: u64 = 1_000;
 const FUTURE_MS: u64 = 4_000_000_000_000;
 const ALL: usize = 10_000;
 
-/// An answer to compare. Lag is apart: a server may not know it.
+/// A result to compare. Lag is separate: a server may not know it.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Answer {
+pub(crate) struct CallResult {
     pub(crate) text: String,
     pub(crate) lags: Vec<Option<u64>>,
 }
 
-impl Answer {
+impl CallResult {
     pub(crate) fn agrees_with(&self, other: &Self) -> bool {
         let lags_agree = self.lags.iter().zip(&other.lags).all(|lags| match lags {
             (Some(one), Some(other)) => one == other,
@@ -38,7 +39,7 @@ impl Answer {
     }
 }
 
-/// A connection that many sequences use, one after the other.
+/// A connection shared by many sequences, one after the other.
 pub(crate) struct Connection {
     backend: Arc<dyn Backend>,
     pub(crate) readers: HashMap<(u8, u8), Box<dyn GroupReader>>,
@@ -53,15 +54,15 @@ impl Connection {
 }
 
 /// What one sequence has seen.
-pub(crate) struct World<'a> {
+pub(crate) struct ObservedBackend<'a> {
     pub(crate) connection: &'a mut Connection,
     prefix: String,
-    /// The ids of each stream's entries, in the order they came into being.
+    /// The entry ids of each stream, in order of creation.
     pub(crate) entries: HashMap<u8, Vec<EntryId>>,
     pub(crate) delayed: HashMap<u8, Vec<DelayId>>,
     pub(crate) epochs: HashMap<u8, Vec<Epoch>>,
     appended: usize,
-    /// Streams from which unread entries may be gone: there a server may not know what a group has not read.
+    /// Streams with deleted unread entries: a server may not know the lag of their groups.
     pub(crate) holes: [bool; STREAMS as usize + 1],
 }
 
@@ -100,7 +101,7 @@ pub(crate) fn place<T: PartialEq + Debug>(all: Option<&Vec<T>>, one: &T) -> Stri
 pub(crate) fn errors<T>(answer: Result<T>, text: impl FnOnce(T) -> String) -> String {
     match answer {
         Ok(value) => text(value),
-        // The variant: names and reasons differ by backend.
+        // Only the variant: names and reasons differ by backend.
         Err(error) => {
             let debug = format!("{error:?}");
             format!("error {}", debug.split([' ', '{', '(']).next().unwrap_or_default())
@@ -112,7 +113,7 @@ pub(crate) fn idle(long: bool) -> Duration {
     if long { HOUR } else { Duration::ZERO }
 }
 
-impl<'a> World<'a> {
+impl<'a> ObservedBackend<'a> {
     pub(crate) fn new(connection: &'a mut Connection, prefix: String) -> Self {
         let (entries, delayed, epochs) = Default::default();
         Self {
@@ -161,7 +162,7 @@ impl<'a> World<'a> {
         DedupScope::new(format!("{{{}}}:dedup", self.prefix)).unwrap()
     }
 
-    /// The id of an entry seen before, or one that never was.
+    /// The id of an entry seen before, or one that never existed.
     pub(crate) fn id(&self, stream: u8, which: Nth) -> EntryId {
         nth(self.entries.get(&stream), which).unwrap_or(EntryId::new(1, 1))
     }
@@ -221,7 +222,7 @@ impl<'a> World<'a> {
         Fields::new([("number", self.appended.to_string())])
     }
 
-    /// Learns the ids of entries that came into being without being told.
+    /// Learns the ids of entries created without a reported id.
     pub(crate) async fn discover(&mut self) {
         let backend = self.backend();
         for number in 0..=STREAMS {
@@ -245,8 +246,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Everything there is at the end of a sequence.
-    pub(crate) async fn everything(&mut self) -> Vec<(String, Answer)> {
+    /// The complete state at the end of a sequence.
+    pub(crate) async fn everything(&mut self) -> Vec<(String, CallResult)> {
         self.discover().await;
         let mut all = Vec::new();
         for stream in 0..=STREAMS {

@@ -1,4 +1,4 @@
-//! Where a scenario runs, and the consumers that take part in it.
+//! Test fixture: a service on a backend, and its consumers.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,53 +14,53 @@ use headwater_stream::{
 use headwater_testkit::{Cluster, Redis, unique};
 use tokio::time::{Instant, timeout};
 
-/// Nothing that should happen takes longer.
+/// Timeout for anything that should happen.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// How late a busy machine may be; far less than a sweep that is to be of no help.
+/// Tolerance for a slow machine; far less than a sweep interval that must not help.
 pub(crate) const SLACK: Duration = Duration::from_secs(20);
 
-/// How long nothing must happen before a test believes that it does not.
+/// How long nothing must happen before a test concludes that nothing does.
 pub(crate) const QUIET: Duration = Duration::from_millis(300);
 
-/// Writes each scenario once and runs it on all three backends.
+/// Runs each scenario on all three backends.
 macro_rules! everywhere {
     ($($scenario:ident),* $(,)?) => {
         mod embedded {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $scenario() {
-                super::$scenario(&crate::place::Place::embedded().await).await;
+                super::$scenario(&crate::fixture::ServiceFixture::embedded().await).await;
             })*
         }
         mod redis {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $scenario() {
-                super::$scenario(&crate::place::Place::redis()).await;
+                super::$scenario(&crate::fixture::ServiceFixture::redis()).await;
             })*
         }
         mod cluster {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $scenario() {
-                super::$scenario(&crate::place::Place::cluster()).await;
+                super::$scenario(&crate::fixture::ServiceFixture::cluster()).await;
             })*
         }
     };
 }
 
 /// A service on a backend.
-pub(crate) struct Place {
+pub(crate) struct ServiceFixture {
     target: Target,
     pub(crate) service: String,
 }
 
 enum Target {
-    /// All consumers share the one backend there is.
+    /// All consumers share the embedded backend.
     Shared(Arc<dyn Backend>),
     /// Each consumer has its own connections.
     Url(String),
 }
 
-impl Place {
+impl ServiceFixture {
     pub(crate) async fn embedded() -> Self {
         let backend = connect("embedded:memory", &Options::default()).await.unwrap();
         Self { target: Target::Shared(backend), service: unique("svc") }
@@ -82,7 +82,7 @@ impl Place {
         Self { target: Target::Url(url), service: unique("svc") }
     }
 
-    /// The same service by another way.
+    /// The same service at another URL.
     pub(crate) fn by(&self, url: String) -> Self {
         Self { target: Target::Url(url), service: self.service.clone() }
     }
@@ -101,7 +101,7 @@ impl Place {
         Consumer { assignment, notifications }
     }
 
-    /// Adds streams of these names, which are unique by the name of the service.
+    /// Adds streams with these names, made unique by the name of the service.
     pub(crate) async fn add(&self, names: &[&str]) -> Vec<StreamName> {
         let backend = self.connect().await;
         let mut streams = Vec::new();
@@ -162,13 +162,13 @@ impl Place {
         self.connect().await.pending(query).await.unwrap()
     }
 
-    /// Takes the lease of an owner away, as an operator with a sharp tool would.
+    /// Deletes the lease of an owner, as an operator could.
     pub(crate) async fn break_lease(&self, owned: &Owned, holder: &HolderName) {
         let fence = Fence { lease: self.lease(owned.stream()), epoch: owned.epoch() };
         assert_eq!(self.connect().await.release(holder, &[fence]).await.unwrap(), 1);
     }
 
-    /// Reads one new entry in the name of a consumer that then does nothing with it.
+    /// Reads one new entry as a consumer that then dies.
     pub(crate) async fn read_and_die(&self) {
         let (group, ghost) = (self.group(), ConsumerName::new("ghost").unwrap());
         let backend = self.connect().await;
@@ -179,7 +179,7 @@ impl Place {
     }
 }
 
-/// Fast enough for a test, slow enough for a busy machine.
+/// Fast enough for a test, slow enough for a slow machine.
 pub(crate) fn quick() -> AssignmentConfig {
     AssignmentConfig {
         heartbeat_every: Duration::from_secs(2),
@@ -188,7 +188,7 @@ pub(crate) fn quick() -> AssignmentConfig {
     }
 }
 
-/// A consumer and what it hears.
+/// A consumer and its notifications.
 pub(crate) struct Consumer {
     pub(crate) assignment: Assignment,
     pub(crate) notifications: Notifications,
@@ -228,14 +228,14 @@ impl Consumer {
         }
     }
 
-    /// Nothing comes for a while.
-    pub(crate) async fn hears_nothing_for(&mut self, quiet: Duration) {
+    /// Expects no notification for a while.
+    pub(crate) async fn expect_no_notification_for(&mut self, quiet: Duration) {
         if let Some(notification) = self.next_within(quiet).await {
             panic!("expected nothing, got {notification:?}");
         }
     }
 
-    /// The next `count` streams that are added, whatever else is said.
+    /// The next `count` streams that are added, ignoring other notifications.
     pub(crate) async fn added_many(&mut self, count: usize) -> Vec<Owned> {
         let mut added = Vec::new();
         while added.len() < count {
@@ -246,25 +246,25 @@ impl Consumer {
         added
     }
 
-    /// The names of what it owns now.
+    /// The names of the streams it owns.
     pub(crate) fn owns(&self) -> BTreeSet<StreamName> {
         self.assignment.owned().iter().map(|owned| owned.stream().clone()).collect()
     }
 
-    /// Dies as a process does that is killed: nothing is released.
+    /// Dies like a killed process: nothing is released.
     pub(crate) fn die(self) {
         drop(self.assignment);
     }
 }
 
-/// Asks again and again until `condition` holds.
+/// Polls until `condition` holds.
 pub(crate) async fn eventually<F: Future<Output = bool>>(
     what: &str,
     mut condition: impl FnMut() -> F,
 ) {
     let deadline = Instant::now() + LIMIT;
     while !condition().await {
-        assert!(Instant::now() < deadline, "waited in vain for: {what}");
+        assert!(Instant::now() < deadline, "timed out waiting for {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
