@@ -74,8 +74,9 @@ pub(crate) fn fields(stream: &StreamName, info: Option<&str>) -> Result<Fields> 
 /// second value is whether the entry may be removed from there.
 pub(crate) fn dead_letter(id: EntryId, fields: &Fields, reason: &str) -> (Fields, bool) {
     let about = [("reason", reason.to_owned()), ("originalMessageId", id.to_string())];
-    let ours: usize = about.iter().map(|(name, value)| name.len() + value.len()).sum();
-    let fits = fields.len() + about.len() <= FIELDS_MAX && fields.bytes() + ours <= ENTRY_BYTES_MAX;
+    let added: usize = about.iter().map(|(name, value)| name.len() + value.len()).sum();
+    let fits =
+        fields.len() + about.len() <= FIELDS_MAX && fields.bytes() + added <= ENTRY_BYTES_MAX;
     let original = fields.iter().filter(|_| fits).cloned();
     let about = about.map(|(name, value)| (name.into(), value.into()));
     (Fields::new(original.chain(about)), fits)

@@ -127,9 +127,10 @@ async fn a_loss_is_notified_once_however_many_tasks_detect_it() {
     for reason in [Disowned::LeaseLost, Disowned::LeaseUnconfirmed, Disowned::EntryGone] {
         member.disown(&owned, reason);
     }
-    let told = received.try_recv();
-    let first = matches!(told, Some(Notification::Disowned { reason: Disowned::LeaseLost, .. }));
-    assert!(first && received.try_recv().is_none(), "{told:?}");
+    let notification = received.try_recv();
+    let first =
+        matches!(notification, Some(Notification::Disowned { reason: Disowned::LeaseLost, .. }));
+    assert!(first && received.try_recv().is_none(), "{notification:?}");
     assert!(owned.work().is_none());
 }
 

@@ -320,27 +320,27 @@ async fn reads_dropped_at_any_moment_lose_and_duplicate_nothing() {
         });
         let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
         let streams = [stream("s")];
-        let mut taken = Vec::new();
+        let mut returned = Vec::new();
         let mut dropped = 0;
         while dropped < 100 || !appends.is_finished() {
-            let patience = async {
-                for _ in 0..(taken.len() + dropped) % 9 {
+            let drop_after = async {
+                for _ in 0..(returned.len() + dropped) % 9 {
                     tokio::task::yield_now().await;
                 }
             };
             tokio::select! {
                 biased;
-                batches = reader.read(&streams, 7, LIMIT) => taken.extend(batches.unwrap()),
-                () = patience => dropped += 1,
+                batches = reader.read(&streams, 7, LIMIT) => returned.extend(batches.unwrap()),
+                () = drop_after => dropped += 1,
             }
         }
         appends.await.unwrap();
-        taken.extend(reader.close().await.unwrap());
+        returned.extend(reader.close().await.unwrap());
         let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
-        taken.extend(reader.read(&[stream("s")], ENTRIES, Duration::ZERO).await.unwrap());
+        returned.extend(reader.read(&[stream("s")], ENTRIES, Duration::ZERO).await.unwrap());
 
         let ids: Vec<EntryId> =
-            taken.into_iter().flat_map(|batch| batch.entries).map(|entry| entry.id).collect();
+            returned.into_iter().flat_map(|batch| batch.entries).map(|entry| entry.id).collect();
         let all = backend.range(&stream("s"), Range::first(ENTRIES)).await.unwrap();
         assert_eq!(
             ids,
@@ -390,14 +390,14 @@ async fn a_settle_whose_follow_up_exceeds_the_memory_limit_has_no_effect_and_one
         backend.settle(settle).await
     };
     let follow_up = Then::Append { to: stream("dead"), fields: large() };
-    let aside = Then::PutAside {
+    let reschedule = Then::PutAside {
         delays: DelayName::new("d").unwrap(),
         to: stream("s"),
         due: Due::After(LIMIT),
         fields: large(),
     };
 
-    for then in [follow_up.clone(), aside] {
+    for then in [follow_up.clone(), reschedule] {
         let entries = vec![Settlement::done(ids[0]), Settlement { id: ids[1], then }];
         let error = settle(entries).await.err().unwrap();
         assert!(matches!(error, StreamError::Full { .. }), "{error}");

@@ -79,7 +79,7 @@ fn outcome_of(number: u64) -> Outcome {
     }
 }
 
-fn say(line: &str) {
+fn report(line: &str) {
     println!("\n{line}{END}");
 }
 
@@ -88,7 +88,7 @@ fn say(line: &str) {
 async fn child_that_works_until_it_is_killed() {
     let (Ok(location), Ok(life)) = (env::var(LOCATION), env::var(LIFE)) else { return };
     let backend = connect(&format!("embedded:{location}"), &Options::default()).await.unwrap();
-    say("ready");
+    report("ready");
     let life: u64 = life.parse().unwrap();
     let numbers = Arc::new(AtomicU64::new(life * 1_000_000));
     let mut tasks = Vec::new();
@@ -113,7 +113,7 @@ async fn appends(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
         let batch: Vec<Fields> = (number..=number + number % 3).map(fields).collect();
         let ids = backend.append(&stream("s"), &batch, &Retention::KEEP_ALL).await.unwrap();
         for (id, number) in ids.iter().zip(number..) {
-            say(&format!("appended {number} {id}"));
+            report(&format!("appended {number} {id}"));
         }
     }
 }
@@ -127,13 +127,13 @@ async fn appends_once(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
         let number = numbers.fetch_add(3, Ordering::Relaxed);
         let batch: Vec<Once> = (number..=number + number % 3).map(once).collect();
         for number in number..=number + number % 3 {
-            say(&format!("tries {number} 0-0"));
+            report(&format!("tries {number} 0-0"));
         }
         let (s, keep) = (stream("s"), &Retention::KEEP_ALL);
         let appended = backend.append_once(&s, &batch, HOUR, keep).await.unwrap();
         for (appended, number) in appended.iter().zip(number..) {
             assert!(!appended.duplicate);
-            say(&format!("appended {number} {}", appended.id));
+            report(&format!("appended {number} {}", appended.id));
         }
     }
 }
@@ -172,11 +172,11 @@ async fn settle(backend: &dyn Backend, s: &StreamName, consumer: &ConsumerName, 
         Outcome::Move => Then::Append { to: stream("t"), fields: entry.fields.clone() },
         Outcome::Keep => return,
     };
-    say(&format!("intends {number} {}", entry.id));
+    report(&format!("intends {number} {}", entry.id));
     let entries = [Settlement { id: entry.id, then }];
     let settle = Settle { stream: s, group: &group(), consumer, fence: None, entries: &entries };
     assert_eq!(backend.settle(settle).await.unwrap(), Settled { applied: 1, stale: 0 });
-    say(&format!("settled {number} {}", entry.id));
+    report(&format!("settled {number} {}", entry.id));
 }
 
 async fn puts_aside(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
@@ -185,7 +185,7 @@ async fn puts_aside(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
         let due = Due::After(Duration::from_millis(number % 30));
         let items = [PutAside { to: stream("s"), due, fields: fields(number) }];
         backend.put_aside(&delays(), &items).await.unwrap();
-        say(&format!("aside {number} 0-0"));
+        report(&format!("scheduled {number} 0-0"));
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
@@ -205,7 +205,7 @@ async fn holds_a_lease(backend: Arc<dyn Backend>, life: u64) {
         if let Acquire::Won(epoch) =
             backend.acquire(&lease, &holder, Duration::from_millis(50)).await.unwrap()
         {
-            say(&format!("epoch {} 0-0", epoch.0));
+            report(&format!("epoch {} 0-0", epoch.0));
             backend.release(&holder, &[Fence { lease: lease.clone(), epoch }]).await.unwrap();
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -218,7 +218,7 @@ struct Reported {
     appended: BTreeMap<EntryId, u64>,
     /// Numbers that a child tried to append once, successfully or not.
     tried: BTreeSet<u64>,
-    aside: BTreeSet<u64>,
+    scheduled: BTreeSet<u64>,
     intended: BTreeSet<u64>,
     settled: BTreeMap<EntryId, u64>,
     newest: EntryId,
@@ -239,7 +239,7 @@ impl Reported {
                 self.newest = self.newest.max(id);
             }
             "tries" => assert!(self.tried.insert(number)),
-            "aside" => assert!(self.aside.insert(number)),
+            "scheduled" => assert!(self.scheduled.insert(number)),
             "intends" => {
                 assert!(!self.settled.contains_key(&id), "{id} was delivered after it was settled");
                 self.intended.insert(number);
@@ -300,7 +300,7 @@ fn die_and_check(name: &str, parameters: &str, percent: u64) {
         while let Ok(line) = child.line(Duration::from_secs(10)) {
             reported.read_line(&line, newest_before);
         }
-        acknowledged += reported.appended.len() + reported.aside.len() + reported.settled.len();
+        acknowledged += reported.appended.len() + reported.scheduled.len() + reported.settled.len();
         runtime.block_on(check(&location, &mut reported, life));
     }
     println!("{name}: {acknowledged} acknowledgements checked");
@@ -314,7 +314,7 @@ async fn check(location: &str, reported: &mut Reported, life: u64) {
     append_again(&*backend, reported, life).await;
     let found = all_of(&*backend, "s").await;
     let moved = all_of(&*backend, "t").await;
-    let aside = backend.delayed(&delays(), 0, 10_000).await.unwrap();
+    let scheduled = backend.delayed(&delays(), 0, 10_000).await.unwrap();
     let stats = backend.stats(&stream("s")).await.unwrap();
     let last_delivered =
         stats.and_then(|stats| stats.groups.first().map(|group| group.last_delivered));
@@ -324,7 +324,7 @@ async fn check(location: &str, reported: &mut Reported, life: u64) {
     // Every number is in one place: none is duplicated, no acknowledged one is lost.
     let mut places: BTreeMap<u64, usize> = BTreeMap::new();
     let numbers = found.iter().map(|entry| number_of(&entry.fields));
-    for number in numbers.chain(aside.iter().map(|delayed| number_of(&delayed.fields))) {
+    for number in numbers.chain(scheduled.iter().map(|delayed| number_of(&delayed.fields))) {
         *places.entry(number).or_default() += 1;
         assert_eq!(places[&number], 1, "life {life}: {number} is there twice");
     }
@@ -338,7 +338,7 @@ async fn check(location: &str, reported: &mut Reported, life: u64) {
             None => assert!(may_be_gone, "life {life}: {id} with {number} is lost"),
         }
     }
-    for number in &reported.aside {
+    for number in &reported.scheduled {
         let may_be_gone =
             reported.intended.contains(number) && outcome_of(*number) == Outcome::Delete;
         assert!(places.contains_key(number) || may_be_gone, "life {life}: {number} is lost");
@@ -417,7 +417,7 @@ async fn delete_settled(
         all_of(backend, "s").await.into_iter().map(|entry| entry.id).collect();
     let waiting = backend.delayed(&delays(), 0, 10_000).await.unwrap();
     reported.appended.retain(|id, _| left.contains(id));
-    reported.aside = waiting.iter().map(|delayed| number_of(&delayed.fields)).collect();
+    reported.scheduled = waiting.iter().map(|delayed| number_of(&delayed.fields)).collect();
     reported.settled.clear();
     reported.intended.clear();
 }

@@ -172,7 +172,7 @@ async fn all_entries(backend: &dyn Backend) -> Vec<Entry> {
     }
 }
 
-fn say(line: &str) {
+fn report(line: &str) {
     println!("\n{line}{END}");
 }
 
@@ -217,11 +217,11 @@ async fn appends(
         let bytes = if was_full.load(Ordering::Relaxed) { 10 } else { 3000 };
         let entry = [fields(number, bytes)];
         match backend.append(&stream("s"), &entry, &Retention::KEEP_ALL).await {
-            Ok(ids) => say(&format!("appended {number} {}", ids[0])),
+            Ok(ids) => report(&format!("appended {number} {}", ids[0])),
             Err(StreamError::Full { problem }) => {
                 was_full.store(true, Ordering::Relaxed);
-                let is_refused = problem.contains("all calls fail");
-                say(&format!("{} {number} 0-0", if is_refused { "refused" } else { "cut" }));
+                let is_rejected = problem.contains("all calls fail");
+                report(&format!("{} {number} 0-0", if is_rejected { "rejected" } else { "cut" }));
             }
             Err(error) => panic!("{error}"),
         }
@@ -250,11 +250,11 @@ async fn consumes(backend: Arc<dyn Backend>) {
                 fence: None,
                 entries: &entries,
             };
-            say(&format!("delivered {} {}", number_of(&entry.fields), entry.id));
+            report(&format!("delivered {} {}", number_of(&entry.fields), entry.id));
             while backend.settle(settle()).await.is_err() {
                 pause().await;
             }
-            say(&format!("settled {} {}", number_of(&entry.fields), entry.id));
+            report(&format!("settled {} {}", number_of(&entry.fields), entry.id));
         }
     }
 }
@@ -263,7 +263,7 @@ async fn consumes(backend: Arc<dyn Backend>) {
 #[derive(Default)]
 struct Reported {
     appended: BTreeMap<u64, EntryId>,
-    refused: BTreeSet<u64>,
+    rejected: BTreeSet<u64>,
     delivered: BTreeMap<u64, EntryId>,
     settled: BTreeSet<EntryId>,
     newest: u64,
@@ -277,7 +277,7 @@ impl Reported {
         let (number, id): (u64, EntryId) = (number.parse().unwrap(), id.parse().unwrap());
         match what {
             "appended" => assert_eq!(self.appended.insert(number, id), None),
-            "refused" => assert!(self.refused.insert(number)),
+            "rejected" => assert!(self.rejected.insert(number)),
             "delivered" => {
                 assert_eq!(self.delivered.insert(number, id), None, "{number} was delivered twice");
             }
@@ -339,7 +339,7 @@ async fn fill_free_and_check(disk: &SmallDisk, parameters: &str, kill: Kill, ran
     let location = format!("{}?{parameters}", directory.display());
     let child = Child::spawn_self(CHILD, &[(LOCATION, &location)]).unwrap();
     let mut reported = Reported::default();
-    reported.read_until(&child, |what, _| what == "refused");
+    reported.read_until(&child, |what, _| what == "rejected");
     match kill {
         Kill::WhileFull => {}
         Kill::DuringRepair => {
@@ -389,7 +389,7 @@ async fn open_and_check(
         assert_eq!(found.get(number), Some(id), "{number} was acknowledged and is lost");
     }
     let appeared: Vec<&u64> =
-        reported.refused.iter().filter(|number| found.contains_key(number)).collect();
+        reported.rejected.iter().filter(|number| found.contains_key(number)).collect();
     assert!(appeared.is_empty(), "these were rejected and exist: {appeared:?}");
     let query = PendingQuery {
         stream: &stream("s"),

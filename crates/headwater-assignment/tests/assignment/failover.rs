@@ -131,7 +131,7 @@ async fn unfinished_streams_are_recovered_and_finished_ones_are_not(fixture: &Se
 
 async fn a_crash_between_read_and_lease_is_detected(fixture: &ServiceFixture) {
     let mut consumer = fixture.consumer("c", AssignmentConfig { streams_max: 1, ..quick() }).await;
-    fixture.add(&["in hand"]).await;
+    fixture.add(&["owned"]).await;
     consumer.added().await;
     // No consumer has capacity, so only the ghost reads this entry; it has no lease, and no lease expires.
     let stream = fixture.add(&["lost"]).await.remove(0);

@@ -75,8 +75,9 @@ async fn malformed_entries_go_to_the_dead_letters_and_block_nothing(fixture: &Se
         .await;
 
     for (letter, fields) in fixture.dead_letters().await.iter().zip(&bad) {
-        let ours = ["reason", "originalMessageId"];
-        let kept: Vec<_> = letter.fields.iter().take(letter.fields.len() - ours.len()).collect();
+        let added_fields = ["reason", "originalMessageId"];
+        let kept: Vec<_> =
+            letter.fields.iter().take(letter.fields.len() - added_fields.len()).collect();
         if fields.len() < FIELDS_MAX {
             assert_eq!(kept, fields.iter().collect::<Vec<_>>(), "the bytes are unchanged");
         } else {
@@ -86,7 +87,7 @@ async fn malformed_entries_go_to_the_dead_letters_and_block_nothing(fixture: &Se
             let original = entries.iter().find(|entry| entry.id.to_string().as_bytes() == id);
             assert_eq!(&original.unwrap().fields, fields);
         }
-        for name in ours {
+        for name in added_fields {
             assert!(!letter.fields.get(name).unwrap().is_empty());
         }
     }

@@ -91,9 +91,9 @@ async fn without_notifications_a_lease_key_of_another_type_blocks_fail_over_of_i
     let config = AssignmentConfig { on_expired: OnExpired::Claim, ..quick() };
     let mut survivor = fixture.consumer("survivor", config).await;
 
-    let mut taken = survivor.added_many(streams.len()).await;
-    taken.sort_by_key(|owned| owned.stream().clone());
-    assert!(taken.iter().map(|owned| owned.stream()).eq(&streams), "{taken:?}");
+    let mut acquired = survivor.added_many(streams.len()).await;
+    acquired.sort_by_key(|owned| owned.stream().clone());
+    assert!(acquired.iter().map(|owned| owned.stream()).eq(&streams), "{acquired:?}");
     // A new stream with such a key does not block other streams either.
     let fresh = fixture.lease(&fixture.stream("fresh-bad"));
     redis.command(&["HSET", fresh.as_str(), "foreign", "1"]).unwrap();

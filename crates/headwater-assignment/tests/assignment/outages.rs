@@ -140,13 +140,13 @@ async fn after_an_outage_longer_than_the_lease_validity_another_consumer_acquire
             // The owner is notified of the loss, does not get the stream back, and another consumer acquires it.
             assert_eq!(owner.disowned().await, (stream.clone(), Disowned::LeaseUnconfirmed));
             assert!(!owned.guard().is_trusted() && owned.work().is_none());
-            let taken = other.added().await;
-            assert_eq!(taken.stream(), &stream);
-            assert!(taken.epoch() > owned.epoch());
+            let acquired = other.added().await;
+            assert_eq!(acquired.stream(), &stream);
+            assert!(acquired.epoch() > owned.epoch());
             sleep(config.heartbeat_every).await;
             assert!(!owned.guard().is_trusted(), "a late renewal does not revive it");
-            assert!(taken.guard().is_trusted());
-            other.assignment.done(&taken).await.unwrap();
+            assert!(acquired.guard().is_trusted());
+            other.assignment.done(&acquired).await.unwrap();
         }
     });
     futures_util::future::join_all(rounds).await;
@@ -214,8 +214,8 @@ async fn a_done_that_did_not_arrive_is_rejected_after_another_owner_had_the_stre
     proxy.cut().unwrap();
     let done = consumer.assignment.done(&owned).await;
     assert!(matches!(done, Err(EndError::Backend(_))), "{done:?}");
-    let taken = other.added().await;
-    other.assignment.done(&taken).await.unwrap();
+    let acquired = other.added().await;
+    other.assignment.done(&acquired).await.unwrap();
     assert_eq!(direct.entries(&fixture.input()).await.len(), 0);
     proxy.heal().unwrap();
 

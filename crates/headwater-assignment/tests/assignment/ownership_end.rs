@@ -49,20 +49,20 @@ async fn a_released_stream_goes_to_another_consumer_as_new(fixture: &ServiceFixt
     let mut former_owner = fixture.consumer("former_owner", quick()).await;
     let stream = fixture.add(&["s"]).await.remove(0);
     let given = former_owner.added().await;
-    let mut taker = fixture.consumer("taker", quick()).await;
+    let mut new_owner = fixture.consumer("new_owner", quick()).await;
 
     let released = Instant::now();
     former_owner.assignment.release(&given).await.unwrap();
-    let taken = taker.added().await;
+    let acquired = new_owner.added().await;
 
     assert!(released.elapsed() < SLACK, "after {:?}", released.elapsed());
-    assert_eq!((taken.stream(), taken.owners()), (&stream, 1));
-    assert!(taken.epoch() > given.epoch());
+    assert_eq!((acquired.stream(), acquired.owners()), (&stream, 1));
+    assert!(acquired.epoch() > given.epoch());
     assert!(former_owner.assignment.owned().is_empty());
     let done = former_owner.assignment.done(&given).await;
     assert!(matches!(done, Err(EndError::NotOwner { .. })), "{done:?}");
     former_owner.expect_no_notification_for(QUIET).await;
-    taker.assignment.done(&taken).await.unwrap();
+    new_owner.assignment.done(&acquired).await.unwrap();
 }
 
 async fn a_stream_whose_lease_is_lost_is_disowned_once_and_cannot_be_ended(

@@ -197,13 +197,13 @@ pub async fn appends_to_several_streams_are_independent(env: StreamTestEnv) -> T
     let (two, hundred, none) = (numbers(2), numbers(100), Vec::new());
     // The third name is not a stream, the fourth append is invalid, and the first stream is used again.
     env.backend.set_add(&SetName::new(streams[2].as_str())?, &["a set"], None).await?;
-    let refused = [Fields::new([("", ""); 0])];
+    let rejected = [Fields::new([("", ""); 0])];
     let keep_ten = Retention::max_len(10);
     let appends = [
         Append { stream: &streams[0], entries: &two, retention: KEEP },
         Append { stream: &streams[1], entries: &hundred, retention: &keep_ten },
         Append { stream: &streams[2], entries: &two, retention: KEEP },
-        Append { stream: &streams[3], entries: &refused, retention: KEEP },
+        Append { stream: &streams[3], entries: &rejected, retention: KEEP },
         Append { stream: &streams[4], entries: &none, retention: KEEP },
         Append { stream: &streams[0], entries: &two, retention: KEEP },
     ];
@@ -233,12 +233,12 @@ pub async fn appends_to_several_streams_are_independent(env: StreamTestEnv) -> T
 }
 
 /// Lazily encoded entries, one of which may report that it is too large.
-struct Made {
+struct LazyEntries {
     count: usize,
     too_large: Option<usize>,
 }
 
-impl Entries for Made {
+impl Entries for LazyEntries {
     fn len(&self) -> usize {
         self.count
     }
@@ -258,7 +258,7 @@ impl Entries for Made {
 
 pub async fn entries_can_be_encoded_lazily(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
-    let made = Made { count: 500, too_large: None };
+    let made = LazyEntries { count: 500, too_large: None };
     let append = Append { stream: &stream, entries: &made, retention: KEEP };
     let ids = env.backend.append_many(&[append]).await.remove(0)?;
     let found = contents(&*env.second, &stream).await?;
@@ -270,10 +270,10 @@ pub async fn entries_can_be_encoded_lazily(env: StreamTestEnv) -> TestResult {
         assert!(found == expected, "expected {} entries in order, found others", ids.len());
     }
     let before = found.len();
-    let refused = Made { count: 500, too_large: Some(499) };
-    let append = Append { stream: &stream, entries: &refused, retention: KEEP };
-    let refused = env.backend.append_many(&[append]).await.remove(0);
-    assert!(matches!(refused, Err(StreamError::Invalid { .. })), "found {refused:?}");
+    let rejected = LazyEntries { count: 500, too_large: Some(499) };
+    let append = Append { stream: &stream, entries: &rejected, retention: KEEP };
+    let rejected = env.backend.append_many(&[append]).await.remove(0);
+    assert!(matches!(rejected, Err(StreamError::Invalid { .. })), "found {rejected:?}");
     assert_eq!(
         contents(&*env.second, &stream).await?.len(),
         before,

@@ -155,7 +155,7 @@ pub async fn the_entry_of_an_id_can_be_looked_up_without_appending(
 ) -> TestResult {
     let stream = env.stream("orders");
     assert_eq!(env.backend.appended(&stream, &["a", "b"]).await?, [None, None]);
-    assert_eq!(env.second.stats(&stream).await?, None, "no stream came into being");
+    assert_eq!(env.second.stats(&stream).await?, None, "no stream was created");
     let appended = append(&*env.second, &stream, &[once("a", 1), once("c", 2)]).await?;
 
     let found = env.backend.appended(&stream, &["c", "b", "a", "c"]).await?;
@@ -237,7 +237,7 @@ pub async fn the_maximum_batch_is_appended_once(env: StreamTestEnv) -> TestResul
 pub async fn an_empty_append_once_does_nothing(env: StreamTestEnv) -> TestResult {
     let stream = env.stream("orders");
     assert_eq!(append(&*env.backend, &stream, &[]).await?, []);
-    assert_eq!(env.second.stats(&stream).await?, None, "no stream came into being");
+    assert_eq!(env.second.stats(&stream).await?, None, "no stream was created");
     Ok(())
 }
 

@@ -396,11 +396,11 @@ macro_rules! __stream_cases {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __stream_tests {
-    (($network:ident $setup:expr) $($module:ident { $($mark:ident $name:ident,)* })*) => {
+    (($network:ident $setup:expr) $($module:ident { $($retries:ident $name:ident,)* })*) => {
         $(mod $module {
             #[allow(unused_imports, reason = "the setup expression may use items around the suite")]
             use super::*;
-            $($crate::__stream_test! { $network $mark $module $name $setup })*
+            $($crate::__stream_test! { $network $retries $module $name $setup })*
         })*
     };
 }
@@ -409,7 +409,7 @@ macro_rules! __stream_tests {
 #[macro_export]
 macro_rules! __stream_test {
     (faulty steady $module:ident $name:ident $setup:expr) => {};
-    ($network:ident $mark:ident $module:ident $name:ident $setup:expr) => {
+    ($network:ident $retries:ident $module:ident $name:ident $setup:expr) => {
         #[test]
         fn $name() -> $crate::stream::TestResult {
             $crate::stream::run(async { $crate::stream::$module::$name($setup.await?).await })
@@ -420,11 +420,11 @@ macro_rules! __stream_test {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __stream_case_list {
-    (() $($module:ident { $($mark:ident $name:ident,)* })*) => {
+    (() $($module:ident { $($retries:ident $name:ident,)* })*) => {
         &[$($($crate::stream::TestCase {
             module: stringify!($module),
             name: stringify!($name),
-            holds_with_retries: matches!(stringify!($mark).as_bytes(), b"always"),
+            holds_with_retries: matches!(stringify!($retries).as_bytes(), b"always"),
         },)*)*]
     };
 }

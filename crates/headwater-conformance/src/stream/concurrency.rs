@@ -127,12 +127,12 @@ pub async fn eight_concurrent_reclaims_assign_each_entry_to_one_consumer(
             })
         })
         .collect();
-    let mut taken = Vec::new();
+    let mut reclaimed = Vec::new();
     for task in tasks {
-        taken.extend(task.await??);
+        reclaimed.extend(task.await??);
     }
 
-    let counts = count(taken);
+    let counts = count(reclaimed);
     assert!(counts.values().all(|hands| *hands == 1), "one consumer each, found {counts:?}");
     let owned = flow.pending_owners().await?;
     assert_eq!(owned.len(), COUNT, "nothing was lost");

@@ -93,10 +93,10 @@ pub async fn due_entries_are_promoted_earliest_first(env: StreamTestEnv) -> Test
     ];
     env.second.put_aside(&delays, &items).await?;
 
-    let mut taken = 0;
-    while taken < 5 {
+    let mut promoted = 0;
+    while promoted < 5 {
         env.backend.take_due(&delays, 2).await?;
-        taken = contents(&*env.second, &to).await?.len();
+        promoted = contents(&*env.second, &to).await?.len();
     }
 
     assert_eq!(fields_in(&*env.second, &to).await?, numbers(5));
@@ -436,11 +436,11 @@ pub async fn the_maximum_number_of_entries_is_scheduled_in_one_call(
     let (delays, to) = (env.delays("later"), env.stream("orders"));
     let items: Vec<PutAside> = (0..BATCH_MAX).map(|n| item(&to, PAST, n)).collect();
     env.backend.put_aside(&delays, &items).await?;
-    let mut taken = 0;
-    while taken < BATCH_MAX {
+    let mut promoted = 0;
+    while promoted < BATCH_MAX {
         let returned = env.backend.take_due(&delays, ALL).await?.len();
-        assert!(returned > 0, "expected {BATCH_MAX} entries, found {taken}");
-        taken += returned;
+        assert!(returned > 0, "expected {BATCH_MAX} entries, found {promoted}");
+        promoted += returned;
     }
     assert_eq!(fields_in(&*env.second, &to).await?, numbers(BATCH_MAX));
     Ok(())

@@ -78,7 +78,11 @@ pub async fn a_read_in_flight_delivers_nothing_after_disconnect(env: StreamTestE
         let (answer, _reader) = soon("the read to end", reading).await?;
         assert_ended(&answer);
         let delivered = flow.deliver("bob", 10).await?;
-        assert_eq!(ids_of(&delivered), ids, "round {round}: they were left for others");
+        assert_eq!(
+            ids_of(&delivered),
+            ids,
+            "round {round}: they are delivered to another consumer"
+        );
     }
     Ok(())
 }
@@ -152,6 +156,6 @@ pub async fn disconnecting_without_readers_succeeds(env: StreamTestEnv) -> TestR
     for _ in 0..2 {
         assert_eq!(silence(&env, &stream, &group("workers"), &ann).await?, 0);
     }
-    assert_eq!(env.second.stats(&stream).await?, None, "no stream came into being");
+    assert_eq!(env.second.stats(&stream).await?, None, "no stream was created");
     Ok(())
 }

@@ -158,7 +158,7 @@ pub async fn removing_a_group_removes_its_pending_entries(env: StreamTestEnv) ->
 
     let removed = env.backend.remove_group(&flow.stream, &flow.group).await?;
     assert!(removed || env.is_faulty(), "there was a group");
-    assert!(!env.backend.remove_group(&flow.stream, &flow.group).await?, "now there is none");
+    assert!(!env.backend.remove_group(&flow.stream, &flow.group).await?, "now it does not exist");
     assert_eq!(flow.ids().await?, ids, "the entries stay");
 
     env.second.ensure_group(&flow.stream, &flow.group, GroupStart::Beginning).await?;

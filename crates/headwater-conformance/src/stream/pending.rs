@@ -148,7 +148,7 @@ pub async fn listing_pending_entries_of_a_missing_group_fails(env: StreamTestEnv
             }
         }
     }
-    assert_eq!(env.second.stats(&missing).await?, None, "no stream came into being");
+    assert_eq!(env.second.stats(&missing).await?, None, "no stream was created");
     Ok(())
 }
 
@@ -161,7 +161,7 @@ pub async fn keep_alive_returns_every_id_if_the_group_was_removed(
     for (stream, group) in [(&missing, &flow.group), (&flow.stream, &unknown)] {
         assert_eq!(env.backend.keep_alive(stream, group, &ann, &ids).await?, ids);
     }
-    assert_eq!(env.second.stats(&missing).await?, None, "no stream came into being");
+    assert_eq!(env.second.stats(&missing).await?, None, "no stream was created");
     Ok(())
 }
 

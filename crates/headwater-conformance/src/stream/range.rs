@@ -154,7 +154,7 @@ pub async fn deleting_a_stream_removes_its_groups(env: StreamTestEnv) -> TestRes
     let deleted = env.backend.delete_stream(&flow.stream).await?;
 
     assert!(deleted || env.is_faulty(), "there was a stream");
-    assert!(!env.backend.delete_stream(&flow.stream).await?, "now there is none");
+    assert!(!env.backend.delete_stream(&flow.stream).await?, "now it does not exist");
     assert_eq!(env.second.stats(&flow.stream).await?, None);
     let new = env.second.ensure_group(&flow.stream, &flow.group, GroupStart::Beginning).await?;
     assert!(new, "the group went with the stream");

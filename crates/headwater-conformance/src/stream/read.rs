@@ -385,7 +385,7 @@ pub async fn close_returns_entries_delivered_to_a_dropped_read(env: StreamTestEn
 
     assert_eq!(found, flow.pending_ids().await?, "what is pending was returned");
     found.extend(ids_of(&flow.deliver("bob", 10).await?));
-    assert_eq!(found, ids, "the rest is there for others");
+    assert_eq!(found, ids, "the rest goes to other consumers");
     Ok(())
 }
 

@@ -81,7 +81,7 @@ pub async fn a_reclaim_from_a_consumer_without_entries_returns_nothing(
 ) -> TestResult {
     let (flow, _) = three_consumers(&env).await?;
     let before = flow.pending_owners().await?;
-    let found = flow.reclaim("ann", ReclaimFrom::Consumer(&consumer("nobody"))).await?;
+    let found = flow.reclaim("ann", ReclaimFrom::Consumer(&consumer("unknown"))).await?;
     assert_eq!(found, Reclaimed::default());
     assert_eq!(flow.pending_owners().await?, before);
     Ok(())
@@ -96,7 +96,7 @@ pub async fn a_reclaim_by_ids_claims_them_from_any_consumer(env: StreamTestEnv) 
     let found = flow.reclaim("dan", ReclaimFrom::Ids(&wanted)).await?;
 
     assert_eq!(ids_of(&found.entries), [ids[0], ids[4]], "in id order");
-    assert_eq!(found.deleted, [], "an entry that is not pending is none of its business");
+    assert_eq!(found.deleted, [], "an entry that is not pending is ignored");
     let of_dan: Vec<EntryId> = flow
         .pending_owners()
         .await?
@@ -152,21 +152,21 @@ async fn all_pages(
     from: ReclaimFrom<'_>,
     count: usize,
 ) -> TestResult<(Vec<EntryId>, Vec<EntryId>)> {
-    let (mut taken, mut deleted) = (Vec::new(), Vec::new());
+    let (mut reclaimed, mut deleted) = (Vec::new(), Vec::new());
     let mut after = None;
     // More pages than entries means that the cursor does not advance.
     for _ in 0..200 {
         let reclaim = Reclaim { from, after, count, ..flow.reclaim_any(taker) };
         let found = env.backend.reclaim(reclaim).await?;
         assert!(found.entries.len() <= count, "expected at most {count}, found {found:?}");
-        taken.extend(ids_of(&found.entries));
+        reclaimed.extend(ids_of(&found.entries));
         deleted.extend(found.deleted);
         match found.next {
             Some(next) => {
                 assert!(after < Some(next), "expected a cursor after {after:?}, found {next}");
                 after = Some(next);
             }
-            None => return Ok((taken, deleted)),
+            None => return Ok((reclaimed, deleted)),
         }
     }
     panic!("expected the cursor to come to an end, found it at {after:?} after 200 pages");
@@ -175,9 +175,9 @@ async fn all_pages(
 pub async fn the_cursor_visits_everything_once(env: StreamTestEnv) -> TestResult {
     let (flow, ids) = env.flow_with_pending(100).await?;
     for (count, taker) in [(7, "bob"), (25, "cid"), (100, "dan"), (1000, "eve")] {
-        let (taken, _) =
+        let (reclaimed, _) =
             all_pages(&env, &flow, &consumer(taker), ReclaimFrom::Anyone, count).await?;
-        assert_eq!(taken, ids, "in pages of {count}");
+        assert_eq!(reclaimed, ids, "in pages of {count}");
     }
     let counts: Vec<u64> =
         flow.pending_owners().await?.into_iter().map(|(_, _, count)| count).collect();
@@ -193,10 +193,10 @@ pub async fn the_cursor_skips_entries_of_other_consumers(env: StreamTestEnv) -> 
     flow.deliver("ann", 25).await?;
 
     let from = consumer("bob");
-    let (taken, _) =
+    let (reclaimed, _) =
         all_pages(&env, &flow, &consumer("cid"), ReclaimFrom::Consumer(&from), 10).await?;
 
-    assert_eq!(taken, of_bob);
+    assert_eq!(reclaimed, of_bob);
     Ok(())
 }
 
@@ -221,9 +221,10 @@ pub async fn deleted_entries_are_reported_once_and_no_longer_pending(
     env.second.delete_entries(&flow.stream, &gone).await?;
     let left: Vec<EntryId> = ids.iter().copied().filter(|id| !gone.contains(id)).collect();
 
-    let (taken, deleted) = all_pages(&env, &flow, &consumer("bob"), ReclaimFrom::Anyone, 4).await?;
+    let (reclaimed, deleted) =
+        all_pages(&env, &flow, &consumer("bob"), ReclaimFrom::Anyone, 4).await?;
 
-    assert_eq!(taken, left);
+    assert_eq!(reclaimed, left);
     assert!(deleted == gone || env.is_faulty(), "expected {gone:?}, found {deleted:?}");
     assert_eq!(flow.pending_ids().await?, left);
     Ok(())

@@ -111,7 +111,7 @@ pub async fn a_deleted_map_does_not_exist(env: StreamTestEnv) -> TestResult {
     let deleted = env.backend.map_delete(&name).await?;
 
     assert!(deleted || env.is_faulty(), "there was one");
-    assert!(!env.backend.map_delete(&name).await?, "now there is none");
+    assert!(!env.backend.map_delete(&name).await?, "now it does not exist");
     assert_eq!(env.second.map_get(&name).await?, None);
     assert!(env.second.map_create(&name, &map([("b", "2")])).await?, "it can be created again");
     Ok(())

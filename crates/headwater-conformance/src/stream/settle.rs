@@ -96,7 +96,7 @@ pub async fn a_follow_up_may_target_the_same_stream(env: StreamTestEnv) -> TestR
     let again = flow.deliver("bob", ALL).await?;
     assert_eq!(again.len(), 1, "{again:?}");
     assert_eq!((&again[0].fields, again[0].deliveries), (&numbered(42), 1));
-    assert!(again[0].id > ids[1], "it stands at the end");
+    assert!(again[0].id > ids[1], "it is at the end");
     Ok(())
 }
 
@@ -442,7 +442,7 @@ pub async fn everything_is_stale_in_a_deleted_stream(env: StreamTestEnv) -> Test
         [Settlement::done(ids[0]), Settlement { id: ids[1], then: append_to(&dead, numbered(1)) }];
     assert_eq!(flow.settle("ann", &entries).await?, settled(0, 2));
 
-    assert_eq!(env.second.stats(&flow.stream).await?, None, "no stream came into being");
+    assert_eq!(env.second.stats(&flow.stream).await?, None, "no stream was created");
     assert_eq!(env.second.stats(&dead).await?, None, "no follow-up was written");
     Ok(())
 }

@@ -109,7 +109,7 @@ pub async fn a_tail_changes_nothing(env: StreamTestEnv) -> TestResult {
     assert_eq!((after.pending, after.last_delivered), (before.pending, before.last_delivered));
     assert_eq!(after.consumers.len(), before.consumers.len(), "{after:?}");
     assert_eq!(flow.pending_ids().await?, all);
-    assert_eq!(env.second.stats(&missing).await?, None, "no stream came into being");
+    assert_eq!(env.second.stats(&missing).await?, None, "no stream was created");
     Ok(())
 }
 

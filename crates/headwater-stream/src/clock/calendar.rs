@@ -39,8 +39,8 @@ pub(super) fn parse(text: &str) -> Option<u64> {
 /// Fast path for the usual form, 2026-01-01T00:00:00.000Z; every message contains one.
 fn parse_usual(text: &[u8]) -> Option<u64> {
     let text: &[u8; 24] = text.try_into().ok()?;
-    let marks = [text[4], text[7], text[10], text[13], text[16], text[19], text[23]];
-    if marks != *b"--T::.Z" {
+    let separators = [text[4], text[7], text[10], text[13], text[16], text[19], text[23]];
+    if separators != *b"--T::.Z" {
         return None;
     }
     let digits = |from: usize, to: usize| {
@@ -58,21 +58,21 @@ fn parse_any(text: &str) -> Option<u64> {
     let mut rest = text;
     let year = number(&mut rest, 4)?;
     let month = {
-        mark(&mut rest, "-")?;
+        separator(&mut rest, "-")?;
         number(&mut rest, 2)?
     };
     let day = {
-        mark(&mut rest, "-")?;
+        separator(&mut rest, "-")?;
         number(&mut rest, 2)?
     };
-    mark(&mut rest, "Tt ")?;
+    separator(&mut rest, "Tt ")?;
     let hour = number(&mut rest, 2)?;
     let minute = {
-        mark(&mut rest, ":")?;
+        separator(&mut rest, ":")?;
         number(&mut rest, 2)?
     };
     let second = {
-        mark(&mut rest, ":")?;
+        separator(&mut rest, ":")?;
         number(&mut rest, 2)?
     };
     let ms = fraction(&mut rest)?;
@@ -104,7 +104,7 @@ fn number(rest: &mut &str, digits: usize) -> Option<i64> {
     head.bytes().all(|b| b.is_ascii_digit()).then(|| head.parse().ok()).flatten()
 }
 
-fn mark(rest: &mut &str, allowed: &str) -> Option<()> {
+fn separator(rest: &mut &str, allowed: &str) -> Option<()> {
     let first = rest.chars().next().filter(|first| allowed.contains(*first))?;
     *rest = &rest[first.len_utf8()..];
     Some(())
@@ -127,7 +127,7 @@ fn offset(rest: &str) -> Option<i64> {
     };
     let mut rest = &rest[1..];
     let hours = number(&mut rest, 2)?;
-    mark(&mut rest, ":")?;
+    separator(&mut rest, ":")?;
     let minutes = number(&mut rest, 2)?;
     (rest.is_empty() && hours < 24 && minutes < 60).then_some(sign * (hours * 60 + minutes))
 }

@@ -24,19 +24,19 @@ pub(super) fn append(
     entries: &[Fields],
     retention: &Retention,
 ) -> Result<Vec<EntryId>> {
-    append_beside(tx, name, entries, retention, 0)
+    append_with_extra(tx, name, entries, retention, 0)
 }
 
-/// Same as `append`, with capacity for `beside` more bytes.
-fn append_beside(
+/// Same as `append`, with capacity for `extra_bytes` more bytes.
+fn append_with_extra(
     tx: &mut Tx<'_>,
     name: &StreamName,
     entries: &[Fields],
     retention: &Retention,
-    beside: u64,
+    extra_bytes: u64,
 ) -> Result<Vec<EntryId>> {
     let first = next_id(tx, name)?;
-    let bytes = beside + entries.iter().map(footprint).sum::<u64>();
+    let bytes = extra_bytes + entries.iter().map(footprint).sum::<u64>();
     trim_to_fit(tx, name, retention, entries.len(), bytes)?;
     tx.remove_expired(name.as_str());
     let (stream, entries) = (name.as_str(), Cow::Borrowed(entries));
@@ -61,13 +61,13 @@ pub(super) fn append_once(
     let scope = append_once_scope(name.as_str());
     // A known id maps to its entry id, a new one to its index in `new`.
     let mut new: Vec<&Once> = Vec::new();
-    let mut places: HashMap<&str, usize> = HashMap::new();
+    let mut positions: HashMap<&str, usize> = HashMap::new();
     let mut known = Vec::with_capacity(entries.len());
     for entry in entries {
-        let mark = tx.state().dedup.get(&scope, &entry.id, tx.now);
-        known.push(mark.map(decode_entry_id).transpose()?);
-        if mark.is_none() && !places.contains_key(entry.id.as_str()) {
-            places.insert(&entry.id, new.len());
+        let record = tx.state().dedup.get(&scope, &entry.id, tx.now);
+        known.push(record.map(decode_entry_id).transpose()?);
+        if record.is_none() && !positions.contains_key(entry.id.as_str()) {
+            positions.insert(&entry.id, new.len());
             new.push(entry);
         }
     }
@@ -75,8 +75,9 @@ pub(super) fn append_once(
     if !new.is_empty() {
         let fields: Vec<Fields> = new.iter().map(|entry| entry.fields.clone()).collect();
         let value = encode_entry_id(EntryId::MAX);
-        let marks = new.iter().map(|entry| dedup_footprint(&scope, &entry.id, Some(&value))).sum();
-        ids = append_beside(tx, name, &fields, retention, marks)?;
+        let dedup_bytes =
+            new.iter().map(|entry| dedup_footprint(&scope, &entry.id, Some(&value))).sum();
+        ids = append_with_extra(tx, name, &fields, retention, dedup_bytes)?;
         let (at, until) = (tx.now, tx.now.after(keep));
         for (entry, id) in new.iter().zip(&ids) {
             let (scope, id, done) = (scope.as_str(), entry.id.as_str(), Some(encode_entry_id(*id)));
@@ -87,9 +88,9 @@ pub(super) fn append_once(
     let answer = |(entry, known): (&Once, Option<EntryId>)| match known {
         Some(id) => Appended { id, duplicate: true },
         None => {
-            let place = places[entry.id.as_str()];
-            let duplicate = !std::mem::replace(&mut first_of[place], false);
-            Appended { id: ids[place], duplicate }
+            let position = positions[entry.id.as_str()];
+            let duplicate = !std::mem::replace(&mut first_of[position], false);
+            Appended { id: ids[position], duplicate }
         }
     };
     Ok(entries.iter().zip(known).map(answer).collect())
@@ -114,8 +115,8 @@ fn encode_entry_id(id: EntryId) -> Bytes {
     Bytes::copy_from_slice(&bytes)
 }
 
-fn decode_entry_id(mark: &DedupRecord) -> Result<EntryId> {
-    let bytes = mark.done.as_deref().unwrap_or_default();
+fn decode_entry_id(record: &DedupRecord) -> Result<EntryId> {
+    let bytes = record.done.as_deref().unwrap_or_default();
     let read = |bytes: &[u8]| Some(u64::from_be_bytes(bytes.try_into().ok()?));
     let id = bytes.split_at_checked(8).and_then(|(ms, seq)| Some((read(ms)?, read(seq)?)));
     let (ms, seq) = id.ok_or_else(|| StreamError::Protocol {

@@ -34,7 +34,7 @@ impl Dedup for Embedded {
             for id in ids {
                 // One by one, so that an id given twice is fresh once.
                 let known = tx.state().dedup.get(scope, id, tx.now);
-                answers.push(match known.map(|mark| mark.done.clone()) {
+                answers.push(match known.map(|record| record.done.clone()) {
                     Some(Some(value)) => Begin::Done(value),
                     Some(None) => Begin::Busy,
                     None => {
@@ -79,8 +79,8 @@ impl Dedup for Embedded {
         let abandon = self.shared().transact(Durability::Durable, |tx| {
             let scope = scope.as_str();
             for id in ids {
-                let mark = tx.state().dedup.get(scope, id, tx.now);
-                if mark.is_some_and(|mark| mark.done.is_none()) {
+                let record = tx.state().dedup.get(scope, id, tx.now);
+                if record.is_some_and(|record| record.done.is_none()) {
                     tx.apply(&RedoRecord::RemoveDedup { scope, id });
                 }
             }

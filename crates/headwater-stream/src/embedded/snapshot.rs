@@ -113,8 +113,8 @@ fn write_state(state: &EmbeddedState, to: &mut SnapshotWriter<'_>) -> io::Result
             })?,
         }
     }
-    for (scope, id, mark) in state.dedup.iter() {
-        let (done, until, at) = (mark.done.clone(), mark.until, Default::default());
+    for (scope, id, record) in state.dedup.iter() {
+        let (done, until, at) = (record.done.clone(), record.until, Default::default());
         to.record(&RedoRecord::SetDedup { scope, id, done, until, at })?;
     }
     Ok(())

@@ -189,8 +189,8 @@ impl EmbeddedState {
             RedoRecord::RemoveMembers { set, members } => self.remove_members(set, members)?,
             RedoRecord::PutFields { map, fields } => self.put_fields(map, fields)?,
             RedoRecord::SetDedup { scope, id, done, until, at } => {
-                let mark = DedupRecord { done: done.clone(), until: *until };
-                let (added, freed) = self.dedup.set(scope, id, mark, *at);
+                let record = DedupRecord { done: done.clone(), until: *until };
+                let (added, freed) = self.dedup.set(scope, id, record, *at);
                 self.bytes = (self.bytes + added).saturating_sub(freed);
             }
             RedoRecord::RemoveDedup { scope, id } => {

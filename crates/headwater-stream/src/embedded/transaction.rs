@@ -152,13 +152,13 @@ impl<'a> Tx<'a> {
 
     /// Fails with `Full` if `bytes` more would exceed `max_bytes`.
     pub(super) fn ensure_capacity(&self, bytes: u64) -> Result<()> {
-        let taken = self.state().bytes();
-        if bytes == 0 || taken.saturating_add(bytes) <= self.max_bytes {
+        let used = self.state().bytes();
+        if bytes == 0 || used.saturating_add(bytes) <= self.max_bytes {
             return Ok(());
         }
         Err(StreamError::Full {
             problem: format!(
-                "{bytes} bytes more than the {taken} there are would exceed max_bytes, which is {}",
+                "{bytes} more bytes in addition to the {used} in use would exceed `max_bytes` = {}",
                 self.max_bytes
             ),
         })

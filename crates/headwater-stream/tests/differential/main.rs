@@ -38,19 +38,19 @@ async fn compare(
     let mut embedded = ObservedBackend::new(&mut connections.0, prefix.clone());
     let mut redis = ObservedBackend::new(&mut connections.1, prefix);
     for (at, operation) in sequence.iter().enumerate() {
-        let ours = embedded.run(operation).await;
-        let theirs = redis.run(operation).await;
-        if !ours.agrees_with(&theirs) {
+        let embedded_result = embedded.run(operation).await;
+        let redis_result = redis.run(operation).await;
+        if !embedded_result.agrees_with(&redis_result) {
             return Err(format!(
-                "call {at}, {operation:?}:\n  embedded: {ours:?}\n  redis:    {theirs:?}"
+                "call {at}, {operation:?}:\n  embedded: {embedded_result:?}\n  redis:    {redis_result:?}"
             ));
         }
     }
     let ends = embedded.everything().await.into_iter().zip(redis.everything().await);
-    for ((what, ours), (_, theirs)) in ends {
-        if !ours.agrees_with(&theirs) {
+    for ((what, embedded_result), (_, redis_result)) in ends {
+        if !embedded_result.agrees_with(&redis_result) {
             return Err(format!(
-                "at the end, {what}:\n  embedded: {ours:?}\n  redis:    {theirs:?}"
+                "at the end, {what}:\n  embedded: {embedded_result:?}\n  redis:    {redis_result:?}"
             ));
         }
     }

@@ -66,7 +66,7 @@ impl RetryingReader {
     async fn find_missed(&mut self, count: usize) -> Result<Vec<Batch<Delivery>>> {
         let search = self.search.get_or_insert_with(|| {
             let seen = self.seen.clone();
-            tokio::spawn(async move { seen.others(count).await })
+            tokio::spawn(async move { seen.missed(count).await })
         });
         let found = search.await;
         self.search = None;
@@ -75,7 +75,7 @@ impl RetryingReader {
 }
 
 impl SeenEntries {
-    async fn others(&self, count: usize) -> Result<Vec<Batch<Delivery>>> {
+    async fn missed(&self, count: usize) -> Result<Vec<Batch<Delivery>>> {
         let mut batches = Vec::new();
         for stream in &self.streams {
             let query = PendingQuery {
@@ -174,8 +174,8 @@ impl GroupReader for RetryingReader {
         }
         let mut left = self.seen.show(left);
         if self.seen.has_failed {
-            let others = self.seen.others(COUNT_MAX).await?;
-            left.extend(self.seen.show(others));
+            let missed = self.seen.missed(COUNT_MAX).await?;
+            left.extend(self.seen.show(missed));
         }
         Ok(left)
     }

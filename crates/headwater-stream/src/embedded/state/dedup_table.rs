@@ -61,8 +61,8 @@ impl DedupTable {
         now: Timestamp,
     ) -> Option<&DedupRecord> {
         let key = key(scope, id);
-        let mark = self.shards[shard_of(&key)].records.get(&*key)?;
-        (mark.until > now).then_some(mark)
+        let record = self.shards[shard_of(&key)].records.get(&*key)?;
+        (record.until > now).then_some(record)
     }
 
     /// Sets a record. Returns the number of bytes added and freed.
@@ -70,7 +70,7 @@ impl DedupTable {
         &mut self,
         scope: &str,
         id: &str,
-        mark: DedupRecord,
+        record: DedupRecord,
         now: Timestamp,
     ) -> (u64, u64) {
         let key = key(scope, id);
@@ -78,17 +78,17 @@ impl DedupTable {
         let mut freed = shard.remove(&key);
         for _ in 0..EXPIRED_PER_INSERT {
             match shard.by_expiry.first() {
-                Some((end, lapsed)) if *end <= now => {
-                    let lapsed = lapsed.clone();
-                    freed += shard.remove(&lapsed);
+                Some((end, expired)) if *end <= now => {
+                    let expired = expired.clone();
+                    freed += shard.remove(&expired);
                 }
                 _ => break,
             }
         }
-        let added = dedup_footprint(scope, id, mark.done.as_ref());
+        let added = dedup_footprint(scope, id, record.done.as_ref());
         let key: Arc<str> = key.into();
-        shard.by_expiry.insert((mark.until, key.clone()));
-        shard.records.insert(key, mark);
+        shard.by_expiry.insert((record.until, key.clone()));
+        shard.records.insert(key, record);
         (added, freed)
     }
 
@@ -100,19 +100,19 @@ impl DedupTable {
 
     /// All records, including expired ones that are not removed yet.
     pub(in crate::embedded) fn iter(&self) -> impl Iterator<Item = (&str, &str, &DedupRecord)> {
-        self.shards.iter().flat_map(|shard| &shard.records).map(|(key, mark)| {
+        self.shards.iter().flat_map(|shard| &shard.records).map(|(key, record)| {
             let (scope, id) = split(key);
-            (scope, id, mark)
+            (scope, id, record)
         })
     }
 }
 
 impl Shard {
     fn remove(&mut self, key: &str) -> u64 {
-        let Some((key, mark)) = self.records.remove_entry(key) else { return 0 };
+        let Some((key, record)) = self.records.remove_entry(key) else { return 0 };
         let (scope, id) = split(&key);
-        let freed = dedup_footprint(scope, id, mark.done.as_ref());
-        self.by_expiry.remove(&(mark.until, key));
+        let freed = dedup_footprint(scope, id, record.done.as_ref());
+        self.by_expiry.remove(&(record.until, key));
         freed
     }
 }
