@@ -85,7 +85,7 @@ pub(super) fn append_once(
         }
     }
     let mut first_of = vec![true; ids.len()];
-    let answer = |(entry, known): (&Once, Option<EntryId>)| match known {
+    let to_appended = |(entry, known): (&Once, Option<EntryId>)| match known {
         Some(id) => Appended { id, duplicate: true },
         None => {
             let position = positions[entry.id.as_str()];
@@ -93,7 +93,7 @@ pub(super) fn append_once(
             Appended { id: ids[position], duplicate }
         }
     };
-    Ok(entries.iter().zip(known).map(answer).collect())
+    Ok(entries.iter().zip(known).map(to_appended).collect())
 }
 
 /// The entry ids recorded for these ids.

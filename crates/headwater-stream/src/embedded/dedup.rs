@@ -30,11 +30,11 @@ impl Dedup for Embedded {
                 None => dedup_footprint(scope, id, None),
             };
             tx.ensure_capacity(ids.iter().map(bytes).sum())?;
-            let mut answers = Vec::with_capacity(ids.len());
+            let mut results = Vec::with_capacity(ids.len());
             for id in ids {
                 // One by one, so that an id given twice is fresh once.
                 let known = tx.state().dedup.get(scope, id, tx.now);
-                answers.push(match known.map(|record| record.done.clone()) {
+                results.push(match known.map(|record| record.done.clone()) {
                     Some(Some(value)) => Begin::Done(value),
                     Some(None) => Begin::Busy,
                     None => {
@@ -44,7 +44,7 @@ impl Dedup for Embedded {
                     }
                 });
             }
-            Ok(answers)
+            Ok(results)
         });
         begin.await
     }

@@ -99,9 +99,9 @@ impl EngineShared {
         decide: impl FnOnce(&mut Tx<'_>) -> Result<T>,
     ) -> Result<T> {
         self.wait_for_buffer_space().await?;
-        let (answer, written, durable) = self.transact_now(durability, decide)?;
+        let (output, written, durable) = self.transact_now(durability, decide)?;
         self.wait(written, durable).await?;
-        Ok(answer)
+        Ok(output)
     }
 
     fn transact_now<T>(
@@ -113,14 +113,14 @@ impl EngineShared {
         let was_empty = inner.buffer.is_empty();
         let now = self.clock.now();
         let mut tx = Tx::begin(&mut inner, self.log.as_deref(), now, self.max_bytes);
-        let answer = decide(&mut tx);
+        let output = decide(&mut tx);
         let Commit { written, durable, waiters } = tx.commit(durability);
         drop(inner);
         if was_empty && written > 0 {
             self.to_write.notify_one();
         }
         waiters.iter().for_each(|waiter| waiter.notify_one());
-        Ok((answer?, written, durable))
+        Ok((output?, written, durable))
     }
 
     /// Runs a read-write transaction without waiting. The caller waits before it returns the data. The records
@@ -129,8 +129,8 @@ impl EngineShared {
         &self,
         decide: impl FnOnce(&mut Tx<'_>) -> Result<T>,
     ) -> Result<T> {
-        let (answer, ..) = self.transact_now(Durability::Written, decide)?;
-        Ok(answer)
+        let (output, ..) = self.transact_now(Durability::Written, decide)?;
+        Ok(output)
     }
 
     /// Runs a read-only transaction, then waits until what it read is durable.
@@ -138,7 +138,7 @@ impl EngineShared {
         &self,
         read: impl FnOnce(&mut ReadTx<'_>) -> Result<T>,
     ) -> Result<T> {
-        let (answer, visible_commit) = {
+        let (output, visible_commit) = {
             let guard = self.lock()?;
             let (now, state, visible_commit) =
                 (self.clock.now(), &guard.state, guard.buffer.unsynced_visible);
@@ -146,7 +146,7 @@ impl EngineShared {
             (read(&mut tx)?, tx.visible_commit)
         };
         self.wait(0, visible_commit).await?;
-        Ok(answer)
+        Ok(output)
     }
 
     /// Waits until one commit is written and another is durable. Cancel-safe.
