@@ -7,8 +7,9 @@ use crate::failure::Failure;
 use crate::setup;
 
 /// What is measured, from the bottom up.
-const BENCHES: [(&str, &[&str]); 4] = [
-    ("headwater-stream", &["streams", "heartbeat", "waiting"]),
+const BENCHES: [(&str, &[&str]); 5] = [
+    ("headwater-stream", &["streams", "waiting"]),
+    ("headwater-assignment", &["heartbeat"]),
     ("headwater-queue", &["queue"]),
     ("headwater-issue", &["store", "flow"]),
     (ANALYTICS, &["ingest"]),

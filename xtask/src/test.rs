@@ -49,6 +49,10 @@ fn checks() -> Result<Vec<(&'static str, Command)>, Failure> {
             alone("headwater-stream", "embedded")?,
         ),
         ("headwater-stream with the Redis backend alone", alone("headwater-stream", "redis")?),
+        (
+            "headwater-conformance with the stream suite alone",
+            alone("headwater-conformance", "stream")?,
+        ),
         ("headwater-issue with the SQLite store alone", alone("headwater-issue", "sqlite")?),
         ("headwater-issue with the Postgres store alone", alone("headwater-issue", "postgres")?),
         ("headwater-analytics without DuckDB", alone("headwater-analytics", "")?),

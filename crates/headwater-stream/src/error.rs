@@ -101,7 +101,7 @@ pub enum StreamError {
 
 impl StreamError {
     /// An invalid argument: which one, and what is wrong with it.
-    pub(crate) fn invalid(what: impl Into<String>, problem: impl Into<String>) -> Self {
+    pub fn invalid(what: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Invalid { what: what.into(), problem: problem.into() }
     }
 

@@ -22,17 +22,12 @@ mod backend;
 mod coalescer;
 mod lease_renewer;
 
-pub mod assignment;
-
 #[cfg(feature = "embedded")]
 mod embedded;
 #[cfg(feature = "redis")]
 mod redis;
 
 mod connect;
-
-#[cfg(feature = "conformance")]
-pub mod conformance;
 
 pub use backend::{Backend, BackendDescription};
 pub use coalescer::{BatchError, Coalescer, CoalescerConfig};
@@ -52,7 +47,7 @@ pub use leases::{
 };
 pub use name::{
     ConsumerName, DedupScope, DelayName, GroupName, HolderName, LeaseName, MapName, SetName,
-    StreamName,
+    StreamName, hash_tag,
 };
 pub use registry::{Registry, RegistryMap};
 pub use streams::{

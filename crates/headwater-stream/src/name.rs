@@ -118,7 +118,7 @@ fn validate(what: &str, name: &str) -> Result<()> {
 }
 
 /// The hash tag of a key, which determines its slot in a Redis Cluster.
-pub(crate) fn hash_tag(name: &str) -> Option<&str> {
+pub fn hash_tag(name: &str) -> Option<&str> {
     let open = name.find('{')?;
     let tag = &name[open + 1..];
     let close = tag.find('}')?;

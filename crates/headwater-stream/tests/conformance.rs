@@ -1,16 +1,17 @@
-//! The conformance suite on every backend there is, in five set-ups.
-#![cfg(all(feature = "conformance", any(feature = "embedded", feature = "redis")))]
+//! The conformance suite on every backend, in five configurations.
+#![cfg(any(feature = "embedded", feature = "redis"))]
 
 use std::sync::Arc;
 
-use headwater_stream::conformance::{Env, TestResult};
-use headwater_stream::{Backend, Options, conformance_suite, connect};
+use headwater_conformance::stream::{StreamTestEnv, TestResult};
+use headwater_conformance::stream_suite;
+use headwater_stream::{Backend, Options, connect};
 
 async fn open(url: &str) -> TestResult<Arc<dyn Backend>> {
     Ok(connect(url, &Options::default()).await?)
 }
 
-/// An error of the testkit, as the suite knows errors.
+/// Converts an error of the testkit.
 #[cfg(feature = "redis")]
 fn testkit<T>(answer: anyhow::Result<T>) -> TestResult<T> {
     Ok(answer.map_err(|error| std::io::Error::other(format!("{error:#}")))?)
@@ -20,25 +21,25 @@ fn testkit<T>(answer: anyhow::Result<T>) -> TestResult<T> {
 mod embedded_memory {
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let backend = open("embedded:memory").await?;
-        Ok(Env::new(Arc::clone(&backend), backend))
+        Ok(StreamTestEnv::new(Arc::clone(&backend), backend))
     }
 
-    conformance_suite!(setup());
+    stream_suite!(setup());
 }
 
 #[cfg(feature = "embedded")]
 mod embedded_directory {
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let directory = tempfile::tempdir()?;
         let backend = open(&format!("embedded:{}", directory.path().display())).await?;
-        Ok(Env::new(Arc::clone(&backend), backend).keep(directory))
+        Ok(StreamTestEnv::new(Arc::clone(&backend), backend).keep(directory))
     }
 
-    conformance_suite!(setup());
+    stream_suite!(setup());
 }
 
 #[cfg(feature = "redis")]
@@ -47,13 +48,13 @@ mod redis {
 
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let redis = testkit(Redis::shared())?;
         let url = redis.url();
-        Ok(Env::new(open(&url).await?, open(&url).await?).keep(redis))
+        Ok(StreamTestEnv::new(open(&url).await?, open(&url).await?).keep(redis))
     }
 
-    conformance_suite!(setup());
+    stream_suite!(setup());
 }
 
 #[cfg(feature = "redis")]
@@ -62,17 +63,17 @@ mod redis_cluster {
 
     use super::*;
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let cluster = testkit(Cluster::shared())?;
         let url = cluster.url();
-        Ok(Env::new(open(&url).await?, open(&url).await?).keep(cluster))
+        Ok(StreamTestEnv::new(open(&url).await?, open(&url).await?).keep(cluster))
     }
 
-    conformance_suite!(setup());
+    stream_suite!(setup());
 }
 
-/// Each test has a proxy of its own that loses replies and cuts connections: some at random, and one before every few
-/// calls. The seed is printed; `HEADWATER_FAULT_SEED` sets it.
+/// Each test has its own proxy that drops replies and cuts connections: some at random, and one before every
+/// few calls. The seed is printed; `HEADWATER_FAULT_SEED` sets it.
 #[cfg(feature = "redis")]
 mod redis_faulty {
     use std::env;
@@ -80,17 +81,17 @@ mod redis_faulty {
     use std::sync::Mutex;
     use std::time::{Duration, Instant};
 
-    use headwater_stream::conformance::Retrying;
+    use headwater_conformance::stream::Retrying;
     use headwater_testkit::{Proxy, Redis};
 
     use super::*;
 
-    /// One call in so many meets a dropped reply or a cut connection.
+    /// One call in this many gets a dropped reply or a cut connection.
     const FAULT_EVERY: u64 = 3;
-    /// Without a pause between faults, tests that make many calls at once would get nowhere.
+    /// Without a pause between faults, tests with many concurrent calls would make no progress.
     const FAULT_PAUSE: Duration = Duration::from_millis(60);
 
-    async fn setup() -> TestResult<Env> {
+    async fn setup() -> TestResult<StreamTestEnv> {
         let seed = match env::var("HEADWATER_FAULT_SEED") {
             Ok(seed) => seed.parse()?,
             Err(_) => RandomState::new().hash_one(std::process::id()) >> 32,
@@ -99,18 +100,18 @@ mod redis_faulty {
         let redis = testkit(Redis::shared())?;
         let proxy = Arc::new(testkit(Proxy::flaky(redis.addr(), seed))?);
         let second = open(&redis.url()).await?;
-        let raw = open_in_spite_of_faults(&redis.url_at(proxy.addr())).await?;
+        let raw = open_despite_faults(&redis.url_at(proxy.addr())).await?;
 
-        let disturbed = Arc::clone(&proxy);
+        let faulty_proxy = Arc::clone(&proxy);
         let state = Mutex::new((seed, None));
-        let before = move || disturb(&disturbed, &state);
+        let before = move || inject_fault(&faulty_proxy, &state);
         let backend = Arc::new(Retrying::new(Arc::clone(&raw), before));
         let counted = Arc::clone(&proxy);
         let faults = move || counted.faults();
-        Ok(Env::faulty(backend, second, raw, faults).keep(proxy).keep(redis))
+        Ok(StreamTestEnv::faulty(backend, second, raw, faults).keep(proxy).keep(redis))
     }
 
-    async fn open_in_spite_of_faults(url: &str) -> TestResult<Arc<dyn Backend>> {
+    async fn open_despite_faults(url: &str) -> TestResult<Arc<dyn Backend>> {
         for _ in 0..20 {
             if let Ok(backend) = open(url).await {
                 return Ok(backend);
@@ -119,8 +120,8 @@ mod redis_faulty {
         open(url).await
     }
 
-    /// Breaks the network for the next call, now and then.
-    fn disturb(proxy: &Proxy, state: &Mutex<(u64, Option<Instant>)>) {
+    /// Injects a fault for the next call from time to time.
+    fn inject_fault(proxy: &Proxy, state: &Mutex<(u64, Option<Instant>)>) {
         let mut state = state.lock().expect("no code panics while it holds this lock");
         let (seed, last) = &mut *state;
         let random = next(seed);
@@ -146,5 +147,5 @@ mod redis_faulty {
         z ^ (z >> 31)
     }
 
-    conformance_suite!(setup(), faulty);
+    stream_suite!(setup(), faulty);
 }

@@ -1,5 +1,5 @@
-//! What the embedded backend promises beyond the suite for all backends: injected time, bounded memory, shared syncs,
-//! readers that wake at once and lose nothing.
+//! Guarantees of the embedded backend beyond the conformance suite: injected clock, bounded memory, shared
+//! syncs, readers that wake at once and lose nothing.
 #![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -12,7 +12,7 @@ use headwater_stream::clock::{Clock, TestClock, Timestamp};
 use headwater_stream::*;
 use tokio::time::timeout;
 
-/// Long enough for a slow machine; nothing here waits for it unless it fails.
+/// Timeout for a slow machine; only reached on failure.
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn stream(name: &str) -> StreamName {
@@ -81,24 +81,24 @@ async fn many_callers_share_syncs() {
 }
 
 #[tokio::test]
-async fn with_sync_interval_no_call_waits_for_a_sync_and_the_log_is_synced_all_the_same() {
+async fn with_sync_interval_calls_do_not_wait_for_syncs_and_the_log_is_still_synced() {
     let directory = tempfile::tempdir().unwrap();
     let backend = open(&url(directory.path(), "sync=interval")).await;
     for number in 0..200 {
         append(&*backend, &[fields(number)]).await.unwrap();
     }
     assert!(fact(&*backend, "syncs") < 100, "calls wait for syncs");
-    // Under load, too.
+    // Also under load.
     let synced = async {
         while fact(&*backend, "syncs") == 0 {
             append(&*backend, &[fields(0)]).await.unwrap();
         }
     };
-    timeout(LIMIT, synced).await.expect("the log is synced though no call waits for it");
+    timeout(LIMIT, synced).await.expect("the log is synced without a waiting call");
 }
 
 #[tokio::test]
-async fn ids_keep_growing_when_the_clock_jumps_back_across_a_restart() {
+async fn ids_stay_ascending_when_the_clock_is_set_back_across_a_restart() {
     let directory = tempfile::tempdir().unwrap();
     let late = TestClock::at(Timestamp::from_millis(2_000_000));
     let backend = open_at(&url(directory.path(), ""), &late).await;
@@ -110,7 +110,7 @@ async fn ids_keep_growing_when_the_clock_jumps_back_across_a_restart() {
     let early = TestClock::at(Timestamp::from_millis(1_000_000));
     let backend = open_at(&url(directory.path(), ""), &early).await;
     assert_eq!(append(&*backend, &[fields(3)]).await.unwrap(), [EntryId::new(2_000_000, 2)]);
-    // Time goes on from where it was, at 19 twentieths of its speed until the clock has caught up.
+    // Time continues from where it was, at 19/20 of its speed until the clock has caught up.
     early.advance(Duration::from_secs(20));
     assert_eq!(append(&*backend, &[fields(4)]).await.unwrap(), [EntryId::new(2_019_000, 0)]);
 }
@@ -118,7 +118,7 @@ async fn ids_keep_growing_when_the_clock_jumps_back_across_a_restart() {
 const HOUR: Duration = Duration::from_secs(3600);
 const TTL: Duration = Duration::from_secs(15);
 
-/// A lease, a delayed entry and a begun id, each for `TTL`.
+/// A lease, a delayed entry and an id in progress, each for `TTL`.
 async fn begin_waits(backend: &dyn Backend) {
     let (lease, holder) = (LeaseName::new("lease").unwrap(), HolderName::new("first").unwrap());
     assert!(matches!(backend.acquire(&lease, &holder, TTL).await.unwrap(), Acquire::Won(_)));
@@ -128,12 +128,12 @@ async fn begin_waits(backend: &dyn Backend) {
     assert_eq!(backend.dedup_begin(&scope, &["id"], TTL).await.unwrap(), [Begin::Fresh]);
 }
 
-/// How many of the three waits are over.
+/// How many of the three have expired or are due.
 async fn waits_over(backend: &dyn Backend) -> usize {
     let lease = backend.leases(&[LeaseName::new("lease").unwrap()]).await.unwrap().remove(0);
     let delays = DelayName::new("delays").unwrap();
     let is_due = backend.wait_due(&delays, Duration::ZERO).await.unwrap();
-    // An id that is free is begun, and given up again.
+    // Begins a free id and abandons it.
     let scope = DedupScope::new("scope").unwrap();
     let begun = backend.dedup_begin(&scope, &["id"], TTL).await.unwrap().remove(0);
     if begun == Begin::Fresh {
@@ -147,32 +147,32 @@ fn step(clock: &TestClock, is_back: bool) {
 }
 
 #[tokio::test]
-async fn leases_delays_and_deduplication_last_as_long_as_they_should_when_the_clock_is_set() {
+async fn leases_delays_and_deduplication_keep_their_durations_when_the_clock_is_set() {
     for is_back in [true, false] {
         let clock = TestClock::default();
         let backend = open_at("embedded:memory", &clock).await;
         begin_waits(&*backend).await;
         clock.advance(TTL / 3);
         step(&clock, is_back);
-        assert_eq!(waits_over(&*backend).await, 0, "nothing ends early; back: {is_back}");
+        assert_eq!(waits_over(&*backend).await, 0, "nothing expires early; back: {is_back}");
         clock.advance(TTL / 3);
-        assert_eq!(waits_over(&*backend).await, 0, "nothing ends early; back: {is_back}");
-        // A twentieth is the price of approaching the wall clock.
+        assert_eq!(waits_over(&*backend).await, 0, "nothing expires early; back: {is_back}");
+        // A twentieth for slewing towards the wall clock.
         clock.advance(TTL / 3 + TTL / 10);
         assert_eq!(waits_over(&*backend).await, 3, "nothing lasts longer; back: {is_back}");
     }
 }
 
 #[tokio::test]
-async fn leases_delays_and_deduplication_end_in_time_when_the_clock_was_set_back_before_a_restart()
-{
+async fn leases_delays_and_deduplication_expire_in_time_when_the_clock_was_set_back_before_a_restart()
+ {
     // With and without a snapshot.
     for parameters in ["", "compact_bytes=1"] {
         let directory = tempfile::tempdir().unwrap();
         let clock = TestClock::default();
         let backend = open_at(&url(directory.path(), parameters), &clock).await;
         append(&*backend, &[fields(0)]).await.unwrap();
-        // Long after the last entry: only the lease and the mark tell the time.
+        // Long after the last entry: only the lease and the deduplication record contain the time.
         clock.advance(HOUR * 2);
         begin_waits(&*backend).await;
         backend.close().await.unwrap();
@@ -196,7 +196,7 @@ async fn retention_by_age_keeps_fresh_entries_when_the_clock_is_set_forward() {
 }
 
 #[tokio::test]
-async fn a_waiting_read_ends_by_an_append_or_by_the_injected_clock_and_by_nothing_else() {
+async fn a_blocked_read_returns_only_on_an_append_or_by_the_injected_clock() {
     let clock = TestClock::default();
     let backend = open_at("embedded:memory", &clock).await;
     let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
@@ -204,7 +204,7 @@ async fn a_waiting_read_ends_by_an_append_or_by_the_injected_clock_and_by_nothin
     let wait = Duration::from_secs(30);
     let streams = [stream("other"), stream("s")];
 
-    // By an append, with the clock standing still.
+    // By an append, while the clock stands still.
     let read = async { reader.read(&streams, 10, wait).await.unwrap() };
     let positions = [(stream("s"), EntryId::MIN)];
     let tailed = async { tail.read(&positions, 10, wait).await.unwrap() };
@@ -232,7 +232,7 @@ async fn a_waiting_read_ends_by_an_append_or_by_the_injected_clock_and_by_nothin
 }
 
 #[tokio::test]
-async fn a_group_that_is_removed_under_a_waiting_read_comes_back_from_the_beginning() {
+async fn a_group_removed_during_a_blocked_read_is_recreated_from_the_beginning() {
     let clock = TestClock::default();
     let backend = open_at("embedded:memory", &clock).await;
     let ids = append(&*backend, &[fields(1)]).await.unwrap();
@@ -248,7 +248,7 @@ async fn a_group_that_is_removed_under_a_waiting_read_comes_back_from_the_beginn
     assert_eq!(batches[0].entries[0].id, ids[0]);
 }
 
-/// Readers of one group wait without a time-out while others append: each entry reaches exactly one of them.
+/// Readers of one group block without a timeout during appends: each entry reaches exactly one of them.
 async fn race(backend: Arc<dyn Backend>, rounds: usize) {
     const READERS: usize = 4;
     const WRITERS: usize = 3;
@@ -281,8 +281,10 @@ async fn race(backend: Arc<dyn Backend>, rounds: usize) {
     }
     let mut seen = BTreeSet::new();
     for _ in 0..WRITERS * rounds {
-        let fields =
-            timeout(LIMIT, numbers.recv()).await.expect("a reader sleeps over an entry").unwrap();
+        let fields = timeout(LIMIT, numbers.recv())
+            .await
+            .expect("a blocked reader missed an entry")
+            .unwrap();
         let number = fields.get("n").unwrap().clone();
         assert!(seen.insert(number), "an entry was delivered twice");
     }
@@ -290,7 +292,7 @@ async fn race(backend: Arc<dyn Backend>, rounds: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn no_waiting_reader_sleeps_over_an_entry() {
+async fn no_blocked_reader_misses_an_entry() {
     let clock = TestClock::default();
     for _ in 0..20 {
         race(open_at("embedded:memory", &clock).await, 50).await;
@@ -303,7 +305,7 @@ async fn no_waiting_reader_sleeps_over_an_entry() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
-async fn reads_that_are_dropped_at_any_moment_lose_and_double_nothing() {
+async fn reads_dropped_at_any_moment_lose_and_duplicate_nothing() {
     const ENTRIES: usize = 400;
     let directory = tempfile::tempdir().unwrap();
     for (round, sync) in ["always", "interval"].into_iter().enumerate() {
@@ -318,27 +320,27 @@ async fn reads_that_are_dropped_at_any_moment_lose_and_double_nothing() {
         });
         let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
         let streams = [stream("s")];
-        let mut taken = Vec::new();
+        let mut returned = Vec::new();
         let mut dropped = 0;
         while dropped < 100 || !appends.is_finished() {
-            let patience = async {
-                for _ in 0..(taken.len() + dropped) % 9 {
+            let drop_after = async {
+                for _ in 0..(returned.len() + dropped) % 9 {
                     tokio::task::yield_now().await;
                 }
             };
             tokio::select! {
                 biased;
-                batches = reader.read(&streams, 7, LIMIT) => taken.extend(batches.unwrap()),
-                () = patience => dropped += 1,
+                batches = reader.read(&streams, 7, LIMIT) => returned.extend(batches.unwrap()),
+                () = drop_after => dropped += 1,
             }
         }
         appends.await.unwrap();
-        taken.extend(reader.close().await.unwrap());
+        returned.extend(reader.close().await.unwrap());
         let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
-        taken.extend(reader.read(&[stream("s")], ENTRIES, Duration::ZERO).await.unwrap());
+        returned.extend(reader.read(&[stream("s")], ENTRIES, Duration::ZERO).await.unwrap());
 
         let ids: Vec<EntryId> =
-            taken.into_iter().flat_map(|batch| batch.entries).map(|entry| entry.id).collect();
+            returned.into_iter().flat_map(|batch| batch.entries).map(|entry| entry.id).collect();
         let all = backend.range(&stream("s"), Range::first(ENTRIES)).await.unwrap();
         assert_eq!(
             ids,
@@ -349,7 +351,7 @@ async fn reads_that_are_dropped_at_any_moment_lose_and_double_nothing() {
 }
 
 #[tokio::test]
-async fn an_append_beyond_the_memory_fails_without_effect_and_retention_makes_room() {
+async fn an_append_over_the_memory_limit_fails_without_effect_and_retention_frees_memory() {
     let backend = open("embedded:memory?max_bytes=100000").await;
     let ten = vec![large(); 9];
     append(&*backend, &ten).await.unwrap();
@@ -361,7 +363,7 @@ async fn an_append_beyond_the_memory_fails_without_effect_and_retention_makes_ro
     );
     assert_eq!(length(&*backend, "s").await, 9, "nothing was appended");
 
-    // The retention of the call itself makes room, unless a group needs the entries.
+    // The retention of the call itself frees memory, unless a group needs the entries.
     let retention = Retention::max_len(9);
     backend.append(&stream("s"), &ten, &retention).await.unwrap();
     assert_eq!(length(&*backend, "s").await, 9);
@@ -369,13 +371,14 @@ async fn an_append_beyond_the_memory_fails_without_effect_and_retention_makes_ro
     let error = backend.append(&stream("s"), &ten, &retention).await.err().unwrap();
     assert!(matches!(error, StreamError::Full { .. }), "{error}");
 
-    // So does whoever trims.
+    // A trim does too.
     backend.trim(&stream("s"), &Retention::max_len(0), TrimGuard::Force).await.unwrap();
     append(&*backend, &ten).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_settle_whose_follow_up_finds_no_room_has_no_effect_and_one_without_always_works() {
+async fn a_settle_whose_follow_up_exceeds_the_memory_limit_has_no_effect_and_one_without_succeeds()
+{
     let backend = open("embedded:memory?max_bytes=100000").await;
     let ids = append(&*backend, &vec![large(); 9]).await.unwrap();
     let (s, group, c) = (stream("s"), group(), consumer("c"));
@@ -387,14 +390,14 @@ async fn a_settle_whose_follow_up_finds_no_room_has_no_effect_and_one_without_al
         backend.settle(settle).await
     };
     let follow_up = Then::Append { to: stream("dead"), fields: large() };
-    let aside = Then::PutAside {
+    let reschedule = Then::PutAside {
         delays: DelayName::new("d").unwrap(),
         to: stream("s"),
         due: Due::After(LIMIT),
         fields: large(),
     };
 
-    for then in [follow_up.clone(), aside] {
+    for then in [follow_up.clone(), reschedule] {
         let entries = vec![Settlement::done(ids[0]), Settlement { id: ids[1], then }];
         let error = settle(entries).await.err().unwrap();
         assert!(matches!(error, StreamError::Full { .. }), "{error}");
@@ -402,7 +405,7 @@ async fn a_settle_whose_follow_up_finds_no_room_has_no_effect_and_one_without_al
     let pending = backend.stats(&s).await.unwrap().unwrap().groups[0].pending;
     assert_eq!((pending, length(&*backend, "dead").await), (9, 0), "nothing happened");
 
-    // What makes room goes together with what needs it.
+    // A settlement that frees memory applies together with one that needs it.
     let entries = vec![
         Settlement { id: ids[0], then: Then::Delete },
         Settlement { id: ids[1], then: follow_up },
@@ -412,7 +415,7 @@ async fn a_settle_whose_follow_up_finds_no_room_has_no_effect_and_one_without_al
 }
 
 #[tokio::test]
-async fn lapsed_marks_and_sets_give_their_memory_back() {
+async fn expired_deduplication_records_and_sets_free_their_memory() {
     let clock = TestClock::default();
     let backend = open_at("embedded:memory?max_bytes=200000", &clock).await;
     let scope = DedupScope::new("scope").unwrap();
@@ -428,7 +431,7 @@ async fn lapsed_marks_and_sets_give_their_memory_back() {
 }
 
 #[tokio::test]
-async fn due_entries_are_noticed_by_the_clock_and_by_an_earlier_one() {
+async fn a_wait_for_due_entries_wakes_by_the_clock_and_by_an_earlier_entry() {
     let clock = TestClock::default();
     let backend = open_at("embedded:memory", &clock).await;
     let delays = DelayName::new("d").unwrap();
@@ -439,7 +442,7 @@ async fn due_entries_are_noticed_by_the_clock_and_by_an_earlier_one() {
     };
     put(50).await;
 
-    // By one that is put aside meanwhile and due at once.
+    // By an entry scheduled meanwhile that is due at once.
     let wait = async { backend.wait_due(&delays, LIMIT).await.unwrap() };
     let earlier = async {
         tokio::time::sleep(Duration::from_millis(30)).await;
@@ -449,7 +452,7 @@ async fn due_entries_are_noticed_by_the_clock_and_by_an_earlier_one() {
     assert!(due);
     assert_eq!(backend.take_due(&delays, 10).await.unwrap().len(), 1);
 
-    // By the clock, at the moment it is due and not before.
+    // By the clock, exactly when it is due.
     let wait = async { backend.wait_due(&delays, LIMIT).await.unwrap() };
     let later = async {
         clock.advance(Duration::from_millis(49_999));
@@ -462,7 +465,7 @@ async fn due_entries_are_noticed_by_the_clock_and_by_an_earlier_one() {
     let returned = backend.take_due(&delays, 10).await.unwrap();
     assert_eq!(returned[0].id.ms, clock.now().as_millis());
 
-    // By nothing: the wait is over.
+    // By nothing: the wait times out.
     let wait = async { backend.wait_due(&delays, Duration::from_secs(9)).await.unwrap() };
     let later = async { clock.advance(Duration::from_secs(9)) };
     let (due, ()) = timeout(LIMIT, async { tokio::join!(wait, later) }).await.unwrap();
@@ -470,7 +473,7 @@ async fn due_entries_are_noticed_by_the_clock_and_by_an_earlier_one() {
 }
 
 #[tokio::test]
-async fn a_watch_hears_of_expiry_by_the_clock_and_of_release_at_once() {
+async fn a_watch_reports_expiration_by_the_clock_and_release_at_once() {
     let clock = TestClock::default();
     let backend = open_at("embedded:memory", &clock).await;
     let mut watch = backend.watch("p:").await.unwrap();
@@ -488,7 +491,7 @@ async fn a_watch_hears_of_expiry_by_the_clock_and_of_release_at_once() {
     acquire("p:long", 60).await;
     acquire("other", 1).await;
 
-    // A lease that ends earlier than all others is taken while the watch waits.
+    // A lease that expires earlier than all others is acquired while the watch waits.
     let next = async { watch.next().await };
     let work = async {
         tokio::time::sleep(Duration::from_millis(30)).await;
@@ -504,7 +507,7 @@ async fn a_watch_hears_of_expiry_by_the_clock_and_of_release_at_once() {
     let hint = timeout(LIMIT, watch.next()).await.unwrap();
     assert_eq!(hint, LeaseHint { lease: Some(lease("p:given")), kind: HintKind::Released });
 
-    // One who does not listen is told that hints were lost, instead of all of them.
+    // A subscriber that does not read gets `Missed` instead of all hints.
     for number in 0..3_000 {
         let fence = acquire(&format!("p:{number}"), 10).await;
         backend.release(&holder, &[fence]).await.unwrap();
@@ -517,11 +520,11 @@ async fn a_watch_hears_of_expiry_by_the_clock_and_of_release_at_once() {
             return;
         }
     }
-    panic!("more hints are kept than there is room for");
+    panic!("more hints are queued than the limit");
 }
 
 #[tokio::test]
-async fn what_a_dropped_backend_was_told_is_there_again() {
+async fn data_of_a_dropped_backend_is_restored() {
     let directory = tempfile::tempdir().unwrap();
     for sync in ["always", "interval"] {
         let url = url(&directory.path().join(sync), &format!("sync={sync}"));
@@ -529,7 +532,7 @@ async fn what_a_dropped_backend_was_told_is_there_again() {
         append(&*backend, &[fields(1)]).await.unwrap();
         let mut reader = backend.reader(&group(), &consumer("c")).await.unwrap();
         reader.read(&[stream("s")], 1, Duration::ZERO).await.unwrap();
-        // The reader keeps it open; dropping it, too, is enough.
+        // The reader keeps the backend open; dropping the reader closes it.
         drop(backend);
         drop(reader);
         let backend = open(&url).await;

@@ -1,6 +1,7 @@
-//! A process that works on an embedded directory is killed again and again: nothing it was told is done comes undone.
+//! A process that works on an embedded directory is killed repeatedly: nothing that was acknowledged is lost
+//! or undone.
 //!
-//! `HEADWATER_KILLS` sets how many kills there are in all (default 80), `HEADWATER_SEED` the seed of the moments.
+//! `HEADWATER_KILLS` sets the total number of kills (default 80), `HEADWATER_SEED` the seed of the times.
 #![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -20,22 +21,23 @@ const LOCATION: &str = "HEADWATER_TEST_LOCATION";
 const LIFE: &str = "HEADWATER_TEST_LIFE";
 const CHILD: &str = "child_that_works_until_it_is_killed";
 
-/// Ends every line that the child prints, so that a line cut off by the kill is not taken for a whole one.
+/// Ends every line that the child prints, so that a line truncated by the kill is not mistaken for a
+/// complete one.
 const END: &str = " .";
 const HOUR: Duration = Duration::from_secs(3600);
 
 #[test]
-fn what_was_acknowledged_with_sync_always_survives_every_kill() {
+fn acknowledged_data_survives_every_kill_with_sync_always() {
     die_and_check("always", "sync=always", 45);
 }
 
 #[test]
-fn what_was_acknowledged_survives_kills_while_snapshots_are_written() {
+fn acknowledged_data_survives_kills_during_snapshots() {
     die_and_check("compacting", "sync=always&compact_bytes=3000", 35);
 }
 
 #[test]
-fn what_was_acknowledged_with_sync_interval_survives_every_kill() {
+fn acknowledged_data_survives_every_kill_with_sync_interval() {
     die_and_check("interval", "sync=interval&compact_bytes=50000", 20);
 }
 
@@ -59,25 +61,25 @@ fn fields(number: u64) -> Fields {
     Fields::new([("n", number.to_string()), ("padding", "x".repeat((number % 60) as usize))])
 }
 
-/// What becomes of an entry is decided by its number, so that the parent knows what the child wanted.
+/// The number of an entry decides how it is settled, so that the parent knows what the child intended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
+enum Outcome {
     Delete,
     Done,
     Move,
     Keep,
 }
 
-fn fate(number: u64) -> Fate {
+fn outcome_of(number: u64) -> Outcome {
     match number % 10 {
-        0..=5 => Fate::Delete,
-        6 | 7 => Fate::Done,
-        8 => Fate::Move,
-        _ => Fate::Keep,
+        0..=5 => Outcome::Delete,
+        6 | 7 => Outcome::Done,
+        8 => Outcome::Move,
+        _ => Outcome::Keep,
     }
 }
 
-fn say(line: &str) {
+fn report(line: &str) {
     println!("\n{line}{END}");
 }
 
@@ -86,7 +88,7 @@ fn say(line: &str) {
 async fn child_that_works_until_it_is_killed() {
     let (Ok(location), Ok(life)) = (env::var(LOCATION), env::var(LIFE)) else { return };
     let backend = connect(&format!("embedded:{location}"), &Options::default()).await.unwrap();
-    say("ready");
+    report("ready");
     let life: u64 = life.parse().unwrap();
     let numbers = Arc::new(AtomicU64::new(life * 1_000_000));
     let mut tasks = Vec::new();
@@ -111,7 +113,7 @@ async fn appends(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
         let batch: Vec<Fields> = (number..=number + number % 3).map(fields).collect();
         let ids = backend.append(&stream("s"), &batch, &Retention::KEEP_ALL).await.unwrap();
         for (id, number) in ids.iter().zip(number..) {
-            say(&format!("appended {number} {id}"));
+            report(&format!("appended {number} {id}"));
         }
     }
 }
@@ -125,13 +127,13 @@ async fn appends_once(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
         let number = numbers.fetch_add(3, Ordering::Relaxed);
         let batch: Vec<Once> = (number..=number + number % 3).map(once).collect();
         for number in number..=number + number % 3 {
-            say(&format!("tries {number} 0-0"));
+            report(&format!("tries {number} 0-0"));
         }
         let (s, keep) = (stream("s"), &Retention::KEEP_ALL);
         let appended = backend.append_once(&s, &batch, HOUR, keep).await.unwrap();
         for (appended, number) in appended.iter().zip(number..) {
             assert!(!appended.duplicate);
-            say(&format!("appended {number} {}", appended.id));
+            report(&format!("appended {number} {}", appended.id));
         }
     }
 }
@@ -164,17 +166,17 @@ async fn consumes(backend: Arc<dyn Backend>, name: &str) {
 
 async fn settle(backend: &dyn Backend, s: &StreamName, consumer: &ConsumerName, entry: &Delivery) {
     let number = number_of(&entry.fields);
-    let then = match fate(number) {
-        Fate::Delete => Then::Delete,
-        Fate::Done => Then::Done,
-        Fate::Move => Then::Append { to: stream("t"), fields: entry.fields.clone() },
-        Fate::Keep => return,
+    let then = match outcome_of(number) {
+        Outcome::Delete => Then::Delete,
+        Outcome::Done => Then::Done,
+        Outcome::Move => Then::Append { to: stream("t"), fields: entry.fields.clone() },
+        Outcome::Keep => return,
     };
-    say(&format!("intends {number} {}", entry.id));
+    report(&format!("intends {number} {}", entry.id));
     let entries = [Settlement { id: entry.id, then }];
     let settle = Settle { stream: s, group: &group(), consumer, fence: None, entries: &entries };
     assert_eq!(backend.settle(settle).await.unwrap(), Settled { applied: 1, stale: 0 });
-    say(&format!("settled {number} {}", entry.id));
+    report(&format!("settled {number} {}", entry.id));
 }
 
 async fn puts_aside(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
@@ -183,7 +185,7 @@ async fn puts_aside(backend: Arc<dyn Backend>, numbers: Arc<AtomicU64>) {
         let due = Due::After(Duration::from_millis(number % 30));
         let items = [PutAside { to: stream("s"), due, fields: fields(number) }];
         backend.put_aside(&delays(), &items).await.unwrap();
-        say(&format!("aside {number} 0-0"));
+        report(&format!("scheduled {number} 0-0"));
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
@@ -203,29 +205,29 @@ async fn holds_a_lease(backend: Arc<dyn Backend>, life: u64) {
         if let Acquire::Won(epoch) =
             backend.acquire(&lease, &holder, Duration::from_millis(50)).await.unwrap()
         {
-            say(&format!("epoch {} 0-0", epoch.0));
+            report(&format!("epoch {} 0-0", epoch.0));
             backend.release(&holder, &[Fence { lease: lease.clone(), epoch }]).await.unwrap();
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
-/// What the children have said so far.
+/// What the children have reported so far.
 #[derive(Default)]
-struct Told {
+struct Reported {
     appended: BTreeMap<EntryId, u64>,
-    /// What was to be appended once, whether it was or not.
+    /// Numbers that a child tried to append once, successfully or not.
     tried: BTreeSet<u64>,
-    aside: BTreeSet<u64>,
+    scheduled: BTreeSet<u64>,
     intended: BTreeSet<u64>,
     settled: BTreeMap<EntryId, u64>,
     newest: EntryId,
     epoch: u64,
 }
 
-impl Told {
-    /// Takes in one line of this life; ids and epochs must be larger than all before it.
-    fn hear(&mut self, line: &str, newest_before: EntryId) {
+impl Reported {
+    /// Processes one line of this run; ids and epochs must be greater than all before it.
+    fn read_line(&mut self, line: &str, newest_before: EntryId) {
         let Some(line) = line.strip_suffix(END) else { return };
         let words: Vec<&str> = line.split(' ').collect();
         let [what, number, id] = words[..] else { return };
@@ -237,7 +239,7 @@ impl Told {
                 self.newest = self.newest.max(id);
             }
             "tries" => assert!(self.tried.insert(number)),
-            "aside" => assert!(self.aside.insert(number)),
+            "scheduled" => assert!(self.scheduled.insert(number)),
             "intends" => {
                 assert!(!self.settled.contains_key(&id), "{id} was delivered after it was settled");
                 self.intended.insert(number);
@@ -252,7 +254,7 @@ impl Told {
     }
 }
 
-/// A small generator: the same seed gives the same moments.
+/// A deterministic pseudorandom generator.
 struct Random(u64);
 
 impl Random {
@@ -281,13 +283,13 @@ fn die_and_check(name: &str, parameters: &str, percent: u64) {
         .unwrap();
     let directory = tempfile::tempdir().unwrap();
     let location = format!("{}?{parameters}", directory.path().join("d").display());
-    let mut told = Told::default();
+    let mut reported = Reported::default();
     let mut acknowledged = 0;
     for life in 1..=kills {
-        let newest_before = told.newest;
+        let newest_before = reported.newest;
         let child =
             Child::spawn_self(CHILD, &[(LOCATION, &location), (LIFE, &life.to_string())]).unwrap();
-        // Some die while they open the directory, most while they work.
+        // Some are killed while they open the directory, most while they work.
         if random.below(8) == 0 {
             std::thread::sleep(Duration::from_millis(random.below(60)));
         } else {
@@ -296,83 +298,85 @@ fn die_and_check(name: &str, parameters: &str, percent: u64) {
         }
         child.kill9().unwrap();
         while let Ok(line) = child.line(Duration::from_secs(10)) {
-            told.hear(&line, newest_before);
+            reported.read_line(&line, newest_before);
         }
-        acknowledged += told.appended.len() + told.aside.len() + told.settled.len();
-        runtime.block_on(check(&location, &mut told, life));
+        acknowledged += reported.appended.len() + reported.scheduled.len() + reported.settled.len();
+        runtime.block_on(check(&location, &mut reported, life));
     }
     println!("{name}: {acknowledged} acknowledgements checked");
-    assert!(acknowledged as u64 > kills, "the children did no work");
+    assert!(acknowledged as u64 > kills, "the children made no progress");
     assert!(Path::new(location.split('?').next().unwrap()).exists());
 }
 
-/// Opens what the killed process left, compares it with what was told, and clears what is done.
-async fn check(location: &str, told: &mut Told, life: u64) {
+/// Opens what the killed process left, compares it with what was reported, and deletes settled entries.
+async fn check(location: &str, reported: &mut Reported, life: u64) {
     let backend = connect(&format!("embedded:{location}"), &Options::default()).await.unwrap();
-    append_again(&*backend, told, life).await;
+    append_again(&*backend, reported, life).await;
     let found = all_of(&*backend, "s").await;
     let moved = all_of(&*backend, "t").await;
-    let aside = backend.delayed(&delays(), 0, 10_000).await.unwrap();
+    let scheduled = backend.delayed(&delays(), 0, 10_000).await.unwrap();
     let stats = backend.stats(&stream("s")).await.unwrap();
     let last_delivered =
         stats.and_then(|stats| stats.groups.first().map(|group| group.last_delivered));
     let last_delivered = last_delivered.unwrap_or(EntryId::MIN);
     let pending = pending_of(&*backend).await;
 
-    // Everything has one place: no number is doubled, none that was acknowledged is lost.
+    // Every number is in one place: none is duplicated, no acknowledged one is lost.
     let mut places: BTreeMap<u64, usize> = BTreeMap::new();
     let numbers = found.iter().map(|entry| number_of(&entry.fields));
-    for number in numbers.chain(aside.iter().map(|delayed| number_of(&delayed.fields))) {
+    for number in numbers.chain(scheduled.iter().map(|delayed| number_of(&delayed.fields))) {
         *places.entry(number).or_default() += 1;
         assert_eq!(places[&number], 1, "life {life}: {number} is there twice");
     }
     let is_there: BTreeMap<EntryId, u64> =
         found.iter().map(|entry| (entry.id, number_of(&entry.fields))).collect();
-    for (id, number) in &told.appended {
-        let may_be_gone = told.intended.contains(number) && fate(*number) == Fate::Delete;
+    for (id, number) in &reported.appended {
+        let may_be_gone =
+            reported.intended.contains(number) && outcome_of(*number) == Outcome::Delete;
         match is_there.get(id) {
             Some(found) => assert_eq!(found, number, "life {life}: {id} has changed"),
             None => assert!(may_be_gone, "life {life}: {id} with {number} is lost"),
         }
     }
-    for number in &told.aside {
-        let may_be_gone = told.intended.contains(number) && fate(*number) == Fate::Delete;
+    for number in &reported.scheduled {
+        let may_be_gone =
+            reported.intended.contains(number) && outcome_of(*number) == Outcome::Delete;
         assert!(places.contains_key(number) || may_be_gone, "life {life}: {number} is lost");
     }
 
-    // What was settled stays settled, with what followed from it.
+    // What was settled stays settled, with its follow-up.
     let mut moved_numbers: BTreeMap<u64, usize> = BTreeMap::new();
     moved.iter().for_each(|entry| *moved_numbers.entry(number_of(&entry.fields)).or_default() += 1);
     assert!(moved_numbers.values().all(|count| *count == 1), "life {life}: moved twice");
-    for (id, number) in &told.settled {
+    for (id, number) in &reported.settled {
         assert!(!pending.contains(id), "life {life}: {id} is pending after it was settled");
         assert!(*id <= last_delivered, "life {life}: {id} will be delivered again");
-        match fate(*number) {
-            Fate::Delete => assert!(!is_there.contains_key(id), "life {life}: {id} is back"),
-            Fate::Done => assert!(is_there.contains_key(id), "life {life}: {id} is lost"),
-            Fate::Move => {
+        match outcome_of(*number) {
+            Outcome::Delete => assert!(!is_there.contains_key(id), "life {life}: {id} is back"),
+            Outcome::Done => assert!(is_there.contains_key(id), "life {life}: {id} is lost"),
+            Outcome::Move => {
                 assert!(moved_numbers.contains_key(number), "life {life}: {number} is lost");
             }
-            Fate::Keep => unreachable!("it is never settled"),
+            Outcome::Keep => unreachable!("it is never settled"),
         }
     }
-    // What is not settled is pending or unread: it will be delivered.
+    // What is not settled is pending or unread, so it will be delivered.
     for (id, number) in is_there {
-        let may_be_settled = told.intended.contains(&number);
+        let may_be_settled = reported.intended.contains(&number);
         let will_come = pending.contains(&id) || id > last_delivered;
         assert!(may_be_settled || will_come, "life {life}: {id} will never be delivered");
     }
-    forget_what_is_done(&*backend, told, &found, &moved, &pending).await;
+    delete_settled(&*backend, reported, &found, &moved, &pending).await;
     if life.is_multiple_of(2) {
         backend.close().await.unwrap();
     }
 }
 
-/// Repeats what the killed process had begun to append once. Below, no number is there twice.
-async fn append_again(backend: &dyn Backend, told: &mut Told, life: u64) {
-    let tried: Vec<u64> = std::mem::take(&mut told.tried).into_iter().collect();
+/// Retries the appends that the killed process had started. Below, no number may occur twice.
+async fn append_again(backend: &dyn Backend, reported: &mut Reported, life: u64) {
+    let tried: Vec<u64> = std::mem::take(&mut reported.tried).into_iter().collect();
     let places: BTreeMap<u64, EntryId> =
-        told.appended.iter().map(|(id, number)| (*number, *id)).collect();
+        reported.appended.iter().map(|(id, number)| (*number, *id)).collect();
     for numbers in tried.chunks(1000) {
         let batch: Vec<Once> = numbers.iter().copied().map(once).collect();
         let (s, keep) = (stream("s"), &Retention::KEEP_ALL);
@@ -386,19 +390,19 @@ async fn append_again(backend: &dyn Backend, told: &mut Told, life: u64) {
     }
 }
 
-/// Entries that a check leaves behind for the next life.
+/// Entries that a check leaves for the next run.
 const LEFT_MAX: u64 = 400;
 
-/// Deletes entries that are settled, so that the check of a life costs what that life did.
-async fn forget_what_is_done(
+/// Deletes settled entries, so that the cost of a check depends on one run only.
+async fn delete_settled(
     backend: &dyn Backend,
-    told: &mut Told,
+    reported: &mut Reported,
     found: &[Entry],
     moved: &[Entry],
     pending: &BTreeSet<EntryId>,
 ) {
     let is_done = |entry: &&Entry| {
-        told.intended.contains(&number_of(&entry.fields)) && !pending.contains(&entry.id)
+        reported.intended.contains(&number_of(&entry.fields)) && !pending.contains(&entry.id)
     };
     let done: Vec<EntryId> = found.iter().filter(is_done).map(|entry| entry.id).collect();
     let moved: Vec<EntryId> = moved.iter().map(|entry| entry.id).collect();
@@ -407,15 +411,15 @@ async fn forget_what_is_done(
             assert_eq!(backend.delete_entries(&stream(name), ids).await.unwrap(), ids.len());
         }
     }
-    // Producers are faster than consumers: what is far behind is given up.
+    // Producers are faster than consumers: trim what is far behind.
     backend.trim(&stream("s"), &Retention::max_len(LEFT_MAX), TrimGuard::Force).await.unwrap();
     let left: BTreeSet<EntryId> =
         all_of(backend, "s").await.into_iter().map(|entry| entry.id).collect();
     let waiting = backend.delayed(&delays(), 0, 10_000).await.unwrap();
-    told.appended.retain(|id, _| left.contains(id));
-    told.aside = waiting.iter().map(|delayed| number_of(&delayed.fields)).collect();
-    told.settled.clear();
-    told.intended.clear();
+    reported.appended.retain(|id, _| left.contains(id));
+    reported.scheduled = waiting.iter().map(|delayed| number_of(&delayed.fields)).collect();
+    reported.settled.clear();
+    reported.intended.clear();
 }
 
 async fn all_of(backend: &dyn Backend, name: &str) -> Vec<Entry> {

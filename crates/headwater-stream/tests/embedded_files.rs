@@ -1,4 +1,5 @@
-//! What happens to the files: torn ends, damage, crashes during compaction, two processes. Full disks: `embedded_full_disk.rs`.
+//! The files of the embedded backend: incomplete ends, damage, crashes during compaction, two processes.
+//! Full disks: `embedded_full_disk.rs`.
 #![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -36,7 +37,7 @@ async fn entries(backend: &dyn Backend) -> Vec<Entry> {
     backend.range(&stream("s"), Range::first(10_000)).await.unwrap()
 }
 
-/// What is in the directory, by file name.
+/// The contents of the directory, by file name.
 fn files(directory: &Path) -> Vec<(String, Vec<u8>)> {
     let mut files: Vec<_> = fs::read_dir(directory)
         .unwrap()
@@ -56,7 +57,7 @@ fn write_files(directory: &Path, files: &[(String, Vec<u8>)]) {
     }
 }
 
-/// A directory as a killed process leaves it: nine appends, one frame each. Returns where each frame ends.
+/// A directory as a killed process leaves it: nine appends, one frame each. Returns the end of each frame.
 async fn nine_appends(directory: &Path) -> (Vec<Entry>, Vec<usize>) {
     let source = tempfile::tempdir().unwrap();
     let backend = open(source.path(), "").await.unwrap();
@@ -66,13 +67,13 @@ async fn nine_appends(directory: &Path) -> (Vec<Entry>, Vec<usize>) {
         ends.push(fs::metadata(source.path().join("00000001.log")).unwrap().len() as usize);
     }
     let all = entries(&*backend).await;
-    // Copied while it is open: what lies there now is what a crash would leave.
+    // Copied while it is open: this is what a crash would leave.
     write_files(directory, &files(source.path()));
     (all, ends)
 }
 
 #[tokio::test]
-async fn an_end_torn_at_any_byte_is_cut_off_and_everything_before_it_is_there() {
+async fn an_end_torn_at_any_byte_is_truncated_and_everything_before_it_is_restored() {
     let original = tempfile::tempdir().unwrap();
     let (all, ends) = nine_appends(original.path()).await;
     let log = fs::read(original.path().join("00000001.log")).unwrap();
@@ -84,7 +85,7 @@ async fn an_end_torn_at_any_byte_is_cut_off_and_everything_before_it_is_there() 
         let backend = open(directory.path(), "").await.unwrap();
         let whole = ends.iter().filter(|end| **end <= length).count();
         assert_eq!(entries(&*backend).await, all[..whole], "torn at {length}");
-        // It goes on from there, and the next start finds both.
+        // It continues from there, and the next start finds both.
         let id = append(&*backend, 99).await;
         drop(backend);
         let backend = open(directory.path(), "").await.unwrap();
@@ -95,7 +96,7 @@ async fn an_end_torn_at_any_byte_is_cut_off_and_everything_before_it_is_there() 
 }
 
 #[tokio::test]
-async fn garbage_or_zeros_behind_the_last_frame_are_cut_off() {
+async fn garbage_or_zeros_after_the_last_frame_are_truncated() {
     let original = tempfile::tempdir().unwrap();
     let (all, _) = nine_appends(original.path()).await;
     let log = fs::read(original.path().join("00000001.log")).unwrap();
@@ -111,7 +112,7 @@ async fn garbage_or_zeros_behind_the_last_frame_are_cut_off() {
 }
 
 #[tokio::test]
-async fn a_changed_byte_anywhere_is_an_error_that_names_the_place_or_an_end_that_is_cut_off() {
+async fn a_changed_byte_anywhere_is_an_error_with_its_offset_or_a_truncated_end() {
     let original = tempfile::tempdir().unwrap();
     let (all, ends) = nine_appends(original.path()).await;
     let log = fs::read(original.path().join("00000001.log")).unwrap();
@@ -126,9 +127,9 @@ async fn a_changed_byte_anywhere_is_an_error_that_names_the_place_or_an_end_that
         let frame_begins =
             frame_begins.unwrap_or(if place < FILE_HEADER_BYTES { 0 } else { FILE_HEADER_BYTES });
         match open(directory.path(), "").await {
-            // Of the last frame nobody can say whether it was ever whole.
+            // It is unknown whether the last frame was ever complete.
             Ok(backend) => {
-                assert!(place >= ends[7], "byte {place} changed unnoticed");
+                assert!(place >= ends[7], "byte {place} changed undetected");
                 assert_eq!(entries(&*backend).await, all[..8], "byte {place}");
             }
             Err(StreamError::Corrupt { file, offset, .. }) => {
@@ -138,7 +139,7 @@ async fn a_changed_byte_anywhere_is_an_error_that_names_the_place_or_an_end_that
                     (&*path, frame_begins as u64),
                     "byte {place}"
                 );
-                assert_eq!(fs::read(&path).unwrap(), changed, "nothing is changed");
+                assert_eq!(fs::read(&path).unwrap(), changed, "the file is unchanged");
             }
             Err(error) => panic!("byte {place}: {error}"),
         }
@@ -146,7 +147,7 @@ async fn a_changed_byte_anywhere_is_an_error_that_names_the_place_or_an_end_that
 }
 
 #[tokio::test]
-async fn after_a_clean_end_a_changed_byte_in_any_frame_with_data_is_an_error() {
+async fn after_a_clean_close_a_changed_byte_in_any_frame_with_data_is_an_error() {
     let original = tempfile::tempdir().unwrap();
     let backend = open(original.path(), "sync=interval").await.unwrap();
     for number in 0..5 {
@@ -174,8 +175,8 @@ async fn after_a_clean_end_a_changed_byte_in_any_frame_with_data_is_an_error() {
 }
 
 #[tokio::test]
-async fn a_power_failure_that_drops_unsynced_frames_in_any_order_leaves_a_whole_beginning() {
-    // Given frames of which none says that one before it was synced.
+async fn a_power_failure_that_drops_unsynced_frames_in_any_order_leaves_a_valid_prefix() {
+    // Given frames of which none declares an earlier one synced.
     let original = tempfile::tempdir().unwrap();
     let backend = open(original.path(), "sync=interval").await.unwrap();
     let mut ends = vec![FILE_HEADER_BYTES];
@@ -186,20 +187,20 @@ async fn a_power_failure_that_drops_unsynced_frames_in_any_order_leaves_a_whole_
     let all = entries(&*backend).await;
     let log = fs::read(original.path().join("00000001.log")).unwrap();
 
-    // When the disk has lost one of them and kept those behind it.
+    // When the disk has lost one of them and kept the later ones.
     for lost in 0..6 {
         let directory = tempfile::tempdir().unwrap();
         let mut torn = log.clone();
         torn[ends[lost]..ends[lost + 1]].fill(0);
         fs::write(directory.path().join("00000001.log"), &torn).unwrap();
 
-        // Then what came before it is there, and nothing else.
+        // Then everything before it is restored, and nothing else.
         let backend = open(directory.path(), "").await.unwrap();
         assert_eq!(entries(&*backend).await, all[..lost]);
     }
 }
 
-/// A directory with a snapshot, a log before the last one and the last one. Returns all entries.
+/// A directory with a snapshot and two logs. Returns all entries.
 async fn with_snapshot(directory: &Path) -> Vec<Entry> {
     let backend = open(directory, "compact_bytes=2000").await.unwrap();
     for number in 0..100 {
@@ -244,7 +245,7 @@ async fn a_damaged_log_that_is_not_the_last_is_an_error_even_at_its_end() {
     drop(open(directory.path(), "").await.unwrap());
     let first = fs::read(directory.path().join("00000001.log")).unwrap();
 
-    // A second log, which is what a rotation leaves.
+    // A second log, as after a rotation.
     let other = tempfile::tempdir().unwrap();
     let backend = open(other.path(), "compact_bytes=1").await.unwrap();
     append(&*backend, 1).await;
@@ -272,7 +273,7 @@ async fn a_missing_log_is_an_error_that_names_it() {
     let all_files = files(original.path());
     let last_log = all_files.iter().rfind(|(name, _)| name.ends_with(".log")).unwrap().0.clone();
 
-    // Without the log that follows the snapshot.
+    // Without the log after the snapshot.
     let directory = tempfile::tempdir().unwrap();
     write_files(directory.path(), &all_files);
     fs::remove_file(directory.path().join(&last_log)).unwrap();
@@ -282,7 +283,7 @@ async fn a_missing_log_is_an_error_that_names_it() {
         "{error}"
     );
 
-    // Without the snapshot that the log follows.
+    // Without the snapshot before the log.
     let directory = tempfile::tempdir().unwrap();
     write_files(directory.path(), &all_files);
     for (name, _) in all_files.iter().filter(|(name, _)| name.starts_with("snapshot-")) {
@@ -296,21 +297,21 @@ async fn a_missing_log_is_an_error_that_names_it() {
 }
 
 #[tokio::test]
-async fn a_foreign_file_or_one_of_another_version_is_refused_with_a_clear_word() {
+async fn a_foreign_file_or_an_unsupported_version_is_rejected_with_a_clear_error() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("00000001.log");
     fs::write(&path, "2026-01-01 12:00:00 something happened\n").unwrap();
     let error = open(directory.path(), "").await.err().unwrap().to_string();
-    assert!(error.contains("does not begin like a file of Headwater"), "{error}");
+    assert!(error.contains("not a Headwater file"), "{error}");
 
-    // A header of version 2 with a right checksum.
+    // A header of version 2 with a valid checksum.
     let mut header = b"HEADWLOG\x02\0\0\0\x01\0\0\0\0\0\0\0".to_vec();
     let checksum = crc32(&header);
     header.extend(checksum.to_le_bytes());
     fs::write(&path, &header).unwrap();
     let error = open(directory.path(), "").await.err().unwrap().to_string();
     assert!(error.contains("version 2") && error.contains("00000001.log"), "{error}");
-    assert_eq!(fs::read(&path).unwrap(), header, "nothing is changed");
+    assert_eq!(fs::read(&path).unwrap(), header, "the file is unchanged");
 }
 
 fn crc32(bytes: &[u8]) -> u32 {
@@ -323,7 +324,7 @@ fn crc32(bytes: &[u8]) -> u32 {
 }
 
 #[tokio::test]
-async fn other_files_in_the_directory_are_left_alone() {
+async fn other_files_in_the_directory_are_ignored() {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("README"), "mine").unwrap();
     fs::write(directory.path().join("1.log"), "mine, too").unwrap();
@@ -336,7 +337,7 @@ async fn other_files_in_the_directory_are_left_alone() {
 }
 
 #[tokio::test]
-async fn a_crash_at_any_point_of_a_compaction_keeps_everything_and_leaves_no_waste() {
+async fn a_crash_at_any_point_of_a_compaction_loses_nothing_and_leaves_no_obsolete_files() {
     let original = tempfile::tempdir().unwrap();
     let all = with_snapshot(original.path()).await;
     let all_files = files(original.path());
@@ -345,17 +346,17 @@ async fn a_crash_at_any_point_of_a_compaction_keeps_everything_and_leaves_no_was
     let snapshot = all_files.iter().find(|(name, _)| name.starts_with("snapshot-")).unwrap();
     let before = number(&snapshot.0);
 
-    // The snapshot is there, and the files it replaces are not all removed yet.
+    // The snapshot exists, and the files it replaces are not all removed yet.
     let directory = tempfile::tempdir().unwrap();
     write_files(directory.path(), &all_files);
     let old_log = format!("{:08}.log", before - 1);
     let old_snapshot = format!("snapshot-{:08}", before - 1);
     fs::write(directory.path().join(&old_log), "whatever was in it").unwrap();
     fs::write(directory.path().join(&old_snapshot), "whatever was in it").unwrap();
-    // And the next one was begun.
+    // The next snapshot was started.
     let unfinished = format!("snapshot-{:08}.tmp", before + 1);
     fs::write(directory.path().join(&unfinished), &snapshot.1[..snapshot.1.len() / 2]).unwrap();
-    // And its log was created, but not its header.
+    // Its log was created without its header.
     let last = all_files
         .iter()
         .filter(|(name, _)| name.ends_with(".log"))
@@ -376,7 +377,7 @@ async fn a_crash_at_any_point_of_a_compaction_keeps_everything_and_leaves_no_was
 }
 
 #[tokio::test]
-async fn a_crash_between_the_snapshot_of_a_repair_and_its_new_log_keeps_everything() {
+async fn a_crash_between_the_snapshot_of_a_repair_and_its_new_log_loses_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let backend = open(directory.path(), "compact_bytes=1").await.unwrap();
     append(&*backend, 1).await;
@@ -387,7 +388,7 @@ async fn a_crash_between_the_snapshot_of_a_repair_and_its_new_log_keeps_everythi
     let name = |number: u64| directory.path().join(format!("{number:08}.log"));
     assert_eq!(entries(&*open(directory.path(), "").await.unwrap()).await.len(), 1);
 
-    // The log before the snapshot is still there, torn as a failed sync may leave it, and the one behind it is not yet.
+    // The log before the snapshot still exists, torn by a failed sync, and the next one does not exist yet.
     fs::write(name(1), "torn").unwrap();
     fs::remove_file(name(2)).unwrap();
 
@@ -400,7 +401,7 @@ async fn a_crash_between_the_snapshot_of_a_repair_and_its_new_log_keeps_everythi
 }
 
 #[tokio::test]
-async fn compaction_goes_on_beside_the_calls_and_bounds_the_files() {
+async fn compaction_runs_concurrently_with_calls_and_bounds_the_file_size() {
     let directory = tempfile::tempdir().unwrap();
     let backend = open(directory.path(), "sync=interval&compact_bytes=100000").await.unwrap();
     let compactions = || fact(&*backend, "compactions");
@@ -463,7 +464,7 @@ async fn child_that_holds_a_directory_open() {
 }
 
 #[tokio::test]
-async fn what_is_closed_says_so_and_keeps_nothing_waiting() {
+async fn a_closed_backend_fails_calls_and_wakes_blocked_ones() {
     let directory = tempfile::tempdir().unwrap();
     let backend = open(directory.path(), "").await.unwrap();
     append(&*backend, 1).await;
@@ -497,7 +498,7 @@ async fn what_is_closed_says_so_and_keeps_nothing_waiting() {
 }
 
 #[tokio::test]
-async fn a_directory_that_cannot_be_made_is_an_error_with_its_name() {
+async fn a_directory_that_cannot_be_created_is_an_error_with_its_name() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("file");
     fs::write(&file, "").unwrap();

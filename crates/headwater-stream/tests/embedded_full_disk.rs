@@ -1,7 +1,9 @@
-//! A disk that is full for a while: calls fail and say so, and when there is space again the same backend goes on.
+//! A disk that is full for a while: calls fail with `Full`, and when there is space again the same backend
+//! recovers.
 //!
-//! Two kinds of disk. On a tmpfs the write fails; on an ext4 whose own storage is full (thin provisioning) the write
-//! succeeds and the sync fails, after which the page cache cannot be trusted. `HEADWATER_SEED` sets the moments of kills.
+//! Two kinds of disk. On a tmpfs the write fails. On an ext4 on full storage (thin provisioning) the write
+//! succeeds and the sync fails, after which the page cache cannot be trusted. `HEADWATER_SEED` sets the
+//! times of the kills.
 #![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -22,11 +24,12 @@ const LOCATION: &str = "HEADWATER_TEST_LOCATION";
 const CHILD: &str = "child_that_fills_the_disk";
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What the small disk can hold, and how much of it the ballast takes: removing it is how space comes back.
+/// Size of the small disk, and of the ballast whose removal frees space.
 const DISK_BYTES: usize = 8 * 1024 * 1024;
 const BALLAST_BYTES: usize = 5 * 1024 * 1024;
 
-/// Ends every line that the child prints, so that a line cut off by the kill is not taken for a whole one.
+/// Ends every line that the child prints, so that a line truncated by the kill is not mistaken for a
+/// complete one.
 const END: &str = " .";
 
 fn stream(name: &str) -> StreamName {
@@ -45,11 +48,11 @@ fn run(program: &str, arguments: &[&str]) -> bool {
     Command::new(program).args(arguments).output().is_ok_and(|output| output.status.success())
 }
 
-/// A small file system, if we may mount one.
+/// A small file system, if this process may mount one.
 struct SmallDisk {
-    /// Where the storage is: a tmpfs.
+    /// The underlying storage: a tmpfs.
     storage: PathBuf,
-    /// Where files go: the storage itself, or an ext4 inside it that takes itself for larger.
+    /// Where the files are: the storage itself, or an ext4 image in it that is larger than the storage.
     path: PathBuf,
     _directory: tempfile::TempDir,
 }
@@ -91,7 +94,7 @@ impl SmallDisk {
         run("mount", &["-o", "loop", self.image().to_str().unwrap(), self.path.to_str().unwrap()])
     }
 
-    /// Forgets what is only in memory, as a restart of the machine would.
+    /// Drops what is only in memory, as a restart of the machine would.
     fn remount(&self) {
         assert!(run("umount", &[self.path.to_str().unwrap()]));
         assert!(self.mount_image());
@@ -115,7 +118,7 @@ impl Drop for SmallDisk {
 }
 
 #[tokio::test]
-async fn a_full_disk_stops_everything_with_a_clear_word_and_loses_nothing_that_was_acknowledged() {
+async fn a_full_disk_fails_all_calls_with_full_and_loses_no_acknowledged_data() {
     let Some(disk) = SmallDisk::mount(1024 * 1024) else {
         eprintln!("skipped: mounting a small file system needs privileges");
         return;
@@ -139,11 +142,14 @@ async fn a_full_disk_stops_everything_with_a_clear_word_and_loses_nothing_that_w
         matches!(&error, StreamError::Full { problem } if problem.contains("00000001.log")),
         "{error}"
     );
-    // Nothing pretends to work any more.
+    // All other calls fail too.
     let later = backend.stats(&stream("s")).await.err().unwrap();
     assert!(matches!(later, StreamError::Full { .. }), "{later}");
     let waited = tokio::time::timeout(Duration::from_secs(20), waiting).await.unwrap();
-    assert!(matches!(waited.unwrap(), Err(StreamError::Full { .. })), "a waiting reader is told");
+    assert!(
+        matches!(waited.unwrap(), Err(StreamError::Full { .. })),
+        "a blocked reader gets the error"
+    );
     assert!(backend.close().await.is_err());
     drop(backend);
 
@@ -166,7 +172,7 @@ async fn all_entries(backend: &dyn Backend) -> Vec<Entry> {
     }
 }
 
-fn say(line: &str) {
+fn report(line: &str) {
     println!("\n{line}{END}");
 }
 
@@ -185,7 +191,7 @@ async fn child_that_fills_the_disk() {
     let backend = connect(&format!("embedded:{location}"), &Options::default()).await.unwrap();
     let numbers = Arc::new(AtomicU64::new(0));
     let was_full = Arc::new(AtomicBool::new(false));
-    // What is written before a sync tells that the disk is full has to fit into it when there is space again.
+    // What is written before a sync reports the full disk must fit into it when there is space again.
     let is_slow = location.contains("sync=interval");
     let mut tasks = Vec::new();
     for _ in 0..4 {
@@ -199,7 +205,7 @@ async fn child_that_fills_the_disk() {
     }
 }
 
-/// Fills the disk with large entries; when that has happened, goes on with small ones.
+/// Fills the disk with large entries, then continues with small ones.
 async fn appends(
     backend: Arc<dyn Backend>,
     numbers: Arc<AtomicU64>,
@@ -211,11 +217,11 @@ async fn appends(
         let bytes = if was_full.load(Ordering::Relaxed) { 10 } else { 3000 };
         let entry = [fields(number, bytes)];
         match backend.append(&stream("s"), &entry, &Retention::KEEP_ALL).await {
-            Ok(ids) => say(&format!("appended {number} {}", ids[0])),
+            Ok(ids) => report(&format!("appended {number} {}", ids[0])),
             Err(StreamError::Full { problem }) => {
                 was_full.store(true, Ordering::Relaxed);
-                let is_refused = problem.contains("all calls fail");
-                say(&format!("{} {number} 0-0", if is_refused { "refused" } else { "cut" }));
+                let is_rejected = problem.contains("all calls fail");
+                report(&format!("{} {number} 0-0", if is_rejected { "rejected" } else { "cut" }));
             }
             Err(error) => panic!("{error}"),
         }
@@ -244,36 +250,36 @@ async fn consumes(backend: Arc<dyn Backend>) {
                 fence: None,
                 entries: &entries,
             };
-            say(&format!("delivered {} {}", number_of(&entry.fields), entry.id));
+            report(&format!("delivered {} {}", number_of(&entry.fields), entry.id));
             while backend.settle(settle()).await.is_err() {
                 pause().await;
             }
-            say(&format!("settled {} {}", number_of(&entry.fields), entry.id));
+            report(&format!("settled {} {}", number_of(&entry.fields), entry.id));
         }
     }
 }
 
-/// What the child has said.
+/// What the child has reported.
 #[derive(Default)]
-struct Told {
+struct Reported {
     appended: BTreeMap<u64, EntryId>,
-    refused: BTreeSet<u64>,
+    rejected: BTreeSet<u64>,
     delivered: BTreeMap<u64, EntryId>,
     settled: BTreeSet<EntryId>,
     newest: u64,
 }
 
-impl Told {
-    /// Takes in a line and returns what it was about.
-    fn hear(&mut self, line: &str) -> Option<(String, u64)> {
+impl Reported {
+    /// Processes a line and returns its subject.
+    fn read_line(&mut self, line: &str) -> Option<(String, u64)> {
         let words: Vec<&str> = line.strip_suffix(END)?.split(' ').collect();
         let [what, number, id] = words[..] else { return None };
         let (number, id): (u64, EntryId) = (number.parse().unwrap(), id.parse().unwrap());
         match what {
             "appended" => assert_eq!(self.appended.insert(number, id), None),
-            "refused" => assert!(self.refused.insert(number)),
+            "rejected" => assert!(self.rejected.insert(number)),
             "delivered" => {
-                assert_eq!(self.delivered.insert(number, id), None, "{number} came twice");
+                assert_eq!(self.delivered.insert(number, id), None, "{number} was delivered twice");
             }
             "settled" => assert!(self.settled.insert(id)),
             _ => {}
@@ -282,12 +288,12 @@ impl Told {
         Some((what.to_owned(), number))
     }
 
-    fn hear_until(&mut self, child: &Child, mut is_it: impl FnMut(&str, u64) -> bool) {
+    fn read_until(&mut self, child: &Child, mut is_it: impl FnMut(&str, u64) -> bool) {
         let deadline = Instant::now() + LIMIT;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let line = child.line(left).unwrap();
-            if self.hear(&line).is_some_and(|(what, number)| is_it(&what, number)) {
+            if self.read_line(&line).is_some_and(|(what, number)| is_it(&what, number)) {
                 return;
             }
         }
@@ -302,7 +308,7 @@ enum Kill {
     AfterRepair,
 }
 
-/// A small generator: the same seed gives the same moments.
+/// A deterministic pseudorandom generator.
 fn random_below(state: &mut u64, end: u64) -> u64 {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     (*state >> 33) % end
@@ -332,8 +338,8 @@ async fn fill_free_and_check(disk: &SmallDisk, parameters: &str, kill: Kill, ran
     let directory = disk.path.join("d");
     let location = format!("{}?{parameters}", directory.display());
     let child = Child::spawn_self(CHILD, &[(LOCATION, &location)]).unwrap();
-    let mut told = Told::default();
-    told.hear_until(&child, |what, _| what == "refused");
+    let mut reported = Reported::default();
+    reported.read_until(&child, |what, _| what == "rejected");
     match kill {
         Kill::WhileFull => {}
         Kill::DuringRepair => {
@@ -342,11 +348,11 @@ async fn fill_free_and_check(disk: &SmallDisk, parameters: &str, kill: Kill, ran
         }
         Kill::AfterRepair => {
             disk.remove_ballast();
-            // Nothing was restarted, and everything works again: appends, deliveries, settlements.
-            let newest = told.newest;
+            // Without a restart everything works again: appends, deliveries, settlements.
+            let newest = reported.newest;
             for wanted in ["appended", "delivered", "settled"] {
                 let mut count = 0;
-                told.hear_until(&child, |what, number| {
+                reported.read_until(&child, |what, number| {
                     count += u32::from(what == wanted && number > newest);
                     count == 20
                 });
@@ -355,32 +361,36 @@ async fn fill_free_and_check(disk: &SmallDisk, parameters: &str, kill: Kill, ran
     }
     child.kill9().unwrap();
     while let Ok(line) = child.line(Duration::from_secs(10)) {
-        told.hear(&line);
+        reported.read_line(&line);
     }
     if kill == Kill::WhileFull && disk.is_thin() {
         disk.remove_ballast();
     }
-    let found = open_and_check(&directory, parameters, &told).await;
+    let found = open_and_check(&directory, parameters, &reported).await;
     if disk.is_thin() && parameters.contains("always") {
         // What was found is on the disk, not only in the page cache.
         disk.remount();
-        assert_eq!(open_and_check(&directory, parameters, &told).await, found);
+        assert_eq!(open_and_check(&directory, parameters, &reported).await, found);
     }
 }
 
-async fn open_and_check(directory: &Path, parameters: &str, told: &Told) -> BTreeMap<u64, EntryId> {
+async fn open_and_check(
+    directory: &Path,
+    parameters: &str,
+    reported: &Reported,
+) -> BTreeMap<u64, EntryId> {
     let backend = open(directory, parameters).await.unwrap();
     let entries = all_entries(&*backend).await;
     assert!(entries.is_sorted_by_key(|entry| entry.id));
     let found: BTreeMap<u64, EntryId> =
         entries.iter().map(|entry| (number_of(&entry.fields), entry.id)).collect();
-    assert_eq!(found.len(), entries.len(), "a number is there twice");
-    for (number, id) in told.appended.iter().chain(&told.delivered) {
+    assert_eq!(found.len(), entries.len(), "a number exists twice");
+    for (number, id) in reported.appended.iter().chain(&reported.delivered) {
         assert_eq!(found.get(number), Some(id), "{number} was acknowledged and is lost");
     }
     let appeared: Vec<&u64> =
-        told.refused.iter().filter(|number| found.contains_key(number)).collect();
-    assert!(appeared.is_empty(), "these were refused and are there: {appeared:?}");
+        reported.rejected.iter().filter(|number| found.contains_key(number)).collect();
+    assert!(appeared.is_empty(), "these were rejected and exist: {appeared:?}");
     let query = PendingQuery {
         stream: &stream("s"),
         group: &group(),
@@ -391,22 +401,22 @@ async fn open_and_check(directory: &Path, parameters: &str, told: &Told) -> BTre
     };
     let pending = backend.pending(query).await.unwrap();
     assert!(
-        pending.iter().all(|pending| !told.settled.contains(&pending.id)),
-        "an entry that was settled is pending"
+        pending.iter().all(|pending| !reported.settled.contains(&pending.id)),
+        "a settled entry is pending"
     );
-    // Fails while the disk is full: it says that everything is synced.
+    // Fails while the disk is full, because close syncs everything.
     let _ = backend.close().await;
     found
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_a_full_disk_the_log_goes_on_by_itself_and_every_kill_keeps_what_was_acknowledged() {
+async fn after_a_full_disk_the_log_recovers_and_acknowledged_data_survives_every_kill() {
     let parameters = ["sync=always", "sync=interval", "sync=always&compact_bytes=200000"];
     fill_and_free(SmallDisk::mount, &parameters).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn after_failed_syncs_the_log_goes_on_by_itself_and_every_kill_keeps_what_was_acknowledged() {
+async fn after_failed_syncs_the_log_recovers_and_acknowledged_data_survives_every_kill() {
     let parameters = ["sync=always", "sync=interval", "sync=always&compact_bytes=200000"];
     fill_and_free(SmallDisk::mount_thin, &parameters).await;
 }

@@ -1,4 +1,5 @@
-//! What is closed or dropped and opened again is what it was, after any calls in any order, with snapshots in between.
+//! A backend that is closed or dropped and reopened has the same state, after any calls in any order, with
+//! and without snapshots.
 #![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -12,17 +13,17 @@ use headwater_stream::clock::{Clock, TestClock, Timestamp};
 use headwater_stream::*;
 use proptest::prelude::*;
 
-/// `HEADWATER_CASES` sets how many sequences are tried.
+/// `HEADWATER_CASES` sets the number of sequences.
 fn cases() -> u32 {
     std::env::var("HEADWATER_CASES").map_or(60, |cases| cases.parse().unwrap())
 }
 
-/// Names are shared by all kinds, so that they get into each other's way.
+/// Names are shared by all types, so that they conflict.
 const NAMES: [&str; 4] = ["a", "b", "c", "{t}:d"];
 const GROUPS: [&str; 2] = ["g", "h"];
 const CONSUMERS: [&str; 3] = ["x", "y", "z"];
 
-/// One call with small numbers that stand for its arguments.
+/// One call with small numbers for its arguments.
 #[derive(Clone, Debug)]
 struct Step {
     what: u8,
@@ -50,7 +51,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     #[test]
-    fn a_reopened_backend_answers_like_one_that_never_stopped(
+    fn a_reopened_backend_behaves_like_one_that_was_never_closed(
         lives in prop::collection::vec((steps(), prop_oneof![Just(Restart::Close), Just(Restart::Drop)]), 1..4),
         compact_bytes in prop_oneof![Just(1u64), Just(300), Just(5_000), Just(1_000_000)],
         sync in prop_oneof![Just("always"), Just("interval")],
@@ -276,7 +277,7 @@ async fn ids_of(backend: &dyn Backend, stream: &StreamName, list: &[u64]) -> Vec
     list.iter().map(id).collect()
 }
 
-/// All there is to see, as text. How long consumers are idle is not kept across restarts.
+/// The complete state as text. Idle times of consumers are not persisted.
 async fn dump(backend: &dyn Backend, clock: &TestClock) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
     for (index, text) in NAMES.iter().enumerate() {

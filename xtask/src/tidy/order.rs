@@ -4,12 +4,14 @@
 //! and keeps a TOML parser out of xtask.
 
 /// Every crate that others may build on, with its layer.
-const LAYERS: [(&str, u8); 6] = [
+const LAYERS: [(&str, u8); 8] = [
     ("headwater-stream", 1),
+    ("headwater-assignment", 2),
     ("headwater-queue", 2),
     ("headwater-bus", 3),
     ("headwater-issue", 4),
     ("headwater-analytics", 4),
+    ("headwater-conformance", 5),
     ("headwater", 5),
 ];
 

@@ -1,6 +1,6 @@
-//! Instants as text: RFC 3339, the profile of ISO 8601 that other programs write.
+//! Timestamps as text: RFC 3339.
 //!
-//! Days are counted in years that begin in March, so that the leap day is the last of its year.
+//! Days are counted in years that begin in March, so that the leap day is the last day of its year.
 
 const DAY_MS: u64 = 86_400_000;
 /// Days from 0000-03-01 to 1970-01-01.
@@ -36,11 +36,11 @@ pub(super) fn parse(text: &str) -> Option<u64> {
     parse_usual(text.as_bytes()).or_else(|| parse_any(text))
 }
 
-/// What `format` writes, and most programs: 2026-01-01T00:00:00.000Z. Every message carries one.
+/// Fast path for the usual form, 2026-01-01T00:00:00.000Z; every message contains one.
 fn parse_usual(text: &[u8]) -> Option<u64> {
     let text: &[u8; 24] = text.try_into().ok()?;
-    let marks = [text[4], text[7], text[10], text[13], text[16], text[19], text[23]];
-    if marks != *b"--T::.Z" {
+    let separators = [text[4], text[7], text[10], text[13], text[16], text[19], text[23]];
+    if separators != *b"--T::.Z" {
         return None;
     }
     let digits = |from: usize, to: usize| {
@@ -58,21 +58,21 @@ fn parse_any(text: &str) -> Option<u64> {
     let mut rest = text;
     let year = number(&mut rest, 4)?;
     let month = {
-        mark(&mut rest, "-")?;
+        separator(&mut rest, "-")?;
         number(&mut rest, 2)?
     };
     let day = {
-        mark(&mut rest, "-")?;
+        separator(&mut rest, "-")?;
         number(&mut rest, 2)?
     };
-    mark(&mut rest, "Tt ")?;
+    separator(&mut rest, "Tt ")?;
     let hour = number(&mut rest, 2)?;
     let minute = {
-        mark(&mut rest, ":")?;
+        separator(&mut rest, ":")?;
         number(&mut rest, 2)?
     };
     let second = {
-        mark(&mut rest, ":")?;
+        separator(&mut rest, ":")?;
         number(&mut rest, 2)?
     };
     let ms = fraction(&mut rest)?;
@@ -80,7 +80,7 @@ fn parse_any(text: &str) -> Option<u64> {
     instant([year, month, day], [hour, minute, second, ms], offset_minutes)
 }
 
-/// The instant in milliseconds, if there is such a date and time.
+/// The instant in milliseconds; `None` for an invalid date or time.
 fn instant(date: [i64; 3], time: [i64; 4], offset_minutes: i64) -> Option<u64> {
     let ([year, month, day], [hour, minute, second, ms]) = (date, time);
     let fits = (1..=12).contains(&month)
@@ -91,7 +91,7 @@ fn instant(date: [i64; 3], time: [i64; 4], offset_minutes: i64) -> Option<u64> {
     if !fits {
         return None;
     }
-    // A leap second is the last moment of its minute.
+    // Clamp a leap second to the last millisecond of its minute.
     let (second, ms) = if second == 60 { (59, 999) } else { (second, ms) };
     let seconds = days_since_epoch(year, month, day) * 86_400 + hour * 3600 + minute * 60 + second
         - offset_minutes * 60;
@@ -104,7 +104,7 @@ fn number(rest: &mut &str, digits: usize) -> Option<i64> {
     head.bytes().all(|b| b.is_ascii_digit()).then(|| head.parse().ok()).flatten()
 }
 
-fn mark(rest: &mut &str, allowed: &str) -> Option<()> {
+fn separator(rest: &mut &str, allowed: &str) -> Option<()> {
     let first = rest.chars().next().filter(|first| allowed.contains(*first))?;
     *rest = &rest[first.len_utf8()..];
     Some(())
@@ -127,7 +127,7 @@ fn offset(rest: &str) -> Option<i64> {
     };
     let mut rest = &rest[1..];
     let hours = number(&mut rest, 2)?;
-    mark(&mut rest, ":")?;
+    separator(&mut rest, ":")?;
     let minutes = number(&mut rest, 2)?;
     (rest.is_empty() && hours < 24 && minutes < 60).then_some(sign * (hours * 60 + minutes))
 }
@@ -155,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn instants_are_written_and_read_back_over_leap_years_and_centuries() {
+    fn instants_round_trip_over_leap_years_and_centuries() {
         for (ms, text) in [
             (0, "1970-01-01T00:00:00.000Z"),
             (951_782_400_000, "2000-02-29T00:00:00.000Z"),
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn other_spellings_of_the_same_instant_are_read() {
+    fn other_spellings_of_the_same_instant_are_parsed() {
         for text in [
             "2026-01-01T00:00:00Z",
             "2026-01-01 00:00:00.000000999z",
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_instant_is_refused() {
+    fn invalid_instants_are_rejected() {
         for text in [
             "",
             "2026",

@@ -1,10 +1,9 @@
-//! A clock without steps: it advances with the monotonic clock and approaches the wall clock slowly.
+//! A clock without steps: it advances with the monotonic clock and slews towards the wall clock.
 //!
-//! Upstream: the embedded backend, whose leases, delays, idle times and de-duplication windows are all deadlines of this
-//! clock. Downstream: any [`Clock`]. Promises: it never goes back; between two readings it advances by the elapsed time,
-//! give or take a twentieth, however the wall clock is set. So a deadline is met after the time it was set for, and a
-//! lease that is renewed does not expire. Refuses: to show the wall-clock time right after a step; an error of an hour
-//! is gone after twenty.
+//! Upstream: the embedded backend, whose leases, delays, idle times and deduplication windows use this
+//! clock. Downstream: any [`Clock`].
+//! Guarantees: it never goes back; between two readings it advances by the elapsed time, plus or minus a
+//! twentieth, however the wall clock is set.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -13,29 +12,28 @@ use async_trait::async_trait;
 
 use super::{Clock, Timestamp};
 
-/// At most this part of the elapsed time is added or withheld to approach the wall clock. Less than the part of a lease's
-/// life after which its holder stops to trust it.
+/// The clock slews by at most 1/SLEW_PART of the elapsed time. Less than the safety margin of a lease.
 const SLEW_PART: u32 = 20;
 
-/// See the module.
 #[derive(Debug)]
 pub(crate) struct SteadyClock {
     clock: Arc<dyn Clock>,
-    last: Mutex<Reading>,
+    last: Mutex<SteadyReading>,
 }
 
 #[derive(Debug)]
-struct Reading {
-    /// Since 1970. Finer than milliseconds, or frequent readings would round every correction to nothing.
+struct SteadyReading {
+    /// Time since the Unix epoch. Finer than milliseconds; otherwise frequent readings would round every
+    /// correction to zero.
     time: Duration,
     monotonic: Duration,
 }
 
 impl SteadyClock {
-    /// Follows `clock`, and begins no earlier than `earliest`.
+    /// Follows `clock` and starts no earlier than `earliest`.
     pub(crate) fn new(clock: Arc<dyn Clock>, earliest: Timestamp) -> Self {
         let time = Duration::from_millis(clock.now().max(earliest).as_millis());
-        let last = Mutex::new(Reading { time, monotonic: clock.monotonic() });
+        let last = Mutex::new(SteadyReading { time, monotonic: clock.monotonic() });
         Self { clock, last }
     }
 }
@@ -50,7 +48,7 @@ impl Clock for SteadyClock {
         let time = last.time.saturating_add(elapsed);
         let slew = elapsed / SLEW_PART;
         let time = wall.clamp(time.saturating_sub(slew), time.saturating_add(slew));
-        *last = Reading { time, monotonic };
+        *last = SteadyReading { time, monotonic };
         Timestamp::default().after(time)
     }
 
@@ -76,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn without_steps_it_shows_the_wall_clock() {
+    fn without_steps_it_equals_the_wall_clock() {
         let (clock, steady) = steady();
         for ms in [0, 1, 19, 500, 3_600_000] {
             clock.advance(Duration::from_millis(ms));
@@ -85,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_changes_nothing_at_once_and_is_made_up_for_slowly() {
+    fn a_step_of_the_wall_clock_is_slewed_gradually() {
         for is_back in [true, false] {
             let (clock, steady) = steady();
             let before = steady.now();
@@ -106,12 +104,12 @@ mod tests {
             let passed = last.since(before);
             assert!(low < passed && passed < high, "10 s took {passed:?}");
             clock.advance(HOUR * 21);
-            assert_eq!(steady.now(), clock.now(), "the step is made up for");
+            assert_eq!(steady.now(), clock.now(), "the clock has caught up with the step");
         }
     }
 
     #[test]
-    fn it_begins_no_earlier_than_told() {
+    fn it_starts_no_earlier_than_the_given_time() {
         let clock = TestClock::default();
         let earliest = clock.now().after(HOUR);
         let steady = SteadyClock::new(Arc::new(clock.clone()), earliest);

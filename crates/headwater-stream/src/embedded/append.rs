@@ -1,4 +1,4 @@
-//! Appending to a stream and trimming it: the part that append, settle and due delays share.
+//! Appending and trimming, shared by append, settle and due delays.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -6,192 +6,192 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use super::change::{Change, Look};
-use super::effect::Effect;
+use super::redo_record::RedoRecord;
+use super::state::dedup_table::{DedupRecord, append_once_scope, dedup_footprint};
 use super::state::entries::footprint;
-use super::state::marks::{Mark, footprint_mark, once_scope};
-use super::state::stream::Stream;
+use super::state::stream::StreamState;
+use super::transaction::{ReadTx, Tx};
 use crate::clock::Timestamp;
 use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::StreamName;
 use crate::streams::{Appended, Once, Retention, TrimGuard, Trimmed};
 
-/// Appends entries and trims what the retention no longer covers.
+/// Appends entries and trims the stream to its retention.
 pub(super) fn append(
-    change: &mut Change<'_>,
+    tx: &mut Tx<'_>,
     name: &StreamName,
     entries: &[Fields],
     retention: &Retention,
 ) -> Result<Vec<EntryId>> {
-    append_beside(change, name, entries, retention, 0)
+    append_with_extra(tx, name, entries, retention, 0)
 }
 
-/// The same, if there is room for so many bytes beside the entries.
-fn append_beside(
-    change: &mut Change<'_>,
+/// Same as `append`, with capacity for `extra_bytes` more bytes.
+fn append_with_extra(
+    tx: &mut Tx<'_>,
     name: &StreamName,
     entries: &[Fields],
     retention: &Retention,
-    beside: u64,
+    extra_bytes: u64,
 ) -> Result<Vec<EntryId>> {
-    let first = next_id(change, name)?;
-    let bytes = beside + entries.iter().map(footprint).sum::<u64>();
-    make_room(change, name, retention, entries.len(), bytes)?;
-    change.vacate(name.as_str());
+    let first = next_id(tx, name)?;
+    let bytes = extra_bytes + entries.iter().map(footprint).sum::<u64>();
+    trim_to_fit(tx, name, retention, entries.len(), bytes)?;
+    tx.remove_expired(name.as_str());
     let (stream, entries) = (name.as_str(), Cow::Borrowed(entries));
     let ids =
         std::iter::successors(Some(first), |id| Some(id.next())).take(entries.len()).collect();
-    change.apply(&Effect::Append { stream, first, entries });
+    tx.apply(&RedoRecord::Append { stream, first, entries });
     if *retention != Retention::KEEP_ALL {
-        trim(change, name, retention, TrimGuard::Safe)?;
+        trim(tx, name, retention, TrimGuard::Safe)?;
     }
     Ok(ids)
 }
 
-/// Appends entries that are not known yet, and remembers them.
+/// Appends entries with unknown ids and records the ids.
 pub(super) fn append_once(
-    change: &mut Change<'_>,
+    tx: &mut Tx<'_>,
     name: &StreamName,
     entries: &[Once],
     keep: Duration,
     retention: &Retention,
 ) -> Result<Vec<Appended>> {
-    change.state().stream(name.as_str(), change.now)?;
-    let scope = once_scope(name.as_str());
-    // What is known is known by its id in the stream, what is new by its place among the new.
+    tx.state().stream(name.as_str(), tx.now)?;
+    let scope = append_once_scope(name.as_str());
+    // A known id maps to its entry id, a new one to its index in `new`.
     let mut new: Vec<&Once> = Vec::new();
-    let mut places: HashMap<&str, usize> = HashMap::new();
+    let mut positions: HashMap<&str, usize> = HashMap::new();
     let mut known = Vec::with_capacity(entries.len());
     for entry in entries {
-        let mark = change.state().marks.get(&scope, &entry.id, change.now);
-        known.push(mark.map(entry_of).transpose()?);
-        if mark.is_none() && !places.contains_key(entry.id.as_str()) {
-            places.insert(&entry.id, new.len());
+        let record = tx.state().dedup.get(&scope, &entry.id, tx.now);
+        known.push(record.map(decode_entry_id).transpose()?);
+        if record.is_none() && !positions.contains_key(entry.id.as_str()) {
+            positions.insert(&entry.id, new.len());
             new.push(entry);
         }
     }
     let mut ids = Vec::new();
     if !new.is_empty() {
         let fields: Vec<Fields> = new.iter().map(|entry| entry.fields.clone()).collect();
-        let value = mark_of(EntryId::MAX);
-        let marks = new.iter().map(|entry| footprint_mark(&scope, &entry.id, Some(&value))).sum();
-        ids = append_beside(change, name, &fields, retention, marks)?;
-        let (at, until) = (change.now, change.now.after(keep));
+        let value = encode_entry_id(EntryId::MAX);
+        let dedup_bytes =
+            new.iter().map(|entry| dedup_footprint(&scope, &entry.id, Some(&value))).sum();
+        ids = append_with_extra(tx, name, &fields, retention, dedup_bytes)?;
+        let (at, until) = (tx.now, tx.now.after(keep));
         for (entry, id) in new.iter().zip(&ids) {
-            let (scope, id, done) = (scope.as_str(), entry.id.as_str(), Some(mark_of(*id)));
-            change.apply(&Effect::Mark { scope, id, done, until, at });
+            let (scope, id, done) = (scope.as_str(), entry.id.as_str(), Some(encode_entry_id(*id)));
+            tx.apply(&RedoRecord::SetDedup { scope, id, done, until, at });
         }
     }
     let mut first_of = vec![true; ids.len()];
-    let answer = |(entry, known): (&Once, Option<EntryId>)| match known {
+    let to_appended = |(entry, known): (&Once, Option<EntryId>)| match known {
         Some(id) => Appended { id, duplicate: true },
         None => {
-            let place = places[entry.id.as_str()];
-            let duplicate = !std::mem::replace(&mut first_of[place], false);
-            Appended { id: ids[place], duplicate }
+            let position = positions[entry.id.as_str()];
+            let duplicate = !std::mem::replace(&mut first_of[position], false);
+            Appended { id: ids[position], duplicate }
         }
     };
-    Ok(entries.iter().zip(known).map(answer).collect())
+    Ok(entries.iter().zip(known).map(to_appended).collect())
 }
 
-/// Where the entries with these ids are, if they are remembered.
+/// The entry ids recorded for these ids.
 pub(super) fn appended(
-    look: &Look<'_>,
+    tx: &ReadTx<'_>,
     name: &StreamName,
     ids: &[&str],
 ) -> Result<Vec<Option<EntryId>>> {
-    let scope = once_scope(name.as_str());
-    let find = |id: &&str| look.state.marks.get(&scope, id, look.now).map(entry_of).transpose();
+    let scope = append_once_scope(name.as_str());
+    let find = |id: &&str| tx.state.dedup.get(&scope, id, tx.now).map(decode_entry_id).transpose();
     ids.iter().map(find).collect()
 }
 
-/// A mark that says where an entry is.
-fn mark_of(id: EntryId) -> Bytes {
+/// Value of a deduplication record: the entry id.
+fn encode_entry_id(id: EntryId) -> Bytes {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&id.ms.to_be_bytes());
     bytes[8..].copy_from_slice(&id.seq.to_be_bytes());
     Bytes::copy_from_slice(&bytes)
 }
 
-fn entry_of(mark: &Mark) -> Result<EntryId> {
-    let bytes = mark.done.as_deref().unwrap_or_default();
+fn decode_entry_id(record: &DedupRecord) -> Result<EntryId> {
+    let bytes = record.done.as_deref().unwrap_or_default();
     let read = |bytes: &[u8]| Some(u64::from_be_bytes(bytes.try_into().ok()?));
     let id = bytes.split_at_checked(8).and_then(|(ms, seq)| Some((read(ms)?, read(seq)?)));
     let (ms, seq) = id.ok_or_else(|| StreamError::Protocol {
-        problem: "a mark that tells of no entry".to_owned(),
+        problem: "a deduplication record contains no entry id".to_owned(),
     })?;
     Ok(EntryId::new(ms, seq))
 }
 
-/// The id that the next entry of a stream gets, whether the stream exists or not.
-pub(super) fn next_id(change: &Change<'_>, name: &StreamName) -> Result<EntryId> {
-    let stream = change.state().stream(name.as_str(), change.now)?;
+/// The next entry id of a stream, which need not exist.
+pub(super) fn next_id(tx: &Tx<'_>, name: &StreamName) -> Result<EntryId> {
+    let stream = tx.state().stream(name.as_str(), tx.now)?;
     let last = stream.map_or(EntryId::MIN, |stream| stream.last_id);
-    Stream::next_id(last, change.now).ok_or_else(|| StreamError::Full {
-        problem: format!("stream `{name}` has given out its last id"),
+    StreamState::next_id(last, tx.now).ok_or_else(|| StreamError::Full {
+        problem: format!("stream `{name}` has no entry ids left"),
     })
 }
 
-/// Trims a stream that exists, exactly.
+/// Trims a stream exactly, if it exists.
 pub(super) fn trim(
-    change: &mut Change<'_>,
+    tx: &mut Tx<'_>,
     name: &StreamName,
     retention: &Retention,
     guard: TrimGuard,
 ) -> Result<Trimmed> {
-    let Some(stream) = change.state().stream(name.as_str(), change.now)? else {
+    let Some(stream) = tx.state().stream(name.as_str(), tx.now)? else {
         return Ok(Trimmed { removed: 0, held_back: false });
     };
-    let plan = Plan::new(stream, retention, guard, change.now, Coming::default());
+    let plan = TrimPlan::new(stream, retention, guard, tx.now, IncomingEntries::default());
     let trimmed = Trimmed { removed: plan.removed(stream), held_back: plan.held_back };
     if trimmed.removed > 0 {
-        change.apply(&Effect::Trim { stream: name.as_str(), before: plan.before });
+        tx.apply(&RedoRecord::Trim { stream: name.as_str(), before: plan.before });
     }
     Ok(trimmed)
 }
 
-/// When the memory is short, removes what the retention will not cover any more, before anything is appended. Fails
-/// without effect if that is not enough.
-fn make_room(
-    change: &mut Change<'_>,
+/// If memory is short, removes entries outside the retention before the append. Fails without effect if that
+/// does not free enough.
+fn trim_to_fit(
+    tx: &mut Tx<'_>,
     name: &StreamName,
     retention: &Retention,
     len: usize,
     bytes: u64,
 ) -> Result<()> {
-    let Err(full) = change.room_for(bytes) else { return Ok(()) };
-    let Some(stream) = change.state().stream(name.as_str(), change.now)? else { return Err(full) };
-    let coming = Coming { len: len as u64, bytes };
-    let plan = Plan::new(stream, retention, TrimGuard::Safe, change.now, coming);
+    let Err(full) = tx.ensure_capacity(bytes) else { return Ok(()) };
+    let Some(stream) = tx.state().stream(name.as_str(), tx.now)? else { return Err(full) };
+    let coming = IncomingEntries { len: len as u64, bytes };
+    let plan = TrimPlan::new(stream, retention, TrimGuard::Safe, tx.now, coming);
     let going = stream.entries.from(EntryId::MIN).take_while(|(id, _)| *id < plan.before);
     let freed = going.map(|(_, fields)| footprint(fields)).sum();
-    change.room_for(bytes.saturating_sub(freed)).map_err(|_| full)?;
-    change.apply(&Effect::Trim { stream: name.as_str(), before: plan.before });
+    tx.ensure_capacity(bytes.saturating_sub(freed)).map_err(|_| full)?;
+    tx.apply(&RedoRecord::Trim { stream: name.as_str(), before: plan.before });
     Ok(())
 }
 
-/// What is about to be appended.
+/// Size of an append.
 #[derive(Clone, Copy, Default)]
-struct Coming {
+struct IncomingEntries {
     len: u64,
     bytes: u64,
 }
 
-/// What to trim.
-struct Plan {
-    /// All entries before this id go.
+struct TrimPlan {
+    /// Entries before this id are removed.
     before: EntryId,
     held_back: bool,
 }
 
-impl Plan {
+impl TrimPlan {
     fn new(
-        stream: &Stream,
+        stream: &StreamState,
         retention: &Retention,
         guard: TrimGuard,
         now: Timestamp,
-        coming: Coming,
+        coming: IncomingEntries,
     ) -> Self {
         let by_len = retention.max_len.map(|max| keep_len(stream, max, coming.len));
         let by_age = retention.max_age.map(|age| EntryId::new(now.before(age).as_millis(), 0));
@@ -211,13 +211,13 @@ impl Plan {
         }
     }
 
-    fn removed(&self, stream: &Stream) -> u64 {
-        // Counted from the front: most trims remove little.
+    fn removed(&self, stream: &StreamState) -> u64 {
+        // Counts from the front because most trims remove few entries.
         stream.entries.from(EntryId::MIN).take_while(|(id, _)| *id < self.before).count() as u64
     }
 }
 
-fn keep_len(stream: &Stream, max: u64, coming: u64) -> EntryId {
+fn keep_len(stream: &StreamState, max: u64, coming: u64) -> EntryId {
     let excess = (stream.entries.len() as u64 + coming).saturating_sub(max);
     if excess == 0 {
         return EntryId::MIN;
@@ -226,7 +226,7 @@ fn keep_len(stream: &Stream, max: u64, coming: u64) -> EntryId {
     stream.entries.nth_id(index).unwrap_or(EntryId::MAX)
 }
 
-fn keep_bytes(stream: &Stream, max: u64, coming: u64) -> EntryId {
+fn keep_bytes(stream: &StreamState, max: u64, coming: u64) -> EntryId {
     let mut bytes = stream.entries.bytes() + coming;
     for (id, fields) in stream.entries.from(EntryId::MIN) {
         if bytes <= max {

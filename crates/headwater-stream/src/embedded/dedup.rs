@@ -1,4 +1,4 @@
-//! The calls of [`Dedup`].
+//! Implementation of [`Dedup`].
 
 use std::time::Duration;
 
@@ -6,9 +6,9 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::Embedded;
-use super::change::Until;
-use super::effect::Effect;
-use super::state::marks::footprint_mark;
+use super::redo_record::RedoRecord;
+use super::state::dedup_table::dedup_footprint;
+use super::transaction::Durability;
 use crate::check;
 use crate::dedup::{Begin, Dedup};
 use crate::error::Result;
@@ -23,28 +23,28 @@ impl Dedup for Embedded {
         hold: Duration,
     ) -> Result<Vec<Begin>> {
         check::dedup(ids.iter().map(|id| (*id, &[][..])), Some(hold))?;
-        let begin = self.shared().change(Until::Durable, |change| {
+        let begin = self.shared().transact(Durability::Durable, |tx| {
             let scope = scope.as_str();
-            let bytes = |id: &&str| match change.state().marks.get(scope, id, change.now) {
+            let bytes = |id: &&str| match tx.state().dedup.get(scope, id, tx.now) {
                 Some(_) => 0,
-                None => footprint_mark(scope, id, None),
+                None => dedup_footprint(scope, id, None),
             };
-            change.room_for(ids.iter().map(bytes).sum())?;
-            let mut answers = Vec::with_capacity(ids.len());
+            tx.ensure_capacity(ids.iter().map(bytes).sum())?;
+            let mut results = Vec::with_capacity(ids.len());
             for id in ids {
-                // One by one: an id that is given twice is fresh once.
-                let known = change.state().marks.get(scope, id, change.now);
-                answers.push(match known.map(|mark| mark.done.clone()) {
+                // One by one, so that an id given twice is fresh once.
+                let known = tx.state().dedup.get(scope, id, tx.now);
+                results.push(match known.map(|record| record.done.clone()) {
                     Some(Some(value)) => Begin::Done(value),
                     Some(None) => Begin::Busy,
                     None => {
-                        let (at, until) = (change.now, change.now.after(hold));
-                        change.apply(&Effect::Mark { scope, id, done: None, until, at });
+                        let (at, until) = (tx.now, tx.now.after(hold));
+                        tx.apply(&RedoRecord::SetDedup { scope, id, done: None, until, at });
                         Begin::Fresh
                     }
                 });
             }
-            Ok(answers)
+            Ok(results)
         });
         begin.await
     }
@@ -56,18 +56,18 @@ impl Dedup for Embedded {
         keep: Duration,
     ) -> Result<()> {
         check::dedup(done.iter().map(|(id, value)| (*id, &value[..])), Some(keep))?;
-        let finish = self.shared().change(Until::Durable, |change| {
+        let finish = self.shared().transact(Durability::Durable, |tx| {
             let scope = scope.as_str();
             let bytes = |(id, value): &(&str, Bytes)| {
-                let old = change.state().marks.get(scope, id, change.now);
-                let old = old.map_or(0, |old| footprint_mark(scope, id, old.done.as_ref()));
-                footprint_mark(scope, id, Some(value)).saturating_sub(old)
+                let old = tx.state().dedup.get(scope, id, tx.now);
+                let old = old.map_or(0, |old| dedup_footprint(scope, id, old.done.as_ref()));
+                dedup_footprint(scope, id, Some(value)).saturating_sub(old)
             };
-            change.room_for(done.iter().map(bytes).sum())?;
+            tx.ensure_capacity(done.iter().map(bytes).sum())?;
             for (id, value) in done {
-                let (at, until) = (change.now, change.now.after(keep));
+                let (at, until) = (tx.now, tx.now.after(keep));
                 let done = Some(value.clone());
-                change.apply(&Effect::Mark { scope, id, done, until, at });
+                tx.apply(&RedoRecord::SetDedup { scope, id, done, until, at });
             }
             Ok(())
         });
@@ -76,12 +76,12 @@ impl Dedup for Embedded {
 
     async fn dedup_abandon(&self, scope: &DedupScope, ids: &[&str]) -> Result<()> {
         check::dedup(ids.iter().map(|id| (*id, &[][..])), None)?;
-        let abandon = self.shared().change(Until::Durable, |change| {
+        let abandon = self.shared().transact(Durability::Durable, |tx| {
             let scope = scope.as_str();
             for id in ids {
-                let mark = change.state().marks.get(scope, id, change.now);
-                if mark.is_some_and(|mark| mark.done.is_none()) {
-                    change.apply(&Effect::Unmark { scope, id });
+                let record = tx.state().dedup.get(scope, id, tx.now);
+                if record.is_some_and(|record| record.done.is_none()) {
+                    tx.apply(&RedoRecord::RemoveDedup { scope, id });
                 }
             }
             Ok(())

@@ -1,4 +1,4 @@
-//! The calls of [`Delays`].
+//! Implementation of [`Delays`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,10 +6,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::Notify;
 
-use super::change::{Change, Until};
-use super::effect::Effect;
-use super::reader::Watch;
-use super::state::delay_set::footprint_aside;
+use super::reader::WaitRegistration;
+use super::redo_record::RedoRecord;
+use super::state::delay_set::delayed_footprint;
+use super::transaction::{Durability, Tx};
 use super::{Embedded, append};
 use crate::check;
 use crate::delays::{DelayId, DelayStats, Delayed, Delays, Due, PutAside, Returned};
@@ -21,21 +21,21 @@ use crate::name::{DelayName, StreamName};
 impl Delays for Embedded {
     async fn put_aside(&self, delays: &DelayName, items: &[PutAside]) -> Result<Vec<DelayId>> {
         check::put_aside(items)?;
-        let put = self.shared().change(Until::Durable, |change| {
-            change.state().delays(delays.as_str(), change.now)?;
-            change.room_for(items.iter().map(|item| footprint_aside(&item.fields)).sum())?;
-            let put = |item: &PutAside| put_aside(change, delays, &item.to, item.due, &item.fields);
+        let put = self.shared().transact(Durability::Durable, |tx| {
+            tx.state().delays(delays.as_str(), tx.now)?;
+            tx.ensure_capacity(items.iter().map(|item| delayed_footprint(&item.fields)).sum())?;
+            let put = |item: &PutAside| schedule(tx, delays, &item.to, item.due, &item.fields);
             Ok(items.iter().map(put).collect())
         });
         put.await
     }
 
     async fn cancel(&self, delays: &DelayName, id: DelayId) -> Result<bool> {
-        let cancel = self.shared().change(Until::Durable, |change| {
-            let set = change.state().delays(delays.as_str(), change.now)?;
+        let cancel = self.shared().transact(Durability::Durable, |tx| {
+            let set = tx.state().delays(delays.as_str(), tx.now)?;
             let exists = set.is_some_and(|set| set.contains(id.0));
             if exists {
-                change.apply(&Effect::Cancel { delays: delays.as_str(), id: id.0 });
+                tx.apply(&RedoRecord::Cancel { delays: delays.as_str(), id: id.0 });
             }
             Ok(exists)
         });
@@ -44,7 +44,7 @@ impl Delays for Embedded {
 
     async fn take_due(&self, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
         check::count(count)?;
-        self.shared().change(Until::Durable, |change| take_due(change, delays, count)).await
+        self.shared().transact(Durability::Durable, |tx| promote_due(tx, delays, count)).await
     }
 
     async fn wait_due(&self, delays: &DelayName, wait: Duration) -> Result<bool> {
@@ -52,15 +52,16 @@ impl Delays for Embedded {
         let shared = &self.engine.shared;
         let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
         let woken = Arc::<Notify>::default();
-        let mut watch = None;
+        let mut registration = None;
         let mut is_over = wait.is_zero();
         loop {
-            let until_due = shared.deliver(|change| {
-                let set = change.state().delays(delays.as_str(), change.now)?;
+            let until_due = shared.transact_without_wait(|tx| {
+                let set = tx.state().delays(delays.as_str(), tx.now)?;
                 let next = set.and_then(|set| set.next_due());
-                let until_due = next.map(|due| due.since(change.now));
-                if watch.is_none() {
-                    watch = Some(Watch::begin(shared, change, [delays].into_iter(), &woken));
+                let until_due = next.map(|due| due.since(tx.now));
+                if registration.is_none() {
+                    registration =
+                        Some(WaitRegistration::begin(shared, tx, [delays].into_iter(), &woken));
                 }
                 Ok(until_due)
             })?;
@@ -84,8 +85,8 @@ impl Delays for Embedded {
     }
 
     async fn delay_stats(&self, delays: &DelayName) -> Result<DelayStats> {
-        let stats = self.shared().look(|look| {
-            let Some(set) = look.state.delays(delays.as_str(), look.now)? else {
+        let stats = self.shared().read(|tx| {
+            let Some(set) = tx.state.delays(delays.as_str(), tx.now)? else {
                 return Ok(DelayStats::default());
             };
             Ok(DelayStats { waiting: set.len() as u64, next_due: set.next_due() })
@@ -100,8 +101,8 @@ impl Delays for Embedded {
         count: usize,
     ) -> Result<Vec<Delayed>> {
         check::count(count)?;
-        let delayed = self.shared().look(|look| {
-            let set = look.state.delays(delays.as_str(), look.now)?;
+        let delayed = self.shared().read(|tx| {
+            let set = tx.state.delays(delays.as_str(), tx.now)?;
             let all = set.into_iter().flat_map(|set| set.iter());
             let delayed = all.skip(offset).take(count).map(|(due_at, id, waiting)| Delayed {
                 id: DelayId(id),
@@ -115,10 +116,10 @@ impl Delays for Embedded {
     }
 
     async fn delete_delays(&self, delays: &DelayName) -> Result<bool> {
-        let delete = self.shared().change(Until::Durable, |change| {
-            let exists = change.state().delays(delays.as_str(), change.now)?.is_some();
+        let delete = self.shared().transact(Durability::Durable, |tx| {
+            let exists = tx.state().delays(delays.as_str(), tx.now)?.is_some();
             if exists {
-                change.apply(&Effect::Remove { name: delays.as_str() });
+                tx.apply(&RedoRecord::Remove { name: delays.as_str() });
             }
             Ok(exists)
         });
@@ -126,59 +127,60 @@ impl Delays for Embedded {
     }
 }
 
-/// Puts one entry aside; that the set is one, and that there is room, is checked.
-pub(super) fn put_aside(
-    change: &mut Change<'_>,
+/// Schedules one entry. The caller has checked the type of the set and the capacity.
+pub(super) fn schedule(
+    tx: &mut Tx<'_>,
     delays: &DelayName,
     to: &StreamName,
     due: Due,
     fields: &Fields,
 ) -> DelayId {
     let due = match due {
-        Due::After(delay) => change.now.after(delay),
+        Due::After(delay) => tx.now.after(delay),
         Due::At(at) => at,
     };
-    let id = change.state().next_delay;
+    let id = tx.state().next_delay;
     let (delays, to, fields) = (delays.as_str(), to.as_str(), fields.clone());
-    change.vacate(delays);
-    change.apply(&Effect::PutAside { delays, id, due, to, fields });
+    tx.remove_expired(delays);
+    tx.apply(&RedoRecord::Schedule { delays, id, due, to, fields });
     DelayId(id)
 }
 
-/// Due entries that a call passes over because their streams cannot take them; more hold up those behind them.
-const PASSED_OVER_MAX: usize = 10_000;
+/// Due entries that one call skips because their streams reject them. More than that block the entries
+/// behind them.
+const SKIPPED_MAX: usize = 10_000;
 
-fn take_due(change: &mut Change<'_>, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
-    let now = change.now;
-    let Some(set) = change.state().delays(delays.as_str(), now)? else { return Ok(Vec::new()) };
+fn promote_due(tx: &mut Tx<'_>, delays: &DelayName, count: usize) -> Result<Vec<Returned>> {
+    let now = tx.now;
+    let Some(set) = tx.state().delays(delays.as_str(), now)? else { return Ok(Vec::new()) };
     let mut due = Vec::new();
-    let mut refused = Vec::new();
+    let mut rejected = Vec::new();
     for (_, id, waiting) in set.iter().take_while(|(due, ..)| *due <= now) {
-        match change.state().stream(waiting.to.as_str(), now) {
+        match tx.state().stream(waiting.to.as_str(), now) {
             Ok(_) => due.push((id, waiting.to.clone())),
-            Err(error) => refused.push(error),
+            Err(error) => rejected.push(error),
         }
-        if due.len() == count || refused.len() == PASSED_OVER_MAX {
+        if due.len() == count || rejected.len() == SKIPPED_MAX {
             break;
         }
     }
     let mut returned = Vec::with_capacity(due.len());
     for (id, stream) in due {
-        let entry = match append::next_id(change, &stream) {
+        let entry = match append::next_id(tx, &stream) {
             Ok(entry) => entry,
             Err(error) => {
-                refused.push(error);
+                rejected.push(error);
                 continue;
             }
         };
-        change.vacate(stream.as_str());
-        change.apply(&Effect::Return { delays: delays.as_str(), id, entry });
-        change.note_commit(stream.as_str(), entry);
-        change.wake(stream.as_str());
+        tx.remove_expired(stream.as_str());
+        tx.apply(&RedoRecord::Promote { delays: delays.as_str(), id, entry });
+        tx.record_commit(stream.as_str(), entry);
+        tx.wake(stream.as_str());
         returned.push(Returned { delay: DelayId(id), stream, id: entry });
     }
-    // When nothing at all could move, the caller hears why instead of being told that nothing is due.
-    match refused.into_iter().next() {
+    // If nothing could be moved, return the reason instead of an empty list.
+    match rejected.into_iter().next() {
         Some(error) if returned.is_empty() => Err(error),
         _ => Ok(returned),
     }

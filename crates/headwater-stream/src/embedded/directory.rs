@@ -1,7 +1,7 @@
-//! The directory of a durable backend: which files there are, and who may use it.
+//! The directory of a durable backend: its files and its lock.
 //!
-//! `lock` is held by the process that has the directory open. `00000001.log` and so on are the log;
-//! `snapshot-00000007` stands for all that the log held before `00000007.log`. Files with other names are left alone.
+//! The process that has the directory open holds a lock on `lock`. `00000001.log` and so on are the log;
+//! `snapshot-00000007` replaces all log files before `00000007.log`. Files with other names are ignored.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -9,23 +9,23 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Result, StreamError};
 
-/// A directory that this process alone has open, for as long as the lock lives.
+/// A directory that this process has locked.
 #[derive(Debug)]
 pub(super) struct Directory {
     path: PathBuf,
 }
 
-/// The numbers of the files that were found, sorted.
+/// The numbers of the files in the directory, sorted.
 #[derive(Debug, Default)]
-pub(super) struct Listing {
+pub(super) struct DirectoryListing {
     pub(super) logs: Vec<u64>,
     pub(super) snapshots: Vec<u64>,
-    /// Snapshots and copies of logs that were being written when the process ended.
+    /// Temporary snapshots and log copies left by a crash.
     pub(super) unfinished: Vec<PathBuf>,
 }
 
 impl Directory {
-    /// Creates the directory if it is missing, and locks it.
+    /// Creates the directory if necessary and locks it.
     pub(super) fn open(path: &Path) -> Result<(Self, File)> {
         let directory = Self { path: path.to_owned() };
         let failed = |error| unavailable(path, "could not be opened", error);
@@ -66,8 +66,8 @@ impl Directory {
         self.path.join(format!("{number:08}.log.tmp"))
     }
 
-    pub(super) fn list(&self) -> Result<Listing> {
-        let mut listing = Listing::default();
+    pub(super) fn list(&self) -> Result<DirectoryListing> {
+        let mut listing = DirectoryListing::default();
         let failed = |error| unavailable(&self.path, "could not be listed", error);
         for file in fs::read_dir(&self.path).map_err(failed)? {
             let path = file.map_err(failed)?.path();
@@ -89,7 +89,7 @@ impl Directory {
         Ok(listing)
     }
 
-    /// Makes the names of created, renamed and removed files durable.
+    /// Makes created, renamed and removed file names durable.
     pub(super) fn sync(&self) -> io::Result<()> {
         sync_directory(&self.path)
     }
@@ -100,11 +100,11 @@ fn sync_directory(path: &Path) -> io::Result<()> {
 }
 
 fn number(digits: &str) -> Option<u64> {
-    let is_ours = digits.len() >= 8 && digits.bytes().all(|byte| byte.is_ascii_digit());
-    is_ours.then(|| digits.parse().ok()).flatten()
+    let is_numbered = digits.len() >= 8 && digits.bytes().all(|byte| byte.is_ascii_digit());
+    is_numbered.then(|| digits.parse().ok()).flatten()
 }
 
-/// An error about a file or directory, with its name.
+/// An I/O error that names the file or directory.
 pub(super) fn unavailable(path: &Path, problem: &str, error: io::Error) -> StreamError {
     StreamError::unavailable(format!("`{}` {problem}: {error}", path.display()), error)
 }

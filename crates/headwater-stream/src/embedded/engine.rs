@@ -1,9 +1,10 @@
-//! The engine: the state behind one lock, the buffer of the log, and those who wait for something to happen.
+//! The engine: the state behind one lock, the log buffer and the waiting tasks.
 //!
-//! Upstream: every call, through [`Shared::change`] and [`Shared::look`]. Downstream: `state`, `log`, `writer`.
-//! Promises: a call decides and changes under the lock, in the order of the log; it returns when its effects, and all
-//! that its answer shows, are durable. So no answer tells of something that a crash could take back. Deliveries are
-//! different: they return when they are written, since losing one only means that the entry is delivered again.
+//! Upstream: every call, through [`EngineShared::transact`] and [`EngineShared::read`]. Downstream: `state`,
+//! `log`, `writer`.
+//! Guarantees: a call decides and applies its changes under the lock, in log order. It returns when its
+//! changes, and everything its result depends on, are durable, so no result shows data that a crash could
+//! revert. Deliveries return once they are written: if one is lost, the entry is redelivered.
 
 #[cfg(test)]
 mod tests;
@@ -13,50 +14,50 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::change::{Change, Ended, Look, Until};
-use super::hints::{Ears, WaitingReads, Watchers};
-use super::log::{Log, closed};
+use super::log::{CommitLog, closed};
 use super::segment::FRAME_HEADER_BYTES;
-use super::state::State;
+use super::state::EmbeddedState;
+use super::transaction::{Commit, Durability, ReadTx, Tx};
+use super::waiters::{BlockedReads, LeaseSubscribers, NameWaiters};
 use crate::clock::Clock;
 use crate::error::{Result, StreamError};
 
-/// When the buffer of the log holds this much, calls wait until it is written.
+/// Calls wait while the log buffer is larger than this.
 const BUFFER_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// What the calls and the threads of the log share.
+/// State shared by the calls and the log threads.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct EngineShared {
     pub(super) clock: Arc<dyn Clock>,
-    /// The most bytes of memory that the state may take.
+    /// Memory limit of the state.
     pub(super) max_bytes: u64,
     call_deadline: Duration,
     inner: Mutex<Inner>,
-    /// Signalled when the buffer is no longer empty, or the log shall stop.
+    /// Signalled when the buffer becomes non-empty or the log stops.
     pub(super) to_write: Condvar,
-    /// `None` in memory.
-    pub(super) log: Option<Arc<Log>>,
+    /// `None` for a backend in memory.
+    pub(super) log: Option<Arc<CommitLog>>,
 }
 
 #[derive(Debug)]
 pub(super) struct Inner {
-    pub(super) state: State,
-    pub(super) watchers: Watchers,
-    pub(super) waiting_reads: WaitingReads,
-    pub(super) ears: Ears,
+    pub(super) state: EmbeddedState,
+    pub(super) name_waiters: NameWaiters,
+    pub(super) blocked_reads: BlockedReads,
+    pub(super) lease_subscribers: LeaseSubscribers,
     pub(super) buffer: Buffer,
     pub(super) is_closed: bool,
 }
 
-/// What is not written yet.
+/// Committed but unwritten records.
 #[derive(Debug)]
 pub(super) struct Buffer {
-    /// Effects of all calls since the last write, behind room for the header of a frame.
+    /// Records of all calls since the last write, after space for a frame header.
     pub(super) bytes: Vec<u8>,
-    /// The number of the newest commit.
+    /// The newest commit number.
     pub(super) commit: u64,
-    /// The newest commit that an answer may not show before it is durable.
-    pub(super) must: u64,
+    /// The newest commit that must be durable before a result may show it.
+    pub(super) unsynced_visible: u64,
     pub(super) is_stopping: bool,
 }
 
@@ -70,76 +71,82 @@ impl Buffer {
     }
 }
 
-impl Shared {
+impl EngineShared {
     pub(super) fn new(
         clock: Arc<dyn Clock>,
         max_bytes: u64,
         call_deadline: Duration,
-        state: State,
-        log: Option<Arc<Log>>,
+        state: EmbeddedState,
+        log: Option<Arc<CommitLog>>,
     ) -> Self {
-        let buffer = Buffer { bytes: Buffer::empty(), commit: 0, must: 0, is_stopping: false };
-        let (watchers, waiting_reads, ears) = Default::default();
+        let buffer =
+            Buffer { bytes: Buffer::empty(), commit: 0, unsynced_visible: 0, is_stopping: false };
+        let (name_waiters, blocked_reads, lease_subscribers) = Default::default();
         let is_closed = false;
-        let inner = Inner { state, watchers, waiting_reads, ears, buffer, is_closed };
+        let inner =
+            Inner { state, name_waiters, blocked_reads, lease_subscribers, buffer, is_closed };
         let inner = Mutex::new(inner);
         Self { clock, max_bytes, call_deadline, inner, to_write: Condvar::new(), log }
     }
 
-    /// Decides and changes under the lock, then waits until that is done.
+    /// Runs a read-write transaction, then waits for `durability`.
     ///
-    /// What `decide` returns as an error must have had no effect. If the future is dropped while it waits, the change
-    /// stands.
-    pub(super) async fn change<T>(
+    /// If `decide` fails it must not have applied any record. If the future is dropped while it waits, the
+    /// change persists.
+    pub(super) async fn transact<T>(
         &self,
-        until: Until,
-        decide: impl FnOnce(&mut Change<'_>) -> Result<T>,
+        durability: Durability,
+        decide: impl FnOnce(&mut Tx<'_>) -> Result<T>,
     ) -> Result<T> {
-        self.room_in_buffer().await?;
-        let (answer, written, durable) = self.change_now(until, decide)?;
+        self.wait_for_buffer_space().await?;
+        let (output, written, durable) = self.transact_now(durability, decide)?;
         self.wait(written, durable).await?;
-        Ok(answer)
+        Ok(output)
     }
 
-    fn change_now<T>(
+    fn transact_now<T>(
         &self,
-        until: Until,
-        decide: impl FnOnce(&mut Change<'_>) -> Result<T>,
+        durability: Durability,
+        decide: impl FnOnce(&mut Tx<'_>) -> Result<T>,
     ) -> Result<(T, u64, u64)> {
         let mut inner = self.lock()?;
         let was_empty = inner.buffer.is_empty();
         let now = self.clock.now();
-        let mut change = Change::begin(&mut inner, self.log.as_deref(), now, self.max_bytes);
-        let answer = decide(&mut change);
-        let Ended { written, durable, woken } = change.end(until);
+        let mut tx = Tx::begin(&mut inner, self.log.as_deref(), now, self.max_bytes);
+        let output = decide(&mut tx);
+        let Commit { written, durable, waiters } = tx.commit(durability);
         drop(inner);
         if was_empty && written > 0 {
             self.to_write.notify_one();
         }
-        woken.iter().for_each(|waiting| waiting.notify_one());
-        Ok((answer?, written, durable))
+        waiters.iter().for_each(|waiter| waiter.notify_one());
+        Ok((output?, written, durable))
     }
 
-    /// Decides and changes under the lock without waiting. The caller waits where it hands out what it got; its effects
-    /// are small, so they need no room in the buffer.
-    pub(super) fn deliver<T>(
+    /// Runs a read-write transaction without waiting. The caller waits before it returns the data. The records
+    /// are small, so this does not wait for buffer space.
+    pub(super) fn transact_without_wait<T>(
         &self,
-        decide: impl FnOnce(&mut Change<'_>) -> Result<T>,
+        decide: impl FnOnce(&mut Tx<'_>) -> Result<T>,
     ) -> Result<T> {
-        let (answer, ..) = self.change_now(Until::Written, decide)?;
-        Ok(answer)
+        let (output, ..) = self.transact_now(Durability::Written, decide)?;
+        Ok(output)
     }
 
-    /// Looks at the state under the lock, then waits until what was seen is durable.
-    pub(super) async fn look<T>(&self, look: impl FnOnce(&mut Look<'_>) -> Result<T>) -> Result<T> {
-        let (answer, shows) = {
+    /// Runs a read-only transaction, then waits until what it read is durable.
+    pub(super) async fn read<T>(
+        &self,
+        read: impl FnOnce(&mut ReadTx<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let (output, visible_commit) = {
             let guard = self.lock()?;
-            let (now, state, shows) = (self.clock.now(), &guard.state, guard.buffer.must);
-            let mut view = Look { now, state, shows };
-            (look(&mut view)?, view.shows)
+            let (now, state, visible_commit) =
+                (self.clock.now(), &guard.state, guard.buffer.unsynced_visible);
+            let mut tx = ReadTx { now, state, visible_commit };
+            (read(&mut tx)?, tx.visible_commit)
         };
-        self.wait(0, shows).await?;
-        Ok(answer)
+        self.wait(0, visible_commit).await?;
+        Ok(output)
     }
 
     /// Waits until one commit is written and another is durable. Cancel-safe.
@@ -150,8 +157,8 @@ impl Shared {
         }
     }
 
-    /// Waits while the buffer is full, so that a slow disk does not fill the memory.
-    async fn room_in_buffer(&self) -> Result<()> {
+    /// Waits while the buffer is full, so that a slow disk does not exhaust memory.
+    async fn wait_for_buffer_space(&self) -> Result<()> {
         while self.log.is_some() {
             let full_at = {
                 let inner = self.lock()?;
@@ -165,12 +172,12 @@ impl Shared {
         Ok(())
     }
 
-    /// Fails if the backend is closed or broken.
+    /// Fails if the backend is closed or the log has failed.
     pub(super) fn ensure_open(&self) -> Result<()> {
         self.lock().map(drop)
     }
 
-    /// The lock, unless the backend is closed or broken.
+    /// Takes the lock; fails if the backend is closed or the log has failed.
     pub(super) fn lock(&self) -> Result<MutexGuard<'_, Inner>> {
         if let Some(failure) = self.log.as_ref().and_then(|log| log.failure()) {
             return Err(failure);
@@ -182,51 +189,52 @@ impl Shared {
         if inner.is_closed { Err(closed()) } else { Ok(inner) }
     }
 
-    /// The lock for the writer; `None` if a call panicked, since half of its effects must not reach the log.
+    /// Takes the lock for the writer; `None` if a call panicked, because a partial transaction must not be
+    /// logged.
     pub(super) fn lock_for_writing(&self) -> Option<MutexGuard<'_, Inner>> {
         self.inner.lock().ok()
     }
 
-    /// The lock for those who only clean up, whatever the state is.
-    pub(super) fn lock_anyway(&self) -> MutexGuard<'_, Inner> {
+    /// Takes the lock for cleanup, whatever the state is.
+    pub(super) fn lock_ignoring_poison(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The engine with its threads. They end, and the directory is free, when it is closed or dropped.
+/// The engine and its threads. Closing or dropping it stops the threads and unlocks the directory.
 #[derive(Debug)]
 pub(super) struct Engine {
-    pub(super) shared: Arc<Shared>,
-    running: Mutex<Option<Running>>,
+    pub(super) shared: Arc<EngineShared>,
+    running: Mutex<Option<EngineThreads>>,
 }
 
-/// What ends with the engine.
+/// What stops with the engine.
 #[derive(Debug)]
-pub(super) struct Running {
+pub(super) struct EngineThreads {
     pub(super) threads: Vec<JoinHandle<()>>,
-    /// The lock on the directory, given back after the last thread has ended.
+    /// The directory lock, released after the last thread has stopped.
     pub(super) lock: File,
 }
 
 impl Engine {
-    pub(super) fn new(shared: Arc<Shared>, running: Option<Running>) -> Self {
+    pub(super) fn new(shared: Arc<EngineShared>, running: Option<EngineThreads>) -> Self {
         Self { shared, running: Mutex::new(running) }
     }
 
-    /// Accepts no more calls, writes what is left and ends the threads. Blocks.
+    /// Rejects new calls, writes the buffer and joins the threads. Blocks.
     pub(super) fn stop(&self) {
         {
-            let mut inner = self.shared.lock_anyway();
+            let mut inner = self.shared.lock_ignoring_poison();
             inner.is_closed = true;
             inner.buffer.is_stopping = true;
-            inner.watchers.wake_all();
+            inner.name_waiters.wake_all();
         }
         self.shared.to_write.notify_all();
-        // Held until all is done: whoever closes a second time waits, too.
+        // Held until the threads have stopped, so that a second `close` waits too.
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(Running { threads, lock }) = running.take() {
+        if let Some(EngineThreads { threads, lock }) = running.take() {
             for thread in threads {
-                // A thread that panicked has said so in the log's failure.
+                // A thread that panicked has recorded a log failure.
                 let _ = thread.join();
             }
             drop(lock);

@@ -1,4 +1,4 @@
-//! The calls of [`Leases`].
+//! Implementation of [`Leases`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,12 +6,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::Embedded;
-use super::change::{Change, Until};
-use super::effect::Effect;
 use super::engine::Engine;
-use super::hints::Ear;
-use super::state::State;
-use super::state::lease_book::Lease;
+use super::redo_record::RedoRecord;
+use super::state::EmbeddedState;
+use super::state::lease_table::Lease;
+use super::transaction::{Durability, Tx};
+use super::waiters::LeaseSubscriber;
 use crate::check;
 use crate::clock::Timestamp;
 use crate::error::{Result, StreamError};
@@ -29,19 +29,19 @@ impl Leases for Embedded {
         ttl: Duration,
     ) -> Result<Acquire> {
         check::lease_ttl(ttl)?;
-        let acquire = self.shared().change(Until::Durable, |change| {
-            change.end_leases();
-            let held = change.state().lease(lease.as_str(), change.now)?;
+        let acquire = self.shared().transact(Durability::Durable, |tx| {
+            tx.expire_leases();
+            let held = tx.state().lease(lease.as_str(), tx.now)?;
             let epoch = match held {
                 Some(held) if held.holder == *holder => held.epoch,
                 Some(held) => {
-                    let remaining = held.until.since(change.now);
+                    let remaining = held.until.since(tx.now);
                     return Ok(Acquire::Held { by: held.holder.clone(), remaining });
                 }
-                None => next_epoch(change.state(), lease, change.now),
+                None => next_epoch(tx.state(), lease, tx.now),
             };
-            change.vacate(lease.as_str());
-            hold(change, lease, holder, epoch, ttl);
+            tx.remove_expired(lease.as_str());
+            hold(tx, lease, holder, epoch, ttl);
             Ok(Acquire::Won(Epoch(epoch)))
         });
         acquire.await
@@ -54,15 +54,15 @@ impl Leases for Embedded {
         ttl: Duration,
     ) -> Result<Vec<Renewal>> {
         check::renew(leases, ttl)?;
-        // A renewal that a power failure takes back belonged to a process that is gone, too.
-        let renew = self.shared().change(Until::Written, |change| {
-            change.end_leases();
-            let held = leases.iter().map(|fence| is_held_by(change, holder, fence));
+        // A power failure that reverts a renewal also ends the process that made it.
+        let renew = self.shared().transact(Durability::Written, |tx| {
+            tx.expire_leases();
+            let held = leases.iter().map(|fence| is_held_by(tx, holder, fence));
             let held: Vec<bool> = held.collect();
             let mut renewals = Vec::with_capacity(leases.len());
             for (fence, is_held) in leases.iter().zip(held) {
                 if is_held {
-                    hold(change, &fence.lease, holder, fence.epoch.0, ttl);
+                    hold(tx, &fence.lease, holder, fence.epoch.0, ttl);
                 }
                 renewals.push(if is_held { Renewal::Kept } else { Renewal::Lost });
             }
@@ -73,14 +73,14 @@ impl Leases for Embedded {
 
     async fn release(&self, holder: &HolderName, leases: &[Fence]) -> Result<usize> {
         check::leases(leases.len())?;
-        let release = self.shared().change(Until::Durable, |change| {
-            change.end_leases();
+        let release = self.shared().transact(Durability::Durable, |tx| {
+            tx.expire_leases();
             let mut released = 0;
             for fence in leases {
-                // Looked at one by one: a lease that is named twice is released once.
-                if is_held_by(change, holder, fence) {
-                    change.apply(&Effect::Remove { name: fence.lease.as_str() });
-                    change.ears().tell(&fence.lease, HintKind::Released);
+                // One by one, so that a lease given twice is released once.
+                if is_held_by(tx, holder, fence) {
+                    tx.apply(&RedoRecord::Remove { name: fence.lease.as_str() });
+                    tx.lease_subscribers().publish(&fence.lease, HintKind::Released);
                     released += 1;
                 }
             }
@@ -91,30 +91,34 @@ impl Leases for Embedded {
 
     async fn leases(&self, leases: &[LeaseName]) -> Result<Vec<Option<LeaseInfo>>> {
         check::leases(leases.len())?;
-        let look = self.shared().look(|look| {
+        let read = self.shared().read(|tx| {
             let info = |held: &Lease| LeaseInfo {
                 holder: held.holder.clone(),
                 epoch: Epoch(held.epoch),
-                remaining: held.until.since(look.now),
+                remaining: held.until.since(tx.now),
             };
-            let held = leases.iter().map(|lease| look.state.lease(lease.as_str(), look.now));
+            let held = leases.iter().map(|lease| tx.state.lease(lease.as_str(), tx.now));
             let found = held.map(|held| match held {
                 Ok(held) => held.map(info),
                 Err(_) => Some(LeaseInfo::wrong_type()),
             });
             Ok(found.collect())
         });
-        look.await
+        read.await
     }
 
     async fn watch(&self, prefix: &str) -> Result<Box<dyn LeaseWatch>> {
-        let ear = self.shared().lock()?.ears.add(prefix);
-        Ok(Box::new(Watch { engine: Arc::clone(&self.engine), ear }))
+        let subscriber = self.shared().lock()?.lease_subscribers.add(prefix);
+        Ok(Box::new(EmbeddedLeaseWatch { engine: Arc::clone(&self.engine), subscriber }))
     }
 }
 
-/// Fails with `Fenced` unless the lease of the fence, if there is one, is held now, in the epoch of the fence.
-pub(super) fn check_fence(state: &State, fence: Option<&Fence>, now: Timestamp) -> Result<()> {
+/// Fails with `Fenced` unless the fence is `None` or its lease is held in its epoch.
+pub(super) fn check_fence(
+    state: &EmbeddedState,
+    fence: Option<&Fence>,
+    now: Timestamp,
+) -> Result<()> {
     let Some(Fence { lease, epoch }) = fence else { return Ok(()) };
     let held = state.lease(lease.as_str(), now)?;
     if held.is_some_and(|held| held.epoch == epoch.0) {
@@ -123,42 +127,36 @@ pub(super) fn check_fence(state: &State, fence: Option<&Fence>, now: Timestamp) 
     Err(StreamError::Fenced { lease: lease.to_string(), epoch: epoch.0 })
 }
 
-fn next_epoch(state: &State, lease: &LeaseName, now: Timestamp) -> u64 {
+fn next_epoch(state: &EmbeddedState, lease: &LeaseName, now: Timestamp) -> u64 {
     let last = state.epochs.get(lease.as_str()).unwrap_or(0);
     last.saturating_add(1).max(now.as_millis())
 }
 
-fn hold(
-    change: &mut Change<'_>,
-    lease: &LeaseName,
-    holder: &HolderName,
-    epoch: u64,
-    ttl: Duration,
-) {
-    let (at, until) = (change.now, change.now.after(ttl));
-    let is_next = change.state().next_lease_end().is_none_or(|next| until < next);
+fn hold(tx: &mut Tx<'_>, lease: &LeaseName, holder: &HolderName, epoch: u64, ttl: Duration) {
+    let (at, until) = (tx.now, tx.now.after(ttl));
+    let is_next = tx.state().next_lease_expiry().is_none_or(|next| until < next);
     let (lease, holder) = (lease.as_str(), holder.as_str());
-    change.apply(&Effect::Hold { lease, holder, epoch, until, at });
+    tx.apply(&RedoRecord::HoldLease { lease, holder, epoch, until, at });
     if is_next {
-        change.ears().wake_all();
+        tx.lease_subscribers().wake_all();
     }
 }
 
-/// Whether a lease is held by this holder in this epoch. What is not a lease has no holder.
-fn is_held_by(change: &Change<'_>, holder: &HolderName, fence: &Fence) -> bool {
-    match change.state().lease(fence.lease.as_str(), change.now) {
+/// Whether this holder holds the lease in this epoch. A name of another type has no holder.
+fn is_held_by(tx: &Tx<'_>, holder: &HolderName, fence: &Fence) -> bool {
+    match tx.state().lease(fence.lease.as_str(), tx.now) {
         Ok(Some(held)) => held.holder == *holder && held.epoch == fence.epoch.0,
         Ok(None) | Err(_) => false,
     }
 }
 
-struct Watch {
+struct EmbeddedLeaseWatch {
     engine: Arc<Engine>,
-    ear: Arc<Ear>,
+    subscriber: Arc<LeaseSubscriber>,
 }
 
 #[async_trait]
-impl LeaseWatch for Watch {
+impl LeaseWatch for EmbeddedLeaseWatch {
     fn mode(&self) -> &WatchMode {
         &WatchMode::All
     }
@@ -166,23 +164,23 @@ impl LeaseWatch for Watch {
     async fn next(&mut self) -> LeaseHint {
         let shared = &self.engine.shared;
         loop {
-            if let Some(hint) = self.ear.take() {
+            if let Some(hint) = self.subscriber.take() {
                 return hint;
             }
-            let ends = shared.deliver(|change| {
-                change.end_leases();
-                let next = change.state().next_lease_end();
-                Ok(next.map(|end| end.since(change.now)))
+            let ends = shared.transact_without_wait(|tx| {
+                tx.expire_leases();
+                let next = tx.state().next_lease_expiry();
+                Ok(next.map(|end| end.since(tx.now)))
             });
             let end = async {
                 match ends {
                     Ok(Some(wait)) => shared.clock.sleep(wait).await,
-                    // Nothing ends, or the backend is closed and nothing ever will.
+                    // No lease expires, or the backend is closed.
                     Ok(None) | Err(_) => std::future::pending().await,
                 }
             };
             tokio::select! {
-                () = self.ear.told.notified() => {}
+                () = self.subscriber.notified.notified() => {}
                 () = end => {}
             }
         }

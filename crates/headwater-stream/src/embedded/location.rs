@@ -1,19 +1,18 @@
-//! What follows `embedded:` in a URL: where the state lives, and its limits.
+//! The part of a URL after `embedded:`: a directory or `memory`, and parameters.
 //!
 //! | parameter | meaning | default |
 //! |---|---|---|
-//! | `sync` | `always`: a call returns when it is synced; `interval`: when it is written, synced every second | `always` |
-//! | `max_bytes` | the most bytes of memory that all entries, delayed entries, marks, sets and maps may take | 1 GiB |
-//! | `compact_bytes` | bytes of log after which a snapshot replaces it | 64 MiB |
+//! | `sync` | `always`: a call returns when it is synced; `interval`: when it is written, synced every
+//! second | `always` |
+//! | `max_bytes` | memory limit for entries, delayed entries, deduplication records, sets and maps | 1 GiB |
+//! | `compact_bytes` | log bytes after which a snapshot replaces the log | 64 MiB |
 
 use std::path::PathBuf;
 
 use super::log::SyncMode;
 use crate::error::{Result, StreamError};
 
-/// The default of `max_bytes`.
 pub(super) const MAX_BYTES_DEFAULT: u64 = 1024 * 1024 * 1024;
-/// The default of `compact_bytes`.
 pub(super) const COMPACT_BYTES_DEFAULT: u64 = 64 * 1024 * 1024;
 
 #[derive(Debug, PartialEq, Eq)]
@@ -29,7 +28,9 @@ impl Location {
     pub(super) fn parse(text: &str) -> Result<Self> {
         let (place, parameters) = text.split_once('?').unwrap_or((text, ""));
         if place.is_empty() {
-            return Err(invalid("embedded: is followed by `memory` or by a directory".to_owned()));
+            return Err(invalid(
+                "`embedded:` must be followed by `memory` or a directory".to_owned(),
+            ));
         }
         let directory = (place != "memory").then(|| PathBuf::from(place));
         let mut location = Self {
@@ -46,7 +47,7 @@ impl Location {
                 "compact_bytes" => location.compact_bytes = bytes(name, value)?,
                 _ => {
                     return Err(invalid(format!(
-                        "`{name}` is no parameter of embedded:; there are sync, max_bytes and compact_bytes"
+                        "unknown parameter `{name}`; `embedded:` accepts `sync`, `max_bytes` and `compact_bytes`"
                     )));
                 }
             }
@@ -59,14 +60,14 @@ fn sync(value: &str) -> Result<SyncMode> {
     match value {
         "always" => Ok(SyncMode::Always),
         "interval" => Ok(SyncMode::Interval),
-        _ => Err(invalid(format!("sync={value}; it is `always` or `interval`"))),
+        _ => Err(invalid(format!("`sync={value}`: expected `always` or `interval`"))),
     }
 }
 
 fn bytes(name: &str, value: &str) -> Result<u64> {
     match value.parse() {
         Ok(bytes) if bytes > 0 => Ok(bytes),
-        _ => Err(invalid(format!("{name}={value}; it is a number of bytes, at least 1"))),
+        _ => Err(invalid(format!("`{name}={value}`: expected a number of bytes of at least 1"))),
     }
 }
 
@@ -90,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_location_that_means_nothing_is_refused() {
+    fn an_invalid_location_is_rejected() {
         for bad in
             ["", "?sync=always", "d?sync=never", "d?max_bytes=0", "d?max_bytes=1G", "d?color=red"]
         {

@@ -1,10 +1,11 @@
-//! How far the log has come: what is written, what is synced, and who waits for it.
+//! Progress of the log: which commits are written and synced, and which calls wait for them.
 //!
-//! A call adds its effects to the buffer and gets the number of its commit. `writer` takes the whole buffer at once and
-//! writes it, `syncer` makes what is written durable: all calls of the meantime share one write and one sync.
-//! Promises: a wait ends when the commit is where the caller needs it, or with the error that stopped the log. After a
-//! failed write or sync every call fails until `writer` has repaired the log; the effects of the calls that were under
-//! way stay in memory and are part of the repair.
+//! A call appends its records to the buffer and gets a commit number. The writer thread writes the whole
+//! buffer at once and the sync thread syncs what is written, so concurrent calls share one write and one
+//! sync (group commit).
+//! Guarantees: a wait ends when the commit has reached the required state, or with the error that stopped
+//! the log. After a failed write or sync every call fails until `writer` has repaired the log; the changes
+//! of calls in flight stay in memory and are part of the repair.
 
 use std::fs::File;
 use std::io;
@@ -18,34 +19,34 @@ use tracing::error;
 
 use crate::error::{Result, StreamError};
 
-/// When a commit counts as done.
+/// When a commit counts as durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SyncMode {
-    /// When it is synced to the disk: it survives a power failure.
+    /// After fsync: it survives a power failure.
     Always,
-    /// When it is written to the file: it survives the end of the process. Synced every second.
+    /// After the write: it survives the process. Synced every second.
     Interval,
 }
 
-/// How often the log is synced when nobody waits for it.
+/// Sync interval while no call waits for a sync.
 pub(super) const SYNC_EVERY: Duration = Duration::from_secs(1);
 
-/// The longest time that a sync is put off so that more callers can share it.
-const PATIENCE_MAX: Duration = Duration::from_micros(500);
+/// Upper bound for delaying a sync so that more calls can share it (group commit delay).
+const GROUP_COMMIT_DELAY_MAX: Duration = Duration::from_micros(500);
 
-/// The shared knowledge about the log.
+/// Write and sync progress, shared by calls and log threads.
 #[derive(Debug)]
-pub(super) struct Log {
+pub(super) struct CommitLog {
     pub(super) mode: SyncMode,
     written: AtomicU64,
     synced: AtomicU64,
     pub(super) syncs: AtomicU64,
     pub(super) writes: AtomicU64,
     pub(super) compactions: AtomicU64,
-    /// How often a write or sync failed while the log was in order.
+    /// Number of times a write or sync failed while the log was healthy.
     pub(super) outages: AtomicU64,
     has_failed: AtomicBool,
-    progress: Mutex<Progress>,
+    progress: Mutex<CommitProgress>,
     /// Held during a sync.
     syncing: Mutex<()>,
     /// Signalled when there may be something to sync.
@@ -53,79 +54,79 @@ pub(super) struct Log {
 }
 
 #[derive(Debug)]
-pub(super) struct Progress {
+pub(super) struct CommitProgress {
     written: u64,
     synced: u64,
-    /// The newest commit that somebody wants synced.
+    /// The newest commit that a call waits for.
     wanted: u64,
-    /// How many callers took part lately: those whom the last sync served, and those who waited for the next one.
+    /// Expected number of waiting calls: those served by the last sync and those that waited for the next one.
     expected: usize,
-    /// The syncer gives those who were just served a moment to come back.
-    is_patient: bool,
+    /// The sync is delayed so that the calls served last can join it.
+    is_delaying: bool,
     last_sync_took: Duration,
-    write_waiters: Vec<Waiter>,
-    sync_waiters: Vec<Waiter>,
-    failure: Option<Failure>,
-    pub(super) tail: Tail,
+    write_waiters: Vec<CommitWaiter>,
+    sync_waiters: Vec<CommitWaiter>,
+    failure: Option<LogFailure>,
+    pub(super) tail: LogTail,
     is_stopping: bool,
 }
 
-/// The file that is written to.
+/// The current log file.
 #[derive(Clone, Debug)]
-pub(super) struct Tail {
+pub(super) struct LogTail {
     pub(super) file: Arc<File>,
     pub(super) path: Arc<PathBuf>,
     pub(super) number: u64,
-    /// The end of what is written.
+    /// End of the written data.
     pub(super) offset: u64,
-    /// The end of what is synced.
+    /// End of the synced data.
     pub(super) synced: u64,
 }
 
 #[derive(Debug)]
-struct Waiter {
+struct CommitWaiter {
     commit: u64,
-    done: oneshot::Sender<Result<(), Failure>>,
+    done: oneshot::Sender<Result<(), LogFailure>>,
 }
 
-/// What a failure leaves behind; a larger one includes the smaller ones.
+/// Consequence of a failure; a higher variant includes the lower ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Damage {
-    /// A write failed. The frames before it are whole; behind them may lie a part of the one that failed.
+    /// A write failed. Earlier frames are complete; a partial frame may follow them.
     Write,
-    /// A sync failed. The system may have dropped anything that was written since the last sync that succeeded, and
-    /// reading it back proves nothing: it comes from memory.
+    /// A sync failed. The operating system may have dropped any data written since the last successful sync;
+    /// reading it back proves nothing because it comes from the page cache.
     Sync,
-    /// A thread panicked. The state itself is unknown, so only opening the directory again helps.
+    /// A thread panicked. The state is unknown; only reopening the directory helps.
     Panic,
 }
 
-/// Why the log accepts nothing.
+/// Why the log rejects calls.
 #[derive(Clone, Debug)]
-pub(super) struct Failure {
+pub(super) struct LogFailure {
     pub(super) damage: Damage,
     problem: String,
     is_full: bool,
     source: Arc<io::Error>,
 }
 
-impl Failure {
+impl LogFailure {
     pub(super) fn new(damage: Damage, path: &Path, action: &str, source: io::Error) -> Self {
         let is_full = is_full(&source);
         let problem = format!("`{}` could not be {action}: {source}", path.display());
         Self { damage, problem, is_full, source: Arc::new(source) }
     }
 
-    /// The error of a call that was refused.
+    /// The error for a rejected call.
     pub(super) fn to_error(&self) -> StreamError {
         self.error(match self.damage {
             Damage::Panic => "all calls fail until the directory is opened again",
-            _ => "all calls fail until the disk accepts writes again, which is tried every few seconds",
+            _ => "all calls fail until the disk accepts writes again; the write is retried every few seconds",
         })
     }
 
-    /// The error of a call that was under way when the log failed.
-    pub(super) fn to_error_under_way(&self) -> StreamError {
+    /// The error for a call that was in flight when the log failed.
+    pub(super) fn to_error_in_flight(&self) -> StreamError {
         self.error(match self.damage {
             Damage::Panic => "whether this call took effect is unknown",
             _ => {
@@ -144,7 +145,7 @@ impl Failure {
     }
 }
 
-/// Whether an operation failed for lack of space.
+/// Whether an operation failed because the disk is full.
 pub(super) fn is_full(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -152,8 +153,8 @@ pub(super) fn is_full(error: &io::Error) -> bool {
     )
 }
 
-impl Log {
-    pub(super) fn new(mode: SyncMode, tail: Tail) -> Self {
+impl CommitLog {
+    pub(super) fn new(mode: SyncMode, tail: LogTail) -> Self {
         Self {
             mode,
             written: AtomicU64::new(0),
@@ -164,12 +165,12 @@ impl Log {
             outages: AtomicU64::new(0),
             has_failed: AtomicBool::new(false),
             syncing: Mutex::new(()),
-            progress: Mutex::new(Progress {
+            progress: Mutex::new(CommitProgress {
                 written: 0,
                 synced: 0,
                 wanted: 0,
                 expected: 0,
-                is_patient: false,
+                is_delaying: false,
                 last_sync_took: Duration::ZERO,
                 write_waiters: Vec::new(),
                 sync_waiters: Vec::new(),
@@ -181,7 +182,7 @@ impl Log {
         }
     }
 
-    /// The newest commit that cannot be lost, as far as the mode promises.
+    /// The newest durable commit in the configured mode.
     pub(super) fn durable(&self) -> u64 {
         match self.mode {
             SyncMode::Always => self.synced.load(Ordering::Acquire),
@@ -216,18 +217,18 @@ impl Log {
     fn register(
         &self,
         commit: u64,
-        list: impl FnOnce(&mut Progress) -> (u64, &mut Vec<Waiter>),
-    ) -> Result<Option<oneshot::Receiver<Result<(), Failure>>>> {
+        list: impl FnOnce(&mut CommitProgress) -> (u64, &mut Vec<CommitWaiter>),
+    ) -> Result<Option<oneshot::Receiver<Result<(), LogFailure>>>> {
         let mut progress = self.lock();
         if let Some(failure) = &progress.failure {
-            return Err(failure.to_error_under_way());
+            return Err(failure.to_error_in_flight());
         }
         let (reached, waiters) = list(&mut progress);
         if reached >= commit {
             return Ok(None);
         }
         let (done, receiver) = oneshot::channel();
-        waiters.push(Waiter { commit, done });
+        waiters.push(CommitWaiter { commit, done });
         let is_ready = progress.is_ready_to_sync();
         drop(progress);
         if is_ready {
@@ -238,16 +239,16 @@ impl Log {
 
     async fn wait_for(
         &self,
-        waiter: Option<oneshot::Receiver<Result<(), Failure>>>,
+        waiter: Option<oneshot::Receiver<Result<(), LogFailure>>>,
         limit: Duration,
     ) -> Result<()> {
         let Some(waiter) = waiter else { return Ok(()) };
         match tokio::time::timeout(limit, waiter).await {
             Ok(Ok(Ok(()))) => Ok(()),
-            Ok(Ok(Err(failure))) => Err(failure.to_error_under_way()),
+            Ok(Ok(Err(failure))) => Err(failure.to_error_in_flight()),
             Ok(Err(_)) => Err(closed()),
             Err(_) => Err(StreamError::Unavailable {
-                problem: format!("the disk did not take the log within {limit:?}"),
+                problem: format!("the disk did not accept the log within {limit:?}"),
                 source: None,
             }),
         }
@@ -262,18 +263,19 @@ impl Log {
         if !self.has_failed() {
             return None;
         }
-        self.lock().failure.as_ref().map(Failure::to_error)
+        self.lock().failure.as_ref().map(LogFailure::to_error)
     }
 
-    /// What has to be repaired; `None` if nothing has.
-    pub(super) fn damage(&self) -> Option<Failure> {
+    /// The failure to repair, if any.
+    pub(super) fn damage(&self) -> Option<LogFailure> {
         self.has_failed().then(|| self.lock().failure.clone()).flatten()
     }
 
-    /// Syncs the file of `tail`, which holds all commits up to this one.
+    /// Syncs the file of `tail`, which contains all commits up to this one.
     ///
-    /// One sync at a time: the system tells only one of two concurrent callers that the write-back failed.
-    pub(super) fn sync(&self, tail: &Tail, commit: u64) -> Result<(), Failure> {
+    /// Only one sync at a time: the operating system reports a failed write-back to only one of two concurrent
+    /// callers.
+    pub(super) fn sync(&self, tail: &LogTail, commit: u64) -> Result<(), LogFailure> {
         let _one_at_a_time = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
         self.ensure_tail_is_sound()?;
         let begun = Instant::now();
@@ -283,8 +285,9 @@ impl Log {
         Ok(())
     }
 
-    /// Fails after a failed sync: the system may have dropped what was written before, so nothing may follow it.
-    pub(super) fn ensure_tail_is_sound(&self) -> Result<(), Failure> {
+    /// Fails after a failed sync: the operating system may have dropped earlier data, so nothing may be written
+    /// after it.
+    pub(super) fn ensure_tail_is_sound(&self) -> Result<(), LogFailure> {
         if !self.has_failed() {
             return Ok(());
         }
@@ -294,16 +297,16 @@ impl Log {
         }
     }
 
-    fn fail_sync(&self, tail: &Tail, error: io::Error) -> Failure {
-        let failure = Failure::new(Damage::Sync, &tail.path, "synced", error);
-        // Another file has taken its place, so everything in this one is durable by other means.
+    fn fail_sync(&self, tail: &LogTail, error: io::Error) -> LogFailure {
+        let failure = LogFailure::new(Damage::Sync, &tail.path, "synced", error);
+        // If the log has moved to another file, a snapshot has made the data of this one durable.
         if self.lock().tail.number == tail.number {
             self.fail(failure.clone());
         }
         failure
     }
 
-    /// Commits up to this one are written, up to this place.
+    /// Records that commits up to this one are written, up to `offset`.
     pub(super) fn publish_written(&self, commit: u64, offset: u64) {
         let mut progress = self.lock();
         progress.written = commit;
@@ -319,8 +322,8 @@ impl Log {
         wake(done);
     }
 
-    /// What lay in `tail` when the sync began is durable, and with it all commits up to this one.
-    pub(super) fn publish_synced(&self, commit: u64, tail: &Tail, took: Duration) {
+    /// Records that the contents of `tail` are durable, and with them all commits up to this one.
+    pub(super) fn publish_synced(&self, commit: u64, tail: &LogTail, took: Duration) {
         let mut progress = self.lock();
         progress.last_sync_took = took;
         self.syncs.fetch_add(1, Ordering::Relaxed);
@@ -337,13 +340,13 @@ impl Log {
     }
 
     /// Fails all calls until [`resume`](Self::resume).
-    pub(super) fn fail(&self, mut failure: Failure) {
+    pub(super) fn fail(&self, mut failure: LogFailure) {
         let mut progress = self.lock();
         match &progress.failure {
             Some(known) => failure.damage = failure.damage.max(known.damage),
             None => {
                 self.outages.fetch_add(1, Ordering::Relaxed);
-                error!(error = %failure.problem, "embedded log failed, all calls fail until it is repaired");
+                error!(error = %failure.problem, "embedded log failed; all calls fail until it is repaired");
             }
         }
         self.has_failed.store(true, Ordering::Release);
@@ -352,12 +355,12 @@ impl Log {
         progress.failure = Some(failure.clone());
         drop(progress);
         for waiter in waiters {
-            // A caller that was cancelled does not wait any more.
+            // The receiver is gone if the call was cancelled.
             let _ = waiter.done.send(Err(failure.clone()));
         }
     }
 
-    /// Accepts calls again after a repair; `false` if there is more damage than was repaired.
+    /// Accepts calls again after a repair; `false` if there is damage that was not repaired.
     pub(super) fn resume(&self, repaired: Damage) -> bool {
         let mut progress = self.lock();
         if progress.failure.as_ref().is_some_and(|failure| failure.damage > repaired) {
@@ -370,16 +373,17 @@ impl Log {
         true
     }
 
-    /// Ends the syncer; everything is synced, or the log has failed.
+    /// Stops the sync thread; everything is synced, or the log has failed.
     pub(super) fn stop(&self) {
         self.lock().is_stopping = true;
         self.to_sync.notify_all();
     }
 
-    /// Waits until there is something to sync: the tail and the commit it holds. `None` when the log stops.
-    pub(super) fn next_sync(&self) -> Option<(Tail, u64)> {
+    /// Blocks until there is something to sync. Returns the tail and its newest commit; `None` when the log
+    /// stops.
+    pub(super) fn next_sync(&self) -> Option<(LogTail, u64)> {
         let mut deadline = Instant::now() + SYNC_EVERY;
-        let mut patient_until = None;
+        let mut delay_until = None;
         let mut progress = self.lock();
         loop {
             if progress.is_stopping {
@@ -393,13 +397,13 @@ impl Log {
             let mut left = deadline.saturating_duration_since(now);
             if progress.written > progress.synced {
                 if progress.wanted > progress.synced {
-                    let until = *patient_until.get_or_insert(now + progress.patience());
+                    let until = *delay_until.get_or_insert(now + progress.group_commit_delay());
                     left = until.saturating_duration_since(now);
-                    progress.is_patient = !left.is_zero();
+                    progress.is_delaying = !left.is_zero();
                 }
-                // Under load, too: whoever wakes us early must not put the deadline off.
+                // Checked on every wakeup, so that frequent wakeups under load cannot postpone the deadline.
                 if left.is_zero() || progress.is_ready_to_sync() {
-                    progress.is_patient = false;
+                    progress.is_delaying = false;
                     return Some((progress.tail.clone(), progress.written));
                 }
             } else if left.is_zero() {
@@ -411,37 +415,38 @@ impl Log {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Progress> {
-        // Nothing in here is left half done by a panic.
+    pub(super) fn lock(&self) -> MutexGuard<'_, CommitProgress> {
+        // A panic cannot leave the progress half updated.
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Progress {
-    /// Whether a sync would serve somebody, and all who can be expected.
+impl CommitProgress {
+    /// Whether a call waits for a sync and all expected calls have arrived.
     fn is_ready_to_sync(&self) -> bool {
         let is_wanted = self.wanted > self.synced && self.written > self.synced;
-        let all_are_here = self.sync_waiters.len() >= self.expected && self.written >= self.wanted;
-        is_wanted && (all_are_here || !self.is_patient)
+        let all_are_waiting =
+            self.sync_waiters.len() >= self.expected && self.written >= self.wanted;
+        is_wanted && (all_are_waiting || !self.is_delaying)
     }
 
-    /// How long the next sync waits for those whom the last one served. Without it, callers fall into two halves that
-    /// take turns: each sync serves one half while the other waits for the next.
-    fn patience(&self) -> Duration {
+    /// How long the next sync waits for the calls that the last one served. Without the delay, callers split
+    /// into two halves that alternate: each sync serves one half while the other waits for the next.
+    fn group_commit_delay(&self) -> Duration {
         if self.sync_waiters.len() >= self.expected && self.written >= self.wanted {
             return Duration::ZERO;
         }
-        (self.last_sync_took / 2).min(PATIENCE_MAX)
+        (self.last_sync_took / 2).min(GROUP_COMMIT_DELAY_MAX)
     }
 }
 
-fn take_reached(waiters: &mut Vec<Waiter>, commit: u64) -> Vec<Waiter> {
+fn take_reached(waiters: &mut Vec<CommitWaiter>, commit: u64) -> Vec<CommitWaiter> {
     waiters.extract_if(.., |waiter| waiter.commit <= commit).collect()
 }
 
-fn wake(done: Vec<Waiter>) {
+fn wake(done: Vec<CommitWaiter>) {
     for waiter in done {
-        // Whoever no longer waits was cancelled; their commit stands all the same.
+        // The receiver is gone if the call was cancelled; its commit persists.
         let _ = waiter.done.send(Ok(()));
     }
 }

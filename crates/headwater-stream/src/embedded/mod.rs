@@ -1,33 +1,35 @@
-//! Streams inside the process, in memory or in a directory, with nothing to install.
+//! Embedded backend: streams in memory or in a directory, without a server.
 //!
-//! All state is in memory, behind one lock. Durable state is also a log of effects in a directory:
+//! All state is in memory, behind one lock. A durable backend also writes a log of redo records to a
+//! directory:
 //!
 //! `streams` `settle` `pending` `reader` `delays` `leases` `registry` `dedup`: decide what a call does
-//! -> `effect`: each change as data -> `change`, `state`: carry it out -> `codec`: its bytes -> `engine`: the lock and the
-//! buffer
-//! -> `log`, `writer`: written and synced by two threads -> `segment`, `directory`: the files
-//! -> `snapshot`: a short form of a long log -> `recovery`: all of it backwards, when it is opened.
+//! -> `redo_record`: each change as data -> `transaction`, `state`: apply it -> `codec`: its bytes ->
+//! `engine`: the lock and the buffer
+//! -> `log`, `writer`: two threads write and sync -> `segment`, `directory`: the files
+//! -> `snapshot`: replaces a long log -> `recovery`: reads snapshot and log when the directory is opened.
 //!
-//! Promises: a call that returned survives what its `sync` mode says. What cannot be read is an error that names the
-//! file and the place; only an unfinished write at the very end is cut off. One process has the directory at a time.
-//! Time passes evenly for leases, delays and all that lapses, however the wall clock is set (see `clock::steady`), and goes
-//! on from the latest time in the log when the directory is opened.
+//! Guarantees: a call that returned survives what its `sync` mode states. Unreadable data is an error that
+//! names the file and the offset; only an incomplete write at the very end is truncated. One process opens a
+//! directory at a time.
+//! Leases, delays and expirations use a steady clock (see `clock::steady`), so steps of the wall clock do
+//! not affect them. After a restart it continues from the latest time in the log.
 
 mod location;
 
 mod codec;
 mod directory;
-mod effect;
-mod hints;
 mod log;
+mod redo_record;
 mod segment;
 mod state;
+mod waiters;
 
 mod recovery;
 mod snapshot;
 
-mod change;
 mod engine;
+mod transaction;
 mod writer;
 
 mod append;
@@ -46,11 +48,11 @@ use std::sync::atomic::Ordering;
 use async_trait::async_trait;
 
 use self::directory::{Directory, unavailable};
-use self::engine::{Engine, Running, Shared};
+use self::engine::{Engine, EngineShared, EngineThreads};
 use self::location::Location;
-use self::log::{Log, SyncMode, Tail};
+use self::log::{CommitLog, LogTail, SyncMode};
 use self::recovery::Recovered;
-use self::state::State;
+use self::state::EmbeddedState;
 use self::writer::Compaction;
 use crate::backend::{Backend, Description};
 use crate::clock::{SteadyClock, Timestamp};
@@ -62,11 +64,11 @@ use crate::error::{Result, StreamError};
 struct Embedded {
     engine: Arc<Engine>,
     address: String,
-    /// What was found and chosen when it was opened.
+    /// Settings and recovery results, as shown by `describe`.
     facts: Vec<(&'static str, String)>,
 }
 
-/// Checks where the data is to be, without looking there.
+/// Validates a location without accessing it.
 pub(crate) fn check_location(location: &str) -> Result<()> {
     Location::parse(location).map(drop)
 }
@@ -75,21 +77,21 @@ pub(crate) fn check_location(location: &str) -> Result<()> {
 pub(crate) async fn open(location: &str, options: &Options) -> Result<Arc<dyn Backend>> {
     let location = Location::parse(location)?;
     let options = options.clone();
-    // Reading a long log takes a while; other tasks go on meanwhile.
+    // Reading a long log blocks, so it must not run on an async worker thread.
     let opened = tokio::task::spawn_blocking(move || match &location.directory {
         Some(path) => open_directory(path, &location, options),
         None => Ok(open_memory(&location, options)),
     });
     match opened.await {
         Ok(backend) => Ok(Arc::new(backend?)),
-        Err(error) => Err(StreamError::unavailable("opening was interrupted", error)),
+        Err(error) => Err(StreamError::unavailable("open was cancelled", error)),
     }
 }
 
 fn open_memory(location: &Location, options: Options) -> Embedded {
-    let state = State::default();
+    let state = EmbeddedState::default();
     let clock = Arc::new(SteadyClock::new(options.clock, Timestamp::default()));
-    let shared = Shared::new(clock, location.max_bytes, options.call_deadline, state, None);
+    let shared = EngineShared::new(clock, location.max_bytes, options.call_deadline, state, None);
     Embedded {
         engine: Arc::new(Engine::new(Arc::new(shared), None)),
         address: "memory".to_owned(),
@@ -106,11 +108,12 @@ fn open_directory(
     let recovered = recovery::recover(&directory)?;
     let Recovered { state, file, number, offset, log_bytes, snapshot_bytes, cut_bytes } = recovered;
     let path_of_log = Arc::new(directory.log(number));
-    let tail = Tail { file: Arc::new(file), path: path_of_log, number, offset, synced: offset };
-    let log = Arc::new(Log::new(location.sync, tail));
-    // What was set by a clock that has been set back since would else wait until that clock is there again.
+    let tail = LogTail { file: Arc::new(file), path: path_of_log, number, offset, synced: offset };
+    let log = Arc::new(CommitLog::new(location.sync, tail));
+    // Start no earlier than the latest logged time. Otherwise, if the wall clock was set back, deadlines would
+    // be delayed by the step.
     let clock = Arc::new(SteadyClock::new(options.clock, state.latest()));
-    let shared = Arc::new(Shared::new(
+    let shared = Arc::new(EngineShared::new(
         clock,
         location.max_bytes,
         options.call_deadline,
@@ -119,13 +122,13 @@ fn open_directory(
     ));
     let compaction = Compaction { after_bytes: location.compact_bytes, log_bytes, snapshot_bytes };
     let threads = writer::start(&shared, &log, directory, compaction)
-        .map_err(|error| unavailable(path, "got no thread for its log", error))?;
+        .map_err(|error| unavailable(path, "could not start its log threads", error))?;
     let sync = match location.sync {
         SyncMode::Always => "always",
         SyncMode::Interval => "interval",
     };
     Ok(Embedded {
-        engine: Arc::new(Engine::new(shared, Some(Running { threads, lock }))),
+        engine: Arc::new(Engine::new(shared, Some(EngineThreads { threads, lock }))),
         address: path.display().to_string(),
         facts: vec![
             ("sync", sync.to_owned()),
@@ -137,7 +140,7 @@ fn open_directory(
 }
 
 impl Embedded {
-    fn shared(&self) -> &Shared {
+    fn shared(&self) -> &EngineShared {
         &self.engine.shared
     }
 }
@@ -171,9 +174,9 @@ impl Backend for Embedded {
 
     async fn close(&self) -> Result<()> {
         let engine = Arc::clone(&self.engine);
-        // The threads end when the last sync is done.
+        // `stop` blocks until the last sync has completed.
         let stopped = tokio::task::spawn_blocking(move || engine.stop()).await;
-        stopped.map_err(|error| StreamError::unavailable("closing was interrupted", error))?;
+        stopped.map_err(|error| StreamError::unavailable("close was cancelled", error))?;
         match self.shared().log.as_ref().and_then(|log| log.failure()) {
             Some(failure) => Err(failure),
             None => Ok(()),

@@ -1,15 +1,15 @@
-//! Pending entries: kept alive, taken over, listed; and the consumers that have none.
+//! Pending entries: keep alive, reclaim, list; and removal of idle consumers.
 
 use std::borrow::Cow;
 use std::ops::Bound;
 use std::time::Duration;
 
-use super::change::{Change, Look};
-use super::effect::Effect;
 use super::leases::check_fence;
-use super::state::State;
-use super::state::group::{Delivered, Group};
-use super::state::stream::Stream;
+use super::redo_record::RedoRecord;
+use super::state::EmbeddedState;
+use super::state::group::{GroupState, PendingEntry};
+use super::state::stream::StreamState;
+use super::transaction::{ReadTx, Tx};
 use crate::clock::Timestamp;
 use crate::entry::{Delivery, EntryId};
 use crate::error::{Result, StreamError};
@@ -17,20 +17,20 @@ use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{Pending, PendingQuery, Reclaim, ReclaimFrom, Reclaimed};
 
 pub(super) fn keep_alive(
-    change: &mut Change<'_>,
+    tx: &mut Tx<'_>,
     stream: &StreamName,
     group: &GroupName,
     consumer: &ConsumerName,
     ids: &[EntryId],
 ) -> Result<Vec<EntryId>> {
-    let found = change.state().stream(stream.as_str(), change.now)?;
+    let found = tx.state().stream(stream.as_str(), tx.now)?;
     let pending = found.and_then(|stream| Some((stream, stream.groups.get(group.as_str())?)));
     let Some((found, known)) = pending else { return Ok(ids.to_vec()) };
     let (mut kept, mut gone, mut lost) = (Vec::new(), Vec::new(), Vec::new());
     for id in ids {
         match known.pending.get(*id) {
             Some(delivered) if delivered.consumer == *consumer => {
-                // There is nothing left to work on; as on Redis, such an entry stops being pending.
+                // The entry was deleted; as on Redis, it stops being pending.
                 let exists = found.entries.contains(*id);
                 if exists { &mut kept } else { &mut gone }.push(*id);
                 lost.extend((!exists).then_some(*id));
@@ -38,26 +38,26 @@ pub(super) fn keep_alive(
             _ => lost.push(*id),
         }
     }
-    let (stream, group, at) = (stream.as_str(), group.as_str(), change.now);
-    change.saw(stream, group, consumer.as_str());
+    let (stream, group, at) = (stream.as_str(), group.as_str(), tx.now);
+    tx.touch(stream, group, consumer.as_str());
     if !kept.is_empty() {
-        change.apply(&Effect::KeepAlive { stream, group, ids: Cow::Owned(kept), at });
+        tx.apply(&RedoRecord::KeepAlive { stream, group, ids: Cow::Owned(kept), at });
     }
     if !gone.is_empty() {
-        change.apply(&Effect::Acknowledge { stream, group, ids: Cow::Owned(gone) });
+        tx.apply(&RedoRecord::Acknowledge { stream, group, ids: Cow::Owned(gone) });
     }
     Ok(lost)
 }
 
-pub(super) fn reclaim(change: &mut Change<'_>, reclaim: &Reclaim<'_>) -> Result<Reclaimed> {
-    change.state().stream(reclaim.stream.as_str(), change.now)?;
-    check_fence(change.state(), reclaim.fence, change.now)?;
-    let (stream, group) = group_of(change.state(), reclaim.stream, reclaim.group, change.now)?;
-    let (looked_at, next) = candidates(group, reclaim);
+pub(super) fn reclaim(tx: &mut Tx<'_>, reclaim: &Reclaim<'_>) -> Result<Reclaimed> {
+    tx.state().stream(reclaim.stream.as_str(), tx.now)?;
+    check_fence(tx.state(), reclaim.fence, tx.now)?;
+    let (stream, group) = group_of(tx.state(), reclaim.stream, reclaim.group, tx.now)?;
+    let (scanned, next) = candidates(group, reclaim);
     let mut reclaimed = Reclaimed { next, ..Reclaimed::default() };
-    for id in looked_at {
+    for id in scanned {
         let Some(delivered) = group.pending.get(id) else { continue };
-        if !is_idle(delivered, reclaim.min_idle, change.now) || !is_from(delivered, reclaim) {
+        if !is_idle(delivered, reclaim.min_idle, tx.now) || !is_from(delivered, reclaim) {
             continue;
         }
         match stream.entries.get(id) {
@@ -70,29 +70,29 @@ pub(super) fn reclaim(change: &mut Change<'_>, reclaim: &Reclaim<'_>) -> Result<
         }
     }
     let newest = reclaimed.entries.last().map(|entry| entry.id);
-    change.shows = newest.map_or(0, |newest| stream.commit_of(newest));
+    tx.visible_commit = newest.map_or(0, |newest| stream.commit_of(newest));
     let (stream, group) = (reclaim.stream.as_str(), reclaim.group.as_str());
-    let (consumer, at) = (reclaim.consumer.as_str(), change.now);
-    change.saw(stream, group, consumer);
+    let (consumer, at) = (reclaim.consumer.as_str(), tx.now);
+    tx.touch(stream, group, consumer);
     if !reclaimed.deleted.is_empty() {
         let ids = Cow::Borrowed(reclaimed.deleted.as_slice());
-        change.apply(&Effect::Acknowledge { stream, group, ids });
+        tx.apply(&RedoRecord::Acknowledge { stream, group, ids });
     }
     if !reclaimed.entries.is_empty() {
         let ids = reclaimed.entries.iter().map(|entry| entry.id).collect();
-        change.apply(&Effect::Claim { stream, group, consumer, ids: Cow::Owned(ids), at });
+        tx.apply(&RedoRecord::Claim { stream, group, consumer, ids: Cow::Owned(ids), at });
     }
     Ok(reclaimed)
 }
 
-/// The pending entries to look at, in id order, and where to go on after them.
-fn candidates(group: &Group, reclaim: &Reclaim<'_>) -> (Vec<EntryId>, Option<EntryId>) {
+/// The pending entries to scan, in id order, and the next scan position.
+fn candidates(group: &GroupState, reclaim: &Reclaim<'_>) -> (Vec<EntryId>, Option<EntryId>) {
     let after = after(reclaim.after);
-    // A full page is not yet the end: as on Redis, only a look behind it tells.
+    // After a full page there may be more; as on Redis, only the next page tells.
     let take = |ids: &mut dyn Iterator<Item = &EntryId>| {
-        let looked_at: Vec<EntryId> = ids.take(reclaim.count).copied().collect();
-        let next = looked_at.last().copied().filter(|_| looked_at.len() == reclaim.count);
-        (looked_at, next)
+        let scanned: Vec<EntryId> = ids.take(reclaim.count).copied().collect();
+        let next = scanned.last().copied().filter(|_| scanned.len() == reclaim.count);
+        (scanned, next)
     };
     match reclaim.from {
         ReclaimFrom::Anyone | ReclaimFrom::Others => take(&mut pending_after(group, reclaim.after)),
@@ -109,21 +109,21 @@ fn candidates(group: &Group, reclaim: &Reclaim<'_>) -> (Vec<EntryId>, Option<Ent
     }
 }
 
-fn is_from(delivered: &Delivered, reclaim: &Reclaim<'_>) -> bool {
+fn is_from(delivered: &PendingEntry, reclaim: &Reclaim<'_>) -> bool {
     match reclaim.from {
         ReclaimFrom::Others => delivered.consumer != *reclaim.consumer,
         ReclaimFrom::Anyone | ReclaimFrom::Consumer(_) | ReclaimFrom::Ids(_) => true,
     }
 }
 
-pub(super) fn list(look: &Look<'_>, query: &PendingQuery<'_>) -> Result<Vec<Pending>> {
-    let (_, group) = group_of(look.state, query.stream, query.group, look.now)?;
+pub(super) fn list(tx: &ReadTx<'_>, query: &PendingQuery<'_>) -> Result<Vec<Pending>> {
+    let (_, group) = group_of(tx.state, query.stream, query.group, tx.now)?;
     let pending = |id: &EntryId| {
         let delivered = group.pending.get(*id)?;
-        is_idle(delivered, query.min_idle, look.now).then(|| Pending {
+        is_idle(delivered, query.min_idle, tx.now).then(|| Pending {
             id: *id,
             consumer: delivered.consumer.clone(),
-            idle: look.now.since(delivered.at),
+            idle: tx.now.since(delivered.at),
             deliveries: delivered.deliveries,
         })
     };
@@ -144,13 +144,13 @@ pub(super) fn list(look: &Look<'_>, query: &PendingQuery<'_>) -> Result<Vec<Pend
 }
 
 pub(super) fn remove_idle_consumers(
-    change: &mut Change<'_>,
+    tx: &mut Tx<'_>,
     stream: &StreamName,
     group: &GroupName,
     idle: Duration,
 ) -> Result<Vec<ConsumerName>> {
-    let (_, known) = group_of(change.state(), stream, group, change.now)?;
-    let is_idle = |seen_at: Timestamp| change.now.since(seen_at) >= idle;
+    let (_, known) = group_of(tx.state(), stream, group, tx.now)?;
+    let is_idle = |seen_at: Timestamp| tx.now.since(seen_at) >= idle;
     let all = known.consumers.values();
     let removed: Vec<ConsumerName> = all
         .filter(|consumer| consumer.pending.is_empty() && is_idle(consumer.seen_at))
@@ -158,16 +158,16 @@ pub(super) fn remove_idle_consumers(
         .collect();
     for consumer in &removed {
         let (stream, group, consumer) = (stream.as_str(), group.as_str(), consumer.as_str());
-        change.apply(&Effect::RemoveConsumer { stream, group, consumer });
+        tx.apply(&RedoRecord::RemoveConsumer { stream, group, consumer });
     }
     Ok(removed)
 }
 
-fn is_idle(delivered: &Delivered, min_idle: Duration, now: Timestamp) -> bool {
+fn is_idle(delivered: &PendingEntry, min_idle: Duration, now: Timestamp) -> bool {
     delivered.is_released() || now.since(delivered.at) >= min_idle
 }
 
-fn pending_after(group: &Group, after: Option<EntryId>) -> impl Iterator<Item = &EntryId> {
+fn pending_after(group: &GroupState, after: Option<EntryId>) -> impl Iterator<Item = &EntryId> {
     let (none, some) = match after {
         None => (Some(group.pending.from(EntryId::MIN)), None),
         Some(id) => (None, Some(group.pending.after(id))),
@@ -180,11 +180,11 @@ fn after(id: Option<EntryId>) -> (Bound<EntryId>, Bound<EntryId>) {
 }
 
 fn group_of<'a>(
-    state: &'a State,
+    state: &'a EmbeddedState,
     stream: &StreamName,
     group: &GroupName,
     now: Timestamp,
-) -> Result<(&'a Stream, &'a Group)> {
+) -> Result<(&'a StreamState, &'a GroupState)> {
     let found = state.stream(stream.as_str(), now)?;
     let pair = found.and_then(|stream| Some((stream, stream.groups.get(group.as_str())?)));
     pair.ok_or_else(|| StreamError::NoGroup {

@@ -1,7 +1,7 @@
-//! Reading: new entries for a group, and entries after a position for nobody in particular.
+//! Group reads, and tail reads without a consumer group.
 //!
-//! Promises: a reader that found nothing is woken by the next append, without polling. Whatever a reader has taken
-//! stays with it until it is handed out, so a read that is dropped loses nothing.
+//! Guarantees: the next append wakes a blocked read, without polling. A reader buffers delivered entries
+//! until a read returns them, so dropping a read loses nothing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::Notify;
 
-use super::change::Change;
-use super::effect::Effect;
-use super::engine::{Engine, Shared};
-use super::hints::WaitingRead;
+use super::engine::{Engine, EngineShared};
+use super::redo_record::RedoRecord;
+use super::transaction::Tx;
+use super::waiters::BlockedRead;
 use crate::check;
 use crate::entry::{Delivery, Entry, EntryId};
 use crate::error::{Result, StreamError};
@@ -20,40 +20,46 @@ use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::{Batch, GroupReader, TailReader};
 
 /// Reads new entries for one consumer of a group.
-pub(super) struct Reader {
+pub(super) struct EmbeddedGroupReader {
     engine: Arc<Engine>,
     group: GroupName,
     consumer: ConsumerName,
     woken: Arc<Notify>,
-    /// What was delivered and not yet handed out.
-    taken: Taken,
+    /// Delivered entries that no read has returned yet.
+    buffered: BufferedDeliveries,
 }
 
-/// Deliveries that nobody has seen yet.
+/// Deliveries that no read has returned yet.
 #[derive(Default)]
-struct Taken {
+struct BufferedDeliveries {
     batches: Vec<Batch<Delivery>>,
-    /// The commit of the deliveries, which must be written before they are handed out.
+    /// Commit of the deliveries; must be written before they are returned.
     written: u64,
-    /// The commit of the newest entry, which must be durable before it is handed out.
+    /// Commit of the newest entry; must be durable before it is returned.
     durable: u64,
 }
 
-impl Reader {
+impl EmbeddedGroupReader {
     pub(super) fn new(engine: Arc<Engine>, group: &GroupName, consumer: &ConsumerName) -> Self {
         let (group, consumer) = (group.clone(), consumer.clone());
-        Self { engine, group, consumer, woken: Arc::default(), taken: Taken::default() }
+        Self {
+            engine,
+            group,
+            consumer,
+            woken: Arc::default(),
+            buffered: BufferedDeliveries::default(),
+        }
     }
 
-    /// Hands out what was taken, once nothing of it can be lost.
-    async fn hand_out(&mut self) -> Result<Vec<Batch<Delivery>>> {
-        self.engine.shared.wait(self.taken.written, self.taken.durable).await?;
-        Ok(std::mem::take(&mut self.taken).batches)
+    /// Returns the buffered deliveries once they cannot be lost.
+    async fn return_buffered(&mut self) -> Result<Vec<Batch<Delivery>>> {
+        self.engine.shared.wait(self.buffered.written, self.buffered.durable).await?;
+        Ok(std::mem::take(&mut self.buffered).batches)
     }
 }
 
 #[async_trait]
-impl GroupReader for Reader {
+impl GroupReader for EmbeddedGroupReader {
     async fn read(
         &mut self,
         streams: &[StreamName],
@@ -61,87 +67,88 @@ impl GroupReader for Reader {
         wait: Duration,
     ) -> Result<Vec<Batch<Delivery>>> {
         check::read(streams, count, wait)?;
-        if !self.taken.batches.is_empty() {
-            return self.hand_out().await;
+        if !self.buffered.batches.is_empty() {
+            return self.return_buffered().await;
         }
         let shared = Arc::clone(&self.engine.shared);
         let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
-        let mut watch = None;
-        let mut waiting: Option<Waiting> = None;
+        let mut registration = None;
+        let mut blocked: Option<BlockedReadGuard> = None;
         let mut is_over = wait.is_zero();
         loop {
-            let (group, consumer, taken) = (&self.group, &self.consumer, &mut self.taken);
+            let (group, consumer, buffered) = (&self.group, &self.consumer, &mut self.buffered);
             let woken = &self.woken;
-            shared.deliver(|change| {
-                if waiting.as_ref().is_some_and(|waiting| waiting.read.is_silenced()) {
-                    return Err(silenced());
+            shared.transact_without_wait(|tx| {
+                if blocked.as_ref().is_some_and(|blocked| blocked.read.is_cancelled()) {
+                    return Err(read_cancelled());
                 }
-                take(change, streams, group, consumer, count, taken)?;
-                if taken.batches.is_empty() && watch.is_none() {
-                    watch = Some(Watch::begin(&shared, change, streams.iter(), woken));
-                    let read = change.waiting_reads().add(group, consumer, woken);
-                    waiting = Some(Waiting { shared: Arc::clone(&shared), read });
+                deliver_new(tx, streams, group, consumer, count, buffered)?;
+                if buffered.batches.is_empty() && registration.is_none() {
+                    registration =
+                        Some(WaitRegistration::begin(&shared, tx, streams.iter(), woken));
+                    let read = tx.blocked_reads().add(group, consumer, woken);
+                    blocked = Some(BlockedReadGuard { shared: Arc::clone(&shared), read });
                 }
                 Ok(())
             })?;
-            if !self.taken.batches.is_empty() {
-                return self.hand_out().await;
+            if !self.buffered.batches.is_empty() {
+                return self.return_buffered().await;
             }
             if is_over {
                 return Ok(Vec::new());
             }
             tokio::select! {
                 () = self.woken.notified() => {}
-                // Looks once more: what came in the last moment is not left for the next read.
+                // Check once more, to return entries that arrived at the last moment.
                 () = &mut time_out => is_over = true,
             }
         }
     }
 
     async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
-        self.hand_out().await
+        self.return_buffered().await
     }
 }
 
-/// A read for a group that waits, until dropped.
-struct Waiting {
-    shared: Arc<Shared>,
-    read: Arc<WaitingRead>,
+/// Unregisters a blocked read on drop.
+struct BlockedReadGuard {
+    shared: Arc<EngineShared>,
+    read: Arc<BlockedRead>,
 }
 
-impl Drop for Waiting {
+impl Drop for BlockedReadGuard {
     fn drop(&mut self) {
-        self.shared.lock_anyway().waiting_reads.remove(&self.read);
+        self.shared.lock_ignoring_poison().blocked_reads.remove(&self.read);
     }
 }
 
-fn silenced() -> StreamError {
-    let problem = "the reads of this consumer were ended from outside".to_owned();
+fn read_cancelled() -> StreamError {
+    let problem = "the reads of this consumer were disconnected by another process".to_owned();
     StreamError::Unavailable { problem, source: None }
 }
 
-/// Delivers up to `count` new entries of each stream into `taken`.
-fn take(
-    change: &mut Change<'_>,
+/// Delivers up to `count` new entries of each stream into `buffered`.
+fn deliver_new(
+    tx: &mut Tx<'_>,
     streams: &[StreamName],
     group: &GroupName,
     consumer: &ConsumerName,
     count: usize,
-    taken: &mut Taken,
+    buffered: &mut BufferedDeliveries,
 ) -> Result<()> {
-    // All names are looked at first: a wrong one fails the read before it has delivered anything.
+    // Check all names first, so that a wrong type fails the read before anything is delivered.
     for name in streams {
-        change.state().stream(name.as_str(), change.now)?;
+        tx.state().stream(name.as_str(), tx.now)?;
     }
-    let at = change.now;
+    let at = tx.now;
     for name in streams {
         let (stream, group, consumer) = (name.as_str(), group.as_str(), consumer.as_str());
-        let found = change.state().stream(stream, change.now)?;
+        let found = tx.state().stream(stream, tx.now)?;
         if found.is_none_or(|found| !found.groups.contains_key(group)) {
-            change.vacate(stream);
-            change.apply(&Effect::CreateGroup { stream, group, after: EntryId::MIN });
+            tx.remove_expired(stream);
+            tx.apply(&RedoRecord::CreateGroup { stream, group, after: EntryId::MIN });
         }
-        let Some(found) = change.state().stream(stream, change.now)? else { continue };
+        let Some(found) = tx.state().stream(stream, tx.now)? else { continue };
         let Some(known) = found.groups.get(group) else { continue };
         let entries: Vec<Delivery> = found
             .entries
@@ -151,32 +158,32 @@ fn take(
             .collect();
         match entries.last().map(|entry| entry.id) {
             Some(through) => {
-                taken.durable = taken.durable.max(found.commit_of(through));
-                change.apply(&Effect::Deliver { stream, group, consumer, through, at });
-                taken.batches.push(Batch { stream: name.clone(), entries });
+                buffered.durable = buffered.durable.max(found.commit_of(through));
+                tx.apply(&RedoRecord::Deliver { stream, group, consumer, through, at });
+                buffered.batches.push(Batch { stream: name.clone(), entries });
             }
-            // As on Redis 7.0, a consumer comes into being with the first entry it gets.
-            None => change.saw(stream, group, consumer),
+            // As on Redis 7.0, a consumer is created with its first entry.
+            None => tx.touch(stream, group, consumer),
         }
     }
-    taken.written = change.commit();
+    buffered.written = tx.commit_number();
     Ok(())
 }
 
 /// Reads entries after given positions.
-pub(super) struct Tail {
+pub(super) struct EmbeddedTailReader {
     engine: Arc<Engine>,
     woken: Arc<Notify>,
 }
 
-impl Tail {
+impl EmbeddedTailReader {
     pub(super) fn new(engine: Arc<Engine>) -> Self {
         Self { engine, woken: Arc::default() }
     }
 }
 
 #[async_trait]
-impl TailReader for Tail {
+impl TailReader for EmbeddedTailReader {
     async fn read(
         &mut self,
         positions: &[(StreamName, EntryId)],
@@ -187,14 +194,15 @@ impl TailReader for Tail {
         check::read(&streams, count, wait)?;
         let shared = Arc::clone(&self.engine.shared);
         let mut time_out = std::pin::pin!(shared.clock.sleep(wait));
-        let mut watch = None;
+        let mut registration = None;
         let mut is_over = wait.is_zero();
         loop {
             let woken = &self.woken;
-            let (batches, durable) = shared.deliver(|change| {
-                let found = entries_after(change, positions, count)?;
-                if found.0.is_empty() && watch.is_none() {
-                    watch = Some(Watch::begin(&shared, change, streams.iter(), woken));
+            let (batches, durable) = shared.transact_without_wait(|tx| {
+                let found = entries_after(tx, positions, count)?;
+                if found.0.is_empty() && registration.is_none() {
+                    registration =
+                        Some(WaitRegistration::begin(&shared, tx, streams.iter(), woken));
                 }
                 Ok(found)
             })?;
@@ -213,15 +221,15 @@ impl TailReader for Tail {
     }
 }
 
-/// The entries after each position, and the commit that must be durable before they may be seen.
+/// The entries after each position, and the commit that must be durable before they are returned.
 fn entries_after(
-    change: &Change<'_>,
+    tx: &Tx<'_>,
     positions: &[(StreamName, EntryId)],
     count: usize,
 ) -> Result<(Vec<Batch<Entry>>, u64)> {
     let (mut batches, mut durable) = (Vec::new(), 0);
     for (name, position) in positions {
-        let Some(found) = change.state().stream(name.as_str(), change.now)? else { continue };
+        let Some(found) = tx.state().stream(name.as_str(), tx.now)? else { continue };
         let after = found.entries.after(*position).take(count);
         let entries: Vec<Entry> =
             after.map(|(id, fields)| Entry { id: *id, fields: fields.clone() }).collect();
@@ -233,34 +241,34 @@ fn entries_after(
     Ok((batches, durable))
 }
 
-/// Someone who waits for something to happen to some names, until dropped.
-pub(super) struct Watch {
-    shared: Arc<Shared>,
+/// Registration of a task that waits on names; removed on drop.
+pub(super) struct WaitRegistration {
+    shared: Arc<EngineShared>,
     names: Vec<String>,
     woken: Arc<Notify>,
 }
 
-impl Watch {
-    /// Registers under the lock, so that nothing that happens from now on goes unseen.
+impl WaitRegistration {
+    /// Registers under the lock, so that no later change is missed.
     pub(super) fn begin(
-        shared: &Arc<Shared>,
-        change: &mut Change<'_>,
+        shared: &Arc<EngineShared>,
+        tx: &mut Tx<'_>,
         names: impl Iterator<Item = impl AsRef<str>>,
         woken: &Arc<Notify>,
     ) -> Self {
         let names: Vec<String> = names.map(|name| name.as_ref().to_owned()).collect();
         for name in &names {
-            change.watchers().add(name, woken);
+            tx.name_waiters().add(name, woken);
         }
         Self { shared: Arc::clone(shared), names, woken: Arc::clone(woken) }
     }
 }
 
-impl Drop for Watch {
+impl Drop for WaitRegistration {
     fn drop(&mut self) {
-        let mut inner = self.shared.lock_anyway();
+        let mut inner = self.shared.lock_ignoring_poison();
         for name in &self.names {
-            inner.watchers.remove(name, &self.woken);
+            inner.name_waiters.remove(name, &self.woken);
         }
     }
 }

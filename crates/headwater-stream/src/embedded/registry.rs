@@ -1,4 +1,4 @@
-//! The calls of [`Registry`].
+//! Implementation of [`Registry`].
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -6,9 +6,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::Embedded;
-use super::change::{Change, Until};
-use super::effect::Effect;
+use super::redo_record::RedoRecord;
 use super::state::registry::{field_bytes, member_bytes};
+use super::transaction::{Durability, Tx};
 use crate::check;
 use crate::error::Result;
 use crate::name::{MapName, SetName};
@@ -23,20 +23,20 @@ impl Registry for Embedded {
         ttl: Option<Duration>,
     ) -> Result<usize> {
         check::members(members, ttl)?;
-        let add = self.shared().change(Until::Durable, |change| {
-            let found = change.state().set(set.as_str(), change.now)?;
+        let add = self.shared().transact(Durability::Durable, |tx| {
+            let found = tx.state().set(set.as_str(), tx.now)?;
             if members.is_empty() && found.is_none() {
                 return Ok(0);
             }
             let is_new = |member: &&str| found.is_none_or(|set| !set.members.contains(*member));
             let new: HashSet<&str> = members.iter().copied().filter(is_new).collect();
             let count = new.len();
-            change.room_for(new.iter().map(|new| member_bytes(new)).sum())?;
+            tx.ensure_capacity(new.iter().map(|new| member_bytes(new)).sum())?;
             if count > 0 || ttl.is_some() {
-                change.vacate(set.as_str());
-                let until = ttl.map(|ttl| change.now.after(ttl));
-                let (set, members, at) = (set.as_str(), new.into_iter().collect(), change.now);
-                change.apply(&Effect::AddMembers { set, members, until, at });
+                tx.remove_expired(set.as_str());
+                let until = ttl.map(|ttl| tx.now.after(ttl));
+                let (set, members, at) = (set.as_str(), new.into_iter().collect(), tx.now);
+                tx.apply(&RedoRecord::AddMembers { set, members, until, at });
             }
             Ok(count)
         });
@@ -48,14 +48,14 @@ impl Registry for Embedded {
         if members.is_empty() {
             return self.shared().ensure_open().map(|()| 0);
         }
-        let remove = self.shared().change(Until::Durable, |change| {
-            let Some(found) = change.state().set(set.as_str(), change.now)? else { return Ok(0) };
+        let remove = self.shared().transact(Durability::Durable, |tx| {
+            let Some(found) = tx.state().set(set.as_str(), tx.now)? else { return Ok(0) };
             let is_member = |member: &&str| found.members.contains(*member);
-            let there: HashSet<&str> = members.iter().copied().filter(is_member).collect();
-            let count = there.len();
+            let present: HashSet<&str> = members.iter().copied().filter(is_member).collect();
+            let count = present.len();
             if count > 0 {
-                let (set, members) = (set.as_str(), there.into_iter().collect());
-                change.apply(&Effect::RemoveMembers { set, members });
+                let (set, members) = (set.as_str(), present.into_iter().collect());
+                tx.apply(&RedoRecord::RemoveMembers { set, members });
             }
             Ok(count)
         });
@@ -63,12 +63,12 @@ impl Registry for Embedded {
     }
 
     async fn set_members(&self, set: &SetName) -> Result<Vec<String>> {
-        let look = self.shared().look(|look| {
-            let found = look.state.set(set.as_str(), look.now)?;
+        let read = self.shared().read(|tx| {
+            let found = tx.state.set(set.as_str(), tx.now)?;
             let members = found.into_iter().flat_map(|set| &set.members);
             Ok(members.map(|member| member.to_string()).collect())
         });
-        look.await
+        read.await
     }
 
     async fn set_contains(&self, set: &SetName, members: &[&str]) -> Result<Vec<bool>> {
@@ -76,21 +76,21 @@ impl Registry for Embedded {
         if members.is_empty() {
             return self.shared().ensure_open().map(|()| Vec::new());
         }
-        let look = self.shared().look(|look| {
-            let found = look.state.set(set.as_str(), look.now)?;
+        let read = self.shared().read(|tx| {
+            let found = tx.state.set(set.as_str(), tx.now)?;
             let is_member = |member: &&str| found.is_some_and(|set| set.members.contains(*member));
             Ok(members.iter().map(is_member).collect())
         });
-        look.await
+        read.await
     }
 
     async fn map_create(&self, map: &MapName, fields: &RegistryMap) -> Result<bool> {
         check::map(fields)?;
-        let create = self.shared().change(Until::Durable, |change| {
-            if change.state().map(map.as_str(), change.now)?.is_some() {
+        let create = self.shared().transact(Durability::Durable, |tx| {
+            if tx.state().map(map.as_str(), tx.now)?.is_some() {
                 return Ok(false);
             }
-            put_fields(change, map, fields)?;
+            put_fields(tx, map, fields)?;
             Ok(true)
         });
         create.await
@@ -103,14 +103,14 @@ impl Registry for Embedded {
         fields: &RegistryMap,
     ) -> Result<bool> {
         check::map(fields)?;
-        let update = self.shared().change(Until::Durable, |change| {
-            let Some(found) = change.state().map(map.as_str(), change.now)? else {
+        let update = self.shared().transact(Durability::Durable, |tx| {
+            let Some(found) = tx.state().map(map.as_str(), tx.now)? else {
                 return Ok(false);
             };
             let as_expected = expect
                 .is_none_or(|(field, value)| found.get(field).is_some_and(|found| found == value));
             if as_expected {
-                put_fields(change, map, fields)?;
+                put_fields(tx, map, fields)?;
             }
             Ok(as_expected)
         });
@@ -118,15 +118,15 @@ impl Registry for Embedded {
     }
 
     async fn map_get(&self, map: &MapName) -> Result<Option<RegistryMap>> {
-        let look = self.shared().look(|look| Ok(look.state.map(map.as_str(), look.now)?.cloned()));
-        look.await
+        let read = self.shared().read(|tx| Ok(tx.state.map(map.as_str(), tx.now)?.cloned()));
+        read.await
     }
 
     async fn map_delete(&self, map: &MapName) -> Result<bool> {
-        let delete = self.shared().change(Until::Durable, |change| {
-            let exists = change.state().map(map.as_str(), change.now)?.is_some();
+        let delete = self.shared().transact(Durability::Durable, |tx| {
+            let exists = tx.state().map(map.as_str(), tx.now)?.is_some();
             if exists {
-                change.apply(&Effect::Remove { name: map.as_str() });
+                tx.apply(&RedoRecord::Remove { name: map.as_str() });
             }
             Ok(exists)
         });
@@ -134,15 +134,15 @@ impl Registry for Embedded {
     }
 }
 
-fn put_fields(change: &mut Change<'_>, map: &MapName, fields: &RegistryMap) -> Result<()> {
-    let found = change.state().map(map.as_str(), change.now)?;
+fn put_fields(tx: &mut Tx<'_>, map: &MapName, fields: &RegistryMap) -> Result<()> {
+    let found = tx.state().map(map.as_str(), tx.now)?;
     let more = |(name, value): (&String, &bytes::Bytes)| {
         let old = found.and_then(|map| map.get(name)).map_or(0, |old| field_bytes(name, old));
         field_bytes(name, value).saturating_sub(old)
     };
-    change.room_for(fields.iter().map(more).sum())?;
-    change.vacate(map.as_str());
+    tx.ensure_capacity(fields.iter().map(more).sum())?;
+    tx.remove_expired(map.as_str());
     let fields = fields.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
-    change.apply(&Effect::PutFields { map: map.as_str(), fields });
+    tx.apply(&RedoRecord::PutFields { map: map.as_str(), fields });
     Ok(())
 }

@@ -1,35 +1,34 @@
-//! The files of the log: a header, then frames.
+//! File format of logs and snapshots: a header, then frames.
 //!
-//! A frame holds the effects of one or more calls and is whole or void. Its header has a checksum of its own that
-//! covers the number of the file and the place in it, so bytes that merely look like a frame (a log file that somebody
-//! sent as a payload) are not taken for one.
+//! A frame contains the records of one or more calls and is valid as a whole or not at all. The checksum of
+//! its header covers the file number and the offset, so bytes that look like a frame (a log file sent as a
+//! payload) are not mistaken for one.
 //!
-//! Every frame also says up to where the file was synced when the frame was written. That tells an unfinished write
-//! from damage: behind a power failure, frames that were never synced may be missing or torn in any order, but nothing
-//! that a later frame calls synced may be.
-//! Not here: what the effects mean (see `codec`), which files there are (see `directory`).
+//! Every frame also contains the offset up to which the file was synced when the frame was written. This
+//! distinguishes an incomplete write from damage: after a power failure, unsynced frames may be missing or
+//! torn in any order, but no data that a later frame declares synced may be.
+//! Not here: the meaning of records (see `codec`), the list of files (see `directory`).
 
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// The version of this format.
+/// Format version.
 const VERSION: u32 = 1;
 pub(super) const FILE_HEADER_BYTES: usize = 24;
 pub(super) const FRAME_HEADER_BYTES: usize = 24;
 const FRAME_MAGIC: [u8; 4] = *b"\xF5HWf";
 
-/// The largest frame: a full buffer and the largest call on top of it.
+/// Largest frame: a full buffer plus the largest call.
 pub(super) const FRAME_BYTES_MAX: usize = 768 * 1024 * 1024;
 
-/// What a file is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FileKind {
     Log,
     Snapshot,
 }
 
-impl Kind {
+impl FileKind {
     fn magic(self) -> [u8; 8] {
         match self {
             Self::Log => *b"HEADWLOG",
@@ -40,26 +39,26 @@ impl Kind {
 
 /// Why a file cannot be read.
 #[derive(Debug)]
-pub(super) enum Unreadable {
-    /// The bytes from this place on are not what was written.
+pub(super) enum FrameError {
+    /// The data at this offset is not what was written.
     Damaged {
         offset: u64,
         problem: String,
     },
-    /// The file is of another version.
+    /// Unsupported format version.
     Version(u32),
-    /// The file is shorter than its header: it was being created.
-    Unborn,
+    /// The file is shorter than its header: the process died while creating it.
+    Incomplete,
     Io(io::Error),
 }
 
-impl From<io::Error> for Unreadable {
+impl From<io::Error> for FrameError {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
     }
 }
 
-pub(super) fn file_header(kind: Kind, number: u64) -> [u8; FILE_HEADER_BYTES] {
+pub(super) fn file_header(kind: FileKind, number: u64) -> [u8; FILE_HEADER_BYTES] {
     let mut header = [0; FILE_HEADER_BYTES];
     header[..8].copy_from_slice(&kind.magic());
     header[8..12].copy_from_slice(&VERSION.to_le_bytes());
@@ -69,10 +68,10 @@ pub(super) fn file_header(kind: Kind, number: u64) -> [u8; FILE_HEADER_BYTES] {
     header
 }
 
-/// Fills in the header of a frame: its first bytes, in front of what it holds.
+/// Writes the frame header into the reserved bytes before the payload.
 pub(super) fn seal_frame(frame: &mut [u8], number: u64, offset: u64, synced: u64) {
     let (header, payload) = frame.split_at_mut(FRAME_HEADER_BYTES);
-    let length = u32::try_from(payload.len()).expect("a frame is bounded by the buffer");
+    let length = u32::try_from(payload.len()).expect("the buffer limits the size of a frame");
     header[..4].copy_from_slice(&FRAME_MAGIC);
     header[4..8].copy_from_slice(&length.to_le_bytes());
     header[8..16].copy_from_slice(&synced.to_le_bytes());
@@ -126,51 +125,51 @@ pub(super) struct FrameReader {
 }
 
 impl FrameReader {
-    /// Opens a file and checks its header.
-    pub(super) fn open(path: &Path, kind: Kind, number: u64) -> Result<Self, Unreadable> {
+    /// Opens a file and validates its header.
+    pub(super) fn open(path: &Path, kind: FileKind, number: u64) -> Result<Self, FrameError> {
         let file = File::open(path)?;
         let length = file.metadata()?.len();
         if length < FILE_HEADER_BYTES as u64 {
-            return Err(Unreadable::Unborn);
+            return Err(FrameError::Incomplete);
         }
         let mut file = BufReader::with_capacity(256 * 1024, file);
         let mut header = [0; FILE_HEADER_BYTES];
         file.read_exact(&mut header)?;
-        let damaged = |offset, problem: String| Err(Unreadable::Damaged { offset, problem });
+        let damaged = |offset, problem: String| Err(FrameError::Damaged { offset, problem });
         if header[..8] != kind.magic() {
-            return damaged(0, "it does not begin like a file of Headwater".to_owned());
+            return damaged(0, "not a Headwater file: wrong magic number".to_owned());
         }
         if u32_at(&header, 20) != crc32fast::hash(&header[..20]) {
-            return damaged(0, "the checksum of its header does not match".to_owned());
+            return damaged(0, "file header checksum mismatch".to_owned());
         }
         if u32_at(&header, 8) != VERSION {
-            return Err(Unreadable::Version(u32_at(&header, 8)));
+            return Err(FrameError::Version(u32_at(&header, 8)));
         }
         if u64_at(&header, 12) != number {
-            return damaged(0, format!("it is number {} by its header", u64_at(&header, 12)));
+            return damaged(0, format!("its header has file number {}", u64_at(&header, 12)));
         }
         let offset = FILE_HEADER_BYTES as u64;
         Ok(Self { file, number, offset, length, synced: offset })
     }
 
-    /// Where the next frame begins.
+    /// Offset of the next frame.
     pub(super) fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How long the file is.
+    /// Length of the file.
     pub(super) fn length(&self) -> u64 {
         self.length
     }
 
-    /// Up to where the file was synced, by what the frames that were read say.
+    /// The offset up to which the frames read so far declare the file synced.
     pub(super) fn synced(&self) -> u64 {
         self.synced
     }
 
     /// Reads the next frame into `payload`. Returns `false` at the end.
-    pub(super) fn next(&mut self, payload: &mut Vec<u8>) -> Result<bool, Unreadable> {
-        let damaged = |problem: &str| Unreadable::Damaged {
+    pub(super) fn next(&mut self, payload: &mut Vec<u8>) -> Result<bool, FrameError> {
+        let damaged = |problem: &str| FrameError::Damaged {
             offset: self.offset,
             problem: problem.to_owned(),
         };
@@ -179,32 +178,32 @@ impl FrameReader {
             return Ok(false);
         }
         if left < FRAME_HEADER_BYTES as u64 {
-            return Err(damaged("the file ends within the header of a frame"));
+            return Err(damaged("the file ends within a frame header"));
         }
         let mut header = [0; FRAME_HEADER_BYTES];
         self.file.read_exact(&mut header)?;
         let Some(header) = FrameHeader::parse(&header, self.number, self.offset) else {
-            return Err(damaged("this is not the header of a frame"));
+            return Err(damaged("invalid frame header"));
         };
         let length = header.length as usize;
-        // Checked before anything is reserved for it.
+        // Checked before memory is allocated.
         if header.length > left - FRAME_HEADER_BYTES as u64 {
             return Err(damaged("the file ends within a frame"));
         }
         if length > FRAME_BYTES_MAX {
-            return Err(damaged("a frame is longer than any frame can be"));
+            return Err(damaged("frame length exceeds the limit"));
         }
         payload.resize(length, 0);
         self.file.read_exact(payload)?;
         if crc32fast::hash(payload) != header.checksum {
-            return Err(damaged("the checksum of a frame does not match"));
+            return Err(damaged("frame checksum mismatch"));
         }
         self.offset += (FRAME_HEADER_BYTES + length) as u64;
         self.synced = self.synced.max(header.synced);
         Ok(true)
     }
 
-    /// Looks behind a damaged place for a frame that calls that place synced, and returns where it is.
+    /// Searches after a damaged offset for a frame that declares that offset synced. Returns the frame's offset.
     pub(super) fn synced_evidence(mut self) -> io::Result<Option<u64>> {
         const STEP: usize = 1024 * 1024;
         let damaged_at = self.offset;

@@ -1,64 +1,64 @@
-//! Settling: deliveries end, and what follows from them happens in the same step.
+//! Settle: ends deliveries and applies their follow-ups in one transaction.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 
 use super::append;
-use super::change::Change;
-use super::effect::Effect;
 use super::leases::check_fence;
-use super::state::delay_set::footprint_aside;
+use super::redo_record::RedoRecord;
+use super::state::delay_set::delayed_footprint;
 use super::state::entries::footprint;
-use super::state::group::Group;
-use super::state::stream::Stream;
+use super::state::group::GroupState;
+use super::state::stream::StreamState;
+use super::transaction::Tx;
 use crate::entry::{EntryId, Fields};
 use crate::error::{Result, StreamError};
 use crate::name::StreamName;
 use crate::streams::{Retention, Settle, Settled, Settlement, Then};
 
-pub(super) fn settle(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Settled> {
-    change.state().stream(settle.stream.as_str(), change.now)?;
-    match check_fence(change.state(), settle.fence, change.now) {
-        Err(StreamError::Fenced { .. }) if is_repeated_delete(change, settle)? => {
+pub(super) fn settle(tx: &mut Tx<'_>, settle: &Settle<'_>) -> Result<Settled> {
+    tx.state().stream(settle.stream.as_str(), tx.now)?;
+    match check_fence(tx.state(), settle.fence, tx.now) {
+        Err(StreamError::Fenced { .. }) if is_repeated_delete(tx, settle)? => {
             return Ok(Settled { applied: 0, stale: settle.entries.len() });
         }
         checked => checked?,
     }
     if settle.entries.iter().all(|settlement| matches!(settlement.then, Then::Done)) {
-        return acknowledge_all(change, settle);
+        return acknowledge_all(tx, settle);
     }
-    check_kinds(change, settle)?;
-    let plan = Plan::new(change, settle)?;
+    check_types(tx, settle)?;
+    let plan = SettlePlan::new(tx, settle)?;
     plan.check_new_names()?;
-    change.room_for(plan.bytes_more())?;
+    tx.ensure_capacity(plan.bytes_more())?;
     let (stream, group) = (settle.stream.as_str(), settle.group.as_str());
     let settled = Settled { applied: plan.applied, stale: settle.entries.len() - plan.applied };
-    change.saw(stream, group, settle.consumer.as_str());
+    tx.touch(stream, group, settle.consumer.as_str());
     if !plan.released.is_empty() {
-        let (ids, at) = (Cow::Owned(plan.released), change.now);
-        change.apply(&Effect::Release { stream, group, ids, at });
+        let (ids, at) = (Cow::Owned(plan.released), tx.now);
+        tx.apply(&RedoRecord::Release { stream, group, ids, at });
     }
     if !plan.acknowledged.is_empty() {
         let ids = Cow::Owned(plan.acknowledged);
-        change.apply(&Effect::Acknowledge { stream, group, ids });
+        tx.apply(&RedoRecord::Acknowledge { stream, group, ids });
     }
     if !plan.deleted.is_empty() {
-        change.apply(&Effect::DeleteEntries { stream, ids: Cow::Owned(plan.deleted) });
+        tx.apply(&RedoRecord::DeleteEntries { stream, ids: Cow::Owned(plan.deleted) });
     }
     for then in plan.follow_ups {
-        follow_up(change, then)?;
+        follow_up(tx, then)?;
     }
     Ok(settled)
 }
 
-/// Whether an owner whose lease has ended repeats what it did: the lease has had no other holder since, and all entries that
-/// are to be deleted are gone.
-fn is_repeated_delete(change: &Change<'_>, settle: &Settle<'_>) -> Result<bool> {
+/// Whether an owner with an expired lease retries a completed delete: the lease has had no other holder
+/// since, and all entries to delete are gone.
+fn is_repeated_delete(tx: &Tx<'_>, settle: &Settle<'_>) -> Result<bool> {
     let Some(fence) = settle.fence else { return Ok(false) };
-    let state = change.state();
-    let is_free = state.lease(fence.lease.as_str(), change.now)?.is_none();
+    let state = tx.state();
+    let is_free = state.lease(fence.lease.as_str(), tx.now)?.is_none();
     let is_last = state.epochs.get(fence.lease.as_str()) == Some(fence.epoch.0);
-    let Some((stream, group)) = group_of(change, settle)? else { return Ok(false) };
+    let Some((stream, group)) = group_of(tx, settle)? else { return Ok(false) };
     let is_gone = |settlement: &Settlement| {
         matches!(settlement.then, Then::Delete)
             && stream.entries.get(settlement.id).is_none()
@@ -68,62 +68,62 @@ fn is_repeated_delete(change: &Change<'_>, settle: &Settle<'_>) -> Result<bool> 
     Ok(is_free && is_last && all_are_gone)
 }
 
-/// The common case, without a look at each entry: those that are not pending are left alone by the effect itself.
-fn acknowledge_all(change: &mut Change<'_>, settle: &Settle<'_>) -> Result<Settled> {
-    let pending = |change: &Change<'_>| -> Result<usize> {
-        Ok(group_of(change, settle)?.map_or(0, |(_, group)| group.pending.len()))
+/// Fast path for plain acknowledgements: the record itself ignores entries that are not pending.
+fn acknowledge_all(tx: &mut Tx<'_>, settle: &Settle<'_>) -> Result<Settled> {
+    let pending = |tx: &Tx<'_>| -> Result<usize> {
+        Ok(group_of(tx, settle)?.map_or(0, |(_, group)| group.pending.len()))
     };
-    let known = group_of(change, settle)?;
+    let known = group_of(tx, settle)?;
     let is_pending = |settlement: &Settlement| {
         known.is_some_and(|(_, group)| group.pending.contains(settlement.id))
     };
     let is_any_pending = settle.entries.iter().any(is_pending);
     let (stream, group) = (settle.stream.as_str(), settle.group.as_str());
-    let before = pending(change)?;
-    change.saw(stream, group, settle.consumer.as_str());
+    let before = pending(tx)?;
+    tx.touch(stream, group, settle.consumer.as_str());
     if is_any_pending {
         let ids = settle.entries.iter().map(|settlement| settlement.id).collect();
-        change.apply(&Effect::Acknowledge { stream, group, ids: Cow::Owned(ids) });
+        tx.apply(&RedoRecord::Acknowledge { stream, group, ids: Cow::Owned(ids) });
     }
-    let applied = before - pending(change)?;
+    let applied = before - pending(tx)?;
     Ok(Settled { applied, stale: settle.entries.len() - applied })
 }
 
 fn group_of<'a>(
-    change: &'a Change<'_>,
+    tx: &'a Tx<'_>,
     settle: &Settle<'_>,
-) -> Result<Option<(&'a Stream, &'a Group)>> {
-    let stream = change.state().stream(settle.stream.as_str(), change.now)?;
+) -> Result<Option<(&'a StreamState, &'a GroupState)>> {
+    let stream = tx.state().stream(settle.stream.as_str(), tx.now)?;
     Ok(stream.and_then(|stream| Some((stream, stream.groups.get(settle.group.as_str())?))))
 }
 
-fn follow_up(change: &mut Change<'_>, then: &Then) -> Result<()> {
+fn follow_up(tx: &mut Tx<'_>, then: &Then) -> Result<()> {
     match then {
         Then::Append { to, fields } => {
-            append_one(change, to, fields)?;
+            append_one(tx, to, fields)?;
         }
         Then::PutAside { delays, to, due, fields } => {
-            super::delays::put_aside(change, delays, to, *due, fields);
+            super::delays::schedule(tx, delays, to, *due, fields);
         }
         Then::Done | Then::Delete | Then::Release => {}
     }
     Ok(())
 }
 
-fn append_one(change: &mut Change<'_>, to: &StreamName, fields: &Fields) -> Result<()> {
+fn append_one(tx: &mut Tx<'_>, to: &StreamName, fields: &Fields) -> Result<()> {
     let entries = std::slice::from_ref(fields);
-    append::append(change, to, entries, &Retention::KEEP_ALL).map(|_| ())
+    append::append(tx, to, entries, &Retention::KEEP_ALL).map(|_| ())
 }
 
-/// Fails if a follow-up, whether it will take effect or not, goes to a name that stands for something else.
-fn check_kinds(change: &Change<'_>, settle: &Settle<'_>) -> Result<()> {
+/// Fails if a follow-up, whether it will be applied or not, targets a name of another type.
+fn check_types(tx: &Tx<'_>, settle: &Settle<'_>) -> Result<()> {
     for settlement in settle.entries {
         match &settlement.then {
             Then::Append { to, .. } => {
-                change.state().stream(to.as_str(), change.now)?;
+                tx.state().stream(to.as_str(), tx.now)?;
             }
             Then::PutAside { delays, .. } => {
-                change.state().delays(delays.as_str(), change.now)?;
+                tx.state().delays(delays.as_str(), tx.now)?;
             }
             Then::Done | Then::Delete | Then::Release => {}
         }
@@ -131,9 +131,9 @@ fn check_kinds(change: &Change<'_>, settle: &Settle<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What a settle will do. Made before anything is done, so that a settle that fails has no effect.
+/// The planned changes. Computed first, so that a settle that fails has no effect.
 #[derive(Default)]
-struct Plan<'a> {
+struct SettlePlan<'a> {
     applied: usize,
     acknowledged: Vec<EntryId>,
     deleted: Vec<EntryId>,
@@ -143,33 +143,34 @@ struct Plan<'a> {
     bytes_freed: u64,
 }
 
-impl<'a> Plan<'a> {
-    fn new(change: &Change<'_>, settle: &Settle<'a>) -> Result<Self> {
+impl<'a> SettlePlan<'a> {
+    fn new(tx: &Tx<'_>, settle: &Settle<'a>) -> Result<Self> {
         let mut plan = Self::default();
-        let Some((stream, group)) = group_of(change, settle)? else { return Ok(plan) };
-        let mut spent = Spent::new(settle);
+        let Some((stream, group)) = group_of(tx, settle)? else { return Ok(plan) };
+        let mut settled_ids = SettledIds::new(settle);
         let rank = |settlement: &Settlement| match settlement.then {
             Then::Append { .. } | Then::PutAside { .. } | Then::Release => 0,
             Then::Done => 1,
             Then::Delete => 2,
         };
-        // Of two settlements of one entry, the first by rank counts: writing something, being done, being removed.
+        // If an entry has two settlements, the first by rank applies: one with a follow-up or release, then done,
+        // then delete.
         for ends in 0..=2 {
             for settlement in settle.entries.iter().filter(|settlement| rank(settlement) == ends) {
                 let Some(delivered) = group.pending.get(settlement.id) else { continue };
                 let holds = ends > 0 || delivered.consumer == *settle.consumer;
-                if holds && spent.insert(settlement.id) {
+                if holds && settled_ids.insert(settlement.id) {
                     plan.add(stream, settlement);
                 }
             }
             if ends == 0 {
-                spent.forget(&plan.released);
+                settled_ids.allow_again(&plan.released);
             }
         }
         Ok(plan)
     }
 
-    fn add(&mut self, stream: &Stream, settlement: &'a Settlement) {
+    fn add(&mut self, stream: &StreamState, settlement: &'a Settlement) {
         let Settlement { id, then } = settlement;
         let fields = stream.entries.get(*id);
         self.applied += 1;
@@ -177,7 +178,7 @@ impl<'a> Plan<'a> {
             self.released.push(*id);
             return;
         }
-        // Of an entry that exists no more nothing is left to give back: as on Redis, it stops being pending.
+        // A deleted entry cannot be released; as on Redis, it stops being pending.
         self.acknowledged.push(*id);
         match then {
             Then::Done | Then::Release => {}
@@ -191,12 +192,12 @@ impl<'a> Plan<'a> {
             }
             Then::PutAside { fields, .. } => {
                 self.follow_ups.push(then);
-                self.bytes_added += footprint_aside(fields);
+                self.bytes_added += delayed_footprint(fields);
             }
         }
     }
 
-    /// Fails if one follow-up would create a stream and another a set of delayed entries under the same name.
+    /// Fails if one follow-up would create a stream and another a delay set under the same name.
     fn check_new_names(&self) -> Result<()> {
         let mut is_stream = HashMap::new();
         for then in &self.follow_ups {
@@ -212,31 +213,31 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// How many bytes of memory it takes on balance.
+    /// Net memory growth in bytes.
     fn bytes_more(&self) -> u64 {
         self.bytes_added.saturating_sub(self.bytes_freed)
     }
 }
 
-/// The entries that a settlement of this call has used up: the second one comes too late.
-struct Spent {
-    /// `None` while ids grow, so that none can come twice.
+/// Ids already settled in this call; a second settlement of an id is ignored.
+struct SettledIds {
+    /// `None` while ids are ascending and therefore unique.
     ids: Option<HashSet<EntryId>>,
 }
 
-impl Spent {
+impl SettledIds {
     fn new(settle: &Settle<'_>) -> Self {
         let is_ascending = settle.entries.is_sorted_by(|one, next| one.id < next.id);
         Self { ids: (!is_ascending).then(HashSet::new) }
     }
 
-    /// Returns whether the entry was not used up before.
+    /// Returns whether the id was not settled before.
     fn insert(&mut self, id: EntryId) -> bool {
         self.ids.as_mut().is_none_or(|ids| ids.insert(id))
     }
 
-    /// What was given back can still be done by whoever says so.
-    fn forget(&mut self, released: &[EntryId]) {
+    /// A released entry can still be settled as done or deleted.
+    fn allow_again(&mut self, released: &[EntryId]) {
         if let Some(ids) = &mut self.ids {
             released.iter().for_each(|id| {
                 ids.remove(id);

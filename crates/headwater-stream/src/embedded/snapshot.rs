@@ -1,7 +1,8 @@
-//! A snapshot: the whole state as effects that build it, in one file.
+//! Snapshots: the whole state as redo records, in one file.
 //!
-//! It is written beside the log while the log goes on, and takes the place of all log before it.
-//! Promises: under its final name it is whole and durable. A crash at any point leaves either the old files or the new.
+//! A snapshot is written while the log continues and replaces the log before it.
+//! Guarantees: under its final name it is complete and durable. A crash at any point leaves either the old
+//! or the new files.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -10,24 +11,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::codec;
 use super::directory::Directory;
-use super::effect::Effect;
-use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, Kind, file_header, seal_frame};
-use super::state::group::Group;
-use super::state::stream::Stream;
-use super::state::{State, Value};
+use super::redo_record::RedoRecord;
+use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, FileKind, file_header, seal_frame};
+use super::state::group::GroupState;
+use super::state::stream::StreamState;
+use super::state::{EmbeddedState, NamedValue};
 use crate::entry::EntryId;
 
-/// A frame is closed when it holds this many bytes.
+/// Target size of a frame.
 const FRAME_BYTES: usize = 1024 * 1024;
-/// Items of a list that go into one effect.
-const ITEMS_PER_EFFECT: usize = 256;
+/// Items of a list per record.
+const ITEMS_PER_RECORD: usize = 256;
 
-/// Writes the snapshot that stands for all log before number `number`. Returns its size; `None` if `stop` said so before
-/// it was done.
+/// Writes the snapshot that replaces all log files before `number`. Returns its size; `None` if `stop` was
+/// set first.
 pub(super) fn write(
     directory: &Directory,
     number: u64,
-    state: &State,
+    state: &EmbeddedState,
     stop: &AtomicBool,
 ) -> io::Result<Option<u64>> {
     let unfinished = directory.unfinished_snapshot(number);
@@ -39,7 +40,7 @@ pub(super) fn write(
     let bytes = match written {
         Ok(bytes) => bytes,
         Err(error) => {
-            // Half a snapshot is of no use to anybody; the next start would remove it, too.
+            // A partial snapshot is useless; recovery would remove it too.
             let _ = fs::remove_file(&unfinished);
             return match stop.load(Ordering::Relaxed) {
                 true => Ok(None),
@@ -52,48 +53,59 @@ pub(super) fn write(
     Ok(Some(bytes))
 }
 
-/// Removes the files that a durable snapshot replaces, once the log behind it has begun.
+/// Removes the files that a durable snapshot replaces, once the log after it exists.
 pub(super) fn remove_before(directory: &Directory, number: u64) -> io::Result<()> {
     let listing = directory.list().map_err(io::Error::other)?;
     for old in listing.snapshots.into_iter().filter(|old| *old < number) {
         fs::remove_file(directory.snapshot(old))?;
     }
-    // Oldest first: what is left after a crash in between has no gap.
+    // Oldest first, so that a crash in between leaves no gap.
     for old in listing.logs.into_iter().filter(|old| *old < number) {
         fs::remove_file(directory.log(old))?;
     }
     Ok(())
 }
 
-fn write_state(state: &State, to: &mut SnapshotWriter<'_>) -> io::Result<()> {
-    to.effect(&Effect::RestoreCounters { next_delay: state.next_delay })?;
-    to.effect(&Effect::RestoreTime { at: state.latest() })?;
+fn write_state(state: &EmbeddedState, to: &mut SnapshotWriter<'_>) -> io::Result<()> {
+    to.record(&RedoRecord::RestoreCounters { next_delay: state.next_delay })?;
+    to.record(&RedoRecord::RestoreTime { at: state.latest() })?;
     for (lease, epoch, until) in state.epochs.iter() {
-        to.effect(&Effect::RestoreEpoch { lease, epoch, until })?;
+        to.record(&RedoRecord::RestoreEpoch { lease, epoch, until })?;
     }
     for (name, value) in &state.names {
         match value {
-            Value::Stream(stream) => write_stream(name, stream, to)?,
-            Value::Delays(delays) => {
+            NamedValue::StreamState(stream) => write_stream(name, stream, to)?,
+            NamedValue::Delays(delays) => {
                 for (due, id, waiting) in delays.iter() {
                     let (to_stream, fields) = (waiting.to.as_str(), waiting.fields.clone());
-                    to.effect(&Effect::PutAside { delays: name, id, due, to: to_stream, fields })?;
+                    to.record(&RedoRecord::Schedule {
+                        delays: name,
+                        id,
+                        due,
+                        to: to_stream,
+                        fields,
+                    })?;
                 }
             }
-            Value::Map(map) => {
+            NamedValue::Map(map) => {
                 let fields = map.iter().map(|(name, value)| (name.as_str(), value.clone()));
-                for fields in fields.collect::<Vec<_>>().chunks(ITEMS_PER_EFFECT) {
-                    to.effect(&Effect::PutFields { map: name, fields: fields.to_vec() })?;
+                for fields in fields.collect::<Vec<_>>().chunks(ITEMS_PER_RECORD) {
+                    to.record(&RedoRecord::PutFields { map: name, fields: fields.to_vec() })?;
                 }
             }
-            Value::Set(set) => {
+            NamedValue::Set(set) => {
                 let members: Vec<&str> = set.members.iter().map(|member| &**member).collect();
-                for members in members.chunks(ITEMS_PER_EFFECT) {
+                for members in members.chunks(ITEMS_PER_RECORD) {
                     let (members, at) = (members.to_vec(), Default::default());
-                    to.effect(&Effect::AddMembers { set: name, members, until: set.until, at })?;
+                    to.record(&RedoRecord::AddMembers {
+                        set: name,
+                        members,
+                        until: set.until,
+                        at,
+                    })?;
                 }
             }
-            Value::Lease(lease) => to.effect(&Effect::RestoreLease {
+            NamedValue::Lease(lease) => to.record(&RedoRecord::RestoreLease {
                 lease: name,
                 holder: lease.holder.as_str(),
                 epoch: lease.epoch,
@@ -101,32 +113,35 @@ fn write_state(state: &State, to: &mut SnapshotWriter<'_>) -> io::Result<()> {
             })?,
         }
     }
-    for (scope, id, mark) in state.marks.iter() {
-        let (done, until, at) = (mark.done.clone(), mark.until, Default::default());
-        to.effect(&Effect::Mark { scope, id, done, until, at })?;
+    for (scope, id, record) in state.dedup.iter() {
+        let (done, until, at) = (record.done.clone(), record.until, Default::default());
+        to.record(&RedoRecord::SetDedup { scope, id, done, until, at })?;
     }
     Ok(())
 }
 
-fn write_stream(name: &str, stream: &Stream, to: &mut SnapshotWriter<'_>) -> io::Result<()> {
-    to.effect(&Effect::RestoreStream { stream: name, last_id: stream.last_id })?;
+fn write_stream(name: &str, stream: &StreamState, to: &mut SnapshotWriter<'_>) -> io::Result<()> {
+    to.record(&RedoRecord::RestoreStream { stream: name, last_id: stream.last_id })?;
     let mut entries = Vec::new();
     let mut bytes = 0;
     for (id, fields) in stream.entries.from(EntryId::MIN) {
         bytes += fields.bytes();
         entries.push((*id, fields.clone()));
-        if entries.len() == ITEMS_PER_EFFECT || bytes >= FRAME_BYTES {
-            to.effect(&Effect::RestoreEntries { stream: name, entries: mem::take(&mut entries) })?;
+        if entries.len() == ITEMS_PER_RECORD || bytes >= FRAME_BYTES {
+            to.record(&RedoRecord::RestoreEntries {
+                stream: name,
+                entries: mem::take(&mut entries),
+            })?;
             bytes = 0;
         }
     }
-    to.effect(&Effect::RestoreEntries { stream: name, entries })?;
+    to.record(&RedoRecord::RestoreEntries { stream: name, entries })?;
     for (group_name, group) in &stream.groups {
         let after = group.last_delivered;
-        to.effect(&Effect::CreateGroup { stream: name, group: group_name, after })?;
+        to.record(&RedoRecord::CreateGroup { stream: name, group: group_name, after })?;
         for (consumer_name, consumer) in &group.consumers {
             let at = consumer.seen_at;
-            to.effect(&Effect::RestoreConsumer {
+            to.record(&RedoRecord::RestoreConsumer {
                 stream: name,
                 group: group_name,
                 consumer: consumer_name,
@@ -138,11 +153,11 @@ fn write_stream(name: &str, stream: &Stream, to: &mut SnapshotWriter<'_>) -> io:
     Ok(())
 }
 
-/// In id order, as it grew; those of one consumer that follow each other go into one effect.
+/// In id order; consecutive entries of one consumer share a record.
 fn write_pending(
     stream: &str,
     group_name: &str,
-    group: &Group,
+    group: &GroupState,
     to: &mut SnapshotWriter<'_>,
 ) -> io::Result<()> {
     let mut all = group.pending.from(EntryId::MIN).peekable();
@@ -151,12 +166,12 @@ fn write_pending(
         let mut pending = Vec::new();
         while let Some((id, delivered)) = all.next_if(|(_, next)| next.consumer == *consumer) {
             pending.push((*id, delivered.at, delivered.deliveries));
-            if pending.len() == ITEMS_PER_EFFECT {
+            if pending.len() == ITEMS_PER_RECORD {
                 break;
             }
         }
         let (group, consumer) = (group_name, consumer.as_str());
-        to.effect(&Effect::RestorePending { stream, group, consumer, pending })?;
+        to.record(&RedoRecord::RestorePending { stream, group, consumer, pending })?;
     }
     Ok(())
 }
@@ -165,20 +180,20 @@ struct SnapshotWriter<'a> {
     file: File,
     number: u64,
     offset: u64,
-    /// The frame that is being filled; its header is reserved in front.
+    /// The current frame; space for its header is reserved.
     frame: Vec<u8>,
     stop: &'a AtomicBool,
 }
 
 impl<'a> SnapshotWriter<'a> {
     fn new(mut file: File, number: u64, stop: &'a AtomicBool) -> io::Result<Self> {
-        file.write_all(&file_header(Kind::Snapshot, number))?;
+        file.write_all(&file_header(FileKind::Snapshot, number))?;
         let frame = vec![0; FRAME_HEADER_BYTES];
         Ok(Self { file, number, offset: FILE_HEADER_BYTES as u64, frame, stop })
     }
 
-    fn effect(&mut self, effect: &Effect<'_>) -> io::Result<()> {
-        codec::encode(effect, &mut self.frame);
+    fn record(&mut self, record: &RedoRecord<'_>) -> io::Result<()> {
+        codec::encode(record, &mut self.frame);
         if self.frame.len() < FRAME_BYTES {
             return Ok(());
         }
@@ -200,7 +215,7 @@ impl<'a> SnapshotWriter<'a> {
         if self.frame.len() > FRAME_HEADER_BYTES {
             self.write_frame()?;
         }
-        // An empty frame says that all others are there.
+        // An empty frame marks the snapshot as complete.
         self.write_frame()?;
         self.file.sync_all()?;
         Ok(self.offset)

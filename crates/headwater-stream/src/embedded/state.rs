@@ -1,16 +1,16 @@
-//! All that the embedded backend knows, in memory.
+//! The state of the embedded backend, in memory.
 //!
-//! Upstream: the calls look at it and decide. Downstream: nothing; `snapshot` writes it to a file.
-//! Promises: it changes by [`State::apply`] and by nothing else, so reading the log gives the same state again. The one
-//! exception is [`State::saw`], which is not worth a place in the log.
-//! A clone is cheap: everything large is behind shared pointers and is copied part by part when it changes.
+//! Upstream: the calls read it to decide. Downstream: `snapshot` writes it to a file.
+//! Guarantees: only [`EmbeddedState::apply`] changes it, so replaying the log gives the same state. The one
+//! exception is [`EmbeddedState::touch`], which is not logged.
+//! Cloning is cheap: large parts are behind shared pointers and copied on write.
 
-pub(super) mod chunks;
+pub(super) mod chunked_map;
+pub(super) mod dedup_table;
 pub(super) mod delay_set;
 pub(super) mod entries;
 pub(super) mod group;
-pub(super) mod lease_book;
-pub(super) mod marks;
+pub(super) mod lease_table;
 pub(super) mod registry;
 pub(super) mod stream;
 #[cfg(test)]
@@ -21,38 +21,38 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use self::delay_set::{DelaySet, Waiting};
-use self::lease_book::{Epochs, Lease};
-use self::marks::{Mark, Marks};
+use self::dedup_table::{DedupRecord, DedupTable};
+use self::delay_set::{DelaySet, DelayedItem};
+use self::lease_table::{EpochTable, Lease};
 use self::registry::{Set, field_bytes, member_bytes};
-use self::stream::Stream;
-use super::codec::Problem;
-use super::effect::Effect;
+use self::stream::StreamState;
+use super::codec::RecordError;
+use super::redo_record::RedoRecord;
 use crate::clock::Timestamp;
 use crate::entry::EntryId;
 use crate::error::{Result, StreamError};
 use crate::name::{HolderName, LeaseName, StreamName};
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct State {
-    /// One key space for all kinds, as on Redis.
-    pub(super) names: HashMap<Arc<str>, Value>,
-    pub(super) epochs: Epochs,
-    pub(super) marks: Marks,
-    /// Leases that are held, and those whose end nobody has noticed yet, by the time they end.
-    lease_ends: BTreeSet<(Timestamp, Arc<str>)>,
-    /// Sets that do not live for ever, by the time they end.
-    set_ends: BTreeSet<(Timestamp, Arc<str>)>,
+pub(super) struct EmbeddedState {
+    /// One key space for all types, as on Redis.
+    pub(super) names: HashMap<Arc<str>, NamedValue>,
+    pub(super) epochs: EpochTable,
+    pub(super) dedup: DedupTable,
+    /// Held and expired leases by expiration time.
+    lease_expirations: BTreeSet<(Timestamp, Arc<str>)>,
+    /// Sets with an expiration, by expiration time.
+    set_expirations: BTreeSet<(Timestamp, Arc<str>)>,
     pub(super) next_delay: u64,
-    /// About how many bytes of memory all of it takes.
+    /// Approximate memory use in bytes.
     bytes: u64,
     latest: Timestamp,
 }
 
-/// What a name stands for.
+/// The value of a name.
 #[derive(Clone, Debug)]
-pub(super) enum Value {
-    Stream(Arc<Stream>),
+pub(super) enum NamedValue {
+    StreamState(Arc<StreamState>),
     Delays(Arc<DelaySet>),
     Map(Arc<BTreeMap<String, Bytes>>),
     Set(Arc<Set>),
@@ -60,152 +60,160 @@ pub(super) enum Value {
 }
 
 macro_rules! kind {
-    ($look:ident, $kind:ident, $type:ty, $what:literal) => {
-        #[doc = concat!("The ", $what, " of this name; `WrongType` if the name stands for something else.")]
-        pub(super) fn $look(&self, name: &str, now: Timestamp) -> Result<Option<&$type>> {
+    ($getter:ident, $kind:ident, $type:ty, $what:literal) => {
+        #[doc = concat!("The ", $what, " with this name; `WrongType` if the name holds another type.")]
+        pub(super) fn $getter(&self, name: &str, now: Timestamp) -> Result<Option<&$type>> {
             match self.get(name, now) {
                 None => Ok(None),
-                Some(Value::$kind(value)) => Ok(Some(value)),
+                Some(NamedValue::$kind(value)) => Ok(Some(value)),
                 Some(_) => Err(StreamError::WrongType { name: name.to_owned() }),
             }
         }
     };
 }
 
-impl State {
-    kind!(stream, Stream, Stream, "stream");
-    kind!(delays, Delays, DelaySet, "set of delayed entries");
+impl EmbeddedState {
+    kind!(stream, StreamState, StreamState, "stream");
+    kind!(delays, Delays, DelaySet, "delay set");
     kind!(map, Map, BTreeMap<String, Bytes>, "map");
     kind!(set, Set, Set, "set");
     kind!(lease, Lease, Lease, "lease");
 
-    /// What a name stands for, unless its time is over.
-    pub(super) fn get(&self, name: &str, now: Timestamp) -> Option<&Value> {
-        self.names.get(name).filter(|value| !value.has_ended(now))
+    /// The value of a name, unless it has expired.
+    pub(super) fn get(&self, name: &str, now: Timestamp) -> Option<&NamedValue> {
+        self.names.get(name).filter(|value| !value.is_expired(now))
     }
 
-    /// Whether something lies under this name whose time is over.
-    pub(super) fn has_ended(&self, name: &str, now: Timestamp) -> bool {
-        self.names.get(name).is_some_and(|value| value.has_ended(now))
+    /// Whether the name holds an expired value.
+    pub(super) fn is_expired(&self, name: &str, now: Timestamp) -> bool {
+        self.names.get(name).is_some_and(|value| value.is_expired(now))
     }
 
-    /// About how many bytes of memory all of it takes.
+    /// Approximate memory use in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The latest time at which anything was decided: the clock was there once, wherever it is now.
+    /// The latest time at which a record was decided; the clock does not go back behind it.
     pub(super) fn latest(&self) -> Timestamp {
         self.latest
     }
 
-    /// Carries out one effect. A problem means that the effect does not belong to this state.
-    pub(super) fn apply(&mut self, effect: &Effect<'_>) -> Result<(), Problem> {
-        self.latest = self.latest.max(effect.decided_at());
-        match effect {
-            Effect::Append { stream, first, entries } => {
+    /// Applies one record. An error means that the record does not match this state.
+    pub(super) fn apply(&mut self, record: &RedoRecord<'_>) -> Result<(), RecordError> {
+        self.latest = self.latest.max(record.decided_at());
+        match record {
+            RedoRecord::Append { stream, first, entries } => {
                 self.create_stream(stream)?;
                 self.with_stream(stream, |stream| stream.append(*first, entries))?;
             }
-            Effect::CreateGroup { stream, group, after } => {
+            RedoRecord::CreateGroup { stream, group, after } => {
                 self.create_stream(stream)?;
                 self.with_stream(stream, |stream| stream.create_group(group, *after))?;
             }
-            Effect::RemoveGroup { stream, group } => self.with_stream(stream, |stream| {
-                stream.groups.remove(*group).map(|_| ()).ok_or("a group is unknown")
+            RedoRecord::RemoveGroup { stream, group } => self.with_stream(stream, |stream| {
+                stream.groups.remove(*group).map(|_| ()).ok_or("unknown group")
             })?,
-            Effect::RestoreConsumer { stream, group, consumer, at } => self
+            RedoRecord::RestoreConsumer { stream, group, consumer, at } => self
                 .with_stream(stream, |stream| {
-                    stream.group_mut(group)?.see(consumer, *at).map(|_| ())
+                    stream.group_mut(group)?.touch(consumer, *at).map(|_| ())
                 })?,
-            Effect::Deliver { stream, group, consumer, through, at } => {
+            RedoRecord::Deliver { stream, group, consumer, through, at } => {
                 self.with_stream(stream, |stream| stream.deliver(group, consumer, *through, *at))?;
             }
-            Effect::Acknowledge { stream, group, ids } => self.with_stream(stream, |stream| {
-                let group = stream.group_mut(group)?;
-                ids.iter().for_each(|id| {
-                    group.acknowledge(*id);
-                });
-                Ok(())
-            })?,
-            Effect::Claim { stream, group, consumer, ids, at } => {
+            RedoRecord::Acknowledge { stream, group, ids } => {
+                self.with_stream(stream, |stream| {
+                    let group = stream.group_mut(group)?;
+                    ids.iter().for_each(|id| {
+                        group.acknowledge(*id);
+                    });
+                    Ok(())
+                })?
+            }
+            RedoRecord::Claim { stream, group, consumer, ids, at } => {
                 self.with_stream(stream, |stream| {
                     let group = stream.group_mut(group)?;
                     ids.iter().try_for_each(|id| group.claim(*id, consumer, *at))
                 })?;
             }
-            Effect::Release { stream, group, ids, at } => self.with_stream(stream, |stream| {
-                let group = stream.group_mut(group)?;
-                ids.iter().try_for_each(|id| group.release(*id, *at))
-            })?,
-            Effect::KeepAlive { stream, group, ids, at } => self.with_stream(stream, |stream| {
-                let group = stream.group_mut(group)?;
-                ids.iter().try_for_each(|id| group.keep_alive(*id, *at))
-            })?,
-            Effect::RemoveConsumer { stream, group, consumer } => {
+            RedoRecord::Release { stream, group, ids, at } => {
+                self.with_stream(stream, |stream| {
+                    let group = stream.group_mut(group)?;
+                    ids.iter().try_for_each(|id| group.release(*id, *at))
+                })?
+            }
+            RedoRecord::KeepAlive { stream, group, ids, at } => {
+                self.with_stream(stream, |stream| {
+                    let group = stream.group_mut(group)?;
+                    ids.iter().try_for_each(|id| group.keep_alive(*id, *at))
+                })?
+            }
+            RedoRecord::RemoveConsumer { stream, group, consumer } => {
                 self.with_stream(stream, |stream| {
                     let group = stream.group_mut(group)?;
                     match group.consumers.remove(*consumer) {
                         Some(gone) if gone.pending.is_empty() => Ok(()),
-                        _ => Err("a consumer is removed that is unknown or has pending entries"),
+                        _ => Err("the consumer to remove is unknown or has pending entries"),
                     }
                 })?;
             }
-            Effect::Trim { stream, before } => self.with_stream(stream, |stream| {
+            RedoRecord::Trim { stream, before } => self.with_stream(stream, |stream| {
                 stream.trim(*before);
                 Ok(())
             })?,
-            Effect::DeleteEntries { stream, ids } => self.with_stream(stream, |stream| {
+            RedoRecord::DeleteEntries { stream, ids } => self.with_stream(stream, |stream| {
                 stream.delete(ids);
                 Ok(())
             })?,
-            Effect::PutAside { delays, id, due, to, fields } => {
-                let to = StreamName::new(to).map_err(|_| "a stream name is invalid")?;
-                let waiting = Waiting { to, fields: fields.clone() };
-                self.put_aside(delays, *id, *due, waiting)?;
+            RedoRecord::Schedule { delays, id, due, to, fields } => {
+                let to = StreamName::new(to).map_err(|_| "invalid stream name")?;
+                let waiting = DelayedItem { to, fields: fields.clone() };
+                self.schedule(delays, *id, *due, waiting)?;
             }
-            Effect::Cancel { delays, id } => {
-                self.take_out(delays, *id)?;
+            RedoRecord::Cancel { delays, id } => {
+                self.remove_delayed(delays, *id)?;
             }
-            Effect::Return { delays, id, entry } => {
-                let Waiting { to, fields } = self.take_out(delays, *id)?;
+            RedoRecord::Promote { delays, id, entry } => {
+                let DelayedItem { to, fields } = self.remove_delayed(delays, *id)?;
                 self.create_stream(to.as_str())?;
                 self.with_stream(to.as_str(), |stream| stream.append(*entry, &[fields]))?;
             }
-            Effect::Hold { lease, holder, epoch, until, at } => {
+            RedoRecord::HoldLease { lease, holder, epoch, until, at } => {
                 self.hold(lease, holder, *epoch, *until)?;
                 self.epochs.note(lease, *epoch, *until, *at);
             }
-            Effect::AddMembers { set, members, until, at } => {
-                self.clear_ended_sets(*at);
+            RedoRecord::AddMembers { set, members, until, at } => {
+                self.remove_expired_sets(*at);
                 self.add_members(set, members, *until)?;
             }
-            Effect::RemoveMembers { set, members } => self.remove_members(set, members)?,
-            Effect::PutFields { map, fields } => self.put_fields(map, fields)?,
-            Effect::Mark { scope, id, done, until, at } => {
-                let mark = Mark { done: done.clone(), until: *until };
-                let (added, freed) = self.marks.set(scope, id, mark, *at);
+            RedoRecord::RemoveMembers { set, members } => self.remove_members(set, members)?,
+            RedoRecord::PutFields { map, fields } => self.put_fields(map, fields)?,
+            RedoRecord::SetDedup { scope, id, done, until, at } => {
+                let record = DedupRecord { done: done.clone(), until: *until };
+                let (added, freed) = self.dedup.set(scope, id, record, *at);
                 self.bytes = (self.bytes + added).saturating_sub(freed);
             }
-            Effect::Unmark { scope, id } => {
-                let freed = self.marks.remove(scope, id);
+            RedoRecord::RemoveDedup { scope, id } => {
+                let freed = self.dedup.remove(scope, id);
                 self.bytes = self.bytes.saturating_sub(freed);
             }
-            Effect::Remove { name } => self.remove(name)?,
-            Effect::RestoreCounters { next_delay } => self.next_delay = *next_delay,
-            // It has been noted above.
-            Effect::RestoreTime { .. } => {}
-            Effect::RestoreStream { stream, last_id } => {
+            RedoRecord::Remove { name } => self.remove(name)?,
+            RedoRecord::RestoreCounters { next_delay } => self.next_delay = *next_delay,
+            // Recorded above.
+            RedoRecord::RestoreTime { .. } => {}
+            RedoRecord::RestoreStream { stream, last_id } => {
                 self.create_stream(stream)?;
                 self.with_stream(stream, |stream| {
                     stream.last_id = *last_id;
                     Ok(())
                 })?;
             }
-            Effect::RestoreEntries { stream, entries } => self.with_stream(stream, |stream| {
-                entries.iter().try_for_each(|(id, fields)| stream.restore(*id, fields.clone()))
-            })?,
-            Effect::RestorePending { stream, group, consumer, pending } => {
+            RedoRecord::RestoreEntries { stream, entries } => {
+                self.with_stream(stream, |stream| {
+                    entries.iter().try_for_each(|(id, fields)| stream.restore(*id, fields.clone()))
+                })?
+            }
+            RedoRecord::RestorePending { stream, group, consumer, pending } => {
                 self.with_stream(stream, |stream| {
                     let group = stream.group_mut(group)?;
                     pending.iter().try_for_each(|(id, at, deliveries)| {
@@ -213,19 +221,19 @@ impl State {
                     })
                 })?;
             }
-            Effect::RestoreLease { lease, holder, epoch, until } => {
+            RedoRecord::RestoreLease { lease, holder, epoch, until } => {
                 self.hold(lease, holder, *epoch, *until)?;
             }
-            Effect::RestoreEpoch { lease, epoch, until } => {
+            RedoRecord::RestoreEpoch { lease, epoch, until } => {
                 self.epochs.restore(lease, *epoch, *until);
             }
         }
         Ok(())
     }
 
-    /// A consumer did something. Not worth a place in the log: it only keeps an idle consumer from being removed.
-    pub(super) fn saw(&mut self, stream: &str, group: &str, consumer: &str, at: Timestamp) {
-        if let Some(Value::Stream(stream)) = self.names.get_mut(stream)
+    /// Records activity of a consumer. Not logged: it only prevents removal of an idle consumer.
+    pub(super) fn touch(&mut self, stream: &str, group: &str, consumer: &str, at: Timestamp) {
+        if let Some(NamedValue::StreamState(stream)) = self.names.get_mut(stream)
             && let Some(group) = Arc::make_mut(stream).groups.get_mut(group)
             && let Some(consumer) = group.consumers.get_mut(consumer)
         {
@@ -233,31 +241,37 @@ impl State {
         }
     }
 
-    /// Remembers which commit brought entries into a stream.
-    pub(super) fn note_commit(&mut self, stream: &str, first: EntryId, commit: u64, durable: u64) {
-        if let Some(Value::Stream(stream)) = self.names.get_mut(stream) {
-            Arc::make_mut(stream).note_commit(first, commit, durable);
+    /// Records which commit appended entries to a stream.
+    pub(super) fn record_commit(
+        &mut self,
+        stream: &str,
+        first: EntryId,
+        commit: u64,
+        durable: u64,
+    ) {
+        if let Some(NamedValue::StreamState(stream)) = self.names.get_mut(stream) {
+            Arc::make_mut(stream).record_commit(first, commit, durable);
         }
     }
 
-    /// The lease that ends first, if its time is over.
-    pub(super) fn ended_lease(&self, now: Timestamp) -> Option<LeaseName> {
-        let (end, name) = self.lease_ends.first()?;
+    /// The lease with the earliest expiration, if it has expired.
+    pub(super) fn next_expired_lease(&self, now: Timestamp) -> Option<LeaseName> {
+        let (end, name) = self.lease_expirations.first()?;
         match self.names.get(name)? {
-            Value::Lease(lease) if *end <= now => Some(lease.name.clone()),
+            NamedValue::Lease(lease) if *end <= now => Some(lease.name.clone()),
             _ => None,
         }
     }
 
-    /// When the next lease ends.
-    pub(super) fn next_lease_end(&self) -> Option<Timestamp> {
-        self.lease_ends.first().map(|(end, _)| *end)
+    /// When the next lease expires.
+    pub(super) fn next_lease_expiry(&self) -> Option<Timestamp> {
+        self.lease_expirations.first().map(|(end, _)| *end)
     }
 
-    fn create_stream(&mut self, name: &str) -> Result<(), Problem> {
+    fn create_stream(&mut self, name: &str) -> Result<(), RecordError> {
         if !self.names.contains_key(name) {
-            StreamName::new(name).map_err(|_| "a stream name is invalid")?;
-            self.names.insert(name.into(), Value::Stream(Arc::default()));
+            StreamName::new(name).map_err(|_| "invalid stream name")?;
+            self.names.insert(name.into(), NamedValue::StreamState(Arc::default()));
         }
         Ok(())
     }
@@ -265,14 +279,14 @@ impl State {
     fn with_stream(
         &mut self,
         name: &str,
-        change: impl FnOnce(&mut Stream) -> Result<(), Problem>,
-    ) -> Result<(), Problem> {
-        let Some(Value::Stream(stream)) = self.names.get_mut(name) else {
-            return Err("a stream is unknown");
+        update: impl FnOnce(&mut StreamState) -> Result<(), RecordError>,
+    ) -> Result<(), RecordError> {
+        let Some(NamedValue::StreamState(stream)) = self.names.get_mut(name) else {
+            return Err("unknown stream");
         };
         let stream = Arc::make_mut(stream);
         let before = stream.entries.bytes();
-        let done = change(stream);
+        let done = update(stream);
         self.bytes = self.bytes - before + stream.entries.bytes();
         done
     }
@@ -283,39 +297,41 @@ impl State {
         holder: &str,
         epoch: u64,
         until: Timestamp,
-    ) -> Result<(), Problem> {
+    ) -> Result<(), RecordError> {
         let key: Arc<str> = name.into();
         let lease = Lease {
-            name: LeaseName::new(name).map_err(|_| "a lease name is invalid")?,
-            holder: HolderName::new(holder).map_err(|_| "a holder name is invalid")?,
+            name: LeaseName::new(name).map_err(|_| "invalid lease name")?,
+            holder: HolderName::new(holder).map_err(|_| "invalid holder name")?,
             epoch,
             until,
         };
-        match self.names.insert(key.clone(), Value::Lease(lease)) {
+        match self.names.insert(key.clone(), NamedValue::Lease(lease)) {
             None => {}
-            Some(Value::Lease(old)) => {
-                self.lease_ends.remove(&(old.until, key.clone()));
+            Some(NamedValue::Lease(old)) => {
+                self.lease_expirations.remove(&(old.until, key.clone()));
             }
-            Some(_) => return Err("a name is not that of a lease"),
+            Some(_) => return Err("the name does not hold a lease"),
         }
-        self.lease_ends.insert((until, key));
+        self.lease_expirations.insert((until, key));
         Ok(())
     }
 
-    fn remove(&mut self, name: &str) -> Result<(), Problem> {
-        let (name, value) = self.names.remove_entry(name).ok_or("a name is unknown")?;
+    fn remove(&mut self, name: &str) -> Result<(), RecordError> {
+        let (name, value) = self.names.remove_entry(name).ok_or("unknown name")?;
         let freed = match value {
-            Value::Stream(stream) => stream.entries.bytes(),
-            Value::Delays(delays) => delays.bytes(),
-            Value::Map(map) => map.iter().map(|(field, value)| field_bytes(field, value)).sum(),
-            Value::Set(set) => {
+            NamedValue::StreamState(stream) => stream.entries.bytes(),
+            NamedValue::Delays(delays) => delays.bytes(),
+            NamedValue::Map(map) => {
+                map.iter().map(|(field, value)| field_bytes(field, value)).sum()
+            }
+            NamedValue::Set(set) => {
                 if let Some(until) = set.until {
-                    self.set_ends.remove(&(until, name));
+                    self.set_expirations.remove(&(until, name));
                 }
                 set.members.iter().map(|member| member_bytes(member)).sum()
             }
-            Value::Lease(lease) => {
-                self.lease_ends.remove(&(lease.until, name));
+            NamedValue::Lease(lease) => {
+                self.lease_expirations.remove(&(lease.until, name));
                 0
             }
         };
@@ -324,8 +340,8 @@ impl State {
     }
 }
 
-impl Value {
-    fn has_ended(&self, now: Timestamp) -> bool {
+impl NamedValue {
+    fn is_expired(&self, now: Timestamp) -> bool {
         match self {
             Self::Lease(lease) => lease.until <= now,
             Self::Set(set) => set.until.is_some_and(|until| until <= now),

@@ -1,4 +1,4 @@
-//! The calls of [`Streams`]. What is longer than a few lines lives in `append`, `settle`, `pending` and `reader`.
+//! Implementation of [`Streams`]; longer calls are in `append`, `settle`, `pending` and `reader`.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::change::{Look, Until};
-use super::effect::Effect;
-use super::state::group::Group;
+use super::redo_record::RedoRecord;
+use super::state::group::GroupState;
+use super::transaction::{Durability, ReadTx};
 use super::{Embedded, append, pending, reader, settle};
 use crate::check;
 use crate::clock::Timestamp;
@@ -36,7 +36,7 @@ impl Streams for Embedded {
         }
         let append = self
             .shared()
-            .change(Until::Durable, |change| append::append(change, stream, entries, retention));
+            .transact(Durability::Durable, |tx| append::append(tx, stream, entries, retention));
         append.await
     }
 
@@ -51,15 +51,15 @@ impl Streams for Embedded {
         if entries.is_empty() {
             return self.shared().ensure_open().map(|()| Vec::new());
         }
-        let append = self.shared().change(Until::Durable, |change| {
-            append::append_once(change, stream, entries, keep, retention)
+        let append = self.shared().transact(Durability::Durable, |tx| {
+            append::append_once(tx, stream, entries, keep, retention)
         });
         append.await
     }
 
     async fn appended(&self, stream: &StreamName, ids: &[&str]) -> Result<Vec<Option<EntryId>>> {
         check::known_ids(ids)?;
-        self.shared().look(|look| append::appended(look, stream, ids)).await
+        self.shared().read(|tx| append::appended(tx, stream, ids)).await
     }
 
     async fn ensure_group(
@@ -68,27 +68,27 @@ impl Streams for Embedded {
         group: &GroupName,
         start: GroupStart,
     ) -> Result<bool> {
-        let ensure = self.shared().change(Until::Durable, |change| {
-            let found = change.state().stream(stream.as_str(), change.now)?;
+        let ensure = self.shared().transact(Durability::Durable, |tx| {
+            let found = tx.state().stream(stream.as_str(), tx.now)?;
             if found.is_some_and(|stream| stream.groups.contains_key(group.as_str())) {
                 return Ok(false);
             }
             let after = start_after(start, found.map_or(EntryId::MIN, |stream| stream.last_id));
-            change.vacate(stream.as_str());
+            tx.remove_expired(stream.as_str());
             let (stream, group) = (stream.as_str(), group.as_str());
-            change.apply(&Effect::CreateGroup { stream, group, after });
+            tx.apply(&RedoRecord::CreateGroup { stream, group, after });
             Ok(true)
         });
         ensure.await
     }
 
     async fn remove_group(&self, stream: &StreamName, group: &GroupName) -> Result<bool> {
-        let remove = self.shared().change(Until::Durable, |change| {
-            let found = change.state().stream(stream.as_str(), change.now)?;
+        let remove = self.shared().transact(Durability::Durable, |tx| {
+            let found = tx.state().stream(stream.as_str(), tx.now)?;
             let exists = found.is_some_and(|stream| stream.groups.contains_key(group.as_str()));
             if exists {
                 let (stream, group) = (stream.as_str(), group.as_str());
-                change.apply(&Effect::RemoveGroup { stream, group });
+                tx.apply(&RedoRecord::RemoveGroup { stream, group });
             }
             Ok(exists)
         });
@@ -101,16 +101,16 @@ impl Streams for Embedded {
         group: &GroupName,
         start: GroupStart,
     ) -> Result<bool> {
-        let reset = self.shared().change(Until::Durable, |change| {
-            let found = change.state().stream(stream.as_str(), change.now)?;
+        let reset = self.shared().transact(Durability::Durable, |tx| {
+            let found = tx.state().stream(stream.as_str(), tx.now)?;
             let Some(found) = found.filter(|stream| stream.groups.contains_key(group.as_str()))
             else {
                 return Ok(false);
             };
             let after = start_after(start, found.last_id);
             let (stream, group) = (stream.as_str(), group.as_str());
-            change.apply(&Effect::RemoveGroup { stream, group });
-            change.apply(&Effect::CreateGroup { stream, group, after });
+            tx.apply(&RedoRecord::RemoveGroup { stream, group });
+            tx.apply(&RedoRecord::CreateGroup { stream, group, after });
             Ok(true)
         });
         reset.await
@@ -122,24 +122,25 @@ impl Streams for Embedded {
         consumer: &ConsumerName,
     ) -> Result<Box<dyn GroupReader>> {
         self.shared().ensure_open()?;
-        Ok(Box::new(reader::Reader::new(Arc::clone(&self.engine), group, consumer)))
+        Ok(Box::new(reader::EmbeddedGroupReader::new(Arc::clone(&self.engine), group, consumer)))
     }
 
-    /// A read that does not wait is one step under the lock: nothing else can be under way.
+    /// Only a blocked read can be in flight: any other read is one step under the lock.
     async fn silence(
         &self,
         _stream: &StreamName,
         group: &GroupName,
         consumer: &ConsumerName,
     ) -> Result<Silenced> {
-        let ended =
-            self.shared().deliver(|change| Ok(change.waiting_reads().silence(group, consumer)))?;
+        let ended = self
+            .shared()
+            .transact_without_wait(|tx| Ok(tx.blocked_reads().cancel(group, consumer)))?;
         Ok(Silenced::Yes { ended })
     }
 
     async fn tail(&self) -> Result<Box<dyn TailReader>> {
         self.shared().ensure_open()?;
-        Ok(Box::new(reader::Tail::new(Arc::clone(&self.engine))))
+        Ok(Box::new(reader::EmbeddedTailReader::new(Arc::clone(&self.engine))))
     }
 
     async fn settle(&self, settle: Settle<'_>) -> Result<Settled> {
@@ -148,7 +149,7 @@ impl Streams for Embedded {
             self.shared().ensure_open()?;
             return Ok(Settled::default());
         }
-        self.shared().change(Until::Durable, |change| settle::settle(change, &settle)).await
+        self.shared().transact(Durability::Durable, |tx| settle::settle(tx, &settle)).await
     }
 
     async fn keep_alive(
@@ -159,25 +160,25 @@ impl Streams for Embedded {
         ids: &[EntryId],
     ) -> Result<Vec<EntryId>> {
         check::ids(ids)?;
-        let keep = self.shared().change(Until::Written, |change| {
-            pending::keep_alive(change, stream, group, consumer, ids)
+        let keep = self.shared().transact(Durability::Written, |tx| {
+            pending::keep_alive(tx, stream, group, consumer, ids)
         });
         keep.await
     }
 
     async fn reclaim(&self, reclaim: Reclaim<'_>) -> Result<Reclaimed> {
         check::reclaim(&reclaim)?;
-        self.shared().change(Until::Written, |change| pending::reclaim(change, &reclaim)).await
+        self.shared().transact(Durability::Written, |tx| pending::reclaim(tx, &reclaim)).await
     }
 
     async fn pending(&self, query: PendingQuery<'_>) -> Result<Vec<Pending>> {
         check::count(query.count)?;
-        self.shared().look(|look| pending::list(look, &query)).await
+        self.shared().read(|tx| pending::list(tx, &query)).await
     }
 
     async fn range(&self, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
         check::count(range.count)?;
-        self.shared().look(|look| entries_of(look, stream, range)).await
+        self.shared().read(|tx| entries_of(tx, stream, range)).await
     }
 
     async fn trim(
@@ -189,7 +190,7 @@ impl Streams for Embedded {
         check::retention(retention)?;
         let trim = self
             .shared()
-            .change(Until::Durable, |change| append::trim(change, stream, retention, guard));
+            .transact(Durability::Durable, |tx| append::trim(tx, stream, retention, guard));
         trim.await
     }
 
@@ -198,18 +199,18 @@ impl Streams for Embedded {
         if ids.is_empty() {
             return self.shared().ensure_open().map(|()| 0);
         }
-        let delete = self.shared().change(Until::Durable, |change| {
-            let Some(found) = change.state().stream(stream.as_str(), change.now)? else {
+        let delete = self.shared().transact(Durability::Durable, |tx| {
+            let Some(found) = tx.state().stream(stream.as_str(), tx.now)? else {
                 return Ok(0);
             };
-            let mut there: Vec<EntryId> =
+            let mut present: Vec<EntryId> =
                 ids.iter().copied().filter(|id| found.entries.contains(*id)).collect();
-            there.sort_unstable();
-            there.dedup();
-            let count = there.len();
+            present.sort_unstable();
+            present.dedup();
+            let count = present.len();
             if count > 0 {
-                let (stream, ids) = (stream.as_str(), Cow::Owned(there));
-                change.apply(&Effect::DeleteEntries { stream, ids });
+                let (stream, ids) = (stream.as_str(), Cow::Owned(present));
+                tx.apply(&RedoRecord::DeleteEntries { stream, ids });
             }
             Ok(count)
         });
@@ -217,10 +218,10 @@ impl Streams for Embedded {
     }
 
     async fn delete_stream(&self, stream: &StreamName) -> Result<bool> {
-        let delete = self.shared().change(Until::Durable, |change| {
-            let exists = change.state().stream(stream.as_str(), change.now)?.is_some();
+        let delete = self.shared().transact(Durability::Durable, |tx| {
+            let exists = tx.state().stream(stream.as_str(), tx.now)?.is_some();
             if exists {
-                change.apply(&Effect::Remove { name: stream.as_str() });
+                tx.apply(&RedoRecord::Remove { name: stream.as_str() });
             }
             Ok(exists)
         });
@@ -228,8 +229,8 @@ impl Streams for Embedded {
     }
 
     async fn stats(&self, stream: &StreamName) -> Result<Option<StreamStats>> {
-        let stats = self.shared().look(|look| {
-            let Some(stream) = look.state.stream(stream.as_str(), look.now)? else {
+        let stats = self.shared().read(|tx| {
+            let Some(stream) = tx.state.stream(stream.as_str(), tx.now)? else {
                 return Ok(None);
             };
             Ok(Some(StreamStats {
@@ -240,7 +241,7 @@ impl Streams for Embedded {
                 entries_added: None,
                 max_deleted_id: None,
                 bytes: Some(stream.entries.bytes()),
-                groups: stream.groups.values().map(|group| group_stats(group, look.now)).collect(),
+                groups: stream.groups.values().map(|group| group_stats(group, tx.now)).collect(),
             }))
         });
         stats.await
@@ -252,8 +253,8 @@ impl Streams for Embedded {
         group: &GroupName,
         idle: Duration,
     ) -> Result<Vec<ConsumerName>> {
-        let remove = self.shared().change(Until::Durable, |change| {
-            pending::remove_idle_consumers(change, stream, group, idle)
+        let remove = self.shared().transact(Durability::Durable, |tx| {
+            pending::remove_idle_consumers(tx, stream, group, idle)
         });
         remove.await
     }
@@ -267,8 +268,8 @@ fn start_after(start: GroupStart, last_id: EntryId) -> EntryId {
     }
 }
 
-fn entries_of(look: &mut Look<'_>, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
-    let Some(stream) = look.state.stream(stream.as_str(), look.now)? else {
+fn entries_of(tx: &mut ReadTx<'_>, stream: &StreamName, range: Range) -> Result<Vec<Entry>> {
+    let Some(stream) = tx.state.stream(stream.as_str(), tx.now)? else {
         return Ok(Vec::new());
     };
     let entry = |(id, fields): &(EntryId, Fields)| Entry { id: *id, fields: fields.clone() };
@@ -284,11 +285,11 @@ fn entries_of(look: &mut Look<'_>, stream: &StreamName, range: Range) -> Result<
         }
     };
     let newest = found.iter().map(|entry| entry.id).max();
-    look.shows = newest.map_or(0, |newest| stream.commit_of(newest));
+    tx.visible_commit = newest.map_or(0, |newest| stream.commit_of(newest));
     Ok(found)
 }
 
-fn group_stats(group: &Group, now: Timestamp) -> GroupStats {
+fn group_stats(group: &GroupState, now: Timestamp) -> GroupStats {
     let consumers = group.consumers.values().map(|consumer| ConsumerStats {
         name: consumer.name.clone(),
         pending: consumer.pending.len() as u64,

@@ -1,9 +1,9 @@
-//! The threads of the log: one writes, one syncs, and now and then one compacts.
+//! The log threads: one writes, one syncs, and a third compacts when needed.
 //!
 //! Upstream: calls fill the buffer in `engine`. Downstream: the files.
-//! Promises: what is written keeps the order of the commits; the file before is synced before a new one begins. Writing
-//! goes on while a sync is under way, so the next sync finds all that came meanwhile. After a failed write or sync (a full
-//! disk) the writer repairs the log as soon as the disk lets it, and nothing that an answer has shown is lost.
+//! Guarantees: commits are written in order; a file is synced before the next one begins. Writes continue
+//! during a sync, so the next sync covers them. After a failed write or sync (a full disk) the writer
+//! repairs the log as soon as the disk accepts writes, and no data shown in a result is lost.
 
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom, Write};
@@ -16,40 +16,40 @@ use std::{mem, panic};
 use tracing::{debug, error, info, warn};
 
 use super::directory::Directory;
-use super::engine::{Buffer, Shared};
-use super::log::{Damage, Failure, Log, Tail};
+use super::engine::{Buffer, EngineShared};
+use super::log::{CommitLog, Damage, LogFailure, LogTail};
 use super::recovery::create_log;
 use super::segment::{FILE_HEADER_BYTES, FRAME_HEADER_BYTES, seal_frame};
 use super::snapshot;
-use super::state::State;
+use super::state::EmbeddedState;
 use crate::error::StreamError;
 
-/// A buffer that grew beyond this is given back instead of being kept for the next time.
+/// A buffer that grew beyond this is freed instead of reused.
 const KEPT_BUFFER_BYTES: usize = 4 * 1024 * 1024;
 
-/// How long a repair of the log is put off, first and at most.
+/// First and longest pause between repair attempts.
 const REPAIR_PAUSE_MIN: Duration = Duration::from_millis(100);
 const REPAIR_PAUSE_MAX: Duration = Duration::from_secs(2);
 
-/// When the log is worth a snapshot.
+/// When to compact the log into a snapshot.
 #[derive(Debug)]
 pub(super) struct Compaction {
-    /// Bytes of log before the first snapshot, and between small ones.
+    /// Log bytes before the first snapshot, and between small ones.
     pub(super) after_bytes: u64,
-    /// Bytes of log since the last snapshot.
+    /// Log bytes since the last snapshot.
     pub(super) log_bytes: u64,
-    /// The size of the last snapshot: the log may grow as long again.
+    /// Size of the last snapshot: the log may grow to that size before the next one.
     pub(super) snapshot_bytes: u64,
 }
 
-/// Starts the threads of the log.
+/// Starts the log threads.
 pub(super) fn start(
-    shared: &Arc<Shared>,
-    log: &Arc<Log>,
+    shared: &Arc<EngineShared>,
+    log: &Arc<CommitLog>,
     directory: Directory,
     compaction: Compaction,
 ) -> io::Result<Vec<JoinHandle<()>>> {
-    let mut writer = Writer::new(shared, log, directory, compaction);
+    let mut writer = LogWriter::new(shared, log, directory, compaction);
     let (syncing, sync_log) = (Arc::clone(shared), Arc::clone(log));
     let syncer = thread::Builder::new().name("headwater-sync".to_owned()).spawn(move || {
         guarded(&syncing, &sync_log, || sync_until_stopped(&syncing, &sync_log));
@@ -62,58 +62,58 @@ pub(super) fn start(
     Ok(vec![writer, syncer])
 }
 
-/// A thread that fails or panics would leave callers waiting; they get an error instead.
-fn guarded(shared: &Shared, log: &Log, run: impl FnOnce() -> Result<(), Failure>) {
+/// Turns a failure or panic of a log thread into a log failure, so that no call waits forever.
+fn guarded(shared: &EngineShared, log: &CommitLog, run: impl FnOnce() -> Result<(), LogFailure>) {
     let failure = match panic::catch_unwind(panic::AssertUnwindSafe(run)) {
         Ok(Ok(())) => return,
         Ok(Err(failure)) => failure,
-        Err(_) => panicked(log, "a thread of the log panicked"),
+        Err(_) => panicked(log, "a log thread panicked"),
     };
     report(shared, log, failure);
 }
 
-fn panicked(log: &Log, problem: &'static str) -> Failure {
+fn panicked(log: &CommitLog, problem: &'static str) -> LogFailure {
     let path = Arc::clone(&log.lock().tail.path);
-    Failure::new(Damage::Panic, &path, "written", io::Error::other(problem))
+    LogFailure::new(Damage::Panic, &path, "written", io::Error::other(problem))
 }
 
-/// Fails all calls, also those that wait for something to happen, and has the writer repair the log.
-fn report(shared: &Shared, log: &Log, failure: Failure) {
+/// Fails all calls, including blocked reads, and lets the writer repair the log.
+fn report(shared: &EngineShared, log: &CommitLog, failure: LogFailure) {
     log.fail(failure);
-    shared.lock_anyway().watchers.wake_all();
+    shared.lock_ignoring_poison().name_waiters.wake_all();
     shared.to_write.notify_all();
 }
 
-fn sync_until_stopped(shared: &Shared, log: &Log) -> Result<(), Failure> {
+fn sync_until_stopped(shared: &EngineShared, log: &CommitLog) -> Result<(), LogFailure> {
     while let Some((tail, commit)) = log.next_sync() {
         if log.sync(&tail, commit).is_err() {
-            // The log knows; those who wait for other things do not yet.
-            shared.lock_anyway().watchers.wake_all();
+            // `sync` has recorded the failure; blocked reads must be woken here.
+            shared.lock_ignoring_poison().name_waiters.wake_all();
             shared.to_write.notify_all();
         }
     }
     Ok(())
 }
 
-struct Writer {
-    shared: Arc<Shared>,
-    log: Arc<Log>,
+struct LogWriter {
+    shared: Arc<EngineShared>,
+    log: Arc<CommitLog>,
     directory: Arc<Directory>,
-    tail: Tail,
-    /// What was taken from the buffer and is not written yet, behind room for the header of a frame.
+    tail: LogTail,
+    /// Data taken from the buffer and not yet written, after space for a frame header.
     frame: Vec<u8>,
     /// The newest commit in `frame`.
     commit: u64,
     compaction: Compaction,
-    /// The snapshot that is being written.
+    /// The snapshot in progress.
     snapshot: Option<JoinHandle<Option<u64>>>,
     stop_snapshot: Arc<AtomicBool>,
 }
 
-impl Writer {
+impl LogWriter {
     fn new(
-        shared: &Arc<Shared>,
-        log: &Arc<Log>,
+        shared: &Arc<EngineShared>,
+        log: &Arc<CommitLog>,
         directory: Directory,
         compaction: Compaction,
     ) -> Self {
@@ -130,7 +130,7 @@ impl Writer {
         }
     }
 
-    fn run(&mut self) -> Result<(), Failure> {
+    fn run(&mut self) -> Result<(), LogFailure> {
         loop {
             match self.step() {
                 Ok(true) => {}
@@ -142,8 +142,8 @@ impl Writer {
         self.finish()
     }
 
-    /// Writes what is in the buffer, once there is something. Returns `false` when the log stops.
-    fn step(&mut self) -> Result<bool, Failure> {
+    /// Writes the buffer once it is non-empty. Returns `false` when the log stops.
+    fn step(&mut self) -> Result<bool, LogFailure> {
         if !self.take_buffer()? {
             return Ok(false);
         }
@@ -154,9 +154,9 @@ impl Writer {
         Ok(true)
     }
 
-    /// Waits for the buffer to fill and takes it. Returns `false` when it is empty and the log stops; fails when a sync
-    /// has failed.
-    fn take_buffer(&mut self) -> Result<bool, Failure> {
+    /// Waits for data and takes the buffer. Returns `false` when it is empty and the log stops; fails after a
+    /// failed sync.
+    fn take_buffer(&mut self) -> Result<bool, LogFailure> {
         let call_panicked = || panicked(&self.log, "a call panicked");
         let mut inner = self.shared.lock_for_writing().ok_or_else(call_panicked)?;
         loop {
@@ -176,8 +176,8 @@ impl Writer {
         Ok(true)
     }
 
-    /// Writes the frame. If that fails, the frame stays to be written again.
-    fn write(&mut self) -> Result<(), Failure> {
+    /// Writes the frame. On failure the frame is kept and written again by the repair.
+    fn write(&mut self) -> Result<(), LogFailure> {
         self.log.ensure_tail_is_sound()?;
         self.tail.synced = self.log.lock().tail.synced;
         seal_frame(&mut self.frame, self.tail.number, self.tail.offset, self.tail.synced);
@@ -193,13 +193,13 @@ impl Writer {
         Ok(())
     }
 
-    fn failed_write(&self, action: &str, error: io::Error) -> Failure {
-        Failure::new(Damage::Write, &self.tail.path, action, error)
+    fn failed_write(&self, action: &str, error: io::Error) -> LogFailure {
+        LogFailure::new(Damage::Write, &self.tail.path, action, error)
     }
 
-    /// Repairs the log, however long the disk does not let us. Fails if the log is to stop first, and for damage that no
-    /// repair helps.
-    fn repair(&mut self, failure: Failure) -> Result<(), Failure> {
+    /// Retries the repair until it succeeds. Fails if the log is stopped first, or if the damage cannot be
+    /// repaired.
+    fn repair(&mut self, failure: LogFailure) -> Result<(), LogFailure> {
         let begun = Instant::now();
         let (mut damage, mut pause) = (failure.damage, REPAIR_PAUSE_MIN);
         report(&self.shared, &self.log, failure);
@@ -210,18 +210,14 @@ impl Writer {
                 damage = damage.max(failure.damage);
             }
             let repaired = match damage {
-                Damage::Write => self.rewrite_end(),
+                Damage::Write => self.rewrite_tail(),
                 Damage::Sync => self.replace_by_snapshot(),
-                Damage::Panic => Err(panicked(&self.log, "a thread of the log panicked")),
+                Damage::Panic => Err(panicked(&self.log, "a log thread panicked")),
             };
             match repaired {
                 Ok(()) if self.log.resume(damage) => {
                     let elapsed_ms = begun.elapsed().as_millis() as u64;
-                    info!(
-                        elapsed_ms,
-                        ?damage,
-                        "embedded log was repaired, calls are accepted again"
-                    );
+                    info!(elapsed_ms, ?damage, "embedded log repaired; accepting calls again");
                     return Ok(());
                 }
                 Ok(()) => {}
@@ -229,17 +225,17 @@ impl Writer {
                     return Err(failure);
                 }
                 Err(failure) => {
-                    debug!(error = %failure.to_error(), "embedded log was not repaired yet");
+                    debug!(error = %failure.to_error(), "embedded log repair failed; retrying");
                     self.log.fail(failure);
                 }
             }
-            // Not longer than what a repair takes: one that writes much and fails shall not keep the disk busy.
+            // Pause at least as long as the attempt took, so that failing repairs do not saturate the disk.
             pause = (pause * 2).min(REPAIR_PAUSE_MAX).max(tried_at.elapsed());
         }
     }
 
-    /// Waits before the next try. Returns whether the log is to stop, so that it is the last.
-    fn wait_to_repair(&self, pause: Duration) -> Result<bool, Failure> {
+    /// Waits before the next attempt. Returns whether the log is stopping, which makes it the last attempt.
+    fn wait_to_repair(&self, pause: Duration) -> Result<bool, LogFailure> {
         let call_panicked = || panicked(&self.log, "a call panicked");
         let until = Instant::now() + pause;
         let mut inner = self.shared.lock_for_writing().ok_or_else(call_panicked)?;
@@ -253,59 +249,62 @@ impl Writer {
         }
     }
 
-    /// Repairs a failed write: cuts off what lies behind the last whole frame, and writes the frame that failed again.
-    fn rewrite_end(&mut self) -> Result<(), Failure> {
-        // A file that a snapshot could not begin with. While it is there, a torn end of this one would pass as damage.
+    /// Repairs a failed write: truncates the file after the last complete frame and rewrites the failed frame.
+    fn rewrite_tail(&mut self) -> Result<(), LogFailure> {
+        // Remove the next file if starting a snapshot has left one. While it exists, an incomplete end of this file
+        // would be reported as corruption.
         let next = self.directory.log(self.tail.number + 1);
         match fs::remove_file(&next) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(Failure::new(Damage::Write, &next, "removed", error));
+                return Err(LogFailure::new(Damage::Write, &next, "removed", error));
             }
             Err(_) => {}
-            // Back after a power cut, it would make the torn end of this file pass as damage all the same.
+            // Sync the removal: if the file reappeared after a power failure, the incomplete end would be reported as
+            // corruption.
             Ok(()) => self
                 .directory
                 .sync()
-                .map_err(|error| Failure::new(Damage::Write, &next, "removed", error))?,
+                .map_err(|error| LogFailure::new(Damage::Write, &next, "removed", error))?,
         }
         let mut file = &*self.tail.file;
         let cut = file.set_len(self.tail.offset);
         let cut = cut.and_then(|()| file.seek(SeekFrom::Start(self.tail.offset)));
-        cut.map_err(|error| self.failed_write("cut to its last whole frame", error))?;
+        cut.map_err(|error| self.failed_write("truncated to its last complete frame", error))?;
         if self.frame.len() > FRAME_HEADER_BYTES {
             self.write()?;
         }
         self.log.sync(&self.tail, self.commit)
     }
 
-    /// Repairs a failed sync: the state in memory, which holds every effect there was, takes the place of all files.
-    fn replace_by_snapshot(&mut self) -> Result<(), Failure> {
+    /// Repairs a failed sync: writes the complete state in memory as a snapshot that replaces all files.
+    fn replace_by_snapshot(&mut self) -> Result<(), LogFailure> {
         self.end_snapshot();
         let (commit, state) = {
             let inner = self.shared.lock_for_writing();
             let mut inner = inner.ok_or_else(|| panicked(&self.log, "a call panicked"))?;
-            // What is not written yet is part of the state, too.
+            // The state includes what is not written yet.
             inner.buffer.bytes.truncate(FRAME_HEADER_BYTES);
             self.frame.truncate(FRAME_HEADER_BYTES);
             (inner.buffer.commit, inner.state.clone())
         };
         let number = self.tail.number + 1;
         let path = self.directory.snapshot(number);
-        let failed = |error| Failure::new(Damage::Sync, &path, "written", error);
+        let failed = |error| LogFailure::new(Damage::Sync, &path, "written", error);
         let bytes = snapshot::write(&self.directory, number, &state, &AtomicBool::new(false));
         let bytes = bytes.map_err(failed)?.unwrap_or_default();
-        // After the snapshot: the file before may be torn, and would pass as damaged if another one followed it.
+        // Create the log after the snapshot: the previous file may be incomplete, which counts as corruption once
+        // another file follows.
         let file = create_log(&self.directory, number).map_err(|error| {
-            Failure::new(Damage::Sync, &self.directory.log(number), "created", to_io(error))
+            LogFailure::new(Damage::Sync, &self.directory.log(number), "created", to_io(error))
         })?;
-        self.go_on_in(file, number);
+        self.switch_to(file, number);
         self.commit = commit;
         self.log.publish_written(commit, self.tail.offset);
         self.log.publish_synced(commit, &self.tail, Duration::ZERO);
         self.compaction.log_bytes = 0;
         self.compaction.snapshot_bytes = bytes;
         if let Err(error) = snapshot::remove_before(&self.directory, number) {
-            warn!(%error, "files that a snapshot replaced could not be removed");
+            warn!(%error, "could not remove files replaced by a snapshot");
         }
         Ok(())
     }
@@ -320,8 +319,9 @@ impl Writer {
         self.snapshot.is_none() && log_bytes > after_bytes.max(snapshot_bytes)
     }
 
-    /// Goes on in a new file, and has the state as it was at the end of the old one written beside it.
-    fn begin_snapshot(&mut self) -> Result<(), Failure> {
+    /// Switches to a new log file and writes a snapshot of the state at the end of the old one in the
+    /// background.
+    fn begin_snapshot(&mut self) -> Result<(), LogFailure> {
         let state = {
             let inner = self.shared.lock_for_writing();
             let mut inner = inner.ok_or_else(|| panicked(&self.log, "a call panicked"))?;
@@ -335,9 +335,9 @@ impl Writer {
         self.log.sync(&self.tail, self.commit)?;
         let number = self.tail.number + 1;
         let file = create_log(&self.directory, number).map_err(|error| {
-            Failure::new(Damage::Write, &self.directory.log(number), "created", to_io(error))
+            LogFailure::new(Damage::Write, &self.directory.log(number), "created", to_io(error))
         })?;
-        self.go_on_in(file, number);
+        self.switch_to(file, number);
         self.compaction.log_bytes = 0;
         let directory = Arc::clone(&self.directory);
         let stop = Arc::clone(&self.stop_snapshot);
@@ -349,12 +349,14 @@ impl Writer {
         };
         match thread::Builder::new().name("headwater-compact".to_owned()).spawn(compact) {
             Ok(snapshot) => self.snapshot = Some(snapshot),
-            Err(error) => error!(%error, "no thread for a snapshot, the log keeps growing"),
+            Err(error) => {
+                error!(%error, "could not start the snapshot thread; the log keeps growing")
+            }
         }
         Ok(())
     }
 
-    /// Ends the snapshot that is being written, if there is one.
+    /// Cancels the snapshot in progress, if any.
     fn end_snapshot(&mut self) {
         if let Some(snapshot) = self.snapshot.take() {
             self.stop_snapshot.store(true, Ordering::Relaxed);
@@ -363,23 +365,29 @@ impl Writer {
         }
     }
 
-    fn go_on_in(&mut self, file: File, number: u64) {
+    fn switch_to(&mut self, file: File, number: u64) {
         let offset = FILE_HEADER_BYTES as u64;
         let path = Arc::new(self.directory.log(number));
-        self.tail = Tail { file: Arc::new(file), path, number, offset, synced: offset };
+        self.tail = LogTail { file: Arc::new(file), path, number, offset, synced: offset };
         self.log.lock().tail = self.tail.clone();
     }
 
-    /// Syncs everything and says so in a last, empty frame: from now on nothing at the end can pass as unfinished.
-    fn finish(&mut self) -> Result<(), Failure> {
-        self.commit = self.shared.lock_anyway().buffer.commit;
+    /// Syncs everything and marks it with a final empty frame, so that recovery does not mistake damage for an
+    /// incomplete write.
+    fn finish(&mut self) -> Result<(), LogFailure> {
+        self.commit = self.shared.lock_ignoring_poison().buffer.commit;
         self.log.sync(&self.tail, self.commit)?;
         self.write()?;
         self.log.sync(&self.tail, self.commit)
     }
 }
 
-fn compact(directory: &Directory, number: u64, state: &State, stop: &AtomicBool) -> Option<u64> {
+fn compact(
+    directory: &Directory,
+    number: u64,
+    state: &EmbeddedState,
+    stop: &AtomicBool,
+) -> Option<u64> {
     let written = snapshot::write(directory, number, state, stop);
     let replaced = written.and_then(|bytes| match bytes {
         Some(_) => snapshot::remove_before(directory, number).map(|()| bytes),
@@ -387,12 +395,12 @@ fn compact(directory: &Directory, number: u64, state: &State, stop: &AtomicBool)
     });
     match replaced {
         Ok(bytes) => {
-            info!(number, bytes, "snapshot of the embedded state was written");
+            info!(number, bytes, "wrote a snapshot of the embedded state");
             bytes
         }
         Err(error) => {
-            // Nothing is lost: the log still holds everything, and the next snapshot takes all of it.
-            error!(%error, number, "snapshot could not be written, the log keeps growing");
+            // Nothing is lost: the log still contains everything and the next snapshot covers it.
+            error!(%error, number, "could not write a snapshot; the log keeps growing");
             None
         }
     }

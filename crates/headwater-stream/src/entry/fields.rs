@@ -1,7 +1,7 @@
-//! The fields of an entry: names and values whose bytes nobody changes.
+//! The fields of an entry: names and values as immutable bytes.
 //!
-//! Upstream: callers make them one by one, backends often have them as one piece of memory. Such a piece is taken apart
-//! when somebody asks for its parts: most entries are read by whoever needs a few values, and by nobody else.
+//! Callers build fields as pairs; backends often have them as one block of memory. A block is split into
+//! pairs only on demand, because most readers need only a few values.
 
 use std::fmt;
 use std::slice;
@@ -10,33 +10,34 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::EntrySize;
-use super::packed::{Packed, Parts, put_text, text_bytes};
+use super::packed::{PackedFields, PackedParts, put_text, text_bytes};
 
-/// More than this is shared, not copied.
+/// Larger values are shared, not copied.
 const COPIED_BYTES_MAX: usize = 16 * 1024;
 
-/// A name and its value, of one entry alone.
-pub type Own<'a> = (&'static str, &'a Bytes);
+/// A field of one entry: its name and value.
+pub type FieldRef<'a> = (&'static str, &'a Bytes);
 
 /// The fields of an entry, in the order they were written. Clones share the bytes.
 #[derive(Clone)]
-pub struct Fields(Shape);
+pub struct Fields(FieldsRepr);
 
 #[derive(Clone)]
-enum Shape {
+enum FieldsRepr {
     Pairs(Arc<[(Bytes, Bytes)]>),
-    Packed(Arc<Packed>),
+    Packed(Arc<PackedFields>),
 }
 
 impl Fields {
-    /// Fields from pairs of name and value.
+    /// Fields from name-value pairs.
     pub fn new<N: Into<Bytes>, V: Into<Bytes>>(pairs: impl IntoIterator<Item = (N, V)>) -> Self {
         let pairs = pairs.into_iter().map(|(name, value)| (name.into(), value.into()));
-        Self(Shape::Pairs(pairs.collect()))
+        Self(FieldsRepr::Pairs(pairs.collect()))
     }
 
-    /// Fields `before` and `after` those that many entries have in common. Small ones are copied into one piece of memory.
-    pub fn with_common(before: &[Own<'_>], common: &Self, after: &[Own<'_>]) -> Self {
+    /// Fields `before` and `after` the ones shared by many entries. Small fields are copied into one block of
+    /// memory.
+    pub fn with_shared(before: &[FieldRef<'_>], common: &Self, after: &[FieldRef<'_>]) -> Self {
         let own = || before.iter().chain(after);
         let own_bytes: usize = own().map(|(name, value)| name.len() + value.len()).sum();
         let size = EntrySize {
@@ -44,7 +45,7 @@ impl Fields {
             bytes: own_bytes + common.bytes(),
         };
         if size.bytes > COPIED_BYTES_MAX {
-            let shared = |(name, value): &Own<'_>| {
+            let shared = |(name, value): &FieldRef<'_>| {
                 (Bytes::from_static(name.as_bytes()), Bytes::clone(value))
             };
             let common = common.iter().cloned();
@@ -53,39 +54,39 @@ impl Fields {
         }
         let room = own().map(|(name, value)| text_bytes(name.len()) + text_bytes(value.len()));
         let mut bytes = Vec::with_capacity(room.sum::<usize>() + common.packed_bytes());
-        let put = |bytes: &mut Vec<u8>, own: &[Own<'_>]| {
+        let put = |bytes: &mut Vec<u8>, own: &[FieldRef<'_>]| {
             for (name, value) in own {
                 put_text(bytes, name.as_bytes());
                 put_text(bytes, value);
             }
         };
         put(&mut bytes, before);
-        common.put_into(&mut bytes);
+        common.encode_into(&mut bytes);
         put(&mut bytes, after);
         Self::packed(bytes.into(), size)
     }
 
-    /// Fields of this size as they lie in memory.
+    /// Fields in packed form.
     pub(crate) fn packed(bytes: Bytes, size: EntrySize) -> Self {
-        Self(Shape::Packed(Arc::new(Packed::new(bytes, size))))
+        Self(FieldsRepr::Packed(Arc::new(PackedFields::new(bytes, size))))
     }
 
-    /// Adds them to packed memory.
-    pub(crate) fn put_into(&self, out: &mut Vec<u8>) {
+    /// Appends the fields in packed form.
+    pub(crate) fn encode_into(&self, out: &mut Vec<u8>) {
         match &self.0 {
-            Shape::Packed(packed) => out.extend_from_slice(&packed.bytes),
-            Shape::Pairs(pairs) => pairs.iter().for_each(|(name, value)| {
+            FieldsRepr::Packed(packed) => out.extend_from_slice(&packed.bytes),
+            FieldsRepr::Pairs(pairs) => pairs.iter().for_each(|(name, value)| {
                 put_text(out, name);
                 put_text(out, value);
             }),
         }
     }
 
-    /// How many bytes they take in packed memory.
+    /// Size in packed form.
     pub(crate) fn packed_bytes(&self) -> usize {
         match &self.0 {
-            Shape::Packed(packed) => packed.bytes.len(),
-            Shape::Pairs(pairs) => pairs
+            FieldsRepr::Packed(packed) => packed.bytes.len(),
+            FieldsRepr::Pairs(pairs) => pairs
                 .iter()
                 .map(|(name, value)| text_bytes(name.len()) + text_bytes(value.len()))
                 .sum(),
@@ -98,20 +99,20 @@ impl Fields {
         self.iter().find(|(field, _)| field == name).map(|(_, value)| value)
     }
 
-    /// The pairs of name and value, in order.
+    /// Name-value pairs, in order.
     pub fn iter(&self) -> slice::Iter<'_, (Bytes, Bytes)> {
         match &self.0 {
-            Shape::Pairs(pairs) => pairs.iter(),
-            Shape::Packed(packed) => packed.pairs().iter(),
+            FieldsRepr::Pairs(pairs) => pairs.iter(),
+            FieldsRepr::Packed(packed) => packed.pairs().iter(),
         }
     }
 
-    /// The pairs of name and value as they lie there, in order. Costs less than [`iter`](Self::iter) for whoever wants
-    /// few of them, or wants none to keep; see [`share`](Self::share).
+    /// Borrowed name-value pairs, in order. Cheaper than [`iter`](Self::iter) if you need only a few; use
+    /// [`share`](Self::share) to keep one.
     pub fn slices(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
         let mut slices = match &self.0 {
-            Shape::Pairs(pairs) => Slices::Pairs(pairs.iter()),
-            Shape::Packed(packed) => Slices::Parts(packed.parts()),
+            FieldsRepr::Pairs(pairs) => Slices::Pairs(pairs.iter()),
+            FieldsRepr::Packed(packed) => Slices::Parts(packed.parts()),
         };
         std::iter::from_fn(move || match &mut slices {
             Slices::Pairs(pairs) => pairs.next().map(|(name, value)| (&name[..], &value[..])),
@@ -119,13 +120,13 @@ impl Fields {
         })
     }
 
-    /// A name or value of [`slices`](Self::slices), to keep.
+    /// A name or value from [`slices`](Self::slices) as `Bytes`, without a copy where possible.
     pub fn share(&self, part: &[u8]) -> Bytes {
         let is_part = |bytes: &Bytes| bytes.as_ptr() == part.as_ptr() && bytes.len() == part.len();
         match &self.0 {
-            Shape::Packed(packed) if packed.holds(part) => packed.bytes.slice_ref(part),
-            Shape::Packed(_) => Bytes::copy_from_slice(part),
-            Shape::Pairs(pairs) => {
+            FieldsRepr::Packed(packed) if packed.holds(part) => packed.bytes.slice_ref(part),
+            FieldsRepr::Packed(_) => Bytes::copy_from_slice(part),
+            FieldsRepr::Pairs(pairs) => {
                 let mut all = pairs.iter().flat_map(|(name, value)| [name, value]);
                 all.find(|bytes| is_part(bytes))
                     .map_or_else(|| Bytes::copy_from_slice(part), Bytes::clone)
@@ -133,37 +134,39 @@ impl Fields {
         }
     }
 
-    /// How many fields there are, and their bytes.
+    /// Number of fields and their bytes.
     pub fn size(&self) -> EntrySize {
         EntrySize { fields: self.len(), bytes: self.bytes() }
     }
 
-    /// How many fields there are.
+    /// Number of fields.
     pub fn len(&self) -> usize {
         match &self.0 {
-            Shape::Pairs(pairs) => pairs.len(),
-            Shape::Packed(packed) => packed.size.fields,
+            FieldsRepr::Pairs(pairs) => pairs.len(),
+            FieldsRepr::Packed(packed) => packed.size.fields,
         }
     }
 
-    /// Whether there are none.
+    /// Whether there are no fields.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The bytes of all names and values together.
+    /// Total bytes of all names and values.
     pub fn bytes(&self) -> usize {
         match &self.0 {
-            Shape::Pairs(pairs) => pairs.iter().map(|(name, value)| name.len() + value.len()).sum(),
-            Shape::Packed(packed) => packed.size.bytes,
+            FieldsRepr::Pairs(pairs) => {
+                pairs.iter().map(|(name, value)| name.len() + value.len()).sum()
+            }
+            FieldsRepr::Packed(packed) => packed.size.bytes,
         }
     }
 }
 
-/// Names and values that are being looked at.
+/// Iterator state of `slices`.
 enum Slices<'a> {
     Pairs(slice::Iter<'a, (Bytes, Bytes)>),
-    Parts(Parts<'a>),
+    Parts(PackedParts<'a>),
 }
 
 /// No fields.
@@ -201,22 +204,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_in_one_piece_are_the_same_as_one_by_one() {
+    fn packed_fields_equal_fields_built_from_pairs() {
         let one_by_one = Fields::new([("a", "xy"), ("", "end"), ("topic", "0123456789")]);
         let (first, second) = (Bytes::from_static(b"xy"), Bytes::from_static(b"end"));
         let common = Fields::new([("topic", "0123456789")]);
-        let packed = Fields::with_common(&[("a", &first), ("", &second)], &common, &[]);
+        let packed = Fields::with_shared(&[("a", &first), ("", &second)], &common, &[]);
         let second = Fields::new([("", "end")]);
         let topic = Bytes::from_static(b"0123456789");
-        let around = Fields::with_common(&[("a", &first)], &second, &[("topic", &topic)]);
-        let twice_packed = Fields::with_common(&[], &packed, &[]);
-        assert!(matches!(twice_packed.0, Shape::Packed(_)));
+        let around = Fields::with_shared(&[("a", &first)], &second, &[("topic", &topic)]);
+        let twice_packed = Fields::with_shared(&[], &packed, &[]);
+        assert!(matches!(twice_packed.0, FieldsRepr::Packed(_)));
         for fields in [&packed, &around, &twice_packed, &one_by_one] {
             assert_eq!((fields, fields.len(), fields.bytes()), (&one_by_one, 3, 21));
             assert_eq!(format!("{fields:?}"), format!("{one_by_one:?}"));
             assert!(fields.iter().eq(one_by_one.iter()));
             let mut written = Vec::new();
-            fields.put_into(&mut written);
+            fields.encode_into(&mut written);
             assert_eq!(written.len(), fields.packed_bytes());
             assert_eq!(Fields::packed(written.into(), fields.size()), one_by_one);
             assert_eq!(fields.get("a").unwrap(), "xy");
@@ -233,7 +236,7 @@ mod tests {
     fn large_values_are_shared_not_copied() {
         let common = Fields::new([("topic", "orders")]);
         let value = Bytes::from(vec![b'x'; COPIED_BYTES_MAX]);
-        let fields = Fields::with_common(&[("payload", &value)], &common, &[]);
+        let fields = Fields::with_shared(&[("payload", &value)], &common, &[]);
         assert_eq!(fields.get("payload").unwrap().as_ptr(), value.as_ptr());
         assert_eq!((fields.get("topic").unwrap(), fields.len()), (&Bytes::from("orders"), 2));
     }

@@ -1,7 +1,6 @@
-//! Fields in one piece of memory: names and values in turn, each behind its length, `$5\r\ntopic\r\n`.
+//! Packed fields: names and values in one block of memory, each with a length prefix, `$5\r\ntopic\r\n`.
 //!
-//! Upstream: `fields`. Redis writes and reads them so: what comes from it is looked at where it lies, and what goes to it
-//! is copied as it is.
+//! Upstream: `fields`. This is the Redis wire form: replies are read in place, and appends copy the block as it is.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -10,28 +9,28 @@ use bytes::Bytes;
 
 use super::EntrySize;
 
-/// Names and values in turn, in one piece of memory.
-pub(super) struct Packed {
+/// Names and values in one block of memory.
+pub(super) struct PackedFields {
     pub(super) bytes: Bytes,
     pub(super) size: EntrySize,
     pairs: OnceLock<Box<[(Bytes, Bytes)]>>,
 }
 
-/// What lies in packed memory, part by part.
-pub(super) struct Parts<'a> {
+/// Iterator over packed parts.
+pub(super) struct PackedParts<'a> {
     rest: &'a [u8],
 }
 
-impl Packed {
+impl PackedFields {
     pub(super) fn new(bytes: Bytes, size: EntrySize) -> Self {
         Self { bytes, size, pairs: OnceLock::new() }
     }
 
-    pub(super) fn parts(&self) -> Parts<'_> {
-        Parts { rest: &self.bytes }
+    pub(super) fn parts(&self) -> PackedParts<'_> {
+        PackedParts { rest: &self.bytes }
     }
 
-    /// The parts one by one, for whoever wants to keep them.
+    /// The parts as pairs; split on first use.
     pub(super) fn pairs(&self) -> &[(Bytes, Bytes)] {
         self.pairs.get_or_init(|| {
             let mut parts = self.parts().map(|part| self.bytes.slice_ref(part));
@@ -43,14 +42,14 @@ impl Packed {
         })
     }
 
-    /// Whether these bytes lie in this memory.
+    /// Whether these bytes are part of this block.
     pub(super) fn holds(&self, part: &[u8]) -> bool {
         let (memory, part) = (self.bytes.as_ptr_range(), part.as_ptr_range());
         memory.start <= part.start && part.end <= memory.end
     }
 }
 
-impl<'a> Iterator for Parts<'a> {
+impl<'a> Iterator for PackedParts<'a> {
     type Item = &'a [u8];
 
     fn next(&mut self) -> Option<&'a [u8]> {
@@ -61,10 +60,10 @@ impl<'a> Iterator for Parts<'a> {
     }
 }
 
-/// Digits of a count: so few that no number is too large to be added to others.
+/// Digits of a count: few enough that adding counts cannot overflow.
 const COUNT_DIGITS_MAX: usize = 9;
 
-/// The count that stands behind a sign of one byte, and where its line ends.
+/// Parses a count after its one-byte prefix. Returns it and the end of its line.
 pub(crate) fn count(rest: &[u8]) -> Option<(usize, usize)> {
     let (mut number, mut at) = (0_usize, 1);
     while at <= COUNT_DIGITS_MAX {
@@ -75,14 +74,14 @@ pub(crate) fn count(rest: &[u8]) -> Option<(usize, usize)> {
         number = number * 10 + usize::from(digit);
         at += 1;
     }
-    // What is copied as it is must be as a server takes it: without zeros in front.
+    // Leading zeros are rejected, because packed bytes are sent to the server as they are.
     let is_plain = at == 2 || rest.get(1) != Some(&b'0');
     let is_line =
         at > 1 && is_plain && rest.get(at) == Some(&b'\r') && rest.get(at + 1) == Some(&b'\n');
     is_line.then_some((number, at + 2))
 }
 
-/// Where the first text lies, and what follows it.
+/// Range of the first text, and the offset of what follows it.
 pub(crate) fn next_text(rest: &[u8]) -> Option<(Range<usize>, usize)> {
     if rest.first() != Some(&b'$') {
         return None;
@@ -92,14 +91,14 @@ pub(crate) fn next_text(rest: &[u8]) -> Option<(Range<usize>, usize)> {
     (rest.get(end..end + 2)? == b"\r\n").then_some((start..end, end + 2))
 }
 
-/// Adds a text.
+/// Appends a text.
 pub(crate) fn put_text(out: &mut Vec<u8>, text: &[u8]) {
     put_count(out, b'$', text.len());
     out.extend_from_slice(text);
     out.extend_from_slice(b"\r\n");
 }
 
-/// Adds a count behind its sign, as a line.
+/// Appends a count line with its prefix.
 pub(crate) fn put_count(out: &mut Vec<u8>, sign: u8, number: usize) {
     if let number @ 0..10 = number {
         out.extend_from_slice(&[sign, b'0' + number as u8, b'\r', b'\n']);
@@ -113,13 +112,13 @@ pub(crate) fn put_count(out: &mut Vec<u8>, sign: u8, number: usize) {
     out.extend_from_slice(&line[..digits.len() + 3]);
 }
 
-/// How many bytes a text takes.
+/// Packed size of a text.
 pub(super) fn text_bytes(length: usize) -> usize {
     let digits = length.checked_ilog10().unwrap_or(0) as usize + 1;
     digits + length + "$\r\n\r\n".len()
 }
 
-/// Room for the decimal digits of a number, without an allocation.
+/// Buffer for the decimal digits of a number, without an allocation.
 #[derive(Default)]
 pub(crate) struct Digits([u8; 20]);
 
@@ -153,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_text_is_not_taken_for_one() {
+    fn invalid_text_is_rejected() {
         for bytes in [
             "",
             "$",

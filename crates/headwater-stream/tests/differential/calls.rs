@@ -1,4 +1,4 @@
-//! Every call a sequence can make, and how its answer is told.
+//! Every call of a sequence, and its result as text.
 
 use std::collections::hash_map;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use headwater_stream::{
     ReclaimFrom, Retention, Settlement, StreamName, Then, TrimGuard,
 };
 
+use crate::observed_backend::*;
 use crate::operations::*;
-use crate::world::*;
 
-impl World<'_> {
+impl ObservedBackend<'_> {
     fn start(&self, stream: u8, start: &Start) -> GroupStart {
         match start {
             Start::Beginning => GroupStart::Beginning,
@@ -21,8 +21,8 @@ impl World<'_> {
         }
     }
 
-    /// Runs one call and tells its answer.
-    pub(crate) async fn run(&mut self, operation: &Operation) -> Answer {
+    /// Runs one call and returns its result as text.
+    pub(crate) async fn run(&mut self, operation: &Operation) -> CallResult {
         use Operation::*;
         let backend = self.backend();
         let text = match operation {
@@ -139,7 +139,7 @@ impl World<'_> {
             }
             DeleteStream { stream } => {
                 let answer = backend.delete_stream(&self.stream(*stream)).await;
-                // Or a new stream of that name could use an id that an old one had.
+                // Otherwise a new stream of that name could reuse an id of the old one.
                 tokio::time::sleep(Duration::from_millis(2)).await;
                 errors(answer, |was| format!("was={was}"))
             }
@@ -252,7 +252,7 @@ impl World<'_> {
             }
             _ => self.registry(operation).await,
         };
-        Answer { text, lags: Vec::new() }
+        CallResult { text, lags: Vec::new() }
     }
 
     async fn registry(&self, operation: &Operation) -> String {
@@ -383,7 +383,7 @@ impl World<'_> {
             count,
         } = operation
         else {
-            unreachable!("{operation:?} is no reclaim");
+            unreachable!("{operation:?} is not a reclaim");
         };
         let fence = guard.map(|guard| self.fence(guard));
         let (other, ids);
@@ -411,7 +411,7 @@ impl World<'_> {
         };
         let answer = self.backend().reclaim(reclaim).await;
         errors(answer, |mut found| {
-            // Nobody promises an order of what exists no more.
+            // The order of deleted ids is unspecified.
             found.deleted.sort();
             let show = |entry: &headwater_stream::Delivery| {
                 let id = self.show_id(*stream, entry.id);
@@ -424,7 +424,7 @@ impl World<'_> {
         })
     }
 
-    pub(crate) async fn stats(&self, stream: u8) -> Answer {
+    pub(crate) async fn stats(&self, stream: u8) -> CallResult {
         let mut lags = Vec::new();
         let text = errors(self.backend().stats(&self.stream(stream)).await, |stats| {
             let Some(stats) = stats else { return "none".to_owned() };
@@ -445,7 +445,7 @@ impl World<'_> {
             }
             text
         });
-        Answer { text, lags }
+        CallResult { text, lags }
     }
 
     async fn list_delayed(&self, delays: u8, offset: usize, count: usize) -> String {

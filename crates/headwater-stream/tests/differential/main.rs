@@ -1,14 +1,14 @@
-//! The embedded backend and a real Redis answer the same, whatever sequence of calls they get.
+//! The embedded backend and a real Redis return the same results for any sequence of calls.
 //!
-//! Sequences are random; `HEADWATER_SEQUENCES` sets how many (default 1000), `HEADWATER_SEED` the seed, which is
-//! printed. A sequence that shows a difference is cut down to a small one. Time stands aside: idle times are zero or an
+//! Sequences are random; `HEADWATER_SEQUENCES` sets how many (default 1000), `HEADWATER_SEED` the seed,
+//! which is printed. A sequence with a difference is shrunk. Time is excluded: idle times are zero or an
 //! hour, entries are due at once or far in the future.
 #![cfg(all(feature = "embedded", feature = "redis"))]
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
 mod calls;
+mod observed_backend;
 mod operations;
-mod world;
 
 use std::cell::RefCell;
 use std::hash::{BuildHasher, RandomState};
@@ -17,16 +17,16 @@ use headwater_stream::{Options, connect};
 use headwater_testkit::{Redis, unique};
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 
+use self::observed_backend::{Connection, ObservedBackend};
 use self::operations::{Operation, sequences};
-use self::world::{Connection, World};
 
 const SEQUENCES_DEFAULT: u32 = 1000;
-/// A shrink that takes longer finds little more.
+/// Longer shrinking finds little more.
 const SHRINKS_MAX: u32 = 3000;
 
 fn from_environment<T: std::str::FromStr>(variable: &str) -> Option<T> {
     let text = std::env::var(variable).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is `{text}`, which is no number")))
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable}: `{text}` is not a number")))
 }
 
 /// Runs a sequence on both and returns the first difference.
@@ -35,22 +35,22 @@ async fn compare(
     sequence: &[Operation],
 ) -> Result<(), String> {
     let prefix = unique("differential");
-    let mut embedded = World::new(&mut connections.0, prefix.clone());
-    let mut redis = World::new(&mut connections.1, prefix);
+    let mut embedded = ObservedBackend::new(&mut connections.0, prefix.clone());
+    let mut redis = ObservedBackend::new(&mut connections.1, prefix);
     for (at, operation) in sequence.iter().enumerate() {
-        let ours = embedded.run(operation).await;
-        let theirs = redis.run(operation).await;
-        if !ours.agrees_with(&theirs) {
+        let embedded_result = embedded.run(operation).await;
+        let redis_result = redis.run(operation).await;
+        if !embedded_result.agrees_with(&redis_result) {
             return Err(format!(
-                "call {at}, {operation:?}:\n  embedded: {ours:?}\n  redis:    {theirs:?}"
+                "call {at}, {operation:?}:\n  embedded: {embedded_result:?}\n  redis:    {redis_result:?}"
             ));
         }
     }
     let ends = embedded.everything().await.into_iter().zip(redis.everything().await);
-    for ((what, ours), (_, theirs)) in ends {
-        if !ours.agrees_with(&theirs) {
+    for ((what, embedded_result), (_, redis_result)) in ends {
+        if !embedded_result.agrees_with(&redis_result) {
             return Err(format!(
-                "at the end, {what}:\n  embedded: {ours:?}\n  redis:    {theirs:?}"
+                "at the end, {what}:\n  embedded: {embedded_result:?}\n  redis:    {redis_result:?}"
             ));
         }
     }
@@ -58,7 +58,7 @@ async fn compare(
 }
 
 #[test]
-fn embedded_and_redis_answer_every_sequence_of_calls_alike() -> anyhow::Result<()> {
+fn embedded_and_redis_return_the_same_results_for_every_sequence_of_calls() -> anyhow::Result<()> {
     let cases = from_environment("HEADWATER_SEQUENCES").unwrap_or(SEQUENCES_DEFAULT);
     let seed: u64 = from_environment("HEADWATER_SEED")
         .unwrap_or_else(|| RandomState::new().hash_one("seed") >> 32);
@@ -94,6 +94,6 @@ fn embedded_and_redis_answer_every_sequence_of_calls_alike() -> anyhow::Result<(
             let calls: Vec<String> = sequence.iter().map(|call| format!("  {call:?}")).collect();
             panic!("HEADWATER_SEED={seed}: {difference}\nafter the calls:\n{}", calls.join("\n"));
         }
-        Err(TestError::Abort(reason)) => anyhow::bail!("the run was given up: {reason}"),
+        Err(TestError::Abort(reason)) => anyhow::bail!("the run was aborted: {reason}"),
     }
 }

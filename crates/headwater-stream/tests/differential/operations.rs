@@ -1,12 +1,12 @@
-//! What a sequence is made of: calls that name things by small numbers.
+//! Operations of a sequence: calls that refer to objects by small numbers.
 //!
-//! An entry, an epoch or a delayed entry is named by its place among those seen so far, so a sequence keeps its
-//! meaning when some of its calls are taken out.
+//! An entry, epoch or delayed entry is referred to by its index among those seen so far, so a sequence keeps
+//! its meaning when calls are removed from it.
 
 use proptest::prelude::*;
 use proptest::sample::select;
 
-/// How many of each kind there are; the number after the last is the name that all kinds share.
+/// Number of objects of each type; the number after the last is the name shared by all types.
 pub(crate) const STREAMS: u8 = 3;
 pub(crate) const GROUPS: u8 = 2;
 pub(crate) const CONSUMERS: u8 = 3;
@@ -15,7 +15,7 @@ pub(crate) const LEASES: u8 = 2;
 pub(crate) const MAPS: u8 = 2;
 pub(crate) const SETS: u8 = 2;
 
-/// A thing seen before, by its place modulo how many there are.
+/// An object seen before, by its index modulo the number of objects.
 pub(crate) type Nth = u8;
 
 #[derive(Clone, Copy, Debug)]
@@ -51,7 +51,7 @@ pub(crate) enum End {
     Release,
 }
 
-/// The epoch to present: of a lease, the nth seen; `None` presents none.
+/// The fence to present: a lease and the nth epoch seen; `None` presents none.
 pub(crate) type Guard = Option<(u8, Nth)>;
 
 #[derive(Clone, Debug)]
@@ -231,7 +231,7 @@ pub(crate) enum Operation {
     },
 }
 
-/// The number of a thing: mostly of its own kind, now and then the name that all kinds share.
+/// The number of an object: mostly of its own type, sometimes the name shared by all types.
 fn name(own: u8) -> impl Strategy<Value = u8> {
     prop_oneof![30 => 0..own, 1 => Just(own)]
 }

@@ -1,14 +1,14 @@
-//! The parts that effects are made of: numbers, texts, ids, fields.
+//! Encoding of record fields: numbers, texts, ids and entry fields.
 
 use std::borrow::Cow;
 
 use bytes::Bytes;
 
-use super::{Decoded, Problem};
+use super::{Decoded, RecordError};
 use crate::clock::Timestamp;
 use crate::entry::{EntryId, Fields};
 
-/// Appends parts of effects.
+/// Appends record fields.
 pub(super) struct Encoder<'a> {
     pub(super) to: &'a mut Vec<u8>,
 }
@@ -36,7 +36,7 @@ impl Encoder<'_> {
         self.number(id.ms).number(id.seq)
     }
 
-    /// Ids in any order; near ones take two or three bytes each.
+    /// Ids in any order, delta-encoded: neighbours take two or three bytes each.
     pub(super) fn ids(&mut self, ids: &[EntryId]) -> &mut Self {
         self.number(ids.len() as u64);
         let mut ms = 0;
@@ -74,16 +74,16 @@ impl Encoder<'_> {
     }
 }
 
-/// Takes parts of effects from the front of what is left.
+/// Reads record fields from the front of `rest`.
 pub(super) struct Decoder<'a> {
     pub(super) rest: &'a [u8],
 }
 
-const CUT_OFF: Problem = "an effect ends before its last part";
+const TRUNCATED: RecordError = "a record is truncated";
 
 impl<'a> Decoder<'a> {
     pub(super) fn tag(&mut self) -> Decoded<u8> {
-        let (tag, rest) = self.rest.split_first().ok_or(CUT_OFF)?;
+        let (tag, rest) = self.rest.split_first().ok_or(TRUNCATED)?;
         self.rest = rest;
         Ok(*tag)
     }
@@ -124,8 +124,8 @@ impl<'a> Decoder<'a> {
     }
 
     pub(super) fn bytes(&mut self) -> Decoded<&'a [u8]> {
-        let length = usize::try_from(self.number()?).map_err(|_| CUT_OFF)?;
-        let (bytes, rest) = self.rest.split_at_checked(length).ok_or(CUT_OFF)?;
+        let length = usize::try_from(self.number()?).map_err(|_| TRUNCATED)?;
+        let (bytes, rest) = self.rest.split_at_checked(length).ok_or(TRUNCATED)?;
         self.rest = rest;
         Ok(bytes)
     }
@@ -138,10 +138,10 @@ impl<'a> Decoder<'a> {
         &mut self,
         mut item: impl FnMut(&mut Self) -> Decoded<T>,
     ) -> Decoded<Vec<T>> {
-        let length = usize::try_from(self.number()?).map_err(|_| CUT_OFF)?;
+        let length = usize::try_from(self.number()?).map_err(|_| TRUNCATED)?;
         // Every item takes a byte or more, so a longer list cannot be whole; nothing is reserved for it.
         if length > self.rest.len() {
-            return Err(CUT_OFF);
+            return Err(TRUNCATED);
         }
         (0..length).map(|_| item(self)).collect()
     }

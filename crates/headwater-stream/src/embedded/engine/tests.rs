@@ -1,4 +1,4 @@
-//! The order of things, step by step: here the test is the writer and the syncer.
+//! Ordering of writes, syncs and results, step by step; the test acts as writer and sync thread.
 
 use std::borrow::Cow;
 use std::pin::pin;
@@ -7,50 +7,58 @@ use futures_util::poll;
 
 use super::*;
 use crate::clock::TestClock;
-use crate::embedded::effect::Effect;
-use crate::embedded::log::{Damage, Failure, SyncMode, Tail};
-use crate::embedded::reader::Reader;
+use crate::embedded::log::{Damage, LogFailure, LogTail, SyncMode};
+use crate::embedded::reader::EmbeddedGroupReader;
+use crate::embedded::redo_record::RedoRecord;
 use crate::entry::{EntryId, Fields};
 use crate::name::{ConsumerName, GroupName, StreamName};
 use crate::streams::GroupReader;
 
-/// An engine whose log nobody writes.
-fn engine(mode: SyncMode) -> (Arc<Engine>, Arc<Log>, Tail) {
+/// An engine without log threads.
+fn engine(mode: SyncMode) -> (Arc<Engine>, Arc<CommitLog>, LogTail) {
     let file = Arc::new(tempfile::tempfile().unwrap());
-    let tail = Tail { file, path: Arc::default(), number: 1, offset: 0, synced: 0 };
-    let log = Arc::new(Log::new(mode, tail.clone()));
+    let tail = LogTail { file, path: Arc::default(), number: 1, offset: 0, synced: 0 };
+    let log = Arc::new(CommitLog::new(mode, tail.clone()));
     let clock = Arc::new(TestClock::default());
     let deadline = Duration::from_secs(60);
-    let shared = Shared::new(clock, 1 << 20, deadline, State::default(), Some(Arc::clone(&log)));
+    let shared = EngineShared::new(
+        clock,
+        1 << 20,
+        deadline,
+        EmbeddedState::default(),
+        Some(Arc::clone(&log)),
+    );
     (Arc::new(Engine::new(Arc::new(shared), None)), log, tail)
 }
 
-async fn append(shared: &Shared, number: u64) -> Result<()> {
-    let append = shared.change(Until::Durable, |change| {
+async fn append(shared: &EngineShared, number: u64) -> Result<()> {
+    let append = shared.transact(Durability::Durable, |tx| {
         let entries = Cow::Owned(vec![Fields::new([("n", number.to_string())])]);
-        change.apply(&Effect::Append { stream: "s", first: EntryId::new(number, 0), entries });
+        tx.apply(&RedoRecord::Append { stream: "s", first: EntryId::new(number, 0), entries });
         Ok(())
     });
     append.await
 }
 
-async fn length(shared: &Shared) -> Result<usize> {
-    let look = shared.look(|look| {
-        Ok(look.state.stream("s", look.now)?.map_or(0, |stream| stream.entries.len()))
-    });
-    look.await
+async fn length(shared: &EngineShared) -> Result<usize> {
+    let read = shared
+        .read(|tx| Ok(tx.state.stream("s", tx.now)?.map_or(0, |stream| stream.entries.len())));
+    read.await
 }
 
 #[tokio::test]
-async fn no_answer_shows_what_a_crash_could_take_back() {
+async fn no_result_shows_data_that_a_crash_could_revert() {
     for (mode, written_is_enough) in [(SyncMode::Always, false), (SyncMode::Interval, true)] {
         let (engine, log, tail) = engine(mode);
         let shared = &engine.shared;
-        assert_eq!(length(shared).await.unwrap(), 0, "nothing is shown, so nothing is waited for");
+        assert_eq!(length(shared).await.unwrap(), 0, "an empty result has nothing to wait for");
         let mut first = pin!(append(shared, 1));
         assert!(poll!(first.as_mut()).is_pending());
-        let mut look = pin!(length(shared));
-        assert!(poll!(look.as_mut()).is_pending(), "it shows an entry that could be lost");
+        let mut read = pin!(length(shared));
+        assert!(
+            poll!(read.as_mut()).is_pending(),
+            "the result contains an entry that could be lost"
+        );
         let mut second = pin!(append(shared, 2));
         assert!(poll!(second.as_mut()).is_pending());
 
@@ -60,7 +68,7 @@ async fn no_answer_shows_what_a_crash_could_take_back() {
         if !written_is_enough {
             first.await.unwrap();
         }
-        assert_eq!(look.await.unwrap(), 1);
+        assert_eq!(read.await.unwrap(), 1);
         assert!(
             poll!(second.as_mut()).is_pending(),
             "its own commit is neither written nor synced"
@@ -72,11 +80,11 @@ async fn no_answer_shows_what_a_crash_could_take_back() {
 }
 
 #[tokio::test]
-async fn a_reader_hands_out_what_is_durable_and_keeps_the_rest() {
+async fn a_reader_returns_durable_entries_and_buffers_the_rest() {
     let (engine, log, tail) = engine(SyncMode::Always);
     let (group, consumer) = (GroupName::new("g").unwrap(), ConsumerName::new("c").unwrap());
     let streams = [StreamName::new("s").unwrap()];
-    let mut reader = Reader::new(Arc::clone(&engine), &group, &consumer);
+    let mut reader = EmbeddedGroupReader::new(Arc::clone(&engine), &group, &consumer);
     let mut appended = pin!(append(&engine.shared, 1));
     assert!(poll!(appended.as_mut()).is_pending());
 
@@ -90,27 +98,27 @@ async fn a_reader_hands_out_what_is_durable_and_keeps_the_rest() {
             poll!(read.as_mut()).is_pending(),
             "the delivery would not be counted after a crash"
         );
-        // And the read is dropped with the entry in its hands.
+        // The read is dropped after the entry was delivered to the reader.
     }
     let mut read = pin!(reader.read(&streams, 10, Duration::ZERO));
     assert!(poll!(read.as_mut()).is_pending());
-    // A delivery need only be written: nobody waits for its sync.
+    // A delivery needs to be written, not synced.
     log.publish_written(2, 20);
     assert_eq!(read.await.unwrap()[0].entries[0].id, EntryId::new(1, 0));
 }
 
 #[tokio::test]
-async fn whoever_waits_for_a_log_that_fails_gets_its_error() {
+async fn calls_that_wait_for_a_failed_log_get_its_error() {
     let (engine, log, _) = engine(SyncMode::Always);
     let mut appended = pin!(append(&engine.shared, 1));
     assert!(poll!(appended.as_mut()).is_pending());
-    let cause = std::io::Error::other("the cable was pulled");
-    log.fail(Failure::new(Damage::Sync, "the.log".as_ref(), "synced", cause));
-    let said = |error: StreamError| {
+    let cause = std::io::Error::other("device not responding");
+    log.fail(LogFailure::new(Damage::Sync, "the.log".as_ref(), "synced", cause));
+    let names_the_cause = |error: StreamError| {
         let text = error.to_string();
-        text.contains("the.log") && text.contains("the cable was pulled")
+        text.contains("the.log") && text.contains("device not responding")
     };
-    assert!(said(appended.await.err().unwrap()));
-    assert!(said(append(&engine.shared, 2).await.err().unwrap()));
-    assert!(said(length(&engine.shared).await.err().unwrap()));
+    assert!(names_the_cause(appended.await.err().unwrap()));
+    assert!(names_the_cause(append(&engine.shared, 2).await.err().unwrap()));
+    assert!(names_the_cause(length(&engine.shared).await.err().unwrap()));
 }

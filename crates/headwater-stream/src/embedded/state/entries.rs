@@ -1,37 +1,37 @@
-//! The entries of one stream, in id order, and how much memory they take.
+//! The entries of one stream in id order, with their memory use.
 
-use super::chunks::Chunks;
+use super::chunked_map::ChunkedMap;
 use crate::entry::{EntryId, Fields};
 
 #[derive(Clone, Debug, Default)]
-pub(in crate::embedded) struct Entries {
-    chunks: Chunks<Fields>,
+pub(in crate::embedded) struct StreamEntries {
+    chunks: ChunkedMap<Fields>,
     bytes: u64,
 }
 
-/// About how many bytes of memory an entry takes: its bytes, and what holds them together.
+/// Approximate memory use of an entry in bytes, including overhead.
 pub(in crate::embedded) fn footprint(fields: &Fields) -> u64 {
     const PER_ENTRY: usize = 48;
     const PER_FIELD: usize = 64;
     (PER_ENTRY + PER_FIELD * fields.len() + fields.bytes()) as u64
 }
 
-/// All ways to look at entries are those of the chunks they lie in.
-impl std::ops::Deref for Entries {
-    type Target = Chunks<Fields>;
+/// Read access is that of the underlying map.
+impl std::ops::Deref for StreamEntries {
+    type Target = ChunkedMap<Fields>;
 
     fn deref(&self) -> &Self::Target {
         &self.chunks
     }
 }
 
-impl Entries {
-    /// About how many bytes of memory they take.
+impl StreamEntries {
+    /// Approximate memory use in bytes.
     pub(in crate::embedded) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Adds an entry at the end. Returns whether its id is larger than all before, as it must be.
+    /// Appends an entry. Returns `false` if its id is not greater than all others.
     #[must_use]
     pub(super) fn push(&mut self, id: EntryId, fields: Fields) -> bool {
         let bytes = footprint(&fields);
@@ -40,7 +40,7 @@ impl Entries {
         is_added
     }
 
-    /// Removes one entry. Returns whether it was there.
+    /// Removes one entry. Returns whether it existed.
     pub(super) fn remove(&mut self, id: EntryId) -> bool {
         let removed = self.chunks.remove(id);
         self.bytes -= removed.as_ref().map_or(0, footprint);

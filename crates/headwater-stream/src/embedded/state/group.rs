@@ -1,55 +1,55 @@
-//! A consumer group on one stream: how far it has read, and who has what in hand.
+//! A consumer group on one stream: its read position and pending entries.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::chunks::Chunks;
+use super::chunked_map::ChunkedMap;
 use crate::clock::Timestamp;
-use crate::embedded::codec::Problem;
+use crate::embedded::codec::RecordError;
 use crate::entry::EntryId;
 use crate::name::{ConsumerName, GroupName};
 use crate::streams::Then;
 
 #[derive(Clone, Debug)]
-pub(in crate::embedded) struct Group {
+pub(in crate::embedded) struct GroupState {
     pub(in crate::embedded) name: GroupName,
     pub(in crate::embedded) last_delivered: EntryId,
-    /// How many entries of the stream come after `last_delivered`; kept up to date, since counting would be slow.
+    /// Number of entries after `last_delivered`; maintained because counting would be slow.
     pub(super) unread: u64,
-    /// Entries are delivered in id order, so what is pending grows at its end.
-    pub(in crate::embedded) pending: Chunks<Delivered>,
-    pub(in crate::embedded) consumers: BTreeMap<Box<str>, Consumer>,
+    /// Entries are delivered in id order, so this grows at its end.
+    pub(in crate::embedded) pending: ChunkedMap<PendingEntry>,
+    pub(in crate::embedded) consumers: BTreeMap<Box<str>, ConsumerState>,
 }
 
-/// The last delivery of a pending entry.
+/// A pending entry and its last delivery.
 #[derive(Clone, Debug)]
-pub(in crate::embedded) struct Delivered {
+pub(in crate::embedded) struct PendingEntry {
     pub(in crate::embedded) consumer: ConsumerName,
     pub(in crate::embedded) at: Timestamp,
     pub(in crate::embedded) deliveries: u64,
 }
 
-impl Delivered {
-    /// Whether it was given back: then anyone may take it, whatever idle time they ask for.
+impl PendingEntry {
+    /// Whether it was released: any consumer may then claim it, whatever minimum idle time the claim has.
     pub(in crate::embedded) fn is_released(&self) -> bool {
         self.consumer.as_str() == Then::RELEASED
     }
 }
 
 #[derive(Clone, Debug)]
-pub(in crate::embedded) struct Consumer {
+pub(in crate::embedded) struct ConsumerState {
     pub(in crate::embedded) name: ConsumerName,
     pub(in crate::embedded) seen_at: Timestamp,
-    /// The ids in the group's `pending` that are this consumer's, so that listing them costs what it lists.
+    /// Ids in the group's `pending` that belong to this consumer, so that listing them does not scan the group.
     pub(in crate::embedded) pending: BTreeSet<EntryId>,
 }
 
-impl Group {
+impl GroupState {
     pub(super) fn new(name: GroupName, last_delivered: EntryId, unread: u64) -> Self {
         let (pending, consumers) = Default::default();
         Self { name, last_delivered, unread, pending, consumers }
     }
 
-    /// How many entries are not delivered yet.
+    /// Number of undelivered entries.
     pub(in crate::embedded) fn unread(&self) -> u64 {
         self.unread
     }
@@ -60,22 +60,26 @@ impl Group {
         self.pending.first_id().map_or(unread, |oldest| unread.min(oldest))
     }
 
-    pub(super) fn see(&mut self, consumer: &str, at: Timestamp) -> Result<&mut Consumer, Problem> {
-        see(&mut self.consumers, consumer, at)
+    pub(super) fn touch(
+        &mut self,
+        consumer: &str,
+        at: Timestamp,
+    ) -> Result<&mut ConsumerState, RecordError> {
+        touch(&mut self.consumers, consumer, at)
     }
 
-    /// Entries are pending for `consumer` from now on. They were not pending before.
+    /// Makes entries pending for `consumer`. They must not be pending yet.
     pub(super) fn deliver(
         &mut self,
         ids: impl Iterator<Item = EntryId>,
         consumer: &str,
         at: Timestamp,
-    ) -> Result<(), Problem> {
-        let consumer = see(&mut self.consumers, consumer, at)?;
+    ) -> Result<(), RecordError> {
+        let consumer = touch(&mut self.consumers, consumer, at)?;
         for id in ids {
-            let delivered = Delivered { consumer: consumer.name.clone(), at, deliveries: 1 };
+            let delivered = PendingEntry { consumer: consumer.name.clone(), at, deliveries: 1 };
             if !self.pending.push(id, delivered) {
-                return Err(DOES_NOT_GROW);
+                return Err(NOT_ASCENDING);
             }
             consumer.pending.insert(id);
             self.last_delivered = id;
@@ -84,24 +88,24 @@ impl Group {
         Ok(())
     }
 
-    /// An entry that is pending for `consumer`, read from a snapshot.
+    /// Restores a pending entry from a snapshot.
     pub(super) fn restore(
         &mut self,
         id: EntryId,
         consumer: &str,
         at: Timestamp,
         deliveries: u64,
-    ) -> Result<(), Problem> {
-        let owner = self.consumers.get_mut(consumer).ok_or("a consumer is unknown")?;
-        let delivered = Delivered { consumer: owner.name.clone(), at, deliveries };
+    ) -> Result<(), RecordError> {
+        let owner = self.consumers.get_mut(consumer).ok_or("unknown consumer")?;
+        let delivered = PendingEntry { consumer: owner.name.clone(), at, deliveries };
         owner.pending.insert(id);
         match self.pending.push(id, delivered) {
             true => Ok(()),
-            false => Err(DOES_NOT_GROW),
+            false => Err(NOT_ASCENDING),
         }
     }
 
-    /// The entry is pending no longer. Returns whether it was.
+    /// Removes a pending entry. Returns whether it was pending.
     pub(super) fn acknowledge(&mut self, id: EntryId) -> bool {
         let Some(delivered) = self.pending.remove(id) else { return false };
         if let Some(owner) = self.consumers.get_mut(delivered.consumer.as_str()) {
@@ -110,44 +114,44 @@ impl Group {
         true
     }
 
-    /// A pending entry changes hands and counts as one more delivery.
+    /// Assigns a pending entry to a consumer and increments its delivery count.
     pub(super) fn claim(
         &mut self,
         id: EntryId,
         consumer: &str,
         at: Timestamp,
-    ) -> Result<(), Problem> {
-        let delivered = self.pass_on(id, consumer, at)?;
+    ) -> Result<(), RecordError> {
+        let delivered = self.reassign(id, consumer, at)?;
         delivered.deliveries = delivered.deliveries.saturating_add(1);
         Ok(())
     }
 
-    /// A pending entry is nobody's, and its last delivery does not count.
-    pub(super) fn release(&mut self, id: EntryId, at: Timestamp) -> Result<(), Problem> {
-        let delivered = self.pass_on(id, Then::RELEASED, at)?;
+    /// Releases a pending entry from its consumer and decrements its delivery count.
+    pub(super) fn release(&mut self, id: EntryId, at: Timestamp) -> Result<(), RecordError> {
+        let delivered = self.reassign(id, Then::RELEASED, at)?;
         delivered.deliveries = delivered.deliveries.saturating_sub(1);
-        // Idle since the beginning of time.
+        // The longest possible idle time.
         delivered.at = Timestamp::default();
         Ok(())
     }
 
-    /// The idle time of a pending entry starts anew.
-    pub(super) fn keep_alive(&mut self, id: EntryId, at: Timestamp) -> Result<(), Problem> {
+    /// Resets the idle time of a pending entry.
+    pub(super) fn keep_alive(&mut self, id: EntryId, at: Timestamp) -> Result<(), RecordError> {
         self.pending.get_mut(id).ok_or(NOT_PENDING)?.at = at;
         Ok(())
     }
 
-    fn pass_on(
+    fn reassign(
         &mut self,
         id: EntryId,
         consumer: &str,
         at: Timestamp,
-    ) -> Result<&mut Delivered, Problem> {
+    ) -> Result<&mut PendingEntry, RecordError> {
         let delivered = self.pending.get_mut(id).ok_or(NOT_PENDING)?;
         if let Some(owner) = self.consumers.get_mut(delivered.consumer.as_str()) {
             owner.pending.remove(&id);
         }
-        let taker = see(&mut self.consumers, consumer, at)?;
+        let taker = touch(&mut self.consumers, consumer, at)?;
         taker.pending.insert(id);
         delivered.consumer = taker.name.clone();
         delivered.at = at;
@@ -155,20 +159,20 @@ impl Group {
     }
 }
 
-const DOES_NOT_GROW: Problem = "entries become pending in an order that does not grow";
-const NOT_PENDING: Problem = "an entry changes hands that is not pending";
+const NOT_ASCENDING: RecordError = "pending entry ids are not ascending";
+const NOT_PENDING: RecordError = "the entry is not pending";
 
-fn see<'a>(
-    consumers: &'a mut BTreeMap<Box<str>, Consumer>,
+fn touch<'a>(
+    consumers: &'a mut BTreeMap<Box<str>, ConsumerState>,
     consumer: &str,
     at: Timestamp,
-) -> Result<&'a mut Consumer, Problem> {
+) -> Result<&'a mut ConsumerState, RecordError> {
     if !consumers.contains_key(consumer) {
-        let name = ConsumerName::new(consumer).map_err(|_| "a consumer name is invalid")?;
-        let new = Consumer { name, seen_at: at, pending: BTreeSet::new() };
+        let name = ConsumerName::new(consumer).map_err(|_| "invalid consumer name")?;
+        let new = ConsumerState { name, seen_at: at, pending: BTreeSet::new() };
         consumers.insert(consumer.into(), new);
     }
-    let consumer = consumers.get_mut(consumer).ok_or("a consumer is unknown")?;
+    let consumer = consumers.get_mut(consumer).ok_or("unknown consumer")?;
     consumer.seen_at = at;
     Ok(consumer)
 }

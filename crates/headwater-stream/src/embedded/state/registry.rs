@@ -1,13 +1,13 @@
-//! Sets and maps: small, and here only to say what exists.
+//! Registry sets and maps.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::{State, Value};
+use super::{EmbeddedState, NamedValue};
 use crate::clock::Timestamp;
-use crate::embedded::codec::Problem;
+use crate::embedded::codec::RecordError;
 
 #[derive(Clone, Debug, Default)]
 pub(in crate::embedded) struct Set {
@@ -15,31 +15,32 @@ pub(in crate::embedded) struct Set {
     pub(in crate::embedded) until: Option<Timestamp>,
 }
 
-/// How many ended sets one new one clears away.
-const CLEARED_AT_ONCE: usize = 2;
+/// Expired sets removed per insert.
+const EXPIRED_PER_INSERT: usize = 2;
 
-/// About how many bytes of memory a member of a set takes.
+/// Approximate memory use of a set member in bytes.
 pub(in crate::embedded) fn member_bytes(member: &str) -> u64 {
     member.len() as u64 + PER_ITEM_BYTES
 }
 
-/// About how many bytes of memory a field of a map takes.
+/// Approximate memory use of a map field in bytes.
 pub(in crate::embedded) fn field_bytes(field: &str, value: &Bytes) -> u64 {
     field.len() as u64 + value.len() as u64 + PER_ITEM_BYTES
 }
 
 const PER_ITEM_BYTES: u64 = 64;
 
-impl State {
+impl EmbeddedState {
     pub(super) fn add_members(
         &mut self,
         name: &str,
         members: &[&str],
         until: Option<Timestamp>,
-    ) -> Result<(), Problem> {
+    ) -> Result<(), RecordError> {
         let key: Arc<str> = name.into();
-        let value = self.names.entry(key.clone()).or_insert_with(|| Value::Set(Arc::default()));
-        let Value::Set(set) = value else { return Err("a name is not that of a set") };
+        let value =
+            self.names.entry(key.clone()).or_insert_with(|| NamedValue::Set(Arc::default()));
+        let NamedValue::Set(set) = value else { return Err("the name does not hold a set") };
         let set = Arc::make_mut(set);
         for member in members {
             if !set.members.contains(*member) {
@@ -49,17 +50,21 @@ impl State {
         }
         if until.is_some() {
             if let Some(old) = set.until {
-                self.set_ends.remove(&(old, key.clone()));
+                self.set_expirations.remove(&(old, key.clone()));
             }
             set.until = until;
-            self.set_ends.extend(until.map(|until| (until, key)));
+            self.set_expirations.extend(until.map(|until| (until, key)));
         }
         Ok(())
     }
 
-    pub(super) fn remove_members(&mut self, name: &str, members: &[&str]) -> Result<(), Problem> {
-        let Some(Value::Set(set)) = self.names.get_mut(name) else {
-            return Err("a set is unknown");
+    pub(super) fn remove_members(
+        &mut self,
+        name: &str,
+        members: &[&str],
+    ) -> Result<(), RecordError> {
+        let Some(NamedValue::Set(set)) = self.names.get_mut(name) else {
+            return Err("unknown set");
         };
         let set = Arc::make_mut(set);
         for member in members {
@@ -77,9 +82,10 @@ impl State {
         &mut self,
         name: &str,
         fields: &[(&str, Bytes)],
-    ) -> Result<(), Problem> {
-        let value = self.names.entry(name.into()).or_insert_with(|| Value::Map(Arc::default()));
-        let Value::Map(map) = value else { return Err("a name is not that of a map") };
+    ) -> Result<(), RecordError> {
+        let value =
+            self.names.entry(name.into()).or_insert_with(|| NamedValue::Map(Arc::default()));
+        let NamedValue::Map(map) = value else { return Err("the name does not hold a map") };
         let map = Arc::make_mut(map);
         for (field, value) in fields {
             self.bytes += field_bytes(field, value);
@@ -90,14 +96,15 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn clear_ended_sets(&mut self, now: Timestamp) {
-        for _ in 0..CLEARED_AT_ONCE {
-            let Some((_, name)) = self.set_ends.first().filter(|(end, _)| *end <= now).cloned()
+    pub(super) fn remove_expired_sets(&mut self, now: Timestamp) {
+        for _ in 0..EXPIRED_PER_INSERT {
+            let Some((_, name)) =
+                self.set_expirations.first().filter(|(end, _)| *end <= now).cloned()
             else {
                 break;
             };
             if self.remove(&name).is_err() {
-                self.set_ends.pop_first();
+                self.set_expirations.pop_first();
             }
         }
     }

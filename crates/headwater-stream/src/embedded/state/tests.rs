@@ -1,4 +1,4 @@
-//! Effects in any order, fitting or not: the state takes them or names the problem, and never panics.
+//! Applies records in any order, valid or not: the state applies them or returns an error, and never panics.
 
 use proptest::prelude::*;
 
@@ -6,12 +6,12 @@ use super::*;
 use crate::embedded::codec;
 use crate::embedded::codec::tests::{encoded, examples};
 
-/// Effects as a log could hold them whose checksums are right and whose contents are not.
+/// Records as in a log with valid checksums and invalid contents.
 fn mangled(order: &[usize], changes: &[(usize, u8)]) -> Vec<u8> {
     let examples = examples();
-    let effects: Vec<Effect<'_>> =
+    let records: Vec<RedoRecord<'_>> =
         order.iter().map(|index| examples[index % examples.len()].clone()).collect();
-    let mut bytes = encoded(&effects);
+    let mut bytes = encoded(&records);
     for (place, byte) in changes {
         let length = bytes.len();
         bytes[place % length] = *byte;
@@ -23,16 +23,16 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2_000, ..ProptestConfig::default() })]
 
     #[test]
-    fn effects_that_do_not_fit_are_a_problem_and_no_panic(
+    fn records_that_do_not_match_the_state_are_errors_and_never_panic(
         order in prop::collection::vec(0usize..100, 1..60),
         changes in prop::collection::vec((any::<usize>(), any::<u8>()), 0..6),
     ) {
         let bytes = mangled(&order, &changes);
         let mut rest = bytes.as_slice();
-        let mut state = State::default();
-        while let Ok(Some(effect)) = codec::decode(&mut rest) {
-            // After a problem the state is thrown away; here it goes on, which is worse.
-            let _ = state.apply(&effect);
+        let mut state = EmbeddedState::default();
+        while let Ok(Some(record)) = codec::decode(&mut rest) {
+            // Recovery discards the state after an error; continuing with it is the harder case.
+            let _ = state.apply(&record);
         }
     }
 }
