@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use headwater_queue::{
-    Backoff, ConsumerConfig, Message, NewMessage, Order, Outcome, Policies, ProducerConfig, Queue,
-    RetryPolicy,
+    Backoff, ConsumerConfig, Message, MessageOrder, NewMessage, Outcome, Policies, ProducerConfig,
+    Queue, RetryPolicy,
 };
 use headwater_stream::{Options, connect};
 use tokio::sync::mpsc;
@@ -41,7 +41,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let backoff = Backoff::Fixed(Duration::from_millis(50));
     let config = ConsumerConfig {
-        order: Order::PerKey,
+        order: MessageOrder::PerKey,
         concurrency: 4,
         retry: RetryPolicy { backoff, ..Default::default() },
         ..Default::default()

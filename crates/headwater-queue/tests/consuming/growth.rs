@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::Result;
-use headwater_queue::{ConsumerConfig, Message, NewMessage, Order, Policies, ProducerConfig};
+use headwater_queue::{
+    ConsumerConfig, Message, MessageOrder, NewMessage, Policies, ProducerConfig,
+};
 
 use crate::env::{Env, GROUP, eventually};
 use crate::record::payload;
@@ -31,8 +33,12 @@ async fn a_key_that_moves_keeps_its_order_when_its_topic_grows(env: Env) -> Resu
         }
     };
     // So few that most of those that wait do so without their bytes.
-    let config =
-        ConsumerConfig { order: Order::PerKey, concurrency: 2, held_max: 5, ..Default::default() };
+    let config = ConsumerConfig {
+        order: MessageOrder::PerKey,
+        concurrency: 2,
+        blocked_max: 5,
+        ..Default::default()
+    };
     let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
 
     let producer = env.queue.producer(ProducerConfig::default())?;
@@ -126,9 +132,9 @@ async fn moved_messages_that_a_dead_owner_left_do_not_take_the_room_of_those_the
     }
     let (handler, mut seen) = crate::record::recorder(|_| headwater_queue::Outcome::Done);
     let config = ConsumerConfig {
-        order: Order::PerKey,
+        order: MessageOrder::PerKey,
         in_flight_max: 4,
-        held_max: 2,
+        blocked_max: 2,
         ..Default::default()
     };
     let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use headwater_queue::{Backoff, ConsumerConfig, Message, Order, Outcome, RetryPolicy};
+use headwater_queue::{Backoff, ConsumerConfig, Message, MessageOrder, Outcome, RetryPolicy};
 use headwater_stream::{ConsumerName, GroupName, Reclaim, ReclaimFrom};
 
 use crate::env::{Env, GROUP, PATIENCE, text};
@@ -14,7 +14,7 @@ use crate::record::{payload, recorder};
 fn per_key() -> ConsumerConfig {
     let backoff = Backoff::Fixed(Duration::from_millis(100));
     ConsumerConfig {
-        order: Order::PerKey,
+        order: MessageOrder::PerKey,
         concurrency: 4,
         retry: RetryPolicy { backoff, ..Default::default() },
         ..Default::default()
@@ -217,7 +217,7 @@ async fn a_take_over_does_not_wait_for_messages_that_wait_for_their_next_try(
     });
     let backoff = Backoff::Fixed(PATIENCE);
     let config = ConsumerConfig {
-        order: Order::PerKey,
+        order: MessageOrder::PerKey,
         concurrency: 2,
         retry: RetryPolicy { backoff, ..Default::default() },
         drain: Duration::from_millis(100),

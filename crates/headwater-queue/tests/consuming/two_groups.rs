@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{
-    Backoff, ConsumerConfig, Letters, MessageQuery, Order, Outcome, ReplayConfig, RetryPolicy,
-    metrics,
+    Backoff, ConsumerConfig, Letters, MessageOrder, MessageQuery, Outcome, ReplayConfig,
+    RetryPolicy, metrics,
 };
 use headwater_stream::Fields;
 
@@ -17,7 +17,7 @@ use crate::record::{payload, recorder};
 fn config(mode: headwater_queue::Mode) -> ConsumerConfig {
     let backoff = Backoff::Fixed(Duration::from_millis(10));
     let retry = RetryPolicy { backoff, max_attempts: Some(3), ..Default::default() };
-    ConsumerConfig { order: Order::Relaxed, retry, mode, ..Default::default() }
+    ConsumerConfig { order: MessageOrder::Relaxed, retry, mode, ..Default::default() }
 }
 
 async fn a_retry_is_for_the_group_that_asked_for_it(env: Env) -> Result<()> {

@@ -39,7 +39,7 @@ mod bodies {
         while refusals < 2 {
             match setup.producer.send(&setup.topic, message()).await {
                 Ok(_) => (sent, refusals) = (sent + 1, 0),
-                Err(QueueError::Backlogged { topic, bytes, budget, retry_after }) => {
+                Err(QueueError::BudgetExceeded { topic, bytes, budget, retry_after }) => {
                     assert_eq!((topic.as_str(), budget), (setup.topic.as_str(), BUDGET));
                     assert!(bytes >= BUDGET);
                     assert!(retry_after > Duration::ZERO && retry_after < Duration::from_secs(60));
@@ -93,9 +93,9 @@ mod bodies {
 
         // A batch is refused as a whole, and so is a delayed message.
         let refused = setup.producer.send_batch(&setup.topic, vec![message(); 3]).await;
-        assert!(matches!(refused, Err(QueueError::Backlogged { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(QueueError::BudgetExceeded { .. })), "{refused:?}");
         let refused = setup.producer.send_after(&setup.topic, message(), Duration::ZERO).await;
-        assert!(matches!(refused, Err(QueueError::Backlogged { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(QueueError::BudgetExceeded { .. })), "{refused:?}");
         assert_eq!(setup.count().await?, sent);
 
         // Nobody has read them, so waiting does not help.
@@ -108,7 +108,7 @@ mod bodies {
         loop {
             match setup.producer.send(&setup.topic, message()).await {
                 Ok(_) => break,
-                Err(QueueError::Backlogged { retry_after, .. }) => {
+                Err(QueueError::BudgetExceeded { retry_after, .. }) => {
                     assert!(tokio::time::Instant::now() < patience, "it never makes room");
                     tokio::time::sleep(retry_after).await;
                 }
@@ -137,7 +137,7 @@ mod bodies {
         let other = Queue::new(setup.backend().clone()).producer(ProducerConfig::default())?;
         let refused = other.send(&setup.topic, message()).await;
         let error = refused.expect_err("it is refused");
-        assert!(matches!(error, QueueError::Backlogged { .. }), "{error:?}");
+        assert!(matches!(error, QueueError::BudgetExceeded { .. }), "{error:?}");
         assert!(error.is_transient());
         Ok(())
     }

@@ -1,19 +1,19 @@
-//! The metrics of one partition, looked up once.
+//! The metrics of one partition; handles are looked up once.
 //!
-//! Upstream: `worker` and `settling`. Downstream: whatever recorder the application installed.
+//! Upstream: `partition_consumer` and `ack_batcher`. Downstream: the recorder that the application installed.
 
 use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
-use super::verdict::{Ended, Why};
+use super::retry_or_dead_letter::{DeadLetterCause, DeliveryResult};
 use crate::metrics as names;
 use crate::topic::{GroupName, Partition, TopicName};
 
 const RESULTS: [&str; 5] = ["done", "retry", "release", "dead_letter", "skipped"];
 
 #[derive(Debug)]
-pub(super) struct Meters {
+pub(super) struct PartitionMetrics {
     topic: String,
     group: String,
     partition: String,
@@ -26,7 +26,7 @@ pub(super) struct Meters {
     end_to_end: Histogram,
 }
 
-impl Meters {
+impl PartitionMetrics {
     pub(super) fn new(
         topic: &TopicName,
         partition: Partition,
@@ -71,60 +71,60 @@ impl Meters {
         }
     }
 
-    /// A delivery ended after its handler took this long; `None` if no handler saw it.
-    pub(super) fn ended(&self, result: Ended, took: Option<Duration>) {
+    /// Records the result of a delivery and the duration of its handler; `None` if the handler was not called.
+    pub(super) fn record_result(&self, result: DeliveryResult, took: Option<Duration>) {
         let index = match result {
-            Ended::Done => 0,
-            Ended::Retry => 1,
-            Ended::Release => 2,
-            Ended::DeadLetter(why) => {
-                self.dead_letter(why);
+            DeliveryResult::Done => 0,
+            DeliveryResult::Retry => 1,
+            DeliveryResult::Release => 2,
+            DeliveryResult::DeadLetter(cause) => {
+                self.record_dead_letter(cause);
                 3
             }
-            Ended::Skipped => 4,
+            DeliveryResult::Skipped => 4,
         };
         let (count, seconds) = &self.handled[index];
         count.increment(1);
         if let Some(took) = took {
             seconds.record(took);
         }
-        if result == Ended::Retry {
+        if result == DeliveryResult::Retry {
             self.retries.increment(1);
         }
     }
 
-    /// So many messages of the subscription are in hand.
-    pub(super) fn in_flight(&self, messages: usize) {
+    /// Sets the number of in-flight messages of the subscription.
+    pub(super) fn set_in_flight(&self, messages: usize) {
         self.in_flight.set(messages as f64);
     }
 
-    /// A message is tried again in its lane.
-    pub(super) fn again(&self, took: Duration) {
-        self.ended(Ended::Retry, Some(took));
+    /// Records a failed attempt that is retried in place.
+    pub(super) fn record_in_place_retry(&self, took: Duration) {
+        self.record_result(DeliveryResult::Retry, Some(took));
     }
 
-    /// This long from sending a message to the end of its handling.
-    pub(super) fn end_to_end(&self, took: Duration) {
+    /// Records the time from sending a message to the end of its handling.
+    pub(super) fn record_end_to_end(&self, took: Duration) {
         self.end_to_end.record(took);
     }
 
-    /// So many entries were settled in a call that took so long.
-    pub(super) fn settled(&self, entries: usize, took: Duration) {
+    /// Records a settle call: entries and duration.
+    pub(super) fn record_settled(&self, entries: usize, took: Duration) {
         self.acks.increment(entries as u64);
         self.ack_latency.record(took);
     }
 
-    fn dead_letter(&self, why: Why) {
+    fn record_dead_letter(&self, cause: DeadLetterCause) {
         counter!(
             names::DEAD_LETTERS,
             "topic" => self.topic.clone(), "partition" => self.partition.clone(),
-            "group" => self.group.clone(), "result" => why.as_str()
+            "group" => self.group.clone(), "result" => cause.as_str()
         )
         .increment(1);
     }
 
-    /// A handler took longer than it may: what became of it.
-    pub(super) fn handler_timeout(&self, result: &'static str) {
+    /// Records a handler that exceeded `handler_timeout`.
+    pub(super) fn record_handler_timeout(&self, result: &'static str) {
         counter!(
             names::HANDLER_TIMEOUTS,
             "topic" => self.topic.clone(), "partition" => self.partition.clone(),
@@ -133,16 +133,16 @@ impl Meters {
         .increment(1);
     }
 
-    /// Something went wrong and was mended: what, and how often.
-    pub(super) fn anomaly(&self, what: &'static str, times: usize) {
+    /// Records an anomaly that the consumer handled: which, and how often.
+    pub(super) fn record_anomaly(&self, what: &'static str, times: usize) {
         if times > 0 {
-            anomaly(&self.topic, &self.group, what, times as u64);
+            record_anomaly(&self.topic, &self.group, what, times as u64);
         }
     }
 }
 
-/// Something went wrong with a topic and was mended.
-pub(super) fn anomaly(topic: &str, group: &str, what: &'static str, times: u64) {
+/// Records an anomaly of a topic that the consumer handled.
+pub(super) fn record_anomaly(topic: &str, group: &str, what: &'static str, times: u64) {
     counter!(
         names::ANOMALIES,
         "topic" => topic.to_owned(), "group" => group.to_owned(), "result" => what

@@ -1,4 +1,4 @@
-//! The way into one partition: its stream, what its messages have in common, its counters.
+//! The producer's handle of one partition: its stream, the shared fields of its messages, its counters.
 
 use std::sync::OnceLock;
 
@@ -6,26 +6,26 @@ use headwater_stream::{EntryId, StreamName};
 use metrics::{Counter, counter};
 
 use super::Sent;
-use super::once::OnceSends;
+use super::idempotent::IdempotentSends;
 use crate::error::Result;
 use crate::keys;
-use crate::message::Envelope;
+use crate::message::PartitionFields;
 use crate::metrics::PRODUCED;
 use crate::topic::{Partition, Topic};
 
-/// The way into one partition.
-pub(super) struct Outlet {
+/// The producer's handle of one partition.
+pub(super) struct PartitionHandle {
     pub(super) partition: Partition,
     pub(super) stream: StreamName,
-    pub(super) envelope: Envelope,
+    pub(super) partition_fields: PartitionFields,
     pub(super) delayed: Counter,
     pub(super) errors: Counter,
     sent: Counter,
     duplicates: Counter,
-    once_sends: OnceLock<OnceSends>,
+    idempotent_sends: OnceLock<IdempotentSends>,
 }
 
-impl Outlet {
+impl PartitionHandle {
     pub(super) fn new(topic: &Topic, partition: Partition) -> Self {
         let produced = |result: &'static str| {
             let (topic, partition) = (topic.name.to_string(), partition.to_string());
@@ -34,31 +34,34 @@ impl Outlet {
         Self {
             partition,
             stream: keys::stream(topic, partition),
-            envelope: Envelope::new(topic, partition),
+            partition_fields: PartitionFields::new(topic, partition),
             delayed: produced("delayed"),
             errors: produced("error"),
             sent: produced("ok"),
             duplicates: produced("duplicate"),
-            once_sends: OnceLock::new(),
+            idempotent_sends: OnceLock::new(),
         }
     }
 
-    /// What carries out sends with ids, started by the first of them.
-    pub(super) fn once_sends(&self, start: impl FnOnce() -> OnceSends) -> &OnceSends {
-        self.once_sends.get_or_init(start)
+    /// The batcher of sends with ids, started by the first of them.
+    pub(super) fn idempotent_sends(
+        &self,
+        start: impl FnOnce() -> IdempotentSends,
+    ) -> &IdempotentSends {
+        self.idempotent_sends.get_or_init(start)
     }
 
-    /// What is told of a new entry.
+    /// The result for a new entry.
     pub(super) fn sent(&self, id: EntryId) -> Sent {
         Sent { id, partition: self.partition, duplicate: false }
     }
 
-    /// Counts messages that were sent.
+    /// Counts sent messages.
     pub(super) fn count_sent(&self, messages: usize) {
         self.sent.increment(messages as u64);
     }
 
-    /// Counts what became of messages.
+    /// Counts results.
     pub(super) fn count(&self, results: &[Result<Sent>]) {
         let (mut sent, mut duplicates, mut errors) = (0, 0, 0);
         for result in results {

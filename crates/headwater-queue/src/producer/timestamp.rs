@@ -1,16 +1,16 @@
-//! The time as text, written once per millisecond and not once per message.
+//! The current time as text, formatted once per millisecond instead of once per message.
 
 use std::sync::{Mutex, MutexGuard};
 
 use bytes::Bytes;
 use headwater_stream::clock::{Clock, SystemClock, Timestamp};
 
-/// Stamps messages with the time of this machine.
+/// Caches the text of the last timestamp.
 #[derive(Debug, Default)]
-pub(super) struct Stamp(Mutex<(Timestamp, Bytes)>);
+pub(super) struct TimestampCache(Mutex<(Timestamp, Bytes)>);
 
-impl Stamp {
-    /// The time now.
+impl TimestampCache {
+    /// The current time of this machine.
     pub(super) fn now(&self) -> Bytes {
         self.text_of(SystemClock.now())
     }
@@ -33,11 +33,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_text_is_that_of_the_moment_also_if_the_clock_goes_back() {
-        let stamp = Stamp::default();
+    fn the_text_is_current_even_if_the_clock_is_set_back() {
+        let timestamps = TimestampCache::default();
         for ms in [0, 5, 5, 6, 4] {
             let now = Timestamp::from_millis(ms);
-            assert_eq!(stamp.text_of(now), now.to_rfc3339());
+            assert_eq!(timestamps.text_of(now), now.to_rfc3339());
         }
     }
 }

@@ -1,6 +1,6 @@
-//! What a handler says of a message, and when a failed one is tried again.
+//! The handler of a subscription, the outcome it returns for a message, and the retry policy.
 //!
-//! Upstream: applications. Downstream: `consumer`, which carries it out.
+//! Upstream: applications. Downstream: `consumer::retry_or_dead_letter` decides by outcome and policy.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,39 +11,39 @@ use crate::error::{QueueError, Result};
 use crate::limits::ATTEMPTS_MAX;
 use crate::message::Message;
 
-/// What becomes of a message after it was handled.
+/// Result of handling a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It is done.
+    /// Handled: the message is acknowledged.
     Done,
-    /// It failed and is tried again, until it runs out of attempts.
+    /// Failed: the message is retried until it reaches the attempt limit, then it becomes a dead letter.
     Retry {
-        /// When; `None` leaves it to the [`RetryPolicy`].
+        /// Delay before the retry; `None` uses the [`RetryPolicy`].
         after: Option<Duration>,
-        /// Why, for the dead letter it may become.
+        /// Why it failed; recorded in the dead letter.
         reason: String,
     },
-    /// It is given back unhandled; this delivery does not count.
+    /// Released unhandled: redelivered later, not counted as an attempt.
     Release,
-    /// It can never succeed: it goes to the dead letters now.
+    /// Cannot succeed: the message becomes a dead letter at once.
     DeadLetter {
-        /// Why.
+        /// Why it cannot succeed.
         reason: String,
     },
 }
 
 impl Outcome {
-    /// Tries again when the policy says.
+    /// A retry after the backoff of the policy.
     pub fn retry(reason: impl fmt::Display) -> Self {
         Self::Retry { after: None, reason: reason.to_string() }
     }
 
-    /// Tries again after this time.
+    /// A retry after this delay.
     pub fn retry_after(after: Duration, reason: impl fmt::Display) -> Self {
         Self::Retry { after: Some(after), reason: reason.to_string() }
     }
 
-    /// Gives up.
+    /// A dead letter.
     pub fn dead_letter(reason: impl fmt::Display) -> Self {
         Self::DeadLetter { reason: reason.to_string() }
     }
@@ -55,7 +55,7 @@ impl From<()> for Outcome {
     }
 }
 
-/// An error is a retry, whose reason is the error with its sources.
+/// An error becomes a retry, with the error and its sources as the reason.
 impl<T: Into<Outcome>, E: fmt::Display> From<Result<T, E>> for Outcome {
     fn from(result: Result<T, E>) -> Self {
         match result {
@@ -65,11 +65,11 @@ impl<T: Into<Outcome>, E: fmt::Display> From<Result<T, E>> for Outcome {
     }
 }
 
-/// Handles messages. Any `Fn(Message) -> impl Future` whose output is an [`Outcome`], `()`, or a
-/// `Result` of one of them is one.
+/// Handles messages. Implemented for every `Fn(Message) -> impl Future` whose output is an [`Outcome`], `()`, or a
+/// `Result` of one of them.
 #[async_trait]
 pub trait Handler: Send + Sync + 'static {
-    /// Handles one message. A panic counts as a failure.
+    /// Handles one message. A panic counts as a failed attempt.
     async fn handle(&self, message: Message) -> Outcome;
 }
 
@@ -85,14 +85,15 @@ where
     }
 }
 
-/// When and how often a failed message is tried again.
+/// When and how often a failed message is retried.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RetryPolicy {
-    /// Tries in all; `None` (default) leaves it to the message's own `maxRetries`, or else to the topic.
+    /// Attempts in total, 1 to 1,000. `None` (default): the message's `maxRetries`, else the topic's, plus one.
     pub max_attempts: Option<u32>,
-    /// Deliveries without an outcome (the process died, the message may be why) before the dead letters. Default: 5.
+    /// Deliveries without an outcome (the process crashed, perhaps because of the message) after which the message becomes
+    /// a dead letter, 1 to 1,000. Default: 5.
     pub max_crashes: u32,
-    /// How long to wait before the next try.
+    /// Delay before the next attempt.
     pub backoff: Backoff,
 }
 
@@ -115,20 +116,20 @@ impl RetryPolicy {
     }
 }
 
-/// How long to wait before a message is tried again.
+/// Delay before a failed message is retried.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Backoff {
-    /// Always the same.
+    /// Constant.
     Fixed(Duration),
-    /// Longer each time, and any time up to that: full jitter, so that what failed together does not return together.
+    /// Exponential with jitter, so that messages that failed together are not retried together.
     Exponential {
-        /// The longest wait before the second try. Default: 1 s.
+        /// Delay after the first failure. Default: 1 s.
         first: Duration,
-        /// How much longer each time. Default: 2.
+        /// Multiplier per failure, 1 to 1,000. Default: 2.
         factor: f64,
-        /// The longest wait. Default: 60 s.
+        /// Maximum delay. Default: 60 s.
         max: Duration,
-        /// How much of the wait is left to chance: 0 for none, 1 (default) for all of it.
+        /// Random share of the delay, 0 to 1. Default: 1 (full jitter).
         jitter: f64,
     },
 }
@@ -145,15 +146,15 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// The wait after the `failures`th failure (from 1). `chance` is drawn evenly from 0 to 1.
-    pub fn wait(&self, failures: u32, chance: f64) -> Duration {
+    /// The delay after the `failures`th failure (from 1). `random` is uniform in 0..1.
+    pub fn delay(&self, failures: u32, random: f64) -> Duration {
         match *self {
-            Self::Fixed(wait) => wait,
+            Self::Fixed(delay) => delay,
             Self::Exponential { first, factor, max, jitter } => {
-                let doublings = failures.saturating_sub(1).min(10_000);
-                let full = first.as_secs_f64() * factor.powi(doublings as i32);
+                let exponent = failures.saturating_sub(1).min(10_000);
+                let full = first.as_secs_f64() * factor.powi(exponent as i32);
                 let full = full.min(max.as_secs_f64());
-                Duration::from_secs_f64(full * (1.0 - jitter * chance.clamp(0.0, 1.0)))
+                Duration::from_secs_f64(full * (1.0 - jitter * random.clamp(0.0, 1.0)))
             }
         }
     }
@@ -167,7 +168,10 @@ impl Backoff {
             return Err(QueueError::invalid("jitter", format!("{jitter}; 0 to 1")));
         }
         if first > max {
-            return Err(QueueError::invalid("first", format!("{first:?} is above max {max:?}")));
+            return Err(QueueError::invalid(
+                "first",
+                format!("{first:?} is greater than `max` ({max:?})"),
+            ));
         }
         Ok(())
     }
@@ -178,18 +182,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_wait_doubles_up_to_its_cap_and_chance_only_shortens_it() {
+    fn the_delay_doubles_up_to_its_maximum_and_jitter_only_shortens_it() {
         let backoff = Backoff::default();
-        let seconds: Vec<u64> = (1..=8).map(|n| backoff.wait(n, 0.0).as_secs()).collect();
+        let seconds: Vec<u64> = (1..=8).map(|n| backoff.delay(n, 0.0).as_secs()).collect();
         assert_eq!(seconds, [1, 2, 4, 8, 16, 32, 60, 60]);
-        assert_eq!(backoff.wait(3, 1.0), Duration::ZERO);
-        assert_eq!(backoff.wait(3, 0.5), Duration::from_secs(2));
-        assert_eq!(backoff.wait(u32::MAX, 0.0), Duration::from_secs(60));
-        assert_eq!(Backoff::Fixed(Duration::from_secs(3)).wait(9, 0.5), Duration::from_secs(3));
+        assert_eq!(backoff.delay(3, 1.0), Duration::ZERO);
+        assert_eq!(backoff.delay(3, 0.5), Duration::from_secs(2));
+        assert_eq!(backoff.delay(u32::MAX, 0.0), Duration::from_secs(60));
+        assert_eq!(Backoff::Fixed(Duration::from_secs(3)).delay(9, 0.5), Duration::from_secs(3));
     }
 
     #[test]
-    fn numbers_that_make_no_sense_are_refused() {
+    fn invalid_numbers_are_rejected() {
         let exponential = |factor, jitter| Backoff::Exponential {
             first: Duration::from_secs(1),
             factor,
@@ -206,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn what_handlers_return_becomes_an_outcome() {
+    fn return_values_of_handlers_become_outcomes() {
         assert_eq!(Outcome::from(()), Outcome::Done);
         assert_eq!(Outcome::from(Ok::<(), String>(())), Outcome::Done);
         assert_eq!(Outcome::from(Err::<(), _>("no route")), Outcome::retry("no route"));
