@@ -1,4 +1,4 @@
-//! A server that does not answer, answers too late, or whose answer is lost.
+//! A server that does not answer, answers too late, or whose reply is lost.
 
 use std::time::Duration;
 
@@ -9,16 +9,16 @@ use headwater_testkit::{Proxy, Redis};
 
 use crate::setup::Setup;
 
-/// A queue that reaches its server over a network that can be made bad, and one over a good network.
-struct Reached {
+/// A queue behind a proxy that injects faults, and one with a direct connection.
+struct ProxiedQueue {
     proxy: Proxy,
     far: Setup,
     near: Setup,
-    // Last, so that it outlives those who use it.
+    // Last, so that it is dropped after its users.
     _redis: Redis,
 }
 
-async fn reach(call_deadline: Duration) -> Result<Reached> {
+async fn connect_through_proxy(call_deadline: Duration) -> Result<ProxiedQueue> {
     let redis = Redis::start()?;
     let proxy = Proxy::start(redis.addr())?;
     let options = Options { call_deadline, ..Default::default() };
@@ -26,12 +26,13 @@ async fn reach(call_deadline: Duration) -> Result<Reached> {
     let mut near = Setup::at(&redis.url()).await?;
     near.topic.clone_from(&far.topic);
     near.queue.topics().create(&near.topic, 2, Policies::default()).await?;
-    Ok(Reached { proxy, far, near, _redis: redis })
+    Ok(ProxiedQueue { proxy, far, near, _redis: redis })
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_send_ends_at_its_deadline_and_may_still_arrive() -> Result<()> {
-    let Reached { proxy, far, near, _redis } = reach(Duration::from_secs(30)).await?;
+async fn a_send_fails_at_its_deadline_and_may_still_arrive() -> Result<()> {
+    let ProxiedQueue { proxy, far, near, _redis } =
+        connect_through_proxy(Duration::from_secs(30)).await?;
     let deadline = Duration::from_millis(300);
     let config = ProducerConfig { deadline, ..Default::default() };
     let producer = far.queue.producer(config)?;
@@ -40,7 +41,8 @@ async fn a_send_ends_at_its_deadline_and_may_still_arrive() -> Result<()> {
     proxy.stall()?;
     let message = NewMessage::new("p").with_id("order 7");
     let started = std::time::Instant::now();
-    let late = producer.send(&far.topic, message.clone()).await.expect_err("nobody answers");
+    let late =
+        producer.send(&far.topic, message.clone()).await.expect_err("the server does not answer");
     assert!(matches!(&late, QueueError::DeadlineExceeded { .. }), "{late:?}");
     assert!(late.is_transient());
     assert!((deadline..Duration::from_secs(20)).contains(&started.elapsed()));
@@ -48,19 +50,19 @@ async fn a_send_ends_at_its_deadline_and_may_still_arrive() -> Result<()> {
     for result in producer.send_batch(&far.topic, batch).await? {
         assert!(matches!(result, Err(QueueError::DeadlineExceeded { .. })), "{result:?}");
     }
-    // A topic that is not known yet cannot be asked for either.
+    // Reading the metadata of an uncached topic fails, too.
     let unknown = producer.send("another", NewMessage::new("p")).await;
     assert!(matches!(unknown, Err(QueueError::DeadlineExceeded { .. })), "{unknown:?}");
 
-    // Whether it arrived or not: sent again with its id, it is there once.
+    // Whether it arrived or not: after a retry with its id, it is stored once.
     proxy.heal()?;
     let producer = far.queue.producer(ProducerConfig::default())?;
     producer.send(&far.topic, message.clone()).await?;
     producer.send(&far.topic, message).await?;
     let mut with_id = 0;
     for partition in 0..2 {
-        let entries = near.entries(partition).await?;
-        with_id += entries
+        let enattempts = near.enattempts(partition).await?;
+        with_id += enattempts
             .iter()
             .filter(|entry| entry.fields.get("payload").is_some_and(|p| p == "p"))
             .count();
@@ -70,18 +72,19 @@ async fn a_send_ends_at_its_deadline_and_may_still_arrive() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_message_whose_reply_was_lost_counts_once_when_it_is_sent_again() -> Result<()> {
-    let Reached { proxy, far, near, _redis } = reach(Duration::from_secs(5)).await?;
+async fn a_message_whose_reply_was_lost_is_stored_once_after_a_retry() -> Result<()> {
+    let ProxiedQueue { proxy, far, near, _redis } =
+        connect_through_proxy(Duration::from_secs(5)).await?;
     for number in 0..5 {
         let message = NewMessage::new("p").with_id(format!("id-{number}"));
         far.producer.send(&far.topic, NewMessage::new("warm").with_id("warm")).await?;
         proxy.drop_reply()?;
-        // The backend repeats what can be repeated; what it does not, the caller does.
-        let mut tries = 0;
+        // The backend reattempts idempotent calls; the caller reattempts the others.
+        let mut attempts = 0;
         while let Err(error) = far.producer.send(&far.topic, message.clone()).await {
             assert!(error.is_transient(), "{error:?}");
-            tries += 1;
-            assert!(tries < 20, "it never succeeds: {error}");
+            attempts += 1;
+            assert!(attempts < 20, "still failing: {error}");
         }
     }
     assert_eq!(near.count().await?, 6);
@@ -90,27 +93,28 @@ async fn a_message_whose_reply_was_lost_counts_once_when_it_is_sent_again() -> R
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_away_is_an_error_and_its_return_is_noticed() -> Result<()> {
+async fn an_unavailable_server_is_an_error_and_its_return_is_noticed() -> Result<()> {
     let redis = Redis::start()?;
     let options = Options { call_deadline: Duration::from_secs(5), ..Default::default() };
     let queue = Queue::new(connect(&redis.url(), &options).await?);
     let producer = queue.producer(ProducerConfig::default())?;
     producer.send("orders", NewMessage::new("p")).await?;
     redis.kill9()?;
-    let error = producer.send("orders", NewMessage::new("p")).await.expect_err("it is away");
+    let error =
+        producer.send("orders", NewMessage::new("p")).await.expect_err("the server is unavailable");
     assert!(matches!(error, QueueError::Backend(_)) && error.is_transient(), "{error:?}");
     redis.restart()?;
-    let mut tries = 0;
+    let mut attempts = 0;
     while let Err(error) = producer.send("orders", NewMessage::new("p")).await {
         assert!(error.is_transient(), "{error:?}");
-        tries += 1;
-        assert!(tries < 20, "it never returns: {error}");
+        attempts += 1;
+        assert!(attempts < 20, "still unavailable: {error}");
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_not_a_stream_is_an_error_for_its_partition_only() -> Result<()> {
+async fn a_key_of_the_wrong_type_fails_only_its_partition() -> Result<()> {
     let redis = Redis::start()?;
     let setup = Setup::at(&redis.url()).await?;
     setup.queue.topics().create(&setup.topic, 2, Policies::default()).await?;

@@ -1,21 +1,21 @@
-//! Single messages and batches, and what is refused.
+//! Single messages and batches, and rejected messages.
 
 use crate::setup::on_every_backend;
 
 on_every_backend! {
     produce_with_hash_partitioning
-    a_message_lies_in_its_partition_with_the_fields_that_others_know
-    a_topic_that_nobody_created_is_plain
-    messages_without_a_key_go_around
+    a_message_is_stored_in_its_partition_with_the_documented_fields
+    a_topic_that_was_not_created_is_plain
+    messages_without_a_key_are_distributed_round_robin
     an_explicit_partition_is_used
-    concurrent_sends_all_arrive_once
-    a_batch_tells_what_became_of_each_message
-    a_batch_with_one_bad_message_sends_nothing
-    what_breaks_a_limit_is_refused_and_nothing_is_sent
-    odd_headers_arrive_as_they_are
-    a_topic_with_meta_that_makes_no_sense_is_refused
-    a_growth_is_known_after_refresh
-    what_the_retention_does_not_cover_goes
+    concurrent_sends_are_all_stored_once
+    a_batch_returns_one_result_per_message
+    a_batch_with_one_invalid_message_sends_nothing
+    messages_over_a_limit_are_rejected_and_nothing_is_sent
+    unusual_headers_are_delivered_unchanged
+    a_topic_with_invalid_metadata_is_rejected
+    a_resize_is_known_after_refresh
+    messages_beyond_the_retention_are_trimmed
 }
 
 mod bodies {
@@ -31,7 +31,7 @@ mod bodies {
 
     use crate::setup::{Setup, text};
 
-    /// The diagram of the same name.
+    /// The sequence diagram of the same name.
     pub(super) async fn produce_with_hash_partitioning(setup: Setup) -> Result<()> {
         let (producer, topic) = (&setup.producer, &setup.topic);
 
@@ -58,7 +58,7 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_message_lies_in_its_partition_with_the_fields_that_others_know(
+    pub(super) async fn a_message_is_stored_in_its_partition_with_the_documented_fields(
         setup: Setup,
     ) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
@@ -82,7 +82,7 @@ mod bodies {
         let timestamp = text(&entry, "timestamp").context("no timestamp")?;
         assert!(headwater_stream::clock::Timestamp::from_rfc3339(timestamp).is_some());
 
-        // Without a key there is no such field, and the message's own limit goes before the topic's.
+        // Without a key there is no key field, and the message's own limit overrides the topic's.
         (message.key, message.max_retries, message.partition) = (None, Some(7), Some(0));
         setup.producer.send(&setup.topic, message).await?;
         let entry = setup.entries(0).await?.remove(0);
@@ -90,13 +90,13 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_topic_that_nobody_created_is_plain(setup: Setup) -> Result<()> {
+    pub(super) async fn a_topic_that_was_not_created_is_plain(setup: Setup) -> Result<()> {
         let sent = setup.producer.send(&setup.topic, NewMessage::keyed("k", "p")).await?;
         assert_eq!(sent.partition, 0);
         assert_eq!(setup.stream(0).await?.as_str(), setup.topic);
         assert_eq!(setup.entries(0).await?.len(), 1);
 
-        // Created by this process, it has partitions at once.
+        // After this process creates the topic, it has partitions at once.
         setup.queue.topics().create(&setup.topic, 8, Policies::default()).await?;
         let sent = setup.producer.send(&setup.topic, NewMessage::keyed("k0", "p")).await?;
         assert_eq!(sent.partition, 5);
@@ -104,7 +104,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn messages_without_a_key_go_around(setup: Setup) -> Result<()> {
+    pub(super) async fn messages_without_a_key_are_distributed_round_robin(
+        setup: Setup,
+    ) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
         for _ in 0..9 {
             setup.producer.send(&setup.topic, NewMessage::new("p")).await?;
@@ -117,14 +119,14 @@ mod bodies {
 
     pub(super) async fn an_explicit_partition_is_used(setup: Setup) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
-        // The hash of this key says 0.
+        // The hash of this key is partition 0.
         let message = NewMessage::keyed("k1", "p").to_partition(2);
         assert_eq!(setup.producer.send(&setup.topic, message).await?.partition, 2);
         assert_eq!(setup.entries(2).await?.len(), 1);
         Ok(())
     }
 
-    pub(super) async fn concurrent_sends_all_arrive_once(setup: Setup) -> Result<()> {
+    pub(super) async fn concurrent_sends_are_all_stored_once(setup: Setup) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 4, Policies::default()).await?;
         let senders = (0..32).map(|sender| {
             let (producer, topic) = (setup.producer.clone(), setup.topic.clone());
@@ -138,17 +140,20 @@ mod bodies {
                 anyhow::Ok(sent)
             })
         });
-        let mut told = BTreeMap::new();
+        let mut confirmed = BTreeMap::new();
         for sender in senders.collect::<Vec<_>>() {
             let sent = sender.await??;
-            assert!(sent.is_sorted_by_key(|sent| sent.id), "a sender's messages are in order");
-            told.extend(sent.into_iter().map(|sent| ((sent.partition, sent.id), ())));
+            assert!(sent.is_sorted_by_key(|sent| sent.id), "messages of one sender are in order");
+            confirmed.extend(sent.into_iter().map(|sent| ((sent.partition, sent.id), ())));
         }
-        assert_eq!(told.len(), 32 * 25);
+        assert_eq!(confirmed.len(), 32 * 25);
         let mut payloads = BTreeMap::new();
         for partition in 0..4 {
             for entry in setup.entries(partition).await? {
-                assert!(told.contains_key(&(partition, entry.id)), "nobody was told of it");
+                assert!(
+                    confirmed.contains_key(&(partition, entry.id)),
+                    "a stored message was not confirmed"
+                );
                 *payloads
                     .entry(text(&entry, "payload").context("no payload")?.to_owned())
                     .or_insert(0) += 1;
@@ -159,7 +164,7 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_batch_tells_what_became_of_each_message(setup: Setup) -> Result<()> {
+    pub(super) async fn a_batch_returns_one_result_per_message(setup: Setup) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
         let batch: Vec<_> =
             (0..100).map(|n| NewMessage::keyed(format!("k{}", n % 7), n.to_string())).collect();
@@ -180,19 +185,19 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_batch_with_one_bad_message_sends_nothing(setup: Setup) -> Result<()> {
+    pub(super) async fn a_batch_with_one_invalid_message_sends_nothing(setup: Setup) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
         let mut batch: Vec<_> = (0..10).map(|n| NewMessage::new(n.to_string())).collect();
         batch[7].partition = Some(3);
         let error =
-            setup.producer.send_batch(&setup.topic, batch).await.expect_err("it is refused");
+            setup.producer.send_batch(&setup.topic, batch).await.expect_err("it is rejected");
         assert!(matches!(error, QueueError::Invalid { .. }));
         assert!(error.to_string().contains("message 7 of the batch"), "{error}");
         assert_eq!(setup.count().await?, 0);
         Ok(())
     }
 
-    pub(super) async fn what_breaks_a_limit_is_refused_and_nothing_is_sent(
+    pub(super) async fn messages_over_a_limit_are_rejected_and_nothing_is_sent(
         setup: Setup,
     ) -> Result<()> {
         let policies = Policies { payload_bytes_max: 10, ..Default::default() };
@@ -200,31 +205,33 @@ mod bodies {
         let with_id = |id: &str| NewMessage::new("").with_id(id);
         for (message, complaint) in [
             (NewMessage::new("eleven byte"), "allows 10"),
-            (NewMessage::keyed("k".repeat(KEY_BYTES_MAX + 1), ""), "a key is invalid"),
+            (NewMessage::keyed("k".repeat(KEY_BYTES_MAX + 1), ""), "key is invalid"),
             (NewMessage::new("").to_partition(2), "has partitions 0 to 1"),
             (NewMessage::new("").header("h", "x".repeat(HEADERS_BYTES_MAX)), "as JSON"),
-            (with_id(""), "an id is invalid"),
-            (with_id(&"i".repeat(513)), "an id is invalid"),
+            (with_id(""), "id is invalid"),
+            (with_id(&"i".repeat(513)), "id is invalid"),
             (NewMessage { max_retries: Some(1000), ..Default::default() }, "max_retries"),
         ] {
             let error =
-                setup.producer.send(&setup.topic, message).await.expect_err("it is refused");
+                setup.producer.send(&setup.topic, message).await.expect_err("it is rejected");
             assert!(matches!(error, QueueError::Invalid { .. }), "{error:?}");
             assert!(error.to_string().contains(complaint), "{error}");
             assert!(!error.is_transient());
         }
         for name in ["", "a{b}", "line\nbreak"] {
             let error =
-                setup.producer.send(name, NewMessage::new("p")).await.expect_err("it is refused");
+                setup.producer.send(name, NewMessage::new("p")).await.expect_err("it is rejected");
             assert!(error.to_string().starts_with("a topic name is invalid"), "{error}");
         }
-        let picky =
-            ProducerConfig { partitioner: std::sync::Arc::new(Elsewhere), ..Default::default() };
+        let picky = ProducerConfig {
+            partitioner: std::sync::Arc::new(OutOfRangePartitioner),
+            ..Default::default()
+        };
         let error = setup.queue.producer(picky)?.send(&setup.topic, NewMessage::new("")).await;
         assert!(matches!(error, Err(QueueError::Invalid { .. })), "{error:?}");
         assert_eq!(setup.count().await?, 0);
 
-        // What just fits is sent, whole.
+        // A message of exactly the maximum size is sent.
         let plain = format!("{}-plain", setup.topic);
         let headers = format!("{:x<1$}", "", HEADERS_BYTES_MAX - r#"{"h":""}"#.len());
         let mut largest = NewMessage::keyed("k".repeat(KEY_BYTES_MAX), vec![7; PAYLOAD_BYTES_MAX]);
@@ -233,15 +240,15 @@ mod bodies {
         Ok(())
     }
 
-    struct Elsewhere;
+    struct OutOfRangePartitioner;
 
-    impl Partitioner for Elsewhere {
+    impl Partitioner for OutOfRangePartitioner {
         fn partition(&self, _key: Option<&str>, partitions: u16) -> u16 {
             partitions
         }
     }
 
-    pub(super) async fn odd_headers_arrive_as_they_are(setup: Setup) -> Result<()> {
+    pub(super) async fn unusual_headers_are_delivered_unchanged(setup: Setup) -> Result<()> {
         let headers =
             [("", "empty name"), ("a\"b\\", "c\nd\u{0}"), ("traceparent", "no such"), ("键", "😀")];
         let mut message = NewMessage::new("p");
@@ -256,9 +263,7 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_topic_with_meta_that_makes_no_sense_is_refused(
-        setup: Setup,
-    ) -> Result<()> {
+    pub(super) async fn a_topic_with_invalid_metadata_is_rejected(setup: Setup) -> Result<()> {
         let meta = MapName::new(format!("streaming:mq:topic:{}:meta", setup.topic))?;
         let fields: RegistryMap = [("partitionCount".to_owned(), "many".into())].into();
         setup.backend().map_create(&meta, &fields).await?;
@@ -266,11 +271,11 @@ mod bodies {
             .producer
             .send(&setup.topic, NewMessage::new("p"))
             .await
-            .expect_err("it is refused");
+            .expect_err("it is rejected");
         assert!(error.to_string().contains("`partitionCount` in the meta of topic"), "{error}");
         setup.backend().map_delete(&meta).await?;
 
-        // Settings that this version does not know are left alone.
+        // Unknown settings are ignored.
         let fields: RegistryMap =
             [("partitionCount".to_owned(), "3".into()), ("colour".to_owned(), "red".into())].into();
         setup.backend().map_create(&meta, &fields).await?;
@@ -281,14 +286,14 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_growth_is_known_after_refresh(setup: Setup) -> Result<()> {
+    pub(super) async fn a_resize_is_known_after_refresh(setup: Setup) -> Result<()> {
         let policies = Policies { refresh: Duration::from_millis(50), ..Default::default() };
         setup.queue.topics().create(&setup.topic, 3, policies).await?;
         assert_eq!(
             setup.producer.send(&setup.topic, NewMessage::keyed("k0", "p")).await?.partition,
             2
         );
-        // By another process, so that nobody tells this one.
+        // By another process, so that this one is not notified.
         let other = Queue::new(setup.backend().clone());
         other.topics().grow(&setup.topic, 8).await?;
         assert_eq!(
@@ -298,7 +303,7 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn what_the_retention_does_not_cover_goes(setup: Setup) -> Result<()> {
+    pub(super) async fn messages_beyond_the_retention_are_trimmed(setup: Setup) -> Result<()> {
         let policies = Policies { retention: Retention::max_len(50), ..Default::default() };
         setup.queue.topics().create(&setup.topic, 1, policies).await?;
         for _ in 0..10 {

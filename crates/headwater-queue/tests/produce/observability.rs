@@ -1,11 +1,11 @@
-//! What can be seen of sends: metrics and traces.
+//! Metrics and spans of sends.
 
 use crate::setup::on_every_backend;
 
 on_every_backend! { in one thread:
     sends_are_counted_by_topic_partition_and_result
-    a_send_has_a_span_and_its_message_carries_it
-    a_trace_that_the_application_set_is_kept
+    a_message_carries_the_trace_context_of_its_send_span
+    a_traceparent_set_by_the_application_is_kept
 }
 
 mod bodies {
@@ -39,7 +39,7 @@ mod bodies {
             setup.producer.send(&setup.topic, message(2).with_id("a")).await?;
         }
         setup.producer.send_after(&setup.topic, message(2), Duration::from_secs(60)).await?;
-        // No such partition, too large, and a batch with one that is.
+        // An unknown partition, a too large message, and a batch with one.
         let too_large = NewMessage::new(vec![0; PAYLOAD_BYTES_MAX + 1]);
         assert!(setup.producer.send(&setup.topic, message(3)).await.is_err());
         assert!(setup.producer.send(&setup.topic, too_large.clone()).await.is_err());
@@ -62,8 +62,10 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_send_has_a_span_and_its_message_carries_it(setup: Setup) -> Result<()> {
-        // Nobody listens: nothing is carried.
+    pub(super) async fn a_message_carries_the_trace_context_of_its_send_span(
+        setup: Setup,
+    ) -> Result<()> {
+        // No span is recorded: no trace context is added.
         setup.producer.send(&setup.topic, NewMessage::new("p")).await?;
         assert_eq!(text(&setup.entries(0).await?[0], "headers"), Some("{}"));
 
@@ -94,7 +96,7 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_trace_that_the_application_set_is_kept(setup: Setup) -> Result<()> {
+    pub(super) async fn a_traceparent_set_by_the_application_is_kept(setup: Setup) -> Result<()> {
         let given = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00";
         let spans = Spans::default();
         let _listening = tracing::subscriber::set_default(spans.clone());
@@ -109,7 +111,7 @@ mod bodies {
         Ok(())
     }
 
-    /// Counters by name and labels; those that never counted are left out.
+    /// Counters by name and labels, without those at zero.
     #[derive(Clone, Debug, Default)]
     struct Counts(Arc<Mutex<BTreeMap<String, u64>>>);
 
@@ -136,7 +138,7 @@ mod bodies {
                 key.labels().map(|label| format!("{}={}", label.key(), label.value())).collect();
             labels.sort();
             let name = format!("{} {}", key.name(), labels.join(" "));
-            // Of the queue only.
+            // Only metrics of the queue.
             if key.name() != PRODUCED {
                 return Counter::noop();
             }
@@ -154,7 +156,7 @@ mod bodies {
 
     type SpanFields = BTreeMap<String, String>;
 
-    /// Remembers spans with their fields.
+    /// Records spans with their fields.
     #[derive(Clone, Debug, Default)]
     struct Spans(Arc<Mutex<Vec<(&'static str, SpanFields)>>>);
 

@@ -1,5 +1,5 @@
-//! A backend that does what it is asked and then, as often as it is told to, loses the reply; and whose readers break off
-//! while what they asked for is still under way.
+//! A backend that executes calls but loses a given number of replies, and whose reads can be failed while they still block
+//! at the server.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,40 +11,40 @@ use headwater_stream::clock::Timestamp;
 use headwater_stream::*;
 use tokio::sync::watch;
 
-pub(crate) struct Forgetful {
+pub(crate) struct LossyBackend {
     inner: Arc<dyn Backend>,
     readers: Arc<Readers>,
-    /// Replies to `reclaim` and to `settle` that are still to be lost.
+    /// Number of replies to `reclaim` and to `settle` still to be lost.
     pub(crate) reclaims: AtomicUsize,
     pub(crate) settles: AtomicUsize,
 }
 
-impl Forgetful {
+impl LossyBackend {
     pub(crate) fn new(inner: Arc<dyn Backend>) -> Arc<Self> {
         let (readers, reclaims, settles) = Default::default();
         Arc::new(Self { inner, readers, reclaims, settles })
     }
 
-    /// Reads fail that are under way. What they asked of the server stays there.
-    pub(crate) fn break_off_reads(&self) {
-        self.readers.breaks.send_modify(|breaks| *breaks += 1);
+    /// Fails the reads in flight. They keep blocking at the server.
+    pub(crate) fn fail_reads(&self) {
+        self.readers.failures.send_modify(|failures| *failures += 1);
     }
 
-    /// How many reads have failed so.
-    pub(crate) fn broken_reads(&self) -> usize {
-        self.readers.broken.lock().expect("nobody panics with it").len()
+    /// How many reads were failed.
+    pub(crate) fn failed_reads(&self) -> usize {
+        self.readers.failed.lock().expect("no code panics while it holds it").len()
     }
 
-    fn breaking(
+    fn failing_reader(
         &self,
         group: &GroupName,
         consumer: &ConsumerName,
         reader: Result<Box<dyn GroupReader>>,
     ) -> Result<Box<dyn GroupReader>> {
-        Ok(Box::new(Breaking {
+        Ok(Box::new(FailingReader {
             backend: Arc::clone(&self.inner),
-            who: (group.clone(), consumer.clone()),
-            breaks: self.readers.breaks.subscribe(),
+            identity: (group.clone(), consumer.clone()),
+            failures: self.readers.failures.subscribe(),
             readers: Arc::clone(&self.readers),
             inner: Some(reader?),
         }))
@@ -53,21 +53,21 @@ impl Forgetful {
 
 #[derive(Default)]
 struct Readers {
-    breaks: watch::Sender<usize>,
-    /// Those that broke off, with their connections.
-    broken: Mutex<Vec<Box<dyn GroupReader>>>,
+    failures: watch::Sender<usize>,
+    /// Failed readers, with their connections.
+    failed: Mutex<Vec<Box<dyn GroupReader>>>,
 }
 
-struct Breaking {
+struct FailingReader {
     backend: Arc<dyn Backend>,
-    who: (GroupName, ConsumerName),
-    breaks: watch::Receiver<usize>,
+    identity: (GroupName, ConsumerName),
+    failures: watch::Receiver<usize>,
     readers: Arc<Readers>,
     inner: Option<Box<dyn GroupReader>>,
 }
 
 #[async_trait]
-impl GroupReader for Breaking {
+impl GroupReader for FailingReader {
     async fn read(
         &mut self,
         streams: &[StreamName],
@@ -75,17 +75,21 @@ impl GroupReader for Breaking {
         wait: Duration,
     ) -> Result<Vec<Batch<Delivery>>> {
         if self.inner.is_none() {
-            self.inner = Some(self.backend.reader(&self.who.0, &self.who.1).await?);
+            self.inner = Some(self.backend.reader(&self.identity.0, &self.identity.1).await?);
         }
         if let Some(inner) = &mut self.inner {
             tokio::select! {
                 biased;
-                answer = inner.read(streams, count, wait) => return answer,
-                _ = self.breaks.changed() => {}
+                result = inner.read(streams, count, wait) => return result,
+                _ = self.failures.changed() => {}
             }
         }
-        self.readers.broken.lock().expect("nobody panics with it").extend(self.inner.take());
-        Err(StreamError::Unavailable { problem: "the read broke off".to_owned(), source: None })
+        self.readers
+            .failed
+            .lock()
+            .expect("no code panics while it holds it")
+            .extend(self.inner.take());
+        Err(StreamError::Unavailable { problem: "the read failed".to_owned(), source: None })
     }
 
     async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
@@ -106,11 +110,11 @@ fn lose<T>(left: &AtomicUsize, reply: Result<T>) -> Result<T> {
     }
 }
 
-/// Passes calls on.
-macro_rules! pass_on {
+/// Delegates calls.
+macro_rules! delegate {
     (impl $seam:ident { $(fn $name:ident($($arg:ident: $type:ty),*) -> $reply:ty $(, loses $left:ident)? $(, by $wrap:ident($($with:ident),*))?;)* }) => {
         #[async_trait]
-        impl $seam for Forgetful {
+        impl $seam for LossyBackend {
             $(async fn $name(&self, $($arg: $type),*) -> Result<$reply> {
                 let reply = self.inner.$name($($arg),*).await;
                 $(let reply = lose(&self.$left, reply);)?
@@ -122,7 +126,7 @@ macro_rules! pass_on {
 }
 
 #[async_trait]
-impl Backend for Forgetful {
+impl Backend for LossyBackend {
     fn describe(&self) -> Description {
         self.inner.describe()
     }
@@ -140,7 +144,7 @@ impl Backend for Forgetful {
     }
 }
 
-pass_on! {
+delegate! {
     impl Streams {
         fn append(stream: &StreamName, entries: &[Fields], retention: &Retention) -> Vec<EntryId>;
         fn append_once(stream: &StreamName, entries: &[Once], keep: Duration, retention: &Retention) -> Vec<Appended>;
@@ -148,7 +152,7 @@ pass_on! {
         fn ensure_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
         fn remove_group(stream: &StreamName, group: &GroupName) -> bool;
         fn reset_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
-        fn reader(group: &GroupName, consumer: &ConsumerName) -> Box<dyn GroupReader>, by breaking(group, consumer);
+        fn reader(group: &GroupName, consumer: &ConsumerName) -> Box<dyn GroupReader>, by failing_reader(group, consumer);
         fn silence(stream: &StreamName, group: &GroupName, consumer: &ConsumerName) -> Silenced;
         fn tail() -> Box<dyn TailReader>;
         fn settle(settle: Settle<'_>) -> Settled, loses settles;
@@ -164,7 +168,7 @@ pass_on! {
     }
 }
 
-pass_on! {
+delegate! {
     impl Delays {
         fn put_aside(delays: &DelayName, items: &[PutAside]) -> Vec<DelayId>;
         fn cancel(delays: &DelayName, id: DelayId) -> bool;
@@ -176,7 +180,7 @@ pass_on! {
     }
 }
 
-pass_on! {
+delegate! {
     impl Leases {
         fn acquire(lease: &LeaseName, holder: &HolderName, ttl: Duration) -> Acquire;
         fn renew(holder: &HolderName, leases: &[Fence], ttl: Duration) -> Vec<Renewal>;
@@ -186,7 +190,7 @@ pass_on! {
     }
 }
 
-pass_on! {
+delegate! {
     impl Registry {
         fn set_add(set: &SetName, members: &[&str], ttl: Option<Duration>) -> usize;
         fn set_remove(set: &SetName, members: &[&str]) -> usize;
@@ -199,7 +203,7 @@ pass_on! {
     }
 }
 
-pass_on! {
+delegate! {
     impl Dedup {
         fn dedup_begin(scope: &DedupScope, ids: &[&str], hold: Duration) -> Vec<Begin>;
         fn dedup_finish(scope: &DedupScope, done: &[(&str, Bytes)], keep: Duration) -> ();

@@ -1,4 +1,4 @@
-//! A handler that shows what it got and says what it is told to say.
+//! A handler that records messages and returns a configured outcome.
 
 use std::sync::Arc;
 
@@ -8,43 +8,43 @@ use headwater_queue::{Handler, Message, Outcome};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::timeout;
 
-use crate::env::PATIENCE;
+use crate::fixture::TIMEOUT;
 
-type Answer = dyn Fn(&Message) -> Outcome + Send + Sync;
+type OutcomeFn = dyn Fn(&Message) -> Outcome + Send + Sync;
 
-/// Answers every message and sends it on.
+/// Records every message.
 #[derive(Clone)]
-pub(crate) struct Recorder {
-    answer: Arc<Answer>,
+pub(crate) struct RecordingHandler {
+    outcome: Arc<OutcomeFn>,
     seen: UnboundedSender<Message>,
 }
 
-/// What a recorder got.
-pub(crate) struct Seen(UnboundedReceiver<Message>);
+/// The recorded messages.
+pub(crate) struct RecordedMessages(UnboundedReceiver<Message>);
 
-/// A handler that answers with this, and what it gets.
-pub(crate) fn recorder(
-    answer: impl Fn(&Message) -> Outcome + Send + Sync + 'static,
-) -> (Recorder, Seen) {
+/// A handler that returns this outcome, and the messages it records.
+pub(crate) fn recording_handler(
+    outcome: impl Fn(&Message) -> Outcome + Send + Sync + 'static,
+) -> (RecordingHandler, RecordedMessages) {
     let (seen, receiver) = unbounded_channel();
-    (Recorder { answer: Arc::new(answer), seen }, Seen(receiver))
+    (RecordingHandler { outcome: Arc::new(outcome), seen }, RecordedMessages(receiver))
 }
 
 #[async_trait]
-impl Handler for Recorder {
+impl Handler for RecordingHandler {
     async fn handle(&self, message: Message) -> Outcome {
-        let outcome = (self.answer)(&message);
-        // A test that has seen enough looks no longer.
+        let outcome = (self.outcome)(&message);
+        // The receiver may be dropped.
         let _ = self.seen.send(message);
         outcome
     }
 }
 
-impl Seen {
-    /// The next message; fails if there is none for too long.
+impl RecordedMessages {
+    /// The next message; fails after the timeout.
     pub(crate) async fn next(&mut self) -> Result<Message> {
-        let next = timeout(PATIENCE, self.0.recv()).await.context("no message came")?;
-        next.context("the handler is gone")
+        let next = timeout(TIMEOUT, self.0.recv()).await.context("no message was handled")?;
+        next.context("the handler was dropped")
     }
 
     /// The payloads of the next messages.
@@ -56,7 +56,7 @@ impl Seen {
         Ok(payloads)
     }
 
-    /// What is there already.
+    /// The next message, if one was recorded already.
     pub(crate) fn now(&mut self) -> Option<Message> {
         self.0.try_recv().ok()
     }

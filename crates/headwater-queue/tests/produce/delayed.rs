@@ -1,11 +1,11 @@
-//! Messages that arrive later, and those that are taken back.
+//! Delayed messages and their cancellation.
 
 use crate::setup::on_every_backend;
 
 on_every_backend! {
-    a_delayed_message_arrives_in_its_partition_when_it_is_due
-    a_message_that_is_cancelled_never_arrives
-    what_makes_no_sense_is_refused
+    a_delayed_message_is_appended_to_its_partition_when_it_is_due
+    a_cancelled_message_is_not_delivered
+    invalid_delayed_messages_are_rejected
 }
 
 mod bodies {
@@ -21,8 +21,8 @@ mod bodies {
 
     const HOUR: Duration = Duration::from_secs(3600);
 
-    /// What a consumer does: moves what is due. Returns how many there were.
-    async fn move_due(setup: &Setup, wait: Duration) -> Result<usize> {
+    /// Promotes due messages, as a consumer does. Returns how many.
+    async fn promote_due(setup: &Setup, wait: Duration) -> Result<usize> {
         let mut moved = 0;
         let described = setup.queue.topics().describe(&setup.topic).await?;
         for partition in described.partitions {
@@ -39,7 +39,7 @@ mod bodies {
         Ok(setup.backend().delay_stats(&delays).await?.waiting)
     }
 
-    pub(super) async fn a_delayed_message_arrives_in_its_partition_when_it_is_due(
+    pub(super) async fn a_delayed_message_is_appended_to_its_partition_when_it_is_due(
         setup: Setup,
     ) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
@@ -51,11 +51,11 @@ mod bodies {
         producer.send_at(&setup.topic, NewMessage::keyed("k29", "later"), at).await?;
         let past = NewMessage::new("at once").to_partition(2);
         producer.send_at(&setup.topic, past, Timestamp::from_millis(1)).await?;
-        assert_eq!(setup.count().await?, 0, "nothing arrives by itself");
+        assert_eq!(setup.count().await?, 0, "nothing is promoted without a consumer");
 
         let mut moved = 0;
         for _ in 0..100 {
-            moved += move_due(&setup, Duration::from_millis(50)).await?;
+            moved += promote_due(&setup, Duration::from_millis(50)).await?;
             if moved == 2 {
                 break;
             }
@@ -69,37 +69,37 @@ mod bodies {
         let Some(sent_at) = text(&one[0], "timestamp").and_then(Timestamp::from_rfc3339) else {
             bail!("no timestamp");
         };
-        assert!(sent_at.as_millis() <= one[0].id.ms, "it says when it was sent");
+        assert!(sent_at.as_millis() <= one[0].id.ms, "the timestamp is that of the send");
         Ok(())
     }
 
-    pub(super) async fn a_message_that_is_cancelled_never_arrives(setup: Setup) -> Result<()> {
+    pub(super) async fn a_cancelled_message_is_not_delivered(setup: Setup) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
         let producer = &setup.producer;
         let delayed = producer.send_after(&setup.topic, NewMessage::keyed("k1", "p"), HOUR).await?;
         let other = producer.send_after(&setup.topic, NewMessage::keyed("k1", "p"), HOUR).await?;
         assert_ne!(delayed.id, other.id);
         assert!(producer.cancel(&delayed).await?);
-        assert!(!producer.cancel(&delayed).await?, "it is gone already");
+        assert!(!producer.cancel(&delayed).await?, "it was cancelled already");
         assert_eq!(waiting(&setup, delayed.partition).await?, 1);
 
-        // One that was never there, in a partition that was never there.
+        // An unknown id in a partition that does not exist.
         let nowhere =
             DelayedMessage { topic: TopicName::new(&setup.topic)?, partition: 9, id: DelayId(1) };
         assert!(!producer.cancel(&nowhere).await?);
         Ok(())
     }
 
-    pub(super) async fn what_makes_no_sense_is_refused(setup: Setup) -> Result<()> {
+    pub(super) async fn invalid_delayed_messages_are_rejected(setup: Setup) -> Result<()> {
         let too_far = Duration::from_secs(11 * 366 * 24 * 3600);
         for (message, after, complaint) in [
-            (NewMessage::new("p").with_id("a"), HOUR, "an id"),
+            (NewMessage::new("p").with_id("a"), HOUR, "id"),
             (NewMessage::new("p"), too_far, "the delay"),
-            (NewMessage::new(vec![0; PAYLOAD_BYTES_MAX + 1]), HOUR, "a payload"),
-            (NewMessage::new("p").to_partition(1), HOUR, "a partition"),
+            (NewMessage::new(vec![0; PAYLOAD_BYTES_MAX + 1]), HOUR, "payload"),
+            (NewMessage::new("p").to_partition(1), HOUR, "partition"),
         ] {
-            let refused = setup.producer.send_after(&setup.topic, message, after).await;
-            let error = refused.expect_err("it is refused");
+            let rejected = setup.producer.send_after(&setup.topic, message, after).await;
+            let error = rejected.expect_err("it is rejected");
             assert!(matches!(error, QueueError::Invalid { .. }), "{error:?}");
             assert!(error.to_string().starts_with(complaint), "{error}");
         }

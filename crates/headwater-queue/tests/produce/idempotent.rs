@@ -1,14 +1,14 @@
-//! Messages with an id count once.
+//! Messages with an id are stored once.
 
 use crate::setup::on_every_backend;
 
 on_every_backend! {
-    a_message_that_is_sent_again_counts_once
-    ids_are_remembered_for_the_window_and_no_longer
-    without_a_key_the_id_decides_the_partition
-    a_batch_counts_ids_once_and_keeps_its_order
-    after_a_growth_a_repeat_meets_the_first_one
-    concurrent_repeats_count_once
+    a_message_that_is_sent_again_is_a_duplicate
+    ids_are_remembered_only_for_the_window
+    without_a_key_the_id_determines_the_partition
+    a_batch_drops_duplicates_and_keeps_its_order
+    after_a_resize_a_duplicate_is_found_in_the_old_partition
+    concurrent_duplicates_are_stored_once
 }
 
 mod bodies {
@@ -20,13 +20,13 @@ mod bodies {
 
     use crate::setup::{Setup, text};
 
-    pub(super) async fn a_message_that_is_sent_again_counts_once(setup: Setup) -> Result<()> {
+    pub(super) async fn a_message_that_is_sent_again_is_a_duplicate(setup: Setup) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 4, Policies::default()).await?;
         let message = NewMessage::keyed("k", "first").with_id("order 7");
         let first = setup.producer.send(&setup.topic, message.clone()).await?;
         assert!(!first.duplicate);
 
-        // Also from another process, and whatever it carries: the id is what counts.
+        // Also from another process, and with another payload: only the id matters.
         let other = Queue::new(setup.backend().clone()).producer(ProducerConfig::default())?;
         let changed = NewMessage { payload: "second".into(), ..message.clone() };
         for producer in [&setup.producer, &other] {
@@ -36,16 +36,14 @@ mod bodies {
         }
         assert_eq!(setup.count().await?, 1);
 
-        // Another id, another message; no id, always another one.
+        // Another id is another message; without an id every message is new.
         setup.producer.send(&setup.topic, message.clone().with_id("order 8")).await?;
         setup.producer.send(&setup.topic, NewMessage { id: None, ..message }).await?;
         assert_eq!(setup.count().await?, 3);
         Ok(())
     }
 
-    pub(super) async fn ids_are_remembered_for_the_window_and_no_longer(
-        setup: Setup,
-    ) -> Result<()> {
+    pub(super) async fn ids_are_remembered_only_for_the_window(setup: Setup) -> Result<()> {
         let window = Duration::from_secs(5);
         let config =
             ProducerConfig { deadline: window, idempotence_window: window, ..Default::default() };
@@ -65,9 +63,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn without_a_key_the_id_decides_the_partition(setup: Setup) -> Result<()> {
+    pub(super) async fn without_a_key_the_id_determines_the_partition(setup: Setup) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 8, Policies::default()).await?;
-        // A partitioner that goes around whatever the key would never meet the first one.
+        // With a round-robin partitioner, the duplicate would go to another partition.
         let config =
             ProducerConfig { partitioner: Arc::new(RoundRobin::default()), ..Default::default() };
         let around = setup.queue.producer(config)?;
@@ -85,7 +83,7 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_batch_counts_ids_once_and_keeps_its_order(setup: Setup) -> Result<()> {
+    pub(super) async fn a_batch_drops_duplicates_and_keeps_its_order(setup: Setup) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 2, Policies::default()).await?;
         let message = |payload: &str, id: Option<&str>| NewMessage {
             id: id.map(str::to_owned),
@@ -115,12 +113,14 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn after_a_growth_a_repeat_meets_the_first_one(setup: Setup) -> Result<()> {
+    pub(super) async fn after_a_resize_a_duplicate_is_found_in_the_old_partition(
+        setup: Setup,
+    ) -> Result<()> {
         let policies = Policies { refresh: Duration::from_millis(20), ..Default::default() };
         setup.queue.topics().create(&setup.topic, 2, policies).await?;
         let message = |number: usize| {
             let message = NewMessage::new(number.to_string()).with_id(format!("id-{number}"));
-            // Half of them by their keys.
+            // Half of them have a key.
             NewMessage { key: number.is_multiple_of(2).then(|| format!("k{number}")), ..message }
         };
         let mut first = Vec::new();
@@ -141,7 +141,7 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn concurrent_repeats_count_once(setup: Setup) -> Result<()> {
+    pub(super) async fn concurrent_duplicates_are_stored_once(setup: Setup) -> Result<()> {
         setup.queue.topics().create(&setup.topic, 3, Policies::default()).await?;
         let tasks = (0..40).map(|task| {
             let (producer, topic) = (setup.producer.clone(), setup.topic.clone());

@@ -1,4 +1,4 @@
-//! What a test works with: a queue on some backend, and a topic that nobody else uses.
+//! Test fixture: a queue on some backend and a topic unique to the test.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -13,18 +13,18 @@ use headwater_stream::{
 use headwater_testkit::{Cluster, Redis, unique};
 
 pub(crate) const GROUP: &str = "workers";
-/// Longer than anything takes, also on a machine that has other things to do.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// Generous timeout, for busy machines.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
-pub(crate) struct Env {
+pub(crate) struct Fixture {
     pub(crate) url: String,
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) queue: Queue,
     pub(crate) topic: String,
-    _kept: Box<dyn Any + Send + Sync>,
+    _server: Box<dyn Any + Send + Sync>,
 }
 
-impl Env {
+impl Fixture {
     pub(crate) async fn embedded() -> Result<Self> {
         Self::open("embedded:memory", ()).await
     }
@@ -39,20 +39,20 @@ impl Env {
         Self::open(&cluster.url(), cluster).await
     }
 
-    pub(crate) async fn open(url: &str, kept: impl Any + Send + Sync) -> Result<Self> {
+    pub(crate) async fn open(url: &str, server: impl Any + Send + Sync) -> Result<Self> {
         let backend = connect(url, &Options::default()).await?;
-        let queue = Queue::with_config(Arc::clone(&backend), quick())?;
+        let queue = Queue::with_config(Arc::clone(&backend), short_leases())?;
         let topic = unique("orders");
-        Ok(Self { url: url.to_owned(), backend, queue, topic, _kept: Box::new(kept) })
+        Ok(Self { url: url.to_owned(), backend, queue, topic, _server: Box::new(server) })
     }
 
-    /// Another process on the same data.
+    /// A second process on the same data.
     pub(crate) async fn second_queue(&self) -> Result<Queue> {
         let backend = match self.url.starts_with("embedded") {
             true => Arc::clone(&self.backend),
             false => connect(&self.url, &Options::default()).await?,
         };
-        Ok(Queue::with_config(backend, quick())?)
+        Ok(Queue::with_config(backend, short_leases())?)
     }
 
     pub(crate) async fn create(&self, partitions: u16) -> Result<()> {
@@ -67,7 +67,7 @@ impl Env {
         Ok(StreamName::new(&partition.stream_key)?)
     }
 
-    /// Sends a message as any program may: an entry with the fields of WIRE.
+    /// Sends a message as another program would: an entry with the documented fields.
     pub(crate) async fn send(
         &self,
         partition: u16,
@@ -92,7 +92,7 @@ impl Env {
         Ok(ids[0])
     }
 
-    /// What is delivered and not settled.
+    /// The pending entries.
     pub(crate) async fn pending(&self, partition: u16) -> Result<Vec<Pending>> {
         let stream = self.stream(partition).await?;
         let query = PendingQuery {
@@ -107,7 +107,7 @@ impl Env {
     }
 
     /// Waits until nothing is pending.
-    pub(crate) async fn until_settled(&self, partition: u16) -> Result<()> {
+    pub(crate) async fn wait_until_settled(&self, partition: u16) -> Result<()> {
         eventually("nothing is pending", async || Ok(self.pending(partition).await?.is_empty()))
             .await
     }
@@ -118,8 +118,8 @@ impl Env {
         Ok(self.backend.range(&stream, Range::first(1000)).await?)
     }
 
-    /// Waits for so many dead letters and returns them.
-    pub(crate) async fn until_dead_letters(&self, count: usize) -> Result<Vec<Entry>> {
+    /// Waits for this many dead letters and returns them.
+    pub(crate) async fn wait_for_dead_letters(&self, count: usize) -> Result<Vec<Entry>> {
         let what = format!("{count} dead letters");
         eventually(&what, async || Ok(self.dead_letters().await?.len() >= count)).await?;
         self.dead_letters().await
@@ -132,8 +132,8 @@ pub(crate) fn text(entry: &Entry, field: &str) -> String {
     value.unwrap_or_default().into_owned()
 }
 
-/// Leases that run out soon, so that tests need not wait long.
-pub(crate) fn quick() -> QueueConfig {
+/// Short leases, to keep tests fast.
+pub(crate) fn short_leases() -> QueueConfig {
     let lease = KeeperConfig {
         ttl: Duration::from_secs(3),
         renew_every: Duration::from_millis(500),
@@ -142,12 +142,15 @@ pub(crate) fn quick() -> QueueConfig {
     QueueConfig { lease, rebalance_every: Duration::from_millis(500), ..Default::default() }
 }
 
-/// Asks until it is so.
-pub(crate) async fn eventually(what: &str, is_so: impl AsyncFn() -> Result<bool>) -> Result<()> {
-    let until = tokio::time::Instant::now() + PATIENCE;
-    while !is_so().await? {
+/// Polls until a condition holds; fails after the timeout.
+pub(crate) async fn eventually(
+    what: &str,
+    condition: impl AsyncFn() -> Result<bool>,
+) -> Result<()> {
+    let until = tokio::time::Instant::now() + TIMEOUT;
+    while !condition().await? {
         if tokio::time::Instant::now() > until {
-            bail!("it never happened that {what}");
+            bail!("timed out waiting until {what}");
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -164,7 +167,7 @@ macro_rules! on_backends {
         mod $backend {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
             async fn $name() -> anyhow::Result<()> {
-                super::$name(crate::env::Env::$backend().await?).await
+                super::$name(crate::fixture::Fixture::$backend().await?).await
             })*
         }
         on_backends!(@each [$($rest)*] [$($name)*]);
