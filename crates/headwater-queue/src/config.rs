@@ -84,13 +84,14 @@ impl fmt::Debug for ProducerConfig {
 impl ProducerConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         if self.deadline.is_zero() || self.deadline > DEADLINE_MAX {
-            let problem = format!("{:?}; more than zero, at most {DEADLINE_MAX:?}", self.deadline);
+            let problem =
+                format!("{:?}; must be more than zero and at most {DEADLINE_MAX:?}", self.deadline);
             return Err(QueueError::invalid("deadline", problem));
         }
         // A shorter window could forget a message while its send is retried.
         if self.idempotence_window < self.deadline || self.idempotence_window > KEEP_MAX {
             let problem = format!(
-                "{:?}; at least the deadline ({:?}), at most {KEEP_MAX:?}",
+                "{:?}; must be at least the deadline ({:?}) and at most {KEEP_MAX:?}",
                 self.idempotence_window, self.deadline
             );
             return Err(QueueError::invalid("idempotence_window", problem));
@@ -197,17 +198,18 @@ impl ConsumerConfig {
         ];
         for (name, count, max) in counts {
             if !(1..=max).contains(&count) {
-                return Err(QueueError::invalid(name, format!("{count}; 1 to {max}")));
+                return Err(QueueError::invalid(name, format!("{count}; must be 1 to {max}")));
             }
         }
         if let Some(count) = self.read_ahead.filter(|count| *count > IN_FLIGHT_MAX) {
             return Err(QueueError::invalid(
                 "read_ahead",
-                format!("{count}; at most {IN_FLIGHT_MAX}"),
+                format!("{count}; must be at most {IN_FLIGHT_MAX}"),
             ));
         }
         if self.poll.is_zero() || self.poll > WAIT_MAX {
-            let problem = format!("{:?}; more than zero, at most {WAIT_MAX:?}", self.poll);
+            let problem =
+                format!("{:?}; must be more than zero and at most {WAIT_MAX:?}", self.poll);
             return Err(QueueError::invalid("poll", problem));
         }
         if self.handler_timeout.is_some_and(|time| time.is_zero()) {
@@ -229,7 +231,7 @@ fn validate_name(what: &str, name: &str) -> Result<()> {
     let is_forbidden = |c: char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}');
     if name.is_empty() || name.len() > GROUP_BYTES_MAX || name.contains(is_forbidden) {
         let problem = format!(
-            "`{name}`; 1 to {GROUP_BYTES_MAX} bytes without spaces, braces and control characters"
+            "`{name}`; must be 1 to {GROUP_BYTES_MAX} bytes without spaces, braces and control characters"
         );
         return Err(QueueError::invalid(what, problem));
     }

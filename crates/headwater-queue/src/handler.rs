@@ -109,7 +109,10 @@ impl RetryPolicy {
             [("max_attempts", self.max_attempts.unwrap_or(1)), ("max_crashes", self.max_crashes)];
         for (name, count) in counts {
             if !(1..=ATTEMPTS_MAX).contains(&count) {
-                return Err(QueueError::invalid(name, format!("{count}; 1 to {ATTEMPTS_MAX}")));
+                return Err(QueueError::invalid(
+                    name,
+                    format!("{count}; must be 1 to {ATTEMPTS_MAX}"),
+                ));
             }
         }
         self.backoff.validate()
@@ -162,10 +165,10 @@ impl Backoff {
     fn validate(&self) -> Result<()> {
         let Self::Exponential { factor, max, jitter, first } = *self else { return Ok(()) };
         if !(1.0..=1000.0).contains(&factor) {
-            return Err(QueueError::invalid("factor", format!("{factor}; 1 to 1000")));
+            return Err(QueueError::invalid("factor", format!("{factor}; must be 1 to 1000")));
         }
         if !(0.0..=1.0).contains(&jitter) {
-            return Err(QueueError::invalid("jitter", format!("{jitter}; 0 to 1")));
+            return Err(QueueError::invalid("jitter", format!("{jitter}; must be 0 to 1")));
         }
         if first > max {
             return Err(QueueError::invalid(

@@ -29,7 +29,7 @@ pub const HEADERS_BYTES_MAX: usize = 32 * 1024;
 pub const REASON_BYTES_MAX: usize = 4096;
 
 /// Resizes of a topic.
-pub const GROWTHS_MAX: usize = 64;
+pub const RESIZES_MAX: usize = 64;
 
 /// Maximum `refresh` of a topic: how long a producer may use cached metadata.
 pub const REFRESH_MAX: Duration = Duration::from_secs(60);

@@ -93,11 +93,11 @@ impl NewMessage {
         }
         let id_bytes = self.id.as_ref().map_or(1, String::len);
         if !(1..=MESSAGE_ID_BYTES_MAX).contains(&id_bytes) {
-            let problem = format!("{id_bytes} bytes; 1 to {MESSAGE_ID_BYTES_MAX}");
+            let problem = format!("{id_bytes} bytes; must be 1 to {MESSAGE_ID_BYTES_MAX}");
             return Err(QueueError::invalid("id", problem));
         }
         if let Some(count) = self.max_retries.filter(|count| *count >= ATTEMPTS_MAX) {
-            let problem = format!("{count}; below {ATTEMPTS_MAX}");
+            let problem = format!("{count}; must be below {ATTEMPTS_MAX}");
             return Err(QueueError::invalid("max_retries", problem));
         }
         if let Some(partition) = self.partition.filter(|p| *p >= topic.partitions) {

@@ -18,7 +18,7 @@ use tracing::{debug, error, warn};
 
 use super::data_loss_recovery::LossRecovery;
 use super::handler_task::yield_to_queue;
-use super::partition_consumer::{PartitionConsumer, PartitionState};
+use super::partition_consumer::{PartitionConsumer, PartitionConsumerState};
 
 /// A batch of this size is settled at once.
 const SETTLE_BATCH: usize = 256;
@@ -44,7 +44,7 @@ impl PartitionConsumer {
     /// Starts the settle task if a batch is due; `now` if no handler is about to finish. Returns whether it started.
     pub(super) fn start_settle_task(
         self: &Arc<Self>,
-        state: &mut PartitionState,
+        state: &mut PartitionConsumerState,
         now: bool,
     ) -> bool {
         if !state.should_settle(now) {
@@ -149,7 +149,7 @@ impl PartitionConsumer {
     }
 }
 
-impl PartitionState {
+impl PartitionConsumerState {
     /// Whether to start settling; `now` if no handler is about to finish.
     fn should_settle(&mut self, now: bool) -> bool {
         if self.has_settle_task || self.unsettled.is_empty() {
@@ -169,7 +169,7 @@ impl PartitionState {
 }
 
 /// How many settlements fit into one call.
-fn batch_len(state: &PartitionState) -> usize {
+fn batch_len(state: &PartitionConsumerState) -> usize {
     let mut bytes = 0;
     let fits = |entry: &&Settlement| {
         let has_room = bytes < FOLLOW_UP_BYTES_PER_CALL;

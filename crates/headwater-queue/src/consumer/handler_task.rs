@@ -45,8 +45,7 @@ pub(super) async fn run(consumer: Arc<PartitionConsumer>, slot: HandlerSlot) {
     }
 }
 
-/// Re-queues this task on the shared run queue. `yield_now` would keep it on the consumer-local LIFO slot, where it cannot be
-/// stolen.
+/// Re-queues this task on the run queue. `yield_now` would keep it on its current thread, where it cannot be stolen.
 pub(super) async fn yield_to_queue() {
     let mut has_yielded = false;
     poll_fn(|context| {

@@ -12,7 +12,7 @@ use tracing::{debug, warn};
 
 use super::key_queues::InFlightMessage;
 use super::maintenance::RELEASED_PAUSE;
-use super::partition_consumer::{PartitionConsumer, PartitionState};
+use super::partition_consumer::{PartitionConsumer, PartitionConsumerState};
 
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
@@ -20,7 +20,7 @@ impl PartitionConsumer {
     /// Counts a failed attempt and retries the message after a backoff.
     pub(super) fn retry_in_place(
         self: &Arc<Self>,
-        state: &mut PartitionState,
+        state: &mut PartitionConsumerState,
         mut item: InFlightMessage,
         after: Duration,
     ) {
@@ -33,7 +33,7 @@ impl PartitionConsumer {
     /// Keeps a released message at the head of its key's queue. Counts neither a failed attempt nor a delivery.
     pub(super) fn release_in_place(
         self: &Arc<Self>,
-        state: &mut PartitionState,
+        state: &mut PartitionConsumerState,
         item: InFlightMessage,
     ) {
         let (id, deliveries) = (item.delivery.id, item.delivery.deliveries);

@@ -58,13 +58,13 @@ pub(super) struct PartitionConsumer {
     pub(super) has_unseen: AtomicBool,
     /// Held while pending entries are reclaimed.
     reclaim_lock: Semaphore,
-    state: Mutex<PartitionState>,
+    state: Mutex<PartitionConsumerState>,
     changed: Notify,
     pub(super) tasks: Mutex<JoinSet<()>>,
 }
 
 #[derive(Debug)]
-pub(super) struct PartitionState {
+pub(super) struct PartitionConsumerState {
     pub(super) phase: PartitionPhase,
     pub(super) queues: KeyQueues,
     /// The delivery of each handler task; `None` before it has taken one.
@@ -117,7 +117,7 @@ impl PartitionConsumer {
         let (topic, group) = (&context.topic, &context.group);
         let metrics = PartitionMetrics::new(topic, policy.partition, group, consumer_name.as_str());
         let fence = (context.config.mode == Mode::Owned).then(|| lease.fence().clone());
-        let state = PartitionState {
+        let state = PartitionConsumerState {
             phase: PartitionPhase::Active,
             queues: KeyQueues::new(context.config.order, context.config.blocked_max),
             running: Vec::new(),
@@ -155,7 +155,7 @@ impl PartitionConsumer {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, PartitionState> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, PartitionConsumerState> {
         self.state.lock().expect("no code panics while it holds the state of a partition")
     }
 
@@ -226,7 +226,10 @@ impl PartitionConsumer {
     }
 
     /// Starts handler tasks for the messages that are ready, up to `concurrency`.
-    pub(super) fn start_handlers(self: &Arc<Self>, mut state: MutexGuard<'_, PartitionState>) {
+    pub(super) fn start_handlers(
+        self: &Arc<Self>,
+        mut state: MutexGuard<'_, PartitionConsumerState>,
+    ) {
         self.ready.store(state.queues.ready_len(), Ordering::SeqCst);
         self.blocked.store(state.queues.blocked_len(), Ordering::SeqCst);
         if !self.may_start_handler(&state) {
@@ -256,13 +259,13 @@ impl PartitionConsumer {
     }
 
     /// Whether a handler may start. Never after the lease ran out: side effects of a handler are not fenced.
-    fn may_start_handler(&self, state: &PartitionState) -> bool {
+    fn may_start_handler(&self, state: &PartitionConsumerState) -> bool {
         state.may_start_handler(self.context.is_paused()) && self.lease.is_trusted()
     }
 
     fn next_message(
         &self,
-        state: &mut PartitionState,
+        state: &mut PartitionConsumerState,
         slot: HandlerSlot,
     ) -> Option<InFlightMessage> {
         let may_start = self.may_start_handler(state);
@@ -405,7 +408,7 @@ impl PartitionConsumer {
     }
 
     /// Waits until the state of the partition satisfies a condition. Cancel-safe.
-    pub(super) async fn wait_until(&self, condition: impl Fn(&PartitionState) -> bool) {
+    pub(super) async fn wait_until(&self, condition: impl Fn(&PartitionConsumerState) -> bool) {
         // The count drops with the guard, also if this future is cancelled.
         self.lock().waiters += 1;
         let _waiter = StateWaiter(self);
@@ -420,14 +423,14 @@ impl PartitionConsumer {
         }
     }
 
-    pub(super) fn wake_waiters(&self, state: &PartitionState) {
+    pub(super) fn wake_waiters(&self, state: &PartitionConsumerState) {
         if state.waiters > 0 {
             self.changed.notify_waiters();
         }
     }
 }
 
-impl PartitionState {
+impl PartitionConsumerState {
     fn may_start_handler(&self, is_paused: bool) -> bool {
         match self.phase {
             PartitionPhase::Active => !is_paused,

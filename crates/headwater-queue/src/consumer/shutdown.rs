@@ -14,7 +14,7 @@ use headwater_stream::{Delivery, Settlement};
 use tokio::time::Instant;
 use tracing::warn;
 
-use super::partition_consumer::{PartitionConsumer, PartitionPhase, PartitionState};
+use super::partition_consumer::{PartitionConsumer, PartitionConsumerState, PartitionPhase};
 
 /// Minimum time to wait for the last read if the backend does not answer.
 const LAST_READ_TIMEOUT: Duration = Duration::from_secs(5);
@@ -122,7 +122,7 @@ impl PartitionConsumer {
     }
 
     /// Aborts all tasks. A handler that blocks its thread keeps running, but its outcome is ignored.
-    fn abort_all_tasks(&self, state: &mut PartitionState) {
+    fn abort_all_tasks(&self, state: &mut PartitionConsumerState) {
         state.generation += 1;
         state.has_settle_task = false;
         self.tasks.lock().expect("no code panics while it holds the tasks").abort_all();

@@ -83,8 +83,8 @@ impl Producer {
         }
         let bytes = fields.bytes();
         let sends = handle.idempotent_sends(|| self.idempotent_sends(cached, handle));
-        let once = Once { id: key.id, fields };
-        let Appended { id, duplicate } = match sends.call_weighing(once, bytes).await {
+        let entry = Once { id: key.id, fields };
+        let Appended { id, duplicate } = match sends.call_weighing(entry, bytes).await {
             Ok(appended) => appended?,
             Err(gone) => {
                 let problem = gone.to_string();
