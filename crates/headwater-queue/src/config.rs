@@ -16,7 +16,7 @@ use crate::trace::TraceBridge;
 /// Settings of a process as a member of its groups.
 #[derive(Clone, Debug)]
 pub struct QueueConfig {
-    /// Renewal of leases: those of partitions, and the liveness lease of this process. Default: 15 s, renewed every 5 s.
+    /// Leases of partitions and the liveness lease of this process. Default: 15 s, renewed every 5 s.
     pub lease: KeeperConfig,
     /// How often members and partitions are polled, besides notifications. Default: 5 s. Not zero.
     pub rebalance_every: Duration,
@@ -136,26 +136,26 @@ pub struct ConsumerConfig {
     pub poll: Duration,
     /// Maximum messages in flight, prefetched ones included. Default: 1,000, at most 100,000.
     pub in_flight_max: usize,
-    /// [`Mode::Shared`]: maximum prefetched messages per partition, beyond those being handled. With slow handlers, a small
-    /// number leaves messages to other consumers. Default: as many as `in_flight_max` allows.
+    /// [`Mode::Shared`]: maximum prefetched messages per partition, beyond those being handled. With slow handlers, a
+    /// small number leaves messages to other consumers. Default: as many as `in_flight_max` allows.
     pub read_ahead: Option<usize>,
     /// Concurrent handlers per partition; with [`MessageOrder::PerKey`], of different keys. Default: 1.
     pub concurrency: usize,
     /// When and how often a failed message is retried.
     pub retry: RetryPolicy,
-    /// Timeout of a handler. Its future is then dropped and the attempt counts as failed. A handler that blocks its thread
-    /// cannot be dropped; it is only counted. Default: none.
+    /// Timeout of a handler. Its future is then dropped and the attempt counts as failed. A handler that blocks its
+    /// thread cannot be dropped; it is only counted. Default: none.
     pub handler_timeout: Option<Duration>,
     /// Drain timeout: how long shutdown and revocation wait for handlers before they are aborted. Default: 25 s.
     pub drain: Duration,
     /// Static member name that survives restarts: until the lease of the stopped process expires, its partitions stay
     /// reserved for it. Default: none.
     pub member: Option<String>,
-    /// [`Mode::Shared`]: pending messages of consumers without a heartbeat (other programs) are reclaimed after they were
-    /// idle for this long. Default: 5 min.
+    /// [`Mode::Shared`]: pending messages of consumers without a heartbeat (other programs) are reclaimed after they
+    /// were idle for this long. Default: 5 min.
     pub reclaim_idle: Duration,
-    /// [`MessageOrder::PerKey`]: blocked messages per partition that are kept in memory while a topic is resized. Beyond it
-    /// only ids are kept and the payloads are read again later. Default: 20,000.
+    /// [`MessageOrder::PerKey`]: blocked messages per partition that are kept in memory while a topic is resized.
+    /// Beyond it only ids are kept and the payloads are read again later. Default: 20,000.
     pub blocked_max: usize,
 }
 

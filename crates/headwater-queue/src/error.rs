@@ -103,8 +103,8 @@ pub enum QueueError {
         deadline: Duration,
     },
 
-    /// A change of several partitions failed after some of them were changed. [`Interrupted`] reports the progress and the
-    /// next step.
+    /// A change of several partitions failed after some of them were changed. [`Interrupted`] reports the progress and
+    /// the next step.
     #[error(transparent)]
     Interrupted(Box<Interrupted>),
 

@@ -90,8 +90,8 @@ where
 pub struct RetryPolicy {
     /// Attempts in total, 1 to 1,000. `None` (default): the message's `maxRetries`, else the topic's, plus one.
     pub max_attempts: Option<u32>,
-    /// Deliveries without an outcome (the process crashed, perhaps because of the message) after which the message becomes
-    /// a dead letter, 1 to 1,000. Default: 5.
+    /// Deliveries without an outcome (the process crashed, perhaps because of the message) after which the message
+    /// becomes a dead letter, 1 to 1,000. Default: 5.
     pub max_crashes: u32,
     /// Delay before the next attempt.
     pub backoff: Backoff,

@@ -54,8 +54,8 @@ pub const ATTEMPTS_MAX: u32 = 1000;
 /// Messages in flight of one subscription.
 pub const IN_FLIGHT_MAX: usize = 100_000;
 
-/// Blocked messages of one partition: messages that wait for older ones of their key while a topic is resized. Beyond it,
-/// the partition is not read until messages are unblocked.
+/// Blocked messages of one partition: messages that wait for older ones of their key while a topic is resized. Beyond
+/// it, the partition is not read until messages are unblocked.
 pub const BLOCKED_IDS_MAX: usize = 1_000_000;
 
 /// Items of one page of a listing.
@@ -64,7 +64,7 @@ pub const PAGE_MAX: usize = 1000;
 /// Bytes of one page. A page of large messages has fewer items than requested, but at least one.
 pub const PAGE_BYTES_MAX: usize = 16 * 1024 * 1024;
 
-/// Entries that a reset counts exactly to report what it would redeliver or skip; beyond it, the count is a lower bound.
+/// Entries that a reset counts exactly for its report; beyond it, the count is a lower bound.
 pub const COUNTED_MAX: u64 = 10_000;
 
 /// Dead letters that one page of a filtered listing scans.
@@ -85,5 +85,5 @@ const _: () = assert!(
         <= stream::ENTRY_BYTES_MAX
 );
 const _: () = assert!(PARTITIONS_MAX as usize <= stream::READ_STREAMS_MAX);
-// The longest keys contain a topic or member, a group and 64 more bytes; names that a backend derives from them fit, too.
+// The longest keys contain a topic or member, a group and 64 more bytes; names derived from them fit, too.
 const _: () = assert!(TOPIC_BYTES_MAX + GROUP_KEY_BYTES_MAX + 64 < stream::NAME_BYTES_MAX);

@@ -1,8 +1,8 @@
 //! Messages: what a producer sends, what a handler receives, and how both are encoded in a stream entry.
 //!
 //! Upstream: applications. Downstream: entries of `headwater-stream`.
-//! Promises: payload bytes are never re-encoded; an entry of another program is readable with all its fields; a malformed
-//! entry names the invalid field and keeps its bytes.
+//! Promises: payload bytes are never re-encoded; an entry of another program is readable with all its fields; a
+//! malformed entry names the invalid field and keeps its bytes.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -223,8 +223,8 @@ pub struct Message {
     pub attempt: u32,
     /// How often the group has delivered this entry, including deliveries to consumers that crashed.
     pub deliveries: u64,
-    /// With `Mode::Owned`, the epoch of the partition's owner, a fencing token: a store that remembers the highest epoch
-    /// per partition and rejects lower ones is safe from a stale owner.
+    /// With `Mode::Owned`, the epoch of the partition's owner, a fencing token: a store that remembers the highest
+    /// epoch per partition and rejects lower ones is safe from a stale owner.
     pub epoch: Option<Epoch>,
     /// Retries after a failure; `None` uses the setting of subscription and topic.
     pub max_retries: Option<u32>,

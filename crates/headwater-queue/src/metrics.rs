@@ -10,12 +10,13 @@ pub const CONSUMED: &str = "headwater_consumed_total";
 pub const ACKS: &str = "headwater_acks_total";
 /// Failed attempts that are retried. Labels: topic, partition, group.
 pub const RETRIES: &str = "headwater_retries_total";
-/// Messages that became dead letters. Labels: topic, partition, group, result (cause: `attempts`, `crashes`, `handler`, `malformed`, `missing`).
+/// Messages that became dead letters. Labels: topic, partition, group, result (cause: `attempts`, `crashes`, `handler`,
+/// `malformed`, `missing`).
 pub const DEAD_LETTERS: &str = "headwater_dead_letters_total";
 /// Anomalies that were handled automatically. Labels: topic, group, result (kind).
 pub const ANOMALIES: &str = "headwater_queue_anomalies_total";
-/// Handlers that exceeded `handler_timeout`. Labels: topic, partition, group, result (`dropped`: the future was dropped;
-/// `late`: it blocked its thread and could not be dropped, so its outcome counts).
+/// Handlers that exceeded `handler_timeout`. Labels: topic, partition, group, result (`dropped`: the future was
+/// dropped; `late`: it blocked its thread and could not be dropped, so its outcome counts).
 pub const HANDLER_TIMEOUTS: &str = "headwater_handler_timeouts_total";
 /// Entries of a topic. Labels: topic, partition.
 pub const TOPIC_LENGTH: &str = "headwater_topic_length";

@@ -1,7 +1,7 @@
 //! Partitioners: choose the partition of a message from its key.
 //!
-//! Promises: the hash is the one that other programs use (Java's `String.hashCode`), so that all agree on the partition of
-//! a key.
+//! Promises: the hash is the one that other programs use (Java's `String.hashCode`), so that all agree on the partition
+//! of a key.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};

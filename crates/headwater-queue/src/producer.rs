@@ -1,8 +1,8 @@
 //! Sends messages: validates, chooses the partition, appends.
 //!
 //! Upstream: applications. Downstream: the streams of a topic.
-//! Promises: an invalid message is rejected before anything is sent; a partition is never chosen from topic metadata older
-//! than the topic's `refresh`; a confirmed message is in its partition, and every other result is an error.
+//! Promises: an invalid message is rejected before anything is sent; a partition is never chosen from topic metadata
+//! older than the topic's `refresh`; a confirmed message is in its partition, and every other result is an error.
 //! Not here: retrying a failed send. A caller that retries gives the message an id, so that duplicates are dropped.
 
 mod batch;
@@ -54,8 +54,8 @@ pub struct Sent {
     pub id: EntryId,
     /// The partition.
     pub partition: Partition,
-    /// Whether a message with the same id was sent before, within the idempotence window. Then nothing was appended, and
-    /// `id` is that of the first message.
+    /// Whether a message with the same id was sent before, within the idempotence window. Then nothing was appended,
+    /// and `id` is that of the first message.
     pub duplicate: bool,
 }
 
@@ -89,8 +89,8 @@ impl fmt::Debug for Producer {
 impl Producer {
     /// Sends a message and returns when it is in its partition. A topic that was not created is plain.
     ///
-    /// After [`QueueError::DeadlineExceeded`], or a transient error of the backend, the message may have been sent: retry
-    /// with the same id. The same holds if the future is dropped before it completes.
+    /// After [`QueueError::DeadlineExceeded`], or a transient error of the backend, the message may have been sent:
+    /// retry with the same id. The same holds if the future is dropped before it completes.
     pub async fn send(&self, topic: &str, message: NewMessage) -> Result<Sent> {
         let until = Instant::now() + self.inner.config.deadline;
         let cached = self.cached_topic(topic, until).await?;

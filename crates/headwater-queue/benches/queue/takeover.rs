@@ -1,6 +1,7 @@
 //! Failover time after a kill and after a stop, and delay of delayed messages after they are due.
 //!
-//! The killed owner is this program in a child process. There is no raw counterpart; the results are compared with a target.
+//! The killed owner is this program in a child process. There is no raw counterpart; the results are compared with a
+//! target.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -175,7 +176,8 @@ impl Member {
         Ok(())
     }
 
-    /// Sends to all partitions until it has handled a message of each. Returns the time until the last one's first message.
+    /// Sends to all partitions until it has handled a message of each. Returns the time until the last one's first
+    /// message.
     async fn handle_all_partitions(
         &mut self,
         server: &BenchServer,

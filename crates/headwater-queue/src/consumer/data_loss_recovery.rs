@@ -1,10 +1,10 @@
 //! Detects that Redis lost its data (flushed, or restarted empty) and appends again the messages that were in flight.
 //!
-//! Upstream: `ack_batcher`, when the server does not know an entry; `shutdown`, when the lease was lost with messages in
-//! flight. Downstream: the backend.
-//! Promises: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until another
-//! one took over writes nothing: the data epoch, a key beside the stream that never changes while the server keeps its
-//! data, distinguishes a loss from a trim.
+//! Upstream: `ack_batcher`, when the server does not know an entry; `shutdown`, when the lease was lost with messages
+//! in flight. Downstream: the backend.
+//! Promises: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until
+//! another one took over writes nothing: the data epoch, a key beside the stream that never changes while the server
+//! keeps its data, distinguishes a loss from a trim.
 //! Not here: messages that were not in flight when the server lost them.
 
 use std::collections::BTreeMap;
@@ -43,8 +43,8 @@ pub(super) struct LossRecovery {
     pub(super) data_epoch: Arc<DataEpoch>,
 }
 
-/// Detects whether the server lost its data since consumption of a partition started. The first consumer stores a random
-/// value in a key beside the stream; if the value differs later, the data of the server was lost.
+/// Detects whether the server lost its data since consumption of a partition started. The first consumer stores a
+/// random value in a key beside the stream; if the value differs later, the data of the server was lost.
 #[derive(Debug)]
 pub(super) struct DataEpoch {
     map: MapName,

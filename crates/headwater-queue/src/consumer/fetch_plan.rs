@@ -24,9 +24,9 @@ use super::subscription_context::SubscriptionContext;
 const TURN_WAIT: Duration = Duration::from_millis(20);
 /// Minimum entries per partition of a bulk read.
 const BULK_MIN: usize = 32;
-/// From this many entries on, a bulk read takes one partition alone: more partitions would save little, and their handlers
-/// would compete for processors with each other and with a server on the same machine (measured: 1.5 times the throughput
-/// on two processors). Partitions that may be on different servers are read together.
+/// From this many entries on, a bulk read takes one partition alone: more partitions would save little, and their
+/// handlers would compete for processors with each other and with a server on the same machine (measured: 1.5 times the
+/// throughput on two processors). Partitions that may be on different servers are read together.
 const BULK_ALONE: usize = 128;
 
 /// The streams of one read.
@@ -102,8 +102,8 @@ impl FetchPlanner {
     }
 }
 
-/// The size of the next bulk read, after one of so many streams returned so many entries: twice what there was, so that the
-/// capacity serves as many partitions as possible.
+/// The size of the next bulk read, after one of so many streams returned so many entries: twice what there was, so that
+/// the capacity serves as many partitions as possible.
 pub(super) fn next_bulk_size(streams: usize, entries: usize, batch: usize) -> usize {
     (2 * entries / streams.max(1)).clamp(BULK_MIN.min(batch), batch)
 }
@@ -165,8 +165,8 @@ impl FetchCandidates {
         self
     }
 
-    /// If the partitions of a subscription together could exceed `in_flight_max`, they share what is left, or take turns.
-    /// Returns whether partitions were skipped.
+    /// If the partitions of a subscription together could exceed `in_flight_max`, they share what is left, or take
+    /// turns. Returns whether partitions were skipped.
     fn limit_to_budgets(&mut self, turn: u64) -> bool {
         let mut budgets = SubscriptionBudgets::default();
         let oversubscribed =

@@ -3,8 +3,8 @@
 //! Upstream: the backend. Downstream: each `partition_consumer` receives its entries.
 //! Promises: a partition without capacity is skipped and the others continue; after `remove` has returned, no read can
 //! deliver from that partition; one stream of the wrong type does not stop the reading of the others.
-//! All subscriptions of a process with the same group, consumer name, batch and poll share a fetcher, so that a thousand
-//! topics need one read.
+//! All subscriptions of a process with the same group, consumer name, batch and poll share a fetcher, so that a
+//! thousand topics need one read.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -1,11 +1,11 @@
-//! Repartition barriers keep the order of a key while its topic is resized: a message in the key's new partition is blocked
-//! until the group has finished the key's older messages in the old partition.
+//! Repartition barriers keep the order of a key while its topic is resized: a message in the key's new partition is
+//! blocked until the group has finished the key's older messages in the old partition.
 //!
 //! Upstream: `partition_consumer` asks for each message, with [`MessageOrder::PerKey`](crate::MessageOrder::PerKey).
 //! Downstream: `barrier_watcher` checks which barriers may open.
-//! Promises: a message sent before a resize is never blocked by it, and one sent after it waits only for messages that the
-//! resize did not move; so there is no deadlock. A message whose key does not hash to its partition, as far as this process
-//! knows, waits until the topic was read resized_again.
+//! Promises: a message sent before a resize is never blocked by it, and one sent after it waits only for messages that
+//! the resize did not move; so there is no deadlock. A message whose key does not hash to its partition, as far as this
+//! process knows, waits until the topic was read again.
 //! Not here: messages whose producer chose the partition. Their keys have no partition of their own.
 
 use std::collections::HashSet;
@@ -26,7 +26,7 @@ use crate::topic::{Growth, Partition, Topic};
 pub(super) enum Barrier {
     /// The messages in partition `old` from before the resize that began at `began_ms`.
     Resize { began_ms: u64, old: Partition },
-    /// The topic has to be read resized_again.
+    /// The topic has to be read again.
     TopicRefresh,
 }
 
@@ -54,7 +54,7 @@ struct BarrierState {
     manually_partitioned: HashSet<(Partition, Bytes)>,
 }
 
-/// Keys remembered as manually partitioned. Beyond it, all are forgotten and checked resized_again.
+/// Keys remembered as manually partitioned. Beyond it, all are forgotten and checked again.
 const MANUALLY_PARTITIONED_MAX: usize = 10_000;
 
 impl Barriers {

@@ -1,9 +1,9 @@
 //! Wakes the Tokio runtime periodically, so that a handler that blocks its thread does not stall the whole process.
 //!
-//! One thread of a Tokio runtime waits for the network and for timers, and the other threads wait for that one. If it is
-//! woken by a message and runs the handler itself, no other thread takes over its role: while the handler blocks,
-//! everything in the process stalls, lease renewal included, until an event outside of the runtime wakes another thread.
-//! This thread produces such events.
+//! One thread of a Tokio runtime waits for the network and for timers, and the other threads wait for that one. If it
+//! is woken by a message and runs the handler itself, no other thread takes over its role: while the handler blocks,
+//! everything in the process stalls, lease renewal included, until an event outside of the runtime wakes another
+//! thread. This thread produces such events.
 //!
 //! Upstream: `maintenance`, while there are subscriptions. Promises: as long as one thread of the runtime is free, the
 //! runtime polls the network again within [`WAKE_EVERY`]. Not here: a runtime whose threads are all blocked.

@@ -1,6 +1,7 @@
 //! Subscriptions: the handle of an application while its handler receives messages.
 //!
-//! Upstream: applications. Downstream: the `coordinator`, which assigns partitions to the subscription's `partition_set`.
+//! Upstream: applications. Downstream: the `coordinator`, which assigns partitions to the subscription's
+//! `partition_set`.
 //! Promises: a stopped subscription has finished or released all in-flight messages and counted no attempt for released
 //! ones; a dropped subscription loses nothing: its in-flight messages stay pending and are reclaimed.
 

@@ -141,8 +141,8 @@ impl SubscriptionContext {
         if capacity * 4 >= self.config.in_flight_max { capacity } else { 0 }
     }
 
-    /// Registers that bulk reads wait for capacity: from here on, freed capacity wakes the fetcher. Returns the capacity,
-    /// and whether the subscription has been saturated for so long that its partitions are to be read without bulk.
+    /// Registers that bulk reads wait for capacity: from here on, freed capacity wakes the fetcher. Returns the
+    /// capacity, and whether the subscription has been saturated so long that it is to be read without bulk.
     pub(super) fn request_bulk_capacity(&self, now: Instant) -> (usize, bool) {
         self.awaits_bulk.store(true, Ordering::SeqCst);
         let capacity = self.bulk_capacity();

@@ -1,7 +1,7 @@
 //! Batch sends: many messages in one call, one append per partition, one result per message.
 //!
-//! Promises: messages of one partition keep their order, even if some fail: after the first failure, nothing later of its
-//! partition is sent. Partitions are independent of each other.
+//! Promises: messages of one partition keep their order, even if some fail: after the first failure, nothing later of
+//! its partition is sent. Partitions are independent of each other.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -128,8 +128,8 @@ impl SendBatch {
 }
 
 impl Producer {
-    /// Sends messages, grouped by partition. If one message is invalid, the call fails and none is sent; otherwise there
-    /// is one result per message, in order.
+    /// Sends messages, grouped by partition. If one message is invalid, the call fails and none is sent; otherwise
+    /// there is one result per message, in order.
     ///
     /// Messages of one partition keep their order: after a failed one, nothing later of its partition is sent.
     pub async fn send_batch(
@@ -151,8 +151,8 @@ impl Producer {
             .inspect_err(|_| cached.count_rejected(count))?;
         let sending = async {
             self.reserve_batch_budget(&cached, &batch, until).await?;
-            // Without ids and on one server, one request serves all partitions. With several servers, an unavailable one
-            // must not delay the results of the others.
+            // Without ids and on one server, one request serves all partitions. With several servers, an unavailable
+            // one must not delay the results of the others.
             let in_one_request =
                 !cached.topic.layout.is_spread() && batch.idempotency_keys.is_empty();
             let results = match &batch.partitions[..] {

@@ -1,6 +1,7 @@
 //! Delayed messages: sent now, appended to their partition later.
 //!
-//! Upstream: applications. Downstream: the delay set of the topic; its consumers append due messages to their partitions.
+//! Upstream: applications. Downstream: the delay set of the topic; its consumers append due messages to their
+//! partitions.
 
 use std::time::Duration;
 

@@ -1,10 +1,10 @@
 //! Idempotent sends: a message with an id is appended once within the producer's window, however often it is sent.
 //!
-//! Downstream: `append_once` of the backend, which remembers the ids of one stream. A duplicate must therefore go to the
-//! partition of the first message: the partition is chosen by the key, else by the id, and after a resize the id is also
-//! looked up in the partition it had before.
-//! Not here: a first send still in flight, by a process that does not know of the resize yet, while the duplicate already
-//! goes to the new partition. Order per key takes precedence.
+//! Downstream: `append_once` of the backend, which remembers the ids of one stream. A duplicate must therefore go to
+//! the partition of the first message: the partition is chosen by the key, else by the id, and after a resize the id is
+//! also looked up in the partition it had before.
+//! Not here: a first send still in flight, by a process that does not know of the resize yet, while the duplicate
+//! already goes to the new partition. Order per key takes precedence.
 
 use std::time::Duration;
 
@@ -20,8 +20,8 @@ use crate::message::NewMessage;
 use crate::partitioner::hash_partition;
 use crate::topic::{Growth, Partition};
 
-/// Assumed maximum difference between the clocks of this machine and of the backend, for deciding which resizes are recent.
-/// Clocks may be off by hours; a large value costs one more lookup per send for a day after a resize.
+/// Assumed maximum difference between the clocks of this machine and of the backend, for deciding which resizes are
+/// recent. Clocks may be off by hours; a large value costs one more lookup per send for a day after a resize.
 const CLOCK_SKEW_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Batches concurrent sends of messages with ids.

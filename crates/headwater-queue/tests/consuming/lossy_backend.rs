@@ -1,5 +1,5 @@
-//! A backend that executes calls but loses a given number of replies, and whose reads can be failed while they still block
-//! at the server.
+//! A backend that executes calls but loses a given number of replies, and whose reads can be failed while they still
+//! block at the server.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

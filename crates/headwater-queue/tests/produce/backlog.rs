@@ -32,8 +32,8 @@ mod bodies {
         NewMessage::new(vec![b'x'; PAYLOAD_BYTES])
     }
 
-    /// Sends until a send is rejected even after waiting for `retry_after`: before that, the producer only estimates the
-    /// size. Returns how many messages were accepted.
+    /// Sends until a send is rejected even after waiting for `retry_after`: before that, the producer only estimates
+    /// the size. Returns how many messages were accepted.
     async fn fill(setup: &Setup) -> Result<usize> {
         let (mut sent, mut refusals) = (0, 0);
         while refusals < 2 {
