@@ -61,8 +61,8 @@ async fn a_send_fails_at_its_deadline_and_may_still_arrive() -> Result<()> {
     producer.send(&far.topic, message).await?;
     let mut with_id = 0;
     for partition in 0..2 {
-        let enattempts = near.enattempts(partition).await?;
-        with_id += enattempts
+        let entries = near.entries(partition).await?;
+        with_id += entries
             .iter()
             .filter(|entry| entry.fields.get("payload").is_some_and(|p| p == "p"))
             .count();
@@ -79,7 +79,7 @@ async fn a_message_whose_reply_was_lost_is_stored_once_after_a_retry() -> Result
         let message = NewMessage::new("p").with_id(format!("id-{number}"));
         far.producer.send(&far.topic, NewMessage::new("warm").with_id("warm")).await?;
         proxy.drop_reply()?;
-        // The backend reattempts idempotent calls; the caller reattempts the others.
+        // The backend retries idempotent calls; the caller retries the others.
         let mut attempts = 0;
         while let Err(error) = far.producer.send(&far.topic, message.clone()).await {
             assert!(error.is_transient(), "{error:?}");
