@@ -9,15 +9,15 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let producer = queue.producer(ProducerConfig::default())?;
     producer.send("greetings", NewMessage::new("hello, queue")).await?;
 
-    let (heard, mut hear) = tokio::sync::mpsc::channel(1);
+    let (handled, mut payloads) = tokio::sync::mpsc::channel(1);
     let handler = move |message: Message| {
-        let heard = heard.clone();
-        async move { heard.send(message.payload).await }
+        let handled = handled.clone();
+        async move { handled.send(message.payload).await }
     };
     let config = ConsumerConfig::default();
-    let subscription = queue.subscribe("greetings", "listeners", handler, config).await?;
-    let payload = hear.recv().await.ok_or("nobody said anything")?;
-    println!("heard: {}", String::from_utf8_lossy(&payload));
+    let subscription = queue.subscribe("greetings", "printers", handler, config).await?;
+    let payload = payloads.recv().await.ok_or("the handler was dropped")?;
+    println!("received: {}", String::from_utf8_lossy(&payload));
     subscription.stop().await;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Messages of one key are handled in the order they were sent, also when one of them fails; other keys go on meanwhile.
+//! Messages of one key are handled in the order they were sent, even if one of them fails; other keys continue.
 //!
 //! `cargo run -p headwater-queue --example ordered_by_key`
 
@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use headwater_queue::{
-    Backoff, ConsumerConfig, Message, NewMessage, Order, Outcome, Policies, ProducerConfig, Queue,
-    RetryPolicy,
+    Backoff, ConsumerConfig, Message, MessageOrder, NewMessage, Outcome, Policies, ProducerConfig,
+    Queue, RetryPolicy,
 };
 use headwater_stream::{Options, connect};
 use tokio::sync::mpsc;
@@ -27,21 +27,21 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
 
-    // Bob's card is declined at first: what comes after it waits for it, but nobody else does.
+    // Bob's card is declined at the first attempt: his later messages wait for the retry, other customers do not.
     let (done, mut progress) = mpsc::unbounded_channel();
     let handler = move |message: Message| {
         let step = String::from_utf8_lossy(&message.payload).into_owned();
         let customer = message.key.clone().unwrap_or_default();
         let declined = customer == "bob" && step == "paid" && message.attempt == 1;
         let outcome = if declined { Outcome::retry("card declined") } else { Outcome::Done };
-        let said = if declined { "declined".to_owned() } else { step };
-        // Whoever listened may be gone; the outcome holds all the same.
-        let _ = done.send((customer, said));
+        let step = if declined { "declined".to_owned() } else { step };
+        // The receiver may be dropped.
+        let _ = done.send((customer, step));
         std::future::ready(outcome)
     };
     let backoff = Backoff::Fixed(Duration::from_millis(50));
     let config = ConsumerConfig {
-        order: Order::PerKey,
+        order: MessageOrder::PerKey,
         concurrency: 4,
         retry: RetryPolicy { backoff, ..Default::default() },
         ..Default::default()
@@ -50,7 +50,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let mut history: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for _ in 0..CUSTOMERS.len() * STEPS.len() + 1 {
-        let (customer, step) = progress.recv().await.ok_or("the shop is closed")?;
+        let (customer, step) = progress.recv().await.ok_or("the handler was dropped")?;
         history.entry(customer).or_default().push(step);
     }
     for (customer, steps) in history {

@@ -1,4 +1,4 @@
-//! A message that fails is tried again; one that goes on failing becomes a dead letter, and can be sent again.
+//! A failed message is retried; one that keeps failing becomes a dead letter, which can be replayed.
 //!
 //! `cargo run -p headwater-queue --example retry_and_dead_letter`
 
@@ -20,9 +20,9 @@ async fn main() -> Result {
     let queue = Queue::new(connect("embedded:memory", &Options::default()).await?);
     let producer = queue.producer(ProducerConfig::default())?;
 
-    // The bank is closed. The second customer's card is declined once, the third one's always.
+    // Bob's card is declined at the first attempt. Eve's bank is closed until further notice.
     let bank_is_open = Arc::new(AtomicBool::new(false));
-    let (said, mut say) = mpsc::unbounded_channel();
+    let (payments, mut outcomes) = mpsc::unbounded_channel();
     let handler = {
         let bank_is_open = bank_is_open.clone();
         move |message: Message| {
@@ -32,8 +32,8 @@ async fn main() -> Result {
                 Outcome::Done => format!("{customer} paid at attempt {}", message.attempt),
                 other => format!("{customer} did not pay: {other:?}"),
             };
-            // Whoever listened may be gone; the outcome holds all the same.
-            let _ = said.send(matches!(outcome, Outcome::Done).then_some(line));
+            // The receiver may be dropped.
+            let _ = payments.send(matches!(outcome, Outcome::Done).then_some(line));
             std::future::ready(outcome)
         }
     };
@@ -50,13 +50,13 @@ async fn main() -> Result {
     }
     let mut paid = 0;
     while paid < 2 {
-        if let Some(line) = say.recv().await.ok_or("the till is gone")? {
+        if let Some(line) = outcomes.recv().await.ok_or("the handler was dropped")? {
             println!("{line}");
             paid += 1;
         }
     }
 
-    // The third one ran out of attempts.
+    // Eve's payment reached the attempt limit.
     let dead_letters = queue.dead_letters("payments").await?;
     let letter = loop {
         let page = dead_letters.browse(&DeadLetterQuery::default()).await?;
@@ -67,13 +67,13 @@ async fn main() -> Result {
     };
     println!("dead letter: {}: {}", letter.key.unwrap_or_default(), letter.reason);
 
-    // What was wrong is mended, so it is sent again, as it was.
+    // The cause is fixed, so the dead letter is replayed unchanged.
     bank_is_open.store(true, Ordering::Relaxed);
     let all = Letters::Matching(DeadLetterFilter::default());
     let report = dead_letters.replay(all, &ReplayConfig::default()).await?;
     println!("replayed: {}", report.replayed);
     let line = loop {
-        if let Some(line) = say.recv().await.ok_or("the till is gone")? {
+        if let Some(line) = outcomes.recv().await.ok_or("the handler was dropped")? {
             break line;
         }
     };

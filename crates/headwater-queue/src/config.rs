@@ -8,22 +8,21 @@ use headwater_stream::limits::{COUNT_MAX, KEEP_MAX, WAIT_MAX};
 use headwater_stream::{GroupStart, KeeperConfig};
 
 use crate::error::{QueueError, Result};
-use crate::limits::{DEADLINE_MAX, GROUP_BYTES_MAX, HELD_IDS_MAX, IN_FLIGHT_MAX};
+use crate::handler::RetryPolicy;
+use crate::limits::{BLOCKED_IDS_MAX, DEADLINE_MAX, GROUP_BYTES_MAX, IN_FLIGHT_MAX};
 use crate::partitioner::{HashPartitioner, Partitioner};
-use crate::retry::RetryPolicy;
 use crate::trace::TraceBridge;
 
-/// Settings of a process's part in all its groups.
+/// Settings of a process as a member of its groups.
 #[derive(Clone, Debug)]
 pub struct QueueConfig {
-    /// How leases are kept: those of partitions, and the one that shows that this process lives. Default: 15 s, renewed
-    /// every 5 s.
+    /// Leases of partitions and the liveness lease of this process. Default: 15 s, renewed every 5 s.
     pub lease: KeeperConfig,
-    /// How often members and partitions are looked at, besides when something is heard of them. Default: 5 s.
+    /// How often members and partitions are polled, besides notifications. Default: 5 s. Not zero.
     pub rebalance_every: Duration,
-    /// How this process is called. Its consumers bear the name with a start id after it. Default: `worker:HOST:PID`.
+    /// Name of this process. A start id is appended for its consumer names. Default: `worker:HOST:PID`.
     pub name: Option<String>,
-    /// What ties spans to the ids of a collector. Default: none; ids are made here and recorded in the spans.
+    /// Connects spans to a trace collector. Default: none; ids are generated and recorded in the spans.
     pub trace: Option<Arc<dyn TraceBridge>>,
 }
 
@@ -42,10 +41,10 @@ impl QueueConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         self.lease.validate()?;
         if self.rebalance_every.is_zero() {
-            return Err(QueueError::invalid("rebalance_every", "it is zero"));
+            return Err(QueueError::invalid("rebalance_every", "must not be zero"));
         }
         if let Some(name) = &self.name {
-            check_name("name", name)?;
+            validate_name("name", name)?;
         }
         Ok(())
     }
@@ -54,11 +53,12 @@ impl QueueConfig {
 /// Settings of a producer.
 #[derive(Clone)]
 pub struct ProducerConfig {
-    /// How long a send may take, everything included; then it fails and may still arrive. Default: 10 s.
+    /// Timeout of a send, retries included. After it the message may still arrive. Default: 10 s, at most 1 h.
     pub deadline: Duration,
-    /// Chooses the partition of a message that names none. Default: [`HashPartitioner`].
+    /// Chooses the partition of a message without an explicit one. Default: [`HashPartitioner`].
     pub partitioner: Arc<dyn Partitioner>,
-    /// How long ids of messages are remembered: a second message with an id counts as the first one. Default: 10 min.
+    /// How long message ids are remembered: within it, a second message with the same id is a duplicate and not sent.
+    /// Default: 10 min; at least `deadline`.
     pub idempotence_window: Duration,
 }
 
@@ -84,13 +84,14 @@ impl fmt::Debug for ProducerConfig {
 impl ProducerConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         if self.deadline.is_zero() || self.deadline > DEADLINE_MAX {
-            let problem = format!("{:?}; more than zero, at most {DEADLINE_MAX:?}", self.deadline);
+            let problem =
+                format!("{:?}; must be more than zero and at most {DEADLINE_MAX:?}", self.deadline);
             return Err(QueueError::invalid("deadline", problem));
         }
-        // A shorter window would forget a message while its send is repeated.
+        // A shorter window could forget a message while its send is retried.
         if self.idempotence_window < self.deadline || self.idempotence_window > KEEP_MAX {
             let problem = format!(
-                "{:?}; at least the deadline ({:?}), at most {KEEP_MAX:?}",
+                "{:?}; must be at least the deadline ({:?}) and at most {KEEP_MAX:?}",
                 self.idempotence_window, self.deadline
             );
             return Err(QueueError::invalid("idempotence_window", problem));
@@ -102,66 +103,67 @@ impl ProducerConfig {
 /// How a group shares the partitions of a topic.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Each partition has one effective owner, by lease.
+    /// Each partition has one owner, which holds its lease.
     #[default]
     Owned,
     /// Consumers compete for the messages of all partitions; no order.
     Shared,
 }
 
-/// Which messages wait for each other.
+/// Order in which messages are handled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Order {
-    /// None: one that fails is put aside and comes back later, behind others.
+pub enum MessageOrder {
+    /// No order: a failed message is retried later, behind others.
     #[default]
     Relaxed,
-    /// Those of one key: while one is tried again, the key's later ones wait. Needs [`Mode::Owned`].
+    /// Messages of one key in the order they were sent: while one is retried, later ones of its key wait. Requires
+    /// [`Mode::Owned`].
     PerKey,
 }
 
 /// Settings of a subscription.
 #[derive(Clone, Debug)]
 pub struct ConsumerConfig {
-    /// How the group shares partitions. Default: [`Mode::Owned`]. The same for all members of a group.
+    /// How the group shares partitions. Default: [`Mode::Owned`]. Must be the same for all members of a group.
     pub mode: Mode,
-    /// Which messages wait for each other. Default: [`Order::Relaxed`].
-    pub order: Order,
-    /// Where a group that is new begins. Default: at the oldest message.
+    /// Order in which messages are handled. Default: [`MessageOrder::Relaxed`].
+    pub order: MessageOrder,
+    /// Start position of a new group. Default: the oldest message.
     pub start: GroupStart,
-    /// Messages per partition and read. Default: 256.
+    /// Maximum messages per partition and read. Default: 256.
     pub batch: usize,
-    /// How long a read waits for messages. Default: 5 s.
+    /// How long a read blocks when there are no messages. Default: 5 s, at most 60 s.
     pub poll: Duration,
-    /// Messages in hand at once, read ahead included. Default: 1000.
+    /// Maximum messages in flight, prefetched ones included. Default: 1,000, at most 100,000.
     pub in_flight_max: usize,
-    /// [`Mode::Shared`]: messages of one partition in hand beyond those that are being handled. Where handlers are slow,
-    /// a small number leaves the rest to other consumers. Default: as many as `in_flight_max` allows.
+    /// [`Mode::Shared`]: maximum prefetched messages per partition, beyond those being handled. With slow handlers, a
+    /// small number leaves messages to other consumers. Default: as many as `in_flight_max` allows.
     pub read_ahead: Option<usize>,
-    /// Messages of one partition that are handled at once; with [`Order::PerKey`], of different keys. Default: 1.
+    /// Concurrent handlers per partition; with [`MessageOrder::PerKey`], of different keys. Default: 1.
     pub concurrency: usize,
-    /// When and how often a failed message is tried again.
+    /// When and how often a failed message is retried.
     pub retry: RetryPolicy,
-    /// How long a handler may take; then it is dropped, and that is a failure. One that blocks its thread cannot be dropped.
-    /// Both are counted. Default: none.
+    /// Timeout of a handler. Its future is then dropped and the attempt counts as failed. A handler that blocks its
+    /// thread cannot be dropped; it is only counted. Default: none.
     pub handler_timeout: Option<Duration>,
-    /// How long stopping and handing over wait for handlers; what is left is released. Default: 25 s.
+    /// Drain timeout: how long shutdown and revocation wait for handlers before they are aborted. Default: 25 s.
     pub drain: Duration,
-    /// A name that stays the same over restarts: while the lease of a stopped process runs, its partitions are kept for
-    /// it. Default: none.
+    /// Static member name that survives restarts: until the lease of the stopped process expires, its partitions stay
+    /// reserved for it. Default: none.
     pub member: Option<String>,
-    /// [`Mode::Shared`]: after this time without a sign, messages of consumers that send no heartbeat (other programs)
-    /// are taken over. Default: 5 min.
+    /// [`Mode::Shared`]: pending messages of consumers without a heartbeat (other programs) are reclaimed after they
+    /// were idle for this long. Default: 5 min.
     pub reclaim_idle: Duration,
-    /// [`Order::PerKey`]: messages of a partition that may wait in memory for older ones of their key while a topic grows.
-    /// Of those beyond it only the id is kept, and they are read again when their turn comes. Default: 20,000.
-    pub held_max: usize,
+    /// [`MessageOrder::PerKey`]: blocked messages per partition that are kept in memory while a topic is resized.
+    /// Beyond it only ids are kept and the payloads are read again later. Default: 20,000.
+    pub blocked_max: usize,
 }
 
 impl Default for ConsumerConfig {
     fn default() -> Self {
         Self {
             mode: Mode::Owned,
-            order: Order::Relaxed,
+            order: MessageOrder::Relaxed,
             start: GroupStart::Beginning,
             batch: 256,
             poll: Duration::from_secs(5),
@@ -173,15 +175,14 @@ impl Default for ConsumerConfig {
             drain: Duration::from_secs(25),
             member: None,
             reclaim_idle: Duration::from_secs(5 * 60),
-            held_max: 20_000,
+            blocked_max: 20_000,
         }
     }
 }
 
 impl ConsumerConfig {
-    /// What of a partition may be in hand. Nobody waits for what an owner has; where consumers compete, others could have
-    /// it.
-    pub(crate) fn reach(&self) -> usize {
+    /// Maximum messages of one partition in flight. Unlimited for an owner; limited where consumers compete.
+    pub(crate) fn partition_in_flight_max(&self) -> usize {
         match (self.mode, self.read_ahead) {
             (Mode::Shared, Some(read_ahead)) => self.concurrency + read_ahead,
             _ => usize::MAX,
@@ -193,43 +194,44 @@ impl ConsumerConfig {
             ("batch", self.batch, COUNT_MAX),
             ("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX),
             ("concurrency", self.concurrency, IN_FLIGHT_MAX),
-            ("held_max", self.held_max, HELD_IDS_MAX),
+            ("blocked_max", self.blocked_max, BLOCKED_IDS_MAX),
         ];
         for (name, count, max) in counts {
             if !(1..=max).contains(&count) {
-                return Err(QueueError::invalid(name, format!("{count}; 1 to {max}")));
+                return Err(QueueError::invalid(name, format!("{count}; must be 1 to {max}")));
             }
         }
         if let Some(count) = self.read_ahead.filter(|count| *count > IN_FLIGHT_MAX) {
             return Err(QueueError::invalid(
                 "read_ahead",
-                format!("{count}; at most {IN_FLIGHT_MAX}"),
+                format!("{count}; must be at most {IN_FLIGHT_MAX}"),
             ));
         }
         if self.poll.is_zero() || self.poll > WAIT_MAX {
-            let problem = format!("{:?}; more than zero, at most {WAIT_MAX:?}", self.poll);
+            let problem =
+                format!("{:?}; must be more than zero and at most {WAIT_MAX:?}", self.poll);
             return Err(QueueError::invalid("poll", problem));
         }
         if self.handler_timeout.is_some_and(|time| time.is_zero()) {
-            return Err(QueueError::invalid("handler_timeout", "it is zero"));
+            return Err(QueueError::invalid("handler_timeout", "must not be zero"));
         }
-        if self.mode == Mode::Shared && self.order == Order::PerKey {
-            let problem = "`PerKey` needs `Mode::Owned`: competing consumers keep no order";
+        if self.mode == Mode::Shared && self.order == MessageOrder::PerKey {
+            let problem = "`PerKey` requires `Mode::Owned`: competing consumers keep no order";
             return Err(QueueError::invalid("order", problem));
         }
         if let Some(member) = &self.member {
-            check_name("member", member)?;
+            validate_name("member", member)?;
         }
         self.retry.validate()
     }
 }
 
 /// Names of members and processes become part of keys and of a space-separated list.
-fn check_name(what: &str, name: &str) -> Result<()> {
-    let odd = |c: char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}');
-    if name.is_empty() || name.len() > GROUP_BYTES_MAX || name.contains(odd) {
+fn validate_name(what: &str, name: &str) -> Result<()> {
+    let is_forbidden = |c: char| c.is_control() || c.is_whitespace() || matches!(c, '{' | '}');
+    if name.is_empty() || name.len() > GROUP_BYTES_MAX || name.contains(is_forbidden) {
         let problem = format!(
-            "`{name}`; 1 to {GROUP_BYTES_MAX} bytes without spaces, braces and control characters"
+            "`{name}`; must be 1 to {GROUP_BYTES_MAX} bytes without spaces, braces and control characters"
         );
         return Err(QueueError::invalid(what, problem));
     }
@@ -241,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn settings_that_make_no_sense_are_refused_by_name() {
+    fn invalid_settings_are_rejected_by_name() {
         let default = ConsumerConfig::default;
         for (name, config) in [
             ("batch", ConsumerConfig { batch: 0, ..default() }),
@@ -249,7 +251,10 @@ mod tests {
             ("read_ahead", ConsumerConfig { read_ahead: Some(usize::MAX), ..default() }),
             ("concurrency", ConsumerConfig { concurrency: 0, ..default() }),
             ("poll", ConsumerConfig { poll: Duration::from_secs(61), ..default() }),
-            ("order", ConsumerConfig { mode: Mode::Shared, order: Order::PerKey, ..default() }),
+            (
+                "order",
+                ConsumerConfig { mode: Mode::Shared, order: MessageOrder::PerKey, ..default() },
+            ),
             ("member", ConsumerConfig { member: Some("a b".into()), ..default() }),
         ] {
             assert!(config.validate().unwrap_err().to_string().starts_with(name), "{name}");

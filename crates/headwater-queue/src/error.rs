@@ -1,4 +1,4 @@
-//! What can go wrong with topics and messages, split by what the caller does next.
+//! Errors of the queue, split by what the caller does next.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ pub type Result<T, E = QueueError> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum QueueError {
-    /// The caller asked for something the queue does not do. Mend the call; nothing happened.
+    /// An argument is invalid. Fix the arguments; retrying will not help. The call had no effect.
     #[error("{what} is invalid: {problem}")]
     Invalid {
         /// Which argument.
@@ -20,14 +20,14 @@ pub enum QueueError {
         problem: String,
     },
 
-    /// There is no such topic. Create it, or mend the name.
-    #[error("there is no topic `{topic}`; create it first")]
+    /// The topic does not exist. Create it, or fix the name.
+    #[error("topic `{topic}` does not exist; create it first")]
     NoTopic {
-        /// The name asked for.
+        /// The requested name.
         topic: String,
     },
 
-    /// There is a topic of this name with other settings. Choose another name, or grow the one that is there.
+    /// A topic of this name exists with other settings. Choose another name, or resize the existing topic.
     #[error("topic `{topic}` exists with other settings: {difference}")]
     TopicExists {
         /// The name.
@@ -36,84 +36,86 @@ pub enum QueueError {
         difference: String,
     },
 
-    /// Nobody knows a group of this name on the topic.
+    /// The topic has no group of this name.
     #[error("topic `{topic}` has no group `{group}`")]
     NoGroup {
         /// The topic.
         topic: String,
-        /// The group it lacks.
+        /// The requested group.
         group: String,
     },
 
-    /// There is no dead letter of this id. It may have been replayed or purged meanwhile.
+    /// The topic has no dead letter with this id. It may have been replayed or purged.
     #[error("topic `{topic}` has no dead letter `{id}`")]
     NoDeadLetter {
         /// The topic.
         topic: String,
-        /// The id asked for.
+        /// The requested id.
         id: String,
     },
 
-    /// Somebody reads, so what was asked for would surprise them. Stop them first, or force it by name.
+    /// The group has active members, so it must not be changed. Stop them first; a reset can be forced.
     #[error(
-        "group `{group}` of topic `{topic}` is at work ({who}); stop it first (a reset can be forced)"
+        "group `{group}` of topic `{topic}` is active ({who}); stop its members first (a reset can be forced)"
     )]
-    GroupAtWork {
+    GroupActive {
         /// The topic.
         topic: String,
         /// The group.
         group: String,
-        /// Some of those who are at work.
+        /// Some of the active members.
         who: String,
     },
 
-    /// Somebody else changes the topic at this moment. Try again.
-    #[error("topic `{topic}` is being changed by somebody else ({by}); try again")]
+    /// Another process is changing the topic. Try again.
+    #[error("topic `{topic}` is being changed by another process ({by}); try again")]
     Busy {
         /// The topic.
         topic: String,
-        /// Who changes it.
+        /// The process that changes it.
         by: String,
     },
 
-    /// The topic holds as many bytes as it may and its consumers have not caught up. Send again later; nothing was sent.
+    /// The byte budget of the topic is exhausted: its consumers have not caught up. Send again later; nothing was sent.
     #[error(
-        "topic `{topic}` holds {bytes} bytes of at most {budget}; send again in {retry_after:?}, \
-         consume faster or raise the budget"
+        "byte budget of topic `{topic}` exceeded: it holds {bytes} bytes of at most {budget}; \
+         send again in {retry_after:?}, consume faster or raise the budget"
     )]
-    Backlogged {
+    BudgetExceeded {
         /// The topic.
         topic: String,
-        /// What it holds.
+        /// Bytes it holds.
         bytes: u64,
-        /// What it may hold.
+        /// Bytes it may hold.
         budget: u64,
-        /// When it is worth trying again.
+        /// When to try again.
         retry_after: Duration,
     },
 
-    /// The deadline of a send passed. It may still be carried out: repeat it with the same id to be sure it counts once.
-    #[error("the message to `{topic}` was not confirmed within {deadline:?}; it may still arrive")]
+    /// The deadline of a send passed. The message may still arrive: retry with the same id to avoid a duplicate.
+    #[error(
+        "the message to topic `{topic}` was not confirmed within {deadline:?}; it may still arrive"
+    )]
     DeadlineExceeded {
         /// The topic.
         topic: String,
-        /// How long was allowed.
+        /// The deadline.
         deadline: Duration,
     },
 
-    /// A change of several partitions failed after some of them were changed. [`Interrupted`] says how far it came, and what to
-    /// do next.
+    /// A change of several partitions failed after some of them were changed. [`Interrupted`] reports the progress and
+    /// the next step.
     #[error(transparent)]
     Interrupted(Box<Interrupted>),
 
     /// The queue or subscription was stopped.
     #[error("{what} is stopped")]
     Stopped {
-        /// What was asked to work.
+        /// What was stopped.
         what: String,
     },
 
-    /// The backend failed. [`StreamError`] says whether the same call may succeed later.
+    /// The backend failed. [`StreamError::is_transient`] tells whether a retry may succeed.
     #[error(transparent)]
     Backend(#[from] StreamError),
 }
@@ -124,8 +126,8 @@ impl QueueError {
         Self::Invalid { what: what.into(), problem: problem.into() }
     }
 
-    /// The same error for one more caller of a shared call.
-    pub(crate) fn again(&self) -> Self {
+    /// The same error for another caller of a shared call.
+    pub(crate) fn duplicate(&self) -> Self {
         match self {
             Self::Invalid { what, problem } => Self::invalid(what, problem),
             Self::NoTopic { topic } => Self::NoTopic { topic: topic.clone() },
@@ -138,11 +140,11 @@ impl QueueError {
             Self::NoDeadLetter { topic, id } => {
                 Self::NoDeadLetter { topic: topic.clone(), id: id.clone() }
             }
-            Self::GroupAtWork { topic, group, who } => {
-                Self::GroupAtWork { topic: topic.clone(), group: group.clone(), who: who.clone() }
+            Self::GroupActive { topic, group, who } => {
+                Self::GroupActive { topic: topic.clone(), group: group.clone(), who: who.clone() }
             }
             Self::Busy { topic, by } => Self::Busy { topic: topic.clone(), by: by.clone() },
-            Self::Backlogged { topic, bytes, budget, retry_after } => Self::Backlogged {
+            Self::BudgetExceeded { topic, bytes, budget, retry_after } => Self::BudgetExceeded {
                 topic: topic.clone(),
                 bytes: *bytes,
                 budget: *budget,
@@ -152,7 +154,7 @@ impl QueueError {
                 Self::DeadlineExceeded { topic: topic.clone(), deadline: *deadline }
             }
             Self::Interrupted(interrupted) => {
-                let source = interrupted.source.again();
+                let source = interrupted.source.duplicate();
                 let Interrupted { what, done, uncertain, left, next, .. } = &**interrupted;
                 Self::Interrupted(Box::new(Interrupted {
                     what: what.clone(),
@@ -168,10 +170,10 @@ impl QueueError {
         }
     }
 
-    /// Whether the same call may succeed later without anybody mending anything.
+    /// Whether the same call may succeed later without a change.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Backlogged { .. } | Self::DeadlineExceeded { .. } | Self::Busy { .. } => true,
+            Self::BudgetExceeded { .. } | Self::DeadlineExceeded { .. } | Self::Busy { .. } => true,
             Self::Backend(error) => error.is_transient(),
             Self::Interrupted(interrupted) => interrupted.source.is_transient(),
             _ => false,
@@ -179,34 +181,33 @@ impl QueueError {
     }
 }
 
-/// How far a change of several partitions came before it failed. Doing what `next` says finishes it, and is harmless where it
-/// is done.
+/// Progress of a change of several partitions that failed. The step in `next` completes it; it is idempotent.
 #[derive(Debug, thiserror::Error)]
 #[error("{what} was interrupted: {}: {source}; {next}", describe(done, uncertain, left))]
 pub struct Interrupted {
-    /// What was being done, and to which topic and group.
+    /// The operation, with topic and group.
     pub what: String,
-    /// Partitions that are changed.
+    /// Partitions that were changed.
     pub done: Vec<u16>,
-    /// Partitions that may be changed or not: the backend did not answer.
+    /// Partitions that may have been changed: the backend did not answer.
     pub uncertain: Vec<u16>,
-    /// Partitions that are as they were.
+    /// Partitions that were not changed.
     pub left: Vec<u16>,
-    /// What to do next.
+    /// The next step.
     pub next: String,
     /// Why it failed.
     pub source: QueueError,
 }
 
 impl Interrupted {
-    /// The same in words, without the reason: that may name servers.
+    /// The message without the source, which may name servers.
     pub fn progress(&self) -> String {
         let progress = describe(&self.done, &self.uncertain, &self.left);
         format!("{} was interrupted: {progress}; {}", self.what, self.next)
     }
 }
 
-/// How far a change came, in words.
+/// The progress of a change as text.
 fn describe(done: &[u16], uncertain: &[u16], left: &[u16]) -> String {
     let parts = [("done on", done), ("perhaps done on", uncertain), ("not done on", left)];
     let parts = parts.iter().filter(|(_, partitions)| !partitions.is_empty());
@@ -238,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn partitions_are_written_as_ranges() {
+    fn partitions_are_formatted_as_ranges() {
         assert_eq!(ranges(&[0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
         assert_eq!(ranges(&[]), "");
         assert_eq!(ranges(&[u16::MAX]), "65535");

@@ -1,8 +1,8 @@
-//! Every key of the queue is spelled here, and nowhere else.
+//! Defines every key of the queue. No other module builds key names.
 //!
-//! Upstream: everybody who touches the backend. Promises: two things that one atomic step touches share a slot of a Redis
-//! Cluster: the stream of a partition, its leases and its delayed entries. The dead letters of a topic are one stream
-//! for all partitions, so on a cluster they may lie in another slot; `settle` appends there first.
+//! Promises: keys that one atomic step touches share a hash slot of a Redis Cluster: the stream of a partition, its
+//! leases and its delay set. The dead letters of a topic are one stream for all partitions, so on a cluster they may be
+//! in another slot; `settle` appends there first.
 
 use headwater_stream::{
     ConsumerName, DelayName, GroupName, HolderName, LeaseName, MapName, SetName, StreamName,
@@ -10,17 +10,17 @@ use headwater_stream::{
 
 use crate::topic::{Partition, Topic, TopicName};
 
-/// How the keys of a topic are spelled.
+/// Key layout of a topic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// Nobody created the topic: one stream, which has its name.
+    /// The topic was not created: one stream, named like the topic.
     Plain,
-    /// The same on a Redis Cluster: what belongs to the stream carries its name as a hash tag.
+    /// The same on a Redis Cluster: keys that belong to the stream have its name as a hash tag.
     PlainClustered,
-    /// One stream per partition, the seed's names.
+    /// One stream per partition: `stream:topic:T:p:I`.
     Partitioned,
-    /// The seed's names on a Redis Cluster, where another program created the topic: what belongs to a partition
-    /// carries the name of its stream as a hash tag.
+    /// The same names on a Redis Cluster, where another program created the topic: keys that belong to a partition have
+    /// the name of its stream as a hash tag.
     PartitionedClustered,
     /// One hash tag per partition, for a Redis Cluster.
     Clustered,
@@ -37,12 +37,12 @@ impl Layout {
         }
     }
 
-    /// Whether nobody created the topic.
+    /// Whether the topic was not created explicitly.
     pub fn is_plain(self) -> bool {
         matches!(self, Self::Plain | Self::PlainClustered)
     }
 
-    /// Whether the partitions lie on several servers.
+    /// Whether the partitions may be on several servers.
     pub(crate) fn is_spread(self) -> bool {
         matches!(self, Self::PlainClustered | Self::PartitionedClustered | Self::Clustered)
     }
@@ -52,32 +52,32 @@ impl Layout {
     }
 }
 
-/// Hints about leases and members come from keys that begin so.
-pub(crate) const WATCHED: &str = "streaming:mq:lease:";
+/// Prefix of all leases of groups. Watching it reports changes of leases and members.
+pub(crate) const LEASE_PREFIX: &str = "streaming:mq:lease:";
 
-fn fits<T>(name: headwater_stream::Result<T>) -> T {
-    name.expect("topic, group and member names are checked, and limits.rs sees that keys fit")
+fn valid<T>(name: headwater_stream::Result<T>) -> T {
+    name.expect("names are validated, and limits.rs ensures that keys fit")
 }
 
-/// All topics that were created.
+/// Set of all created topics.
 pub(crate) fn registry() -> SetName {
-    fits(SetName::new("streaming:mq:topics:registry"))
+    valid(SetName::new("streaming:mq:topics:registry"))
 }
 
-/// What is known of a topic.
+/// Metadata of a topic.
 pub(crate) fn meta(topic: &TopicName) -> MapName {
-    fits(MapName::new(format!("streaming:mq:topic:{topic}:meta")))
+    valid(MapName::new(format!("streaming:mq:topic:{topic}:meta")))
 }
 
-/// The streams of a topic, for programs that look for them.
+/// Set of the streams of a topic, for other programs.
 pub(crate) fn partitions(topic: &TopicName) -> SetName {
-    fits(SetName::new(format!("streaming:mq:topic:{topic}:partitions")))
+    valid(SetName::new(format!("streaming:mq:topic:{topic}:partitions")))
 }
 
 /// The stream of a partition.
 pub(crate) fn stream(topic: &Topic, partition: Partition) -> StreamName {
     let name = &topic.name;
-    fits(match topic.layout {
+    valid(match topic.layout {
         Layout::Plain | Layout::PlainClustered => StreamName::new(name.as_str()),
         Layout::Partitioned | Layout::PartitionedClustered => {
             StreamName::new(format!("stream:topic:{name}:p:{partition}"))
@@ -89,7 +89,7 @@ pub(crate) fn stream(topic: &Topic, partition: Partition) -> StreamName {
 /// The dead letters of a topic.
 pub(crate) fn dead_letters(topic: &Topic) -> StreamName {
     let name = &topic.name;
-    fits(match topic.layout {
+    valid(match topic.layout {
         Layout::Plain | Layout::PlainClustered => StreamName::new(format!("{name}:dlq")),
         Layout::Partitioned | Layout::PartitionedClustered | Layout::Clustered => {
             StreamName::new(format!("stream:topic:{name}:dlq"))
@@ -97,12 +97,12 @@ pub(crate) fn dead_letters(topic: &Topic) -> StreamName {
     })
 }
 
-/// The delayed messages of a partition; without a cluster, one set serves the whole topic.
+/// The delay set of a partition; without a cluster, one set per topic.
 pub(crate) fn delays(topic: &Topic, partition: Partition) -> DelayName {
     let name = &topic.name;
-    fits(match topic.layout {
+    valid(match topic.layout {
         Layout::Plain | Layout::Partitioned => DelayName::new(format!("streaming:mq:retry:{name}")),
-        // The slot of a tag is that of the stream that has the same name.
+        // The hash slot of the tag is that of the stream with the same name.
         Layout::PlainClustered => DelayName::new(format!("streaming:mq:retry:{{{name}}}")),
         Layout::PartitionedClustered => {
             DelayName::new(format!("streaming:mq:retry:{{{}}}", stream(topic, partition)))
@@ -111,10 +111,10 @@ pub(crate) fn delays(topic: &Topic, partition: Partition) -> DelayName {
     })
 }
 
-/// What tells whether the server still has the data of a partition; without a cluster, one serves all.
-pub(crate) fn witness(topic: &Topic, partition: Partition) -> MapName {
+/// The data epoch, which detects that the server lost the data of a partition; without a cluster, one key for all.
+pub(crate) fn data_epoch(topic: &Topic, partition: Partition) -> MapName {
     let name = &topic.name;
-    fits(match topic.layout {
+    valid(match topic.layout {
         Layout::Plain | Layout::Partitioned => MapName::new("streaming:mq:witness"),
         Layout::PlainClustered => MapName::new(format!("streaming:mq:witness:{{{name}}}")),
         Layout::PartitionedClustered => {
@@ -124,18 +124,18 @@ pub(crate) fn witness(topic: &Topic, partition: Partition) -> MapName {
     })
 }
 
-/// The witnesses that are a topic's own.
-pub(crate) fn own_witnesses(topic: &Topic) -> Vec<MapName> {
+/// The data epochs that belong to this topic alone.
+pub(crate) fn own_data_epochs(topic: &Topic) -> Vec<MapName> {
     let own = match topic.layout {
         Layout::Plain | Layout::Partitioned => 0,
         Layout::PlainClustered | Layout::PartitionedClustered | Layout::Clustered => {
             topic.partitions
         }
     };
-    (0..own).map(|partition| witness(topic, partition)).collect()
+    (0..own).map(|partition| data_epoch(topic, partition)).collect()
 }
 
-/// All sets of delayed messages of a topic.
+/// All delay sets of a topic.
 pub(crate) fn all_delays(topic: &Topic) -> Vec<DelayName> {
     let sets = match topic.layout {
         Layout::Plain | Layout::PlainClustered | Layout::Partitioned => 1,
@@ -144,72 +144,74 @@ pub(crate) fn all_delays(topic: &Topic) -> Vec<DelayName> {
     (0..sets).map(|partition| delays(topic, partition)).collect()
 }
 
-/// The right of one member of a group to work on a partition.
+/// The lease of the owner of a partition within a group.
 pub(crate) fn lease(topic: &Topic, group: &GroupName, partition: Partition) -> LeaseName {
     let name = &topic.name;
     let group = escape(group.as_str());
-    fits(match topic.layout {
+    valid(match topic.layout {
         Layout::Plain | Layout::Partitioned => {
-            LeaseName::new(format!("{WATCHED}{name}:{group}:{partition}"))
+            LeaseName::new(format!("{LEASE_PREFIX}{name}:{group}:{partition}"))
         }
         Layout::PlainClustered => {
-            LeaseName::new(format!("{WATCHED}{{{name}}}:{group}:{partition}"))
+            LeaseName::new(format!("{LEASE_PREFIX}{{{name}}}:{group}:{partition}"))
         }
         Layout::PartitionedClustered => {
-            LeaseName::new(format!("{WATCHED}{{{}}}:{group}", stream(topic, partition)))
+            LeaseName::new(format!("{LEASE_PREFIX}{{{}}}:{group}", stream(topic, partition)))
         }
-        Layout::Clustered => LeaseName::new(format!("{WATCHED}{{{name}:{partition}}}:{group}")),
+        Layout::Clustered => {
+            LeaseName::new(format!("{LEASE_PREFIX}{{{name}:{partition}}}:{group}"))
+        }
     })
 }
 
-/// Who belongs to a group; `group/members.rs` says how they are written.
+/// The members of a group; `group/members.rs` defines the format.
 pub(crate) fn members(group: &GroupName) -> SetName {
-    fits(SetName::new(format!("streaming:mq:members:{}", escape(group.as_str()))))
+    valid(SetName::new(format!("streaming:mq:members:{}", escape(group.as_str()))))
 }
 
-/// The lease that shows that a member lives. Its name begins like those of partitions, so one watch hears both.
+/// The liveness lease of a member. It has the prefix of partition leases, so that one watch reports both.
 pub(crate) fn member(group: &GroupName, member: &str) -> LeaseName {
-    fits(LeaseName::new(format!("{WATCHED}~member:{}:{member}", escape(group.as_str()))))
+    valid(LeaseName::new(format!("{LEASE_PREFIX}~member:{}:{member}", escape(group.as_str()))))
 }
 
-/// The lease that keeps the partitions of a member that stopped and will be back. Nobody renews it.
-pub(crate) fn resting(group: &GroupName, member: &str) -> LeaseName {
-    fits(LeaseName::new(format!("{WATCHED}~resting:{}:{member}", escape(group.as_str()))))
+/// The lease that reserves the partitions of a stopped static member. It is not renewed.
+pub(crate) fn reservation(group: &GroupName, member: &str) -> LeaseName {
+    valid(LeaseName::new(format!("{LEASE_PREFIX}~resting:{}:{member}", escape(group.as_str()))))
 }
 
-/// A lease that is taken and released at once, to be heard by those who watch: somebody joined the group.
-pub(crate) fn bell(group: &GroupName) -> LeaseName {
-    fits(LeaseName::new(format!("{WATCHED}~bell:{}", escape(group.as_str()))))
+/// Acquired and released at once to notify watchers: a member joined the group.
+pub(crate) fn group_notification(group: &GroupName) -> LeaseName {
+    valid(LeaseName::new(format!("{LEASE_PREFIX}~bell:{}", escape(group.as_str()))))
 }
 
-/// The same, for one topic.
-pub(crate) fn join_bell(group: &GroupName, topic: &TopicName) -> LeaseName {
-    fits(LeaseName::new(format!("{WATCHED}~join:{}:{topic}", escape(group.as_str()))))
+/// Acquired and released at once to notify watchers: a member joined the group for this topic.
+pub(crate) fn join_notification(group: &GroupName, topic: &TopicName) -> LeaseName {
+    valid(LeaseName::new(format!("{LEASE_PREFIX}~join:{}:{topic}", escape(group.as_str()))))
 }
 
-/// The same for a topic: it was created, grown or deleted.
-pub(crate) fn topic_bell(topic: &TopicName) -> LeaseName {
-    fits(LeaseName::new(format!("{WATCHED}~topic:{topic}")))
+/// Acquired and released at once to notify watchers: the topic was created, resized or deleted.
+pub(crate) fn topic_notification(topic: &TopicName) -> LeaseName {
+    valid(LeaseName::new(format!("{LEASE_PREFIX}~topic:{topic}")))
 }
 
-/// The right to grow or delete a topic. No consumer watches it.
-pub(crate) fn change(topic: &TopicName) -> LeaseName {
-    fits(LeaseName::new(format!("streaming:mq:change:{topic}")))
+/// The lock for resizing or deleting a topic. Consumers do not watch it.
+pub(crate) fn topic_lock(topic: &TopicName) -> LeaseName {
+    valid(LeaseName::new(format!("streaming:mq:change:{topic}")))
 }
 
-/// How many bytes a group's name has inside a key.
+/// Bytes of a group's name inside a key.
 pub(crate) fn escaped_len(group: &str) -> usize {
     escape(group).len()
 }
 
-/// A group's name inside a key: without the colon that separates the parts, so that no two keys are spelled alike.
+/// A group's name inside a key, with the separator escaped, so that two groups never share a key.
 fn escape(part: &str) -> String {
     part.replace('%', "%25").replace(':', "%3A")
 }
 
-/// The consumer that a holder of leases is in its groups.
+/// The consumer name of a lease holder.
 pub(crate) fn consumer(holder: &HolderName) -> ConsumerName {
-    fits(ConsumerName::new(holder.as_str()))
+    valid(ConsumerName::new(holder.as_str()))
 }
 
 #[cfg(test)]
@@ -221,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_spelled_as_other_programs_know_them() {
+    fn keys_have_the_documented_names() {
         let group = GroupName::new("billing").unwrap();
         let orders = topic(Layout::Partitioned);
         assert_eq!(registry().as_str(), "streaming:mq:topics:registry");
@@ -237,14 +239,14 @@ mod tests {
     }
 
     #[test]
-    fn on_a_cluster_what_one_step_touches_has_one_hash_tag() {
+    fn on_a_cluster_keys_of_one_atomic_step_share_a_hash_tag() {
         let group = GroupName::new("a:b").unwrap();
         let orders = topic(Layout::Clustered);
         for partition in 0..3 {
             let tag = format!("{{orders:{partition}}}");
             assert!(stream(&orders, partition).as_str().contains(&tag));
             assert!(delays(&orders, partition).as_str().contains(&tag));
-            assert!(witness(&orders, partition).as_str().contains(&tag));
+            assert!(data_epoch(&orders, partition).as_str().contains(&tag));
             assert!(lease(&orders, &group, partition).as_str().contains(&tag));
         }
         assert_eq!(all_delays(&orders).len(), 3);
@@ -252,7 +254,7 @@ mod tests {
         assert_eq!(stream(&foreign, 2).as_str(), "stream:topic:orders:p:2");
         assert_eq!(delays(&foreign, 2).as_str(), "streaming:mq:retry:{stream:topic:orders:p:2}");
         assert!(lease(&foreign, &group, 2).as_str().contains("{stream:topic:orders:p:2}"));
-        assert!(witness(&foreign, 2).as_str().contains("{stream:topic:orders:p:2}"));
+        assert!(data_epoch(&foreign, 2).as_str().contains("{stream:topic:orders:p:2}"));
         assert_eq!(all_delays(&foreign).len(), 3);
     }
 

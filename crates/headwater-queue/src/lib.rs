@@ -12,8 +12,8 @@ mod topic;
 mod interrupted;
 
 mod dead_letter;
+mod handler;
 mod message;
-mod retry;
 mod trace;
 
 mod config;
@@ -40,7 +40,7 @@ mod producer;
 
 mod consumer;
 
-pub use config::{ConsumerConfig, Mode, Order, ProducerConfig, QueueConfig};
+pub use config::{ConsumerConfig, MessageOrder, Mode, ProducerConfig, QueueConfig};
 pub use consumer::{Subscription, SubscriptionStats};
 pub use dead_letter::DeadLetter;
 pub use dead_letters::{
@@ -48,19 +48,19 @@ pub use dead_letters::{
     ReplayConfig, ReplayReport,
 };
 pub use error::{Interrupted, QueueError, Result};
+pub use handler::{Backoff, Handler, Outcome, RetryPolicy};
 pub use inspect::{
     Bound, ConsumerView, GroupPartitionView, GroupView, Inspector, MemberView, MessageQuery,
     OwnerView, PartitionView, PendingFilter, PendingView, StoredMessage, TopicView,
 };
 pub use keys::Layout;
-pub use message::{Headers, Malformed, Message, NewMessage};
+pub use message::{MalformedMessage, Message, MessageHeaders, NewMessage};
 pub use page::Page;
 pub use partitioner::{ConsistentHash, HashPartitioner, Partitioner, RoundRobin, hash_code};
 pub use producer::{DelayedMessage, Producer, Sent};
 pub use queue::Queue;
 pub use removal::RemovedGroup;
 pub use reset::{Counted, Reset, ResetGuard, ResetPartition, ResetReport, ResetTo};
-pub use retry::{Backoff, Handler, Outcome, RetryPolicy};
 pub use sampler::Sampler;
 pub use tail::{Tail, TailConfig, TailStart};
 pub use topic::{GroupName, Growth, Partition, Policies, Topic, TopicName};
@@ -68,7 +68,7 @@ pub use topics::{Described, DescribedPartition, Topics};
 pub use trace::{TRACEPARENT, TraceBridge, TraceContext};
 pub use trim::{Trim, TrimReport, TrimmedPartition};
 
-/// The page for users, whose example is compiled and run.
+/// The user documentation, whose examples are doctests.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/topics.md")]
 struct TopicsPage;

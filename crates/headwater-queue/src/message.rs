@@ -1,8 +1,8 @@
-//! Messages: what a producer sends, what a consumer sees, and how both lie in an entry.
+//! Messages: what a producer sends, what a handler receives, and how both are encoded in a stream entry.
 //!
-//! Upstream: applications. Downstream: entries of `headwater-stream`, with the field names of WIRE.
-//! Promises: payload bytes are never re-encoded; an entry of another program is readable with all its fields; one that is
-//! malformed says why and keeps its bytes.
+//! Upstream: applications. Downstream: entries of `headwater-stream`.
+//! Promises: payload bytes are never re-encoded; an entry of another program is readable with all its fields; a
+//! malformed entry names the invalid field and keeps its bytes.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -17,7 +17,7 @@ use crate::topic::{GroupName, Partition, Topic, TopicName};
 use crate::trace::{TRACEPARENT, TraceContext};
 
 /// Headers of a message: names and values.
-pub type Headers = BTreeMap<String, String>;
+pub type MessageHeaders = BTreeMap<String, String>;
 
 pub(crate) const PAYLOAD: &str = "payload";
 pub(crate) const TIMESTAMP: &str = "timestamp";
@@ -29,23 +29,23 @@ pub(crate) const KEY: &str = "key";
 pub(crate) const HEADERS: &str = "headers";
 pub(crate) const ORIGINAL_MESSAGE_ID: &str = "originalMessageId";
 pub(crate) const REPLAYED_FROM: &str = "replayedFrom";
-/// The group that tries again, of a message that comes back: other groups leave it alone.
+/// The group that a retried or replayed message is for; other groups skip it.
 pub(crate) const RETRY_GROUP: &str = "retryGroup";
 
 /// A message to send.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NewMessage {
-    /// What decides its partition and its order; `None` for neither.
+    /// Determines its partition and its order, at most 4,096 bytes. `None`: any partition, no order.
     pub key: Option<String>,
-    /// What it carries.
+    /// Content, at most the `payload_bytes_max` of its topic.
     pub payload: Bytes,
-    /// Names and values beside the payload.
-    pub headers: Headers,
-    /// The partition, if it is not to be chosen by the key.
+    /// Names and values beside the payload, at most 32 KiB as JSON.
+    pub headers: MessageHeaders,
+    /// The partition; `None` lets the producer's partitioner choose it.
     pub partition: Option<Partition>,
-    /// An id of the caller's: a second message with it, sent within the producer's window, is not sent again.
+    /// Idempotency key: a second message with this id is not sent again within the producer's `idempotence_window`.
     pub id: Option<String>,
-    /// How often to try again after a failure; `None` leaves it to the topic.
+    /// Retries after a failure; `None` uses the setting of the topic.
     pub max_retries: Option<u32>,
 }
 
@@ -72,32 +72,32 @@ impl NewMessage {
         self
     }
 
-    /// Counts once however often it is sent.
+    /// Sets the idempotency key.
     pub fn with_id(mut self, id: impl Into<String>) -> Self {
         self.id = Some(id.into());
         self
     }
 
-    /// Checks it against the limits of its topic.
+    /// Checks the limits of its topic.
     pub(crate) fn validate(&self, topic: &Topic) -> Result<()> {
         let limit = topic.policies.payload_bytes_max;
         if self.payload.len() > limit {
             let problem =
                 format!("{} bytes; topic `{}` allows {limit}", self.payload.len(), topic.name);
-            return Err(QueueError::invalid("a payload", problem));
+            return Err(QueueError::invalid("payload", problem));
         }
         let key_bytes = self.key.as_ref().map_or(0, String::len);
         if key_bytes > KEY_BYTES_MAX {
             let problem = format!("{key_bytes} bytes; the limit is {KEY_BYTES_MAX}");
-            return Err(QueueError::invalid("a key", problem));
+            return Err(QueueError::invalid("key", problem));
         }
         let id_bytes = self.id.as_ref().map_or(1, String::len);
         if !(1..=MESSAGE_ID_BYTES_MAX).contains(&id_bytes) {
-            let problem = format!("{id_bytes} bytes; 1 to {MESSAGE_ID_BYTES_MAX}");
-            return Err(QueueError::invalid("an id", problem));
+            let problem = format!("{id_bytes} bytes; must be 1 to {MESSAGE_ID_BYTES_MAX}");
+            return Err(QueueError::invalid("id", problem));
         }
         if let Some(count) = self.max_retries.filter(|count| *count >= ATTEMPTS_MAX) {
-            let problem = format!("{count}; below {ATTEMPTS_MAX}");
+            let problem = format!("{count}; must be below {ATTEMPTS_MAX}");
             return Err(QueueError::invalid("max_retries", problem));
         }
         if let Some(partition) = self.partition.filter(|p| *p >= topic.partitions) {
@@ -106,20 +106,20 @@ impl NewMessage {
                 topic.name,
                 topic.partitions - 1
             );
-            return Err(QueueError::invalid("a partition", problem));
+            return Err(QueueError::invalid("partition", problem));
         }
         Ok(())
     }
 
-    /// What its entry is made of. A trace is added to its headers unless they have one.
-    pub(crate) fn into_outgoing(self, trace: Option<TraceContext>) -> Result<Outgoing> {
+    /// Converts it to the parts of its entry. Adds the trace context unless the headers have one.
+    pub(crate) fn into_outgoing(self, trace: Option<TraceContext>) -> Result<OutgoingMessage> {
         let trace = trace.filter(|_| !self.headers.contains_key(TRACEPARENT));
         let headers = match (self.headers.is_empty(), trace) {
             (true, None) => Bytes::from_static(b"{}"),
             (true, Some(trace)) => format!(r#"{{"{TRACEPARENT}":"{trace}"}}"#).into(),
             (false, trace) => headers_within_limit(&self.headers, trace)?,
         };
-        Ok(Outgoing {
+        Ok(OutgoingMessage {
             payload: self.payload,
             key: self.key.map(Bytes::from),
             headers,
@@ -130,39 +130,39 @@ impl NewMessage {
     #[cfg(test)]
     fn to_fields(&self, topic: &Topic, partition: Partition, now: Timestamp) -> Result<Fields> {
         let outgoing = self.clone().into_outgoing(None)?;
-        Ok(outgoing.seal(&Envelope::new(topic, partition), &now.to_rfc3339().into()))
+        Ok(outgoing.encode(&PartitionFields::new(topic, partition), &now.to_rfc3339().into()))
     }
 }
 
-/// A valid message on its way: what its entry is made of.
+/// A validated message, as the parts of its entry.
 #[derive(Debug)]
-pub(crate) struct Outgoing {
+pub(crate) struct OutgoingMessage {
     payload: Bytes,
     key: Option<Bytes>,
     headers: Bytes,
     max_retries: Option<Bytes>,
 }
 
-impl Outgoing {
+impl OutgoingMessage {
     /// The fields of its entry.
-    pub(crate) fn seal(&self, envelope: &Envelope, timestamp: &Bytes) -> Fields {
-        self.with_parts(envelope, timestamp, Fields::with_common)
+    pub(crate) fn encode(&self, partition_fields: &PartitionFields, timestamp: &Bytes) -> Fields {
+        self.with_parts(partition_fields, timestamp, Fields::with_common)
     }
 
-    /// How large its entry is.
-    pub(crate) fn size(&self, envelope: &Envelope, timestamp: &Bytes) -> EntrySize {
-        self.with_parts(envelope, timestamp, |before, common, after| {
+    /// The size of its entry.
+    pub(crate) fn size(&self, partition_fields: &PartitionFields, timestamp: &Bytes) -> EntrySize {
+        self.with_parts(partition_fields, timestamp, |before, shared, after| {
             let own = before.iter().chain(after);
             let own_bytes: usize = own.map(|(name, value)| name.len() + value.len()).sum();
-            let EntrySize { fields, bytes } = common.size();
+            let EntrySize { fields, bytes } = shared.size();
             EntrySize { fields: before.len() + fields + after.len(), bytes: own_bytes + bytes }
         })
     }
 
-    /// Hands out what it has in common with others, and what it has for itself before and after that.
+    /// Calls `take` with its own fields before the shared ones, the shared fields, and its own fields after them.
     fn with_parts<T>(
         &self,
-        envelope: &Envelope,
+        partition_fields: &PartitionFields,
         timestamp: &Bytes,
         take: impl FnOnce(&[Own<'_>], &Fields, &[Own<'_>]) -> T,
     ) -> T {
@@ -172,31 +172,35 @@ impl Outgoing {
         let keyed = self.key.as_ref().map(|key| [(KEY, key), headers]);
         let after = keyed.as_ref().map_or(std::slice::from_ref(&headers), |keyed| &keyed[..]);
         match &self.max_retries {
-            None => take(&[payload, timestamp], &envelope.common, after),
+            None => take(&[payload, timestamp], &partition_fields.with_counts, after),
             Some(max_retries) => {
                 let counts = [(RETRY_COUNT, &NO_RETRY), (MAX_RETRIES, max_retries)];
-                take(&[payload, timestamp, counts[0], counts[1]], &envelope.place, after)
+                take(
+                    &[payload, timestamp, counts[0], counts[1]],
+                    &partition_fields.without_counts,
+                    after,
+                )
             }
         }
     }
 }
 
-/// What all messages of a partition have in common, written once.
+/// The fields that all messages of a partition share, encoded once.
 #[derive(Clone, Debug)]
-pub(crate) struct Envelope {
-    common: Fields,
-    /// The same without the counts, for messages that have their own.
-    place: Fields,
+pub(crate) struct PartitionFields {
+    with_counts: Fields,
+    /// Without the retry counts, for messages that have their own.
+    without_counts: Fields,
 }
 
-impl Envelope {
+impl PartitionFields {
     pub(crate) fn new(topic: &Topic, partition: Partition) -> Self {
         let name = Bytes::copy_from_slice(topic.name.as_str().as_bytes());
-        let place = [(TOPIC, &name), (PARTITION_ID, &partition.to_string().into())];
-        let place = Fields::with_common(&place, &Fields::default(), &[]);
+        let location = [(TOPIC, &name), (PARTITION_ID, &partition.to_string().into())];
+        let without_counts = Fields::with_common(&location, &Fields::default(), &[]);
         let max_retries = topic.policies.max_retries.to_string().into();
         let counts = [(RETRY_COUNT, &Bytes::from_static(b"0")), (MAX_RETRIES, &max_retries)];
-        Self { common: Fields::with_common(&counts, &place, &[]), place }
+        Self { with_counts: Fields::with_common(&counts, &without_counts, &[]), without_counts }
     }
 }
 
@@ -209,50 +213,50 @@ pub struct Message {
     pub topic: TopicName,
     /// Its partition.
     pub partition: Partition,
-    /// What decides its order.
+    /// Determines its partition and its order.
     pub key: Option<String>,
-    /// What it carries. For an entry of another program without a field `payload`, it is empty: see `fields`.
+    /// Content. Empty for an entry of another program without a field `payload`: see `fields`.
     pub payload: Bytes,
     /// Names and values beside the payload.
-    pub headers: Headers,
-    /// Which try this is, from 1.
+    pub headers: MessageHeaders,
+    /// The number of this attempt, from 1.
     pub attempt: u32,
-    /// How often the group has delivered this entry, deliveries to processes that died included.
+    /// How often the group has delivered this entry, including deliveries to consumers that crashed.
     pub deliveries: u64,
-    /// With `Mode::Owned`, the epoch of the partition's owner: a store that remembers the highest epoch it saw per
-    /// partition and refuses lower ones is safe from an owner that was paused and lost its partition meanwhile.
+    /// With `Mode::Owned`, the epoch of the partition's owner, a fencing token: a store that remembers the highest
+    /// epoch per partition and rejects lower ones is safe from a stale owner.
     pub epoch: Option<Epoch>,
-    /// How often to try again after a failure; `None` leaves it to subscription and topic.
+    /// Retries after a failure; `None` uses the setting of subscription and topic.
     pub max_retries: Option<u32>,
-    /// When it was sent, if the entry says so.
+    /// When it was sent, if the entry has a valid timestamp.
     pub sent_at: Option<Timestamp>,
-    /// The entry it first was, if it was retried or replayed since.
+    /// The id of its first entry, if it was retried or replayed.
     pub original_id: Option<EntryId>,
-    /// The dead letter it was replayed from.
+    /// The id of the dead letter it was replayed from.
     pub replayed_from: Option<EntryId>,
-    /// The only group it is for, if it was retried or replayed: others have handled it, or will, in its first place.
+    /// The only group it is for, if it was retried or replayed: other groups handle its first entry.
     pub retry_group: Option<String>,
-    /// All fields of its entry as they are.
+    /// All fields of its entry, unchanged.
     pub fields: Fields,
 }
 
-/// Why an entry is no message. Its bytes go to the dead letters as they are.
+/// Why an entry is not a valid message. It becomes a dead letter with its bytes unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("field `{field}` {problem}")]
-pub struct Malformed {
-    /// The field that makes no sense.
+pub struct MalformedMessage {
+    /// The invalid field.
     pub field: &'static str,
     /// What is wrong with it.
     pub problem: String,
 }
 
 impl Message {
-    /// Reads an entry.
+    /// Parses an entry.
     pub(crate) fn read(
         topic: &TopicName,
         partition: Partition,
         delivery: Delivery,
-    ) -> std::result::Result<Self, (Malformed, Delivery)> {
+    ) -> std::result::Result<Self, (MalformedMessage, Delivery)> {
         match Self::parse(topic, partition, &delivery) {
             Ok(message) => Ok(message),
             Err(malformed) => Err((malformed, delivery)),
@@ -263,7 +267,7 @@ impl Message {
         topic: &TopicName,
         partition: Partition,
         delivery: &Delivery,
-    ) -> std::result::Result<Self, Malformed> {
+    ) -> std::result::Result<Self, MalformedMessage> {
         let Delivery { id, fields, deliveries } = delivery;
         let mut message = Self {
             id: *id,
@@ -271,7 +275,7 @@ impl Message {
             partition,
             key: None,
             payload: Bytes::new(),
-            headers: Headers::new(),
+            headers: MessageHeaders::new(),
             attempt: 1,
             deliveries: *deliveries,
             epoch: None,
@@ -292,7 +296,7 @@ impl Message {
                     message.attempt = failures.saturating_add(1);
                 }
                 b"maxRetries" => message.max_retries = Some(number(MAX_RETRIES, value)?),
-                // Of no consequence here: an odd value is left in `fields`.
+                // Optional: an invalid value is ignored and stays in `fields`.
                 b"timestamp" => message.sent_at = read_timestamp(value),
                 b"originalMessageId" => message.original_id = read_id(value),
                 b"replayedFrom" => message.replayed_from = read_id(value),
@@ -303,37 +307,36 @@ impl Message {
             }
         }
         if message.original_id.is_none() {
-            // It never came back, so the field is another program's and says nothing to us.
+            // It was never retried or replayed, so the field belongs to another program.
             message.retry_group = None;
         }
         Ok(message)
     }
 
-    /// How often it failed before.
+    /// Failed attempts before this one.
     pub fn failures(&self) -> u32 {
         self.attempt - 1
     }
 
-    /// The entry it first was.
+    /// The id of its first entry.
     pub fn first_id(&self) -> EntryId {
         self.original_id.unwrap_or(self.id)
     }
 
-    /// The fields of the entry that it is when this group tries it again after one more failure.
+    /// The fields of its retry for this group, with one more failure counted.
     pub(crate) fn to_retry(&self, group: &GroupName) -> Fields {
-        self.replaced(&[
-            (RETRY_COUNT, Some(self.attempt.to_string())),
-            (ORIGINAL_MESSAGE_ID, Some(self.first_id().to_string())),
-            (RETRY_GROUP, Some(group.to_string())),
-        ])
-    }
-
-    fn replaced(&self, changes: &[(&'static str, Option<String>)]) -> Fields {
-        replace_fields(&self.fields, changes)
+        replace_fields(
+            &self.fields,
+            &[
+                (RETRY_COUNT, Some(self.attempt.to_string())),
+                (ORIGINAL_MESSAGE_ID, Some(self.first_id().to_string())),
+                (RETRY_GROUP, Some(group.to_string())),
+            ],
+        )
     }
 }
 
-/// The fields with some replaced, added (`Some`) or left out (`None`). All other bytes stay as they are.
+/// The fields with some replaced or added (`Some`) or removed (`None`). All other bytes are unchanged.
 pub(crate) fn replace_fields(
     fields: &Fields,
     changes: &[(&'static str, Option<String>)],
@@ -358,21 +361,24 @@ pub(crate) fn read_timestamp(value: impl AsRef<[u8]>) -> Option<Timestamp> {
     Timestamp::from_rfc3339(text).or_else(|| text.parse().ok().map(Timestamp::from_millis))
 }
 
-fn text<'a>(field: &'static str, value: &'a [u8]) -> std::result::Result<&'a str, Malformed> {
+fn text<'a>(
+    field: &'static str,
+    value: &'a [u8],
+) -> std::result::Result<&'a str, MalformedMessage> {
     std::str::from_utf8(value)
-        .map_err(|_| Malformed { field, problem: "is not UTF-8 text".to_owned() })
+        .map_err(|_| MalformedMessage { field, problem: "is not UTF-8 text".to_owned() })
 }
 
-fn number(field: &'static str, value: &[u8]) -> std::result::Result<u32, Malformed> {
+fn number(field: &'static str, value: &[u8]) -> std::result::Result<u32, MalformedMessage> {
     let parsed = std::str::from_utf8(value).ok().and_then(|text| text.parse().ok());
     parsed.ok_or_else(|| {
         let shown: String = String::from_utf8_lossy(value).chars().take(40).collect();
-        Malformed { field, problem: format!("is not a number: `{shown}`") }
+        MalformedMessage { field, problem: format!("is not a number: `{shown}`") }
     })
 }
 
-/// Headers that are not empty, as JSON. The limit is for what the application says, without the trace.
-fn headers_within_limit(headers: &Headers, trace: Option<TraceContext>) -> Result<Bytes> {
+/// Headers that are not empty, as JSON. The limit applies to the application's headers, without the trace context.
+fn headers_within_limit(headers: &MessageHeaders, trace: Option<TraceContext>) -> Result<Bytes> {
     let mut json = headers_to_json(headers);
     if json.len() > HEADERS_BYTES_MAX {
         let problem = format!("{} bytes as JSON; the limit is {HEADERS_BYTES_MAX}", json.len());
@@ -385,8 +391,8 @@ fn headers_within_limit(headers: &Headers, trace: Option<TraceContext>) -> Resul
     Ok(json.into())
 }
 
-/// Headers as a JSON object; an empty one for none.
-pub(crate) fn headers_to_json(headers: &Headers) -> String {
+/// Headers as a JSON object.
+pub(crate) fn headers_to_json(headers: &MessageHeaders) -> String {
     if headers.is_empty() {
         return "{}".to_owned();
     }
@@ -405,13 +411,18 @@ pub(crate) fn headers_to_json(headers: &Headers) -> String {
     json
 }
 
-/// Values of other kinds than text are kept as their JSON.
-pub(crate) fn headers_from_json(json: &str) -> std::result::Result<Headers, Malformed> {
+/// Parses a JSON object; a value that is not a string is kept as its JSON text.
+pub(crate) fn headers_from_json(
+    json: &str,
+) -> std::result::Result<MessageHeaders, MalformedMessage> {
     if matches!(json, "" | "{}" | "null") {
-        return Ok(Headers::new());
+        return Ok(MessageHeaders::new());
     }
-    let object: serde_json::Map<String, serde_json::Value> = serde_json::from_str(json)
-        .map_err(|_| Malformed { field: HEADERS, problem: "is not a JSON object".to_owned() })?;
+    let object: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_str(json).map_err(|_| MalformedMessage {
+            field: HEADERS,
+            problem: "is not a JSON object".to_owned(),
+        })?;
     let text = |value| match value {
         serde_json::Value::String(text) => text,
         other => other.to_string(),
@@ -433,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_is_what_is_read() {
+    fn an_encoded_message_parses_to_the_same_message() {
         let bytes = Bytes::from_static(b"\x00\xff{}");
         let new = NewMessage::keyed("键", bytes.clone()).header("a\"b", "c\nd").header("e", "");
         let now = Timestamp::from_millis(1_767_225_600_250);
@@ -469,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_of_another_program_is_readable() {
+    fn an_entry_of_another_program_parses_as_a_message() {
         let fields = Fields::new([("data", "{}"), ("issue_id", "7")]);
         let message = Message::read(&topic().name, 0, delivery(fields.clone())).unwrap();
         assert_eq!((message.payload.len(), message.attempt, message.fields), (0, 1, fields));
@@ -479,14 +490,14 @@ mod tests {
     }
 
     #[test]
-    fn a_group_named_by_another_program_means_nothing() {
+    fn a_retry_group_written_by_another_program_is_ignored() {
         let fields = Fields::new([("retryGroup", "theirs"), ("originalMessageId", "order 7")]);
         let message = Message::read(&topic().name, 0, delivery(fields)).unwrap();
         assert_eq!(message.retry_group, None);
     }
 
     #[test]
-    fn an_entry_that_makes_no_sense_says_why_and_keeps_its_bytes() {
+    fn a_malformed_entry_names_the_field_and_keeps_its_bytes() {
         for (field, value) in [
             ("retryCount", &b"many"[..]),
             ("retryCount", b"-1"),
@@ -504,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn what_breaks_a_limit_is_refused() {
+    fn messages_over_a_limit_are_rejected() {
         let topic = topic();
         let too_large = NewMessage::new(vec![0; crate::limits::PAYLOAD_BYTES_MAX + 1]);
         let long_key = NewMessage::keyed("k".repeat(KEY_BYTES_MAX + 1), "");

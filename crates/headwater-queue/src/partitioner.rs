@@ -1,7 +1,7 @@
-//! Which partition a message goes to. The one place where keys become partitions.
+//! Partitioners: choose the partition of a message from its key.
 //!
-//! Promises: the hash is the one other programs use (WIRE: `String.hashCode` of Java), so they and we agree on the
-//! partition of a key.
+//! Promises: the hash is the one that other programs use (Java's `String.hashCode`), so that all agree on the partition
+//! of a key.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,18 +11,17 @@ use crate::topic::Partition;
 
 /// Chooses a partition for a message.
 pub trait Partitioner: Send + Sync {
-    /// The partition for a key among `partitions`, which is at least 1. What is not below `partitions` is refused when
-    /// sending.
+    /// The partition for a key among `partitions`, which is at least 1. A send fails if the result is not below
+    /// `partitions`.
     fn partition(&self, key: Option<&str>, partitions: u16) -> Partition;
 
-    /// Whether the partition of a key depends on nothing but the key and `partitions`, as [`HashPartitioner`] has it.
-    /// Otherwise a message in a topic that grew waits for all old partitions instead of one.
+    /// Whether the partition of a key is the one that [`HashPartitioner`] chooses. Default: false.
     fn is_hash(&self) -> bool {
         false
     }
 
     /// Whether a key always has the same partition among the same `partitions`. If not, the partition of a message with
-    /// an id comes from its id, so that a repeat meets the first one.
+    /// an id is the hash of its id, so that a duplicate goes to the same partition. Default: true.
     fn is_stable(&self) -> bool {
         true
     }
@@ -45,7 +44,7 @@ pub(crate) fn hash_partition(key: &str, partitions: u16) -> Partition {
     u16::try_from(partition).expect("the remainder is below a u16")
 }
 
-/// The key's hash decides; messages without a key go around. The default.
+/// Hashes the key; messages without a key are distributed round robin. The default.
 #[derive(Debug, Default)]
 pub struct HashPartitioner(RoundRobin);
 
@@ -62,7 +61,7 @@ impl Partitioner for HashPartitioner {
     }
 }
 
-/// One after the other, whatever the key: no order per key.
+/// Round robin, ignoring the key: no order per key.
 #[derive(Debug, Default)]
 pub struct RoundRobin {
     next: AtomicUsize,
@@ -79,10 +78,10 @@ impl Partitioner for RoundRobin {
     }
 }
 
-/// Points and their partitions, in the order of the points.
+/// Points and their partitions, sorted by point.
 type Ring = Arc<[(u32, Partition)]>;
 
-/// Points on a ring: when a topic grows from P to Q partitions, only about (Q - P) / Q of the keys move.
+/// Consistent hashing: when a topic is resized from P to Q partitions, only about (Q - P) / Q of the keys move.
 #[derive(Debug)]
 pub struct ConsistentHash {
     virtual_nodes: u32,
@@ -92,7 +91,7 @@ pub struct ConsistentHash {
 }
 
 impl ConsistentHash {
-    /// A ring with this many points per partition, at least 1; 100 spread the keys within about 10 %.
+    /// A ring with this many points per partition, 1 to 1,000. With 100, partitions differ by about 10 %.
     pub fn new(virtual_nodes: u32) -> Self {
         Self {
             virtual_nodes: virtual_nodes.clamp(1, 1000),
@@ -111,7 +110,7 @@ impl ConsistentHash {
             .collect();
         points.sort_unstable();
         let ring: Ring = points.into();
-        // One ring per partition count a process sees; topics grow a bounded number of times.
+        // One ring per partition count; the number of resizes of a topic is limited.
         self.rings.write().expect(WHY).insert(partitions, ring.clone());
         ring
     }
@@ -127,12 +126,12 @@ impl Partitioner for ConsistentHash {
     fn partition(&self, key: Option<&str>, partitions: u16) -> Partition {
         let Some(key) = key else { return self.keyless.partition(None, partitions) };
         let ring = self.ring(partitions);
-        let place = ring.partition_point(|(point, _)| *point < mix(key));
-        ring[place % ring.len()].1
+        let index = ring.partition_point(|(point, _)| *point < mix(key));
+        ring[index % ring.len()].1
     }
 }
 
-/// Java's hash keeps similar keys close together; on a ring they must be far apart.
+/// Java's hash maps similar keys to close values; on a ring they must be spread.
 fn mix(key: &str) -> u32 {
     let mut hash = 0x811c_9dc5_u32;
     for byte in key.bytes() {
@@ -148,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_hash_and_the_partition_of_a_key_are_those_other_programs_compute() {
+    fn hash_and_partition_of_a_key_match_other_programs() {
         for (key, hash, partitions) in [
             ("", 0, &[(3, 0)][..]),
             ("k0", 3365, &[(3, 2), (8, 5)]),
@@ -168,25 +167,25 @@ mod tests {
     }
 
     #[test]
-    fn messages_without_a_key_go_around() {
+    fn messages_without_a_key_are_distributed_round_robin() {
         let partitioner = HashPartitioner::default();
         let chosen: Vec<_> = (0..6).map(|_| partitioner.partition(None, 3)).collect();
         assert_eq!(chosen, [0, 1, 2, 0, 1, 2]);
     }
 
     #[test]
-    fn a_ring_spreads_keys_and_moves_few_when_the_topic_grows() {
+    fn consistent_hashing_spreads_keys_and_moves_few_when_the_topic_is_resized() {
         let ring = ConsistentHash::default();
         let keys: Vec<String> = (0..10_000).map(|n| format!("user-{n}")).collect();
-        let place =
+        let partitions_of =
             |count| -> Vec<_> { keys.iter().map(|key| ring.partition(Some(key), count)).collect() };
-        let (eight, ten) = (place(8), place(10));
+        let (eight, ten) = (partitions_of(8), partitions_of(10));
         for partition in 0..8 {
             let share = eight.iter().filter(|p| **p == partition).count();
             assert!((800..1700).contains(&share), "partition {partition} has {share} of 10000");
         }
         let moved = eight.iter().zip(&ten).filter(|(a, b)| a != b).count();
-        assert!(moved < 3000, "{moved} of 10000 moved, about 2000 must");
+        assert!(moved < 3000, "{moved} of 10000 moved, expected about 2000");
         assert!(eight.iter().zip(&ten).all(|(a, b)| a == b || *b >= 8), "only to new partitions");
     }
 }

@@ -1,17 +1,17 @@
 //! Sends messages: validates, chooses the partition, appends.
 //!
 //! Upstream: applications. Downstream: the streams of a topic.
-//! Promises: what is invalid is refused before anything happens; a partition is never chosen by what was known longer
-//! ago than the topic's `refresh`; a send that was confirmed is in its partition, and every other outcome is an error.
-//! Not here: repeating a send that failed. Whoever does so gives the message an id, so that it counts once.
+//! Promises: an invalid message is rejected before anything is sent; a partition is never chosen from topic metadata
+//! older than the topic's `refresh`; a confirmed message is in its partition, and every other result is an error.
+//! Not here: retrying a failed send. A caller that retries gives the message an id, so that duplicates are dropped.
 
 mod batch;
 mod budget;
 mod delayed;
-mod once;
-mod outlet;
-mod route;
-mod stamp;
+mod idempotent;
+mod partition_handle;
+mod timestamp;
+mod topic_cache;
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,19 +22,19 @@ use tokio::time::{Instant, timeout_at};
 use tracing::{Instrument, Span, warn};
 
 pub use self::delayed::DelayedMessage;
-use self::once::KnownId;
-use self::outlet::Outlet;
-use self::route::{Route, Routes};
-use self::stamp::Stamp;
+use self::idempotent::IdempotencyKey;
+use self::partition_handle::PartitionHandle;
+use self::timestamp::TimestampCache;
+use self::topic_cache::{CachedTopic, TopicCache};
 use crate::config::ProducerConfig;
 use crate::error::{QueueError, Result};
-use crate::message::{NewMessage, Outgoing};
+use crate::message::{NewMessage, OutgoingMessage};
 use crate::metrics::ANOMALIES;
 use crate::queue::Queue;
 use crate::topic::Partition;
 use crate::trace::{self, TraceBridge, TraceContext};
 
-/// Sends messages to topics. Clones are the same producer; their concurrent sends share round trips.
+/// Sends messages to topics. Clones share one producer, and concurrent sends share round trips.
 #[derive(Clone)]
 pub struct Producer {
     inner: Arc<Inner>,
@@ -43,34 +43,36 @@ pub struct Producer {
 struct Inner {
     queue: Queue,
     config: ProducerConfig,
-    routes: Routes,
-    stamp: Stamp,
+    topics: TopicCache,
+    timestamps: TimestampCache,
 }
 
-/// Where a message is that was sent.
+/// A message that was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sent {
-    /// Its entry in the partition.
+    /// The id of its entry in the partition.
     pub id: EntryId,
     /// The partition.
     pub partition: Partition,
-    /// Whether a message with its id was sent before, within the window; then nothing was sent now.
+    /// Whether a message with the same id was sent before, within the idempotence window. Then nothing was appended,
+    /// and `id` is that of the first message.
     pub duplicate: bool,
 }
 
-/// A message that is ready for its partition.
-struct Sealed {
+/// A message encoded for its partition.
+struct PreparedMessage {
     partition: Partition,
-    known_id: Option<KnownId>,
+    idempotency_key: Option<IdempotencyKey>,
     fields: Fields,
 }
 
 impl Queue {
-    /// A producer. One serves a whole process.
+    /// Creates a producer. One is enough for a process.
     pub fn producer(&self, config: ProducerConfig) -> Result<Producer> {
         config.validate()?;
-        let routes = Routes::new(self.clone());
-        let inner = Inner { queue: self.clone(), config, routes, stamp: Stamp::default() };
+        let topics = TopicCache::new(self.clone());
+        let timestamps = TimestampCache::default();
+        let inner = Inner { queue: self.clone(), config, topics, timestamps };
         Ok(Producer { inner: Arc::new(inner) })
     }
 }
@@ -85,138 +87,153 @@ impl fmt::Debug for Producer {
 }
 
 impl Producer {
-    /// Sends a message; returns when it is in its partition. A topic that nobody created is plain.
+    /// Sends a message and returns when it is in its partition. A topic that was not created is plain.
     ///
-    /// After [`QueueError::DeadlineExceeded`], or an error of the backend that is transient, it may have been sent: repeat
-    /// it with the same id. The same holds for a send that is dropped before it returns.
+    /// After [`QueueError::DeadlineExceeded`], or a transient error of the backend, the message may have been sent:
+    /// retry with the same id. The same holds if the future is dropped before it completes.
     pub async fn send(&self, topic: &str, message: NewMessage) -> Result<Sent> {
         let until = Instant::now() + self.inner.config.deadline;
-        let route = self.route(topic, until).await?;
-        let (Sealed { partition, known_id, fields }, span) = self.prepare(&route, message)?;
-        let outlet = route.outlet(partition);
+        let cached = self.cached_topic(topic, until).await?;
+        let (prepared, span) = self.prepare(&cached, message)?;
+        let PreparedMessage { partition, idempotency_key, fields } = prepared;
+        let handle = cached.partition(partition);
         let sending = async {
-            if route.budget.is_some() {
-                self.admit(&route, fields.bytes()).await?;
+            if cached.budget.is_some() {
+                self.reserve_budget(&cached, fields.bytes()).await?;
             }
-            let sent = match known_id {
-                None => self.append(&route, outlet, fields).await?,
-                Some(known_id) => self.append_once(&route, outlet, known_id, fields).await?,
+            let sent = match idempotency_key {
+                None => self.append(&cached, handle, fields).await?,
+                Some(key) => self.append_idempotent(&cached, handle, key, fields).await?,
             };
-            self.confirm(&route).await;
+            self.warn_if_stale(&cached).await;
             Ok(sent)
         };
         let sent = timeout_at(until, sending.instrument(span))
             .await
-            .unwrap_or_else(|_| Err(self.too_late(topic)));
-        outlet.count(std::slice::from_ref(&sent));
+            .unwrap_or_else(|_| Err(self.deadline_exceeded(topic)));
+        handle.count(std::slice::from_ref(&sent));
         sent
     }
 
-    /// Checks a message and makes it ready for its partition. Nothing happened yet.
-    fn prepare(&self, route: &Route, message: NewMessage) -> Result<(Sealed, Span)> {
-        self.check_and_seal(route, message).inspect_err(|_| route.count_refused(1))
-    }
-
-    fn check_and_seal(&self, route: &Route, message: NewMessage) -> Result<(Sealed, Span)> {
-        message.validate(&route.topic)?;
-        let partition = self.partition_of(route, &message)?;
-        let traced =
-            trace::sending(self.bridge(), &route.topic.name, Some(partition), &message.headers);
-        let now = self.inner.stamp.now();
-        let (known_id, outgoing) = self.take_apart(route, message, partition, traced.context)?;
-        let fields = outgoing.seal(&route.outlet(partition).envelope, &now);
-        Ok((Sealed { partition, known_id, fields }, traced.span))
-    }
-
-    /// What becomes of a valid message: an id to be known by, if it has one, and an entry.
-    fn take_apart(
+    /// Validates a message and encodes it for its partition. Has no effect at the backend.
+    fn prepare(
         &self,
-        route: &Route,
+        cached: &CachedTopic,
+        message: NewMessage,
+    ) -> Result<(PreparedMessage, Span)> {
+        self.validate_and_encode(cached, message).inspect_err(|_| cached.count_rejected(1))
+    }
+
+    fn validate_and_encode(
+        &self,
+        cached: &CachedTopic,
+        message: NewMessage,
+    ) -> Result<(PreparedMessage, Span)> {
+        message.validate(&cached.topic)?;
+        let partition = self.resolve_partition(cached, &message)?;
+        let traced =
+            trace::send_span(self.bridge(), &cached.topic.name, Some(partition), &message.headers);
+        let now = self.inner.timestamps.now();
+        let (idempotency_key, outgoing) = self.split(cached, message, partition, traced.context)?;
+        let fields = outgoing.encode(&cached.partition(partition).partition_fields, &now);
+        Ok((PreparedMessage { partition, idempotency_key, fields }, traced.span))
+    }
+
+    /// Splits a valid message into its idempotency key, if it has an id, and the parts of its entry.
+    fn split(
+        &self,
+        cached: &CachedTopic,
         mut message: NewMessage,
         partition: Partition,
         trace: Option<TraceContext>,
-    ) -> Result<(Option<KnownId>, Outgoing)> {
-        let known_id = self.take_id(route, &mut message, partition);
-        Ok((known_id, message.into_outgoing(trace)?))
+    ) -> Result<(Option<IdempotencyKey>, OutgoingMessage)> {
+        let idempotency_key = self.take_idempotency_key(cached, &mut message, partition);
+        Ok((idempotency_key, message.into_outgoing(trace)?))
     }
 
     fn bridge(&self) -> Option<&dyn TraceBridge> {
         self.inner.queue.inner.config.trace.as_deref()
     }
 
-    async fn append(&self, route: &Route, outlet: &Outlet, fields: Fields) -> Result<Sent> {
-        let retention = &route.topic.policies.retention;
-        // Those of other callers go with it: the backend sees to that. Gathering them here, before it, was measured to
-        // cost more than it saves (2.6 us of processor time per message, against 2.2).
+    async fn append(
+        &self,
+        cached: &CachedTopic,
+        handle: &PartitionHandle,
+        fields: Fields,
+    ) -> Result<Sent> {
+        let retention = &cached.topic.policies.retention;
+        // The backend batches concurrent appends. Batching them here was measured to cost more than it saves (2.6 us of
+        // processor time per message, against 2.2).
         let backend = self.inner.queue.backend();
-        let id = only(backend.append(&outlet.stream, &[fields], retention).await?)?;
-        Ok(outlet.sent(id))
+        let id = single(backend.append(&handle.stream, &[fields], retention).await?)?;
+        Ok(handle.sent(id))
     }
 
-    /// Refuses a send if the topic holds as much as it may.
-    async fn admit(&self, route: &Route, bytes: usize) -> Result<()> {
-        match &route.budget {
+    /// Fails with [`QueueError::BudgetExceeded`] if the topic holds as many bytes as it may.
+    async fn reserve_budget(&self, cached: &CachedTopic, bytes: usize) -> Result<()> {
+        match &cached.budget {
             None => Ok(()),
-            Some(budget) => budget.admit(&self.inner.queue, &route.topic, bytes).await,
+            Some(budget) => budget.reserve(&self.inner.queue, &cached.topic, bytes).await,
         }
     }
 
-    /// A message that arrived so late that a growth may be settled without it is safe, but perhaps out of order.
-    async fn confirm(&self, route: &Route) {
-        if !route.is_overdue() {
+    /// Warns if the topic was resized during a slow send: the message is safe, but its key may be out of order, because
+    /// the resize may have completed without waiting for it.
+    async fn warn_if_stale(&self, cached: &CachedTopic) {
+        if !cached.is_stale() {
             return;
         }
-        let topic = &route.topic.name;
+        let topic = &cached.topic.name;
         let now = self.inner.queue.topic(topic).await;
-        if now.is_ok_and(|now| now.partitions != route.topic.partitions) {
+        if now.is_ok_and(|now| now.partitions != cached.topic.partitions) {
             let name = topic.to_string();
             counter!(ANOMALIES, "topic" => name, "group" => "", "result" => "late_send")
                 .increment(1);
-            warn!(%topic, "the topic grew while a message was sent, keys may be out of order");
+            warn!(%topic, "the topic was resized during a send; messages of one key may be out of order");
         }
     }
 
-    /// What is known of the topic, read again if it is too old.
-    async fn route(&self, topic: &str, until: Instant) -> Result<Arc<Route>> {
+    /// The cached metadata of a topic, refreshed if it is too old.
+    async fn cached_topic(&self, topic: &str, until: Instant) -> Result<Arc<CachedTopic>> {
         // The deadline was set just now.
         let now = until - self.inner.config.deadline;
-        if let Some(route) = self.inner.routes.fresh(topic, now) {
-            return Ok(route);
+        if let Some(cached) = self.inner.topics.fresh(topic, now) {
+            return Ok(cached);
         }
-        let reading = self.inner.routes.read(topic);
-        timeout_at(until, reading).await.unwrap_or_else(|_| Err(self.too_late(topic)))
+        let refresh = self.inner.topics.refresh(topic);
+        timeout_at(until, refresh).await.unwrap_or_else(|_| Err(self.deadline_exceeded(topic)))
     }
 
-    /// The partition a valid message goes to.
-    fn partition_of(&self, route: &Route, message: &NewMessage) -> Result<Partition> {
+    /// The partition of a valid message.
+    fn resolve_partition(&self, cached: &CachedTopic, message: &NewMessage) -> Result<Partition> {
         if let Some(partition) = message.partition {
             return Ok(partition);
         }
-        let partitions = route.topic.partitions;
-        let chosen = self.chosen_partition(message, partitions);
+        let partitions = cached.topic.partitions;
+        let chosen = self.choose_partition(message, partitions);
         if chosen >= partitions {
             let problem = format!(
                 "the partitioner chose {chosen}; topic `{}` has partitions 0 to {}",
-                route.topic.name,
+                cached.topic.name,
                 partitions - 1
             );
-            return Err(QueueError::invalid("a partition", problem));
+            return Err(QueueError::invalid("partition", problem));
         }
         Ok(chosen)
     }
 
-    fn too_late(&self, topic: &str) -> QueueError {
+    fn deadline_exceeded(&self, topic: &str) -> QueueError {
         let deadline = self.inner.config.deadline;
         QueueError::DeadlineExceeded { topic: topic.to_owned(), deadline }
     }
 }
 
-/// What the backend tells of the one thing it was given.
-fn only<T>(told: Vec<T>) -> Result<T> {
-    told.into_iter().next().ok_or_else(too_few)
+/// The single result of a call with one argument.
+fn single<T>(results: Vec<T>) -> Result<T> {
+    results.into_iter().next().ok_or_else(missing_result)
 }
 
-fn too_few() -> QueueError {
-    let problem = "something was sent, its id is missing".to_owned();
+fn missing_result() -> QueueError {
+    let problem = "the backend returned fewer results than entries".to_owned();
     StreamError::Protocol { problem }.into()
 }

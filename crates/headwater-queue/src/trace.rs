@@ -1,10 +1,10 @@
-//! Traces: who sent what while doing what, over process boundaries, as W3C trace context says.
+//! Trace context across processes (W3C `traceparent`): spans for sends and handler calls.
 //!
-//! Upstream: `producer` opens a span per send, `consumer` one per handling. Downstream: `tracing`, and through a
-//! [`TraceBridge`] whatever collects spans.
-//! Promises: a message carries the context of the span that sent it, in the header `traceparent`; one that the
-//! application set is left as it is. A send inside a handler belongs to the trace of the message that is handled. Where
-//! nobody listens and there is no trace to go on with, a message carries nothing and a send costs nothing more.
+//! Upstream: `producer` opens a span per send, `consumer` one per handler call. Downstream: `tracing`, and through a
+//! [`TraceBridge`] a trace collector.
+//! Promises: a message carries the context of the span that sent it in the header `traceparent`; a `traceparent` set by
+//! the application is not changed. A send in a handler belongs to the trace of the handled message. If no span is
+//! recorded and there is no trace to continue, nothing is added to the message and a send has no extra cost.
 
 use std::cell::Cell;
 use std::fmt;
@@ -13,7 +13,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use tracing::field::{Empty, display};
 use tracing::{Span, debug_span};
 
-use crate::message::{Headers, Message};
+use crate::message::{Message, MessageHeaders};
 use crate::topic::{GroupName, Partition, TopicName};
 
 /// The header that carries a [`TraceContext`].
@@ -30,7 +30,7 @@ pub struct TraceContext {
 }
 
 impl TraceContext {
-    /// The context with these ids; `None` if one of them is zero, which names nothing.
+    /// The context with these ids; `None` if one of them is zero, which is invalid.
     pub fn new(trace_id: u128, span_id: u64, is_sampled: bool) -> Option<Self> {
         let flags = if is_sampled { SAMPLED } else { 0 };
         (trace_id != 0 && span_id != 0).then_some(Self { trace_id, span_id, flags })
@@ -47,27 +47,27 @@ impl TraceContext {
         Self { span_id: random(), ..self }
     }
 
-    /// The context of the message that is handled by the current task, if it is in a handler.
+    /// The context of the message that the current task handles; `None` outside of a handler.
     pub fn current() -> Option<Self> {
         CURRENT.try_with(|context| *context).ok()
     }
 
-    /// The trace.
+    /// The trace id.
     pub fn trace_id(self) -> u128 {
         self.trace_id
     }
 
-    /// The span.
+    /// The span id.
     pub fn span_id(self) -> u64 {
         self.span_id
     }
 
-    /// Whether whoever began the trace records it.
+    /// Whether the sampled flag is set.
     pub fn is_sampled(self) -> bool {
         self.flags & SAMPLED != 0
     }
 
-    /// Reads a `traceparent`; `None` if it is not one, or names nothing.
+    /// Parses a `traceparent`; `None` if it is invalid.
     pub fn parse(text: &str) -> Option<Self> {
         let bytes = text.as_bytes();
         let dashes = [2, 35, 52].iter().all(|at| bytes.get(*at) == Some(&b'-'));
@@ -77,13 +77,13 @@ impl TraceContext {
             digits.iter().all(is_hex).then(|| u128::from_str_radix(&text[from..to], 16).ok())?
         };
         let version = hex(0, 2)?;
-        // Later versions may say more after what this one says; ff is none.
-        let ends_well = match version {
+        // Later versions may append fields; ff is invalid.
+        let has_valid_end = match version {
             0xff => false,
             0 => bytes.len() == 55,
             _ => bytes.len() == 55 || bytes.get(55) == Some(&b'-'),
         };
-        if !(dashes && ends_well) {
+        if !(dashes && has_valid_end) {
             return None;
         }
         let (span_id, flags) =
@@ -98,31 +98,31 @@ impl fmt::Display for TraceContext {
     }
 }
 
-/// Ties spans of `tracing` to the ids that a collector gives them. Without one, this crate makes ids of its own and
-/// records them in the spans' fields.
+/// Connects spans of `tracing` to the ids of a trace collector. Without a bridge, this crate generates ids and records
+/// them as fields of the spans.
 pub trait TraceBridge: fmt::Debug + Send + Sync {
     /// The context of a span, if the collector knows it.
     fn context(&self, span: &Span) -> Option<TraceContext>;
 
-    /// Makes a span of another process the parent of this one.
-    fn adopt(&self, span: &Span, parent: TraceContext);
+    /// Sets the parent of a span to a span of another process.
+    fn set_parent(&self, span: &Span, parent: TraceContext);
 }
 
-/// A span, and the context that goes with what happens in it.
+/// A span and its trace context.
 #[derive(Clone, Debug)]
-pub(crate) struct Traced {
+pub(crate) struct TracedSpan {
     pub(crate) span: Span,
-    /// What a message sent now carries, and a handler goes on with.
+    /// The context for messages sent in the span, and for the handler.
     pub(crate) context: Option<TraceContext>,
 }
 
-/// The span of a send; its context is for the messages that do not carry one already.
-pub(crate) fn sending(
+/// The span of a send. Its context is for messages without one.
+pub(crate) fn send_span(
     bridge: Option<&dyn TraceBridge>,
     topic: &TopicName,
     partition: Option<Partition>,
-    headers: &Headers,
-) -> Traced {
+    headers: &MessageHeaders,
+) -> TracedSpan {
     let span = debug_span!(
         "send",
         %topic,
@@ -140,12 +140,12 @@ pub(crate) fn sending(
     trace(bridge, span, parent)
 }
 
-/// The span of a handling, tied to the send.
-pub(crate) fn handling(
+/// The span of a handler call, a child of the send.
+pub(crate) fn handle_span(
     bridge: Option<&dyn TraceBridge>,
     message: &Message,
     group: &GroupName,
-) -> Traced {
+) -> TracedSpan {
     let span = debug_span!(
         "handle",
         topic = %message.topic,
@@ -161,13 +161,13 @@ pub(crate) fn handling(
     trace(bridge, span, parent)
 }
 
-fn trace(bridge: Option<&dyn TraceBridge>, span: Span, parent: Option<TraceContext>) -> Traced {
+fn trace(bridge: Option<&dyn TraceBridge>, span: Span, parent: Option<TraceContext>) -> TracedSpan {
     if span.is_disabled() {
-        // Nobody sees this span, but those before and after it may be seen.
-        return Traced { span, context: parent.map(TraceContext::child) };
+        // This span is not recorded, but its parent and children may be.
+        return TracedSpan { span, context: parent.map(TraceContext::child) };
     }
     if let (Some(bridge), Some(parent)) = (bridge, parent) {
-        bridge.adopt(&span, parent);
+        bridge.set_parent(&span, parent);
     }
     let known = bridge.and_then(|bridge| bridge.context(&span));
     let context =
@@ -177,22 +177,25 @@ fn trace(bridge: Option<&dyn TraceBridge>, span: Span, parent: Option<TraceConte
     if let Some(parent) = parent {
         span.record("parent_span_id", display(format_args!("{:016x}", parent.span_id)));
     }
-    Traced { span, context: Some(context) }
+    TracedSpan { span, context: Some(context) }
 }
 
 tokio::task_local! {
     static CURRENT: TraceContext;
 }
 
-/// Runs a handler so that what it sends belongs to the trace.
-pub(crate) async fn within<F: Future>(context: Option<TraceContext>, handling: F) -> F::Output {
+/// Runs a handler with a current context, so that its sends belong to the trace.
+pub(crate) async fn with_context<F: Future>(
+    context: Option<TraceContext>,
+    handler: F,
+) -> F::Output {
     match context {
-        Some(context) => CURRENT.scope(context, handling).await,
-        None => handling.await,
+        Some(context) => CURRENT.scope(context, handler).await,
+        None => handler.await,
     }
 }
 
-/// A number that is not zero. Ids of traces must differ, nobody must be unable to guess them.
+/// A random number that is not zero. Trace ids must be unique; they need not be unpredictable.
 fn random() -> u64 {
     thread_local! {
         static STATE: Cell<u64> = Cell::new(RandomState::new().build_hasher().finish());
@@ -214,7 +217,7 @@ mod tests {
     const EXAMPLE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
     #[test]
-    fn a_context_reads_what_it_writes() {
+    fn a_context_parses_its_own_text() {
         let context = TraceContext::parse(EXAMPLE).unwrap();
         assert_eq!(context.trace_id(), 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736);
         assert_eq!((context.span_id(), context.is_sampled()), (0x00f0_67aa_0ba9_02b7, true));
@@ -227,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_traceparent_is_none() {
+    fn an_invalid_traceparent_is_rejected() {
         for text in [
             "",
             "00",
@@ -248,18 +251,19 @@ mod tests {
     }
 
     #[test]
-    fn a_later_version_is_read_as_far_as_it_is_known() {
-        let later = EXAMPLE.replacen("00", "cc", 1) + "-what the future holds";
+    fn unknown_fields_of_a_later_version_are_ignored() {
+        let later = EXAMPLE.replacen("00", "cc", 1) + "-later-fields";
         assert_eq!(TraceContext::parse(&later), TraceContext::parse(EXAMPLE));
     }
 
     #[tokio::test]
-    async fn a_send_inside_a_handler_goes_on_with_its_trace_and_others_carry_nothing() {
+    async fn a_send_in_a_handler_continues_its_trace_and_other_sends_have_none() {
         let topic = TopicName::new("orders").unwrap();
-        let send = |headers: Headers| sending(None, &topic, None, &headers).context;
-        assert_eq!(send(Headers::new()), None);
+        let send = |headers: MessageHeaders| send_span(None, &topic, None, &headers).context;
+        assert_eq!(send(MessageHeaders::new()), None);
         let handled = TraceContext::root();
-        let sent = within(Some(handled), async { send(Headers::new()) }).await.unwrap();
+        let sent =
+            with_context(Some(handled), async { send(MessageHeaders::new()) }).await.unwrap();
         assert_eq!(sent.trace_id(), handled.trace_id());
         assert_ne!(sent.span_id(), handled.span_id());
         assert_eq!(TraceContext::current(), None);

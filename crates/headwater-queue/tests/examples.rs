@@ -1,17 +1,17 @@
-//! The examples run, and say what they are meant to.
+//! The examples run and print the expected output.
 
 use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-/// Runs an example that was built along with this test, and returns what it printed.
+/// Runs an example that was built with this test, and returns its output.
 fn output_of(example: &str) -> Result<String> {
     let this = std::env::current_exe()?;
-    let built = this.ancestors().nth(2).context("no directory of examples")?.join("examples");
+    let built = this.ancestors().nth(2).context("no examples directory")?.join("examples");
     let mut program: PathBuf = built.join(example);
     program.set_extension(std::env::consts::EXE_EXTENSION);
-    ensure!(program.exists(), "{} is missing; build it with --examples", program.display());
+    ensure!(program.exists(), "{} does not exist; build it with --examples", program.display());
     let output = Command::new(program).output()?;
     let (out, err) = (String::from_utf8(output.stdout)?, String::from_utf8_lossy(&output.stderr));
     ensure!(output.status.success(), "{example} failed: {out}{err}");
@@ -19,14 +19,14 @@ fn output_of(example: &str) -> Result<String> {
 }
 
 #[test]
-fn hello_queue_says_hello_in_25_lines() -> Result<()> {
-    assert_eq!(output_of("hello_queue")?, "heard: hello, queue\n");
+fn hello_queue_prints_its_message_and_has_at_most_25_lines() -> Result<()> {
+    assert_eq!(output_of("hello_queue")?, "received: hello, queue\n");
     assert!(include_str!("../examples/hello_queue.rs").lines().count() <= 25);
     Ok(())
 }
 
 #[test]
-fn retry_and_dead_letter_loses_no_payment() -> Result<()> {
+fn retry_and_dead_letter_delivers_every_payment() -> Result<()> {
     let expected = "\
         ada paid at attempt 1\n\
         bob paid at attempt 2\n\

@@ -1,4 +1,4 @@
-//! Consuming and settling with a handler that does nothing.
+//! Consuming and acknowledging with a handler that does nothing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,29 +12,33 @@ use tokio::sync::Notify;
 
 use crate::produce::{self, BATCH};
 use crate::raw::pipelines;
-use crate::{BenchTopic, Effort, GROUP, Place, READ_BATCH};
+use crate::{BenchServer, BenchTopic, Effort, GROUP, READ_BATCH};
 
-/// When messages do not come at all.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Fails if messages do not arrive within this time.
+const TIMEOUT: Duration = Duration::from_secs(120);
 
-pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort) -> Result<()> {
+pub(crate) async fn compare(
+    report: &mut Report,
+    server: &BenchServer,
+    effort: &Effort,
+) -> Result<()> {
     for partitions in effort.partitions {
         let (mut theirs, mut mine) = (Vec::new(), Vec::new());
         let mut cost = Cost::default();
         let entries = effort.entries / BATCH * BATCH;
         for round in 0..effort.rounds {
-            let mut raw = Raw::connect(place.redis.addr())?;
+            let mut raw = Raw::connect(server.redis.addr())?;
             for is_raw in [true, false] {
                 let name = format!("consume-{partitions}-{round}-{is_raw}");
-                let topic = place.topic(&name, *partitions).await?;
+                let topic = server.topic(&name, *partitions).await?;
                 if is_raw {
                     raw.append(&pipelines(&topic, BATCH), entries)?;
                     raw.create_groups(&topic.keys, GROUP)?;
                     theirs.push(timed(|| raw.consume(&topic.keys, GROUP, READ_BATCH, entries))?);
                 } else {
-                    mine.push(consume(place, &topic, entries, Mode::Owned, &mut cost).await?);
+                    mine.push(consume(server, &topic, entries, Mode::Owned, &mut cost).await?);
                 }
-                place.delete(&topic).await?;
+                server.delete(&topic).await?;
             }
         }
         let name = format!("consume + settle, {partitions} partitions");
@@ -44,28 +48,32 @@ pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort)
     Ok(())
 }
 
-/// The same work on short and long topics, and with much pending for somebody who is away.
-pub(crate) async fn growth(report: &mut Report, place: &Place, effort: &Effort) -> Result<()> {
+/// The same work on short and long topics, and with many entries pending for an inactive consumer.
+pub(crate) async fn scaling(
+    report: &mut Report,
+    server: &BenchServer,
+    effort: &Effort,
+) -> Result<()> {
     let few = effort.many / 100;
     let mut topics = Vec::new();
     for (name, entries, pending) in
         [("short", few, 0), ("long", effort.many, 0), ("pending", few, effort.pending)]
     {
-        let topic = place.topic(name, 1).await?;
-        let mut raw = Raw::connect(place.redis.addr())?;
+        let topic = server.topic(name, 1).await?;
+        let mut raw = Raw::connect(server.redis.addr())?;
         raw.append(&pipelines(&topic, BATCH), pending)?;
-        leave_pending(place, &topic, pending).await?;
-        // Competing consumers leave alone what somebody else has in hand.
-        consume(place, &topic, entries, Mode::Shared, &mut Cost::default()).await?;
+        leave_pending(server, &topic, pending).await?;
+        // Competing consumers do not reclaim in-flight entries of other consumers.
+        consume(server, &topic, entries, Mode::Shared, &mut Cost::default()).await?;
         topics.push((topic, Vec::new(), Vec::new()));
     }
     let entries = effort.entries / BATCH * BATCH;
     for _ in 0..effort.rounds {
         for (topic, produced, consumed) in &mut topics {
             let cost = &mut Cost::default();
-            consumed.push(consume(place, topic, entries, Mode::Shared, cost).await?);
-            produced.push(produce::batches(&place.producer, &topic.name, entries).await?);
-            consume_rest(place, topic, entries, Mode::Shared).await?;
+            consumed.push(consume(server, topic, entries, Mode::Shared, cost).await?);
+            produced.push(produce::batches(&server.producer, &topic.name, entries).await?);
+            consume_rest(server, topic, entries, Mode::Shared).await?;
         }
     }
     let (small_produce, small_consume) = (median(&topics[0].1), median(&topics[0].2));
@@ -79,66 +87,71 @@ pub(crate) async fn growth(report: &mut Report, place: &Place, effort: &Effort) 
         report.cost(&format!("consume + settle, {size}"), small_consume, median(consumed));
     }
     for (topic, ..) in topics {
-        place.delete(&topic).await?;
+        server.delete(&topic).await?;
     }
     Ok(())
 }
 
-/// Subscribes, fills the topic while the subscription is paused, and takes the time it then needs.
+/// Subscribes, fills the topic while the subscription is paused, and measures the time after the resume.
 async fn consume(
-    place: &Place,
+    server: &BenchServer,
     topic: &BenchTopic,
     entries: usize,
     mode: Mode,
     cost: &mut Cost,
 ) -> Result<Duration> {
-    let (subscription, seen) = subscribe(place, topic, entries, mode).await?;
-    // The partitions change hands before the clock runs.
+    let (subscription, seen) = subscribe(server, topic, entries, mode).await?;
+    // Partitions are assigned before the measurement starts.
     while subscription.stats().partitions < topic.keys.len() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     subscription.pause();
-    let mut raw = Raw::connect(place.redis.addr())?;
+    let mut raw = Raw::connect(server.redis.addr())?;
     let pending = raw.pending(&topic.keys, GROUP)?;
     raw.append(&pipelines(topic, BATCH), entries)?;
-    let (start, before) = (Instant::now(), Cost::so_far(place)?);
+    let (start, before) = (Instant::now(), Cost::measure(server)?);
     subscription.resume();
     seen.wait(entries).await?;
-    // The last of them are settled a moment later, and that is part of the work.
+    // The last messages are settled a moment later, which is part of the measurement.
     while raw.pending(&topic.keys, GROUP)? > pending {
         tokio::time::sleep(Duration::from_micros(200)).await;
     }
     let took = start.elapsed();
-    cost.add(&before, &Cost::so_far(place)?);
-    ensure!(seen.count.load(Ordering::Relaxed) == entries, "some came twice");
+    cost.add(&before, &Cost::measure(server)?);
+    ensure!(seen.count.load(Ordering::Relaxed) == entries, "messages were delivered twice");
     subscription.stop().await;
     Ok(took)
 }
 
-/// Handles what is there already.
-async fn consume_rest(place: &Place, topic: &BenchTopic, entries: usize, mode: Mode) -> Result<()> {
-    let (subscription, seen) = subscribe(place, topic, entries, mode).await?;
+/// Handles the messages that are already stored.
+async fn consume_rest(
+    server: &BenchServer,
+    topic: &BenchTopic,
+    entries: usize,
+    mode: Mode,
+) -> Result<()> {
+    let (subscription, seen) = subscribe(server, topic, entries, mode).await?;
     seen.wait(entries).await?;
     subscription.stop().await;
     Ok(())
 }
 
 async fn subscribe(
-    place: &Place,
+    server: &BenchServer,
     topic: &BenchTopic,
     entries: usize,
     mode: Mode,
-) -> Result<(Subscription, Arc<Seen>)> {
-    let seen = Arc::new(Seen::default());
+) -> Result<(Subscription, Arc<HandledCount>)> {
+    let seen = Arc::new(HandledCount::default());
     let handler = {
         let seen = Arc::clone(&seen);
         move |_: Message| {
-            seen.note(entries);
+            seen.record(entries);
             std::future::ready(())
         }
     };
     let config = ConsumerConfig { mode, ..Default::default() };
-    Ok((place.queue.subscribe(&topic.name, GROUP, handler, config).await?, seen))
+    Ok((server.queue.subscribe(&topic.name, GROUP, handler, config).await?, seen))
 }
 
 /// Processor seconds of this process and of the server.
@@ -149,8 +162,8 @@ struct Cost {
 }
 
 impl Cost {
-    fn so_far(place: &Place) -> Result<Self> {
-        let server = processor_seconds(Some(place.redis.pid()?))?;
+    fn measure(server: &BenchServer) -> Result<Self> {
+        let server = processor_seconds(Some(server.redis.pid()?))?;
         Ok(Self { ours: processor_seconds(None)?, server })
     }
 
@@ -167,13 +180,13 @@ impl Cost {
 }
 
 #[derive(Default)]
-struct Seen {
+struct HandledCount {
     count: AtomicUsize,
     complete: Notify,
 }
 
-impl Seen {
-    fn note(&self, entries: usize) {
+impl HandledCount {
+    fn record(&self, entries: usize) {
         let before = self.count.fetch_add(1, Ordering::Relaxed);
         if before + 1 == entries {
             self.complete.notify_one();
@@ -181,19 +194,19 @@ impl Seen {
     }
 
     async fn wait(&self, entries: usize) -> Result<()> {
-        tokio::time::timeout(PATIENCE, self.complete.notified()).await?;
-        ensure!(self.count.load(Ordering::Relaxed) == entries, "some came twice");
+        tokio::time::timeout(TIMEOUT, self.complete.notified()).await?;
+        ensure!(self.count.load(Ordering::Relaxed) == entries, "messages were delivered twice");
         Ok(())
     }
 }
 
-/// Delivers entries to a consumer that never settles them.
-async fn leave_pending(place: &Place, topic: &BenchTopic, pending: usize) -> Result<()> {
+/// Delivers entries to a consumer that never acknowledges them.
+async fn leave_pending(server: &BenchServer, topic: &BenchTopic, pending: usize) -> Result<()> {
     let stream = [StreamName::new(&topic.keys[0])?];
-    let (group, sleeper) = (GroupName::new(GROUP)?, ConsumerName::new("sleeper")?);
-    let backend = place.queue.backend();
+    let (group, inactive) = (GroupName::new(GROUP)?, ConsumerName::new("inactive")?);
+    let backend = server.queue.backend();
     backend.ensure_group(&stream[0], &group, GroupStart::Beginning).await?;
-    let mut reader = backend.reader(&group, &sleeper).await?;
+    let mut reader = backend.reader(&group, &inactive).await?;
     let mut seen = 0;
     while seen < pending {
         let batches = reader.read(&stream, (pending - seen).min(1_000), Duration::ZERO).await?;

@@ -1,4 +1,4 @@
-//! What topics cost on which nothing happens.
+//! The cost of idle topics.
 
 use std::time::{Duration, Instant};
 
@@ -6,25 +6,25 @@ use anyhow::Result;
 use headwater_queue::{ConsumerConfig, Message};
 use headwater_testkit::bench::processor_seconds;
 
-use crate::{Effort, GROUP, Place};
+use crate::{BenchServer, Effort, GROUP};
 
-/// Until the last subscription has found its partition.
-const SETTLE: Duration = Duration::from_secs(10);
+/// Time for the group to become stable.
+const STABILIZE: Duration = Duration::from_secs(10);
 
-pub(crate) async fn measure(place: &Place, effort: &Effort) -> Result<()> {
+pub(crate) async fn measure(server: &BenchServer, effort: &Effort) -> Result<()> {
     let mut subscriptions = Vec::new();
     let began = Instant::now();
     for number in 0..effort.idle_topics {
-        let topic = place.topic(&format!("idle-{number}"), 1).await?;
+        let topic = server.topic(&format!("idle-{number}"), 1).await?;
         let handler = |_: Message| std::future::ready(());
         let config = ConsumerConfig::default();
-        subscriptions.push(place.queue.subscribe(&topic.name, GROUP, handler, config).await?);
+        subscriptions.push(server.queue.subscribe(&topic.name, GROUP, handler, config).await?);
     }
     while subscriptions.iter().any(|subscription| subscription.stats().partitions == 0) {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let joined = began.elapsed();
-    tokio::time::sleep(SETTLE).await;
+    tokio::time::sleep(STABILIZE).await;
     let (start, before) = (Instant::now(), processor_seconds(None)?);
     tokio::time::sleep(effort.idle).await;
     let share = (processor_seconds(None)? - before) / start.elapsed().as_secs_f64();

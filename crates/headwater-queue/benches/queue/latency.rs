@@ -1,4 +1,4 @@
-//! How long it takes from an append until the handler has the message.
+//! Latency from an append to the start of the handler.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -8,26 +8,30 @@ use headwater_queue::{ConsumerConfig, Message};
 use headwater_testkit::bench::{Raw, Report, read_command};
 
 use crate::raw::append_commands;
-use crate::{BenchTopic, Effort, GROUP, Place};
+use crate::{BenchServer, BenchTopic, Effort, GROUP};
 
-/// Long enough for a reader to block again after it got an entry.
+/// Long enough for a reader to block again after a delivery.
 const PAUSE: Duration = Duration::from_micros(500);
 const BLOCK_MS: u64 = 10_000;
-/// Raw and ours take turns this often.
+/// How often raw and queue alternate.
 const TURNS: usize = 5;
 
-/// Raw readers and ours are woken by the same raw producer.
-pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort) -> Result<()> {
+/// Raw readers and the queue are woken by the same raw producer.
+pub(crate) async fn compare(
+    report: &mut Report,
+    server: &BenchServer,
+    effort: &Effort,
+) -> Result<()> {
     for partitions in effort.partitions {
         let (mut theirs, mut mine) = (Vec::new(), Vec::new());
         for turn in 0..TURNS {
             let count = effort.wake_ups / TURNS;
-            let topic = place.topic(&format!("raw-wake-{partitions}-{turn}"), *partitions).await?;
-            theirs.extend(raw_wake_ups(place, &topic, count)?);
-            place.delete(&topic).await?;
-            let topic = place.topic(&format!("our-wake-{partitions}-{turn}"), *partitions).await?;
-            mine.extend(our_wake_ups(place, &topic, count).await?);
-            place.delete(&topic).await?;
+            let topic = server.topic(&format!("raw-wake-{partitions}-{turn}"), *partitions).await?;
+            theirs.extend(raw_wake_ups(server, &topic, count)?);
+            server.delete(&topic).await?;
+            let topic = server.topic(&format!("our-wake-{partitions}-{turn}"), *partitions).await?;
+            mine.extend(our_wake_ups(server, &topic, count).await?);
+            server.delete(&topic).await?;
         }
         let name = format!("enqueue to handler, {partitions} partitions");
         report.latency(&name, Some(&theirs), &mine);
@@ -35,8 +39,8 @@ pub(crate) async fn compare(report: &mut Report, place: &Place, effort: &Effort)
     Ok(())
 }
 
-fn raw_wake_ups(place: &Place, topic: &BenchTopic, count: usize) -> Result<Vec<Duration>> {
-    let mut reader = Raw::connect(place.redis.addr())?;
+fn raw_wake_ups(server: &BenchServer, topic: &BenchTopic, count: usize) -> Result<Vec<Duration>> {
+    let mut reader = Raw::connect(server.redis.addr())?;
     reader.create_groups(&topic.keys, GROUP)?;
     let read = read_command(&topic.keys, GROUP, 10, Some(BLOCK_MS));
     let (woken, wakes) = mpsc::channel();
@@ -47,36 +51,40 @@ fn raw_wake_ups(place: &Place, topic: &BenchTopic, count: usize) -> Result<Vec<D
         }
         anyhow::Ok(())
     });
-    let times = wake(place, topic, count, &wakes)?;
+    let times = wake(server, topic, count, &wakes)?;
     thread.join().ok().context("the reader panicked")??;
     Ok(times)
 }
 
-async fn our_wake_ups(place: &Place, topic: &BenchTopic, count: usize) -> Result<Vec<Duration>> {
+async fn our_wake_ups(
+    server: &BenchServer,
+    topic: &BenchTopic,
+    count: usize,
+) -> Result<Vec<Duration>> {
     let (woken, wakes) = mpsc::channel();
     let handler = move |_: Message| {
-        // A receiver that is gone has what it wanted.
+        // The receiver may be dropped.
         let _ = woken.send(Instant::now());
         std::future::ready(())
     };
     let config = ConsumerConfig::default();
-    let subscription = place.queue.subscribe(&topic.name, GROUP, handler, config).await?;
+    let subscription = server.queue.subscribe(&topic.name, GROUP, handler, config).await?;
     while subscription.stats().partitions < topic.keys.len() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let times = tokio::task::block_in_place(|| wake(place, topic, count, &wakes))?;
+    let times = tokio::task::block_in_place(|| wake(server, topic, count, &wakes))?;
     subscription.stop().await;
     Ok(times)
 }
 
 /// Appends one entry, waits until the reader has it, lets the reader block again.
 fn wake(
-    place: &Place,
+    server: &BenchServer,
     topic: &BenchTopic,
     count: usize,
     wakes: &mpsc::Receiver<Instant>,
 ) -> Result<Vec<Duration>> {
-    let mut producer = Raw::connect(place.redis.addr())?;
+    let mut producer = Raw::connect(server.redis.addr())?;
     let commands = append_commands(topic);
     let mut times = Vec::with_capacity(count);
     for command in commands.iter().cycle().take(count) {

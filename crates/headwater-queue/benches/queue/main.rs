@@ -1,9 +1,9 @@
-//! Measures the queue beside a raw RESP loop on the same server, with the same fields, in one run.
+//! Compares the queue with a raw RESP loop on the same server, with the same fields, in one run.
 //!
-//! Machines are noisy, so the figures that count are ratios: raw and ours take turns, round by round, and the median
-//! of what the rounds give is shown. Run it with `cargo xtask bench`, and `cargo xtask bench -- --quick` for a first look;
-//! `produce` (or only its `batches` or `callers`), `consume`, `latency`, `growth`, `takeover` and `idle` choose parts of it, `--rounds=9`,
-//! `--entries=500000` and `--partitions=8` other numbers than the usual ones.
+//! Machines are noisy, so only ratios are meaningful: raw and queue alternate round by round, and the median of the
+//! rounds is reported. Run `cargo xtask bench`, or `cargo xtask bench -- --quick` for a short run. Select parts with
+//! `produce` (or `batches`, `callers`), `consume`, `latency`, `growth`, `takeover` and `idle`; change the numbers with
+//! `--rounds=9`, `--entries=500000` and `--partitions=8`.
 
 mod consume;
 mod idle;
@@ -24,20 +24,20 @@ use headwater_testkit::bench::{Report, Request};
 pub(crate) const PAYLOAD_BYTES: usize = 256;
 /// Entries in one read of one partition.
 pub(crate) const READ_BATCH: usize = 256;
-/// The group of raw and our consumers.
+/// The consumer group.
 pub(crate) const GROUP: &str = "workers";
 
-/// How much to do.
+/// The size of a run.
 pub(crate) struct Effort {
     pub(crate) rounds: usize,
     pub(crate) entries: usize,
     pub(crate) partitions: &'static [u16],
-    /// Messages of a long topic; a short one has a hundredth of them.
+    /// Messages of the long topic; the short one has a hundredth of them.
     pub(crate) many: usize,
     pub(crate) pending: usize,
     pub(crate) wake_ups: usize,
     pub(crate) idle_topics: usize,
-    /// How long the idle topics are watched.
+    /// How long idle topics are measured.
     pub(crate) idle: Duration,
 }
 
@@ -62,8 +62,8 @@ const QUICK: Effort = Effort {
     idle: Duration::from_secs(10),
 };
 
-/// A server with a queue on it.
-pub(crate) struct Place {
+/// A Redis server and a queue on it.
+pub(crate) struct BenchServer {
     pub(crate) redis: Redis,
     pub(crate) queue: Queue,
     pub(crate) producer: Producer,
@@ -75,7 +75,7 @@ pub(crate) struct BenchTopic {
     pub(crate) keys: Vec<String>,
 }
 
-impl Place {
+impl BenchServer {
     async fn start() -> Result<Self> {
         let redis = Redis::start()?;
         let queue = Queue::new(connect(&redis.url(), &Options::default()).await?);
@@ -98,7 +98,7 @@ impl Place {
 
 #[tokio::main]
 async fn main() -> Result<()> {
-    takeover::own_if_asked().await?;
+    takeover::run_owner_if_requested().await?;
     let request = Request::from_arguments();
     let mut effort = if request.quick { QUICK } else { FULL };
     effort.rounds = request.number("--rounds").unwrap_or(effort.rounds);
@@ -107,31 +107,31 @@ async fn main() -> Result<()> {
         effort.partitions = vec![u16::try_from(partitions)?].leak();
     }
     let mut report = Report;
-    let place = Place::start().await?;
+    let server = BenchServer::start().await?;
 
     if ["produce", "batches", "callers"].iter().any(|part| request.wants(part)) {
         report.heading("produce: ours beside the raw loop (1.00 = raw)");
-        produce::compare(&mut report, &place, &effort, &request).await?;
+        produce::compare(&mut report, &server, &effort, &request).await?;
     }
     if request.wants("consume") {
         report.heading("consume: ours beside the raw loop (1.00 = raw)");
-        consume::compare(&mut report, &place, &effort).await?;
+        consume::compare(&mut report, &server, &effort).await?;
     }
     if request.wants("latency") {
         report.heading("latency: ours beside the raw loop (1.00 = raw)");
-        latency::compare(&mut report, &place, &effort).await?;
+        latency::compare(&mut report, &server, &effort).await?;
     }
     if request.wants("growth") {
         report.heading("cost per message as work grows (1.00 = the small case)");
-        consume::growth(&mut report, &place, &effort).await?;
+        consume::scaling(&mut report, &server, &effort).await?;
     }
     if request.wants("takeover") {
-        report.heading("how long work stands still");
-        takeover::measure(&mut report, &place, &effort).await?;
+        report.heading("failover time");
+        takeover::measure(&mut report, &server, &effort).await?;
     }
     if request.wants("idle") {
         report.heading("idle");
-        idle::measure(&place, &effort).await?;
+        idle::measure(&server, &effort).await?;
     }
     Ok(())
 }

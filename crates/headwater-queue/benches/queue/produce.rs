@@ -1,4 +1,4 @@
-//! Sending, in batches and by many callers at once.
+//! Sending in batches and by concurrent callers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,46 +9,46 @@ use headwater_queue::{NewMessage, Producer};
 use headwater_testkit::bench::{Raw, Report, Request, timed};
 
 use crate::raw::pipelines;
-use crate::{Effort, PAYLOAD_BYTES, Place};
+use crate::{BenchServer, Effort, PAYLOAD_BYTES};
 
 /// Messages in one batch, and in one pipeline of the raw loop.
 pub(crate) const BATCH: usize = 100;
-/// Callers that send one message each at the same time, and the pipeline they are compared with.
+/// Concurrent callers that send one message each, and the raw pipeline they are compared with.
 const CALLERS: usize = 64;
 
-/// The ways to send that are compared: a part of the run, its name, and the pipeline of the raw loop.
-const WAYS: [(&str, &str, usize); 2] =
+/// The compared variants: part name, label, pipeline length of the raw loop.
+const VARIANTS: [(&str, &str, usize); 2] =
     [("batches", "batches of 100", BATCH), ("callers", "64 callers", CALLERS)];
 
 pub(crate) async fn compare(
     report: &mut Report,
-    place: &Place,
+    server: &BenchServer,
     effort: &Effort,
     request: &Request,
 ) -> Result<()> {
     for partitions in effort.partitions {
-        for (part, name, pipeline) in WAYS {
+        for (part, name, pipeline) in VARIANTS {
             if !request.wants("produce") && !request.wants(part) {
                 continue;
             }
             let (mut theirs, mut mine) = (Vec::new(), Vec::new());
             let entries = effort.entries / pipeline * pipeline;
             for round in 0..effort.rounds {
-                let raw_topic = place
+                let raw_topic = server
                     .topic(&format!("raw-{partitions}-{pipeline}-{round}"), *partitions)
                     .await?;
                 let pipelines = pipelines(&raw_topic, pipeline);
-                let mut raw = Raw::connect(place.redis.addr())?;
+                let mut raw = Raw::connect(server.redis.addr())?;
                 theirs.push(timed(|| raw.append(&pipelines, entries))?);
-                let topic = place
+                let topic = server
                     .topic(&format!("our-{partitions}-{pipeline}-{round}"), *partitions)
                     .await?;
                 mine.push(match pipeline {
-                    BATCH => batches(&place.producer, &topic.name, entries).await?,
-                    _ => callers(&place.producer, &topic.name, entries).await?,
+                    BATCH => batches(&server.producer, &topic.name, entries).await?,
+                    _ => callers(&server.producer, &topic.name, entries).await?,
                 });
-                place.delete(&raw_topic).await?;
-                place.delete(&topic).await?;
+                server.delete(&raw_topic).await?;
+                server.delete(&topic).await?;
             }
             let name = format!("produce, {partitions} partitions, {name}");
             report.throughput(&name, entries, &theirs, &mine);
@@ -57,7 +57,7 @@ pub(crate) async fn compare(
     Ok(())
 }
 
-/// Sends batches, one after the other, from a task like those of an application.
+/// Sends batches, one after the other, from a spawned task, as an application does.
 pub(crate) async fn batches(producer: &Producer, topic: &str, entries: usize) -> Result<Duration> {
     let (producer, topic, message) = (producer.clone(), topic.to_owned(), message());
     let sending = tokio::spawn(async move {
@@ -72,7 +72,7 @@ pub(crate) async fn batches(producer: &Producer, topic: &str, entries: usize) ->
     sending.await?
 }
 
-/// Many callers, each sends one message after the other.
+/// Concurrent callers, each of which sends one message after the other.
 async fn callers(producer: &Producer, topic: &str, entries: usize) -> Result<Duration> {
     let left = Arc::new(AtomicUsize::new(entries));
     let start = Instant::now();

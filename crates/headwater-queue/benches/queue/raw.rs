@@ -1,15 +1,15 @@
-//! What the raw loop sends: entries with the same fields as ours.
+//! The commands of the raw loop: entries with the same fields as the queue's.
 
 use headwater_testkit::bench::{Pipelines, command};
 
 use crate::{BenchTopic, PAYLOAD_BYTES};
 
-/// Pipelines of appends that go around the partitions.
+/// Pipelines of appends, round robin over the partitions.
 pub(crate) fn pipelines(topic: &BenchTopic, pipeline: usize) -> Pipelines {
     Pipelines::new(&append_commands(topic), pipeline)
 }
 
-/// One append for each partition.
+/// One append per partition.
 pub(crate) fn append_commands(topic: &BenchTopic) -> Vec<Vec<u8>> {
     let each = topic.keys.iter().enumerate();
     each.map(|(partition, key)| append_command(&topic.name, partition, key)).collect()

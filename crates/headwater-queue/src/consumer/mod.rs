@@ -1,45 +1,42 @@
-//! Consumers: how the messages of the partitions of this process are handled.
+//! Consumers: deliver the messages of the partitions of this process to its handlers.
 //!
-//! Upstream: applications subscribe. Downstream: `group` says which partitions, the backend has the messages.
+//! Upstream: applications subscribe. Downstream: `group` assigns partitions, the backend holds the messages.
 //!
-//! The way of a message: `feed` reads it as `plan` says, `worker` keeps it until a `runner` calls the handler, `verdict` says what
-//! becomes of it, `settling` ends its delivery. The others look after what goes wrong meanwhile.
+//! A message passes `fetcher` (reads, as `fetch_plan` selects), `partition_consumer` (keeps it in `key_queues`),
+//! `handler_task` (calls the handler), `retry_or_dead_letter` (decides its disposition) and `ack_batcher` (settles it).
 
-// In dependency order: each module uses only those above it.
-mod gate;
-mod lanes;
-mod verdict;
-
-mod pace;
-
-mod job;
-mod meters;
-
-mod rescue;
-
-mod feed;
-mod plan;
-mod room;
-mod worker;
-
-mod runner;
-mod settling;
-
-mod adoption;
-mod closing;
-mod resting;
-
-mod mover;
-mod pulse;
-mod upkeep;
-
-mod consumers;
-mod workplace;
-
-mod gatekeeper;
-
+// The subscription and its partitions.
+mod partition_set;
 mod subscription;
+mod subscription_context;
 
-pub(crate) use consumers::Consumers;
-pub use job::SubscriptionStats;
+// The path of a message.
+mod capacity;
+mod fetch_plan;
+mod fetcher;
+mod key_queues;
+mod partition_consumer;
+
+mod handler_task;
+mod retry_or_dead_letter;
+
+mod ack_batcher;
+mod in_place_retry;
+mod shutdown;
+
+// Failures and resizes.
+mod barrier_watcher;
+mod data_loss_recovery;
+mod reclaim;
+mod repartition_barrier;
+
+// Background work and metrics.
+mod delay_scheduler;
+mod maintenance;
+mod metrics;
+mod runtime_waker;
+mod shared_tasks;
+
+pub(crate) use shared_tasks::SharedTasks;
 pub use subscription::Subscription;
+pub use subscription_context::SubscriptionStats;

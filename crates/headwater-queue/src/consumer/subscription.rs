@@ -1,8 +1,9 @@
-//! Subscriptions: what an application has in hand while its handler gets messages.
+//! Subscriptions: the handle of an application while its handler receives messages.
 //!
-//! Upstream: applications. Downstream: the `coordinator`, which gives partitions to the subscription's workplace.
-//! Promises: a subscription that is stopped has finished or released what it had in hand and counts no attempt; one
-//! that is dropped loses nothing: what it had in hand stays pending and is taken over.
+//! Upstream: applications. Downstream: the `coordinator`, which assigns partitions to the subscription's
+//! `partition_set`.
+//! Promises: a stopped subscription has finished or released all in-flight messages and counted no attempt for released
+//! ones; a dropped subscription loses nothing: its in-flight messages stay pending and are reclaimed.
 
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -10,41 +11,41 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use tracing::info;
 
-use super::gatekeeper;
-use super::job::{Job, SubscriptionStats};
-use super::worker::Phase;
-use super::workplace::Bench;
-use crate::config::{ConsumerConfig, Order};
+use super::barrier_watcher;
+use super::partition_consumer::PartitionPhase;
+use super::partition_set::PartitionSet;
+use super::subscription_context::{SubscriptionContext, SubscriptionStats};
+use crate::config::{ConsumerConfig, MessageOrder};
 use crate::error::Result;
 use crate::group::coordinator::Membership;
 use crate::group::seam::Joining;
+use crate::handler::Handler;
 use crate::keys;
 use crate::queue::Queue;
-use crate::retry::Handler;
 use crate::topic::{TopicName, group_name};
 
-/// A handler that gets the messages of a topic for a group. Dropping it stops it at once: nothing is lost, but what was
-/// in hand is delivered again, to whoever takes it over.
+/// A handler that receives the messages of a topic for a group. Dropping it stops it at once: nothing is lost, but
+/// in-flight messages stay pending and are redelivered.
 pub struct Subscription {
-    bench: Arc<Bench>,
-    /// Gone once it has left the group.
+    partition_set: Arc<PartitionSet>,
+    /// `None` once it has left the group.
     membership: Mutex<Option<Membership>>,
 }
 
 impl fmt::Debug for Subscription {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let job = &self.bench.job;
+        let context = &self.partition_set.context;
         f.debug_struct("Subscription")
-            .field("topic", &job.topic)
-            .field("group", &job.group)
+            .field("topic", &context.topic)
+            .field("group", &context.group)
             .field("stats", &self.stats())
             .finish_non_exhaustive()
     }
 }
 
 impl Queue {
-    /// Gives the messages of a topic to a handler, as a member of a group. It works until the subscription is stopped or
-    /// dropped. A topic that nobody created is plain: one stream, which has its name.
+    /// Delivers the messages of a topic to a handler, as a member of a group, until the subscription is stopped or
+    /// dropped. A topic that was not created is plain: one stream, named like the topic.
     pub async fn subscribe(
         &self,
         topic: &str,
@@ -64,53 +65,64 @@ impl Queue {
         let (mode, order, member) = (config.mode, config.order, config.member.clone());
         let backend = Arc::clone(&inner.backend);
         let trace = inner.config.trace.clone();
-        let job =
-            Job::new(backend, Arc::clone(&topic), group.clone(), Arc::new(handler), config, trace);
-        let bench = Arc::new(Bench::new(job, Arc::clone(&topic), Arc::clone(&inner.consumers)));
-        let workplace = Arc::clone(&bench);
+        let context = SubscriptionContext::new(
+            backend,
+            Arc::clone(&topic),
+            group.clone(),
+            Arc::new(handler),
+            config,
+            trace,
+        );
+        let partition_set = Arc::new(PartitionSet::new(
+            context,
+            Arc::clone(&topic),
+            Arc::clone(&inner.shared_tasks),
+        ));
+        let workplace = Arc::clone(&partition_set);
         let joining = Joining { group, topic, mode, member, workplace };
-        // Made before: if the caller goes away now, what has begun to work ends.
-        let subscription = Subscription { bench, membership: Mutex::default() };
+        // Created before joining: if this future is dropped, the drop of the subscription stops what has started.
+        let subscription = Subscription { partition_set, membership: Mutex::default() };
         let membership = inner.coordinator.join(joining).await?;
         *subscription.lock() = Some(membership);
-        let bench = &subscription.bench;
-        inner.consumers.upkeep.add(bench);
-        if order == Order::PerKey {
-            bench.spawn(gatekeeper::run(Arc::downgrade(bench), Arc::downgrade(inner)));
+        let partition_set = &subscription.partition_set;
+        inner.shared_tasks.maintenance.register(partition_set);
+        if order == MessageOrder::PerKey {
+            partition_set
+                .spawn(barrier_watcher::run(Arc::downgrade(partition_set), Arc::downgrade(inner)));
         }
         Ok(subscription)
     }
 }
 
 impl Subscription {
-    /// Handles no more messages until `resume`: those being handled are finished, those read ahead stay in hand.
+    /// Starts no handlers until `resume`. Running handlers finish; prefetched messages stay in flight.
     pub fn pause(&self) {
-        self.bench.job.paused.store(true, Ordering::Release);
+        self.partition_set.context.paused.store(true, Ordering::Release);
     }
 
-    /// Goes on after `pause`.
+    /// Starts handlers again after `pause`.
     pub fn resume(&self) {
-        self.bench.job.paused.store(false, Ordering::Release);
-        self.bench.workers().iter().for_each(|worker| worker.resume());
+        self.partition_set.context.paused.store(false, Ordering::Release);
+        self.partition_set.consumers().iter().for_each(|consumer| consumer.resume());
     }
 
-    /// Reads no more, handles everything in hand within the drain time, gives back the rest and leaves the group.
+    /// Stops reading, handles all in-flight messages within the drain timeout, releases the rest and leaves the group.
     pub async fn drain(&self) {
-        self.finish(Phase::Draining).await;
+        self.shut_down(PartitionPhase::Draining).await;
     }
 
-    /// Reads no more, lets those handlers finish that are at work, within the drain time, gives back everything else and
-    /// leaves the group. No attempt is counted for what is given back.
+    /// Stops reading, lets running handlers finish within the drain timeout, releases everything else and leaves the
+    /// group. No attempt is counted for a released message.
     pub async fn stop(&self) {
-        self.finish(Phase::Closing).await;
+        self.shut_down(PartitionPhase::Stopping).await;
     }
 
-    async fn finish(&self, phase: Phase) {
-        self.bench.finish(phase).await;
+    async fn shut_down(&self, phase: PartitionPhase) {
+        self.partition_set.shut_down(phase).await;
         let membership = self.lock().take();
         if let Some(membership) = membership {
             membership.leave().await;
-            info!(topic = %self.bench.job.topic, group = %self.bench.job.group, "subscription stopped");
+            info!(topic = %self.partition_set.context.topic, group = %self.partition_set.context.group, "subscription stopped");
         }
     }
 
@@ -118,14 +130,14 @@ impl Subscription {
         self.membership.lock().expect("no code panics while it holds the membership")
     }
 
-    /// What it has done so far.
+    /// Counts since the subscription started.
     pub fn stats(&self) -> SubscriptionStats {
-        self.bench.stats()
+        self.partition_set.stats()
     }
 }
 
 impl Drop for Subscription {
     fn drop(&mut self) {
-        self.bench.end();
+        self.partition_set.terminate();
     }
 }

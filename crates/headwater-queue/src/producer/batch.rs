@@ -1,7 +1,7 @@
-//! Many messages in one call: one append per partition, and for each message what became of it.
+//! Batch sends: many messages in one call, one append per partition, one result per message.
 //!
-//! Promises: messages of one partition keep their order, also when some of them fail: after the first that failed,
-//! nothing later of its partition is sent. Partitions do not wait for each other.
+//! Promises: messages of one partition keep their order, even if some fail: after the first failure, nothing later of
+//! its partition is sent. Partitions are independent of each other.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -14,59 +14,58 @@ use headwater_stream::{Append, Entries, EntrySize, Fields, StreamName};
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
-use super::once::KnownId;
-use super::outlet::Outlet;
-use super::route::Route;
-use super::{Producer, Sent, only, too_few};
+use super::idempotent::IdempotencyKey;
+use super::partition_handle::PartitionHandle;
+use super::topic_cache::CachedTopic;
+use super::{Producer, Sent, missing_result, single};
 use crate::error::{QueueError, Result};
 use crate::limits::SEND_BATCH_MAX;
-use crate::message::{Envelope, Headers, NewMessage, Outgoing};
+use crate::message::{MessageHeaders, NewMessage, OutgoingMessage, PartitionFields};
 use crate::topic::Partition;
 use crate::trace::{self, TraceContext};
 
-/// Messages that are ready to be sent, those of one partition together and in order.
-struct Batch {
-    messages: Vec<Outgoing>,
-    /// Where each of them stands in what the caller gave.
-    places: Vec<usize>,
-    /// Those that have an id, by their place.
-    known_ids: BTreeMap<usize, KnownId>,
-    shares: Vec<Share>,
-    /// When they were sent.
+/// Messages ready to be sent, grouped by partition and in order within a partition.
+struct SendBatch {
+    messages: Vec<OutgoingMessage>,
+    /// The index of each message in the caller's batch.
+    indices: Vec<usize>,
+    /// The messages with an id, by index in the caller's batch.
+    idempotency_keys: BTreeMap<usize, IdempotencyKey>,
+    partitions: Vec<PartitionBatch>,
     timestamp: Bytes,
 }
 
-/// Which of the messages are for one partition.
-struct Share {
+/// The range of messages for one partition.
+struct PartitionBatch {
     partition: Partition,
     messages: Range<usize>,
 }
 
-/// Messages of one partition as entries, which are made while they are sent.
-struct Run<'a> {
-    messages: &'a [Outgoing],
-    envelope: &'a Envelope,
+/// Messages of one partition as entries, which are encoded while they are sent.
+struct EntryRun<'a> {
+    messages: &'a [OutgoingMessage],
+    partition_fields: &'a PartitionFields,
     timestamp: &'a Bytes,
 }
 
-impl Entries for Run<'_> {
+impl Entries for EntryRun<'_> {
     fn len(&self) -> usize {
         self.messages.len()
     }
 
     fn size(&self, at: usize) -> EntrySize {
-        self.messages[at].size(self.envelope, self.timestamp)
+        self.messages[at].size(self.partition_fields, self.timestamp)
     }
 
     fn entry(&self, at: usize) -> Cow<'_, Fields> {
-        Cow::Owned(self.messages[at].seal(self.envelope, self.timestamp))
+        Cow::Owned(self.messages[at].encode(self.partition_fields, self.timestamp))
     }
 }
 
-impl Run<'_> {
-    /// As many of them as fit into one append; at least one, for each fits alone.
-    fn fitting(mut self) -> Self {
-        // Few enough fit whatever they hold.
+impl EntryRun<'_> {
+    /// Truncates the run to what fits into one append: at least one, because each entry fits alone.
+    fn truncate_to_fit(mut self) -> Self {
+        // So few entries fit at any size.
         if self.len() > BATCH_BYTES_MAX / ENTRY_BYTES_MAX {
             let mut bytes = 0;
             let fits = |at: &usize| {
@@ -80,55 +79,59 @@ impl Run<'_> {
     }
 }
 
-/// What became of messages, by their place; `None` until it is known.
-type Told = Vec<Option<Result<Sent>>>;
+/// Results by index in the caller's batch; `None` until known.
+type SendResults = Vec<Option<Result<Sent>>>;
 
-impl Batch {
-    /// A batch for so many messages.
+impl SendBatch {
     fn with_capacity(messages: usize, timestamp: Bytes) -> Self {
         Self {
             messages: Vec::with_capacity(messages),
-            places: Vec::with_capacity(messages),
-            known_ids: BTreeMap::new(),
-            shares: Vec::new(),
+            indices: Vec::with_capacity(messages),
+            idempotency_keys: BTreeMap::new(),
+            partitions: Vec::new(),
             timestamp,
         }
     }
 
-    /// Adds a message. Those of one partition come one after the other.
-    fn add(&mut self, partition: Partition, message: Outgoing, place: usize) {
+    /// Adds a message. Messages must be added partition by partition.
+    fn add(&mut self, partition: Partition, message: OutgoingMessage, index: usize) {
         let at = self.messages.len();
-        match self.shares.last_mut() {
-            Some(share) if share.partition == partition => share.messages.end = at + 1,
-            _ => self.shares.push(Share { partition, messages: at..at + 1 }),
+        match self.partitions.last_mut() {
+            Some(last) if last.partition == partition => last.messages.end = at + 1,
+            _ => self.partitions.push(PartitionBatch { partition, messages: at..at + 1 }),
         }
         self.messages.push(message);
-        self.places.push(place);
+        self.indices.push(index);
     }
 
     /// Messages of one partition as entries.
-    fn run<'a>(&'a self, outlet: &'a Outlet, messages: Range<usize>) -> Run<'a> {
-        let (envelope, timestamp) = (&outlet.envelope, &self.timestamp);
-        Run { messages: &self.messages[messages], envelope, timestamp }
+    fn run<'a>(&'a self, handle: &'a PartitionHandle, messages: Range<usize>) -> EntryRun<'a> {
+        let (partition_fields, timestamp) = (&handle.partition_fields, &self.timestamp);
+        EntryRun { messages: &self.messages[messages], partition_fields, timestamp }
     }
 
     fn has_id(&self, at: usize) -> bool {
-        self.known_ids.contains_key(&self.places[at])
+        self.idempotency_keys.contains_key(&self.indices[at])
     }
 
-    /// Tells of messages, from one of them on.
-    fn tell(&self, told: &mut Told, from: usize, results: impl Iterator<Item = Result<Sent>>) {
-        for (place, result) in self.places[from..].iter().zip(results) {
-            told[*place] = Some(result);
+    /// Stores the results of consecutive messages, starting with message `from`.
+    fn record(
+        &self,
+        results: &mut SendResults,
+        from: usize,
+        new: impl Iterator<Item = Result<Sent>>,
+    ) {
+        for (index, result) in self.indices[from..].iter().zip(new) {
+            results[*index] = Some(result);
         }
     }
 }
 
 impl Producer {
-    /// Sends messages, those of one partition together. If one is invalid, the call fails and none is sent; else there
-    /// is one result for each, in order.
+    /// Sends messages, grouped by partition. If one message is invalid, the call fails and none is sent; otherwise
+    /// there is one result per message, in order.
     ///
-    /// Messages of one partition keep their order: after one that failed, nothing later of its partition is sent.
+    /// Messages of one partition keep their order: after a failed one, nothing later of its partition is sent.
     pub async fn send_batch(
         &self,
         topic: &str,
@@ -138,85 +141,106 @@ impl Producer {
         let count = messages.len();
         if count > SEND_BATCH_MAX {
             let problem = format!("{count} messages; the limit is {SEND_BATCH_MAX}");
-            return Err(QueueError::invalid("a batch", problem));
+            return Err(QueueError::invalid("batch", problem));
         }
-        let route = self.route(topic, until).await?;
-        let traced = trace::sending(self.bridge(), &route.topic.name, None, &Headers::new());
+        let cached = self.cached_topic(topic, until).await?;
+        let traced =
+            trace::send_span(self.bridge(), &cached.topic.name, None, &MessageHeaders::new());
         let batch = self
-            .share_out(&route, messages, traced.context)
-            .inspect_err(|_| route.count_refused(count))?;
+            .prepare_batch(&cached, messages, traced.context)
+            .inspect_err(|_| cached.count_rejected(count))?;
         let sending = async {
-            self.admit_batch(&route, &batch, until).await?;
-            // Without ids and with one server, one request serves all partitions. Of several, one that is away must not
-            // keep the news of the others.
-            let together = !route.topic.layout.is_spread() && batch.known_ids.is_empty();
-            let results = match &batch.shares[..] {
-                // It has all of them, in the order in which they were given.
-                [share] => self.send_share(&route, &batch, share, until).await,
-                _ if together => all(self.send_together(&route, &batch, until).await),
-                _ => all(self.send_shares(&route, &batch, until).await),
+            self.reserve_batch_budget(&cached, &batch, until).await?;
+            // Without ids and on one server, one request serves all partitions. With several servers, an unavailable
+            // one must not delay the results of the others.
+            let in_one_request =
+                !cached.topic.layout.is_spread() && batch.idempotency_keys.is_empty();
+            let results = match &batch.partitions[..] {
+                // It has all messages, in the caller's order.
+                [only] => self.send_partition(&cached, &batch, only, until).await,
+                _ if in_one_request => {
+                    complete(self.send_in_one_request(&cached, &batch, until).await)
+                }
+                _ => complete(self.send_per_partition(&cached, &batch, until).await),
             };
-            // If there is no time left to look, there was none to warn in either.
-            let _ = timeout_at(until, self.confirm(&route)).await;
+            // The check is skipped if it does not finish before the deadline.
+            let _ = timeout_at(until, self.warn_if_stale(&cached)).await;
             Ok(results)
         };
         sending.instrument(traced.span).await
     }
 
-    /// Validates all, and gives every partition its share.
-    fn share_out(
+    /// Validates all messages and groups them by partition.
+    fn prepare_batch(
         &self,
-        route: &Route,
+        cached: &CachedTopic,
         mut messages: Vec<NewMessage>,
         trace: Option<TraceContext>,
-    ) -> Result<Batch> {
+    ) -> Result<SendBatch> {
         let mut order = Vec::with_capacity(messages.len());
-        for (place, message) in messages.iter().enumerate() {
-            let partition =
-                message.validate(&route.topic).and_then(|()| self.partition_of(route, message));
-            order.push((partition.map_err(|error| at_place(place, error))?, place));
+        for (index, message) in messages.iter().enumerate() {
+            let partition = message
+                .validate(&cached.topic)
+                .and_then(|()| self.resolve_partition(cached, message))
+                .map_err(|error| with_index(index, error))?;
+            order.push((partition, index));
         }
-        // By partition, and those of one partition as they were given.
+        // By partition; within a partition in the caller's order.
         order.sort_unstable();
-        let mut batch = Batch::with_capacity(messages.len(), self.inner.stamp.now());
-        for (partition, place) in order {
-            let message = std::mem::take(&mut messages[place]);
-            let (known_id, outgoing) = self
-                .take_apart(route, message, partition, trace)
-                .map_err(|error| at_place(place, error))?;
-            if let Some(known_id) = known_id {
-                batch.known_ids.insert(place, known_id);
+        let mut batch = SendBatch::with_capacity(messages.len(), self.inner.timestamps.now());
+        for (partition, index) in order {
+            let message = std::mem::take(&mut messages[index]);
+            let (idempotency_key, outgoing) = self
+                .split(cached, message, partition, trace)
+                .map_err(|error| with_index(index, error))?;
+            if let Some(key) = idempotency_key {
+                batch.idempotency_keys.insert(index, key);
             }
-            batch.add(partition, outgoing, place);
+            batch.add(partition, outgoing, index);
         }
         Ok(batch)
     }
 
-    async fn admit_batch(&self, route: &Route, batch: &Batch, until: Instant) -> Result<()> {
-        if route.budget.is_none() {
+    async fn reserve_batch_budget(
+        &self,
+        cached: &CachedTopic,
+        batch: &SendBatch,
+        until: Instant,
+    ) -> Result<()> {
+        if cached.budget.is_none() {
             return Ok(());
         }
-        let bytes_of = |share: &Share| {
-            let run = batch.run(route.outlet(share.partition), share.messages.clone());
+        let bytes_of = |part: &PartitionBatch| {
+            let run = batch.run(cached.partition(part.partition), part.messages.clone());
             (0..run.len()).map(|at| run.size(at).bytes).sum::<usize>()
         };
-        let bytes = batch.shares.iter().map(bytes_of).sum();
-        timeout_at(until, self.admit(route, bytes))
+        let bytes = batch.partitions.iter().map(bytes_of).sum();
+        timeout_at(until, self.reserve_budget(cached, bytes))
             .await
-            .unwrap_or_else(|_| Err(self.too_late(route.topic.name.as_str())))
+            .unwrap_or_else(|_| Err(self.deadline_exceeded(cached.topic.name.as_str())))
     }
 
-    /// Sends all shares by one request, and what does not fit into it by further ones.
-    async fn send_together(&self, route: &Route, batch: &Batch, until: Instant) -> Told {
-        let retention = &route.topic.policies.retention;
-        let mut told = untold(batch.messages.len());
-        let outlet = |share: &Share| (share.messages.clone(), route.outlet(share.partition));
-        // What is left of each share.
-        let mut left: Vec<(Range<usize>, &Outlet)> = batch.shares.iter().map(outlet).collect();
+    /// Sends to all partitions in one request; what does not fit into it goes into further requests.
+    async fn send_in_one_request(
+        &self,
+        cached: &CachedTopic,
+        batch: &SendBatch,
+        until: Instant,
+    ) -> SendResults {
+        let retention = &cached.topic.policies.retention;
+        let mut results = unknown_results(batch.messages.len());
+        // The unsent messages of each partition.
+        let mut left: Vec<(Range<usize>, &PartitionHandle)> = batch
+            .partitions
+            .iter()
+            .map(|part| (part.messages.clone(), cached.partition(part.partition)))
+            .collect();
         while !left.is_empty() {
-            let each = left.iter();
-            let runs: Vec<(&StreamName, Run<'_>)> = each
-                .map(|(range, outlet)| (&outlet.stream, batch.run(outlet, range.clone()).fitting()))
+            let runs: Vec<(&StreamName, EntryRun<'_>)> = left
+                .iter()
+                .map(|(range, handle)| {
+                    (&handle.stream, batch.run(handle, range.clone()).truncate_to_fit())
+                })
                 .collect();
             let appends: Vec<Append<'_>> = runs
                 .iter()
@@ -224,27 +248,27 @@ impl Producer {
                 .collect();
             let sending = self.inner.queue.backend().append_many(&appends);
             let mut sent = timeout_at(until, sending).await.map(Vec::into_iter);
-            left.retain_mut(|(range, outlet)| {
-                let answer = match &mut sent {
+            left.retain_mut(|(range, handle)| {
+                let result = match &mut sent {
                     Ok(sent) => sent.next().unwrap_or_else(|| Ok(Vec::new())).map_err(Into::into),
-                    Err(_) => Err(self.too_late(route.topic.name.as_str())),
+                    Err(_) => Err(self.deadline_exceeded(cached.topic.name.as_str())),
                 };
-                let ids =
-                    answer.and_then(|ids| if ids.is_empty() { Err(too_few()) } else { Ok(ids) });
+                let ids = result
+                    .and_then(|ids| if ids.is_empty() { Err(missing_result()) } else { Ok(ids) });
                 match ids {
                     Ok(ids) => {
                         let count = ids.len().min(range.len());
-                        let sent = ids.into_iter().take(count).map(|id| Ok(outlet.sent(id)));
-                        batch.tell(&mut told, range.start, sent);
-                        outlet.count_sent(count);
+                        let sent = ids.into_iter().take(count).map(|id| Ok(handle.sent(id)));
+                        batch.record(&mut results, range.start, sent);
+                        handle.count_sent(count);
                         range.start += count;
                     }
                     Err(error) => {
-                        outlet.errors.increment(range.len() as u64);
-                        batch.tell(
-                            &mut told,
+                        handle.errors.increment(range.len() as u64);
+                        batch.record(
+                            &mut results,
                             range.start,
-                            range.clone().map(|_| Err(error.again())),
+                            range.clone().map(|_| Err(error.duplicate())),
                         );
                         range.start = range.end;
                     }
@@ -252,87 +276,94 @@ impl Producer {
                 range.start < range.end
             });
         }
-        told
+        results
     }
 
-    /// Sends each share by requests of its own.
-    async fn send_shares(&self, route: &Route, batch: &Batch, until: Instant) -> Told {
-        let each = batch.shares.iter().map(|share| self.send_share(route, batch, share, until));
-        let mut told = untold(batch.messages.len());
-        for (share, results) in batch.shares.iter().zip(join_all(each).await) {
-            batch.tell(&mut told, share.messages.start, results.into_iter());
-        }
-        told
-    }
-
-    async fn send_share(
+    /// Sends to each partition in its own requests.
+    async fn send_per_partition(
         &self,
-        route: &Route,
-        batch: &Batch,
-        share: &Share,
+        cached: &CachedTopic,
+        batch: &SendBatch,
+        until: Instant,
+    ) -> SendResults {
+        let parts = batch.partitions.iter();
+        let each = parts.map(|part| self.send_partition(cached, batch, part, until));
+        let mut results = unknown_results(batch.messages.len());
+        for (part, new) in batch.partitions.iter().zip(join_all(each).await) {
+            batch.record(&mut results, part.messages.start, new.into_iter());
+        }
+        results
+    }
+
+    async fn send_partition(
+        &self,
+        cached: &CachedTopic,
+        batch: &SendBatch,
+        part: &PartitionBatch,
         until: Instant,
     ) -> Vec<Result<Sent>> {
-        let outlet = route.outlet(share.partition);
-        let mut results = Vec::with_capacity(share.messages.len());
-        while results.len() < share.messages.len() {
-            let left = share.messages.start + results.len()..share.messages.end;
+        let handle = cached.partition(part.partition);
+        let mut results = Vec::with_capacity(part.messages.len());
+        while results.len() < part.messages.len() {
+            let left = part.messages.start + results.len()..part.messages.end;
             let error =
-                match timeout_at(until, self.send_run(route, outlet, batch, left.clone())).await {
-                    Ok(Ok(sent)) if sent.is_empty() => too_few(),
+                match timeout_at(until, self.send_run(cached, handle, batch, left.clone())).await {
+                    Ok(Ok(sent)) if sent.is_empty() => missing_result(),
                     Ok(Ok(sent)) => {
                         results.extend(sent.into_iter().map(Ok));
                         continue;
                     }
                     Ok(Err(error)) => error,
-                    Err(_) => self.too_late(route.topic.name.as_str()),
+                    Err(_) => self.deadline_exceeded(cached.topic.name.as_str()),
                 };
-            // What is left of a share was not sent, because of this.
-            results.extend(left.map(|_| Err(error.again())));
+            // The rest of the partition is not sent.
+            results.extend(left.map(|_| Err(error.duplicate())));
         }
-        outlet.count(&results);
+        handle.count(&results);
         results
     }
 
-    /// Sends as many as go together, from the first of these on: all with ids, or all without.
+    /// Sends the longest prefix that fits into one append: all with ids, or all without.
     async fn send_run(
         &self,
-        route: &Route,
-        outlet: &Outlet,
-        batch: &Batch,
+        cached: &CachedTopic,
+        handle: &PartitionHandle,
+        batch: &SendBatch,
         left: Range<usize>,
     ) -> Result<Vec<Sent>> {
-        let mut run = batch.run(outlet, left.clone()).fitting();
+        let mut run = batch.run(handle, left.clone()).truncate_to_fit();
         let has_id = batch.has_id(left.start);
-        if !batch.known_ids.is_empty() {
+        if !batch.idempotency_keys.is_empty() {
             let alike = left.clone().take_while(|at| batch.has_id(*at) == has_id).count();
             run.messages = &run.messages[..alike.min(run.len())];
         }
         if has_id {
-            let places = &batch.places[left.start..left.start + run.len()];
-            let ids = places.iter().filter_map(|place| batch.known_ids.get(place));
+            let indices = &batch.indices[left.start..left.start + run.len()];
+            let keys = indices.iter().filter_map(|index| batch.idempotency_keys.get(index));
             let entries = (0..run.len()).map(|at| run.entry(at).into_owned());
-            return self.append_once_all(route, outlet, ids.cloned().zip(entries).collect()).await;
+            let entries = keys.cloned().zip(entries).collect();
+            return self.append_idempotent_all(cached, handle, entries).await;
         }
-        let retention = &route.topic.policies.retention;
-        let append = Append { stream: &outlet.stream, entries: &run, retention };
-        let ids = only(self.inner.queue.backend().append_many(&[append]).await)??;
-        Ok(ids.into_iter().map(|id| outlet.sent(id)).collect())
+        let retention = &cached.topic.policies.retention;
+        let append = Append { stream: &handle.stream, entries: &run, retention };
+        let ids = single(self.inner.queue.backend().append_many(&[append]).await)??;
+        Ok(ids.into_iter().map(|id| handle.sent(id)).collect())
     }
 }
 
-/// What became of each.
-fn all(told: Told) -> Vec<Result<Sent>> {
-    told.into_iter().map(|result| result.unwrap_or_else(|| Err(too_few()))).collect()
+/// The result of each message.
+fn complete(results: SendResults) -> Vec<Result<Sent>> {
+    results.into_iter().map(|result| result.unwrap_or_else(|| Err(missing_result()))).collect()
 }
 
-fn untold(count: usize) -> Told {
+fn unknown_results(count: usize) -> SendResults {
     std::iter::repeat_with(|| None).take(count).collect()
 }
 
-fn at_place(place: usize, error: QueueError) -> QueueError {
+fn with_index(index: usize, error: QueueError) -> QueueError {
     match error {
         QueueError::Invalid { what, problem } => {
-            QueueError::Invalid { what: format!("{what} (message {place} of the batch)"), problem }
+            QueueError::Invalid { what: format!("{what} (message {index} of the batch)"), problem }
         }
         other => other,
     }

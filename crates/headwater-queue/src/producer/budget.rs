@@ -1,9 +1,9 @@
-//! Back-pressure: a topic that holds more bytes than it may takes no more until its consumers catch up.
+//! Backpressure: a topic over its byte budget accepts no messages until its consumers catch up.
 //!
 //! Upstream: every send to a topic with a byte budget. Downstream: the sizes of its streams.
-//! Promises: sizes are asked for by one caller at a time and not more often than every [`SAMPLE_EVERY`]; meanwhile what
-//! this producer sent is added. Only messages that every group is done with are removed to make room, and never from a
-//! partition that has no group: it may be about to get one. A send that is refused has no effect.
+//! Promises: sizes are measured by one caller at a time, at most every [`SAMPLE_EVERY`]; in between, the bytes that
+//! this producer sent are added. To make room, only messages that every group has finished are trimmed, and never from
+//! a partition without a group, which may be about to get one. A rejected send has no effect.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -19,35 +19,35 @@ use crate::keys;
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic};
 
-/// How old a size may be before it is asked for again.
+/// Minimum time between two measurements.
 const SAMPLE_EVERY: Duration = Duration::from_millis(200);
-/// Asking for sizes takes at most one part in this many of the time.
+/// Measuring takes at most one part in this many of the time.
 const SAMPLE_SHARE: u32 = 20;
-/// How old a size may be before a send waits for a new one.
+/// Above this age of the last measurement, a send waits for a new one.
 const SAMPLE_AGE_MAX: Duration = Duration::from_secs(2);
-/// Partitions asked at once.
+/// Partitions measured concurrently.
 const CONCURRENT_MAX: usize = 64;
-/// How full the topic is after room was made, in parts of its budget: not so full that it has to be made at once again.
+/// The share of the budget that is used after trimming: low enough not to trim again at once.
 const FILL_AFTER_TRIM: f64 = 0.75;
 
-/// What a topic may hold and how much of it is used.
-pub(super) struct Budget {
+/// The byte budget of a topic and how much of it is used.
+pub(super) struct ByteBudget {
     limit: u64,
-    sample: Mutex<Option<Sample>>,
-    /// Bytes sent from here since the sample was taken.
+    sample: Mutex<Option<BudgetSample>>,
+    /// Bytes sent by this producer since the sample was taken.
     sent_since: AtomicU64,
     sampling: tokio::sync::Mutex<()>,
 }
 
 #[derive(Clone, Copy)]
-struct Sample {
+struct BudgetSample {
     at: Instant,
     bytes: u64,
-    /// When the next one is due.
+    /// When the next sample is due.
     next_at: Instant,
 }
 
-impl Budget {
+impl ByteBudget {
     pub(super) fn new(limit: u64) -> Self {
         Self {
             limit,
@@ -57,13 +57,13 @@ impl Budget {
         }
     }
 
-    /// Lets these bytes in, or says when to try again.
-    pub(super) async fn admit(&self, queue: &Queue, topic: &Topic, bytes: usize) -> Result<()> {
+    /// Adds these bytes to the usage, or fails with [`QueueError::BudgetExceeded`].
+    pub(super) async fn reserve(&self, queue: &Queue, topic: &Topic, bytes: usize) -> Result<()> {
         let sample = self.recent_sample(queue, topic).await?;
         let used = sample.bytes.saturating_add(self.sent_since.load(Ordering::Relaxed));
         if used >= self.limit {
             let now = Instant::now();
-            return Err(QueueError::Backlogged {
+            return Err(QueueError::BudgetExceeded {
                 topic: topic.name.to_string(),
                 bytes: used,
                 budget: self.limit,
@@ -74,7 +74,7 @@ impl Budget {
         Ok(())
     }
 
-    async fn recent_sample(&self, queue: &Queue, topic: &Topic) -> Result<Sample> {
+    async fn recent_sample(&self, queue: &Queue, topic: &Topic) -> Result<BudgetSample> {
         let known = *self.lock();
         let now = Instant::now();
         if let Some(sample) = known.filter(|sample| now < sample.next_at) {
@@ -82,7 +82,7 @@ impl Budget {
         }
         let _sampling = match (self.sampling.try_lock(), known) {
             (Ok(sampling), _) => sampling,
-            // Somebody asks already, and what is known will do until they are back.
+            // Another caller is measuring, and the last sample is recent enough.
             (Err(_), Some(sample)) if now < sample.at + SAMPLE_AGE_MAX => return Ok(sample),
             (Err(_), _) => self.sampling.lock().await,
         };
@@ -94,14 +94,14 @@ impl Budget {
         let sent_before = self.sent_since.load(Ordering::Relaxed);
         let bytes = self.measure(queue, topic).await?;
         let wait = SAMPLE_EVERY.max(at.elapsed() * SAMPLE_SHARE);
-        let sample = Sample { at, bytes, next_at: Instant::now() + wait };
+        let sample = BudgetSample { at, bytes, next_at: Instant::now() + wait };
         *self.lock() = Some(sample);
-        // What was sent while the question was under way may be counted twice, until the next sample.
+        // Bytes sent during the measurement may be counted twice until the next sample.
         self.sent_since.fetch_sub(sent_before, Ordering::Relaxed);
         Ok(sample)
     }
 
-    /// The bytes that the topic holds, after room was made if there was need.
+    /// The bytes that the topic holds, after trimming if the budget is exceeded.
     async fn measure(&self, queue: &Queue, topic: &Topic) -> Result<u64> {
         let sizes = sizes(queue, topic).await?;
         let total = total(&sizes);
@@ -126,28 +126,27 @@ impl Budget {
         Ok(self::total(&self::sizes(queue, topic).await?))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Sample>> {
+    fn lock(&self) -> MutexGuard<'_, Option<BudgetSample>> {
         self.sample.lock().expect("no code panics while it holds the sample")
     }
 }
 
-/// How much a partition holds.
-struct Size {
+struct PartitionSize {
     partition: Partition,
     bytes: u64,
     has_group: bool,
 }
 
-fn total(sizes: &[Size]) -> u64 {
+fn total(sizes: &[PartitionSize]) -> u64 {
     sizes.iter().map(|size| size.bytes).sum()
 }
 
-async fn sizes(queue: &Queue, topic: &Topic) -> Result<Vec<Size>> {
+async fn sizes(queue: &Queue, topic: &Topic) -> Result<Vec<PartitionSize>> {
     let sizes = (0..topic.partitions).map(|partition| {
         let stream = keys::stream(topic, partition);
         async move {
             let stats = queue.backend().stats(&stream).await?;
-            Ok(stats.map_or(Size { partition, bytes: 0, has_group: false }, |stats| {
+            Ok(stats.map_or(PartitionSize { partition, bytes: 0, has_group: false }, |stats| {
                 size(topic, partition, &stats)
             }))
         }
@@ -155,11 +154,11 @@ async fn sizes(queue: &Queue, topic: &Topic) -> Result<Vec<Size>> {
     stream::iter(sizes).buffer_unordered(CONCURRENT_MAX).try_collect().await
 }
 
-fn size(topic: &Topic, partition: Partition, stats: &StreamStats) -> Size {
+fn size(topic: &Topic, partition: Partition, stats: &StreamStats) -> PartitionSize {
     if stats.bytes.is_none() {
         let topic = &topic.name;
-        warn!(%topic, partition, "the backend does not tell sizes, the byte budget is not kept");
+        warn!(%topic, partition, "the backend does not report sizes; the byte budget is not enforced");
     }
     let bytes = stats.bytes.unwrap_or(0);
-    Size { partition, bytes, has_group: !stats.groups.is_empty() }
+    PartitionSize { partition, bytes, has_group: !stats.groups.is_empty() }
 }

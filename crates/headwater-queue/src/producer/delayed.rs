@@ -1,7 +1,7 @@
-//! Messages that are sent now and arrive later.
+//! Delayed messages: sent now, appended to their partition later.
 //!
-//! Upstream: applications. Downstream: the delayed messages of the topic, which its consumers move to their partitions
-//! when they are due.
+//! Upstream: applications. Downstream: the delay set of the topic; its consumers append due messages to their
+//! partitions.
 
 use std::time::Duration;
 
@@ -10,28 +10,28 @@ use headwater_stream::{DelayId, Due, PutAside, StreamError};
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
-use super::{Producer, Sealed, only};
+use super::{PreparedMessage, Producer, single};
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::message::NewMessage;
 use crate::topic::{Partition, TopicName};
 
-/// A message that waits for its time. Keep it to be able to [cancel](Producer::cancel) the message.
+/// A scheduled message. Keep it to be able to [cancel](Producer::cancel) the message.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DelayedMessage {
-    /// The topic it goes to.
+    /// Its topic.
     pub topic: TopicName,
-    /// The partition it goes to.
+    /// Its partition.
     pub partition: Partition,
-    /// Its number among the delayed messages of the partition.
+    /// Its id in the delay set of the partition.
     pub id: DelayId,
 }
 
 impl Producer {
-    /// Sends a message that arrives after this time, by the backend's clock, within about 250 ms if somebody consumes
-    /// the topic.
+    /// Schedules a message for delivery after a delay, measured by the clock of the backend. It arrives within about
+    /// 250 ms of its due time if the topic has a consumer.
     ///
-    /// Its partition is chosen now. It cannot have an id: delayed messages are not looked through for it.
+    /// Its partition is chosen now. It cannot have an id: delayed messages are not deduplicated.
     pub async fn send_after(
         &self,
         topic: &str,
@@ -41,7 +41,7 @@ impl Producer {
         self.send_due(topic, message, Due::After(after)).await
     }
 
-    /// The same for a point in time; one that has passed is due at once.
+    /// Schedules a message for delivery at a point in time; a past one is due at once. See [`Producer::send_after`].
     pub async fn send_at(
         &self,
         topic: &str,
@@ -51,46 +51,46 @@ impl Producer {
         self.send_due(topic, message, Due::At(at)).await
     }
 
-    /// Takes a delayed message back. Returns whether it was still waiting; if not, it has arrived or was cancelled.
+    /// Cancels a delayed message. Returns whether it was still waiting; if not, it was delivered or cancelled before.
     pub async fn cancel(&self, delayed: &DelayedMessage) -> Result<bool> {
         let until = Instant::now() + self.inner.config.deadline;
-        let route = self.route(delayed.topic.as_str(), until).await?;
-        if delayed.partition >= route.topic.partitions {
+        let cached = self.cached_topic(delayed.topic.as_str(), until).await?;
+        if delayed.partition >= cached.topic.partitions {
             return Ok(false);
         }
-        let delays = keys::delays(&route.topic, delayed.partition);
+        let delays = keys::delays(&cached.topic, delayed.partition);
         let cancelling = self.inner.queue.backend().cancel(&delays, delayed.id);
         match timeout_at(until, cancelling).await {
             Ok(cancelled) => Ok(cancelled?),
-            Err(_) => Err(self.too_late(delayed.topic.as_str())),
+            Err(_) => Err(self.deadline_exceeded(delayed.topic.as_str())),
         }
     }
 
     async fn send_due(&self, topic: &str, message: NewMessage, due: Due) -> Result<DelayedMessage> {
         let until = Instant::now() + self.inner.config.deadline;
-        let route = self.route(topic, until).await?;
+        let cached = self.cached_topic(topic, until).await?;
         if message.id.is_some() {
-            let problem = "a delayed message cannot have one; send it without, or without delay";
-            return Err(QueueError::invalid("an id", problem));
+            let problem = "a delayed message cannot have an id; send it without one, or undelayed";
+            return Err(QueueError::invalid("id", problem));
         }
-        let (Sealed { partition, fields, .. }, span) = self.prepare(&route, message)?;
-        let outlet = route.outlet(partition);
-        let delays = keys::delays(&route.topic, partition);
+        let (PreparedMessage { partition, fields, .. }, span) = self.prepare(&cached, message)?;
+        let handle = cached.partition(partition);
+        let delays = keys::delays(&cached.topic, partition);
         let sending = async {
-            self.admit(&route, fields.bytes()).await?;
-            let item = PutAside { to: outlet.stream.clone(), due, fields };
-            only(self.inner.queue.backend().put_aside(&delays, &[item]).await?)
+            self.reserve_budget(&cached, fields.bytes()).await?;
+            let item = PutAside { to: handle.stream.clone(), due, fields };
+            single(self.inner.queue.backend().put_aside(&delays, &[item]).await?)
         };
-        let put_aside = timeout_at(until, sending.instrument(span))
+        let scheduled = timeout_at(until, sending.instrument(span))
             .await
-            .unwrap_or_else(|_| Err(self.too_late(topic)));
-        match put_aside {
+            .unwrap_or_else(|_| Err(self.deadline_exceeded(topic)));
+        match scheduled {
             Ok(id) => {
-                outlet.delayed.increment(1);
-                Ok(DelayedMessage { topic: route.topic.name.clone(), partition, id })
+                handle.delayed.increment(1);
+                Ok(DelayedMessage { topic: cached.topic.name.clone(), partition, id })
             }
             Err(error) => {
-                outlet.errors.increment(1);
+                handle.errors.increment(1);
                 Err(match error {
                     QueueError::Backend(StreamError::Invalid { what, problem }) => {
                         QueueError::Invalid { what, problem }

@@ -1,4 +1,4 @@
-//! Entries and topics that are not as they should be: the message is safe, the reader lives, the case is counted.
+//! Malformed entries and broken topics: no message is lost, the consumer keeps running, the anomaly is counted.
 
 use anyhow::Result;
 use bytes::Bytes;
@@ -7,22 +7,22 @@ use headwater_stream::{
     ConsumerName, Fields, GroupName, GroupStart, Retention, StreamError, StreamName, TrimGuard,
 };
 
-use crate::counted::{counted, start_counting};
-use crate::env::{Env, GROUP, eventually};
-use crate::record::{payload, recorder};
+use crate::fixture::{Fixture, GROUP, eventually};
+use crate::metric_recorder::{counter_value, install_metric_recorder};
+use crate::recording_handler::{payload, recording_handler};
 use crate::shared::shared;
 
-/// The reader lives: what is sent now is handled.
-macro_rules! assert_alive {
-    ($env:ident, $seen:ident) => {
-        $env.send(0, None, "alive").await?;
+/// The consumer is running: a new message is handled.
+macro_rules! assert_running {
+    ($fixture:ident, $seen:ident) => {
+        $fixture.send(0, None, "alive").await?;
         assert_eq!($seen.payloads(1).await?, ["alive"]);
-        $env.until_settled(0).await?;
+        $fixture.wait_until_settled(0).await?;
     };
 }
 
-async fn malformed_entries_go_to_the_dead_letters_with_their_bytes(env: Env) -> Result<()> {
-    start_counting();
+async fn malformed_entries_become_dead_letters_with_their_bytes(fixture: Fixture) -> Result<()> {
+    install_metric_recorder();
     let odd: [(&str, &[u8]); 4] =
         [("retryCount", b"many"), ("maxRetries", b"-1"), ("key", b"\xff\xfe"), ("headers", b"[1]")];
     for (field, value) in odd {
@@ -30,64 +30,64 @@ async fn malformed_entries_go_to_the_dead_letters_with_their_bytes(env: Env) -> 
             (Bytes::from_static(b"payload"), Bytes::from_static(b"\x00\xff")),
             (Bytes::copy_from_slice(field.as_bytes()), Bytes::copy_from_slice(value)),
         ];
-        env.append(0, Fields::new(pairs)).await?;
+        fixture.append(0, Fields::new(pairs)).await?;
     }
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, shared()).await?;
-    let letters = env.until_dead_letters(4).await?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, shared()).await?;
+    let letters = fixture.wait_for_dead_letters(4).await?;
     for ((field, value), letter) in odd.iter().zip(&letters) {
         assert_eq!(letter.fields.get("payload").map(AsRef::as_ref), Some(&b"\x00\xff"[..]));
         assert_eq!(letter.fields.get(field).map(AsRef::as_ref), Some(*value), "{field}");
         assert!(letter.fields.get("reason").is_some());
     }
-    assert_alive!(env, seen);
-    assert_eq!(counted(metrics::DEAD_LETTERS, &env.topic, "malformed"), 4);
-    assert_eq!(counted(metrics::CONSUMED, &env.topic, "dead_letter"), 4);
+    assert_running!(fixture, seen);
+    assert_eq!(counter_value(metrics::DEAD_LETTERS, &fixture.topic, "malformed"), 4);
+    assert_eq!(counter_value(metrics::CONSUMED, &fixture.topic, "dead_letter"), 4);
     subscription.stop().await;
     Ok(())
 }
 
-async fn unknown_fields_and_headers_are_delivered_as_they_are(env: Env) -> Result<()> {
-    start_counting();
+async fn unknown_fields_and_headers_are_delivered_unchanged(fixture: Fixture) -> Result<()> {
+    install_metric_recorder();
     let headers = r#"{"x-unknown":"1","n":[2]}"#;
     let fields = Fields::new([("issue_id", "7"), ("headers", headers), ("partitionId", "999")]);
-    env.append(0, fields.clone()).await?;
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, shared()).await?;
+    fixture.append(0, fields.clone()).await?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, shared()).await?;
     let message = seen.next().await?;
     assert_eq!((message.fields, message.partition), (fields, 0));
     assert_eq!(message.headers["x-unknown"], "1");
-    assert_alive!(env, seen);
-    assert_eq!(counted(metrics::CONSUMED, &env.topic, "done"), 2);
+    assert_running!(fixture, seen);
+    assert_eq!(counter_value(metrics::CONSUMED, &fixture.topic, "done"), 2);
     subscription.stop().await;
     Ok(())
 }
 
-async fn an_entry_as_large_as_the_backend_takes_can_be_retried_and_given_up(
-    env: Env,
+async fn an_entry_of_the_maximum_size_can_be_retried_and_dead_lettered(
+    fixture: Fixture,
 ) -> Result<()> {
-    start_counting();
+    install_metric_recorder();
     let limit = headwater_stream::limits::ENTRY_BYTES_MAX - "payload".len();
-    env.append(0, Fields::new([("payload", vec![b'x'; limit])])).await?;
-    let (handler, mut seen) = recorder(|message| match message.attempt {
+    fixture.append(0, Fields::new([("payload", vec![b'x'; limit])])).await?;
+    let (handler, mut seen) = recording_handler(|message| match message.attempt {
         1 if message.payload.len() > 100 => Outcome::retry_after(std::time::Duration::ZERO, "no"),
         _ if message.payload.len() > 100 => Outcome::dead_letter("no"),
         _ => Outcome::Done,
     });
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, shared()).await?;
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, shared()).await?;
     assert_eq!((seen.next().await?.attempt, seen.next().await?.attempt), (1, 2));
-    let letters = env.until_dead_letters(1).await?;
+    let letters = fixture.wait_for_dead_letters(1).await?;
     assert_eq!(letters[0].fields.get("payload").map(Bytes::len), Some(limit));
-    assert_alive!(env, seen);
-    assert_eq!(counted(metrics::DEAD_LETTERS, &env.topic, "handler"), 1);
+    assert_running!(fixture, seen);
+    assert_eq!(counter_value(metrics::DEAD_LETTERS, &fixture.topic, "handler"), 1);
     subscription.stop().await;
     Ok(())
 }
 
-async fn an_entry_trimmed_while_it_is_handled_is_safe_in_our_hands(env: Env) -> Result<()> {
-    start_counting();
-    env.send(0, None, "trimmed").await?;
-    let stream = env.stream(0).await?;
+async fn an_entry_trimmed_while_it_is_handled_is_still_retried(fixture: Fixture) -> Result<()> {
+    install_metric_recorder();
+    fixture.send(0, None, "trimmed").await?;
+    let stream = fixture.stream(0).await?;
     let (handling, mut is_handling) = tokio::sync::mpsc::unbounded_channel();
     let (trimmed, is_trimmed) = tokio::sync::watch::channel(false);
     let handler = move |message: headwater_queue::Message| {
@@ -101,114 +101,116 @@ async fn an_entry_trimmed_while_it_is_handled_is_safe_in_our_hands(env: Env) -> 
             }
         }
     };
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, shared()).await?;
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, shared()).await?;
     is_handling.recv().await;
     let removed =
-        env.backend.trim(&stream, &Retention::max_len(0), TrimGuard::Force).await?.removed;
+        fixture.backend.trim(&stream, &Retention::max_len(0), TrimGuard::Force).await?.removed;
     assert_eq!(removed, 1);
     trimmed.send_replace(true);
-    let again = is_handling.recv().await.expect("the handler lives");
+    let again = is_handling.recv().await.expect("the handler is running");
     assert_eq!((payload(&again), again.attempt), ("trimmed".to_owned(), 2));
-    env.until_settled(0).await?;
-    assert_eq!(counted(metrics::RETRIES, &env.topic, ""), 1);
+    fixture.wait_until_settled(0).await?;
+    assert_eq!(counter_value(metrics::RETRIES, &fixture.topic, ""), 1);
     subscription.stop().await;
     Ok(())
 }
 
-async fn an_entry_trimmed_while_its_consumer_was_dead_is_counted(env: Env) -> Result<()> {
-    start_counting();
-    // Another program reads an entry and dies; somebody removes the entry.
-    let id = env.send(0, None, "gone").await?;
-    let stream = env.stream(0).await?;
-    read_and_die(&env, &stream).await?;
-    env.backend.delete_entries(&stream, &[id]).await?;
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
+async fn an_entry_trimmed_while_its_consumer_is_dead_is_counted(fixture: Fixture) -> Result<()> {
+    install_metric_recorder();
+    // Another program reads an entry and dies; then the entry is deleted.
+    let id = fixture.send(0, None, "gone").await?;
+    let stream = fixture.stream(0).await?;
+    read_and_die(&fixture, &stream).await?;
+    fixture.backend.delete_entries(&stream, &[id]).await?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
     let config = ConsumerConfig::default();
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
-    assert_alive!(env, seen);
-    assert_eq!(counted(metrics::ANOMALIES, &env.topic, "deleted_while_pending"), 1);
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    assert_running!(fixture, seen);
+    assert_eq!(counter_value(metrics::ANOMALIES, &fixture.topic, "deleted_while_pending"), 1);
     subscription.stop().await;
     Ok(())
 }
 
-/// A consumer of another program takes all there is, and does nothing with it.
-pub(crate) async fn read_and_die(env: &Env, stream: &StreamName) -> Result<()> {
-    // Who takes over silences this name, on the whole server.
-    let foreign = ConsumerName::new(format!("foreign-{}", env.topic))?;
+/// A consumer of another program reads all entries and acknowledges none.
+pub(crate) async fn read_and_die(fixture: &Fixture, stream: &StreamName) -> Result<()> {
+    // Unique: the consumer that reclaims from it disconnects this name on the whole server.
+    let foreign = ConsumerName::new(format!("foreign-{}", fixture.topic))?;
     let group = GroupName::new(GROUP)?;
-    env.backend.ensure_group(stream, &group, GroupStart::Beginning).await?;
-    let mut reader = env.backend.reader(&group, &foreign).await?;
+    fixture.backend.ensure_group(stream, &group, GroupStart::Beginning).await?;
+    let mut reader = fixture.backend.reader(&group, &foreign).await?;
     reader.read(std::slice::from_ref(stream), 100, std::time::Duration::ZERO).await?;
     reader.close().await?;
     Ok(())
 }
 
-async fn a_topic_deleted_under_its_consumer_works_again_when_it_is_created(env: Env) -> Result<()> {
-    start_counting();
-    env.create(2).await?;
+async fn a_consumer_survives_the_deletion_and_recreation_of_its_topic(
+    fixture: Fixture,
+) -> Result<()> {
+    install_metric_recorder();
+    fixture.create(2).await?;
     for mut config in [ConsumerConfig::default(), shared()] {
         config.start = GroupStart::End;
-        let (handler, mut seen) = recorder(|_| Outcome::Done);
+        let (handler, mut seen) = recording_handler(|_| Outcome::Done);
         let group = format!("{:?}", config.mode);
-        let subscription = env.queue.subscribe(&env.topic, &group, handler, config).await?;
-        env.send(1, None, "before").await?;
+        let subscription = fixture.queue.subscribe(&fixture.topic, &group, handler, config).await?;
+        fixture.send(1, None, "before").await?;
         assert_eq!(seen.payloads(1).await?, ["before"]);
-        let before = counted(metrics::ANOMALIES, &env.topic, "topic_deleted");
-        env.queue.topics().delete(&env.topic).await?;
-        eventually("it was noticed and counted", async || {
-            Ok(counted(metrics::ANOMALIES, &env.topic, "topic_deleted") > before)
+        let before = counter_value(metrics::ANOMALIES, &fixture.topic, "topic_deleted");
+        fixture.queue.topics().delete(&fixture.topic).await?;
+        eventually("it is counted", async || {
+            Ok(counter_value(metrics::ANOMALIES, &fixture.topic, "topic_deleted") > before)
         })
         .await?;
-        env.create(2).await?;
-        env.send(1, None, "after").await?;
+        fixture.create(2).await?;
+        fixture.send(1, None, "after").await?;
         assert_eq!(seen.payloads(1).await?, ["after"]);
         subscription.stop().await;
     }
     Ok(())
 }
 
-async fn a_key_of_another_kind_stops_nobody_else(env: Env) -> Result<()> {
-    start_counting();
-    env.create(2).await?;
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, shared()).await?;
-    env.send(1, None, "first").await?;
+async fn a_key_of_the_wrong_type_does_not_stop_other_partitions(fixture: Fixture) -> Result<()> {
+    install_metric_recorder();
+    fixture.create(2).await?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, shared()).await?;
+    fixture.send(1, None, "first").await?;
     assert_eq!(seen.payloads(1).await?, ["first"]);
-    // Somebody puts something else into the place of a partition.
-    let broken = env.stream(1).await?;
+    // The stream of a partition is replaced by a map.
+    let broken = fixture.stream(1).await?;
     let map = headwater_stream::MapName::new(broken.as_str())?;
     let fields = [("a".to_owned(), Bytes::from_static(b"b"))].into();
-    // The consumer creates its group again as soon as it misses it, so it takes some tries to be in between.
-    eventually("something else lies there", async || {
-        env.backend.delete_stream(&broken).await?;
-        match env.backend.map_create(&map, &fields).await {
+    // The consumer recreates its group, and with it the stream, so it may take some attempts.
+    eventually("the map exists", async || {
+        fixture.backend.delete_stream(&broken).await?;
+        match fixture.backend.map_create(&map, &fields).await {
             Ok(is_new) => Ok(is_new),
             Err(StreamError::WrongType { .. }) => Ok(false),
             Err(error) => Err(error.into()),
         }
     })
     .await?;
-    if env.url.starts_with("redis") {
-        eventually("it was noticed and counted", async || {
-            Ok(counted(metrics::ANOMALIES, &env.topic, "wrong_type") > 0)
+    if fixture.url.starts_with("redis") {
+        eventually("it is counted", async || {
+            Ok(counter_value(metrics::ANOMALIES, &fixture.topic, "wrong_type") > 0)
         })
         .await?;
     }
-    assert_alive!(env, seen);
-    // When it is mended, the partition works again.
-    env.backend.map_delete(&map).await?;
-    env.send(1, None, "mended").await?;
-    assert_eq!(seen.payloads(1).await?, ["mended"]);
+    assert_running!(fixture, seen);
+    // Once the map is deleted, the partition works again.
+    fixture.backend.map_delete(&map).await?;
+    fixture.send(1, None, "recovered").await?;
+    assert_eq!(seen.payloads(1).await?, ["recovered"]);
     subscription.stop().await;
     Ok(())
 }
 
 on_every_backend!(
-    malformed_entries_go_to_the_dead_letters_with_their_bytes,
-    unknown_fields_and_headers_are_delivered_as_they_are,
-    an_entry_as_large_as_the_backend_takes_can_be_retried_and_given_up,
-    an_entry_trimmed_while_it_is_handled_is_safe_in_our_hands,
-    an_entry_trimmed_while_its_consumer_was_dead_is_counted,
-    a_topic_deleted_under_its_consumer_works_again_when_it_is_created,
-    a_key_of_another_kind_stops_nobody_else,
+    malformed_entries_become_dead_letters_with_their_bytes,
+    unknown_fields_and_headers_are_delivered_unchanged,
+    an_entry_of_the_maximum_size_can_be_retried_and_dead_lettered,
+    an_entry_trimmed_while_it_is_handled_is_still_retried,
+    an_entry_trimmed_while_its_consumer_is_dead_is_counted,
+    a_consumer_survives_the_deletion_and_recreation_of_its_topic,
+    a_key_of_the_wrong_type_does_not_stop_other_partitions,
 );

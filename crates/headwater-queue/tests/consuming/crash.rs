@@ -1,4 +1,4 @@
-//! Processes that die while they handle messages.
+//! Processes that crash while they handle messages.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use headwater_queue::{ConsumerConfig, Mode, Outcome, Queue, QueueConfig};
 use headwater_stream::{KeeperConfig, Options, connect};
 use headwater_testkit::{Child, Redis};
 
-use crate::env::{Env, GROUP, PATIENCE, text};
-use crate::record::recorder;
+use crate::fixture::{Fixture, GROUP, TIMEOUT, text};
+use crate::recording_handler::recording_handler;
 
-fn short_lived() -> QueueConfig {
+fn short_leases() -> QueueConfig {
     let lease = KeeperConfig {
         ttl: Duration::from_secs(3),
         renew_every: Duration::from_millis(500),
@@ -19,7 +19,7 @@ fn short_lived() -> QueueConfig {
     QueueConfig { lease, rebalance_every: Duration::from_millis(200), ..Default::default() }
 }
 
-/// A consumer that dies of some messages. Its end is that of its process.
+/// A consumer whose process exits on some messages.
 #[test]
 #[ignore = "a role that other tests of this file start as a process of its own"]
 fn victim() -> Result<()> {
@@ -29,7 +29,7 @@ fn victim() -> Result<()> {
         let topic = std::env::var("TOPIC")?;
         let mode = if std::env::var("MODE")? == "Shared" { Mode::Shared } else { Mode::Owned };
         let backend = connect(&url, &Options::default()).await?;
-        let queue = Queue::with_config(backend, short_lived())?;
+        let queue = Queue::with_config(backend, short_leases())?;
         let handler = async |message: headwater_queue::Message| match message.payload.as_ref() {
             b"poison" => {
                 println!("DYING at delivery {}", message.deliveries);
@@ -56,65 +56,70 @@ where
     handle
 }
 
-fn spawn(env: &Env, mode: &str) -> Result<Child> {
-    Child::spawn_self("crash::victim", &[("URL", &env.url), ("TOPIC", &env.topic), ("MODE", mode)])
+fn spawn(fixture: &Fixture, mode: &str) -> Result<Child> {
+    Child::spawn_self(
+        "crash::victim",
+        &[("URL", &fixture.url), ("TOPIC", &fixture.topic), ("MODE", mode)],
+    )
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_message_that_kills_its_handlers_becomes_a_dead_letter_and_its_neighbours_do_not()
--> Result<()> {
+async fn a_message_that_crashes_its_consumers_becomes_a_dead_letter_and_others_do_not() -> Result<()>
+{
     let redis = Redis::shared()?;
-    let env = Env::open(&redis.url(), ()).await?;
+    let fixture = Fixture::open(&redis.url(), ()).await?;
     for n in 0..5 {
-        env.send(0, None, &format!("before {n}")).await?;
+        fixture.send(0, None, &format!("before {n}")).await?;
     }
-    env.send(0, None, "poison").await?;
+    fixture.send(0, None, "poison").await?;
     for n in 0..5 {
-        env.send(0, None, &format!("after {n}")).await?;
+        fixture.send(0, None, &format!("after {n}")).await?;
     }
     for death in 1..=5 {
-        let child = spawn(&env, "Owned")?;
-        let line = child.line_after("DYING at delivery ", PATIENCE)?;
+        let child = spawn(&fixture, "Owned")?;
+        let line = child.line_after("DYING at delivery ", TIMEOUT)?;
         println!("death {death} at delivery {line}");
     }
-    let queue = Queue::with_config(connect(&env.url, &Options::default()).await?, short_lived())?;
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
+    let queue =
+        Queue::with_config(connect(&fixture.url, &Options::default()).await?, short_leases())?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
     let subscription =
-        queue.subscribe(&env.topic, GROUP, handler, ConsumerConfig::default()).await?;
+        queue.subscribe(&fixture.topic, GROUP, handler, ConsumerConfig::default()).await?;
     let expected: Vec<String> = (0..5).map(|n| format!("after {n}")).collect();
     assert_eq!(seen.payloads(5).await?, expected);
-    let letters = env.until_dead_letters(1).await?;
+    let letters = fixture.wait_for_dead_letters(1).await?;
     assert_eq!(letters.len(), 1);
     assert_eq!(text(&letters[0], "payload"), "poison");
     assert!(text(&letters[0], "reason").contains("5 times without an outcome"));
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_dead_members_messages_are_taken_over_when_its_heartbeat_lapses() -> Result<()> {
+async fn messages_of_a_dead_member_are_reclaimed_when_its_lease_expires() -> Result<()> {
     let redis = Redis::shared()?;
-    let env = Env::open(&redis.url(), ()).await?;
-    env.send(0, None, "hang").await?;
-    let child = spawn(&env, "Shared")?;
-    child.line_after("HANGING", PATIENCE)?;
-    let queue = Queue::with_config(connect(&env.url, &Options::default()).await?, short_lived())?;
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
+    let fixture = Fixture::open(&redis.url(), ()).await?;
+    fixture.send(0, None, "hang").await?;
+    let child = spawn(&fixture, "Shared")?;
+    child.line_after("HANGING", TIMEOUT)?;
+    let queue =
+        Queue::with_config(connect(&fixture.url, &Options::default()).await?, short_leases())?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
     let config = ConsumerConfig { mode: Mode::Shared, ..Default::default() };
-    let subscription = queue.subscribe(&env.topic, GROUP, handler, config).await?;
-    // While the other lives, its message is left alone however long it takes.
-    tokio::time::sleep(2 * short_lived().lease.ttl).await;
+    let subscription = queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    // While the other member is alive, its message is not reclaimed.
+    tokio::time::sleep(2 * short_leases().lease.ttl).await;
     assert!(seen.now().is_none());
     child.kill9()?;
     let message = seen.next().await?;
     assert_eq!((message.deliveries, message.attempt), (2, 1));
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     Ok(())
 }
 
-/// A directory that one process at a time works on.
+/// A data directory of the embedded backend, used by one process at a time.
 struct Directory {
     url: String,
     topic: String,
@@ -128,18 +133,18 @@ impl Directory {
         Ok(Self { url, topic: headwater_testkit::unique("orders"), _kept: directory })
     }
 
-    async fn open(&self) -> Result<Env> {
-        let mut env = Env::open(&self.url, ()).await?;
-        env.topic = self.topic.clone();
-        Ok(env)
+    async fn open(&self) -> Result<Fixture> {
+        let mut fixture = Fixture::open(&self.url, ()).await?;
+        fixture.topic = self.topic.clone();
+        Ok(fixture)
     }
 
     async fn send(&self, payloads: &[&str]) -> Result<()> {
-        let env = self.open().await?;
+        let fixture = self.open().await?;
         for payload in payloads {
-            env.send(0, None, payload).await?;
+            fixture.send(0, None, payload).await?;
         }
-        Ok(env.backend.close().await?)
+        Ok(fixture.backend.close().await?)
     }
 
     fn spawn(&self, mode: &str) -> Result<Child> {
@@ -154,21 +159,21 @@ async fn embedded_a_message_that_kills_its_handlers_becomes_a_dead_letter() -> R
     directory.send(&["before", "poison", "after"]).await?;
     for death in 1..=5 {
         let child = directory.spawn("Owned")?;
-        let line = child.line_after("DYING at delivery ", PATIENCE)?;
+        let line = child.line_after("DYING at delivery ", TIMEOUT)?;
         println!("death {death} at delivery {line}");
-        // Whoever comes next finds the directory free.
-        child.wait(PATIENCE)?;
+        // The lock on the directory is released before the next process starts.
+        child.wait(TIMEOUT)?;
     }
-    let env = directory.open().await?;
-    let queue = Queue::with_config(std::sync::Arc::clone(&env.backend), short_lived())?;
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
+    let fixture = directory.open().await?;
+    let queue = Queue::with_config(std::sync::Arc::clone(&fixture.backend), short_leases())?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
     let subscription =
-        queue.subscribe(&env.topic, GROUP, handler, ConsumerConfig::default()).await?;
+        queue.subscribe(&fixture.topic, GROUP, handler, ConsumerConfig::default()).await?;
     assert_eq!(seen.payloads(1).await?, ["after"]);
-    let letters = env.until_dead_letters(1).await?;
+    let letters = fixture.wait_for_dead_letters(1).await?;
     assert_eq!(letters.len(), 1);
     assert_eq!(text(&letters[0], "payload"), "poison");
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     Ok(())
 }
@@ -179,17 +184,17 @@ async fn embedded_what_a_killed_process_had_in_hand_is_there_for_the_next() -> R
         let directory = Directory::new()?;
         directory.send(&["hang"]).await?;
         let child = directory.spawn(mode)?;
-        child.line_after("HANGING", PATIENCE)?;
+        child.line_after("HANGING", TIMEOUT)?;
         child.kill9()?;
-        let env = directory.open().await?;
-        let queue = Queue::with_config(std::sync::Arc::clone(&env.backend), short_lived())?;
-        let (handler, mut seen) = recorder(|_| Outcome::Done);
+        let fixture = directory.open().await?;
+        let queue = Queue::with_config(std::sync::Arc::clone(&fixture.backend), short_leases())?;
+        let (handler, mut seen) = recording_handler(|_| Outcome::Done);
         let mode = if mode == "Shared" { Mode::Shared } else { Mode::Owned };
         let config = ConsumerConfig { mode, ..Default::default() };
-        let subscription = queue.subscribe(&env.topic, GROUP, handler, config).await?;
+        let subscription = queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
         let message = seen.next().await?;
         assert_eq!((message.deliveries, message.attempt), (2, 1));
-        env.until_settled(0).await?;
+        fixture.wait_until_settled(0).await?;
         subscription.stop().await;
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Subscriptions that are dropped instead of stopped: what they had in hand is others' at once.
+//! Subscriptions that are dropped instead of stopped: their in-flight messages are redelivered at once.
 
 use std::time::Duration;
 
@@ -6,30 +6,31 @@ use anyhow::Result;
 use headwater_queue::{Message, Outcome};
 use headwater_stream::SetName;
 
-use crate::env::{Env, GROUP, eventually};
-use crate::record::recorder;
+use crate::fixture::{Fixture, GROUP, eventually};
+use crate::recording_handler::recording_handler;
 use crate::shared::shared;
 
-async fn what_a_dropped_subscription_had_in_hand_is_given_back(env: Env) -> Result<()> {
-    let (begun, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
+async fn in_flight_messages_of_a_dropped_subscription_are_released(fixture: Fixture) -> Result<()> {
+    let (started, mut starts) = tokio::sync::mpsc::unbounded_channel();
     let hanging = move |_: Message| {
-        let _ = begun.send(());
+        let _ = started.send(());
         std::future::pending::<()>()
     };
-    // The process stays a member of the group, so nobody takes it for dead.
-    let (idle, _unseen) = recorder(|_| Outcome::Done);
-    let stays = format!("{}-stays", env.topic);
-    let staying = env.queue.subscribe(&stays, GROUP, idle, shared()).await?;
-    let dropped = env.queue.subscribe(&env.topic, GROUP, hanging, shared()).await?;
+    // The process stays a member of the group, so it is not considered dead.
+    let (idle, _unseen) = recording_handler(|_| Outcome::Done);
+    let stays = format!("{}-stays", fixture.topic);
+    let staying = fixture.queue.subscribe(&stays, GROUP, idle, shared()).await?;
+    let dropped = fixture.queue.subscribe(&fixture.topic, GROUP, hanging, shared()).await?;
     for n in 0..3 {
-        env.send(0, None, &n.to_string()).await?;
+        fixture.send(0, None, &n.to_string()).await?;
     }
-    has_begun.recv().await;
-    eventually("all are in hand", async || Ok(env.pending(0).await?.len() == 3)).await?;
+    starts.recv().await;
+    eventually("all messages are in flight", async || Ok(fixture.pending(0).await?.len() == 3))
+        .await?;
 
-    let other = env.second_queue().await?;
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
-    let subscription = other.subscribe(&env.topic, GROUP, handler, shared()).await?;
+    let other = fixture.second_queue().await?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+    let subscription = other.subscribe(&fixture.topic, GROUP, handler, shared()).await?;
     drop(dropped);
     let mut got = Vec::new();
     for _ in 0..3 {
@@ -39,51 +40,51 @@ async fn what_a_dropped_subscription_had_in_hand_is_given_back(env: Env) -> Resu
     }
     got.sort();
     assert_eq!(got, ["0", "1", "2"]);
-    // Also what a read under way may still fetch for the one that is gone.
+    // Also entries that a read in flight fetches for the dropped subscription.
     for n in 3..13 {
-        env.send(0, None, &n.to_string()).await?;
+        fixture.send(0, None, &n.to_string()).await?;
     }
     seen.payloads(10).await?;
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     staying.stop().await;
     Ok(())
 }
 
-async fn a_subscribe_that_is_given_up_leaves_nothing_behind(env: Env) -> Result<()> {
-    let members = SetName::new(format!("streaming:mq:members:{GROUP}-{}", env.topic))?;
+async fn a_cancelled_subscribe_leaves_no_member_behind(fixture: Fixture) -> Result<()> {
+    let members = SetName::new(format!("streaming:mq:members:{GROUP}-{}", fixture.topic))?;
     let group = members.as_str().trim_start_matches("streaming:mq:members:").to_owned();
-    // The process stays a member, so that it may go on reading.
-    let (idle, _unseen) = recorder(|_| Outcome::Done);
-    let stays = format!("{}-stays", env.topic);
-    let staying = env.queue.subscribe(&stays, &group, idle, shared()).await?;
-    let (ghost, mut haunted) = recorder(|_| Outcome::Done);
+    // The process stays a member, so that it could keep reading.
+    let (idle, _unseen) = recording_handler(|_| Outcome::Done);
+    let stays = format!("{}-stays", fixture.topic);
+    let staying = fixture.queue.subscribe(&stays, &group, idle, shared()).await?;
+    let (ghost, mut haunted) = recording_handler(|_| Outcome::Done);
     for step in 0..30 {
-        let subscribing = env.queue.subscribe(&env.topic, &group, ghost.clone(), shared());
-        // Some are given up before they are members, some after, some are too fast.
+        let subscribing = fixture.queue.subscribe(&fixture.topic, &group, ghost.clone(), shared());
+        // Some are cancelled before they joined, some after, some complete.
         let _ = tokio::time::timeout(Duration::from_micros(step * step * 10), subscribing).await;
     }
     for polls in 1..12 {
-        let subscribing = env.queue.subscribe(&env.topic, &group, ghost.clone(), shared());
+        let subscribing = fixture.queue.subscribe(&fixture.topic, &group, ghost.clone(), shared());
         let mut subscribing = Box::pin(subscribing);
         for _ in 0..polls {
-            // The rest of the world goes on, and answers to somebody who does not listen.
+            // Other tasks continue, and the reply arrives after the cancellation.
             if futures_util::poll!(&mut subscribing).is_ready() {
                 break;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
-    eventually("nobody takes part in the topic", async || {
-        Ok(env.backend.set_members(&members).await?.len() == 1)
+    eventually("the topic has no members", async || {
+        Ok(fixture.backend.set_members(&members).await?.len() == 1)
     })
     .await?;
-    env.send(0, None, "alone").await?;
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
-    let subscription = env.queue.subscribe(&env.topic, &group, handler, shared()).await?;
+    fixture.send(0, None, "alone").await?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+    let subscription = fixture.queue.subscribe(&fixture.topic, &group, handler, shared()).await?;
     assert_eq!(seen.payloads(1).await?, ["alone"]);
     for n in 0..20 {
-        env.send(0, None, &n.to_string()).await?;
+        fixture.send(0, None, &n.to_string()).await?;
     }
     seen.payloads(20).await?;
     assert!(haunted.now().is_none());
@@ -93,6 +94,6 @@ async fn a_subscribe_that_is_given_up_leaves_nothing_behind(env: Env) -> Result<
 }
 
 on_every_backend!(
-    what_a_dropped_subscription_had_in_hand_is_given_back,
-    a_subscribe_that_is_given_up_leaves_nothing_behind,
+    in_flight_messages_of_a_dropped_subscription_are_released,
+    a_cancelled_subscribe_leaves_no_member_behind,
 );

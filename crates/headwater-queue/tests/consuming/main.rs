@@ -1,28 +1,27 @@
-//! Consuming on every backend: each test body is written once and runs on the embedded backend, on Redis and on a Redis
-//! Cluster.
+//! Consumer tests on every backend: each test body runs embedded, on Redis and on a Redis Cluster.
 
 #[macro_use]
-mod env;
-mod counted;
-mod forgetful;
-mod record;
+mod fixture;
+mod lossy_backend;
+mod metric_recorder;
+mod recording_handler;
 
 mod backlog;
 mod bad_handlers;
 mod bad_input;
 mod crash;
-mod cut_off;
+mod data_loss;
+mod disconnect;
 mod dropped;
-mod flow;
-mod frozen;
-mod growth;
+mod flow_control;
 mod lost_replies;
-mod lost_server;
-mod observed;
+mod observability;
 mod ordered;
 mod owned;
+mod resize;
 mod retry;
 mod sequence;
 mod shared;
+mod stalled_process;
 mod timing;
 mod two_groups;

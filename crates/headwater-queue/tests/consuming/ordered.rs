@@ -1,45 +1,45 @@
-//! Order per key: a key's messages are handled one after the other, also across retries.
+//! Order per key: messages of a key are handled one after the other, also across retries.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use headwater_queue::{Backoff, ConsumerConfig, Message, Order, Outcome, RetryPolicy};
+use headwater_queue::{Backoff, ConsumerConfig, Message, MessageOrder, Outcome, RetryPolicy};
 use headwater_stream::{ConsumerName, GroupName, Reclaim, ReclaimFrom};
 
-use crate::env::{Env, GROUP, PATIENCE, text};
-use crate::record::{payload, recorder};
+use crate::fixture::{Fixture, GROUP, TIMEOUT, text};
+use crate::recording_handler::{payload, recording_handler};
 
 fn per_key() -> ConsumerConfig {
     let backoff = Backoff::Fixed(Duration::from_millis(100));
     ConsumerConfig {
-        order: Order::PerKey,
+        order: MessageOrder::PerKey,
         concurrency: 4,
         retry: RetryPolicy { backoff, ..Default::default() },
         ..Default::default()
     }
 }
 
-async fn while_a_key_is_tried_again_its_later_messages_wait_and_others_go_on(
-    env: Env,
+async fn later_messages_of_a_key_wait_for_its_retry_and_other_keys_continue(
+    fixture: Fixture,
 ) -> Result<()> {
     for (key, payload) in [("a", "a1"), ("a", "a2"), ("b", "b1"), ("a", "a3"), ("b", "b2")] {
-        env.send(0, Some(key), payload).await?;
+        fixture.send(0, Some(key), payload).await?;
     }
     let (handler, mut seen) =
-        recorder(|message| match (message.payload.as_ref(), message.attempt) {
+        recording_handler(|message| match (message.payload.as_ref(), message.attempt) {
             (b"a1", attempt) if attempt < 3 => Outcome::retry("not yet"),
             _ => Outcome::Done,
         });
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, per_key()).await?;
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, per_key()).await?;
     let mut order: HashMap<Option<String>, Vec<(String, u32)>> = HashMap::new();
     let mut all = Vec::new();
     for _ in 0..7 {
         let message = seen.next().await?;
         all.push(payload(&message));
         order.entry(message.key.clone()).or_default().push((payload(&message), message.attempt));
-        assert_eq!(message.original_id, None, "it stays the same entry");
+        assert_eq!(message.original_id, None, "a retry in place keeps the entry");
         assert_eq!(message.deliveries, u64::from(message.attempt));
     }
     let pairs = |list: &[(&str, u32)]| -> Vec<_> {
@@ -50,21 +50,22 @@ async fn while_a_key_is_tried_again_its_later_messages_wait_and_others_go_on(
     assert_eq!(order[&Some("b".to_owned())], pairs(&[("b1", 1), ("b2", 1)]));
     let place = |payload: &str| all.iter().rposition(|p| p == payload);
     assert!(place("b2") < place("a1"), "b did not wait for a: {all:?}");
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     Ok(())
 }
 
-async fn a_released_message_holds_up_its_key_and_counts_nothing(env: Env) -> Result<()> {
-    env.send(0, Some("a"), "a1").await?;
-    env.send(0, Some("a"), "a2").await?;
+async fn a_released_message_blocks_its_key_and_counts_no_attempt(fixture: Fixture) -> Result<()> {
+    fixture.send(0, Some("a"), "a1").await?;
+    fixture.send(0, Some("a"), "a2").await?;
     let is_first = std::sync::atomic::AtomicBool::new(true);
-    let (handler, mut seen) =
-        recorder(move |_| match is_first.swap(false, std::sync::atomic::Ordering::SeqCst) {
+    let (handler, mut seen) = recording_handler(move |_| {
+        match is_first.swap(false, std::sync::atomic::Ordering::SeqCst) {
             true => Outcome::Release,
             false => Outcome::Done,
-        });
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, per_key()).await?;
+        }
+    });
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, per_key()).await?;
     for expected in ["a1", "a1", "a2"] {
         let message = seen.next().await?;
         assert_eq!(
@@ -72,69 +73,71 @@ async fn a_released_message_holds_up_its_key_and_counts_nothing(env: Env) -> Res
             (expected, 1, 1)
         );
     }
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     Ok(())
 }
 
-async fn what_fails_while_the_subscription_stops_is_given_back_at_once(env: Env) -> Result<()> {
-    env.send(0, Some("a"), "a1").await?;
-    let (begun, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
-    let gate = Arc::new(tokio::sync::Semaphore::new(0));
+async fn a_message_that_fails_during_shutdown_is_released_at_once(fixture: Fixture) -> Result<()> {
+    fixture.send(0, Some("a"), "a1").await?;
+    let (started, mut starts) = tokio::sync::mpsc::unbounded_channel();
+    let permits = Arc::new(tokio::sync::Semaphore::new(0));
     let handler = {
-        let gate = Arc::clone(&gate);
+        let permits = Arc::clone(&permits);
         move |_: Message| {
-            let (gate, begun) = (Arc::clone(&gate), begun.clone());
+            let (permits, started) = (Arc::clone(&permits), started.clone());
             async move {
-                let _ = begun.send(());
-                let _permit = gate.acquire().await;
+                let _ = started.send(());
+                let _permit = permits.acquire().await;
                 Outcome::retry("the database is gone")
             }
         }
     };
-    let config = ConsumerConfig { drain: 2 * crate::env::PATIENCE, ..per_key() };
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
-    has_begun.recv().await;
+    let config = ConsumerConfig { drain: 2 * crate::fixture::TIMEOUT, ..per_key() };
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    starts.recv().await;
     let failing = async {
-        // The stop is under way when the handler fails.
+        // The handler fails after the shutdown has started.
         tokio::time::sleep(Duration::from_millis(100)).await;
-        gate.add_permits(1);
+        permits.add_permits(1);
     };
     let stopping = async { tokio::join!(subscription.stop(), failing) };
-    tokio::time::timeout(crate::env::PATIENCE, stopping).await?;
-    let (handler, mut seen) = recorder(|_| Outcome::Done);
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, per_key()).await?;
+    tokio::time::timeout(crate::fixture::TIMEOUT, stopping).await?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::Done);
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, per_key()).await?;
     assert_eq!(seen.next().await?.attempt, 1);
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     Ok(())
 }
 
-async fn a_key_goes_on_behind_a_message_that_was_given_up(env: Env) -> Result<()> {
-    env.send(0, Some("a"), "poison").await?;
-    env.send(0, Some("a"), "next").await?;
+async fn a_key_continues_after_a_dead_letter(fixture: Fixture) -> Result<()> {
+    fixture.send(0, Some("a"), "poison").await?;
+    fixture.send(0, Some("a"), "next").await?;
     let mut config = per_key();
     config.retry.max_attempts = Some(3);
-    let (handler, mut seen) = recorder(|message| match message.payload.as_ref() {
+    let (handler, mut seen) = recording_handler(|message| match message.payload.as_ref() {
         b"poison" => Outcome::retry("never"),
         _ => Outcome::Done,
     });
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
     assert_eq!(seen.payloads(4).await?, ["poison", "poison", "poison", "next"]);
-    let letters = env.until_dead_letters(1).await?;
+    let letters = fixture.wait_for_dead_letters(1).await?;
     assert_eq!(text(&letters[0], "reason"), "never (attempt 3 of 3)");
     assert_eq!(text(&letters[0], "retryCount"), "3");
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     Ok(())
 }
 
-async fn keys_are_handled_at_once_up_to_the_limit_and_each_in_order(env: Env) -> Result<()> {
+async fn keys_are_handled_concurrently_up_to_the_limit_and_each_in_order(
+    fixture: Fixture,
+) -> Result<()> {
     const KEYS: usize = 10;
     const EACH: usize = 30;
     for n in 0..EACH {
         for key in 0..KEYS {
-            env.send(0, Some(&format!("k{key}")), &n.to_string()).await?;
+            fixture.send(0, Some(&format!("k{key}")), &n.to_string()).await?;
         }
     }
     #[derive(Default)]
@@ -152,7 +155,7 @@ async fn keys_are_handled_at_once_up_to_the_limit_and_each_in_order(env: Env) ->
         async move {
             let key = message.key.clone().unwrap_or_default();
             {
-                let mut now = now.lock().expect("nobody panicked");
+                let mut now = now.lock().expect("no test panicked while holding it");
                 now.at_once += 1;
                 now.most = now.most.max(now.at_once);
                 if now.keys.insert(key.clone(), 1).is_some() {
@@ -165,38 +168,36 @@ async fn keys_are_handled_at_once_up_to_the_limit_and_each_in_order(env: Env) ->
                 }
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
-            let mut now = now.lock().expect("nobody panicked");
+            let mut now = now.lock().expect("no test panicked while holding it");
             now.at_once -= 1;
             now.keys.remove(&key);
         }
     };
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, per_key()).await?;
-    crate::env::eventually("all are done", async || {
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, per_key()).await?;
+    crate::fixture::eventually("all messages are done", async || {
         Ok(subscription.stats().done == (KEYS * EACH) as u64)
     })
     .await?;
     {
-        let now = now.lock().expect("nobody panicked");
+        let now = now.lock().expect("no test panicked while holding it");
         assert!(now.problems.is_empty(), "{:?}", now.problems);
         assert!((2..=4).contains(&now.most), "{} at once", now.most);
     }
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     Ok(())
 }
 
-/// Entries that were delivered often are taken over a few at a time, when nothing else is handled. One that rests until
-/// its next try is not handled.
-async fn a_take_over_does_not_wait_for_messages_that_wait_for_their_next_try(
-    env: Env,
-) -> Result<()> {
+/// Entries with many deliveries are reclaimed a few at a time, while no handler is running. A message in backoff is not
+/// being handled.
+async fn reclaiming_does_not_wait_for_messages_in_backoff(fixture: Fixture) -> Result<()> {
     const MESSAGES: usize = 20;
-    env.create(1).await?;
+    fixture.create(1).await?;
     for n in 0..MESSAGES {
-        env.send(0, Some(&format!("k{n}")), &n.to_string()).await?;
+        fixture.send(0, Some(&format!("k{n}")), &n.to_string()).await?;
     }
-    let stream = env.stream(0).await?;
-    crate::bad_input::read_and_die(&env, &stream).await?;
+    let stream = fixture.stream(0).await?;
+    crate::bad_input::read_and_die(&fixture, &stream).await?;
     let (group, dead) = (GroupName::new(GROUP)?, ConsumerName::new("foreign")?);
     for _ in 0..2 {
         let reclaim = Reclaim {
@@ -209,32 +210,32 @@ async fn a_take_over_does_not_wait_for_messages_that_wait_for_their_next_try(
             after: None,
             count: MESSAGES,
         };
-        env.backend.reclaim(reclaim).await?;
+        fixture.backend.reclaim(reclaim).await?;
     }
-    let (handler, mut seen) = recorder(|message| match message.attempt {
+    let (handler, mut seen) = recording_handler(|message| match message.attempt {
         1 => Outcome::retry("later"),
         _ => Outcome::Done,
     });
-    let backoff = Backoff::Fixed(PATIENCE);
+    let backoff = Backoff::Fixed(TIMEOUT);
     let config = ConsumerConfig {
-        order: Order::PerKey,
+        order: MessageOrder::PerKey,
         concurrency: 2,
         retry: RetryPolicy { backoff, ..Default::default() },
         drain: Duration::from_millis(100),
         ..Default::default()
     };
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
-    let all = tokio::time::timeout(PATIENCE, seen.payloads(MESSAGES)).await;
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    let all = tokio::time::timeout(TIMEOUT, seen.payloads(MESSAGES)).await;
     all.context("each page waited for the one before it")??;
     subscription.stop().await;
     Ok(())
 }
 
 on_every_backend!(
-    a_take_over_does_not_wait_for_messages_that_wait_for_their_next_try,
-    a_released_message_holds_up_its_key_and_counts_nothing,
-    what_fails_while_the_subscription_stops_is_given_back_at_once,
-    while_a_key_is_tried_again_its_later_messages_wait_and_others_go_on,
-    a_key_goes_on_behind_a_message_that_was_given_up,
-    keys_are_handled_at_once_up_to_the_limit_and_each_in_order,
+    reclaiming_does_not_wait_for_messages_in_backoff,
+    a_released_message_blocks_its_key_and_counts_no_attempt,
+    a_message_that_fails_during_shutdown_is_released_at_once,
+    later_messages_of_a_key_wait_for_its_retry_and_other_keys_continue,
+    a_key_continues_after_a_dead_letter,
+    keys_are_handled_concurrently_up_to_the_limit_and_each_in_order,
 );

@@ -1,12 +1,12 @@
-//! Retry with backoff and dead letters, without order.
+//! Retries with backoff and dead letters, with relaxed order.
 
 use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{Backoff, ConsumerConfig, Outcome, RetryPolicy};
 
-use crate::env::{Env, GROUP, text};
-use crate::record::{payload, recorder};
+use crate::fixture::{Fixture, GROUP, text};
+use crate::recording_handler::{payload, recording_handler};
 use crate::shared::shared;
 
 fn quick_retries() -> ConsumerConfig {
@@ -14,38 +14,39 @@ fn quick_retries() -> ConsumerConfig {
     ConsumerConfig { retry: RetryPolicy { backoff, ..Default::default() }, ..shared() }
 }
 
-async fn a_failed_message_comes_back_with_its_bytes_until_it_succeeds(env: Env) -> Result<()> {
-    let first = env.send(0, Some("k"), "fragile").await?;
-    let (handler, mut seen) = recorder(|message| match message.attempt {
+async fn a_failed_message_is_retried_unchanged_until_it_succeeds(fixture: Fixture) -> Result<()> {
+    let first = fixture.send(0, Some("k"), "fragile").await?;
+    let (handler, mut seen) = recording_handler(|message| match message.attempt {
         3 => Outcome::Done,
         _ => Outcome::retry("not yet"),
     });
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, quick_retries()).await?;
+    let subscription =
+        fixture.queue.subscribe(&fixture.topic, GROUP, handler, quick_retries()).await?;
     for attempt in 1..=3 {
         let message = seen.next().await?;
         assert_eq!((message.attempt, message.first_id()), (attempt, first));
         assert_eq!((payload(&message), message.key.as_deref()), ("fragile".into(), Some("k")));
     }
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     assert_eq!((subscription.stats().retried, subscription.stats().done), (2, 1));
-    assert!(env.dead_letters().await?.is_empty());
+    assert!(fixture.dead_letters().await?.is_empty());
     Ok(())
 }
 
-async fn a_message_that_always_fails_becomes_a_dead_letter(env: Env) -> Result<()> {
-    let first = env.send(0, Some("k"), "poison").await?;
-    let (handler, mut seen) = recorder(|_| Outcome::retry("never"));
+async fn a_message_that_always_fails_becomes_a_dead_letter(fixture: Fixture) -> Result<()> {
+    let first = fixture.send(0, Some("k"), "poison").await?;
+    let (handler, mut seen) = recording_handler(|_| Outcome::retry("never"));
     let mut config = quick_retries();
     config.retry.max_attempts = Some(3);
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, config).await?;
-    let letters = env.until_dead_letters(1).await?;
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, config).await?;
+    let letters = fixture.wait_for_dead_letters(1).await?;
     subscription.stop().await;
     let attempts: Vec<u32> = std::iter::from_fn(|| seen.now()).map(|m| m.attempt).collect();
     assert_eq!(attempts, [1, 2, 3]);
     let fields = &letters[0].fields;
     for (name, value) in [
-        ("originalTopic", env.topic.as_str()),
+        ("originalTopic", fixture.topic.as_str()),
         ("partitionId", "0"),
         ("originalMessageId", &first.to_string()),
         ("key", "k"),
@@ -58,24 +59,24 @@ async fn a_message_that_always_fails_becomes_a_dead_letter(env: Env) -> Result<(
         assert_eq!(fields.get(name).map(|v| v.as_ref()), Some(value.as_bytes()), "{name}");
     }
     assert!(fields.get("failedAt").is_some());
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     Ok(())
 }
 
-async fn a_handler_can_give_up_at_once(env: Env) -> Result<()> {
-    env.send(0, None, "hopeless").await?;
-    let (handler, _seen) = recorder(|_| Outcome::dead_letter("no such customer"));
-    let subscription = env.queue.subscribe(&env.topic, GROUP, handler, shared()).await?;
-    let letters = env.until_dead_letters(1).await?;
+async fn a_handler_can_make_a_dead_letter_at_once(fixture: Fixture) -> Result<()> {
+    fixture.send(0, None, "hopeless").await?;
+    let (handler, _seen) = recording_handler(|_| Outcome::dead_letter("no such customer"));
+    let subscription = fixture.queue.subscribe(&fixture.topic, GROUP, handler, shared()).await?;
+    let letters = fixture.wait_for_dead_letters(1).await?;
     assert_eq!(text(&letters[0], "reason"), "no such customer");
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     subscription.stop().await;
     assert_eq!(subscription.stats().dead_letters, 1);
     Ok(())
 }
 
 on_every_backend!(
-    a_failed_message_comes_back_with_its_bytes_until_it_succeeds,
+    a_failed_message_is_retried_unchanged_until_it_succeeds,
     a_message_that_always_fails_becomes_a_dead_letter,
-    a_handler_can_give_up_at_once,
+    a_handler_can_make_a_dead_letter_at_once,
 );

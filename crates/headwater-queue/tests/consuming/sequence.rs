@@ -6,17 +6,17 @@ use anyhow::Result;
 use headwater_queue::{Backoff, ConsumerConfig, Outcome, RetryPolicy};
 use headwater_stream::DelayName;
 
-use crate::env::{Env, GROUP, eventually, text};
-use crate::record::recorder;
+use crate::fixture::{Fixture, GROUP, eventually, text};
+use crate::recording_handler::recording_handler;
 
-async fn consume_and_retry_with_backoff(env: Env) -> Result<()> {
+async fn consume_and_retry_with_backoff(fixture: Fixture) -> Result<()> {
     // participant Rp as stream:topic:{t}:p:i, DLQ as stream:topic:{t}:dlq, D as DelayBucket(ZSET)
-    env.create(1).await?;
-    let described = env.queue.topics().describe(&env.topic).await?;
+    fixture.create(1).await?;
+    let described = fixture.queue.topics().describe(&fixture.topic).await?;
     let bucket = DelayName::new(&described.partitions[0].delays_key)?;
-    let success = env.send(0, None, "SUCCESS").await?;
-    let retry = env.send(0, None, "RETRY").await?;
-    let dead = env.send(0, None, "DEAD").await?;
+    let success = fixture.send(0, None, "SUCCESS").await?;
+    let retry = fixture.send(0, None, "RETRY").await?;
+    let dead = fixture.send(0, None, "DEAD").await?;
 
     // participant C as Consumer Worker(p)
     let backoff = Backoff::Fixed(Duration::from_secs(5));
@@ -25,12 +25,12 @@ async fn consume_and_retry_with_backoff(env: Env) -> Result<()> {
         ..Default::default()
     };
     let (handle, mut handled) =
-        recorder(|message| match (message.payload.as_ref(), message.attempt) {
+        recording_handler(|message| match (message.payload.as_ref(), message.attempt) {
             (b"SUCCESS", _) | (b"RETRY", 2) => Outcome::Done,
             (b"RETRY", _) => Outcome::retry("try later"),
-            _ => Outcome::dead_letter("cannot be helped"),
+            _ => Outcome::dead_letter("cannot succeed"),
         });
-    let worker = env.queue.subscribe(&env.topic, GROUP, handle, config).await?;
+    let worker = fixture.queue.subscribe(&fixture.topic, GROUP, handle, config).await?;
 
     // C->>Rp: XREADGROUP
     // C->>C: handle(message)
@@ -41,27 +41,27 @@ async fn consume_and_retry_with_backoff(env: Env) -> Result<()> {
     // alt SUCCESS: C->>Rp: XACK
     // else RETRY: C->>Rp: XACK, C->>D: ZADD(now+backoff, retryMessage)
     // else FAIL/DEAD: C->>DLQ: XADD dead-letter, C->>Rp: XACK
-    env.until_settled(0).await?;
-    let waiting = env.backend.delayed(&bucket, 0, 10).await?;
+    fixture.wait_until_settled(0).await?;
+    let waiting = fixture.backend.delayed(&bucket, 0, 10).await?;
     assert_eq!(waiting.len(), 1);
-    assert_eq!(waiting[0].to, env.stream(0).await?);
+    assert_eq!(waiting[0].to, fixture.stream(0).await?);
     assert_eq!(waiting[0].fields.get("payload").map(AsRef::as_ref), Some(&b"RETRY"[..]));
     assert_eq!(waiting[0].fields.get("retryCount").map(AsRef::as_ref), Some(&b"1"[..]));
-    let letters = env.dead_letters().await?;
+    let letters = fixture.dead_letters().await?;
     assert_eq!(letters.len(), 1);
     assert_eq!(text(&letters[0], "payload"), "DEAD");
     assert_eq!(text(&letters[0], "originalMessageId"), dead.to_string());
-    assert_eq!(text(&letters[0], "reason"), "cannot be helped");
+    assert_eq!(text(&letters[0], "reason"), "cannot succeed");
 
-    // When the backoff has passed, the mover pushes it back to its partition.
+    // After the backoff, the delay scheduler appends it to its partition.
     let again = handled.next().await?;
     assert_eq!((again.attempt, again.first_id(), again.partition), (2, retry, 0));
     assert_eq!(again.payload.as_ref(), b"RETRY");
-    eventually("the bucket is empty", async || {
-        Ok(env.backend.delay_stats(&bucket).await?.waiting == 0)
+    eventually("the delay set is empty", async || {
+        Ok(fixture.backend.delay_stats(&bucket).await?.waiting == 0)
     })
     .await?;
-    env.until_settled(0).await?;
+    fixture.wait_until_settled(0).await?;
     worker.stop().await;
     Ok(())
 }

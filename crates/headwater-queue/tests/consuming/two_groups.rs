@@ -1,54 +1,56 @@
-//! Two groups on one topic: what one of them tries again is no new message for the other.
+//! Two groups on one topic: a retry for one group is not delivered to the other.
 
 use std::time::Duration;
 
 use anyhow::Result;
 use headwater_queue::{
-    Backoff, ConsumerConfig, Letters, MessageQuery, Order, Outcome, ReplayConfig, RetryPolicy,
-    metrics,
+    Backoff, ConsumerConfig, Letters, MessageOrder, MessageQuery, Outcome, ReplayConfig,
+    RetryPolicy, metrics,
 };
 use headwater_stream::Fields;
 
-use crate::counted::{counted, start_counting};
-use crate::env::{Env, eventually, text};
-use crate::record::{payload, recorder};
+use crate::fixture::{Fixture, eventually, text};
+use crate::metric_recorder::{counter_value, install_metric_recorder};
+use crate::recording_handler::{payload, recording_handler};
 
-/// Order is relaxed, so that what fails comes back through the partition's stream.
+/// Relaxed order, so that a retry is appended to the stream of the partition.
 fn config(mode: headwater_queue::Mode) -> ConsumerConfig {
     let backoff = Backoff::Fixed(Duration::from_millis(10));
     let retry = RetryPolicy { backoff, max_attempts: Some(3), ..Default::default() };
-    ConsumerConfig { order: Order::Relaxed, retry, mode, ..Default::default() }
+    ConsumerConfig { order: MessageOrder::Relaxed, retry, mode, ..Default::default() }
 }
 
-async fn a_retry_is_for_the_group_that_asked_for_it(env: Env) -> Result<()> {
-    start_counting();
+async fn a_retry_is_delivered_only_to_the_group_that_failed(fixture: Fixture) -> Result<()> {
+    install_metric_recorder();
     use headwater_queue::Mode::{Owned, Shared};
-    let (failing, mut failed) = recorder(|message| match message.attempt {
+    let (failing, mut failed) = recording_handler(|message| match message.attempt {
         1 | 2 => Outcome::retry("not yet"),
         _ => Outcome::Done,
     });
-    let (working, mut worked) = recorder(|_| Outcome::Done);
-    let billing = env.queue.subscribe(&env.topic, "billing", failing, config(Owned)).await?;
-    let shipping = env.queue.subscribe(&env.topic, "shipping", working, config(Shared)).await?;
-    env.send(0, Some("k"), "once").await?;
+    let (working, mut worked) = recording_handler(|_| Outcome::Done);
+    let billing =
+        fixture.queue.subscribe(&fixture.topic, "billing", failing, config(Owned)).await?;
+    let shipping =
+        fixture.queue.subscribe(&fixture.topic, "shipping", working, config(Shared)).await?;
+    fixture.send(0, Some("k"), "once").await?;
     for attempt in 1..=3 {
         assert_eq!(failed.next().await?.attempt, attempt);
     }
-    // What comes later shows that nothing else came before it.
-    env.send(0, Some("k"), "last").await?;
+    // A later message proves that nothing was delivered before it.
+    fixture.send(0, Some("k"), "last").await?;
     assert_eq!(worked.payloads(2).await?, ["once", "last"]);
-    eventually("both retries were passed over", async || {
-        Ok(counted(metrics::CONSUMED, &env.topic, "skipped") >= 2)
+    eventually("both retries were skipped", async || {
+        Ok(counter_value(metrics::CONSUMED, &fixture.topic, "skipped") >= 2)
     })
     .await?;
-    // Those of "last" may have come since.
+    // The retries of "last" may have been skipped since.
     while payload(&failed.next().await?) != "last" {}
     billing.stop().await;
     shipping.stop().await;
     assert!(worked.now().is_none());
 
-    // Whoever looks at the topic sees for whom it came back.
-    let page = env.queue.inspect().messages(&env.topic, &MessageQuery::default()).await;
+    // Inspection shows the group of a retry.
+    let page = fixture.queue.inspect().messages(&fixture.topic, &MessageQuery::default()).await;
     let groups: Vec<Option<String>> = match page {
         Ok(page) => {
             let messages = page.items.into_iter().filter_map(|stored| stored.message.ok());
@@ -64,27 +66,32 @@ async fn a_retry_is_for_the_group_that_asked_for_it(env: Env) -> Result<()> {
     Ok(())
 }
 
-async fn a_replay_is_for_the_group_that_gave_up(env: Env) -> Result<()> {
-    start_counting();
-    env.create(1).await?;
+async fn a_replay_is_delivered_only_to_the_group_of_the_dead_letter(
+    fixture: Fixture,
+) -> Result<()> {
+    install_metric_recorder();
+    fixture.create(1).await?;
     let mode = headwater_queue::Mode::Owned;
-    let (failing, mut failed) = recorder(|message| match message.replayed_from {
+    let (failing, mut failed) = recording_handler(|message| match message.replayed_from {
         None => Outcome::dead_letter("cannot be billed"),
         Some(_) => Outcome::Done,
     });
-    let (also_failing, mut also_failed) = recorder(|message| match message.replayed_from {
-        None => Outcome::dead_letter("cannot be shipped"),
-        Some(_) => Outcome::Done,
-    });
-    let (working, mut worked) = recorder(|_| Outcome::Done);
-    let billing = env.queue.subscribe(&env.topic, "billing", failing, config(mode)).await?;
-    let shipping = env.queue.subscribe(&env.topic, "shipping", also_failing, config(mode)).await?;
-    let counting = env.queue.subscribe(&env.topic, "counting", working, config(mode)).await?;
-    env.send(0, Some("k"), "once").await?;
-    env.until_dead_letters(2).await?;
+    let (also_failing, mut also_failed) =
+        recording_handler(|message| match message.replayed_from {
+            None => Outcome::dead_letter("cannot be shipped"),
+            Some(_) => Outcome::Done,
+        });
+    let (working, mut worked) = recording_handler(|_| Outcome::Done);
+    let billing = fixture.queue.subscribe(&fixture.topic, "billing", failing, config(mode)).await?;
+    let shipping =
+        fixture.queue.subscribe(&fixture.topic, "shipping", also_failing, config(mode)).await?;
+    let counting =
+        fixture.queue.subscribe(&fixture.topic, "counting", working, config(mode)).await?;
+    fixture.send(0, Some("k"), "once").await?;
+    fixture.wait_for_dead_letters(2).await?;
     assert_eq!((failed.payloads(1).await?, also_failed.payloads(1).await?).0, ["once"]);
 
-    let letters = env.queue.dead_letters(&env.topic).await?;
+    let letters = fixture.queue.dead_letters(&fixture.topic).await?;
     let page = letters.browse(&Default::default()).await?;
     let mut groups: Vec<_> = page.items.iter().map(|letter| letter.group.clone()).collect();
     groups.sort();
@@ -95,11 +102,11 @@ async fn a_replay_is_for_the_group_that_gave_up(env: Env) -> Result<()> {
     let again = failed.next().await?;
     assert_eq!((again.replayed_from, again.attempt), (Some(id), 1));
 
-    // The other one, too: the two are no copies of each other.
+    // The other dead letter, too: they are not copies of each other.
     let all = Letters::Matching(Default::default());
     assert_eq!(letters.replay(all, &ReplayConfig::default()).await?.replayed, 1);
     assert!(also_failed.next().await?.replayed_from.is_some());
-    env.send(0, Some("k"), "last").await?;
+    fixture.send(0, Some("k"), "last").await?;
     assert_eq!(worked.payloads(2).await?, ["once", "last"]);
     assert_eq!(failed.payloads(1).await?, ["last"]);
     assert_eq!(also_failed.payloads(1).await?, ["last"]);
@@ -109,9 +116,11 @@ async fn a_replay_is_for_the_group_that_gave_up(env: Env) -> Result<()> {
     Ok(())
 }
 
-async fn a_dead_letter_keeps_what_another_program_called_by_the_same_names(env: Env) -> Result<()> {
-    start_counting();
-    env.create(1).await?;
+async fn a_dead_letter_keeps_fields_of_another_program_with_the_same_names(
+    fixture: Fixture,
+) -> Result<()> {
+    install_metric_recorder();
+    fixture.create(1).await?;
     let own = [
         ("reason", "their reason"),
         ("failedAt", "yesterday"),
@@ -121,19 +130,20 @@ async fn a_dead_letter_keeps_what_another_program_called_by_the_same_names(env: 
         ("original:reason", "older"),
         ("payload", "p"),
     ];
-    env.append(0, Fields::new(own)).await?;
-    let (handler, mut seen) = recorder(|message| match message.replayed_from {
+    fixture.append(0, Fields::new(own)).await?;
+    let (handler, mut seen) = recording_handler(|message| match message.replayed_from {
         None => Outcome::dead_letter("ours"),
         Some(_) => Outcome::Done,
     });
     let mode = headwater_queue::Mode::Shared;
-    let subscription = env.queue.subscribe(&env.topic, "billing", handler, config(mode)).await?;
+    let subscription =
+        fixture.queue.subscribe(&fixture.topic, "billing", handler, config(mode)).await?;
     seen.next().await?;
-    let letters = env.until_dead_letters(1).await?;
+    let letters = fixture.wait_for_dead_letters(1).await?;
     for (field, value) in [
         ("reason", "ours"),
         ("partitionId", "0"),
-        ("originalTopic", env.topic.as_str()),
+        ("originalTopic", fixture.topic.as_str()),
         ("retryGroup", "billing"),
         ("original:reason", "their reason"),
         ("original:failedAt", "yesterday"),
@@ -145,11 +155,11 @@ async fn a_dead_letter_keeps_what_another_program_called_by_the_same_names(env: 
         assert_eq!(text(&letters[0], field), value, "{field}");
     }
     let all = Letters::Matching(Default::default());
-    let letters = env.queue.dead_letters(&env.topic).await?;
+    let letters = fixture.queue.dead_letters(&fixture.topic).await?;
     assert_eq!(letters.replay(all, &ReplayConfig::default()).await?.replayed, 1);
     let again = seen.next().await?;
     for (field, value) in own {
-        // This one field a message that comes back needs for itself.
+        // A replayed message needs this field itself.
         let field = if field == "retryGroup" { "original:retryGroup" } else { field };
         assert_eq!(again.fields.get(field).expect(field), value, "{field}");
     }
@@ -159,7 +169,7 @@ async fn a_dead_letter_keeps_what_another_program_called_by_the_same_names(env: 
 }
 
 on_every_backend!(
-    a_retry_is_for_the_group_that_asked_for_it,
-    a_replay_is_for_the_group_that_gave_up,
-    a_dead_letter_keeps_what_another_program_called_by_the_same_names,
+    a_retry_is_delivered_only_to_the_group_that_failed,
+    a_replay_is_delivered_only_to_the_group_of_the_dead_letter,
+    a_dead_letter_keeps_fields_of_another_program_with_the_same_names,
 );

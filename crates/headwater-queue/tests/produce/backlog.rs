@@ -1,11 +1,11 @@
-//! Back-pressure: a topic takes no more than its budget, and loses nothing for it.
+//! Backpressure: a topic accepts no more than its byte budget, and loses no message.
 
 use crate::setup::on_every_backend;
 
 on_every_backend! {
-    over_its_budget_a_topic_refuses_sends_until_consumers_catch_up
-    a_topic_without_a_group_loses_nothing_to_its_budget
-    another_producer_sees_the_backlog_at_once
+    a_topic_over_its_budget_rejects_sends_until_consumers_catch_up
+    a_topic_without_a_group_is_not_trimmed_for_its_budget
+    a_new_producer_sees_the_exceeded_budget_at_once
 }
 
 mod bodies {
@@ -19,7 +19,7 @@ mod bodies {
 
     const BUDGET: u64 = 200_000;
     const PAYLOAD_BYTES: usize = 2_000;
-    /// More than enough to fill the budget.
+    /// More messages than the budget holds.
     const SENT_MAX: usize = 1_000;
 
     async fn create(setup: &Setup) -> Result<()> {
@@ -32,14 +32,14 @@ mod bodies {
         NewMessage::new(vec![b'x'; PAYLOAD_BYTES])
     }
 
-    /// Sends until it is refused, also after waiting as told: until then it is a guess of the producer that the topic is
-    /// full. Returns how many were taken.
+    /// Sends until a send is rejected even after waiting for `retry_after`: before that, the producer only estimates
+    /// the size. Returns how many messages were accepted.
     async fn fill(setup: &Setup) -> Result<usize> {
         let (mut sent, mut refusals) = (0, 0);
         while refusals < 2 {
             match setup.producer.send(&setup.topic, message()).await {
                 Ok(_) => (sent, refusals) = (sent + 1, 0),
-                Err(QueueError::Backlogged { topic, bytes, budget, retry_after }) => {
+                Err(QueueError::BudgetExceeded { topic, bytes, budget, retry_after }) => {
                     assert_eq!((topic.as_str(), budget), (setup.topic.as_str(), BUDGET));
                     assert!(bytes >= BUDGET);
                     assert!(retry_after > Duration::ZERO && retry_after < Duration::from_secs(60));
@@ -53,7 +53,7 @@ mod bodies {
         Ok(sent)
     }
 
-    /// Reads and settles everything, as a consumer that catches up does.
+    /// Reads and acknowledges everything, as a consumer that catches up does.
     async fn consume(setup: &Setup, streams: &[StreamName]) -> Result<usize> {
         let (group, consumer) = (GroupName::new("group")?, ConsumerName::new("ann")?);
         let mut reader = setup.backend().reader(&group, &consumer).await?;
@@ -78,7 +78,7 @@ mod bodies {
         }
     }
 
-    pub(super) async fn over_its_budget_a_topic_refuses_sends_until_consumers_catch_up(
+    pub(super) async fn a_topic_over_its_budget_rejects_sends_until_consumers_catch_up(
         setup: Setup,
     ) -> Result<()> {
         create(&setup).await?;
@@ -89,38 +89,42 @@ mod bodies {
         }
         let sent = fill(&setup).await?;
         assert!(sent > 10, "{sent} were taken");
-        assert_eq!(setup.count().await?, sent, "what was taken is there, what was refused is not");
+        assert_eq!(
+            setup.count().await?,
+            sent,
+            "accepted messages are stored, rejected ones are not"
+        );
 
-        // A batch is refused as a whole, and so is a delayed message.
-        let refused = setup.producer.send_batch(&setup.topic, vec![message(); 3]).await;
-        assert!(matches!(refused, Err(QueueError::Backlogged { .. })), "{refused:?}");
-        let refused = setup.producer.send_after(&setup.topic, message(), Duration::ZERO).await;
-        assert!(matches!(refused, Err(QueueError::Backlogged { .. })), "{refused:?}");
+        // A batch is rejected as a whole, and so is a delayed message.
+        let rejected = setup.producer.send_batch(&setup.topic, vec![message(); 3]).await;
+        assert!(matches!(rejected, Err(QueueError::BudgetExceeded { .. })), "{rejected:?}");
+        let rejected = setup.producer.send_after(&setup.topic, message(), Duration::ZERO).await;
+        assert!(matches!(rejected, Err(QueueError::BudgetExceeded { .. })), "{rejected:?}");
         assert_eq!(setup.count().await?, sent);
 
-        // Nobody has read them, so waiting does not help.
+        // The messages are not consumed, so waiting does not help.
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(setup.producer.send(&setup.topic, message()).await.is_err());
 
-        // What is done makes room.
+        // Acknowledged messages make room.
         assert_eq!(consume(&setup, &streams).await?, sent);
-        let patience = tokio::time::Instant::now() + Duration::from_secs(20);
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(20);
         loop {
             match setup.producer.send(&setup.topic, message()).await {
                 Ok(_) => break,
-                Err(QueueError::Backlogged { retry_after, .. }) => {
-                    assert!(tokio::time::Instant::now() < patience, "it never makes room");
+                Err(QueueError::BudgetExceeded { retry_after, .. }) => {
+                    assert!(tokio::time::Instant::now() < deadline, "the budget is still exceeded");
                     tokio::time::sleep(retry_after).await;
                 }
                 Err(error) => bail!(error),
             }
         }
         assert!(setup.count().await? < sent);
-        assert_eq!(consume(&setup, &streams).await?, 1, "the new one is there");
+        assert_eq!(consume(&setup, &streams).await?, 1, "the new message is stored");
         Ok(())
     }
 
-    pub(super) async fn a_topic_without_a_group_loses_nothing_to_its_budget(
+    pub(super) async fn a_topic_without_a_group_is_not_trimmed_for_its_budget(
         setup: Setup,
     ) -> Result<()> {
         create(&setup).await?;
@@ -131,13 +135,15 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn another_producer_sees_the_backlog_at_once(setup: Setup) -> Result<()> {
+    pub(super) async fn a_new_producer_sees_the_exceeded_budget_at_once(
+        setup: Setup,
+    ) -> Result<()> {
         create(&setup).await?;
         fill(&setup).await?;
         let other = Queue::new(setup.backend().clone()).producer(ProducerConfig::default())?;
-        let refused = other.send(&setup.topic, message()).await;
-        let error = refused.expect_err("it is refused");
-        assert!(matches!(error, QueueError::Backlogged { .. }), "{error:?}");
+        let rejected = other.send(&setup.topic, message()).await;
+        let error = rejected.expect_err("it is rejected");
+        assert!(matches!(error, QueueError::BudgetExceeded { .. }), "{error:?}");
         assert!(error.is_transient());
         Ok(())
     }

@@ -1,9 +1,9 @@
-//! Producing, on every backend: each test body is written once and runs embedded, on Redis and on a Redis Cluster.
+//! Producer tests on every backend: each test body runs embedded, on Redis and on a Redis Cluster.
 
 mod backlog;
-mod delaying;
-mod failing;
-mod observing;
-mod repeating;
-mod sending;
+mod delayed;
+mod failures;
+mod idempotent;
+mod observability;
+mod send;
 mod setup;

@@ -1,4 +1,4 @@
-//! Queues to test on, and a look at what lies in them.
+//! Test setup: a queue on some backend, and access to its entries.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use headwater_queue::{Producer, ProducerConfig, Queue};
 use headwater_stream::{Backend, Entry, Options, Range, StreamName, connect};
 use headwater_testkit::{Cluster, Redis, unique};
 
-/// A queue on some backend, and names that no other test uses.
+/// A queue on some backend and a topic unique to the test.
 pub(crate) struct Setup {
     pub(crate) queue: Queue,
     pub(crate) producer: Producer,
@@ -41,7 +41,7 @@ impl Setup {
         self.queue.backend()
     }
 
-    /// The stream of a partition, by the key that `describe` shows.
+    /// The stream of a partition, by the key that `describe` reports.
     pub(crate) async fn stream(&self, partition: u16) -> Result<StreamName> {
         let described = self.queue.topics().describe(&self.topic).await?;
         let found =
@@ -49,13 +49,13 @@ impl Setup {
         Ok(StreamName::new(&found.stream_key)?)
     }
 
-    /// What lies in a partition.
+    /// The entries of a partition.
     pub(crate) async fn entries(&self, partition: u16) -> Result<Vec<Entry>> {
         let stream = self.stream(partition).await?;
         Ok(self.backend().range(&stream, Range::first(10_000)).await?)
     }
 
-    /// What lies in all partitions together.
+    /// The number of entries in all partitions.
     pub(crate) async fn count(&self) -> Result<usize> {
         let described = self.queue.topics().describe(&self.topic).await?;
         let mut count = 0;
@@ -71,7 +71,7 @@ pub(crate) fn text<'a>(entry: &'a Entry, field: &str) -> Option<&'a str> {
     entry.fields.get(field).map(|value| std::str::from_utf8(value).expect("text"))
 }
 
-/// The same test on every backend. With `in one thread`, what the thread is told of metrics and spans is all there is.
+/// The same test on every backend. With `in one thread`, a recorder for the current thread sees all metrics and spans.
 macro_rules! on_every_backend {
     ($($name:ident)*) => {
         $crate::setup::on_every_backend!(flavor = "multi_thread", $($name)*);

@@ -1,0 +1,345 @@
+//! Detects that Redis lost its data (flushed, or restarted empty) and appends again the messages that were in flight.
+//!
+//! Upstream: `ack_batcher`, when the server does not know an entry; `shutdown`, when the lease was lost with messages
+//! in flight. Downstream: the backend.
+//! Promises: an in-flight message, its retry or its dead letter survives the loss. A consumer that was paused until
+//! another one took over writes nothing: the data epoch, a key beside the stream that never changes while the server
+//! keeps its data, distinguishes a loss from a trim.
+//! Not here: messages that were not in flight when the server lost them.
+
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use bytes::Bytes;
+use headwater_stream::clock::{Clock, SystemClock};
+use headwater_stream::{
+    Backend, Delivery, EntryId, MapName, PendingQuery, PutAside, Range, RegistryMap, Retention,
+    Settlement, StreamError, StreamName, Then,
+};
+use tokio::time::Instant;
+use tracing::{debug, error, warn};
+
+use super::metrics::record_anomaly;
+use crate::message::{self, ORIGINAL_MESSAGE_ID, RETRY_GROUP, read_id};
+use crate::page::previous;
+use crate::topic::{GroupName, TopicName};
+
+/// The field of the data epoch's key.
+const SINCE_FIELD: &str = "since";
+/// How long to retry while the server does not answer. After that the message is lost and reported.
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+const BACKOFF_MIN: Duration = Duration::from_millis(50);
+const BACKOFF_MAX: Duration = Duration::from_secs(2);
+
+/// Appends again what the server lost of one partition.
+#[derive(Clone)]
+pub(super) struct LossRecovery {
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) topic: TopicName,
+    pub(super) stream: StreamName,
+    pub(super) group: GroupName,
+    pub(super) data_epoch: Arc<DataEpoch>,
+}
+
+/// Detects whether the server lost its data since consumption of a partition started. The first consumer stores a
+/// random value in a key beside the stream; if the value differs later, the data of the server was lost.
+#[derive(Debug)]
+pub(super) struct DataEpoch {
+    map: MapName,
+    seen: OnceLock<Bytes>,
+}
+
+impl DataEpoch {
+    pub(super) fn new(map: MapName) -> Self {
+        Self { map, seen: OnceLock::new() }
+    }
+
+    /// Reads the epoch, or creates it. To be called before anything is read: losses from then on are detected.
+    pub(super) async fn observe(&self, backend: &dyn Backend) -> Result<(), StreamError> {
+        let since = match self.read(backend).await? {
+            Some(since) => since,
+            None => {
+                // If two consumers create it, both read the first one's value.
+                let random = RandomState::new().hash_one(SINCE_FIELD);
+                let mine = Bytes::from(format!("{} {random:016x}", SystemClock.now().to_rfc3339()));
+                let fields: RegistryMap = BTreeMap::from([(SINCE_FIELD.to_owned(), mine.clone())]);
+                backend.map_create(&self.map, &fields).await?;
+                self.read(backend).await?.unwrap_or(mine)
+            }
+        };
+        let _ = self.seen.set(since);
+        Ok(())
+    }
+
+    /// Whether the server lost its data. `None` if the epoch was never observed.
+    async fn data_was_lost(&self, backend: &dyn Backend) -> Result<Option<bool>, StreamError> {
+        let Some(seen) = self.seen.get() else { return Ok(None) };
+        Ok(Some(self.read(backend).await?.as_ref() != Some(seen)))
+    }
+
+    async fn read(&self, backend: &dyn Backend) -> Result<Option<Bytes>, StreamError> {
+        let fields = backend.map_get(&self.map).await?;
+        Ok(fields.and_then(|mut fields| fields.remove(SINCE_FIELD)))
+    }
+}
+
+impl LossRecovery {
+    /// Whether the server certainly lost its data.
+    pub(super) async fn data_was_lost(&self) -> Result<bool, StreamError> {
+        Ok(self.data_epoch.data_was_lost(self.backend.as_ref()).await? == Some(true))
+    }
+
+    /// The settlement that appends an unfinished message again, for its group only.
+    pub(super) fn requeue(&self, delivery: &Delivery) -> Settlement {
+        let original = delivery.fields.get(ORIGINAL_MESSAGE_ID).and_then(read_id);
+        let first_id = original.unwrap_or(delivery.id);
+        let fields = message::replace_fields(
+            &delivery.fields,
+            &[
+                (ORIGINAL_MESSAGE_ID, Some(first_id.to_string())),
+                (RETRY_GROUP, Some(self.group.to_string())),
+            ],
+        );
+        Settlement { id: delivery.id, then: Then::Append { to: self.stream.clone(), fields } }
+    }
+
+    /// After a settle call that had no effect on some entries although the lease is ours. Entries that another consumer
+    /// has, or that were settled before, need nothing; the follow-ups of entries unknown to the server are written.
+    pub(super) async fn recover_stale(&self, batch: &[Settlement]) {
+        for settlement in batch.iter().filter(|entry| is_follow_up(&entry.then)) {
+            self.recover(settlement, LossEvidence::StaleSettle).await;
+        }
+    }
+
+    /// After the lease was lost: writes what was in flight if the server lost its data. Otherwise the next owner has
+    /// reclaimed it and nothing is written.
+    pub(super) async fn recover_all(self, mut left: Vec<Settlement>) {
+        left.retain(|entry| is_follow_up(&entry.then));
+        left.sort_by_key(|entry| entry.id);
+        let mut budget = RetryBudget::new();
+        loop {
+            match self.data_was_lost().await {
+                Ok(true) => break,
+                Ok(false) => return,
+                Err(error) if budget.wait_before_retry(&error).await => {}
+                Err(error) => {
+                    return warn!(stream = %self.stream, %error, "cannot determine whether the server lost its data; entries in flight are not re-appended");
+                }
+            }
+        }
+        for settlement in &left {
+            self.recover(settlement, LossEvidence::DataEpochChanged).await;
+        }
+    }
+
+    async fn recover(&self, settlement: &Settlement, evidence: LossEvidence) {
+        let mut budget = RetryBudget::new();
+        while let Err(error) = self.try_recover(settlement, evidence).await {
+            if !budget.wait_before_retry(&error).await {
+                record_anomaly(self.topic.as_str(), self.group.as_str(), "unsettled", 1);
+                error!(stream = %self.stream, entry_id = %settlement.id, %error, "could not re-append an entry lost by Redis; the message is lost");
+                return;
+            }
+        }
+    }
+
+    async fn try_recover(
+        &self,
+        Settlement { id, then }: &Settlement,
+        evidence: LossEvidence,
+    ) -> Result<(), StreamError> {
+        let is_known = match evidence {
+            LossEvidence::StaleSettle => self.is_known(*id).await?,
+            // An entry may have been added after the loss: the server has it.
+            LossEvidence::DataEpochChanged => self.exists(*id).await?,
+        };
+        if !is_known {
+            self.write_follow_up(then).await?;
+            record_anomaly(self.topic.as_str(), self.group.as_str(), "lost_by_the_server", 1);
+            warn!(stream = %self.stream, entry_id = %id, "the server lost an in-flight entry; it was appended again");
+        }
+        Ok(())
+    }
+
+    /// Whether the server knows an entry: it exists, or it was settled.
+    async fn is_known(&self, id: EntryId) -> Result<bool, StreamError> {
+        if self.exists(id).await? {
+            return Ok(true);
+        }
+        // On a busy topic, the group may have passed this id again after the loss.
+        if self.data_was_lost().await? {
+            return Ok(false);
+        }
+        // It may be trimmed, after we acknowledged it and the reply was lost. Then the group has passed this id.
+        let stats = self.backend.stats(&self.stream).await?;
+        let groups = stats.map(|stats| stats.groups).unwrap_or_default();
+        Ok(groups.iter().any(|known| known.name == self.group && known.last_delivered >= id))
+    }
+
+    /// Whether the entry is in its stream, or pending.
+    async fn exists(&self, id: EntryId) -> Result<bool, StreamError> {
+        let range = Range { from: id, to: id, ..Range::first(1) };
+        if !self.backend.range(&self.stream, range).await?.is_empty() {
+            return Ok(true);
+        }
+        let query = PendingQuery {
+            stream: &self.stream,
+            group: &self.group,
+            consumer: None,
+            min_idle: Duration::ZERO,
+            after: previous(id),
+            count: 1,
+        };
+        match self.backend.pending(query).await {
+            Ok(pending) => Ok(pending.first().is_some_and(|first| first.id == id)),
+            Err(StreamError::NoGroup { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn write_follow_up(&self, then: &Then) -> Result<(), StreamError> {
+        match then {
+            Then::Append { to, fields } => {
+                let fields = std::slice::from_ref(fields);
+                self.backend.append(to, fields, &Retention::KEEP_ALL).await?;
+            }
+            Then::PutAside { delays, to, due, fields } => {
+                let item = PutAside { to: to.clone(), due: *due, fields: fields.clone() };
+                self.backend.put_aside(delays, &[item]).await?;
+            }
+            Then::Done | Then::Delete | Then::Release => {}
+        }
+        Ok(())
+    }
+}
+
+/// Why an entry may be lost.
+#[derive(Clone, Copy, Debug)]
+enum LossEvidence {
+    /// A settle call had no effect on it.
+    StaleSettle,
+    /// The server lost its data.
+    DataEpochChanged,
+}
+
+/// Retries with backoff until [`RECOVERY_TIMEOUT`].
+struct RetryBudget {
+    until: Instant,
+    backoff: Duration,
+}
+
+impl RetryBudget {
+    fn new() -> Self {
+        Self { until: Instant::now() + RECOVERY_TIMEOUT, backoff: BACKOFF_MIN }
+    }
+
+    /// Waits before the next attempt. Returns whether to retry.
+    async fn wait_before_retry(&mut self, error: &StreamError) -> bool {
+        if !error.is_transient() || Instant::now() >= self.until {
+            return false;
+        }
+        debug!(%error, "the server does not answer, retrying");
+        tokio::time::sleep(self.backoff).await;
+        self.backoff = (self.backoff * 2).min(BACKOFF_MAX);
+        true
+    }
+}
+
+fn is_follow_up(then: &Then) -> bool {
+    matches!(then, Then::Append { .. } | Then::PutAside { .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use headwater_stream::{ConsumerName, Fields, GroupStart, Options, Settle, TrimGuard, connect};
+
+    use super::*;
+
+    /// One message that is in flight at a dead owner.
+    async fn in_flight() -> anyhow::Result<(LossRecovery, Settlement)> {
+        let backend = connect("embedded:memory", &Options::default()).await?;
+        let recovery = LossRecovery {
+            backend,
+            topic: TopicName::new("orders")?,
+            stream: StreamName::new("orders")?,
+            group: GroupName::new("billing")?,
+            data_epoch: Arc::new(DataEpoch::new(MapName::new("epoch")?)),
+        };
+        let LossRecovery { backend, stream, group, .. } = &recovery;
+        recovery.data_epoch.observe(backend.as_ref()).await?;
+        let fields = Fields::new([("payload", "p")]);
+        backend.ensure_group(stream, group, GroupStart::Beginning).await?;
+        backend.append(stream, &[fields], &Retention::KEEP_ALL).await?;
+        let mut reader = backend.reader(group, &ConsumerName::new("dead")?).await?;
+        let streams = std::slice::from_ref(stream);
+        let read = reader.read(streams, 1, Duration::ZERO).await?.remove(0).entries.remove(0);
+        let again = recovery.requeue(&read);
+        Ok((recovery, again))
+    }
+
+    /// The next owner handles the message, and it is trimmed.
+    async fn handle_and_trim(recovery: &LossRecovery, id: EntryId) -> anyhow::Result<()> {
+        let LossRecovery { backend, stream, group, .. } = recovery;
+        let consumer = &ConsumerName::new("next")?;
+        let entries = &[Settlement::done(id)];
+        backend.settle(Settle { stream, group, consumer, fence: None, entries }).await?;
+        backend.trim(stream, &Retention::max_len(0), TrimGuard::Safe).await?;
+        Ok(())
+    }
+
+    async fn stream_len(recovery: &LossRecovery) -> anyhow::Result<usize> {
+        Ok(recovery.backend.range(&recovery.stream, Range::first(10)).await?.len())
+    }
+
+    #[tokio::test]
+    async fn an_entry_that_the_next_owner_handled_and_trimmed_is_not_appended_again()
+    -> anyhow::Result<()> {
+        let (recovery, again) = in_flight().await?;
+        handle_and_trim(&recovery, again.id).await?;
+        recovery.clone().recover_all(vec![again.clone()]).await;
+        assert_eq!(stream_len(&recovery).await?, 0);
+        recovery.recover_stale(&[again]).await;
+        assert_eq!(stream_len(&recovery).await?, 0);
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn an_entry_lost_by_the_server_is_appended_again_for_its_group() -> anyhow::Result<()> {
+        let (recovery, again) = in_flight().await?;
+        handle_and_trim(&recovery, again.id).await?;
+        recovery.backend.map_delete(&recovery.data_epoch.map).await?;
+        recovery.clone().recover_all(vec![again.clone()]).await;
+        let entries = recovery.backend.range(&recovery.stream, Range::first(10)).await?;
+        assert_eq!(entries.len(), 1);
+        let fields = &entries[0].fields;
+        assert_eq!(fields.get("payload").unwrap(), "p");
+        assert_eq!(fields.get(ORIGINAL_MESSAGE_ID).unwrap(), again.id.to_string().as_bytes());
+        assert_eq!(fields.get(RETRY_GROUP).unwrap(), "billing");
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn an_entry_added_after_the_loss_is_not_appended_again() -> anyhow::Result<()> {
+        let (recovery, again) = in_flight().await?;
+        recovery.backend.map_delete(&recovery.data_epoch.map).await?;
+        recovery.clone().recover_all(vec![again]).await;
+        assert_eq!(stream_len(&recovery).await?, 1, "only the existing entry");
+        Ok(())
+    }
+
+    #[tokio::test]
+    async fn all_consumers_observe_the_same_data_epoch() -> anyhow::Result<()> {
+        let (recovery, _) = in_flight().await?;
+        let second = DataEpoch::new(recovery.data_epoch.map.clone());
+        second.observe(recovery.backend.as_ref()).await?;
+        assert_eq!(second.seen.get(), recovery.data_epoch.seen.get());
+        assert!(!recovery.data_was_lost().await?);
+        recovery.backend.map_delete(&recovery.data_epoch.map).await?;
+        assert!(recovery.data_was_lost().await?);
+        second.observe(recovery.backend.as_ref()).await?;
+        assert!(recovery.data_was_lost().await?, "the epoch is a different one now");
+        Ok(())
+    }
+}

@@ -1,0 +1,129 @@
+//! The topic cache of a producer: metadata of topics and a handle for each of their partitions.
+//!
+//! Upstream: `producer`. Downstream: the topic registry of the queue.
+//! Promises: cached metadata is at most `refresh` old; when it has to be read again, one caller reads it and concurrent
+//! callers wait for it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
+
+use metrics::counter;
+use tokio::time::Instant;
+
+use super::budget::ByteBudget;
+use super::partition_handle::PartitionHandle;
+use crate::error::Result;
+use crate::limits::PRODUCER_TOPICS_MAX;
+use crate::metrics::PRODUCED;
+use crate::queue::Queue;
+use crate::topic::{Growth, Partition, Topic, TopicName};
+
+/// A topic as it was at one moment.
+pub(super) struct CachedTopic {
+    pub(super) topic: Arc<Topic>,
+    /// The topic was in this state at this time.
+    read_at: Instant,
+    /// The queue's invalidation count before the read.
+    invalidations: u64,
+    partitions: Arc<PartitionHandles>,
+    /// The byte budget, if the topic has one.
+    pub(super) budget: Option<Arc<ByteBudget>>,
+}
+
+/// Created on first use, kept while the topic does not change.
+type PartitionHandles = Vec<OnceLock<PartitionHandle>>;
+
+impl CachedTopic {
+    /// The handle of an existing partition.
+    pub(super) fn partition(&self, partition: Partition) -> &PartitionHandle {
+        let make = || PartitionHandle::new(&self.topic, partition);
+        self.partitions[usize::from(partition)].get_or_init(make)
+    }
+
+    /// Counts messages that were not sent because they, or another one of their batch, exceed a limit.
+    pub(super) fn count_rejected(&self, messages: usize) {
+        let topic = self.topic.name.to_string();
+        counter!(PRODUCED, "topic" => topic, "partition" => "", "result" => "refused")
+            .increment(messages as u64);
+    }
+
+    /// Whether the metadata is so old that a resize may have completed without this producer.
+    pub(super) fn is_stale(&self) -> bool {
+        self.read_at.elapsed() >= Growth::settling(self.topic.policies.refresh)
+    }
+}
+
+pub(super) struct TopicCache {
+    queue: Queue,
+    slots: RwLock<HashMap<TopicName, Arc<TopicCacheSlot>>>,
+}
+
+/// The latest metadata of one topic.
+#[derive(Default)]
+struct TopicCacheSlot {
+    latest: Mutex<Option<Arc<CachedTopic>>>,
+    refreshing: tokio::sync::Mutex<()>,
+}
+
+const NOT_POISONED: &str = "no code panics while it holds the topic cache";
+
+impl TopicCache {
+    pub(super) fn new(queue: Queue) -> Self {
+        Self { queue, slots: RwLock::default() }
+    }
+
+    /// The cached topic, unless it is too old.
+    pub(super) fn fresh(&self, topic: &str, now: Instant) -> Option<Arc<CachedTopic>> {
+        let slots = self.slots.read().expect(NOT_POISONED);
+        let cached = slots.get(topic)?.latest.lock().expect(NOT_POISONED).clone()?;
+        self.is_fresh(&cached, now).then_some(cached)
+    }
+
+    fn is_fresh(&self, cached: &CachedTopic, now: Instant) -> bool {
+        cached.invalidations == self.queue.forgotten()
+            && now.duration_since(cached.read_at) < cached.topic.policies.refresh
+    }
+
+    /// Reads the topic again. Concurrent calls share one read.
+    pub(super) async fn refresh(&self, topic: &str) -> Result<Arc<CachedTopic>> {
+        let name = TopicName::new(topic)?;
+        let slot = self.slot(&name);
+        let _refreshing = slot.refreshing.lock().await;
+        let latest = slot.latest.lock().expect(NOT_POISONED).clone();
+        if let Some(cached) = latest.as_ref().filter(|it| self.is_fresh(it, Instant::now())) {
+            return Ok(cached.clone());
+        }
+        // Before the read, so that an invalidation during the read is not missed.
+        let invalidations = self.queue.forgotten();
+        let (read_at, topic) = self.queue.topic_since(&name).await?;
+        let (partitions, budget) = match latest {
+            Some(cached) if cached.topic == topic => {
+                (cached.partitions.clone(), cached.budget.clone())
+            }
+            _ => {
+                let partitions = (0..topic.partitions).map(|_| OnceLock::new()).collect();
+                let budget = topic.policies.byte_budget.map(ByteBudget::new).map(Arc::new);
+                (Arc::new(partitions), budget)
+            }
+        };
+        let cached = Arc::new(CachedTopic { topic, read_at, invalidations, partitions, budget });
+        *slot.latest.lock().expect(NOT_POISONED) = Some(cached.clone());
+        Ok(cached)
+    }
+
+    fn slot(&self, name: &TopicName) -> Arc<TopicCacheSlot> {
+        let mut slots = self.slots.write().expect(NOT_POISONED);
+        if slots.len() >= PRODUCER_TOPICS_MAX && !slots.contains_key(name) {
+            // Evicts topics that are not fresh; if all are, evicts all of them.
+            let now = Instant::now();
+            slots.retain(|_, slot| {
+                let latest = slot.latest.lock().expect(NOT_POISONED);
+                latest.as_ref().is_some_and(|cached| self.is_fresh(cached, now))
+            });
+            if slots.len() >= PRODUCER_TOPICS_MAX {
+                slots.clear();
+            }
+        }
+        slots.entry(name.clone()).or_default().clone()
+    }
+}

@@ -1,0 +1,212 @@
+//! A backend that executes calls but loses a given number of replies, and whose reads can be failed while they still
+//! block at the server.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use headwater_stream::clock::Timestamp;
+use headwater_stream::*;
+use tokio::sync::watch;
+
+pub(crate) struct LossyBackend {
+    inner: Arc<dyn Backend>,
+    readers: Arc<Readers>,
+    /// Number of replies to `reclaim` and to `settle` still to be lost.
+    pub(crate) reclaims: AtomicUsize,
+    pub(crate) settles: AtomicUsize,
+}
+
+impl LossyBackend {
+    pub(crate) fn new(inner: Arc<dyn Backend>) -> Arc<Self> {
+        let (readers, reclaims, settles) = Default::default();
+        Arc::new(Self { inner, readers, reclaims, settles })
+    }
+
+    /// Fails the reads in flight. They keep blocking at the server.
+    pub(crate) fn fail_reads(&self) {
+        self.readers.failures.send_modify(|failures| *failures += 1);
+    }
+
+    /// How many reads were failed.
+    pub(crate) fn failed_reads(&self) -> usize {
+        self.readers.failed.lock().expect("no code panics while it holds it").len()
+    }
+
+    fn failing_reader(
+        &self,
+        group: &GroupName,
+        consumer: &ConsumerName,
+        reader: Result<Box<dyn GroupReader>>,
+    ) -> Result<Box<dyn GroupReader>> {
+        Ok(Box::new(FailingReader {
+            backend: Arc::clone(&self.inner),
+            identity: (group.clone(), consumer.clone()),
+            failures: self.readers.failures.subscribe(),
+            readers: Arc::clone(&self.readers),
+            inner: Some(reader?),
+        }))
+    }
+}
+
+#[derive(Default)]
+struct Readers {
+    failures: watch::Sender<usize>,
+    /// Failed readers, with their connections.
+    failed: Mutex<Vec<Box<dyn GroupReader>>>,
+}
+
+struct FailingReader {
+    backend: Arc<dyn Backend>,
+    identity: (GroupName, ConsumerName),
+    failures: watch::Receiver<usize>,
+    readers: Arc<Readers>,
+    inner: Option<Box<dyn GroupReader>>,
+}
+
+#[async_trait]
+impl GroupReader for FailingReader {
+    async fn read(
+        &mut self,
+        streams: &[StreamName],
+        count: usize,
+        wait: Duration,
+    ) -> Result<Vec<Batch<Delivery>>> {
+        if self.inner.is_none() {
+            self.inner = Some(self.backend.reader(&self.identity.0, &self.identity.1).await?);
+        }
+        if let Some(inner) = &mut self.inner {
+            tokio::select! {
+                biased;
+                result = inner.read(streams, count, wait) => return result,
+                _ = self.failures.changed() => {}
+            }
+        }
+        self.readers
+            .failed
+            .lock()
+            .expect("no code panics while it holds it")
+            .extend(self.inner.take());
+        Err(StreamError::Unavailable { problem: "the read failed".to_owned(), source: None })
+    }
+
+    async fn close(mut self: Box<Self>) -> Result<Vec<Batch<Delivery>>> {
+        match self.inner.take() {
+            Some(inner) => inner.close().await,
+            None => Ok(Vec::new()),
+        }
+    }
+}
+
+fn lose<T>(left: &AtomicUsize, reply: Result<T>) -> Result<T> {
+    let is_lost = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
+    match is_lost {
+        Ok(_) => {
+            Err(StreamError::Unavailable { problem: "the reply was lost".to_owned(), source: None })
+        }
+        Err(_) => reply,
+    }
+}
+
+/// Delegates calls.
+macro_rules! delegate {
+    (impl $seam:ident { $(fn $name:ident($($arg:ident: $type:ty),*) -> $reply:ty $(, loses $left:ident)? $(, by $wrap:ident($($with:ident),*))?;)* }) => {
+        #[async_trait]
+        impl $seam for LossyBackend {
+            $(async fn $name(&self, $($arg: $type),*) -> Result<$reply> {
+                let reply = self.inner.$name($($arg),*).await;
+                $(let reply = lose(&self.$left, reply);)?
+                $(let reply = self.$wrap($($with,)* reply);)?
+                reply
+            })*
+        }
+    };
+}
+
+#[async_trait]
+impl Backend for LossyBackend {
+    fn describe(&self) -> Description {
+        self.inner.describe()
+    }
+
+    fn cluster_slot(&self, key: &str) -> Option<u16> {
+        self.inner.cluster_slot(key)
+    }
+
+    async fn now(&self) -> Result<Timestamp> {
+        self.inner.now().await
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.inner.close().await
+    }
+}
+
+delegate! {
+    impl Streams {
+        fn append(stream: &StreamName, entries: &[Fields], retention: &Retention) -> Vec<EntryId>;
+        fn append_once(stream: &StreamName, entries: &[Once], keep: Duration, retention: &Retention) -> Vec<Appended>;
+        fn appended(stream: &StreamName, ids: &[&str]) -> Vec<Option<EntryId>>;
+        fn ensure_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
+        fn remove_group(stream: &StreamName, group: &GroupName) -> bool;
+        fn reset_group(stream: &StreamName, group: &GroupName, start: GroupStart) -> bool;
+        fn reader(group: &GroupName, consumer: &ConsumerName) -> Box<dyn GroupReader>, by failing_reader(group, consumer);
+        fn silence(stream: &StreamName, group: &GroupName, consumer: &ConsumerName) -> Silenced;
+        fn tail() -> Box<dyn TailReader>;
+        fn settle(settle: Settle<'_>) -> Settled, loses settles;
+        fn keep_alive(stream: &StreamName, group: &GroupName, consumer: &ConsumerName, ids: &[EntryId]) -> Vec<EntryId>;
+        fn reclaim(reclaim: Reclaim<'_>) -> Reclaimed, loses reclaims;
+        fn pending(query: PendingQuery<'_>) -> Vec<Pending>;
+        fn range(stream: &StreamName, range: Range) -> Vec<Entry>;
+        fn trim(stream: &StreamName, retention: &Retention, guard: TrimGuard) -> Trimmed;
+        fn delete_entries(stream: &StreamName, ids: &[EntryId]) -> usize;
+        fn delete_stream(stream: &StreamName) -> bool;
+        fn stats(stream: &StreamName) -> Option<StreamStats>;
+        fn remove_idle_consumers(stream: &StreamName, group: &GroupName, idle: Duration) -> Vec<ConsumerName>;
+    }
+}
+
+delegate! {
+    impl Delays {
+        fn put_aside(delays: &DelayName, items: &[PutAside]) -> Vec<DelayId>;
+        fn cancel(delays: &DelayName, id: DelayId) -> bool;
+        fn take_due(delays: &DelayName, count: usize) -> Vec<Returned>;
+        fn wait_due(delays: &DelayName, wait: Duration) -> bool;
+        fn delay_stats(delays: &DelayName) -> DelayStats;
+        fn delayed(delays: &DelayName, offset: usize, count: usize) -> Vec<Delayed>;
+        fn delete_delays(delays: &DelayName) -> bool;
+    }
+}
+
+delegate! {
+    impl Leases {
+        fn acquire(lease: &LeaseName, holder: &HolderName, ttl: Duration) -> Acquire;
+        fn renew(holder: &HolderName, leases: &[Fence], ttl: Duration) -> Vec<Renewal>;
+        fn release(holder: &HolderName, leases: &[Fence]) -> usize;
+        fn leases(leases: &[LeaseName]) -> Vec<Option<LeaseInfo>>;
+        fn watch(prefix: &str) -> Box<dyn LeaseWatch>;
+    }
+}
+
+delegate! {
+    impl Registry {
+        fn set_add(set: &SetName, members: &[&str], ttl: Option<Duration>) -> usize;
+        fn set_remove(set: &SetName, members: &[&str]) -> usize;
+        fn set_members(set: &SetName) -> Vec<String>;
+        fn set_contains(set: &SetName, members: &[&str]) -> Vec<bool>;
+        fn map_create(map: &MapName, fields: &RegistryMap) -> bool;
+        fn map_update(map: &MapName, expect: Option<(&str, &[u8])>, fields: &RegistryMap) -> bool;
+        fn map_get(map: &MapName) -> Option<RegistryMap>;
+        fn map_delete(map: &MapName) -> bool;
+    }
+}
+
+delegate! {
+    impl Dedup {
+        fn dedup_begin(scope: &DedupScope, ids: &[&str], hold: Duration) -> Vec<Begin>;
+        fn dedup_finish(scope: &DedupScope, done: &[(&str, Bytes)], keep: Duration) -> ();
+        fn dedup_abandon(scope: &DedupScope, ids: &[&str]) -> ();
+    }
+}
