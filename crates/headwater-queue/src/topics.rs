@@ -287,7 +287,7 @@ impl Topics {
 
     /// Tells those who watch the topic to look at it soon.
     async fn ring(&self, name: &TopicName) {
-        group::ring(&*self.queue.inner.backend, &keys::topic_bell(name)).await;
+        group::notify_watchers(&*self.queue.inner.backend, &keys::topic_bell(name)).await;
     }
 
     fn overtaken(&self, name: &TopicName) -> QueueError {

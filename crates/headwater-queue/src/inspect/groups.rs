@@ -8,7 +8,7 @@ use headwater_stream::{EntryId, LeaseInfo, LeaseName, StreamStats};
 use super::Inspector;
 use crate::config::Mode;
 use crate::error::{QueueError, Result};
-use crate::group::{Life, Stand, View};
+use crate::group::{GroupSnapshot, Liveness, MemberStatus};
 use crate::keys;
 use crate::topic::{GroupName, Partition, Topic, group_name};
 
@@ -155,15 +155,15 @@ impl Inspector {
         group: &GroupName,
     ) -> Result<Vec<MemberView>> {
         let backend = &*self.queue.inner.backend;
-        let seen = View::look(backend, group, Vec::new()).await?;
+        let seen = GroupSnapshot::read(backend, group, Vec::new()).await?;
         let mut members: Vec<MemberView> = seen
-            .of(&topic.name)
+            .entries_for(&topic.name)
             .iter()
             .cloned()
             .map(|(entry, life)| {
-                let (consumer, kept_for_it) = match entry.stand {
-                    Stand::Working(holder) => (Some(holder.to_string()), Vec::new()),
-                    Stand::Resting(partitions) => (None, partitions),
+                let (consumer, kept_for_it) = match entry.status {
+                    MemberStatus::Active(holder) => (Some(holder.to_string()), Vec::new()),
+                    MemberStatus::Reserved(partitions) => (None, partitions),
                 };
                 MemberView {
                     member: entry.member,
@@ -171,8 +171,8 @@ impl Inspector {
                     mode: entry.mode,
                     kept_for_it,
                     heartbeat_age: match life {
-                        Life::Alive(remaining) => Some(self.age(remaining)),
-                        Life::Dead => None,
+                        Liveness::Alive(remaining) => Some(self.age(remaining)),
+                        Liveness::Dead => None,
                     },
                 }
             })

@@ -7,7 +7,7 @@ use futures_util::stream::{StreamExt, iter};
 use headwater_testkit::Redis;
 use tokio::time::{Instant, sleep};
 
-use super::place::{Member, Place, Told, eventually};
+use super::fixture::{Callback, GroupFixture, Member, wait_until};
 use crate::config::Mode;
 use crate::queue::Queue;
 
@@ -18,14 +18,14 @@ const IDLE: Duration = Duration::from_secs(10);
 const REQUESTS_PER_SECOND_MAX: u64 = 100;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_thousand_idle_topics_cost_one_member_next_to_nothing() {
+async fn a_thousand_idle_topics_cost_one_member_few_requests() {
     let redis = Redis::start().unwrap();
-    let place = Place::at(redis.url());
-    let queue = Queue::new(place.connect().await);
+    let fixture = GroupFixture::with_server(redis.url());
+    let queue = Queue::new(fixture.connect().await);
     let began = Instant::now();
-    let members = join_all(&place, &queue).await;
+    let members = join_all(&fixture, &queue).await;
     println!("{TOPICS} topics joined after {:?}", began.elapsed());
-    eventually("everything to be owned", || async {
+    wait_until("everything to be owned", || async {
         members.iter().all(|member| member.owns().len() == 1)
     })
     .await;
@@ -39,28 +39,32 @@ async fn a_thousand_idle_topics_cost_one_member_next_to_nothing() {
     assert!(requests < REQUESTS_PER_SECOND_MAX * IDLE.as_secs(), "{requests} requests");
 
     // Another process takes its part, once there is something to share, and goes again.
-    let other = Queue::new(place.connect().await);
+    let other = Queue::new(fixture.connect().await);
     let began = Instant::now();
-    let others = join_all(&place, &other).await;
+    let others = join_all(&fixture, &other).await;
     println!("another process joined after {:?}", began.elapsed());
     sleep(Duration::from_secs(1)).await;
     // One partition each: it stays where it is.
-    assert!(members.iter().all(|member| member.count(|told| matches!(told, Told::GiveUp(_))) == 0));
+    assert!(
+        members
+            .iter()
+            .all(|member| member.count(|callback| matches!(callback, Callback::Revoke(_))) == 0)
+    );
     let began = Instant::now();
     let leaving = members.into_iter().map(Member::leave);
     iter(leaving).buffer_unordered(64).for_each(|()| async {}).await;
-    eventually("everything to be handed over", || async {
+    wait_until("everything to be handed over", || async {
         others.iter().all(|member| member.owns().len() == 1)
     })
     .await;
     println!("and had everything {:?} after the first began to leave", began.elapsed());
 }
 
-async fn join_all(place: &Place, queue: &Queue) -> Vec<Member> {
-    let names: Vec<String> = (0..TOPICS).map(|at| format!("{}:{at}", place.topic)).collect();
-    let joining =
-        names.iter().map(|name| Member::join(queue.clone(), name, place, Mode::Owned, None));
-    let joined: Vec<_> = iter(joining).buffer_unordered(64).collect().await;
+async fn join_all(fixture: &GroupFixture, queue: &Queue) -> Vec<Member> {
+    let names: Vec<String> = (0..TOPICS).map(|at| format!("{}:{at}", fixture.topic)).collect();
+    let request =
+        names.iter().map(|name| Member::join(queue.clone(), name, fixture, Mode::Owned, None));
+    let joined: Vec<_> = iter(request).buffer_unordered(64).collect().await;
     joined.into_iter().map(Result::unwrap).collect()
 }
 

@@ -15,8 +15,10 @@ use tokio::time::{Instant, timeout};
 
 use crate::config::{Mode, QueueConfig};
 use crate::error::Result;
-use crate::group::coordinator::Membership;
-use crate::group::seam::{Joined, Joining, OwnedPartition, Workplace};
+use crate::group::coordinator::MembershipHandle;
+use crate::group::rebalance_listener::{
+    AssignedPartition, GroupMembership, JoinRequest, RebalanceListener,
+};
 use crate::keys;
 use crate::queue::Queue;
 use crate::topic::{Partition, Policies, Topic, TopicName};
@@ -28,31 +30,31 @@ pub(super) const LIMIT: Duration = Duration::from_secs(30);
 pub(super) const QUIET: Duration = Duration::from_millis(400);
 
 /// Writes each scenario once and runs it on all three backends.
-macro_rules! everywhere {
+macro_rules! on_every_backend {
     ($($scenario:ident),* $(,)?) => {
         mod embedded {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $scenario() {
-                super::$scenario(&crate::group::tests::place::Place::embedded().await).await;
+                super::$scenario(&crate::group::tests::fixture::GroupFixture::embedded().await).await;
             })*
         }
         mod redis {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $scenario() {
-                super::$scenario(&crate::group::tests::place::Place::redis()).await;
+                super::$scenario(&crate::group::tests::fixture::GroupFixture::redis()).await;
             })*
         }
         mod cluster {
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $scenario() {
-                super::$scenario(&crate::group::tests::place::Place::cluster()).await;
+                super::$scenario(&crate::group::tests::fixture::GroupFixture::cluster()).await;
             })*
         }
     };
 }
 
 /// Fast enough for a test, slow enough for a busy machine.
-pub(super) fn quick() -> QueueConfig {
+pub(super) fn fast_config() -> QueueConfig {
     QueueConfig {
         lease: KeeperConfig {
             ttl: Duration::from_secs(3),
@@ -65,65 +67,65 @@ pub(super) fn quick() -> QueueConfig {
 }
 
 /// A topic and a group on a backend.
-pub(super) struct Place {
-    target: Target,
+pub(super) struct GroupFixture {
+    target: BackendTarget,
     pub(super) topic: String,
     pub(super) group: GroupName,
     pub(super) config: QueueConfig,
-    /// Who works on what, over all members of this test: two at once is the end of it.
-    at_work: Arc<Mutex<HashMap<(String, Partition), u64>>>,
+    /// SubscriptionId works on what, over all members of this test: two at once is the end of it.
+    owners: Arc<Mutex<HashMap<(String, Partition), u64>>>,
 }
 
-enum Target {
+enum BackendTarget {
     /// All members share the one backend there is.
     Shared(Arc<dyn Backend>),
     /// Each member has its own connections.
     Url(String),
 }
 
-impl Place {
+impl GroupFixture {
     pub(super) async fn embedded() -> Self {
         let backend = connect("embedded:memory", &Options::default()).await.unwrap();
-        Self::new(Target::Shared(backend))
+        Self::new(BackendTarget::Shared(backend))
     }
 
     pub(super) fn redis() -> Self {
-        Self::at(Redis::shared().unwrap().url())
+        Self::with_server(Redis::shared().unwrap().url())
     }
 
     pub(super) fn cluster() -> Self {
-        Self::at(Cluster::shared().unwrap().url())
+        Self::with_server(Cluster::shared().unwrap().url())
     }
 
-    pub(super) fn at(url: String) -> Self {
-        Self::new(Target::Url(url))
+    pub(super) fn with_server(url: String) -> Self {
+        Self::new(BackendTarget::Url(url))
     }
 
-    fn new(target: Target) -> Self {
+    fn new(target: BackendTarget) -> Self {
         let group = GroupName::new(unique("g:r")).unwrap();
-        let (topic, config) = (unique("topic"), quick());
-        Self { target, topic, group, config, at_work: Arc::default() }
+        let (topic, config) = (unique("topic"), fast_config());
+        Self { target, topic, group, config, owners: Arc::default() }
     }
 
     /// The same topic and group by another way.
-    pub(super) fn through(&self, url: String) -> Self {
+    pub(super) fn with_url(&self, url: String) -> Self {
         let (topic, group) = (self.topic.clone(), self.group.clone());
-        let (config, at_work) = (self.config.clone(), Arc::clone(&self.at_work));
-        Self { target: Target::Url(url), topic, group, config, at_work }
+        let (config, owners) = (self.config.clone(), Arc::clone(&self.owners));
+        Self { target: BackendTarget::Url(url), topic, group, config, owners }
     }
 
     /// Another topic and group on the same backend.
-    pub(super) fn another(&self) -> Self {
+    pub(super) fn other_topic(&self) -> Self {
         Self::new(match &self.target {
-            Target::Shared(backend) => Target::Shared(Arc::clone(backend)),
-            Target::Url(url) => Target::Url(url.clone()),
+            BackendTarget::Shared(backend) => BackendTarget::Shared(Arc::clone(backend)),
+            BackendTarget::Url(url) => BackendTarget::Url(url.clone()),
         })
     }
 
     pub(super) async fn connect(&self) -> Arc<dyn Backend> {
         match &self.target {
-            Target::Shared(backend) => Arc::clone(backend),
-            Target::Url(url) => connect(url, &Options::default()).await.unwrap(),
+            BackendTarget::Shared(backend) => Arc::clone(backend),
+            BackendTarget::Url(url) => connect(url, &Options::default()).await.unwrap(),
         }
     }
 
@@ -153,7 +155,7 @@ impl Place {
         members
     }
 
-    /// Who holds the leases of the partitions, by the backend.
+    /// SubscriptionId holds the leases of the partitions, by the backend.
     pub(super) async fn holders(&self) -> Vec<Option<LeaseInfo>> {
         let backend = self.connect().await;
         let name = TopicName::new(&self.topic).unwrap();
@@ -164,13 +166,13 @@ impl Place {
     }
 
     /// The entries of the members' set.
-    pub(super) async fn listed(&self) -> Vec<String> {
+    pub(super) async fn member_list(&self) -> Vec<String> {
         self.connect().await.set_members(&keys::members(&self.group)).await.unwrap()
     }
 
     /// Waits until the members have all `partitions`, none more than one above another, and nothing is on its way.
-    pub(super) async fn balanced(&self, members: &[&Member], partitions: u16) {
-        eventually(&format!("{} members to share {partitions}", members.len()), || async {
+    pub(super) async fn wait_until_balanced(&self, members: &[&Member], partitions: u16) {
+        wait_until(&format!("{} members to share {partitions}", members.len()), || async {
             is_balanced(members, partitions)
         })
         .await;
@@ -190,59 +192,59 @@ pub(super) fn is_balanced(members: &[&Member], partitions: u16) -> bool {
 /// A subscription that does no work.
 pub(super) struct Member {
     pub(super) queue: Queue,
-    pub(super) membership: Option<Membership>,
-    pub(super) desk: Arc<Desk>,
+    pub(super) membership: Option<MembershipHandle>,
+    pub(super) listener: Arc<RecordingListener>,
 }
 
 impl Member {
     pub(super) async fn join(
         queue: Queue,
         topic: &str,
-        place: &Place,
+        fixture: &GroupFixture,
         mode: Mode,
         id: Option<&str>,
     ) -> Result<Self> {
         let topic = queue.read_topic(&TopicName::new(topic).unwrap()).await?;
-        Self::join_topic(queue, topic, place, mode, id).await
+        Self::join_topic(queue, topic, fixture, mode, id).await
     }
 
     pub(super) async fn join_topic(
         queue: Queue,
         topic: Arc<Topic>,
-        place: &Place,
+        fixture: &GroupFixture,
         mode: Mode,
         id: Option<&str>,
     ) -> Result<Self> {
-        let desk = Arc::new(Desk::new(Arc::clone(&place.at_work)));
-        let joining = Joining {
-            group: place.group.clone(),
+        let listener = Arc::new(RecordingListener::new(Arc::clone(&fixture.owners)));
+        let request = JoinRequest {
+            group: fixture.group.clone(),
             topic,
             mode,
             member: id.map(str::to_owned),
-            workplace: Arc::clone(&desk) as Arc<dyn Workplace>,
+            listener: Arc::clone(&listener) as Arc<dyn RebalanceListener>,
         };
-        let membership = queue.inner.coordinator.join(joining).await?;
-        Ok(Self { queue, membership: Some(membership), desk })
+        let membership = queue.inner.coordinator.join(request).await?;
+        Ok(Self { queue, membership: Some(membership), listener })
     }
 
     pub(super) fn owns(&self) -> BTreeSet<Partition> {
-        self.desk.lock().owned.keys().copied().collect()
+        self.listener.lock().owned.keys().copied().collect()
     }
 
-    pub(super) fn told(&self) -> Vec<Told> {
-        self.desk.lock().told.iter().map(|(_, told)| told.clone()).collect()
+    pub(super) fn callbacks(&self) -> Vec<Callback> {
+        self.listener.lock().callbacks.iter().map(|(_, callback)| callback.clone()).collect()
     }
 
-    pub(super) fn count(&self, what: impl Fn(&Told) -> bool) -> usize {
-        self.told().iter().filter(|told| what(told)).count()
+    pub(super) fn count(&self, what: impl Fn(&Callback) -> bool) -> usize {
+        self.callbacks().iter().filter(|callback| what(callback)).count()
     }
 
     pub(super) fn consumer(&self) -> ConsumerName {
-        self.desk.lock().joined.clone().expect("it joined").consumer
+        self.listener.lock().joined.clone().expect("it joined").consumer
     }
 
-    pub(super) fn forget_told(&self) {
-        self.desk.lock().told.clear();
+    pub(super) fn clear_callbacks(&self) {
+        self.listener.lock().callbacks.clear();
     }
 
     pub(super) async fn leave(mut self) {
@@ -252,57 +254,57 @@ impl Member {
 
     /// Dies as a process does that is killed: nothing is released, nobody is told.
     pub(super) fn die(self) {
-        self.desk.bury();
+        self.listener.drop_all();
         self.queue.inner.coordinator.die();
     }
 }
 
-/// What a workplace was told.
+/// What a listener was told.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Told {
+pub(super) enum Callback {
     Joined(ConsumerName),
-    Gained(Partition),
-    GiveUp(Partition),
-    GivenUp(Partition),
+    Assigned(Partition),
+    Revoke(Partition),
+    Revoked(Partition),
     Lost(Partition),
-    Expelled,
-    Orphaned(ConsumerName),
-    Changed(u16),
+    Evicted,
+    MemberDied(ConsumerName),
+    TopicChanged(u16),
 }
 
-/// A workplace that writes down what it is told.
-pub(super) struct Desk {
+/// A listener that writes down what it is told.
+pub(super) struct RecordingListener {
     serial: u64,
-    state: Mutex<Notes>,
+    state: Mutex<RecordedCalls>,
     /// While it is set, `give_up` does not end.
-    pub(super) holds_on: AtomicBool,
-    let_go: Notify,
+    pub(super) blocks_revoke: AtomicBool,
+    unblock_revoke: Notify,
     /// Whether `orphaned` succeeds.
-    pub(super) takes_over: AtomicBool,
-    at_work: Arc<Mutex<HashMap<(String, Partition), u64>>>,
+    pub(super) reclaims: AtomicBool,
+    owners: Arc<Mutex<HashMap<(String, Partition), u64>>>,
 }
 
 #[derive(Default)]
-pub(super) struct Notes {
-    pub(super) told: Vec<(Instant, Told)>,
-    pub(super) owned: BTreeMap<Partition, OwnedPartition>,
-    pub(super) joined: Option<Joined>,
+pub(super) struct RecordedCalls {
+    pub(super) callbacks: Vec<(Instant, Callback)>,
+    pub(super) owned: BTreeMap<Partition, AssignedPartition>,
+    pub(super) joined: Option<GroupMembership>,
 }
 
-impl Desk {
-    fn new(at_work: Arc<Mutex<HashMap<(String, Partition), u64>>>) -> Self {
+impl RecordingListener {
+    fn new(owners: Arc<Mutex<HashMap<(String, Partition), u64>>>) -> Self {
         static SERIALS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
         Self {
             serial: SERIALS.fetch_add(1, Ordering::Relaxed),
             state: Mutex::default(),
-            holds_on: AtomicBool::new(false),
-            let_go: Notify::new(),
-            takes_over: AtomicBool::new(true),
-            at_work,
+            blocks_revoke: AtomicBool::new(false),
+            unblock_revoke: Notify::new(),
+            reclaims: AtomicBool::new(true),
+            owners,
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Notes> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, RecordedCalls> {
         self.state.lock().unwrap()
     }
 
@@ -311,95 +313,95 @@ impl Desk {
     }
 
     /// When it was last told so.
-    pub(super) fn when(&self, what: &Told) -> Option<Instant> {
-        self.lock().told.iter().rev().find(|(_, told)| told == what).map(|(at, _)| *at)
+    pub(super) fn last_time_of(&self, what: &Callback) -> Option<Instant> {
+        self.lock().callbacks.iter().rev().find(|(_, callback)| callback == what).map(|(at, _)| *at)
     }
 
-    pub(super) fn hold_on(&self) {
-        self.holds_on.store(true, Ordering::SeqCst);
+    pub(super) fn block_revoke(&self) {
+        self.blocks_revoke.store(true, Ordering::SeqCst);
     }
 
-    pub(super) fn let_go(&self) {
-        self.holds_on.store(false, Ordering::SeqCst);
-        self.let_go.notify_waiters();
+    pub(super) fn unblock_revoke(&self) {
+        self.blocks_revoke.store(false, Ordering::SeqCst);
+        self.unblock_revoke.notify_waiters();
     }
 
-    fn note(&self, told: Told) {
-        self.lock().told.push((Instant::now(), told));
+    fn record(&self, callback: Callback) {
+        self.lock().callbacks.push((Instant::now(), callback));
     }
 
-    fn take_off(&self, partition: Partition) {
+    fn remove_owned(&self, partition: Partition) {
         if let Some(owned) = self.lock().owned.remove(&partition) {
             let key = (owned.topic.name.to_string(), partition);
-            let mut at_work = self.at_work.lock().unwrap();
-            if at_work.get(&key) == Some(&self.serial) {
-                at_work.remove(&key);
+            let mut owners = self.owners.lock().unwrap();
+            if owners.get(&key) == Some(&self.serial) {
+                owners.remove(&key);
             }
         }
     }
 
-    fn bury(&self) {
+    fn drop_all(&self) {
         let owned: Vec<Partition> = self.lock().owned.keys().copied().collect();
-        owned.into_iter().for_each(|partition| self.take_off(partition));
+        owned.into_iter().for_each(|partition| self.remove_owned(partition));
     }
 }
 
 #[async_trait]
-impl Workplace for Desk {
-    fn joined(&self, joined: Joined) {
-        self.note(Told::Joined(joined.consumer.clone()));
+impl RebalanceListener for RecordingListener {
+    fn on_joined(&self, joined: GroupMembership) {
+        self.record(Callback::Joined(joined.consumer.clone()));
         let before = self.lock().joined.replace(joined);
         assert!(before.is_none(), "joined twice");
     }
 
-    fn gained(&self, owned: OwnedPartition) {
+    fn on_assigned(&self, owned: AssignedPartition) {
         let partition = owned.partition;
-        self.note(Told::Gained(partition));
+        self.record(Callback::Assigned(partition));
         assert!(owned.lease.is_trusted());
         let key = (owned.topic.name.to_string(), partition);
-        let other = self.at_work.lock().unwrap().insert(key, self.serial);
+        let other = self.owners.lock().unwrap().insert(key, self.serial);
         assert_eq!(other, None, "two work on partition {partition}");
         let before = self.lock().owned.insert(partition, owned);
         assert!(before.is_none(), "partition {partition} gained twice");
     }
 
-    async fn give_up(&self, partition: Partition) {
-        self.note(Told::GiveUp(partition));
+    async fn on_revoke(&self, partition: Partition) {
+        self.record(Callback::Revoke(partition));
         loop {
-            let let_go = self.let_go.notified();
-            if !self.holds_on.load(Ordering::SeqCst) {
+            let unblock_revoke = self.unblock_revoke.notified();
+            if !self.blocks_revoke.load(Ordering::SeqCst) {
                 break;
             }
-            let _ = timeout(Duration::from_millis(50), let_go).await;
+            let _ = timeout(Duration::from_millis(50), unblock_revoke).await;
         }
-        self.take_off(partition);
-        self.note(Told::GivenUp(partition));
+        self.remove_owned(partition);
+        self.record(Callback::Revoked(partition));
     }
 
-    fn lost(&self, partition: Partition) {
-        self.note(Told::Lost(partition));
-        self.take_off(partition);
+    fn on_lost(&self, partition: Partition) {
+        self.record(Callback::Lost(partition));
+        self.remove_owned(partition);
     }
 
-    fn expelled(&self) {
-        self.note(Told::Expelled);
-        let mut notes = self.lock();
-        assert!(notes.owned.is_empty(), "expelled before everything was lost");
-        notes.joined.take().expect("expelled before it joined");
+    fn on_evicted(&self) {
+        self.record(Callback::Evicted);
+        let mut recorded = self.lock();
+        assert!(recorded.owned.is_empty(), "expelled before everything was lost");
+        recorded.joined.take().expect("expelled before it joined");
     }
 
-    async fn orphaned(&self, dead: ConsumerName) -> bool {
-        self.note(Told::Orphaned(dead));
-        self.takes_over.load(Ordering::SeqCst)
+    async fn on_member_died(&self, dead: ConsumerName) -> bool {
+        self.record(Callback::MemberDied(dead));
+        self.reclaims.load(Ordering::SeqCst)
     }
 
-    fn changed(&self, topic: Arc<Topic>) {
-        self.note(Told::Changed(topic.partitions));
+    fn on_topic_changed(&self, topic: Arc<Topic>) {
+        self.record(Callback::TopicChanged(topic.partitions));
     }
 }
 
 /// Asks again and again until `condition` holds.
-pub(super) async fn eventually<F: Future<Output = bool>>(
+pub(super) async fn wait_until<F: Future<Output = bool>>(
     what: &str,
     mut condition: impl FnMut() -> F,
 ) {
