@@ -1,8 +1,8 @@
 //! A dead letter: a message that ran out of attempts, with all that is needed to send it again.
 //!
 //! Upstream: `consumer` writes them. Downstream: whoever browses and replays them.
-//! Promises: every field of the original entry is kept as it is; WIRE's fields come on top. A field of another program that
-//! has the name of one of these is kept under [`KEPT`], and has its own name again after a replay.
+//! Promises: every field of the original entry is renamed as it is; WIRE's fields come on top. A field of another program that
+//! has the name of one of these is renamed under [`CONFLICT_PREFIX`], and has its own name again after a replay.
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
@@ -21,7 +21,7 @@ const REASON: &str = "reason";
 /// How often a message was replayed. It stays with the message, so that one that fails every time is noticed.
 const REPLAY_COUNT: &str = "replayCount";
 /// How the names of those fields of an entry begin whose own names a dead letter needs for itself.
-const KEPT: &str = "original:";
+const CONFLICT_PREFIX: &str = "original:";
 
 /// A message that ran out of attempts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub struct DeadLetter {
 
 /// Where a dead letter comes from.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Origin<'a> {
+pub(crate) struct DeadLetterOrigin<'a> {
     pub(crate) topic: &'a TopicName,
     pub(crate) partition: Partition,
     /// The entry it first was.
@@ -72,7 +72,7 @@ pub(crate) struct Origin<'a> {
 /// The fields of the dead letter for an entry. `failures` is `None` where the entry's own count is not to be touched,
 /// because it is malformed.
 pub(crate) fn to_fields(
-    origin: &Origin<'_>,
+    origin: &DeadLetterOrigin<'_>,
     fields: &Fields,
     failures: Option<u32>,
     reason: &str,
@@ -90,49 +90,49 @@ pub(crate) fn to_fields(
         (REASON, Some(reason[..reason_end].to_owned())),
         (RETRY_GROUP, Some(origin.group.to_string())),
     ];
-    let kept = keep_names(fields, &changes);
+    let renamed = rename_conflicting(fields, &changes);
     if let Some(failures) = failures {
         changes.push((RETRY_COUNT, Some(failures.to_string())));
     }
-    message::replace_fields(&kept, &changes)
+    message::replace_fields(&renamed, &changes)
 }
 
 /// The fields, with another name for each that would be replaced by something else, and for those that have such a name
 /// already: so that it can be undone.
-fn keep_names(fields: &Fields, changes: &[(&'static str, Option<String>)]) -> Fields {
-    let is_in_the_way = |name: &Bytes, value: &Bytes| {
-        name.starts_with(KEPT.as_bytes())
+fn rename_conflicting(fields: &Fields, changes: &[(&'static str, Option<String>)]) -> Fields {
+    let conflicts = |name: &Bytes, value: &Bytes| {
+        name.starts_with(CONFLICT_PREFIX.as_bytes())
             || changes.iter().any(|(changed, new)| {
                 name == changed.as_bytes()
                     && !is_ours(changed, fields)
                     && new.as_ref().is_some_and(|new| value != new.as_bytes())
             })
     };
-    if !fields.iter().any(|(name, value)| is_in_the_way(name, value)) {
+    if !fields.iter().any(|(name, value)| conflicts(name, value)) {
         return fields.clone();
     }
     Fields::new(fields.iter().map(|(name, value)| {
-        let name = match is_in_the_way(name, value) {
-            true => Bytes::from([KEPT.as_bytes(), name].concat()),
+        let name = match conflicts(name, value) {
+            true => Bytes::from([CONFLICT_PREFIX.as_bytes(), name].concat()),
             false => name.clone(),
         };
         (name, value.clone())
     }))
 }
 
-/// Whether a field of an entry was written by us, and what we write now takes its place.
+/// Whether a field of an entry was written by us, and what we write now takes its position.
 fn is_ours(name: &str, fields: &Fields) -> bool {
-    let came_back = fields.get(ORIGINAL_MESSAGE_ID).and_then(message::read_id).is_some();
-    matches!(name, ORIGINAL_MESSAGE_ID | RETRY_GROUP) && came_back
+    let was_retried = fields.get(ORIGINAL_MESSAGE_ID).and_then(message::read_id).is_some();
+    matches!(name, ORIGINAL_MESSAGE_ID | RETRY_GROUP) && was_retried
 }
 
-/// The fields with the names they had before `keep_names`, as far as a message that comes back does not need them.
-fn give_names_back(fields: &Fields) -> Fields {
+/// The fields with the names they had before `rename_conflicting`, as far as a message that comes back does not need them.
+fn restore_names(fields: &Fields) -> Fields {
     // By these two the message is known, to us and to those who look for copies: they stay ours.
     let is_needed =
         |name: &[u8]| [ORIGINAL_MESSAGE_ID, RETRY_GROUP].iter().any(|ours| name == ours.as_bytes());
     let own_name = |name: &Bytes| {
-        let own = name.strip_prefix(KEPT.as_bytes()).filter(|own| !is_needed(own));
+        let own = name.strip_prefix(CONFLICT_PREFIX.as_bytes()).filter(|own| !is_needed(own));
         own.map(Bytes::copy_from_slice)
     };
     let own: Vec<Bytes> = fields.iter().filter_map(|(name, _)| own_name(name)).collect();
@@ -180,7 +180,7 @@ impl DeadLetter {
             &self.fields,
             &[(ORIGINAL_TOPIC, None), (FAILED_AT, None), (REASON, None)],
         );
-        let own = give_names_back(&sent);
+        let own = restore_names(&sent);
         message::replace_fields(
             &own,
             &[

@@ -9,7 +9,7 @@ use crate::error::{Interrupted, QueueError};
 use crate::topic::Partition;
 
 /// The partitions of a change, in the order they are changed.
-pub(crate) struct Progress {
+pub(crate) struct PartitionProgress {
     partitions: Vec<Partition>,
     done: usize,
     begun: usize,
@@ -17,7 +17,7 @@ pub(crate) struct Progress {
     has_begun: bool,
 }
 
-impl Progress {
+impl PartitionProgress {
     pub(crate) fn new(partitions: impl IntoIterator<Item = Partition>) -> Self {
         let partitions = partitions.into_iter().collect();
         Self { partitions, done: 0, begun: 0, has_begun: false }
@@ -77,13 +77,13 @@ mod tests {
         StreamError::Unavailable { problem, source: None }.into()
     }
 
-    fn interrupt(progress: &Progress, source: QueueError) -> QueueError {
+    fn interrupt(progress: &PartitionProgress, source: QueueError) -> QueueError {
         progress.interrupt("a reset".to_owned(), "repeat it".to_owned(), source)
     }
 
     #[test]
     fn an_error_says_which_partitions_are_done_and_what_to_do_next() {
-        let mut progress = Progress::new(0..8);
+        let mut progress = PartitionProgress::new(0..8);
         progress.next(1);
         progress.next(1);
         progress.next(1);
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn a_change_that_did_nothing_fails_with_its_own_error() {
-        let mut progress = Progress::new([3]);
+        let mut progress = PartitionProgress::new([3]);
         assert!(matches!(interrupt(&progress, unavailable()), QueueError::Backend(_)));
         progress.next(1);
         let denied = StreamError::Denied { problem: "no".to_owned() };

@@ -30,13 +30,13 @@ pub(crate) struct Inner {
     pub(crate) coordinator: Coordinator,
     /// What its subscriptions share.
     pub(crate) consumers: Arc<Consumers>,
-    known: Mutex<HashMap<TopicName, (Instant, Arc<Topic>)>>,
-    /// Grows whenever something that is known was forgotten, for those who keep what they know elsewhere.
-    forgotten: AtomicU64,
+    topic_cache: Mutex<HashMap<TopicName, (Instant, Arc<Topic>)>>,
+    /// Grows whenever something that is topic_cache was invalidations, for those who keep what they know elsewhere.
+    invalidations: AtomicU64,
 }
 
 /// Topics that are remembered; beyond it, those that nobody refreshed go first.
-const KNOWN_MAX: usize = 100_000;
+const TOPIC_CACHE_MAX: usize = 100_000;
 
 impl fmt::Debug for Queue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -59,8 +59,8 @@ impl Queue {
             config,
             coordinator,
             consumers: Arc::default(),
-            known: Mutex::default(),
-            forgotten: AtomicU64::new(0),
+            topic_cache: Mutex::default(),
+            invalidations: AtomicU64::new(0),
         };
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -84,45 +84,46 @@ impl Queue {
     /// The same, with the time it was so.
     pub(crate) async fn topic_since(&self, name: &TopicName) -> Result<(Instant, Arc<Topic>)> {
         let now = Instant::now();
-        if let Some((read_at, topic)) = self.inner.known().get(name)
+        if let Some((read_at, topic)) = self.inner.topic_cache().get(name)
             && now.duration_since(*read_at) < topic.policies.refresh
         {
             return Ok((*read_at, topic.clone()));
         }
-        self.read_topic_now(name).await
+        self.read_topic_with_time(name).await
     }
 
     /// A topic as it is now.
     pub(crate) async fn read_topic(&self, name: &TopicName) -> Result<Arc<Topic>> {
-        Ok(self.read_topic_now(name).await?.1)
+        Ok(self.read_topic_with_time(name).await?.1)
     }
 
-    async fn read_topic_now(&self, name: &TopicName) -> Result<(Instant, Arc<Topic>)> {
-        // Age counts from before the question: the answer may be as old as that.
-        let asked_at = Instant::now();
+    async fn read_topic_with_time(&self, name: &TopicName) -> Result<(Instant, Arc<Topic>)> {
+        // Age counts from before the scope: the answer may be as old as that.
+        let requested_at = Instant::now();
         let topic = Arc::new(Topic::read(&*self.inner.backend, name).await?);
-        let mut known = self.inner.known();
-        if known.len() >= KNOWN_MAX {
-            known.retain(|_, (at, topic)| asked_at.duration_since(*at) < topic.policies.refresh);
+        let mut topic_cache = self.inner.topic_cache();
+        if topic_cache.len() >= TOPIC_CACHE_MAX {
+            topic_cache
+                .retain(|_, (at, topic)| requested_at.duration_since(*at) < topic.policies.refresh);
         }
-        known.insert(name.clone(), (asked_at, topic.clone()));
-        Ok((asked_at, topic))
+        topic_cache.insert(name.clone(), (requested_at, topic.clone()));
+        Ok((requested_at, topic))
     }
 
-    /// Forgets what is known of a topic, after it was changed here.
-    pub(crate) fn forget(&self, name: &TopicName) {
-        self.inner.known().remove(name);
-        self.inner.forgotten.fetch_add(1, Ordering::Release);
+    /// Forgets what is topic_cache of a topic, after it was changed here.
+    pub(crate) fn invalidate(&self, name: &TopicName) {
+        self.inner.topic_cache().remove(name);
+        self.inner.invalidations.fetch_add(1, Ordering::Release);
     }
 
-    /// Another number than before if something was forgotten since.
-    pub(crate) fn forgotten(&self) -> u64 {
-        self.inner.forgotten.load(Ordering::Acquire)
+    /// Another number than before if something was invalidations since.
+    pub(crate) fn invalidations(&self) -> u64 {
+        self.inner.invalidations.load(Ordering::Acquire)
     }
 }
 
 impl Inner {
-    fn known(&self) -> std::sync::MutexGuard<'_, HashMap<TopicName, (Instant, Arc<Topic>)>> {
-        self.known.lock().expect("no code panics while it holds this lock")
+    fn topic_cache(&self) -> std::sync::MutexGuard<'_, HashMap<TopicName, (Instant, Arc<Topic>)>> {
+        self.topic_cache.lock().expect("no code panics while it holds this lock")
     }
 }

@@ -12,18 +12,18 @@ use headwater_stream::{
 };
 
 use crate::error::{QueueError, Result};
-use crate::inspect::{GroupView, partitions_of};
-use crate::interrupted::Progress;
+use crate::inspect::{GroupView, select_partitions};
+use crate::interrupted::PartitionProgress;
 use crate::keys;
 use crate::limits::COUNTED_MAX;
-use crate::page::previous;
+use crate::pagination::previous;
 use crate::queue::Queue;
 use crate::topic::{GroupName, Partition, Topic, group_name};
 
 /// Entries that are counted with one call; each may be large.
-const COUNTED_AT_ONCE: usize = 100;
+const COUNT_BATCH: usize = 100;
 /// Pending entries that are counted with one call; they are small.
-const PENDING_AT_ONCE: usize = 1000;
+const PENDING_BATCH: usize = 1000;
 /// Those at work that an error names.
 const NAMED_MAX: usize = 3;
 
@@ -45,7 +45,7 @@ pub enum ResetTo {
 pub enum ResetGuard {
     /// Nobody: it is refused while a member lives or a partition is owned.
     #[default]
-    NobodyAtWork,
+    RequireInactive,
     /// Anybody: what they have in hand is finished, but counts for nothing.
     Force,
 }
@@ -77,7 +77,7 @@ impl Reset {
 
 /// A count that ends somewhere.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counted {
+pub struct BoundedCount {
     /// How many there are.
     pub count: u64,
     /// Whether there may be more: counting stopped here.
@@ -88,11 +88,11 @@ pub struct Counted {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResetReport {
     /// Messages the group has read and will read again.
-    pub again: Counted,
+    pub again: BoundedCount,
     /// Messages the group has not read and will not read.
-    pub skipped: Counted,
+    pub skipped: BoundedCount,
     /// Messages that were delivered and not settled, before the new position: nobody will handle them.
-    pub dropped: Counted,
+    pub dropped: BoundedCount,
     /// Whether it was done; `false` after a dry run.
     pub is_done: bool,
     /// Partition by partition, by number.
@@ -109,11 +109,11 @@ pub struct ResetPartition {
     /// The newest message that counts as delivered afterwards.
     pub is_at: EntryId,
     /// Messages to be read again.
-    pub again: Counted,
+    pub again: BoundedCount,
     /// Messages never to be read.
-    pub skipped: Counted,
+    pub skipped: BoundedCount,
     /// Messages delivered, not settled, and never to be handled.
-    pub dropped: Counted,
+    pub dropped: BoundedCount,
 }
 
 impl Queue {
@@ -126,7 +126,7 @@ impl Queue {
     ) -> Result<ResetReport> {
         let group = group_name(group)?;
         let topic = self.existing_topic(topic).await?;
-        let partitions = partitions_of(&topic, reset.partition)?;
+        let partitions = select_partitions(&topic, reset.partition)?;
         let stats = self.partition_stats(&topic).await?;
         let of_group =
             |stats: &StreamStats| stats.groups.iter().find(|found| found.name == group).cloned();
@@ -134,13 +134,13 @@ impl Queue {
             let (topic, group) = (topic.name.to_string(), group.to_string());
             return Err(QueueError::NoGroup { topic, group });
         }
-        if reset.guard == ResetGuard::NobodyAtWork && !reset.dry_run {
-            self.check_nobody_at_work(&topic, &group).await?;
+        if reset.guard == ResetGuard::RequireInactive && !reset.dry_run {
+            self.check_inactive(&topic, &group).await?;
         }
         let mut planned = Vec::new();
         for partition in partitions {
             let stats = stats[usize::from(partition)].as_ref();
-            let look = Look {
+            let look = ResetPlanner {
                 queue: self,
                 stream: keys::stream(&topic, partition),
                 group: &group,
@@ -155,12 +155,12 @@ impl Queue {
         Ok(report(planned, !reset.dry_run))
     }
 
-    async fn check_nobody_at_work(&self, topic: &Topic, group: &GroupName) -> Result<()> {
+    async fn check_inactive(&self, topic: &Topic, group: &GroupName) -> Result<()> {
         let view = self.inspect().group(topic.name.as_str(), group.as_str()).await?;
         // One that rests has nothing in hand.
         let members = view.members.iter().filter(|member| member.heartbeat_age.is_some());
         let at_work = members.filter_map(|member| member.consumer.clone());
-        refuse_if_at_work(&view, at_work.collect())
+        require_inactive(&view, at_work.collect())
     }
 
     async fn reset_planned(
@@ -171,7 +171,7 @@ impl Queue {
         to: ResetTo,
     ) -> Result<()> {
         let began = self.inner.backend.now().await?;
-        let mut progress = Progress::new(planned.iter().map(|plan| plan.partition));
+        let mut progress = PartitionProgress::new(planned.iter().map(|plan| plan.partition));
         for plan in planned {
             progress.next(1);
             if let Err(error) = self.reset_partition(topic, group, plan, to).await {
@@ -216,7 +216,7 @@ impl Queue {
 }
 
 /// An error if there is one of these, or an owner of a partition.
-pub(crate) fn refuse_if_at_work(view: &GroupView, mut who: Vec<String>) -> Result<()> {
+pub(crate) fn require_inactive(view: &GroupView, mut who: Vec<String>) -> Result<()> {
     let owners = view.partitions.iter().filter_map(|partition| partition.owner.as_ref());
     who.extend(owners.map(|owner| owner.holder.clone()));
     who.sort();
@@ -235,7 +235,7 @@ pub(crate) fn refuse_if_at_work(view: &GroupView, mut who: Vec<String>) -> Resul
 }
 
 /// What there is before a partition is reset.
-struct Look<'a> {
+struct ResetPlanner<'a> {
     queue: &'a Queue,
     stream: StreamName,
     group: &'a GroupName,
@@ -243,7 +243,7 @@ struct Look<'a> {
     was: Option<GroupStats>,
 }
 
-impl Look<'_> {
+impl ResetPlanner<'_> {
     async fn plan(&self, partition: Partition, to: ResetTo) -> Result<ResetPartition> {
         let was_at = self.was.as_ref().map(|group| group.last_delivered);
         let last_id = self.stats.and_then(|stats| stats.last_id).unwrap_or(EntryId::MIN);
@@ -259,9 +259,9 @@ impl Look<'_> {
             partition,
             was_at,
             is_at,
-            again: Counted::default(),
-            skipped: Counted::default(),
-            dropped: Counted::default(),
+            again: BoundedCount::default(),
+            skipped: BoundedCount::default(),
+            dropped: BoundedCount::default(),
         };
         if is_at < from {
             plan.again = match (to, self.lag()) {
@@ -290,14 +290,14 @@ impl Look<'_> {
         }
     }
 
-    fn exactly(&self, count: u64) -> Counted {
-        Counted { count, or_more: false }
+    fn exactly(&self, count: u64) -> BoundedCount {
+        BoundedCount { count, or_more: false }
     }
 
     /// The messages after one position up to another.
-    async fn count(&self, after: EntryId, to: EntryId) -> Result<Counted> {
+    async fn count(&self, after: EntryId, to: EntryId) -> Result<BoundedCount> {
         let mut counted = 0;
-        let (mut from, direction, count) = (after.next(), Direction::Forward, COUNTED_AT_ONCE);
+        let (mut from, direction, count) = (after.next(), Direction::Forward, COUNT_BATCH);
         while from <= to {
             let page = Range { from, to, direction, count };
             let entries = self.queue.inner.backend.range(&self.stream, page).await?;
@@ -307,17 +307,17 @@ impl Look<'_> {
                 _ => break,
             }
             if counted >= COUNTED_MAX {
-                return Ok(Counted { count: counted, or_more: true });
+                return Ok(BoundedCount { count: counted, or_more: true });
             }
         }
         Ok(self.exactly(counted))
     }
 
     /// The pending messages up to a position.
-    async fn count_pending(&self, to: EntryId) -> Result<Counted> {
+    async fn count_pending(&self, to: EntryId) -> Result<BoundedCount> {
         let mut counted = 0;
         if self.was.as_ref().is_none_or(|group| group.pending == 0) {
-            return Ok(Counted::default());
+            return Ok(BoundedCount::default());
         }
         let mut after = None;
         loop {
@@ -327,26 +327,26 @@ impl Look<'_> {
                 consumer: None,
                 min_idle: std::time::Duration::ZERO,
                 after,
-                count: PENDING_AT_ONCE,
+                count: PENDING_BATCH,
             };
             let pending = self.queue.inner.backend.pending(query).await?;
             counted += pending.iter().take_while(|pending| pending.id <= to).count() as u64;
             match pending.last() {
-                Some(last) if pending.len() == PENDING_AT_ONCE && last.id < to => {
+                Some(last) if pending.len() == PENDING_BATCH && last.id < to => {
                     after = Some(last.id);
                 }
                 _ => return Ok(self.exactly(counted)),
             }
             if counted >= COUNTED_MAX {
-                return Ok(Counted { count: counted, or_more: true });
+                return Ok(BoundedCount { count: counted, or_more: true });
             }
         }
     }
 }
 
 fn report(partitions: Vec<ResetPartition>, is_done: bool) -> ResetReport {
-    let sum = |part: fn(&ResetPartition) -> Counted| {
-        partitions.iter().map(part).fold(Counted::default(), |sum, one| Counted {
+    let sum = |part: fn(&ResetPartition) -> BoundedCount| {
+        partitions.iter().map(part).fold(BoundedCount::default(), |sum, one| BoundedCount {
             count: sum.count + one.count,
             or_more: sum.or_more || one.or_more,
         })

@@ -22,17 +22,17 @@ pub struct Sampler {
     queue: Queue,
     plain: Vec<TopicName>,
     /// What shows another value than 0 now.
-    shown: HashMap<Gauge, u64>,
+    nonzero: HashMap<GaugeKey, u64>,
 }
 
 /// Which gauge: a topic's partition, and for what is pending the group.
-type Gauge = (String, Partition, Option<String>);
+type GaugeKey = (String, Partition, Option<String>);
 
 impl Queue {
     /// A sampler of all topics that were created, and of these plain ones.
     pub fn sampler(&self, plain: &[&str]) -> Result<Sampler> {
         let plain = plain.iter().map(TopicName::new).collect::<Result<Vec<_>>>()?;
-        Ok(Sampler { queue: self.clone(), plain, shown: HashMap::new() })
+        Ok(Sampler { queue: self.clone(), plain, nonzero: HashMap::new() })
     }
 }
 
@@ -52,17 +52,17 @@ impl Sampler {
         for name in topics {
             if let Err(error) = self.measure(&name, &mut found).await {
                 warn!(topic = %name, %error, "a topic cannot be measured");
-                let kept = self.shown.iter().filter(|((topic, ..), _)| topic == name.as_str());
+                let kept = self.nonzero.iter().filter(|((topic, ..), _)| topic == name.as_str());
                 found.extend(kept.map(|(gauge, value)| (gauge.clone(), *value)));
                 failed = Some(error);
             }
         }
-        for gauge in self.shown.keys().filter(|gauge| !found.contains_key(gauge)) {
-            show(gauge, 0);
+        for gauge in self.nonzero.keys().filter(|gauge| !found.contains_key(gauge)) {
+            set_gauge(gauge, 0);
         }
-        found.iter().for_each(|(gauge, value)| show(gauge, *value));
+        found.iter().for_each(|(gauge, value)| set_gauge(gauge, *value));
         found.retain(|_, value| *value > 0);
-        self.shown = found;
+        self.nonzero = found;
         failed.map_or(Ok(()), Err)
     }
 
@@ -91,7 +91,7 @@ impl Sampler {
         }
     }
 
-    async fn measure(&self, name: &TopicName, found: &mut HashMap<Gauge, u64>) -> Result<()> {
+    async fn measure(&self, name: &TopicName, found: &mut HashMap<GaugeKey, u64>) -> Result<()> {
         let topic = self.queue.topic(name).await?;
         let stats = self.queue.partition_stats(&topic).await?;
         for (partition, stats) in (0..).zip(stats) {
@@ -106,7 +106,7 @@ impl Sampler {
     }
 }
 
-fn show((topic, partition, group): &Gauge, value: u64) {
+fn set_gauge((topic, partition, group): &GaugeKey, value: u64) {
     let (topic, partition) = (topic.clone(), partition.to_string());
     let gauge = match group {
         None => ::metrics::gauge!(TOPIC_LENGTH, "topic" => topic, "partition" => partition),

@@ -14,10 +14,10 @@ use headwater_stream::{EntryId, StreamName, TailReader};
 use tokio::time::Instant;
 
 use crate::error::{QueueError, Result};
-use crate::inspect::{StoredMessage, partitions_of};
+use crate::inspect::{StoredMessage, select_partitions};
 use crate::keys;
 use crate::limits::PAGE_MAX;
-use crate::page::{check_limit, previous};
+use crate::pagination::{check_limit, previous};
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic, TopicName};
 
@@ -62,7 +62,7 @@ pub struct Tail {
     read_to: HashMap<StreamName, EntryId>,
     /// The streams that are read now, and their partitions.
     streams: HashMap<StreamName, Partition>,
-    look_again_at: Instant,
+    refresh_at: Instant,
 }
 
 impl fmt::Debug for Tail {
@@ -76,7 +76,7 @@ impl Queue {
     pub async fn tail(&self, topic: &str, config: TailConfig) -> Result<Tail> {
         check_limit(config.batch)?;
         let topic = self.read_topic(&TopicName::new(topic)?).await?;
-        partitions_of(&topic, config.partition)?;
+        select_partitions(&topic, config.partition)?;
         let mut tail = Tail {
             queue: self.clone(),
             topic: topic.name.clone(),
@@ -84,10 +84,10 @@ impl Queue {
             reader: self.inner.backend.tail().await?,
             read_to: HashMap::new(),
             streams: HashMap::new(),
-            look_again_at: Instant::now(),
+            refresh_at: Instant::now(),
         };
-        tail.know(&topic)?;
-        tail.read_to = start_of(self, &topic, &tail.streams, config.start).await?;
+        tail.update_streams(&topic)?;
+        tail.read_to = start_positions(self, &topic, &tail.streams, config.start).await?;
         Ok(tail)
     }
 }
@@ -101,9 +101,9 @@ impl Tail {
         }
         let until = Instant::now() + wait;
         loop {
-            if Instant::now() >= self.look_again_at {
+            if Instant::now() >= self.refresh_at {
                 let topic = self.queue.topic(&self.topic).await?;
-                self.know(&topic)?;
+                self.update_streams(&topic)?;
             }
             let positions: Vec<(StreamName, EntryId)> = self
                 .streams
@@ -114,7 +114,7 @@ impl Tail {
                 .collect();
             let count = (self.config.batch / positions.len()).max(1);
             let now = Instant::now();
-            let wait = until.min(self.look_again_at).saturating_duration_since(now);
+            let wait = until.min(self.refresh_at).saturating_duration_since(now);
             let batches = self.reader.read(&positions, count, wait).await?;
             // No await from here on: what was read is handed out.
             let mut messages = Vec::new();
@@ -134,19 +134,19 @@ impl Tail {
     }
 
     /// Learns which streams the topic has now.
-    fn know(&mut self, topic: &Topic) -> Result<()> {
+    fn update_streams(&mut self, topic: &Topic) -> Result<()> {
         // A topic that was deleted and created anew may have fewer partitions.
-        let partitions = partitions_of(topic, self.config.partition)?;
+        let partitions = select_partitions(topic, self.config.partition)?;
         self.streams =
             partitions.map(|partition| (keys::stream(topic, partition), partition)).collect();
         self.read_to.retain(|stream, _| self.streams.contains_key(stream));
-        self.look_again_at = Instant::now() + topic.policies.refresh;
+        self.refresh_at = Instant::now() + topic.policies.refresh;
         Ok(())
     }
 }
 
 /// How far each stream counts as read at the start.
-async fn start_of(
+async fn start_positions(
     queue: &Queue,
     topic: &Topic,
     streams: &HashMap<StreamName, Partition>,

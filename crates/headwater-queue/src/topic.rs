@@ -18,8 +18,8 @@ pub use headwater_stream::GroupName;
 use crate::error::{QueueError, Result};
 use crate::keys::{self, Layout};
 use crate::limits::{
-    GROUP_BYTES_MAX, GROUP_KEY_BYTES_MAX, GROWTHS_MAX, PARTITIONS_MAX, PAYLOAD_BYTES_MAX,
-    REFRESH_MAX, REFRESH_MIN, TOPIC_BYTES_MAX,
+    GROUP_BYTES_MAX, GROUP_KEY_BYTES_MAX, PARTITIONS_MAX, PAYLOAD_BYTES_MAX, REFRESH_MAX,
+    REFRESH_MIN, RESIZES_MAX, TOPIC_BYTES_MAX,
 };
 
 /// The number of a partition, from 0.
@@ -86,13 +86,13 @@ pub(crate) fn group_name(name: &str) -> Result<GroupName> {
     Ok(GroupName::new(name)?)
 }
 
-/// What a topic keeps and how it is used. Kept with the topic, the same for every process.
+/// What a topic keeps and how it is used. PageBuffer with the topic, the same for every process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policies {
     /// How much of each partition is kept once every group is done with it. Default: everything.
     pub retention: Retention,
     /// Bytes the topic may hold; `None` (default) = no limit of ours. When it is reached, messages that every group is
-    /// done with make room, oldest first; sends are refused while that is not enough. Kept to within what is sent in
+    /// done with make room, oldest first; sends are refused while that is not enough. PageBuffer to within what is sent in
     /// about 200 ms.
     pub byte_budget: Option<u64>,
     /// Bytes of a payload. Default and limit: 1 MiB.
@@ -152,7 +152,7 @@ impl Policies {
 
 /// One growth of a topic: keys whose partition it changed wait for the older messages in their old partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Growth {
+pub struct Resize {
     /// Partitions before.
     pub from: u16,
     /// Partitions after.
@@ -164,9 +164,9 @@ pub struct Growth {
     pub last_ids: Option<Vec<EntryId>>,
 }
 
-impl Growth {
-    /// How long after `began` every producer knows of the growth.
-    pub fn settling(refresh: Duration) -> Duration {
+impl Resize {
+    /// How long after `began` every producer knows of the resize.
+    pub fn propagation_time(refresh: Duration) -> Duration {
         refresh * 2
     }
 }
@@ -185,7 +185,7 @@ pub struct Topic {
     /// What it keeps and how it is used.
     pub policies: Policies,
     /// How it grew, oldest first.
-    pub growths: Vec<Growth>,
+    pub resizes: Vec<Resize>,
     /// Since when it is being deleted. A deletion that was interrupted leaves this; deleting the topic again finishes it.
     pub deleting_since: Option<Timestamp>,
 }
@@ -201,8 +201,8 @@ const BYTE_BUDGET: &str = "byteBudget";
 const PAYLOAD_BYTES: &str = "payloadBytesMax";
 const MAX_RETRIES: &str = "maxRetries";
 const REFRESH_MS: &str = "refreshMs";
-/// The field that changes with each growth: what an update of it must expect.
-pub(crate) const GROWTHS: &str = "growths";
+/// The field that changes with each resize: what an update of it must expect.
+pub(crate) const RESIZES: &str = "growths";
 
 impl Topic {
     /// A topic without meta: one partition, whose stream has the topic's name.
@@ -213,7 +213,7 @@ impl Topic {
             layout,
             created_at: None,
             policies: Policies::default(),
-            growths: Vec::new(),
+            resizes: Vec::new(),
             deleting_since: None,
         }
     }
@@ -247,7 +247,7 @@ impl Topic {
         let mut put = |name: &str, value: String| meta.insert(name.to_owned(), value.into());
         put(PARTITION_COUNT, self.partitions.to_string());
         put(LAYOUT, self.layout.as_str().to_owned());
-        put(GROWTHS, growths_to_json(&self.growths));
+        put(RESIZES, resizes_to_json(&self.resizes));
         put(PAYLOAD_BYTES, self.policies.payload_bytes_max.to_string());
         put(MAX_RETRIES, self.policies.max_retries.to_string());
         put(REFRESH_MS, self.policies.refresh.as_millis().to_string());
@@ -271,7 +271,7 @@ impl Topic {
 
     /// Reads the meta. What a foreign program left out has its default; what it wrote wrongly is an error.
     pub(crate) fn from_meta(name: TopicName, meta: &RegistryMap) -> Result<Self> {
-        let read = Reading { topic: &name, meta };
+        let read = MetaReader { topic: &name, meta };
         let partitions = read.number(PARTITION_COUNT)?.unwrap_or(1);
         let partitions = u16::try_from(partitions)
             .ok()
@@ -301,23 +301,23 @@ impl Topic {
         policies.validate()?;
         let created_at = read.time(CREATED_AT)?;
         let deleting_since = read.time(DELETING_SINCE)?;
-        let growths = match read.text(GROWTHS)? {
+        let resizes = match read.text(RESIZES)? {
             None => Vec::new(),
-            Some(text) => growths_from_json(text).ok_or_else(|| {
-                read.wrong(GROWTHS, "a list of growths as this program writes it")
+            Some(text) => resizes_from_json(text).ok_or_else(|| {
+                read.wrong(RESIZES, "a list of resizes as this program writes it")
             })?,
         };
-        Ok(Self { name, partitions, layout, created_at, policies, growths, deleting_since })
+        Ok(Self { name, partitions, layout, created_at, policies, resizes, deleting_since })
     }
 }
 
 /// Reads fields of a topic's meta; names topic and field when one is wrong.
-struct Reading<'a> {
+struct MetaReader<'a> {
     topic: &'a TopicName,
     meta: &'a RegistryMap,
 }
 
-impl<'a> Reading<'a> {
+impl<'a> MetaReader<'a> {
     fn text(&self, field: &str) -> Result<Option<&'a str>> {
         let Some(value) = self.meta.get(field) else { return Ok(None) };
         std::str::from_utf8(value).map(Some).map_err(|_| self.wrong(field, "text"))
@@ -347,21 +347,21 @@ impl<'a> Reading<'a> {
     }
 }
 
-pub(crate) fn growths_to_json(growths: &[Growth]) -> String {
-    let growth = |growth: &Growth| {
+pub(crate) fn resizes_to_json(resizes: &[Resize]) -> String {
+    let resize = |resize: &Resize| {
         let ids = |ids: &Vec<EntryId>| ids.iter().map(EntryId::to_string).collect::<Vec<_>>();
         json!({
-            "from": growth.from,
-            "to": growth.to,
-            "beganMs": growth.began.as_millis(),
-            "lastIds": growth.last_ids.as_ref().map(ids),
+            "from": resize.from,
+            "to": resize.to,
+            "beganMs": resize.began.as_millis(),
+            "lastIds": resize.last_ids.as_ref().map(ids),
         })
     };
-    Value::Array(growths.iter().map(growth).collect()).to_string()
+    Value::Array(resizes.iter().map(resize).collect()).to_string()
 }
 
-fn growths_from_json(text: &str) -> Option<Vec<Growth>> {
-    let growth = |value: &Value| {
+fn resizes_from_json(text: &str) -> Option<Vec<Resize>> {
+    let resize = |value: &Value| {
         let count = |name: &str| u16::try_from(value.get(name)?.as_u64()?).ok();
         let last_ids = match value.get("lastIds")? {
             Value::Null => None,
@@ -374,16 +374,16 @@ fn growths_from_json(text: &str) -> Option<Vec<Growth>> {
         };
         let (from, to) = (count("from")?, count("to")?);
         let fits = last_ids.as_ref().is_none_or(|ids| ids.len() == usize::from(from));
-        (from < to && fits).then_some(Growth {
+        (from < to && fits).then_some(Resize {
             from,
             to,
             began: Timestamp::from_millis(value.get("beganMs")?.as_u64()?),
             last_ids,
         })
     };
-    let growths: Value = serde_json::from_str(text).ok()?;
-    let growths = growths.as_array().filter(|growths| growths.len() <= GROWTHS_MAX)?;
-    growths.iter().map(growth).collect()
+    let resizes: Value = serde_json::from_str(text).ok()?;
+    let resizes = resizes.as_array().filter(|resizes| resizes.len() <= RESIZES_MAX)?;
+    resizes.iter().map(resize).collect()
 }
 
 #[cfg(test)]
@@ -406,14 +406,14 @@ mod tests {
                 ..Default::default()
             },
             deleting_since: None,
-            growths: vec![
-                Growth {
+            resizes: vec![
+                Resize {
                     from: 1,
                     to: 2,
                     began: Timestamp::from_millis(1),
                     last_ids: Some(vec![EntryId::new(7, 8)]),
                 },
-                Growth { from: 2, to: 5, began: Timestamp::from_millis(2), last_ids: None },
+                Resize { from: 2, to: 5, began: Timestamp::from_millis(2), last_ids: None },
             ],
         }
     }
@@ -443,8 +443,8 @@ mod tests {
             (LAYOUT, "round"),
             (CREATED_AT, "yesterday"),
             (RETENTION_COUNT, "-1"),
-            (GROWTHS, "{}"),
-            (GROWTHS, r#"[{"from":2,"to":3,"beganMs":1,"lastIds":["0-0"]}]"#),
+            (RESIZES, "{}"),
+            (RESIZES, r#"[{"from":2,"to":3,"beganMs":1,"lastIds":["0-0"]}]"#),
         ] {
             let mut meta = orders().to_meta();
             meta.insert(field.to_owned(), Bytes::from_static(value.as_bytes()));

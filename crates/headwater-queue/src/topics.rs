@@ -10,14 +10,14 @@ use std::time::Duration;
 use futures_util::future::try_join_all;
 use headwater_stream::{EntryId, Range, RegistryMap, SetName, StreamName};
 
-use crate::change::Change;
 use crate::error::{QueueError, Result};
 use crate::group;
-use crate::interrupted::Progress;
+use crate::interrupted::PartitionProgress;
 use crate::keys::{self, Layout};
-use crate::limits::{GROWTHS_MAX, PARTITIONS_MAX};
+use crate::limits::{PARTITIONS_MAX, RESIZES_MAX};
 use crate::queue::Queue;
-use crate::topic::{self, Growth, Partition, Policies, Topic, TopicName};
+use crate::topic::{self, Partition, Policies, Resize, Topic, TopicName};
+use crate::topic_lock::TopicLock;
 
 /// Creates, lists, describes, grows and deletes topics.
 #[derive(Clone, Debug)]
@@ -27,11 +27,11 @@ pub struct Topics {
 
 /// A topic and where it lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Described {
+pub struct TopicDescription {
     /// What the registry says of it.
     pub topic: Topic,
     /// Its partitions, by number.
-    pub partitions: Vec<DescribedPartition>,
+    pub partitions: Vec<PartitionDescription>,
     /// The key of its dead letters.
     pub dead_letters_key: String,
     /// The slot of its dead letters on a Redis Cluster.
@@ -40,7 +40,7 @@ pub struct Described {
 
 /// A partition and where it lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DescribedPartition {
+pub struct PartitionDescription {
     /// Its number.
     pub partition: Partition,
     /// The key of its stream.
@@ -59,9 +59,9 @@ impl Queue {
 }
 
 /// How often a step is tried that others undo or overtake.
-const CHANGES_MAX: usize = 100;
+const ATTEMPTS_MAX: usize = 100;
 /// Partitions that are deleted at once, and between two looks at whether it is still allowed.
-const DELETED_AT_ONCE: usize = 64;
+const DELETE_BATCH: usize = 64;
 
 impl Topics {
     /// Creates a topic. Returns `false` if it was there already, the same; fails if it is there with other settings.
@@ -79,9 +79,9 @@ impl Topics {
             policies: policies.in_milliseconds(),
             ..Topic::plain(name.clone(), Layout::Plain)
         };
-        for _ in 0..CHANGES_MAX {
+        for _ in 0..ATTEMPTS_MAX {
             let is_new = backend.map_create(&keys::meta(&name), &topic.to_meta()).await?;
-            self.queue.forget(&name);
+            self.queue.invalidate(&name);
             if !is_new {
                 let found = self.queue.read_topic(&name).await?;
                 if found.layout.is_plain() {
@@ -97,11 +97,11 @@ impl Topics {
             // Also when it was there: whoever created it may have died between the two steps.
             self.register(&name).await?;
             if is_new {
-                self.ring(&name).await;
+                self.notify_watchers(&name).await;
             }
             return Ok(is_new);
         }
-        Err(self.overtaken(&name))
+        Err(self.too_many_conflicts(&name))
     }
 
     /// The names of all topics that were created, sorted.
@@ -110,13 +110,13 @@ impl Topics {
     }
 
     /// A topic as it is now, with its keys. A topic that nobody created is plain.
-    pub async fn describe(&self, name: &str) -> Result<Described> {
+    pub async fn describe(&self, name: &str) -> Result<TopicDescription> {
         let topic = self.queue.read_topic(&TopicName::new(name)?).await?;
         let slot = |key: &str| self.queue.inner.backend.cluster_slot(key);
         let partitions = (0..topic.partitions)
             .map(|partition| {
                 let stream_key = keys::stream(&topic, partition).to_string();
-                DescribedPartition {
+                PartitionDescription {
                     partition,
                     slot: slot(&stream_key),
                     stream_key,
@@ -125,7 +125,7 @@ impl Topics {
             })
             .collect();
         let dead_letters_key = keys::dead_letters(&topic).to_string();
-        Ok(Described {
+        Ok(TopicDescription {
             partitions,
             dead_letters_slot: slot(&dead_letters_key),
             dead_letters_key,
@@ -137,12 +137,12 @@ impl Topics {
     ///
     /// Where keys are bound to partitions by their hash, a key whose partition changes is not handled from the new one
     /// before its older messages in the old one are done (with `Order::PerKey`). If this process dies meanwhile, the
-    /// next `grow`, or a consumer, finishes the growth.
+    /// next `grow`, or a consumer, finishes the resize.
     pub async fn grow(&self, name: &str, partitions: u16) -> Result<()> {
         let name = TopicName::new(name)?;
         check_partitions(partitions)?;
-        for _ in 0..CHANGES_MAX {
-            self.settle_growth(&name).await?;
+        for _ in 0..ATTEMPTS_MAX {
+            self.complete_resize(&name).await?;
             let topic = self.queue.read_topic(&name).await?;
             if topic.layout.is_plain() {
                 return Err(QueueError::NoTopic { topic: name.to_string() });
@@ -151,14 +151,14 @@ impl Topics {
                 // Whoever grew it may have died before they said so in the registry.
                 return self.register(&name).await;
             }
-            check_growth(&topic, partitions)?;
-            let change = Change::begin(&self.queue, &name).await?;
+            check_resize(&topic, partitions)?;
+            let lock = TopicLock::acquire(&self.queue, &name).await?;
             // Somebody else may have grown it meanwhile; then what they did is looked at first.
-            let begun = self.begin_growth(&name, partitions).await;
-            change.end().await;
+            let begun = self.begin_resize(&name, partitions).await;
+            lock.release().await;
             begun?;
         }
-        Err(self.overtaken(&name))
+        Err(self.too_many_conflicts(&name))
     }
 
     /// Removes a topic with all its messages, groups, delayed messages and dead letters. Returns whether there was one.
@@ -169,16 +169,16 @@ impl Topics {
     /// Producers that know the topic may go on sending to it for as long as its `refresh`: stop them first.
     pub async fn delete(&self, name: &str) -> Result<bool> {
         let name = TopicName::new(name)?;
-        let change = Change::begin(&self.queue, &name).await?;
-        let mut progress = Progress::new([]);
-        let deleted = self.delete_all(&name, &change, &mut progress).await.map_err(|error| {
+        let lock = TopicLock::acquire(&self.queue, &name).await?;
+        let mut progress = PartitionProgress::new([]);
+        let deleted = self.delete_all(&name, &lock, &mut progress).await.map_err(|error| {
             let what = format!("the deletion of topic `{name}`");
             let next = "delete the topic again to finish it".to_owned();
             progress.interrupt(what, next, error)
         });
-        change.end().await;
-        self.queue.forget(&name);
-        self.ring(&name).await;
+        lock.release().await;
+        self.queue.invalidate(&name);
+        self.notify_watchers(&name).await;
         deleted
     }
 
@@ -187,12 +187,12 @@ impl Topics {
     async fn delete_all(
         &self,
         name: &TopicName,
-        change: &Change,
-        progress: &mut Progress,
+        lock: &TopicLock,
+        progress: &mut PartitionProgress,
     ) -> Result<bool> {
         let backend = &self.queue.inner.backend;
         let topic = self.queue.read_topic(name).await?;
-        *progress = Progress::new(0..topic.partitions);
+        *progress = PartitionProgress::new(0..topic.partitions);
         if topic.layout.is_plain() && self.is_listed(name).await? {
             // The rest of a deletion: no plain topic is ever listed. A stream under the bare name is another program's.
             self.register(name).await?;
@@ -206,24 +206,24 @@ impl Topics {
         }
         let mut had_data = backend.delete_stream(&keys::dead_letters(&topic)).await?;
         let delays = keys::all_delays(&topic);
-        for some in delays.chunks(DELETED_AT_ONCE) {
-            change.go_on().await?;
+        for some in delays.chunks(DELETE_BATCH) {
+            lock.renew().await?;
             let gone = some.iter().map(|delays| backend.delete_delays(delays));
             had_data |= try_join_all(gone).await?.contains(&true);
         }
         let streams = streams_of(&topic);
-        for some in streams.chunks(DELETED_AT_ONCE) {
-            change.go_on().await?;
+        for some in streams.chunks(DELETE_BATCH) {
+            lock.renew().await?;
             progress.next(some.len());
             let gone = some.iter().map(|stream| backend.delete_stream(stream));
             had_data |= try_join_all(gone).await?.contains(&true);
             progress.done();
         }
-        for some in keys::own_witnesses(&topic).chunks(DELETED_AT_ONCE) {
-            change.go_on().await?;
+        for some in keys::own_witnesses(&topic).chunks(DELETE_BATCH) {
+            lock.renew().await?;
             try_join_all(some.iter().map(|witness| backend.map_delete(witness))).await?;
         }
-        change.go_on().await?;
+        lock.renew().await?;
         // Without meta there was no topic when this began; one that was created since is not ours to delete.
         let had_meta = !topic.layout.is_plain() && backend.map_delete(&keys::meta(name)).await?;
         let was_listed = backend.set_remove(&keys::registry(), &[name.as_str()]).await? > 0;
@@ -236,8 +236,8 @@ impl Topics {
     /// finishing the deletion later would remove what is sent from now on.
     async fn wait_for_deletion(&self, name: &TopicName) -> Result<()> {
         // A deletion that goes on holds the lock.
-        Change::begin(&self.queue, name).await?.end().await;
-        self.queue.forget(name);
+        TopicLock::acquire(&self.queue, name).await?.release().await;
+        self.queue.invalidate(name);
         let found = self.queue.read_topic(name).await?;
         if found.deleting_since.is_none() {
             return Ok(());
@@ -266,7 +266,7 @@ impl Topics {
     async fn register(&self, name: &TopicName) -> Result<()> {
         let backend = &self.queue.inner.backend;
         let set = keys::partitions(name);
-        for _ in 0..CHANGES_MAX {
+        for _ in 0..ATTEMPTS_MAX {
             let topic = self.queue.read_topic(name).await?;
             if topic.layout.is_plain() {
                 self.remove_all(&set).await?;
@@ -282,59 +282,59 @@ impl Topics {
                 return Ok(());
             }
         }
-        Err(self.overtaken(name))
+        Err(self.too_many_conflicts(name))
     }
 
     /// Tells those who watch the topic to look at it soon.
-    async fn ring(&self, name: &TopicName) {
+    async fn notify_watchers(&self, name: &TopicName) {
         group::notify_watchers(&*self.queue.inner.backend, &keys::topic_bell(name)).await;
     }
 
-    fn overtaken(&self, name: &TopicName) -> QueueError {
-        let by = format!("it was overtaken {CHANGES_MAX} times");
+    fn too_many_conflicts(&self, name: &TopicName) -> QueueError {
+        let by = format!("it was overtaken {ATTEMPTS_MAX} times");
         QueueError::Busy { topic: name.to_string(), by }
     }
 
-    /// Begins a growth, unless the topic was changed since it was looked at.
-    async fn begin_growth(&self, name: &TopicName, partitions: u16) -> Result<()> {
+    /// Begins a resize, unless the topic was changed since it was looked at.
+    async fn begin_resize(&self, name: &TopicName, partitions: u16) -> Result<()> {
         let topic = self.queue.read_topic(name).await?;
-        let is_settled = topic.growths.last().is_none_or(|growth| growth.last_ids.is_some());
+        let is_settled = topic.resizes.last().is_none_or(|resize| resize.last_ids.is_some());
         if topic.layout.is_plain() || !is_settled || partitions <= topic.partitions {
             return Ok(());
         }
         let began = self.queue.inner.backend.now().await?;
-        let growth = Growth { from: topic.partitions, to: partitions, began, last_ids: None };
+        let resize = Resize { from: topic.partitions, to: partitions, began, last_ids: None };
         let mut grown = Topic { partitions, ..Topic::clone(&topic) };
-        grown.growths.push(growth);
-        if self.replace_growths(&topic, &grown).await? {
+        grown.resizes.push(resize);
+        if self.replace_resizes(&topic, &grown).await? {
             self.register(name).await?;
-            self.ring(name).await;
+            self.notify_watchers(name).await;
         }
         Ok(())
     }
 
-    /// Waits until every producer knows of the last growth, then writes down up to where moved keys have to wait.
-    pub(crate) async fn settle_growth(&self, name: &TopicName) -> Result<()> {
-        for _ in 0..CHANGES_MAX {
+    /// Waits until every producer knows of the last resize, then writes down up to where moved keys have to wait.
+    pub(crate) async fn complete_resize(&self, name: &TopicName) -> Result<()> {
+        for _ in 0..ATTEMPTS_MAX {
             let topic = self.queue.read_topic(name).await?;
-            let Some(growth) = topic.growths.last().filter(|growth| growth.last_ids.is_none())
+            let Some(resize) = topic.resizes.last().filter(|resize| resize.last_ids.is_none())
             else {
                 return Ok(());
             };
-            let left = self.settling_left(&topic, growth).await?;
+            let left = self.propagation_left(&topic, resize).await?;
             if !left.is_zero() {
                 tokio::time::sleep(left).await;
                 continue;
             }
-            let last_ids = self.last_ids(&topic, growth.from).await?;
+            let last_ids = self.last_ids(&topic, resize.from).await?;
             let mut settled = Topic::clone(&topic);
-            let last = settled.growths.last_mut().expect("it was there a moment ago");
+            let last = settled.resizes.last_mut().expect("it was there a moment ago");
             last.last_ids = Some(last_ids);
-            if self.replace_growths(&topic, &settled).await? {
-                self.ring(name).await;
+            if self.replace_resizes(&topic, &settled).await? {
+                self.notify_watchers(name).await;
             }
         }
-        Err(self.overtaken(name))
+        Err(self.too_many_conflicts(name))
     }
 
     /// The last entry of each of the first `partitions`.
@@ -352,30 +352,30 @@ impl Topics {
         Ok(last_ids)
     }
 
-    async fn settling_left(&self, topic: &Topic, growth: &Growth) -> Result<Duration> {
-        let age = self.queue.inner.backend.now().await?.since(growth.began);
-        Ok(Growth::settling(topic.policies.refresh).saturating_sub(age))
+    async fn propagation_left(&self, topic: &Topic, resize: &Resize) -> Result<Duration> {
+        let age = self.queue.inner.backend.now().await?.since(resize.began);
+        Ok(Resize::propagation_time(topic.policies.refresh).saturating_sub(age))
     }
 
-    /// Writes the growths and the partition count, if nobody else did meanwhile. Returns whether it did.
-    async fn replace_growths(&self, old: &Topic, new: &Topic) -> Result<bool> {
+    /// Writes the resizes and the partition count, if nobody else did meanwhile. Returns whether it did.
+    async fn replace_resizes(&self, old: &Topic, new: &Topic) -> Result<bool> {
         let meta = new.to_meta();
         let changed: RegistryMap = meta
             .into_iter()
-            .filter(|(field, _)| matches!(field.as_str(), topic::GROWTHS | topic::PARTITION_COUNT))
+            .filter(|(field, _)| matches!(field.as_str(), topic::RESIZES | topic::PARTITION_COUNT))
             .collect();
-        let old_growths = topic::growths_to_json(&old.growths);
+        let old_growths = topic::resizes_to_json(&old.resizes);
         let backend = &self.queue.inner.backend;
-        // A foreign topic has no list of growths yet: then the count is what must not have changed.
+        // A foreign topic has no list of resizes yet: then the count is what must not have changed.
         let count = old.partitions.to_string();
         let meta = keys::meta(&old.name);
-        let expect = (topic::GROWTHS, old_growths.as_bytes());
+        let expect = (topic::RESIZES, old_growths.as_bytes());
         let mut written = backend.map_update(&meta, Some(expect), &changed).await?;
-        if !written && old.growths.is_empty() {
+        if !written && old.resizes.is_empty() {
             let expect = (topic::PARTITION_COUNT, count.as_bytes());
             written = backend.map_update(&meta, Some(expect), &changed).await?;
         }
-        self.queue.forget(&old.name);
+        self.queue.invalidate(&old.name);
         Ok(written)
     }
 }
@@ -384,15 +384,15 @@ fn streams_of(topic: &Topic) -> Vec<StreamName> {
     (0..topic.partitions).map(|partition| keys::stream(topic, partition)).collect()
 }
 
-fn check_growth(topic: &Topic, partitions: u16) -> Result<()> {
+fn check_resize(topic: &Topic, partitions: u16) -> Result<()> {
     let name = &topic.name;
     if partitions < topic.partitions {
         let problem =
             format!("{partitions}; topic `{name}` has {} and counts only grow", topic.partitions);
         return Err(QueueError::invalid("partitions", problem));
     }
-    if topic.growths.len() >= GROWTHS_MAX {
-        let problem = format!("topic `{name}` grew {GROWTHS_MAX} times already");
+    if topic.resizes.len() >= RESIZES_MAX {
+        let problem = format!("topic `{name}` grew {RESIZES_MAX} times already");
         return Err(QueueError::invalid("a growth", problem));
     }
     Ok(())

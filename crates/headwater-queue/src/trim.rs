@@ -7,7 +7,7 @@
 use headwater_stream::{Retention, TrimGuard};
 
 use crate::error::{QueueError, Result};
-use crate::inspect::partitions_of;
+use crate::inspect::select_partitions;
 use crate::keys;
 use crate::queue::Queue;
 use crate::topic::Partition;
@@ -58,7 +58,7 @@ impl Queue {
         check(&trim.keep)?;
         let topic = self.existing_topic(topic).await?;
         let mut partitions = Vec::new();
-        for partition in partitions_of(&topic, trim.partition)? {
+        for partition in select_partitions(&topic, trim.partition)? {
             let stream = keys::stream(&topic, partition);
             let trimmed = self.inner.backend.trim(&stream, &trim.keep, trim.guard).await?;
             let (removed, held_back) = (trimmed.removed, trimmed.held_back);

@@ -14,19 +14,19 @@ use std::sync::Arc;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{Direction, EntryId, Range, StreamName};
 
-use self::scan::Scan;
+use self::scan::DeadLetterScan;
 use crate::dead_letter::DeadLetter;
 use crate::error::{QueueError, Result};
-use crate::inspect::partitions_of;
+use crate::inspect::select_partitions;
 use crate::keys;
 use crate::limits::{COPIES_WITHIN, LETTERS_MAX, PAGE_BYTES_MAX, SCANNED_MAX};
-use crate::merge::Span;
-use crate::page::{PAGE_DEFAULT, Page, Question, check_limit};
+use crate::merge_pages::IdRange;
+use crate::pagination::{CursorScope, PAGE_DEFAULT, Page, check_limit};
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic};
 
 pub use purge::{PurgeConfig, PurgeReport};
-pub use replay::{Refusal, ReplayConfig, ReplayReport};
+pub use replay::{ReplayConfig, ReplayRefusal, ReplayReport};
 
 /// The dead letters of one topic.
 #[derive(Clone, Debug)]
@@ -77,7 +77,7 @@ impl Default for DeadLetterQuery {
 
 /// Dead letters to do something with.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Letters {
+pub enum DeadLetterSelection {
     /// These, and their copies. At most 100.
     Ids(Vec<EntryId>),
     /// All that match and are there when it begins.
@@ -96,20 +96,20 @@ impl DeadLetters {
     /// A page of them.
     pub async fn browse(&self, query: &DeadLetterQuery) -> Result<Page<DeadLetter>> {
         check_limit(query.limit)?;
-        let span = self.span(&query.filter)?;
-        let question = Question::new(
+        let range = self.range(&query.filter)?;
+        let scope = CursorScope::new(
             "dead letters",
             &[self.topic.name.as_str(), &format!("{:?} {:?}", query.filter, query.direction)],
         );
-        let after = question.place(query.cursor.as_deref())?.map(|(id, _)| id);
-        let mut scan = Scan::new(self, &query.filter, span, query.direction);
+        let after = scope.position(query.cursor.as_deref())?.map(|(id, _)| id);
+        let mut scan = DeadLetterScan::new(self, &query.filter, range, query.direction);
         if let Some(after) = after {
-            scan.go_on_after(after).await?;
+            scan.resume_after(after).await?;
         }
         let (mut items, mut bytes) = (Vec::new(), 0);
         while items.len() < query.limit
             && bytes < PAGE_BYTES_MAX
-            && scan.looked_at() < SCANNED_MAX
+            && scan.scanned() < SCANNED_MAX
             && let Some(found) = scan.next().await?
         {
             if let Some(letter) = found.matching.filter(|_| !found.is_copy) {
@@ -117,8 +117,8 @@ impl DeadLetters {
                 items.push(letter);
             }
         }
-        let place = scan.last_id().filter(|_| !scan.has_ended());
-        Ok(Page { items, next: place.map(|id| question.cursor((id, 0))) })
+        let position = scan.last_id().filter(|_| !scan.has_ended());
+        Ok(Page { items, next: position.map(|id| scope.cursor((id, 0))) })
     }
 
     /// One of them.
@@ -133,17 +133,17 @@ impl DeadLetters {
     }
 
     /// The ids a filter allows; an error if the filter makes no sense.
-    fn span(&self, filter: &DeadLetterFilter) -> Result<Span> {
-        partitions_of(&self.topic, filter.partition)?;
-        let span = Span {
+    fn range(&self, filter: &DeadLetterFilter) -> Result<IdRange> {
+        select_partitions(&self.topic, filter.partition)?;
+        let range = IdRange {
             from: filter.from.map_or(EntryId::MIN, |at| EntryId::new(at.as_millis(), 0)),
             to: filter.to.map_or(EntryId::MAX, |at| EntryId::new(at.as_millis(), u64::MAX)),
         };
-        if span.from > span.to {
+        if range.from > range.to {
             let problem = "it ends before it begins; swap `from` and `to`";
             return Err(QueueError::invalid("a range of time", problem));
         }
-        Ok(span)
+        Ok(range)
     }
 
     /// The named ones with their copies, oldest first; an error if one of them is not there.
@@ -173,9 +173,9 @@ impl DeadLetters {
     ) -> Result<()> {
         let (identity, all) = (letter.identity(), DeadLetterFilter::default());
         for direction in [Direction::Backward, Direction::Forward] {
-            let Some(span) = Span::ALL.behind(letter.id, direction) else { continue };
-            let mut scan = Scan::new(self, &all, span, direction);
-            while scan.looked_at() < COPIES_WITHIN
+            let Some(range) = IdRange::ALL.after(letter.id, direction) else { continue };
+            let mut scan = DeadLetterScan::new(self, &all, range, direction);
+            while scan.scanned() < COPIES_WITHIN
                 && let Some(found) = scan.next().await?
             {
                 let copy = found.matching.filter(|found| found.identity() == identity);
@@ -186,10 +186,10 @@ impl DeadLetters {
     }
 
     /// The ids of what matches and is there now.
-    async fn span_until_now(&self, filter: &DeadLetterFilter) -> Result<Span> {
-        let span = self.span(filter)?;
+    async fn range_until_now(&self, filter: &DeadLetterFilter) -> Result<IdRange> {
+        let range = self.range(filter)?;
         let stats = self.queue.inner.backend.stats(&self.stream).await?;
         let newest = stats.and_then(|stats| stats.last_id).unwrap_or(EntryId::MIN);
-        Ok(Span { to: span.to.min(newest), ..span })
+        Ok(IdRange { to: range.to.min(newest), ..range })
     }
 }

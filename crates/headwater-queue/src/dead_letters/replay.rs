@@ -13,8 +13,8 @@ use headwater_stream::{Direction, EntryId, Fields, Once};
 use tokio::time::Instant;
 use tracing::info;
 
-use super::scan::{AT_ONCE, Scan};
-use super::{DeadLetters, Letters};
+use super::scan::{BATCH, DeadLetterScan};
+use super::{DeadLetterSelection, DeadLetters};
 use crate::dead_letter::DeadLetter;
 use crate::error::{QueueError, Result};
 use crate::keys;
@@ -55,14 +55,14 @@ pub struct ReplayReport {
     /// Dead letters that stay because they cannot or must not be replayed.
     pub refused: u64,
     /// The first of them, and why.
-    pub refusals: Vec<Refusal>,
+    pub refusals: Vec<ReplayRefusal>,
     /// Whether it was done; `false` after a dry run.
     pub is_done: bool,
 }
 
 /// A dead letter that is not replayed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
+pub struct ReplayRefusal {
     /// The dead letter.
     pub id: EntryId,
     /// Why it stays.
@@ -74,16 +74,20 @@ impl DeadLetters {
     ///
     /// Named ones are replayed all or not at all: if one is not there or refused, that is the error. Of matching ones,
     /// those that are refused stay and are counted. After an error of the backend: repeat it.
-    pub async fn replay(&self, letters: Letters, config: &ReplayConfig) -> Result<ReplayReport> {
-        self.replay_telling(letters, config, &|_| ()).await
+    pub async fn replay(
+        &self,
+        letters: DeadLetterSelection,
+        config: &ReplayConfig,
+    ) -> Result<ReplayReport> {
+        self.replay_with_progress(letters, config, &|_| ()).await
     }
 
     /// The same, and tells how far it is whenever some more are done.
-    pub async fn replay_telling(
+    pub async fn replay_with_progress(
         &self,
-        letters: Letters,
+        letters: DeadLetterSelection,
         config: &ReplayConfig,
-        tell: &(dyn Fn(&ReplayReport) + Send + Sync),
+        on_progress: &(dyn Fn(&ReplayReport) + Send + Sync),
     ) -> Result<ReplayReport> {
         if config.limit == Some(0) {
             return Err(QueueError::invalid("limit", "it is 0; ask for at least 1"));
@@ -92,14 +96,14 @@ impl DeadLetters {
             letters: self,
             config,
             report: ReplayReport { is_done: !config.dry_run, ..Default::default() },
-            pace: Pace { started: Instant::now(), per_second: config.per_second },
+            pace: ReplayRate { started: Instant::now(), per_second: config.per_second },
         };
         match letters {
-            Letters::Ids(ids) => replay.named(&ids).await?,
-            Letters::Matching(filter) => {
+            DeadLetterSelection::Ids(ids) => replay.named(&ids).await?,
+            DeadLetterSelection::Matching(filter) => {
                 // What fails again meanwhile is left for the next time.
-                let span = self.span_until_now(&filter).await?;
-                let mut scan = Scan::new(self, &filter, span, Direction::Forward);
+                let range = self.range_until_now(&filter).await?;
+                let mut scan = DeadLetterScan::new(self, &filter, range, Direction::Forward);
                 while !scan.has_ended() && replay.room() > 0 {
                     let mut batch = Vec::new();
                     while batch.len() < replay.room()
@@ -108,7 +112,7 @@ impl DeadLetters {
                         batch.extend(found.matching.map(|letter| (letter, found.is_copy)));
                     }
                     replay.run(batch).await?;
-                    tell(&replay.report);
+                    on_progress(&replay.report);
                 }
             }
         }
@@ -156,11 +160,11 @@ struct Replay<'a> {
     letters: &'a DeadLetters,
     config: &'a ReplayConfig,
     report: ReplayReport,
-    pace: Pace,
+    pace: ReplayRate,
 }
 
 /// A dead letter that can be replayed.
-struct Prepared {
+struct PreparedReplay {
     id: EntryId,
     once: Once,
     is_copy: bool,
@@ -198,13 +202,13 @@ impl Replay<'_> {
     }
 
     async fn run(&mut self, letters: Vec<(DeadLetter, bool)>) -> Result<()> {
-        let mut by_partition: BTreeMap<Partition, Vec<Prepared>> = BTreeMap::new();
+        let mut by_partition: BTreeMap<Partition, Vec<PreparedReplay>> = BTreeMap::new();
         for (letter, is_copy) in letters {
             match self.letters.prepare(&letter, self.config.max_replays) {
                 Ok((partition, fields)) => {
                     // Other ids of this stream are the producers'.
                     let once = Once { id: format!("~replay:{}", letter.identity()), fields };
-                    by_partition.entry(partition).or_default().push(Prepared {
+                    by_partition.entry(partition).or_default().push(PreparedReplay {
                         id: letter.id,
                         once,
                         is_copy,
@@ -213,7 +217,7 @@ impl Replay<'_> {
                 Err(problem) => {
                     self.report.refused += 1;
                     if self.report.refusals.len() < REFUSALS_MAX {
-                        self.report.refusals.push(Refusal { id: letter.id, problem });
+                        self.report.refusals.push(ReplayRefusal { id: letter.id, problem });
                     }
                 }
             }
@@ -228,7 +232,7 @@ impl Replay<'_> {
         Ok(())
     }
 
-    async fn look(&mut self, partition: Partition, prepared: &[Prepared]) -> Result<()> {
+    async fn look(&mut self, partition: Partition, prepared: &[PreparedReplay]) -> Result<()> {
         let stream = keys::stream(&self.letters.topic, partition);
         let ids: Vec<&str> = prepared.iter().map(|one| one.once.id.as_str()).collect();
         let appended = self.letters.queue.inner.backend.appended(&stream, &ids).await?;
@@ -242,7 +246,7 @@ impl Replay<'_> {
         Ok(())
     }
 
-    async fn send(&mut self, partition: Partition, prepared: Vec<Prepared>) -> Result<()> {
+    async fn send(&mut self, partition: Partition, prepared: Vec<PreparedReplay>) -> Result<()> {
         let DeadLetters { queue, topic, stream: letters, .. } = self.letters;
         let backend = &queue.inner.backend;
         let (ids, once): (Vec<EntryId>, Vec<Once>) =
@@ -261,16 +265,16 @@ impl Replay<'_> {
 }
 
 /// Keeps to a number of messages per second.
-struct Pace {
+struct ReplayRate {
     started: Instant,
     per_second: Option<NonZeroU32>,
 }
 
-impl Pace {
+impl ReplayRate {
     /// Messages that may go at once: those of a tenth of a second.
     fn at_once(&self) -> usize {
-        let tenth = self.per_second.map_or(AT_ONCE, |rate| rate.get() as usize / 10);
-        tenth.clamp(1, AT_ONCE)
+        let tenth = self.per_second.map_or(BATCH, |rate| rate.get() as usize / 10);
+        tenth.clamp(1, BATCH)
     }
 
     /// Waits until so many may have been sent.

@@ -84,7 +84,7 @@ pub struct MemberView {
     /// How it shares partitions with others.
     pub mode: Mode,
     /// Partitions that are kept for it until it is back.
-    pub kept_for_it: Vec<Partition>,
+    pub reserved: Vec<Partition>,
     /// How long ago it showed that it lives, or stopped; `None` if its time ran out.
     pub heartbeat_age: Option<Duration>,
 }
@@ -161,7 +161,7 @@ impl Inspector {
             .iter()
             .cloned()
             .map(|(entry, life)| {
-                let (consumer, kept_for_it) = match entry.status {
+                let (consumer, reserved) = match entry.status {
                     MemberStatus::Active(holder) => (Some(holder.to_string()), Vec::new()),
                     MemberStatus::Reserved(partitions) => (None, partitions),
                 };
@@ -169,7 +169,7 @@ impl Inspector {
                     member: entry.member,
                     consumer,
                     mode: entry.mode,
-                    kept_for_it,
+                    reserved,
                     heartbeat_age: match life {
                         Liveness::Alive(remaining) => Some(self.age(remaining)),
                         Liveness::Dead => None,

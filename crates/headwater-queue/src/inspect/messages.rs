@@ -5,12 +5,12 @@ use std::sync::Arc;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{Delivery, Direction, Entry, EntryId, Fields, Range};
 
-use super::{Inspector, partitions_of};
+use super::{Inspector, select_partitions};
 use crate::error::{QueueError, Result};
 use crate::keys;
-use crate::merge::{Merge, Span};
+use crate::merge_pages::{IdRange, PageMerge};
 use crate::message::{Malformed, Message};
-use crate::page::{PAGE_DEFAULT, Page, Question, check_limit};
+use crate::pagination::{CursorScope, PAGE_DEFAULT, Page, check_limit};
 use crate::topic::{Partition, TopicName};
 
 /// Messages of one partition that are fetched at once. They may be large.
@@ -93,7 +93,7 @@ impl Inspector {
         id: EntryId,
     ) -> Result<Option<StoredMessage>> {
         let topic = self.queue.existing_topic(topic).await?;
-        partitions_of(&topic, Some(partition))?;
+        select_partitions(&topic, Some(partition))?;
         let range = Range { from: id, to: id, ..Range::first(1) };
         let stream = keys::stream(&topic, partition);
         let found = self.queue.inner.backend.range(&stream, range).await?.into_iter().next();
@@ -103,39 +103,39 @@ impl Inspector {
     /// Messages in the order they were stored, over all partitions.
     pub async fn messages(&self, topic: &str, query: &MessageQuery) -> Result<Page<StoredMessage>> {
         check_limit(query.limit)?;
-        let span = span(query)?;
+        let range = range(query)?;
         let topic = self.queue.existing_topic(topic).await?;
-        let partitions = partitions_of(&topic, query.partition)?;
-        let asked = format!("{span:?} {:?} {:?}", query.direction, query.partition);
-        let question = Question::new("messages", &[topic.name.as_str(), &asked]);
-        let merge = Merge {
-            span,
+        let partitions = select_partitions(&topic, query.partition)?;
+        let asked = format!("{range:?} {:?} {:?}", query.direction, query.partition);
+        let scope = CursorScope::new("messages", &[topic.name.as_str(), &asked]);
+        let merge = PageMerge {
+            range,
             direction: query.direction,
-            after: question.place(query.cursor.as_deref())?,
+            after: scope.position(query.cursor.as_deref())?,
             limit: query.limit,
             fetch_max: FETCH_MAX,
         };
-        let fetch = |partition: Partition, span: Span, count: usize| {
+        let fetch = |partition: Partition, range: IdRange, count: usize| {
             let backend = Arc::clone(&self.queue.inner.backend);
             let stream = keys::stream(&topic, partition);
             let direction = query.direction;
             async move {
-                let range = Range { from: span.from, to: span.to, direction, count };
+                let range = Range { from: range.from, to: range.to, direction, count };
                 let entries = backend.range(&stream, range).await?;
                 Ok(entries.into_iter().map(|entry| (entry.id, entry)).collect())
             }
         };
         let merged = merge.run(partitions, fetch, |entry: &Entry| entry.fields.bytes()).await?;
-        let last = merged.items.last().map(|(place, _)| *place).filter(|_| merged.has_more);
+        let last = merged.items.last().map(|(position, _)| *position).filter(|_| merged.has_more);
         let read = |((_, partition), entry)| StoredMessage::read(&topic.name, partition, entry);
         Ok(Page {
             items: merged.items.into_iter().map(read).collect(),
-            next: last.map(|place| question.cursor(place)),
+            next: last.map(|position| scope.cursor(position)),
         })
     }
 }
 
-fn span(query: &MessageQuery) -> Result<Span> {
+fn range(query: &MessageQuery) -> Result<IdRange> {
     let from = match query.from {
         None => EntryId::MIN,
         Some(Bound::Id(id)) => id,
@@ -150,5 +150,5 @@ fn span(query: &MessageQuery) -> Result<Span> {
         let problem = format!("it begins at {from}, after its end {to}; swap them");
         return Err(QueueError::invalid("a range", problem));
     }
-    Ok(Span { from, to })
+    Ok(IdRange { from, to })
 }

@@ -25,7 +25,7 @@ pub use pending::{PendingFilter, PendingView};
 pub use topics::{PartitionView, TopicView};
 
 /// Partitions that are looked at at once.
-const LOOKED_AT_ONCE: usize = 16;
+const CONCURRENT_STATS: usize = 16;
 
 /// Looks at topics and groups without changing them.
 #[derive(Clone, Debug)]
@@ -60,12 +60,12 @@ impl Queue {
             let backend = Arc::clone(backend);
             async move { backend.stats(&name).await }
         });
-        Ok(stream::iter(looks).buffered(LOOKED_AT_ONCE).try_collect().await?)
+        Ok(stream::iter(looks).buffered(CONCURRENT_STATS).try_collect().await?)
     }
 }
 
-/// The partitions a question is about: one, or all.
-pub(crate) fn partitions_of(
+/// The partitions a scope is about: one, or all.
+pub(crate) fn select_partitions(
     topic: &Topic,
     only: Option<Partition>,
 ) -> Result<std::ops::Range<Partition>> {

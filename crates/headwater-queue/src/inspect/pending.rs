@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use headwater_stream::{ConsumerName, Direction, EntryId, Pending, PendingQuery, StreamError};
 
-use super::{Inspector, partitions_of};
+use super::{Inspector, select_partitions};
 use crate::error::Result;
 use crate::keys;
-use crate::merge::{Merge, Merged, Span};
-use crate::page::{PAGE_DEFAULT, Page, Question, check_limit, previous};
+use crate::merge_pages::{IdRange, MergedPage, PageMerge};
+use crate::pagination::{CursorScope, PAGE_DEFAULT, Page, check_limit, previous};
 use crate::topic::{Partition, group_name};
 
 /// Pending entries of one partition that are fetched at once. They are small.
@@ -70,8 +70,8 @@ impl Inspector {
         let group = group_name(group)?;
         let consumer = filter.consumer.as_ref().map(ConsumerName::new).transpose()?;
         let topic = self.queue.existing_topic(topic).await?;
-        let partitions = partitions_of(&topic, filter.partition)?;
-        let question = Question::new(
+        let partitions = select_partitions(&topic, filter.partition)?;
+        let scope = CursorScope::new(
             "pending",
             &[
                 topic.name.as_str(),
@@ -80,15 +80,15 @@ impl Inspector {
                 &format!("{:?} {:?}", filter.partition, filter.min_idle),
             ],
         );
-        let merge = Merge {
-            span: Span::ALL,
+        let merge = PageMerge {
+            range: IdRange::ALL,
             direction: Direction::Forward,
-            after: question.place(filter.cursor.as_deref())?,
+            after: scope.position(filter.cursor.as_deref())?,
             limit: filter.limit,
             fetch_max: FETCH_MAX,
         };
         let has_group = AtomicBool::new(false);
-        let fetch = |partition: Partition, span: Span, count: usize| {
+        let fetch = |partition: Partition, range: IdRange, count: usize| {
             let backend = Arc::clone(&self.queue.inner.backend);
             let stream = keys::stream(&topic, partition);
             let (group, consumer, has_group) = (&group, &consumer, &has_group);
@@ -98,7 +98,7 @@ impl Inspector {
                     group,
                     consumer: consumer.as_ref(),
                     min_idle: filter.min_idle,
-                    after: previous(span.from),
+                    after: previous(range.from),
                     count,
                 };
                 match backend.pending(query).await {
@@ -117,12 +117,12 @@ impl Inspector {
             // Not on the partitions that were asked: perhaps on others.
             self.group(topic.name.as_str(), group.as_str()).await?;
         }
-        Ok(page(merged, &question))
+        Ok(page(merged, &scope))
     }
 }
 
-fn page(merged: Merged<Pending>, question: &Question) -> Page<PendingView> {
-    let last = merged.items.last().map(|(place, _)| *place).filter(|_| merged.has_more);
+fn page(merged: MergedPage<Pending>, scope: &CursorScope) -> Page<PendingView> {
+    let last = merged.items.last().map(|(position, _)| *position).filter(|_| merged.has_more);
     let view = |((id, partition), pending): ((EntryId, Partition), Pending)| PendingView {
         partition,
         id,
@@ -132,6 +132,6 @@ fn page(merged: Merged<Pending>, question: &Question) -> Page<PendingView> {
     };
     Page {
         items: merged.items.into_iter().map(view).collect(),
-        next: last.map(|place| question.cursor(place)),
+        next: last.map(|position| scope.cursor(position)),
     }
 }

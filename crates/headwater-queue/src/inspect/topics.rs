@@ -105,7 +105,7 @@ impl Inspector {
             next_due,
             dead_letters: dead_letters.map_or(0, |stats| stats.length),
             deleting_since: topic.deleting_since,
-            is_growing: topic.growths.last().is_some_and(|growth| growth.last_ids.is_none()),
+            is_growing: topic.resizes.last().is_some_and(|resize| resize.last_ids.is_none()),
             policies: topic.policies.clone(),
             groups,
             partitions,

@@ -14,8 +14,8 @@ mod bodies {
 
     use anyhow::Result;
     use headwater_queue::{
-        ConsumerConfig, DeadLetterFilter, DeadLetterQuery, Letters, Message, NewMessage, Outcome,
-        QueueError, ReplayConfig, Reset, ResetGuard, ResetTo, Subscription,
+        ConsumerConfig, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, Message,
+        NewMessage, Outcome, QueueError, ReplayConfig, Reset, ResetGuard, ResetTo, Subscription,
     };
     use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
@@ -134,7 +134,7 @@ mod bodies {
         assert_eq!((letter.partition, letter.original_id), (Some(2), Some(sent.id)));
         assert_eq!((letter.reason.as_str(), letter.key.as_deref()), ("it is bad", Some("k1")));
 
-        let all = Letters::Matching(DeadLetterFilter::default());
+        let all = DeadLetterSelection::Matching(DeadLetterFilter::default());
         assert_eq!(letters.replay(all, &ReplayConfig::default()).await?.replayed, 1);
 
         let message = next(&mut handled).await?;

@@ -19,7 +19,7 @@ on_every_backend! {
 mod bodies {
     use anyhow::Result;
     use headwater_queue::{
-        DeadLetter, DeadLetterFilter, DeadLetterQuery, Letters, PurgeConfig, QueueError,
+        DeadLetter, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, PurgeConfig, QueueError,
     };
     use headwater_stream::clock::Timestamp;
     use headwater_stream::{Direction, EntryId, Fields};
@@ -200,13 +200,14 @@ mod bodies {
         let letters = setup.queue.dead_letters(&setup.topic).await?;
         let some = DeadLetterFilter { partition: Some(1), ..Default::default() };
         let dry = PurgeConfig { dry_run: true };
-        let report = letters.purge(Letters::Matching(some.clone()), &dry).await?;
+        let report = letters.purge(DeadLetterSelection::Matching(some.clone()), &dry).await?;
         assert_eq!((report.purged, report.is_done), (20, false));
         assert_eq!(setup.letters_left().await?, ids, "nothing happened");
-        let report = letters.purge(Letters::Matching(some), &PurgeConfig::default()).await?;
+        let report =
+            letters.purge(DeadLetterSelection::Matching(some), &PurgeConfig::default()).await?;
         assert_eq!((report.purged, report.is_done), (20, true));
         assert_eq!(setup.letters_left().await?.len(), 40);
-        let all = Letters::Matching(DeadLetterFilter::default());
+        let all = DeadLetterSelection::Matching(DeadLetterFilter::default());
         assert_eq!(letters.purge(all.clone(), &PurgeConfig::default()).await?.purged, 40);
         assert_eq!(letters.purge(all, &PurgeConfig::default()).await?.purged, 0);
         Ok(())
@@ -216,7 +217,8 @@ mod bodies {
         let ids = write(&setup, 3).await?;
         let copy = setup.dead_letter(&Letter::of(1, 101)).await?;
         let letters = setup.queue.dead_letters(&setup.topic).await?;
-        let report = letters.purge(Letters::Ids(vec![copy]), &PurgeConfig::default()).await?;
+        let report =
+            letters.purge(DeadLetterSelection::Ids(vec![copy]), &PurgeConfig::default()).await?;
         assert_eq!(report.purged, 2);
         assert_eq!(setup.letters_left().await?, [ids[0], ids[2]]);
         Ok(())
@@ -245,17 +247,18 @@ mod bodies {
         };
         for (filter, argument) in [(nowhere, "a partition"), (upside_down, "a range of time")] {
             assert_invalid(letters.browse(&matching(filter.clone())).await, argument);
-            let answer = letters.purge(Letters::Matching(filter), &PurgeConfig::default()).await;
+            let answer =
+                letters.purge(DeadLetterSelection::Matching(filter), &PurgeConfig::default()).await;
             assert_invalid(answer, argument);
         }
         let unknown = EntryId::new(1, 1);
         let answer = letters.show(unknown).await;
         assert!(matches!(answer, Err(QueueError::NoDeadLetter { .. })), "{answer:?}");
-        let some_unknown = Letters::Ids(vec![ids[0], unknown]);
+        let some_unknown = DeadLetterSelection::Ids(vec![ids[0], unknown]);
         let answer = letters.purge(some_unknown, &PurgeConfig::default()).await;
         assert!(matches!(answer, Err(QueueError::NoDeadLetter { .. })), "{answer:?}");
         for count in [0, 101] {
-            let named = Letters::Ids(vec![ids[0]; count]);
+            let named = DeadLetterSelection::Ids(vec![ids[0]; count]);
             assert_invalid(letters.purge(named, &PurgeConfig::default()).await, "number");
         }
         let cursor = letters.browse(&page_of(1)).await?.next;

@@ -130,7 +130,7 @@ mod bodies {
         ];
         assert_eq!(names, expected);
         assert!(found[0].heartbeat_age.is_some() && found[1].heartbeat_age.is_none(), "{found:?}");
-        assert_eq!(found[2].kept_for_it, [0, 2]);
+        assert_eq!(found[2].reserved, [0, 2]);
         Ok(())
     }
 

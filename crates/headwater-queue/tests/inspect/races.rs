@@ -155,7 +155,7 @@ mod bodies {
         let topic = setup.queue.topics().describe(&setup.topic).await?.topic;
         assert_eq!(topic.partitions, 4, "the largest wish came true");
         let mut from = 1;
-        for growth in &topic.growths {
+        for growth in &topic.resizes {
             assert_eq!(growth.from, from, "one growth begins where the last one ended");
             assert!(growth.to > growth.from && growth.last_ids.is_some(), "{growth:?}");
             from = growth.to;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use headwater_queue::{DeadLetterFilter, Letters, Queue, ReplayConfig};
+use headwater_queue::{DeadLetterFilter, DeadLetterSelection, Queue, ReplayConfig};
 use headwater_stream::{Options, connect};
 use headwater_testkit::{Child, Redis};
 
@@ -29,21 +29,21 @@ mod bodies {
 
     use anyhow::Result;
     use headwater_queue::{
-        DeadLetterFilter, DeadLetters, Letters, QueueError, ReplayConfig, ReplayReport,
+        DeadLetterFilter, DeadLetterSelection, DeadLetters, QueueError, ReplayConfig, ReplayReport,
     };
     use headwater_stream::{EntryId, Range};
 
     use crate::setup::*;
 
-    fn all() -> Letters {
-        Letters::Matching(DeadLetterFilter::default())
+    fn all() -> DeadLetterSelection {
+        DeadLetterSelection::Matching(DeadLetterFilter::default())
     }
 
     async fn letters(setup: &Setup) -> Result<DeadLetters> {
         Ok(setup.queue.dead_letters(&setup.topic).await?)
     }
 
-    async fn replay(setup: &Setup, which: Letters) -> Result<ReplayReport> {
+    async fn replay(setup: &Setup, which: DeadLetterSelection) -> Result<ReplayReport> {
         Ok(letters(setup).await?.replay(which, &ReplayConfig::default()).await?)
     }
 
@@ -54,7 +54,7 @@ mod bodies {
         // A partition that its key does not lead to.
         let id = setup.dead_letter(&Letter::of(3, 7)).await?;
 
-        let report = replay(&setup, Letters::Ids(vec![id])).await?;
+        let report = replay(&setup, DeadLetterSelection::Ids(vec![id])).await?;
 
         assert_eq!((report.replayed, report.refused, report.is_done), (1, 0, true));
         assert_eq!(setup.letters_left().await?, []);
@@ -96,7 +96,7 @@ mod bodies {
             }
         }
         let filter = DeadLetterFilter { reason: Some("boom".into()), ..Default::default() };
-        let report = replay(&setup, Letters::Matching(filter)).await?;
+        let report = replay(&setup, DeadLetterSelection::Matching(filter)).await?;
         assert_eq!((report.replayed, report.already_replayed, report.refused), (63, 0, 0));
         assert_eq!(setup.letters_left().await?, stays);
         for partition in [0, 1] {
@@ -161,7 +161,7 @@ mod bodies {
             setup.dead_letter(&Letter::of(1, 7)).await?;
         }
         let last = setup.letters_left().await?[2];
-        let report = replay(&setup, Letters::Ids(vec![last])).await?;
+        let report = replay(&setup, DeadLetterSelection::Ids(vec![last])).await?;
         assert_eq!((report.replayed, report.already_replayed), (1, 2));
         assert_eq!(setup.letters_left().await?, []);
         assert_eq!(setup.entries(1).await?.len(), 1);
@@ -205,7 +205,7 @@ mod bodies {
         assert_eq!((report.replayed, report.refused), (0, 1));
         assert!(report.refusals[0].problem.contains("3 times"), "{report:?}");
         assert_eq!(setup.letters_left().await?.len(), 1, "it stays");
-        let named = Letters::Ids(setup.letters_left().await?);
+        let named = DeadLetterSelection::Ids(setup.letters_left().await?);
         let answer = letters(&setup).await?.replay(named, &ReplayConfig::default()).await;
         assert_invalid(answer, "replay");
         let more = ReplayConfig { max_replays: 4, ..Default::default() };
@@ -265,16 +265,22 @@ mod bodies {
         let no_letter = setup.foreign_letter(&[("what", "ever")]).await?;
         let letters = letters(&setup).await?;
         let config = ReplayConfig::default();
-        let answer = letters.replay(Letters::Ids(vec![good, no_letter]), &config).await;
+        let answer = letters.replay(DeadLetterSelection::Ids(vec![good, no_letter]), &config).await;
         assert_invalid(answer, &no_letter.to_string());
         let unknown = EntryId::new(1, 1);
-        let answer = letters.replay(Letters::Ids(vec![good, unknown]), &config).await;
+        let answer = letters.replay(DeadLetterSelection::Ids(vec![good, unknown]), &config).await;
         assert!(matches!(answer, Err(QueueError::NoDeadLetter { .. })), "{answer:?}");
-        assert_invalid(letters.replay(Letters::Ids(Vec::new()), &config).await, "number");
+        assert_invalid(
+            letters.replay(DeadLetterSelection::Ids(Vec::new()), &config).await,
+            "number",
+        );
         let nothing = ReplayConfig { limit: Some(0), ..config };
         assert_invalid(letters.replay(all(), &nothing).await, "limit");
         let nowhere = DeadLetterFilter { partition: Some(1), ..Default::default() };
-        assert_invalid(letters.replay(Letters::Matching(nowhere), &config).await, "a partition");
+        assert_invalid(
+            letters.replay(DeadLetterSelection::Matching(nowhere), &config).await,
+            "a partition",
+        );
         assert_eq!(setup.letters_left().await?, [good, no_letter]);
         assert_eq!(setup.entries(0).await?.len(), 0, "nothing was sent");
         Ok(())
@@ -326,7 +332,7 @@ async fn a_replay_that_is_killed_half_way_is_finished_by_another_one_message_by_
     }
     assert!(!setup.letters_left().await?.is_empty(), "the victims were too fast");
     let letters = setup.queue.dead_letters(&setup.topic).await?;
-    let all = Letters::Matching(DeadLetterFilter::default());
+    let all = DeadLetterSelection::Matching(DeadLetterFilter::default());
     letters.replay(all, &ReplayConfig::default()).await?;
 
     assert_eq!(setup.letters_left().await?, []);
@@ -350,6 +356,6 @@ async fn victim() -> Result<()> {
     let queue = Queue::new(connect(&url, &Options::default()).await?);
     let letters = queue.dead_letters(&topic).await?;
     let slow = ReplayConfig { per_second: std::num::NonZeroU32::new(100), ..Default::default() };
-    letters.replay(Letters::Matching(DeadLetterFilter::default()), &slow).await?;
+    letters.replay(DeadLetterSelection::Matching(DeadLetterFilter::default()), &slow).await?;
     Ok(())
 }

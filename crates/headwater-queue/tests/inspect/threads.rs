@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use headwater_queue::{
-    DeadLetterQuery, DeadLetters, Letters, MessageQuery, PendingFilter, Policies, PurgeConfig,
-    Queue, ReplayConfig, Reset, ResetTo, Sampler, Tail, TailConfig, Trim,
+    DeadLetterQuery, DeadLetterSelection, DeadLetters, MessageQuery, PendingFilter, Policies,
+    PurgeConfig, Queue, ReplayConfig, Reset, ResetTo, Sampler, Tail, TailConfig, Trim,
 };
 use headwater_stream::EntryId;
 
@@ -37,7 +37,7 @@ fn every_call_can_move_between_threads(
     moves(queue.dead_letters("t"));
     moves(letters.browse(&DeadLetterQuery::default()));
     moves(letters.show(EntryId::MIN));
-    moves(letters.replay(Letters::Ids(Vec::new()), &ReplayConfig::default()));
-    moves(letters.purge(Letters::Ids(Vec::new()), &PurgeConfig::default()));
+    moves(letters.replay(DeadLetterSelection::Ids(Vec::new()), &ReplayConfig::default()));
+    moves(letters.purge(DeadLetterSelection::Ids(Vec::new()), &PurgeConfig::default()));
     moves(sampler.run_once());
 }

@@ -144,8 +144,8 @@ mod bodies {
         topics.grow(&setup.topic, 5).await?;
 
         let topic = topics.describe(&setup.topic).await?.topic;
-        assert_eq!((topic.partitions, topic.growths.len()), (5, 1));
-        let growth = &topic.growths[0];
+        assert_eq!((topic.partitions, topic.resizes.len()), (5, 1));
+        let growth = &topic.resizes[0];
         assert_eq!((growth.from, growth.to), (2, 5));
         assert_eq!(
             growth.last_ids.as_ref().expect("it is there")[1],
@@ -191,7 +191,7 @@ mod bodies {
         topics.grow(&setup.topic, 6).await?;
 
         let topic = topics.describe(&setup.topic).await?.topic;
-        assert_eq!((topic.partitions, topic.growths.len()), (6, 2));
+        assert_eq!((topic.partitions, topic.resizes.len()), (6, 2));
         assert_eq!(topic.created_at, Some(Timestamp::from_millis(1_767_225_600_250)));
         assert_eq!(setup.entries(1).await?.len(), 1);
         assert_eq!(setup.queue.inspect().topic(&setup.topic).await?.delayed, 1);
@@ -206,17 +206,17 @@ mod bodies {
         setup.create(1).await?;
         // The starter died after the first step: the meta says it, nothing else does.
         let began = setup.backend().now().await?.as_millis();
-        let growths = format!(r#"[{{"beganMs":{began},"from":1,"lastIds":null,"to":2}}]"#);
+        let resizes = format!(r#"[{{"beganMs":{began},"from":1,"lastIds":null,"to":2}}]"#);
         let fields: RegistryMap =
-            [("partitionCount".to_owned(), "2".into()), ("growths".to_owned(), growths.into())]
+            [("partitionCount".to_owned(), "2".into()), ("growths".to_owned(), resizes.into())]
                 .into();
         assert!(setup.backend().map_update(&meta(&setup), None, &fields).await?);
 
         setup.queue.topics().grow(&setup.topic, 2).await?;
 
         let topic = setup.queue.topics().describe(&setup.topic).await?.topic;
-        assert_eq!((topic.partitions, topic.growths.len()), (2, 1));
-        assert!(topic.growths[0].last_ids.is_some(), "it is settled");
+        assert_eq!((topic.partitions, topic.resizes.len()), (2, 1));
+        assert!(topic.resizes[0].last_ids.is_some(), "it is settled");
         assert_eq!(setup.backend().set_members(&partitions_set(&setup)).await?.len(), 2);
         Ok(())
     }

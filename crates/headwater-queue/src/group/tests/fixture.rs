@@ -1,4 +1,4 @@
-//! Where a scenario runs, and the members that take part in it.
+//! Fixture: a group on a backend, and members whose listeners record their calls.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,13 +23,13 @@ use crate::keys;
 use crate::queue::Queue;
 use crate::topic::{Partition, Policies, Topic, TopicName};
 
-/// Nothing that should happen takes longer.
+/// Timeout for everything a test waits for.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
-/// How long nothing must happen before a test believes that it does not.
+/// How long a test waits to conclude that nothing happens.
 pub(super) const QUIET: Duration = Duration::from_millis(400);
 
-/// Writes each scenario once and runs it on all three backends.
+/// Runs each scenario on all three backends.
 macro_rules! on_every_backend {
     ($($scenario:ident),* $(,)?) => {
         mod embedded {
@@ -72,12 +72,12 @@ pub(super) struct GroupFixture {
     pub(super) topic: String,
     pub(super) group: GroupName,
     pub(super) config: QueueConfig,
-    /// SubscriptionId works on what, over all members of this test: two at once is the end of it.
+    /// The owner of each partition over all members of the test; a second owner fails the test.
     owners: Arc<Mutex<HashMap<(String, Partition), u64>>>,
 }
 
 enum BackendTarget {
-    /// All members share the one backend there is.
+    /// All members share one backend.
     Shared(Arc<dyn Backend>),
     /// Each member has its own connections.
     Url(String),
@@ -107,7 +107,7 @@ impl GroupFixture {
         Self { target, topic, group, config, owners: Arc::default() }
     }
 
-    /// The same topic and group by another way.
+    /// The same topic and group through another server address.
     pub(super) fn with_url(&self, url: String) -> Self {
         let (topic, group) = (self.topic.clone(), self.group.clone());
         let (config, owners) = (self.config.clone(), Arc::clone(&self.owners));
@@ -155,7 +155,7 @@ impl GroupFixture {
         members
     }
 
-    /// SubscriptionId holds the leases of the partitions, by the backend.
+    /// The partition leases as the backend has them.
     pub(super) async fn holders(&self) -> Vec<Option<LeaseInfo>> {
         let backend = self.connect().await;
         let name = TopicName::new(&self.topic).unwrap();
@@ -165,12 +165,12 @@ impl GroupFixture {
         backend.leases(&leases).await.unwrap()
     }
 
-    /// The entries of the members' set.
+    /// The entries of the member list.
     pub(super) async fn member_list(&self) -> Vec<String> {
         self.connect().await.set_members(&keys::members(&self.group)).await.unwrap()
     }
 
-    /// Waits until the members have all `partitions`, none more than one above another, and nothing is on its way.
+    /// Waits until the members own all `partitions` and their shares differ by at most one.
     pub(super) async fn wait_until_balanced(&self, members: &[&Member], partitions: u16) {
         wait_until(&format!("{} members to share {partitions}", members.len()), || async {
             is_balanced(members, partitions)
@@ -189,7 +189,7 @@ pub(super) fn is_balanced(members: &[&Member], partitions: u16) -> bool {
         && sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 1
 }
 
-/// A subscription that does no work.
+/// A subscription without a handler.
 pub(super) struct Member {
     pub(super) queue: Queue,
     pub(super) membership: Option<MembershipHandle>,
@@ -240,7 +240,7 @@ impl Member {
     }
 
     pub(super) fn consumer(&self) -> ConsumerName {
-        self.listener.lock().joined.clone().expect("it joined").consumer
+        self.listener.lock().joined.clone().expect("joined").consumer
     }
 
     pub(super) fn clear_callbacks(&self) {
@@ -249,17 +249,17 @@ impl Member {
 
     pub(super) async fn leave(mut self) {
         let membership = self.membership.take().unwrap();
-        timeout(LIMIT, membership.leave()).await.expect("leaving ends");
+        timeout(LIMIT, membership.leave()).await.expect("leaving completes");
     }
 
-    /// Dies as a process does that is killed: nothing is released, nobody is told.
+    /// Simulates a killed process: nothing is released or notified.
     pub(super) fn die(self) {
         self.listener.drop_all();
         self.queue.inner.coordinator.die();
     }
 }
 
-/// What a listener was told.
+/// A call of a listener.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Callback {
     Joined(ConsumerName),
@@ -272,14 +272,14 @@ pub(super) enum Callback {
     TopicChanged(u16),
 }
 
-/// A listener that writes down what it is told.
+/// A listener that records its calls.
 pub(super) struct RecordingListener {
     serial: u64,
     state: Mutex<RecordedCalls>,
-    /// While it is set, `give_up` does not end.
+    /// While set, `on_revoke` does not return.
     pub(super) blocks_revoke: AtomicBool,
     unblock_revoke: Notify,
-    /// Whether `orphaned` succeeds.
+    /// The result of `on_member_died`.
     pub(super) reclaims: AtomicBool,
     owners: Arc<Mutex<HashMap<(String, Partition), u64>>>,
 }
@@ -312,7 +312,7 @@ impl RecordingListener {
         self.lock().owned[&partition].lease.clone()
     }
 
-    /// When it was last told so.
+    /// When it was last called this way.
     pub(super) fn last_time_of(&self, what: &Callback) -> Option<Instant> {
         self.lock().callbacks.iter().rev().find(|(_, callback)| callback == what).map(|(at, _)| *at)
     }
@@ -360,9 +360,9 @@ impl RebalanceListener for RecordingListener {
         assert!(owned.lease.is_trusted());
         let key = (owned.topic.name.to_string(), partition);
         let other = self.owners.lock().unwrap().insert(key, self.serial);
-        assert_eq!(other, None, "two work on partition {partition}");
+        assert_eq!(other, None, "partition {partition} has two owners");
         let before = self.lock().owned.insert(partition, owned);
-        assert!(before.is_none(), "partition {partition} gained twice");
+        assert!(before.is_none(), "partition {partition} assigned twice");
     }
 
     async fn on_revoke(&self, partition: Partition) {
@@ -386,8 +386,8 @@ impl RebalanceListener for RecordingListener {
     fn on_evicted(&self) {
         self.record(Callback::Evicted);
         let mut recorded = self.lock();
-        assert!(recorded.owned.is_empty(), "expelled before everything was lost");
-        recorded.joined.take().expect("expelled before it joined");
+        assert!(recorded.owned.is_empty(), "evicted before all partitions were lost");
+        recorded.joined.take().expect("evicted before it joined");
     }
 
     async fn on_member_died(&self, dead: ConsumerName) -> bool {
@@ -400,14 +400,14 @@ impl RebalanceListener for RecordingListener {
     }
 }
 
-/// Asks again and again until `condition` holds.
+/// Polls until `condition` holds.
 pub(super) async fn wait_until<F: Future<Output = bool>>(
     what: &str,
     mut condition: impl FnMut() -> F,
 ) {
     let deadline = Instant::now() + LIMIT;
     while !condition().await {
-        assert!(Instant::now() < deadline, "waited in vain for: {what}");
+        assert!(Instant::now() < deadline, "timed out waiting for {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

@@ -1,4 +1,4 @@
-//! Members that leave, die or take their time.
+//! Members that leave, die or revoke slowly.
 
 use std::sync::Arc;
 
@@ -22,14 +22,14 @@ async fn a_leaving_member_hands_over_without_waiting_for_lease_expiry(fixture: &
     leaves.leave().await;
     fixture.wait_until_balanced(&[&stays], 6).await;
 
-    println!("everything was handed over {:?} after leaving began", began.elapsed());
+    println!("everything was handed over {:?} after the leave started", began.elapsed());
     for partition in owned {
         assert!(
             listener.last_time_of(&Callback::Revoked(partition))
                 <= stays.listener.last_time_of(&Callback::Assigned(partition))
         );
     }
-    // By its own word, not because a lease ran out.
+    // By the leave itself, not by lease expiry.
     assert!(began.elapsed() < LONG, "after {:?}", began.elapsed());
     assert_eq!(fixture.member_list().await.len(), 1);
 }
@@ -61,20 +61,22 @@ async fn a_dead_member_is_replaced_after_its_lease_expires(fixture: &GroupFixtur
         0
     );
     assert_eq!(orphans.len(), 2);
-    wait_until("the dead to be forgotten", || async { fixture.member_list().await.len() == 1 })
-        .await;
+    wait_until("the dead member to be removed", || async {
+        fixture.member_list().await.len() == 1
+    })
+    .await;
 }
 
-/// One hand-over takes as long as it takes: leases are renewed meanwhile, and other partitions change hands.
+/// While one revoke takes long, leases are renewed and other partitions are reassigned.
 async fn a_slow_revoke_does_not_block_other_partitions(fixture: &GroupFixture) {
     fixture.create(4).await;
     let (slow, fast) = (fixture.member().await, fixture.member().await);
     fixture.wait_until_balanced(&[&slow, &fast], 4).await;
 
-    // When a third comes and one of those id should give something up does not, for longer than its leases live ...
+    // A third member joins while the revokes of one owner take longer than its lease TTL.
     slow.listener.block_revoke();
     let third = fixture.member().await;
-    wait_until("the slow one to be asked", || async {
+    wait_until("a revoke to start", || async {
         slow.count(|callback| matches!(callback, Callback::Revoke(_))) > 0
             || fast.count(|callback| matches!(callback, Callback::Revoke(_))) > 0
     })
@@ -82,7 +84,7 @@ async fn a_slow_revoke_does_not_block_other_partitions(fixture: &GroupFixture) {
     let fourth = fixture.member().await;
     sleep(fast_config().lease.ttl + QUIET).await;
 
-    // ... then it still owns what it holds, nobody else works on it, and the others have their shares.
+    // The slow member still owns its partitions, and the other member has its share.
     assert_eq!(slow.count(|callback| matches!(callback, Callback::Lost(_) | Callback::Evicted)), 0);
     assert_eq!(slow.owns().len(), 2);
     assert!(slow.owns().iter().all(|partition| slow.listener.lease(*partition).is_trusted()));
@@ -91,12 +93,12 @@ async fn a_slow_revoke_does_not_block_other_partitions(fixture: &GroupFixture) {
     fixture.wait_until_balanced(&[&slow, &fast, &third, &fourth], 4).await;
 }
 
-/// The lease is taken, and before anybody is told, the subscription leaves.
+/// The subscription leaves after a lease was acquired and before the listener was called.
 async fn leaving_while_partitions_are_acquired_leaves_no_lease_held(fixture: &GroupFixture) {
     fixture.create(128).await;
     for round in 0..5 {
         let member = fixture.member().await;
-        // At once, and as soon as the first is taken: then others are on their way.
+        // At once, and as soon as the first is assigned: then other acquires are in progress.
         while round > 0 && member.owns().is_empty() {
             tokio::task::yield_now().await;
         }
@@ -115,10 +117,10 @@ async fn a_member_that_joins_without_notification_is_found_by_polling(fixture: &
     let member = fixture.member().await;
     fixture.wait_until_balanced(&[&member], 2).await;
     add_member_without_notification(fixture).await;
-    wait_until("its share to be given up", || async { member.owns().len() == 1 }).await;
+    wait_until("its share to be revoked", || async { member.owns().len() == 1 }).await;
 }
 
-/// A member that never rings and takes nothing: its lease and its entry are there, and nobody was told.
+/// Adds a member that sends no notification and acquires nothing: only its lease and its entry exist.
 async fn add_member_without_notification(fixture: &GroupFixture) {
     let backend = fixture.connect().await;
     let holder = HolderName::new("silent:1").unwrap();
@@ -128,13 +130,13 @@ async fn add_member_without_notification(fixture: &GroupFixture) {
     backend.set_add(&keys::members(&fixture.group), &[&entry], None).await.unwrap();
 }
 
-/// The reply of an acquire was lost, and by the time it could be asked again the partition was another's.
+/// The reply of an acquire was lost, and the partition was assigned to another member before the retry.
 async fn an_orphaned_lease_is_released(fixture: &GroupFixture) {
     fixture.create(2).await;
     let member = fixture.member().await;
     fixture.wait_until_balanced(&[&member], 2).await;
     add_member_without_notification(fixture).await;
-    wait_until("its share to be given up", || async { member.owns().len() == 1 }).await;
+    wait_until("its share to be revoked", || async { member.owns().len() == 1 }).await;
     let free = if member.owns().contains(&0) { 1 } else { 0 };
     wait_until("its lease to be free", || async { fixture.holders().await[free].is_none() }).await;
 
@@ -165,7 +167,10 @@ async fn a_subscription_outlives_its_queue_and_leaves_no_task(fixture: &GroupFix
     drop((listener, membership));
     wait_until("the last task to end", || async { watched.strong_count() == 0 }).await;
     lease.lost().await;
-    wait_until("nothing to be left", || async { fixture.member_list().await.is_empty() }).await;
+    wait_until("all members and leases to be gone", || async {
+        fixture.member_list().await.is_empty()
+    })
+    .await;
     assert!(fixture.holders().await.iter().all(Option::is_none));
 }
 

@@ -1,4 +1,4 @@
-//! The backend is away, forgets everything, or answers into the void.
+//! The backend is unavailable, loses its data, or its replies are lost.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ async fn an_outage_longer_than_the_lease_evicts_and_the_member_rejoins_afterward
     let (first, lease) = (member.consumer(), member.listener.lease(0));
 
     redis.pause().unwrap();
-    wait_until("trust to run out", || async {
+    wait_until("the lease to expire", || async {
         member.count(|callback| *callback == Callback::Evicted) == 1
     })
     .await;
@@ -34,8 +34,8 @@ async fn an_outage_longer_than_the_lease_evicts_and_the_member_rejoins_afterward
     redis.resume().unwrap();
 
     fixture.wait_until_balanced(&[&member], 3).await;
-    assert_ne!(member.consumer(), first, "a name that lost a lease is never used again");
-    wait_until("the old name to be forgotten", || async { fixture.member_list().await.len() == 1 })
+    assert_ne!(member.consumer(), first, "a consumer name that lost a lease is never reused");
+    wait_until("the old name to be removed", || async { fixture.member_list().await.len() == 1 })
         .await;
 }
 
@@ -64,7 +64,7 @@ async fn members_rejoin_after_the_server_lost_all_data() {
     fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
 
     redis.command(&["FLUSHALL"]).unwrap();
-    wait_until("everybody to notice", || async {
+    wait_until("all members to be evicted", || async {
         members.iter().all(|member| member.count(|callback| *callback == Callback::Evicted) > 0)
     })
     .await;
@@ -81,7 +81,10 @@ async fn a_deleted_member_list_is_written_again() {
     let members = fixture.members(2).await;
     fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
     redis.command(&["DEL", keys::members(&fixture.group).as_str()]).unwrap();
-    wait_until("the list to be whole", || async { fixture.member_list().await.len() == 2 }).await;
+    wait_until("the member list to be complete", || async {
+        fixture.member_list().await.len() == 2
+    })
+    .await;
     fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
     assert!(
         members.iter().all(|member| member.count(|callback| *callback == Callback::Evicted) == 0)
@@ -106,7 +109,7 @@ async fn joining_while_the_backend_is_unavailable_fails_and_leaves_nothing_behin
     fixture.wait_until_balanced(&[&member], 1).await;
 }
 
-/// Requests take effect and their replies are lost, again and again: acquires, releases and renewals among them.
+/// Requests take effect but their replies are lost, repeatedly: acquires, releases and renewals among them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_replies_leave_no_partition_unowned() {
     let redis = Redis::start().unwrap();
@@ -117,7 +120,7 @@ async fn lost_replies_leave_no_partition_unowned() {
     let (stays, comes) = (direct.member().await, fixture.member().await);
     direct.wait_until_balanced(&[&stays, &comes], 6).await;
     for _ in 0..12 {
-        // One that comes and goes makes the others take and release.
+        // A member that joins and leaves makes the others acquire and release.
         let guest = direct.member().await;
         proxy.drop_reply().unwrap();
         sleep(Duration::from_millis(30)).await;
@@ -131,7 +134,7 @@ async fn lost_replies_leave_no_partition_unowned() {
     assert_eq!(stays.count(is_lost), 0);
 }
 
-/// Somebody else's effect came in between: the fence said no.
+/// A write was rejected because another owner has a newer epoch.
 async fn a_fenced_signal_evicts_the_member_and_it_rejoins(fixture: &GroupFixture) {
     fixture.create(3).await;
     let member = fixture.member().await;
@@ -140,7 +143,7 @@ async fn a_fenced_signal_evicts_the_member_and_it_rejoins(fixture: &GroupFixture
     member.clear_callbacks();
 
     member.listener.lock().owned[&1].fenced.signal();
-    wait_until("everything to be lost", || async { member.count(is_lost) == 3 }).await;
+    wait_until("all partitions to be lost", || async { member.count(is_lost) == 3 }).await;
     fixture.wait_until_balanced(&[&member], 3).await;
 
     assert_ne!(member.consumer(), first);
@@ -148,11 +151,11 @@ async fn a_fenced_signal_evicts_the_member_and_it_rejoins(fixture: &GroupFixture
     let evicted = callbacks.iter().position(|callback| *callback == Callback::Evicted).unwrap();
     assert!(callbacks[..evicted].iter().all(is_lost), "{callbacks:?}");
     assert_eq!(callbacks[evicted + 1], Callback::Joined(member.consumer()));
-    wait_until("the old name to be forgotten", || async { fixture.member_list().await.len() == 1 })
+    wait_until("the old name to be removed", || async { fixture.member_list().await.len() == 1 })
         .await;
 }
 
-/// An operator takes a lease away.
+/// An operator releases a lease.
 async fn a_lease_released_by_an_operator_evicts_the_member(fixture: &GroupFixture) {
     fixture.create(2).await;
     let member = fixture.member().await;
@@ -160,7 +163,7 @@ async fn a_lease_released_by_an_operator_evicts_the_member(fixture: &GroupFixtur
     let (fence, holder) = (member.listener.lease(1).fence().clone(), member.consumer());
     let holder = headwater_stream::HolderName::new(holder.as_str()).unwrap();
     assert_eq!(fixture.connect().await.release(&holder, &[fence]).await.unwrap(), 1);
-    wait_until("everything to be lost", || async { member.count(is_lost) == 2 }).await;
+    wait_until("all partitions to be lost", || async { member.count(is_lost) == 2 }).await;
     fixture.wait_until_balanced(&[&member], 2).await;
 }
 
@@ -172,7 +175,7 @@ async fn leaving_completes_when_the_member_is_evicted_meanwhile(fixture: &GroupF
     let fenced = member.listener.lock().owned[&0].fenced.clone();
     let listener = member.listener.clone();
     let leaving = tokio::spawn(member.leave());
-    wait_until("both to be asked for", || async {
+    wait_until("both revokes to start", || async {
         listener
             .lock()
             .callbacks
@@ -184,7 +187,7 @@ async fn leaving_completes_when_the_member_is_evicted_meanwhile(fixture: &GroupF
     .await;
     fenced.signal();
     leaving.await.unwrap();
-    wait_until("nothing to be left", || async {
+    wait_until("all members and leases to be gone", || async {
         fixture.member_list().await.is_empty()
             && fixture.holders().await.iter().all(Option::is_none)
     })

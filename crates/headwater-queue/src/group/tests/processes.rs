@@ -1,4 +1,4 @@
-//! Real processes, really killed and stopped.
+//! Members in separate processes that are killed with SIGKILL and stopped with SIGSTOP.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ fn spawn(fixture: &GroupFixture, url: &str, role: &str) -> Child {
     Child::spawn_self(&name, &environment).unwrap()
 }
 
-/// The place of a child process, as its parent said.
+/// The fixture of a child process, from its environment.
 fn inherited() -> GroupFixture {
     let [url, topic, group] = ["URL", "TOPIC", "GROUP"].map(|name| std::env::var(name).unwrap());
     let mut fixture = GroupFixture::with_server(url);
@@ -25,7 +25,7 @@ fn inherited() -> GroupFixture {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 async fn role_owner() {
     let member = inherited().member().await;
     let mut seen = 0;
@@ -43,7 +43,7 @@ async fn partitions_of_a_killed_process_are_reassigned_after_lease_expiry() {
     killed_owner_is_replaced(&Redis::shared().unwrap().url()).await;
 }
 
-/// The server tells nobody of leases that run out.
+/// The server sends no keyspace notifications.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn partitions_of_a_killed_process_are_reassigned_without_keyspace_notifications() {
     let redis = Redis::builder().user("app", "secret", "~* &* +@all -config").start().unwrap();
@@ -52,13 +52,13 @@ async fn partitions_of_a_killed_process_are_reassigned_without_keyspace_notifica
 
 async fn killed_owner_is_replaced(url: &str) {
     let mut fixture = GroupFixture::with_server(url.to_owned());
-    // So seldom that it plays no part: the survivor has to know when the lease ends.
+    // Too rare to matter: the survivor must poll when the lease expires.
     fixture.config.rebalance_every = Duration::from_secs(600);
     fixture.create(4).await;
     let owner = spawn(&fixture, url, "role_owner");
     owner.line_after("CALLBACK Assigned", LIMIT).unwrap();
     let survivor = fixture.member().await;
-    wait_until("its share to be taken", || async { survivor.owns().len() == 2 }).await;
+    wait_until("the survivor to own its share", || async { survivor.owns().len() == 2 }).await;
 
     owner.kill9().unwrap();
     let killed = Instant::now();
@@ -66,7 +66,7 @@ async fn killed_owner_is_replaced(url: &str) {
 
     let took = killed.elapsed();
     println!("replaced {took:?} after the kill; the lease is {:?}", fast_config().lease.ttl);
-    // The promise is 250 ms after the lease; the rest is for a machine that does other things, too.
+    // The target is 250 ms after expiry; the rest is margin for a loaded machine.
     assert!(took < fast_config().lease.ttl + Duration::from_secs(30), "after {took:?}");
     assert!(
         survivor.count(|callback| matches!(callback, Callback::Lost(_) | Callback::Revoke(_))) == 0
@@ -82,9 +82,9 @@ async fn a_process_stopped_past_its_lease_is_evicted_and_rejoins() {
     let name = owner.line_after("CALLBACK Joined", LIMIT).unwrap();
     owner.line_after("CALLBACK Assigned", LIMIT).unwrap();
     let survivor = fixture.member().await;
-    wait_until("its share to be taken", || async { survivor.owns().len() == 2 }).await;
+    wait_until("the survivor to own its share", || async { survivor.owns().len() == 2 }).await;
 
-    // When it stands still past its leases, the other has everything ...
+    // While it is stopped past its leases, the survivor gets all partitions.
     owner.pause().unwrap();
     fixture.wait_until_balanced(&[&survivor], 4).await;
     let epochs = fixture.holders().await;
@@ -92,13 +92,13 @@ async fn a_process_stopped_past_its_lease_is_evicted_and_rejoins() {
     assert_eq!(survivor.owns().len(), 4);
     survivor.clear_callbacks();
 
-    // ... and when it wakes, it first learns that it lost everything, then joins under another name.
+    // When it resumes, it loses its partitions, is evicted and rejoins under another name.
     owner.resume().unwrap();
     owner.line_after("CALLBACK Lost", LIMIT).unwrap();
     owner.line_after("CALLBACK Evicted", LIMIT).unwrap();
     assert_ne!(owner.line_after("CALLBACK Joined", LIMIT).unwrap(), name);
     owner.line_after("CALLBACK Assigned", LIMIT).unwrap();
-    wait_until("it to have its share again", || async { survivor.owns().len() == 2 }).await;
+    wait_until("it to own its share again", || async { survivor.owns().len() == 2 }).await;
     assert_eq!(survivor.count(|callback| matches!(callback, Callback::Lost(_))), 0);
     for partition in survivor.owns() {
         let before = epochs[usize::from(partition)].as_ref().unwrap();
@@ -106,12 +106,12 @@ async fn a_process_stopped_past_its_lease_is_evicted_and_rejoins() {
     }
 }
 
-/// What follows the topic in the name of the stream in which workers write down their epochs.
+/// Suffix of the stream in which owners log their epochs.
 const LOG: &str = "log";
 
-/// Writes down, for as long as it lives, which epochs it works in.
+/// Logs the epochs of its partitions until it is killed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 async fn role_epoch_logger() {
     let fixture = inherited();
     let backend = fixture.connect().await;
@@ -128,7 +128,7 @@ async fn role_epoch_logger() {
         });
         let lines: Vec<Fields> = lines.collect();
         if !lines.is_empty() {
-            // What is written late was begun while the lease was trusted.
+            // A late write was started while the lease was trusted.
             let _ = backend.append(&log, &lines, &Retention::KEEP_ALL).await;
         }
         sleep(Duration::from_millis(20)).await;
@@ -154,12 +154,12 @@ async fn partition_epochs_never_go_back_when_processes_are_killed_and_stopped() 
         workers.push(stopped);
         let worker = &workers[1];
         worker.line_after("READY", LIMIT).unwrap();
-        // The second time for longer than its lease, then not, and so on.
+        // Alternately shorter and longer than the lease.
         let pause = if round % 2 == 1 { fast_config().lease.ttl + QUIET } else { QUIET };
         sleep(pause).await;
         workers.last().unwrap().resume().unwrap();
     }
-    // In the end all partitions are at work, each in one epoch, and none went back to an older one.
+    // In the end all partitions have an owner, and no partition went back to an older epoch.
     let log = StreamName::new(format!("{}:{LOG}", fixture.topic)).unwrap();
     sleep(fast_config().lease.ttl).await;
     wait_until("every partition to have an owner", || async {
@@ -173,7 +173,7 @@ async fn partition_epochs_never_go_back_when_processes_are_killed_and_stopped() 
         let text = |name| String::from_utf8(entry.fields.get(name).unwrap().to_vec()).unwrap();
         let (partition, epoch) = (text("partition"), text("epoch").parse::<u64>().unwrap());
         let before = last.insert(partition.clone(), epoch).unwrap_or(0);
-        assert!(before <= epoch, "partition {partition}: epoch {epoch} at work after {before}");
+        assert!(before <= epoch, "partition {partition}: epoch {epoch} used after {before}");
     }
     assert_eq!(last.len(), 6, "of {} entries", entries.len());
 }

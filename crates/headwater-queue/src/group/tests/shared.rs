@@ -1,4 +1,4 @@
-//! Members that compete for messages: nobody owns anything, the dead are taken over.
+//! Shared mode: members own no partitions and reclaim the messages of dead members.
 
 use std::sync::atomic::Ordering;
 
@@ -31,24 +31,26 @@ async fn messages_of_a_shared_member_are_reclaimed_only_after_it_died(fixture: &
     let (lives, dies) = (shared_member(fixture).await, shared_member(fixture).await);
     let dead = dies.consumer();
 
-    // While it lives, however long, it is left alone, also when another leaves.
+    // Nothing is reclaimed from a live member, also when another member leaves.
     let leaves = shared_member(fixture).await;
     leaves.leave().await;
     sleep(fast_config().lease.ttl + QUIET).await;
-    let orphaned = || lives.count(|callback| *callback == Callback::MemberDied(dead.clone()));
-    assert_eq!(orphaned(), 0);
+    let reclaims = || lives.count(|callback| *callback == Callback::MemberDied(dead.clone()));
+    assert_eq!(reclaims(), 0);
 
-    // A take-over that fails is tried again; only then is the dead forgotten.
+    // A failed reclaim is retried; the dead member is removed only after it succeeded.
     lives.listener.reclaims.store(false, Ordering::SeqCst);
     dies.die();
-    wait_until("a second try", || async { orphaned() >= 2 }).await;
+    wait_until("a second attempt", || async { reclaims() >= 2 }).await;
     assert_eq!(fixture.member_list().await.len(), 2);
     lives.listener.reclaims.store(true, Ordering::SeqCst);
-    wait_until("the dead to be forgotten", || async { fixture.member_list().await.len() == 1 })
-        .await;
-    let tries = orphaned();
+    wait_until("the dead member to be removed", || async {
+        fixture.member_list().await.len() == 1
+    })
+    .await;
+    let tries = reclaims();
     sleep(QUIET).await;
-    assert_eq!(orphaned(), tries);
+    assert_eq!(reclaims(), tries);
 }
 
 async fn the_next_member_to_join_reclaims_from_the_last_dead_member(fixture: &GroupFixture) {
@@ -57,7 +59,7 @@ async fn the_next_member_to_join_reclaims_from_the_last_dead_member(fixture: &Gr
     let dead = dies.consumer();
     dies.die();
     let next = shared_member(fixture).await;
-    wait_until("the dead to be taken over", || async {
+    wait_until("the dead member to be reclaimed", || async {
         next.count(|callback| *callback == Callback::MemberDied(dead.clone())) > 0
     })
     .await;

@@ -1,4 +1,4 @@
-//! Members share partitions: evenly, soon, and with few moves.
+//! Owned mode: partitions are balanced over members with few moves.
 
 use std::collections::BTreeSet;
 
@@ -32,7 +32,7 @@ async fn a_late_joiner_gets_its_share_and_no_other_partition_moves(fixture: &Gro
     fixture.wait_until_balanced(&[&early[0], &early[1], &late], 8).await;
 
     for (member, before) in early.iter().zip(before) {
-        assert!(member.owns().is_subset(&before), "something moved that need not");
+        assert!(member.owns().is_subset(&before), "a partition moved unnecessarily");
         assert_eq!(member.count(|callback| matches!(callback, Callback::Assigned(_))), 0);
         assert_eq!(
             member.count(|callback| matches!(callback, Callback::Lost(_) | Callback::Evicted)),
@@ -51,14 +51,14 @@ async fn a_partition_is_assigned_only_after_it_was_revoked(fixture: &GroupFixtur
     fixture.wait_until_balanced(&[&old, &new], 2).await;
 
     let moved = *new.owns().first().unwrap();
-    let given_up = old.listener.last_time_of(&Callback::Revoked(moved)).unwrap();
-    let gained = new.listener.last_time_of(&Callback::Assigned(moved)).unwrap();
-    assert!(given_up <= gained);
-    println!("handed over in {:?}", gained - given_up);
+    let revoked = old.listener.last_time_of(&Callback::Revoked(moved)).unwrap();
+    let assigned = new.listener.last_time_of(&Callback::Assigned(moved)).unwrap();
+    assert!(revoked <= assigned);
+    println!("handed over in {:?}", assigned - revoked);
 }
 
 async fn partitions_are_balanced_for_various_group_sizes(fixture: &GroupFixture) {
-    // All sizes in between are tried by the property tests of `assign`; these are the corners, with real leases.
+    // The property tests of `assign` cover all sizes; these are corner cases with real leases.
     for (members, partitions) in [(1, 1), (2, 1), (3, 16), (5, 7), (8, 16), (8, 3)] {
         let fixture = fixture.other_topic();
         fixture.create(partitions).await;
@@ -68,7 +68,7 @@ async fn partitions_are_balanced_for_various_group_sizes(fixture: &GroupFixture)
         let owned: Vec<BTreeSet<_>> = all.iter().map(|member| member.owns()).collect();
         sleep(QUIET).await;
         let still: Vec<BTreeSet<_>> = all.iter().map(|member| member.owns()).collect();
-        assert_eq!(owned, still, "what is balanced stays where it is");
+        assert_eq!(owned, still, "a balanced group moves nothing");
         for member in members {
             member.leave().await;
         }
@@ -106,11 +106,11 @@ async fn a_second_subscription_of_the_same_queue_is_rejected(fixture: &GroupFixt
     let first = fixture.member().await;
     let queue = first.queue.clone();
     let second = Member::join(queue.clone(), &fixture.topic, fixture, Mode::Owned, None).await;
-    let Err(QueueError::Invalid { problem, .. }) = second else { panic!("it was not refused") };
+    let Err(QueueError::Invalid { problem, .. }) = second else { panic!("not rejected") };
     assert!(problem.contains(&fixture.topic) && problem.contains("concurrency"), "{problem}");
     fixture.wait_until_balanced(&[&first], 2).await;
 
-    // One that follows on the first is not a second one, also if the first is still leaving.
+    // A subscription after the first one is accepted, even if the first is still leaving.
     drop(first);
     let third = Member::join(queue, &fixture.topic, fixture, Mode::Owned, None).await.unwrap();
     fixture.wait_until_balanced(&[&third], 2).await;
@@ -119,13 +119,13 @@ async fn a_second_subscription_of_the_same_queue_is_rejected(fixture: &GroupFixt
 async fn a_member_with_a_different_mode_is_rejected(fixture: &GroupFixture) {
     fixture.create(2).await;
     let first = fixture.member().await;
-    let Err(error) = fixture.try_member(Mode::Shared, None).await else { panic!("not refused") };
+    let Err(error) = fixture.try_member(Mode::Shared, None).await else { panic!("not rejected") };
     assert!(matches!(error, QueueError::Invalid { .. }), "{error}");
     let text = error.to_string();
     assert!(text.contains("Owned") && text.contains("Shared"), "{text}");
     first.leave().await;
 
-    // When the first is gone, the other mode is as good as any.
+    // After the first has left, the other mode is accepted.
     let second = fixture.try_member(Mode::Shared, None).await.unwrap();
     assert_eq!(fixture.member_list().await.len(), 1);
     second.leave().await;

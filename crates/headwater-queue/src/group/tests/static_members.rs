@@ -1,4 +1,4 @@
-//! Members with an id that stays: a restart moves nothing.
+//! Static members: a restart moves no partition.
 
 use tokio::time::{Instant, sleep};
 
@@ -14,22 +14,22 @@ async fn restarting_a_static_member_moves_no_partition(fixture: &GroupFixture) {
     let had = two.owns();
     [&one, &three].iter().for_each(|member| member.clear_callbacks());
 
-    // While it is away, nobody takes what it had ...
+    // Its partitions stay reserved while it is stopped.
     two.leave().await;
     assert!(fixture.member_list().await.iter().any(|entry| entry.starts_with("two {")));
     sleep(QUIET).await;
-    // ... and when it is back, under a new name, it has the same as before.
+    // After the restart it gets the same partitions under a new consumer name.
     let two = fixture.try_member(Mode::Owned, Some("two")).await.unwrap();
     fixture.wait_until_balanced(&[&one, &two, &three], 5).await;
     assert_eq!(two.owns(), had);
     for member in [&one, &three] {
-        assert_eq!(member.callbacks(), [], "somebody else had something to do with it");
+        assert_eq!(member.callbacks(), [], "another member was rebalanced");
     }
-    // What was kept for it is kept no longer.
+    // The reservation is removed.
     wait_until("the reservation to be gone", || async { fixture.member_list().await.len() == 3 })
         .await;
 
-    // It takes part like any other afterwards.
+    // Afterwards it takes part in rebalances.
     one.leave().await;
     fixture.wait_until_balanced(&[&two, &three], 5).await;
 }
@@ -47,7 +47,7 @@ async fn a_static_member_is_replaced_when_its_reservation_expires(fixture: &Grou
         left.elapsed(),
         fast_config().lease.ttl
     );
-    wait_until("it to be forgotten", || async { fixture.member_list().await.len() == 1 }).await;
+    wait_until("it to be removed", || async { fixture.member_list().await.len() == 1 }).await;
 }
 
 async fn a_second_process_with_the_same_member_id_waits(fixture: &GroupFixture) {
@@ -60,10 +60,10 @@ async fn a_second_process_with_the_same_member_id_waits(fixture: &GroupFixture) 
     assert_eq!(second.callbacks(), []);
     assert_eq!(first.owns().len(), 3);
 
-    // It has its turn when the first is gone, whether that says so ...
+    // It joins when the first one leaves,
     first.leave().await;
     fixture.wait_until_balanced(&[&second], 3).await;
-    // ... or not.
+    // or dies.
     let third = fixture.try_member(Mode::Owned, Some("same")).await.unwrap();
     second.die();
     fixture.wait_until_balanced(&[&third], 3).await;

@@ -1,4 +1,4 @@
-//! Topics that change under running consumers.
+//! Topics that change while they are consumed.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ async fn a_topic_deleted_and_created_again_is_consumed_again(fixture: &GroupFixt
     fixture.wait_until_balanced(&[&member], 3).await;
     let queue = fixture.queue().await;
 
-    // Without a meta it is a plain topic, and the member goes on waiting for what comes.
+    // Without meta it is a plain topic; the member keeps consuming it.
     queue.topics().delete(&fixture.topic).await.unwrap();
     fixture.wait_until_balanced(&[&member], 1).await;
     let layout = |member: &super::fixture::Member| member.listener.lock().owned[&0].topic.layout;
@@ -40,11 +40,11 @@ async fn a_topic_deleted_and_created_again_is_consumed_again(fixture: &GroupFixt
     })
     .await;
 
-    // Created again it is what it was, under its own keys.
+    // Created again it has partition keys.
     let policies = Policies { refresh: Duration::from_millis(200), ..Default::default() };
     queue.topics().create(&fixture.topic, 2, policies).await.unwrap();
     fixture.wait_until_balanced(&[&member], 2).await;
-    wait_until("its own keys", || async {
+    wait_until("partition keys", || async {
         matches!(layout(&member), Layout::Partitioned | Layout::Clustered)
     })
     .await;

@@ -12,20 +12,20 @@ use headwater_stream::{Direction, EntryId};
 
 use crate::error::Result;
 use crate::limits::PAGE_BYTES_MAX;
-use crate::page::{Place, previous};
+use crate::pagination::{EntryPosition, previous};
 use crate::topic::Partition;
 
 /// Partitions that are asked at once.
-const ASKED_AT_ONCE: usize = 8;
+const CONCURRENT_FETCHES: usize = 8;
 
 /// A range of ids, both ends included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Span {
+pub(crate) struct IdRange {
     pub(crate) from: EntryId,
     pub(crate) to: EntryId,
 }
 
-impl Span {
+impl IdRange {
     pub(crate) const ALL: Self = Self { from: EntryId::MIN, to: EntryId::MAX };
 
     fn is_empty(self) -> bool {
@@ -33,7 +33,7 @@ impl Span {
     }
 
     /// What is left of it behind `id`; `None` if nothing is.
-    pub(crate) fn behind(self, id: EntryId, direction: Direction) -> Option<Self> {
+    pub(crate) fn after(self, id: EntryId, direction: Direction) -> Option<Self> {
         let rest = match direction {
             Direction::Forward if id == EntryId::MAX => return None,
             Direction::Forward => Self { from: self.from.max(id.next()), ..self },
@@ -42,10 +42,10 @@ impl Span {
         (!rest.is_empty()).then_some(rest)
     }
 
-    /// What is left of it in one partition, behind a place among all of them.
-    fn behind_place(
+    /// What is left of it in one partition, behind a position among all of them.
+    fn after_position(
         self,
-        after: Option<Place>,
+        after: Option<EntryPosition>,
         partition: Partition,
         direction: Direction,
     ) -> Option<Self> {
@@ -55,7 +55,7 @@ impl Span {
             Direction::Backward => partition >= of,
         };
         if was_before {
-            return self.behind(id, direction);
+            return self.after(id, direction);
         }
         let rest = match direction {
             Direction::Forward => Self { from: self.from.max(id), ..self },
@@ -67,62 +67,62 @@ impl Span {
 
 /// Which page to make.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Merge {
-    pub(crate) span: Span,
+pub(crate) struct PageMerge {
+    pub(crate) range: IdRange,
     pub(crate) direction: Direction,
-    /// Only what comes behind this place.
-    pub(crate) after: Option<Place>,
+    /// Only what comes behind this position.
+    pub(crate) after: Option<EntryPosition>,
     pub(crate) limit: usize,
     /// Entries of one partition that are fetched at once, at most.
     pub(crate) fetch_max: usize,
 }
 
 /// A page, and whether there is more behind it.
-pub(crate) struct Merged<T> {
-    pub(crate) items: Vec<(Place, T)>,
+pub(crate) struct MergedPage<T> {
+    pub(crate) items: Vec<(EntryPosition, T)>,
     pub(crate) has_more: bool,
 }
 
-impl Merge {
-    /// Makes the page. `fetch` returns up to so many entries of a span of a partition, in the direction of the page.
+impl PageMerge {
+    /// Makes the page. `fetch` returns up to so many entries of a range of a partition, in the direction of the page.
     pub(crate) async fn run<T, F>(
         self,
         partitions: std::ops::Range<Partition>,
-        fetch: impl Fn(Partition, Span, usize) -> F,
+        fetch: impl Fn(Partition, IdRange, usize) -> F,
         bytes: impl Fn(&T) -> usize,
-    ) -> Result<Merged<T>>
+    ) -> Result<MergedPage<T>>
     where
         F: Future<Output = Result<Vec<(EntryId, T)>>>,
     {
-        let mut kept = Kept::new(self);
+        let mut kept = PageBuffer::new(self);
         let count = partitions.len().max(1);
-        let mut open: Vec<(Partition, Span)> = partitions
+        let mut open: Vec<(Partition, IdRange)> = partitions
             .filter_map(|partition| {
-                let rest = self.span.behind_place(self.after, partition, self.direction)?;
+                let rest = self.range.after_position(self.after, partition, self.direction)?;
                 Some((partition, rest))
             })
             .collect();
         // Twice the fair share of each; where partitions are uneven, rounds that grow find the rest.
         let mut fetch_count = (self.limit * 2).div_ceil(count).clamp(1, self.fetch_max);
         while !open.is_empty() {
-            let asked = stream::iter(std::mem::take(&mut open)).map(|(partition, span)| {
-                let entries = fetch(partition, span, fetch_count);
-                async move { Ok::<_, crate::QueueError>((partition, span, entries.await?)) }
+            let asked = stream::iter(std::mem::take(&mut open)).map(|(partition, range)| {
+                let entries = fetch(partition, range, fetch_count);
+                async move { Ok::<_, crate::QueueError>((partition, range, entries.await?)) }
             });
-            let mut answers = Box::pin(asked.buffer_unordered(ASKED_AT_ONCE));
+            let mut answers = Box::pin(asked.buffer_unordered(CONCURRENT_FETCHES));
             while let Some(answer) = answers.next().await {
-                let (partition, span, entries) = answer?;
+                let (partition, range, entries) = answer?;
                 let is_full = entries.len() >= fetch_count;
                 let last = entries.last().map(|(id, _)| *id);
                 for (id, item) in entries {
                     let item_bytes = bytes(&item);
                     kept.offer((id, partition), item, item_bytes);
                 }
-                let rest = last.filter(|_| is_full).and_then(|id| span.behind(id, self.direction));
+                let rest = last.filter(|_| is_full).and_then(|id| range.after(id, self.direction));
                 open.extend(rest.map(|rest| (partition, rest)));
             }
             drop(answers);
-            open.retain(|(partition, span)| kept.may_take(*partition, *span));
+            open.retain(|(partition, range)| kept.may_take(*partition, *range));
             fetch_count = (fetch_count * 2).min(self.fetch_max);
         }
         Ok(kept.into_merged())
@@ -130,31 +130,31 @@ impl Merge {
 }
 
 /// The best entries so far.
-struct Kept<T> {
-    merge: Merge,
-    items: BTreeMap<Place, (T, usize)>,
+struct PageBuffer<T> {
+    merge: PageMerge,
+    items: BTreeMap<EntryPosition, (T, usize)>,
     bytes: usize,
-    /// The first place that did not fit: nothing from there on is on the page.
-    bound: Option<Place>,
+    /// The first position that did not fit: nothing from there on is on the page.
+    bound: Option<EntryPosition>,
 }
 
-impl<T> Kept<T> {
-    fn new(merge: Merge) -> Self {
+impl<T> PageBuffer<T> {
+    fn new(merge: PageMerge) -> Self {
         Self { merge, items: BTreeMap::new(), bytes: 0, bound: None }
     }
 
-    fn comes_before_bound(&self, place: Place) -> bool {
+    fn comes_before_bound(&self, position: EntryPosition) -> bool {
         self.bound.is_none_or(|bound| match self.merge.direction {
-            Direction::Forward => place < bound,
-            Direction::Backward => place > bound,
+            Direction::Forward => position < bound,
+            Direction::Backward => position > bound,
         })
     }
 
-    fn offer(&mut self, place: Place, item: T, bytes: usize) {
-        if !self.comes_before_bound(place) {
+    fn offer(&mut self, position: EntryPosition, item: T, bytes: usize) {
+        if !self.comes_before_bound(position) {
             return;
         }
-        self.items.insert(place, (item, bytes));
+        self.items.insert(position, (item, bytes));
         self.bytes += bytes;
         // One always fits, however large it is.
         while self.items.len() > self.merge.limit
@@ -164,29 +164,29 @@ impl<T> Kept<T> {
                 Direction::Forward => self.items.pop_last(),
                 Direction::Backward => self.items.pop_first(),
             };
-            let Some((place, (_, bytes))) = last else { break };
+            let Some((position, (_, bytes))) = last else { break };
             self.bytes -= bytes;
-            self.bound = Some(place);
+            self.bound = Some(position);
         }
     }
 
-    /// Whether the first entry of this span could be on the page.
-    fn may_take(&self, partition: Partition, span: Span) -> bool {
+    /// Whether the first entry of this range could be on the page.
+    fn may_take(&self, partition: Partition, range: IdRange) -> bool {
         let first = match self.merge.direction {
-            Direction::Forward => span.from,
-            Direction::Backward => span.to,
+            Direction::Forward => range.from,
+            Direction::Backward => range.to,
         };
         self.comes_before_bound((first, partition))
     }
 
-    fn into_merged(self) -> Merged<T> {
+    fn into_merged(self) -> MergedPage<T> {
         let has_more = self.bound.is_some();
-        let items = self.items.into_iter().map(|(place, (item, _))| (place, item));
+        let items = self.items.into_iter().map(|(position, (item, _))| (position, item));
         let items = match self.merge.direction {
             Direction::Forward => items.collect(),
             Direction::Backward => items.rev().collect(),
         };
-        Merged { items, has_more }
+        MergedPage { items, has_more }
     }
 }
 

@@ -9,10 +9,10 @@
 use tracing::info;
 
 use crate::error::Result;
-use crate::interrupted::Progress;
+use crate::interrupted::PartitionProgress;
 use crate::keys;
 use crate::queue::Queue;
-use crate::reset::refuse_if_at_work;
+use crate::reset::require_inactive;
 use crate::topic::group_name;
 
 /// What became of a group that was removed.
@@ -34,10 +34,10 @@ impl Queue {
         let view = self.inspect().group(topic, group).await?;
         let members = view.members.iter().filter(|member| member.heartbeat_age.is_some());
         let living = members.map(|one| one.consumer.clone().unwrap_or_else(|| one.member.clone()));
-        refuse_if_at_work(&view, living.collect())?;
+        require_inactive(&view, living.collect())?;
         let (topic, group) = (self.existing_topic(topic).await?, group_name(group)?);
         let mut partitions = 0;
-        let mut progress = Progress::new(0..topic.partitions);
+        let mut progress = PartitionProgress::new(0..topic.partitions);
         for partition in 0..topic.partitions {
             let stream = keys::stream(&topic, partition);
             progress.next(1);

@@ -1,7 +1,7 @@
 //! Pages: a listing in parts, and the cursor that says where the next part begins.
 //!
 //! Upstream: every listing of this crate. Promises: a cursor is text that survives a URL unescaped; it is refused where
-//! it does not belong (another topic, another group, another question), so a page is never of something else.
+//! it does not belong (another topic, another group, another scope), so a page is never of something else.
 
 use headwater_stream::EntryId;
 
@@ -21,13 +21,13 @@ pub struct Page<T> {
     pub next: Option<String>,
 }
 
-/// An entry's place among all partitions: by its id, and among equal ids by its partition.
-pub(crate) type Place = (EntryId, Partition);
+/// An entry's position among all partitions: by its id, and among equal ids by its partition.
+pub(crate) type EntryPosition = (EntryId, Partition);
 
 /// What a cursor belongs to: all that was asked for, except how much of it.
-pub(crate) struct Question(u64);
+pub(crate) struct CursorScope(u64);
 
-impl Question {
+impl CursorScope {
     pub(crate) fn new(kind: &str, parts: &[&str]) -> Self {
         // FNV-1a: the same in every process and release, which the hasher of the standard library is not.
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
@@ -40,21 +40,21 @@ impl Question {
         Self(hash)
     }
 
-    pub(crate) fn cursor(&self, (id, partition): Place) -> String {
+    pub(crate) fn cursor(&self, (id, partition): EntryPosition) -> String {
         format!("{:016x}.{partition}.{id}", self.0)
     }
 
-    pub(crate) fn place(&self, cursor: Option<&str>) -> Result<Option<Place>> {
+    pub(crate) fn position(&self, cursor: Option<&str>) -> Result<Option<EntryPosition>> {
         let Some(cursor) = cursor else { return Ok(None) };
         let read = |text: &str| {
             let mut parts = text.split('.');
-            let question = u64::from_str_radix(parts.next()?, 16).ok()?;
+            let scope = u64::from_str_radix(parts.next()?, 16).ok()?;
             let partition = parts.next()?.parse().ok()?;
             let id = parts.next()?.parse().ok()?;
-            parts.next().is_none().then_some((question, (id, partition)))
+            parts.next().is_none().then_some((scope, (id, partition)))
         };
         match read(cursor) {
-            Some((question, place)) if question == self.0 => Ok(Some(place)),
+            Some((scope, position)) if scope == self.0 => Ok(Some(position)),
             Some(_) => Err(QueueError::invalid(
                 "a cursor",
                 "it belongs to another listing; use it with the topic, group and filter it came from",
@@ -91,25 +91,25 @@ mod tests {
 
     #[test]
     fn a_cursor_survives_a_url_and_is_refused_elsewhere() {
-        let question = Question::new("pending", &["orders", "billing"]);
-        for place in [(EntryId::MIN, 0), (EntryId::MAX, 1023), (EntryId::new(7, 8), 3)] {
-            let cursor = question.cursor(place);
+        let scope = CursorScope::new("pending", &["orders", "billing"]);
+        for position in [(EntryId::MIN, 0), (EntryId::MAX, 1023), (EntryId::new(7, 8), 3)] {
+            let cursor = scope.cursor(position);
             let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
             assert!(cursor.chars().all(is_plain), "{cursor}");
-            assert_eq!(question.place(Some(&cursor)).unwrap(), Some(place));
+            assert_eq!(scope.position(Some(&cursor)).unwrap(), Some(position));
             for other in [["orders", "shipping"], ["ordersbilling", ""], ["order", "sbilling"]] {
-                assert!(Question::new("pending", &other).place(Some(&cursor)).is_err());
+                assert!(CursorScope::new("pending", &other).position(Some(&cursor)).is_err());
             }
         }
-        assert_eq!(question.place(None).unwrap(), None);
+        assert_eq!(scope.position(None).unwrap(), None);
     }
 
     #[test]
     fn what_is_no_cursor_is_refused() {
-        let question = Question::new("pending", &["orders"]);
-        let good = question.cursor((EntryId::new(7, 8), 3));
+        let scope = CursorScope::new("pending", &["orders"]);
+        let good = scope.cursor((EntryId::new(7, 8), 3));
         for bad in ["", ".", "x", "0.0", "0.0.1", "zz.0.1-1", "0.70000.1-1", &format!("{good}.1")] {
-            let error = question.place(Some(bad)).unwrap_err();
+            let error = scope.position(Some(bad)).unwrap_err();
             assert!(matches!(error, QueueError::Invalid { .. }), "{bad:?}");
         }
     }

@@ -23,21 +23,21 @@ const TTL: Duration = Duration::from_secs(10);
 /// How long to wait for somebody else's change; longer than one that nobody goes on with.
 const WAIT: Duration = Duration::from_secs(15);
 /// How often to look whether it ended.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 const _: () = assert!(WAIT.as_millis() > TTL.as_millis());
 
 /// The right to change one topic. Dropped without `end`, it ends by itself after [`TTL`].
-pub(crate) struct Change {
+pub(crate) struct TopicLock {
     backend: Arc<dyn Backend>,
     topic: TopicName,
     holder: HolderName,
     fence: Fence,
 }
 
-impl Change {
+impl TopicLock {
     /// Waits until nobody else changes the topic.
-    pub(crate) async fn begin(queue: &Queue, topic: &TopicName) -> Result<Self> {
+    pub(crate) async fn acquire(queue: &Queue, topic: &TopicName) -> Result<Self> {
         let backend = Arc::clone(&queue.inner.backend);
         let (lease, holder) = (keys::change(topic), new_holder());
         let started = Instant::now();
@@ -51,14 +51,15 @@ impl Change {
                     return Err(QueueError::Busy { topic: topic.to_string(), by: by.to_string() });
                 }
                 Acquire::Held { remaining, .. } => {
-                    tokio::time::sleep(remaining.clamp(Duration::from_millis(1), LOOK_EVERY)).await;
+                    tokio::time::sleep(remaining.clamp(Duration::from_millis(1), POLL_INTERVAL))
+                        .await;
                 }
             }
         }
     }
 
     /// Goes on for another [`TTL`], unless the right is lost: then nothing more may be changed.
-    pub(crate) async fn go_on(&self) -> Result<()> {
+    pub(crate) async fn renew(&self) -> Result<()> {
         let fence = std::slice::from_ref(&self.fence);
         match self.backend.renew(&self.holder, fence, TTL).await?[..] {
             [Renewal::Kept] => Ok(()),
@@ -70,7 +71,7 @@ impl Change {
     }
 
     /// Lets the next one change it.
-    pub(crate) async fn end(self) {
+    pub(crate) async fn release(self) {
         let fence = std::slice::from_ref(&self.fence);
         if let Err(error) = self.backend.release(&self.holder, fence).await {
             warn!(topic = %self.topic, %error, "a change of a topic ends later than it could");
