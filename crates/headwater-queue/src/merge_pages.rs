@@ -1,9 +1,9 @@
-//! One page of many partitions, merged by id, without reading more of them than the page needs.
+//! Merges entries of many partitions into one page ordered by id, reading little more than the page needs.
 //!
-//! Upstream: listings of messages and of pending entries. Downstream: a fetch of some entries of one partition.
-//! Promises: the page is a piece of the merged order without gaps; memory is bounded by the page and a few fetches,
-//! whatever the number of partitions and of entries. How it works: a little is fetched of every partition; what cannot
-//! be on the page any more is thrown away at once; only partitions that may still have something to add are asked again.
+//! Upstream: listings of messages and of pending entries. Downstream: a function that fetches entries of one partition.
+//! Promises: the page is a gapless part of the merged order; memory is bounded by the page and a few fetches, whatever the
+//! number of partitions and entries. Method: fetch a few entries of every partition, discard those that cannot be on the
+//! page, and fetch more only from partitions that may still contribute.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::limits::PAGE_BYTES_MAX;
 use crate::pagination::{EntryPosition, previous};
 use crate::topic::Partition;
 
-/// Partitions that are asked at once.
+/// Partitions fetched concurrently.
 const CONCURRENT_FETCHES: usize = 8;
 
 /// A range of ids, both ends included.
@@ -32,7 +32,7 @@ impl IdRange {
         self.from > self.to
     }
 
-    /// What is left of it behind `id`; `None` if nothing is.
+    /// The rest of the range after `id` in this direction; `None` if it is empty.
     pub(crate) fn after(self, id: EntryId, direction: Direction) -> Option<Self> {
         let rest = match direction {
             Direction::Forward if id == EntryId::MAX => return None,
@@ -42,7 +42,7 @@ impl IdRange {
         (!rest.is_empty()).then_some(rest)
     }
 
-    /// What is left of it in one partition, behind a position among all of them.
+    /// The rest of the range in one partition after a position in the merged order.
     fn after_position(
         self,
         after: Option<EntryPosition>,
@@ -65,26 +65,26 @@ impl IdRange {
     }
 }
 
-/// Which page to make.
+/// The page to build.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PageMerge {
     pub(crate) range: IdRange,
     pub(crate) direction: Direction,
-    /// Only what comes behind this position.
+    /// Only entries after this position.
     pub(crate) after: Option<EntryPosition>,
     pub(crate) limit: usize,
-    /// Entries of one partition that are fetched at once, at most.
+    /// Maximum entries per fetch.
     pub(crate) fetch_max: usize,
 }
 
-/// A page, and whether there is more behind it.
+/// A page, and whether more entries follow.
 pub(crate) struct MergedPage<T> {
     pub(crate) items: Vec<(EntryPosition, T)>,
     pub(crate) has_more: bool,
 }
 
 impl PageMerge {
-    /// Makes the page. `fetch` returns up to so many entries of a range of a partition, in the direction of the page.
+    /// Builds the page. `fetch` returns up to a number of entries of an id range of a partition, in page direction.
     pub(crate) async fn run<T, F>(
         self,
         partitions: std::ops::Range<Partition>,
@@ -102,7 +102,7 @@ impl PageMerge {
                 Some((partition, rest))
             })
             .collect();
-        // Twice the fair share of each; where partitions are uneven, rounds that grow find the rest.
+        // Twice the fair share first; growing rounds fetch the rest of uneven partitions.
         let mut fetch_count = (self.limit * 2).div_ceil(count).clamp(1, self.fetch_max);
         while !open.is_empty() {
             let asked = stream::iter(std::mem::take(&mut open)).map(|(partition, range)| {
@@ -129,12 +129,12 @@ impl PageMerge {
     }
 }
 
-/// The best entries so far.
+/// The entries that may be on the page so far.
 struct PageBuffer<T> {
     merge: PageMerge,
     items: BTreeMap<EntryPosition, (T, usize)>,
     bytes: usize,
-    /// The first position that did not fit: nothing from there on is on the page.
+    /// The first position that did not fit; nothing from there on is on the page.
     bound: Option<EntryPosition>,
 }
 
@@ -156,7 +156,7 @@ impl<T> PageBuffer<T> {
         }
         self.items.insert(position, (item, bytes));
         self.bytes += bytes;
-        // One always fits, however large it is.
+        // One entry always fits, whatever its size.
         while self.items.len() > self.merge.limit
             || (self.bytes > PAGE_BYTES_MAX && self.items.len() > 1)
         {

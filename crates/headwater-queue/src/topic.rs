@@ -1,7 +1,7 @@
-//! What a topic is: its name, how many partitions it has, what it keeps, how it grew.
+//! A topic: its name, partition count, policies and resizes, and their form in the registry.
 //!
-//! Upstream: everybody. Downstream: `keys` for where it lies.
-//! Promises: a topic that was read from the registry is valid, or reading it was an error that says which field is not.
+//! Upstream: all modules. Downstream: `keys`, which derives its keys.
+//! Promises: a topic read from the registry is valid; otherwise reading it fails with an error that names the field.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -30,7 +30,7 @@ pub type Partition = u16;
 pub struct TopicName(Arc<str>);
 
 impl TopicName {
-    /// Checks the name and keeps it; clones share the text.
+    /// Validates a name. Clones share the text.
     pub fn new(name: impl AsRef<str>) -> Result<Self> {
         let name = name.as_ref();
         let problem = if name.is_empty() {
@@ -38,7 +38,7 @@ impl TopicName {
         } else if name.len() > TOPIC_BYTES_MAX {
             format!("{} bytes; the limit is {TOPIC_BYTES_MAX}", name.len())
         } else if let Some(odd) = name.chars().find(|c| c.is_control() || matches!(c, '{' | '}')) {
-            format!("it holds {odd:?}; control characters and braces are not allowed")
+            format!("it contains {odd:?}; control characters and braces are not allowed")
         } else {
             return Ok(Self(name.into()));
         };
@@ -51,7 +51,7 @@ impl TopicName {
     }
 }
 
-/// Looked up by text, without a name being made for it.
+/// Allows lookups by `&str` without allocating a name.
 impl Borrow<str> for TopicName {
     fn borrow(&self) -> &str {
         &self.0
@@ -70,7 +70,7 @@ impl fmt::Debug for TopicName {
     }
 }
 
-/// Checks a group's name.
+/// Validates a group name.
 pub(crate) fn group_name(name: &str) -> Result<GroupName> {
     if name.len() > GROUP_BYTES_MAX {
         let problem = format!("{} bytes; the limit is {GROUP_BYTES_MAX}", name.len());
@@ -79,27 +79,27 @@ pub(crate) fn group_name(name: &str) -> Result<GroupName> {
     let escaped = keys::escaped_len(name);
     if escaped > GROUP_KEY_BYTES_MAX {
         let problem = format!(
-            "it takes {escaped} bytes of a key, of at most {GROUP_KEY_BYTES_MAX}; use fewer `:` and `%`"
+            "{escaped} bytes when escaped in a key; the limit is {GROUP_KEY_BYTES_MAX}; use fewer `:` and `%`"
         );
         return Err(QueueError::invalid("a group name", problem));
     }
     Ok(GroupName::new(name)?)
 }
 
-/// What a topic keeps and how it is used. PageBuffer with the topic, the same for every process.
+/// Retention and limits of a topic. Stored with the topic; the same for every process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policies {
-    /// How much of each partition is kept once every group is done with it. Default: everything.
+    /// How much of each partition is kept after every group has settled it. Default: everything.
     pub retention: Retention,
-    /// Bytes the topic may hold; `None` (default) = no limit of ours. When it is reached, messages that every group is
-    /// done with make room, oldest first; sends are refused while that is not enough. PageBuffer to within what is sent in
-    /// about 200 ms.
+    /// Maximum size of the topic in bytes. Default: `None`, no limit. When it is reached, messages settled by every group
+    /// are removed, oldest first; sends fail while that does not free enough. May be exceeded by what is sent within about
+    /// 200 ms.
     pub byte_budget: Option<u64>,
-    /// Bytes of a payload. Default and limit: 1 MiB.
+    /// Maximum payload size in bytes. Default and limit: 1 MiB.
     pub payload_bytes_max: usize,
-    /// How often a failed message is tried again, if neither it nor the subscription says otherwise. Default: 4.
+    /// Retries of a failed message, unless the message or the subscription sets its own. Default: 4.
     pub max_retries: u32,
-    /// How long a process may rely on what it knows of the topic; growing takes twice as long. Default: 5 s.
+    /// How long a process may use cached metadata of the topic; growing takes twice as long. Default: 5 s.
     pub refresh: Duration,
 }
 
@@ -116,7 +116,7 @@ impl Default for Policies {
 }
 
 impl Policies {
-    /// As the registry will give them back: times in whole milliseconds.
+    /// Rounded as the registry stores them: times in whole milliseconds.
     pub(crate) fn in_milliseconds(mut self) -> Self {
         for time in self.retention.max_age.iter_mut().chain([&mut self.refresh]) {
             *time = Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
@@ -135,11 +135,11 @@ impl Policies {
         }
         let Retention { max_age, max_bytes, .. } = self.retention;
         if max_age.is_some_and(|age| age.as_millis() == 0) {
-            let problem = "its age is below 1 ms; leave it out to keep every age";
+            let problem = "the age is below 1 ms; omit it for no age limit";
             return Err(QueueError::invalid("retention", problem));
         }
         if max_bytes == Some(0) {
-            let problem = "its bytes are 0; leave them out to keep every size";
+            let problem = "the size is 0 bytes; omit it for no size limit";
             return Err(QueueError::invalid("retention", problem));
         }
         if self.max_retries >= crate::limits::ATTEMPTS_MAX {
@@ -150,22 +150,23 @@ impl Policies {
     }
 }
 
-/// One growth of a topic: keys whose partition it changed wait for the older messages in their old partition.
+/// An increase of a topic's partition count. Messages of keys that it moved wait for the older ones in the old partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resize {
     /// Partitions before.
     pub from: u16,
     /// Partitions after.
     pub to: u16,
-    /// When it began, by the backend's clock. Until `settling` has passed, some producers may not know of it.
+    /// When it started, by the backend's clock. Until [`Self::propagation_time`] has passed, some producers may not know
+    /// of it.
     pub began: Timestamp,
-    /// The last entry of each old partition that can have been sent before everybody knew. `None` while the growth
-    /// settles: then moved keys wait.
+    /// The last entry of each old partition that may have been sent by a producer unaware of the resize. `None` until the
+    /// resize has propagated; until then moved keys wait.
     pub last_ids: Option<Vec<EntryId>>,
 }
 
 impl Resize {
-    /// How long after `began` every producer knows of the resize.
+    /// How long after `began` every producer knows of the resize: twice the topic's `refresh`.
     pub fn propagation_time(refresh: Duration) -> Duration {
         refresh * 2
     }
@@ -178,15 +179,15 @@ pub struct Topic {
     pub name: TopicName,
     /// How many partitions it has.
     pub partitions: u16,
-    /// How its keys are spelled; a plain layout for a topic that nobody created.
+    /// The key layout; plain for a topic that was not created.
     pub layout: Layout,
     /// When it was created; `None` for a plain topic.
     pub created_at: Option<Timestamp>,
-    /// What it keeps and how it is used.
+    /// Retention and limits.
     pub policies: Policies,
-    /// How it grew, oldest first.
+    /// Its resizes, oldest first.
     pub resizes: Vec<Resize>,
-    /// Since when it is being deleted. A deletion that was interrupted leaves this; deleting the topic again finishes it.
+    /// When its deletion started. Stays set if the deletion is interrupted; delete the topic again to finish it.
     pub deleting_since: Option<Timestamp>,
 }
 
@@ -201,11 +202,11 @@ const BYTE_BUDGET: &str = "byteBudget";
 const PAYLOAD_BYTES: &str = "payloadBytesMax";
 const MAX_RETRIES: &str = "maxRetries";
 const REFRESH_MS: &str = "refreshMs";
-/// The field that changes with each resize: what an update of it must expect.
+/// The meta field that changes with each resize; updates compare it.
 pub(crate) const RESIZES: &str = "growths";
 
 impl Topic {
-    /// A topic without meta: one partition, whose stream has the topic's name.
+    /// A topic without meta: one partition whose stream key is the topic name.
     pub(crate) fn plain(name: TopicName, layout: Layout) -> Self {
         Self {
             name,
@@ -218,12 +219,12 @@ impl Topic {
         }
     }
 
-    /// A topic as the registry has it now. One that nobody created is plain.
+    /// Reads a topic from the registry. One that was not created is plain.
     pub(crate) async fn read(backend: &dyn Backend, name: &TopicName) -> Result<Self> {
         Ok(match backend.map_get(&keys::meta(name)).await? {
             Some(meta) => {
                 let mut topic = Self::from_meta(name.clone(), &meta)?;
-                // Created by a program that knows no hash tags.
+                // Created by a program that does not use hash tags.
                 if topic.layout == Layout::Partitioned && backend.cluster_slot("").is_some() {
                     topic.layout = Layout::PartitionedClustered;
                 }
@@ -236,12 +237,12 @@ impl Topic {
         })
     }
 
-    /// The change of a topic's meta that says since when it is being deleted.
+    /// The meta update that marks a topic as being deleted.
     pub(crate) fn deleting(since: Timestamp) -> RegistryMap {
         RegistryMap::from([(DELETING_SINCE.to_owned(), since.to_rfc3339().into())])
     }
 
-    /// The meta as the registry keeps it.
+    /// Encodes the meta for the registry.
     pub(crate) fn to_meta(&self) -> RegistryMap {
         let mut meta = RegistryMap::new();
         let mut put = |name: &str, value: String| meta.insert(name.to_owned(), value.into());
@@ -269,7 +270,7 @@ impl Topic {
         meta
     }
 
-    /// Reads the meta. What a foreign program left out has its default; what it wrote wrongly is an error.
+    /// Decodes the meta. Fields that another program omitted have their defaults; malformed ones are an error.
     pub(crate) fn from_meta(name: TopicName, meta: &RegistryMap) -> Result<Self> {
         let read = MetaReader { topic: &name, meta };
         let partitions = read.number(PARTITION_COUNT)?.unwrap_or(1);
@@ -304,14 +305,14 @@ impl Topic {
         let resizes = match read.text(RESIZES)? {
             None => Vec::new(),
             Some(text) => resizes_from_json(text).ok_or_else(|| {
-                read.wrong(RESIZES, "a list of resizes as this program writes it")
+                read.wrong(RESIZES, "a JSON array of resizes as this program writes it")
             })?,
         };
         Ok(Self { name, partitions, layout, created_at, policies, resizes, deleting_since })
     }
 }
 
-/// Reads fields of a topic's meta; names topic and field when one is wrong.
+/// Reads fields of a topic's meta. Errors name the topic and the field.
 struct MetaReader<'a> {
     topic: &'a TopicName,
     meta: &'a RegistryMap,
@@ -328,7 +329,7 @@ impl<'a> MetaReader<'a> {
         text.parse().map(Some).map_err(|_| self.wrong(field, "a number"))
     }
 
-    /// Our instant, or the epoch milliseconds that other programs write.
+    /// An RFC 3339 timestamp, or epoch milliseconds as written by other programs.
     fn time(&self, field: &str) -> Result<Option<Timestamp>> {
         let Some(text) = self.text(field)? else { return Ok(None) };
         Timestamp::from_rfc3339(text)
@@ -342,7 +343,7 @@ impl<'a> MetaReader<'a> {
         let found: String = String::from_utf8_lossy(found).chars().take(64).collect();
         QueueError::invalid(
             format!("`{field}` in the meta of topic `{}`", self.topic),
-            format!("it is `{found}`; allowed: {allowed}"),
+            format!("got `{found}`; expected {allowed}"),
         )
     }
 }
@@ -419,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn a_topic_survives_the_registry() {
+    fn a_topic_round_trips_through_its_meta() {
         let topic = orders();
         assert_eq!(Topic::from_meta(topic.name.clone(), &topic.to_meta()).unwrap(), topic);
     }
@@ -435,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn meta_that_makes_no_sense_is_an_error_that_names_topic_and_field() {
+    fn invalid_meta_fails_with_the_topic_and_field_name() {
         for (field, value) in [
             (PARTITION_COUNT, "0"),
             (PARTITION_COUNT, "many"),
@@ -455,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_topic_name_is_refused_when_a_key_could_not_be_made_of_it() {
+    fn a_topic_name_that_cannot_be_part_of_a_key_is_rejected() {
         for bad in ["", "a\nb", "a{b", "a}b", &"x".repeat(TOPIC_BYTES_MAX + 1)] {
             assert!(matches!(TopicName::new(bad), Err(QueueError::Invalid { .. })), "{bad:?}");
         }

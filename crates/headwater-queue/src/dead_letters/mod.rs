@@ -1,8 +1,8 @@
-//! Dead letters as an operator sees them: browse, show, replay, purge.
+//! Dead-letter administration: browse, show, replay, purge.
 //!
 //! Upstream: command line and HTTP interface. Downstream: the dead letters of a topic, one stream for all partitions.
-//! Promises: copies of one dead letter are shown once and replayed once; whatever lies in the stream can be seen, dead
-//! letter or not; memory is bounded by a page. Not here: writing dead letters (see `consumer`).
+//! Promises: copies of one dead letter are shown once and replayed once; every entry of the stream is shown, also
+//! malformed ones; memory is bounded by a page. Not here: writing dead letters (see `consumer`).
 
 mod purge;
 mod replay;
@@ -36,31 +36,31 @@ pub struct DeadLetters {
     stream: StreamName,
 }
 
-/// Which dead letters. By default, all.
+/// Selects dead letters. Default: all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeadLetterFilter {
-    /// Only those whose reason holds this text.
+    /// Only those whose reason contains this text.
     pub reason: Option<String>,
     /// Only those with this key.
     pub key: Option<String>,
     /// Only those of this partition.
     pub partition: Option<Partition>,
-    /// Only those given up at this time or later.
+    /// Only those that failed at this time or later.
     pub from: Option<Timestamp>,
-    /// Only those given up at this time or earlier.
+    /// Only those that failed at this time or earlier.
     pub to: Option<Timestamp>,
 }
 
-/// Which page of dead letters.
+/// A query for a page of dead letters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeadLetterQuery {
     /// Which dead letters. Default: all.
     pub filter: DeadLetterFilter,
-    /// Which end comes first. Default: the oldest.
+    /// The order. Default: oldest first.
     pub direction: Direction,
-    /// At most this many on a page. Default: 100, limit: 1000. A page of large or rare ones has fewer.
+    /// Page size. Default: 100, limit: 1000. A page has fewer if the letters are large or few match.
     pub limit: usize,
-    /// `next` of the page before.
+    /// `next` of the previous page.
     pub cursor: Option<String>,
 }
 
@@ -75,12 +75,12 @@ impl Default for DeadLetterQuery {
     }
 }
 
-/// Dead letters to do something with.
+/// The dead letters to replay or purge.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeadLetterSelection {
-    /// These, and their copies. At most 100.
+    /// These and their copies; at most 100.
     Ids(Vec<EntryId>),
-    /// All that match and are there when it begins.
+    /// All that match and exist when the operation starts.
     Matching(DeadLetterFilter),
 }
 
@@ -93,7 +93,7 @@ impl Queue {
 }
 
 impl DeadLetters {
-    /// A page of them.
+    /// Lists a page of dead letters.
     pub async fn browse(&self, query: &DeadLetterQuery) -> Result<Page<DeadLetter>> {
         check_limit(query.limit)?;
         let range = self.range(&query.filter)?;
@@ -121,7 +121,7 @@ impl DeadLetters {
         Ok(Page { items, next: position.map(|id| scope.cursor((id, 0))) })
     }
 
-    /// One of them.
+    /// Returns one dead letter, or [`QueueError::NoDeadLetter`].
     pub async fn show(&self, id: EntryId) -> Result<DeadLetter> {
         let range = Range { from: id, to: id, ..Range::first(1) };
         let found = self.queue.inner.backend.range(&self.stream, range).await?;
@@ -132,7 +132,7 @@ impl DeadLetters {
         Ok(DeadLetter::read(entry))
     }
 
-    /// The ids a filter allows; an error if the filter makes no sense.
+    /// The id range of a filter; an error if the filter is invalid.
     fn range(&self, filter: &DeadLetterFilter) -> Result<IdRange> {
         select_partitions(&self.topic, filter.partition)?;
         let range = IdRange {
@@ -140,16 +140,16 @@ impl DeadLetters {
             to: filter.to.map_or(EntryId::MAX, |at| EntryId::new(at.as_millis(), u64::MAX)),
         };
         if range.from > range.to {
-            let problem = "it ends before it begins; swap `from` and `to`";
-            return Err(QueueError::invalid("a range of time", problem));
+            let problem = "it ends before it starts; swap `from` and `to`";
+            return Err(QueueError::invalid("a time range", problem));
         }
         Ok(range)
     }
 
-    /// The named ones with their copies, oldest first; an error if one of them is not there.
+    /// The dead letters with these ids and their copies, oldest first; an error if one does not exist.
     async fn named(&self, ids: &[EntryId]) -> Result<Vec<DeadLetter>> {
         if !(1..=LETTERS_MAX).contains(&ids.len()) {
-            let problem = format!("{}; name 1 to {LETTERS_MAX}", ids.len());
+            let problem = format!("{}; pass 1 to {LETTERS_MAX} ids", ids.len());
             return Err(QueueError::invalid("the number of dead letters", problem));
         }
         let mut ids = ids.to_vec();
@@ -185,7 +185,7 @@ impl DeadLetters {
         Ok(())
     }
 
-    /// The ids of what matches and is there now.
+    /// The id range of a filter, limited to the entries that exist now.
     async fn range_until_now(&self, filter: &DeadLetterFilter) -> Result<IdRange> {
         let range = self.range(filter)?;
         let stats = self.queue.inner.backend.stats(&self.stream).await?;

@@ -1,4 +1,4 @@
-//! Purge: dead letters go, for good.
+//! Purging: deletes dead letters permanently.
 
 use headwater_stream::{Direction, EntryId};
 use tracing::info;
@@ -7,24 +7,24 @@ use super::scan::{BATCH, DeadLetterScan};
 use super::{DeadLetterSelection, DeadLetters};
 use crate::error::Result;
 
-/// How to purge.
+/// Options of a purge.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PurgeConfig {
-    /// Only says what would happen.
+    /// Report what would happen without changing anything.
     pub dry_run: bool,
 }
 
-/// What a purge did, or would do.
+/// The result of a purge or its dry run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PurgeReport {
-    /// Dead letters that went, copies included.
+    /// Dead letters deleted, including copies.
     pub purged: u64,
     /// Whether it was done; `false` after a dry run.
     pub is_done: bool,
 }
 
 impl DeadLetters {
-    /// Removes dead letters. Named ones go all or not at all: if one is not there, that is the error.
+    /// Deletes dead letters. With ids, fails without effect if one of them does not exist.
     pub async fn purge(
         &self,
         letters: DeadLetterSelection,
@@ -33,7 +33,7 @@ impl DeadLetters {
         self.purge_with_progress(letters, config, &|_| ()).await
     }
 
-    /// The same, and tells how far it is whenever some more are gone.
+    /// Like [`Self::purge`]; calls `on_progress` after each batch.
     pub async fn purge_with_progress(
         &self,
         letters: DeadLetterSelection,

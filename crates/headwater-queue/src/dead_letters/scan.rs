@@ -1,4 +1,4 @@
-//! Walks through dead letters, a few at a time, and tells copies from originals.
+//! Scans dead letters in batches and detects copies.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -11,17 +11,17 @@ use crate::error::Result;
 use crate::limits::COPIES_WITHIN;
 use crate::merge_pages::IdRange;
 
-/// Dead letters that are fetched, replayed or purged at once: they fit into one call, however large they are.
+/// Dead letters fetched, replayed or purged per call; they fit into one call even at maximum size.
 pub(super) const BATCH: usize = 24;
 
 const _: () = assert!(BATCH * ENTRY_BYTES_MAX <= BATCH_BYTES_MAX);
 
-/// A walk through the dead letters of a topic.
+/// A scan over the dead letters of a topic.
 pub(super) struct DeadLetterScan<'a> {
     letters: &'a DeadLetters,
     filter: &'a DeadLetterFilter,
     direction: Direction,
-    /// What is still to be fetched; `None` when there is nothing more.
+    /// The id range still to be fetched; `None` at the end.
     rest: Option<IdRange>,
     fetched: VecDeque<Entry>,
     last_id: Option<EntryId>,
@@ -29,11 +29,11 @@ pub(super) struct DeadLetterScan<'a> {
     seen: RecentLetters,
 }
 
-/// One dead letter on the way.
+/// One scanned dead letter.
 pub(super) struct ScannedLetter {
-    /// Itself, if the filter lets it through.
+    /// The dead letter, if it matches the filter.
     pub(super) matching: Option<DeadLetter>,
-    /// Whether another copy of it came along a short way before.
+    /// Whether another copy of it was scanned shortly before.
     pub(super) is_copy: bool,
 }
 
@@ -56,7 +56,7 @@ impl<'a> DeadLetterScan<'a> {
         }
     }
 
-    /// Begins behind `after`, where an earlier walk stopped, and remembers what that one saw last.
+    /// Starts after `after`, where an earlier scan stopped, and restores its copy detection.
     pub(super) async fn resume_after(&mut self, after: EntryId) -> Result<()> {
         let Some(range) = self.rest else { return Ok(()) };
         let (before, back) = match self.direction {
@@ -119,7 +119,7 @@ impl<'a> DeadLetterScan<'a> {
 }
 
 impl DeadLetterFilter {
-    /// Whether it lets a dead letter through. Its time is seen to by the ids that are read.
+    /// Whether a dead letter matches. The time range is checked by the id range of the scan.
     fn matches(&self, letter: &DeadLetter) -> bool {
         self.reason.as_ref().is_none_or(|reason| letter.reason.contains(reason.as_str()))
             && self.key.as_ref().is_none_or(|key| letter.key.as_ref() == Some(key))
@@ -127,7 +127,7 @@ impl DeadLetterFilter {
     }
 }
 
-/// The last few dead letters that came along.
+/// Identities of the last scanned dead letters.
 #[derive(Default)]
 struct RecentLetters {
     order: VecDeque<String>,
@@ -135,7 +135,7 @@ struct RecentLetters {
 }
 
 impl RecentLetters {
-    /// Remembers it; returns whether it was there.
+    /// Records an identity; returns whether it was already present.
     fn is_copy(&mut self, identity: String) -> bool {
         if !self.identities.insert(identity.clone()) {
             return true;

@@ -1,4 +1,4 @@
-//! The merge against a plain sort of everything.
+//! Compares the merge with a sort of all entries.
 
 use std::cell::Cell;
 
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Runs the merge over partitions that are in memory; returns the page and how many entries were fetched.
+/// Runs the merge over partitions in memory; returns the page and the number of fetched entries.
 fn page(
     merge: PageMerge,
     partitions: &[Vec<EntryId>],
@@ -25,7 +25,7 @@ fn page(
     };
     let all = 0..partitions.len() as Partition;
     let merged = futures_util::FutureExt::now_or_never(merge.run(all, fetch, |()| entry_bytes));
-    let merged = merged.expect("nothing waits").unwrap();
+    let merged = merged.expect("the fetch is always ready").unwrap();
     (
         merged.items.into_iter().map(|(position, ())| position).collect(),
         merged.has_more,
@@ -48,7 +48,7 @@ fn sorted(partitions: &[Vec<EntryId>], range: IdRange, direction: Direction) -> 
 
 proptest! {
     #[test]
-    fn pages_put_together_are_the_sorted_whole(
+    fn concatenated_pages_equal_the_sorted_entries(
         ids in proptest::collection::vec(
             proptest::collection::btree_set((0..30_u64, 0..3_u64), 0..40), 1..12),
         limit in 1..20_usize,
@@ -64,7 +64,7 @@ proptest! {
             .collect();
         let range = IdRange { from: EntryId::new(from, 1), to: EntryId::new(to, 1) };
         let direction = if backward { Direction::Backward } else { Direction::Forward };
-        // Three of the large ones are too many for a page.
+        // At most two large entries fit on a page.
         let entry_bytes = if large { PAGE_BYTES_MAX / 3 + 1 } else { 1 };
         let most = if large { limit.min(2) } else { limit };
         let mut merge = PageMerge { range, direction, after: None, limit, fetch_max };
@@ -95,7 +95,7 @@ fn a_page_of_many_partitions_reads_little_of_each() {
 }
 
 #[test]
-fn a_page_that_lies_in_one_of_many_partitions_is_found() {
+fn a_page_from_a_single_non_empty_partition_is_found() {
     let mut partitions = vec![Vec::new(); 255];
     partitions.push((0..5000).map(|n| EntryId::new(n, 0)).collect());
     let (direction, after) = (Direction::Backward, None);

@@ -106,7 +106,7 @@ mod bodies {
 
         let forced = Reset { guard: ResetGuard::Force, ..back };
         let report = setup.queue.reset_group(&setup.topic, &name(&setup), &forced).await?;
-        assert_eq!(report.again.count, 1);
+        assert_eq!(report.redelivered.count, 1);
         assert_eq!(next(&mut handled).await?.id, first.id, "it is read again");
         subscription.stop().await;
         setup.queue.reset_group(&setup.topic, &name(&setup), &back).await?;

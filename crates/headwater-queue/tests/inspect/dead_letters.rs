@@ -245,7 +245,7 @@ mod bodies {
             to: Some(Timestamp::from_millis(7)),
             ..Default::default()
         };
-        for (filter, argument) in [(nowhere, "a partition"), (upside_down, "a range of time")] {
+        for (filter, argument) in [(nowhere, "a partition"), (upside_down, "a time range")] {
             assert_invalid(letters.browse(&matching(filter.clone())).await, argument);
             let answer =
                 letters.purge(DeadLetterSelection::Matching(filter), &PurgeConfig::default()).await;

@@ -40,8 +40,8 @@ mod bodies {
     }
 
     fn counts(report: &ResetReport) -> (u64, u64, u64) {
-        assert!(!(report.again.or_more || report.skipped.or_more || report.dropped.or_more));
-        (report.again.count, report.skipped.count, report.dropped.count)
+        assert!(!(report.redelivered.or_more || report.skipped.or_more || report.dropped.or_more));
+        (report.redelivered.count, report.skipped.count, report.dropped.count)
     }
 
     async fn position(setup: &Setup) -> Result<(u64, Option<u64>)> {
@@ -73,9 +73,9 @@ mod bodies {
             assert!(!report.is_done);
             match expected {
                 Some(expected) => assert_eq!(counts(&report), expected, "{to:?}"),
-                None => assert_eq!(report.partitions[0].again.count, again as u64, "{to:?}"),
+                None => assert_eq!(report.partitions[0].redelivered.count, again as u64, "{to:?}"),
             }
-            assert_eq!(report.partitions[0].was_at, Some(sent[6].id), "{to:?}");
+            assert_eq!(report.partitions[0].previous_position, Some(sent[6].id), "{to:?}");
             assert_eq!(position(&setup).await?, before, "{to:?}");
         }
         Ok(())
@@ -149,7 +149,7 @@ mod bodies {
         setup.deliver(0, "ann", 1).await?;
         let report = reset(&setup, Reset::to(ResetTo::End)).await?;
         assert_eq!(counts(&report), (0, 3, 1));
-        assert_eq!(report.partitions[1].was_at, None);
+        assert_eq!(report.partitions[1].previous_position, None);
         assert_eq!(reads(&setup).await?, 0);
         Ok(())
     }
