@@ -1,7 +1,7 @@
 //! What benchmarks have in common: a raw loop to compare with, rounds, figures, processor time.
 //!
 //! Upstream: the benchmarks of all crates. Machines are noisy, so what counts is the ratio of two things that took turns
-//! on the same machine in the same run; see [`Report`].
+//! on the same machine in the same run; see [`BenchReport`].
 
 mod processor;
 mod raw;
@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 pub use self::processor::processor_seconds;
-pub use self::raw::{Batches, Pipelines, Raw, command, read_command};
-pub use self::report::{Report, median, percentile};
+pub use self::raw::{RawBatches, Pipelines, Raw, command, read_command};
+pub use self::report::{BenchReport, median, percentile};
 
 /// How long some work takes.
 pub fn timed(work: impl FnOnce() -> Result<()>) -> Result<Duration> {

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::home::Home;
-use crate::process::{Launch, Output, Process};
-use crate::shared::{RUN_VARIABLE, Run};
+use crate::temp_server_dir::TempServerDir;
+use crate::process::{Launch, ProcessOutput, Process};
+use crate::shared::{RUN_VARIABLE, TestRun};
 use crate::wait::{lock, poll};
 
 /// The test binary, started once more to run one test; killed with -9 when dropped.
@@ -29,7 +29,7 @@ impl Child {
     /// Runs the test `name` (its full path, ignored or not) of this binary with more environment variables.
     pub fn spawn_self(name: &str, environment: &[(&str, &str)]) -> Result<Child> {
         let owned = |(key, value): &(&str, &str)| (key.to_string(), value.to_string());
-        let run = (RUN_VARIABLE.to_string(), Run::current().to_variable());
+        let run = (RUN_VARIABLE.to_string(), TestRun::current().to_variable());
         let launch = Launch {
             program: env::current_exe()?,
             arguments: ["--exact", name, "--nocapture", "--include-ignored"]
@@ -38,10 +38,10 @@ impl Child {
             // The run first, so that a test of the run itself can say otherwise.
             environment: [run].into_iter().chain(environment.iter().map(owned)).collect(),
             user: None,
-            output: Output::Pipe,
+            output: ProcessOutput::Pipe,
         };
-        let home = Arc::new(Home::private()?);
-        let process = Process::spawn(&home, &home.new_directory("child")?, launch)?;
+        let server_dir = Arc::new(TempServerDir::private()?);
+        let process = Process::spawn(&server_dir, &server_dir.new_directory("child")?, launch)?;
         let pid = process.pid()?;
         let stdout = process.take_stdout().context("the child has no standard output")?;
 

@@ -1,6 +1,6 @@
 //! A real Redis Cluster: three primaries, each with one replica.
 //!
-//! Upstream: tests. Downstream: the nodes are `redis` servers in one home.
+//! Upstream: tests. Downstream: the nodes are `redis` servers in one server_dir.
 //! Promises: a cluster that was started covers all slots, and every node knows every other, with its role.
 
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::home::Home;
+use crate::temp_server_dir::TempServerDir;
 use crate::ports::{Port, with_free_ports};
 use crate::redis::{Redis, RedisBuilder};
-use crate::resp::{Connection, Reply};
+use crate::resp::{RedisConnection, RedisReply};
 use crate::shared;
 use crate::wait::wait_until;
 
@@ -53,10 +53,10 @@ impl Cluster {
 
     /// The cluster all tests of this run share; use [`unique`](crate::unique) names in it.
     pub fn shared() -> Result<Cluster> {
-        let start = |home: &Arc<Home>| {
+        let start = |server_dir: &Arc<TempServerDir>| {
             // A node that a busy machine forgot for some seconds must not be replaced under all tests.
             let patient = Cluster::builder().setting("cluster-node-timeout", "15000");
-            let nodes = patient.start_in(home)?.nodes.into_iter();
+            let nodes = patient.start_in(server_dir)?.nodes.into_iter();
             Ok(nodes.map(Redis::detach).collect::<Vec<_>>().join("\n"))
         };
         shared::server("cluster", start, |text| {
@@ -103,7 +103,7 @@ impl Cluster {
     }
 
     /// Asks the first node that runs and answers.
-    fn any(&self, words: &[&str]) -> Result<Reply> {
+    fn any(&self, words: &[&str]) -> Result<RedisReply> {
         let running = self.nodes.iter().filter(|node| node.pid().is_ok());
         running
             .filter_map(|node| node.command(words).ok()?.ok().ok())
@@ -124,7 +124,7 @@ impl Cluster {
     /// Introduces the nodes to each other and waits until all of them see the finished cluster.
     fn form(&self) -> Result<()> {
         let mut connections =
-            self.nodes.iter().map(Redis::connect).collect::<Result<Vec<Connection>>>()?;
+            self.nodes.iter().map(Redis::connect).collect::<Result<Vec<RedisConnection>>>()?;
         for (number, connection) in connections.iter_mut().enumerate() {
             let epoch = (number + 1).to_string();
             connection.command(&["CLUSTER", "SET-CONFIG-EPOCH", &epoch])?.ok()?;
@@ -165,13 +165,13 @@ impl ClusterBuilder {
 
     /// Starts the nodes and waits until the cluster is complete.
     pub fn start(self) -> Result<Cluster> {
-        self.start_in(&Arc::new(Home::private()?))
+        self.start_in(&Arc::new(TempServerDir::private()?))
     }
 
-    fn start_in(&self, home: &Arc<Home>) -> Result<Cluster> {
+    fn start_in(&self, server_dir: &Arc<TempServerDir>) -> Result<Cluster> {
         with_free_ports(|| {
             let nodes = (0..NODES)
-                .map(|_| self.node.launch(home, Port::for_cluster_node()?))
+                .map(|_| self.node.launch(server_dir, Port::for_cluster_node()?))
                 .collect::<Result<Vec<_>>>()?;
             for node in &nodes {
                 node.wait_until_ready()?;
@@ -213,8 +213,8 @@ struct SlotRange {
 }
 
 /// Reads the reply of CLUSTER SLOTS.
-fn ranges(slots: &Reply) -> Vec<SlotRange> {
-    let range = |items: &[Reply]| {
+fn ranges(slots: &RedisReply) -> Vec<SlotRange> {
+    let range = |items: &[RedisReply]| {
         let ports = items.iter().skip(2).filter_map(|node| node.items().get(1)?.int()).collect();
         Some(SlotRange { first: items.first()?.int()?, last: items.get(1)?.int()?, ports })
     };

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use anyhow::{Result, bail};
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType, sockopt};
 
-use crate::random::Random;
+use crate::random::TestRandom;
 
 /// Where single servers listen.
 const SERVER_PORTS: Range<u64> = 23_000..30_000;
@@ -69,7 +69,7 @@ pub(crate) fn loopback(port: u16) -> SocketAddr {
 }
 
 fn choose(range: Range<u64>, offsets: &[u16]) -> Result<Port> {
-    let mut random = Random::from_entropy();
+    let mut random = TestRandom::from_entropy();
     for _ in 0..CHOICES_MAX {
         let number = u16::try_from(random.between(range.clone()))?;
         let reservations: rustix::io::Result<Vec<OwnedFd>> =

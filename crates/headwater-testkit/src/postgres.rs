@@ -14,9 +14,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Signal, geteuid};
 
-use crate::home::Home;
+use crate::temp_server_dir::TempServerDir;
 use crate::ports::{Port, with_free_ports};
-use crate::process::{Launch, Output, Process, User, find_program};
+use crate::process::{Launch, ProcessOutput, Process, User, find_program};
 use crate::random::unique;
 use crate::shared;
 use crate::wait::{SERVER_LIMIT, poll};
@@ -32,13 +32,13 @@ const SUPERUSER: &str = "postgres";
 #[derive(Debug)]
 pub struct Postgres {
     // None if the server is shared: others use it, too, so nobody may kill or pause it.
-    own: Option<Own>,
+    own: Option<OwnServer>,
     address: SocketAddr,
     pid: u32,
 }
 
 #[derive(Debug)]
-struct Own {
+struct OwnServer {
     process: Process,
     data: PathBuf,
     _port: Port,
@@ -47,18 +47,18 @@ struct Own {
 impl Postgres {
     /// Starts a server of your own.
     pub fn start() -> Result<Postgres> {
-        Postgres::start_in(&Arc::new(Home::private()?), vec![])
+        Postgres::start_in(&Arc::new(TempServerDir::private()?), vec![])
     }
 
     /// Starts a server of your own whose time is that of `clock`.
     pub fn start_at(clock: &WallClock) -> Result<Postgres> {
-        Postgres::start_in(&Arc::new(Home::private()?), clock.environment())
+        Postgres::start_in(&Arc::new(TempServerDir::private()?), clock.environment())
     }
 
     /// The server all tests of this run share; each takes its own [`database`](Postgres::database).
     pub fn shared() -> Result<Postgres> {
-        let start = |home: &Arc<Home>| {
-            let postgres = Postgres::start_in(home, vec![])?;
+        let start = |server_dir: &Arc<TempServerDir>| {
+            let postgres = Postgres::start_in(server_dir, vec![])?;
             postgres.own()?.process.detach();
             Ok(format!("{} {}", postgres.address, postgres.pid))
         };
@@ -125,15 +125,15 @@ impl Postgres {
         own.wait_until_ready()
     }
 
-    fn start_in(home: &Arc<Home>, environment: Vec<(String, String)>) -> Result<Postgres> {
+    fn start_in(server_dir: &Arc<TempServerDir>, environment: Vec<(String, String)>) -> Result<Postgres> {
         let initdb = program("initdb")?;
         let user = if geteuid().is_root() { Some(unprivileged_user()?) } else { None };
-        let directory = home.new_directory("postgres")?;
+        let directory = server_dir.new_directory("postgres")?;
         if let Some(user) = user {
             chown(&directory, Some(user.uid), Some(user.gid))?;
         }
         let data = directory.join("data");
-        initialise(home, &initdb, &directory, &data, user)?;
+        initialise(server_dir, &initdb, &directory, &data, user)?;
 
         with_free_ports(|| {
             let port = Port::for_server()?;
@@ -155,22 +155,22 @@ impl Postgres {
                 arguments,
                 environment: environment.clone(),
                 user,
-                output: Output::Log,
+                output: ProcessOutput::Log,
             };
             let address = port.address();
-            let process = Process::spawn(home, &directory, launch)?;
-            let own = Own { process, data: data.clone(), _port: port };
+            let process = Process::spawn(server_dir, &directory, launch)?;
+            let own = OwnServer { process, data: data.clone(), _port: port };
             own.wait_until_ready()?;
             Ok(Postgres { pid: own.process.pid()?, own: Some(own), address })
         })
     }
 
-    fn own(&self) -> Result<&Own> {
+    fn own(&self) -> Result<&OwnServer> {
         self.own.as_ref().context("this server is shared with other tests, start your own")
     }
 }
 
-impl Own {
+impl OwnServer {
     /// Waits until the server has written into its pid file that it is ready, as `pg_ctl` does.
     fn wait_until_ready(&self) -> Result<()> {
         let pid = self.process.pid()?.to_string();
@@ -239,7 +239,7 @@ fn query(address: SocketAddr, database: &str, sql: &str) -> Result<String> {
 
 /// Runs `initdb` like a server, so that it is killed with the test, too.
 fn initialise(
-    home: &Arc<Home>,
+    server_dir: &Arc<TempServerDir>,
     initdb: &Path,
     directory: &Path,
     data: &Path,
@@ -253,9 +253,9 @@ fn initialise(
         arguments: arguments.chain([data.into()]).collect(),
         environment: vec![],
         user,
-        output: Output::Log,
+        output: ProcessOutput::Log,
     };
-    let process = Process::spawn(home, directory, launch)?;
+    let process = Process::spawn(server_dir, directory, launch)?;
     let status = poll("initdb to finish", SERVER_LIMIT, || process.try_wait())?;
     ensure!(status.success(), "initdb failed: {status}\n{}", process.log_tail());
     Ok(())

@@ -14,10 +14,10 @@ use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
 
 pub use self::builder::{Persistence, RedisBuilder};
-use crate::home::Home;
+use crate::temp_server_dir::TempServerDir;
 use crate::ports::Port;
 use crate::process::Process;
-use crate::resp::{Connection, Reply};
+use crate::resp::{RedisConnection, RedisReply};
 use crate::shared;
 use crate::wait::{SERVER_LIMIT, poll};
 
@@ -26,7 +26,7 @@ use crate::wait::{SERVER_LIMIT, poll};
 pub struct Redis {
     server: Server,
     address: SocketAddr,
-    access: Access,
+    credentials: RedisCredentials,
     _port: Option<Port>,
 }
 
@@ -41,7 +41,7 @@ enum Server {
 
 /// How to get in.
 #[derive(Debug, Default)]
-struct Access {
+struct RedisCredentials {
     user: Option<(String, String)>,
     password: Option<String>,
     authority: Option<PathBuf>,
@@ -61,7 +61,7 @@ impl Redis {
 
     /// The server all tests of this run share; use [`unique`](crate::unique) names in it.
     pub fn shared() -> Result<Redis> {
-        let start = |home: &Arc<Home>| Ok(Redis::builder().start_in(home)?.detach());
+        let start = |server_dir: &Arc<TempServerDir>| Ok(Redis::builder().start_in(server_dir)?.detach());
         shared::server("redis", start, Redis::open_shared)
     }
 
@@ -72,8 +72,8 @@ impl Redis {
 
     /// The same URL with another address, for example that of a [`Proxy`](crate::Proxy).
     pub fn url_at(&self, address: SocketAddr) -> String {
-        let scheme = if self.access.authority.is_some() { "rediss" } else { "redis" };
-        let login = match (&self.access.user, &self.access.password) {
+        let scheme = if self.credentials.authority.is_some() { "rediss" } else { "redis" };
+        let login = match (&self.credentials.user, &self.credentials.password) {
             (Some((name, password)), _) => format!("{name}:{password}@"),
             (None, Some(password)) => format!(":{password}@"),
             (None, None) => String::new(),
@@ -101,21 +101,21 @@ impl Redis {
 
     /// The certificate of the authority to trust, as a PEM file, if the server speaks TLS.
     pub fn ca_certificate(&self) -> Option<&Path> {
-        self.access.authority.as_deref()
+        self.credentials.authority.as_deref()
     }
 
     /// Sends one command on a new connection, as the default user.
-    pub fn command(&self, words: &[&str]) -> Result<Reply> {
+    pub fn command(&self, words: &[&str]) -> Result<RedisReply> {
         self.connect()?.command(words)
     }
 
     /// Opens a connection as the default user, for several commands.
-    pub fn connect(&self) -> Result<Connection> {
-        let mut connection = match &self.access.socket {
-            Some(socket) => Connection::open_unix(socket)?,
-            None => Connection::open(self.address)?,
+    pub fn connect(&self) -> Result<RedisConnection> {
+        let mut connection = match &self.credentials.socket {
+            Some(socket) => RedisConnection::open_unix(socket)?,
+            None => RedisConnection::open(self.address)?,
         };
-        if let Some(password) = &self.access.password {
+        if let Some(password) = &self.credentials.password {
             connection.command(&["AUTH", password])?.ok()?;
         }
         Ok(connection)
@@ -180,7 +180,7 @@ impl Redis {
         let (address, pid) = text.split_once(' ').context("not an address and a process id")?;
         let (address, pid) = (address.parse()?, pid.parse()?);
         let server = Server::Shared { pid };
-        let redis = Redis { server, address, access: Access::default(), _port: None };
+        let redis = Redis { server, address, credentials: RedisCredentials::default(), _port: None };
         redis.command(&["PING"])?.ok()?;
         Ok(redis)
     }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
-use crate::home::Home;
+use crate::temp_server_dir::TempServerDir;
 
 /// The variant for programs with several threads.
 const LIBRARY: &str = "faketime/libfaketimeMT.so.1";
@@ -22,7 +22,7 @@ const LIBRARY_FOLDERS: [&str; 4] = ["/usr/lib", "/usr/lib64", "/usr/local/lib", 
 pub struct WallClock {
     library: PathBuf,
     file: PathBuf,
-    _home: Home,
+    _server_dir: TempServerDir,
 }
 
 impl WallClock {
@@ -31,9 +31,9 @@ impl WallClock {
         let library = find_library().context(
             "libfaketime was not found; install the package `faketime`, or run `cargo xtask setup`",
         )?;
-        let home = Home::private()?;
-        let file = home.new_file("clock");
-        let clock = WallClock { library, file, _home: home };
+        let server_dir = TempServerDir::private()?;
+        let file = server_dir.new_file("clock");
+        let clock = WallClock { library, file, _server_dir: server_dir };
         clock.set(0)?;
         Ok(clock)
     }

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use headwater_testkit::{Child, Connection, Persistence, Redis, Reply, is_alive, wait_until};
+use headwater_testkit::{Child, RedisConnection, Persistence, Redis, RedisReply, is_alive, wait_until};
 
 #[test]
 fn a_server_starts_and_answers() {
@@ -15,8 +15,8 @@ fn a_server_starts_and_answers() {
     eprintln!("measured: redis {:?}", begin.elapsed());
     assert_eq!(redis.url(), format!("redis://127.0.0.1:{}/", redis.port()));
     assert_eq!(redis.command(&["SET", "key", "value"]).unwrap().text(), "OK");
-    assert_eq!(redis.command(&["GET", "key"]).unwrap(), Reply::Text(b"value".to_vec()));
-    assert_eq!(redis.command(&["GET", "absent"]).unwrap(), Reply::Nil);
+    assert_eq!(redis.command(&["GET", "key"]).unwrap(), RedisReply::Text(b"value".to_vec()));
+    assert_eq!(redis.command(&["GET", "absent"]).unwrap(), RedisReply::Nil);
     assert_eq!(redis.command(&["INCR", "count"]).unwrap().int(), Some(1));
     assert_eq!(redis.command(&["MGET", "key", "absent"]).unwrap().items().len(), 2);
     assert!(redis.command(&["INCR", "key"]).unwrap().ok().is_err());
@@ -48,7 +48,7 @@ fn a_server_without_persistence_forgets() {
 
     redis.restart().unwrap();
 
-    assert_eq!(redis.command(&["GET", "key"]).unwrap(), Reply::Nil);
+    assert_eq!(redis.command(&["GET", "key"]).unwrap(), RedisReply::Nil);
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn a_server_with_tls_shakes_hands() {
 fn an_acl_user_is_bound_by_its_rules() {
     let redis = Redis::builder().user("alice", "secret", "~a:* +get +set").start().unwrap();
     assert_eq!(redis.url(), format!("redis://alice:secret@{}/", redis.addr()));
-    let mut alice = Connection::open(redis.addr()).unwrap();
+    let mut alice = RedisConnection::open(redis.addr()).unwrap();
 
     assert!(alice.command(&["AUTH", "alice", "wrong"]).unwrap().ok().is_err());
     assert_eq!(alice.command(&["AUTH", "alice", "secret"]).unwrap().text(), "OK");
@@ -169,7 +169,7 @@ fn an_acl_user_is_bound_by_its_rules() {
 #[test]
 fn a_password_keeps_others_out() {
     let redis = Redis::builder().password("secret").start().unwrap();
-    let mut other = Connection::open(redis.addr()).unwrap();
+    let mut other = RedisConnection::open(redis.addr()).unwrap();
 
     assert!(other.command(&["PING"]).unwrap().text().starts_with("NOAUTH"));
     assert_eq!(redis.command(&["PING"]).unwrap().text(), "PONG");

@@ -172,7 +172,7 @@ struct PreparedReplay {
 
 impl Replay<'_> {
     /// How many letters may be replayed next.
-    fn room(&self) -> usize {
+    fn batch_size(&self) -> usize {
         let left =
             self.config.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.report.replayed));
         usize::try_from(left).unwrap_or(usize::MAX).min(self.rate.batch_size())

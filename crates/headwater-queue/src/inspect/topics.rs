@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::keys::{self, Layout};
 use crate::topic::{Partition, Policies};
 
-/// A topic in numbers.
+/// Statistics of a topic.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TopicView {
     /// Its name.

@@ -16,7 +16,7 @@ pub struct Raw {
 }
 
 /// What an XREADGROUP gave: keys, and the ids read from each.
-pub type Batches = Vec<(String, Vec<String>)>;
+pub type RawBatches = Vec<(String, Vec<String>)>;
 
 impl Raw {
     /// Connects.
@@ -90,7 +90,7 @@ impl Raw {
     }
 
     /// Sends a command made by [`read_command`] and takes its reply apart.
-    pub fn read_group(&mut self, read: &[u8]) -> Result<Batches> {
+    pub fn read_group(&mut self, read: &[u8]) -> Result<RawBatches> {
         self.write.write_all(read)?;
         // *n [ *2 [ key, *m [ *2 [ id, fields ] ] ] ]
         let (_, streams) = self.header()?;

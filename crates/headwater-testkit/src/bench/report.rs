@@ -19,9 +19,9 @@ pub fn percentile(times: &[Duration], percent: usize) -> Duration {
 /// A ratio of rounds is the median of what each round gives: what disturbs the machine for a while then disturbs both
 /// sides of a round, and few rounds.
 #[derive(Debug, Default)]
-pub struct Report;
+pub struct BenchReport;
 
-impl Report {
+impl BenchReport {
     /// Begins a table.
     pub fn heading(&mut self, text: &str) {
         println!("\n{text}");

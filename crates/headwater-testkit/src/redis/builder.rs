@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
-use super::{Access, Redis, Server};
-use crate::home::Home;
+use super::{RedisCredentials, Redis, Server};
+use crate::temp_server_dir::TempServerDir;
 use crate::ports::{Port, with_free_ports};
-use crate::process::{Launch, Output, Process, find_program};
+use crate::process::{Launch, ProcessOutput, Process, find_program};
 use crate::tls;
 
 /// What a server keeps when it dies.
@@ -80,7 +80,7 @@ impl RedisBuilder {
 
     /// Starts the server and waits until it answers.
     pub fn start(self) -> Result<Redis> {
-        self.start_in(&Arc::new(Home::private()?))
+        self.start_in(&Arc::new(TempServerDir::private()?))
     }
 
     pub(crate) fn sentinel(mut self) -> Self {
@@ -88,18 +88,18 @@ impl RedisBuilder {
         self
     }
 
-    pub(crate) fn start_in(&self, home: &Arc<Home>) -> Result<Redis> {
+    pub(crate) fn start_in(&self, server_dir: &Arc<TempServerDir>) -> Result<Redis> {
         with_free_ports(|| {
-            let redis = self.launch(home, Port::for_server()?)?;
+            let redis = self.launch(server_dir, Port::for_server()?)?;
             redis.wait_until_ready()?;
             Ok(redis)
         })
     }
 
     /// Starts the server on this port and does not wait.
-    pub(crate) fn launch(&self, home: &Arc<Home>, port: Port) -> Result<Redis> {
+    pub(crate) fn launch(&self, server_dir: &Arc<TempServerDir>, port: Port) -> Result<Redis> {
         let program = find_program("redis-server", &[])?;
-        let directory = home.new_directory("redis")?;
+        let directory = server_dir.new_directory("redis")?;
         let tls = if self.tls { Some(tls::write(&directory)?) } else { None };
         let socket = self.tls.then(|| directory.join("socket"));
         let file = directory.join("redis.conf");
@@ -110,11 +110,11 @@ impl RedisBuilder {
             arguments.push("--sentinel".into());
         }
         let launch =
-            Launch { program, arguments, environment: vec![], user: None, output: Output::Log };
+            Launch { program, arguments, environment: vec![], user: None, output: ProcessOutput::Log };
         Ok(Redis {
-            server: Server::Own(Process::spawn(home, &directory, launch)?),
+            server: Server::Own(Process::spawn(server_dir, &directory, launch)?),
             address: port.address(),
-            access: Access {
+            credentials: RedisCredentials {
                 user: self.user.as_ref().map(|(name, word, _)| (name.clone(), word.clone())),
                 password: self.password.clone(),
                 authority: tls.map(|files| files.authority),

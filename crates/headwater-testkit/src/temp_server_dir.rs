@@ -22,22 +22,22 @@ const GUARD: &str = include_str!("guard.sh");
 
 /// The directory of some servers and, if they are private, the guard that waits for us.
 #[derive(Debug)]
-pub(crate) struct Home {
+pub(crate) struct TempServerDir {
     path: PathBuf,
     guard: Option<Child>,
 }
 
-impl Home {
+impl TempServerDir {
     /// A home that is cleared when this value is dropped or the test process dies.
-    pub(crate) fn private() -> Result<Home> {
+    pub(crate) fn private() -> Result<TempServerDir> {
         let path = tempfile::Builder::new().prefix("headwater-testkit-").tempdir()?.keep();
         open_to_other_users(&path)?;
         let guard = guard(&path, "").stdin(Stdio::piped()).spawn();
-        Ok(Home { guard: Some(guard.context("cannot run the shell")?), path })
+        Ok(TempServerDir { guard: Some(guard.context("cannot run the shell")?), path })
     }
 
     /// The home at `path`, which is cleared when the process `watched` is gone.
-    pub(crate) fn shared(path: &Path, watched: u32) -> Result<Home> {
+    pub(crate) fn shared(path: &Path, watched: u32) -> Result<TempServerDir> {
         open_to_other_users(path)?;
         let pid_file = path.join("guard.pid");
         let guarded =
@@ -47,7 +47,7 @@ impl Home {
                 guard(path, &watched.to_string()).spawn().context("cannot run the shell")?;
             fs::write(&pid_file, guard.id().to_string())?;
         }
-        Ok(Home { path: path.to_path_buf(), guard: None })
+        Ok(TempServerDir { path: path.to_path_buf(), guard: None })
     }
 
     /// The path of a file in it.
@@ -62,7 +62,7 @@ impl Home {
     }
 }
 
-impl Drop for Home {
+impl Drop for TempServerDir {
     fn drop(&mut self) {
         if let Some(mut guard) = self.guard.take() {
             // Waiting closes the pipe first, which is the sign to clear up.
@@ -78,9 +78,9 @@ fn open_to_other_users(path: &Path) -> Result<()> {
 
 /// In a process group of its own, the signals to a test (Ctrl-C, a time-out) spare its guard.
 /// With none of the test's output pipes, it does not look like a leak to the runner.
-fn guard(home: &Path, watched: &str) -> Command {
+fn guard(server_dir: &Path, watched: &str) -> Command {
     let mut command = Command::new(SHELL);
-    command.args(["-c", GUARD, "headwater-testkit-guard"]).arg(home).arg(watched);
+    command.args(["-c", GUARD, "headwater-testkit-guard"]).arg(server_dir).arg(watched);
     command.current_dir("/").process_group(0);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     command
