@@ -3,7 +3,7 @@
 
 use crate::cargo::{self, cargo};
 use crate::duckdb;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 use crate::setup;
 
 /// What is measured, from the bottom up.
@@ -16,7 +16,7 @@ const BENCHES: [(&str, &[&str]); 4] = [
 
 const ANALYTICS: &str = "headwater-analytics";
 
-pub(crate) fn run(arguments: &[String]) -> Result<(), Failure> {
+pub(crate) fn run(arguments: &[String]) -> Result<(), ExitError> {
     setup::system(&[setup::C_COMPILER, setup::REDIS, setup::POSTGRES])?;
     duckdb::provide();
     for (package, names) in BENCHES {

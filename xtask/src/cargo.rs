@@ -10,27 +10,27 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
 use crate::duckdb;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
 /// The root of the checkout.
-pub(crate) fn workspace_root() -> Result<PathBuf, Failure> {
+pub(crate) fn workspace_root() -> Result<PathBuf, ExitError> {
     // Asked at run time: a path compiled in would be wrong where two checkouts share a target
     // directory.
     env::var_os("CARGO_MANIFEST_DIR")
         .and_then(|folder| Path::new(&folder).parent().map(Path::to_owned))
-        .ok_or_else(|| Failure::new("start this program as `cargo xtask`"))
+        .ok_or_else(|| ExitError::new("start this program as `cargo xtask`"))
 }
 
 /// A cargo command at the root of the checkout that builds into the shared cache.
 pub(crate) fn cargo<A: AsRef<OsStr>>(
     arguments: impl IntoIterator<Item = A>,
-) -> Result<Command, Failure> {
+) -> Result<Command, ExitError> {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(arguments).current_dir(workspace_root()?);
     if let Some(folder) = target_dir(|name| env::var_os(name)) {
         // A relative path means relative to the caller, who may stand in a subfolder.
         let folder = std::path::absolute(&folder)
-            .map_err(|error| Failure::new(format!("no usable target directory: {error}")))?;
+            .map_err(|error| ExitError::new(format!("no usable target directory: {error}")))?;
         command.env("CARGO_TARGET_DIR", folder);
     }
     if let Some(folder) = duckdb::folder() {
@@ -46,8 +46,8 @@ pub(crate) fn cargo<A: AsRef<OsStr>>(
     Ok(command)
 }
 
-/// Runs `command` to its end; `step` names it in the sentence about a failure.
-pub(crate) fn run(step: &str, command: &mut Command) -> Result<(), Failure> {
+/// Runs `command` to its end; `step` names it in the message about a failure.
+pub(crate) fn run(step: &str, command: &mut Command) -> Result<(), ExitError> {
     let status = command.status().map_err(|error| cannot_start(step, command, &error))?;
     ended(step, status)
 }
@@ -57,20 +57,20 @@ pub(crate) fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|output| output.status.success())
 }
 
-pub(crate) fn cannot_start(step: &str, command: &Command, error: &std::io::Error) -> Failure {
+pub(crate) fn cannot_start(step: &str, command: &Command, error: &std::io::Error) -> ExitError {
     let program = command.get_program().to_string_lossy();
-    Failure::new(format!("{step}: `{program}` could not be started: {error}"))
+    ExitError::new(format!("{step}: `{program}` could not be started: {error}"))
 }
 
 /// Turns the end of a step into ours.
-pub(crate) fn ended(step: &str, status: ExitStatus) -> Result<(), Failure> {
+pub(crate) fn ended(step: &str, status: ExitStatus) -> Result<(), ExitError> {
     if status.success() {
         return Ok(());
     }
     // As the shell does it: a step that died of a signal counts as 128 plus the signal.
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     let code = code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
-    Err(Failure::with_code(format!("the step `{step}` failed ({status})"), code))
+    Err(ExitError::with_code(format!("the step `{step}` failed ({status})"), code))
 }
 
 fn describes_this_package(variable: &str) -> bool {

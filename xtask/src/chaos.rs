@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::cargo;
 use crate::duckdb::{self, cargo_on_everything};
-use crate::failure::Failure;
+use crate::exit::ExitError;
 use crate::setup;
 
 /// Work per minute of the limit: the variable that the tests read. A test run by itself does less.
@@ -35,7 +35,7 @@ const POLL_EVERY: Duration = Duration::from_millis(200);
 /// How long the test runner may take to end its tests before it is killed.
 const GRACE: Duration = Duration::from_secs(30);
 
-pub(crate) fn run(minutes: u32) -> Result<(), Failure> {
+pub(crate) fn run(minutes: u32) -> Result<(), ExitError> {
     setup::system(&[setup::C_COMPILER, setup::REDIS, setup::POSTGRES])?;
     setup::nextest()?;
     duckdb::provide();
@@ -59,7 +59,7 @@ pub(crate) fn run(minutes: u32) -> Result<(), Failure> {
         match wait(child, end.saturating_duration_since(Instant::now()))? {
             Some(status) => cargo::ended("chaos", status)?,
             None => {
-                return Err(Failure::with_code(
+                return Err(ExitError::with_code(
                     format!(
                         "the run was stopped at its limit of {minutes} min, before it was done"
                     ),
@@ -77,7 +77,7 @@ fn amount(chosen: Option<String>, per_minute: u32, minutes: u32) -> String {
 }
 
 /// Waits for the end of `child`, or ends it after `limit` and returns `None`.
-fn wait(mut child: Child, limit: Duration) -> Result<Option<ExitStatus>, Failure> {
+fn wait(mut child: Child, limit: Duration) -> Result<Option<ExitStatus>, ExitError> {
     if let Some(status) = poll(&mut child, limit)? {
         return Ok(Some(status));
     }
@@ -90,7 +90,7 @@ fn wait(mut child: Child, limit: Duration) -> Result<Option<ExitStatus>, Failure
     Ok(None)
 }
 
-fn poll(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>, Failure> {
+fn poll(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>, ExitError> {
     let started = Instant::now();
     loop {
         let status = child.try_wait().map_err(|error| lost(&error))?;
@@ -101,8 +101,8 @@ fn poll(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>, Failur
     }
 }
 
-fn lost(error: &std::io::Error) -> Failure {
-    Failure::new(format!("the test run could not be waited for: {error}"))
+fn lost(error: &std::io::Error) -> ExitError {
+    ExitError::new(format!("the test run could not be waited for: {error}"))
 }
 
 #[cfg(test)]

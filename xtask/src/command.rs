@@ -1,6 +1,6 @@
 //! The command line: raw arguments in, one validated command out.
 
-use crate::failure::{Failure, USAGE};
+use crate::exit::{ExitError, USAGE};
 
 pub(crate) const HELP: &str = "\
 Usage: cargo xtask <command>
@@ -24,7 +24,7 @@ const CHAOS_MINUTES_MAX: u32 = 24 * 60;
 
 /// What to do.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Command {
+pub(crate) enum XtaskCommand {
     Help,
     Setup,
     Test { nextest_arguments: Vec<String> },
@@ -34,8 +34,8 @@ pub(crate) enum Command {
     Chaos { minutes: u32 },
 }
 
-impl Command {
-    pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, Failure> {
+impl XtaskCommand {
+    pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, ExitError> {
         let mut arguments = arguments.into_iter();
         let Some(name) = arguments.next() else { return Ok(Self::Help) };
         let rest: Vec<String> = arguments.collect();
@@ -60,11 +60,11 @@ fn is_help(argument: &str) -> bool {
     matches!(argument, "help" | "--help" | "-h")
 }
 
-fn usage(sentence: &str) -> Failure {
-    Failure::with_code(format!("{sentence}; `cargo xtask help` lists what there is"), USAGE)
+fn usage(message: &str) -> ExitError {
+    ExitError::with_code(format!("{message}; `cargo xtask help` lists what there is"), USAGE)
 }
 
-fn without_arguments(command: Command, rest: &[String]) -> Result<Command, Failure> {
+fn without_arguments(command: XtaskCommand, rest: &[String]) -> Result<XtaskCommand, ExitError> {
     match rest.first() {
         None => Ok(command),
         Some(first) => {
@@ -74,7 +74,7 @@ fn without_arguments(command: Command, rest: &[String]) -> Result<Command, Failu
 }
 
 /// The arguments after `--`, which belong to the inner program.
-fn passed_on(mut rest: Vec<String>) -> Result<Vec<String>, Failure> {
+fn passed_on(mut rest: Vec<String>) -> Result<Vec<String>, ExitError> {
     match rest.first().map(String::as_str) {
         None => Ok(rest),
         Some("--") => {
@@ -87,7 +87,7 @@ fn passed_on(mut rest: Vec<String>) -> Result<Vec<String>, Failure> {
     }
 }
 
-fn minutes(rest: &[String]) -> Result<u32, Failure> {
+fn minutes(rest: &[String]) -> Result<u32, ExitError> {
     let value = match rest {
         [] => return Ok(CHAOS_MINUTES_DEFAULT),
         [flag, value] if flag == "--minutes" => value,
@@ -103,14 +103,14 @@ fn minutes(rest: &[String]) -> Result<u32, Failure> {
 mod tests {
     use super::*;
 
-    fn parse(line: &str) -> Result<Command, Failure> {
-        Command::parse(line.split_whitespace().map(str::to_owned))
+    fn parse(line: &str) -> Result<XtaskCommand, ExitError> {
+        XtaskCommand::parse(line.split_whitespace().map(str::to_owned))
     }
 
     #[test]
     fn nothing_and_every_spelling_of_help_show_the_list() {
         for line in ["", "help", "--help", "-h", "test --help"] {
-            assert_eq!(parse(line), Ok(Command::Help), "for `{line}`");
+            assert_eq!(parse(line), Ok(XtaskCommand::Help), "for `{line}`");
         }
     }
 
@@ -127,11 +127,11 @@ mod tests {
         let expected = ["-p", "headwater-stream", "--", "--nocapture"].map(str::to_owned).to_vec();
         assert_eq!(
             parse("test -- -p headwater-stream -- --nocapture"),
-            Ok(Command::Test { nextest_arguments: expected })
+            Ok(XtaskCommand::Test { nextest_arguments: expected })
         );
         assert_eq!(
             parse("bench -- --help"),
-            Ok(Command::Bench { arguments: vec!["--help".to_owned()] })
+            Ok(XtaskCommand::Bench { arguments: vec!["--help".to_owned()] })
         );
     }
 
@@ -144,8 +144,8 @@ mod tests {
 
     #[test]
     fn chaos_has_a_default_and_limits() {
-        assert_eq!(parse("chaos"), Ok(Command::Chaos { minutes: CHAOS_MINUTES_DEFAULT }));
-        assert_eq!(parse("chaos --minutes 3"), Ok(Command::Chaos { minutes: 3 }));
+        assert_eq!(parse("chaos"), Ok(XtaskCommand::Chaos { minutes: CHAOS_MINUTES_DEFAULT }));
+        assert_eq!(parse("chaos --minutes 3"), Ok(XtaskCommand::Chaos { minutes: 3 }));
         assert!(parse("chaos --minutes 0").is_err());
         assert!(parse("chaos --minutes 1441").is_err());
         assert!(parse("chaos --minutes ten").is_err());

@@ -2,9 +2,9 @@
 
 use crate::cargo::{self, cargo};
 use crate::duckdb;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
-pub(crate) fn run(arguments: &[String]) -> Result<(), Failure> {
+pub(crate) fn run(arguments: &[String]) -> Result<(), ExitError> {
     duckdb::provide();
     let mut demo = cargo(["run", "--release", "--package", "headwater"])?;
     if duckdb::folder().is_some() {

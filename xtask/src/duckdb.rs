@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::cargo::{cache, cargo, succeeds};
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
 /// Where the library lies: the name that its crate reads.
 pub(crate) const VARIABLE: &str = "DUCKDB_LIB_DIR";
@@ -44,7 +44,7 @@ pub(crate) fn provide() {
 
 /// The commands that act on everything that can be built here: on the whole workspace, or, without the library, on all
 /// but analytics.
-pub(crate) fn cargo_on_everything(command: &[&str]) -> Result<Vec<Command>, Failure> {
+pub(crate) fn cargo_on_everything(command: &[&str]) -> Result<Vec<Command>, ExitError> {
     let on = |arguments: &[&str]| cargo(command.iter().chain(arguments));
     if folder().is_some() {
         return Ok(vec![on(&["--workspace", "--all-features"])?]);

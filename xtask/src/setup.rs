@@ -11,7 +11,7 @@ use std::process::Command;
 
 use crate::cargo::{cargo, run, succeeds};
 use crate::duckdb;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
 /// A program that comes from the packages of the system.
 #[derive(Clone, Copy)]
@@ -33,7 +33,7 @@ const NEXTEST_VERSION: &str = "0.9.143";
 const POSTGRES_VERSIONS: &str = "/usr/lib/postgresql";
 
 /// Provides all that `cargo xtask test` needs.
-pub(crate) fn everything() -> Result<(), Failure> {
+pub(crate) fn everything() -> Result<(), ExitError> {
     system(&[C_COMPILER, REDIS, POSTGRES, FAKETIME])?;
     components()?;
     duckdb::provide();
@@ -41,20 +41,20 @@ pub(crate) fn everything() -> Result<(), Failure> {
 }
 
 /// Provides programs of the system.
-pub(crate) fn system(tools: &[Tool]) -> Result<(), Failure> {
+pub(crate) fn system(tools: &[Tool]) -> Result<(), ExitError> {
     let absent = missing(tools, is_present);
     if absent.is_empty() {
         return Ok(());
     }
     if !succeeds(Command::new("apt-get").arg("--version")) {
-        return Err(Failure::new(format!(
+        return Err(ExitError::new(format!(
             "install these programs and put them into PATH: {}",
             list(&absent, |tool| tool.binary)
         )));
     }
     let packages = list(&absent, |tool| tool.package);
     if !is_root() {
-        return Err(Failure::new(format!(
+        return Err(ExitError::new(format!(
             "some programs are missing, run this line and try again:\n\n    {}\n",
             apt_line(&packages)
         )));
@@ -74,14 +74,14 @@ pub(crate) fn system(tools: &[Tool]) -> Result<(), Failure> {
     if absent.is_empty() {
         return Ok(());
     }
-    Err(Failure::new(format!(
+    Err(ExitError::new(format!(
         "the packages are installed, but these programs were not found: {}",
         list(&absent, |tool| tool.binary)
     )))
 }
 
 /// Provides the parts of the Rust toolchain that a minimal installation lacks.
-fn components() -> Result<(), Failure> {
+fn components() -> Result<(), ExitError> {
     for (subcommand, component) in [("fmt", "rustfmt"), ("clippy", "clippy")] {
         if !succeeds(&mut cargo([subcommand, "--version"])?) {
             eprintln!("installing {component}");
@@ -95,7 +95,7 @@ fn components() -> Result<(), Failure> {
 }
 
 /// Provides the test runner.
-pub(crate) fn nextest() -> Result<(), Failure> {
+pub(crate) fn nextest() -> Result<(), ExitError> {
     if succeeds(&mut cargo(["nextest", "--version"])?) {
         return Ok(());
     }

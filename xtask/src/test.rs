@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use crate::cargo::{self, cargo};
 use crate::duckdb::cargo_on_everything;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 use crate::{setup, tidy};
 
-pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), Failure> {
+pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), ExitError> {
     let started = Instant::now();
 
     heading("set-up", started);
@@ -30,7 +30,7 @@ pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), Failure> {
 }
 
 /// Everything but the tests, each with its heading.
-fn checks() -> Result<Vec<(&'static str, Command)>, Failure> {
+fn checks() -> Result<Vec<(&'static str, Command)>, ExitError> {
     let mut checks = vec![("format", cargo(["fmt", "--all", "--check"])?)];
     for mut clippy in cargo_on_everything(&["clippy", "--all-targets"])? {
         clippy.args(["--", "-D", "warnings"]);

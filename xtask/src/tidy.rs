@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::cargo::workspace_root;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
-pub(crate) fn run() -> Result<(), Failure> {
+pub(crate) fn run() -> Result<(), ExitError> {
     let root = workspace_root()?;
     let mut findings = Vec::new();
     let mut manifests = Vec::new();
@@ -33,11 +33,11 @@ pub(crate) fn run() -> Result<(), Failure> {
     for finding in &findings {
         eprintln!("{finding}");
     }
-    Err(Failure::new(format!("tidy found {} thing(s) to mend", findings.len())))
+    Err(ExitError::new(format!("tidy found {} thing(s) to mend", findings.len())))
 }
 
 /// The paths of all files under version control, relative to the root.
-fn tracked_files(root: &Path) -> Result<Vec<String>, Failure> {
+fn tracked_files(root: &Path) -> Result<Vec<String>, ExitError> {
     // A checkout that belongs to another user, as in a container, is read all the same.
     let listing = Command::new("git")
         .args(["-c", "safe.directory=*", "ls-files", "-z"])
@@ -52,7 +52,7 @@ fn tracked_files(root: &Path) -> Result<Vec<String>, Failure> {
             .collect()),
         // A source archive has no history, and a fresh machine may have no git.
         None => files_below(root)
-            .map_err(|error| Failure::new(format!("the checkout could not be read: {error}"))),
+            .map_err(|error| ExitError::new(format!("the checkout could not be read: {error}"))),
     }
 }
 

@@ -42,7 +42,9 @@ pub enum AnalyticsError {
     },
 
     /// The file was written by a newer Headwater. Use that version, or rebuild the file.
-    #[error("DuckDB file `{path}` has version {found}; this program supports up to version {known}")]
+    #[error(
+        "DuckDB file `{path}` has version {found}; this program supports up to version {known}"
+    )]
     Newer {
         /// The file.
         path: String,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 pub use self::processor::processor_seconds;
-pub use self::raw::{RawBatches, Pipelines, Raw, command, read_command};
+pub use self::raw::{Pipelines, Raw, RawBatches, command, read_command};
 pub use self::report::{BenchReport, median, percentile};
 
 /// How long some work takes.

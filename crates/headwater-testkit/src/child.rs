@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::temp_server_dir::TempServerDir;
-use crate::process::{Launch, ProcessOutput, Process};
+use crate::process::{Launch, Process, ProcessOutput};
 use crate::shared::{RUN_VARIABLE, TestRun};
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::{lock, poll};
 
 /// The test binary, started once more to run one test; killed with -9 when dropped.

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::temp_server_dir::TempServerDir;
 use crate::ports::{Port, with_free_ports};
 use crate::redis::{Redis, RedisBuilder};
 use crate::resp::{RedisConnection, RedisReply};
 use crate::shared;
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::wait_until;
 
 const PRIMARIES: usize = 3;

@@ -14,11 +14,11 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Signal, geteuid};
 
-use crate::temp_server_dir::TempServerDir;
 use crate::ports::{Port, with_free_ports};
-use crate::process::{Launch, ProcessOutput, Process, User, find_program};
+use crate::process::{Launch, Process, ProcessOutput, User, find_program};
 use crate::random::unique;
 use crate::shared;
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::{SERVER_LIMIT, poll};
 use crate::wall_clock::WallClock;
 
@@ -125,7 +125,10 @@ impl Postgres {
         own.wait_until_ready()
     }
 
-    fn start_in(server_dir: &Arc<TempServerDir>, environment: Vec<(String, String)>) -> Result<Postgres> {
+    fn start_in(
+        server_dir: &Arc<TempServerDir>,
+        environment: Vec<(String, String)>,
+    ) -> Result<Postgres> {
         let initdb = program("initdb")?;
         let user = if geteuid().is_root() { Some(unprivileged_user()?) } else { None };
         let directory = server_dir.new_directory("postgres")?;

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::temp_server_dir::{TempServerDir, SHELL};
+use crate::temp_server_dir::{SHELL, TempServerDir};
 use crate::wait::{SERVER_LIMIT, lock, poll, wait_until};
 
 /// Writes the pid file for the guard, then becomes the server, under the same process id.
@@ -60,7 +60,11 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    pub(crate) fn spawn(server_dir: &Arc<TempServerDir>, directory: &Path, launch: Launch) -> Result<Process> {
+    pub(crate) fn spawn(
+        server_dir: &Arc<TempServerDir>,
+        directory: &Path,
+        launch: Launch,
+    ) -> Result<Process> {
         let process = Process {
             launch,
             directory: directory.to_path_buf(),

@@ -19,7 +19,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use self::faults::{ProxyFaults, HoldRule, OneShots};
+use self::faults::{HoldRule, OneShots, ProxyFaults};
 use crate::ports::Port;
 use crate::wait::lock;
 
@@ -213,7 +213,9 @@ impl ProxyTask {
             }
             ProxyCommand::CutOnce => self.connections.shutdown().await,
             ProxyCommand::Stall => self.shared.faults.send_modify(|faults| faults.stalled = true),
-            ProxyCommand::Delay(delay) => self.shared.faults.send_modify(|faults| faults.delay = delay),
+            ProxyCommand::Delay(delay) => {
+                self.shared.faults.send_modify(|faults| faults.delay = delay)
+            }
             ProxyCommand::DropAfter(bytes) => lock(&self.shared.one_shots).drop_after = Some(bytes),
             ProxyCommand::DropReply => lock(&self.shared.one_shots).drop_reply = true,
             ProxyCommand::Hold(hold) => lock(&self.shared.one_shots).hold = Some(hold),

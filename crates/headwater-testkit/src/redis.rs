@@ -14,11 +14,11 @@ use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
 
 pub use self::builder::{Persistence, RedisBuilder};
-use crate::temp_server_dir::TempServerDir;
 use crate::ports::Port;
 use crate::process::Process;
 use crate::resp::{RedisConnection, RedisReply};
 use crate::shared;
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::{SERVER_LIMIT, poll};
 
 /// A Redis server, killed and removed when dropped, unless it is the shared one.
@@ -61,7 +61,8 @@ impl Redis {
 
     /// The server all tests of this run share; use [`unique`](crate::unique) names in it.
     pub fn shared() -> Result<Redis> {
-        let start = |server_dir: &Arc<TempServerDir>| Ok(Redis::builder().start_in(server_dir)?.detach());
+        let start =
+            |server_dir: &Arc<TempServerDir>| Ok(Redis::builder().start_in(server_dir)?.detach());
         shared::server("redis", start, Redis::open_shared)
     }
 
@@ -180,7 +181,8 @@ impl Redis {
         let (address, pid) = text.split_once(' ').context("not an address and a process id")?;
         let (address, pid) = (address.parse()?, pid.parse()?);
         let server = Server::Shared { pid };
-        let redis = Redis { server, address, credentials: RedisCredentials::default(), _port: None };
+        let redis =
+            Redis { server, address, credentials: RedisCredentials::default(), _port: None };
         redis.command(&["PING"])?.ok()?;
         Ok(redis)
     }

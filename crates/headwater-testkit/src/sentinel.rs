@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use crate::temp_server_dir::TempServerDir;
 use crate::ports::{Port, with_free_ports};
 use crate::redis::Redis;
 use crate::resp::RedisReply;
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::wait_until;
 
 const SERVICE: &str = "mymaster";
@@ -98,7 +98,11 @@ impl Sentinel {
 
 /// Each sentinel is told about the others, as if it had met them in an earlier life: to find out
 /// by itself takes it several seconds.
-fn start_sentinels(server_dir: &Arc<TempServerDir>, primary: &Redis, replica: &Redis) -> Result<Vec<Redis>> {
+fn start_sentinels(
+    server_dir: &Arc<TempServerDir>,
+    primary: &Redis,
+    replica: &Redis,
+) -> Result<Vec<Redis>> {
     let ports = (0..SENTINELS).map(|_| Port::for_server()).collect::<Result<Vec<_>>>()?;
     let identities: Vec<(u16, String)> =
         ports.iter().map(|port| (port.number, format!("{:040x}", port.number))).collect();

@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use crate::temp_server_dir::TempServerDir;
 use crate::process::read_proc_stat;
+use crate::temp_server_dir::TempServerDir;
 
 /// Tells a child of a test which run it belongs to: `KEY:PID`.
 pub(crate) const RUN_VARIABLE: &str = "HEADWATER_TESTKIT_RUN";

@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use headwater_testkit::{RedisConnection, Proxy, Redis, wait_until};
+use headwater_testkit::{Proxy, Redis, RedisConnection, wait_until};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const LIMIT: Duration = Duration::from_secs(60);

@@ -4,7 +4,9 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use headwater_testkit::{Child, RedisConnection, Persistence, Redis, RedisReply, is_alive, wait_until};
+use headwater_testkit::{
+    Child, Persistence, Redis, RedisConnection, RedisReply, is_alive, wait_until,
+};
 
 #[test]
 fn a_server_starts_and_answers() {

@@ -263,9 +263,10 @@ fn require_single_select(connection: &Connection, sql: &str) -> Result<()> {
             check_functions(&parsed["statements"])?;
             check_tables(connection, &parsed["statements"])
         }
-        count => {
-            Err(AnalyticsError::invalid("a query", format!("{count} statements; only one SELECT is allowed")))
-        }
+        count => Err(AnalyticsError::invalid(
+            "a query",
+            format!("{count} statements; only one SELECT is allowed"),
+        )),
     }
 }
 

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
-use super::{RedisCredentials, Redis, Server};
-use crate::temp_server_dir::TempServerDir;
+use super::{Redis, RedisCredentials, Server};
 use crate::ports::{Port, with_free_ports};
-use crate::process::{Launch, ProcessOutput, Process, find_program};
+use crate::process::{Launch, Process, ProcessOutput, find_program};
+use crate::temp_server_dir::TempServerDir;
 use crate::tls;
 
 /// What a server keeps when it dies.
@@ -109,8 +109,13 @@ impl RedisBuilder {
         if self.sentinel {
             arguments.push("--sentinel".into());
         }
-        let launch =
-            Launch { program, arguments, environment: vec![], user: None, output: ProcessOutput::Log };
+        let launch = Launch {
+            program,
+            arguments,
+            environment: vec![],
+            user: None,
+            output: ProcessOutput::Log,
+        };
         Ok(Redis {
             server: Server::Own(Process::spawn(server_dir, &directory, launch)?),
             address: port.address(),
