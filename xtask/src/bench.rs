@@ -1,12 +1,12 @@
-//! `cargo xtask bench`: the speed of streams and queue, embedded and on a Redis of their own, what heartbeats and waiting
-//! cost, the speed of issues on SQLite and on a Postgres of their own, and that of analytics.
+//! `cargo xtask bench`: benchmarks of streams and queue (embedded and Redis), of heartbeats and waiting, of issues
+//! (SQLite and Postgres), and of analytics.
 
 use crate::cargo::{self, cargo};
 use crate::duckdb;
 use crate::exit::ExitError;
 use crate::setup;
 
-/// What is measured, from the bottom up.
+/// Benchmarks per package, in dependency order.
 const BENCHES: [(&str, &[&str]); 4] = [
     ("headwater-stream", &["streams", "heartbeat", "waiting"]),
     ("headwater-queue", &["queue"]),

@@ -1,19 +1,19 @@
-//! The command line: raw arguments in, one validated command out.
+//! The command line: parses arguments into a command.
 
 use crate::exit::{ExitError, USAGE};
 
 pub(crate) const HELP: &str = "\
 Usage: cargo xtask <command>
 
-  test [-- ARGS]       install what is missing, then run every check and every test;
+  test [-- ARGS]       install missing tools, then run all checks and tests;
                        ARGS go to `cargo nextest run`
   demo [-- ARGS]       build and run the demo, which needs no server
-  bench [-- ARGS]      measure the streams; ARGS go to the benchmark
-  chaos [--minutes N]  the crash and differential tests with N times the work,
-                       stopped after N minutes (10 unless told)
+  bench [-- ARGS]      run the benchmarks; ARGS go to the benchmark
+  chaos [--minutes N]  run the crash and differential tests with N times the work,
+                       stopped after N minutes (default 10)
   tidy                 check what the compiler cannot: paths, file sizes, crate order
-  setup                only install what the tests need
-  help                 this list
+  setup                install the tools that the tests need
+  help                 print this list
 
 Builds share one cache between checkouts: $CARGO_TARGET_DIR if it is set, else
 headwater/target below $XDG_CACHE_HOME or ~/.cache.
@@ -22,7 +22,7 @@ headwater/target below $XDG_CACHE_HOME or ~/.cache.
 const CHAOS_MINUTES_DEFAULT: u32 = 10;
 const CHAOS_MINUTES_MAX: u32 = 24 * 60;
 
-/// What to do.
+/// A command of xtask.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum XtaskCommand {
     Help,
@@ -51,7 +51,7 @@ impl XtaskCommand {
             "demo" => Ok(Self::Demo { arguments: passed_on(rest)? }),
             "bench" => Ok(Self::Bench { arguments: passed_on(rest)? }),
             "chaos" => Ok(Self::Chaos { minutes: minutes(&rest)? }),
-            unknown => Err(usage(&format!("there is no command `{unknown}`"))),
+            unknown => Err(usage(&format!("unknown command `{unknown}`"))),
         }
     }
 }
@@ -61,19 +61,19 @@ fn is_help(argument: &str) -> bool {
 }
 
 fn usage(message: &str) -> ExitError {
-    ExitError::with_code(format!("{message}; `cargo xtask help` lists what there is"), USAGE)
+    ExitError::with_code(format!("{message}; `cargo xtask help` lists the commands"), USAGE)
 }
 
 fn without_arguments(command: XtaskCommand, rest: &[String]) -> Result<XtaskCommand, ExitError> {
     match rest.first() {
         None => Ok(command),
         Some(first) => {
-            Err(usage(&format!("`{first}` was not expected, the command takes nothing")))
+            Err(usage(&format!("unexpected argument `{first}`: the command takes no arguments")))
         }
     }
 }
 
-/// The arguments after `--`, which belong to the inner program.
+/// The arguments after `--`, passed on to the program.
 fn passed_on(mut rest: Vec<String>) -> Result<Vec<String>, ExitError> {
     match rest.first().map(String::as_str) {
         None => Ok(rest),
@@ -81,9 +81,9 @@ fn passed_on(mut rest: Vec<String>) -> Result<Vec<String>, ExitError> {
             rest.remove(0);
             Ok(rest)
         }
-        Some(first) => {
-            Err(usage(&format!("`{first}` was not expected, arguments to pass on come after `--`")))
-        }
+        Some(first) => Err(usage(&format!(
+            "unexpected argument `{first}`: arguments to pass on come after `--`"
+        ))),
     }
 }
 
@@ -95,7 +95,7 @@ fn minutes(rest: &[String]) -> Result<u32, ExitError> {
     };
     match value.parse() {
         Ok(minutes) if (1..=CHAOS_MINUTES_MAX).contains(&minutes) => Ok(minutes),
-        _ => Err(usage(&format!("minutes go from 1 to {CHAOS_MINUTES_MAX}, not `{value}`"))),
+        _ => Err(usage(&format!("invalid minutes `{value}`; 1 to {CHAOS_MINUTES_MAX}"))),
     }
 }
 

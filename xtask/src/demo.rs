@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: the server at work, embedded, with nothing installed; with analytics where its library is to be had.
+//! `cargo xtask demo`: runs the server with embedded backends; with analytics if DuckDB is available.
 
 use crate::cargo::{self, cargo};
 use crate::duckdb;

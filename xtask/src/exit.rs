@@ -1,16 +1,16 @@
-//! Why a command stopped: one message for the reader, one exit code for the shell.
+//! The error of a command: a message and an exit code.
 
 use std::fmt;
 
-/// The exit code of a command that was not understood.
+/// Exit code of a usage error.
 pub(crate) const USAGE: u8 = 2;
 
-/// The end of a run that did not succeed.
+/// Why a command failed.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ExitError {
-    /// What went wrong and, where we know it, what to do next.
+    /// What failed and, if known, the next step.
     pub(crate) message: String,
-    /// Never 0. That of the failed step, if a step failed.
+    /// The exit code, never 0; that of the failed step, if any.
     pub(crate) code: u8,
 }
 

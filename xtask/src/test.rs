@@ -1,6 +1,6 @@
-//! `cargo xtask test`: from a machine with nothing but Rust to the verdict of the test runner.
+//! `cargo xtask test`: installs the tools and runs all checks and tests.
 //!
-//! Cheap checks stand first. The tests stand last, so that the run closes with their summary.
+//! Cheap checks run first. The tests run last, so that their summary ends the output.
 
 use std::process::Command;
 use std::time::Instant;
@@ -29,7 +29,7 @@ pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), ExitError> {
     Ok(())
 }
 
-/// Everything but the tests, each with its heading.
+/// All checks except the tests, with their headings.
 fn checks() -> Result<Vec<(&'static str, Command)>, ExitError> {
     let mut checks = vec![("format", cargo(["fmt", "--all", "--check"])?)];
     for mut clippy in cargo_on_everything(&["clippy", "--all-targets"])? {
@@ -37,7 +37,7 @@ fn checks() -> Result<Vec<(&'static str, Command)>, ExitError> {
         checks.push(("clippy", clippy));
     }
 
-    // A feature that is only ever built beside others may miss what they bring along.
+    // Builds features alone, because a feature may rely on what others enable.
     let alone = |package: &str, feature: &str| {
         cargo(["check", "-p", package, "--no-default-features", "--features", feature])
     };

@@ -1,7 +1,7 @@
-//! `cargo xtask tidy`: what the compiler does not check.
+//! `cargo xtask tidy`: checks that the compiler does not make.
 //!
-//! `text` looks at one file, `order` at the manifests of all crates. Both are pure: text in,
-//! findings out. This file collects the files of the checkout and reports what was found.
+//! `text` checks single files, `order` the manifests of all crates. Both are pure functions from text to findings. This
+//! file collects the files of the checkout and reports the findings.
 
 mod order;
 mod text;
@@ -18,7 +18,7 @@ pub(crate) fn run() -> Result<(), ExitError> {
     let mut findings = Vec::new();
     let mut manifests = Vec::new();
     for path in tracked_files(&root)? {
-        // A file may be deleted and not yet committed, and an image is not text.
+        // Skips deleted but uncommitted files, and images.
         let Ok(text) = fs::read_to_string(root.join(&path)) else { continue };
         findings.extend(text::check(&path, &text));
         if path.ends_with("/Cargo.toml") {
@@ -33,12 +33,12 @@ pub(crate) fn run() -> Result<(), ExitError> {
     for finding in &findings {
         eprintln!("{finding}");
     }
-    Err(ExitError::new(format!("tidy found {} thing(s) to mend", findings.len())))
+    Err(ExitError::new(format!("tidy found {} problem(s)", findings.len())))
 }
 
 /// The paths of all files under version control, relative to the root.
 fn tracked_files(root: &Path) -> Result<Vec<String>, ExitError> {
-    // A checkout that belongs to another user, as in a container, is read all the same.
+    // Also reads a checkout that belongs to another user, as in a container.
     let listing = Command::new("git")
         .args(["-c", "safe.directory=*", "ls-files", "-z"])
         .current_dir(root)
@@ -50,9 +50,9 @@ fn tracked_files(root: &Path) -> Result<Vec<String>, ExitError> {
             .split_terminator('\0')
             .map(str::to_owned)
             .collect()),
-        // A source archive has no history, and a fresh machine may have no git.
+        // A source archive has no history, and git may not be installed.
         None => files_below(root)
-            .map_err(|error| ExitError::new(format!("the checkout could not be read: {error}"))),
+            .map_err(|error| ExitError::new(format!("reading the checkout failed: {error}"))),
     }
 }
 
@@ -82,8 +82,7 @@ mod tests {
 
     #[test]
     fn without_version_control_the_same_files_are_found() {
-        // A test stands in the folder of its package; a path compiled in would be that of whichever
-        // checkout built the test first.
+        // A test runs in the directory of its package; a compiled-in path may belong to another checkout.
         let root = Path::new(".");
         let files = files_below(root).unwrap();
         assert!(files.contains(&"Cargo.toml".to_owned()));

@@ -1,8 +1,8 @@
 //! A dead letter: a message that exhausted its attempts, with everything needed to replay it.
 //!
 //! Upstream: `consumer` writes them. Downstream: `dead_letters` lists and replays them.
-//! Promises: every field of the original entry is kept; the dead-letter fields are added. A field of another program with
-//! the same name is renamed with [`CONFLICT_PREFIX`] and gets its own name back on replay.
+//! Promises: every field of the original entry is kept; the dead-letter fields are added. A field of another program
+//! with the same name is renamed with [`CONFLICT_PREFIX`] and gets its own name back on replay.
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
@@ -96,8 +96,8 @@ pub(crate) fn to_fields(
     message::replace_fields(&renamed, &changes)
 }
 
-/// Adds [`CONFLICT_PREFIX`] to the names of fields that would be overwritten, and of fields that already have the prefix,
-/// so that it can be undone.
+/// Adds [`CONFLICT_PREFIX`] to the names of fields that would be overwritten, and of fields that already have the
+/// prefix, so that it can be undone.
 fn rename_conflicting(fields: &Fields, changes: &[(&'static str, Option<String>)]) -> Fields {
     let conflicts = |name: &Bytes, value: &Bytes| {
         name.starts_with(CONFLICT_PREFIX.as_bytes())
@@ -192,8 +192,9 @@ impl DeadLetter {
 
     /// An identity shared by all copies of this dead letter and by no other.
     ///
-    /// A crash between writing a dead letter and settling its message creates a copy. The dead letters of two groups for
-    /// the same message are not copies: each is replayed for its group. Nor is a message that failed again after a replay.
+    /// A crash between writing a dead letter and settling its message creates a copy. The dead letters of two groups
+    /// for the same message are not copies: each is replayed for its group. Nor is a message that failed again after
+    /// a replay.
     pub fn identity(&self) -> String {
         match (self.original_id, self.partition) {
             (Some(original), Some(partition)) => {

@@ -93,8 +93,8 @@ impl Queue {
 }
 
 impl Tail {
-    /// Returns the next messages, oldest first. Waits up to `wait` (limit: one minute) and returns an empty list if none
-    /// arrive. Cancel-safe.
+    /// Returns the next messages, oldest first. Waits up to `wait` (limit: one minute) and returns an empty list if
+    /// none arrive. Cancel-safe.
     pub async fn next(&mut self, wait: Duration) -> Result<Vec<StoredMessage>> {
         if wait > WAIT_MAX {
             return Err(QueueError::invalid("wait", format!("{wait:?}; at most {WAIT_MAX:?}")));

@@ -91,9 +91,9 @@ pub(crate) fn group_name(name: &str) -> Result<GroupName> {
 pub struct Policies {
     /// How much of each partition is kept after every group has settled it. Default: everything.
     pub retention: Retention,
-    /// Maximum size of the topic in bytes. Default: `None`, no limit. When it is reached, messages settled by every group
-    /// are removed, oldest first; sends fail while that does not free enough. May be exceeded by what is sent within about
-    /// 200 ms.
+    /// Maximum size of the topic in bytes. Default: `None`, no limit. When it is reached, messages settled by every
+    /// group are removed, oldest first; sends fail while that does not free enough. May be exceeded by what is sent
+    /// within about 200 ms.
     pub byte_budget: Option<u64>,
     /// Maximum payload size in bytes. Default and limit: 1 MiB.
     pub payload_bytes_max: usize,
@@ -150,18 +150,19 @@ impl Policies {
     }
 }
 
-/// An increase of a topic's partition count. Messages of keys that it moved wait for the older ones in the old partition.
+/// An increase of a topic's partition count. Messages of keys that it moved wait for the older ones in the old
+/// partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resize {
     /// Partitions before.
     pub from: u16,
     /// Partitions after.
     pub to: u16,
-    /// When it started, by the backend's clock. Until [`Self::propagation_time`] has passed, some producers may not know
-    /// of it.
+    /// When it started, by the backend's clock. Until [`Self::propagation_time`] has passed, some producers may not
+    /// know of it.
     pub began: Timestamp,
-    /// The last entry of each old partition that may have been sent by a producer unaware of the resize. `None` until the
-    /// resize has propagated; until then moved keys wait.
+    /// The last entry of each old partition that may have been sent by a producer unaware of the resize. `None` until
+    /// the resize has propagated; until then moved keys wait.
     pub last_ids: Option<Vec<EntryId>>,
 }
 

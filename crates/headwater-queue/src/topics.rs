@@ -1,9 +1,9 @@
 //! Topic administration: create, list, describe, grow, delete.
 //!
 //! Upstream: administrators, and producers that create their topics. Downstream: the registry of the backend.
-//! Promises: a topic exists if its meta does. The registry is brought in line with the meta, also when processes create,
-//! grow and delete concurrently or die in between. Partition counts only grow, and growing keeps the order per key: see
-//! [`Topics::grow`].
+//! Promises: a topic exists if its meta does. The registry is brought in line with the meta, also when processes
+//! create, grow and delete concurrently or die in between. Partition counts only grow, and growing keeps the order
+//! per key: see [`Topics::grow`].
 
 use std::time::Duration;
 
@@ -137,8 +137,8 @@ impl Topics {
     /// Gives a topic more partitions, and returns when every producer knows of it: after twice its `refresh`.
     ///
     /// With hash partitioning and `Order::PerKey`, messages of a key that moves to another partition are handled only
-    /// after the older ones in its old partition are done. If this process dies meanwhile, the next `grow` or a consumer
-    /// completes the resize.
+    /// after the older ones in its old partition are done. If this process dies meanwhile, the next `grow` or a
+    /// consumer completes the resize.
     pub async fn grow(&self, name: &str, partitions: u16) -> Result<()> {
         let name = TopicName::new(name)?;
         check_partitions(partitions)?;
@@ -263,8 +263,8 @@ impl Topics {
         Ok(())
     }
 
-    /// Brings the registry in line with the meta. Every change calls this afterwards, and it re-reads the meta at the end,
-    /// so the last caller leaves both consistent, whatever runs concurrently or dies in between.
+    /// Brings the registry in line with the meta. Every change calls this afterwards, and it re-reads the meta at the
+    /// end, so the last caller leaves both consistent, whatever runs concurrently or dies in between.
     async fn register(&self, name: &TopicName) -> Result<()> {
         let backend = &self.queue.inner.backend;
         let set = keys::partitions(name);

@@ -52,8 +52,8 @@ pub struct TrimmedPartition {
 }
 
 impl Queue {
-    /// Removes the oldest messages of a topic that exceed `keep`, exactly. After an error some partitions may already be
-    /// trimmed; repeat the call.
+    /// Removes the oldest messages of a topic that exceed `keep`, exactly. After an error some partitions may already
+    /// be trimmed; repeat the call.
     pub async fn trim(&self, topic: &str, trim: &Trim) -> Result<TrimReport> {
         check(&trim.keep)?;
         let topic = self.existing_topic(topic).await?;

@@ -1,8 +1,8 @@
-//! One server process: started, killed, paused, resumed and started again in the same directory.
+//! One server process: start, kill, pause, resume and restart in the same directory.
 //!
-//! Upstream: `redis`, `postgres` and `child` say what to run. Downstream: `temp_server_dir` gives the directory and
-//! clears up after us.
-//! Promises: `kill9` and `pause` are complete when they return, for the forks of a server, too.
+//! Upstream: `redis`, `postgres` and `child` say what to run. Downstream: `temp_server_dir` provides the directory and
+//! removes it.
+//! Promises: `kill9` and `pause` are complete when they return, also for forked children of a server.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -17,13 +17,13 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::temp_server_dir::{SHELL, TempServerDir};
 use crate::wait::{SERVER_LIMIT, lock, poll, wait_until};
 
-/// Writes the pid file for the guard, then becomes the server, under the same process id.
-/// If the guard has already begun to clear the server_dir, the file cannot be opened, and nothing starts.
+/// Writes the pid file for the guard, then replaces itself with the server, keeping the process id.
+/// If the guard has already started to remove the directory, the file cannot be opened and nothing starts.
 const LAUNCHER: &str = r#"echo $$ >"$0/pid" && exec "$@""#;
 
 const LOG_TAIL_LINES: usize = 20;
 
-/// What to run, as whom, and where its output goes.
+/// The program to run, its user and its output.
 #[derive(Debug)]
 pub(crate) struct Launch {
     pub(crate) program: PathBuf,
@@ -45,17 +45,17 @@ pub(crate) struct User {
 pub(crate) enum ProcessOutput {
     /// Both into the file `log` of the directory.
     Log,
-    /// Standard output to us, standard error to where ours goes.
+    /// Standard output through a pipe; standard error is inherited.
     Pipe,
 }
 
-/// A server process and its directory; killed with -9 when dropped.
+/// A server process and its directory; killed with SIGKILL on drop.
 #[derive(Debug)]
 pub(crate) struct Process {
     launch: Launch,
     directory: PathBuf,
     running: Mutex<Option<Child>>,
-    // Last, so that the guard clears the home after the process is dead.
+    // Last field, so that the directory is removed after the process is dead.
     _server_dir: Arc<TempServerDir>,
 }
 
@@ -113,7 +113,7 @@ impl Process {
         lock(&self.running).is_some()
     }
 
-    /// An error with the end of the log if the process has ended by itself.
+    /// Fails with the end of the log if the process has exited by itself.
     pub(crate) fn check(&self) -> Result<()> {
         let how = match self.try_wait() {
             Ok(None) => return Ok(()),
@@ -133,7 +133,7 @@ impl Process {
         let mut running = lock(&self.running);
         let Some(mut child) = running.take() else { return Ok(()) };
         let forks = forks_of(child.id());
-        // Not yet waited for, so the process id cannot belong to anybody else.
+        // Not yet waited for, so the process id cannot have been reused.
         signal(child.id(), Signal::KILL);
         forks.iter().for_each(|pid| signal(*pid, Signal::KILL));
         child.wait()?;
@@ -143,7 +143,7 @@ impl Process {
         })
     }
 
-    /// Asks the process to end by `how`, and waits until it has.
+    /// Sends the signal `how` and waits until the process has exited.
     pub(crate) fn stop(&self, how: Signal) -> Result<()> {
         if let Ok(pid) = self.pid() {
             self.resume()?;
@@ -165,26 +165,26 @@ impl Process {
         Ok(status)
     }
 
-    /// Stops the process and its forks in their tracks, and waits until they stand.
+    /// Stops the process and its forks with SIGSTOP, and waits until they are stopped.
     pub(crate) fn pause(&self) -> Result<()> {
         let pid = self.pid()?;
         signal(pid, Signal::STOP);
-        wait_until("the server to stand still", SERVER_LIMIT, || is_stopped(pid))?;
+        wait_until("the server to be stopped", SERVER_LIMIT, || is_stopped(pid))?;
         let forks = forks_of(pid);
         forks.iter().for_each(|fork| signal(*fork, Signal::STOP));
-        wait_until("the forks of the server to stand still", SERVER_LIMIT, || {
+        wait_until("the forks of the server to be stopped", SERVER_LIMIT, || {
             forks.iter().all(|fork| is_stopped(*fork))
         })
     }
 
-    /// Lets a paused process go on.
+    /// Resumes a paused process.
     pub(crate) fn resume(&self) -> Result<()> {
         let pid = self.pid()?;
         forks_of(pid).into_iter().chain([pid]).for_each(|pid| signal(pid, Signal::CONT));
         Ok(())
     }
 
-    /// Leaves the process to the guard of its shared server_dir.
+    /// Leaves the process to the guard of its shared directory.
     pub(crate) fn detach(&self) {
         *lock(&self.running) = None;
     }
@@ -206,7 +206,7 @@ impl Process {
         self.launch.program.display()
     }
 
-    /// The guard kills what the pid file names, and a process id may be used again by others.
+    /// Removes the pid file, because the guard kills the process in it and a process id may be reused.
     fn remove_pid_file(&self) {
         let _ = fs::remove_file(self.directory.join("pid"));
     }
@@ -218,7 +218,7 @@ impl Drop for Process {
     }
 }
 
-/// Whether the process `pid` runs; one that has ended and was not yet waited for does not.
+/// Whether the process `pid` is running; a zombie is not.
 pub fn is_alive(pid: u32) -> bool {
     read_proc_stat(pid).is_some_and(|process| !matches!(process.state, 'Z' | 'X'))
 }
@@ -227,8 +227,8 @@ fn is_stopped(pid: u32) -> bool {
     read_proc_stat(pid).is_none_or(|process| matches!(process.state, 'T' | 't' | 'Z' | 'X'))
 }
 
-/// The children of a server that run the same program: the backends of Postgres. Children that run
-/// another program, as the guards a test process has started, are not part of the server.
+/// The children of a server that run the same program, such as the backends of Postgres. Children that run another
+/// program, such as guards, are not part of the server.
 fn forks_of(server: u32) -> Vec<u32> {
     let Some(ProcStat { name, .. }) = read_proc_stat(server) else { return Vec::new() };
     let is_fork = |process: ProcStat| process.parent == server && process.name == name;
@@ -237,7 +237,7 @@ fn forks_of(server: u32) -> Vec<u32> {
     pids.filter(|pid| read_proc_stat(*pid).is_some_and(is_fork)).collect()
 }
 
-/// What `/proc/PID/stat` says: `PID (NAME) STATE PARENT ...`.
+/// Fields of `/proc/PID/stat`: `PID (NAME) STATE PARENT ...`.
 pub(crate) struct ProcStat {
     pub(crate) name: String,
     state: char,
@@ -246,7 +246,7 @@ pub(crate) struct ProcStat {
 
 pub(crate) fn read_proc_stat(pid: u32) -> Option<ProcStat> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name may contain blanks and brackets itself.
+    // The name may contain spaces and parentheses.
     let (start, rest) = stat.rsplit_once(") ")?;
     let (_, name) = start.split_once(" (")?;
     let mut fields = rest.split(' ');
@@ -254,7 +254,7 @@ pub(crate) fn read_proc_stat(pid: u32) -> Option<ProcStat> {
     Some(ProcStat { name: name.to_string(), state, parent: fields.next()?.parse().ok()? })
 }
 
-/// A process that is gone already needs no signal, so failure is not an error.
+/// Sends a signal; ignores a process that is already gone.
 fn signal(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
         let _ = kill_process(pid, signal);
@@ -268,5 +268,5 @@ pub(crate) fn find_program(name: &str, more: &[PathBuf]) -> Result<PathBuf> {
     directories
         .map(|directory| directory.join(name))
         .find(|program| program.is_file())
-        .with_context(|| format!("`{name}` was not found: run `cargo xtask test`, it installs it"))
+        .with_context(|| format!("`{name}` not found; run `cargo xtask setup` to install it"))
 }

@@ -1,8 +1,8 @@
 //! A TCP proxy that breaks connections on demand.
 //!
-//! It runs on a thread of its own, so it neither needs nor blocks the runtime of a test.
-//! Promises: an command holds from the moment its call returns. What was forwarded before stays forwarded.
-//! Not here: what happens to a single chunk of bytes (see `link`).
+//! It runs on its own thread, so it neither needs nor blocks the runtime of a test.
+//! Promises: a command takes effect before its call returns; bytes forwarded before are not affected.
+//! Not here: forwarding of single chunks (see `link`).
 
 mod faults;
 mod link;
@@ -32,7 +32,7 @@ pub struct Proxy {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the handle, the accepting loop and the links have in common.
+/// State shared by the handle, the accept loop and the connections.
 #[derive(Debug)]
 struct ProxyState {
     target: SocketAddr,
@@ -55,7 +55,7 @@ enum ProxyCommand {
 }
 
 impl Proxy {
-    /// Forwards everything to `target` until told otherwise.
+    /// Starts a proxy that forwards everything to `target`.
     pub fn start(target: SocketAddr) -> Result<Proxy> {
         Proxy::start_with(target, OneShots::default())
     }
@@ -115,7 +115,7 @@ impl Proxy {
         self.send(ProxyCommand::Stall)
     }
 
-    /// Holds each chunk back for this long, either way.
+    /// Delays each chunk by this long, in both directions.
     pub fn delay(&self, delay: Duration) -> Result<()> {
         self.send(ProxyCommand::Delay(delay))
     }
@@ -130,13 +130,13 @@ impl Proxy {
         self.send(ProxyCommand::DropReply)
     }
 
-    /// Until `heal`: of the requests that contain `pattern`, holds every `one_in`-th back for `pause`. Only its own
-    /// connection waits; what was held back goes on after the pause, also after `heal`.
+    /// Until `heal`: delays every `one_in`-th request that contains `pattern` by `pause`. Only its own connection
+    /// waits; a delayed request is forwarded after the pause, also after `heal`.
     pub fn hold(&self, pattern: &str, one_in: u64, pause: Duration) -> Result<()> {
         self.send(ProxyCommand::Hold(HoldRule::new(pattern, one_in, pause)))
     }
 
-    /// Forwards everything again; what was stalled goes on. A flaky proxy stops being flaky.
+    /// Ends all faults; stalled connections continue. A flaky proxy stops being flaky.
     pub fn heal(&self) -> Result<()> {
         self.send(ProxyCommand::Heal)
     }
@@ -178,7 +178,7 @@ impl Drop for Proxy {
     }
 }
 
-/// The accepting loop. Orders and links share its one thread, so an command cannot overtake a write.
+/// The accept loop. Commands and connections share its single thread, so a command cannot overtake a write.
 struct ProxyTask {
     address: SocketAddr,
     listener: Option<TcpListener>,
@@ -192,7 +192,7 @@ impl ProxyTask {
         mut commands: mpsc::UnboundedReceiver<(ProxyCommand, blocking::Sender<Result<()>>)>,
     ) {
         loop {
-            // All three are cancel-safe: what they have not returned they have not taken.
+            // All three are cancel-safe.
             tokio::select! {
                 command = commands.recv() => {
                     let Some((command, done)) = command else { return };
@@ -241,7 +241,7 @@ async fn accept(listener: Option<&TcpListener>) -> TcpStream {
     loop {
         match listener.accept().await {
             Ok((client, _)) => return client,
-            // Out of file descriptors, most likely; trying at once would only burn time.
+            // Probably out of file descriptors: back off.
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }

@@ -21,8 +21,7 @@ impl TestRandom {
         TestRandom::seeded(entropy())
     }
 
-    /// The generator of the seed in `HEADWATER_SEED`, or of one from the operating system. Prints the seed, so that a
-    /// failed test can be repeated.
+    /// Uses the seed in `HEADWATER_SEED`, or a random one. Prints the seed, so that a failed test can be repeated.
     pub fn for_test() -> TestRandom {
         let chosen = std::env::var("HEADWATER_SEED").ok().and_then(|seed| seed.parse().ok());
         let seed = chosen.unwrap_or_else(entropy);
@@ -39,7 +38,7 @@ impl TestRandom {
     }
 }
 
-/// A name that no other test uses, in this process or another one: `prefix_PID_RANDOM_COUNT`.
+/// A name that is unique across tests and processes: `prefix_PID_RANDOM_COUNT`.
 pub fn unique(prefix: &str) -> String {
     static START: LazyLock<u32> = LazyLock::new(|| entropy() as u32);
     static COUNT: AtomicU64 = AtomicU64::new(0);

@@ -2,7 +2,7 @@
 //!
 //! Upstream: tests, `cluster` and `sentinel`, whose nodes are such servers. Downstream: `process` runs it,
 //! `resp` talks to it.
-//! Promises: a server that was started answers; one that was restarted has the same port and data.
+//! Promises: a started server answers; a restarted one has the same port and data.
 
 mod builder;
 
@@ -33,13 +33,13 @@ pub struct Redis {
 #[derive(Debug)]
 enum Server {
     Own(Process),
-    /// Others use it, too, so nobody may kill or pause it.
+    /// Shared with other tests; must not be killed or paused.
     Shared {
         pid: u32,
     },
 }
 
-/// How to get in.
+/// Credentials and certificate of a server.
 #[derive(Debug, Default)]
 struct RedisCredentials {
     user: Option<(String, String)>,
@@ -49,7 +49,7 @@ struct RedisCredentials {
 }
 
 impl Redis {
-    /// Starts a server of your own, without persistence, that anybody may enter.
+    /// Starts a server of your own without persistence and without authentication.
     pub fn start() -> Result<Redis> {
         Redis::builder().start()
     }
@@ -132,17 +132,17 @@ impl Redis {
         self.process()?.pause()
     }
 
-    /// Lets a paused server go on (SIGCONT).
+    /// Resumes a paused server (SIGCONT).
     pub fn resume(&self) -> Result<()> {
         self.process()?.resume()
     }
 
-    /// Shuts the server down in good order, as SHUTDOWN does, and waits until it is gone.
+    /// Shuts the server down gracefully, as SHUTDOWN does, and waits until it has exited.
     pub fn stop(&self) -> Result<()> {
         self.process()?.stop(Signal::TERM)
     }
 
-    /// Starts the server again, on its port and its data; one that still runs is stopped first.
+    /// Starts the server again with the same port and data; a running one is stopped first.
     pub fn restart(&self) -> Result<()> {
         let process = self.process()?;
         if process.is_running() {
@@ -152,7 +152,7 @@ impl Redis {
         self.wait_until_ready()
     }
 
-    /// Waits until this very process answers PING, which it does not while it loads its data.
+    /// Waits until this process answers PING, which it does not while it loads its data.
     pub(crate) fn wait_until_ready(&self) -> Result<()> {
         let process = self.process()?;
         let pid = format!("process_id:{}\r\n", process.pid()?);
@@ -168,7 +168,7 @@ impl Redis {
         poll("Redis to answer PING", SERVER_LIMIT, answers).with_context(|| process.log_tail())
     }
 
-    /// Leaves the server running after us; the text is for [`Redis::open_shared`].
+    /// Leaves the server running; the text is for [`Redis::open_shared`].
     pub(crate) fn detach(self) -> String {
         let Server::Own(process) = &self.server else { return String::new() };
         let pid = process.pid().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! A blocking Redis client of a hundred lines, so that tests can look at a server without a client crate.
+//! A minimal blocking Redis client for tests.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-/// How long to wait for a connection or a reply; a paused server takes for ever.
+/// Timeout of a connection attempt or a reply; a paused server never answers.
 const REPLY_LIMIT: Duration = Duration::from_secs(5);
 
-/// What a server answered.
+/// The reply of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RedisReply {
     /// No value.

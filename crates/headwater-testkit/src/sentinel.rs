@@ -47,12 +47,12 @@ impl Sentinel {
         format!("redis-sentinel://{}/{SERVICE}", addresses.join(","))
     }
 
-    /// The server that began as the primary.
+    /// The initial primary.
     pub fn primary(&self) -> &Redis {
         &self.primary
     }
 
-    /// The server that began as the replica.
+    /// The initial replica.
     pub fn replica(&self) -> &Redis {
         &self.replica
     }
@@ -75,7 +75,7 @@ impl Sentinel {
         let count = |sentinel: &Redis, what| {
             sentinel.command(&["SENTINEL", what, SERVICE]).map_or(0, |list| list.items().len())
         };
-        // Before that it refuses to promote the replica.
+        // A sentinel does not promote a replica whose link status it does not know.
         let knows_the_link = |sentinel: &Redis| {
             let list = sentinel.command(&["SENTINEL", "REPLICAS", SERVICE]);
             list.is_ok_and(|list| {
@@ -96,8 +96,7 @@ impl Sentinel {
     }
 }
 
-/// Each sentinel is told about the others, as if it had met them in an earlier life: to find out
-/// by itself takes it several seconds.
+/// Starts the sentinels with the others already configured, because discovery takes several seconds.
 fn start_sentinels(
     server_dir: &Arc<TempServerDir>,
     primary: &Redis,

@@ -52,7 +52,7 @@ impl TestRun {
     }
 }
 
-/// Opens the server of this `kind` that the run shares, after starting it if nobody has.
+/// Opens the shared server of this `kind`; starts it if needed.
 ///
 /// `start` runs the server in the server_dir, leaves it running and returns the text of the `ready` file.
 /// `open` makes a handle from that text and fails if the server does not answer.
@@ -84,7 +84,7 @@ pub(crate) fn server<T>(
     open(&text)
 }
 
-/// The runner above us, past a wrapper that may stand in between. An orphan has none.
+/// The test runner among the ancestors of this process.
 fn runner() -> Option<u32> {
     let mut process = read_proc_stat(process::id())?;
     while process.parent != 0 {
@@ -97,7 +97,7 @@ fn runner() -> Option<u32> {
     None
 }
 
-/// A process id is used again some day, together with its start time it is not.
+/// Process id and start time: unique even if the id is reused.
 fn own_key() -> String {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let started = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(19));

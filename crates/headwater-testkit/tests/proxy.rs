@@ -1,4 +1,4 @@
-//! The proxy breaks connections as told.
+//! Fault injection by the proxy.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
 
@@ -51,7 +51,7 @@ fn a_cut_closes_connections_and_refuses_new_ones_until_healed() {
 }
 
 #[test]
-fn a_single_cut_spares_new_connections() {
+fn a_single_cut_does_not_affect_new_connections() {
     let (_redis, proxy) = start();
     let mut client = RedisConnection::open(proxy.addr()).unwrap();
     assert!(pong(&mut client));
@@ -83,7 +83,7 @@ fn a_stalled_proxy_forwards_nothing_until_healed() {
     assert_eq!(counts, [1, 2]);
 }
 
-/// The server counts a command after it has replied to it, so not the INFO that asks.
+/// The server counts a command after its reply, so the INFO itself is not included.
 fn commands_processed(redis: &Redis) -> u64 {
     let info = redis.command(&["INFO", "stats"]).unwrap().text();
     let line = info.lines().find_map(|line| line.strip_prefix("total_commands_processed:"));
@@ -124,7 +124,7 @@ fn a_delay_holds_back_each_chunk_both_ways() {
     assert!(pong(&mut client));
 
     assert!(begin.elapsed() >= Duration::from_millis(200));
-    // Longer than a reply is waited for: it is in force no more.
+    // Longer than the reply timeout; no longer in effect.
     proxy.delay(Duration::from_secs(60)).unwrap();
     proxy.heal().unwrap();
     assert!(pong(&mut client));
@@ -162,7 +162,7 @@ fn a_command_whose_reply_is_dropped_has_its_effect() {
 }
 
 #[test]
-fn healing_disarms_what_has_not_happened_yet() {
+fn healing_removes_pending_faults() {
     let (_redis, proxy) = start();
     let mut client = RedisConnection::open(proxy.addr()).unwrap();
 
@@ -175,7 +175,7 @@ fn healing_disarms_what_has_not_happened_yet() {
 }
 
 #[test]
-fn a_flaky_proxy_lets_patient_clients_through() {
+fn clients_that_retry_get_through_a_flaky_proxy() {
     let redis = Redis::start().unwrap();
     let proxy = Proxy::flaky(redis.addr(), 1).unwrap();
     let mut client = RedisConnection::open(proxy.addr()).unwrap();

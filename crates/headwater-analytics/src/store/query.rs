@@ -16,8 +16,8 @@ use crate::table::Table;
 /// Interval at which a cancelled query is interrupted until it ends.
 const INTERRUPT_EVERY: Duration = Duration::from_millis(20);
 
-/// Stack of a query thread. DuckDB recurses as deep as a query is nested, and a stack overflow ends the process. Only the
-/// used part takes memory.
+/// Stack of a query thread. DuckDB recurses as deep as a query is nested, and a stack overflow ends the process. Only
+/// the used part takes memory.
 const STACK_BYTES: usize = 256 * 1024 * 1024;
 
 /// Allowed table functions. Others change database settings or run text as SQL.
@@ -53,8 +53,8 @@ impl AnalyticsReader {
         self.query_with_permit(sql, ()).await
     }
 
-    /// Like [`Self::query`]. `permit` is dropped when the query has ended, which may be after this future was dropped; use
-    /// it to limit concurrent queries.
+    /// Like [`Self::query`]. `permit` is dropped when the query has ended, which may be after this future was
+    /// dropped; use it to limit concurrent queries.
     pub async fn query_with_permit(&self, sql: &str, permit: impl Send + 'static) -> Result<Table> {
         self.query_within(sql, QUERY_TIME_MAX, permit).await
     }

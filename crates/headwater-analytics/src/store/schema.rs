@@ -12,8 +12,8 @@ const VERSION: i64 = 2;
 
 const MARK: &str = "CREATE TABLE IF NOT EXISTS warehouse (version BIGINT NOT NULL)";
 
-/// `events` has a row per entry. An event may have two entries (the outbox delivers at least once; a rebuild reads it from
-/// SQL), so the view `ticket_events` shows each event once. `dead_letters` has no copies since version 2.
+/// `events` has a row per entry. An event may have two entries (the outbox delivers at least once; a rebuild reads it
+/// from SQL), so the view `ticket_events` shows each event once. `dead_letters` has no copies since version 2.
 const TABLES: &str = "
 CREATE TABLE IF NOT EXISTS positions (
   source VARCHAR PRIMARY KEY, entry_ms UBIGINT NOT NULL, entry_seq UBIGINT NOT NULL

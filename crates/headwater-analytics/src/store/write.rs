@@ -84,8 +84,9 @@ impl AnalyticsStore {
         position(&self.writer().connection, &dead_letter_source(topic))
     }
 
-    /// Stores dead letters of a topic, in the order of their entries, all of them after [`last_dead_letter`](Self::last_dead_letter).
-    /// Copies of one dead letter are stored once. Returns the number of new rows.
+    /// Stores dead letters of a topic, in the order of their entries, all of them after
+    /// [`last_dead_letter`](Self::last_dead_letter). Copies of one dead letter are stored once. Returns the number of
+    /// new rows.
     pub fn store_dead_letters(&self, topic: &str, letters: &[DeadLetterRow]) -> Result<usize> {
         let Some(last) = letters.iter().map(|letter| letter.entry).max() else { return Ok(0) };
         let started = Instant::now();

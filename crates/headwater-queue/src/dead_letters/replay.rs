@@ -1,8 +1,8 @@
 //! Replay: sends dead letters again as messages, to their original partition.
 //!
-//! Promises: partition, key, headers and payload are unchanged. The message is appended before the dead letter is deleted,
-//! and the append is idempotent for a week, so a replay can be repeated after a crash. A message that was replayed too
-//! often is refused.
+//! Promises: partition, key, headers and payload are unchanged. The message is appended before the dead letter is
+//! deleted, and the append is idempotent for a week, so a replay can be repeated after a crash. A message that was
+//! replayed too often is refused.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::num::NonZeroU32;

@@ -1,7 +1,7 @@
 //! Partition assignment: a deterministic, sticky and balanced owner for each partition.
 //!
-//! Upstream: `subscription_state`, with members and leases from a snapshot. Promises: every partition has one owner; the
-//! shares of two members differ by at most one; a member keeps every partition it may keep. Members with the same
+//! Upstream: `subscription_state`, with members and leases from a snapshot. Promises: every partition has one owner;
+//! the shares of two members differ by at most one; a member keeps every partition it may keep. Members with the same
 //! snapshot compute the same result. Pure: no clock, no backend.
 
 /// The current owner of a partition. Members are given by their index in the list.

@@ -1,9 +1,9 @@
 //! The coordinator: all groups this process is a member of.
 //!
 //! Upstream: `consumer` joins and leaves. Downstream: one `session` per group, and one watch over all leases.
-//! Promises: it starts no task before the first join. Renewing takes one round trip per group and polling two, whatever
-//! the number of topics. A joined subscription outlives the queue. When the last one has left, or was dropped and has left
-//! in the background, no task remains.
+//! Promises: it starts no task before the first join. Renewing takes one round trip per group and polling two,
+//! whatever the number of topics. A joined subscription outlives the queue. When the last one has left, or was
+//! dropped and has left in the background, no task remains.
 //! Refuses a second subscription to the same topic in the same group: raise `concurrency` instead. Members with ids of
 //! their own are separate members, even in one process.
 
@@ -75,8 +75,8 @@ impl Coordinator {
         Self { backend, config, serials: AtomicU64::new(0), state: Mutex::default() }
     }
 
-    /// Joins a group. Returns when the subscription is registered, or when it waits for its member id to become free. The
-    /// listener is called from then on.
+    /// Joins a group. Returns when the subscription is registered, or when it waits for its member id to become free.
+    /// The listener is called from then on.
     pub(crate) async fn join(&self, request: JoinRequest) -> Result<MembershipHandle> {
         let serial = self.serials.fetch_add(1, Ordering::Relaxed);
         let key = (request.group.clone(), request.member.clone());
@@ -191,8 +191,8 @@ async fn listen(backend: Arc<dyn Backend>, hints: broadcast::Sender<LeaseHint>) 
 }
 
 impl MembershipHandle {
-    /// Revokes all partitions of this subscription (`on_revoke` for each) and leaves the group. Returns when other members
-    /// can take over.
+    /// Revokes all partitions of this subscription (`on_revoke` for each) and leaves the group. Returns when other
+    /// members can take over.
     pub(crate) async fn leave(mut self) {
         self.left = true;
         let (done, left) = oneshot::channel();

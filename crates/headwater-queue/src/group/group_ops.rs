@@ -26,7 +26,8 @@ use crate::keys;
 const TOPIC_NOTIFICATIONS_MAX: usize = 8;
 /// How long a notification lease remains if its holder dies before releasing it.
 const NOTIFICATION_TTL: Duration = Duration::from_secs(1);
-/// A consumer idle for this long has no blocking read: it was disconnected by the new owner, or its connection is closed.
+/// A consumer idle for this long has no blocking read: it was disconnected by the new owner, or its connection is
+/// closed.
 const STALE_AFTER: Duration = Duration::from_secs(60 * 60);
 /// Pending entries released per call.
 const RELEASED_AT_ONCE: usize = 1000;
@@ -233,8 +234,8 @@ pub(super) struct LeaveRequest {
     pub(super) reservation: Option<(MemberEntry, Vec<LeaseName>)>,
     /// How long the reservation is valid.
     pub(super) reserve_for: Duration,
-    /// Shared mode: the streams and the consumer whose pending entries to release, because shared partitions have no next
-    /// owner that would reclaim them.
+    /// Shared mode: the streams and the consumer whose pending entries to release, because shared partitions have no
+    /// next owner that would reclaim them.
     pub(super) shared: Option<(Vec<StreamName>, ConsumerName)>,
 }
 

@@ -1,9 +1,9 @@
 //! The member list of a group: its entry format, and snapshots of who is alive.
 //!
-//! The list is a registry set with one entry per member and topic: `MEMBER HOLDER MODE TOPIC`. MEMBER is the static member
-//! id, or the holder name if none is configured; HOLDER holds the liveness lease; MODE is `owned` or `shared`; TOPIC comes
-//! last because it may contain spaces. A static member that stopped leaves `MEMBER {0,2,5} MODE TOPIC`: the partitions
-//! reserved for it until its reservation lease expires.
+//! The list is a registry set with one entry per member and topic: `MEMBER HOLDER MODE TOPIC`. MEMBER is the static
+//! member id, or the holder name if none is configured; HOLDER holds the liveness lease; MODE is `owned` or `shared`;
+//! TOPIC comes last because it may contain spaces. A static member that stopped leaves `MEMBER {0,2,5} MODE TOPIC`:
+//! the partitions reserved for it until its reservation lease expires.
 //!
 //! Upstream: `group_ops` writes entries, `membership` reads snapshots. Downstream: registry and leases of the backend.
 //! Promises: an entry is written after its lease was acquired, and a snapshot reads entries before leases. So an entry

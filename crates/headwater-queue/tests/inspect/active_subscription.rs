@@ -24,7 +24,9 @@ mod bodies {
     const LONG: Duration = Duration::from_secs(60);
 
     /// A subscription that dead-letters messages with the payload `bad`, unless replayed, and reports all others.
-    async fn subscribe(fixture: &QueueFixture) -> Result<(Subscription, UnboundedReceiver<Message>)> {
+    async fn subscribe(
+        fixture: &QueueFixture,
+    ) -> Result<(Subscription, UnboundedReceiver<Message>)> {
         let (seen, handled) = unbounded_channel();
         let handler = move |message: Message| {
             let seen = seen.clone();
@@ -38,7 +40,10 @@ mod bodies {
             }
         };
         let config = ConsumerConfig { poll: Duration::from_millis(200), ..Default::default() };
-        Ok((fixture.queue.subscribe(&fixture.topic, &name(fixture), handler, config).await?, handled))
+        Ok((
+            fixture.queue.subscribe(&fixture.topic, &name(fixture), handler, config).await?,
+            handled,
+        ))
     }
 
     /// A group that no other test uses, because members are listed per group.

@@ -59,7 +59,9 @@ mod bodies {
         Ok(ids)
     }
 
-    pub(super) async fn a_dead_letter_is_shown_with_all_its_fields(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn a_dead_letter_is_shown_with_all_its_fields(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         fixture.create(3).await?;
         let id = fixture.dead_letter(&Letter::of(2, 7)).await?;
         let letters = fixture.queue.dead_letters(&fixture.topic).await?;
@@ -93,7 +95,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn filters_select_by_reason_key_partition_and_time(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn filters_select_by_reason_key_partition_and_time(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let mut expected = write(&fixture, 6).await?;
         tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         let odd = Letter { key: "k2", reason: "timed out", ..Letter::of(1, 7) };
@@ -144,7 +148,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn copies_of_a_dead_letter_are_shown_once(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn copies_of_a_dead_letter_are_shown_once(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let mut expected = write(&fixture, 4).await?;
         // As after a crash between writing the letter and settling the message.
         fixture.dead_letter(&Letter::of(1, 101)).await?;
@@ -213,7 +219,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn purging_a_dead_letter_purges_its_copies(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn purging_a_dead_letter_purges_its_copies(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let ids = write(&fixture, 3).await?;
         let copy = fixture.dead_letter(&Letter::of(1, 101)).await?;
         let letters = fixture.queue.dead_letters(&fixture.topic).await?;
@@ -224,7 +232,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn dead_letters_of_a_plain_topic_have_its_name_as_prefix(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn dead_letters_of_a_plain_topic_have_its_name_as_prefix(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let id = fixture.dead_letter(&Letter::of(0, 7)).await?;
         assert_eq!(fixture.letters_stream().await?.as_str(), format!("{}:dlq", fixture.topic));
         assert_eq!(ids(&walk(&fixture, page_of(10)).await?), [id]);
@@ -232,7 +242,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn invalid_queries_are_rejected_without_effect(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn invalid_queries_are_rejected_without_effect(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         assert_no_topic(fixture.queue.dead_letters(&fixture.topic).await);
         let ids = write(&fixture, 3).await?;
         let letters = fixture.queue.dead_letters(&fixture.topic).await?;

@@ -73,7 +73,9 @@ mod bodies {
         LeaseName::new(name).expect("a valid name")
     }
 
-    pub(super) async fn owners_are_shown_with_epoch_and_heartbeat_age(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn owners_are_shown_with_epoch_and_heartbeat_age(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         fixture.create(2).await?;
         fixture.group(1).await?;
         let holder = HolderName::new("worker:host:1:a")?;
@@ -151,7 +153,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_group_that_does_not_exist_is_an_error(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn a_group_that_does_not_exist_is_an_error(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let inspect = fixture.queue.inspect();
         assert_no_topic(inspect.group(&fixture.topic, GROUP).await);
         assert_no_topic(inspect.groups(&fixture.topic).await);

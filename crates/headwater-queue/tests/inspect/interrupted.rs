@@ -101,15 +101,16 @@ async fn read_half(cut: &Cut) -> Result<Vec<Sent>> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_interrupted_reset_reports_the_done_partitions_and_can_be_repeated()
--> Result<()> {
+async fn an_interrupted_reset_reports_the_done_partitions_and_can_be_repeated() -> Result<()> {
     let cut = Cut::new().await?;
     read_half(&cut).await?;
     let (topic, to) = (&cut.fixture.topic, Reset::to(ResetTo::Beginning));
     let begun = async || Ok(cut.positions().await?[5] == EntryId::MIN);
     let error = cut.interrupt(cut.queue.reset_group(topic, GROUP, &to), begun).await?;
     let positions = cut.positions().await?;
-    assert_reported_correctly(&error, |partition| positions[usize::from(partition)] == EntryId::MIN);
+    assert_reported_correctly(&error, |partition| {
+        positions[usize::from(partition)] == EntryId::MIN
+    });
     assert!(error.is_transient());
 
     assert!(cut.queue.reset_group(topic, GROUP, &to).await?.is_done);
@@ -118,8 +119,7 @@ async fn an_interrupted_reset_reports_the_done_partitions_and_can_be_repeated()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn repeating_an_interrupted_reset_to_the_end_skips_no_newer_message() -> Result<()>
-{
+async fn repeating_an_interrupted_reset_to_the_end_skips_no_newer_message() -> Result<()> {
     let cut = Cut::new().await?;
     let sent = read_half(&cut).await?;
     let last = |partition: u16| {
@@ -130,7 +130,9 @@ async fn repeating_an_interrupted_reset_to_the_end_skips_no_newer_message() -> R
     let begun = async || Ok(cut.positions().await?[5] == last(5));
     let error = cut.interrupt(cut.queue.reset_group(topic, GROUP, &to), begun).await?;
     let positions = cut.positions().await?;
-    assert_reported_correctly(&error, |partition| positions[usize::from(partition)] == last(partition));
+    assert_reported_correctly(&error, |partition| {
+        positions[usize::from(partition)] == last(partition)
+    });
 
     // Messages sent before the repetition are read on all partitions.
     for partition in 0..PARTITIONS {
@@ -194,11 +196,11 @@ async fn an_interrupted_deletion_is_visible_until_it_is_repeated() -> Result<()>
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn repeating_a_deletion_without_meta_keeps_the_stream_of_another_program()
--> Result<()> {
+async fn repeating_a_deletion_without_meta_keeps_the_stream_of_another_program() -> Result<()> {
     let cut = Cut::new().await?;
     let topic = &cut.fixture.topic;
-    // As after a deletion whose reply to the removal of the meta was lost; the plain name is a stream of another program.
+    // As after a deletion whose reply to the removal of the meta was lost; the plain name is a stream of another
+    // program.
     cut.redis.command(&["XADD", topic, "*", "theirs", "1"])?.ok()?;
     cut.redis.command(&["DEL", &format!("streaming:mq:topic:{topic}:meta")])?.ok()?;
     assert!(cut.fixture.queue.topics().list().await?.contains(topic));

@@ -79,7 +79,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_range_by_id_and_by_time_includes_both_ends(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn a_range_by_id_and_by_time_includes_both_ends(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let all = sent(&fixture).await?;
         let (from, to) = (all[5].0, all[15].0);
         let expected: Vec<_> =

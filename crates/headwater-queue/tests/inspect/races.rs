@@ -49,7 +49,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn of_many_concurrent_creations_one_returns_true(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn of_many_concurrent_creations_one_returns_true(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let queues = others(&fixture, 8);
         let topic = &fixture.topic;
         let created = join_all(
@@ -62,7 +64,9 @@ mod bodies {
         assert_consistent(&fixture).await
     }
 
-    pub(super) async fn of_two_concurrent_creations_with_different_settings_one_fails(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn of_two_concurrent_creations_with_different_settings_one_fails(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let queues = others(&fixture, 2);
         let (one, two) = (queues[0].topics(), queues[1].topics());
         let (one, two) = tokio::join!(
@@ -146,7 +150,7 @@ mod bodies {
             async move { (partitions, queue.topics().grow(topic, partitions).await) }
         });
         for (partitions, answer) in join_all(grown).await {
-            // Whoever wanted fewer than there were already is interrupted_parts so.
+            // A request for fewer partitions than exist fails.
             assert!(
                 matches!(answer, Ok(()) | Err(QueueError::Invalid { .. })),
                 "{partitions}: {answer:?}"
@@ -164,9 +168,7 @@ mod bodies {
         assert_consistent(&fixture).await
     }
 
-    pub(super) async fn an_abandoned_topic_lock_expires(
-        fixture: QueueFixture,
-    ) -> Result<()> {
+    pub(super) async fn an_abandoned_topic_lock_expires(fixture: QueueFixture) -> Result<()> {
         fixture.create(1).await?;
         // Another process took the lock and died.
         let lease = LeaseName::new(format!("streaming:mq:change:{}", fixture.topic))?;
@@ -190,8 +192,8 @@ async fn slow_queue(proxy: &Proxy) -> Result<Queue> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn deleting_a_topic_during_its_creation_leaves_no_registry_entry_without_meta()
--> Result<()> {
+async fn deleting_a_topic_during_its_creation_leaves_no_registry_entry_without_meta() -> Result<()>
+{
     let fixture = QueueFixture::redis().await?;
     let proxy = Proxy::start(Redis::shared()?.addr())?;
     let slow = slow_queue(&proxy).await?;
@@ -210,8 +212,7 @@ async fn deleting_a_topic_during_its_creation_leaves_no_registry_entry_without_m
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_slow_deletion_does_not_touch_a_topic_created_again_meanwhile()
--> Result<()> {
+async fn a_slow_deletion_does_not_touch_a_topic_created_again_meanwhile() -> Result<()> {
     let fixture = QueueFixture::redis().await?;
     let proxy = Proxy::start(Redis::shared()?.addr())?;
     let slow = slow_queue(&proxy).await?;

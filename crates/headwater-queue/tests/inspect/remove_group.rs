@@ -61,7 +61,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn an_interrupted_removal_can_be_repeated(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn an_interrupted_removal_can_be_repeated(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         with_lag(&fixture).await?;
         // As if the process had died after the first partition.
         assert!(fixture.backend().remove_group(&fixture.stream(0).await?, &group()).await?);
@@ -98,7 +100,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn removing_a_missing_group_or_topic_fails(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn removing_a_missing_group_or_topic_fails(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         assert_no_topic(remove(&fixture).await);
         fixture.create(1).await?;
         assert_no_group(remove(&fixture).await);

@@ -105,10 +105,7 @@ mod bodies {
                 .await?
                 .iter()
                 .map(|entry| {
-                    text(entry, "originalMessageId")
-                        .expect("it exists")
-                        .parse()
-                        .expect("it exists")
+                    text(entry, "originalMessageId").expect("it exists").parse().expect("it exists")
                 })
                 .collect();
             assert!(originals.is_sorted() && originals.len() > 20, "{originals:?}");
@@ -133,7 +130,11 @@ mod bodies {
         assert_eq!(fixture.remaining_letters().await?, before);
         assert_eq!(fixture.queue.inspect().topic(&fixture.topic).await?.length, 0);
         let done = replay(&fixture, all()).await?;
-        assert_eq!(done, ReplayReport { is_done: true, ..report }, "it was interrupted_parts truly");
+        assert_eq!(
+            done,
+            ReplayReport { is_done: true, ..report },
+            "it was interrupted_parts truly"
+        );
         Ok(())
     }
 
@@ -213,7 +214,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_replay_respects_its_rate_and_its_limit(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn a_replay_respects_its_rate_and_its_limit(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         fixture.create(2).await?;
         for number in 0..30 {
             fixture.dead_letter(&Letter::of(number as u16 % 2, 100 + number)).await?;
@@ -242,7 +245,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn dead_letters_that_cannot_be_replayed_remain_and_are_reported(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn dead_letters_that_cannot_be_replayed_remain_and_are_reported(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         fixture.create(2).await?;
         let no_letter = fixture.foreign_letter(&[("what", "ever")]).await?;
         let nowhere = fixture.dead_letter(&Letter::of(2, 7)).await?;
@@ -313,8 +318,7 @@ mod bodies {
 
 /// A replaying process is killed; another one continues.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_replay_is_completed_by_another_without_duplicates()
--> Result<()> {
+async fn a_killed_replay_is_completed_by_another_without_duplicates() -> Result<()> {
     let fixture = QueueFixture::redis().await?;
     fixture.create(3).await?;
     for number in 0..300 {

@@ -24,8 +24,8 @@ mod bodies {
 
     use crate::fixture::*;
 
-    /// Two partitions with six messages each. On the first the group has two settled, two pending and two unread; on the
-    /// second all are unread.
+    /// Two partitions with six messages each. On the first the group has two settled, two pending and two unread; on
+    /// the second all are unread.
     async fn with_some_pending(fixture: &QueueFixture) -> Result<Vec<Sent>> {
         fixture.create(2).await?;
         let sent = fixture.send_many(2, 12).await?;
@@ -51,7 +51,8 @@ mod bodies {
 
     /// What the group reads next, over both partitions.
     async fn reads(fixture: &QueueFixture) -> Result<usize> {
-        Ok(fixture.deliver(0, "bob", 100).await?.len() + fixture.deliver(1, "bob", 100).await?.len())
+        Ok(fixture.deliver(0, "bob", 100).await?.len()
+            + fixture.deliver(1, "bob", 100).await?.len())
     }
 
     pub(super) async fn a_dry_run_reports_a_reset_and_changes_nothing(
@@ -203,7 +204,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn invalid_resets_are_rejected_without_effect(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn invalid_resets_are_rejected_without_effect(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let to_end = Reset::to(ResetTo::End);
         assert_no_topic(reset(&fixture, to_end).await);
         fixture.create(2).await?;

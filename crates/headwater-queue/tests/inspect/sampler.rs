@@ -112,7 +112,11 @@ mod bodies {
     }
 
     fn plain_clone(fixture: &QueueFixture) -> QueueFixture {
-        QueueFixture { queue: fixture.queue.clone(), producer: fixture.producer.clone(), topic: String::new() }
+        QueueFixture {
+            queue: fixture.queue.clone(),
+            producer: fixture.producer.clone(),
+            topic: String::new(),
+        }
     }
 
     pub(super) async fn a_sampler_stops_on_shutdown(fixture: QueueFixture) -> Result<()> {

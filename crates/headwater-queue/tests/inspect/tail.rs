@@ -95,7 +95,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_tail_reads_partitions_that_are_added_later(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn a_tail_reads_partitions_that_are_added_later(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         fixture.create(1).await?;
         let mut tail = fixture.queue.tail(&fixture.topic, TailConfig::default()).await?;
         let growing = async {

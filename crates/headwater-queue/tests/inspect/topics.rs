@@ -54,7 +54,7 @@ mod bodies {
             due: Due::After(Duration::from_secs(3600)),
             fields: Fields::new([("payload", "later")]),
         };
-        fixture.backend().(&DelayName::new(&place.delays_key)?, &[item]).await?;
+        fixture.backend().put_aside(&DelayName::new(&place.delays_key)?, &[item]).await?;
         Ok(())
     }
 
@@ -92,7 +92,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn settings_round_trip_through_the_registry(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn settings_round_trip_through_the_registry(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         let policies = Policies {
             retention: Retention {
                 max_len: Some(7),
@@ -295,7 +297,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn deleting_a_missing_topic_returns_false(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn deleting_a_missing_topic_returns_false(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         assert!(!fixture.queue.topics().delete(&fixture.topic).await?);
         assert!(!fixture.queue.topics().list().await?.contains(&fixture.topic));
         Ok(())
@@ -386,9 +390,15 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn statistics_of_a_missing_topic_are_an_error(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn statistics_of_a_missing_topic_are_an_error(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         assert_no_topic(fixture.queue.inspect().topic(&fixture.topic).await);
-        assert_eq!(fixture.backend().stats(&fixture.stream(0).await?).await?, None, "nor was it created");
+        assert_eq!(
+            fixture.backend().stats(&fixture.stream(0).await?).await?,
+            None,
+            "nor was it created"
+        );
         Ok(())
     }
 }

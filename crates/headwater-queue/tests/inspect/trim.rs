@@ -75,7 +75,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_forced_trim_removes_messages_a_group_needs(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn a_forced_trim_removes_messages_a_group_needs(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         fixture.create(1).await?;
         fixture.send_many(1, 5).await?;
         fixture.deliver(0, "ann", 2).await?;
@@ -85,7 +87,9 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn invalid_trims_are_rejected_without_effect(fixture: QueueFixture) -> Result<()> {
+    pub(super) async fn invalid_trims_are_rejected_without_effect(
+        fixture: QueueFixture,
+    ) -> Result<()> {
         assert_no_topic(fixture.queue.trim(&fixture.topic, &keep(1)).await);
         fixture.create(2).await?;
         fixture.send_many(2, 4).await?;

@@ -1,4 +1,4 @@
-//! The seed's sequence "Rebalance with Leases", step by step, with two real processes.
+//! The sequence "Rebalance with Leases", step by step, with two real processes.
 
 use std::time::Duration;
 

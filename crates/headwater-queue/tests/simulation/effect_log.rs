@@ -1,7 +1,7 @@
 //! The effect log of consumers: it records the highest epoch of each partition and rejects lower ones.
 //!
-//! One file with one lock. A killed process releases the lock; a paused one blocks the others until it resumes, which only
-//! costs time.
+//! One file with one lock. A killed process releases the lock; a paused one blocks the others until it resumes, which
+//! only costs time.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};

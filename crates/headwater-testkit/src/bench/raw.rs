@@ -1,13 +1,13 @@
-//! The raw loop to compare with: RESP over one blocking socket, with as little work as possible.
+//! The baseline: RESP over one blocking socket with minimal overhead.
 //!
-//! Commands are put together before the clock runs.
+//! Commands are encoded before the measurement starts.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
 use anyhow::{Context, Result, bail};
 
-/// A connection that does one thing after the other.
+/// A sequential connection.
 #[derive(Debug)]
 pub struct Raw {
     write: TcpStream,
@@ -15,7 +15,7 @@ pub struct Raw {
     line: Vec<u8>,
 }
 
-/// What an XREADGROUP gave: keys, and the ids read from each.
+/// The result of an XREADGROUP: keys, and the ids read from each.
 pub type RawBatches = Vec<(String, Vec<String>)>;
 
 impl Raw {

@@ -1,4 +1,4 @@
-//! What goes wrong next: lasting faults, and faults that happen once.
+//! Fault injection: permanent faults and one-shot faults.
 
 use std::time::Duration;
 
@@ -7,14 +7,14 @@ use crate::random::TestRandom;
 const FLAKY_DELAY_MS: std::ops::Range<u64> = 0..6;
 const FLAKY_CHUNKS: std::ops::Range<u64> = 50..201;
 
-/// ProxyFaults that last until the proxy is healed.
+/// Faults that last until the proxy is healed.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct ProxyFaults {
     pub(super) stalled: bool,
     pub(super) delay: Duration,
 }
 
-/// ProxyFaults that happen once, to whichever connection comes first.
+/// Faults that happen once, on the first connection they apply to.
 #[derive(Debug, Default)]
 pub(super) struct OneShots {
     pub(super) drop_after: Option<usize>,
@@ -27,14 +27,14 @@ pub(super) struct OneShots {
     flaky: Option<Flaky>,
 }
 
-/// A source of faults at random.
+/// A source of random faults.
 #[derive(Debug)]
 struct Flaky {
     random: TestRandom,
     chunks_left: u64,
 }
 
-/// Holds back some of the requests that contain a pattern.
+/// Delays some of the requests that contain a pattern.
 #[derive(Debug)]
 pub(super) struct HoldRule {
     pattern: Vec<u8>,
@@ -48,7 +48,7 @@ impl HoldRule {
         HoldRule { pattern: pattern.as_bytes().to_vec(), one_in: one_in.max(1), pause, seen: 0 }
     }
 
-    /// How long to hold this request back; `None` for most.
+    /// The delay of this request; `None` if it is not delayed.
     fn pause(&mut self, request: &[u8]) -> Option<Duration> {
         let matches = request.windows(self.pattern.len()).any(|part| part == self.pattern);
         self.seen += u64::from(matches);
@@ -73,18 +73,18 @@ impl OneShots {
         OneShots { flaky: Some(Flaky { random, chunks_left }), ..OneShots::default() }
     }
 
-    /// Nothing goes wrong any more.
+    /// Removes all faults.
     pub(super) fn clear(&mut self) {
         *self = OneShots { fired: self.fired, held: self.held, ..OneShots::default() };
     }
 
-    /// How long to hold the next chunk back, at random.
+    /// A random delay for the next chunk.
     pub(super) fn delay(&mut self) -> Duration {
         let flaky = self.flaky.as_mut();
         Duration::from_millis(flaky.map_or(0, |flaky| flaky.random.between(FLAKY_DELAY_MS)))
     }
 
-    /// How long to hold this request back, at random and because of its text.
+    /// The delay of this request: random, plus that of a matching hold rule.
     pub(super) fn request_delay(&mut self, request: &[u8]) -> Duration {
         let pause = self.hold.as_mut().and_then(|hold| hold.pause(request));
         self.held += u64::from(pause.is_some());
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn of_the_requests_with_a_pattern_every_nth_is_held_back() {
+    fn every_nth_request_that_matches_a_pattern_is_delayed() {
         let pause = Duration::from_secs(1);
         let hold = Some(HoldRule::new("BEGIN", 2, pause));
         let mut one_shots = OneShots { hold, ..OneShots::default() };

@@ -1,4 +1,4 @@
-//! One connection through the proxy: two pumps, and the gate each chunk passes.
+//! One proxied connection: forwards both directions and applies faults.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ use crate::wait::lock;
 
 const CHUNK_BYTES_MAX: usize = 16 * 1024;
 
-/// Forwards both ways until one side closes, a fault says so, or the task is aborted.
+/// Forwards both directions until one side closes, a fault occurs, or the task is aborted.
 pub(super) async fn run(client: TcpStream, shared: Arc<ProxyState>) {
     let _open = OpenConnection::count(&shared);
     wait_until_forwarding(&shared, Duration::ZERO).await;
@@ -25,7 +25,7 @@ pub(super) async fn run(client: TcpStream, shared: Arc<ProxyState>) {
     let (from_client, to_client) = client.into_split();
     let (from_server, to_server) = server.into_split();
     let should_drop_reply = AtomicBool::new(false);
-    // The loser is dropped with its sockets: a connection closes both ways at once.
+    // The other future is dropped with its sockets: both directions close together.
     tokio::select! {
         _ = pump_requests(from_client, to_server, &shared, &should_drop_reply) => {}
         _ = pump_replies(from_server, to_client, &shared, &should_drop_reply) => {}
@@ -65,7 +65,7 @@ async fn pump_replies(
     let mut chunk = vec![0; CHUNK_BYTES_MAX];
     loop {
         let length = from.read(&mut chunk).await?;
-        // The server has answered, so the request took effect; the client will not know.
+        // The server has answered, so the request took effect, but the client gets no reply.
         if length == 0 || should_drop_reply.load(Ordering::SeqCst) {
             return Ok(());
         }
@@ -75,7 +75,7 @@ async fn pump_replies(
     }
 }
 
-/// Holds a chunk back: for the delay, and for as long as the proxy is stalled.
+/// Waits for the delay, and while the proxy is stalled.
 async fn wait_until_forwarding(shared: &ProxyState, random_delay: Duration) {
     let mut faults = shared.faults.subscribe();
     let delay = faults.borrow().delay + random_delay;
@@ -85,7 +85,7 @@ async fn wait_until_forwarding(shared: &ProxyState, random_delay: Duration) {
     let _ = faults.wait_for(|faults| !faults.stalled).await;
 }
 
-/// Counts a connection for as long as it is open.
+/// Counts a connection while it is open.
 struct OpenConnection<'a>(&'a ProxyState);
 
 impl<'a> OpenConnection<'a> {
