@@ -12,7 +12,7 @@ use headwater_stream::{Direction, EntryId};
 
 use crate::error::Result;
 use crate::limits::PAGE_BYTES_MAX;
-use crate::pagination::{EntryPosition, previous};
+use crate::pagination::{ListPosition, previous};
 use crate::topic::Partition;
 
 /// Partitions fetched concurrently.
@@ -45,7 +45,7 @@ impl IdRange {
     /// The rest of the range in one partition after a position in the merged order.
     fn after_position(
         self,
-        after: Option<EntryPosition>,
+        after: Option<ListPosition>,
         partition: Partition,
         direction: Direction,
     ) -> Option<Self> {
@@ -71,7 +71,7 @@ pub(crate) struct PageMerge {
     pub(crate) range: IdRange,
     pub(crate) direction: Direction,
     /// Only entries after this position.
-    pub(crate) after: Option<EntryPosition>,
+    pub(crate) after: Option<ListPosition>,
     pub(crate) limit: usize,
     /// Maximum entries per fetch.
     pub(crate) fetch_max: usize,
@@ -79,7 +79,7 @@ pub(crate) struct PageMerge {
 
 /// A page, and whether more entries follow.
 pub(crate) struct MergedPage<T> {
-    pub(crate) items: Vec<(EntryPosition, T)>,
+    pub(crate) items: Vec<(ListPosition, T)>,
     pub(crate) has_more: bool,
 }
 
@@ -132,10 +132,10 @@ impl PageMerge {
 /// The entries that may be on the page so far.
 struct PageBuffer<T> {
     merge: PageMerge,
-    items: BTreeMap<EntryPosition, (T, usize)>,
+    items: BTreeMap<ListPosition, (T, usize)>,
     bytes: usize,
     /// The first position that did not fit; nothing from there on is on the page.
-    bound: Option<EntryPosition>,
+    bound: Option<ListPosition>,
 }
 
 impl<T> PageBuffer<T> {
@@ -143,14 +143,14 @@ impl<T> PageBuffer<T> {
         Self { merge, items: BTreeMap::new(), bytes: 0, bound: None }
     }
 
-    fn comes_before_bound(&self, position: EntryPosition) -> bool {
+    fn comes_before_bound(&self, position: ListPosition) -> bool {
         self.bound.is_none_or(|bound| match self.merge.direction {
             Direction::Forward => position < bound,
             Direction::Backward => position > bound,
         })
     }
 
-    fn offer(&mut self, position: EntryPosition, item: T, bytes: usize) {
+    fn offer(&mut self, position: ListPosition, item: T, bytes: usize) {
         if !self.comes_before_bound(position) {
             return;
         }

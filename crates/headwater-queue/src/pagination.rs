@@ -22,7 +22,7 @@ pub struct Page<T> {
 }
 
 /// Position of an entry in a listing over all partitions: ordered by id, then by partition.
-pub(crate) type EntryPosition = (EntryId, Partition);
+pub(crate) type ListPosition = (EntryId, Partition);
 
 /// Identifies the listing a cursor belongs to: a hash of the query without its limit.
 pub(crate) struct CursorScope(u64);
@@ -40,11 +40,11 @@ impl CursorScope {
         Self(hash)
     }
 
-    pub(crate) fn cursor(&self, (id, partition): EntryPosition) -> String {
+    pub(crate) fn cursor(&self, (id, partition): ListPosition) -> String {
         format!("{:016x}.{partition}.{id}", self.0)
     }
 
-    pub(crate) fn position(&self, cursor: Option<&str>) -> Result<Option<EntryPosition>> {
+    pub(crate) fn position(&self, cursor: Option<&str>) -> Result<Option<ListPosition>> {
         let Some(cursor) = cursor else { return Ok(None) };
         let read = |text: &str| {
             let mut parts = text.split('.');

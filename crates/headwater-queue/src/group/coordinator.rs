@@ -20,7 +20,7 @@ use tokio::time::sleep;
 use tracing::{debug, warn};
 
 use super::rebalance_listener::JoinRequest;
-use super::session::{GroupCommand, GroupContext, GroupSession};
+use super::session::{GroupContext, GroupSession, MembershipCommand};
 use crate::config::QueueConfig;
 use crate::error::{QueueError, Result};
 use crate::keys;
@@ -45,7 +45,7 @@ pub(crate) struct Coordinator {
 #[derive(Default)]
 struct CoordinatorState {
     lease_events: Weak<LeaseEvents>,
-    sessions: HashMap<SessionKey, mpsc::UnboundedSender<GroupCommand>>,
+    sessions: HashMap<SessionKey, mpsc::UnboundedSender<MembershipCommand>>,
     /// For tests that simulate the death of the process.
     #[cfg(test)]
     tasks: Vec<tokio::task::AbortHandle>,
@@ -59,7 +59,7 @@ pub(crate) struct MembershipHandle {
     topic: TopicName,
     serial: u64,
     /// Unbounded: a subscription sends at most two commands.
-    commands: mpsc::UnboundedSender<GroupCommand>,
+    commands: mpsc::UnboundedSender<MembershipCommand>,
     left: bool,
 }
 
@@ -90,7 +90,9 @@ impl Coordinator {
                 commands: commands.clone(),
                 left: false,
             };
-            if commands.send(GroupCommand::Join { serial, request: request.clone(), reply }).is_ok()
+            if commands
+                .send(MembershipCommand::Join { serial, request: request.clone(), reply })
+                .is_ok()
                 && let Ok(result) = result.await
             {
                 return result.map(|()| membership);
@@ -101,7 +103,7 @@ impl Coordinator {
     }
 
     /// The session of a group; starts one if needed.
-    fn session(&self, key: &SessionKey) -> mpsc::UnboundedSender<GroupCommand> {
+    fn session(&self, key: &SessionKey) -> mpsc::UnboundedSender<MembershipCommand> {
         let mut state = self.lock();
         if let Some(commands) = state.sessions.get(key).filter(|open| !open.is_closed()) {
             return commands.clone();
@@ -203,7 +205,7 @@ impl MembershipHandle {
 
     fn send_leave(&self, done: Option<oneshot::Sender<()>>) {
         let (topic, serial) = (self.topic.clone(), self.serial);
-        let _ = self.commands.send(GroupCommand::Leave { topic, serial, done });
+        let _ = self.commands.send(MembershipCommand::Leave { topic, serial, done });
     }
 }
 

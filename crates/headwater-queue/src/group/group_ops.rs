@@ -17,7 +17,7 @@ use tracing::{debug, info, warn};
 
 use super::identity;
 use super::members::{GroupSnapshot, MemberEntry, MemberStatus};
-use super::subscription_state::MemberIdentity;
+use super::subscription_state::GroupMemberIdentity;
 use crate::config::Mode;
 use crate::error::Result;
 use crate::keys;
@@ -46,7 +46,7 @@ pub(super) enum JoinResult {
 pub(super) async fn acquire_membership(
     backend: Arc<dyn Backend>,
     group: &GroupName,
-    me: &MemberIdentity,
+    me: &GroupMemberIdentity,
     config: KeeperConfig,
 ) -> Result<JoinResult> {
     let lease = keys::member(group, &me.member);

@@ -24,9 +24,9 @@ use tracing::{info, warn};
 use super::group_ops::{self, KnownConsumers};
 use super::members::{GroupSnapshot, MemberEntry};
 use super::rebalance_listener::{FencedSignal, GroupMembership};
-use super::session::{GroupCommand, GroupContext, GroupSession, LeaseEventTarget};
+use super::session::{GroupContext, GroupSession, LeaseEventTarget, MembershipCommand};
 use super::subscription_state::{
-    GroupSubscription, JoinReply, MemberIdentity, SubscriptionId, SubscriptionState,
+    GroupMemberIdentity, GroupSubscription, GroupSubscriptionId, JoinReply, SubscriptionState,
 };
 use crate::error::{QueueError, Result};
 use crate::keys;
@@ -47,21 +47,21 @@ pub(super) enum MembershipEvent {
     Renewed(Result<Vec<LostLease>, StreamError>),
     Polled(Result<GroupSnapshot>),
     Registered {
-        ids: Vec<SubscriptionId>,
+        ids: Vec<GroupSubscriptionId>,
         refused: Result<Vec<Option<MemberEntry>>>,
     },
     Acquired {
-        id: SubscriptionId,
+        id: GroupSubscriptionId,
         partition: Partition,
         held: Result<Option<HeldLease>>,
     },
     Revoked {
-        id: SubscriptionId,
+        id: GroupSubscriptionId,
         partition: Partition,
         released: bool,
     },
     TopicRead {
-        id: SubscriptionId,
+        id: GroupSubscriptionId,
         topic: Result<Topic>,
     },
     CleanedUp {
@@ -69,7 +69,7 @@ pub(super) enum MembershipEvent {
         is_done: bool,
     },
     Left {
-        id: SubscriptionId,
+        id: GroupSubscriptionId,
     },
     /// A best-effort cleanup ran; the next poll repeats it if it failed.
     Maintained,
@@ -84,7 +84,7 @@ const RETRY_MAX: Duration = Duration::from_secs(5);
 /// The state of one membership in a group.
 pub(super) struct MembershipLoop {
     context: Arc<GroupContext>,
-    me: MemberIdentity,
+    me: GroupMemberIdentity,
     consumer: ConsumerName,
     keeper: Arc<LeaseKeeper>,
     /// The liveness lease. All leases are renewed together, so while this one is trusted the others are.
@@ -121,7 +121,7 @@ pub(super) struct MembershipLoop {
 impl MembershipLoop {
     pub(super) fn new(
         context: Arc<GroupContext>,
-        me: MemberIdentity,
+        me: GroupMemberIdentity,
         keeper: LeaseKeeper,
         lease: HeldLease,
     ) -> Self {
@@ -230,13 +230,13 @@ impl MembershipLoop {
         }
     }
 
-    fn handle_command(&mut self, session: &mut GroupSession, command: GroupCommand) {
+    fn handle_command(&mut self, session: &mut GroupSession, command: MembershipCommand) {
         match command {
-            GroupCommand::Join { serial, request, reply } => {
+            MembershipCommand::Join { serial, request, reply } => {
                 session.add(serial, request, reply);
                 self.register_at = Instant::now();
             }
-            GroupCommand::Leave { topic, serial, done } => {
+            MembershipCommand::Leave { topic, serial, done } => {
                 session.cancel_queued_join(serial);
                 let id = (topic, serial);
                 match find(session, &id) {
@@ -348,7 +348,7 @@ impl MembershipLoop {
     fn handle_registered(
         &mut self,
         session: &mut GroupSession,
-        ids: Vec<SubscriptionId>,
+        ids: Vec<GroupSubscriptionId>,
         refused: Result<Vec<Option<MemberEntry>>>,
     ) {
         self.registering = false;
@@ -397,7 +397,7 @@ impl MembershipLoop {
     fn become_member(
         &mut self,
         session: &mut GroupSession,
-        id: &SubscriptionId,
+        id: &GroupSubscriptionId,
         reply: Option<JoinReply>,
     ) {
         let Some(subscription) = find(session, id) else { return };
@@ -446,7 +446,7 @@ impl MembershipLoop {
 /// The subscription with this id, if it still exists.
 fn find<'s>(
     session: &'s mut GroupSession,
-    id: &SubscriptionId,
+    id: &GroupSubscriptionId,
 ) -> Option<&'s mut GroupSubscription> {
     session.subscriptions.get_mut(&id.0).filter(|subscription| subscription.serial == id.1)
 }

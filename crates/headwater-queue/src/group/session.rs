@@ -19,14 +19,14 @@ use super::group_ops::{self, JoinResult};
 use super::identity;
 use super::membership::{MembershipEnd, MembershipLoop};
 use super::rebalance_listener::JoinRequest;
-use super::subscription_state::{GroupSubscription, JoinReply, MemberIdentity};
+use super::subscription_state::{GroupMemberIdentity, GroupSubscription, JoinReply};
 use crate::config::QueueConfig;
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::topic::TopicName;
 
 /// A command from a subscription to its session.
-pub(super) enum GroupCommand {
+pub(super) enum MembershipCommand {
     /// Join the group. The reply is sent when the subscription is registered.
     Join { serial: u64, request: JoinRequest, reply: JoinReply },
     /// Revoke all partitions and leave. `done` is sent when other members can take over.
@@ -45,7 +45,7 @@ pub(super) struct GroupContext {
 /// This process in one group.
 pub(super) struct GroupSession {
     pub(super) context: Arc<GroupContext>,
-    pub(super) commands: mpsc::UnboundedReceiver<GroupCommand>,
+    pub(super) commands: mpsc::UnboundedReceiver<MembershipCommand>,
     pub(super) hints: broadcast::Receiver<LeaseHint>,
     /// Keeps the lease watch alive.
     pub(super) _lease_events: Arc<dyn Any + Send + Sync>,
@@ -111,7 +111,7 @@ impl GroupSession {
             }
             let holder = identity::session_holder(&self.context.config);
             let member = self.context.member.clone().unwrap_or_else(|| holder.to_string());
-            let me = MemberIdentity { member, holder };
+            let me = GroupMemberIdentity { member, holder };
             let retry_at = match self.try_acquire_membership(&me).await {
                 Ok(JoinResult::Joined(keeper, lease)) => {
                     return Some(MembershipLoop::new(
@@ -144,7 +144,7 @@ impl GroupSession {
     }
 
     /// Makes one attempt to acquire the liveness lease, and handles commands meanwhile.
-    async fn try_acquire_membership(&mut self, me: &MemberIdentity) -> Result<JoinResult> {
+    async fn try_acquire_membership(&mut self, me: &GroupMemberIdentity) -> Result<JoinResult> {
         let context = Arc::clone(&self.context);
         let acquiring = group_ops::acquire_membership(
             Arc::clone(&context.backend),
@@ -182,10 +182,10 @@ impl GroupSession {
         }
     }
 
-    fn handle_command_while_joining(&mut self, command: GroupCommand) {
+    fn handle_command_while_joining(&mut self, command: MembershipCommand) {
         match command {
-            GroupCommand::Join { serial, request, reply } => self.add(serial, request, reply),
-            GroupCommand::Leave { topic, serial, done } => {
+            MembershipCommand::Join { serial, request, reply } => self.add(serial, request, reply),
+            MembershipCommand::Leave { topic, serial, done } => {
                 self.cancel_queued_join(serial);
                 let is_same = |subscription: &GroupSubscription| subscription.serial == serial;
                 if self.subscriptions.get(&topic).is_some_and(is_same) {

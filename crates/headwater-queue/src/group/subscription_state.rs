@@ -22,7 +22,7 @@ use crate::topic::{Partition, Topic, TopicName};
 
 /// Identifies a subscription in events by topic and serial number. It may be gone, or replaced by another one on the
 /// same topic, when the event is handled.
-pub(super) type SubscriptionId = (TopicName, u64);
+pub(super) type GroupSubscriptionId = (TopicName, u64);
 
 /// Sends the result of a join to the caller.
 pub(super) type JoinReply = oneshot::Sender<Result<()>>;
@@ -92,7 +92,7 @@ pub(super) enum PartitionState {
 
 /// The names of this process in a group.
 #[derive(Clone, Debug)]
-pub(super) struct MemberIdentity {
+pub(super) struct GroupMemberIdentity {
     /// The static member id, or the holder name.
     pub(super) member: String,
     /// The name that holds the leases; unique per session.
@@ -152,24 +152,24 @@ impl GroupSubscription {
         self.held.get(&number).is_some_and(is_current)
     }
 
-    pub(super) fn id(&self) -> SubscriptionId {
+    pub(super) fn id(&self) -> GroupSubscriptionId {
         (self.topic.name.clone(), self.serial)
     }
 
     /// The member-list entry of this subscription.
-    pub(super) fn entry(&self, me: &MemberIdentity) -> MemberEntry {
+    pub(super) fn entry(&self, me: &GroupMemberIdentity) -> MemberEntry {
         self.entry_as(me, MemberStatus::Active(me.holder.clone()))
     }
 
     /// The entry that reserves the drained partitions for a static member.
-    pub(super) fn reservation_entry(&self, me: &MemberIdentity) -> MemberEntry {
+    pub(super) fn reservation_entry(&self, me: &GroupMemberIdentity) -> MemberEntry {
         let idle = |(number, part): (&Partition, &HeldPartition)| {
             (part.state == PartitionState::Drained).then_some(*number)
         };
         self.entry_as(me, MemberStatus::Reserved(self.held.iter().filter_map(idle).collect()))
     }
 
-    fn entry_as(&self, me: &MemberIdentity, status: MemberStatus) -> MemberEntry {
+    fn entry_as(&self, me: &GroupMemberIdentity, status: MemberStatus) -> MemberEntry {
         let (mode, topic) = (self.request.mode, self.topic.name.clone());
         MemberEntry { member: me.member.clone(), status, mode, topic }
     }
@@ -187,7 +187,7 @@ impl GroupSubscription {
     pub(super) fn plan(
         &self,
         snapshot: &GroupSnapshot,
-        me: &MemberIdentity,
+        me: &GroupMemberIdentity,
     ) -> Option<RebalanceActions> {
         let leases: Vec<_> =
             self.leases.iter().map(|lease| snapshot.leases.get(lease)).collect::<Option<_>>()?;

@@ -11,7 +11,7 @@ fn page(
     merge: PageMerge,
     partitions: &[Vec<EntryId>],
     entry_bytes: usize,
-) -> (Vec<EntryPosition>, bool, usize) {
+) -> (Vec<ListPosition>, bool, usize) {
     let fetched = Cell::new(0);
     let fetch = |partition: Partition, range: IdRange, count: usize| {
         let ids = &partitions[usize::from(partition)];
@@ -33,8 +33,8 @@ fn page(
     )
 }
 
-fn sorted(partitions: &[Vec<EntryId>], range: IdRange, direction: Direction) -> Vec<EntryPosition> {
-    let mut places: Vec<EntryPosition> = (0..)
+fn sorted(partitions: &[Vec<EntryId>], range: IdRange, direction: Direction) -> Vec<ListPosition> {
+    let mut places: Vec<ListPosition> = (0..)
         .zip(partitions)
         .flat_map(|(partition, ids)| ids.iter().map(move |id| (*id, partition)))
         .filter(|(id, _)| (range.from..=range.to).contains(id))

@@ -194,7 +194,7 @@ pub(crate) fn text<'a>(entry: &'a Entry, field: &str) -> Option<&'a str> {
     entry.fields.get(field).map(|value| std::str::from_utf8(value).expect("text"))
 }
 
-/// Asserts that the caller was interrupted_parts that an argument is wrong, and which.
+/// Asserts an invalid-argument error for this argument.
 #[track_caller]
 pub(crate) fn assert_invalid<T: std::fmt::Debug>(
     answer: headwater_queue::Result<T>,

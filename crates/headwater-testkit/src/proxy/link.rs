@@ -16,7 +16,7 @@ const CHUNK_BYTES_MAX: usize = 16 * 1024;
 
 /// Forwards both directions until one side closes, a fault occurs, or the task is aborted.
 pub(super) async fn run(client: TcpStream, shared: Arc<ProxyState>) {
-    let _open = OpenConnection::count(&shared);
+    let _open = ProxiedConnection::count(&shared);
     wait_until_forwarding(&shared, Duration::ZERO).await;
     let Ok(server) = TcpStream::connect(shared.target).await else { return };
     let _ = client.set_nodelay(true);
@@ -86,16 +86,16 @@ async fn wait_until_forwarding(shared: &ProxyState, random_delay: Duration) {
 }
 
 /// Counts a connection while it is open.
-struct OpenConnection<'a>(&'a ProxyState);
+struct ProxiedConnection<'a>(&'a ProxyState);
 
-impl<'a> OpenConnection<'a> {
-    fn count(shared: &'a ProxyState) -> OpenConnection<'a> {
+impl<'a> ProxiedConnection<'a> {
+    fn count(shared: &'a ProxyState) -> ProxiedConnection<'a> {
         shared.open.fetch_add(1, Ordering::SeqCst);
-        OpenConnection(shared)
+        ProxiedConnection(shared)
     }
 }
 
-impl Drop for OpenConnection<'_> {
+impl Drop for ProxiedConnection<'_> {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::SeqCst);
     }

@@ -12,7 +12,7 @@ use crate::config::Mode;
 use crate::group::group_ops::{self, LeaveRequest};
 use crate::group::session::GroupSession;
 use crate::group::subscription_state::{
-    GroupSubscription, PartitionState, SubscriptionId, SubscriptionState,
+    GroupSubscription, GroupSubscriptionId, PartitionState, SubscriptionState,
 };
 use crate::keys;
 use crate::topic::{Partition, TopicName};
@@ -22,7 +22,7 @@ impl MembershipLoop {
     pub(super) fn revoke(
         &mut self,
         session: &mut GroupSession,
-        id: &SubscriptionId,
+        id: &GroupSubscriptionId,
         partition: Partition,
     ) {
         let is_static = self.context.member.is_some();
@@ -51,7 +51,7 @@ impl MembershipLoop {
     pub(super) fn release(
         &mut self,
         session: &mut GroupSession,
-        id: &SubscriptionId,
+        id: &GroupSubscriptionId,
         partition: Partition,
     ) {
         let Some(subscription) = find(session, id) else { return };
@@ -67,7 +67,7 @@ impl MembershipLoop {
     pub(super) fn handle_revoked(
         &mut self,
         session: &mut GroupSession,
-        id: &SubscriptionId,
+        id: &GroupSubscriptionId,
         partition: Partition,
         released: bool,
     ) {
@@ -86,7 +86,7 @@ impl MembershipLoop {
     }
 
     /// Starts leaving: revokes all partitions of a subscription.
-    pub(super) fn begin_leave(&mut self, session: &mut GroupSession, id: &SubscriptionId) {
+    pub(super) fn begin_leave(&mut self, session: &mut GroupSession, id: &GroupSubscriptionId) {
         let Some(subscription) = find(session, id) else { return };
         match subscription.state {
             SubscriptionState::Unregistered => self.remove_subscription(session, id),
@@ -105,7 +105,7 @@ impl MembershipLoop {
     pub(super) fn finish_leave_if_drained(
         &mut self,
         session: &mut GroupSession,
-        id: &SubscriptionId,
+        id: &GroupSubscriptionId,
     ) {
         let Some(subscription) = find(session, id) else { return };
         let is_drained =
@@ -134,13 +134,17 @@ impl MembershipLoop {
         });
     }
 
-    pub(super) fn handle_left(&mut self, session: &mut GroupSession, id: &SubscriptionId) {
+    pub(super) fn handle_left(&mut self, session: &mut GroupSession, id: &GroupSubscriptionId) {
         info!(topic = %id.0, group = %self.context.group, consumer = %self.consumer, "left the topic");
         self.remove_subscription(session, id);
     }
 
     /// Removes a subscription and notifies its leave waiters.
-    pub(super) fn remove_subscription(&mut self, session: &mut GroupSession, id: &SubscriptionId) {
+    pub(super) fn remove_subscription(
+        &mut self,
+        session: &mut GroupSession,
+        id: &GroupSubscriptionId,
+    ) {
         if find(session, id).is_none() {
             return;
         }

@@ -16,7 +16,7 @@ use crate::group::members::{GroupSnapshot, MemberEntry, MemberStatus};
 use crate::group::rebalance_listener::AssignedPartition;
 use crate::group::session::{EXPIRY_MARGIN, GroupSession};
 use crate::group::subscription_state::{
-    GroupSubscription, HeldPartition, PartitionState, RebalanceActions, SubscriptionId,
+    GroupSubscription, GroupSubscriptionId, HeldPartition, PartitionState, RebalanceActions,
     SubscriptionState,
 };
 use crate::keys;
@@ -79,7 +79,7 @@ impl MembershipLoop {
         self.track_liveness(snapshot.consumers());
         self.clean_up_dead_members(session, &snapshot);
         let mut next_expiry = snapshot.next_expiry(&self.me.member);
-        let seen: Vec<SubscriptionId> = session
+        let seen: Vec<GroupSubscriptionId> = session
             .subscriptions
             .values()
             .filter(|subscription| {
@@ -116,7 +116,7 @@ impl MembershipLoop {
     fn reconcile(
         &mut self,
         session: &mut GroupSession,
-        id: &SubscriptionId,
+        id: &GroupSubscriptionId,
         snapshot: &GroupSnapshot,
     ) -> Option<Duration> {
         let subscription = find(session, id)?;
@@ -247,7 +247,12 @@ impl MembershipLoop {
         });
     }
 
-    fn acquire(&mut self, session: &mut GroupSession, id: &SubscriptionId, partition: Partition) {
+    fn acquire(
+        &mut self,
+        session: &mut GroupSession,
+        id: &GroupSubscriptionId,
+        partition: Partition,
+    ) {
         let Some(subscription) = find(session, id) else { return };
         let Some(lease) = subscription.leases.get(usize::from(partition)).cloned() else { return };
         let topic = Arc::clone(&subscription.topic);
@@ -273,7 +278,7 @@ impl MembershipLoop {
     pub(super) fn handle_acquired(
         &mut self,
         session: &mut GroupSession,
-        id: &SubscriptionId,
+        id: &GroupSubscriptionId,
         partition: Partition,
         held: Result<Option<HeldLease>>,
     ) {
@@ -348,7 +353,7 @@ impl MembershipLoop {
     pub(super) fn handle_topic_read(
         &mut self,
         session: &mut GroupSession,
-        id: &SubscriptionId,
+        id: &GroupSubscriptionId,
         topic: Result<Topic>,
     ) {
         let Some(subscription) = find(session, id) else { return };
