@@ -1,4 +1,4 @@
-//! Tells the linker where the DuckDB library will be found when a program of this package runs.
+//! Sets the run path of the DuckDB library for programs of this package.
 
 fn main() {
     println!("cargo:rerun-if-env-changed=DUCKDB_LIB_DIR");

@@ -1,12 +1,12 @@
-//! `cargo xtask bench`: the speed of streams and queue, embedded and on a Redis of their own, what heartbeats and waiting
-//! cost, the speed of issues on SQLite and on a Postgres of their own, and that of analytics.
+//! `cargo xtask bench`: benchmarks of streams and queue (embedded and Redis), of heartbeats and waiting, of issues
+//! (SQLite and Postgres), and of analytics.
 
 use crate::cargo::{self, cargo};
 use crate::duckdb;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 use crate::setup;
 
-/// What is measured, from the bottom up.
+/// Benchmarks per package, in dependency order.
 const BENCHES: [(&str, &[&str]); 5] = [
     ("headwater-stream", &["streams", "waiting"]),
     ("headwater-assignment", &["heartbeat"]),
@@ -17,7 +17,7 @@ const BENCHES: [(&str, &[&str]); 5] = [
 
 const ANALYTICS: &str = "headwater-analytics";
 
-pub(crate) fn run(arguments: &[String]) -> Result<(), Failure> {
+pub(crate) fn run(arguments: &[String]) -> Result<(), ExitError> {
     setup::system(&[setup::C_COMPILER, setup::REDIS, setup::POSTGRES])?;
     duckdb::provide();
     for (package, names) in BENCHES {

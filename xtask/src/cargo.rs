@@ -1,7 +1,7 @@
-//! The inner cargo: where it runs, where it builds, and how its end becomes ours.
+//! Runs cargo: working directory, target directory and exit status.
 //!
-//! Promises: every inner command builds into the same cache with the same environment, so none
-//! undoes the work of another.
+//! Promises: every command builds into the same cache with the same environment, so none invalidates the builds of
+//! another.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -10,34 +10,33 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
 use crate::duckdb;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
 /// The root of the checkout.
-pub(crate) fn workspace_root() -> Result<PathBuf, Failure> {
-    // Asked at run time: a path compiled in would be wrong where two checkouts share a target
-    // directory.
+pub(crate) fn workspace_root() -> Result<PathBuf, ExitError> {
+    // Determined at run time, because two checkouts may share a target directory.
     env::var_os("CARGO_MANIFEST_DIR")
         .and_then(|folder| Path::new(&folder).parent().map(Path::to_owned))
-        .ok_or_else(|| Failure::new("start this program as `cargo xtask`"))
+        .ok_or_else(|| ExitError::new("run this program as `cargo xtask`"))
 }
 
-/// A cargo command at the root of the checkout that builds into the shared cache.
+/// A cargo command in the root of the checkout that builds into the shared cache.
 pub(crate) fn cargo<A: AsRef<OsStr>>(
     arguments: impl IntoIterator<Item = A>,
-) -> Result<Command, Failure> {
+) -> Result<Command, ExitError> {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(arguments).current_dir(workspace_root()?);
     if let Some(folder) = target_dir(|name| env::var_os(name)) {
-        // A relative path means relative to the caller, who may stand in a subfolder.
+        // A relative path is relative to the caller's directory.
         let folder = std::path::absolute(&folder)
-            .map_err(|error| Failure::new(format!("no usable target directory: {error}")))?;
+            .map_err(|error| ExitError::new(format!("no usable target directory: {error}")))?;
         command.env("CARGO_TARGET_DIR", folder);
     }
     if let Some(folder) = duckdb::folder() {
         command.env(duckdb::VARIABLE, folder);
     }
-    // `cargo run` describes xtask in these. Build scripts that watch them would run again each time
-    // cargo is called through xtask after it was called without, and the other way round.
+    // `cargo run` sets these for xtask. Build scripts that watch them would rerun whenever cargo is called
+    // alternately with and without xtask.
     for (name, _) in env::vars_os() {
         if describes_this_package(&name.to_string_lossy()) {
             command.env_remove(name);
@@ -46,8 +45,8 @@ pub(crate) fn cargo<A: AsRef<OsStr>>(
     Ok(command)
 }
 
-/// Runs `command` to its end; `step` names it in the sentence about a failure.
-pub(crate) fn run(step: &str, command: &mut Command) -> Result<(), Failure> {
+/// Runs `command`; `step` names it in error messages.
+pub(crate) fn run(step: &str, command: &mut Command) -> Result<(), ExitError> {
     let status = command.status().map_err(|error| cannot_start(step, command, &error))?;
     ended(step, status)
 }
@@ -57,27 +56,27 @@ pub(crate) fn succeeds(command: &mut Command) -> bool {
     command.output().is_ok_and(|output| output.status.success())
 }
 
-pub(crate) fn cannot_start(step: &str, command: &Command, error: &std::io::Error) -> Failure {
+pub(crate) fn cannot_start(step: &str, command: &Command, error: &std::io::Error) -> ExitError {
     let program = command.get_program().to_string_lossy();
-    Failure::new(format!("{step}: `{program}` could not be started: {error}"))
+    ExitError::new(format!("{step}: cannot start `{program}`: {error}"))
 }
 
-/// Turns the end of a step into ours.
-pub(crate) fn ended(step: &str, status: ExitStatus) -> Result<(), Failure> {
+/// Converts the exit status of a step.
+pub(crate) fn ended(step: &str, status: ExitStatus) -> Result<(), ExitError> {
     if status.success() {
         return Ok(());
     }
-    // As the shell does it: a step that died of a signal counts as 128 plus the signal.
+    // As in the shell: death by a signal is 128 plus the signal number.
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     let code = code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
-    Err(Failure::with_code(format!("the step `{step}` failed ({status})"), code))
+    Err(ExitError::with_code(format!("step `{step}` failed ({status})"), code))
 }
 
 fn describes_this_package(variable: &str) -> bool {
     variable.starts_with("CARGO_PKG_") || variable.starts_with("CARGO_MANIFEST_")
 }
 
-/// What is kept between runs, by all checkouts; `None` where there is no place for it.
+/// The cache shared by all checkouts; `None` if no directory is available.
 pub(crate) fn cache() -> Option<PathBuf> {
     cache_dir(&|name| env::var_os(name))
 }
@@ -91,7 +90,7 @@ fn cache_dir(variable: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     Some(cache.join("headwater"))
 }
 
-/// The target directory that all checkouts share, or `None` where there is no place for a cache.
+/// The target directory shared by all checkouts; `None` if no directory is available.
 fn target_dir(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     match variable("CARGO_TARGET_DIR").filter(|chosen| !chosen.is_empty()) {
         Some(chosen) => Some(chosen.into()),

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use crate::cargo;
 use crate::duckdb::{self, cargo_on_everything};
-use crate::failure::Failure;
+use crate::exit::ExitError;
 use crate::setup;
 
-/// Work per minute of the limit: the variable that the tests read. A test run by itself does less.
+/// Work per minute of the limit, by the variable that the tests read.
 const WORK: [(&str, u32); 7] = [
     ("HEADWATER_SEQUENCES", 2000),
     ("HEADWATER_KILLS", 200),
@@ -28,19 +28,19 @@ const FILTER: &str =
     "binary(/differential|crash|simulation|chaos|clock_steps|consume_exec|full_disk/)
      | test(/differential|crash/)";
 
-/// The exit code of a run that was stopped, as that of `timeout`.
+/// Exit code of a stopped run, as for `timeout`.
 const STOPPED: u8 = 124;
 
 const POLL_EVERY: Duration = Duration::from_millis(200);
-/// How long the test runner may take to end its tests before it is killed.
+/// Time for the test runner to stop its tests before it is killed.
 const GRACE: Duration = Duration::from_secs(30);
 
-pub(crate) fn run(minutes: u32) -> Result<(), Failure> {
+pub(crate) fn run(minutes: u32) -> Result<(), ExitError> {
     setup::system(&[setup::C_COMPILER, setup::REDIS, setup::POSTGRES])?;
     setup::nextest()?;
     duckdb::provide();
 
-    // Building first keeps the compiler out of the time limit. The build is that of `cargo xtask test`.
+    // Build first, so that compilation does not count towards the time limit.
     let nextest = ["nextest", "run", "--profile", "chaos"];
     for mut build in cargo_on_everything(&nextest)? {
         cargo::run("build", build.arg("--no-run"))?;
@@ -59,9 +59,9 @@ pub(crate) fn run(minutes: u32) -> Result<(), Failure> {
         match wait(child, end.saturating_duration_since(Instant::now()))? {
             Some(status) => cargo::ended("chaos", status)?,
             None => {
-                return Err(Failure::with_code(
+                return Err(ExitError::with_code(
                     format!(
-                        "the run was stopped at its limit of {minutes} min, before it was done"
+                        "the run was stopped at its limit of {minutes} min before it completed"
                     ),
                     STOPPED,
                 ));
@@ -71,17 +71,17 @@ pub(crate) fn run(minutes: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// An amount that the caller chose stays as it is.
+/// The amount of work; a value set by the caller takes precedence.
 fn amount(chosen: Option<String>, per_minute: u32, minutes: u32) -> String {
     chosen.unwrap_or_else(|| (u64::from(per_minute) * u64::from(minutes)).to_string())
 }
 
-/// Waits for the end of `child`, or ends it after `limit` and returns `None`.
-fn wait(mut child: Child, limit: Duration) -> Result<Option<ExitStatus>, Failure> {
+/// Waits for `child`; after `limit` terminates it and returns `None`.
+fn wait(mut child: Child, limit: Duration) -> Result<Option<ExitStatus>, ExitError> {
     if let Some(status) = poll(&mut child, limit)? {
         return Ok(Some(status));
     }
-    // The shell has `kill` built in; a small machine need not have it as a program.
+    // `kill` is a shell builtin; the program may not be installed.
     let terminate = format!("kill -TERM {}", child.id());
     let _ = Command::new("sh").args(["-c", &terminate]).status();
     if poll(&mut child, GRACE)?.is_none() {
@@ -90,7 +90,7 @@ fn wait(mut child: Child, limit: Duration) -> Result<Option<ExitStatus>, Failure
     Ok(None)
 }
 
-fn poll(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>, Failure> {
+fn poll(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>, ExitError> {
     let started = Instant::now();
     loop {
         let status = child.try_wait().map_err(|error| lost(&error))?;
@@ -101,8 +101,8 @@ fn poll(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>, Failur
     }
 }
 
-fn lost(error: &std::io::Error) -> Failure {
-    Failure::new(format!("the test run could not be waited for: {error}"))
+fn lost(error: &std::io::Error) -> ExitError {
+    ExitError::new(format!("waiting for the test run failed: {error}"))
 }
 
 #[cfg(test)]
@@ -130,6 +130,6 @@ mod tests {
         let started = Instant::now();
         let status = wait(shell("exec sleep 60"), Duration::from_millis(1)).unwrap();
         assert_eq!(status, None);
-        assert!(started.elapsed() < GRACE, "the polite way was enough");
+        assert!(started.elapsed() < GRACE, "SIGTERM was enough");
     }
 }

@@ -1,19 +1,19 @@
-//! The command line: raw arguments in, one validated command out.
+//! The command line: parses arguments into a command.
 
-use crate::failure::{Failure, USAGE};
+use crate::exit::{ExitError, USAGE};
 
 pub(crate) const HELP: &str = "\
 Usage: cargo xtask <command>
 
-  test [-- ARGS]       install what is missing, then run every check and every test;
+  test [-- ARGS]       install missing tools, then run all checks and tests;
                        ARGS go to `cargo nextest run`
   demo [-- ARGS]       build and run the demo, which needs no server
-  bench [-- ARGS]      measure the streams; ARGS go to the benchmark
-  chaos [--minutes N]  the crash and differential tests with N times the work,
-                       stopped after N minutes (10 unless told)
+  bench [-- ARGS]      run the benchmarks; ARGS go to the benchmark
+  chaos [--minutes N]  run the crash and differential tests with N times the work,
+                       stopped after N minutes (default 10)
   tidy                 check what the compiler cannot: paths, file sizes, crate order
-  setup                only install what the tests need
-  help                 this list
+  setup                install the tools that the tests need
+  help                 print this list
 
 Builds share one cache between checkouts: $CARGO_TARGET_DIR if it is set, else
 headwater/target below $XDG_CACHE_HOME or ~/.cache.
@@ -22,9 +22,9 @@ headwater/target below $XDG_CACHE_HOME or ~/.cache.
 const CHAOS_MINUTES_DEFAULT: u32 = 10;
 const CHAOS_MINUTES_MAX: u32 = 24 * 60;
 
-/// What to do.
+/// A command of xtask.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Command {
+pub(crate) enum XtaskCommand {
     Help,
     Setup,
     Test { nextest_arguments: Vec<String> },
@@ -34,8 +34,8 @@ pub(crate) enum Command {
     Chaos { minutes: u32 },
 }
 
-impl Command {
-    pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, Failure> {
+impl XtaskCommand {
+    pub(crate) fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, ExitError> {
         let mut arguments = arguments.into_iter();
         let Some(name) = arguments.next() else { return Ok(Self::Help) };
         let rest: Vec<String> = arguments.collect();
@@ -51,7 +51,7 @@ impl Command {
             "demo" => Ok(Self::Demo { arguments: passed_on(rest)? }),
             "bench" => Ok(Self::Bench { arguments: passed_on(rest)? }),
             "chaos" => Ok(Self::Chaos { minutes: minutes(&rest)? }),
-            unknown => Err(usage(&format!("there is no command `{unknown}`"))),
+            unknown => Err(usage(&format!("unknown command `{unknown}`"))),
         }
     }
 }
@@ -60,34 +60,34 @@ fn is_help(argument: &str) -> bool {
     matches!(argument, "help" | "--help" | "-h")
 }
 
-fn usage(sentence: &str) -> Failure {
-    Failure::with_code(format!("{sentence}; `cargo xtask help` lists what there is"), USAGE)
+fn usage(message: &str) -> ExitError {
+    ExitError::with_code(format!("{message}; `cargo xtask help` lists the commands"), USAGE)
 }
 
-fn without_arguments(command: Command, rest: &[String]) -> Result<Command, Failure> {
+fn without_arguments(command: XtaskCommand, rest: &[String]) -> Result<XtaskCommand, ExitError> {
     match rest.first() {
         None => Ok(command),
         Some(first) => {
-            Err(usage(&format!("`{first}` was not expected, the command takes nothing")))
+            Err(usage(&format!("unexpected argument `{first}`: the command takes no arguments")))
         }
     }
 }
 
-/// The arguments after `--`, which belong to the inner program.
-fn passed_on(mut rest: Vec<String>) -> Result<Vec<String>, Failure> {
+/// The arguments after `--`, passed on to the program.
+fn passed_on(mut rest: Vec<String>) -> Result<Vec<String>, ExitError> {
     match rest.first().map(String::as_str) {
         None => Ok(rest),
         Some("--") => {
             rest.remove(0);
             Ok(rest)
         }
-        Some(first) => {
-            Err(usage(&format!("`{first}` was not expected, arguments to pass on come after `--`")))
-        }
+        Some(first) => Err(usage(&format!(
+            "unexpected argument `{first}`: arguments to pass on come after `--`"
+        ))),
     }
 }
 
-fn minutes(rest: &[String]) -> Result<u32, Failure> {
+fn minutes(rest: &[String]) -> Result<u32, ExitError> {
     let value = match rest {
         [] => return Ok(CHAOS_MINUTES_DEFAULT),
         [flag, value] if flag == "--minutes" => value,
@@ -95,7 +95,7 @@ fn minutes(rest: &[String]) -> Result<u32, Failure> {
     };
     match value.parse() {
         Ok(minutes) if (1..=CHAOS_MINUTES_MAX).contains(&minutes) => Ok(minutes),
-        _ => Err(usage(&format!("minutes go from 1 to {CHAOS_MINUTES_MAX}, not `{value}`"))),
+        _ => Err(usage(&format!("invalid minutes `{value}`; 1 to {CHAOS_MINUTES_MAX}"))),
     }
 }
 
@@ -103,14 +103,14 @@ fn minutes(rest: &[String]) -> Result<u32, Failure> {
 mod tests {
     use super::*;
 
-    fn parse(line: &str) -> Result<Command, Failure> {
-        Command::parse(line.split_whitespace().map(str::to_owned))
+    fn parse(line: &str) -> Result<XtaskCommand, ExitError> {
+        XtaskCommand::parse(line.split_whitespace().map(str::to_owned))
     }
 
     #[test]
     fn nothing_and_every_spelling_of_help_show_the_list() {
         for line in ["", "help", "--help", "-h", "test --help"] {
-            assert_eq!(parse(line), Ok(Command::Help), "for `{line}`");
+            assert_eq!(parse(line), Ok(XtaskCommand::Help), "for `{line}`");
         }
     }
 
@@ -127,11 +127,11 @@ mod tests {
         let expected = ["-p", "headwater-stream", "--", "--nocapture"].map(str::to_owned).to_vec();
         assert_eq!(
             parse("test -- -p headwater-stream -- --nocapture"),
-            Ok(Command::Test { nextest_arguments: expected })
+            Ok(XtaskCommand::Test { nextest_arguments: expected })
         );
         assert_eq!(
             parse("bench -- --help"),
-            Ok(Command::Bench { arguments: vec!["--help".to_owned()] })
+            Ok(XtaskCommand::Bench { arguments: vec!["--help".to_owned()] })
         );
     }
 
@@ -144,8 +144,8 @@ mod tests {
 
     #[test]
     fn chaos_has_a_default_and_limits() {
-        assert_eq!(parse("chaos"), Ok(Command::Chaos { minutes: CHAOS_MINUTES_DEFAULT }));
-        assert_eq!(parse("chaos --minutes 3"), Ok(Command::Chaos { minutes: 3 }));
+        assert_eq!(parse("chaos"), Ok(XtaskCommand::Chaos { minutes: CHAOS_MINUTES_DEFAULT }));
+        assert_eq!(parse("chaos --minutes 3"), Ok(XtaskCommand::Chaos { minutes: 3 }));
         assert!(parse("chaos --minutes 0").is_err());
         assert!(parse("chaos --minutes 1441").is_err());
         assert!(parse("chaos --minutes ten").is_err());

@@ -1,10 +1,10 @@
-//! `cargo xtask demo`: the server at work, embedded, with nothing installed; with analytics where its library is to be had.
+//! `cargo xtask demo`: runs the server with embedded backends; with analytics if DuckDB is available.
 
 use crate::cargo::{self, cargo};
 use crate::duckdb;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
-pub(crate) fn run(arguments: &[String]) -> Result<(), Failure> {
+pub(crate) fn run(arguments: &[String]) -> Result<(), ExitError> {
     duckdb::provide();
     let mut demo = cargo(["run", "--release", "--package", "headwater"])?;
     if duckdb::folder().is_some() {

@@ -1,6 +1,6 @@
-//! The DuckDB library that analytics links with: found, or fetched ready-made. Building it would take hours.
+//! The prebuilt DuckDB library that analytics links: found or downloaded. Building it would take hours.
 //!
-//! Promises: a machine without it can do everything else; what is left out is said once, with the way to have it.
+//! Promises: without it everything else still builds, and a message says what is skipped and how to get it.
 
 use std::env;
 use std::fs;
@@ -8,43 +8,42 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::cargo::{cache, cargo, succeeds};
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
-/// Where the library lies: the name that its crate reads.
+/// The variable with the directory of the library, read by the crate `duckdb`.
 pub(crate) const VARIABLE: &str = "DUCKDB_LIB_DIR";
 
-/// The release of the library that the crate `duckdb` of the workspace is made for, and the package that carries it.
+/// The library release that matches the crate `duckdb` of the workspace.
 const RELEASE: &str = "1.5.6-r.1";
 
 const LIBRARY: &str = if cfg!(target_os = "macos") { "libduckdb.dylib" } else { "libduckdb.so" };
 
-/// The folder of a library that is there.
+/// The directory of an available library.
 pub(crate) fn folder() -> Option<PathBuf> {
     let chosen = env::var_os(VARIABLE).filter(|folder| !folder.is_empty()).map(PathBuf::from);
     chosen.or_else(kept).filter(|folder| folder.join(LIBRARY).is_file())
 }
 
-/// Fetches a library if there is none, or says what is left out without it.
+/// Downloads a library if none is available, or prints what is skipped without it.
 pub(crate) fn provide() {
     if folder().is_some() {
         return;
     }
     match kept()
-        .ok_or_else(|| "there is no place for a cache".to_owned())
+        .ok_or_else(|| "no cache directory is available".to_owned())
         .and_then(|kept| fetch(&kept))
     {
         Ok(()) => {}
         Err(problem) => eprintln!(
-            "analytics is left out: no DuckDB library ({problem}); install npm, or put {LIBRARY} {} into a folder \
-             and name it in {VARIABLE}",
+            "analytics is skipped: no DuckDB library ({problem}); install npm, or put {LIBRARY} {} into a directory \
+             and set {VARIABLE} to it",
             RELEASE.split('-').next().unwrap_or(RELEASE)
         ),
     }
 }
 
-/// The commands that act on everything that can be built here: on the whole workspace, or, without the library, on all
-/// but analytics.
-pub(crate) fn cargo_on_everything(command: &[&str]) -> Result<Vec<Command>, Failure> {
+/// Commands for everything that can be built: the whole workspace or, without the library, all but analytics.
+pub(crate) fn cargo_on_everything(command: &[&str]) -> Result<Vec<Command>, ExitError> {
     let on = |arguments: &[&str]| cargo(command.iter().chain(arguments));
     if folder().is_some() {
         return Ok(vec![on(&["--workspace", "--all-features"])?]);
@@ -61,18 +60,18 @@ fn kept() -> Option<PathBuf> {
 }
 
 fn fetch(kept: &Path) -> Result<(), String> {
-    let package = package().ok_or("none is known for this system")?;
+    let package = package().ok_or("no package for this platform")?;
     if !succeeds(Command::new("npm").arg("--version")) {
-        return Err("there is no npm to fetch it with".to_owned());
+        return Err("npm is not installed".to_owned());
     }
-    eprintln!("fetching a DuckDB library, once per machine");
-    let parent = kept.parent().ok_or("the cache has no folder")?;
+    eprintln!("downloading the DuckDB library (once per machine)");
+    let parent = kept.parent().ok_or("the cache has no parent directory")?;
     fs::create_dir_all(parent).map_err(|error| error.to_string())?;
-    // Unpacked beside its place and moved there whole, so that a fetch that is cut off leaves nothing behind.
+    // Unpacked next to its destination and then renamed, so that an interrupted download leaves nothing behind.
     let work = parent.join(format!("duckdb-fetch-{}", std::process::id()));
     let fetched = unpack(&work, &package).and_then(|()| {
         match fs::rename(work.join("package"), kept) {
-            // Somebody else was faster.
+            // Another process was faster.
             Err(_) if kept.join(LIBRARY).is_file() => Ok(()),
             moved => moved.map_err(|error| error.to_string()),
         }
@@ -84,7 +83,7 @@ fn fetch(kept: &Path) -> Result<(), String> {
 fn unpack(work: &Path, package: &str) -> Result<(), String> {
     fs::create_dir_all(work).map_err(|error| error.to_string())?;
     let steps: [(&str, &[&str]); 2] = [
-        // Without a network it gives up soon: somebody waits for the demo.
+        // Fails fast without a network, because a user waits for the demo.
         (
             "npm",
             &[

@@ -2,7 +2,7 @@
 //!
 //! `command` turns the arguments into a validated command, this file hands it to the module of the
 //! same name, and `cargo` starts the inner cargo. Promises: a failing step stops the run with its
-//! own exit code and one sentence. Not here: dependencies. This crate has none, so that the first
+//! own exit code and one message. Not here: dependencies. This crate has none, so that the first
 //! command on a new machine starts within seconds.
 
 mod bench;
@@ -11,15 +11,15 @@ mod chaos;
 mod command;
 mod demo;
 mod duckdb;
-mod failure;
+mod exit;
 mod setup;
 mod test;
 mod tidy;
 
 use std::process::ExitCode;
 
-use command::Command;
-use failure::Failure;
+use command::XtaskCommand;
+use exit::ExitError;
 
 fn main() -> ExitCode {
     match run() {
@@ -31,17 +31,17 @@ fn main() -> ExitCode {
     }
 }
 
-fn run() -> Result<(), Failure> {
-    match Command::parse(std::env::args().skip(1))? {
-        Command::Help => {
+fn run() -> Result<(), ExitError> {
+    match XtaskCommand::parse(std::env::args().skip(1))? {
+        XtaskCommand::Help => {
             print!("{}", command::HELP);
             Ok(())
         }
-        Command::Setup => setup::everything(),
-        Command::Test { nextest_arguments } => test::run(&nextest_arguments),
-        Command::Tidy => tidy::run(),
-        Command::Demo { arguments } => demo::run(&arguments),
-        Command::Bench { arguments } => bench::run(&arguments),
-        Command::Chaos { minutes } => chaos::run(minutes),
+        XtaskCommand::Setup => setup::everything(),
+        XtaskCommand::Test { nextest_arguments } => test::run(&nextest_arguments),
+        XtaskCommand::Tidy => tidy::run(),
+        XtaskCommand::Demo { arguments } => demo::run(&arguments),
+        XtaskCommand::Bench { arguments } => bench::run(&arguments),
+        XtaskCommand::Chaos { minutes } => chaos::run(minutes),
     }
 }

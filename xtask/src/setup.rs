@@ -1,7 +1,7 @@
-//! What the tests need from the machine, and how it gets there.
+//! Installs the programs that the tests need.
 //!
-//! On Debian and its relatives, as root, missing packages are installed; for everybody else the
-//! answer is the one line to run. Promises: a machine that has everything is not touched.
+//! On Debian-based systems, as root, missing packages are installed; otherwise the command to run is printed.
+//! Promises: a machine that has everything is not changed.
 //! Not here: starting servers; tests do that on free ports through `headwater-testkit`.
 
 use std::env;
@@ -11,9 +11,9 @@ use std::process::Command;
 
 use crate::cargo::{cargo, run, succeeds};
 use crate::duckdb;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
-/// A program that comes from the packages of the system.
+/// A program from a system package.
 #[derive(Clone, Copy)]
 pub(crate) struct Tool {
     binary: &'static str,
@@ -26,45 +26,44 @@ pub(crate) const POSTGRES: Tool = Tool { binary: "initdb", package: "postgresql"
 /// Sets the clock of a process under test; the library comes with the program.
 pub(crate) const FAKETIME: Tool = Tool { binary: "faketime", package: "faketime" };
 
-/// Fixed, because a later release may ask for a later Rust than ours.
+/// Pinned, because a later release may need a newer Rust.
 const NEXTEST_VERSION: &str = "0.9.143";
 
-/// Debian keeps the server programs of PostgreSQL out of PATH, one folder per version.
+/// Debian installs the server programs of PostgreSQL outside PATH, in one directory per version.
 const POSTGRES_VERSIONS: &str = "/usr/lib/postgresql";
 
-/// Provides all that `cargo xtask test` needs.
-pub(crate) fn everything() -> Result<(), Failure> {
+/// Installs everything that `cargo xtask test` needs.
+pub(crate) fn everything() -> Result<(), ExitError> {
     system(&[C_COMPILER, REDIS, POSTGRES, FAKETIME])?;
     components()?;
     duckdb::provide();
     nextest()
 }
 
-/// Provides programs of the system.
-pub(crate) fn system(tools: &[Tool]) -> Result<(), Failure> {
+/// Installs system programs.
+pub(crate) fn system(tools: &[Tool]) -> Result<(), ExitError> {
     let absent = missing(tools, is_present);
     if absent.is_empty() {
         return Ok(());
     }
     if !succeeds(Command::new("apt-get").arg("--version")) {
-        return Err(Failure::new(format!(
-            "install these programs and put them into PATH: {}",
+        return Err(ExitError::new(format!(
+            "install these programs and add them to PATH: {}",
             list(&absent, |tool| tool.binary)
         )));
     }
     let packages = list(&absent, |tool| tool.package);
     if !is_root() {
-        return Err(Failure::new(format!(
-            "some programs are missing, run this line and try again:\n\n    {}\n",
+        return Err(ExitError::new(format!(
+            "some programs are missing; run this command and try again:\n\n    {}\n",
             apt_line(&packages)
         )));
     }
 
     eprintln!("installing {packages}");
-    // A package source that is down does no harm if the others have what we need, so the
-    // installation decides.
+    // An unavailable package source does not matter if the others have the packages.
     if run("apt-get update", &mut apt_get(&["update"])).is_err() {
-        eprintln!("warning: the package lists could not be updated, trying with the old ones");
+        eprintln!("warning: updating the package lists failed, using the old ones");
     }
     let mut arguments = vec!["install", "-y", "--no-install-recommends"];
     arguments.extend(packages.split(' '));
@@ -74,14 +73,14 @@ pub(crate) fn system(tools: &[Tool]) -> Result<(), Failure> {
     if absent.is_empty() {
         return Ok(());
     }
-    Err(Failure::new(format!(
+    Err(ExitError::new(format!(
         "the packages are installed, but these programs were not found: {}",
         list(&absent, |tool| tool.binary)
     )))
 }
 
-/// Provides the parts of the Rust toolchain that a minimal installation lacks.
-fn components() -> Result<(), Failure> {
+/// Installs components of the Rust toolchain that a minimal installation lacks.
+fn components() -> Result<(), ExitError> {
     for (subcommand, component) in [("fmt", "rustfmt"), ("clippy", "clippy")] {
         if !succeeds(&mut cargo([subcommand, "--version"])?) {
             eprintln!("installing {component}");
@@ -94,8 +93,8 @@ fn components() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Provides the test runner.
-pub(crate) fn nextest() -> Result<(), Failure> {
+/// Installs the test runner.
+pub(crate) fn nextest() -> Result<(), ExitError> {
     if succeeds(&mut cargo(["nextest", "--version"])?) {
         return Ok(());
     }
@@ -133,9 +132,8 @@ fn apt_line(packages: &str) -> String {
 fn apt_get(arguments: &[&str]) -> Command {
     let mut command = Command::new("apt-get");
     command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
-    // Keep the packages from starting their servers, under sysvinit and under systemd, without
-    // leaving a policy file behind. Where it has no effect the servers idle on their usual ports,
-    // which no test uses.
+    // Keeps the packages from starting their servers, under sysvinit and systemd. Where it has no effect, the servers
+    // idle on their default ports, which no test uses.
     command.env("RUNLEVEL", "1").env("SYSTEMD_OFFLINE", "1");
     command
 }

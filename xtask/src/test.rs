@@ -1,16 +1,16 @@
-//! `cargo xtask test`: from a machine with nothing but Rust to the verdict of the test runner.
+//! `cargo xtask test`: installs the tools and runs all checks and tests.
 //!
-//! Cheap checks stand first. The tests stand last, so that the run closes with their summary.
+//! Cheap checks run first. The tests run last, so that their summary ends the output.
 
 use std::process::Command;
 use std::time::Instant;
 
 use crate::cargo::{self, cargo};
 use crate::duckdb::cargo_on_everything;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 use crate::{setup, tidy};
 
-pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), Failure> {
+pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), ExitError> {
     let started = Instant::now();
 
     heading("set-up", started);
@@ -29,15 +29,15 @@ pub(crate) fn run(nextest_arguments: &[String]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Everything but the tests, each with its heading.
-fn checks() -> Result<Vec<(&'static str, Command)>, Failure> {
+/// All checks except the tests, with their headings.
+fn checks() -> Result<Vec<(&'static str, Command)>, ExitError> {
     let mut checks = vec![("format", cargo(["fmt", "--all", "--check"])?)];
     for mut clippy in cargo_on_everything(&["clippy", "--all-targets"])? {
         clippy.args(["--", "-D", "warnings"]);
         checks.push(("clippy", clippy));
     }
 
-    // A feature that is only ever built beside others may miss what they bring along.
+    // Builds features alone, because a feature may rely on what others enable.
     let alone = |package: &str, feature: &str| {
         cargo(["check", "-p", package, "--no-default-features", "--features", feature])
     };

@@ -1,7 +1,8 @@
-//! `cargo xtask tidy`: what the compiler does not check.
+//! `cargo xtask tidy`: checks that the compiler does not make.
 //!
-//! `text` checks one file, `order` the manifests of all crates, `names` the type names of all product code, `layout` the
-//! folders of the binary. All are pure: text in, findings out. This file collects the files of the checkout and reports what was found.
+//! `text` checks single files, `order` the manifests of all crates, `names` the type names of all product code, `layout` the
+//! folders of the binary. All are pure functions from text to findings. This file collects the files of the checkout and
+//! reports the findings.
 
 mod layout;
 mod names;
@@ -13,15 +14,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::cargo::workspace_root;
-use crate::failure::Failure;
+use crate::exit::ExitError;
 
-pub(crate) fn run() -> Result<(), Failure> {
+pub(crate) fn run() -> Result<(), ExitError> {
     let root = workspace_root()?;
     let mut findings = Vec::new();
     let mut manifests = Vec::new();
     let mut sources = Vec::new();
     for path in tracked_files(&root)? {
-        // A file may be deleted and not yet committed, and an image is not text.
+        // Skips deleted but uncommitted files, and images.
         let Ok(text) = fs::read_to_string(root.join(&path)) else { continue };
         findings.extend(text::check(&path, &text));
         if path.ends_with("/Cargo.toml") {
@@ -40,12 +41,12 @@ pub(crate) fn run() -> Result<(), Failure> {
     for finding in &findings {
         eprintln!("{finding}");
     }
-    Err(Failure::new(format!("tidy found {} thing(s) to mend", findings.len())))
+    Err(ExitError::new(format!("tidy found {} problem(s)", findings.len())))
 }
 
 /// The paths of all files under version control, relative to the root.
-fn tracked_files(root: &Path) -> Result<Vec<String>, Failure> {
-    // A checkout that belongs to another user, as in a container, is read all the same.
+fn tracked_files(root: &Path) -> Result<Vec<String>, ExitError> {
+    // Also reads a checkout that belongs to another user, as in a container.
     let listing = Command::new("git")
         .args(["-c", "safe.directory=*", "ls-files", "-z"])
         .current_dir(root)
@@ -57,9 +58,9 @@ fn tracked_files(root: &Path) -> Result<Vec<String>, Failure> {
             .split_terminator('\0')
             .map(str::to_owned)
             .collect()),
-        // A source archive has no history, and a fresh machine may have no git.
+        // A source archive has no history, and git may not be installed.
         None => files_below(root)
-            .map_err(|error| Failure::new(format!("the checkout could not be read: {error}"))),
+            .map_err(|error| ExitError::new(format!("reading the checkout failed: {error}"))),
     }
 }
 
@@ -89,8 +90,7 @@ mod tests {
 
     #[test]
     fn without_version_control_the_same_files_are_found() {
-        // A test stands in the folder of its package; a path compiled in would be that of whichever
-        // checkout built the test first.
+        // A test runs in the directory of its package; a compiled-in path may belong to another checkout.
         let root = Path::new(".");
         let files = files_below(root).unwrap();
         assert!(files.contains(&"Cargo.toml".to_owned()));

@@ -1,14 +1,14 @@
-//! The sink beside DuckDB's bare appender: `cargo bench -p headwater-analytics --all-features`.
+//! Compares the analytics store with DuckDB's plain appender: `cargo bench -p headwater-analytics --all-features`.
 //!
-//! Both store the same rows, in batches of the same size; the sink stores the position with each batch and looks for
-//! entries it has seen. Prints rows a second of both, and the ratio (to reach: 0.7).
+//! Both store the same rows in batches of the same size; the store also saves the position and checks for
+//! duplicates. Prints rows per second of both, and the ratio (target: 0.7).
 
 use std::time::Instant;
 
 use duckdb::types::{TimeUnit, Value};
 use duckdb::{Connection, params};
 use headwater_analytics::limits::BATCH_ROWS_MAX;
-use headwater_analytics::{RunFigures, TicketEvent, Warehouse};
+use headwater_analytics::{AnalyticsStore, RunMetrics, TicketEventRow};
 use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
 
@@ -18,7 +18,7 @@ const ROUNDS: usize = 5;
 fn main() {
     let mut ratios = Vec::new();
     for round in 0..ROUNDS {
-        let batches: Vec<Vec<TicketEvent>> = (0..BATCHES).map(events).collect();
+        let batches: Vec<Vec<TicketEventRow>> = (0..BATCHES).map(events).collect();
         let (raw, sink) = (raw(&batches), sink(&batches));
         let ratio = sink / raw;
         println!(
@@ -27,11 +27,11 @@ fn main() {
         ratios.push(ratio);
     }
     ratios.sort_by(f64::total_cmp);
-    println!("median ratio {:.2} (to reach 0.70)", ratios[ROUNDS / 2]);
+    println!("median ratio {:.2} (target 0.70)", ratios[ROUNDS / 2]);
 }
 
-fn events(batch: usize) -> Vec<TicketEvent> {
-    let event = |number: usize| TicketEvent {
+fn events(batch: usize) -> Vec<TicketEventRow> {
+    let event = |number: usize| TicketEventRow {
         entry: Some(EntryId::new(1 + batch as u64, number as u64)),
         event_type: "MESSAGE_RECEIVED".to_owned(),
         ticket_id: format!("ticket-{}", number % 1000),
@@ -39,20 +39,20 @@ fn events(batch: usize) -> Vec<TicketEvent> {
         user_id: Some("ada".to_owned()),
         content: Some("My parcel has not arrived, and nobody answers the telephone.".to_owned()),
         occurred_at: Timestamp::from_millis(1_700_000_000_000 + number as u64),
-        run: RunFigures::default(),
+        run: RunMetrics::default(),
     };
     (0..BATCH_ROWS_MAX).map(event).collect()
 }
 
-fn sink(batches: &[Vec<TicketEvent>]) -> f64 {
+fn sink(batches: &[Vec<TicketEventRow>]) -> f64 {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let warehouse = Warehouse::open(&folder.path().join("w.duckdb")).expect("a warehouse");
+    let store = AnalyticsStore::open(&folder.path().join("w.duckdb")).expect("opens");
     per_second(batches, |batch| {
-        warehouse.store(batch).expect("stored");
+        store.store(batch).expect("stored");
     })
 }
 
-fn raw(batches: &[Vec<TicketEvent>]) -> f64 {
+fn raw(batches: &[Vec<TicketEventRow>]) -> f64 {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let mut connection = Connection::open(folder.path().join("raw.duckdb")).expect("a file");
     let table = "CREATE TABLE events (entry_ms UBIGINT, entry_seq UBIGINT, event_type VARCHAR, ticket_id VARCHAR, \
@@ -63,7 +63,7 @@ fn raw(batches: &[Vec<TicketEvent>]) -> f64 {
         let transaction = connection.transaction().expect("a transaction");
         let mut appender = transaction.appender("events").expect("an appender");
         for event in batch {
-            let entry = event.entry.expect("it has one");
+            let entry = event.entry.expect("from a stream");
             let at = Value::Timestamp(TimeUnit::Millisecond, event.occurred_at.as_millis() as i64);
             let row = params![
                 entry.ms,
@@ -87,7 +87,7 @@ fn raw(batches: &[Vec<TicketEvent>]) -> f64 {
     })
 }
 
-fn per_second(batches: &[Vec<TicketEvent>], mut store: impl FnMut(&[TicketEvent])) -> f64 {
+fn per_second(batches: &[Vec<TicketEventRow>], mut store: impl FnMut(&[TicketEventRow])) -> f64 {
     let started = Instant::now();
     for batch in batches {
         store(batch);

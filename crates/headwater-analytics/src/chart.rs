@@ -1,7 +1,7 @@
-//! A table as a bar chart in SVG: one file, no script, no font to fetch, readable in a browser and in a document.
+//! Draws a table as an SVG bar chart without scripts or external fonts.
 //!
-//! Upstream: `report` says which columns. Promises: every text is escaped; a chart of nothing says so; at most
-//! [`LABELS_MAX`] labels are drawn, the last ones.
+//! Upstream: `report` defines the columns. Promises: every text is escaped; an empty chart says so; at most the last
+//! [`LABELS_MAX`] labels are drawn.
 
 use std::fmt::Write as _;
 
@@ -10,9 +10,9 @@ use serde_json::Value;
 use crate::report::Chart;
 use crate::table::{Table, text};
 
-/// Labels of one chart; of a longer table the end is shown.
+/// Labels per chart; of a longer table only the last rows are shown.
 const LABELS_MAX: usize = 60;
-/// Characters of a label; a longer one is cut.
+/// Characters per label; a longer one is truncated.
 const LABEL_CHARS_MAX: usize = 24;
 
 const WIDTH: f64 = 960.0;
@@ -23,7 +23,7 @@ const LEFT: f64 = 80.0;
 const RIGHT: f64 = 944.0;
 const COLOURS: [&str; 3] = ["#2f6fb3", "#e08a2e", "#5a9a4d"];
 
-/// Draws the answer to a report.
+/// Draws the result of a report.
 pub fn svg(title: &str, chart: &Chart, table: &Table) -> String {
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
@@ -48,7 +48,7 @@ pub fn svg(title: &str, chart: &Chart, table: &Table) -> String {
     svg
 }
 
-/// Five lines across, each with its number.
+/// Five horizontal lines with their values.
 fn scale(svg: &mut String, top: f64) {
     for step in 0..=4 {
         let (value, y) = (top * f64::from(step) / 4.0, height(top * f64::from(step) / 4.0, top));
@@ -116,7 +116,7 @@ fn height(value: f64, top: f64) -> f64 {
     BOTTOM - (BOTTOM - TOP) * value / top
 }
 
-/// What a bar can show of a value: negative and odd ones are nothing.
+/// The height of a bar; 0 for negative and non-numeric values.
 fn number(value: &Value) -> f64 {
     value.as_f64().filter(|number| number.is_finite()).unwrap_or(0.0).max(0.0)
 }
@@ -167,11 +167,11 @@ mod tests {
     const CHART: Chart = Chart { label: "reason", bars: &["letters"] };
 
     fn table(rows: Vec<Vec<Value>>) -> Table {
-        Table { columns: vec!["reason".into(), "letters".into()], rows, is_cut: false }
+        Table { columns: vec!["reason".into(), "letters".into()], rows, truncated: false }
     }
 
     #[test]
-    fn the_largest_bar_reaches_as_far_as_its_number() {
+    fn bars_are_scaled_to_the_axis() {
         let svg = svg(
             "Letters",
             &CHART,
@@ -183,20 +183,20 @@ mod tests {
     }
 
     #[test]
-    fn texts_of_strangers_are_escaped() {
+    fn untrusted_texts_are_escaped() {
         let svg = svg("a & b", &CHART, &table(vec![vec![json!("<script>\u{1}"), json!(1)]]));
         assert!(svg.contains("&lt;script&gt;\u{fffd}") && !svg.contains("<script>"), "{svg}");
         assert!(svg.contains("<title>a &amp; b</title>"), "{svg}");
     }
 
     #[test]
-    fn a_chart_of_nothing_says_so() {
+    fn an_empty_chart_says_so() {
         assert!(svg("t", &CHART, &table(Vec::new())).contains("no data yet"));
         assert!(svg("t", &CHART, &Table::default()).contains("no data yet"));
     }
 
     #[test]
-    fn of_a_long_table_the_end_is_drawn() {
+    fn only_the_last_rows_of_a_long_table_are_drawn() {
         let rows =
             (0..1000).map(|number| vec![json!(format!("r{number}")), json!(number)]).collect();
         let svg = svg("t", &CHART, &table(rows));

@@ -1,4 +1,4 @@
-//! What can go wrong with analytics, split by what the caller does next.
+//! Errors of this crate, split by what the caller does next.
 
 /// A result of this crate.
 pub type Result<T, E = AnalyticsError> = std::result::Result<T, E>;
@@ -7,42 +7,44 @@ pub type Result<T, E = AnalyticsError> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AnalyticsError {
-    /// The caller asked for something that is not done here. Mend the call; nothing happened.
+    /// An argument is invalid. Fix it; nothing was changed.
     #[error("{what} is invalid: {problem}")]
     Invalid {
         /// Which argument.
         what: String,
-        /// What is wrong with it, and what is allowed.
+        /// What is wrong with it and what is allowed.
         problem: String,
     },
 
-    /// The question cannot be answered: DuckDB refused it. Mend the SQL.
+    /// DuckDB rejected the query. Fix the SQL.
     #[error("the query failed: {0}")]
     Query(String),
 
-    /// The query took too long and was stopped.
-    #[error("the query was stopped after {} s; ask for less, or for a report", limit.as_secs())]
+    /// The query exceeded the time limit and was stopped.
+    #[error("query stopped after {} s; narrow it down or use a report", limit.as_secs())]
     TooSlow {
-        /// How long a query may take.
+        /// The time limit of a query.
         limit: std::time::Duration,
     },
 
-    /// There is no file to ask. Whoever ingests makes it, and so does a rebuild.
-    #[error("there is no DuckDB file {path}")]
+    /// The file does not exist. Ingestion or a rebuild creates it.
+    #[error("DuckDB file `{path}` does not exist; start the server or run a rebuild to create it")]
     Missing {
-        /// Where it was looked for.
+        /// The path.
         path: String,
     },
 
-    /// Another process has the file open. Ask that process (`--url`), or stop it.
-    #[error("the DuckDB file {path} is in use by another process; ask it over HTTP, or stop it")]
+    /// Another process has the file open. Query that process (`--url`), or stop it.
+    #[error("DuckDB file `{path}` is in use by another process; query it over HTTP, or stop it")]
     InUse {
         /// The file.
         path: String,
     },
 
-    /// The file was written by a newer Headwater. Use that one, or build the file anew (`Warehouse::rebuild`).
-    #[error("the DuckDB file {path} has version {found}; this program knows version {known}")]
+    /// The file was written by a newer Headwater. Use that version, or rebuild the file.
+    #[error(
+        "DuckDB file `{path}` has version {found}; this program supports up to version {known}"
+    )]
     Newer {
         /// The file.
         path: String,
@@ -52,20 +54,20 @@ pub enum AnalyticsError {
         known: i64,
     },
 
-    /// DuckDB failed: the disk is full, say. Nothing of the batch was stored, so it may be tried again.
+    /// DuckDB failed, for example because the disk is full. Nothing of the batch was stored; it may be retried.
     #[error("DuckDB could not {what}: {problem}")]
-    Warehouse {
-        /// What was to be done.
+    Store {
+        /// The operation.
         what: &'static str,
-        /// What DuckDB said.
+        /// The error of DuckDB.
         problem: String,
     },
 
-    /// What a rebuild reads could not be read. Nothing has changed.
-    #[error("the events to rebuild from could not be read: {0}")]
+    /// Reading the events for a rebuild failed. Nothing was changed.
+    #[error("reading the events for the rebuild failed: {0}")]
     Source(String),
 
-    /// The streams could not be reached, or refused.
+    /// The queue failed.
     #[error(transparent)]
     Queue(#[from] headwater_queue::QueueError),
 }

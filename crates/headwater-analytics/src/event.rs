@@ -1,8 +1,8 @@
-//! One event of a ticket as a row: what the stream says, made flat.
+//! A ticket event as a row, parsed from a stream entry.
 //!
-//! Upstream: entries of `ticket_events`. Downstream: `warehouse` stores it.
-//! Promises: the nested and the flat form of an event give the same row; an entry that is no event says why, and its
-//! bytes go to the dead letters as they are. Not here: what the events mean for a ticket.
+//! Upstream: entries of `ticket_events`. Downstream: `store` stores it.
+//! Promises: the nested and the flat form of an event give the same row; a malformed entry is an error with the reason.
+//! Not here: what the events mean for a ticket.
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, Fields};
@@ -11,32 +11,32 @@ use serde::{Deserialize, Serialize};
 /// The field that holds the JSON of an event.
 const DATA: &str = "data";
 
-/// An event of a ticket.
+/// A ticket event.
 #[derive(Clone, Debug, PartialEq)]
-pub struct TicketEvent {
-    /// The entry it first was; `None` if it does not come from a stream.
+pub struct TicketEventRow {
+    /// The id of its first entry; `None` if it does not come from a stream.
     pub entry: Option<EntryId>,
-    /// `TICKET_CREATED`, `MESSAGE_RECEIVED`, `AI_RESPONSE_GENERATED`, `TICKET_CLOSED`, or what others write.
+    /// `TICKET_CREATED`, `MESSAGE_RECEIVED`, `AI_RESPONSE_GENERATED`, `TICKET_CLOSED`, or a type of another program.
     pub event_type: String,
     /// The ticket.
     pub ticket_id: String,
-    /// The message; with type and ticket, what the event is known by.
+    /// The message; identifies the event together with type and ticket.
     pub message_id: Option<String>,
-    /// Who wrote.
+    /// The author.
     pub user_id: Option<String>,
-    /// What was written.
+    /// The text.
     pub content: Option<String>,
-    /// When.
+    /// When it happened.
     pub occurred_at: Timestamp,
-    /// What the run that answered took, in an `AI_RESPONSE_GENERATED`.
-    pub run: RunFigures,
+    /// The metrics of the run, in an `AI_RESPONSE_GENERATED`.
+    pub run: RunMetrics,
 }
 
-/// What one run of the model took, as far as the event says. What is unknown is not written.
+/// Metrics of one run of the model. Unknown values are omitted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct RunFigures {
-    /// Event logs that were answered together.
+pub struct RunMetrics {
+    /// Events handled by the run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub events: Option<u32>,
     /// Tokens of the prompts.
@@ -45,51 +45,52 @@ pub struct RunFigures {
     /// Tokens of the answers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens_out: Option<u32>,
-    /// What they cost, in the currency of the price list.
+    /// The cost, in the currency of the price list.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cost: Option<f64>,
 }
 
-/// Why an entry is no event of a ticket.
+/// Why an entry is not a ticket event.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("not an event of a ticket: {0}")]
-pub struct NotAnEvent(String);
+#[error("not a ticket event: {0}")]
+pub struct MalformedEvent(String);
 
-/// The JSON under `data`; `content` and `timestamp` may lie at its top or in its `payload`.
+/// The JSON of the field `data`; `content` and `timestamp` are at its top level or in `payload`.
 #[derive(Deserialize)]
-struct Data {
+struct TicketEventData {
     event_type: String,
     ticket_id: String,
     message_id: Option<String>,
     user_id: Option<String>,
     #[serde(default)]
-    payload: Payload,
+    payload: TicketEventPayload,
     content: Option<String>,
     timestamp: Option<String>,
 }
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Payload {
+struct TicketEventPayload {
     content: Option<String>,
     timestamp: Option<String>,
     #[serde(flatten)]
-    run: RunFigures,
+    run: RunMetrics,
 }
 
-impl TicketEvent {
-    /// Reads the entry that was first stored as `entry`.
-    pub fn read(entry: EntryId, fields: &Fields) -> Result<Self, NotAnEvent> {
-        let data = fields.get(DATA).ok_or_else(|| NotAnEvent("it has no field `data`".into()))?;
-        let data: Data =
-            serde_json::from_slice(data).map_err(|error| NotAnEvent(format!("`data`: {error}")))?;
+impl TicketEventRow {
+    /// Parses an entry; `entry` is its original id.
+    pub fn read(entry: EntryId, fields: &Fields) -> Result<Self, MalformedEvent> {
+        let data =
+            fields.get(DATA).ok_or_else(|| MalformedEvent("field `data` is missing".into()))?;
+        let data: TicketEventData = serde_json::from_slice(data)
+            .map_err(|error| MalformedEvent(format!("`data`: {error}")))?;
         for (name, value) in [("event_type", &data.event_type), ("ticket_id", &data.ticket_id)] {
             if value.is_empty() {
-                return Err(NotAnEvent(format!("`{name}` is empty")));
+                return Err(MalformedEvent(format!("`{name}` is empty")));
             }
         }
-        let Payload { content, timestamp, run } = data.payload;
-        // A time that cannot be read costs no event: the entry knows when it came.
+        let TicketEventPayload { content, timestamp, run } = data.payload;
+        // Falls back to the time of the entry.
         let occurred_at = timestamp
             .or(data.timestamp)
             .and_then(|time| Timestamp::from_rfc3339(&time))
@@ -111,8 +112,8 @@ impl TicketEvent {
 mod tests {
     use super::*;
 
-    fn read(data: &str) -> Result<TicketEvent, NotAnEvent> {
-        TicketEvent::read(EntryId::new(5000, 1), &Fields::new([("data", data.to_owned())]))
+    fn read(data: &str) -> Result<TicketEventRow, MalformedEvent> {
+        TicketEventRow::read(EntryId::new(5000, 1), &Fields::new([("data", data.to_owned())]))
     }
 
     #[test]
@@ -130,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_figures_of_a_run_are_read() {
+    fn run_metrics_are_parsed() {
         let event = read(
             r#"{"event_type":"AI_RESPONSE_GENERATED","ticket_id":"t",
                 "payload":{"events":3,"tokens_in":100,"tokens_out":20,"cost":0.5}}"#,
@@ -141,20 +142,20 @@ mod tests {
     }
 
     #[test]
-    fn without_a_readable_time_the_entry_tells_it() {
+    fn an_invalid_timestamp_falls_back_to_the_entry_time() {
         let event = read(r#"{"event_type":"X","ticket_id":"t","timestamp":"yesterday"}"#).unwrap();
         assert_eq!(event.occurred_at, Timestamp::from_millis(5000));
     }
 
     #[test]
-    fn what_is_no_event_says_why() {
+    fn a_malformed_entry_fails_with_the_reason() {
         for data in ["", "[]", "{", r#"{"event_type":"X"}"#, r#"{"event_type":"","ticket_id":"t"}"#]
         {
             let error = read(data).unwrap_err().to_string();
-            assert!(error.starts_with("not an event of a ticket: "), "{error}");
+            assert!(error.starts_with("not a ticket event: "), "{error}");
         }
         let fields = Fields::new([("payload", "x")]);
-        let error = TicketEvent::read(EntryId::MIN, &fields).unwrap_err().to_string();
-        assert_eq!(error, "not an event of a ticket: it has no field `data`");
+        let error = TicketEventRow::read(EntryId::MIN, &fields).unwrap_err().to_string();
+        assert_eq!(error, "not a ticket event: field `data` is missing");
     }
 }

@@ -1,9 +1,9 @@
-//! From the stream `ticket_events` into the warehouse, as the group `analytics_group`.
+//! Ingestion: consumes the stream `ticket_events` as group `analytics_group` and stores its events.
 //!
-//! Upstream: entries of `headwater-queue`. Downstream: `warehouse`.
-//! Promises: an entry is acknowledged after its row is committed; one that comes again is not stored again; one that is
-//! no event goes to the dead letters with its bytes; a warehouse that fails (a full disk) costs no attempt: the entry
-//! waits. Many entries share one transaction.
+//! Upstream: entries of `headwater-queue`. Downstream: `store`.
+//! Promises: an entry is acknowledged after its row is committed; a redelivered one is not stored again; a malformed
+//! one goes to the dead letters unchanged; a failing store (a full disk) releases the entry without counting an
+//! attempt. Many entries share one transaction.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,25 +14,25 @@ use headwater_stream::{Coalescer, CoalescerConfig};
 use tracing::warn;
 
 use crate::error::{AnalyticsError, Result};
-use crate::event::TicketEvent;
+use crate::event::TicketEventRow;
 use crate::limits::BATCH_ROWS_MAX;
-use crate::warehouse::Warehouse;
+use crate::store::AnalyticsStore;
 
-/// The stream that is read by default.
+/// Default stream.
 pub const STREAM: &str = "ticket_events";
-/// The group that reads it by default.
+/// Default group.
 pub const GROUP: &str = "analytics_group";
 
-/// Settings of the way into the warehouse.
+/// Settings of the ingestion.
 #[derive(Clone, Debug)]
 pub struct IngestConfig {
     /// The stream. Default: [`STREAM`].
     pub topic: String,
     /// The group. Default: [`GROUP`].
     pub group: String,
-    /// How long a row waits for others to share its transaction. Default: 100 ms.
+    /// How long a row waits for others in the same transaction. Default: 100 ms.
     pub linger: Duration,
-    /// Rows of one transaction, and entries in hand. Default and limit: [`BATCH_ROWS_MAX`].
+    /// Rows per transaction, and entries in flight. Default and limit: [`BATCH_ROWS_MAX`].
     pub batch: usize,
 }
 
@@ -47,39 +47,39 @@ impl Default for IngestConfig {
     }
 }
 
-/// The running way into the warehouse. Dropped, it stops without waiting.
+/// A running ingestion. On drop it stops without waiting.
 #[derive(Debug)]
 pub struct Ingest {
     subscription: Subscription,
 }
 
-/// A row on its way; whether it is stored.
-type Rows = Coalescer<TicketEvent, bool>;
+/// Batches rows into transactions; the result says whether the row is stored.
+type RowBatcher = Coalescer<TicketEventRow, bool>;
 
 impl Ingest {
-    /// Begins. One process of a group ingests at a time; if it dies, another goes on.
+    /// Starts ingesting. One process of a group ingests at a time; if it dies, another takes over.
     pub async fn start(
         queue: &Queue,
-        warehouse: Arc<Warehouse>,
+        store: Arc<AnalyticsStore>,
         config: IngestConfig,
     ) -> Result<Self> {
         if !(1..=BATCH_ROWS_MAX).contains(&config.batch) {
             let problem = format!("{}; 1 to {BATCH_ROWS_MAX}", config.batch);
             return Err(AnalyticsError::invalid("batch", problem));
         }
-        let together = CoalescerConfig {
+        let batching = CoalescerConfig {
             max_items: config.batch,
             max_bytes: BATCH_BYTES_MAX,
             linger: config.linger,
             in_flight_max: 1,
         };
-        let carry_out = move |events: Vec<TicketEvent>| store(Arc::clone(&warehouse), events);
+        let store_batch = move |events: Vec<TicketEventRow>| store_rows(Arc::clone(&store), events);
         let rows =
-            Coalescer::new(together, carry_out).map_err(headwater_queue::QueueError::from)?;
-        let rows: Arc<Rows> = Arc::new(rows);
+            Coalescer::new(batching, store_batch).map_err(headwater_queue::QueueError::from)?;
+        let rows: Arc<RowBatcher> = Arc::new(rows);
         let handler = move |message: Message| {
             let rows = Arc::clone(&rows);
-            async move { take_in(&rows, message).await }
+            async move { ingest(&rows, message).await }
         };
         let consumer = ConsumerConfig {
             in_flight_max: config.batch,
@@ -91,32 +91,32 @@ impl Ingest {
         Ok(Self { subscription })
     }
 
-    /// Stores what is in hand and ends.
+    /// Stores the events in flight and stops.
     pub async fn stop(self) {
         self.subscription.stop().await;
     }
 }
 
-async fn take_in(rows: &Rows, message: Message) -> Outcome {
-    match TicketEvent::read(message.first_id(), &message.fields) {
+async fn ingest(rows: &RowBatcher, message: Message) -> Outcome {
+    match TicketEventRow::read(message.first_id(), &message.fields) {
         Ok(event) => match rows.call_weighing(event, message.fields.bytes()).await {
             Ok(true) => Outcome::Done,
-            // Not the entry's fault, so it costs it nothing: it comes again.
+            // The store failed, not the entry: redeliver without counting an attempt.
             Ok(false) | Err(_) => Outcome::Release,
         },
         Err(reason) => Outcome::dead_letter(reason),
     }
 }
 
-/// Stores a batch; each row's answer is whether it is stored.
-async fn store(warehouse: Arc<Warehouse>, events: Vec<TicketEvent>) -> Vec<bool> {
+/// Stores a batch; returns for each row whether it is stored.
+async fn store_rows(store: Arc<AnalyticsStore>, events: Vec<TicketEventRow>) -> Vec<bool> {
     let count = events.len();
-    let stored = tokio::task::spawn_blocking(move || warehouse.store(&events)).await;
+    let stored = tokio::task::spawn_blocking(move || store.store(&events)).await;
     let problem = match stored {
         Ok(Ok(_)) => return vec![true; count],
         Ok(Err(error)) => error.to_string(),
         Err(panicked) => panicked.to_string(),
     };
-    warn!(rows = count, error = %problem, "rows could not be stored, they will come again");
+    warn!(rows = count, error = %problem, "storing rows failed, they will be redelivered");
     vec![false; count]
 }

@@ -1,6 +1,6 @@
 #![doc = include_str!("../README.md")]
 
-// In the order in which an event passes them: each module uses only those above it.
+// In dependency order: each module uses only those above it.
 mod error;
 pub mod limits;
 #[cfg(feature = "duckdb")]
@@ -14,21 +14,21 @@ mod chart;
 mod report;
 
 #[cfg(feature = "duckdb")]
-mod warehouse;
+mod store;
 
+#[cfg(feature = "duckdb")]
+mod dead_letter_mirror;
 #[cfg(feature = "duckdb")]
 mod ingest;
-#[cfg(feature = "duckdb")]
-mod letters;
 
 pub use chart::svg;
+#[cfg(feature = "duckdb")]
+pub use dead_letter_mirror::{DeadLetterMirror, DeadLetterMirrorConfig};
 pub use error::{AnalyticsError, Result};
-pub use event::{NotAnEvent, RunFigures, TicketEvent};
+pub use event::{MalformedEvent, RunMetrics, TicketEventRow};
 #[cfg(feature = "duckdb")]
 pub use ingest::{GROUP, Ingest, IngestConfig, STREAM};
-#[cfg(feature = "duckdb")]
-pub use letters::{LetterMirror, LetterMirrorConfig};
 pub use report::{Chart, REPORTS, Report, report};
-pub use table::Table;
 #[cfg(feature = "duckdb")]
-pub use warehouse::{DeadLetterRow, Rebuild, Stored, Warehouse, WarehouseReader};
+pub use store::{AnalyticsReader, AnalyticsStore, DeadLetterRow, RebuildReport, StoredBatch};
+pub use table::Table;

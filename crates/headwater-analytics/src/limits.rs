@@ -1,24 +1,24 @@
-//! The maximum of everything.
+//! Hard limits of this crate.
 
 use std::time::Duration;
 
-/// Rows that one transaction stores.
+/// Rows per transaction.
 pub const BATCH_ROWS_MAX: usize = headwater_stream::limits::BATCH_MAX;
 
-/// What DuckDB may take of the memory; a query that needs more uses the disk.
+/// Memory limit of DuckDB; a query that needs more spills to disk.
 pub const MEMORY_MAX: &str = "1GiB";
 
-/// Rows of a query's answer; what is more is cut off, and the answer says so.
+/// Rows of a query result; a longer one is truncated and marked as such.
 pub const ANSWER_ROWS_MAX: usize = 100_000;
 
-/// Bytes of a query's answer, as JSON; what is more is cut off, too.
+/// Bytes of a query result as JSON; a larger one is truncated and marked as such.
 pub const ANSWER_BYTES_MAX: usize = 64 * 1024 * 1024;
 
-/// Bytes of a query's text.
+/// Bytes of SQL text.
 pub const SQL_BYTES_MAX: usize = 64 * 1024;
 
-/// How long a query may take.
+/// Time limit of a query.
 pub const QUERY_TIME_MAX: Duration = Duration::from_secs(20);
 
-/// Dead letters that one look copies.
-pub const LETTERS_PAGE: usize = 1000;
+/// Dead letters copied per page.
+pub const DEAD_LETTERS_PAGE: usize = 1000;

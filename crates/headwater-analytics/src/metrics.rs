@@ -1,4 +1,4 @@
-//! Every metric of this crate: its name, its labels, its meaning. All names are here and nowhere else.
+//! Names, labels and meanings of all metrics of this crate.
 
 use std::time::Duration;
 
@@ -6,16 +6,16 @@ use metrics::{counter, histogram};
 
 /// Rows stored. Labels: table.
 pub const ROWS: &str = "headwater_analytics_rows_total";
-/// Entries that came again after their row was stored. Labels: none.
+/// Redelivered entries whose row was already stored. Labels: none.
 pub const SEEN_BEFORE: &str = "headwater_analytics_seen_before_total";
-/// Seconds one transaction took. Labels: none.
+/// Duration of a transaction in seconds. Labels: none.
 pub const COMMIT_LATENCY: &str = "headwater_analytics_commit_latency_seconds";
-/// Transactions that failed. Labels: none.
+/// Failed transactions. Labels: none.
 pub const COMMIT_ERRORS: &str = "headwater_analytics_commit_errors_total";
 
-pub(crate) fn stored(table: &'static str, rows: usize, seen_before: usize, took: Duration) {
+pub(crate) fn stored(table: &'static str, rows: usize, duplicates: usize, took: Duration) {
     counter!(ROWS, "table" => table).increment(rows as u64);
-    counter!(SEEN_BEFORE).increment(seen_before as u64);
+    counter!(SEEN_BEFORE).increment(duplicates as u64);
     histogram!(COMMIT_LATENCY).record(took);
 }
 

@@ -1,29 +1,29 @@
-//! The named reports: a question that many ask, as SQL, with the chart that shows it best.
+//! Built-in reports: an SQL query and its chart.
 //!
-//! Upstream: command line and HTTP interface. Downstream: `warehouse` answers the SQL, `chart` draws the answer.
-//! Not here: questions of one's own; any `SELECT` can be asked.
+//! Upstream: command line and HTTP interface. Downstream: `store` runs the SQL, `chart` draws the result.
+//! Not here: ad-hoc queries (see `AnalyticsReader::query`).
 
 use crate::error::{AnalyticsError, Result};
 
-/// A named question.
+/// A built-in report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Report {
-    /// What it is asked for by.
+    /// Its unique name.
     pub name: &'static str,
-    /// What it answers, in one line.
+    /// Title, one line.
     pub title: &'static str,
-    /// The question.
+    /// The query.
     pub sql: &'static str,
-    /// How its answer is drawn.
+    /// The chart of its result.
     pub chart: Chart,
 }
 
-/// Which columns a chart shows: bars of `bars` for each `label`.
+/// A bar chart: the columns `bars` for each `label`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chart {
-    /// The column below the bars.
+    /// The column with the labels below the bars.
     pub label: &'static str,
-    /// The columns that are bars, side by side.
+    /// The columns drawn as bars, side by side.
     pub bars: &'static [&'static str],
 }
 
@@ -32,7 +32,7 @@ pub const REPORTS: &[Report] = &[
     Report {
         name: "tickets-per-day",
         title: "Tickets opened per day",
-        // Another program may open a ticket with a message, and say nothing else.
+        // Another program may open a ticket with only a message event.
         sql: "WITH opened AS (
                 SELECT ticket_id, min(occurred_at) AS at FROM ticket_events
                 WHERE event_type IN ('TICKET_CREATED', 'MESSAGE_RECEIVED') GROUP BY ticket_id
@@ -90,7 +90,7 @@ pub const REPORTS: &[Report] = &[
 pub fn report(name: &str) -> Result<&'static Report> {
     REPORTS.iter().find(|report| report.name == name).ok_or_else(|| {
         let names: Vec<&str> = REPORTS.iter().map(|report| report.name).collect();
-        let problem = format!("there is no `{name}`; there are {}", names.join(", "));
+        let problem = format!("no report `{name}`; available: {}", names.join(", "));
         AnalyticsError::invalid("a report", problem)
     })
 }
@@ -100,9 +100,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_that_is_not_there_is_answered_with_those_that_are() {
+    fn an_unknown_report_name_fails_with_the_available_ones() {
         let error = report("tickets").unwrap_err().to_string();
-        assert!(error.contains("`tickets`; there are tickets-per-day, first-response"), "{error}");
+        assert!(error.contains("`tickets`; available: tickets-per-day, first-response"), "{error}");
         assert_eq!(report("dead-letters").unwrap().title, "Dead letters by topic and reason");
     }
 }

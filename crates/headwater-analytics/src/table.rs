@@ -1,25 +1,26 @@
-//! The answer to a query: columns and rows, as CSV or as JSON lines.
+//! A query result: columns and rows, as CSV or JSON lines.
 //!
-//! Upstream: `warehouse` fills it. Downstream: whoever shows it.
-//! Promises: every CSV cell reads back as it was (RFC 4180), except that a cell that a spreadsheet would run as a formula
-//! is quoted with a leading apostrophe: the texts in it come from strangers.
+//! Upstream: `store` fills it. Downstream: command line and HTTP interface.
+//! Promises: CSV cells round-trip (RFC 4180), except that a cell a spreadsheet would run as a formula gets a leading
+//! apostrophe, because the texts are untrusted.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// Columns and rows.
+/// A query result.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 pub struct Table {
     /// The names of the columns, in order.
     pub columns: Vec<String>,
-    /// The rows; each has one value for each column.
+    /// The rows; each has one value per column.
     pub rows: Vec<Vec<Value>>,
-    /// Whether there were more rows than an answer may have.
-    pub is_cut: bool,
+    /// Whether the result was truncated at a limit.
+    #[serde(rename = "is_cut")]
+    pub truncated: bool,
 }
 
 impl Table {
-    /// The column of this name.
+    /// The index of the column with this name.
     pub fn column(&self, name: &str) -> Option<usize> {
         self.columns.iter().position(|column| column == name)
     }
@@ -48,7 +49,7 @@ impl Table {
     }
 }
 
-/// A value as a cell shows it; nothing for a null.
+/// The text of a value in a cell; empty for null.
 pub(crate) fn text(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
@@ -89,7 +90,7 @@ mod tests {
                 vec![json!("2026-11-15"), json!(-3)],
                 vec![json!("a \"b\"\nc"), json!(null)],
             ],
-            is_cut: false,
+            truncated: false,
         }
     }
 
@@ -100,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn no_cell_is_a_formula_for_a_spreadsheet() {
+    fn formulas_are_escaped_for_spreadsheets() {
         for text in ["=1+1", "@SUM(A1)", "+cmd|' /C calc'!A0", "-2+3"] {
             let table = Table { rows: vec![vec![json!(text)]], ..Table::default() };
             assert_eq!(table.to_csv(), format!("\n\"'{text}\"\n"));

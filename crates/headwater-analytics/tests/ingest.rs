@@ -1,7 +1,6 @@
-//! The way from the stream into the warehouse, with what can go wrong on it.
+//! Ingestion from the stream into the analytics store, with failures.
 //!
-//! `HEADWATER_SEED` sets the seed of the moments at which a process is killed, `HEADWATER_EVENTS` how many events it
-//! has to ingest (default 100,000).
+//! `HEADWATER_SEED` sets the seed of the random kills, `HEADWATER_EVENTS` the number of events (default 100,000).
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::env;
@@ -38,8 +37,8 @@ impl Env {
         Self { backend, queue, file, _folder: folder, _redis: redis }
     }
 
-    fn warehouse(&self) -> Arc<Warehouse> {
-        Arc::new(Warehouse::open(&self.file).unwrap())
+    fn store(&self) -> Arc<AnalyticsStore> {
+        Arc::new(AnalyticsStore::open(&self.file).unwrap())
     }
 
     async fn append(&self, entries: &[Fields]) {
@@ -62,7 +61,7 @@ impl Env {
     }
 }
 
-/// Leases are short, so that the work of a killed process goes on soon. Who must come to an end has a longer one.
+/// Short leases, so that a killed process is replaced soon. The last process has a longer one.
 fn queue(backend: &Arc<dyn Backend>) -> Queue {
     let seconds = env::var("LEASE").map_or(1, |seconds| seconds.parse().unwrap());
     let ttl = Duration::from_secs(seconds);
@@ -90,19 +89,19 @@ fn event(kind: &str, ticket: &str, message: &str, time: &str) -> Fields {
     }))
 }
 
-async fn ask(warehouse: &Warehouse, sql: &str) -> Vec<Vec<Value>> {
-    warehouse.reader().query(sql).await.unwrap().rows
+async fn ask(store: &AnalyticsStore, sql: &str) -> Vec<Vec<Value>> {
+    store.reader().query(sql).await.unwrap().rows
 }
 
-async fn events_go_in_and_what_is_none_goes_to_the_dead_letters(env: Env) {
-    let warehouse = env.warehouse();
+async fn events_are_stored_and_malformed_entries_become_dead_letters(env: Env) {
+    let store = env.store();
     let ingest =
-        Ingest::start(&env.queue, Arc::clone(&warehouse), IngestConfig::default()).await.unwrap();
+        Ingest::start(&env.queue, Arc::clone(&store), IngestConfig::default()).await.unwrap();
     env.append(&[
         event("TICKET_CREATED", "t1", "m1", "2026-11-15T10:00:00Z"),
         entry(&json!({"event_type": "MESSAGE_RECEIVED", "ticket_id": "t1", "message_id": "m2", "content": "flat"})),
         Fields::new([("data", "not json")]),
-        // Text that other databases choke on.
+        // Text that other databases reject.
         event("MESSAGE_RECEIVED", "t\u{0}1", "m\u{1F600}", "2026-11-15T10:00:01Z"),
         // The outbox delivers at least once.
         event("TICKET_CREATED", "t1", "m1", "2026-11-15T10:00:00Z"),
@@ -111,10 +110,9 @@ async fn events_go_in_and_what_is_none_goes_to_the_dead_letters(env: Env) {
     env.settled().await;
     ingest.stop().await;
 
-    assert_eq!(ask(&warehouse, "SELECT count(*) AS n FROM events").await, [[json!(4)]]);
+    assert_eq!(ask(&store, "SELECT count(*) AS n FROM events").await, [[json!(4)]]);
     let rows =
-        ask(&warehouse, "SELECT event_type, message_id FROM ticket_events ORDER BY message_id")
-            .await;
+        ask(&store, "SELECT event_type, message_id FROM ticket_events ORDER BY message_id").await;
     let expected =
         [["TICKET_CREATED", "m1"], ["MESSAGE_RECEIVED", "m2"], ["MESSAGE_RECEIVED", "m\u{1F600}"]];
     assert_eq!(rows, expected.map(|row| row.map(|text| json!(text)).to_vec()));
@@ -124,14 +122,17 @@ async fn events_go_in_and_what_is_none_goes_to_the_dead_letters(env: Env) {
     assert_eq!(page.items.len(), 1);
     assert_eq!(page.items[0].fields.get("data").unwrap().as_ref(), b"not json");
 
-    let mirror =
-        LetterMirror::new(env.queue.clone(), Arc::clone(&warehouse), LetterMirrorConfig::default());
+    let mirror = DeadLetterMirror::new(
+        env.queue.clone(),
+        Arc::clone(&store),
+        DeadLetterMirrorConfig::default(),
+    );
     assert_eq!(mirror.run_once().await.unwrap(), 1);
     assert_eq!(mirror.run_once().await.unwrap(), 0, "each is copied once");
-    let rows = ask(&warehouse, report("dead-letters").unwrap().sql).await;
+    let rows = ask(&store, report("dead-letters").unwrap().sql).await;
     assert_eq!((&rows[0][0], &rows[0][2]), (&json!(STREAM), &json!(1)));
 
-    // A crash between the dead letter and the end of its message makes a copy, which may come long after.
+    // A crash between writing a dead letter and acknowledging its message creates a copy, possibly much later.
     let dead = StreamName::new(format!("{STREAM}:dlq")).unwrap();
     let copy = page.items[0].fields.clone();
     for round in 0..2 {
@@ -139,30 +140,30 @@ async fn events_go_in_and_what_is_none_goes_to_the_dead_letters(env: Env) {
         env.backend.append(&dead, &copies, &Retention::KEEP_ALL).await.unwrap();
         assert_eq!(mirror.run_once().await.unwrap(), 0, "round {round}");
     }
-    assert_eq!(ask(&warehouse, report("dead-letters").unwrap().sql).await[0][2], json!(1));
-    // Another message that failed for the same reason is no copy.
+    assert_eq!(ask(&store, report("dead-letters").unwrap().sql).await[0][2], json!(1));
+    // Another message with the same reason is not a copy.
     env.append(&[Fields::new([("data", "not json")])]).await;
     let ingest =
-        Ingest::start(&env.queue, Arc::clone(&warehouse), IngestConfig::default()).await.unwrap();
+        Ingest::start(&env.queue, Arc::clone(&store), IngestConfig::default()).await.unwrap();
     env.settled().await;
     ingest.stop().await;
     assert_eq!(mirror.run_once().await.unwrap(), 1);
-    assert_eq!(ask(&warehouse, report("dead-letters").unwrap().sql).await[0][2], json!(2));
+    assert_eq!(ask(&store, report("dead-letters").unwrap().sql).await[0][2], json!(2));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn events_go_in_and_what_is_none_goes_to_the_dead_letters_embedded() {
-    events_go_in_and_what_is_none_goes_to_the_dead_letters(Env::new(None).await).await;
+async fn events_are_stored_and_malformed_entries_become_dead_letters_embedded() {
+    events_are_stored_and_malformed_entries_become_dead_letters(Env::new(None).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn events_go_in_and_what_is_none_goes_to_the_dead_letters_redis() {
+async fn events_are_stored_and_malformed_entries_become_dead_letters_redis() {
     let redis = Redis::start().unwrap();
-    events_go_in_and_what_is_none_goes_to_the_dead_letters(Env::new(Some(redis)).await).await;
+    events_are_stored_and_malformed_entries_become_dead_letters(Env::new(Some(redis)).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_that_is_killed_at_random_while_it_ingests_neither_loses_nor_doubles_a_row() {
+async fn killing_the_process_while_it_ingests_neither_loses_nor_duplicates_a_row() {
     let seed: u64 =
         env::var("HEADWATER_SEED").map_or_else(|_| any_seed(), |seed| seed.parse().unwrap());
     let count: usize = env::var("HEADWATER_EVENTS").map_or(100_000, |count| count.parse().unwrap());
@@ -188,10 +189,10 @@ async fn a_process_that_is_killed_at_random_while_it_ingests_neither_loses_nor_d
     loop {
         let lease = if kills == 8 { "10" } else { "1" };
         let settings = [("URL", url.as_str()), ("FILE", file), ("LEASE", lease)];
-        let child = Child::spawn_self("victim", &settings).unwrap();
+        let child = Child::spawn_self("role_ingest", &settings).unwrap();
         child.line_after("ingesting", LIMIT).unwrap();
         let life = Duration::from_millis(next(&mut random) % 700);
-        // The child says when all is done; until then it is killed at a random moment.
+        // The child reports when everything is settled; until then it is killed at random times.
         if kills == 8 {
             child.line_after("settled", LIMIT).unwrap();
             break;
@@ -201,9 +202,9 @@ async fn a_process_that_is_killed_at_random_while_it_ingests_neither_loses_nor_d
         kills += 1;
     }
 
-    let warehouse = env.warehouse();
+    let store = env.store();
     let rows =
-        ask(&warehouse, "SELECT count(*) AS n, count(DISTINCT message_id) AS m FROM events").await;
+        ask(&store, "SELECT count(*) AS n, count(DISTINCT message_id) AS m FROM events").await;
     assert_eq!(rows, [[json!(count), json!(count)]], "seed {seed}");
 }
 
@@ -219,18 +220,18 @@ fn next(state: &mut u64) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// Ingests until it is killed, or until all is settled.
+/// Ingests until it is killed or everything is settled.
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "started by a_process_that_is_killed_at_random_while_it_ingests_neither_loses_nor_doubles_a_row"]
-async fn victim() {
+#[ignore = "started by killing_the_process_while_it_ingests_neither_loses_nor_duplicates_a_row"]
+async fn role_ingest() {
     let backend = connect(&env::var("URL").unwrap(), &Options::default()).await.unwrap();
     let folder = tempfile::tempdir().unwrap();
     let file = PathBuf::from(env::var("FILE").unwrap());
     let env = Env { queue: queue(&backend), backend, file, _folder: folder, _redis: None };
-    // Small batches: there is to be much to come between.
+    // Small batches, so that kills hit many transactions.
     let config =
         IngestConfig { batch: 500, linger: Duration::from_millis(1), ..IngestConfig::default() };
-    let ingest = Ingest::start(&env.queue, env.warehouse(), config).await.unwrap();
+    let ingest = Ingest::start(&env.queue, env.store(), config).await.unwrap();
     println!("ingesting");
     env.settled().await;
     println!("settled");
@@ -238,60 +239,60 @@ async fn victim() {
 }
 
 #[test]
-fn an_entry_that_others_held_back_is_stored_although_later_ones_came_first() {
+fn a_delayed_entry_is_stored_after_later_ones() {
     let folder = tempfile::tempdir().unwrap();
-    let warehouse = Warehouse::open(&folder.path().join("w.duckdb")).unwrap();
+    let store = AnalyticsStore::open(&folder.path().join("w.duckdb")).unwrap();
     let at = |ms: u64| {
         let fields = event("MESSAGE_RECEIVED", "t", &format!("m{ms}"), "2026-11-15T10:00:00Z");
-        TicketEvent::read(EntryId::new(ms, 0), &fields).unwrap()
+        TicketEventRow::read(EntryId::new(ms, 0), &fields).unwrap()
     };
-    let stored = |rows, seen_before| Stored { rows, seen_before };
-    assert_eq!(warehouse.store(&[at(1), at(3), at(3)]).unwrap(), stored(2, 1));
-    // 2 is below the position and new; 1 is below it and was there.
-    assert_eq!(warehouse.store(&[at(1), at(2), at(4)]).unwrap(), stored(2, 1));
-    drop(warehouse);
-    let warehouse = Warehouse::open(&folder.path().join("w.duckdb")).unwrap();
-    assert_eq!(warehouse.store(&[at(1), at(2), at(3), at(4)]).unwrap(), stored(0, 4));
+    let stored = |rows, duplicates| StoredBatch { rows, duplicates };
+    assert_eq!(store.store(&[at(1), at(3), at(3)]).unwrap(), stored(2, 1));
+    // 2 is below the position and new; 1 is below it and already stored.
+    assert_eq!(store.store(&[at(1), at(2), at(4)]).unwrap(), stored(2, 1));
+    drop(store);
+    let store = AnalyticsStore::open(&folder.path().join("w.duckdb")).unwrap();
+    assert_eq!(store.store(&[at(1), at(2), at(3), at(4)]).unwrap(), stored(0, 4));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rebuild_replaces_all_rows_or_none() {
     let folder = tempfile::tempdir().unwrap();
-    let warehouse = Warehouse::open(&folder.path().join("w.duckdb")).unwrap();
+    let store = AnalyticsStore::open(&folder.path().join("w.duckdb")).unwrap();
     let from_stream = |ms: u64| {
         let fields = event("MESSAGE_RECEIVED", "t", &format!("m{ms}"), "2026-11-15T10:00:00Z");
-        TicketEvent::read(EntryId::new(ms, 0), &fields).unwrap()
+        TicketEventRow::read(EntryId::new(ms, 0), &fields).unwrap()
     };
-    let from_sql = |ms: u64| TicketEvent { entry: None, ..from_stream(ms) };
-    warehouse.store(&[from_stream(1), from_stream(2)]).unwrap();
+    let from_sql = |ms: u64| TicketEventRow { entry: None, ..from_stream(ms) };
+    store.store(&[from_stream(1), from_stream(2)]).unwrap();
     let count =
         "SELECT (SELECT count(*) FROM events) AS rows, count(*) AS shown FROM ticket_events";
 
-    let broken = AnalyticsError::Query("the database went away".to_owned());
+    let broken = AnalyticsError::Query("the database is unavailable".to_owned());
     let keep_from = Timestamp::from_millis(100);
-    warehouse.rebuild(keep_from, [Ok(vec![from_sql(1)]), Err(broken)]).unwrap_err();
-    assert_eq!(ask(&warehouse, count).await, [[json!(2), json!(2)]], "as it was");
+    store.rebuild(keep_from, [Ok(vec![from_sql(1)]), Err(broken)]).unwrap_err();
+    assert_eq!(ask(&store, count).await, [[json!(2), json!(2)]], "unchanged");
 
     let batches = [Ok(vec![from_sql(1), from_sql(2)]), Ok(vec![from_sql(3)])];
-    let rebuilt = warehouse.rebuild(keep_from, batches).unwrap();
-    assert_eq!(rebuilt, Rebuild { removed: 2, stored: 3 });
-    // The stream brings what SQL told before: it is shown once.
-    warehouse.store(&[from_stream(2), from_stream(3), from_stream(4)]).unwrap();
-    assert_eq!(ask(&warehouse, count).await, [[json!(6), json!(4)]]);
+    let rebuilt = store.rebuild(keep_from, batches).unwrap();
+    assert_eq!(rebuilt, RebuildReport { removed: 2, stored: 3 });
+    // The stream delivers an event that the rebuild read from SQL: it is shown once.
+    store.store(&[from_stream(2), from_stream(3), from_stream(4)]).unwrap();
+    assert_eq!(ask(&store, count).await, [[json!(6), json!(4)]]);
 
-    // What came of late stays: another program wrote it, and SQL may not have it yet.
-    warehouse.store(&[from_stream(200)]).unwrap();
-    let rebuilt = warehouse.rebuild(keep_from, [Ok(vec![from_sql(1)])]).unwrap();
-    assert_eq!(rebuilt, Rebuild { removed: 6, stored: 1 });
-    assert_eq!(ask(&warehouse, count).await, [[json!(2), json!(2)]]);
+    // Recent rows are kept: another program wrote them, and SQL may not have them yet.
+    store.store(&[from_stream(200)]).unwrap();
+    let rebuilt = store.rebuild(keep_from, [Ok(vec![from_sql(1)])]).unwrap();
+    assert_eq!(rebuilt, RebuildReport { removed: 6, stored: 1 });
+    assert_eq!(ask(&store, count).await, [[json!(2), json!(2)]]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_report_answers_and_the_figures_are_right() {
+async fn every_report_returns_correct_results() {
     let folder = tempfile::tempdir().unwrap();
-    let warehouse = Warehouse::open(&folder.path().join("w.duckdb")).unwrap();
+    let store = AnalyticsStore::open(&folder.path().join("w.duckdb")).unwrap();
     for report in REPORTS {
-        let empty = warehouse.reader().query(report.sql).await.unwrap();
+        let empty = store.reader().query(report.sql).await.unwrap();
         assert!(empty.column(report.chart.label).is_some(), "{}", report.name);
         assert!(report.chart.bars.iter().all(|bar| empty.column(bar).is_some()), "{}", report.name);
     }
@@ -300,10 +301,10 @@ async fn every_report_answers_and_the_figures_are_right() {
         Timestamp::from_rfc3339("2026-11-15T10:00:00Z").unwrap().after(Duration::from_secs(second))
     };
     let mut events = Vec::new();
-    // The last two are opened by another program, with no word but a message, and have a second one a day later.
+    // The last two are opened by another program with only a message, and get a second message a day later.
     let (day_long, opened) = (24 * 60 * 60, ["TICKET_CREATED", "MESSAGE_RECEIVED"]);
     for ticket in 0..4_u64 {
-        let event = |kind: &str, second, run| TicketEvent {
+        let event = |kind: &str, second, run| TicketEventRow {
             entry: None,
             event_type: kind.to_owned(),
             ticket_id: format!("t{ticket}"),
@@ -313,63 +314,65 @@ async fn every_report_answers_and_the_figures_are_right() {
             occurred_at: at(second),
             run,
         };
-        let run = RunFigures {
+        let run = RunMetrics {
             events: Some(2),
             tokens_in: Some(100),
             tokens_out: Some(10),
             cost: Some(0.25),
         };
-        events.push(event(opened[usize::from(ticket >= 2)], 0, RunFigures::default()));
-        events.push(event("MESSAGE_RECEIVED", day_long, RunFigures::default()));
+        events.push(event(opened[usize::from(ticket >= 2)], 0, RunMetrics::default()));
+        events.push(event("MESSAGE_RECEIVED", day_long, RunMetrics::default()));
         events.push(event("AI_RESPONSE_GENERATED", 1 + ticket, run));
     }
-    warehouse.rebuild(Timestamp::from_millis(0), [Ok(events)]).unwrap();
+    store.rebuild(Timestamp::from_millis(0), [Ok(events)]).unwrap();
     let day = json!("2026-11-15");
     let rows = |name| {
-        let warehouse = &warehouse;
-        async move { ask(warehouse, report(name).unwrap().sql).await }
+        let store = &store;
+        async move { ask(store, report(name).unwrap().sql).await }
     };
     assert_eq!(rows("tickets-per-day").await, [[day.clone(), json!(4)]]);
     assert_eq!(rows("first-response").await, [[day.clone(), json!(4), json!(2.5), json!(3.85)]]);
     assert_eq!(rows("events-per-run").await, [[json!(2), json!(4)]]);
     assert_eq!(rows("tokens-and-cost").await, [[day, json!(4), json!(400), json!(40), json!(1.0)]]);
-    let table = warehouse.reader().query(report("first-response").unwrap().sql).await.unwrap();
+    let table = store.reader().query(report("first-response").unwrap().sql).await.unwrap();
     assert!(
         svg("First response", &report("first-response").unwrap().chart, &table).contains("3.85")
     );
 }
 
 #[test]
-fn a_file_that_another_process_writes_is_refused_with_the_way_out() {
+fn a_file_in_use_by_another_process_is_rejected_with_the_next_step() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("w.duckdb");
-    let child = Child::spawn_self("holder", &[("FILE", file.to_str().unwrap())]).unwrap();
+    let child = Child::spawn_self("role_hold_file", &[("FILE", file.to_str().unwrap())]).unwrap();
     child.line_after("open", LIMIT).unwrap();
-    for error in [Warehouse::open(&file).unwrap_err(), WarehouseReader::open(&file).unwrap_err()] {
+    for error in
+        [AnalyticsStore::open(&file).unwrap_err(), AnalyticsReader::open(&file).unwrap_err()]
+    {
         assert!(matches!(error, AnalyticsError::InUse { .. }), "{error}");
-        assert!(error.to_string().contains("ask it over HTTP, or stop it"), "{error}");
+        assert!(error.to_string().contains("query it over HTTP, or stop it"), "{error}");
     }
     child.kill9().unwrap();
-    Warehouse::open(&file).unwrap();
-    WarehouseReader::open(&file).unwrap();
+    AnalyticsStore::open(&file).unwrap();
+    AnalyticsReader::open(&file).unwrap();
 }
 
-/// Holds a file until it is killed.
+/// Keeps a file open until it is killed.
 #[test]
-#[ignore = "started by a_file_that_another_process_writes_is_refused_with_the_way_out"]
-fn holder() {
-    let _warehouse = Warehouse::open(Path::new(&env::var("FILE").unwrap())).unwrap();
+#[ignore = "started by a_file_in_use_by_another_process_is_rejected_with_the_next_step"]
+fn role_hold_file() {
+    let _store = AnalyticsStore::open(Path::new(&env::var("FILE").unwrap())).unwrap();
     println!("open");
     std::thread::sleep(LIMIT);
 }
 
 #[test]
-fn a_file_that_is_no_warehouse_is_an_error() {
+fn a_file_that_is_not_a_duckdb_file_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("w.duckdb");
-    let error = WarehouseReader::open(&file).unwrap_err();
+    let error = AnalyticsReader::open(&file).unwrap_err();
     assert!(matches!(error, AnalyticsError::Missing { .. }), "{error}");
     std::fs::write(&file, "something else").unwrap();
-    assert!(matches!(Warehouse::open(&file), Err(AnalyticsError::Warehouse { .. })));
+    assert!(matches!(AnalyticsStore::open(&file), Err(AnalyticsError::Store { .. })));
     assert_eq!(std::fs::read(&file).unwrap(), b"something else");
 }

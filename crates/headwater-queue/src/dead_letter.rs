@@ -1,8 +1,8 @@
-//! A dead letter: a message that ran out of attempts, with all that is needed to send it again.
+//! A dead letter: a message that exhausted its attempts, with everything needed to replay it.
 //!
-//! Upstream: `consumer` writes them. Downstream: whoever browses and replays them.
-//! Promises: every field of the original entry is kept as it is; WIRE's fields come on top. A field of another program that
-//! has the name of one of these is kept under [`KEPT`], and has its own name again after a replay.
+//! Upstream: `consumer` writes them. Downstream: `dead_letters` lists and replays them.
+//! Promises: every field of the original entry is kept; the dead-letter fields are added. A field of another program
+//! with the same name is renamed with [`CONFLICT_PREFIX`] and gets its own name back on replay.
 
 use bytes::Bytes;
 use headwater_stream::clock::Timestamp;
@@ -18,61 +18,60 @@ use crate::topic::{GroupName, Partition, TopicName};
 const ORIGINAL_TOPIC: &str = "originalTopic";
 const FAILED_AT: &str = "failedAt";
 const REASON: &str = "reason";
-/// How often a message was replayed. It stays with the message, so that one that fails every time is noticed.
+/// Number of replays so far. Kept with the message, so that repeated failures are noticed.
 const REPLAY_COUNT: &str = "replayCount";
-/// How the names of those fields of an entry begin whose own names a dead letter needs for itself.
-const KEPT: &str = "original:";
+/// Prefix for fields of the original entry whose names a dead letter uses itself.
+const CONFLICT_PREFIX: &str = "original:";
 
-/// A message that ran out of attempts.
+/// A message that exhausted its attempts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeadLetter {
     /// The id of the dead letter.
     pub id: EntryId,
     /// The topic it was sent to.
     pub original_topic: Option<String>,
-    /// The partition it lay in.
+    /// The partition it was in.
     pub partition: Option<Partition>,
-    /// The entry it first was.
+    /// The id of its first entry.
     pub original_id: Option<EntryId>,
     /// Its key, if it is text.
     pub key: Option<String>,
-    /// What it carries.
+    /// The payload.
     pub payload: Bytes,
-    /// Names and values beside the payload; empty if the entry's were malformed.
+    /// The headers; empty if they were malformed.
     pub headers: Headers,
     /// How often it failed.
     pub failures: u32,
     /// When it was sent.
     pub sent_at: Option<Timestamp>,
-    /// When it was given up.
+    /// When it became a dead letter.
     pub failed_at: Option<Timestamp>,
-    /// Why.
+    /// Why it became a dead letter.
     pub reason: String,
-    /// The group that gave it up; a replay is for this group alone, or for all if there is none.
+    /// The group whose consumer failed. A replay is delivered to this group only, or to all if there is none.
     pub group: Option<String>,
     /// The dead letter it was replayed from before it failed again.
     pub replayed_from: Option<EntryId>,
     /// How often it was replayed before.
     pub replays: u32,
-    /// All fields as they are.
+    /// All fields of the entry, unchanged.
     pub fields: Fields,
 }
 
-/// Where a dead letter comes from.
+/// The entry that becomes a dead letter.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Origin<'a> {
+pub(crate) struct DeadLetterOrigin<'a> {
     pub(crate) topic: &'a TopicName,
     pub(crate) partition: Partition,
-    /// The entry it first was.
+    /// The id of its first entry.
     pub(crate) first_id: EntryId,
-    /// Who gives it up.
+    /// The group whose consumer failed.
     pub(crate) group: &'a GroupName,
 }
 
-/// The fields of the dead letter for an entry. `failures` is `None` where the entry's own count is not to be touched,
-/// because it is malformed.
+/// The fields of the dead letter for an entry. `failures` is `None` to keep a malformed count as it is.
 pub(crate) fn to_fields(
-    origin: &Origin<'_>,
+    origin: &DeadLetterOrigin<'_>,
     fields: &Fields,
     failures: Option<u32>,
     reason: &str,
@@ -90,49 +89,49 @@ pub(crate) fn to_fields(
         (REASON, Some(reason[..reason_end].to_owned())),
         (RETRY_GROUP, Some(origin.group.to_string())),
     ];
-    let kept = keep_names(fields, &changes);
+    let renamed = rename_conflicting(fields, &changes);
     if let Some(failures) = failures {
         changes.push((RETRY_COUNT, Some(failures.to_string())));
     }
-    message::replace_fields(&kept, &changes)
+    message::replace_fields(&renamed, &changes)
 }
 
-/// The fields, with another name for each that would be replaced by something else, and for those that have such a name
-/// already: so that it can be undone.
-fn keep_names(fields: &Fields, changes: &[(&'static str, Option<String>)]) -> Fields {
-    let is_in_the_way = |name: &Bytes, value: &Bytes| {
-        name.starts_with(KEPT.as_bytes())
+/// Adds [`CONFLICT_PREFIX`] to the names of fields that would be overwritten, and of fields that already have the
+/// prefix, so that it can be undone.
+fn rename_conflicting(fields: &Fields, changes: &[(&'static str, Option<String>)]) -> Fields {
+    let conflicts = |name: &Bytes, value: &Bytes| {
+        name.starts_with(CONFLICT_PREFIX.as_bytes())
             || changes.iter().any(|(changed, new)| {
                 name == changed.as_bytes()
                     && !is_ours(changed, fields)
                     && new.as_ref().is_some_and(|new| value != new.as_bytes())
             })
     };
-    if !fields.iter().any(|(name, value)| is_in_the_way(name, value)) {
+    if !fields.iter().any(|(name, value)| conflicts(name, value)) {
         return fields.clone();
     }
     Fields::new(fields.iter().map(|(name, value)| {
-        let name = match is_in_the_way(name, value) {
-            true => Bytes::from([KEPT.as_bytes(), name].concat()),
+        let name = match conflicts(name, value) {
+            true => Bytes::from([CONFLICT_PREFIX.as_bytes(), name].concat()),
             false => name.clone(),
         };
         (name, value.clone())
     }))
 }
 
-/// Whether a field of an entry was written by us, and what we write now takes its place.
+/// Whether a field of an entry was written by this program and may be overwritten.
 fn is_ours(name: &str, fields: &Fields) -> bool {
-    let came_back = fields.get(ORIGINAL_MESSAGE_ID).and_then(message::read_id).is_some();
-    matches!(name, ORIGINAL_MESSAGE_ID | RETRY_GROUP) && came_back
+    let was_retried = fields.get(ORIGINAL_MESSAGE_ID).and_then(message::read_id).is_some();
+    matches!(name, ORIGINAL_MESSAGE_ID | RETRY_GROUP) && was_retried
 }
 
-/// The fields with the names they had before `keep_names`, as far as a message that comes back does not need them.
-fn give_names_back(fields: &Fields) -> Fields {
-    // By these two the message is known, to us and to those who look for copies: they stay ours.
+/// Undoes `rename_conflicting`, except for names that a replayed message needs itself.
+fn restore_names(fields: &Fields) -> Fields {
+    // These two identify the message, also to detect copies.
     let is_needed =
         |name: &[u8]| [ORIGINAL_MESSAGE_ID, RETRY_GROUP].iter().any(|ours| name == ours.as_bytes());
     let own_name = |name: &Bytes| {
-        let own = name.strip_prefix(KEPT.as_bytes()).filter(|own| !is_needed(own));
+        let own = name.strip_prefix(CONFLICT_PREFIX.as_bytes()).filter(|own| !is_needed(own));
         own.map(Bytes::copy_from_slice)
     };
     let own: Vec<Bytes> = fields.iter().filter_map(|(name, _)| own_name(name)).collect();
@@ -147,7 +146,7 @@ fn give_names_back(fields: &Fields) -> Fields {
 }
 
 impl DeadLetter {
-    /// Reads a dead letter; what is missing or odd is left out, for an operator must see all of them.
+    /// Reads a dead letter. Missing or malformed fields are left empty, so that every entry can be shown.
     pub(crate) fn read(entry: Entry) -> Self {
         let Entry { id, fields } = entry;
         let text = |name: &str| {
@@ -174,13 +173,13 @@ impl DeadLetter {
         }
     }
 
-    /// The fields of the message it becomes when it is sent again: as it was, with its failures forgotten.
+    /// The fields of the replayed message: the original ones with the failure count reset.
     pub(crate) fn to_replay(&self) -> Fields {
         let sent = message::replace_fields(
             &self.fields,
             &[(ORIGINAL_TOPIC, None), (FAILED_AT, None), (REASON, None)],
         );
-        let own = give_names_back(&sent);
+        let own = restore_names(&sent);
         message::replace_fields(
             &own,
             &[
@@ -191,11 +190,11 @@ impl DeadLetter {
         )
     }
 
-    /// What it has in common with its copies, and with no other dead letter.
+    /// An identity shared by all copies of this dead letter and by no other.
     ///
-    /// A crash between writing a dead letter and settling its message makes a copy. A second group that gives up the same
-    /// message does not: it is replayed for each of them. A message that was replayed and failed again is no copy: it was
-    /// replayed from another letter.
+    /// A crash between writing a dead letter and settling its message creates a copy. The dead letters of two groups
+    /// for the same message are not copies: each is replayed for its group. Nor is a message that failed again after
+    /// a replay.
     pub fn identity(&self) -> String {
         match (self.original_id, self.partition) {
             (Some(original), Some(partition)) => {

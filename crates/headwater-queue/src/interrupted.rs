@@ -1,15 +1,15 @@
-//! Changes of several partitions, one after the other, and how far they came when one of them failed.
+//! Progress of a change over several partitions, and the error when it is interrupted.
 //!
-//! Upstream: `reset`, `removal`, `topics`. Promises: an error says which partitions are changed, which may be and which are
-//! not, and how to go on. A change that certainly did nothing fails as it always did.
+//! Upstream: `reset`, `remove_group`, `topics`. Promises: the error says which partitions are changed, which may be and
+//! which are not, and how to continue. If nothing was changed, the original error is returned.
 
 use headwater_stream::StreamError;
 
 use crate::error::{Interrupted, QueueError};
 use crate::topic::Partition;
 
-/// The partitions of a change, in the order they are changed.
-pub(crate) struct Progress {
+/// Progress of a change over partitions, in the order they are changed.
+pub(crate) struct PartitionProgress {
     partitions: Vec<Partition>,
     done: usize,
     begun: usize,
@@ -17,29 +17,29 @@ pub(crate) struct Progress {
     has_begun: bool,
 }
 
-impl Progress {
+impl PartitionProgress {
     pub(crate) fn new(partitions: impl IntoIterator<Item = Partition>) -> Self {
         let partitions = partitions.into_iter().collect();
         Self { partitions, done: 0, begun: 0, has_begun: false }
     }
 
-    /// Something beside the partitions is changed.
+    /// Records that something other than a partition is being changed.
     pub(crate) fn begin(&mut self) {
         self.has_begun = true;
     }
 
-    /// The next so many partitions are changed now; those before are done.
+    /// Starts the next `count` partitions; all before are done.
     pub(crate) fn next(&mut self, count: usize) {
         self.done = self.begun;
         self.begun += count;
     }
 
-    /// All that was begun is done.
+    /// Records that all started partitions are done.
     pub(crate) fn done(&mut self) {
         self.done = self.begun;
     }
 
-    /// The error of a change that ended here: `what` it was, and what to do `next`.
+    /// Returns the error for a change interrupted here: `what` was interrupted, and what to do `next`.
     pub(crate) fn interrupt(&self, what: String, next: String, source: QueueError) -> QueueError {
         let is_uncertain = matches!(
             source,
@@ -49,7 +49,7 @@ impl Progress {
                     | StreamError::Protocol { .. }
             )
         );
-        // One at a time fails without an effect, or with an unknown one. Of several, some may be changed.
+        // A single change fails without effect or with an unknown effect. Of several concurrent ones, some may succeed.
         let begun = self.begun - self.done;
         let uncertain = if is_uncertain || begun > 1 { begun } else { 0 };
         if !self.has_begun && self.done + uncertain == 0 {
@@ -77,13 +77,13 @@ mod tests {
         StreamError::Unavailable { problem, source: None }.into()
     }
 
-    fn interrupt(progress: &Progress, source: QueueError) -> QueueError {
+    fn interrupt(progress: &PartitionProgress, source: QueueError) -> QueueError {
         progress.interrupt("a reset".to_owned(), "repeat it".to_owned(), source)
     }
 
     #[test]
-    fn an_error_says_which_partitions_are_done_and_what_to_do_next() {
-        let mut progress = Progress::new(0..8);
+    fn the_error_says_which_partitions_are_done_and_what_to_do_next() {
+        let mut progress = PartitionProgress::new(0..8);
         progress.next(1);
         progress.next(1);
         progress.next(1);
@@ -102,8 +102,8 @@ mod tests {
     }
 
     #[test]
-    fn a_change_that_did_nothing_fails_with_its_own_error() {
-        let mut progress = Progress::new([3]);
+    fn a_change_without_effect_returns_the_original_error() {
+        let mut progress = PartitionProgress::new([3]);
         assert!(matches!(interrupt(&progress, unavailable()), QueueError::Backend(_)));
         progress.next(1);
         let denied = StreamError::Denied { problem: "no".to_owned() };

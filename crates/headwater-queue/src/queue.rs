@@ -1,7 +1,7 @@
-//! A queue: topics on one backend, as one process sees them.
+//! The queue: entry point of this crate, bound to one backend.
 //!
-//! Upstream: applications. Downstream: the backend. Everything else of this crate begins here.
-//! Promises: what it knows of a topic is at most `refresh` old when it is relied on.
+//! Upstream: applications. Downstream: the backend.
+//! Promises: cached topic metadata is at most the topic's `refresh` old when it is used.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -18,7 +18,7 @@ use crate::group::Coordinator;
 use crate::keys::Layout;
 use crate::topic::{Topic, TopicName};
 
-/// Topics on one backend. Clones are the same queue.
+/// Topics on one backend. Clones share the same queue.
 #[derive(Clone)]
 pub struct Queue {
     pub(crate) inner: Arc<Inner>,
@@ -28,15 +28,15 @@ pub(crate) struct Inner {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) config: QueueConfig,
     pub(crate) coordinator: Coordinator,
-    /// What its subscriptions share.
+    /// Background tasks shared by its subscriptions.
     pub(crate) consumers: Arc<Consumers>,
-    known: Mutex<HashMap<TopicName, (Instant, Arc<Topic>)>>,
-    /// Grows whenever something that is known was forgotten, for those who keep what they know elsewhere.
-    forgotten: AtomicU64,
+    topic_cache: Mutex<HashMap<TopicName, (Instant, Arc<Topic>)>>,
+    /// Counts invalidations of `topic_cache`, for callers with a cache of their own.
+    invalidations: AtomicU64,
 }
 
-/// Topics that are remembered; beyond it, those that nobody refreshed go first.
-const KNOWN_MAX: usize = 100_000;
+/// Cached topics; beyond it, expired ones are evicted.
+const TOPIC_CACHE_MAX: usize = 100_000;
 
 impl fmt::Debug for Queue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -45,12 +45,12 @@ impl fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// A queue on a backend, with default settings.
+    /// Creates a queue with default settings.
     pub fn new(backend: Arc<dyn Backend>) -> Self {
         Self::with_config(backend, QueueConfig::default()).expect("the default settings are valid")
     }
 
-    /// A queue with settings of its own.
+    /// Creates a queue. Fails if a setting is invalid.
     pub fn with_config(backend: Arc<dyn Backend>, config: QueueConfig) -> Result<Self> {
         config.validate()?;
         let coordinator = Coordinator::new(Arc::clone(&backend), config.clone());
@@ -59,70 +59,71 @@ impl Queue {
             config,
             coordinator,
             consumers: Arc::default(),
-            known: Mutex::default(),
-            forgotten: AtomicU64::new(0),
+            topic_cache: Mutex::default(),
+            invalidations: AtomicU64::new(0),
         };
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The backend it lives on.
+    /// The backend of this queue.
     pub fn backend(&self) -> &Arc<dyn Backend> {
         &self.inner.backend
     }
 
-    /// The layout of topics that are created here.
+    /// The key layout of topics created on this backend.
     pub(crate) fn layout(&self) -> Layout {
         let is_clustered = self.inner.backend.cluster_slot("").is_some();
         if is_clustered { Layout::Clustered } else { Layout::Partitioned }
     }
 
-    /// A topic, as it was at most its `refresh` ago. One that nobody created is plain.
+    /// A topic, at most its `refresh` old. A topic that was not created is plain.
     pub(crate) async fn topic(&self, name: &TopicName) -> Result<Arc<Topic>> {
         Ok(self.topic_since(name).await?.1)
     }
 
-    /// The same, with the time it was so.
+    /// Like [`Self::topic`], with the time it was read.
     pub(crate) async fn topic_since(&self, name: &TopicName) -> Result<(Instant, Arc<Topic>)> {
         let now = Instant::now();
-        if let Some((read_at, topic)) = self.inner.known().get(name)
+        if let Some((read_at, topic)) = self.inner.topic_cache().get(name)
             && now.duration_since(*read_at) < topic.policies.refresh
         {
             return Ok((*read_at, topic.clone()));
         }
-        self.read_topic_now(name).await
+        self.read_topic_with_time(name).await
     }
 
-    /// A topic as it is now.
+    /// Reads a topic from the backend.
     pub(crate) async fn read_topic(&self, name: &TopicName) -> Result<Arc<Topic>> {
-        Ok(self.read_topic_now(name).await?.1)
+        Ok(self.read_topic_with_time(name).await?.1)
     }
 
-    async fn read_topic_now(&self, name: &TopicName) -> Result<(Instant, Arc<Topic>)> {
-        // Age counts from before the question: the answer may be as old as that.
-        let asked_at = Instant::now();
+    async fn read_topic_with_time(&self, name: &TopicName) -> Result<(Instant, Arc<Topic>)> {
+        // The age counts from before the request: the reply may be that old.
+        let requested_at = Instant::now();
         let topic = Arc::new(Topic::read(&*self.inner.backend, name).await?);
-        let mut known = self.inner.known();
-        if known.len() >= KNOWN_MAX {
-            known.retain(|_, (at, topic)| asked_at.duration_since(*at) < topic.policies.refresh);
+        let mut topic_cache = self.inner.topic_cache();
+        if topic_cache.len() >= TOPIC_CACHE_MAX {
+            topic_cache
+                .retain(|_, (at, topic)| requested_at.duration_since(*at) < topic.policies.refresh);
         }
-        known.insert(name.clone(), (asked_at, topic.clone()));
-        Ok((asked_at, topic))
+        topic_cache.insert(name.clone(), (requested_at, topic.clone()));
+        Ok((requested_at, topic))
     }
 
-    /// Forgets what is known of a topic, after it was changed here.
-    pub(crate) fn forget(&self, name: &TopicName) {
-        self.inner.known().remove(name);
-        self.inner.forgotten.fetch_add(1, Ordering::Release);
+    /// Drops a topic from the cache after it was changed.
+    pub(crate) fn invalidate(&self, name: &TopicName) {
+        self.inner.topic_cache().remove(name);
+        self.inner.invalidations.fetch_add(1, Ordering::Release);
     }
 
-    /// Another number than before if something was forgotten since.
-    pub(crate) fn forgotten(&self) -> u64 {
-        self.inner.forgotten.load(Ordering::Acquire)
+    /// Number of invalidations so far.
+    pub(crate) fn invalidations(&self) -> u64 {
+        self.inner.invalidations.load(Ordering::Acquire)
     }
 }
 
 impl Inner {
-    fn known(&self) -> std::sync::MutexGuard<'_, HashMap<TopicName, (Instant, Arc<Topic>)>> {
-        self.known.lock().expect("no code panics while it holds this lock")
+    fn topic_cache(&self) -> std::sync::MutexGuard<'_, HashMap<TopicName, (Instant, Arc<Topic>)>> {
+        self.topic_cache.lock().expect("no code panics while it holds this lock")
     }
 }

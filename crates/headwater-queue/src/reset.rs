@@ -1,10 +1,10 @@
-//! Resetting a group: it goes on from another position of the topic.
+//! Resetting a group to another position of its topic.
 //!
 //! Upstream: administrators. Downstream: the groups of a topic's streams.
-//! Promises: a dry run changes nothing and says what would be read again, skipped and dropped; a group that somebody
-//! works for is left alone, unless [`ResetGuard::Force`] is named; each partition changes in one atomic step.
-//! An error after the first partition says which partitions are reset, and what to repeat. Refused: a group that does not
-//! exist.
+//! Promises: a dry run changes nothing and reports what would be redelivered, skipped and dropped; a group with
+//! active members is not reset unless [`ResetGuard::Force`] is set; each partition changes in one atomic step. An
+//! error after the first partition says which partitions are reset and what to repeat. A group that does not exist is
+//! an error.
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{
@@ -12,112 +12,113 @@ use headwater_stream::{
 };
 
 use crate::error::{QueueError, Result};
-use crate::inspect::{GroupView, partitions_of};
-use crate::interrupted::Progress;
+use crate::inspect::{GroupView, select_partitions};
+use crate::interrupted::PartitionProgress;
 use crate::keys;
 use crate::limits::COUNTED_MAX;
-use crate::page::previous;
+use crate::pagination::previous;
 use crate::queue::Queue;
 use crate::topic::{GroupName, Partition, Topic, group_name};
 
-/// Entries that are counted with one call; each may be large.
-const COUNTED_AT_ONCE: usize = 100;
-/// Pending entries that are counted with one call; they are small.
-const PENDING_AT_ONCE: usize = 1000;
-/// Those at work that an error names.
-const NAMED_MAX: usize = 3;
+/// Entries counted per call; each may be large.
+const COUNT_BATCH: usize = 100;
+/// Pending entries counted per call; they are small.
+const PENDING_BATCH: usize = 1000;
+/// Active members listed in an error.
+const LISTED_MAX: usize = 3;
 
-/// Where a group goes on.
+/// The new position of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResetTo {
-    /// At the oldest message.
+    /// The oldest message.
     Beginning,
-    /// At what comes after now.
+    /// After the newest message.
     End,
-    /// At this message, or the next one if it is gone. Where there are several partitions, ids say when.
+    /// This message, or the next one if it was removed. The id applies to every partition.
     Id(EntryId),
-    /// At the first message stored at this time or later.
+    /// The first message stored at this time or later.
     Time(Timestamp),
 }
 
-/// Whom a reset may surprise.
+/// Whether a group with active members may be reset.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ResetGuard {
-    /// Nobody: it is refused while a member lives or a partition is owned.
+    /// Fails while a member is alive or a partition is owned.
     #[default]
-    NobodyAtWork,
-    /// Anybody: what they have in hand is finished, but counts for nothing.
+    RequireInactive,
+    /// Resets anyway. Messages in flight are still handled, but their acknowledgements have no effect.
     Force,
 }
 
-/// Where to reset a group to, and how.
+/// Options of a reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reset {
-    /// Where it goes on.
+    /// The new position.
     pub to: ResetTo,
-    /// Only on this partition.
+    /// Only this partition. Default: all.
     pub partition: Option<Partition>,
-    /// Whom it may surprise. Default: nobody.
+    /// Whether active members are allowed. Default: [`ResetGuard::RequireInactive`].
     pub guard: ResetGuard,
-    /// Only says what would happen.
+    /// Report what would happen without changing anything.
     pub dry_run: bool,
 }
 
 impl Reset {
-    /// A reset of all partitions, while nobody is at work.
+    /// A reset of all partitions of an inactive group.
     pub fn to(to: ResetTo) -> Self {
         Self { to, partition: None, guard: ResetGuard::default(), dry_run: false }
     }
 
-    /// The same, but only to see what would happen.
+    /// Turns this reset into a dry run.
     pub fn dry_run(self) -> Self {
         Self { dry_run: true, ..self }
     }
 }
 
-/// A count that ends somewhere.
+/// A count that stops at a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counted {
-    /// How many there are.
+pub struct BoundedCount {
+    /// The number counted.
     pub count: u64,
-    /// Whether there may be more: counting stopped here.
+    /// Whether counting stopped at the limit, so there may be more.
     pub or_more: bool,
 }
 
-/// What a reset did, or would do.
+/// The result of a reset or its dry run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResetReport {
-    /// Messages the group has read and will read again.
-    pub again: Counted,
-    /// Messages the group has not read and will not read.
-    pub skipped: Counted,
-    /// Messages that were delivered and not settled, before the new position: nobody will handle them.
-    pub dropped: Counted,
+    /// Messages already delivered that will be delivered again.
+    pub redelivered: BoundedCount,
+    /// Messages not delivered that never will be.
+    pub skipped: BoundedCount,
+    /// Pending messages before the new position; they will not be handled.
+    pub dropped: BoundedCount,
     /// Whether it was done; `false` after a dry run.
     pub is_done: bool,
     /// Partition by partition, by number.
     pub partitions: Vec<ResetPartition>,
 }
 
-/// What a reset did, or would do, to one partition.
+/// The result of a reset or its dry run on one partition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResetPartition {
     /// The partition.
     pub partition: Partition,
-    /// The newest message delivered before; `None` if the group had not begun here.
-    pub was_at: Option<EntryId>,
-    /// The newest message that counts as delivered afterwards.
-    pub is_at: EntryId,
-    /// Messages to be read again.
-    pub again: Counted,
-    /// Messages never to be read.
-    pub skipped: Counted,
-    /// Messages delivered, not settled, and never to be handled.
-    pub dropped: Counted,
+    /// The last delivered message before the reset; `None` if the group did not exist on this partition.
+    pub previous_position: Option<EntryId>,
+    /// The last message that counts as delivered after the reset.
+    pub new_position: EntryId,
+    /// Messages that will be delivered again.
+    pub redelivered: BoundedCount,
+    /// Messages that will not be delivered.
+    pub skipped: BoundedCount,
+    /// Pending messages that will not be handled.
+    pub dropped: BoundedCount,
 }
 
 impl Queue {
-    /// Resets a group of a topic.
+    /// Resets a group of a topic. Fails with [`QueueError::NoGroup`] or, while it is active, with
+    /// [`QueueError::GroupAtWork`].
     pub async fn reset_group(
         &self,
         topic: &str,
@@ -126,7 +127,7 @@ impl Queue {
     ) -> Result<ResetReport> {
         let group = group_name(group)?;
         let topic = self.existing_topic(topic).await?;
-        let partitions = partitions_of(&topic, reset.partition)?;
+        let partitions = select_partitions(&topic, reset.partition)?;
         let stats = self.partition_stats(&topic).await?;
         let of_group =
             |stats: &StreamStats| stats.groups.iter().find(|found| found.name == group).cloned();
@@ -134,20 +135,20 @@ impl Queue {
             let (topic, group) = (topic.name.to_string(), group.to_string());
             return Err(QueueError::NoGroup { topic, group });
         }
-        if reset.guard == ResetGuard::NobodyAtWork && !reset.dry_run {
-            self.check_nobody_at_work(&topic, &group).await?;
+        if reset.guard == ResetGuard::RequireInactive && !reset.dry_run {
+            self.check_inactive(&topic, &group).await?;
         }
         let mut planned = Vec::new();
         for partition in partitions {
             let stats = stats[usize::from(partition)].as_ref();
-            let look = Look {
+            let planner = ResetPlanner {
                 queue: self,
                 stream: keys::stream(&topic, partition),
                 group: &group,
                 stats,
-                was: stats.and_then(of_group),
+                group_stats: stats.and_then(of_group),
             };
-            planned.push(look.plan(partition, reset.to).await?);
+            planned.push(planner.plan(partition, reset.to).await?);
         }
         if !reset.dry_run {
             self.reset_planned(&topic, &group, &planned, reset.to).await?;
@@ -155,12 +156,12 @@ impl Queue {
         Ok(report(planned, !reset.dry_run))
     }
 
-    async fn check_nobody_at_work(&self, topic: &Topic, group: &GroupName) -> Result<()> {
+    async fn check_inactive(&self, topic: &Topic, group: &GroupName) -> Result<()> {
         let view = self.inspect().group(topic.name.as_str(), group.as_str()).await?;
-        // One that rests has nothing in hand.
+        // A reserved member has nothing in flight.
         let members = view.members.iter().filter(|member| member.heartbeat_age.is_some());
-        let at_work = members.filter_map(|member| member.consumer.clone());
-        refuse_if_at_work(&view, at_work.collect())
+        let active = members.filter_map(|member| member.consumer.clone());
+        require_inactive(&view, active.collect())
     }
 
     async fn reset_planned(
@@ -171,13 +172,13 @@ impl Queue {
         to: ResetTo,
     ) -> Result<()> {
         let began = self.inner.backend.now().await?;
-        let mut progress = Progress::new(planned.iter().map(|plan| plan.partition));
+        let mut progress = PartitionProgress::new(planned.iter().map(|plan| plan.partition));
         for plan in planned {
             progress.next(1);
             if let Err(error) = self.reset_partition(topic, group, plan, to).await {
                 let what = format!("the reset of group `{group}` on topic `{}`", topic.name);
                 let next = match to {
-                    // The end has moved on; what came since would be skipped where it is not skipped yet.
+                    // Repeating with `End` would also skip messages that arrived since.
                     ResetTo::End => format!(
                         "repeat the reset with `to` = `{}` to finish it without skipping more",
                         began.to_rfc3339()
@@ -201,13 +202,13 @@ impl Queue {
         let start = match to {
             ResetTo::Beginning => GroupStart::Beginning,
             ResetTo::End => GroupStart::End,
-            ResetTo::Id(_) | ResetTo::Time(_) => GroupStart::After(plan.is_at),
+            ResetTo::Id(_) | ResetTo::Time(_) => GroupStart::After(plan.new_position),
         };
         let backend = &self.inner.backend;
         if backend.reset_group(&stream, group, start).await? {
             return Ok(());
         }
-        // It has not begun here. If it does so at this moment, it is reset all the same.
+        // The group does not exist on this partition. If another process creates it now, reset it after all.
         if !backend.ensure_group(&stream, group, start).await? {
             backend.reset_group(&stream, group, start).await?;
         }
@@ -215,8 +216,8 @@ impl Queue {
     }
 }
 
-/// An error if there is one of these, or an owner of a partition.
-pub(crate) fn refuse_if_at_work(view: &GroupView, mut who: Vec<String>) -> Result<()> {
+/// Fails if there are active members or partition owners.
+pub(crate) fn require_inactive(view: &GroupView, mut who: Vec<String>) -> Result<()> {
     let owners = view.partitions.iter().filter_map(|partition| partition.owner.as_ref());
     who.extend(owners.map(|owner| owner.holder.clone()));
     who.sort();
@@ -224,8 +225,8 @@ pub(crate) fn refuse_if_at_work(view: &GroupView, mut who: Vec<String>) -> Resul
     if who.is_empty() {
         return Ok(());
     }
-    let more = who.len().saturating_sub(NAMED_MAX);
-    who.truncate(NAMED_MAX);
+    let more = who.len().saturating_sub(LISTED_MAX);
+    who.truncate(LISTED_MAX);
     let mut who = who.join(", ");
     if more > 0 {
         who += &format!(" and {more} more");
@@ -234,47 +235,47 @@ pub(crate) fn refuse_if_at_work(view: &GroupView, mut who: Vec<String>) -> Resul
     Err(QueueError::GroupAtWork { topic, group, who })
 }
 
-/// What there is before a partition is reset.
-struct Look<'a> {
+/// Plans the reset of one partition.
+struct ResetPlanner<'a> {
     queue: &'a Queue,
     stream: StreamName,
     group: &'a GroupName,
     stats: Option<&'a StreamStats>,
-    was: Option<GroupStats>,
+    group_stats: Option<GroupStats>,
 }
 
-impl Look<'_> {
+impl ResetPlanner<'_> {
     async fn plan(&self, partition: Partition, to: ResetTo) -> Result<ResetPartition> {
-        let was_at = self.was.as_ref().map(|group| group.last_delivered);
+        let previous_position = self.group_stats.as_ref().map(|group| group.last_delivered);
         let last_id = self.stats.and_then(|stats| stats.last_id).unwrap_or(EntryId::MIN);
-        let is_at = match to {
+        let new_position = match to {
             ResetTo::Beginning => EntryId::MIN,
-            // What was deleted behind the last message does not make the position go back.
-            ResetTo::End => last_id.max(was_at.unwrap_or(EntryId::MIN)),
+            // Deleted messages at the end must not move the position back.
+            ResetTo::End => last_id.max(previous_position.unwrap_or(EntryId::MIN)),
             ResetTo::Id(id) => previous(id).unwrap_or(EntryId::MIN),
             ResetTo::Time(at) => previous(EntryId::new(at.as_millis(), 0)).unwrap_or(EntryId::MIN),
         };
-        let from = was_at.unwrap_or(EntryId::MIN);
+        let from = previous_position.unwrap_or(EntryId::MIN);
         let mut plan = ResetPartition {
             partition,
-            was_at,
-            is_at,
-            again: Counted::default(),
-            skipped: Counted::default(),
-            dropped: Counted::default(),
+            previous_position,
+            new_position,
+            redelivered: BoundedCount::default(),
+            skipped: BoundedCount::default(),
+            dropped: BoundedCount::default(),
         };
-        if is_at < from {
-            plan.again = match (to, self.lag()) {
+        if new_position < from {
+            plan.redelivered = match (to, self.lag()) {
                 (ResetTo::Beginning, Some(lag)) => self.exactly(self.length() - lag),
-                _ => self.count(is_at, from).await?,
+                _ => self.count(new_position, from).await?,
             };
-        } else if is_at > from {
+        } else if new_position > from {
             plan.skipped = match (to, self.lag()) {
                 (ResetTo::End, Some(lag)) => self.exactly(lag),
-                _ => self.count(from, is_at).await?,
+                _ => self.count(from, new_position).await?,
             };
         }
-        plan.dropped = self.count_pending(is_at).await?;
+        plan.dropped = self.count_pending(new_position).await?;
         Ok(plan)
     }
 
@@ -282,22 +283,22 @@ impl Look<'_> {
         self.stats.map_or(0, |stats| stats.length)
     }
 
-    /// How many messages the group has not read, where the server can tell.
+    /// Messages not delivered to the group, if the server can tell.
     fn lag(&self) -> Option<u64> {
-        match &self.was {
+        match &self.group_stats {
             None => Some(self.length()),
             Some(group) => group.lag.filter(|lag| *lag <= self.length()),
         }
     }
 
-    fn exactly(&self, count: u64) -> Counted {
-        Counted { count, or_more: false }
+    fn exactly(&self, count: u64) -> BoundedCount {
+        BoundedCount { count, or_more: false }
     }
 
-    /// The messages after one position up to another.
-    async fn count(&self, after: EntryId, to: EntryId) -> Result<Counted> {
+    /// Counts the messages after one position up to another.
+    async fn count(&self, after: EntryId, to: EntryId) -> Result<BoundedCount> {
         let mut counted = 0;
-        let (mut from, direction, count) = (after.next(), Direction::Forward, COUNTED_AT_ONCE);
+        let (mut from, direction, count) = (after.next(), Direction::Forward, COUNT_BATCH);
         while from <= to {
             let page = Range { from, to, direction, count };
             let entries = self.queue.inner.backend.range(&self.stream, page).await?;
@@ -307,17 +308,17 @@ impl Look<'_> {
                 _ => break,
             }
             if counted >= COUNTED_MAX {
-                return Ok(Counted { count: counted, or_more: true });
+                return Ok(BoundedCount { count: counted, or_more: true });
             }
         }
         Ok(self.exactly(counted))
     }
 
-    /// The pending messages up to a position.
-    async fn count_pending(&self, to: EntryId) -> Result<Counted> {
+    /// Counts the pending messages up to a position.
+    async fn count_pending(&self, to: EntryId) -> Result<BoundedCount> {
         let mut counted = 0;
-        if self.was.as_ref().is_none_or(|group| group.pending == 0) {
-            return Ok(Counted::default());
+        if self.group_stats.as_ref().is_none_or(|group| group.pending == 0) {
+            return Ok(BoundedCount::default());
         }
         let mut after = None;
         loop {
@@ -327,32 +328,32 @@ impl Look<'_> {
                 consumer: None,
                 min_idle: std::time::Duration::ZERO,
                 after,
-                count: PENDING_AT_ONCE,
+                count: PENDING_BATCH,
             };
             let pending = self.queue.inner.backend.pending(query).await?;
             counted += pending.iter().take_while(|pending| pending.id <= to).count() as u64;
             match pending.last() {
-                Some(last) if pending.len() == PENDING_AT_ONCE && last.id < to => {
+                Some(last) if pending.len() == PENDING_BATCH && last.id < to => {
                     after = Some(last.id);
                 }
                 _ => return Ok(self.exactly(counted)),
             }
             if counted >= COUNTED_MAX {
-                return Ok(Counted { count: counted, or_more: true });
+                return Ok(BoundedCount { count: counted, or_more: true });
             }
         }
     }
 }
 
 fn report(partitions: Vec<ResetPartition>, is_done: bool) -> ResetReport {
-    let sum = |part: fn(&ResetPartition) -> Counted| {
-        partitions.iter().map(part).fold(Counted::default(), |sum, one| Counted {
+    let sum = |part: fn(&ResetPartition) -> BoundedCount| {
+        partitions.iter().map(part).fold(BoundedCount::default(), |sum, one| BoundedCount {
             count: sum.count + one.count,
             or_more: sum.or_more || one.or_more,
         })
     };
     ResetReport {
-        again: sum(|partition| partition.again),
+        redelivered: sum(|partition| partition.redelivered),
         skipped: sum(|partition| partition.skipped),
         dropped: sum(|partition| partition.dropped),
         is_done,

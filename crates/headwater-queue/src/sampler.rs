@@ -1,8 +1,8 @@
-//! The sampler measures topics: how long they are, how much of them is pending.
+//! The sampler: periodically sets the gauges `topic_length` and `pending` of all topics.
 //!
-//! Upstream: an application that wants the gauges `topic_length` and `pending` starts it, in one process or in all.
-//! Downstream: the registry and the streams of a backend, which are only read. Plain topics are measured if they are named.
-//! Promises: what is gone shows 0, and not its last value for ever.
+//! Upstream: an application starts it, in one process or in all. Downstream: the registry and the streams of a backend,
+//! which are only read. Plain topics are measured if listed.
+//! Promises: the gauges of a removed topic or group are set to 0.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -21,26 +21,26 @@ use crate::topic::{Partition, TopicName};
 pub struct Sampler {
     queue: Queue,
     plain: Vec<TopicName>,
-    /// What shows another value than 0 now.
-    shown: HashMap<Gauge, u64>,
+    /// Gauges whose current value is not 0.
+    nonzero: HashMap<GaugeKey, u64>,
 }
 
-/// Which gauge: a topic's partition, and for what is pending the group.
-type Gauge = (String, Partition, Option<String>);
+/// Identifies a gauge: topic, partition, and the group for `pending`.
+type GaugeKey = (String, Partition, Option<String>);
 
 impl Queue {
-    /// A sampler of all topics that were created, and of these plain ones.
+    /// A sampler of all created topics and of the plain ones listed here.
     pub fn sampler(&self, plain: &[&str]) -> Result<Sampler> {
         let plain = plain.iter().map(TopicName::new).collect::<Result<Vec<_>>>()?;
-        Ok(Sampler { queue: self.clone(), plain, shown: HashMap::new() })
+        Ok(Sampler { queue: self.clone(), plain, nonzero: HashMap::new() })
     }
 }
 
 impl Sampler {
-    /// Measures everything once. A topic that cannot be measured keeps its values and does not hinder others.
+    /// Measures all topics once. A topic that fails keeps its values; the others are still measured.
     pub async fn run_once(&mut self) -> Result<()> {
         let mut topics: Vec<TopicName> = self.plain.clone();
-        // A name of another program that makes no topic is none of ours.
+        // Ignore invalid names registered by other programs.
         topics.extend(
             self.queue.topics().list().await?.iter().filter_map(|t| TopicName::new(t).ok()),
         );
@@ -51,22 +51,22 @@ impl Sampler {
         let mut failed = None;
         for name in topics {
             if let Err(error) = self.measure(&name, &mut found).await {
-                warn!(topic = %name, %error, "a topic cannot be measured");
-                let kept = self.shown.iter().filter(|((topic, ..), _)| topic == name.as_str());
+                warn!(topic = %name, %error, "measuring the topic failed");
+                let kept = self.nonzero.iter().filter(|((topic, ..), _)| topic == name.as_str());
                 found.extend(kept.map(|(gauge, value)| (gauge.clone(), *value)));
                 failed = Some(error);
             }
         }
-        for gauge in self.shown.keys().filter(|gauge| !found.contains_key(gauge)) {
-            show(gauge, 0);
+        for gauge in self.nonzero.keys().filter(|gauge| !found.contains_key(gauge)) {
+            set_gauge(gauge, 0);
         }
-        found.iter().for_each(|(gauge, value)| show(gauge, *value));
+        found.iter().for_each(|(gauge, value)| set_gauge(gauge, *value));
         found.retain(|_, value| *value > 0);
-        self.shown = found;
+        self.nonzero = found;
         failed.map_or(Ok(()), Err)
     }
 
-    /// Measures again and again until `shutdown` is done.
+    /// Measures at this interval until `shutdown` completes.
     pub async fn run(mut self, every: Duration, shutdown: impl Future<Output = ()>) -> Result<()> {
         if every.is_zero() {
             return Err(QueueError::invalid("every", "it is zero"));
@@ -79,19 +79,19 @@ impl Sampler {
                 () = &mut shutdown => return Ok(()),
                 _ = ticks.tick() => {}
             }
-            // A run only reads, so it can be dropped half way.
+            // A run only reads, so it can be cancelled.
             tokio::select! {
                 () = &mut shutdown => return Ok(()),
                 result = self.run_once() => {
                     if let Err(error) = result {
-                        warn!(%error, "topics were not measured");
+                        warn!(%error, "measuring topics failed");
                     }
                 }
             }
         }
     }
 
-    async fn measure(&self, name: &TopicName, found: &mut HashMap<Gauge, u64>) -> Result<()> {
+    async fn measure(&self, name: &TopicName, found: &mut HashMap<GaugeKey, u64>) -> Result<()> {
         let topic = self.queue.topic(name).await?;
         let stats = self.queue.partition_stats(&topic).await?;
         for (partition, stats) in (0..).zip(stats) {
@@ -106,7 +106,7 @@ impl Sampler {
     }
 }
 
-fn show((topic, partition, group): &Gauge, value: u64) {
+fn set_gauge((topic, partition, group): &GaugeKey, value: u64) {
     let (topic, partition) = (topic.clone(), partition.to_string());
     let gauge = match group {
         None => ::metrics::gauge!(TOPIC_LENGTH, "topic" => topic, "partition" => partition),

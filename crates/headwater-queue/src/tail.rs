@@ -1,8 +1,8 @@
-//! The live tail of a topic: messages as they arrive, for nobody in particular.
+//! The live tail of a topic: messages as they arrive, without a consumer group.
 //!
-//! Upstream: people who look at a topic. Downstream: a reader of the backend that belongs to no group.
-//! Promises: every message behind the start comes once, those of one partition in order; partitions that are added
-//! later are seen within the topic's `refresh`. Not promised: order between partitions, beyond one batch.
+//! Upstream: command line and HTTP interface. Downstream: a reader of the backend that belongs to no group.
+//! Promises: every message after the start is returned once, those of one partition in order; new partitions are read
+//! within the topic's `refresh`. Not promised: order between partitions, beyond one batch.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,19 +14,19 @@ use headwater_stream::{EntryId, StreamName, TailReader};
 use tokio::time::Instant;
 
 use crate::error::{QueueError, Result};
-use crate::inspect::{StoredMessage, partitions_of};
+use crate::inspect::{StoredMessage, select_partitions};
 use crate::keys;
 use crate::limits::PAGE_MAX;
-use crate::page::{check_limit, previous};
+use crate::pagination::{check_limit, previous};
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic, TopicName};
 
-/// Where a tail begins.
+/// Where a tail starts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TailStart {
     /// At the oldest message.
     Beginning,
-    /// At what comes after now.
+    /// After the newest message.
     #[default]
     End,
     /// At the first message stored at this time or later.
@@ -36,11 +36,11 @@ pub enum TailStart {
 /// Settings of a tail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TailConfig {
-    /// Where it begins. Default: after now.
+    /// Where it starts. Default: after the newest message.
     pub start: TailStart,
-    /// Only this partition.
+    /// Only this partition. Default: all.
     pub partition: Option<Partition>,
-    /// About how many messages at once, but at least one of each partition. Default: 256, limit: 1000.
+    /// Approximate messages per batch, at least one per partition. Default: 256, limit: 1000.
     pub batch: usize,
 }
 
@@ -52,17 +52,17 @@ impl Default for TailConfig {
 
 const _: () = assert!(PAGE_MAX >= 256);
 
-/// Messages of a topic as they arrive.
+/// A live tail of a topic.
 pub struct Tail {
     queue: Queue,
     topic: TopicName,
     config: TailConfig,
     reader: Box<dyn TailReader>,
-    /// How far each stream was read. What is not in it was not there at the start.
+    /// The last entry read per stream. A stream without an entry here is read from its beginning.
     read_to: HashMap<StreamName, EntryId>,
-    /// The streams that are read now, and their partitions.
+    /// The current streams and their partitions.
     streams: HashMap<StreamName, Partition>,
-    look_again_at: Instant,
+    refresh_at: Instant,
 }
 
 impl fmt::Debug for Tail {
@@ -72,11 +72,11 @@ impl fmt::Debug for Tail {
 }
 
 impl Queue {
-    /// Follows a topic. One that nobody created is plain, and need not exist yet.
+    /// Follows a topic. A topic that was not created is plain and need not exist yet.
     pub async fn tail(&self, topic: &str, config: TailConfig) -> Result<Tail> {
         check_limit(config.batch)?;
         let topic = self.read_topic(&TopicName::new(topic)?).await?;
-        partitions_of(&topic, config.partition)?;
+        select_partitions(&topic, config.partition)?;
         let mut tail = Tail {
             queue: self.clone(),
             topic: topic.name.clone(),
@@ -84,26 +84,26 @@ impl Queue {
             reader: self.inner.backend.tail().await?,
             read_to: HashMap::new(),
             streams: HashMap::new(),
-            look_again_at: Instant::now(),
+            refresh_at: Instant::now(),
         };
-        tail.know(&topic)?;
-        tail.read_to = start_of(self, &topic, &tail.streams, config.start).await?;
+        tail.update_streams(&topic)?;
+        tail.read_to = start_positions(self, &topic, &tail.streams, config.start).await?;
         Ok(tail)
     }
 }
 
 impl Tail {
-    /// The next messages, oldest first; waits up to `wait` (at most a minute) for some, and returns none after that.
-    /// Cancel-safe.
+    /// Returns the next messages, oldest first. Waits up to `wait` (limit: one minute) and returns an empty list if
+    /// none arrive. Cancel-safe.
     pub async fn next(&mut self, wait: Duration) -> Result<Vec<StoredMessage>> {
         if wait > WAIT_MAX {
             return Err(QueueError::invalid("wait", format!("{wait:?}; at most {WAIT_MAX:?}")));
         }
         let until = Instant::now() + wait;
         loop {
-            if Instant::now() >= self.look_again_at {
+            if Instant::now() >= self.refresh_at {
                 let topic = self.queue.topic(&self.topic).await?;
-                self.know(&topic)?;
+                self.update_streams(&topic)?;
             }
             let positions: Vec<(StreamName, EntryId)> = self
                 .streams
@@ -114,9 +114,9 @@ impl Tail {
                 .collect();
             let count = (self.config.batch / positions.len()).max(1);
             let now = Instant::now();
-            let wait = until.min(self.look_again_at).saturating_duration_since(now);
+            let wait = until.min(self.refresh_at).saturating_duration_since(now);
             let batches = self.reader.read(&positions, count, wait).await?;
-            // No await from here on: what was read is handed out.
+            // No await from here on, so that no message read is lost on cancellation.
             let mut messages = Vec::new();
             for batch in batches {
                 let Some(partition) = self.streams.get(&batch.stream).copied() else { continue };
@@ -133,20 +133,20 @@ impl Tail {
         }
     }
 
-    /// Learns which streams the topic has now.
-    fn know(&mut self, topic: &Topic) -> Result<()> {
-        // A topic that was deleted and created anew may have fewer partitions.
-        let partitions = partitions_of(topic, self.config.partition)?;
+    /// Updates the streams from the topic.
+    fn update_streams(&mut self, topic: &Topic) -> Result<()> {
+        // A topic that was deleted and created again may have fewer partitions.
+        let partitions = select_partitions(topic, self.config.partition)?;
         self.streams =
             partitions.map(|partition| (keys::stream(topic, partition), partition)).collect();
         self.read_to.retain(|stream, _| self.streams.contains_key(stream));
-        self.look_again_at = Instant::now() + topic.policies.refresh;
+        self.refresh_at = Instant::now() + topic.policies.refresh;
         Ok(())
     }
 }
 
-/// How far each stream counts as read at the start.
-async fn start_of(
+/// The last entry per stream that counts as read at the start.
+async fn start_positions(
     queue: &Queue,
     topic: &Topic,
     streams: &HashMap<StreamName, Partition>,

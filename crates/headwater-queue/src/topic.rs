@@ -1,7 +1,7 @@
-//! What a topic is: its name, how many partitions it has, what it keeps, how it grew.
+//! A topic: its name, partition count, policies and resizes, and their form in the registry.
 //!
-//! Upstream: everybody. Downstream: `keys` for where it lies.
-//! Promises: a topic that was read from the registry is valid, or reading it was an error that says which field is not.
+//! Upstream: all modules. Downstream: `keys`, which derives its keys.
+//! Promises: a topic read from the registry is valid; otherwise reading it fails with an error that names the field.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -18,8 +18,8 @@ pub use headwater_stream::GroupName;
 use crate::error::{QueueError, Result};
 use crate::keys::{self, Layout};
 use crate::limits::{
-    GROUP_BYTES_MAX, GROUP_KEY_BYTES_MAX, GROWTHS_MAX, PARTITIONS_MAX, PAYLOAD_BYTES_MAX,
-    REFRESH_MAX, REFRESH_MIN, TOPIC_BYTES_MAX,
+    GROUP_BYTES_MAX, GROUP_KEY_BYTES_MAX, PARTITIONS_MAX, PAYLOAD_BYTES_MAX, REFRESH_MAX,
+    REFRESH_MIN, RESIZES_MAX, TOPIC_BYTES_MAX,
 };
 
 /// The number of a partition, from 0.
@@ -30,7 +30,7 @@ pub type Partition = u16;
 pub struct TopicName(Arc<str>);
 
 impl TopicName {
-    /// Checks the name and keeps it; clones share the text.
+    /// Validates a name. Clones share the text.
     pub fn new(name: impl AsRef<str>) -> Result<Self> {
         let name = name.as_ref();
         let problem = if name.is_empty() {
@@ -38,7 +38,7 @@ impl TopicName {
         } else if name.len() > TOPIC_BYTES_MAX {
             format!("{} bytes; the limit is {TOPIC_BYTES_MAX}", name.len())
         } else if let Some(odd) = name.chars().find(|c| c.is_control() || matches!(c, '{' | '}')) {
-            format!("it holds {odd:?}; control characters and braces are not allowed")
+            format!("it contains {odd:?}; control characters and braces are not allowed")
         } else {
             return Ok(Self(name.into()));
         };
@@ -51,7 +51,7 @@ impl TopicName {
     }
 }
 
-/// Looked up by text, without a name being made for it.
+/// Allows lookups by `&str` without allocating a name.
 impl Borrow<str> for TopicName {
     fn borrow(&self) -> &str {
         &self.0
@@ -70,7 +70,7 @@ impl fmt::Debug for TopicName {
     }
 }
 
-/// Checks a group's name.
+/// Validates a group name.
 pub(crate) fn group_name(name: &str) -> Result<GroupName> {
     if name.len() > GROUP_BYTES_MAX {
         let problem = format!("{} bytes; the limit is {GROUP_BYTES_MAX}", name.len());
@@ -79,27 +79,27 @@ pub(crate) fn group_name(name: &str) -> Result<GroupName> {
     let escaped = keys::escaped_len(name);
     if escaped > GROUP_KEY_BYTES_MAX {
         let problem = format!(
-            "it takes {escaped} bytes of a key, of at most {GROUP_KEY_BYTES_MAX}; use fewer `:` and `%`"
+            "{escaped} bytes when escaped in a key; the limit is {GROUP_KEY_BYTES_MAX}; use fewer `:` and `%`"
         );
         return Err(QueueError::invalid("a group name", problem));
     }
     Ok(GroupName::new(name)?)
 }
 
-/// What a topic keeps and how it is used. Kept with the topic, the same for every process.
+/// Retention and limits of a topic. Stored with the topic; the same for every process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policies {
-    /// How much of each partition is kept once every group is done with it. Default: everything.
+    /// How much of each partition is kept after every group has settled it. Default: everything.
     pub retention: Retention,
-    /// Bytes the topic may hold; `None` (default) = no limit of ours. When it is reached, messages that every group is
-    /// done with make room, oldest first; sends are refused while that is not enough. Kept to within what is sent in
-    /// about 200 ms.
+    /// Maximum size of the topic in bytes. Default: `None`, no limit. When it is reached, messages settled by every
+    /// group are removed, oldest first; sends fail while that does not free enough. May be exceeded by what is sent
+    /// within about 200 ms.
     pub byte_budget: Option<u64>,
-    /// Bytes of a payload. Default and limit: 1 MiB.
+    /// Maximum payload size in bytes. Default and limit: 1 MiB.
     pub payload_bytes_max: usize,
-    /// How often a failed message is tried again, if neither it nor the subscription says otherwise. Default: 4.
+    /// Retries of a failed message, unless the message or the subscription sets its own. Default: 4.
     pub max_retries: u32,
-    /// How long a process may rely on what it knows of the topic; growing takes twice as long. Default: 5 s.
+    /// How long a process may use cached metadata of the topic; growing takes twice as long. Default: 5 s.
     pub refresh: Duration,
 }
 
@@ -116,7 +116,7 @@ impl Default for Policies {
 }
 
 impl Policies {
-    /// As the registry will give them back: times in whole milliseconds.
+    /// Rounded as the registry stores them: times in whole milliseconds.
     pub(crate) fn in_milliseconds(mut self) -> Self {
         for time in self.retention.max_age.iter_mut().chain([&mut self.refresh]) {
             *time = Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
@@ -135,11 +135,11 @@ impl Policies {
         }
         let Retention { max_age, max_bytes, .. } = self.retention;
         if max_age.is_some_and(|age| age.as_millis() == 0) {
-            let problem = "its age is below 1 ms; leave it out to keep every age";
+            let problem = "the age is below 1 ms; omit it for no age limit";
             return Err(QueueError::invalid("retention", problem));
         }
         if max_bytes == Some(0) {
-            let problem = "its bytes are 0; leave them out to keep every size";
+            let problem = "the size is 0 bytes; omit it for no size limit";
             return Err(QueueError::invalid("retention", problem));
         }
         if self.max_retries >= crate::limits::ATTEMPTS_MAX {
@@ -150,23 +150,25 @@ impl Policies {
     }
 }
 
-/// One growth of a topic: keys whose partition it changed wait for the older messages in their old partition.
+/// An increase of a topic's partition count. Messages of keys that it moved wait for the older ones in the old
+/// partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Growth {
+pub struct Resize {
     /// Partitions before.
     pub from: u16,
     /// Partitions after.
     pub to: u16,
-    /// When it began, by the backend's clock. Until `settling` has passed, some producers may not know of it.
+    /// When it started, by the backend's clock. Until [`Self::propagation_time`] has passed, some producers may not
+    /// know of it.
     pub began: Timestamp,
-    /// The last entry of each old partition that can have been sent before everybody knew. `None` while the growth
-    /// settles: then moved keys wait.
+    /// The last entry of each old partition that may have been sent by a producer unaware of the resize. `None` until
+    /// the resize has propagated; until then moved keys wait.
     pub last_ids: Option<Vec<EntryId>>,
 }
 
-impl Growth {
-    /// How long after `began` every producer knows of the growth.
-    pub fn settling(refresh: Duration) -> Duration {
+impl Resize {
+    /// How long after `began` every producer knows of the resize: twice the topic's `refresh`.
+    pub fn propagation_time(refresh: Duration) -> Duration {
         refresh * 2
     }
 }
@@ -178,15 +180,15 @@ pub struct Topic {
     pub name: TopicName,
     /// How many partitions it has.
     pub partitions: u16,
-    /// How its keys are spelled; a plain layout for a topic that nobody created.
+    /// The key layout; plain for a topic that was not created.
     pub layout: Layout,
     /// When it was created; `None` for a plain topic.
     pub created_at: Option<Timestamp>,
-    /// What it keeps and how it is used.
+    /// Retention and limits.
     pub policies: Policies,
-    /// How it grew, oldest first.
-    pub growths: Vec<Growth>,
-    /// Since when it is being deleted. A deletion that was interrupted leaves this; deleting the topic again finishes it.
+    /// Its resizes, oldest first.
+    pub resizes: Vec<Resize>,
+    /// When its deletion started. Stays set if the deletion is interrupted; delete the topic again to finish it.
     pub deleting_since: Option<Timestamp>,
 }
 
@@ -201,11 +203,11 @@ const BYTE_BUDGET: &str = "byteBudget";
 const PAYLOAD_BYTES: &str = "payloadBytesMax";
 const MAX_RETRIES: &str = "maxRetries";
 const REFRESH_MS: &str = "refreshMs";
-/// The field that changes with each growth: what an update of it must expect.
-pub(crate) const GROWTHS: &str = "growths";
+/// The meta field that changes with each resize; updates compare it.
+pub(crate) const RESIZES: &str = "growths";
 
 impl Topic {
-    /// A topic without meta: one partition, whose stream has the topic's name.
+    /// A topic without meta: one partition whose stream key is the topic name.
     pub(crate) fn plain(name: TopicName, layout: Layout) -> Self {
         Self {
             name,
@@ -213,17 +215,17 @@ impl Topic {
             layout,
             created_at: None,
             policies: Policies::default(),
-            growths: Vec::new(),
+            resizes: Vec::new(),
             deleting_since: None,
         }
     }
 
-    /// A topic as the registry has it now. One that nobody created is plain.
+    /// Reads a topic from the registry. One that was not created is plain.
     pub(crate) async fn read(backend: &dyn Backend, name: &TopicName) -> Result<Self> {
         Ok(match backend.map_get(&keys::meta(name)).await? {
             Some(meta) => {
                 let mut topic = Self::from_meta(name.clone(), &meta)?;
-                // Created by a program that knows no hash tags.
+                // Created by a program that does not use hash tags.
                 if topic.layout == Layout::Partitioned && backend.cluster_slot("").is_some() {
                     topic.layout = Layout::PartitionedClustered;
                 }
@@ -236,18 +238,18 @@ impl Topic {
         })
     }
 
-    /// The change of a topic's meta that says since when it is being deleted.
+    /// The meta update that marks a topic as being deleted.
     pub(crate) fn deleting(since: Timestamp) -> RegistryMap {
         RegistryMap::from([(DELETING_SINCE.to_owned(), since.to_rfc3339().into())])
     }
 
-    /// The meta as the registry keeps it.
+    /// Encodes the meta for the registry.
     pub(crate) fn to_meta(&self) -> RegistryMap {
         let mut meta = RegistryMap::new();
         let mut put = |name: &str, value: String| meta.insert(name.to_owned(), value.into());
         put(PARTITION_COUNT, self.partitions.to_string());
         put(LAYOUT, self.layout.as_str().to_owned());
-        put(GROWTHS, growths_to_json(&self.growths));
+        put(RESIZES, resizes_to_json(&self.resizes));
         put(PAYLOAD_BYTES, self.policies.payload_bytes_max.to_string());
         put(MAX_RETRIES, self.policies.max_retries.to_string());
         put(REFRESH_MS, self.policies.refresh.as_millis().to_string());
@@ -269,9 +271,9 @@ impl Topic {
         meta
     }
 
-    /// Reads the meta. What a foreign program left out has its default; what it wrote wrongly is an error.
+    /// Decodes the meta. Fields that another program omitted have their defaults; malformed ones are an error.
     pub(crate) fn from_meta(name: TopicName, meta: &RegistryMap) -> Result<Self> {
-        let read = Reading { topic: &name, meta };
+        let read = MetaReader { topic: &name, meta };
         let partitions = read.number(PARTITION_COUNT)?.unwrap_or(1);
         let partitions = u16::try_from(partitions)
             .ok()
@@ -301,23 +303,23 @@ impl Topic {
         policies.validate()?;
         let created_at = read.time(CREATED_AT)?;
         let deleting_since = read.time(DELETING_SINCE)?;
-        let growths = match read.text(GROWTHS)? {
+        let resizes = match read.text(RESIZES)? {
             None => Vec::new(),
-            Some(text) => growths_from_json(text).ok_or_else(|| {
-                read.wrong(GROWTHS, "a list of growths as this program writes it")
+            Some(text) => resizes_from_json(text).ok_or_else(|| {
+                read.wrong(RESIZES, "a JSON array of resizes as this program writes it")
             })?,
         };
-        Ok(Self { name, partitions, layout, created_at, policies, growths, deleting_since })
+        Ok(Self { name, partitions, layout, created_at, policies, resizes, deleting_since })
     }
 }
 
-/// Reads fields of a topic's meta; names topic and field when one is wrong.
-struct Reading<'a> {
+/// Reads fields of a topic's meta. Errors name the topic and the field.
+struct MetaReader<'a> {
     topic: &'a TopicName,
     meta: &'a RegistryMap,
 }
 
-impl<'a> Reading<'a> {
+impl<'a> MetaReader<'a> {
     fn text(&self, field: &str) -> Result<Option<&'a str>> {
         let Some(value) = self.meta.get(field) else { return Ok(None) };
         std::str::from_utf8(value).map(Some).map_err(|_| self.wrong(field, "text"))
@@ -328,7 +330,7 @@ impl<'a> Reading<'a> {
         text.parse().map(Some).map_err(|_| self.wrong(field, "a number"))
     }
 
-    /// Our instant, or the epoch milliseconds that other programs write.
+    /// An RFC 3339 timestamp, or epoch milliseconds as written by other programs.
     fn time(&self, field: &str) -> Result<Option<Timestamp>> {
         let Some(text) = self.text(field)? else { return Ok(None) };
         Timestamp::from_rfc3339(text)
@@ -342,26 +344,26 @@ impl<'a> Reading<'a> {
         let found: String = String::from_utf8_lossy(found).chars().take(64).collect();
         QueueError::invalid(
             format!("`{field}` in the meta of topic `{}`", self.topic),
-            format!("it is `{found}`; allowed: {allowed}"),
+            format!("got `{found}`; expected {allowed}"),
         )
     }
 }
 
-pub(crate) fn growths_to_json(growths: &[Growth]) -> String {
-    let growth = |growth: &Growth| {
+pub(crate) fn resizes_to_json(resizes: &[Resize]) -> String {
+    let resize = |resize: &Resize| {
         let ids = |ids: &Vec<EntryId>| ids.iter().map(EntryId::to_string).collect::<Vec<_>>();
         json!({
-            "from": growth.from,
-            "to": growth.to,
-            "beganMs": growth.began.as_millis(),
-            "lastIds": growth.last_ids.as_ref().map(ids),
+            "from": resize.from,
+            "to": resize.to,
+            "beganMs": resize.began.as_millis(),
+            "lastIds": resize.last_ids.as_ref().map(ids),
         })
     };
-    Value::Array(growths.iter().map(growth).collect()).to_string()
+    Value::Array(resizes.iter().map(resize).collect()).to_string()
 }
 
-fn growths_from_json(text: &str) -> Option<Vec<Growth>> {
-    let growth = |value: &Value| {
+fn resizes_from_json(text: &str) -> Option<Vec<Resize>> {
+    let resize = |value: &Value| {
         let count = |name: &str| u16::try_from(value.get(name)?.as_u64()?).ok();
         let last_ids = match value.get("lastIds")? {
             Value::Null => None,
@@ -374,16 +376,16 @@ fn growths_from_json(text: &str) -> Option<Vec<Growth>> {
         };
         let (from, to) = (count("from")?, count("to")?);
         let fits = last_ids.as_ref().is_none_or(|ids| ids.len() == usize::from(from));
-        (from < to && fits).then_some(Growth {
+        (from < to && fits).then_some(Resize {
             from,
             to,
             began: Timestamp::from_millis(value.get("beganMs")?.as_u64()?),
             last_ids,
         })
     };
-    let growths: Value = serde_json::from_str(text).ok()?;
-    let growths = growths.as_array().filter(|growths| growths.len() <= GROWTHS_MAX)?;
-    growths.iter().map(growth).collect()
+    let resizes: Value = serde_json::from_str(text).ok()?;
+    let resizes = resizes.as_array().filter(|resizes| resizes.len() <= RESIZES_MAX)?;
+    resizes.iter().map(resize).collect()
 }
 
 #[cfg(test)]
@@ -406,20 +408,20 @@ mod tests {
                 ..Default::default()
             },
             deleting_since: None,
-            growths: vec![
-                Growth {
+            resizes: vec![
+                Resize {
                     from: 1,
                     to: 2,
                     began: Timestamp::from_millis(1),
                     last_ids: Some(vec![EntryId::new(7, 8)]),
                 },
-                Growth { from: 2, to: 5, began: Timestamp::from_millis(2), last_ids: None },
+                Resize { from: 2, to: 5, began: Timestamp::from_millis(2), last_ids: None },
             ],
         }
     }
 
     #[test]
-    fn a_topic_survives_the_registry() {
+    fn a_topic_round_trips_through_its_meta() {
         let topic = orders();
         assert_eq!(Topic::from_meta(topic.name.clone(), &topic.to_meta()).unwrap(), topic);
     }
@@ -435,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn meta_that_makes_no_sense_is_an_error_that_names_topic_and_field() {
+    fn invalid_meta_fails_with_the_topic_and_field_name() {
         for (field, value) in [
             (PARTITION_COUNT, "0"),
             (PARTITION_COUNT, "many"),
@@ -443,8 +445,8 @@ mod tests {
             (LAYOUT, "round"),
             (CREATED_AT, "yesterday"),
             (RETENTION_COUNT, "-1"),
-            (GROWTHS, "{}"),
-            (GROWTHS, r#"[{"from":2,"to":3,"beganMs":1,"lastIds":["0-0"]}]"#),
+            (RESIZES, "{}"),
+            (RESIZES, r#"[{"from":2,"to":3,"beganMs":1,"lastIds":["0-0"]}]"#),
         ] {
             let mut meta = orders().to_meta();
             meta.insert(field.to_owned(), Bytes::from_static(value.as_bytes()));
@@ -455,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn a_topic_name_is_refused_when_a_key_could_not_be_made_of_it() {
+    fn a_topic_name_that_cannot_be_part_of_a_key_is_rejected() {
         for bad in ["", "a\nb", "a{b", "a}b", &"x".repeat(TOPIC_BYTES_MAX + 1)] {
             assert!(matches!(TopicName::new(bad), Err(QueueError::Invalid { .. })), "{bad:?}");
         }

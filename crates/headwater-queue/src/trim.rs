@@ -1,13 +1,13 @@
-//! Trimming a topic by request: by count and by age.
+//! Trimming a topic on request: by count, age or size.
 //!
 //! Upstream: administrators. Downstream: the streams of a topic.
-//! Promises: what a group has not read or not settled stays, unless [`TrimGuard::Force`] is named. Not here: trimming
-//! along with sends (see `Policies::retention`) and dead letters (see `DeadLetters::purge`).
+//! Promises: messages that a group has not read or not settled are kept, unless [`TrimGuard::Force`] is set. Not here:
+//! retention on send (see `Policies::retention`) and dead letters (see `DeadLetters::purge`).
 
 use headwater_stream::{Retention, TrimGuard};
 
 use crate::error::{QueueError, Result};
-use crate::inspect::partitions_of;
+use crate::inspect::select_partitions;
 use crate::keys;
 use crate::queue::Queue;
 use crate::topic::Partition;
@@ -15,9 +15,9 @@ use crate::topic::Partition;
 /// What to trim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Trim {
-    /// What stays of each partition; everything else may go. Default: everything, which is refused as no wish at all.
+    /// What to keep of each partition. Required: the default, keep everything, is rejected.
     pub keep: Retention,
-    /// What may not go. Default: [`TrimGuard::Safe`].
+    /// Whether unread and pending messages are kept. Default: [`TrimGuard::Safe`].
     pub guard: TrimGuard,
     /// Only this partition.
     pub partition: Option<Partition>,
@@ -29,36 +29,36 @@ impl Default for Trim {
     }
 }
 
-/// What a trim did.
+/// The result of a trim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TrimReport {
-    /// Messages that went.
+    /// Messages removed.
     pub removed: u64,
-    /// Whether messages stayed only because some group still needs them.
+    /// Whether messages were kept only because a group still needs them.
     pub held_back: bool,
     /// Partition by partition, by number.
     pub partitions: Vec<TrimmedPartition>,
 }
 
-/// What a trim did to one partition.
+/// The result of a trim on one partition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TrimmedPartition {
     /// The partition.
     pub partition: Partition,
-    /// Messages that went.
+    /// Messages removed.
     pub removed: u64,
-    /// Whether messages stayed only because some group still needs them.
+    /// Whether messages were kept only because a group still needs them.
     pub held_back: bool,
 }
 
 impl Queue {
-    /// Removes the oldest messages of a topic that are not to be kept, exactly. After an error, some partitions may be
-    /// trimmed: repeat it.
+    /// Removes the oldest messages of a topic that exceed `keep`, exactly. After an error some partitions may already
+    /// be trimmed; repeat the call.
     pub async fn trim(&self, topic: &str, trim: &Trim) -> Result<TrimReport> {
         check(&trim.keep)?;
         let topic = self.existing_topic(topic).await?;
         let mut partitions = Vec::new();
-        for partition in partitions_of(&topic, trim.partition)? {
+        for partition in select_partitions(&topic, trim.partition)? {
             let stream = keys::stream(&topic, partition);
             let trimmed = self.inner.backend.trim(&stream, &trim.keep, trim.guard).await?;
             let (removed, held_back) = (trimmed.removed, trimmed.held_back);
@@ -74,11 +74,11 @@ impl Queue {
 
 fn check(keep: &Retention) -> Result<()> {
     let problem = if *keep == Retention::KEEP_ALL {
-        "everything is to be kept; give a count, an age or bytes"
+        "it keeps everything; set a count, an age or a size"
     } else if keep.max_age.is_some_and(|age| age.as_millis() == 0) {
-        "its age is below 1 ms; leave it out to keep every age"
+        "the age is below 1 ms; omit it for no age limit"
     } else if keep.max_bytes == Some(0) {
-        "its bytes are 0; leave them out to keep every size"
+        "the size is 0 bytes; omit it for no size limit"
     } else {
         return Ok(());
     };

@@ -1,7 +1,7 @@
-//! What benchmarks have in common: a raw loop to compare with, rounds, figures, processor time.
+//! Shared benchmark code: a raw client as a baseline, statistics, and CPU time.
 //!
-//! Upstream: the benchmarks of all crates. Machines are noisy, so what counts is the ratio of two things that took turns
-//! on the same machine in the same run; see [`Report`].
+//! Upstream: the benchmarks of all crates. Machines are noisy, so results are ratios of two candidates that alternate
+//! in the same run; see [`BenchReport`].
 
 mod processor;
 mod raw;
@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 pub use self::processor::processor_seconds;
-pub use self::raw::{Batches, Pipelines, Raw, command, read_command};
-pub use self::report::{Report, median, percentile};
+pub use self::raw::{Pipelines, Raw, RawBatches, command, read_command};
+pub use self::report::{BenchReport, median, percentile};
 
 /// How long some work takes.
 pub fn timed(work: impl FnOnce() -> Result<()>) -> Result<Duration> {
@@ -22,19 +22,19 @@ pub fn timed(work: impl FnOnce() -> Result<()>) -> Result<Duration> {
     Ok(start.elapsed())
 }
 
-/// What the command line asks of a benchmark.
+/// Command-line options of a benchmark.
 #[derive(Debug, Clone, Default)]
 pub struct Request {
-    /// Whether a first look will do: `--quick`.
+    /// Run with less work: `--quick`.
     pub quick: bool,
     /// Settings with a number: `--rounds=9`.
     numbers: Vec<(String, usize)>,
-    /// The parts that are wanted; all if none is named.
+    /// The parts to run; all if empty.
     parts: Vec<String>,
 }
 
 impl Request {
-    /// Reads the command line. `cargo bench` adds `--bench`, which says nothing.
+    /// Reads the command line. Ignores `--bench`, which `cargo bench` adds.
     pub fn from_arguments() -> Self {
         let mut request = Self::default();
         for argument in std::env::args().skip(1) {
@@ -51,7 +51,7 @@ impl Request {
         request
     }
 
-    /// The number that a setting such as `--rounds` has, if it has one.
+    /// The value of a numeric option such as `--rounds`, if given.
     pub fn number(&self, name: &str) -> Option<usize> {
         self.numbers.iter().find(|(known, _)| known == name).map(|(_, number)| *number)
     }

@@ -1,6 +1,6 @@
 //! A child process for crash tests: the test binary itself, running one other test.
 //!
-//! Promises: the child belongs to the same test run (it shares the same servers), and dies with us.
+//! Promises: the child belongs to the same test run (it shares the same servers), and is killed with the parent.
 
 use std::env;
 use std::io::{BufRead, BufReader};
@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::home::Home;
-use crate::process::{Launch, Output, Process};
-use crate::shared::{RUN_VARIABLE, Run};
+use crate::process::{Launch, Process, ProcessOutput};
+use crate::shared::{RUN_VARIABLE, TestRun};
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::{lock, poll};
 
-/// The test binary, started once more to run one test; killed with -9 when dropped.
+/// The test binary, started again to run one test; killed with SIGKILL on drop.
 #[derive(Debug)]
 pub struct Child {
     process: Process,
@@ -29,7 +29,7 @@ impl Child {
     /// Runs the test `name` (its full path, ignored or not) of this binary with more environment variables.
     pub fn spawn_self(name: &str, environment: &[(&str, &str)]) -> Result<Child> {
         let owned = |(key, value): &(&str, &str)| (key.to_string(), value.to_string());
-        let run = (RUN_VARIABLE.to_string(), Run::current().to_variable());
+        let run = (RUN_VARIABLE.to_string(), TestRun::current().to_variable());
         let launch = Launch {
             program: env::current_exe()?,
             arguments: ["--exact", name, "--nocapture", "--include-ignored"]
@@ -38,10 +38,10 @@ impl Child {
             // The run first, so that a test of the run itself can say otherwise.
             environment: [run].into_iter().chain(environment.iter().map(owned)).collect(),
             user: None,
-            output: Output::Pipe,
+            output: ProcessOutput::Pipe,
         };
-        let home = Arc::new(Home::private()?);
-        let process = Process::spawn(&home, &home.new_directory("child")?, launch)?;
+        let server_dir = Arc::new(TempServerDir::private()?);
+        let process = Process::spawn(&server_dir, &server_dir.new_directory("child")?, launch)?;
         let pid = process.pid()?;
         let stdout = process.take_stdout().context("the child has no standard output")?;
 
@@ -73,7 +73,7 @@ impl Child {
 
     /// Waits for a line with `marker` in it and returns what follows the marker.
     ///
-    /// The test harness prints on the same lines, so look for something of your own.
+    /// The test harness prints on the same lines, so use a distinctive marker.
     pub fn line_after(&self, marker: &str, limit: Duration) -> Result<String> {
         let deadline = Instant::now() + limit;
         loop {
@@ -95,12 +95,12 @@ impl Child {
         self.process.pause()
     }
 
-    /// Lets a paused child go on (SIGCONT).
+    /// Resumes a paused child (SIGCONT).
     pub fn resume(&self) -> Result<()> {
         self.process.resume()
     }
 
-    /// Waits until the child ends by itself; a test that fails ends without success.
+    /// Waits until the child exits; a failed test exits without success.
     pub fn wait(&self, limit: Duration) -> Result<ExitStatus> {
         poll("the child to end", limit, || self.process.try_wait())
     }

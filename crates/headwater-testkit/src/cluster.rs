@@ -1,18 +1,18 @@
 //! A real Redis Cluster: three primaries, each with one replica.
 //!
-//! Upstream: tests. Downstream: the nodes are `redis` servers in one home.
-//! Promises: a cluster that was started covers all slots, and every node knows every other, with its role.
+//! Upstream: tests. Downstream: the nodes are `redis` servers in one server_dir.
+//! Promises: a started cluster covers all slots, and every node knows every other node and its role.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::home::Home;
 use crate::ports::{Port, with_free_ports};
 use crate::redis::{Redis, RedisBuilder};
-use crate::resp::{Connection, Reply};
+use crate::resp::{RedisConnection, RedisReply};
 use crate::shared;
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::wait_until;
 
 const PRIMARIES: usize = 3;
@@ -46,17 +46,17 @@ impl Cluster {
             .setting("cluster-announce-ip", "127.0.0.1")
             // CLUSTER SLOTS hides a replica until it has received something, if only a ping.
             .setting("repl-ping-replica-period", "1")
-            // A replica that has lost its primary for long is still a good one in a test.
+            // A replica that lost its primary long ago may still be promoted.
             .setting("cluster-replica-validity-factor", "0");
         ClusterBuilder { node }
     }
 
     /// The cluster all tests of this run share; use [`unique`](crate::unique) names in it.
     pub fn shared() -> Result<Cluster> {
-        let start = |home: &Arc<Home>| {
-            // A node that a busy machine forgot for some seconds must not be replaced under all tests.
-            let patient = Cluster::builder().setting("cluster-node-timeout", "15000");
-            let nodes = patient.start_in(home)?.nodes.into_iter();
+        let start = |server_dir: &Arc<TempServerDir>| {
+            // A node that is slow on a busy machine must not be failed over.
+            let builder = Cluster::builder().setting("cluster-node-timeout", "15000");
+            let nodes = builder.start_in(server_dir)?.nodes.into_iter();
             Ok(nodes.map(Redis::detach).collect::<Vec<_>>().join("\n"))
         };
         shared::server("cluster", start, |text| {
@@ -84,12 +84,12 @@ impl Cluster {
         Ok(u16::try_from(reply.context("CLUSTER KEYSLOT gave no number")?)?)
     }
 
-    /// The node that serves this slot now.
+    /// The current primary of this slot.
     pub fn primary_of_slot(&self, slot: u16) -> Result<&Redis> {
         self.member_of_slot(slot, 0)
     }
 
-    /// The node that stands by for this slot now.
+    /// The current replica of this slot.
     pub fn replica_of_slot(&self, slot: u16) -> Result<&Redis> {
         self.member_of_slot(slot, 1)
     }
@@ -103,7 +103,7 @@ impl Cluster {
     }
 
     /// Asks the first node that runs and answers.
-    fn any(&self, words: &[&str]) -> Result<Reply> {
+    fn any(&self, words: &[&str]) -> Result<RedisReply> {
         let running = self.nodes.iter().filter(|node| node.pid().is_ok());
         running
             .filter_map(|node| node.command(words).ok()?.ok().ok())
@@ -121,10 +121,10 @@ impl Cluster {
         node.with_context(|| format!("port {port} is not one of our nodes"))
     }
 
-    /// Introduces the nodes to each other and waits until all of them see the finished cluster.
+    /// Connects the nodes with each other and waits until all of them see the complete cluster.
     fn form(&self) -> Result<()> {
         let mut connections =
-            self.nodes.iter().map(Redis::connect).collect::<Result<Vec<Connection>>>()?;
+            self.nodes.iter().map(Redis::connect).collect::<Result<Vec<RedisConnection>>>()?;
         for (number, connection) in connections.iter_mut().enumerate() {
             let epoch = (number + 1).to_string();
             connection.command(&["CLUSTER", "SET-CONFIG-EPOCH", &epoch])?.ok()?;
@@ -133,7 +133,7 @@ impl Cluster {
                 let last = (SLOTS * (number + 1) / PRIMARIES - 1).to_string();
                 connection.command(&["CLUSTER", "ADDSLOTSRANGE", &first, &last])?.ok()?;
             }
-            // Everybody meets everybody; left to themselves, they would gossip for seconds.
+            // MEET for every pair of nodes; gossip alone would take seconds.
             for other in &self.nodes[..number] {
                 let port = other.port().to_string();
                 connection.command(&["CLUSTER", "MEET", "127.0.0.1", &port])?.ok()?;
@@ -165,13 +165,13 @@ impl ClusterBuilder {
 
     /// Starts the nodes and waits until the cluster is complete.
     pub fn start(self) -> Result<Cluster> {
-        self.start_in(&Arc::new(Home::private()?))
+        self.start_in(&Arc::new(TempServerDir::private()?))
     }
 
-    fn start_in(&self, home: &Arc<Home>) -> Result<Cluster> {
+    fn start_in(&self, server_dir: &Arc<TempServerDir>) -> Result<Cluster> {
         with_free_ports(|| {
             let nodes = (0..NODES)
-                .map(|_| self.node.launch(home, Port::for_cluster_node()?))
+                .map(|_| self.node.launch(server_dir, Port::for_cluster_node()?))
                 .collect::<Result<Vec<_>>>()?;
             for node in &nodes {
                 node.wait_until_ready()?;
@@ -183,7 +183,7 @@ impl ClusterBuilder {
     }
 }
 
-/// Whether this node sees three ranges of slots with two nodes each, and is in order itself.
+/// Whether this node is healthy and sees three slot ranges with two nodes each.
 fn sees_all(node: &Redis) -> bool {
     let complete = node.command(&["CLUSTER", "SLOTS"]).is_ok_and(|slots| {
         let ranges = ranges(&slots);
@@ -213,8 +213,8 @@ struct SlotRange {
 }
 
 /// Reads the reply of CLUSTER SLOTS.
-fn ranges(slots: &Reply) -> Vec<SlotRange> {
-    let range = |items: &[Reply]| {
+fn ranges(slots: &RedisReply) -> Vec<SlotRange> {
+    let range = |items: &[RedisReply]| {
         let ports = items.iter().skip(2).filter_map(|node| node.items().get(1)?.int()).collect();
         Some(SlotRange { first: items.first()?.int()?, last: items.get(1)?.int()?, ports })
     };

@@ -1,5 +1,5 @@
-# Guards one home directory: $1. Waits until the test process is gone, then kills every server
-# that runs in the home and removes it.
+# Guards one server directory: $1. Waits until the test process is gone, then kills every server
+# that runs in it and removes it.
 #
 # Private servers: standard input is a pipe from the test process, and its end of file comes with
 # the death of that process, however it died. Shared servers: $2 is the process id of the runner.
@@ -21,7 +21,7 @@ look_at() {
     parent=$2
 }
 
-# Whoever takes the directory away from `initdb` makes it leave shared memory behind; it ends soon.
+# Removing the directory of a running `initdb` would leave shared memory behind; it ends soon.
 tries=0
 for file in "$1"/*/pid; do
     [ -f "$file" ] && read -r server <"$file" || continue
@@ -31,8 +31,8 @@ for file in "$1"/*/pid; do
     done
 done
 
-# Renaming is the point of no return: a server opens its pid file before it becomes a server, and
-# cannot open it any more from here on. What is not found below never starts.
+# After the rename no server can start: the launcher opens the pid file before it becomes the server, and
+# can no longer open it. A server that is not found below never starts.
 home=$1.gone
 mv "$1" "$home" 2>/dev/null || exit 0
 

@@ -6,7 +6,7 @@ mod random;
 
 mod ports;
 
-mod home;
+mod temp_server_dir;
 
 mod package;
 
@@ -41,9 +41,9 @@ pub use ports::Port;
 pub use postgres::{Database, Postgres};
 pub use process::is_alive;
 pub use proxy::Proxy;
-pub use random::{Random, unique};
+pub use random::{TestRandom, unique};
 pub use redis::{Persistence, Redis, RedisBuilder};
-pub use resp::{Connection, Reply};
+pub use resp::{RedisConnection, RedisReply};
 pub use sentinel::Sentinel;
 pub use wait::wait_until;
 pub use wall_clock::WallClock;

@@ -1,14 +1,11 @@
-//! Where the package that is tested lies.
+//! The directory of the package under test.
 
 use std::path::PathBuf;
 
-/// The folder of the package whose test this is. Asked at run time: a path compiled in would be wrong where two checkouts
-/// share a target directory.
+/// The directory of the package under test. Determined at run time, because two checkouts may share a target directory.
 ///
 /// # Panics
-/// Outside of `cargo test` and `cargo nextest`, which tell it.
+/// Outside of `cargo test` and `cargo nextest`, which set `CARGO_MANIFEST_DIR`.
 pub fn package_folder() -> PathBuf {
-    std::env::var_os("CARGO_MANIFEST_DIR")
-        .expect("cargo starts the tests and says where they are")
-        .into()
+    std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR for tests").into()
 }

@@ -1,9 +1,8 @@
-//! Free loopback ports, reserved for as long as the test process lives.
+//! Free loopback ports, reserved while the test process runs.
 //!
-//! Ports come from below the ephemeral range, so that no outgoing connection takes one by chance.
-//! A reservation is a socket that is bound and never listens: without `SO_REUSEADDR` nobody else
-//! could take the port, so two test processes never choose the same one; with it, switched on
-//! afterwards, our own server can bind it, again and again after each `kill -9`.
+//! Ports are below the ephemeral range, so that no outgoing connection uses one by chance.
+//! A reservation is a bound socket that never listens. It is bound without `SO_REUSEADDR`, so two test processes never
+//! choose the same port; the option is set afterwards, so that our own server can bind the port repeatedly.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::Range;
@@ -12,14 +11,14 @@ use std::os::fd::OwnedFd;
 use anyhow::{Result, bail};
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType, sockopt};
 
-use crate::random::Random;
+use crate::random::TestRandom;
 
 /// Where single servers listen.
 const SERVER_PORTS: Range<u64> = 23_000..30_000;
-/// Where the nodes of a cluster listen for clients; they talk to each other 10,000 higher.
+/// Port range of cluster nodes; their bus port is 10,000 higher.
 const CLUSTER_PORTS: Range<u64> = 20_000..22_700;
 const BUS_OFFSET: u16 = 10_000;
-/// Where Linux begins to give out ports for outgoing connections.
+/// First ephemeral port of Linux.
 const EPHEMERAL_START: u64 = 32_768;
 
 const _: () = assert!(CLUSTER_PORTS.end <= SERVER_PORTS.start);
@@ -29,7 +28,7 @@ const _: () = assert!(CLUSTER_PORTS.end + BUS_OFFSET as u64 <= EPHEMERAL_START);
 const CHOICES_MAX: usize = 1_000;
 const STARTS_MAX: usize = 5;
 
-/// A port that is ours until this is dropped.
+/// A port reserved until this is dropped.
 #[derive(Debug)]
 pub struct Port {
     pub(crate) number: u16,
@@ -53,7 +52,7 @@ impl Port {
     }
 }
 
-/// Tries again with other ports when a program outside the tests was quicker.
+/// Retries with other ports if a program outside the tests took one.
 pub(crate) fn with_free_ports<T>(mut start: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 1..STARTS_MAX {
         match start() {
@@ -69,7 +68,7 @@ pub(crate) fn loopback(port: u16) -> SocketAddr {
 }
 
 fn choose(range: Range<u64>, offsets: &[u16]) -> Result<Port> {
-    let mut random = Random::from_entropy();
+    let mut random = TestRandom::from_entropy();
     for _ in 0..CHOICES_MAX {
         let number = u16::try_from(random.between(range.clone()))?;
         let reservations: rustix::io::Result<Vec<OwnedFd>> =
@@ -98,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reserved_port_is_ours_alone_and_can_be_bound_again_and_again() {
+    fn a_reserved_port_is_exclusive_and_can_be_bound_repeatedly() {
         let port = Port::for_cluster_node().unwrap();
         let bus = loopback(port.number + BUS_OFFSET);
 
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_port_is_tried_again_a_few_times_and_other_errors_are_not() {
+    fn a_port_conflict_is_retried_a_few_times_and_other_errors_are_not() {
         let mut tries = 0;
         let outcome: Result<()> = with_free_ports(|| {
             tries += 1;

@@ -1,8 +1,8 @@
 //! A real Postgres server, and one database per test in it.
 //!
 //! Upstream: tests. Downstream: `process` runs the server; `psql` talks to it.
-//! Promises: a database that was created is empty and belongs to one test; what was committed survives
-//! `kill9`. It need not survive a power cut, and that is all `fsync` is for, so it is off in all servers here.
+//! Promises: a created database is empty and belongs to one test; committed data survives `kill9`. `fsync` is off,
+//! since tests do not need to survive a power failure.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -14,15 +14,15 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Signal, geteuid};
 
-use crate::home::Home;
 use crate::ports::{Port, with_free_ports};
-use crate::process::{Launch, Output, Process, User, find_program};
+use crate::process::{Launch, Process, ProcessOutput, User, find_program};
 use crate::random::unique;
 use crate::shared;
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::{SERVER_LIMIT, poll};
 use crate::wall_clock::WallClock;
 
-/// Debian keeps the server programs out of PATH, in one folder per version.
+/// Debian installs the server programs outside PATH, in one directory per version.
 const DEBIAN_VERSIONS: &str = "/usr/lib/postgresql";
 /// Enough for the pools of many tests at the same time.
 const CONNECTIONS_MAX: u32 = 300;
@@ -31,14 +31,14 @@ const SUPERUSER: &str = "postgres";
 /// A Postgres server, killed and removed when dropped, unless it is the shared one.
 #[derive(Debug)]
 pub struct Postgres {
-    // None if the server is shared: others use it, too, so nobody may kill or pause it.
-    own: Option<Own>,
+    // `None` if the server is shared with other tests and must not be killed or paused.
+    own: Option<OwnServer>,
     address: SocketAddr,
     pid: u32,
 }
 
 #[derive(Debug)]
-struct Own {
+struct OwnServer {
     process: Process,
     data: PathBuf,
     _port: Port,
@@ -47,18 +47,18 @@ struct Own {
 impl Postgres {
     /// Starts a server of your own.
     pub fn start() -> Result<Postgres> {
-        Postgres::start_in(&Arc::new(Home::private()?), vec![])
+        Postgres::start_in(&Arc::new(TempServerDir::private()?), vec![])
     }
 
-    /// Starts a server of your own whose time is that of `clock`.
+    /// Starts a server of your own that uses `clock`.
     pub fn start_at(clock: &WallClock) -> Result<Postgres> {
-        Postgres::start_in(&Arc::new(Home::private()?), clock.environment())
+        Postgres::start_in(&Arc::new(TempServerDir::private()?), clock.environment())
     }
 
     /// The server all tests of this run share; each takes its own [`database`](Postgres::database).
     pub fn shared() -> Result<Postgres> {
-        let start = |home: &Arc<Home>| {
-            let postgres = Postgres::start_in(home, vec![])?;
+        let start = |server_dir: &Arc<TempServerDir>| {
+            let postgres = Postgres::start_in(server_dir, vec![])?;
             postgres.own()?.process.detach();
             Ok(format!("{} {}", postgres.address, postgres.pid))
         };
@@ -105,17 +105,17 @@ impl Postgres {
         self.own()?.process.pause()
     }
 
-    /// Lets a paused server go on (SIGCONT).
+    /// Resumes a paused server (SIGCONT).
     pub fn resume(&self) -> Result<()> {
         self.own()?.process.resume()
     }
 
-    /// Shuts the server down in good order, closing its connections, and waits until it is gone.
+    /// Shuts the server down gracefully, closing its connections, and waits until it has exited.
     pub fn stop(&self) -> Result<()> {
         self.own()?.process.stop(Signal::INT)
     }
 
-    /// Starts the server again, on its port and its data; one that still runs is stopped first.
+    /// Starts the server again with the same port and data; a running one is stopped first.
     pub fn restart(&self) -> Result<()> {
         let own = self.own()?;
         if own.process.is_running() {
@@ -125,15 +125,18 @@ impl Postgres {
         own.wait_until_ready()
     }
 
-    fn start_in(home: &Arc<Home>, environment: Vec<(String, String)>) -> Result<Postgres> {
+    fn start_in(
+        server_dir: &Arc<TempServerDir>,
+        environment: Vec<(String, String)>,
+    ) -> Result<Postgres> {
         let initdb = program("initdb")?;
         let user = if geteuid().is_root() { Some(unprivileged_user()?) } else { None };
-        let directory = home.new_directory("postgres")?;
+        let directory = server_dir.new_directory("postgres")?;
         if let Some(user) = user {
             chown(&directory, Some(user.uid), Some(user.gid))?;
         }
         let data = directory.join("data");
-        initialise(home, &initdb, &directory, &data, user)?;
+        initialise(server_dir, &initdb, &directory, &data, user)?;
 
         with_free_ports(|| {
             let port = Port::for_server()?;
@@ -143,7 +146,7 @@ impl Postgres {
                 format!("port={}", port.number),
                 format!("max_connections={CONNECTIONS_MAX}"),
                 "fsync=off".to_string(),
-                // In files of the data directory: elsewhere they would outlive a killed server.
+                // Files in the data directory; other kinds of shared memory would outlive a killed server.
                 "dynamic_shared_memory_type=mmap".to_string(),
             ];
             let mut arguments = vec!["-D".into(), data.clone().into_os_string()];
@@ -155,22 +158,22 @@ impl Postgres {
                 arguments,
                 environment: environment.clone(),
                 user,
-                output: Output::Log,
+                output: ProcessOutput::Log,
             };
             let address = port.address();
-            let process = Process::spawn(home, &directory, launch)?;
-            let own = Own { process, data: data.clone(), _port: port };
+            let process = Process::spawn(server_dir, &directory, launch)?;
+            let own = OwnServer { process, data: data.clone(), _port: port };
             own.wait_until_ready()?;
             Ok(Postgres { pid: own.process.pid()?, own: Some(own), address })
         })
     }
 
-    fn own(&self) -> Result<&Own> {
+    fn own(&self) -> Result<&OwnServer> {
         self.own.as_ref().context("this server is shared with other tests, start your own")
     }
 }
 
-impl Own {
+impl OwnServer {
     /// Waits until the server has written into its pid file that it is ready, as `pg_ctl` does.
     fn wait_until_ready(&self) -> Result<()> {
         let pid = self.process.pid()?.to_string();
@@ -217,7 +220,7 @@ impl Database {
 
 impl Drop for Database {
     fn drop(&mut self) {
-        // The server may be gone or paused; then the database goes with it.
+        // Fails if the server is gone or paused; the database is then removed with the server.
         let sql = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", self.name);
         let _ = query(self.address, "postgres", &sql);
     }
@@ -237,9 +240,9 @@ fn query(address: SocketAddr, database: &str, sql: &str) -> Result<String> {
     Ok(String::from_utf8(output.stdout)?.trim_end().to_string())
 }
 
-/// Runs `initdb` like a server, so that it is killed with the test, too.
+/// Runs `initdb` as a managed process, so that it is killed with the test.
 fn initialise(
-    home: &Arc<Home>,
+    server_dir: &Arc<TempServerDir>,
     initdb: &Path,
     directory: &Path,
     data: &Path,
@@ -253,9 +256,9 @@ fn initialise(
         arguments: arguments.chain([data.into()]).collect(),
         environment: vec![],
         user,
-        output: Output::Log,
+        output: ProcessOutput::Log,
     };
-    let process = Process::spawn(home, directory, launch)?;
+    let process = Process::spawn(server_dir, directory, launch)?;
     let status = poll("initdb to finish", SERVER_LIMIT, || process.try_wait())?;
     ensure!(status.success(), "initdb failed: {status}\n{}", process.log_tail());
     Ok(())
@@ -285,7 +288,7 @@ fn program(name: &str) -> Result<PathBuf> {
     let mut programs: Vec<PathBuf> =
         versions.map(|version| version.path().join("bin").join(name)).collect();
     programs.sort();
-    // What Debian has in PATH is a script that looks for the program, and takes longer than the program.
+    // The one in Debian's PATH is a slow wrapper script.
     let newest = programs.into_iter().rev().find(|program| program.is_file());
     newest.map_or_else(|| find_program(name, &[]), Ok)
 }

@@ -1,8 +1,8 @@
-//! One server process: started, killed, paused, resumed and started again in the same directory.
+//! One server process: start, kill, pause, resume and restart in the same directory.
 //!
-//! Upstream: `redis`, `postgres` and `child` say what to run. Downstream: `home` gives the directory and
-//! clears up after us.
-//! Promises: `kill9` and `pause` are complete when they return, for the forks of a server, too.
+//! Upstream: `redis`, `postgres` and `child` say what to run. Downstream: `temp_server_dir` provides the directory and
+//! removes it.
+//! Promises: `kill9` and `pause` are complete when they return, also for forked children of a server.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -14,23 +14,23 @@ use std::sync::{Arc, Mutex};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::home::{Home, SHELL};
+use crate::temp_server_dir::{SHELL, TempServerDir};
 use crate::wait::{SERVER_LIMIT, lock, poll, wait_until};
 
-/// Writes the pid file for the guard, then becomes the server, under the same process id.
-/// If the guard has already begun to clear the home, the file cannot be opened, and nothing starts.
+/// Writes the pid file for the guard, then replaces itself with the server, keeping the process id.
+/// If the guard has already started to remove the directory, the file cannot be opened and nothing starts.
 const LAUNCHER: &str = r#"echo $$ >"$0/pid" && exec "$@""#;
 
 const LOG_TAIL_LINES: usize = 20;
 
-/// What to run, as whom, and where its output goes.
+/// The program to run, its user and its output.
 #[derive(Debug)]
 pub(crate) struct Launch {
     pub(crate) program: PathBuf,
     pub(crate) arguments: Vec<OsString>,
     pub(crate) environment: Vec<(String, String)>,
     pub(crate) user: Option<User>,
-    pub(crate) output: Output,
+    pub(crate) output: ProcessOutput,
 }
 
 /// The numeric user and group of a process.
@@ -42,30 +42,34 @@ pub(crate) struct User {
 
 /// Where standard output and standard error go.
 #[derive(Debug)]
-pub(crate) enum Output {
+pub(crate) enum ProcessOutput {
     /// Both into the file `log` of the directory.
     Log,
-    /// Standard output to us, standard error to where ours goes.
+    /// Standard output through a pipe; standard error is inherited.
     Pipe,
 }
 
-/// A server process and its directory; killed with -9 when dropped.
+/// A server process and its directory; killed with SIGKILL on drop.
 #[derive(Debug)]
 pub(crate) struct Process {
     launch: Launch,
     directory: PathBuf,
     running: Mutex<Option<Child>>,
-    // Last, so that the guard clears the home after the process is dead.
-    _home: Arc<Home>,
+    // Last field, so that the directory is removed after the process is dead.
+    _server_dir: Arc<TempServerDir>,
 }
 
 impl Process {
-    pub(crate) fn spawn(home: &Arc<Home>, directory: &Path, launch: Launch) -> Result<Process> {
+    pub(crate) fn spawn(
+        server_dir: &Arc<TempServerDir>,
+        directory: &Path,
+        launch: Launch,
+    ) -> Result<Process> {
         let process = Process {
             launch,
             directory: directory.to_path_buf(),
             running: Mutex::new(None),
-            _home: Arc::clone(home),
+            _server_dir: Arc::clone(server_dir),
         };
         process.respawn()?;
         Ok(process)
@@ -85,11 +89,11 @@ impl Process {
             command.uid(user.uid).gid(user.gid);
         }
         match self.launch.output {
-            Output::Log => {
+            ProcessOutput::Log => {
                 let log = File::options().create(true).append(true).open(self.log_path())?;
                 command.current_dir(&self.directory).stdout(log.try_clone()?).stderr(log);
             }
-            Output::Pipe => {
+            ProcessOutput::Pipe => {
                 command.stdout(Stdio::piped());
             }
         }
@@ -109,7 +113,7 @@ impl Process {
         lock(&self.running).is_some()
     }
 
-    /// An error with the end of the log if the process has ended by itself.
+    /// Fails with the end of the log if the process has exited by itself.
     pub(crate) fn check(&self) -> Result<()> {
         let how = match self.try_wait() {
             Ok(None) => return Ok(()),
@@ -119,7 +123,7 @@ impl Process {
         bail!("{} has ended: {how}\n{}", self.name(), self.log_tail())
     }
 
-    /// Takes the pipe of `Output::Pipe`.
+    /// Takes the pipe of `ProcessOutput::Pipe`.
     pub(crate) fn take_stdout(&self) -> Option<std::process::ChildStdout> {
         lock(&self.running).as_mut()?.stdout.take()
     }
@@ -129,17 +133,17 @@ impl Process {
         let mut running = lock(&self.running);
         let Some(mut child) = running.take() else { return Ok(()) };
         let forks = forks_of(child.id());
-        // Not yet waited for, so the process id cannot belong to anybody else.
+        // Not yet waited for, so the process id cannot have been reused.
         signal(child.id(), Signal::KILL);
         forks.iter().for_each(|pid| signal(*pid, Signal::KILL));
         child.wait()?;
-        self.forget_pid();
+        self.remove_pid_file();
         wait_until("the killed forks of the server to be gone", SERVER_LIMIT, || {
             !forks.iter().any(|pid| is_alive(*pid))
         })
     }
 
-    /// Asks the process to end by `how`, and waits until it has.
+    /// Sends the signal `how` and waits until the process has exited.
     pub(crate) fn stop(&self, how: Signal) -> Result<()> {
         if let Ok(pid) = self.pid() {
             self.resume()?;
@@ -155,32 +159,32 @@ impl Process {
         let Some(child) = running.as_mut() else { bail!("{} does not run", self.name()) };
         let status = child.try_wait()?;
         if status.is_some() {
-            self.forget_pid();
+            self.remove_pid_file();
             *running = None;
         }
         Ok(status)
     }
 
-    /// Stops the process and its forks in their tracks, and waits until they stand.
+    /// Stops the process and its forks with SIGSTOP, and waits until they are stopped.
     pub(crate) fn pause(&self) -> Result<()> {
         let pid = self.pid()?;
         signal(pid, Signal::STOP);
-        wait_until("the server to stand still", SERVER_LIMIT, || stands_still(pid))?;
+        wait_until("the server to be stopped", SERVER_LIMIT, || is_stopped(pid))?;
         let forks = forks_of(pid);
         forks.iter().for_each(|fork| signal(*fork, Signal::STOP));
-        wait_until("the forks of the server to stand still", SERVER_LIMIT, || {
-            forks.iter().all(|fork| stands_still(*fork))
+        wait_until("the forks of the server to be stopped", SERVER_LIMIT, || {
+            forks.iter().all(|fork| is_stopped(*fork))
         })
     }
 
-    /// Lets a paused process go on.
+    /// Resumes a paused process.
     pub(crate) fn resume(&self) -> Result<()> {
         let pid = self.pid()?;
         forks_of(pid).into_iter().chain([pid]).for_each(|pid| signal(pid, Signal::CONT));
         Ok(())
     }
 
-    /// Leaves the process to the guard of its shared home.
+    /// Leaves the process to the guard of its shared directory.
     pub(crate) fn detach(&self) {
         *lock(&self.running) = None;
     }
@@ -202,8 +206,8 @@ impl Process {
         self.launch.program.display()
     }
 
-    /// The guard kills what the pid file names, and a process id may be used again by others.
-    fn forget_pid(&self) {
+    /// Removes the pid file, because the guard kills the process in it and a process id may be reused.
+    fn remove_pid_file(&self) {
         let _ = fs::remove_file(self.directory.join("pid"));
     }
 }
@@ -214,43 +218,43 @@ impl Drop for Process {
     }
 }
 
-/// Whether the process `pid` runs; one that has ended and was not yet waited for does not.
+/// Whether the process `pid` is running; a zombie is not.
 pub fn is_alive(pid: u32) -> bool {
-    look_at(pid).is_some_and(|process| !matches!(process.state, 'Z' | 'X'))
+    read_proc_stat(pid).is_some_and(|process| !matches!(process.state, 'Z' | 'X'))
 }
 
-fn stands_still(pid: u32) -> bool {
-    look_at(pid).is_none_or(|process| matches!(process.state, 'T' | 't' | 'Z' | 'X'))
+fn is_stopped(pid: u32) -> bool {
+    read_proc_stat(pid).is_none_or(|process| matches!(process.state, 'T' | 't' | 'Z' | 'X'))
 }
 
-/// The children of a server that run the same program: the backends of Postgres. Children that run
-/// another program, as the guards a test process has started, are not part of the server.
+/// The children of a server that run the same program, such as the backends of Postgres. Children that run another
+/// program, such as guards, are not part of the server.
 fn forks_of(server: u32) -> Vec<u32> {
-    let Some(Look { name, .. }) = look_at(server) else { return Vec::new() };
-    let is_fork = |process: Look| process.parent == server && process.name == name;
+    let Some(ProcStat { name, .. }) = read_proc_stat(server) else { return Vec::new() };
+    let is_fork = |process: ProcStat| process.parent == server && process.name == name;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.filter(|pid| look_at(*pid).is_some_and(is_fork)).collect()
+    pids.filter(|pid| read_proc_stat(*pid).is_some_and(is_fork)).collect()
 }
 
-/// What `/proc/PID/stat` says: `PID (NAME) STATE PARENT ...`.
-pub(crate) struct Look {
+/// Fields of `/proc/PID/stat`: `PID (NAME) STATE PARENT ...`.
+pub(crate) struct ProcStat {
     pub(crate) name: String,
     state: char,
     pub(crate) parent: u32,
 }
 
-pub(crate) fn look_at(pid: u32) -> Option<Look> {
+pub(crate) fn read_proc_stat(pid: u32) -> Option<ProcStat> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name may contain blanks and brackets itself.
+    // The name may contain spaces and parentheses.
     let (start, rest) = stat.rsplit_once(") ")?;
     let (_, name) = start.split_once(" (")?;
     let mut fields = rest.split(' ');
     let state = fields.next()?.chars().next()?;
-    Some(Look { name: name.to_string(), state, parent: fields.next()?.parse().ok()? })
+    Some(ProcStat { name: name.to_string(), state, parent: fields.next()?.parse().ok()? })
 }
 
-/// A process that is gone already needs no signal, so failure is not an error.
+/// Sends a signal; ignores a process that is already gone.
 fn signal(pid: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
         let _ = kill_process(pid, signal);
@@ -264,5 +268,5 @@ pub(crate) fn find_program(name: &str, more: &[PathBuf]) -> Result<PathBuf> {
     directories
         .map(|directory| directory.join(name))
         .find(|program| program.is_file())
-        .with_context(|| format!("`{name}` was not found: run `cargo xtask test`, it installs it"))
+        .with_context(|| format!("`{name}` not found; run `cargo xtask setup` to install it"))
 }

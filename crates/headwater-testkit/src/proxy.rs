@@ -1,8 +1,8 @@
 //! A TCP proxy that breaks connections on demand.
 //!
-//! It runs on a thread of its own, so it neither needs nor blocks the runtime of a test.
-//! Promises: an order holds from the moment its call returns. What was forwarded before stays forwarded.
-//! Not here: what happens to a single chunk of bytes (see `link`).
+//! It runs on its own thread, so it neither needs nor blocks the runtime of a test.
+//! Promises: a command takes effect before its call returns; bytes forwarded before are not affected.
+//! Not here: forwarding of single chunks (see `link`).
 
 mod faults;
 mod link;
@@ -19,7 +19,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use self::faults::{Faults, Hold, OneShots};
+use self::faults::{HoldRule, OneShots, ProxyFaults};
 use crate::ports::Port;
 use crate::wait::lock;
 
@@ -27,35 +27,35 @@ use crate::wait::lock;
 #[derive(Debug)]
 pub struct Proxy {
     port: Port,
-    orders: Option<mpsc::UnboundedSender<(Order, blocking::Sender<Result<()>>)>>,
-    shared: Arc<Shared>,
+    commands: Option<mpsc::UnboundedSender<(ProxyCommand, blocking::Sender<Result<()>>)>>,
+    shared: Arc<ProxyState>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the handle, the accepting loop and the links have in common.
+/// State shared by the handle, the accept loop and the connections.
 #[derive(Debug)]
-struct Shared {
+struct ProxyState {
     target: SocketAddr,
-    faults: watch::Sender<Faults>,
+    faults: watch::Sender<ProxyFaults>,
     one_shots: std::sync::Mutex<OneShots>,
     accepted: AtomicU64,
     open: AtomicUsize,
 }
 
 #[derive(Debug)]
-enum Order {
+enum ProxyCommand {
     Cut,
     CutOnce,
     Stall,
     Delay(Duration),
     DropAfter(usize),
     DropReply,
-    Hold(Hold),
+    Hold(HoldRule),
     Heal,
 }
 
 impl Proxy {
-    /// Forwards everything to `target` until told otherwise.
+    /// Starts a proxy that forwards everything to `target`.
     pub fn start(target: SocketAddr) -> Result<Proxy> {
         Proxy::start_with(target, OneShots::default())
     }
@@ -67,7 +67,7 @@ impl Proxy {
 
     fn start_with(target: SocketAddr, one_shots: OneShots) -> Result<Proxy> {
         let port = Port::for_server()?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ProxyState {
             target,
             faults: watch::Sender::default(),
             one_shots: one_shots.into(),
@@ -82,8 +82,8 @@ impl Proxy {
             let _inside = runtime.enter();
             TcpListener::from_std(listener)?
         };
-        let (orders, received) = mpsc::unbounded_channel();
-        let worker = Worker {
+        let (commands, received) = mpsc::unbounded_channel();
+        let worker = ProxyTask {
             address: port.address(),
             listener: Some(listener),
             connections: JoinSet::new(),
@@ -92,7 +92,7 @@ impl Proxy {
         let thread = thread::Builder::new()
             .name("headwater-testkit-proxy".to_string())
             .spawn(move || runtime.block_on(worker.run(received)))?;
-        Ok(Proxy { port, orders: Some(orders), shared, thread: Some(thread) })
+        Ok(Proxy { port, commands: Some(commands), shared, thread: Some(thread) })
     }
 
     /// The address to give to the client.
@@ -102,43 +102,43 @@ impl Proxy {
 
     /// Closes all connections and refuses new ones, until `heal`.
     pub fn cut(&self) -> Result<()> {
-        self.order(Order::Cut)
+        self.send(ProxyCommand::Cut)
     }
 
     /// Closes all connections; new ones are accepted.
     pub fn cut_once(&self) -> Result<()> {
-        self.order(Order::CutOnce)
+        self.send(ProxyCommand::CutOnce)
     }
 
     /// Accepts and keeps connections, but forwards nothing either way, until `heal`.
     pub fn stall(&self) -> Result<()> {
-        self.order(Order::Stall)
+        self.send(ProxyCommand::Stall)
     }
 
-    /// Holds each chunk back for this long, either way.
+    /// Delays each chunk by this long, in both directions.
     pub fn delay(&self, delay: Duration) -> Result<()> {
-        self.order(Order::Delay(delay))
+        self.send(ProxyCommand::Delay(delay))
     }
 
     /// Once: forwards this many more bytes to the server, then closes that connection.
     pub fn drop_after(&self, bytes: usize) -> Result<()> {
-        self.order(Order::DropAfter(bytes))
+        self.send(ProxyCommand::DropAfter(bytes))
     }
 
     /// Once: forwards the next request, then closes its connection instead of forwarding a reply.
     pub fn drop_reply(&self) -> Result<()> {
-        self.order(Order::DropReply)
+        self.send(ProxyCommand::DropReply)
     }
 
-    /// Until `heal`: of the requests that contain `pattern`, holds every `one_in`-th back for `pause`. Only its own
-    /// connection waits; what was held back goes on after the pause, also after `heal`.
+    /// Until `heal`: delays every `one_in`-th request that contains `pattern` by `pause`. Only its own connection
+    /// waits; a delayed request is forwarded after the pause, also after `heal`.
     pub fn hold(&self, pattern: &str, one_in: u64, pause: Duration) -> Result<()> {
-        self.order(Order::Hold(Hold::new(pattern, one_in, pause)))
+        self.send(ProxyCommand::Hold(HoldRule::new(pattern, one_in, pause)))
     }
 
-    /// Forwards everything again; what was stalled goes on. A flaky proxy stops being flaky.
+    /// Ends all faults; stalled connections continue. A flaky proxy stops being flaky.
     pub fn heal(&self) -> Result<()> {
-        self.order(Order::Heal)
+        self.send(ProxyCommand::Heal)
     }
 
     /// How many connections were accepted so far.
@@ -161,42 +161,42 @@ impl Proxy {
         lock(&self.shared.one_shots).held
     }
 
-    fn order(&self, order: Order) -> Result<()> {
+    fn send(&self, command: ProxyCommand) -> Result<()> {
         let gone = "the proxy thread has ended";
         let (done, wait) = blocking::channel();
-        self.orders.as_ref().context(gone)?.send((order, done)).ok().context(gone)?;
+        self.commands.as_ref().context(gone)?.send((command, done)).ok().context(gone)?;
         wait.recv().context(gone)?
     }
 }
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        self.orders = None;
+        self.commands = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
 }
 
-/// The accepting loop. Orders and links share its one thread, so an order cannot overtake a write.
-struct Worker {
+/// The accept loop. Commands and connections share its single thread, so a command cannot overtake a write.
+struct ProxyTask {
     address: SocketAddr,
     listener: Option<TcpListener>,
     connections: JoinSet<()>,
-    shared: Arc<Shared>,
+    shared: Arc<ProxyState>,
 }
 
-impl Worker {
+impl ProxyTask {
     async fn run(
         mut self,
-        mut orders: mpsc::UnboundedReceiver<(Order, blocking::Sender<Result<()>>)>,
+        mut commands: mpsc::UnboundedReceiver<(ProxyCommand, blocking::Sender<Result<()>>)>,
     ) {
         loop {
-            // All three are cancel-safe: what they have not returned they have not taken.
+            // All three are cancel-safe.
             tokio::select! {
-                order = orders.recv() => {
-                    let Some((order, done)) = order else { return };
-                    let outcome = self.obey(order).await;
+                command = commands.recv() => {
+                    let Some((command, done)) = command else { return };
+                    let outcome = self.execute(command).await;
                     let _ = done.send(outcome);
                 }
                 client = accept(self.listener.as_ref()) => self.serve(client),
@@ -205,24 +205,26 @@ impl Worker {
         }
     }
 
-    async fn obey(&mut self, order: Order) -> Result<()> {
-        match order {
-            Order::Cut => {
+    async fn execute(&mut self, command: ProxyCommand) -> Result<()> {
+        match command {
+            ProxyCommand::Cut => {
                 self.listener = None;
                 self.connections.shutdown().await;
             }
-            Order::CutOnce => self.connections.shutdown().await,
-            Order::Stall => self.shared.faults.send_modify(|faults| faults.stalled = true),
-            Order::Delay(delay) => self.shared.faults.send_modify(|faults| faults.delay = delay),
-            Order::DropAfter(bytes) => lock(&self.shared.one_shots).drop_after = Some(bytes),
-            Order::DropReply => lock(&self.shared.one_shots).drop_reply = true,
-            Order::Hold(hold) => lock(&self.shared.one_shots).hold = Some(hold),
-            Order::Heal => {
+            ProxyCommand::CutOnce => self.connections.shutdown().await,
+            ProxyCommand::Stall => self.shared.faults.send_modify(|faults| faults.stalled = true),
+            ProxyCommand::Delay(delay) => {
+                self.shared.faults.send_modify(|faults| faults.delay = delay)
+            }
+            ProxyCommand::DropAfter(bytes) => lock(&self.shared.one_shots).drop_after = Some(bytes),
+            ProxyCommand::DropReply => lock(&self.shared.one_shots).drop_reply = true,
+            ProxyCommand::Hold(hold) => lock(&self.shared.one_shots).hold = Some(hold),
+            ProxyCommand::Heal => {
                 if self.listener.is_none() {
                     self.listener = Some(TcpListener::bind(self.address).await?);
                 }
                 lock(&self.shared.one_shots).clear();
-                self.shared.faults.send_replace(Faults::default());
+                self.shared.faults.send_replace(ProxyFaults::default());
             }
         }
         Ok(())
@@ -239,7 +241,7 @@ async fn accept(listener: Option<&TcpListener>) -> TcpStream {
     loop {
         match listener.accept().await {
             Ok((client, _)) => return client,
-            // Out of file descriptors, most likely; trying at once would only burn time.
+            // Probably out of file descriptors: back off.
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }

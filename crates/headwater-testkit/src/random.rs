@@ -1,4 +1,4 @@
-//! Random numbers: a small seeded generator for faults, entropy for ports and unique names.
+//! TestRandom numbers: a small seeded generator for faults, entropy for ports and unique names.
 
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
@@ -8,26 +8,25 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// An xorshift generator: the same seed gives the same faults.
 #[derive(Debug)]
-pub struct Random(u64);
+pub struct TestRandom(u64);
 
-impl Random {
+impl TestRandom {
     /// The generator of a seed.
-    pub fn seeded(seed: u64) -> Random {
+    pub fn seeded(seed: u64) -> TestRandom {
         // Zero is the one state xorshift never leaves; multiplying spreads small seeds.
-        Random(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+        TestRandom(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    pub(crate) fn from_entropy() -> Random {
-        Random::seeded(entropy())
+    pub(crate) fn from_entropy() -> TestRandom {
+        TestRandom::seeded(entropy())
     }
 
-    /// The generator of the seed in `HEADWATER_SEED`, or of one from the operating system. Prints the seed, so that a
-    /// failed test can be repeated.
-    pub fn for_test() -> Random {
+    /// Uses the seed in `HEADWATER_SEED`, or a random one. Prints the seed, so that a failed test can be repeated.
+    pub fn for_test() -> TestRandom {
         let chosen = std::env::var("HEADWATER_SEED").ok().and_then(|seed| seed.parse().ok());
         let seed = chosen.unwrap_or_else(entropy);
         println!("HEADWATER_SEED={seed}");
-        Random::seeded(seed)
+        TestRandom::seeded(seed)
     }
 
     /// The next number, from `range`, which is not empty.
@@ -39,7 +38,7 @@ impl Random {
     }
 }
 
-/// A name that no other test uses, in this process or another one: `prefix_PID_RANDOM_COUNT`.
+/// A name that is unique across tests and processes: `prefix_PID_RANDOM_COUNT`.
 pub fn unique(prefix: &str) -> String {
     static START: LazyLock<u32> = LazyLock::new(|| entropy() as u32);
     static COUNT: AtomicU64 = AtomicU64::new(0);

@@ -2,7 +2,7 @@
 //!
 //! Upstream: tests, `cluster` and `sentinel`, whose nodes are such servers. Downstream: `process` runs it,
 //! `resp` talks to it.
-//! Promises: a server that was started answers; one that was restarted has the same port and data.
+//! Promises: a started server answers; a restarted one has the same port and data.
 
 mod builder;
 
@@ -14,11 +14,11 @@ use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
 
 pub use self::builder::{Persistence, RedisBuilder};
-use crate::home::Home;
 use crate::ports::Port;
 use crate::process::Process;
-use crate::resp::{Connection, Reply};
+use crate::resp::{RedisConnection, RedisReply};
 use crate::shared;
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::{SERVER_LIMIT, poll};
 
 /// A Redis server, killed and removed when dropped, unless it is the shared one.
@@ -26,22 +26,22 @@ use crate::wait::{SERVER_LIMIT, poll};
 pub struct Redis {
     server: Server,
     address: SocketAddr,
-    access: Access,
+    credentials: RedisCredentials,
     _port: Option<Port>,
 }
 
 #[derive(Debug)]
 enum Server {
     Own(Process),
-    /// Others use it, too, so nobody may kill or pause it.
+    /// Shared with other tests; must not be killed or paused.
     Shared {
         pid: u32,
     },
 }
 
-/// How to get in.
+/// Credentials and certificate of a server.
 #[derive(Debug, Default)]
-struct Access {
+struct RedisCredentials {
     user: Option<(String, String)>,
     password: Option<String>,
     authority: Option<PathBuf>,
@@ -49,7 +49,7 @@ struct Access {
 }
 
 impl Redis {
-    /// Starts a server of your own, without persistence, that anybody may enter.
+    /// Starts a server of your own without persistence and without authentication.
     pub fn start() -> Result<Redis> {
         Redis::builder().start()
     }
@@ -61,7 +61,8 @@ impl Redis {
 
     /// The server all tests of this run share; use [`unique`](crate::unique) names in it.
     pub fn shared() -> Result<Redis> {
-        let start = |home: &Arc<Home>| Ok(Redis::builder().start_in(home)?.detach());
+        let start =
+            |server_dir: &Arc<TempServerDir>| Ok(Redis::builder().start_in(server_dir)?.detach());
         shared::server("redis", start, Redis::open_shared)
     }
 
@@ -72,8 +73,8 @@ impl Redis {
 
     /// The same URL with another address, for example that of a [`Proxy`](crate::Proxy).
     pub fn url_at(&self, address: SocketAddr) -> String {
-        let scheme = if self.access.authority.is_some() { "rediss" } else { "redis" };
-        let login = match (&self.access.user, &self.access.password) {
+        let scheme = if self.credentials.authority.is_some() { "rediss" } else { "redis" };
+        let login = match (&self.credentials.user, &self.credentials.password) {
             (Some((name, password)), _) => format!("{name}:{password}@"),
             (None, Some(password)) => format!(":{password}@"),
             (None, None) => String::new(),
@@ -101,21 +102,21 @@ impl Redis {
 
     /// The certificate of the authority to trust, as a PEM file, if the server speaks TLS.
     pub fn ca_certificate(&self) -> Option<&Path> {
-        self.access.authority.as_deref()
+        self.credentials.authority.as_deref()
     }
 
     /// Sends one command on a new connection, as the default user.
-    pub fn command(&self, words: &[&str]) -> Result<Reply> {
+    pub fn command(&self, words: &[&str]) -> Result<RedisReply> {
         self.connect()?.command(words)
     }
 
     /// Opens a connection as the default user, for several commands.
-    pub fn connect(&self) -> Result<Connection> {
-        let mut connection = match &self.access.socket {
-            Some(socket) => Connection::open_unix(socket)?,
-            None => Connection::open(self.address)?,
+    pub fn connect(&self) -> Result<RedisConnection> {
+        let mut connection = match &self.credentials.socket {
+            Some(socket) => RedisConnection::open_unix(socket)?,
+            None => RedisConnection::open(self.address)?,
         };
-        if let Some(password) = &self.access.password {
+        if let Some(password) = &self.credentials.password {
             connection.command(&["AUTH", password])?.ok()?;
         }
         Ok(connection)
@@ -131,17 +132,17 @@ impl Redis {
         self.process()?.pause()
     }
 
-    /// Lets a paused server go on (SIGCONT).
+    /// Resumes a paused server (SIGCONT).
     pub fn resume(&self) -> Result<()> {
         self.process()?.resume()
     }
 
-    /// Shuts the server down in good order, as SHUTDOWN does, and waits until it is gone.
+    /// Shuts the server down gracefully, as SHUTDOWN does, and waits until it has exited.
     pub fn stop(&self) -> Result<()> {
         self.process()?.stop(Signal::TERM)
     }
 
-    /// Starts the server again, on its port and its data; one that still runs is stopped first.
+    /// Starts the server again with the same port and data; a running one is stopped first.
     pub fn restart(&self) -> Result<()> {
         let process = self.process()?;
         if process.is_running() {
@@ -151,7 +152,7 @@ impl Redis {
         self.wait_until_ready()
     }
 
-    /// Waits until this very process answers PING, which it does not while it loads its data.
+    /// Waits until this process answers PING, which it does not while it loads its data.
     pub(crate) fn wait_until_ready(&self) -> Result<()> {
         let process = self.process()?;
         let pid = format!("process_id:{}\r\n", process.pid()?);
@@ -167,7 +168,7 @@ impl Redis {
         poll("Redis to answer PING", SERVER_LIMIT, answers).with_context(|| process.log_tail())
     }
 
-    /// Leaves the server running after us; the text is for [`Redis::open_shared`].
+    /// Leaves the server running; the text is for [`Redis::open_shared`].
     pub(crate) fn detach(self) -> String {
         let Server::Own(process) = &self.server else { return String::new() };
         let pid = process.pid().unwrap_or_default();
@@ -180,7 +181,8 @@ impl Redis {
         let (address, pid) = text.split_once(' ').context("not an address and a process id")?;
         let (address, pid) = (address.parse()?, pid.parse()?);
         let server = Server::Shared { pid };
-        let redis = Redis { server, address, access: Access::default(), _port: None };
+        let redis =
+            Redis { server, address, credentials: RedisCredentials::default(), _port: None };
         redis.command(&["PING"])?.ok()?;
         Ok(redis)
     }

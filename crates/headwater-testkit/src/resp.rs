@@ -1,4 +1,4 @@
-//! A blocking Redis client of a hundred lines, so that tests can look at a server without a client crate.
+//! A minimal blocking Redis client for tests.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-/// How long to wait for a connection or a reply; a paused server takes for ever.
+/// Timeout of a connection attempt or a reply; a paused server never answers.
 const REPLY_LIMIT: Duration = Duration::from_secs(5);
 
-/// What a server answered.
+/// The reply of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Reply {
+pub enum RedisReply {
     /// No value.
     Nil,
     /// A number.
@@ -23,73 +23,73 @@ pub enum Reply {
     /// An error, such as `WRONGTYPE Operation against ...`.
     Error(String),
     /// A list of replies.
-    Array(Vec<Reply>),
+    Array(Vec<RedisReply>),
 }
 
-impl Reply {
+impl RedisReply {
     /// The text of a string or an error, the digits of a number; empty for the others.
     pub fn text(&self) -> String {
         match self {
-            Reply::Text(bytes) => String::from_utf8_lossy(bytes).into_owned(),
-            Reply::Error(error) => error.clone(),
-            Reply::Int(number) => number.to_string(),
-            Reply::Nil | Reply::Array(_) => String::new(),
+            RedisReply::Text(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+            RedisReply::Error(error) => error.clone(),
+            RedisReply::Int(number) => number.to_string(),
+            RedisReply::Nil | RedisReply::Array(_) => String::new(),
         }
     }
 
     /// The number of a numeric reply.
     pub fn int(&self) -> Option<i64> {
         match self {
-            Reply::Int(number) => Some(*number),
+            RedisReply::Int(number) => Some(*number),
             _ => None,
         }
     }
 
     /// The items of a list; empty for the others.
-    pub fn items(&self) -> &[Reply] {
+    pub fn items(&self) -> &[RedisReply] {
         match self {
-            Reply::Array(items) => items,
+            RedisReply::Array(items) => items,
             _ => &[],
         }
     }
 
     /// Turns an error reply into an `Err`.
-    pub fn ok(self) -> Result<Reply> {
+    pub fn ok(self) -> Result<RedisReply> {
         match self {
-            Reply::Error(error) => bail!("the server replied: {error}"),
+            RedisReply::Error(error) => bail!("the server replied: {error}"),
             reply => Ok(reply),
         }
     }
 }
 
-trait Wire: Read + Write + Send {}
-impl<T: Read + Write + Send> Wire for T {}
+trait ByteStream: Read + Write + Send {}
+impl<T: Read + Write + Send> ByteStream for T {}
 
 /// One connection to a Redis server.
-pub struct Connection {
-    wire: BufReader<Box<dyn Wire>>,
+pub struct RedisConnection {
+    wire: BufReader<Box<dyn ByteStream>>,
 }
 
-impl Connection {
+impl RedisConnection {
     /// Connects over TCP, for example through a [`Proxy`](crate::Proxy).
-    pub fn open(address: SocketAddr) -> Result<Connection> {
+    pub fn open(address: SocketAddr) -> Result<RedisConnection> {
         let stream = TcpStream::connect_timeout(&address, REPLY_LIMIT)
             .with_context(|| format!("cannot connect to {address}"))?;
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(REPLY_LIMIT))?;
         stream.set_write_timeout(Some(REPLY_LIMIT))?;
-        Ok(Connection { wire: BufReader::new(Box::new(stream)) })
+        Ok(RedisConnection { wire: BufReader::new(Box::new(stream)) })
     }
 
-    pub(crate) fn open_unix(path: &Path) -> Result<Connection> {
+    pub(crate) fn open_unix(path: &Path) -> Result<RedisConnection> {
         let stream = UnixStream::connect(path)?;
         stream.set_read_timeout(Some(REPLY_LIMIT))?;
         stream.set_write_timeout(Some(REPLY_LIMIT))?;
-        Ok(Connection { wire: BufReader::new(Box::new(stream)) })
+        Ok(RedisConnection { wire: BufReader::new(Box::new(stream)) })
     }
 
     /// Sends one command and waits for its reply, at most five seconds.
-    pub fn command(&mut self, words: &[&str]) -> Result<Reply> {
+    pub fn command(&mut self, words: &[&str]) -> Result<RedisReply> {
         self.send(words)?;
         self.receive().with_context(|| format!("no reply to {}", words.join(" ")))
     }
@@ -104,7 +104,7 @@ impl Connection {
     }
 
     /// Waits for the next reply, at most five seconds.
-    pub fn receive(&mut self) -> Result<Reply> {
+    pub fn receive(&mut self) -> Result<RedisReply> {
         let mut line = String::new();
         if self.wire.read_line(&mut line)? == 0 {
             bail!("the server closed the connection");
@@ -113,18 +113,18 @@ impl Connection {
             bail!("the server sent an empty line");
         };
         Ok(match kind {
-            "+" => Reply::Text(value.into()),
-            "-" => Reply::Error(value.to_string()),
-            ":" => Reply::Int(value.parse()?),
+            "+" => RedisReply::Text(value.into()),
+            "-" => RedisReply::Error(value.to_string()),
+            ":" => RedisReply::Int(value.parse()?),
             "$" => match usize::try_from(value.parse::<i64>()?) {
-                Ok(length) => Reply::Text(self.receive_bytes(length)?),
-                Err(_) => Reply::Nil,
+                Ok(length) => RedisReply::Text(self.receive_bytes(length)?),
+                Err(_) => RedisReply::Nil,
             },
             "*" => match usize::try_from(value.parse::<i64>()?) {
                 Ok(count) => {
-                    Reply::Array((0..count).map(|_| self.receive()).collect::<Result<_>>()?)
+                    RedisReply::Array((0..count).map(|_| self.receive()).collect::<Result<_>>()?)
                 }
-                Err(_) => Reply::Nil,
+                Err(_) => RedisReply::Nil,
             },
             _ => bail!("not a Redis reply: {line:?}"),
         })
@@ -138,8 +138,8 @@ impl Connection {
     }
 }
 
-impl std::fmt::Debug for Connection {
+impl std::fmt::Debug for RedisConnection {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Connection").finish_non_exhaustive()
+        formatter.debug_struct("RedisConnection").finish_non_exhaustive()
     }
 }

@@ -1,6 +1,6 @@
 //! A real Redis primary and replica, watched by three sentinels.
 //!
-//! Upstream: tests. Downstream: all five are `redis` servers in one home.
+//! Upstream: tests. Downstream: all five are `redis` servers in one server_dir.
 //! Promises: when started, each sentinel knows the replica and the two others, and can start a failover.
 
 use std::net::SocketAddr;
@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use crate::home::Home;
 use crate::ports::{Port, with_free_ports};
 use crate::redis::Redis;
-use crate::resp::Reply;
+use crate::resp::RedisReply;
+use crate::temp_server_dir::TempServerDir;
 use crate::wait::wait_until;
 
 const SERVICE: &str = "mymaster";
@@ -30,11 +30,11 @@ pub struct Sentinel {
 impl Sentinel {
     /// Starts the five servers and waits until they know each other.
     pub fn start() -> Result<Sentinel> {
-        let home = Arc::new(Home::private()?);
-        let primary = Redis::builder().start_in(&home)?;
+        let server_dir = Arc::new(TempServerDir::private()?);
+        let primary = Redis::builder().start_in(&server_dir)?;
         let follow = format!("127.0.0.1 {}", primary.port());
-        let replica = Redis::builder().setting("replicaof", &follow).start_in(&home)?;
-        let sentinels = with_free_ports(|| start_sentinels(&home, &primary, &replica))?;
+        let replica = Redis::builder().setting("replicaof", &follow).start_in(&server_dir)?;
+        let sentinels = with_free_ports(|| start_sentinels(&server_dir, &primary, &replica))?;
         let group = Sentinel { primary, replica, sentinels };
         wait_until("the sentinels to know each other", FORM_LIMIT, || group.is_complete())?;
         Ok(group)
@@ -47,12 +47,12 @@ impl Sentinel {
         format!("redis-sentinel://{}/{SERVICE}", addresses.join(","))
     }
 
-    /// The server that began as the primary.
+    /// The initial primary.
     pub fn primary(&self) -> &Redis {
         &self.primary
     }
 
-    /// The server that began as the replica.
+    /// The initial replica.
     pub fn replica(&self) -> &Redis {
         &self.replica
     }
@@ -75,11 +75,11 @@ impl Sentinel {
         let count = |sentinel: &Redis, what| {
             sentinel.command(&["SENTINEL", what, SERVICE]).map_or(0, |list| list.items().len())
         };
-        // Before that it refuses to promote the replica.
+        // A sentinel does not promote a replica whose link status it does not know.
         let knows_the_link = |sentinel: &Redis| {
             let list = sentinel.command(&["SENTINEL", "REPLICAS", SERVICE]);
             list.is_ok_and(|list| {
-                let replica = list.items().iter().flat_map(Reply::items).map(Reply::text);
+                let replica = list.items().iter().flat_map(RedisReply::items).map(RedisReply::text);
                 let words: Vec<String> = replica.collect();
                 words.windows(2).any(|pair| pair == ["master-link-status", "ok"])
             })
@@ -96,9 +96,12 @@ impl Sentinel {
     }
 }
 
-/// Each sentinel is told about the others, as if it had met them in an earlier life: to find out
-/// by itself takes it several seconds.
-fn start_sentinels(home: &Arc<Home>, primary: &Redis, replica: &Redis) -> Result<Vec<Redis>> {
+/// Starts the sentinels with the others already configured, because discovery takes several seconds.
+fn start_sentinels(
+    server_dir: &Arc<TempServerDir>,
+    primary: &Redis,
+    replica: &Redis,
+) -> Result<Vec<Redis>> {
     let ports = (0..SENTINELS).map(|_| Port::for_server()).collect::<Result<Vec<_>>>()?;
     let identities: Vec<(u16, String)> =
         ports.iter().map(|port| (port.number, format!("{:040x}", port.number))).collect();
@@ -118,7 +121,7 @@ fn start_sentinels(home: &Arc<Home>, primary: &Redis, replica: &Redis) -> Result
             let known = format!("known-sentinel {SERVICE} 127.0.0.1 {number} {other}");
             builder = builder.setting("sentinel", &known);
         }
-        sentinels.push(builder.launch(home, port)?);
+        sentinels.push(builder.launch(server_dir, port)?);
     }
     for sentinel in &sentinels {
         sentinel.wait_until_ready()?;

@@ -2,7 +2,7 @@
 //!
 //! Under `cargo nextest` every test is a process. The first one that needs a server starts it while holding a
 //! file lock and writes a `ready` file; the others read that. The guard of the home stops the
-//! server when the runner is gone (see `home`).
+//! server when the runner is gone (see `temp_server_dir`).
 
 use std::env;
 use std::fs::{self, File};
@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use crate::home::Home;
-use crate::process::look_at;
+use crate::process::read_proc_stat;
+use crate::temp_server_dir::TempServerDir;
 
 /// Tells a child of a test which run it belongs to: `KEY:PID`.
 pub(crate) const RUN_VARIABLE: &str = "HEADWATER_TESTKIT_RUN";
@@ -22,23 +22,23 @@ pub(crate) const RUN_VARIABLE: &str = "HEADWATER_TESTKIT_RUN";
 const RUNNER: &str = "cargo-nextest";
 
 /// The test run this process belongs to.
-pub(crate) struct Run {
+pub(crate) struct TestRun {
     key: String,
     /// When this process is gone, the run is over.
     watched: u32,
 }
 
-impl Run {
-    pub(crate) fn current() -> Run {
+impl TestRun {
+    pub(crate) fn current() -> TestRun {
         if let Ok(run) = env::var(RUN_VARIABLE)
             && let Some((key, watched)) = run.rsplit_once(':')
             && let Ok(watched) = watched.parse()
         {
-            return Run { key: key.to_string(), watched };
+            return TestRun { key: key.to_string(), watched };
         }
         match (env::var("NEXTEST_RUN_ID"), runner()) {
-            (Ok(key), Some(watched)) => Run { key, watched },
-            _ => Run { key: own_key(), watched: process::id() },
+            (Ok(key), Some(watched)) => TestRun { key, watched },
+            _ => TestRun { key: own_key(), watched: process::id() },
         }
     }
 
@@ -47,22 +47,22 @@ impl Run {
         format!("{}:{}", self.key, self.watched)
     }
 
-    fn home_path(&self, kind: &str) -> PathBuf {
+    fn server_dir_path(&self, kind: &str) -> PathBuf {
         env::temp_dir().join(format!("headwater-testkit-{}-{kind}", self.key))
     }
 }
 
-/// Opens the server of this `kind` that the run shares, after starting it if nobody has.
+/// Opens the shared server of this `kind`; starts it if needed.
 ///
-/// `start` runs the server in the home, leaves it running and returns the text of the `ready` file.
+/// `start` runs the server in the server_dir, leaves it running and returns the text of the `ready` file.
 /// `open` makes a handle from that text and fails if the server does not answer.
 pub(crate) fn server<T>(
     kind: &str,
-    start: impl FnOnce(&Arc<Home>) -> Result<String>,
+    start: impl FnOnce(&Arc<TempServerDir>) -> Result<String>,
     open: impl Fn(&str) -> Result<T>,
 ) -> Result<T> {
-    let run = Run::current();
-    let path = run.home_path(kind);
+    let run = TestRun::current();
+    let path = run.server_dir_path(kind);
     let ready = path.join("ready");
     let open_ready = || open(&fs::read_to_string(&ready).ok()?).ok();
     if let Some(server) = open_ready() {
@@ -75,8 +75,8 @@ pub(crate) fn server<T>(
     if let Some(server) = open_ready() {
         return Ok(server);
     }
-    let home = Arc::new(Home::shared(&path, run.watched)?);
-    let text = start(&home).with_context(|| format!("cannot start the shared {kind}"))?;
+    let server_dir = Arc::new(TempServerDir::shared(&path, run.watched)?);
+    let text = start(&server_dir).with_context(|| format!("cannot start the shared {kind}"))?;
     // By rename, because others read without the lock.
     let unfinished = path.join("ready.new");
     fs::write(&unfinished, &text)?;
@@ -84,11 +84,11 @@ pub(crate) fn server<T>(
     open(&text)
 }
 
-/// The runner above us, past a wrapper that may stand in between. An orphan has none.
+/// The test runner among the ancestors of this process.
 fn runner() -> Option<u32> {
-    let mut process = look_at(process::id())?;
+    let mut process = read_proc_stat(process::id())?;
     while process.parent != 0 {
-        let parent = look_at(process.parent)?;
+        let parent = read_proc_stat(process.parent)?;
         if parent.name == RUNNER {
             return Some(process.parent);
         }
@@ -97,7 +97,7 @@ fn runner() -> Option<u32> {
     None
 }
 
-/// A process id is used again some day, together with its start time it is not.
+/// Process id and start time: unique even if the id is reused.
 fn own_key() -> String {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let started = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(19));

@@ -1,4 +1,4 @@
-//! Polling with a deadline, which is what tests do instead of sleeping.
+//! Polling with a deadline.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -6,17 +6,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-/// How long a server may take to start, to stop or to answer before that is an error.
+/// Timeout for a server to start, stop or answer.
 pub(crate) const SERVER_LIMIT: Duration = Duration::from_secs(90);
 
 const POLL_EVERY: Duration = Duration::from_millis(5);
 
-/// Waits until `condition` holds; an error that names `what` if it does not within `limit`.
+/// Waits until `condition` holds; fails with `what` after `limit`.
 pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) -> Result<()> {
     poll(what, limit, || Ok(condition().then_some(())))
 }
 
-/// Asks `probe` until it gives a value. An error of `probe` ends the wait at once.
+/// Calls `probe` until it returns a value. An error of `probe` ends the wait.
 pub(crate) fn poll<T>(
     what: &str,
     limit: Duration,
@@ -28,13 +28,13 @@ pub(crate) fn poll<T>(
             return Ok(value);
         }
         if Instant::now() >= deadline {
-            bail!("waited {limit:?} in vain for: {what}");
+            bail!("timed out after {limit:?} waiting for {what}");
         }
         thread::sleep(POLL_EVERY);
     }
 }
 
-/// Locks also after a panic elsewhere: cleaning up must work then, too.
+/// Ignores poisoning, so that cleanup works after a panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,28 +1,28 @@
-//! A wall clock that a test sets, for real processes: libfaketime, preloaded into them.
+//! A wall clock that a test can set for real processes, by preloading libfaketime.
 //!
-//! Upstream: tests that set the clock back or forward while a server runs. Downstream: the file that libfaketime reads at
-//! every question for the time. Promises: the monotonic clock of the processes goes on unchanged, as it does when a person
-//! or NTP sets the clock of a machine.
+//! Upstream: tests that set the clock back or forward while a server runs. Downstream: the file that libfaketime
+//! reads on every call. Promises: the monotonic clock of the processes is unchanged, as when an operator or NTP sets
+//! the clock.
 
 use std::fs;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
-use crate::home::Home;
+use crate::temp_server_dir::TempServerDir;
 
 /// The variant for programs with several threads.
 const LIBRARY: &str = "faketime/libfaketimeMT.so.1";
 
-/// Where distributions keep their libraries; Debian has one folder more, for the architecture.
+/// Library directories of distributions; Debian has a subdirectory per architecture.
 const LIBRARY_FOLDERS: [&str; 4] = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib"];
 
-/// A wall clock for the processes that get its environment. It begins at the time of the machine.
+/// A wall clock for processes started with its environment. It starts at the time of the machine.
 #[derive(Debug)]
 pub struct WallClock {
     library: PathBuf,
     file: PathBuf,
-    _home: Home,
+    _server_dir: TempServerDir,
 }
 
 impl WallClock {
@@ -31,14 +31,14 @@ impl WallClock {
         let library = find_library().context(
             "libfaketime was not found; install the package `faketime`, or run `cargo xtask setup`",
         )?;
-        let home = Home::private()?;
-        let file = home.new_file("clock");
-        let clock = WallClock { library, file, _home: home };
+        let server_dir = TempServerDir::private()?;
+        let file = server_dir.new_file("clock");
+        let clock = WallClock { library, file, _server_dir: server_dir };
         clock.set(0)?;
         Ok(clock)
     }
 
-    /// Sets the clock to this many seconds after the time of the machine, or before it.
+    /// Sets the clock to this many seconds after (or, if negative, before) the time of the machine.
     pub fn set(&self, offset_seconds: i64) -> Result<()> {
         // Renamed into place: a process that reads it meanwhile sees the old text or the new one.
         let new = self.file.with_extension("new");
@@ -46,7 +46,7 @@ impl WallClock {
         Ok(fs::rename(new, &self.file)?)
     }
 
-    /// The environment that puts a process under this clock.
+    /// The environment variables that make a process use this clock.
     pub fn environment(&self) -> Vec<(String, String)> {
         let text = |path: &PathBuf| path.display().to_string();
         let variables = [
@@ -56,7 +56,7 @@ impl WallClock {
             // The second name is that of later versions.
             ("DONT_FAKE_MONOTONIC", "1".to_owned()),
             ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
-            // Nothing is left behind by a process that is killed.
+            // A killed process would leave its shared memory behind.
             ("FAKETIME_DISABLE_SHM", "1".to_owned()),
         ];
         variables.map(|(name, value)| (name.to_owned(), value)).to_vec()

@@ -1,4 +1,4 @@
-//! A Redis Cluster: whole, shared, and alive after the loss of a primary.
+//! A Redis Cluster: complete, shared, and available after the loss of a primary.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use headwater_testkit::{Cluster, is_alive, unique, wait_until};
 const FAILOVER_LIMIT: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_cluster_starts_whole() {
+fn a_started_cluster_is_complete() {
     let begin = Instant::now();
 
     let cluster = Cluster::start().unwrap();

@@ -1,4 +1,4 @@
-//! A Postgres server of one's own, and databases in the shared one.
+//! Private Postgres servers, and databases in the shared one.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -73,7 +73,7 @@ fn a_server_is_reached_through_a_proxy() {
     let database = postgres.database().unwrap();
     let proxy = Proxy::start(postgres.addr()).unwrap();
 
-    // Asks for TLS, which this server declines.
+    // Requests TLS, which this server declines.
     let mut client = TcpStream::connect(proxy.addr()).unwrap();
     client.write_all(&[0, 0, 0, 8, 4, 210, 22, 47]).unwrap();
     let mut answer = [0];
@@ -122,7 +122,7 @@ fn a_paused_server_dies_with_its_test_process() {
 }
 
 #[test]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 fn child_pauses_a_server() {
     let postgres = Postgres::start().unwrap();
     let database = postgres.database().unwrap();
@@ -150,7 +150,7 @@ fn the_shared_server_is_the_same_in_two_processes() {
 }
 
 #[test]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 fn child_uses_a_database() {
     let postgres = Postgres::shared().unwrap();
     let database = postgres.database().unwrap();

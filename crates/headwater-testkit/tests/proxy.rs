@@ -1,10 +1,10 @@
-//! The proxy breaks connections as told.
+//! Fault injection by the proxy.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
 
 use std::time::{Duration, Instant};
 
-use headwater_testkit::{Connection, Proxy, Redis, wait_until};
+use headwater_testkit::{Proxy, Redis, RedisConnection, wait_until};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -15,14 +15,14 @@ fn start() -> (Redis, Proxy) {
     (redis, proxy)
 }
 
-fn pong(connection: &mut Connection) -> bool {
+fn pong(connection: &mut RedisConnection) -> bool {
     connection.command(&["PING"]).is_ok_and(|reply| reply.text() == "PONG")
 }
 
 #[test]
 fn a_proxy_forwards() {
     let (redis, proxy) = start();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
     let large = "x".repeat(1_000_000);
 
     client.command(&["SET", "key", &large]).unwrap();
@@ -37,41 +37,41 @@ fn a_proxy_forwards() {
 #[test]
 fn a_cut_closes_connections_and_refuses_new_ones_until_healed() {
     let (_redis, proxy) = start();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
     assert!(pong(&mut client));
 
     proxy.cut().unwrap();
     assert_eq!(proxy.open_connections(), 0);
     assert!(!pong(&mut client));
-    assert!(Connection::open(proxy.addr()).is_err());
+    assert!(RedisConnection::open(proxy.addr()).is_err());
     proxy.heal().unwrap();
 
     assert!(!pong(&mut client));
-    assert!(pong(&mut Connection::open(proxy.addr()).unwrap()));
+    assert!(pong(&mut RedisConnection::open(proxy.addr()).unwrap()));
 }
 
 #[test]
-fn a_single_cut_spares_new_connections() {
+fn a_single_cut_does_not_affect_new_connections() {
     let (_redis, proxy) = start();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
     assert!(pong(&mut client));
 
     proxy.cut_once().unwrap();
 
     assert!(!pong(&mut client));
-    assert!(pong(&mut Connection::open(proxy.addr()).unwrap()));
+    assert!(pong(&mut RedisConnection::open(proxy.addr()).unwrap()));
 }
 
 #[test]
 fn a_stalled_proxy_forwards_nothing_until_healed() {
     let (redis, proxy) = start();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
     assert!(pong(&mut client));
     let before = commands_processed(&redis);
 
     proxy.stall().unwrap();
     client.send(&["INCR", "key"]).unwrap();
-    let mut late = Connection::open(proxy.addr()).unwrap();
+    let mut late = RedisConnection::open(proxy.addr()).unwrap();
     late.send(&["INCR", "key"]).unwrap();
     wait_until("the late connection to be accepted", LIMIT, || proxy.connections() == 2).unwrap();
     assert_eq!(redis.command(&["EXISTS", "key"]).unwrap().int(), Some(0));
@@ -83,7 +83,7 @@ fn a_stalled_proxy_forwards_nothing_until_healed() {
     assert_eq!(counts, [1, 2]);
 }
 
-/// The server counts a command after it has replied to it, so not the INFO that asks.
+/// The server counts a command after its reply, so the INFO itself is not included.
 fn commands_processed(redis: &Redis) -> u64 {
     let info = redis.command(&["INFO", "stats"]).unwrap().text();
     let line = info.lines().find_map(|line| line.strip_prefix("total_commands_processed:"));
@@ -93,7 +93,7 @@ fn commands_processed(redis: &Redis) -> u64 {
 #[test]
 fn a_stall_holds_replies_back_too() {
     let (redis, proxy) = start();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
     client.send(&["BLPOP", "list", "0"]).unwrap();
     wait_until("the client to block", LIMIT, || {
         redis.command(&["INFO", "clients"]).unwrap().text().contains("blocked_clients:1")
@@ -117,14 +117,14 @@ fn a_stall_holds_replies_back_too() {
 #[test]
 fn a_delay_holds_back_each_chunk_both_ways() {
     let (_redis, proxy) = start();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
     proxy.delay(Duration::from_millis(100)).unwrap();
 
     let begin = Instant::now();
     assert!(pong(&mut client));
 
     assert!(begin.elapsed() >= Duration::from_millis(200));
-    // Longer than a reply is waited for: it is in force no more.
+    // Longer than the reply timeout; no longer in effect.
     proxy.delay(Duration::from_secs(60)).unwrap();
     proxy.heal().unwrap();
     assert!(pong(&mut client));
@@ -133,7 +133,7 @@ fn a_delay_holds_back_each_chunk_both_ways() {
 #[test]
 fn a_command_cut_in_the_middle_has_no_effect() {
     let (redis, proxy) = start();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
     assert!(pong(&mut client));
 
     proxy.drop_after(20).unwrap();
@@ -143,13 +143,13 @@ fn a_command_cut_in_the_middle_has_no_effect() {
     assert_eq!(proxy.faults(), 1);
     wait_until("the server to see the cut", LIMIT, || proxy.open_connections() == 0).unwrap();
     assert_eq!(redis.command(&["EXISTS", "key"]).unwrap().int(), Some(0));
-    assert!(pong(&mut Connection::open(proxy.addr()).unwrap()));
+    assert!(pong(&mut RedisConnection::open(proxy.addr()).unwrap()));
 }
 
 #[test]
 fn a_command_whose_reply_is_dropped_has_its_effect() {
     let (redis, proxy) = start();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
     let large = "x".repeat(1_000_000);
     assert!(pong(&mut client));
 
@@ -158,13 +158,13 @@ fn a_command_whose_reply_is_dropped_has_its_effect() {
 
     assert!(outcome.is_err());
     assert_eq!(redis.command(&["STRLEN", "key"]).unwrap().int(), Some(1_000_000));
-    assert!(pong(&mut Connection::open(proxy.addr()).unwrap()));
+    assert!(pong(&mut RedisConnection::open(proxy.addr()).unwrap()));
 }
 
 #[test]
-fn healing_disarms_what_has_not_happened_yet() {
+fn healing_removes_pending_faults() {
     let (_redis, proxy) = start();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
 
     proxy.drop_reply().unwrap();
     proxy.drop_after(3).unwrap();
@@ -175,16 +175,16 @@ fn healing_disarms_what_has_not_happened_yet() {
 }
 
 #[test]
-fn a_flaky_proxy_lets_patient_clients_through() {
+fn clients_that_retry_get_through_a_flaky_proxy() {
     let redis = Redis::start().unwrap();
     let proxy = Proxy::flaky(redis.addr(), 1).unwrap();
-    let mut client = Connection::open(proxy.addr()).unwrap();
+    let mut client = RedisConnection::open(proxy.addr()).unwrap();
 
     let mut failures = 0;
     for n in 0..400 {
         while client.command(&["SADD", "numbers", &n.to_string()]).is_err() {
             failures += 1;
-            client = Connection::open(proxy.addr()).unwrap();
+            client = RedisConnection::open(proxy.addr()).unwrap();
         }
     }
 

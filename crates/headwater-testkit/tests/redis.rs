@@ -1,10 +1,12 @@
-//! A Redis server of one's own.
+//! Private Redis servers.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use headwater_testkit::{Child, Connection, Persistence, Redis, Reply, is_alive, wait_until};
+use headwater_testkit::{
+    Child, Persistence, Redis, RedisConnection, RedisReply, is_alive, wait_until,
+};
 
 #[test]
 fn a_server_starts_and_answers() {
@@ -15,8 +17,8 @@ fn a_server_starts_and_answers() {
     eprintln!("measured: redis {:?}", begin.elapsed());
     assert_eq!(redis.url(), format!("redis://127.0.0.1:{}/", redis.port()));
     assert_eq!(redis.command(&["SET", "key", "value"]).unwrap().text(), "OK");
-    assert_eq!(redis.command(&["GET", "key"]).unwrap(), Reply::Text(b"value".to_vec()));
-    assert_eq!(redis.command(&["GET", "absent"]).unwrap(), Reply::Nil);
+    assert_eq!(redis.command(&["GET", "key"]).unwrap(), RedisReply::Text(b"value".to_vec()));
+    assert_eq!(redis.command(&["GET", "absent"]).unwrap(), RedisReply::Nil);
     assert_eq!(redis.command(&["INCR", "count"]).unwrap().int(), Some(1));
     assert_eq!(redis.command(&["MGET", "key", "absent"]).unwrap().items().len(), 2);
     assert!(redis.command(&["INCR", "key"]).unwrap().ok().is_err());
@@ -42,13 +44,13 @@ fn a_server_with_an_append_only_file_keeps_its_data_over_kill_9() {
 }
 
 #[test]
-fn a_server_without_persistence_forgets() {
+fn a_server_without_persistence_loses_its_data_on_kill() {
     let redis = Redis::start().unwrap();
     redis.command(&["SET", "key", "value"]).unwrap();
 
     redis.restart().unwrap();
 
-    assert_eq!(redis.command(&["GET", "key"]).unwrap(), Reply::Nil);
+    assert_eq!(redis.command(&["GET", "key"]).unwrap(), RedisReply::Nil);
 }
 
 #[test]
@@ -106,7 +108,7 @@ fn a_paused_server_can_be_restarted_and_dropped() {
 }
 
 #[test]
-fn a_server_with_tls_does_not_speak_plainly() {
+fn a_server_with_tls_rejects_plaintext() {
     let redis = Redis::builder().tls().start().unwrap();
 
     let mut plain = TcpStream::connect(redis.addr()).unwrap();
@@ -123,7 +125,7 @@ fn a_server_with_tls_does_not_speak_plainly() {
 }
 
 #[test]
-fn a_server_with_tls_shakes_hands() {
+fn a_server_with_tls_completes_a_handshake() {
     let redis = Redis::builder().tls().start().unwrap();
     let mut stream = TcpStream::connect(redis.addr()).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
@@ -156,7 +158,7 @@ fn a_server_with_tls_shakes_hands() {
 fn an_acl_user_is_bound_by_its_rules() {
     let redis = Redis::builder().user("alice", "secret", "~a:* +get +set").start().unwrap();
     assert_eq!(redis.url(), format!("redis://alice:secret@{}/", redis.addr()));
-    let mut alice = Connection::open(redis.addr()).unwrap();
+    let mut alice = RedisConnection::open(redis.addr()).unwrap();
 
     assert!(alice.command(&["AUTH", "alice", "wrong"]).unwrap().ok().is_err());
     assert_eq!(alice.command(&["AUTH", "alice", "secret"]).unwrap().text(), "OK");
@@ -167,9 +169,9 @@ fn an_acl_user_is_bound_by_its_rules() {
 }
 
 #[test]
-fn a_password_keeps_others_out() {
+fn a_server_with_a_password_rejects_other_clients() {
     let redis = Redis::builder().password("secret").start().unwrap();
-    let mut other = Connection::open(redis.addr()).unwrap();
+    let mut other = RedisConnection::open(redis.addr()).unwrap();
 
     assert!(other.command(&["PING"]).unwrap().text().starts_with("NOAUTH"));
     assert_eq!(redis.command(&["PING"]).unwrap().text(), "PONG");
@@ -200,7 +202,7 @@ fn notify_flags_and_settings_reach_the_server() {
 }
 
 #[test]
-fn a_server_that_cannot_start_says_why() {
+fn a_server_that_cannot_start_fails_with_its_log() {
     let error = Redis::builder().setting("no-such-setting", "1").start().unwrap_err();
 
     let message = format!("{error:#}");
@@ -208,18 +210,18 @@ fn a_server_that_cannot_start_says_why() {
 }
 
 #[test]
-fn a_program_that_is_not_installed_is_an_error_with_advice() {
+fn a_missing_program_is_an_error_with_the_next_step() {
     let environment = [("PATH", "/nonexistent")];
     let child = Child::spawn_self("child_starts_a_server", &environment).unwrap();
 
     let message = child.line_after("ERROR ", Duration::from_secs(20)).unwrap();
 
-    assert!(message.contains("`redis-server` was not found"), "{message}");
-    assert!(message.contains("run `cargo xtask test`, it installs it"), "{message}");
+    assert!(message.contains("`redis-server` not found"), "{message}");
+    assert!(message.contains("run `cargo xtask setup` to install it"), "{message}");
 }
 
 #[test]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 fn child_starts_a_server() {
     println!("ERROR {:#}", Redis::start().unwrap_err());
 }

@@ -1,4 +1,4 @@
-//! Sentinels: they know each other, and promote the replica.
+//! Sentinels know each other and promote the replica.
 
 use std::time::{Duration, Instant};
 

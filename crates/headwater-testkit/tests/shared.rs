@@ -24,7 +24,7 @@ fn the_shared_server_is_the_same_in_two_processes() {
 }
 
 #[test]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 fn child_uses_the_shared_server() {
     println!("SERVER {}", Redis::shared().unwrap().pid().unwrap());
 }
@@ -43,24 +43,24 @@ fn the_shared_server_cannot_be_killed_or_paused_by_a_test() {
 
 #[test]
 fn the_shared_server_ends_with_the_run() {
-    // Given a run of its own, whose runner is the child.
+    // Given a separate run whose runner is the child.
     let runner = Child::spawn_self("child_is_a_run_of_its_own", &[]).unwrap();
     let line = runner.line_after("SERVER ", LIMIT).unwrap();
-    let (pid, home) = line.split_once(' ').unwrap();
+    let (pid, directory) = line.split_once(' ').unwrap();
     let pid = pid.parse().unwrap();
     assert_ne!(pid, Redis::shared().unwrap().pid().unwrap());
-    assert!(is_alive(pid) && std::fs::exists(home).unwrap());
+    assert!(is_alive(pid) && std::fs::exists(directory).unwrap());
 
     // When the runner is killed, then the server and its directory are gone.
     runner.kill9().unwrap();
     wait_until("the shared server to end", LIMIT, || {
-        !is_alive(pid) && !std::fs::exists(home).unwrap()
+        !is_alive(pid) && !std::fs::exists(directory).unwrap()
     })
     .unwrap();
 }
 
 #[test]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 fn child_is_a_run_of_its_own() {
     let run = format!("{}:{}", unique("run"), std::process::id());
     let nested = [("HEADWATER_TESTKIT_RUN", run.as_str())];
@@ -68,7 +68,7 @@ fn child_is_a_run_of_its_own() {
     let line = starter.line_after("SERVER ", LIMIT).unwrap();
     assert!(starter.wait(LIMIT).unwrap().success());
 
-    // The starter has ended, the server goes on.
+    // The process that started it has exited; the server is still running.
     let (pid, _) = line.split_once(' ').unwrap();
     assert!(is_alive(pid.parse().unwrap()));
     println!("SERVER {line}");
@@ -76,7 +76,7 @@ fn child_is_a_run_of_its_own() {
 }
 
 #[test]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 fn child_uses_the_shared_server_of_its_run() {
     let redis = Redis::shared().unwrap();
     let directory = redis.command(&["CONFIG", "GET", "dir"]).unwrap().items()[1].text();

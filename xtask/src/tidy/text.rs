@@ -1,15 +1,15 @@
 //! Checks on the text of one file.
 
-/// A file past this does more than one thing.
+/// Maximum number of lines of a file.
 const LINES_MAX: usize = 700;
 
-/// Folders at the root of a disk that belong to one person's machine.
+/// Root directories that are specific to one machine.
 const PERSONAL_FOLDERS: [&str; 4] = ["home", "root", "Users", "work"];
 
-/// Spelt in two parts, or this file would be its own first finding.
+/// In two parts, so that this file is not a finding itself.
 const UNFINISHED: [&str; 2] = [concat!("todo", "!("), concat!("unimplemented", "!(")];
 
-/// Everything to mend in the file at `path`, as lines that begin with the place.
+/// The findings in the file at `path`, each starting with its location.
 pub(crate) fn check(path: &str, text: &str) -> Vec<String> {
     let mut findings = Vec::new();
     for (line, number) in text.lines().zip(1..) {
@@ -31,7 +31,7 @@ fn check_rust(path: &str, text: &str) -> Vec<String> {
         }
     }
     if path.contains("/src/") && !begins_with_documentation(text) {
-        findings.push(format!("{path}:1: the file does not say what it is (begin with `//!`)"));
+        findings.push(format!("{path}:1: missing module documentation (start with `//!`)"));
     }
     let lines = text.lines().count();
     if lines > LINES_MAX {
@@ -44,7 +44,7 @@ fn begins_with_documentation(text: &str) -> bool {
     text.starts_with("//!") || text.starts_with("#![doc = include_str!")
 }
 
-/// The first personal folder that `line` names by an absolute path.
+/// The first machine-specific directory in an absolute path of `line`.
 fn personal_path(line: &str) -> Option<String> {
     PERSONAL_FOLDERS
         .iter()
@@ -52,7 +52,7 @@ fn personal_path(line: &str) -> Option<String> {
         .find(|folder| line.match_indices(folder).any(|(at, _)| is_absolute(&line[..at])))
 }
 
-/// Whether a path begins after `before`. In `~/a`, `src/a` and `{folder}/a` it only goes on there.
+/// Whether an absolute path starts after `before`. In `~/a`, `src/a` and `{folder}/a` the slash continues a path.
 fn is_absolute(before: &str) -> bool {
     !before.ends_with(|end: char| end.is_alphanumeric() || "_-.~})>]*".contains(end))
 }

@@ -1,8 +1,8 @@
-//! Dead letters as an operator sees them: browse, show, replay, purge.
+//! Dead-letter administration: browse, show, replay, purge.
 //!
 //! Upstream: command line and HTTP interface. Downstream: the dead letters of a topic, one stream for all partitions.
-//! Promises: copies of one dead letter are shown once and replayed once; whatever lies in the stream can be seen, dead
-//! letter or not; memory is bounded by a page. Not here: writing dead letters (see `consumer`).
+//! Promises: copies of one dead letter are shown once and replayed once; every entry of the stream is shown, also
+//! malformed ones; memory is bounded by a page. Not here: writing dead letters (see `consumer`).
 
 mod purge;
 mod replay;
@@ -14,19 +14,19 @@ use std::sync::Arc;
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{Direction, EntryId, Range, StreamName};
 
-use self::scan::Scan;
+use self::scan::DeadLetterScan;
 use crate::dead_letter::DeadLetter;
 use crate::error::{QueueError, Result};
-use crate::inspect::partitions_of;
+use crate::inspect::select_partitions;
 use crate::keys;
 use crate::limits::{COPIES_WITHIN, LETTERS_MAX, PAGE_BYTES_MAX, SCANNED_MAX};
-use crate::merge::Span;
-use crate::page::{PAGE_DEFAULT, Page, Question, check_limit};
+use crate::merge_pages::IdRange;
+use crate::pagination::{CursorScope, PAGE_DEFAULT, Page, check_limit};
 use crate::queue::Queue;
 use crate::topic::{Partition, Topic};
 
 pub use purge::{PurgeConfig, PurgeReport};
-pub use replay::{Refusal, ReplayConfig, ReplayReport};
+pub use replay::{ReplayConfig, ReplayRefusal, ReplayReport};
 
 /// The dead letters of one topic.
 #[derive(Clone, Debug)]
@@ -36,31 +36,31 @@ pub struct DeadLetters {
     stream: StreamName,
 }
 
-/// Which dead letters. By default, all.
+/// Selects dead letters. Default: all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeadLetterFilter {
-    /// Only those whose reason holds this text.
+    /// Only those whose reason contains this text.
     pub reason: Option<String>,
     /// Only those with this key.
     pub key: Option<String>,
     /// Only those of this partition.
     pub partition: Option<Partition>,
-    /// Only those given up at this time or later.
+    /// Only those that failed at this time or later.
     pub from: Option<Timestamp>,
-    /// Only those given up at this time or earlier.
+    /// Only those that failed at this time or earlier.
     pub to: Option<Timestamp>,
 }
 
-/// Which page of dead letters.
+/// A query for a page of dead letters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeadLetterQuery {
     /// Which dead letters. Default: all.
     pub filter: DeadLetterFilter,
-    /// Which end comes first. Default: the oldest.
+    /// The order. Default: oldest first.
     pub direction: Direction,
-    /// At most this many on a page. Default: 100, limit: 1000. A page of large or rare ones has fewer.
+    /// Page size. Default: 100, limit: 1000. A page has fewer if the letters are large or few match.
     pub limit: usize,
-    /// `next` of the page before.
+    /// `next` of the previous page.
     pub cursor: Option<String>,
 }
 
@@ -75,12 +75,12 @@ impl Default for DeadLetterQuery {
     }
 }
 
-/// Dead letters to do something with.
+/// The dead letters to replay or purge.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Letters {
-    /// These, and their copies. At most 100.
+pub enum DeadLetterSelection {
+    /// These and their copies; at most 100.
     Ids(Vec<EntryId>),
-    /// All that match and are there when it begins.
+    /// All that match and exist when the operation starts.
     Matching(DeadLetterFilter),
 }
 
@@ -93,23 +93,23 @@ impl Queue {
 }
 
 impl DeadLetters {
-    /// A page of them.
+    /// Lists a page of dead letters.
     pub async fn browse(&self, query: &DeadLetterQuery) -> Result<Page<DeadLetter>> {
         check_limit(query.limit)?;
-        let span = self.span(&query.filter)?;
-        let question = Question::new(
+        let range = self.range(&query.filter)?;
+        let scope = CursorScope::new(
             "dead letters",
             &[self.topic.name.as_str(), &format!("{:?} {:?}", query.filter, query.direction)],
         );
-        let after = question.place(query.cursor.as_deref())?.map(|(id, _)| id);
-        let mut scan = Scan::new(self, &query.filter, span, query.direction);
+        let after = scope.position(query.cursor.as_deref())?.map(|(id, _)| id);
+        let mut scan = DeadLetterScan::new(self, &query.filter, range, query.direction);
         if let Some(after) = after {
-            scan.go_on_after(after).await?;
+            scan.resume_after(after).await?;
         }
         let (mut items, mut bytes) = (Vec::new(), 0);
         while items.len() < query.limit
             && bytes < PAGE_BYTES_MAX
-            && scan.looked_at() < SCANNED_MAX
+            && scan.scanned() < SCANNED_MAX
             && let Some(found) = scan.next().await?
         {
             if let Some(letter) = found.matching.filter(|_| !found.is_copy) {
@@ -117,11 +117,11 @@ impl DeadLetters {
                 items.push(letter);
             }
         }
-        let place = scan.last_id().filter(|_| !scan.has_ended());
-        Ok(Page { items, next: place.map(|id| question.cursor((id, 0))) })
+        let position = scan.last_id().filter(|_| !scan.has_ended());
+        Ok(Page { items, next: position.map(|id| scope.cursor((id, 0))) })
     }
 
-    /// One of them.
+    /// Returns one dead letter, or [`QueueError::NoDeadLetter`].
     pub async fn show(&self, id: EntryId) -> Result<DeadLetter> {
         let range = Range { from: id, to: id, ..Range::first(1) };
         let found = self.queue.inner.backend.range(&self.stream, range).await?;
@@ -132,24 +132,24 @@ impl DeadLetters {
         Ok(DeadLetter::read(entry))
     }
 
-    /// The ids a filter allows; an error if the filter makes no sense.
-    fn span(&self, filter: &DeadLetterFilter) -> Result<Span> {
-        partitions_of(&self.topic, filter.partition)?;
-        let span = Span {
+    /// The id range of a filter; an error if the filter is invalid.
+    fn range(&self, filter: &DeadLetterFilter) -> Result<IdRange> {
+        select_partitions(&self.topic, filter.partition)?;
+        let range = IdRange {
             from: filter.from.map_or(EntryId::MIN, |at| EntryId::new(at.as_millis(), 0)),
             to: filter.to.map_or(EntryId::MAX, |at| EntryId::new(at.as_millis(), u64::MAX)),
         };
-        if span.from > span.to {
-            let problem = "it ends before it begins; swap `from` and `to`";
-            return Err(QueueError::invalid("a range of time", problem));
+        if range.from > range.to {
+            let problem = "it ends before it starts; swap `from` and `to`";
+            return Err(QueueError::invalid("a time range", problem));
         }
-        Ok(span)
+        Ok(range)
     }
 
-    /// The named ones with their copies, oldest first; an error if one of them is not there.
+    /// The dead letters with these ids and their copies, oldest first; an error if one does not exist.
     async fn named(&self, ids: &[EntryId]) -> Result<Vec<DeadLetter>> {
         if !(1..=LETTERS_MAX).contains(&ids.len()) {
-            let problem = format!("{}; name 1 to {LETTERS_MAX}", ids.len());
+            let problem = format!("{}; pass 1 to {LETTERS_MAX} ids", ids.len());
             return Err(QueueError::invalid("the number of dead letters", problem));
         }
         let mut ids = ids.to_vec();
@@ -173,9 +173,9 @@ impl DeadLetters {
     ) -> Result<()> {
         let (identity, all) = (letter.identity(), DeadLetterFilter::default());
         for direction in [Direction::Backward, Direction::Forward] {
-            let Some(span) = Span::ALL.behind(letter.id, direction) else { continue };
-            let mut scan = Scan::new(self, &all, span, direction);
-            while scan.looked_at() < COPIES_WITHIN
+            let Some(range) = IdRange::ALL.after(letter.id, direction) else { continue };
+            let mut scan = DeadLetterScan::new(self, &all, range, direction);
+            while scan.scanned() < COPIES_WITHIN
                 && let Some(found) = scan.next().await?
             {
                 let copy = found.matching.filter(|found| found.identity() == identity);
@@ -185,11 +185,11 @@ impl DeadLetters {
         Ok(())
     }
 
-    /// The ids of what matches and is there now.
-    async fn span_until_now(&self, filter: &DeadLetterFilter) -> Result<Span> {
-        let span = self.span(filter)?;
+    /// The id range of a filter, limited to the entries that exist now.
+    async fn range_until_now(&self, filter: &DeadLetterFilter) -> Result<IdRange> {
+        let range = self.range(filter)?;
         let stats = self.queue.inner.backend.stats(&self.stream).await?;
         let newest = stats.and_then(|stats| stats.last_id).unwrap_or(EntryId::MIN);
-        Ok(Span { to: span.to.min(newest), ..span })
+        Ok(IdRange { to: range.to.min(newest), ..range })
     }
 }

@@ -1,58 +1,62 @@
-//! Purge: dead letters go, for good.
+//! Purging: deletes dead letters permanently.
 
 use headwater_stream::{Direction, EntryId};
 use tracing::info;
 
-use super::scan::{AT_ONCE, Scan};
-use super::{DeadLetters, Letters};
+use super::scan::{BATCH, DeadLetterScan};
+use super::{DeadLetterSelection, DeadLetters};
 use crate::error::Result;
 
-/// How to purge.
+/// Options of a purge.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PurgeConfig {
-    /// Only says what would happen.
+    /// Report what would happen without changing anything.
     pub dry_run: bool,
 }
 
-/// What a purge did, or would do.
+/// The result of a purge or its dry run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PurgeReport {
-    /// Dead letters that went, copies included.
+    /// Dead letters deleted, including copies.
     pub purged: u64,
     /// Whether it was done; `false` after a dry run.
     pub is_done: bool,
 }
 
 impl DeadLetters {
-    /// Removes dead letters. Named ones go all or not at all: if one is not there, that is the error.
-    pub async fn purge(&self, letters: Letters, config: &PurgeConfig) -> Result<PurgeReport> {
-        self.purge_telling(letters, config, &|_| ()).await
+    /// Deletes dead letters. With ids, fails without effect if one of them does not exist.
+    pub async fn purge(
+        &self,
+        letters: DeadLetterSelection,
+        config: &PurgeConfig,
+    ) -> Result<PurgeReport> {
+        self.purge_with_progress(letters, config, &|_| ()).await
     }
 
-    /// The same, and tells how far it is whenever some more are gone.
-    pub async fn purge_telling(
+    /// Like [`Self::purge`]; calls `on_progress` after each batch.
+    pub async fn purge_with_progress(
         &self,
-        letters: Letters,
+        letters: DeadLetterSelection,
         config: &PurgeConfig,
-        tell: &(dyn Fn(&PurgeReport) + Send + Sync),
+        on_progress: &(dyn Fn(&PurgeReport) + Send + Sync),
     ) -> Result<PurgeReport> {
         let mut report = PurgeReport { purged: 0, is_done: !config.dry_run };
         match letters {
-            Letters::Ids(ids) => {
+            DeadLetterSelection::Ids(ids) => {
                 let ids: Vec<EntryId> =
                     self.named(&ids).await?.into_iter().map(|letter| letter.id).collect();
                 report.purged = self.remove(&ids, config).await?;
             }
-            Letters::Matching(filter) => {
-                let span = self.span_until_now(&filter).await?;
-                let mut scan = Scan::new(self, &filter, span, Direction::Forward);
+            DeadLetterSelection::Matching(filter) => {
+                let range = self.range_until_now(&filter).await?;
+                let mut scan = DeadLetterScan::new(self, &filter, range, Direction::Forward);
                 let mut batch = Vec::new();
                 while let Some(found) = scan.next().await? {
                     batch.extend(found.matching.map(|letter| letter.id));
-                    if batch.len() >= AT_ONCE {
+                    if batch.len() >= BATCH {
                         report.purged += self.remove(&batch, config).await?;
                         batch.clear();
-                        tell(&report);
+                        on_progress(&report);
                     }
                 }
                 report.purged += self.remove(&batch, config).await?;

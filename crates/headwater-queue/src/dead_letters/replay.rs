@@ -1,8 +1,8 @@
-//! Replay: dead letters become messages again, in the partition they came from.
+//! Replay: sends dead letters again as messages, to their original partition.
 //!
-//! Promises: partition, key, headers and payload stay as they were; the message is appended before the dead letter goes,
-//! and once however often the replay is repeated (within a week), so a crash in between does no harm; a message
-//! that was replayed often already is refused, because it would only fail again.
+//! Promises: partition, key, headers and payload are unchanged. The message is appended before the dead letter is
+//! deleted, and the append is idempotent for a week, so a replay can be repeated after a crash. A message that was
+//! replayed too often is refused.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::num::NonZeroU32;
@@ -13,29 +13,29 @@ use headwater_stream::{Direction, EntryId, Fields, Once};
 use tokio::time::Instant;
 use tracing::info;
 
-use super::scan::{AT_ONCE, Scan};
-use super::{DeadLetters, Letters};
+use super::scan::{BATCH, DeadLetterScan};
+use super::{DeadLetterSelection, DeadLetters};
 use crate::dead_letter::DeadLetter;
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::topic::Partition;
 
-/// How long a replay is remembered, so that repeating it does nothing.
+/// How long a replay is remembered for deduplication.
 pub(crate) const REMEMBERED: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
-/// Refusals that a report names one by one.
+/// Refusals listed in a report.
 const REFUSALS_MAX: usize = 100;
 
-/// How to replay.
+/// Options of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplayConfig {
-    /// Only says what would happen.
+    /// Report what would happen without changing anything.
     pub dry_run: bool,
-    /// Messages per second, at most. Default: as fast as it goes.
+    /// Maximum messages per second. Default: unlimited.
     pub per_second: Option<NonZeroU32>,
-    /// A message that was replayed this often is refused. Default: 3.
+    /// Messages replayed this many times are refused. Default: 3.
     pub max_replays: u32,
-    /// Messages in this call, at most; further dead letters stay. Default: all.
+    /// Maximum messages replayed by this call. Default: all.
     pub limit: Option<u64>,
 }
 
@@ -45,70 +45,74 @@ impl Default for ReplayConfig {
     }
 }
 
-/// What a replay did, or would do.
+/// The result of a replay or its dry run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReplayReport {
-    /// Messages that were sent again.
+    /// Messages sent again.
     pub replayed: u64,
-    /// Dead letters whose message was sent again before, by an earlier replay or as a copy: only the letter goes.
+    /// Dead letters whose message was already sent by an earlier replay or through a copy; only the letter is deleted.
     pub already_replayed: u64,
-    /// Dead letters that stay because they cannot or must not be replayed.
+    /// Dead letters that were kept because they cannot or must not be replayed.
     pub refused: u64,
-    /// The first of them, and why.
-    pub refusals: Vec<Refusal>,
+    /// The first refused ones, with the reason.
+    pub refusals: Vec<ReplayRefusal>,
     /// Whether it was done; `false` after a dry run.
     pub is_done: bool,
 }
 
 /// A dead letter that is not replayed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
+pub struct ReplayRefusal {
     /// The dead letter.
     pub id: EntryId,
-    /// Why it stays.
+    /// Why it was refused.
     pub problem: String,
 }
 
 impl DeadLetters {
-    /// Sends messages again and removes their dead letters, oldest first.
+    /// Sends messages again and deletes their dead letters, oldest first.
     ///
-    /// Named ones are replayed all or not at all: if one is not there or refused, that is the error. Of matching ones,
-    /// those that are refused stay and are counted. After an error of the backend: repeat it.
-    pub async fn replay(&self, letters: Letters, config: &ReplayConfig) -> Result<ReplayReport> {
-        self.replay_telling(letters, config, &|_| ()).await
+    /// With ids, fails without effect if one of them does not exist or is refused. With a filter, refused ones are kept
+    /// and counted. After a backend error, repeat the call.
+    pub async fn replay(
+        &self,
+        letters: DeadLetterSelection,
+        config: &ReplayConfig,
+    ) -> Result<ReplayReport> {
+        self.replay_with_progress(letters, config, &|_| ()).await
     }
 
-    /// The same, and tells how far it is whenever some more are done.
-    pub async fn replay_telling(
+    /// Like [`Self::replay`]; calls `on_progress` after each batch.
+    pub async fn replay_with_progress(
         &self,
-        letters: Letters,
+        letters: DeadLetterSelection,
         config: &ReplayConfig,
-        tell: &(dyn Fn(&ReplayReport) + Send + Sync),
+        on_progress: &(dyn Fn(&ReplayReport) + Send + Sync),
     ) -> Result<ReplayReport> {
         if config.limit == Some(0) {
-            return Err(QueueError::invalid("limit", "it is 0; ask for at least 1"));
+            return Err(QueueError::invalid("limit", "0; at least 1"));
         }
         let mut replay = Replay {
             letters: self,
             config,
             report: ReplayReport { is_done: !config.dry_run, ..Default::default() },
-            pace: Pace { started: Instant::now(), per_second: config.per_second },
+            rate: ReplayRate { started: Instant::now(), per_second: config.per_second },
         };
         match letters {
-            Letters::Ids(ids) => replay.named(&ids).await?,
-            Letters::Matching(filter) => {
-                // What fails again meanwhile is left for the next time.
-                let span = self.span_until_now(&filter).await?;
-                let mut scan = Scan::new(self, &filter, span, Direction::Forward);
-                while !scan.has_ended() && replay.room() > 0 {
+            DeadLetterSelection::Ids(ids) => replay.named(&ids).await?,
+            DeadLetterSelection::Matching(filter) => {
+                // Messages that fail again meanwhile are not included.
+                let range = self.range_until_now(&filter).await?;
+                let mut scan = DeadLetterScan::new(self, &filter, range, Direction::Forward);
+                while !scan.has_ended() && replay.batch_size() > 0 {
                     let mut batch = Vec::new();
-                    while batch.len() < replay.room()
+                    while batch.len() < replay.batch_size()
                         && let Some(found) = scan.next().await?
                     {
                         batch.extend(found.matching.map(|letter| (letter, found.is_copy)));
                     }
                     replay.run(batch).await?;
-                    tell(&replay.report);
+                    on_progress(&replay.report);
                 }
             }
         }
@@ -123,7 +127,7 @@ impl DeadLetters {
         Ok(report)
     }
 
-    /// The partition and the fields it is replayed with, or why it is not.
+    /// The partition and fields to replay it with, or the reason for refusing it.
     fn prepare(
         &self,
         letter: &DeadLetter,
@@ -131,47 +135,47 @@ impl DeadLetters {
     ) -> std::result::Result<(Partition, Fields), String> {
         let topic = &self.topic;
         let Some(partition) = letter.partition else {
-            return Err("it names no partition, so it is no dead letter of ours".to_owned());
+            return Err("it has no partition, so this program did not write it".to_owned());
         };
         if partition >= topic.partitions {
             let last = topic.partitions - 1;
-            return Err(format!("it is of partition {partition}; there are 0 to {last}"));
+            return Err(format!("its partition is {partition}; the topic has 0 to {last}"));
         }
         if let Some(of) = letter.original_topic.as_ref().filter(|of| *of != topic.name.as_str()) {
-            return Err(format!("it is of topic `{of}`"));
+            return Err(format!("it belongs to topic `{of}`"));
         }
         if letter.replays >= max_replays {
-            return Err(format!("it was replayed {} times already", letter.replays));
+            return Err(format!("it has already been replayed {} times", letter.replays));
         }
         let fields = letter.to_replay();
         if fields.len() > FIELDS_MAX || fields.bytes() > ENTRY_BYTES_MAX {
-            return Err("it is too large to be sent again".to_owned());
+            return Err("it exceeds the size limit of an entry".to_owned());
         }
         Ok((partition, fields))
     }
 }
 
-/// A replay under way.
+/// A replay in progress.
 struct Replay<'a> {
     letters: &'a DeadLetters,
     config: &'a ReplayConfig,
     report: ReplayReport,
-    pace: Pace,
+    rate: ReplayRate,
 }
 
 /// A dead letter that can be replayed.
-struct Prepared {
+struct PreparedReplay {
     id: EntryId,
     once: Once,
     is_copy: bool,
 }
 
 impl Replay<'_> {
-    /// How many may be replayed next.
-    fn room(&self) -> usize {
+    /// How many letters may be replayed next.
+    fn batch_size(&self) -> usize {
         let left =
             self.config.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.report.replayed));
-        usize::try_from(left).unwrap_or(usize::MAX).min(self.pace.at_once())
+        usize::try_from(left).unwrap_or(usize::MAX).min(self.rate.batch_size())
     }
 
     async fn named(&mut self, ids: &[EntryId]) -> Result<()> {
@@ -190,21 +194,21 @@ impl Replay<'_> {
                 (letter, !is_new)
             })
             .collect();
-        while !named.is_empty() && self.room() > 0 {
-            let count = self.room().min(named.len());
+        while !named.is_empty() && self.batch_size() > 0 {
+            let count = self.batch_size().min(named.len());
             self.run(named.drain(..count).collect()).await?;
         }
         Ok(())
     }
 
     async fn run(&mut self, letters: Vec<(DeadLetter, bool)>) -> Result<()> {
-        let mut by_partition: BTreeMap<Partition, Vec<Prepared>> = BTreeMap::new();
+        let mut by_partition: BTreeMap<Partition, Vec<PreparedReplay>> = BTreeMap::new();
         for (letter, is_copy) in letters {
             match self.letters.prepare(&letter, self.config.max_replays) {
                 Ok((partition, fields)) => {
-                    // Other ids of this stream are the producers'.
+                    // The prefix separates it from deduplication ids of producers.
                     let once = Once { id: format!("~replay:{}", letter.identity()), fields };
-                    by_partition.entry(partition).or_default().push(Prepared {
+                    by_partition.entry(partition).or_default().push(PreparedReplay {
                         id: letter.id,
                         once,
                         is_copy,
@@ -213,14 +217,14 @@ impl Replay<'_> {
                 Err(problem) => {
                     self.report.refused += 1;
                     if self.report.refusals.len() < REFUSALS_MAX {
-                        self.report.refusals.push(Refusal { id: letter.id, problem });
+                        self.report.refusals.push(ReplayRefusal { id: letter.id, problem });
                     }
                 }
             }
         }
         for (partition, prepared) in by_partition {
             if self.config.dry_run {
-                self.look(partition, &prepared).await?;
+                self.check(partition, &prepared).await?;
             } else {
                 self.send(partition, prepared).await?;
             }
@@ -228,7 +232,7 @@ impl Replay<'_> {
         Ok(())
     }
 
-    async fn look(&mut self, partition: Partition, prepared: &[Prepared]) -> Result<()> {
+    async fn check(&mut self, partition: Partition, prepared: &[PreparedReplay]) -> Result<()> {
         let stream = keys::stream(&self.letters.topic, partition);
         let ids: Vec<&str> = prepared.iter().map(|one| one.once.id.as_str()).collect();
         let appended = self.letters.queue.inner.backend.appended(&stream, &ids).await?;
@@ -242,16 +246,16 @@ impl Replay<'_> {
         Ok(())
     }
 
-    async fn send(&mut self, partition: Partition, prepared: Vec<Prepared>) -> Result<()> {
+    async fn send(&mut self, partition: Partition, prepared: Vec<PreparedReplay>) -> Result<()> {
         let DeadLetters { queue, topic, stream: letters, .. } = self.letters;
         let backend = &queue.inner.backend;
         let (ids, once): (Vec<EntryId>, Vec<Once>) =
             prepared.into_iter().map(|one| (one.id, one.once)).unzip();
         let stream = keys::stream(topic, partition);
-        self.pace.keep(self.report.replayed).await;
+        self.rate.wait(self.report.replayed).await;
         let appended =
             backend.append_once(&stream, &once, REMEMBERED, &topic.policies.retention).await?;
-        // The message first, the dead letter second: a crash in between leaves a letter whose replay does nothing.
+        // Append first, delete second: a crash in between leaves a letter whose replay has no effect.
         backend.delete_entries(letters, &ids).await?;
         let known = appended.iter().filter(|one| one.duplicate).count() as u64;
         self.report.already_replayed += known;
@@ -260,21 +264,21 @@ impl Replay<'_> {
     }
 }
 
-/// Keeps to a number of messages per second.
-struct Pace {
+/// Limits the rate of a replay.
+struct ReplayRate {
     started: Instant,
     per_second: Option<NonZeroU32>,
 }
 
-impl Pace {
-    /// Messages that may go at once: those of a tenth of a second.
-    fn at_once(&self) -> usize {
-        let tenth = self.per_second.map_or(AT_ONCE, |rate| rate.get() as usize / 10);
-        tenth.clamp(1, AT_ONCE)
+impl ReplayRate {
+    /// Messages per batch: at most a tenth of a second's worth.
+    fn batch_size(&self) -> usize {
+        let tenth = self.per_second.map_or(BATCH, |rate| rate.get() as usize / 10);
+        tenth.clamp(1, BATCH)
     }
 
-    /// Waits until so many may have been sent.
-    async fn keep(&self, sent: u64) {
+    /// Waits until `sent` messages are within the rate.
+    async fn wait(&self, sent: u64) {
         if let Some(rate) = self.per_second {
             let due = Duration::from_secs_f64(sent as f64 / f64::from(rate.get()));
             tokio::time::sleep_until(self.started + due).await;

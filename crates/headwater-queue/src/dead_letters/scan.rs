@@ -1,4 +1,4 @@
-//! Walks through dead letters, a few at a time, and tells copies from originals.
+//! Scans dead letters in batches and detects copies.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -9,96 +9,98 @@ use super::{DeadLetterFilter, DeadLetters};
 use crate::dead_letter::DeadLetter;
 use crate::error::Result;
 use crate::limits::COPIES_WITHIN;
-use crate::merge::Span;
+use crate::merge_pages::IdRange;
 
-/// Dead letters that are fetched, replayed or purged at once: they fit into one call, however large they are.
-pub(super) const AT_ONCE: usize = 24;
+/// Dead letters fetched, replayed or purged per call; they fit into one call even at maximum size.
+pub(super) const BATCH: usize = 24;
 
-const _: () = assert!(AT_ONCE * ENTRY_BYTES_MAX <= BATCH_BYTES_MAX);
+const _: () = assert!(BATCH * ENTRY_BYTES_MAX <= BATCH_BYTES_MAX);
 
-/// A walk through the dead letters of a topic.
-pub(super) struct Scan<'a> {
+/// A scan over the dead letters of a topic.
+pub(super) struct DeadLetterScan<'a> {
     letters: &'a DeadLetters,
     filter: &'a DeadLetterFilter,
     direction: Direction,
-    /// What is still to be fetched; `None` when there is nothing more.
-    rest: Option<Span>,
+    /// The id range still to be fetched; `None` at the end.
+    rest: Option<IdRange>,
     fetched: VecDeque<Entry>,
     last_id: Option<EntryId>,
-    looked_at: usize,
-    seen: Seen,
+    scanned: usize,
+    seen: RecentLetters,
 }
 
-/// One dead letter on the way.
-pub(super) struct Found {
-    /// Itself, if the filter lets it through.
+/// One scanned dead letter.
+pub(super) struct ScannedLetter {
+    /// The dead letter, if it matches the filter.
     pub(super) matching: Option<DeadLetter>,
-    /// Whether another copy of it came along a short way before.
+    /// Whether another copy of it was scanned shortly before.
     pub(super) is_copy: bool,
 }
 
-impl<'a> Scan<'a> {
+impl<'a> DeadLetterScan<'a> {
     pub(super) fn new(
         letters: &'a DeadLetters,
         filter: &'a DeadLetterFilter,
-        span: Span,
+        range: IdRange,
         direction: Direction,
     ) -> Self {
         Self {
             letters,
             filter,
             direction,
-            rest: Some(span),
+            rest: Some(range),
             fetched: VecDeque::new(),
             last_id: None,
-            looked_at: 0,
-            seen: Seen::default(),
+            scanned: 0,
+            seen: RecentLetters::default(),
         }
     }
 
-    /// Begins behind `after`, where an earlier walk stopped, and remembers what that one saw last.
-    pub(super) async fn go_on_after(&mut self, after: EntryId) -> Result<()> {
-        let Some(span) = self.rest else { return Ok(()) };
+    /// Starts after `after`, where an earlier scan stopped, and restores its copy detection.
+    pub(super) async fn resume_after(&mut self, after: EntryId) -> Result<()> {
+        let Some(range) = self.rest else { return Ok(()) };
         let (before, back) = match self.direction {
-            Direction::Forward => (Span { to: after.min(span.to), ..span }, Direction::Backward),
+            Direction::Forward => {
+                (IdRange { to: after.min(range.to), ..range }, Direction::Backward)
+            }
             Direction::Backward => {
-                (Span { from: after.max(span.from), ..span }, Direction::Forward)
+                (IdRange { from: after.max(range.from), ..range }, Direction::Forward)
             }
         };
-        let mut look_back = Scan::new(self.letters, self.filter, before, back);
+        let mut look_back = DeadLetterScan::new(self.letters, self.filter, before, back);
         let mut seen = Vec::new();
-        while look_back.looked_at < COPIES_WITHIN
-            && let Some(found) = look_back.next_unjudged().await?
+        while look_back.scanned < COPIES_WITHIN
+            && let Some(found) = look_back.next_letter().await?
         {
             seen.extend(found.map(|letter| letter.identity()));
         }
         seen.into_iter().rev().for_each(|identity| {
             self.seen.is_copy(identity);
         });
-        self.rest = span.behind(after, self.direction);
+        self.rest = range.after(after, self.direction);
         Ok(())
     }
 
     /// The next dead letter, whether it matches or not; `None` at the end.
-    pub(super) async fn next(&mut self) -> Result<Option<Found>> {
-        let Some(matching) = self.next_unjudged().await? else { return Ok(None) };
+    pub(super) async fn next(&mut self) -> Result<Option<ScannedLetter>> {
+        let Some(matching) = self.next_letter().await? else { return Ok(None) };
         let is_copy = matching.as_ref().is_some_and(|letter| self.seen.is_copy(letter.identity()));
-        Ok(Some(Found { matching, is_copy }))
+        Ok(Some(ScannedLetter { matching, is_copy }))
     }
 
-    async fn next_unjudged(&mut self) -> Result<Option<Option<DeadLetter>>> {
+    async fn next_letter(&mut self) -> Result<Option<Option<DeadLetter>>> {
         if self.fetched.is_empty()
-            && let Some(Span { from, to }) = self.rest
+            && let Some(IdRange { from, to }) = self.rest
         {
-            let range = Range { from, to, direction: self.direction, count: AT_ONCE };
+            let range = Range { from, to, direction: self.direction, count: BATCH };
             let backend = &self.letters.queue.inner.backend;
             self.fetched = backend.range(&self.letters.stream, range).await?.into();
-            let last = self.fetched.back().filter(|_| self.fetched.len() == AT_ONCE);
-            self.rest = last.and_then(|last| Span { from, to }.behind(last.id, self.direction));
+            let last = self.fetched.back().filter(|_| self.fetched.len() == BATCH);
+            self.rest = last.and_then(|last| IdRange { from, to }.after(last.id, self.direction));
         }
         let Some(entry) = self.fetched.pop_front() else { return Ok(None) };
         self.last_id = Some(entry.id);
-        self.looked_at += 1;
+        self.scanned += 1;
         let letter = DeadLetter::read(entry);
         Ok(Some(self.filter.matches(&letter).then_some(letter)))
     }
@@ -107,8 +109,8 @@ impl<'a> Scan<'a> {
         self.last_id
     }
 
-    pub(super) fn looked_at(&self) -> usize {
-        self.looked_at
+    pub(super) fn scanned(&self) -> usize {
+        self.scanned
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -117,7 +119,7 @@ impl<'a> Scan<'a> {
 }
 
 impl DeadLetterFilter {
-    /// Whether it lets a dead letter through. Its time is seen to by the ids that are read.
+    /// Whether a dead letter matches. The time range is checked by the id range of the scan.
     fn matches(&self, letter: &DeadLetter) -> bool {
         self.reason.as_ref().is_none_or(|reason| letter.reason.contains(reason.as_str()))
             && self.key.as_ref().is_none_or(|key| letter.key.as_ref() == Some(key))
@@ -125,15 +127,15 @@ impl DeadLetterFilter {
     }
 }
 
-/// The last few dead letters that came along.
+/// Identities of the last scanned dead letters.
 #[derive(Default)]
-struct Seen {
+struct RecentLetters {
     order: VecDeque<String>,
     identities: HashSet<String>,
 }
 
-impl Seen {
-    /// Remembers it; returns whether it was there.
+impl RecentLetters {
+    /// Records an identity; returns whether it was already present.
     fn is_copy(&mut self, identity: String) -> bool {
         if !self.identities.insert(identity.clone()) {
             return true;

@@ -1,30 +1,32 @@
-//! Who should own which partition: the same answer for everybody who sees the same.
+//! Partition assignment: a deterministic, sticky and balanced owner for each partition.
 //!
-//! Upstream: `placement`, with what it saw of members and leases. Promises: every partition has one owner; everybody gets
-//! as many as any other, or one more; nobody loses a partition that it may keep. Pure: no clock, no backend.
-//! Refuses nothing: what is asked for is what members and leases said.
+//! Upstream: `subscription_state`, with members and leases from a snapshot. Promises: every partition has one owner;
+//! the shares of two members differ by at most one; a member keeps every partition it may keep. Members with the same
+//! snapshot compute the same result. Pure: no clock, no backend.
 
-/// Who has a stake in a partition now. Members are numbered as they are listed.
+/// The current owner of a partition. Members are given by their index in the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stake {
-    /// Nobody.
+pub(super) enum CurrentOwner {
+    /// No owner.
     Free,
-    /// This member holds its lease.
+    /// This member holds the lease.
     Held(usize),
-    /// Nobody holds its lease, and this member, which is away for a moment, will want it back.
+    /// The lease is free but reserved for this static member, which is restarting.
     Reserved(usize),
 }
 
-/// The owner of each partition, for this many members. Of two members with the same claim, the first comes first.
-pub(super) fn assign(members: usize, stakes: &[Stake]) -> Vec<usize> {
-    assert!(members > 0, "whoever asks is a member");
-    let mut left = quotas(members, stakes);
-    let mut owners: Vec<Option<usize>> = vec![None; stakes.len()];
-    // What is held before what is only reserved: a reservation moves nobody.
-    for wanted in [Stake::Held as fn(usize) -> Stake, Stake::Reserved] {
-        for (owner, stake) in owners.iter_mut().zip(stakes) {
-            let (Stake::Held(member) | Stake::Reserved(member)) = *stake else { continue };
-            if *stake == wanted(member) && left[member] > 0 {
+/// Returns the owner of each partition. Ties go to the member with the lower index. Panics if `members` is 0.
+pub(super) fn assign(members: usize, current_owners: &[CurrentOwner]) -> Vec<usize> {
+    assert!(members > 0, "the calling process is a member");
+    let mut left = quotas(members, current_owners);
+    let mut owners: Vec<Option<usize>> = vec![None; current_owners.len()];
+    // Held before reserved: a reservation never takes a partition from its holder.
+    for wanted in [CurrentOwner::Held as fn(usize) -> CurrentOwner, CurrentOwner::Reserved] {
+        for (owner, current) in owners.iter_mut().zip(current_owners) {
+            let (CurrentOwner::Held(member) | CurrentOwner::Reserved(member)) = *current else {
+                continue;
+            };
+            if *current == wanted(member) && left[member] > 0 {
                 left[member] -= 1;
                 *owner = Some(member);
             }
@@ -45,19 +47,19 @@ pub(super) fn assign(members: usize, stakes: &[Stake]) -> Vec<usize> {
         .collect()
 }
 
-/// How many partitions each member gets. The odd ones go to those who have the most, so that fewer move.
-fn quotas(members: usize, stakes: &[Stake]) -> Vec<usize> {
+/// How many partitions each member gets. The remainder goes to the members that have the most, so that fewer move.
+fn quotas(members: usize, current_owners: &[CurrentOwner]) -> Vec<usize> {
     let mut counts = vec![0_usize; members];
-    for stake in stakes {
-        if let Stake::Held(member) | Stake::Reserved(member) = stake {
+    for current in current_owners {
+        if let CurrentOwner::Held(member) | CurrentOwner::Reserved(member) = current {
             counts[*member] += 1;
         }
     }
-    let mut quotas = vec![stakes.len() / members; members];
+    let mut quotas = vec![current_owners.len() / members; members];
     let mut order: Vec<usize> = (0..members).collect();
-    // Stable: of those with as many, the first in the list.
+    // Stable sort: ties go to the lower index.
     order.sort_by_key(|member| std::cmp::Reverse(counts[*member]));
-    for member in &order[..stakes.len() % members] {
+    for member in &order[..current_owners.len() % members] {
         quotas[*member] += 1;
     }
     quotas
@@ -73,95 +75,101 @@ mod tests {
         (0..members).map(|member| owners.iter().filter(|owner| **owner == member).count()).collect()
     }
 
-    fn world() -> impl Strategy<Value = (usize, Vec<Stake>)> {
+    fn any_group() -> impl Strategy<Value = (usize, Vec<CurrentOwner>)> {
         (1_usize..9).prop_flat_map(|members| {
-            let stake = prop_oneof![
-                Just(Stake::Free),
-                (0..members).prop_map(Stake::Held),
-                (0..members).prop_map(Stake::Held),
-                (0..members).prop_map(Stake::Reserved),
+            let current = prop_oneof![
+                Just(CurrentOwner::Free),
+                (0..members).prop_map(CurrentOwner::Held),
+                (0..members).prop_map(CurrentOwner::Held),
+                (0..members).prop_map(CurrentOwner::Reserved),
             ];
-            (Just(members), prop::collection::vec(stake, 0..40))
+            (Just(members), prop::collection::vec(current, 0..40))
         })
     }
 
-    fn kept(stakes: &[Stake], owners: &[usize]) -> usize {
-        let kept = |(stake, owner): &(&Stake, &usize)| matches!(stake, Stake::Held(member) | Stake::Reserved(member) if member == *owner);
-        stakes.iter().zip(owners).filter(kept).count()
+    fn kept(current_owners: &[CurrentOwner], owners: &[usize]) -> usize {
+        let kept = |(current, owner): &(&CurrentOwner, &usize)| matches!(current, CurrentOwner::Held(member) | CurrentOwner::Reserved(member) if member == *owner);
+        current_owners.iter().zip(owners).filter(kept).count()
     }
 
     proptest! {
         #[test]
-        fn everybody_gets_as_many_as_any_other_or_one_more((members, stakes) in world()) {
-            let owners = assign(members, &stakes);
-            prop_assert_eq!(owners.len(), stakes.len());
+        fn shares_differ_by_at_most_one((members, current_owners) in any_group()) {
+            let owners = assign(members, &current_owners);
+            prop_assert_eq!(owners.len(), current_owners.len());
             let counts = counts(members, &owners);
             prop_assert!(counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1);
         }
 
-        /// The most that can stay in any balanced assignment: everybody keeps what it has up to its share.
+        /// Each member keeps what it has up to its share: the most that any balanced assignment can keep.
         #[test]
-        fn nobody_moves_who_need_not((members, stakes) in world()) {
-            let owners = assign(members, &stakes);
+        fn as_few_partitions_move_as_possible((members, current_owners) in any_group()) {
+            let owners = assign(members, &current_owners);
             let mut have = vec![0; members];
-            for stake in &stakes {
-                if let Stake::Held(member) | Stake::Reserved(member) = stake {
+            for current in &current_owners {
+                if let CurrentOwner::Held(member) | CurrentOwner::Reserved(member) = current {
                     have[*member] += 1;
                 }
             }
-            let (floor, odd) = (stakes.len() / members, stakes.len() % members);
+            let (floor, odd) = (current_owners.len() / members, current_owners.len() % members);
             let above = have.iter().filter(|count| **count > floor).count();
             let best: usize =
                 have.iter().map(|count| floor.min(*count)).sum::<usize>() + above.min(odd);
-            prop_assert_eq!(kept(&stakes, &owners), best);
+            prop_assert_eq!(kept(&current_owners, &owners), best);
         }
 
-        /// Hand-overs happen one by one, and everybody looks at a different moment. Whoever looks in between goes on
-        /// with the same plan: nothing moves twice.
+        /// Partitions are handed over one by one and members read snapshots at different times. A plan made from an
+        /// intermediate snapshot continues the first plan: no partition moves twice.
         #[test]
-        fn what_is_seen_half_way_leads_to_the_same_end(
-            (members, stakes) in world(),
+        fn intermediate_snapshots_lead_to_the_same_assignment(
+            (members, current_owners) in any_group(),
             picks in prop::collection::vec(any::<prop::sample::Index>(), 100),
         ) {
-            let planned = stakes.len() - kept(&stakes, &assign(members, &stakes));
-            let mut stakes = stakes;
+            let planned = current_owners.len() - kept(&current_owners, &assign(members, &current_owners));
+            let mut current_owners = current_owners;
             let mut taken = 0;
             for pick in picks {
-                let owners = assign(members, &stakes);
-                let open: Vec<usize> = (0..stakes.len())
-                    .filter(|at| stakes[*at] != Stake::Held(owners[*at]))
+                let owners = assign(members, &current_owners);
+                let open: Vec<usize> = (0..current_owners.len())
+                    .filter(|at| current_owners[*at] != CurrentOwner::Held(owners[*at]))
                     .collect();
                 if open.is_empty() {
                     break;
                 }
                 let at = open[pick.index(open.len())];
-                stakes[at] = match stakes[at] {
-                    Stake::Held(_) => Stake::Free,
-                    Stake::Reserved(member) if member == owners[at] => Stake::Held(owners[at]),
-                    Stake::Free | Stake::Reserved(_) => {
+                current_owners[at] = match current_owners[at] {
+                    CurrentOwner::Held(_) => CurrentOwner::Free,
+                    CurrentOwner::Reserved(member) if member == owners[at] => CurrentOwner::Held(owners[at]),
+                    CurrentOwner::Free | CurrentOwner::Reserved(_) => {
                         taken += 1;
-                        Stake::Held(owners[at])
+                        CurrentOwner::Held(owners[at])
                     }
                 };
             }
             prop_assert_eq!(taken, planned);
-            let owners = assign(members, &stakes);
-            prop_assert_eq!(kept(&stakes, &owners), stakes.len());
+            let owners = assign(members, &current_owners);
+            prop_assert_eq!(kept(&current_owners, &owners), current_owners.len());
         }
     }
 
     #[test]
-    fn a_late_joiner_gets_its_share_from_those_who_have_more() {
-        let stakes = [0, 0, 0, 1, 1].map(Stake::Held);
-        assert_eq!(assign(3, &stakes), [0, 0, 2, 1, 1]);
+    fn a_late_joiner_takes_partitions_from_the_largest_owners() {
+        let current_owners = [0, 0, 0, 1, 1].map(CurrentOwner::Held);
+        assert_eq!(assign(3, &current_owners), [0, 0, 2, 1, 1]);
     }
 
     #[test]
-    fn a_member_that_is_away_for_a_moment_keeps_its_partitions() {
-        let stakes = [Stake::Held(0), Stake::Reserved(1), Stake::Held(0), Stake::Reserved(1)];
-        assert_eq!(assign(2, &stakes), [0, 1, 0, 1]);
-        // The odd one too, although others have as few.
-        let stakes = [Stake::Held(0), Stake::Reserved(1), Stake::Reserved(1)];
-        assert_eq!(assign(2, &stakes), [0, 1, 1]);
+    fn a_restarting_static_member_keeps_its_partitions() {
+        let current_owners = [
+            CurrentOwner::Held(0),
+            CurrentOwner::Reserved(1),
+            CurrentOwner::Held(0),
+            CurrentOwner::Reserved(1),
+        ];
+        assert_eq!(assign(2, &current_owners), [0, 1, 0, 1]);
+        // Including the extra partition.
+        let current_owners =
+            [CurrentOwner::Held(0), CurrentOwner::Reserved(1), CurrentOwner::Reserved(1)];
+        assert_eq!(assign(2, &current_owners), [0, 1, 1]);
     }
 }

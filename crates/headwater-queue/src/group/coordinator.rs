@@ -1,11 +1,11 @@
-//! The coordinator: all groups this process takes part in.
+//! The coordinator: all groups this process is a member of.
 //!
 //! Upstream: `consumer` joins and leaves. Downstream: one `session` per group, and one watch over all leases.
-//! Promises: it costs nothing until somebody joins; a process renews its leases with one round trip per group, and looks
-//! at a group with two, whatever the number of topics. A subscription needs the queue no more once it has joined. When
-//! the last one has left, or was dropped and has left in the background, no task is left.
+//! Promises: it starts no task before the first join. Renewing takes one round trip per group and polling two,
+//! whatever the number of topics. A joined subscription outlives the queue. When the last one has left, or was
+//! dropped and has left in the background, no task remains.
 //! Refuses a second subscription to the same topic in the same group: raise `concurrency` instead. Members with ids of
-//! their own are different members, also in one process.
+//! their own are separate members, even in one process.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,192 +19,197 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::sleep;
 use tracing::{debug, warn};
 
-use super::seam::Joining;
-use super::session::{Command, Place, Session};
+use super::rebalance_listener::JoinRequest;
+use super::session::{GroupContext, GroupSession, MembershipCommand};
 use crate::config::QueueConfig;
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::topic::TopicName;
 
-/// Hints that wait for a session. One that falls behind looks at everything.
+/// Buffered hints per session. A session that lags polls all its subscriptions.
 const HINTS_MAX: usize = 1024;
-/// How long to wait before the watch is opened again.
-const WATCH_AGAIN_AFTER: Duration = Duration::from_secs(1);
-/// How often a wish to join is repeated that met a session just ending.
+/// Backoff before the lease watch is reopened.
+const WATCH_RETRY_AFTER: Duration = Duration::from_secs(1);
+/// Attempts to join when the session is just ending.
 const JOINS_MAX: usize = 16;
 
-/// All groups this process takes part in.
+/// All groups this process is a member of.
 pub(crate) struct Coordinator {
     backend: Arc<dyn Backend>,
     config: QueueConfig,
     serials: AtomicU64,
-    running: Mutex<Running>,
+    state: Mutex<CoordinatorState>,
 }
 
-/// What runs.
+/// The running sessions and their shared lease watch.
 #[derive(Default)]
-struct Running {
-    ears: Weak<Ears>,
-    sessions: HashMap<SessionKey, mpsc::UnboundedSender<Command>>,
-    /// So that tests can have a process die.
+struct CoordinatorState {
+    lease_events: Weak<LeaseEvents>,
+    sessions: HashMap<SessionKey, mpsc::UnboundedSender<MembershipCommand>>,
+    /// For tests that simulate the death of the process.
     #[cfg(test)]
     tasks: Vec<tokio::task::AbortHandle>,
 }
 
-/// A group, and the id of a member that has one of its own.
+/// A group, and the static member id if configured.
 type SessionKey = (GroupName, Option<String>);
 
-/// A subscription's part in a group. Dropped, it leaves in the background.
-pub(crate) struct Membership {
+/// A subscription's membership in a group. On drop, it leaves in the background.
+pub(crate) struct MembershipHandle {
     topic: TopicName,
     serial: u64,
-    /// Two commands for each subscription at most, so it needs no bound of its own.
-    commands: mpsc::UnboundedSender<Command>,
+    /// Unbounded: a subscription sends at most two commands.
+    commands: mpsc::UnboundedSender<MembershipCommand>,
     left: bool,
 }
 
-impl fmt::Debug for Membership {
+impl fmt::Debug for MembershipHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Membership").field("topic", &self.topic).finish_non_exhaustive()
+        f.debug_struct("MembershipHandle").field("topic", &self.topic).finish_non_exhaustive()
     }
 }
 
 impl Coordinator {
-    /// A coordinator that does nothing yet.
+    /// Creates a coordinator without sessions.
     pub(crate) fn new(backend: Arc<dyn Backend>, config: QueueConfig) -> Self {
-        Self { backend, config, serials: AtomicU64::new(0), running: Mutex::default() }
+        Self { backend, config, serials: AtomicU64::new(0), state: Mutex::default() }
     }
 
-    /// Takes part in a group: returns when others know of it, or when it waits for its member id to become free.
-    /// From then on the workplace is told what to work on.
-    pub(crate) async fn join(&self, joining: Joining) -> Result<Membership> {
+    /// Joins a group. Returns when the subscription is registered, or when it waits for its member id to become free.
+    /// The listener is called from then on.
+    pub(crate) async fn join(&self, request: JoinRequest) -> Result<MembershipHandle> {
         let serial = self.serials.fetch_add(1, Ordering::Relaxed);
-        let key = (joining.group.clone(), joining.member.clone());
+        let key = (request.group.clone(), request.member.clone());
         for _ in 0..JOINS_MAX {
             let commands = self.session(&key);
-            let (answer, answered) = oneshot::channel();
-            // Before the first await: a caller that goes away leaves nothing behind.
-            let membership = Membership {
-                topic: joining.topic.name.clone(),
+            let (reply, result) = oneshot::channel();
+            // Created before the first await, so that a cancelled join leaves.
+            let membership = MembershipHandle {
+                topic: request.topic.name.clone(),
                 serial,
                 commands: commands.clone(),
                 left: false,
             };
-            if commands.send(Command::Join { serial, joining: joining.clone(), answer }).is_ok()
-                && let Ok(result) = answered.await
+            if commands
+                .send(MembershipCommand::Join { serial, request: request.clone(), reply })
+                .is_ok()
+                && let Ok(result) = result.await
             {
                 return result.map(|()| membership);
             }
-            // The session ended at this moment; the next one is new.
+            // The session has just ended: start a new one.
         }
-        Err(QueueError::Stopped { what: format!("group `{}`", joining.group) })
+        Err(QueueError::Stopped { what: format!("group `{}`", request.group) })
     }
 
-    /// The session of a group, started if there is none.
-    fn session(&self, key: &SessionKey) -> mpsc::UnboundedSender<Command> {
-        let mut running = self.lock();
-        if let Some(commands) = running.sessions.get(key).filter(|open| !open.is_closed()) {
+    /// The session of a group; starts one if needed.
+    fn session(&self, key: &SessionKey) -> mpsc::UnboundedSender<MembershipCommand> {
+        let mut state = self.lock();
+        if let Some(commands) = state.sessions.get(key).filter(|open| !open.is_closed()) {
             return commands.clone();
         }
-        // Those that ended by themselves are forgotten here.
-        running.sessions.retain(|_, open| !open.is_closed());
-        let ears = running.ears.upgrade().unwrap_or_else(|| Ears::open(Arc::clone(&self.backend)));
-        running.ears = Arc::downgrade(&ears);
+        // Removes sessions that have ended.
+        state.sessions.retain(|_, open| !open.is_closed());
+        let lease_events = state
+            .lease_events
+            .upgrade()
+            .unwrap_or_else(|| LeaseEvents::open(Arc::clone(&self.backend)));
+        state.lease_events = Arc::downgrade(&lease_events);
         let (commands, receiver) = mpsc::unbounded_channel();
-        let place = Place {
+        let context = GroupContext {
             backend: Arc::clone(&self.backend),
             config: self.config.clone(),
             group: key.0.clone(),
             member: key.1.clone(),
         };
-        let session = Session {
-            place: Arc::new(place),
+        let session = GroupSession {
+            context: Arc::new(context),
             commands: receiver,
-            hints: ears.hints.subscribe(),
-            _ears: ears,
-            placements: HashMap::new(),
-            heard: HashMap::new(),
-            waiting: Vec::new(),
-            tidying: JoinSet::new(),
+            hints: lease_events.hints.subscribe(),
+            _lease_events: lease_events,
+            subscriptions: HashMap::new(),
+            event_targets: HashMap::new(),
+            queued_joins: Vec::new(),
+            cleanup: JoinSet::new(),
         };
         let _task = tokio::spawn(session.run());
         #[cfg(test)]
-        running.tasks.push(_task.abort_handle());
-        running.sessions.insert(key.clone(), commands.clone());
+        state.tasks.push(_task.abort_handle());
+        state.sessions.insert(key.clone(), commands.clone());
         commands
     }
 
-    /// Ends everything at once, as the end of the process does.
+    /// Aborts all tasks, as if the process were killed.
     #[cfg(test)]
     pub(crate) fn die(&self) {
         self.lock().tasks.drain(..).for_each(|task| task.abort());
     }
 
-    fn lock(&self) -> MutexGuard<'_, Running> {
-        self.running.lock().expect("no code panics while it holds this lock")
+    fn lock(&self) -> MutexGuard<'_, CoordinatorState> {
+        self.state.lock().expect("no code panics while it holds this lock")
     }
 }
 
-/// One watch over all leases, for all sessions. Closed when the last of them has ended.
-pub(super) struct Ears {
+/// One watch over all leases, shared by all sessions. Closed when the last session has ended.
+pub(super) struct LeaseEvents {
     hints: broadcast::Sender<LeaseHint>,
-    listening: AbortHandle,
+    task: AbortHandle,
 }
 
-impl Ears {
+impl LeaseEvents {
     fn open(backend: Arc<dyn Backend>) -> Arc<Self> {
         let (hints, _) = broadcast::channel(HINTS_MAX);
-        let listening = tokio::spawn(listen(backend, hints.clone())).abort_handle();
-        Arc::new(Self { hints, listening })
+        let task = tokio::spawn(listen(backend, hints.clone())).abort_handle();
+        Arc::new(Self { hints, task })
     }
 }
 
-impl Drop for Ears {
+impl Drop for LeaseEvents {
     fn drop(&mut self) {
-        self.listening.abort();
+        self.task.abort();
     }
 }
 
-/// Passes hints on to whoever listens.
+/// Broadcasts hints to all sessions.
 async fn listen(backend: Arc<dyn Backend>, hints: broadcast::Sender<LeaseHint>) {
     loop {
         let mut watch = match backend.watch(keys::WATCHED).await {
             Ok(watch) => watch,
             Err(error) => {
-                warn!(%error, "leases cannot be watched yet, they are swept meanwhile");
-                sleep(WATCH_AGAIN_AFTER).await;
+                warn!(%error, "watching leases failed, retrying; groups are polled meanwhile");
+                sleep(WATCH_RETRY_AFTER).await;
                 continue;
             }
         };
         debug!(mode = ?watch.mode(), "watching leases");
-        // What happened before the watch was open.
+        // Covers events from before the watch was open.
         let mut hint = LeaseHint { lease: None, kind: HintKind::Missed };
         loop {
-            // An error means that nobody listens at the moment.
+            // Fails only while no session is subscribed.
             let _ = hints.send(hint);
             hint = watch.next().await;
         }
     }
 }
 
-impl Membership {
-    /// Hands over what this subscription has (`give_up` for each partition), then takes part no more. Returns when
-    /// others can have it.
+impl MembershipHandle {
+    /// Revokes all partitions of this subscription (`on_revoke` for each) and leaves the group. Returns when other
+    /// members can take over.
     pub(crate) async fn leave(mut self) {
         self.left = true;
-        let (farewell, gone) = oneshot::channel();
-        self.send_leave(Some(farewell));
-        // An error means that the session is gone, and everything with it.
-        let _ = gone.await;
+        let (done, left) = oneshot::channel();
+        self.send_leave(Some(done));
+        // Fails only if the session has ended.
+        let _ = left.await;
     }
 
-    fn send_leave(&self, farewell: Option<oneshot::Sender<()>>) {
+    fn send_leave(&self, done: Option<oneshot::Sender<()>>) {
         let (topic, serial) = (self.topic.clone(), self.serial);
-        let _ = self.commands.send(Command::Leave { topic, serial, farewell });
+        let _ = self.commands.send(MembershipCommand::Leave { topic, serial, done });
     }
 }
 
-impl Drop for Membership {
+impl Drop for MembershipHandle {
     fn drop(&mut self) {
         if !self.left {
             self.send_leave(None);

@@ -1,6 +1,6 @@
-//! What this process is called in its groups.
+//! The name of this process in its groups.
 //!
-//! Promises: no two sessions have the same name, whatever the process is called, wherever it runs and how often it starts.
+//! Promises: session names are unique across hosts, processes and restarts, also with a configured process name.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::OnceLock;
@@ -12,16 +12,16 @@ use headwater_stream::HolderName;
 
 use crate::config::QueueConfig;
 
-/// Bytes of a host name that show; the start id makes the difference.
+/// Bytes of the host name that are used; the start id makes names unique.
 const HOST_BYTES_MAX: usize = 60;
 
-/// A name for one session: `NAME:START`.
-pub(super) fn new_holder(config: &QueueConfig) -> HolderName {
+/// A holder name for one session: `NAME:START`.
+pub(super) fn session_holder(config: &QueueConfig) -> HolderName {
     holder(config.name.as_deref().unwrap_or_else(|| default_name()))
 }
 
-/// A name for one moment.
-pub(super) fn passing_holder() -> HolderName {
+/// A holder name for a single acquire and release.
+pub(super) fn transient_holder() -> HolderName {
     holder(default_name())
 }
 
@@ -38,13 +38,13 @@ fn host() -> String {
     let name = fs::read_to_string("/proc/sys/kernel/hostname")
         .or_else(|_| env::var("HOSTNAME"))
         .unwrap_or_default();
-    // It becomes part of keys: nothing that separates or marks there.
+    // Part of a key: only characters without a meaning in keys.
     let plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
     let name: String = name.chars().filter(plain).take(HOST_BYTES_MAX).collect();
     if name.is_empty() { "localhost".to_owned() } else { name }
 }
 
-/// The time, a count, and chance from the operating system.
+/// A hash of the time, the process id, a counter and random keys of the operating system.
 fn start_id() -> String {
     static STARTS: AtomicU64 = AtomicU64::new(0);
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -57,13 +57,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_session_has_a_name_of_its_own() {
+    fn every_session_has_a_unique_name() {
         let config = QueueConfig::default();
-        let (first, second) = (new_holder(&config), new_holder(&config));
+        let (first, second) = (session_holder(&config), session_holder(&config));
         assert_ne!(first, second);
         assert!(first.as_str().starts_with("worker:"), "{first}");
         assert!(first.as_str().contains(&format!(":{}:", process::id())), "{first}");
         let named = QueueConfig { name: Some("ada".into()), ..config };
-        assert!(new_holder(&named).as_str().starts_with("ada:"));
+        assert!(session_holder(&named).as_str().starts_with("ada:"));
     }
 }

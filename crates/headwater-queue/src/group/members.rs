@@ -1,13 +1,13 @@
-//! How members are written down, and what can be seen of them.
+//! The member list of a group: its entry format, and snapshots of who is alive.
 //!
-//! The members of a group are a registry set, one entry for each member and topic: `MEMBER HOLDER MODE TOPIC`, where
-//! MEMBER is the id that stays (or the holder's name, if none was given), HOLDER holds the member's lease, MODE is
-//! `owned` or `shared`, and the topic comes last because it may have spaces. A member with an id of its own that stopped
-//! leaves `MEMBER {0,2,5} MODE TOPIC`: the partitions that are kept for it while its resting lease runs.
+//! The list is a registry set with one entry per member and topic: `MEMBER HOLDER MODE TOPIC`. MEMBER is the static
+//! member id, or the holder name if none is configured; HOLDER holds the liveness lease; MODE is `owned` or `shared`;
+//! TOPIC comes last because it may contain spaces. A static member that stopped leaves `MEMBER {0,2,5} MODE TOPIC`:
+//! the partitions reserved for it until its reservation lease expires.
 //!
-//! Upstream: `session` writes entries and looks. Downstream: the registry and the leases of the backend.
-//! Promises: an entry is written after its lease was taken, and a view reads entries before leases. So an entry whose
-//! lease is not held is that of a dead member, for good.
+//! Upstream: `group_ops` writes entries, `membership` reads snapshots. Downstream: registry and leases of the backend.
+//! Promises: an entry is written after its lease was acquired, and a snapshot reads entries before leases. So an entry
+//! whose lease is not held belongs to a dead member and stays dead.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -22,36 +22,36 @@ use crate::error::Result;
 use crate::keys;
 use crate::topic::{Partition, TopicName};
 
-/// One entry of the members' set.
+/// One entry of the member list.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
+pub(crate) struct MemberEntry {
     pub(crate) member: String,
-    pub(crate) stand: Stand,
+    pub(crate) status: MemberStatus,
     pub(crate) mode: Mode,
     pub(crate) topic: TopicName,
 }
 
-/// What a member does about a topic.
+/// The status of a member for one topic.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Stand {
-    /// It works, under this name.
-    Working(HolderName),
-    /// It stopped and will be back; these partitions are kept for it.
-    Resting(Vec<Partition>),
+pub(crate) enum MemberStatus {
+    /// Consuming, under this holder name.
+    Active(HolderName),
+    /// Stopped; these partitions are reserved for its return.
+    Reserved(Vec<Partition>),
 }
 
-impl Entry {
-    /// Reads an entry; `None` for one that no program of ours wrote.
+impl MemberEntry {
+    /// Parses an entry; `None` if it is not in the format of this program.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let mut parts = text.splitn(4, ' ');
         let mut next = || parts.next().filter(|part| !part.is_empty());
-        let (member, stand, mode, topic) = (next()?, next()?, next()?, next()?);
-        let stand = match stand.strip_prefix('{').and_then(|rest| rest.strip_suffix('}')) {
-            None => Stand::Working(HolderName::new(stand).ok()?),
-            Some("") => Stand::Resting(Vec::new()),
+        let (member, status, mode, topic) = (next()?, next()?, next()?, next()?);
+        let status = match status.strip_prefix('{').and_then(|rest| rest.strip_suffix('}')) {
+            None => MemberStatus::Active(HolderName::new(status).ok()?),
+            Some("") => MemberStatus::Reserved(Vec::new()),
             Some(list) => {
                 let list: Result<Vec<Partition>, _> = list.split(',').map(str::parse).collect();
-                Stand::Resting(list.ok()?)
+                MemberStatus::Reserved(list.ok()?)
             }
         };
         let mode = match mode {
@@ -59,20 +59,20 @@ impl Entry {
             "shared" => Mode::Shared,
             _ => return None,
         };
-        Some(Self { member: member.to_owned(), stand, mode, topic: TopicName::new(topic).ok()? })
+        Some(Self { member: member.to_owned(), status, mode, topic: TopicName::new(topic).ok()? })
     }
 }
 
-impl fmt::Display for Entry {
+impl fmt::Display for MemberEntry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { member, stand, mode, topic } = self;
+        let Self { member, status, mode, topic } = self;
         let mode = match mode {
             Mode::Owned => "owned",
             Mode::Shared => "shared",
         };
-        match stand {
-            Stand::Working(holder) => write!(f, "{member} {holder} {mode} {topic}"),
-            Stand::Resting(partitions) => {
+        match status {
+            MemberStatus::Active(holder) => write!(f, "{member} {holder} {mode} {topic}"),
+            MemberStatus::Reserved(partitions) => {
                 let list: Vec<String> = partitions.iter().map(Partition::to_string).collect();
                 write!(f, "{member} {{{}}} {mode} {topic}", list.join(","))
             }
@@ -80,56 +80,62 @@ impl fmt::Display for Entry {
     }
 }
 
-/// What one look at a group saw.
+/// The members and leases of a group as read by one poll.
 #[derive(Debug)]
-pub(crate) struct View {
-    /// Every entry we understand, by topic, with whether its member lives.
-    topics: HashMap<TopicName, Vec<(Entry, Life)>>,
-    /// The leases that were asked for; absent if they were not.
+pub(crate) struct GroupSnapshot {
+    /// All parsed entries by topic.
+    topics: HashMap<TopicName, Vec<(MemberEntry, Liveness)>>,
+    /// The requested leases. A name that is absent was not requested.
     pub(super) leases: HashMap<LeaseName, Option<LeaseInfo>>,
-    /// When the answers were here: what remained of a lease is counted from then.
+    /// When the replies arrived; the remaining times of the leases count from here.
     pub(super) seen_at: Instant,
 }
 
-/// Whether a member lives.
+/// Whether a member is alive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Life {
-    /// For at least this long, if nothing renews it.
+pub(crate) enum Liveness {
+    /// Its lease is held for this long unless renewed.
     Alive(Duration),
-    /// No longer.
+    /// Its lease has expired or was released.
     Dead,
 }
 
-impl View {
-    /// Looks at the members of a group, and at these leases of partitions: two round trips.
-    pub(crate) async fn look(
+impl GroupSnapshot {
+    /// Reads the members of a group and these partition leases, in two round trips.
+    pub(crate) async fn read(
         backend: &dyn Backend,
         group: &GroupName,
         leases: Vec<LeaseName>,
     ) -> Result<Self> {
         let texts = backend.set_members(&keys::members(group)).await?;
-        let entries: Vec<Entry> = texts.iter().filter_map(|text| Entry::parse(text)).collect();
-        // A member has an entry for each of its topics, and one lease, or two.
-        let mut signs: BTreeMap<(&str, bool), LeaseName> = BTreeMap::new();
+        let entries: Vec<MemberEntry> =
+            texts.iter().filter_map(|text| MemberEntry::parse(text)).collect();
+        // A member has one entry per topic, but only one liveness lease and at most one reservation lease.
+        let mut liveness_leases: BTreeMap<(&str, bool), LeaseName> = BTreeMap::new();
         for entry in &entries {
-            signs.entry(sign_key(entry)).or_insert_with(|| sign(group, entry));
+            liveness_leases
+                .entry(liveness_key(entry))
+                .or_insert_with(|| liveness_lease(group, entry));
         }
         let mut names = leases;
-        names.extend(signs.values().cloned());
+        names.extend(liveness_leases.values().cloned());
         let mut found = Vec::with_capacity(names.len());
         for part in names.chunks(LEASES_MAX) {
             found.extend(backend.leases(part).await?);
         }
         let leases: HashMap<LeaseName, Option<LeaseInfo>> = names.into_iter().zip(found).collect();
         let seen_at = Instant::now();
-        let life = |entry: &Entry| match (&entry.stand, &leases[&signs[&sign_key(entry)]]) {
-            (Stand::Working(holder), Some(info)) if info.holder != *holder => Life::Dead,
-            (_, Some(info)) => Life::Alive(info.remaining),
-            (_, None) => Life::Dead,
+        let life = |entry: &MemberEntry| match (
+            &entry.status,
+            &leases[&liveness_leases[&liveness_key(entry)]],
+        ) {
+            (MemberStatus::Active(holder), Some(info)) if info.holder != *holder => Liveness::Dead,
+            (_, Some(info)) => Liveness::Alive(info.remaining),
+            (_, None) => Liveness::Dead,
         };
-        let lives: Vec<Life> = entries.iter().map(life).collect();
-        drop(signs);
-        let mut topics: HashMap<TopicName, Vec<(Entry, Life)>> = HashMap::new();
+        let lives: Vec<Liveness> = entries.iter().map(life).collect();
+        drop(liveness_leases);
+        let mut topics: HashMap<TopicName, Vec<(MemberEntry, Liveness)>> = HashMap::new();
         for (entry, life) in entries.into_iter().zip(lives) {
             topics.entry(entry.topic.clone()).or_default().push((entry, life));
         }
@@ -137,61 +143,64 @@ impl View {
     }
 
     /// All entries of a topic.
-    pub(crate) fn of(&self, topic: &TopicName) -> &[(Entry, Life)] {
+    pub(crate) fn entries_for(&self, topic: &TopicName) -> &[(MemberEntry, Liveness)] {
         self.topics.get(topic).map_or(&[], Vec::as_slice)
     }
 
-    fn entries(&self) -> impl Iterator<Item = &(Entry, Life)> {
+    fn entries(&self) -> impl Iterator<Item = &(MemberEntry, Liveness)> {
         self.topics.values().flatten()
     }
 
-    /// The entries of members of a topic that live.
-    pub(super) fn alive(&self, topic: &TopicName) -> impl Iterator<Item = &Entry> {
-        self.of(topic).iter().filter(|(_, life)| *life != Life::Dead).map(|(entry, _)| entry)
+    /// Entries of live members of a topic.
+    pub(super) fn alive(&self, topic: &TopicName) -> impl Iterator<Item = &MemberEntry> {
+        self.entries_for(topic)
+            .iter()
+            .filter(|(_, life)| *life != Liveness::Dead)
+            .map(|(entry, _)| entry)
     }
 
-    /// The entries of members that are gone.
-    pub(super) fn dead(&self) -> impl Iterator<Item = &Entry> {
-        self.entries().filter(|(_, life)| *life == Life::Dead).map(|(entry, _)| entry)
+    /// Entries of dead members.
+    pub(super) fn dead(&self) -> impl Iterator<Item = &MemberEntry> {
+        self.entries().filter(|(_, life)| *life == Liveness::Dead).map(|(entry, _)| entry)
     }
 
-    /// How soon the first lease of another member ends, if nothing renews it.
-    pub(super) fn next_end(&self, me: &str) -> Option<Duration> {
+    /// Remaining time of the first lease of another member to expire.
+    pub(super) fn next_expiry(&self, me: &str) -> Option<Duration> {
         let ends = self.entries().filter_map(|(entry, life)| match life {
-            Life::Alive(remaining) if entry.member != me => Some(*remaining),
+            Liveness::Alive(remaining) if entry.member != me => Some(*remaining),
             _ => None,
         });
         ends.min()
     }
 
-    /// A member that lives and shares this topic in another way than `mode`.
-    pub(super) fn disagrees(&self, topic: &TopicName, mode: Mode) -> Option<&Entry> {
+    /// A live member that consumes this topic in another mode.
+    pub(super) fn conflicting_mode(&self, topic: &TopicName, mode: Mode) -> Option<&MemberEntry> {
         self.alive(topic).find(|entry| entry.mode != mode)
     }
 
-    /// The consumers of all members that live.
+    /// Consumers of all live members.
     pub(super) fn consumers(&self) -> BTreeSet<ConsumerName> {
-        let alive = self.entries().filter(|(_, life)| *life != Life::Dead);
+        let alive = self.entries().filter(|(_, life)| *life != Liveness::Dead);
         let holders: BTreeSet<&HolderName> = alive
-            .filter_map(|(entry, _)| match &entry.stand {
-                Stand::Working(holder) => Some(holder),
-                Stand::Resting(_) => None,
+            .filter_map(|(entry, _)| match &entry.status {
+                MemberStatus::Active(holder) => Some(holder),
+                MemberStatus::Reserved(_) => None,
             })
             .collect();
         holders.into_iter().map(keys::consumer).collect()
     }
 }
 
-/// What tells the leases of members apart.
-fn sign_key(entry: &Entry) -> (&str, bool) {
-    (&entry.member, matches!(entry.stand, Stand::Resting(_)))
+/// Identifies the lease behind an entry.
+fn liveness_key(entry: &MemberEntry) -> (&str, bool) {
+    (&entry.member, matches!(entry.status, MemberStatus::Reserved(_)))
 }
 
-/// The lease that shows that what an entry says still holds.
-fn sign(group: &GroupName, entry: &Entry) -> LeaseName {
-    match entry.stand {
-        Stand::Working(_) => keys::member(group, &entry.member),
-        Stand::Resting(_) => keys::resting(group, &entry.member),
+/// The lease that keeps an entry alive.
+fn liveness_lease(group: &GroupName, entry: &MemberEntry) -> LeaseName {
+    match entry.status {
+        MemberStatus::Active(_) => keys::member(group, &entry.member),
+        MemberStatus::Reserved(_) => keys::resting(group, &entry.member),
     }
 }
 
@@ -199,30 +208,30 @@ fn sign(group: &GroupName, entry: &Entry) -> LeaseName {
 mod tests {
     use super::*;
 
-    fn entry(stand: Stand, topic: &str) -> Entry {
+    fn entry(status: MemberStatus, topic: &str) -> MemberEntry {
         let topic = TopicName::new(topic).unwrap();
-        Entry { member: "m:1".into(), stand, mode: Mode::Owned, topic }
+        MemberEntry { member: "m:1".into(), status, mode: Mode::Owned, topic }
     }
 
     #[test]
-    fn an_entry_survives_the_registry() {
+    fn an_entry_round_trips_through_its_text() {
         let holder = HolderName::new("worker:host:1:ab").unwrap();
         for (entry, text) in [
-            (entry(Stand::Working(holder), "a b"), "m:1 worker:host:1:ab owned a b"),
-            (entry(Stand::Resting(vec![0, 2, 5]), "orders"), "m:1 {0,2,5} owned orders"),
-            (entry(Stand::Resting(vec![]), "orders"), "m:1 {} owned orders"),
+            (entry(MemberStatus::Active(holder), "a b"), "m:1 worker:host:1:ab owned a b"),
+            (entry(MemberStatus::Reserved(vec![0, 2, 5]), "orders"), "m:1 {0,2,5} owned orders"),
+            (entry(MemberStatus::Reserved(vec![]), "orders"), "m:1 {} owned orders"),
         ] {
             assert_eq!(entry.to_string(), text);
-            assert_eq!(Entry::parse(text), Some(entry));
+            assert_eq!(MemberEntry::parse(text), Some(entry));
         }
     }
 
     #[test]
-    fn what_no_program_of_ours_wrote_is_no_entry() {
+    fn malformed_entries_are_ignored() {
         for text in
             ["", "a", "a b", "a b owned", "a b owned ", "a b both t", "a {x} owned t", " b owned t"]
         {
-            assert_eq!(Entry::parse(text), None, "{text:?}");
+            assert_eq!(MemberEntry::parse(text), None, "{text:?}");
         }
     }
 }

@@ -1,33 +1,35 @@
-//! Groups: which members live, and who owns which partition.
+//! Group coordination: which members are alive, and which member owns which partition.
 //!
-//! A process is in a group once, whatever number of topics it subscribes to: one session, with one lease that shows that
-//! it lives. Its members look at each other and at the leases of partitions, each computes the same assignment from
-//! what it sees, takes what is its own and free, and gives up what is another's. Leases decide; what was seen too early
-//! or too late only makes a hand-over begin a moment later.
+//! A process joins a group once, whatever number of topics it subscribes to: one session, with one liveness lease. Each
+//! member reads the member list and the partition leases and computes the same assignment from them. It acquires the
+//! free partitions assigned to it and revokes those assigned to others. The leases decide ownership; a stale snapshot
+//! only delays a hand-over.
 //!
-//! Upstream: `consumer` joins with a [`Workplace`](seam::Workplace). Downstream: leases and registry of the backend.
-//! Promises: one owner per partition and epoch; `lost` before a lease can expire; a name that lost a lease is never used
-//! again. The file list is the flow: `coordinator` starts a `session` per group, which enters, stays (`stay`) and looks
-//! (`members`), plans (`placement`, `assign`) and does it (`steps`).
+//! Upstream: `consumer` joins with a [`RebalanceListener`](rebalance_listener::RebalanceListener). Downstream: leases
+//! and registry of the backend.
+//! Promises: one owner per partition and epoch; `on_lost` runs before a lease can expire; a consumer name that lost a
+//! lease is never reused. Flow: `coordinator` starts a `session` per group. The session joins and runs the `membership`
+//! loop, which polls the group (`members`), plans (`subscription_state`, `assign`) and acts (`group_ops`).
 
 // In dependency order: each module uses only those above it.
-pub(crate) mod seam;
+pub(crate) mod rebalance_listener;
 
 mod assign;
 mod identity;
 mod members;
-mod placement;
-mod steps;
+mod subscription_state;
 
-mod stay;
+mod group_ops;
+
+mod membership;
 
 mod session;
 
 pub(crate) mod coordinator;
 
 pub(crate) use coordinator::Coordinator;
-pub(crate) use members::{Life, Stand, View};
-pub(crate) use steps::ring;
+pub(crate) use group_ops::notify_watchers;
+pub(crate) use members::{GroupSnapshot, Liveness, MemberStatus};
 
 #[cfg(test)]
 mod tests;

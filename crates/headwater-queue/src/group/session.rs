@@ -1,8 +1,8 @@
 //! A session: this process in one group, from its first subscription to its last.
 //!
-//! Upstream: `coordinator` sends it commands. Downstream: `stay`, while it is a member.
-//! Promises: it never blocks on the backend or on a subscription, so leases are renewed whatever else takes long; when
-//! it is no longer trusted it tells its subscriptions at once, and enters again under a new name.
+//! Upstream: `coordinator` sends it commands. Downstream: `membership`, while it is a member.
+//! Promises: it never blocks on the backend or on a listener, so slow calls do not delay lease renewal. When its
+//! lease is no longer trusted it evicts its subscriptions immediately and rejoins under a new name.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -15,249 +15,264 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::warn;
 
+use super::group_ops::{self, JoinResult};
 use super::identity;
-use super::placement::{Answer, Me, Placement};
-use super::seam::Joining;
-use super::stay::{End, Stay};
-use super::steps::{self, Entering};
+use super::membership::{MembershipEnd, MembershipLoop};
+use super::rebalance_listener::JoinRequest;
+use super::subscription_state::{GroupMemberIdentity, GroupSubscription, JoinReply};
 use crate::config::QueueConfig;
 use crate::error::{QueueError, Result};
 use crate::keys;
 use crate::topic::TopicName;
 
-/// What a subscription asks of its session.
-pub(super) enum Command {
-    /// Take part. The answer comes when others know of it.
-    Join { serial: u64, joining: Joining, answer: Answer },
-    /// Hand everything over and take part no more.
-    Leave { topic: TopicName, serial: u64, farewell: Option<oneshot::Sender<()>> },
+/// A command from a subscription to its session.
+pub(super) enum MembershipCommand {
+    /// Join the group. The reply is sent when the subscription is registered.
+    Join { serial: u64, request: JoinRequest, reply: JoinReply },
+    /// Revoke all partitions and leave. `done` is sent when other members can take over.
+    Leave { topic: TopicName, serial: u64, done: Option<oneshot::Sender<()>> },
 }
 
-/// What all parts of a session share.
-pub(super) struct Place {
+/// Shared, immutable context of a session.
+pub(super) struct GroupContext {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) config: QueueConfig,
     pub(super) group: GroupName,
-    /// The id that stays over restarts, if there is one.
+    /// Static member id, if configured.
     pub(super) member: Option<String>,
 }
 
 /// This process in one group.
-pub(super) struct Session {
-    pub(super) place: Arc<Place>,
-    pub(super) commands: mpsc::UnboundedReceiver<Command>,
+pub(super) struct GroupSession {
+    pub(super) context: Arc<GroupContext>,
+    pub(super) commands: mpsc::UnboundedReceiver<MembershipCommand>,
     pub(super) hints: broadcast::Receiver<LeaseHint>,
-    /// Where the hints come from.
-    pub(super) _ears: Arc<dyn Any + Send + Sync>,
-    pub(super) placements: HashMap<TopicName, Placement>,
-    /// Which topic a hint is about.
-    pub(super) heard: HashMap<LeaseName, Heard>,
-    /// Those who want a topic that is just being left.
-    pub(super) waiting: Vec<(u64, Joining, Answer)>,
-    /// What is done after a stay has ended and nothing depends on.
-    pub(super) tidying: JoinSet<()>,
+    /// Keeps the lease watch alive.
+    pub(super) _lease_events: Arc<dyn Any + Send + Sync>,
+    pub(super) subscriptions: HashMap<TopicName, GroupSubscription>,
+    /// Maps lease names to the topic a hint is about.
+    pub(super) event_targets: HashMap<LeaseName, LeaseEventTarget>,
+    /// Joins waiting until the previous subscription to the same topic has left.
+    pub(super) queued_joins: Vec<(u64, JoinRequest, JoinReply)>,
+    /// Best-effort cleanup after an eviction.
+    pub(super) cleanup: JoinSet<()>,
 }
 
-/// What a hint about a lease says.
+/// What a hint about a lease concerns.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Heard {
-    /// A partition of this topic may be free, or somebody may want one.
+pub(super) enum LeaseEventTarget {
+    /// The partition leases or the members of this topic changed.
     Partition(TopicName),
-    /// This topic was changed.
+    /// The meta of this topic changed.
     Topic(TopicName),
 }
 
-/// The longest wait between two tries to enter.
-const WAIT_MAX: Duration = Duration::from_secs(5);
-const WAIT_MIN: Duration = Duration::from_millis(50);
-/// A lease is gone this long after it should have ended.
-pub(super) const AFTER_END: Duration = Duration::from_millis(5);
+/// Longest and first backoff between two attempts to join.
+const RETRY_MAX: Duration = Duration::from_secs(5);
+const RETRY_MIN: Duration = Duration::from_millis(50);
+/// Added to a lease's remaining time before checking whether it has expired.
+pub(super) const EXPIRY_MARGIN: Duration = Duration::from_millis(5);
 
-impl Session {
-    /// Lives until the last subscription has left.
+impl GroupSession {
+    /// Runs until the last subscription has left.
     pub(super) async fn run(mut self) {
-        while let Some(stay) = self.enter().await {
-            let end = stay.run(&mut self).await;
-            if end == End::Departed || (self.placements.is_empty() && self.commands.is_empty()) {
+        while let Some(membership) = self.join().await {
+            let end = membership.run(&mut self).await;
+            if end == MembershipEnd::Left
+                || (self.subscriptions.is_empty() && self.commands.is_empty())
+            {
                 break;
             }
-            // Others first hear that the old name is gone; and one that is always expelled at once must not spin.
-            let _ = timeout(WAIT_MAX, self.tidying.join_next()).await;
-            sleep(WAIT_MIN).await;
+            // Lets the old membership be cleaned up first, and limits the rate of repeated evictions.
+            let _ = timeout(RETRY_MAX, self.cleanup.join_next()).await;
+            sleep(RETRY_MIN).await;
         }
-        // Whoever asks from now on finds another session.
+        // Later joins start a new session.
         self.commands.close();
         while self.commands.try_recv().is_ok() {}
-        let patience = self.place.config.lease.ttl;
-        let tidied = timeout(patience, async { while self.tidying.join_next().await.is_some() {} });
-        // What is not done by then has ended by itself.
-        let _ = tidied.await;
+        let limit = self.context.config.lease.ttl;
+        let cleaned_up =
+            timeout(limit, async { while self.cleanup.join_next().await.is_some() {} });
+        // After the TTL all leases have expired.
+        let _ = cleaned_up.await;
     }
 
-    /// Becomes a member; `None` when nobody wants to any more.
-    async fn enter(&mut self) -> Option<Stay> {
-        let mut wait = WAIT_MIN;
+    /// Acquires a membership, with retries; `None` when no subscription is left.
+    async fn join(&mut self) -> Option<MembershipLoop> {
+        let mut wait = RETRY_MIN;
         let mut warned = false;
         loop {
-            while self.placements.is_empty() {
+            while self.subscriptions.is_empty() {
                 let command = self.commands.recv().await?;
-                self.obey_outside(command);
-                if self.placements.is_empty() && self.commands.is_empty() {
+                self.handle_command_while_joining(command);
+                if self.subscriptions.is_empty() && self.commands.is_empty() {
                     return None;
                 }
             }
-            let holder = identity::new_holder(&self.place.config);
-            let member = self.place.member.clone().unwrap_or_else(|| holder.to_string());
-            let me = Me { member, holder };
-            let again_at = match self.try_enter(&me).await {
-                Ok(Entering::Entered(keeper, lease)) => {
-                    return Some(Stay::new(Arc::clone(&self.place), me, *keeper, lease));
+            let holder = identity::session_holder(&self.context.config);
+            let member = self.context.member.clone().unwrap_or_else(|| holder.to_string());
+            let me = GroupMemberIdentity { member, holder };
+            let retry_at = match self.try_acquire_membership(&me).await {
+                Ok(JoinResult::Joined(keeper, lease)) => {
+                    return Some(MembershipLoop::new(
+                        Arc::clone(&self.context),
+                        me,
+                        *keeper,
+                        lease,
+                    ));
                 }
-                Ok(Entering::Taken { by, remaining }) => {
+                Ok(JoinResult::IdTaken { by, remaining }) => {
                     if !std::mem::replace(&mut warned, true) {
-                        warn!(member = %me.member, group = %self.place.group, %by,
-                            "another process bears this member id, waiting until it is gone");
+                        warn!(member = %me.member, group = %self.context.group, %by,
+                            "another process uses this member id, waiting until it has left");
                     }
-                    // They wait for their turn; that is no reason to hold up whoever subscribes.
-                    self.answer_all(|_| Ok(()));
-                    Instant::now() + remaining.min(self.place.config.rebalance_every) + AFTER_END
+                    // Joining continues in the background; `join` must not block until the id is free.
+                    self.reply_to_all(|_| Ok(()));
+                    Instant::now()
+                        + remaining.min(self.context.config.rebalance_every)
+                        + EXPIRY_MARGIN
                 }
                 Err(error) => {
-                    warn!(group = %self.place.group, %error, "joining the group failed");
-                    self.refuse_new(error);
-                    wait = (wait * 2).min(WAIT_MAX);
+                    warn!(group = %self.context.group, %error, "joining the group failed");
+                    self.fail_new(error);
+                    wait = (wait * 2).min(RETRY_MAX);
                     Instant::now() + wait
                 }
             };
-            self.wait_outside(again_at, &keys::member(&self.place.group, &me.member)).await;
+            self.wait_to_retry(retry_at, &keys::member(&self.context.group, &me.member)).await;
         }
     }
 
-    /// Tries to take the member's lease; commands are obeyed meanwhile.
-    async fn try_enter(&mut self, me: &Me) -> Result<Entering> {
-        let place = Arc::clone(&self.place);
-        let entering =
-            steps::enter(Arc::clone(&place.backend), &place.group, me, place.config.lease);
-        tokio::pin!(entering);
+    /// Makes one attempt to acquire the liveness lease, and handles commands meanwhile.
+    async fn try_acquire_membership(&mut self, me: &GroupMemberIdentity) -> Result<JoinResult> {
+        let context = Arc::clone(&self.context);
+        let acquiring = group_ops::acquire_membership(
+            Arc::clone(&context.backend),
+            &context.group,
+            me,
+            context.config.lease,
+        );
+        tokio::pin!(acquiring);
         loop {
-            // Not dropped half way: a lease that was taken without our knowledge would stand in our own way.
+            // The acquire is not cancelled: a lease acquired without our knowledge would block our next attempt.
             tokio::select! {
-                entered = &mut entering => return entered,
-                Some(command) = self.commands.recv() => self.obey_outside(command),
+                result = &mut acquiring => return result,
+                Some(command) = self.commands.recv() => self.handle_command_while_joining(command),
             }
         }
     }
 
-    /// Waits for the next try: until `again_at`, or until the lease in our way becomes free.
-    async fn wait_outside(&mut self, again_at: Instant, lease: &LeaseName) {
+    /// Waits until `retry_at`, or until `lease` may be free.
+    async fn wait_to_retry(&mut self, retry_at: Instant, lease: &LeaseName) {
         loop {
             tokio::select! {
-                () = sleep_until(again_at) => return,
+                () = sleep_until(retry_at) => return,
                 Some(command) = self.commands.recv() => {
-                    self.obey_outside(command);
-                    if self.placements.is_empty() {
+                    self.handle_command_while_joining(command);
+                    if self.subscriptions.is_empty() {
                         return;
                     }
                 }
                 hint = self.hints.recv() => match hint {
                     Ok(hint) if hint.lease.as_ref().is_some_and(|about| about != lease) => {}
-                    // Or hints were missed, and it may be.
+                    // About this lease, or hints were missed.
                     Ok(_) | Err(_) => return,
                 }
             }
         }
     }
 
-    fn obey_outside(&mut self, command: Command) {
+    fn handle_command_while_joining(&mut self, command: MembershipCommand) {
         match command {
-            Command::Join { serial, joining, answer } => self.add(serial, joining, answer),
-            Command::Leave { topic, serial, farewell } => {
-                self.wait_no_more(serial);
-                let is_it = |placement: &Placement| placement.serial == serial;
-                if self.placements.get(&topic).is_some_and(is_it) {
-                    self.take_out(&topic);
+            MembershipCommand::Join { serial, request, reply } => self.add(serial, request, reply),
+            MembershipCommand::Leave { topic, serial, done } => {
+                self.cancel_queued_join(serial);
+                let is_same = |subscription: &GroupSubscription| subscription.serial == serial;
+                if self.subscriptions.get(&topic).is_some_and(is_same) {
+                    self.remove(&topic);
                 }
-                // Whoever asked may be gone; then there is nobody to tell.
-                let _ = farewell.map(|farewell| farewell.send(()));
+                // The caller may be gone.
+                let _ = done.map(|done| done.send(()));
             }
         }
     }
 
-    /// Adds a subscription that others do not know of yet. One at a time for each topic.
-    pub(super) fn add(&mut self, serial: u64, joining: Joining, answer: Answer) {
-        use super::placement::Standing::{Leaving, Parting};
-        match self.placements.get(&joining.topic.name) {
+    /// Adds a subscription, unregistered. At most one per topic; one that follows a leaving one is queued.
+    pub(super) fn add(&mut self, serial: u64, request: JoinRequest, reply: JoinReply) {
+        use super::subscription_state::SubscriptionState::{Deregistering, Draining};
+        match self.subscriptions.get(&request.topic.name) {
             None => {
-                let name = joining.topic.name.clone();
-                self.placements.insert(name.clone(), Placement::new(serial, joining, answer));
-                self.listen_for(&name);
+                let name = request.topic.name.clone();
+                self.subscriptions
+                    .insert(name.clone(), GroupSubscription::new(serial, request, reply));
+                self.watch_topic(&name);
             }
-            Some(placement) if matches!(placement.standing, Leaving | Parting) => {
-                self.waiting.push((serial, joining, answer));
+            Some(subscription) if matches!(subscription.state, Draining | Deregistering) => {
+                self.queued_joins.push((serial, request, reply));
             }
             Some(_) => {
                 let problem = format!(
-                    "this queue consumes topic `{}` in group `{}` already; raise `concurrency`, or make another \
+                    "this queue already consumes topic `{}` in group `{}`; raise `concurrency`, or create another \
                      `Queue` for another consumer",
-                    joining.topic.name, joining.group
+                    request.topic.name, request.group
                 );
-                // Whoever asked may be gone; then there is nobody to tell.
-                let _ = answer.send(Err(QueueError::invalid("a second subscription", problem)));
+                // The caller may be gone.
+                let _ = reply.send(Err(QueueError::invalid("a second subscription", problem)));
             }
         }
     }
 
-    /// One that was dropped before its turn came.
-    pub(super) fn wait_no_more(&mut self, serial: u64) {
-        self.waiting.retain(|(waiting, ..)| *waiting != serial);
+    /// Removes a queued join whose subscription was dropped.
+    pub(super) fn cancel_queued_join(&mut self, serial: u64) {
+        self.queued_joins.retain(|(queued, ..)| *queued != serial);
     }
 
-    /// Removes a subscription; those who waited for its topic come next.
-    pub(super) fn take_out(&mut self, topic: &TopicName) -> Option<Placement> {
-        let placement = self.placements.remove(topic)?;
-        self.heard.remove(&keys::topic_bell(topic));
-        self.heard.remove(&keys::join_bell(&self.place.group, topic));
-        placement.leases.iter().for_each(|lease| drop(self.heard.remove(lease)));
-        let (next, later) = std::mem::take(&mut self.waiting)
+    /// Removes a subscription and adds a queued join for the same topic.
+    pub(super) fn remove(&mut self, topic: &TopicName) -> Option<GroupSubscription> {
+        let subscription = self.subscriptions.remove(topic)?;
+        self.event_targets.remove(&keys::topic_bell(topic));
+        self.event_targets.remove(&keys::join_bell(&self.context.group, topic));
+        subscription.leases.iter().for_each(|lease| drop(self.event_targets.remove(lease)));
+        let (next, later) = std::mem::take(&mut self.queued_joins)
             .into_iter()
-            .partition(|(_, joining, _)| joining.topic.name == *topic);
-        self.waiting = later;
-        for (serial, joining, answer) in next {
-            self.add(serial, joining, answer);
+            .partition(|(_, request, _)| request.topic.name == *topic);
+        self.queued_joins = later;
+        for (serial, request, reply) in next {
+            self.add(serial, request, reply);
         }
-        Some(placement)
+        Some(subscription)
     }
 
-    /// Notes which hints are about a topic, after its leases were named anew.
-    pub(super) fn listen_for(&mut self, topic: &TopicName) {
-        let Some(placement) = self.placements.get(topic) else { return };
-        self.heard.insert(keys::topic_bell(topic), Heard::Topic(topic.clone()));
-        let bell = keys::join_bell(&self.place.group, topic);
-        self.heard.insert(bell, Heard::Partition(topic.clone()));
-        for lease in &placement.leases {
-            self.heard.insert(lease.clone(), Heard::Partition(topic.clone()));
+    /// Maps the lease names of a topic to it, after they changed.
+    pub(super) fn watch_topic(&mut self, topic: &TopicName) {
+        let Some(subscription) = self.subscriptions.get(topic) else { return };
+        self.event_targets.insert(keys::topic_bell(topic), LeaseEventTarget::Topic(topic.clone()));
+        let join = keys::join_bell(&self.context.group, topic);
+        self.event_targets.insert(join, LeaseEventTarget::Partition(topic.clone()));
+        for lease in &subscription.leases {
+            self.event_targets.insert(lease.clone(), LeaseEventTarget::Partition(topic.clone()));
         }
     }
 
-    fn answer_all(&mut self, answer: impl Fn(&Placement) -> Result<()>) {
-        for placement in self.placements.values_mut() {
-            if let Some(waiting) = placement.answer.take() {
-                let _ = waiting.send(answer(placement));
+    fn reply_to_all(&mut self, result: impl Fn(&GroupSubscription) -> Result<()>) {
+        for subscription in self.subscriptions.values_mut() {
+            if let Some(caller) = subscription.reply.take() {
+                let _ = caller.send(result(subscription));
             }
         }
     }
 
-    /// Those who just subscribe are told of the failure; those who were members before try again.
-    fn refuse_new(&mut self, error: QueueError) {
+    /// Fails new joins with the error; subscriptions that were members before keep retrying.
+    fn fail_new(&mut self, error: QueueError) {
         let text = error.to_string();
         let mut error = Some(error);
-        let is_new = |placement: &&Placement| placement.answer.is_some();
+        let is_new = |subscription: &&GroupSubscription| subscription.reply.is_some();
         let new: Vec<TopicName> =
-            self.placements.values().filter(is_new).map(|new| new.topic.name.clone()).collect();
+            self.subscriptions.values().filter(is_new).map(|new| new.topic.name.clone()).collect();
         for topic in new {
-            let answer = self.take_out(&topic).and_then(|placement| placement.answer);
+            let reply = self.remove(&topic).and_then(|subscription| subscription.reply);
             let again = || StreamError::Unavailable { problem: text.clone(), source: None }.into();
-            answer.map(|answer| answer.send(Err(error.take().unwrap_or_else(again))));
+            reply.map(|reply| reply.send(Err(error.take().unwrap_or_else(again))));
         }
     }
 }

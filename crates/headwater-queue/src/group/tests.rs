@@ -1,7 +1,7 @@
-//! How members share topics, on every backend: with workplaces that only write down what they are told.
+//! How members share topics, on every backend: with listeners that record their calls.
 
 #[macro_use]
-mod place;
+mod fixture;
 
 mod leaving;
 mod many;

@@ -1,4 +1,4 @@
-//! Groups in numbers: how far they are, what they have in hand, who works for them.
+//! Group statistics: pending messages, lag, consumers, members and partition owners.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -8,11 +8,11 @@ use headwater_stream::{EntryId, LeaseInfo, LeaseName, StreamStats};
 use super::Inspector;
 use crate::config::Mode;
 use crate::error::{QueueError, Result};
-use crate::group::{Life, Stand, View};
+use crate::group::{GroupSnapshot, Liveness, MemberStatus};
 use crate::keys;
 use crate::topic::{GroupName, Partition, Topic, group_name};
 
-/// A group on a topic in numbers.
+/// Statistics of a group on a topic.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupView {
     /// The topic.
@@ -23,15 +23,15 @@ pub struct GroupView {
     pub pending: u64,
     /// Messages not delivered yet; `None` if the server cannot tell for some partition.
     pub lag: Option<u64>,
-    /// Those who read for it, over all partitions, sorted by name. Old ones stay until somebody removes them.
+    /// Its consumers over all partitions, sorted by name. Old ones remain listed until they are removed.
     pub consumers: Vec<ConsumerView>,
-    /// Processes that announced themselves as members for this topic, sorted by name.
+    /// Registered members for this topic, sorted by name.
     pub members: Vec<MemberView>,
     /// Partition by partition, by number.
     pub partitions: Vec<GroupPartitionView>,
 }
 
-/// A group on one partition.
+/// Statistics of a group on one partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupPartitionView {
     /// The partition.
@@ -40,57 +40,57 @@ pub struct GroupPartitionView {
     pub pending: u64,
     /// Messages not delivered yet; `None` where the server cannot tell.
     pub lag: Option<u64>,
-    /// The newest message delivered; `None` if the group has not begun here.
+    /// The last delivered message; `None` if the group does not exist on this partition.
     pub last_delivered: Option<EntryId>,
-    /// The newest message there is.
+    /// The newest message of the partition.
     pub last_id: Option<EntryId>,
-    /// Who owns it; `None` for a partition that is free, or shared.
+    /// The owner; `None` if the partition is free or shared.
     pub owner: Option<OwnerView>,
 }
 
 /// The owner of a partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OwnerView {
-    /// Its name: that of a consumer.
+    /// Its consumer name.
     pub holder: String,
-    /// Its epoch; 0 for a program that knows no epochs.
+    /// Its epoch; 0 for a program that does not use epochs.
     pub epoch: u64,
-    /// How long ago it renewed its lease, if it keeps leases as long as this process does.
+    /// Time since it renewed its lease, assuming the lease TTL of this process.
     pub heartbeat_age: Duration,
-    /// How long its lease lives on without a renewal.
+    /// Time until its lease expires without a renewal.
     pub remaining: Duration,
 }
 
-/// One who reads for a group.
+/// A consumer of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConsumerView {
     /// Its name.
     pub name: String,
-    /// Messages it has in hand.
+    /// Messages pending for it.
     pub pending: u64,
-    /// How long ago it last did anything, on any partition.
+    /// Time since its last activity on any partition.
     pub idle: Duration,
-    /// On how many partitions it is known.
+    /// Number of partitions that list it.
     pub partitions: u16,
 }
 
-/// A process that announced itself as a member.
+/// A registered member of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemberView {
-    /// The name of the member.
+    /// The member id.
     pub member: String,
-    /// The name it reads under; `None` for one that stopped and will be back.
+    /// Its consumer name; `None` for a stopped static member.
     pub consumer: Option<String>,
-    /// How it shares partitions with others.
+    /// Its consumption mode.
     pub mode: Mode,
-    /// Partitions that are kept for it until it is back.
-    pub kept_for_it: Vec<Partition>,
-    /// How long ago it showed that it lives, or stopped; `None` if its time ran out.
+    /// Partitions reserved for a stopped static member.
+    pub reserved: Vec<Partition>,
+    /// Time since its last heartbeat, or since it stopped; `None` if its lease has expired.
     pub heartbeat_age: Option<Duration>,
 }
 
 impl Inspector {
-    /// A group of a topic in numbers.
+    /// Statistics of one group of a topic.
     pub async fn group(&self, topic: &str, group: &str) -> Result<GroupView> {
         let group = group_name(group)?;
         let topic = self.queue.existing_topic(topic).await?;
@@ -101,7 +101,7 @@ impl Inspector {
         self.view(&topic, &group, &stats).await
     }
 
-    /// All groups of a topic in numbers, sorted by name.
+    /// Statistics of all groups of a topic, sorted by name.
     pub async fn groups(&self, topic: &str) -> Result<Vec<GroupView>> {
         let topic = self.queue.existing_topic(topic).await?;
         let stats = self.queue.partition_stats(&topic).await?;
@@ -148,31 +148,31 @@ impl Inspector {
         Ok(leases.into_iter().map(|lease| lease.map(owner)).collect())
     }
 
-    /// The members of a group that work on this topic, those that died since included.
+    /// The registered members of a group for this topic, including dead ones.
     pub(crate) async fn members(
         &self,
         topic: &Topic,
         group: &GroupName,
     ) -> Result<Vec<MemberView>> {
         let backend = &*self.queue.inner.backend;
-        let seen = View::look(backend, group, Vec::new()).await?;
+        let seen = GroupSnapshot::read(backend, group, Vec::new()).await?;
         let mut members: Vec<MemberView> = seen
-            .of(&topic.name)
+            .entries_for(&topic.name)
             .iter()
             .cloned()
             .map(|(entry, life)| {
-                let (consumer, kept_for_it) = match entry.stand {
-                    Stand::Working(holder) => (Some(holder.to_string()), Vec::new()),
-                    Stand::Resting(partitions) => (None, partitions),
+                let (consumer, reserved) = match entry.status {
+                    MemberStatus::Active(holder) => (Some(holder.to_string()), Vec::new()),
+                    MemberStatus::Reserved(partitions) => (None, partitions),
                 };
                 MemberView {
                     member: entry.member,
                     consumer,
                     mode: entry.mode,
-                    kept_for_it,
+                    reserved,
                     heartbeat_age: match life {
-                        Life::Alive(remaining) => Some(self.age(remaining)),
-                        Life::Dead => None,
+                        Liveness::Alive(remaining) => Some(self.age(remaining)),
+                        Liveness::Dead => None,
                     },
                 }
             })
@@ -181,7 +181,7 @@ impl Inspector {
         Ok(members)
     }
 
-    /// How long ago a lease was renewed that lives on so long.
+    /// Time since a lease with this remaining time was renewed.
     fn age(&self, remaining: Duration) -> Duration {
         self.queue.inner.config.lease.ttl.saturating_sub(remaining)
     }
@@ -207,7 +207,7 @@ fn partition_view(
     GroupPartitionView {
         partition,
         pending: found.map_or(0, |group| group.pending),
-        // Where the group has not begun, everything is still to come.
+        // Where the group does not exist, no message was delivered.
         lag: match (found, stats) {
             (Some(group), _) => group.lag,
             (None, Some(stats)) => Some(stats.length),

@@ -1,44 +1,44 @@
-//! Messages of all partitions in one list, by time, in both directions.
+//! Lists messages of all partitions by time, in both directions.
 
 use std::sync::Arc;
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{Delivery, Direction, Entry, EntryId, Fields, Range};
 
-use super::{Inspector, partitions_of};
+use super::{Inspector, select_partitions};
 use crate::error::{QueueError, Result};
 use crate::keys;
-use crate::merge::{Merge, Span};
+use crate::merge_pages::{IdRange, PageMerge};
 use crate::message::{Malformed, Message};
-use crate::page::{PAGE_DEFAULT, Page, Question, check_limit};
+use crate::pagination::{CursorScope, PAGE_DEFAULT, Page, check_limit};
 use crate::topic::{Partition, TopicName};
 
-/// Messages of one partition that are fetched at once. They may be large.
+/// Messages of one partition per fetch; they may be large.
 const FETCH_MAX: usize = 16;
 
-/// Where a range begins or ends; it is part of the range.
+/// An inclusive bound of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// At this entry.
+    /// An entry id.
     Id(EntryId),
-    /// At this time, to the millisecond.
+    /// A time, to the millisecond.
     Time(Timestamp),
 }
 
-/// Which messages to list.
+/// A query for a page of messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MessageQuery {
-    /// The oldest. Default: the first there is.
+    /// Lower bound. Default: the oldest message.
     pub from: Option<Bound>,
-    /// The newest. Default: the last there is.
+    /// Upper bound. Default: the newest message.
     pub to: Option<Bound>,
-    /// Which end comes first. Default: the oldest.
+    /// The order. Default: oldest first.
     pub direction: Direction,
     /// Only those of this partition.
     pub partition: Option<Partition>,
-    /// At most this many on a page. Default: 100, limit: 1000. A page of large messages has fewer.
+    /// Page size. Default: 100, limit: 1000. A page of large messages has fewer.
     pub limit: usize,
-    /// `next` of the page before.
+    /// `next` of the previous page.
     pub cursor: Option<String>,
 }
 
@@ -55,18 +55,18 @@ impl Default for MessageQuery {
     }
 }
 
-/// A message as it lies in its partition, whoever has handled it or not.
+/// A message as stored in its partition, handled or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredMessage {
     /// Its partition.
     pub partition: Partition,
-    /// Its entry.
+    /// Its entry id.
     pub id: EntryId,
-    /// When it was stored there.
+    /// When it was stored.
     pub stored_at: Timestamp,
-    /// The message, or why the entry is none. It was read for nobody, so its `deliveries` are 0.
+    /// The message, or why the entry is malformed. Its `deliveries` is 0, because it was not read by a group.
     pub message: std::result::Result<Message, Malformed>,
-    /// All fields of the entry as they are.
+    /// All fields of the entry, unchanged.
     pub fields: Fields,
 }
 
@@ -85,7 +85,7 @@ impl StoredMessage {
 }
 
 impl Inspector {
-    /// One message, if it is still there.
+    /// One message; `None` if it does not exist.
     pub async fn message(
         &self,
         topic: &str,
@@ -93,49 +93,49 @@ impl Inspector {
         id: EntryId,
     ) -> Result<Option<StoredMessage>> {
         let topic = self.queue.existing_topic(topic).await?;
-        partitions_of(&topic, Some(partition))?;
+        select_partitions(&topic, Some(partition))?;
         let range = Range { from: id, to: id, ..Range::first(1) };
         let stream = keys::stream(&topic, partition);
         let found = self.queue.inner.backend.range(&stream, range).await?.into_iter().next();
         Ok(found.map(|entry| StoredMessage::read(&topic.name, partition, entry)))
     }
 
-    /// Messages in the order they were stored, over all partitions.
+    /// A page of messages in storage order, over all partitions.
     pub async fn messages(&self, topic: &str, query: &MessageQuery) -> Result<Page<StoredMessage>> {
         check_limit(query.limit)?;
-        let span = span(query)?;
+        let range = range(query)?;
         let topic = self.queue.existing_topic(topic).await?;
-        let partitions = partitions_of(&topic, query.partition)?;
-        let asked = format!("{span:?} {:?} {:?}", query.direction, query.partition);
-        let question = Question::new("messages", &[topic.name.as_str(), &asked]);
-        let merge = Merge {
-            span,
+        let partitions = select_partitions(&topic, query.partition)?;
+        let asked = format!("{range:?} {:?} {:?}", query.direction, query.partition);
+        let scope = CursorScope::new("messages", &[topic.name.as_str(), &asked]);
+        let merge = PageMerge {
+            range,
             direction: query.direction,
-            after: question.place(query.cursor.as_deref())?,
+            after: scope.position(query.cursor.as_deref())?,
             limit: query.limit,
             fetch_max: FETCH_MAX,
         };
-        let fetch = |partition: Partition, span: Span, count: usize| {
+        let fetch = |partition: Partition, range: IdRange, count: usize| {
             let backend = Arc::clone(&self.queue.inner.backend);
             let stream = keys::stream(&topic, partition);
             let direction = query.direction;
             async move {
-                let range = Range { from: span.from, to: span.to, direction, count };
+                let range = Range { from: range.from, to: range.to, direction, count };
                 let entries = backend.range(&stream, range).await?;
                 Ok(entries.into_iter().map(|entry| (entry.id, entry)).collect())
             }
         };
         let merged = merge.run(partitions, fetch, |entry: &Entry| entry.fields.bytes()).await?;
-        let last = merged.items.last().map(|(place, _)| *place).filter(|_| merged.has_more);
+        let last = merged.items.last().map(|(position, _)| *position).filter(|_| merged.has_more);
         let read = |((_, partition), entry)| StoredMessage::read(&topic.name, partition, entry);
         Ok(Page {
             items: merged.items.into_iter().map(read).collect(),
-            next: last.map(|place| question.cursor(place)),
+            next: last.map(|position| scope.cursor(position)),
         })
     }
 }
 
-fn span(query: &MessageQuery) -> Result<Span> {
+fn range(query: &MessageQuery) -> Result<IdRange> {
     let from = match query.from {
         None => EntryId::MIN,
         Some(Bound::Id(id)) => id,
@@ -147,8 +147,8 @@ fn span(query: &MessageQuery) -> Result<Span> {
         Some(Bound::Time(at)) => EntryId::new(at.as_millis(), u64::MAX),
     };
     if from > to {
-        let problem = format!("it begins at {from}, after its end {to}; swap them");
+        let problem = format!("its start {from} is after its end {to}; swap them");
         return Err(QueueError::invalid("a range", problem));
     }
-    Ok(Span { from, to })
+    Ok(IdRange { from, to })
 }

@@ -1,8 +1,8 @@
-//! Inspection: what there is in topics and groups, for people and the programs they look through.
+//! Inspection: read-only statistics and listings of topics and groups.
 //!
 //! Upstream: command line, HTTP interface, dashboards. Downstream: the backend, which is only read.
-//! Promises: nothing is changed; every listing is paged and bounded; what does not exist is an error that says so.
-//! Views of several partitions are not one moment: each partition is looked at a little before the next.
+//! Promises: nothing is changed; every listing is paged and bounded; a missing topic or group is an error.
+//! Partitions are read one after another: a view of several partitions is not a consistent snapshot.
 
 mod groups;
 mod messages;
@@ -24,22 +24,22 @@ pub use messages::{Bound, MessageQuery, StoredMessage};
 pub use pending::{PendingFilter, PendingView};
 pub use topics::{PartitionView, TopicView};
 
-/// Partitions that are looked at at once.
-const LOOKED_AT_ONCE: usize = 16;
+/// Partitions read concurrently.
+const CONCURRENT_STATS: usize = 16;
 
-/// Looks at topics and groups without changing them.
+/// Inspects topics and groups without changing them.
 #[derive(Clone, Debug)]
 pub struct Inspector {
     queue: Queue,
 }
 
 impl Queue {
-    /// Looks at topics and groups.
+    /// Inspects topics and groups.
     pub fn inspect(&self) -> Inspector {
         Inspector { queue: self.clone() }
     }
 
-    /// A topic as it is now; an error if nobody created it and there is nothing under its name either.
+    /// Reads a topic; fails with [`QueueError::NoTopic`] if it was not created and nothing is stored under its name.
     pub(crate) async fn existing_topic(&self, name: &str) -> Result<Arc<Topic>> {
         let topic = self.read_topic(&TopicName::new(name)?).await?;
         if !topic.layout.is_plain() {
@@ -52,7 +52,7 @@ impl Queue {
         if exists { Ok(topic) } else { Err(QueueError::NoTopic { topic: name.to_owned() }) }
     }
 
-    /// What there is to know of each partition's stream, by partition; `None` for one that nothing was sent to.
+    /// Statistics of each partition's stream, by partition number; `None` for one without a stream.
     pub(crate) async fn partition_stats(&self, topic: &Topic) -> Result<Vec<Option<StreamStats>>> {
         let streams: Vec<_> = (0..topic.partitions).map(|p| keys::stream(topic, p)).collect();
         let backend = &self.inner.backend;
@@ -60,12 +60,12 @@ impl Queue {
             let backend = Arc::clone(backend);
             async move { backend.stats(&name).await }
         });
-        Ok(stream::iter(looks).buffered(LOOKED_AT_ONCE).try_collect().await?)
+        Ok(stream::iter(looks).buffered(CONCURRENT_STATS).try_collect().await?)
     }
 }
 
-/// The partitions a question is about: one, or all.
-pub(crate) fn partitions_of(
+/// The selected partition, or all. Fails if it does not exist.
+pub(crate) fn select_partitions(
     topic: &Topic,
     only: Option<Partition>,
 ) -> Result<std::ops::Range<Partition>> {

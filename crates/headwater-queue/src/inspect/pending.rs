@@ -1,4 +1,4 @@
-//! Pending entries of all partitions in one list, oldest first.
+//! Lists pending entries of all partitions, oldest first.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,28 +6,28 @@ use std::time::Duration;
 
 use headwater_stream::{ConsumerName, Direction, EntryId, Pending, PendingQuery, StreamError};
 
-use super::{Inspector, partitions_of};
+use super::{Inspector, select_partitions};
 use crate::error::Result;
 use crate::keys;
-use crate::merge::{Merge, Merged, Span};
-use crate::page::{PAGE_DEFAULT, Page, Question, check_limit, previous};
+use crate::merge_pages::{IdRange, MergedPage, PageMerge};
+use crate::pagination::{CursorScope, PAGE_DEFAULT, Page, check_limit, previous};
 use crate::topic::{Partition, group_name};
 
-/// Pending entries of one partition that are fetched at once. They are small.
+/// Pending entries of one partition per fetch; they are small.
 const FETCH_MAX: usize = 256;
 
-/// Which pending entries to list.
+/// A query for a page of pending entries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingFilter {
     /// Only those of this partition.
     pub partition: Option<Partition>,
-    /// Only those that this consumer has in hand.
+    /// Only those pending for this consumer.
     pub consumer: Option<String>,
-    /// Only those that nobody touched for this long.
+    /// Only those idle for at least this long. Default: 0.
     pub min_idle: Duration,
-    /// At most this many on a page. Default: 100, limit: 1000.
+    /// Page size. Default: 100, limit: 1000.
     pub limit: usize,
-    /// `next` of the page before.
+    /// `next` of the previous page.
     pub cursor: Option<String>,
 }
 
@@ -43,23 +43,23 @@ impl Default for PendingFilter {
     }
 }
 
-/// A message that was delivered and not settled.
+/// A pending message: delivered and not settled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingView {
     /// Its partition.
     pub partition: Partition,
-    /// Its entry.
+    /// Its entry id.
     pub id: EntryId,
-    /// Who has it in hand.
+    /// The consumer it is pending for.
     pub consumer: String,
-    /// How long nobody touched it.
+    /// Time since it was last delivered or claimed.
     pub idle: Duration,
-    /// How often it was delivered.
+    /// Number of deliveries.
     pub deliveries: u64,
 }
 
 impl Inspector {
-    /// Messages of a group that are delivered and not settled, oldest first, over all partitions.
+    /// A page of pending messages of a group, oldest first, over all partitions.
     pub async fn pending(
         &self,
         topic: &str,
@@ -70,8 +70,8 @@ impl Inspector {
         let group = group_name(group)?;
         let consumer = filter.consumer.as_ref().map(ConsumerName::new).transpose()?;
         let topic = self.queue.existing_topic(topic).await?;
-        let partitions = partitions_of(&topic, filter.partition)?;
-        let question = Question::new(
+        let partitions = select_partitions(&topic, filter.partition)?;
+        let scope = CursorScope::new(
             "pending",
             &[
                 topic.name.as_str(),
@@ -80,15 +80,15 @@ impl Inspector {
                 &format!("{:?} {:?}", filter.partition, filter.min_idle),
             ],
         );
-        let merge = Merge {
-            span: Span::ALL,
+        let merge = PageMerge {
+            range: IdRange::ALL,
             direction: Direction::Forward,
-            after: question.place(filter.cursor.as_deref())?,
+            after: scope.position(filter.cursor.as_deref())?,
             limit: filter.limit,
             fetch_max: FETCH_MAX,
         };
         let has_group = AtomicBool::new(false);
-        let fetch = |partition: Partition, span: Span, count: usize| {
+        let fetch = |partition: Partition, range: IdRange, count: usize| {
             let backend = Arc::clone(&self.queue.inner.backend);
             let stream = keys::stream(&topic, partition);
             let (group, consumer, has_group) = (&group, &consumer, &has_group);
@@ -98,7 +98,7 @@ impl Inspector {
                     group,
                     consumer: consumer.as_ref(),
                     min_idle: filter.min_idle,
-                    after: previous(span.from),
+                    after: previous(range.from),
                     count,
                 };
                 match backend.pending(query).await {
@@ -106,7 +106,7 @@ impl Inspector {
                         has_group.store(true, Ordering::Relaxed);
                         Ok(pending.into_iter().map(|pending| (pending.id, pending)).collect())
                     }
-                    // The group has not begun on this partition.
+                    // The group does not exist on this partition.
                     Err(StreamError::NoGroup { .. }) => Ok(Vec::new()),
                     Err(error) => Err(error.into()),
                 }
@@ -114,15 +114,15 @@ impl Inspector {
         };
         let merged = merge.run(partitions, fetch, |_| 0).await?;
         if !has_group.into_inner() {
-            // Not on the partitions that were asked: perhaps on others.
+            // Not on the selected partitions. Fails if it exists on no partition.
             self.group(topic.name.as_str(), group.as_str()).await?;
         }
-        Ok(page(merged, &question))
+        Ok(page(merged, &scope))
     }
 }
 
-fn page(merged: Merged<Pending>, question: &Question) -> Page<PendingView> {
-    let last = merged.items.last().map(|(place, _)| *place).filter(|_| merged.has_more);
+fn page(merged: MergedPage<Pending>, scope: &CursorScope) -> Page<PendingView> {
+    let last = merged.items.last().map(|(position, _)| *position).filter(|_| merged.has_more);
     let view = |((id, partition), pending): ((EntryId, Partition), Pending)| PendingView {
         partition,
         id,
@@ -132,6 +132,6 @@ fn page(merged: Merged<Pending>, question: &Question) -> Page<PendingView> {
     };
     Page {
         items: merged.items.into_iter().map(view).collect(),
-        next: last.map(|place| question.cursor(place)),
+        next: last.map(|position| scope.cursor(position)),
     }
 }

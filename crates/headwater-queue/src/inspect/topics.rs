@@ -1,4 +1,4 @@
-//! A topic and its partitions in numbers.
+//! Topic statistics.
 
 use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
@@ -8,36 +8,36 @@ use crate::error::Result;
 use crate::keys::{self, Layout};
 use crate::topic::{Partition, Policies};
 
-/// A topic in numbers.
+/// Statistics of a topic.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TopicView {
     /// Its name.
     pub name: String,
-    /// How its keys are spelled; a plain layout if nobody created it.
+    /// The key layout; plain if the topic was not created.
     pub layout: Layout,
     /// When it was created; `None` for a plain topic.
     pub created_at: Option<Timestamp>,
-    /// When its newest message was sent; `None` if it holds none.
+    /// When its newest message was stored; `None` if it is empty.
     pub updated_at: Option<Timestamp>,
-    /// Messages it holds.
+    /// Number of messages.
     pub length: u64,
     /// The oldest message of all partitions.
     pub first_id: Option<EntryId>,
     /// The newest message of all partitions.
     pub last_id: Option<EntryId>,
-    /// About how many bytes of memory it takes, without dead letters; `None` where the backend does not tell.
+    /// Approximate size in bytes without dead letters; `None` if the backend does not report it.
     pub bytes: Option<u64>,
-    /// Messages that wait for their time: retries and delayed sends.
+    /// Delayed messages: retries and delayed sends.
     pub delayed: u64,
-    /// When the first of them is due.
+    /// When the first delayed message is due.
     pub next_due: Option<Timestamp>,
-    /// Its dead letters.
+    /// Number of dead letters.
     pub dead_letters: u64,
-    /// Whether a growth is under way that not every producer knows of yet.
+    /// Whether a resize is in progress that not every producer knows of yet.
     pub is_growing: bool,
-    /// Since when it is being deleted; delete it again to finish a deletion that was interrupted.
+    /// When its deletion started; delete it again to finish an interrupted deletion.
     pub deleting_since: Option<Timestamp>,
-    /// What it keeps and how it is used.
+    /// Retention and limits.
     pub policies: Policies,
     /// The names of its groups, sorted.
     pub groups: Vec<String>,
@@ -45,23 +45,23 @@ pub struct TopicView {
     pub partitions: Vec<PartitionView>,
 }
 
-/// A partition in numbers.
+/// Statistics of a partition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartitionView {
     /// Its number.
     pub partition: Partition,
-    /// Messages it holds.
+    /// Number of messages.
     pub length: u64,
-    /// The oldest one.
+    /// The oldest message.
     pub first_id: Option<EntryId>,
-    /// The newest one.
+    /// The newest message.
     pub last_id: Option<EntryId>,
-    /// About how many bytes of memory it takes; `None` where the backend does not tell.
+    /// Approximate size in bytes; `None` if the backend does not report it.
     pub bytes: Option<u64>,
 }
 
 impl Inspector {
-    /// A topic in numbers.
+    /// Statistics of a topic.
     pub async fn topic(&self, name: &str) -> Result<TopicView> {
         let topic = self.queue.existing_topic(name).await?;
         let backend = &self.queue.inner.backend;
@@ -87,7 +87,7 @@ impl Inspector {
                 length: stats.as_ref().map_or(0, |stats| stats.length),
                 first_id: stats.as_ref().and_then(|stats| stats.first_id),
                 last_id: stats.as_ref().and_then(|stats| stats.last_id),
-                // A partition that nothing was sent to takes no memory.
+                // A partition without a stream has no size.
                 bytes: stats.map_or(Some(0), |stats| stats.bytes),
             })
             .collect();
@@ -105,7 +105,7 @@ impl Inspector {
             next_due,
             dead_letters: dead_letters.map_or(0, |stats| stats.length),
             deleting_since: topic.deleting_since,
-            is_growing: topic.growths.last().is_some_and(|growth| growth.last_ids.is_none()),
+            is_growing: topic.resizes.last().is_some_and(|resize| resize.last_ids.is_none()),
             policies: topic.policies.clone(),
             groups,
             partitions,

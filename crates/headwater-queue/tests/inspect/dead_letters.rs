@@ -1,30 +1,30 @@
 //! Browsing and purging dead letters.
 
-use crate::setup::on_every_backend;
+use crate::fixture::on_every_backend;
 
 on_every_backend! {
-    a_dead_letter_is_shown_with_all_it_says
-    pages_in_both_directions_put_together_are_all_dead_letters
-    filters_choose_reason_key_partition_and_time
-    a_filter_that_rarely_matches_gets_there_page_by_page
+    a_dead_letter_is_shown_with_all_its_fields
+    concatenated_pages_in_both_directions_are_all_dead_letters
+    filters_select_by_reason_key_partition_and_time
+    a_filter_with_few_matches_returns_short_pages
     copies_of_a_dead_letter_are_shown_once
-    a_message_that_was_replayed_and_failed_again_is_no_copy
-    entries_that_are_no_dead_letters_are_shown_as_they_are
-    a_purge_removes_what_matches_after_a_dry_run_that_does_not
-    a_purge_of_one_takes_its_copies_along
-    dead_letters_of_a_plain_topic_lie_beside_it
-    bad_questions_are_refused_without_effect
+    a_message_that_failed_again_after_a_replay_is_not_a_copy
+    malformed_dead_letters_are_shown_unchanged
+    a_purge_removes_matches_and_its_dry_run_does_not
+    purging_a_dead_letter_purges_its_copies
+    dead_letters_of_a_plain_topic_have_its_name_as_prefix
+    invalid_queries_are_rejected_without_effect
 }
 
 mod bodies {
     use anyhow::Result;
     use headwater_queue::{
-        DeadLetter, DeadLetterFilter, DeadLetterQuery, Letters, PurgeConfig, QueueError,
+        DeadLetter, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, PurgeConfig, QueueError,
     };
     use headwater_stream::clock::Timestamp;
     use headwater_stream::{Direction, EntryId, Fields};
 
-    use crate::setup::*;
+    use crate::fixture::*;
 
     fn page_of(limit: usize) -> DeadLetterQuery {
         DeadLetterQuery { limit, ..DeadLetterQuery::default() }
@@ -34,8 +34,8 @@ mod bodies {
         DeadLetterQuery { filter, ..page_of(3) }
     }
 
-    async fn walk(setup: &Setup, mut query: DeadLetterQuery) -> Result<Vec<DeadLetter>> {
-        let letters = setup.queue.dead_letters(&setup.topic).await?;
+    async fn walk(fixture: &QueueFixture, mut query: DeadLetterQuery) -> Result<Vec<DeadLetter>> {
+        let letters = fixture.queue.dead_letters(&fixture.topic).await?;
         let mut items = Vec::new();
         loop {
             let page = letters.browse(&query).await?;
@@ -50,21 +50,23 @@ mod bodies {
         letters.iter().map(|letter| letter.id).collect()
     }
 
-    async fn write(setup: &Setup, count: u64) -> Result<Vec<EntryId>> {
-        setup.create(3).await?;
+    async fn write(fixture: &QueueFixture, count: u64) -> Result<Vec<EntryId>> {
+        fixture.create(3).await?;
         let mut ids = Vec::new();
         for number in 0..count {
-            ids.push(setup.dead_letter(&Letter::of(number as u16 % 3, 100 + number)).await?);
+            ids.push(fixture.dead_letter(&Letter::of(number as u16 % 3, 100 + number)).await?);
         }
         Ok(ids)
     }
 
-    pub(super) async fn a_dead_letter_is_shown_with_all_it_says(setup: Setup) -> Result<()> {
-        setup.create(3).await?;
-        let id = setup.dead_letter(&Letter::of(2, 7)).await?;
-        let letters = setup.queue.dead_letters(&setup.topic).await?;
+    pub(super) async fn a_dead_letter_is_shown_with_all_its_fields(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        fixture.create(3).await?;
+        let id = fixture.dead_letter(&Letter::of(2, 7)).await?;
+        let letters = fixture.queue.dead_letters(&fixture.topic).await?;
         let letter = letters.show(id).await?;
-        assert_eq!(letter.original_topic.as_ref(), Some(&setup.topic));
+        assert_eq!(letter.original_topic.as_ref(), Some(&fixture.topic));
         assert_eq!(letter.partition, Some(2));
         assert_eq!(letter.original_id, Some(EntryId::new(7, 0)));
         assert_eq!((letter.key.as_deref(), letter.failures), (Some("k1"), 5));
@@ -77,27 +79,29 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn pages_in_both_directions_put_together_are_all_dead_letters(
-        setup: Setup,
+    pub(super) async fn concatenated_pages_in_both_directions_are_all_dead_letters(
+        fixture: QueueFixture,
     ) -> Result<()> {
         // More than one fetch.
-        let mut expected = write(&setup, 60).await?;
+        let mut expected = write(&fixture, 60).await?;
         for limit in [1, 7, 24, 60, 100] {
-            assert_eq!(ids(&walk(&setup, page_of(limit)).await?), expected, "{limit}");
+            assert_eq!(ids(&walk(&fixture, page_of(limit)).await?), expected, "{limit}");
         }
         expected.reverse();
         for limit in [7, 100] {
             let query = DeadLetterQuery { direction: Direction::Backward, ..page_of(limit) };
-            assert_eq!(ids(&walk(&setup, query).await?), expected, "{limit} backward");
+            assert_eq!(ids(&walk(&fixture, query).await?), expected, "{limit} backward");
         }
         Ok(())
     }
 
-    pub(super) async fn filters_choose_reason_key_partition_and_time(setup: Setup) -> Result<()> {
-        let mut expected = write(&setup, 6).await?;
+    pub(super) async fn filters_select_by_reason_key_partition_and_time(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        let mut expected = write(&fixture, 6).await?;
         tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         let odd = Letter { key: "k2", reason: "timed out", ..Letter::of(1, 7) };
-        let late = setup.dead_letter(&odd).await?;
+        let late = fixture.dead_letter(&odd).await?;
         let filter = DeadLetterFilter::default;
         let at = |id: EntryId| Some(Timestamp::from_millis(id.ms));
         for (question, expected) in [
@@ -112,59 +116,61 @@ mod bodies {
             (DeadLetterFilter { from: at(late), ..filter() }, vec![late]),
             (DeadLetterFilter { partition: Some(0), from: at(late), ..filter() }, vec![]),
         ] {
-            let found = walk(&setup, matching(question.clone())).await?;
+            let found = walk(&fixture, matching(question.clone())).await?;
             assert_eq!(ids(&found), expected, "{question:?}");
         }
         let before = at(expected[5]);
         let last = expected[5];
         expected.retain(|id| id.ms <= last.ms);
-        let found = walk(&setup, matching(DeadLetterFilter { to: before, ..filter() })).await?;
+        let found = walk(&fixture, matching(DeadLetterFilter { to: before, ..filter() })).await?;
         assert_eq!(ids(&found), expected);
         Ok(())
     }
 
-    pub(super) async fn a_filter_that_rarely_matches_gets_there_page_by_page(
-        setup: Setup,
+    pub(super) async fn a_filter_with_few_matches_returns_short_pages(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(1).await?;
-        // More than one page looks at.
-        let stream = setup.letters_stream().await?;
+        fixture.create(1).await?;
+        // More than one page scans.
+        let stream = fixture.letters_stream().await?;
         let plain = Fields::new([("partitionId", "0"), ("reason", "common")]);
         let many = vec![plain; 2600];
         for _ in 0..4 {
             let keep = &headwater_stream::Retention::KEEP_ALL;
-            setup.backend().append(&stream, &many, keep).await?;
+            fixture.backend().append(&stream, &many, keep).await?;
         }
-        let rare = setup.dead_letter(&Letter { reason: "rare", ..Letter::of(0, 7) }).await?;
+        let rare = fixture.dead_letter(&Letter { reason: "rare", ..Letter::of(0, 7) }).await?;
         let filter = DeadLetterFilter { reason: Some("rare".into()), ..Default::default() };
-        let letters = setup.queue.dead_letters(&setup.topic).await?;
+        let letters = fixture.queue.dead_letters(&fixture.topic).await?;
         let first = letters.browse(&matching(filter.clone())).await?;
         assert!(first.items.is_empty() && first.next.is_some(), "a page is bounded");
-        assert_eq!(ids(&walk(&setup, matching(filter)).await?), [rare]);
+        assert_eq!(ids(&walk(&fixture, matching(filter)).await?), [rare]);
         Ok(())
     }
 
-    pub(super) async fn copies_of_a_dead_letter_are_shown_once(setup: Setup) -> Result<()> {
-        let mut expected = write(&setup, 4).await?;
-        // On a cluster, a crash between writing the letter and settling the message.
-        setup.dead_letter(&Letter::of(1, 101)).await?;
-        setup.dead_letter(&Letter { reason: "again", ..Letter::of(1, 101) }).await?;
+    pub(super) async fn copies_of_a_dead_letter_are_shown_once(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        let mut expected = write(&fixture, 4).await?;
+        // As after a crash between writing the letter and settling the message.
+        fixture.dead_letter(&Letter::of(1, 101)).await?;
+        fixture.dead_letter(&Letter { reason: "again", ..Letter::of(1, 101) }).await?;
         // The same id on another partition is another message.
-        expected.push(setup.dead_letter(&Letter::of(2, 101)).await?);
+        expected.push(fixture.dead_letter(&Letter::of(2, 101)).await?);
         for limit in [1, 3, 100] {
-            assert_eq!(ids(&walk(&setup, page_of(limit)).await?), expected, "{limit}");
+            assert_eq!(ids(&walk(&fixture, page_of(limit)).await?), expected, "{limit}");
             let query = DeadLetterQuery { direction: Direction::Backward, ..page_of(limit) };
-            assert_eq!(walk(&setup, query).await?.len(), expected.len(), "{limit} backward");
+            assert_eq!(walk(&fixture, query).await?.len(), expected.len(), "{limit} backward");
         }
         Ok(())
     }
 
-    pub(super) async fn a_message_that_was_replayed_and_failed_again_is_no_copy(
-        setup: Setup,
+    pub(super) async fn a_message_that_failed_again_after_a_replay_is_not_a_copy(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(1).await?;
-        let first = setup.dead_letter(&Letter::of(0, 7)).await?;
-        let again = setup
+        fixture.create(1).await?;
+        let first = fixture.dead_letter(&Letter::of(0, 7)).await?;
+        let again = fixture
             .foreign_letter(&[
                 ("partitionId", "0"),
                 ("originalMessageId", "7-0"),
@@ -172,68 +178,76 @@ mod bodies {
                 ("replayCount", "1"),
             ])
             .await?;
-        let found = walk(&setup, page_of(10)).await?;
+        let found = walk(&fixture, page_of(10)).await?;
         assert_eq!(ids(&found), [first, again]);
         assert_eq!((found[1].replayed_from, found[1].replays), (Some(first), 1));
         Ok(())
     }
 
-    pub(super) async fn entries_that_are_no_dead_letters_are_shown_as_they_are(
-        setup: Setup,
+    pub(super) async fn malformed_dead_letters_are_shown_unchanged(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(1).await?;
+        fixture.create(1).await?;
         let odd =
             [("what", "ever"), ("partitionId", "many"), ("headers", "["), ("retryCount", "x")];
-        let id = setup.foreign_letter(&odd).await?;
-        let second = setup.foreign_letter(&odd).await?;
-        let found = walk(&setup, page_of(10)).await?;
-        assert_eq!(ids(&found), [id, second], "what has no original id has no copies");
+        let id = fixture.foreign_letter(&odd).await?;
+        let second = fixture.foreign_letter(&odd).await?;
+        let found = walk(&fixture, page_of(10)).await?;
+        assert_eq!(ids(&found), [id, second], "a letter without an original id has no copies");
         assert_eq!(found[0].fields, Fields::new(odd));
         assert_eq!((found[0].partition, found[0].reason.as_str()), (None, ""));
         Ok(())
     }
 
-    pub(super) async fn a_purge_removes_what_matches_after_a_dry_run_that_does_not(
-        setup: Setup,
+    pub(super) async fn a_purge_removes_matches_and_its_dry_run_does_not(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        let ids = write(&setup, 60).await?;
-        let letters = setup.queue.dead_letters(&setup.topic).await?;
+        let ids = write(&fixture, 60).await?;
+        let letters = fixture.queue.dead_letters(&fixture.topic).await?;
         let some = DeadLetterFilter { partition: Some(1), ..Default::default() };
         let dry = PurgeConfig { dry_run: true };
-        let report = letters.purge(Letters::Matching(some.clone()), &dry).await?;
+        let report = letters.purge(DeadLetterSelection::Matching(some.clone()), &dry).await?;
         assert_eq!((report.purged, report.is_done), (20, false));
-        assert_eq!(setup.letters_left().await?, ids, "nothing happened");
-        let report = letters.purge(Letters::Matching(some), &PurgeConfig::default()).await?;
+        assert_eq!(fixture.remaining_letters().await?, ids, "nothing happened");
+        let report =
+            letters.purge(DeadLetterSelection::Matching(some), &PurgeConfig::default()).await?;
         assert_eq!((report.purged, report.is_done), (20, true));
-        assert_eq!(setup.letters_left().await?.len(), 40);
-        let all = Letters::Matching(DeadLetterFilter::default());
+        assert_eq!(fixture.remaining_letters().await?.len(), 40);
+        let all = DeadLetterSelection::Matching(DeadLetterFilter::default());
         assert_eq!(letters.purge(all.clone(), &PurgeConfig::default()).await?.purged, 40);
         assert_eq!(letters.purge(all, &PurgeConfig::default()).await?.purged, 0);
         Ok(())
     }
 
-    pub(super) async fn a_purge_of_one_takes_its_copies_along(setup: Setup) -> Result<()> {
-        let ids = write(&setup, 3).await?;
-        let copy = setup.dead_letter(&Letter::of(1, 101)).await?;
-        let letters = setup.queue.dead_letters(&setup.topic).await?;
-        let report = letters.purge(Letters::Ids(vec![copy]), &PurgeConfig::default()).await?;
+    pub(super) async fn purging_a_dead_letter_purges_its_copies(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        let ids = write(&fixture, 3).await?;
+        let copy = fixture.dead_letter(&Letter::of(1, 101)).await?;
+        let letters = fixture.queue.dead_letters(&fixture.topic).await?;
+        let report =
+            letters.purge(DeadLetterSelection::Ids(vec![copy]), &PurgeConfig::default()).await?;
         assert_eq!(report.purged, 2);
-        assert_eq!(setup.letters_left().await?, [ids[0], ids[2]]);
+        assert_eq!(fixture.remaining_letters().await?, [ids[0], ids[2]]);
         Ok(())
     }
 
-    pub(super) async fn dead_letters_of_a_plain_topic_lie_beside_it(setup: Setup) -> Result<()> {
-        let id = setup.dead_letter(&Letter::of(0, 7)).await?;
-        assert_eq!(setup.letters_stream().await?.as_str(), format!("{}:dlq", setup.topic));
-        assert_eq!(ids(&walk(&setup, page_of(10)).await?), [id]);
-        assert_eq!(setup.queue.inspect().topic(&setup.topic).await?.dead_letters, 1);
+    pub(super) async fn dead_letters_of_a_plain_topic_have_its_name_as_prefix(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        let id = fixture.dead_letter(&Letter::of(0, 7)).await?;
+        assert_eq!(fixture.letters_stream().await?.as_str(), format!("{}:dlq", fixture.topic));
+        assert_eq!(ids(&walk(&fixture, page_of(10)).await?), [id]);
+        assert_eq!(fixture.queue.inspect().topic(&fixture.topic).await?.dead_letters, 1);
         Ok(())
     }
 
-    pub(super) async fn bad_questions_are_refused_without_effect(setup: Setup) -> Result<()> {
-        assert_no_topic(setup.queue.dead_letters(&setup.topic).await);
-        let ids = write(&setup, 3).await?;
-        let letters = setup.queue.dead_letters(&setup.topic).await?;
+    pub(super) async fn invalid_queries_are_rejected_without_effect(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        assert_no_topic(fixture.queue.dead_letters(&fixture.topic).await);
+        let ids = write(&fixture, 3).await?;
+        let letters = fixture.queue.dead_letters(&fixture.topic).await?;
         for limit in [0, 1001] {
             assert_invalid(letters.browse(&page_of(limit)).await, "limit");
         }
@@ -243,28 +257,29 @@ mod bodies {
             to: Some(Timestamp::from_millis(7)),
             ..Default::default()
         };
-        for (filter, argument) in [(nowhere, "a partition"), (upside_down, "a range of time")] {
+        for (filter, argument) in [(nowhere, "a partition"), (upside_down, "a time range")] {
             assert_invalid(letters.browse(&matching(filter.clone())).await, argument);
-            let answer = letters.purge(Letters::Matching(filter), &PurgeConfig::default()).await;
+            let answer =
+                letters.purge(DeadLetterSelection::Matching(filter), &PurgeConfig::default()).await;
             assert_invalid(answer, argument);
         }
         let unknown = EntryId::new(1, 1);
         let answer = letters.show(unknown).await;
         assert!(matches!(answer, Err(QueueError::NoDeadLetter { .. })), "{answer:?}");
-        let some_unknown = Letters::Ids(vec![ids[0], unknown]);
+        let some_unknown = DeadLetterSelection::Ids(vec![ids[0], unknown]);
         let answer = letters.purge(some_unknown, &PurgeConfig::default()).await;
         assert!(matches!(answer, Err(QueueError::NoDeadLetter { .. })), "{answer:?}");
         for count in [0, 101] {
-            let named = Letters::Ids(vec![ids[0]; count]);
+            let named = DeadLetterSelection::Ids(vec![ids[0]; count]);
             assert_invalid(letters.purge(named, &PurgeConfig::default()).await, "number");
         }
         let cursor = letters.browse(&page_of(1)).await?.next;
         let other = headwater_testkit::unique("other");
-        setup.queue.topics().create(&other, 1, quick()).await?;
-        let elsewhere = setup.queue.dead_letters(&other).await?;
+        fixture.queue.topics().create(&other, 1, quick()).await?;
+        let elsewhere = fixture.queue.dead_letters(&other).await?;
         let query = DeadLetterQuery { cursor, ..page_of(1) };
         assert_invalid(elsewhere.browse(&query).await, "a cursor");
-        assert_eq!(setup.letters_left().await?, ids, "nothing was purged");
+        assert_eq!(fixture.remaining_letters().await?, ids, "nothing was purged");
         Ok(())
     }
 }

@@ -1,11 +1,11 @@
-//! Groups in numbers.
+//! Group statistics.
 
-use crate::setup::on_every_backend;
+use crate::fixture::on_every_backend;
 
 on_every_backend! {
     a_group_is_the_sum_of_its_partitions
-    a_group_that_has_not_begun_on_a_partition_has_all_of_it_before_it
-    owners_show_their_epoch_and_when_they_renewed
+    the_lag_of_an_unread_partition_is_its_length
+    owners_are_shown_with_epoch_and_heartbeat_age
     members_of_the_topic_are_shown_with_their_heartbeat
     all_groups_of_a_topic_are_listed
     a_group_that_does_not_exist_is_an_error
@@ -18,19 +18,19 @@ mod bodies {
     use headwater_queue::Mode;
     use headwater_stream::{Acquire, GroupName, GroupStart, HolderName, LeaseName, SetName};
 
-    use crate::setup::*;
+    use crate::fixture::*;
 
-    pub(super) async fn a_group_is_the_sum_of_its_partitions(setup: Setup) -> Result<()> {
-        setup.create(2).await?;
-        let sent = setup.send_many(2, 10).await?;
-        setup.deliver(0, "ann", 3).await?;
-        setup.settle(0, "ann", &[sent[0].id]).await?;
-        setup.deliver(1, "ann", 1).await?;
-        setup.deliver(1, "bob", 2).await?;
+    pub(super) async fn a_group_is_the_sum_of_its_partitions(fixture: QueueFixture) -> Result<()> {
+        fixture.create(2).await?;
+        let sent = fixture.send_many(2, 10).await?;
+        fixture.deliver(0, "ann", 3).await?;
+        fixture.settle(0, "ann", &[sent[0].id]).await?;
+        fixture.deliver(1, "ann", 1).await?;
+        fixture.deliver(1, "bob", 2).await?;
 
-        let view = setup.queue.inspect().group(&setup.topic, GROUP).await?;
+        let view = fixture.queue.inspect().group(&fixture.topic, GROUP).await?;
 
-        assert_eq!((view.topic.as_str(), view.group.as_str()), (setup.topic.as_str(), GROUP));
+        assert_eq!((view.topic.as_str(), view.group.as_str()), (fixture.topic.as_str(), GROUP));
         assert_eq!((view.pending, view.lag), (5, Some(4)));
         let consumers: Vec<_> = view
             .consumers
@@ -48,13 +48,13 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_group_that_has_not_begun_on_a_partition_has_all_of_it_before_it(
-        setup: Setup,
+    pub(super) async fn the_lag_of_an_unread_partition_is_its_length(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(3).await?;
-        setup.send_many(2, 6).await?;
-        setup.deliver(0, "ann", 1).await?;
-        let view = setup.queue.inspect().group(&setup.topic, GROUP).await?;
+        fixture.create(3).await?;
+        fixture.send_many(2, 6).await?;
+        fixture.deliver(0, "ann", 1).await?;
+        let view = fixture.queue.inspect().group(&fixture.topic, GROUP).await?;
         let lags: Vec<_> = view.partitions.iter().map(|partition| partition.lag).collect();
         assert_eq!(lags, [Some(2), Some(3), Some(0)]);
         assert_eq!(view.partitions[1].last_delivered, None);
@@ -63,26 +63,28 @@ mod bodies {
     }
 
     /// The lease of a partition: the name another program knows, or the one with a hash tag.
-    fn lease(setup: &Setup, partition: u16) -> LeaseName {
-        let topic = &setup.topic;
-        let name = if setup.backend().cluster_slot("").is_some() {
+    fn lease(fixture: &QueueFixture, partition: u16) -> LeaseName {
+        let topic = &fixture.topic;
+        let name = if fixture.backend().cluster_slot("").is_some() {
             format!("streaming:mq:lease:{{{topic}:{partition}}}:{GROUP}")
         } else {
             format!("streaming:mq:lease:{topic}:{GROUP}:{partition}")
         };
-        LeaseName::new(name).expect("a good name")
+        LeaseName::new(name).expect("a valid name")
     }
 
-    pub(super) async fn owners_show_their_epoch_and_when_they_renewed(setup: Setup) -> Result<()> {
-        setup.create(2).await?;
-        setup.group(1).await?;
+    pub(super) async fn owners_are_shown_with_epoch_and_heartbeat_age(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        fixture.create(2).await?;
+        fixture.group(1).await?;
         let holder = HolderName::new("worker:host:1:a")?;
-        // The lease of this queue's settings lives 15 s; this one was renewed 5 s ago, so to say.
+        // The lease TTL of this queue is 15 s; with 10 s remaining, the lease was renewed 5 s ago.
         let left = Duration::from_secs(10);
-        let won = setup.backend().acquire(&lease(&setup, 1), &holder, left).await?;
+        let won = fixture.backend().acquire(&lease(&fixture, 1), &holder, left).await?;
         let Acquire::Won(epoch) = won else { panic!("{won:?}") };
 
-        let view = setup.queue.inspect().group(&setup.topic, GROUP).await?;
+        let view = fixture.queue.inspect().group(&fixture.topic, GROUP).await?;
 
         assert_eq!(view.partitions[0].owner, None);
         let owner = view.partitions[1].owner.as_ref().expect("it is owned");
@@ -93,18 +95,18 @@ mod bodies {
     }
 
     pub(super) async fn members_of_the_topic_are_shown_with_their_heartbeat(
-        setup: Setup,
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(1).await?;
-        // A group of its own: members are per group, whatever the topic.
-        let name = format!("members-of-{}", setup.topic);
+        fixture.create(1).await?;
+        // Its own group, because members are listed per group.
+        let name = format!("members-of-{}", fixture.topic);
         let group = GroupName::new(&name)?;
-        let stream = setup.stream(0).await?;
-        setup.backend().ensure_group(&stream, &group, GroupStart::Beginning).await?;
+        let stream = fixture.stream(0).await?;
+        fixture.backend().ensure_group(&stream, &group, GroupStart::Beginning).await?;
         let members = SetName::new(format!("streaming:mq:members:{name}"))?;
-        let alive = format!("alive worker:a:1 owned {}", setup.topic);
-        let dead = format!("dead worker:b:2 shared {}", setup.topic);
-        let rests = format!("rests {{0,2}} owned {}", setup.topic);
+        let alive = format!("alive worker:a:1 owned {}", fixture.topic);
+        let dead = format!("dead worker:b:2 shared {}", fixture.topic);
+        let rests = format!("rests {{0,2}} owned {}", fixture.topic);
         let texts = [
             alive.as_str(),
             dead.as_str(),
@@ -112,12 +114,12 @@ mod bodies {
             "other worker:c:3 owned another topic",
             "odd",
         ];
-        setup.backend().set_add(&members, &texts, None).await?;
+        fixture.backend().set_add(&members, &texts, None).await?;
         let lease = LeaseName::new(format!("streaming:mq:lease:~member:{name}:alive"))?;
         let holder = HolderName::new("worker:a:1")?;
-        setup.backend().acquire(&lease, &holder, Duration::from_secs(15)).await?;
+        fixture.backend().acquire(&lease, &holder, Duration::from_secs(15)).await?;
 
-        let found = setup.queue.inspect().group(&setup.topic, &name).await?.members;
+        let found = fixture.queue.inspect().group(&fixture.topic, &name).await?.members;
 
         let names: Vec<_> = found
             .iter()
@@ -130,20 +132,20 @@ mod bodies {
         ];
         assert_eq!(names, expected);
         assert!(found[0].heartbeat_age.is_some() && found[1].heartbeat_age.is_none(), "{found:?}");
-        assert_eq!(found[2].kept_for_it, [0, 2]);
+        assert_eq!(found[2].reserved, [0, 2]);
         Ok(())
     }
 
-    pub(super) async fn all_groups_of_a_topic_are_listed(setup: Setup) -> Result<()> {
-        setup.create(2).await?;
-        assert_eq!(setup.queue.inspect().groups(&setup.topic).await?, []);
-        setup.send_many(2, 4).await?;
-        setup.deliver(0, "ann", 1).await?;
-        let stream = setup.stream(1).await?;
+    pub(super) async fn all_groups_of_a_topic_are_listed(fixture: QueueFixture) -> Result<()> {
+        fixture.create(2).await?;
+        assert_eq!(fixture.queue.inspect().groups(&fixture.topic).await?, []);
+        fixture.send_many(2, 4).await?;
+        fixture.deliver(0, "ann", 1).await?;
+        let stream = fixture.stream(1).await?;
         let audit = GroupName::new("audit")?;
-        setup.backend().ensure_group(&stream, &audit, GroupStart::End).await?;
+        fixture.backend().ensure_group(&stream, &audit, GroupStart::End).await?;
 
-        let views = setup.queue.inspect().groups(&setup.topic).await?;
+        let views = fixture.queue.inspect().groups(&fixture.topic).await?;
 
         let found: Vec<_> =
             views.iter().map(|view| (view.group.as_str(), view.pending, view.lag)).collect();
@@ -151,15 +153,17 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_group_that_does_not_exist_is_an_error(setup: Setup) -> Result<()> {
-        let inspect = setup.queue.inspect();
-        assert_no_topic(inspect.group(&setup.topic, GROUP).await);
-        assert_no_topic(inspect.groups(&setup.topic).await);
-        setup.create(2).await?;
-        assert_no_group(inspect.group(&setup.topic, GROUP).await);
-        setup.send(0, "x").await?;
-        assert_no_group(inspect.group(&setup.topic, GROUP).await);
-        assert_invalid(inspect.group(&setup.topic, &"g".repeat(101)).await, "a group name");
+    pub(super) async fn a_group_that_does_not_exist_is_an_error(
+        fixture: QueueFixture,
+    ) -> Result<()> {
+        let inspect = fixture.queue.inspect();
+        assert_no_topic(inspect.group(&fixture.topic, GROUP).await);
+        assert_no_topic(inspect.groups(&fixture.topic).await);
+        fixture.create(2).await?;
+        assert_no_group(inspect.group(&fixture.topic, GROUP).await);
+        fixture.send(0, "x").await?;
+        assert_no_group(inspect.group(&fixture.topic, GROUP).await);
+        assert_invalid(inspect.group(&fixture.topic, &"g".repeat(101)).await, "a group name");
         Ok(())
     }
 }

@@ -1,5 +1,5 @@
-//! Changes of many partitions that the server leaves in the middle: the error says how far they came, and repeating them as
-//! it says finishes them.
+//! Changes of many partitions that an outage interrupts: the error reports the progress, and repeating the change as it
+//! says completes it.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, Options, connect};
 use headwater_testkit::{Proxy, Redis};
 
-use crate::setup::{GROUP, Setup};
+use crate::fixture::{GROUP, QueueFixture};
 
 const PARTITIONS: u16 = 24;
 
-/// A topic on a server, and a queue that reaches it through a proxy alone.
+/// A topic on a server, and a queue that connects through a proxy.
 struct Cut {
-    setup: Setup,
+    fixture: QueueFixture,
     queue: Queue,
     proxy: Proxy,
     redis: Redis,
@@ -24,15 +24,15 @@ struct Cut {
 impl Cut {
     async fn new() -> Result<Self> {
         let redis = Redis::start()?;
-        let setup = Setup::at(&redis.url()).await?;
-        setup.create(PARTITIONS).await?;
+        let fixture = QueueFixture::at(&redis.url()).await?;
+        fixture.create(PARTITIONS).await?;
         let proxy = Proxy::start(redis.addr())?;
         let options = Options { call_deadline: Duration::from_secs(2), ..Default::default() };
         let queue = Queue::new(connect(&redis.url_at(proxy.addr()), &options).await?);
-        Ok(Self { setup, queue, proxy, redis })
+        Ok(Self { fixture, queue, proxy, redis })
     }
 
-    /// Slows the server down while `change` runs, and cuts it off as soon as `has_begun`.
+    /// Slows the server down while `change` runs, and disconnects it as soon as `has_begun`.
     async fn interrupt<T: std::fmt::Debug>(
         &self,
         change: impl Future<Output = headwater_queue::Result<T>>,
@@ -49,23 +49,23 @@ impl Cut {
         let (changed, cut) = tokio::join!(change, cutting);
         cut?;
         self.proxy.heal()?;
-        changed.err().context("it was carried out before it could be cut off")
+        changed.err().context("the change completed before the disconnect")
     }
 
-    /// Where the group stands on each partition.
+    /// The position of the group on each partition.
     async fn positions(&self) -> Result<Vec<EntryId>> {
-        let view = self.setup.queue.inspect().group(&self.setup.topic, GROUP).await?;
+        let view = self.fixture.queue.inspect().group(&self.fixture.topic, GROUP).await?;
         Ok(view.partitions.iter().map(|each| each.last_delivered.unwrap_or(EntryId::MIN)).collect())
     }
 
     async fn lengths(&self) -> Result<Vec<u64>> {
-        let view = self.setup.queue.inspect().topic(&self.setup.topic).await?;
+        let view = self.fixture.queue.inspect().topic(&self.fixture.topic).await?;
         Ok(view.partitions.iter().map(|each| each.length).collect())
     }
 }
 
-/// What an interrupted change says: the partitions that are done, those that may be, those that are not, and what to do.
-fn told(error: &QueueError) -> (Vec<u16>, Vec<u16>, Vec<u16>, String) {
+/// The parts of an interrupted change: done, uncertain and remaining partitions, and the next step.
+fn interrupted_parts(error: &QueueError) -> (Vec<u16>, Vec<u16>, Vec<u16>, String) {
     println!("{error}");
     match error {
         QueueError::Interrupted(interrupted) => {
@@ -76,40 +76,41 @@ fn told(error: &QueueError) -> (Vec<u16>, Vec<u16>, Vec<u16>, String) {
     }
 }
 
-/// Each partition is said to be what it is.
-fn is_true(error: &QueueError, is_changed: impl Fn(u16) -> bool) {
-    let (done, uncertain, left, _) = told(error);
+/// Asserts that the error reports the state of each partition correctly.
+fn assert_reported_correctly(error: &QueueError, is_changed: impl Fn(u16) -> bool) {
+    let (done, uncertain, left, _) = interrupted_parts(error);
     assert!(done.iter().all(|partition| is_changed(*partition)), "{done:?} are done");
     assert!(!left.iter().any(|partition| is_changed(*partition)), "{left:?} are not");
-    assert!(!done.is_empty() && !left.is_empty(), "it was cut off in the middle");
+    assert!(!done.is_empty() && !left.is_empty(), "it was interrupted part-way");
     let mut all = [done, uncertain, left].concat();
     all.sort_unstable();
     assert_eq!(all, (0..PARTITIONS).collect::<Vec<_>>());
 }
 
 /// A group that has read the first of two messages of each partition.
-async fn half_read(cut: &Cut) -> Result<Vec<Sent>> {
-    let setup = &cut.setup;
-    let mut sent = setup.send_many(PARTITIONS, usize::from(PARTITIONS)).await?;
+async fn read_half(cut: &Cut) -> Result<Vec<Sent>> {
+    let fixture = &cut.fixture;
+    let mut sent = fixture.send_many(PARTITIONS, usize::from(PARTITIONS)).await?;
     for first in &sent {
         let to = Reset { partition: Some(first.partition), ..Reset::to(ResetTo::End) };
-        setup.group(first.partition).await?;
-        setup.queue.reset_group(&setup.topic, GROUP, &to).await?;
+        fixture.group(first.partition).await?;
+        fixture.queue.reset_group(&fixture.topic, GROUP, &to).await?;
     }
-    sent.extend(setup.send_many(PARTITIONS, usize::from(PARTITIONS)).await?);
+    sent.extend(fixture.send_many(PARTITIONS, usize::from(PARTITIONS)).await?);
     Ok(sent)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_interrupted_reset_says_which_partitions_are_done_and_is_finished_by_repeating_it()
--> Result<()> {
+async fn an_interrupted_reset_reports_the_done_partitions_and_can_be_repeated() -> Result<()> {
     let cut = Cut::new().await?;
-    half_read(&cut).await?;
-    let (topic, to) = (&cut.setup.topic, Reset::to(ResetTo::Beginning));
+    read_half(&cut).await?;
+    let (topic, to) = (&cut.fixture.topic, Reset::to(ResetTo::Beginning));
     let begun = async || Ok(cut.positions().await?[5] == EntryId::MIN);
     let error = cut.interrupt(cut.queue.reset_group(topic, GROUP, &to), begun).await?;
     let positions = cut.positions().await?;
-    is_true(&error, |partition| positions[usize::from(partition)] == EntryId::MIN);
+    assert_reported_correctly(&error, |partition| {
+        positions[usize::from(partition)] == EntryId::MIN
+    });
     assert!(error.is_transient());
 
     assert!(cut.queue.reset_group(topic, GROUP, &to).await?.is_done);
@@ -118,42 +119,43 @@ async fn an_interrupted_reset_says_which_partitions_are_done_and_is_finished_by_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_interrupted_reset_to_the_end_is_finished_without_skipping_what_came_since() -> Result<()>
-{
+async fn repeating_an_interrupted_reset_to_the_end_skips_no_newer_message() -> Result<()> {
     let cut = Cut::new().await?;
-    let sent = half_read(&cut).await?;
+    let sent = read_half(&cut).await?;
     let last = |partition: u16| {
         let of_partition = sent.iter().filter(|sent| sent.partition == partition);
         of_partition.map(|sent| sent.id).max().unwrap()
     };
-    let (topic, to) = (&cut.setup.topic, Reset::to(ResetTo::End));
+    let (topic, to) = (&cut.fixture.topic, Reset::to(ResetTo::End));
     let begun = async || Ok(cut.positions().await?[5] == last(5));
     let error = cut.interrupt(cut.queue.reset_group(topic, GROUP, &to), begun).await?;
     let positions = cut.positions().await?;
-    is_true(&error, |partition| positions[usize::from(partition)] == last(partition));
+    assert_reported_correctly(&error, |partition| {
+        positions[usize::from(partition)] == last(partition)
+    });
 
-    // Messages that come before it is repeated are read, on all partitions.
+    // Messages sent before the repetition are read on all partitions.
     for partition in 0..PARTITIONS {
         let late = NewMessage::new("late".to_owned()).to_partition(partition);
-        cut.setup.producer.send(topic, late).await?;
+        cut.fixture.producer.send(topic, late).await?;
     }
-    let (.., next) = told(&error);
+    let (.., next) = interrupted_parts(&error);
     let time = next.split('`').nth(3).and_then(Timestamp::from_rfc3339).context(next.clone())?;
     cut.queue.reset_group(topic, GROUP, &Reset::to(ResetTo::Time(time))).await?;
-    let view = cut.setup.queue.inspect().group(topic, GROUP).await?;
+    let view = cut.fixture.queue.inspect().group(topic, GROUP).await?;
     let lags: Vec<Option<u64>> = view.partitions.iter().map(|each| each.lag).collect();
     assert_eq!(lags, vec![Some(1); usize::from(PARTITIONS)]);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_interrupted_removal_of_a_group_says_which_partitions_are_done() -> Result<()> {
+async fn an_interrupted_removal_reports_the_done_partitions() -> Result<()> {
     let cut = Cut::new().await?;
-    half_read(&cut).await?;
-    let topic = &cut.setup.topic;
+    read_half(&cut).await?;
+    let topic = &cut.fixture.topic;
     let has_group = async |partition: u16| {
-        let stream = cut.setup.stream(partition).await?;
-        let stats = cut.setup.backend().stats(&stream).await?;
+        let stream = cut.fixture.stream(partition).await?;
+        let stats = cut.fixture.backend().stats(&stream).await?;
         anyhow::Ok(stats.is_some_and(|stats| !stats.groups.is_empty()))
     };
     let begun = async || Ok(!has_group(5).await?);
@@ -162,31 +164,31 @@ async fn an_interrupted_removal_of_a_group_says_which_partitions_are_done() -> R
     for partition in 0..PARTITIONS {
         removed.push(!has_group(partition).await?);
     }
-    is_true(&error, |partition| removed[usize::from(partition)]);
+    assert_reported_correctly(&error, |partition| removed[usize::from(partition)]);
     cut.queue.remove_group(topic, GROUP).await?;
-    assert!(cut.setup.queue.inspect().groups(topic).await?.is_empty());
+    assert!(cut.fixture.queue.inspect().groups(topic).await?.is_empty());
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_interrupted_deletion_of_a_topic_says_so_until_it_is_repeated() -> Result<()> {
+async fn an_interrupted_deletion_is_visible_until_it_is_repeated() -> Result<()> {
     let cut = Cut::new().await?;
-    cut.setup.send_many(PARTITIONS, usize::from(PARTITIONS) * 2).await?;
-    let (topic, topics) = (&cut.setup.topic, cut.setup.queue.topics());
-    assert_eq!(cut.setup.queue.inspect().topic(topic).await?.deleting_since, None);
+    cut.fixture.send_many(PARTITIONS, usize::from(PARTITIONS) * 2).await?;
+    let (topic, topics) = (&cut.fixture.topic, cut.fixture.queue.topics());
+    assert_eq!(cut.fixture.queue.inspect().topic(topic).await?.deleting_since, None);
     let is_marked =
-        async || Ok(cut.setup.queue.inspect().topic(topic).await?.deleting_since.is_some());
+        async || Ok(cut.fixture.queue.inspect().topic(topic).await?.deleting_since.is_some());
     let error = cut.interrupt(cut.queue.topics().delete(topic), is_marked).await?;
-    let (done, uncertain, left, next) = told(&error);
+    let (done, uncertain, left, next) = interrupted_parts(&error);
     assert_eq!(done.len() + uncertain.len() + left.len(), usize::from(PARTITIONS));
     let lengths = cut.lengths().await?;
     assert!(left.iter().all(|partition| lengths[usize::from(*partition)] == 2), "{lengths:?}");
     assert!(next.contains("delete the topic again"), "{next}");
 
-    // Whoever looks at it sees it, and why: also if the process that deleted it was killed.
+    // The deletion is visible, also if the deleting process was killed.
     assert!(topics.list().await?.contains(topic));
     assert!(topics.describe(topic).await?.topic.deleting_since.is_some());
-    // The right to change the topic ends with whoever was cut off.
+    // The topic lock of the disconnected process expires.
     assert!(topics.delete(topic).await?);
     assert!(!topics.list().await?.contains(topic));
     assert!(!topics.delete(topic).await?);
@@ -194,33 +196,33 @@ async fn an_interrupted_deletion_of_a_topic_says_so_until_it_is_repeated() -> Re
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn deleting_a_topic_again_whose_meta_is_gone_touches_no_stream_of_another_program()
--> Result<()> {
+async fn repeating_a_deletion_without_meta_keeps_the_stream_of_another_program() -> Result<()> {
     let cut = Cut::new().await?;
-    let topic = &cut.setup.topic;
-    // As a deletion leaves it whose reply to the removal of the meta is lost; the bare name is another program's stream.
+    let topic = &cut.fixture.topic;
+    // As after a deletion whose reply to the removal of the meta was lost; the plain name is a stream of another
+    // program.
     cut.redis.command(&["XADD", topic, "*", "theirs", "1"])?.ok()?;
     cut.redis.command(&["DEL", &format!("streaming:mq:topic:{topic}:meta")])?.ok()?;
-    assert!(cut.setup.queue.topics().list().await?.contains(topic));
-    assert!(cut.setup.queue.topics().delete(topic).await?);
-    assert!(!cut.setup.queue.topics().list().await?.contains(topic));
+    assert!(cut.fixture.queue.topics().list().await?.contains(topic));
+    assert!(cut.fixture.queue.topics().delete(topic).await?);
+    assert!(!cut.fixture.queue.topics().list().await?.contains(topic));
     assert_eq!(cut.redis.command(&["XLEN", topic])?.int(), Some(1));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_topic_whose_deletion_is_not_finished_cannot_be_created_again() -> Result<()> {
+async fn a_topic_with_an_interrupted_deletion_cannot_be_created() -> Result<()> {
     let cut = Cut::new().await?;
-    let topic = &cut.setup.topic;
+    let topic = &cut.fixture.topic;
     let meta = format!("streaming:mq:topic:{topic}:meta");
     cut.redis.command(&["HSET", &meta, "deletingSince", "2026-11-01T08:00:00Z"])?.ok()?;
-    let created = cut.setup.queue.topics().create(topic, PARTITIONS, Default::default()).await;
+    let created = cut.fixture.queue.topics().create(topic, PARTITIONS, Default::default()).await;
     assert!(
         matches!(&created, Err(QueueError::TopicExists { difference, .. })
         if difference.contains("not finished")),
         "{created:?}"
     );
-    assert!(cut.setup.queue.topics().delete(topic).await?);
-    assert!(cut.setup.queue.topics().create(topic, PARTITIONS, Default::default()).await?);
+    assert!(cut.fixture.queue.topics().delete(topic).await?);
+    assert!(cut.fixture.queue.topics().create(topic, PARTITIONS, Default::default()).await?);
     Ok(())
 }

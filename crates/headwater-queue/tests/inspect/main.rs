@@ -1,16 +1,16 @@
 //! Topics, inspection, dead letters and administration, on every backend: each test body is written once and runs
 //! embedded, on Redis and on a Redis Cluster.
 
-mod setup;
+mod fixture;
 
-mod at_work;
+mod active_subscription;
 mod dead_letters;
 mod groups;
 mod interrupted;
 mod messages;
 mod pending;
 mod races;
-mod removal;
+mod remove_group;
 mod replay;
 mod reset;
 mod sampler;

@@ -1,14 +1,14 @@
-//! Pending entries of all partitions in one list.
+//! Listing pending entries of all partitions.
 
-use crate::setup::on_every_backend;
+use crate::fixture::on_every_backend;
 
 on_every_backend! {
     pending_entries_of_all_partitions_are_one_list_oldest_first
-    pages_put_together_are_the_whole_list
-    what_is_settled_between_two_pages_is_not_missed_nor_doubled
-    filters_choose_partition_consumer_and_idle_time
-    a_page_over_many_partitions_costs_little_of_each
-    bad_questions_are_refused
+    concatenated_pages_are_the_whole_list
+    settling_between_two_pages_neither_skips_nor_repeats_entries
+    filters_select_by_partition_consumer_and_idle_time
+    a_page_over_many_partitions_reads_little_of_each
+    invalid_queries_are_rejected
 }
 
 mod bodies {
@@ -18,7 +18,7 @@ mod bodies {
     use headwater_queue::{PendingFilter, PendingView};
     use headwater_stream::EntryId;
 
-    use crate::setup::*;
+    use crate::fixture::*;
 
     fn page_of(limit: usize) -> PendingFilter {
         PendingFilter { limit, ..PendingFilter::default() }
@@ -28,10 +28,10 @@ mod bodies {
         items.iter().map(|pending| (pending.id, pending.partition)).collect()
     }
 
-    async fn walk(setup: &Setup, mut filter: PendingFilter) -> Result<Vec<PendingView>> {
+    async fn walk(fixture: &QueueFixture, mut filter: PendingFilter) -> Result<Vec<PendingView>> {
         let mut items = Vec::new();
         loop {
-            let page = setup.queue.inspect().pending(&setup.topic, GROUP, &filter).await?;
+            let page = fixture.queue.inspect().pending(&fixture.topic, GROUP, &filter).await?;
             assert!(page.items.len() <= filter.limit);
             items.extend(page.items);
             let Some(next) = page.next else { return Ok(items) };
@@ -39,25 +39,25 @@ mod bodies {
         }
     }
 
-    /// Twelve messages on three of four partitions, all in hand.
-    async fn in_hand(setup: &Setup) -> Result<Vec<(EntryId, u16)>> {
-        setup.create(4).await?;
-        let sent = setup.send_many(3, 12).await?;
-        setup.deliver(0, "ann", 10).await?;
-        setup.deliver(1, "bob", 10).await?;
-        setup.deliver(2, "ann", 2).await?;
-        setup.deliver(2, "bob", 10).await?;
-        let mut places: Vec<_> = sent.iter().map(|sent| (sent.id, sent.partition)).collect();
-        places.sort();
-        Ok(places)
+    /// Twelve messages on three of four partitions, all pending.
+    async fn deliver_all(fixture: &QueueFixture) -> Result<Vec<(EntryId, u16)>> {
+        fixture.create(4).await?;
+        let sent = fixture.send_many(3, 12).await?;
+        fixture.deliver(0, "ann", 10).await?;
+        fixture.deliver(1, "bob", 10).await?;
+        fixture.deliver(2, "ann", 2).await?;
+        fixture.deliver(2, "bob", 10).await?;
+        let mut positions: Vec<_> = sent.iter().map(|sent| (sent.id, sent.partition)).collect();
+        positions.sort();
+        Ok(positions)
     }
 
     pub(super) async fn pending_entries_of_all_partitions_are_one_list_oldest_first(
-        setup: Setup,
+        fixture: QueueFixture,
     ) -> Result<()> {
-        let places = in_hand(&setup).await?;
-        let page = setup.queue.inspect().pending(&setup.topic, GROUP, &page_of(100)).await?;
-        assert_eq!((ids(&page.items), page.next), (places, None));
+        let positions = deliver_all(&fixture).await?;
+        let page = fixture.queue.inspect().pending(&fixture.topic, GROUP, &page_of(100)).await?;
+        assert_eq!((ids(&page.items), page.next), (positions, None));
         for pending in &page.items {
             assert_eq!(pending.deliveries, 1);
             assert!(pending.idle < Duration::from_secs(60));
@@ -66,83 +66,83 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn pages_put_together_are_the_whole_list(setup: Setup) -> Result<()> {
-        let places = in_hand(&setup).await?;
+    pub(super) async fn concatenated_pages_are_the_whole_list(fixture: QueueFixture) -> Result<()> {
+        let positions = deliver_all(&fixture).await?;
         for limit in [1, 2, 5, 11, 12, 13] {
-            assert_eq!(ids(&walk(&setup, page_of(limit)).await?), places, "pages of {limit}");
+            assert_eq!(ids(&walk(&fixture, page_of(limit)).await?), positions, "pages of {limit}");
         }
         Ok(())
     }
 
-    pub(super) async fn what_is_settled_between_two_pages_is_not_missed_nor_doubled(
-        setup: Setup,
+    pub(super) async fn settling_between_two_pages_neither_skips_nor_repeats_entries(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        let places = in_hand(&setup).await?;
-        let inspect = setup.queue.inspect();
-        let first = inspect.pending(&setup.topic, GROUP, &page_of(5)).await?;
+        let positions = deliver_all(&fixture).await?;
+        let inspect = fixture.queue.inspect();
+        let first = inspect.pending(&fixture.topic, GROUP, &page_of(5)).await?;
         // The last of the page and the one after it.
-        for (id, partition) in &places[4..6] {
-            setup.settle(*partition, "ann", &[*id]).await?;
+        for (id, partition) in &positions[4..6] {
+            fixture.settle(*partition, "ann", &[*id]).await?;
         }
-        let rest = walk(&setup, PendingFilter { cursor: first.next, ..page_of(5) }).await?;
-        assert_eq!(ids(&rest), places[6..]);
+        let rest = walk(&fixture, PendingFilter { cursor: first.next, ..page_of(5) }).await?;
+        assert_eq!(ids(&rest), positions[6..]);
         Ok(())
     }
 
-    pub(super) async fn filters_choose_partition_consumer_and_idle_time(
-        setup: Setup,
+    pub(super) async fn filters_select_by_partition_consumer_and_idle_time(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        let places = in_hand(&setup).await?;
+        let positions = deliver_all(&fixture).await?;
         let of_two = PendingFilter { partition: Some(2), ..page_of(3) };
-        let expected: Vec<_> = places.iter().copied().filter(|(_, p)| *p == 2).collect();
-        assert_eq!(ids(&walk(&setup, of_two).await?), expected);
+        let expected: Vec<_> = positions.iter().copied().filter(|(_, p)| *p == 2).collect();
+        assert_eq!(ids(&walk(&fixture, of_two).await?), expected);
         let of_bob = PendingFilter { consumer: Some("bob".to_owned()), ..page_of(4) };
-        let found = walk(&setup, of_bob).await?;
+        let found = walk(&fixture, of_bob).await?;
         assert_eq!(found.len(), 6);
         assert!(found.iter().all(|pending| pending.consumer == "bob"));
         let of_nobody = PendingFilter { consumer: Some("zoe".to_owned()), ..page_of(4) };
-        assert_eq!(walk(&setup, of_nobody).await?, []);
+        assert_eq!(walk(&fixture, of_nobody).await?, []);
         let old = PendingFilter { min_idle: Duration::from_secs(3600), ..page_of(4) };
-        assert_eq!(walk(&setup, old).await?, []);
+        assert_eq!(walk(&fixture, old).await?, []);
         let on_the_empty_one = PendingFilter { partition: Some(3), ..page_of(4) };
-        assert_eq!(walk(&setup, on_the_empty_one).await?, []);
+        assert_eq!(walk(&fixture, on_the_empty_one).await?, []);
         Ok(())
     }
 
-    pub(super) async fn a_page_over_many_partitions_costs_little_of_each(
-        setup: Setup,
+    pub(super) async fn a_page_over_many_partitions_reads_little_of_each(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(256).await?;
-        let mut places = Vec::new();
+        fixture.create(256).await?;
+        let mut positions = Vec::new();
         for partition in [3, 200, 255] {
-            let sent = setup.send(partition, "x").await?;
-            setup.deliver(partition, "ann", 1).await?;
-            places.push((sent.id, partition));
+            let sent = fixture.send(partition, "x").await?;
+            fixture.deliver(partition, "ann", 1).await?;
+            positions.push((sent.id, partition));
         }
-        assert_eq!(ids(&walk(&setup, page_of(2)).await?), places);
+        assert_eq!(ids(&walk(&fixture, page_of(2)).await?), positions);
         Ok(())
     }
 
-    pub(super) async fn bad_questions_are_refused(setup: Setup) -> Result<()> {
-        let inspect = setup.queue.inspect();
-        assert_no_topic(inspect.pending(&setup.topic, GROUP, &page_of(1)).await);
-        setup.create(2).await?;
-        assert_no_group(inspect.pending(&setup.topic, GROUP, &page_of(1)).await);
-        setup.group(0).await?;
+    pub(super) async fn invalid_queries_are_rejected(fixture: QueueFixture) -> Result<()> {
+        let inspect = fixture.queue.inspect();
+        assert_no_topic(inspect.pending(&fixture.topic, GROUP, &page_of(1)).await);
+        fixture.create(2).await?;
+        assert_no_group(inspect.pending(&fixture.topic, GROUP, &page_of(1)).await);
+        fixture.group(0).await?;
         let on_another = PendingFilter { partition: Some(1), ..page_of(1) };
-        assert_eq!(inspect.pending(&setup.topic, GROUP, &on_another).await?.items, []);
+        assert_eq!(inspect.pending(&fixture.topic, GROUP, &on_another).await?.items, []);
         for limit in [0, 1001] {
-            assert_invalid(inspect.pending(&setup.topic, GROUP, &page_of(limit)).await, "limit");
+            assert_invalid(inspect.pending(&fixture.topic, GROUP, &page_of(limit)).await, "limit");
         }
         let nowhere = PendingFilter { partition: Some(2), ..page_of(1) };
-        assert_invalid(inspect.pending(&setup.topic, GROUP, &nowhere).await, "a partition");
+        assert_invalid(inspect.pending(&fixture.topic, GROUP, &nowhere).await, "a partition");
         let nobody = PendingFilter { consumer: Some(String::new()), ..page_of(1) };
-        assert!(inspect.pending(&setup.topic, GROUP, &nobody).await.is_err());
+        assert!(inspect.pending(&fixture.topic, GROUP, &nobody).await.is_err());
 
-        setup.send_many(1, 2).await?;
-        setup.deliver(0, "ann", 2).await?;
-        let cursor = inspect.pending(&setup.topic, GROUP, &page_of(1)).await?.next;
-        let other = Setup { topic: headwater_testkit::unique("other"), ..setup };
+        fixture.send_many(1, 2).await?;
+        fixture.deliver(0, "ann", 2).await?;
+        let cursor = inspect.pending(&fixture.topic, GROUP, &page_of(1)).await?.next;
+        let other = QueueFixture { topic: headwater_testkit::unique("other"), ..fixture };
         other.create(2).await?;
         other.group(0).await?;
         let elsewhere = PendingFilter { cursor: cursor.clone(), ..page_of(1) };

@@ -1,35 +1,35 @@
 //! The sampler of topics.
 
-use crate::setup::on_every_backend;
+use crate::fixture::on_every_backend;
 
-/// On servers of its own: it tells of topics that it cannot measure, and other tests leave such ones where they share.
+/// On its own servers, because other tests leave invalid topics on the shared ones.
 mod a_sampler_shows_length_and_pending_and_zero_for_what_is_gone {
     use anyhow::Result;
     use headwater_testkit::{Cluster, Redis};
 
     use super::bodies::a_sampler_shows_length_and_pending_and_zero_for_what_is_gone as shows;
-    use crate::setup::Setup;
+    use crate::fixture::QueueFixture;
 
     #[tokio::test(flavor = "multi_thread")]
     async fn embedded() -> Result<()> {
-        shows(Setup::embedded().await?).await
+        shows(QueueFixture::embedded().await?).await
     }
 
     #[tokio::test(flavor = "multi_thread")]
     async fn on_redis() -> Result<()> {
         let redis = Redis::start()?;
-        shows(Setup::at(&redis.url()).await?).await
+        shows(QueueFixture::at(&redis.url()).await?).await
     }
 
     #[tokio::test(flavor = "multi_thread")]
     async fn on_a_cluster() -> Result<()> {
         let cluster = Cluster::start()?;
-        shows(Setup::at(&cluster.url()).await?).await
+        shows(QueueFixture::at(&cluster.url()).await?).await
     }
 }
 
 on_every_backend! {
-    a_sampler_stops_when_it_is_told_to
+    a_sampler_stops_on_shutdown
 }
 
 mod bodies {
@@ -42,7 +42,7 @@ mod bodies {
         Counter, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
     };
 
-    use crate::setup::*;
+    use crate::fixture::*;
 
     /// Keeps the last value of every gauge.
     #[derive(Default)]
@@ -54,7 +54,7 @@ mod bodies {
         fn increment(&self, _: f64) {}
         fn decrement(&self, _: f64) {}
         fn set(&self, value: f64) {
-            self.0.lock().expect("it is there").insert(self.1.clone(), value);
+            self.0.lock().expect("it exists").insert(self.1.clone(), value);
         }
     }
 
@@ -78,25 +78,25 @@ mod bodies {
     }
 
     pub(super) async fn a_sampler_shows_length_and_pending_and_zero_for_what_is_gone(
-        setup: Setup,
+        fixture: QueueFixture,
     ) -> Result<()> {
         let gauges = Gauges::default();
         let values = Arc::clone(&gauges.0);
-        // Other tests of this process, if there are any, only add to it.
+        // Other tests of this process may add values.
         let _ = metrics::set_global_recorder(gauges);
-        let value = |name: String| values.lock().expect("it is there").get(&name).copied();
-        let topic = setup.topic.clone();
+        let value = |name: String| values.lock().expect("it exists").get(&name).copied();
+        let topic = fixture.topic.clone();
         let length = |p: u16| value(format!("headwater_topic_length topic={topic} partition={p}"));
         let pending =
             |p: u16| value(format!("headwater_pending topic={topic} partition={p} group={GROUP}"));
-        let plain = Setup { topic: headwater_testkit::unique("plain"), ..setup };
+        let plain = QueueFixture { topic: headwater_testkit::unique("plain"), ..fixture };
         plain.send(0, "plain").await?;
-        let setup = Setup { topic: topic.clone(), ..plain_clone(&plain) };
-        setup.create(2).await?;
-        setup.send_many(2, 5).await?;
-        setup.deliver(0, "ann", 2).await?;
+        let fixture = QueueFixture { topic: topic.clone(), ..plain_clone(&plain) };
+        fixture.create(2).await?;
+        fixture.send_many(2, 5).await?;
+        fixture.deliver(0, "ann", 2).await?;
 
-        let mut sampler = setup.queue.sampler(&[&plain.topic])?;
+        let mut sampler = fixture.queue.sampler(&[&plain.topic])?;
         sampler.run_once().await?;
 
         assert_eq!((length(0), length(1)), (Some(3.0), Some(2.0)));
@@ -104,26 +104,30 @@ mod bodies {
         let of_plain = format!("headwater_topic_length topic={} partition=0", plain.topic);
         assert_eq!(value(of_plain), Some(1.0));
 
-        setup.queue.topics().delete(&setup.topic).await?;
+        fixture.queue.topics().delete(&fixture.topic).await?;
         sampler.run_once().await?;
         assert_eq!((length(0), pending(0)), (Some(0.0), Some(0.0)));
-        assert_invalid(setup.queue.sampler(&[""]), "a topic name");
+        assert_invalid(fixture.queue.sampler(&[""]), "a topic name");
         Ok(())
     }
 
-    fn plain_clone(setup: &Setup) -> Setup {
-        Setup { queue: setup.queue.clone(), producer: setup.producer.clone(), topic: String::new() }
+    fn plain_clone(fixture: &QueueFixture) -> QueueFixture {
+        QueueFixture {
+            queue: fixture.queue.clone(),
+            producer: fixture.producer.clone(),
+            topic: String::new(),
+        }
     }
 
-    pub(super) async fn a_sampler_stops_when_it_is_told_to(setup: Setup) -> Result<()> {
-        let sampler = setup.queue.sampler(&[])?;
+    pub(super) async fn a_sampler_stops_on_shutdown(fixture: QueueFixture) -> Result<()> {
+        let sampler = fixture.queue.sampler(&[])?;
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = tokio::spawn(sampler.run(Duration::from_millis(5), async {
             let _ = stopped.await;
         }));
         stop.send(()).expect("it runs");
         running.await??;
-        let sampler = setup.queue.sampler(&[])?;
+        let sampler = fixture.queue.sampler(&[])?;
         assert_invalid(sampler.run(Duration::ZERO, async {}).await, "every");
         Ok(())
     }

@@ -1,8 +1,8 @@
-//! Consumers that come, go, die and stand still, with real messages.
+//! Consumers that join, leave, die and freeze, with real messages.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
 
-mod env;
+mod fixture;
 mod processes;
 mod sequence;
 mod subscriptions;

@@ -1,4 +1,4 @@
-//! Consumers in processes of their own, really killed and stopped.
+//! Consumers in separate processes that are killed with SIGKILL and stopped with SIGSTOP.
 
 use std::time::Duration;
 
@@ -6,74 +6,80 @@ use headwater_queue::Message;
 use headwater_testkit::{Child, Cluster, Redis};
 use tokio::time::{Instant, sleep};
 
-use crate::env::{GROUP, LIMIT, Log, Place, eventually, ordered, quick};
+use crate::fixture::{GROUP, HandledLog, LIMIT, QueueFixture, fast_config, ordered, wait_until};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "a role that other tests of this file start as a process of its own"]
-async fn victim_consumes() {
-    let mut place = Place::at(std::env::var("URL").unwrap());
-    place.topic = std::env::var("TOPIC").unwrap();
+#[ignore = "started as a child process by other tests of this file"]
+async fn role_consumer() {
+    let mut fixture = QueueFixture::with_server(std::env::var("URL").unwrap());
+    fixture.topic = std::env::var("TOPIC").unwrap();
     let handler = |message: Message| {
         println!("HANDLED {}", String::from_utf8_lossy(&message.payload));
         async {}
     };
-    let queue = place.queue().await;
-    let _subscription = queue.subscribe(&place.topic, GROUP, handler, ordered()).await.unwrap();
+    let queue = fixture.queue().await;
+    let _subscription = queue.subscribe(&fixture.topic, GROUP, handler, ordered()).await.unwrap();
     std::future::pending::<()>().await;
 }
 
-fn spawn(place: &Place) -> Child {
-    let environment = [("URL", place.url.as_str()), ("TOPIC", &place.topic)];
-    Child::spawn_self("processes::victim_consumes", &environment).unwrap()
+fn spawn(fixture: &QueueFixture) -> Child {
+    let environment = [("URL", fixture.url.as_str()), ("TOPIC", &fixture.topic)];
+    Child::spawn_self("processes::role_consumer", &environment).unwrap()
 }
 
-/// The seed's sequence: A owns, A crashes, its lease runs out, B acquires and goes on where A was.
-async fn the_work_of_a_killed_owner_goes_on(place: Place) {
-    place.create(1).await;
-    let owner = spawn(&place);
-    place.send("k", 0..3).await;
+/// A owns the partition and crashes, its lease expires, B acquires it and continues.
+async fn a_killed_owner_is_replaced_and_work_continues(fixture: QueueFixture) {
+    fixture.create(1).await;
+    let owner = spawn(&fixture);
+    fixture.send("k", 0..3).await;
     owner.line_after("HANDLED 2", LIMIT).unwrap();
-    let log = Log::default();
-    let survivor = place.consumer(&log, "survivor").await;
+    let log = HandledLog::default();
+    let survivor = fixture.consumer(&log, "survivor").await;
 
     owner.kill9().unwrap();
     let killed = Instant::now();
-    place.send("k", 3..6).await;
-    eventually("the rest to be handled", || {
+    fixture.send("k", 3..6).await;
+    wait_until("the rest to be handled", || {
         log.by_key().get("k").is_some_and(|numbers| numbers.last() == Some(&5))
     })
     .await;
 
-    println!("handled {:?} after the kill; the lease is {:?}", killed.elapsed(), quick().lease.ttl);
-    // 0 to 2 were settled by the owner, or perhaps not the last of them: then they come again.
+    println!(
+        "handled {:?} after the kill; the lease is {:?}",
+        killed.elapsed(),
+        fast_config().lease.ttl
+    );
+    // The owner acknowledged 0 to 2; the last of them may be redelivered.
     let numbers = log.by_key().remove("k").unwrap();
     assert!(numbers.is_sorted() && numbers.ends_with(&[3, 4, 5]), "{numbers:?}");
     survivor.stop().await;
 }
 
-/// A read of the stopped process waits at the server. Were it answered after the take-over, its first message would be
-/// lost to the new owner until much later, and be handled after those that came behind it.
-async fn a_stopped_owner_takes_no_message_after_its_partition_was_taken_over(place: Place) {
-    place.create(1).await;
-    let owner = spawn(&place);
-    place.send("k", 0..1).await;
+/// The stopped process has a blocking read at the server. If it were answered after the reassignment, the new owner
+/// would get that message only much later, out of order.
+async fn a_stopped_owner_receives_no_message_after_its_partition_was_reassigned(
+    fixture: QueueFixture,
+) {
+    fixture.create(1).await;
+    let owner = spawn(&fixture);
+    fixture.send("k", 0..1).await;
     owner.line_after("HANDLED 0", LIMIT).unwrap();
-    let log = Log::default();
-    let survivor = place.consumer(&log, "survivor").await;
+    let log = HandledLog::default();
+    let survivor = fixture.consumer(&log, "survivor").await;
 
-    // Stopped while it waits for more.
+    // Stopped during a blocking read.
     sleep(Duration::from_secs(2)).await;
     owner.pause().unwrap();
-    eventually("the partition to be taken over", || survivor.stats().partitions == 1).await;
-    place.send("k", 1..20).await;
-    eventually("everything to be handled", || log.len() >= 19).await;
+    wait_until("the partition to be reassigned", || survivor.stats().partitions == 1).await;
+    fixture.send("k", 1..20).await;
+    wait_until("everything to be handled", || log.len() >= 19).await;
     let numbers = log.by_key().remove("k").unwrap();
     assert_eq!(numbers, (1..20).collect::<Vec<_>>());
 
-    // Back again, it changes nothing.
+    // After it resumes, nothing changes.
     owner.resume().unwrap();
-    place.send("k", 20..25).await;
-    eventually("the rest to be handled", || log.len() >= 24).await;
+    fixture.send("k", 20..25).await;
+    wait_until("the rest to be handled", || log.len() >= 24).await;
     sleep(Duration::from_millis(500)).await;
     let numbers = log.by_key().remove("k").unwrap();
     assert_eq!(numbers, (1..25).collect::<Vec<_>>());
@@ -81,23 +87,29 @@ async fn a_stopped_owner_takes_no_message_after_its_partition_was_taken_over(pla
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_work_of_a_killed_owner_goes_on_on_redis() {
-    the_work_of_a_killed_owner_goes_on(Place::at(Redis::shared().unwrap().url())).await;
+async fn a_killed_owner_is_replaced_and_work_continues_on_redis() {
+    a_killed_owner_is_replaced_and_work_continues(QueueFixture::with_server(
+        Redis::shared().unwrap().url(),
+    ))
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_work_of_a_killed_owner_goes_on_on_a_cluster() {
-    the_work_of_a_killed_owner_goes_on(Place::at(Cluster::shared().unwrap().url())).await;
+async fn a_killed_owner_is_replaced_and_work_continues_on_a_cluster() {
+    a_killed_owner_is_replaced_and_work_continues(QueueFixture::with_server(
+        Cluster::shared().unwrap().url(),
+    ))
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stopped_owner_takes_no_message_after_its_partition_was_taken_over_on_redis() {
-    let place = Place::at(Redis::shared().unwrap().url());
-    a_stopped_owner_takes_no_message_after_its_partition_was_taken_over(place).await;
+async fn a_stopped_owner_receives_no_message_after_its_partition_was_reassigned_on_redis() {
+    let fixture = QueueFixture::with_server(Redis::shared().unwrap().url());
+    a_stopped_owner_receives_no_message_after_its_partition_was_reassigned(fixture).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stopped_owner_takes_no_message_after_its_partition_was_taken_over_on_a_cluster() {
-    let place = Place::at(Cluster::shared().unwrap().url());
-    a_stopped_owner_takes_no_message_after_its_partition_was_taken_over(place).await;
+async fn a_stopped_owner_receives_no_message_after_its_partition_was_reassigned_on_a_cluster() {
+    let fixture = QueueFixture::with_server(Cluster::shared().unwrap().url());
+    a_stopped_owner_receives_no_message_after_its_partition_was_reassigned(fixture).await;
 }

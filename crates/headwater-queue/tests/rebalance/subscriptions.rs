@@ -1,26 +1,26 @@
-//! Subscriptions of several queues share a topic, in order, while they come and go.
+//! Subscriptions of several queues share a topic in order while they join and leave.
 
 use headwater_testkit::{Cluster, Redis};
 
-use crate::env::{Log, Place, eventually};
+use crate::fixture::{HandledLog, QueueFixture, wait_until};
 
-async fn nothing_is_lost_or_out_of_order_while_consumers_come_and_go(place: Place) {
-    place.create(6).await;
+async fn no_message_is_lost_or_out_of_order_while_consumers_join_and_leave(fixture: QueueFixture) {
+    fixture.create(6).await;
     let keys: Vec<String> = (0..12).map(|key| format!("key-{key}")).collect();
-    let log = Log::default();
-    let first = place.consumer(&log, "first").await;
+    let log = HandledLog::default();
+    let first = fixture.consumer(&log, "first").await;
     let mut guests = Vec::new();
     for round in 0..6 {
         for key in &keys {
-            place.send(key, round * 5..round * 5 + 5).await;
+            fixture.send(key, round * 5..round * 5 + 5).await;
         }
-        // One comes each time, and every second time one goes.
-        guests.push(place.consumer(&log, "guest").await);
+        // One joins in each round, and one leaves in every second round.
+        guests.push(fixture.consumer(&log, "guest").await);
         if round % 2 == 1 {
             guests.remove(0).stop().await;
         }
     }
-    eventually("everything to be handled", || {
+    wait_until("everything to be handled", || {
         log.by_key()
             .values()
             .map(|numbers| numbers.iter().max().map_or(0, |max| max + 1))
@@ -37,18 +37,27 @@ async fn nothing_is_lost_or_out_of_order_while_consumers_come_and_go(place: Plac
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_lost_or_out_of_order_while_consumers_come_and_go_embedded() {
-    nothing_is_lost_or_out_of_order_while_consumers_come_and_go(Place::embedded().await).await;
+async fn no_message_is_lost_or_out_of_order_while_consumers_join_and_leave_embedded() {
+    no_message_is_lost_or_out_of_order_while_consumers_join_and_leave(
+        QueueFixture::embedded().await,
+    )
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_lost_or_out_of_order_while_consumers_come_and_go_on_redis() {
+async fn no_message_is_lost_or_out_of_order_while_consumers_join_and_leave_on_redis() {
     let url = Redis::shared().unwrap().url();
-    nothing_is_lost_or_out_of_order_while_consumers_come_and_go(Place::at(url)).await;
+    no_message_is_lost_or_out_of_order_while_consumers_join_and_leave(QueueFixture::with_server(
+        url,
+    ))
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_lost_or_out_of_order_while_consumers_come_and_go_on_a_cluster() {
+async fn no_message_is_lost_or_out_of_order_while_consumers_join_and_leave_on_a_cluster() {
     let url = Cluster::shared().unwrap().url();
-    nothing_is_lost_or_out_of_order_while_consumers_come_and_go(Place::at(url)).await;
+    no_message_is_lost_or_out_of_order_while_consumers_join_and_leave(QueueFixture::with_server(
+        url,
+    ))
+    .await;
 }

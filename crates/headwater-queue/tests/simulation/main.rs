@@ -1,23 +1,23 @@
-//! A simulation by seed: producers and consumers are real processes that are killed, paused and cut off at random while
-//! the topic grows, and afterwards the books must balance.
+//! A seeded simulation: producers and consumers are real processes that are killed, paused and disconnected at random
+//! while the topic grows. Afterwards every confirmed message must have its effect.
 //!
 //! `HEADWATER_SEED` repeats a run, `HEADWATER_STEPS` sets how much happens in it (`cargo xtask chaos` raises it).
 
-mod books;
-mod roles;
-mod sink;
-mod world;
+mod effect_log;
+mod ledger;
+mod processes;
+mod simulator;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use world::World;
+use simulator::Simulation;
 
 const STEPS_DEFAULT: u32 = 10;
-/// How long the survivors get to finish what is left.
+/// Time for the remaining work after the last fault.
 const LIMIT: Duration = Duration::from_secs(90);
 
 #[test]
-fn whatever_dies_nothing_is_lost_and_each_key_keeps_its_order() -> anyhow::Result<()> {
+fn crashes_lose_no_message_and_keep_the_order_per_key() -> anyhow::Result<()> {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let from_clock =
         || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_millis() as u64);
@@ -26,34 +26,34 @@ fn whatever_dies_nothing_is_lost_and_each_key_keeps_its_order() -> anyhow::Resul
     println!("HEADWATER_SEED={seed} HEADWATER_STEPS={steps}");
 
     // Given a topic, two producers and three consumers.
-    let mut world = World::start(seed)?;
-    // When for a while one thing after another goes wrong, and then nothing any more.
+    let mut simulation = Simulation::start(seed)?;
+    // When faults happen for a while, and then no more.
     for _ in 0..steps {
-        world.step()?;
+        simulation.step()?;
     }
-    world.heal()?;
-    world.stop_producers(LIMIT)?;
-    // Then everything that was confirmed has happened, in the order of its key, and what was poison is a dead letter.
-    let books = world.books();
-    let settled = headwater_testkit::wait_until("every effect happened", LIMIT, || {
-        books.missing().is_ok_and(|missing| missing.is_empty())
+    simulation.heal()?;
+    simulation.stop_producers(LIMIT)?;
+    // Then every confirmed message has its effect, in order per key, and poison messages are dead letters.
+    let ledger = simulation.ledger();
+    let settled = headwater_testkit::wait_until("every effect", LIMIT, || {
+        ledger.missing().is_ok_and(|missing| missing.is_empty())
     });
-    anyhow::ensure!(settled.is_ok(), "lost: {:?}", books.missing()?);
-    books.check_order()?;
-    world.check_dead_letters(LIMIT)?;
-    world.stop_consumers(LIMIT)?;
-    println!("{}", books.summary()?);
+    anyhow::ensure!(settled.is_ok(), "lost: {:?}", ledger.missing()?);
+    ledger.check_order()?;
+    simulation.check_dead_letters(LIMIT)?;
+    simulation.stop_consumers(LIMIT)?;
+    println!("{}", ledger.summary()?);
     Ok(())
 }
 
 #[test]
-#[ignore = "a role in the simulation"]
+#[ignore = "started as a child process by the simulation"]
 fn producer() -> anyhow::Result<()> {
-    roles::produce()
+    processes::produce()
 }
 
 #[test]
-#[ignore = "a role in the simulation"]
+#[ignore = "started as a child process by the simulation"]
 fn consumer() -> anyhow::Result<()> {
-    roles::consume()
+    processes::consume()
 }

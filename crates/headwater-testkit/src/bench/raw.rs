@@ -1,13 +1,13 @@
-//! The raw loop to compare with: RESP over one blocking socket, with as little work as possible.
+//! The baseline: RESP over one blocking socket with minimal overhead.
 //!
-//! Commands are put together before the clock runs.
+//! Commands are encoded before the measurement starts.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
 use anyhow::{Context, Result, bail};
 
-/// A connection that does one thing after the other.
+/// A sequential connection.
 #[derive(Debug)]
 pub struct Raw {
     write: TcpStream,
@@ -15,8 +15,8 @@ pub struct Raw {
     line: Vec<u8>,
 }
 
-/// What an XREADGROUP gave: keys, and the ids read from each.
-pub type Batches = Vec<(String, Vec<String>)>;
+/// The result of an XREADGROUP: keys, and the ids read from each.
+pub type RawBatches = Vec<(String, Vec<String>)>;
 
 impl Raw {
     /// Connects.
@@ -90,7 +90,7 @@ impl Raw {
     }
 
     /// Sends a command made by [`read_command`] and takes its reply apart.
-    pub fn read_group(&mut self, read: &[u8]) -> Result<Batches> {
+    pub fn read_group(&mut self, read: &[u8]) -> Result<RawBatches> {
         self.write.write_all(read)?;
         // *n [ *2 [ key, *m [ *2 [ id, fields ] ] ] ]
         let (_, streams) = self.header()?;

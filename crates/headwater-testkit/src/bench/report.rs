@@ -1,8 +1,8 @@
-//! Prints figures as a table.
+//! Prints results as a table.
 
 use std::time::Duration;
 
-/// The middle of several measurements.
+/// The median of several measurements.
 pub fn median(times: &[Duration]) -> Duration {
     percentile(times, 50)
 }
@@ -14,20 +14,20 @@ pub fn percentile(times: &[Duration], percent: usize) -> Duration {
     sorted[(sorted.len() - 1) * percent / 100]
 }
 
-/// Writes rows as they come, so that a long run can be watched.
+/// Prints each row as soon as it is measured.
 ///
-/// A ratio of rounds is the median of what each round gives: what disturbs the machine for a while then disturbs both
-/// sides of a round, and few rounds.
+/// A ratio is the median of the ratios of all rounds, so a disturbance of the machine affects both sides of a few
+/// rounds.
 #[derive(Debug, Default)]
-pub struct Report;
+pub struct BenchReport;
 
-impl Report {
+impl BenchReport {
     /// Begins a table.
     pub fn heading(&mut self, text: &str) {
         println!("\n{text}");
     }
 
-    /// So many entries in every round, by both sides; more is better. The two lists are rounds in the same order.
+    /// Throughput of both sides for a number of entries per round; more is better. Both lists are in round order.
     pub fn throughput(
         &mut self,
         name: &str,
@@ -68,13 +68,13 @@ impl Report {
         }
     }
 
-    /// Times of which each is to stay below an aim; less is better.
+    /// Delays with a target for each; less is better.
     pub fn delays(&mut self, name: &str, aim: Duration, times: &[Duration]) {
         let (middle, longest) = (median(times), percentile(times, 100));
-        println!("  {name:<40} p50 {middle:>9.2?}   max {longest:>9.2?}   to reach {aim:?}");
+        println!("  {name:<40} p50 {middle:>9.2?}   max {longest:>9.2?}   target {aim:?}");
     }
 
-    /// What a large case costs beside a small one; 1 is best.
+    /// Cost of a large case relative to a small one; 1 is best.
     pub fn cost(&mut self, name: &str, small: Duration, large: Duration) {
         println!("  {name:<64} cost {:>5.2}", large.as_secs_f64() / small.as_secs_f64());
     }

@@ -1,25 +1,25 @@
-//! What goes wrong next: lasting faults, and faults that happen once.
+//! Fault injection: permanent faults and one-shot faults.
 
 use std::time::Duration;
 
-use crate::random::Random;
+use crate::random::TestRandom;
 
 const FLAKY_DELAY_MS: std::ops::Range<u64> = 0..6;
 const FLAKY_CHUNKS: std::ops::Range<u64> = 50..201;
 
 /// Faults that last until the proxy is healed.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Faults {
+pub(super) struct ProxyFaults {
     pub(super) stalled: bool,
     pub(super) delay: Duration,
 }
 
-/// Faults that happen once, to whichever connection comes first.
+/// Faults that happen once, on the first connection they apply to.
 #[derive(Debug, Default)]
 pub(super) struct OneShots {
     pub(super) drop_after: Option<usize>,
     pub(super) drop_reply: bool,
-    pub(super) hold: Option<Hold>,
+    pub(super) hold: Option<HoldRule>,
     /// How many connections were closed on purpose.
     pub(super) fired: u64,
     /// How many requests were held back by `hold`.
@@ -27,28 +27,28 @@ pub(super) struct OneShots {
     flaky: Option<Flaky>,
 }
 
-/// A source of faults at random.
+/// A source of random faults.
 #[derive(Debug)]
 struct Flaky {
-    random: Random,
+    random: TestRandom,
     chunks_left: u64,
 }
 
-/// Holds back some of the requests that contain a pattern.
+/// Delays some of the requests that contain a pattern.
 #[derive(Debug)]
-pub(super) struct Hold {
+pub(super) struct HoldRule {
     pattern: Vec<u8>,
     one_in: u64,
     pause: Duration,
     seen: u64,
 }
 
-impl Hold {
-    pub(super) fn new(pattern: &str, one_in: u64, pause: Duration) -> Hold {
-        Hold { pattern: pattern.as_bytes().to_vec(), one_in: one_in.max(1), pause, seen: 0 }
+impl HoldRule {
+    pub(super) fn new(pattern: &str, one_in: u64, pause: Duration) -> HoldRule {
+        HoldRule { pattern: pattern.as_bytes().to_vec(), one_in: one_in.max(1), pause, seen: 0 }
     }
 
-    /// How long to hold this request back; `None` for most.
+    /// The delay of this request; `None` if it is not delayed.
     fn pause(&mut self, request: &[u8]) -> Option<Duration> {
         let matches = request.windows(self.pattern.len()).any(|part| part == self.pattern);
         self.seen += u64::from(matches);
@@ -58,7 +58,7 @@ impl Hold {
 
 /// What to do with a chunk from the client.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum ChunkAction {
     Forward,
     /// Forward the first bytes, then close the connection.
     CutAfter(usize),
@@ -68,23 +68,23 @@ pub(super) enum Verdict {
 
 impl OneShots {
     pub(super) fn flaky(seed: u64) -> OneShots {
-        let mut random = Random::seeded(seed);
+        let mut random = TestRandom::seeded(seed);
         let chunks_left = random.between(FLAKY_CHUNKS);
         OneShots { flaky: Some(Flaky { random, chunks_left }), ..OneShots::default() }
     }
 
-    /// Nothing goes wrong any more.
+    /// Removes all faults.
     pub(super) fn clear(&mut self) {
         *self = OneShots { fired: self.fired, held: self.held, ..OneShots::default() };
     }
 
-    /// How long to hold the next chunk back, at random.
+    /// A random delay for the next chunk.
     pub(super) fn delay(&mut self) -> Duration {
         let flaky = self.flaky.as_mut();
         Duration::from_millis(flaky.map_or(0, |flaky| flaky.random.between(FLAKY_DELAY_MS)))
     }
 
-    /// How long to hold this request back, at random and because of its text.
+    /// The delay of this request: random, plus that of a matching hold rule.
     pub(super) fn request_delay(&mut self, request: &[u8]) -> Duration {
         let pause = self.hold.as_mut().and_then(|hold| hold.pause(request));
         self.held += u64::from(pause.is_some());
@@ -92,30 +92,30 @@ impl OneShots {
     }
 
     /// Decides about the next chunk of `length` bytes from a client.
-    pub(super) fn judge(&mut self, length: usize) -> Verdict {
+    pub(super) fn next_action(&mut self, length: usize) -> ChunkAction {
         if let Some(left) = self.drop_after {
             if left > length {
                 self.drop_after = Some(left - length);
-                return Verdict::Forward;
+                return ChunkAction::Forward;
             }
             self.drop_after = None;
             self.fired += 1;
-            return Verdict::CutAfter(left);
+            return ChunkAction::CutAfter(left);
         }
         if std::mem::take(&mut self.drop_reply) {
             self.fired += 1;
-            return Verdict::DropReply;
+            return ChunkAction::DropReply;
         }
-        let Some(flaky) = &mut self.flaky else { return Verdict::Forward };
+        let Some(flaky) = &mut self.flaky else { return ChunkAction::Forward };
         flaky.chunks_left -= 1;
         if flaky.chunks_left > 0 {
-            return Verdict::Forward;
+            return ChunkAction::Forward;
         }
         self.fired += 1;
         flaky.chunks_left = flaky.random.between(FLAKY_CHUNKS);
         match flaky.random.between(0..2) {
-            0 => Verdict::CutAfter(length / 2),
-            _ => Verdict::DropReply,
+            0 => ChunkAction::CutAfter(length / 2),
+            _ => ChunkAction::DropReply,
         }
     }
 }
@@ -124,21 +124,21 @@ impl OneShots {
 mod tests {
     use super::*;
 
-    fn faults_of(seed: u64) -> Vec<Verdict> {
+    fn actions_of(seed: u64) -> Vec<ChunkAction> {
         let mut one_shots = OneShots::flaky(seed);
-        (0..1_000).map(|_| one_shots.judge(10)).collect()
+        (0..1_000).map(|_| one_shots.next_action(10)).collect()
     }
 
     #[test]
     fn the_same_seed_gives_the_same_faults() {
-        assert_eq!(faults_of(7), faults_of(7));
-        assert_ne!(faults_of(7), faults_of(8));
+        assert_eq!(actions_of(7), actions_of(7));
+        assert_ne!(actions_of(7), actions_of(8));
     }
 
     #[test]
-    fn of_the_requests_with_a_pattern_every_nth_is_held_back() {
+    fn every_nth_request_that_matches_a_pattern_is_delayed() {
         let pause = Duration::from_secs(1);
-        let hold = Some(Hold::new("BEGIN", 2, pause));
+        let hold = Some(HoldRule::new("BEGIN", 2, pause));
         let mut one_shots = OneShots { hold, ..OneShots::default() };
         let delays = ["BEGIN", "COMMIT", "; BEGIN", "BEGIN", "xBEGINx"]
             .map(|request| one_shots.request_delay(request.as_bytes()));
@@ -149,10 +149,10 @@ mod tests {
 
     #[test]
     fn a_flaky_proxy_both_cuts_and_drops_replies() {
-        let faults = faults_of(7);
+        let faults = actions_of(7);
 
-        assert!(faults.contains(&Verdict::CutAfter(5)));
-        assert!(faults.contains(&Verdict::DropReply));
-        assert!(faults.iter().filter(|fault| **fault != Verdict::Forward).count() <= 20);
+        assert!(faults.contains(&ChunkAction::CutAfter(5)));
+        assert!(faults.contains(&ChunkAction::DropReply));
+        assert!(faults.iter().filter(|fault| **fault != ChunkAction::Forward).count() <= 20);
     }
 }

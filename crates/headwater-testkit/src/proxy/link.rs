@@ -1,4 +1,4 @@
-//! One connection through the proxy: two pumps, and the gate each chunk passes.
+//! One proxied connection: forwards both directions and applies faults.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,35 +8,35 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
-use super::Shared;
-use super::faults::Verdict;
+use super::ProxyState;
+use super::faults::ChunkAction;
 use crate::wait::lock;
 
 const CHUNK_BYTES_MAX: usize = 16 * 1024;
 
-/// Forwards both ways until one side closes, a fault says so, or the task is aborted.
-pub(super) async fn run(client: TcpStream, shared: Arc<Shared>) {
-    let _open = Open::count(&shared);
-    gate(&shared, Duration::ZERO).await;
+/// Forwards both directions until one side closes, a fault occurs, or the task is aborted.
+pub(super) async fn run(client: TcpStream, shared: Arc<ProxyState>) {
+    let _open = ProxiedConnection::count(&shared);
+    wait_until_forwarding(&shared, Duration::ZERO).await;
     let Ok(server) = TcpStream::connect(shared.target).await else { return };
     let _ = client.set_nodelay(true);
     let _ = server.set_nodelay(true);
 
     let (from_client, to_client) = client.into_split();
     let (from_server, to_server) = server.into_split();
-    let reply_is_doomed = AtomicBool::new(false);
-    // The loser is dropped with its sockets: a connection closes both ways at once.
+    let should_drop_reply = AtomicBool::new(false);
+    // The other future is dropped with its sockets: both directions close together.
     tokio::select! {
-        _ = pump_requests(from_client, to_server, &shared, &reply_is_doomed) => {}
-        _ = pump_replies(from_server, to_client, &shared, &reply_is_doomed) => {}
+        _ = pump_requests(from_client, to_server, &shared, &should_drop_reply) => {}
+        _ = pump_replies(from_server, to_client, &shared, &should_drop_reply) => {}
     }
 }
 
 async fn pump_requests(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
-    shared: &Shared,
-    reply_is_doomed: &AtomicBool,
+    shared: &ProxyState,
+    should_drop_reply: &AtomicBool,
 ) -> std::io::Result<()> {
     let mut chunk = vec![0; CHUNK_BYTES_MAX];
     loop {
@@ -45,12 +45,12 @@ async fn pump_requests(
             return Ok(());
         }
         let delay = lock(&shared.one_shots).request_delay(&chunk[..length]);
-        gate(shared, delay).await;
-        let verdict = lock(&shared.one_shots).judge(length);
+        wait_until_forwarding(shared, delay).await;
+        let verdict = lock(&shared.one_shots).next_action(length);
         match verdict {
-            Verdict::Forward => {}
-            Verdict::CutAfter(bytes) => return to.write_all(&chunk[..bytes]).await,
-            Verdict::DropReply => reply_is_doomed.store(true, Ordering::SeqCst),
+            ChunkAction::Forward => {}
+            ChunkAction::CutAfter(bytes) => return to.write_all(&chunk[..bytes]).await,
+            ChunkAction::DropReply => should_drop_reply.store(true, Ordering::SeqCst),
         }
         to.write_all(&chunk[..length]).await?;
     }
@@ -59,24 +59,24 @@ async fn pump_requests(
 async fn pump_replies(
     mut from: OwnedReadHalf,
     mut to: OwnedWriteHalf,
-    shared: &Shared,
-    reply_is_doomed: &AtomicBool,
+    shared: &ProxyState,
+    should_drop_reply: &AtomicBool,
 ) -> std::io::Result<()> {
     let mut chunk = vec![0; CHUNK_BYTES_MAX];
     loop {
         let length = from.read(&mut chunk).await?;
-        // The server has answered, so the request took effect; the client will not know.
-        if length == 0 || reply_is_doomed.load(Ordering::SeqCst) {
+        // The server has answered, so the request took effect, but the client gets no reply.
+        if length == 0 || should_drop_reply.load(Ordering::SeqCst) {
             return Ok(());
         }
         let random_delay = lock(&shared.one_shots).delay();
-        gate(shared, random_delay).await;
+        wait_until_forwarding(shared, random_delay).await;
         to.write_all(&chunk[..length]).await?;
     }
 }
 
-/// Holds a chunk back: for the delay, and for as long as the proxy is stalled.
-async fn gate(shared: &Shared, random_delay: Duration) {
+/// Waits for the delay, and while the proxy is stalled.
+async fn wait_until_forwarding(shared: &ProxyState, random_delay: Duration) {
     let mut faults = shared.faults.subscribe();
     let delay = faults.borrow().delay + random_delay;
     if !delay.is_zero() {
@@ -85,17 +85,17 @@ async fn gate(shared: &Shared, random_delay: Duration) {
     let _ = faults.wait_for(|faults| !faults.stalled).await;
 }
 
-/// Counts a connection for as long as it is open.
-struct Open<'a>(&'a Shared);
+/// Counts a connection while it is open.
+struct ProxiedConnection<'a>(&'a ProxyState);
 
-impl<'a> Open<'a> {
-    fn count(shared: &'a Shared) -> Open<'a> {
+impl<'a> ProxiedConnection<'a> {
+    fn count(shared: &'a ProxyState) -> ProxiedConnection<'a> {
         shared.open.fetch_add(1, Ordering::SeqCst);
-        Open(shared)
+        ProxiedConnection(shared)
     }
 }
 
-impl Drop for Open<'_> {
+impl Drop for ProxiedConnection<'_> {
     fn drop(&mut self) {
         self.0.open.fetch_sub(1, Ordering::SeqCst);
     }

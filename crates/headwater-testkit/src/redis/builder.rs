@@ -1,4 +1,4 @@
-//! How a Redis server is to be set up, and its configuration file.
+//! Configuration of a Redis server, and its configuration file.
 
 use std::fs;
 use std::path::Path;
@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
-use super::{Access, Redis, Server};
-use crate::home::Home;
+use super::{Redis, RedisCredentials, Server};
 use crate::ports::{Port, with_free_ports};
-use crate::process::{Launch, Output, Process, find_program};
+use crate::process::{Launch, Process, ProcessOutput, find_program};
+use crate::temp_server_dir::TempServerDir;
 use crate::tls;
 
-/// What a server keeps when it dies.
+/// What data survives a restart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Persistence {
     /// Nothing.
@@ -47,21 +47,21 @@ impl RedisBuilder {
         self.setting("notify-keyspace-events", &format!("\"{flags}\""))
     }
 
-    /// Adds an ACL user, which `url()` then names; the default user stays open for `command()`.
+    /// Adds an ACL user that `url()` uses; `command()` still uses the default user.
     ///
-    /// Name and password go into the URL as they are, so keep to letters and digits.
+    /// Name and password are not escaped in the URL: use letters and digits only.
     pub fn user(mut self, name: &str, password: &str, rules: &str) -> Self {
         self.user = Some((name.to_string(), password.to_string(), rules.to_string()));
         self
     }
 
-    /// Asks the default user for a password, which `url()` and `command()` then give.
+    /// Sets a password for the default user; `url()` and `command()` use it.
     pub fn password(mut self, password: &str) -> Self {
         self.password = Some(password.to_string());
         self
     }
 
-    /// Speaks only TLS on the port, with a certificate made for this server.
+    /// Accepts only TLS on the port, with a certificate generated for this server.
     pub fn tls(mut self) -> Self {
         self.tls = true;
         self
@@ -80,7 +80,7 @@ impl RedisBuilder {
 
     /// Starts the server and waits until it answers.
     pub fn start(self) -> Result<Redis> {
-        self.start_in(&Arc::new(Home::private()?))
+        self.start_in(&Arc::new(TempServerDir::private()?))
     }
 
     pub(crate) fn sentinel(mut self) -> Self {
@@ -88,18 +88,18 @@ impl RedisBuilder {
         self
     }
 
-    pub(crate) fn start_in(&self, home: &Arc<Home>) -> Result<Redis> {
+    pub(crate) fn start_in(&self, server_dir: &Arc<TempServerDir>) -> Result<Redis> {
         with_free_ports(|| {
-            let redis = self.launch(home, Port::for_server()?)?;
+            let redis = self.launch(server_dir, Port::for_server()?)?;
             redis.wait_until_ready()?;
             Ok(redis)
         })
     }
 
     /// Starts the server on this port and does not wait.
-    pub(crate) fn launch(&self, home: &Arc<Home>, port: Port) -> Result<Redis> {
+    pub(crate) fn launch(&self, server_dir: &Arc<TempServerDir>, port: Port) -> Result<Redis> {
         let program = find_program("redis-server", &[])?;
-        let directory = home.new_directory("redis")?;
+        let directory = server_dir.new_directory("redis")?;
         let tls = if self.tls { Some(tls::write(&directory)?) } else { None };
         let socket = self.tls.then(|| directory.join("socket"));
         let file = directory.join("redis.conf");
@@ -109,12 +109,17 @@ impl RedisBuilder {
         if self.sentinel {
             arguments.push("--sentinel".into());
         }
-        let launch =
-            Launch { program, arguments, environment: vec![], user: None, output: Output::Log };
+        let launch = Launch {
+            program,
+            arguments,
+            environment: vec![],
+            user: None,
+            output: ProcessOutput::Log,
+        };
         Ok(Redis {
-            server: Server::Own(Process::spawn(home, &directory, launch)?),
+            server: Server::Own(Process::spawn(server_dir, &directory, launch)?),
             address: port.address(),
-            access: Access {
+            credentials: RedisCredentials {
                 user: self.user.as_ref().map(|(name, word, _)| (name.clone(), word.clone())),
                 password: self.password.clone(),
                 authority: tls.map(|files| files.authority),
@@ -130,7 +135,7 @@ impl RedisBuilder {
             "bind 127.0.0.1".to_string(),
             format!("dir {}", quoted(directory)),
             "protected-mode no".to_string(),
-            // Without this, the first replica waits five seconds for company.
+            // Without this, the primary waits five seconds for further replicas.
             "repl-diskless-sync-delay 0".to_string(),
         ];
         match tls {
@@ -140,7 +145,7 @@ impl RedisBuilder {
                 format!("tls-ca-cert-file {}", quoted(&files.authority)),
                 format!("tls-cert-file {}", quoted(&files.certificate)),
                 format!("tls-key-file {}", quoted(&files.key)),
-                // How `command()` gets in without a TLS library.
+                // For `command()`, which has no TLS library.
                 format!("unixsocket {}", quoted(&directory.join("socket"))),
             ]),
         }

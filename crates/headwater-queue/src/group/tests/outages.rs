@@ -1,4 +1,4 @@
-//! The backend is away, forgets everything, or answers into the void.
+//! The backend is unavailable, loses its data, or its replies are lost.
 
 use std::time::Duration;
 
@@ -6,112 +6,121 @@ use headwater_stream::StreamError;
 use headwater_testkit::{Proxy, Redis};
 use tokio::time::sleep;
 
-use super::place::{Member, Place, QUIET, Told, eventually, quick};
+use super::fixture::{Callback, GroupFixture, Member, QUIET, fast_config, wait_until};
 use crate::config::Mode;
 use crate::error::QueueError;
 use crate::keys;
 
-fn is_lost(told: &Told) -> bool {
-    matches!(told, Told::Lost(_))
+fn is_lost(callback: &Callback) -> bool {
+    matches!(callback, Callback::Lost(_))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn when_the_backend_is_away_trust_runs_out_and_everything_comes_back_with_it() {
+async fn an_outage_longer_than_the_lease_evicts_and_the_member_rejoins_afterwards() {
     let redis = Redis::start().unwrap();
-    let place = Place::at(redis.url());
-    place.create(3).await;
-    let member = place.member().await;
-    place.balanced(&[&member], 3).await;
-    let (first, lease) = (member.consumer(), member.desk.lease(0));
+    let fixture = GroupFixture::with_server(redis.url());
+    fixture.create(3).await;
+    let member = fixture.member().await;
+    fixture.wait_until_balanced(&[&member], 3).await;
+    let (first, lease) = (member.consumer(), member.listener.lease(0));
 
     redis.pause().unwrap();
-    eventually("trust to run out", || async { member.count(|told| *told == Told::Expelled) == 1 })
-        .await;
+    wait_until("the lease to expire", || async {
+        member.count(|callback| *callback == Callback::Evicted) == 1
+    })
+    .await;
     assert_eq!(member.count(is_lost), 3);
     lease.lost().await;
     redis.resume().unwrap();
 
-    place.balanced(&[&member], 3).await;
-    assert_ne!(member.consumer(), first, "a name that lost a lease is never used again");
-    eventually("the old name to be forgotten", || async { place.listed().await.len() == 1 }).await;
+    fixture.wait_until_balanced(&[&member], 3).await;
+    assert_ne!(member.consumer(), first, "a consumer name that lost a lease is never reused");
+    wait_until("the old name to be removed", || async { fixture.member_list().await.len() == 1 })
+        .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_short_outage_moves_nothing() {
+async fn a_short_outage_does_not_cause_a_rebalance() {
     let redis = Redis::start().unwrap();
-    let place = Place::at(redis.url());
-    place.create(3).await;
-    let member = place.member().await;
-    place.balanced(&[&member], 3).await;
-    member.forget_told();
+    let fixture = GroupFixture::with_server(redis.url());
+    fixture.create(3).await;
+    let member = fixture.member().await;
+    fixture.wait_until_balanced(&[&member], 3).await;
+    member.clear_callbacks();
     redis.pause().unwrap();
-    sleep(quick().lease.renew_every * 2).await;
+    sleep(fast_config().lease.renew_every * 2).await;
     redis.resume().unwrap();
-    sleep(quick().lease.ttl).await;
-    assert_eq!(member.told(), []);
+    sleep(fast_config().lease.ttl).await;
+    assert_eq!(member.callbacks(), []);
     assert_eq!(member.owns().len(), 3);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_server_that_forgets_everything_is_joined_again() {
+async fn members_rejoin_after_the_server_lost_all_data() {
     let redis = Redis::start().unwrap();
-    let place = Place::at(redis.url());
-    place.create(4).await;
-    let members = place.members(2).await;
-    place.balanced(&[&members[0], &members[1]], 4).await;
+    let fixture = GroupFixture::with_server(redis.url());
+    fixture.create(4).await;
+    let members = fixture.members(2).await;
+    fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
 
     redis.command(&["FLUSHALL"]).unwrap();
-    eventually("everybody to notice", || async {
-        members.iter().all(|member| member.count(|told| *told == Told::Expelled) > 0)
+    wait_until("all members to be evicted", || async {
+        members.iter().all(|member| member.count(|callback| *callback == Callback::Evicted) > 0)
     })
     .await;
-    place.create(4).await;
-    place.balanced(&[&members[0], &members[1]], 4).await;
-    eventually("two to be listed", || async { place.listed().await.len() == 2 }).await;
+    fixture.create(4).await;
+    fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
+    wait_until("two to be listed", || async { fixture.member_list().await.len() == 2 }).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_list_of_members_that_was_removed_is_written_again() {
+async fn a_deleted_member_list_is_written_again() {
     let redis = Redis::start().unwrap();
-    let place = Place::at(redis.url());
-    place.create(4).await;
-    let members = place.members(2).await;
-    place.balanced(&[&members[0], &members[1]], 4).await;
-    redis.command(&["DEL", keys::members(&place.group).as_str()]).unwrap();
-    eventually("the list to be whole", || async { place.listed().await.len() == 2 }).await;
-    place.balanced(&[&members[0], &members[1]], 4).await;
-    assert!(members.iter().all(|member| member.count(|told| *told == Told::Expelled) == 0));
+    let fixture = GroupFixture::with_server(redis.url());
+    fixture.create(4).await;
+    let members = fixture.members(2).await;
+    fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
+    redis.command(&["DEL", keys::members(&fixture.group).as_str()]).unwrap();
+    wait_until("the member list to be complete", || async {
+        fixture.member_list().await.len() == 2
+    })
+    .await;
+    fixture.wait_until_balanced(&[&members[0], &members[1]], 4).await;
+    assert!(
+        members.iter().all(|member| member.count(|callback| *callback == Callback::Evicted) == 0)
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn joining_a_backend_that_is_away_fails_and_leaves_nothing() {
+async fn joining_while_the_backend_is_unavailable_fails_and_leaves_nothing_behind() {
     let redis = Redis::start().unwrap();
-    let place = Place::at(redis.url());
-    place.create(1).await;
-    let queue = place.queue().await;
+    let fixture = GroupFixture::with_server(redis.url());
+    fixture.create(1).await;
+    let queue = fixture.queue().await;
     let topic =
-        queue.read_topic(&crate::topic::TopicName::new(&place.topic).unwrap()).await.unwrap();
+        queue.read_topic(&crate::topic::TopicName::new(&fixture.topic).unwrap()).await.unwrap();
     redis.pause().unwrap();
-    let joined = Member::join_topic(queue.clone(), topic.clone(), &place, Mode::Owned, None).await;
+    let joined =
+        Member::join_topic(queue.clone(), topic.clone(), &fixture, Mode::Owned, None).await;
     let Err(error) = joined else { panic!("it joined") };
     assert!(matches!(error, QueueError::Backend(StreamError::Unavailable { .. })), "{error}");
     redis.resume().unwrap();
-    let member = Member::join_topic(queue, topic, &place, Mode::Owned, None).await.unwrap();
-    place.balanced(&[&member], 1).await;
+    let member = Member::join_topic(queue, topic, &fixture, Mode::Owned, None).await.unwrap();
+    fixture.wait_until_balanced(&[&member], 1).await;
 }
 
-/// Requests take effect and their replies are lost, again and again: acquires, releases and renewals among them.
+/// Requests take effect but their replies are lost, repeatedly: acquires, releases and renewals among them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lost_replies_lose_no_partition() {
+async fn lost_replies_leave_no_partition_unowned() {
     let redis = Redis::start().unwrap();
-    let direct = Place::at(redis.url());
+    let direct = GroupFixture::with_server(redis.url());
     direct.create(6).await;
     let proxy = Proxy::start(redis.addr()).unwrap();
-    let place = direct.through(redis.url_at(proxy.addr()));
-    let (stays, comes) = (direct.member().await, place.member().await);
-    direct.balanced(&[&stays, &comes], 6).await;
+    let fixture = direct.with_url(redis.url_at(proxy.addr()));
+    let (stays, comes) = (direct.member().await, fixture.member().await);
+    direct.wait_until_balanced(&[&stays, &comes], 6).await;
     for _ in 0..12 {
-        // One that comes and goes makes the others take and release.
+        // A member that joins and leaves makes the others acquire and release.
         let guest = direct.member().await;
         proxy.drop_reply().unwrap();
         sleep(Duration::from_millis(30)).await;
@@ -119,66 +128,74 @@ async fn lost_replies_lose_no_partition() {
         proxy.drop_reply().unwrap();
         sleep(Duration::from_millis(30)).await;
     }
-    direct.balanced(&[&stays, &comes], 6).await;
+    direct.wait_until_balanced(&[&stays, &comes], 6).await;
     sleep(QUIET).await;
-    direct.balanced(&[&stays, &comes], 6).await;
+    direct.wait_until_balanced(&[&stays, &comes], 6).await;
     assert_eq!(stays.count(is_lost), 0);
 }
 
-/// Somebody else's effect came in between: the fence said no.
-async fn an_alarm_ends_the_session_and_a_new_one_begins(place: &Place) {
-    place.create(3).await;
-    let member = place.member().await;
-    place.balanced(&[&member], 3).await;
+/// A write was rejected because another owner has a newer epoch.
+async fn a_fenced_signal_evicts_the_member_and_it_rejoins(fixture: &GroupFixture) {
+    fixture.create(3).await;
+    let member = fixture.member().await;
+    fixture.wait_until_balanced(&[&member], 3).await;
     let first = member.consumer();
-    member.forget_told();
+    member.clear_callbacks();
 
-    member.desk.lock().owned[&1].alarm.raise();
-    eventually("everything to be lost", || async { member.count(is_lost) == 3 }).await;
-    place.balanced(&[&member], 3).await;
+    member.listener.lock().owned[&1].fenced.signal();
+    wait_until("all partitions to be lost", || async { member.count(is_lost) == 3 }).await;
+    fixture.wait_until_balanced(&[&member], 3).await;
 
     assert_ne!(member.consumer(), first);
-    let told = member.told();
-    let expelled = told.iter().position(|told| *told == Told::Expelled).unwrap();
-    assert!(told[..expelled].iter().all(is_lost), "{told:?}");
-    assert_eq!(told[expelled + 1], Told::Joined(member.consumer()));
-    eventually("the old name to be forgotten", || async { place.listed().await.len() == 1 }).await;
+    let callbacks = member.callbacks();
+    let evicted = callbacks.iter().position(|callback| *callback == Callback::Evicted).unwrap();
+    assert!(callbacks[..evicted].iter().all(is_lost), "{callbacks:?}");
+    assert_eq!(callbacks[evicted + 1], Callback::Joined(member.consumer()));
+    wait_until("the old name to be removed", || async { fixture.member_list().await.len() == 1 })
+        .await;
 }
 
-/// An operator takes a lease away.
-async fn a_lease_that_is_taken_away_ends_the_session(place: &Place) {
-    place.create(2).await;
-    let member = place.member().await;
-    place.balanced(&[&member], 2).await;
-    let (fence, holder) = (member.desk.lease(1).fence().clone(), member.consumer());
+/// An operator releases a lease.
+async fn a_lease_released_by_an_operator_evicts_the_member(fixture: &GroupFixture) {
+    fixture.create(2).await;
+    let member = fixture.member().await;
+    fixture.wait_until_balanced(&[&member], 2).await;
+    let (fence, holder) = (member.listener.lease(1).fence().clone(), member.consumer());
     let holder = headwater_stream::HolderName::new(holder.as_str()).unwrap();
-    assert_eq!(place.connect().await.release(&holder, &[fence]).await.unwrap(), 1);
-    eventually("everything to be lost", || async { member.count(is_lost) == 2 }).await;
-    place.balanced(&[&member], 2).await;
+    assert_eq!(fixture.connect().await.release(&holder, &[fence]).await.unwrap(), 1);
+    wait_until("all partitions to be lost", || async { member.count(is_lost) == 2 }).await;
+    fixture.wait_until_balanced(&[&member], 2).await;
 }
 
-async fn leaving_ends_although_the_session_is_lost_meanwhile(place: &Place) {
-    place.create(2).await;
-    let member = place.member().await;
-    place.balanced(&[&member], 2).await;
-    member.desk.hold_on();
-    let alarm = member.desk.lock().owned[&0].alarm.clone();
-    let desk = member.desk.clone();
+async fn leaving_completes_when_the_member_is_evicted_meanwhile(fixture: &GroupFixture) {
+    fixture.create(2).await;
+    let member = fixture.member().await;
+    fixture.wait_until_balanced(&[&member], 2).await;
+    member.listener.block_revoke();
+    let fenced = member.listener.lock().owned[&0].fenced.clone();
+    let listener = member.listener.clone();
     let leaving = tokio::spawn(member.leave());
-    eventually("both to be asked for", || async {
-        desk.lock().told.iter().filter(|(_, told)| matches!(told, Told::GiveUp(_))).count() == 2
+    wait_until("both revokes to start", || async {
+        listener
+            .lock()
+            .callbacks
+            .iter()
+            .filter(|(_, callback)| matches!(callback, Callback::Revoke(_)))
+            .count()
+            == 2
     })
     .await;
-    alarm.raise();
+    fenced.signal();
     leaving.await.unwrap();
-    eventually("nothing to be left", || async {
-        place.listed().await.is_empty() && place.holders().await.iter().all(Option::is_none)
+    wait_until("all members and leases to be gone", || async {
+        fixture.member_list().await.is_empty()
+            && fixture.holders().await.iter().all(Option::is_none)
     })
     .await;
 }
 
-everywhere!(
-    an_alarm_ends_the_session_and_a_new_one_begins,
-    a_lease_that_is_taken_away_ends_the_session,
-    leaving_ends_although_the_session_is_lost_meanwhile,
+on_every_backend!(
+    a_fenced_signal_evicts_the_member_and_it_rejoins,
+    a_lease_released_by_an_operator_evicts_the_member,
+    leaving_completes_when_the_member_is_evicted_meanwhile,
 );

@@ -1,4 +1,4 @@
-//! Real processes, really killed and stopped.
+//! Members in separate processes that are killed with SIGKILL and stopped with SIGSTOP.
 
 use std::time::Duration;
 
@@ -6,126 +6,129 @@ use headwater_stream::{Fields, Retention, StreamName};
 use headwater_testkit::{Child, Redis};
 use tokio::time::{Instant, sleep};
 
-use super::place::{LIMIT, Member, Place, QUIET, Told, eventually, quick};
+use super::fixture::{Callback, GroupFixture, LIMIT, Member, QUIET, fast_config, wait_until};
 use crate::config::Mode;
 
-fn spawn(place: &Place, url: &str, victim: &str) -> Child {
-    let name = format!("group::tests::processes::{victim}");
-    let environment = [("URL", url), ("TOPIC", &place.topic), ("GROUP", place.group.as_str())];
+fn spawn(fixture: &GroupFixture, url: &str, role: &str) -> Child {
+    let name = format!("group::tests::processes::{role}");
+    let environment = [("URL", url), ("TOPIC", &fixture.topic), ("GROUP", fixture.group.as_str())];
     Child::spawn_self(&name, &environment).unwrap()
 }
 
-/// The place of a child process, as its parent said.
-fn inherited() -> Place {
+/// The fixture of a child process, from its environment.
+fn inherited() -> GroupFixture {
     let [url, topic, group] = ["URL", "TOPIC", "GROUP"].map(|name| std::env::var(name).unwrap());
-    let mut place = Place::at(url);
-    place.topic = topic;
-    place.group = headwater_stream::GroupName::new(group).unwrap();
-    place
+    let mut fixture = GroupFixture::with_server(url);
+    fixture.topic = topic;
+    fixture.group = headwater_stream::GroupName::new(group).unwrap();
+    fixture
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "a role that other tests of this file start as a process of its own"]
-async fn victim_owns_partitions() {
+#[ignore = "started as a child process by other tests of this file"]
+async fn role_owner() {
     let member = inherited().member().await;
     let mut seen = 0;
     loop {
-        for told in member.told().into_iter().skip(seen) {
+        for callback in member.callbacks().into_iter().skip(seen) {
             seen += 1;
-            println!("TOLD {told:?}");
+            println!("CALLBACK {callback:?}");
         }
         sleep(Duration::from_millis(5)).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_partitions_of_a_process_killed_with_9_are_taken_over_in_time() {
+async fn partitions_of_a_killed_process_are_reassigned_after_lease_expiry() {
     killed_owner_is_replaced(&Redis::shared().unwrap().url()).await;
 }
 
-/// The server tells nobody of leases that run out.
+/// The server sends no keyspace notifications.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_partitions_of_a_killed_process_are_taken_over_in_time_without_notifications() {
+async fn partitions_of_a_killed_process_are_reassigned_without_keyspace_notifications() {
     let redis = Redis::builder().user("app", "secret", "~* &* +@all -config").start().unwrap();
     killed_owner_is_replaced(&redis.url()).await;
 }
 
 async fn killed_owner_is_replaced(url: &str) {
-    let mut place = Place::at(url.to_owned());
-    // So seldom that it plays no part: the survivor has to know when the lease ends.
-    place.config.rebalance_every = Duration::from_secs(600);
-    place.create(4).await;
-    let owner = spawn(&place, url, "victim_owns_partitions");
-    owner.line_after("TOLD Gained", LIMIT).unwrap();
-    let survivor = place.member().await;
-    eventually("its share to be taken", || async { survivor.owns().len() == 2 }).await;
+    let mut fixture = GroupFixture::with_server(url.to_owned());
+    // Too rare to matter: the survivor must poll when the lease expires.
+    fixture.config.rebalance_every = Duration::from_secs(600);
+    fixture.create(4).await;
+    let owner = spawn(&fixture, url, "role_owner");
+    owner.line_after("CALLBACK Assigned", LIMIT).unwrap();
+    let survivor = fixture.member().await;
+    wait_until("the survivor to own its share", || async { survivor.owns().len() == 2 }).await;
 
     owner.kill9().unwrap();
     let killed = Instant::now();
-    place.balanced(&[&survivor], 4).await;
+    fixture.wait_until_balanced(&[&survivor], 4).await;
 
     let took = killed.elapsed();
-    println!("replaced {took:?} after the kill; the lease is {:?}", quick().lease.ttl);
-    // The promise is 250 ms after the lease; the rest is for a machine that does other things, too.
-    assert!(took < quick().lease.ttl + Duration::from_secs(30), "after {took:?}");
-    assert!(survivor.count(|told| matches!(told, Told::Lost(_) | Told::GiveUp(_))) == 0);
+    println!("replaced {took:?} after the kill; the lease is {:?}", fast_config().lease.ttl);
+    // The target is 250 ms after expiry; the rest is margin for a loaded machine.
+    assert!(took < fast_config().lease.ttl + Duration::from_secs(30), "after {took:?}");
+    assert!(
+        survivor.count(|callback| matches!(callback, Callback::Lost(_) | Callback::Revoke(_))) == 0
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_stopped_past_its_lease_loses_everything_and_joins_anew() {
+async fn a_process_stopped_past_its_lease_is_evicted_and_rejoins() {
     let url = Redis::shared().unwrap().url();
-    let place = Place::at(url.clone());
-    place.create(4).await;
-    let owner = spawn(&place, &url, "victim_owns_partitions");
-    let name = owner.line_after("TOLD Joined", LIMIT).unwrap();
-    owner.line_after("TOLD Gained", LIMIT).unwrap();
-    let survivor = place.member().await;
-    eventually("its share to be taken", || async { survivor.owns().len() == 2 }).await;
+    let fixture = GroupFixture::with_server(url.clone());
+    fixture.create(4).await;
+    let owner = spawn(&fixture, &url, "role_owner");
+    let name = owner.line_after("CALLBACK Joined", LIMIT).unwrap();
+    owner.line_after("CALLBACK Assigned", LIMIT).unwrap();
+    let survivor = fixture.member().await;
+    wait_until("the survivor to own its share", || async { survivor.owns().len() == 2 }).await;
 
-    // When it stands still past its leases, the other has everything ...
+    // While it is stopped past its leases, the survivor gets all partitions.
     owner.pause().unwrap();
-    place.balanced(&[&survivor], 4).await;
-    let epochs = place.holders().await;
+    fixture.wait_until_balanced(&[&survivor], 4).await;
+    let epochs = fixture.holders().await;
     sleep(QUIET).await;
     assert_eq!(survivor.owns().len(), 4);
-    survivor.forget_told();
+    survivor.clear_callbacks();
 
-    // ... and when it wakes, it first learns that it lost everything, then joins under another name.
+    // When it resumes, it loses its partitions, is evicted and rejoins under another name.
     owner.resume().unwrap();
-    owner.line_after("TOLD Lost", LIMIT).unwrap();
-    owner.line_after("TOLD Expelled", LIMIT).unwrap();
-    assert_ne!(owner.line_after("TOLD Joined", LIMIT).unwrap(), name);
-    owner.line_after("TOLD Gained", LIMIT).unwrap();
-    eventually("it to have its share again", || async { survivor.owns().len() == 2 }).await;
-    assert_eq!(survivor.count(|told| matches!(told, Told::Lost(_))), 0);
+    owner.line_after("CALLBACK Lost", LIMIT).unwrap();
+    owner.line_after("CALLBACK Evicted", LIMIT).unwrap();
+    assert_ne!(owner.line_after("CALLBACK Joined", LIMIT).unwrap(), name);
+    owner.line_after("CALLBACK Assigned", LIMIT).unwrap();
+    wait_until("it to own its share again", || async { survivor.owns().len() == 2 }).await;
+    assert_eq!(survivor.count(|callback| matches!(callback, Callback::Lost(_))), 0);
     for partition in survivor.owns() {
         let before = epochs[usize::from(partition)].as_ref().unwrap();
-        assert_eq!(before.epoch, survivor.desk.lease(partition).fence().epoch);
+        assert_eq!(before.epoch, survivor.listener.lease(partition).fence().epoch);
     }
 }
 
-/// What follows the topic in the name of the stream in which workers write down their epochs.
+/// Suffix of the stream in which owners log their epochs.
 const LOG: &str = "log";
 
-/// Writes down, for as long as it lives, which epochs it works in.
+/// Logs the epochs of its partitions until it is killed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "a role that other tests of this file start as a process of its own"]
-async fn victim_writes_down_its_epochs() {
-    let place = inherited();
-    let backend = place.connect().await;
-    let log = StreamName::new(format!("{}:{LOG}", place.topic)).unwrap();
-    let member = Member::join(place.queue().await, &place.topic, &place, Mode::Owned, None).await;
+#[ignore = "started as a child process by other tests of this file"]
+async fn role_epoch_logger() {
+    let fixture = inherited();
+    let backend = fixture.connect().await;
+    let log = StreamName::new(format!("{}:{LOG}", fixture.topic)).unwrap();
+    let member =
+        Member::join(fixture.queue().await, &fixture.topic, &fixture, Mode::Owned, None).await;
     let member = member.unwrap();
     println!("READY");
     loop {
-        let owned: Vec<_> = member.desk.lock().owned.values().cloned().collect();
+        let owned: Vec<_> = member.listener.lock().owned.values().cloned().collect();
         let lines = owned.iter().filter(|owned| owned.lease.is_trusted()).map(|owned| {
             let epoch = owned.lease.fence().epoch.to_string();
             Fields::new([("partition", owned.partition.to_string()), ("epoch", epoch)])
         });
         let lines: Vec<Fields> = lines.collect();
         if !lines.is_empty() {
-            // What is written late was begun while the lease was trusted.
+            // A late write was started while the lease was trusted.
             let _ = backend.append(&log, &lines, &Retention::KEEP_ALL).await;
         }
         sleep(Duration::from_millis(20)).await;
@@ -133,11 +136,11 @@ async fn victim_writes_down_its_epochs() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn however_often_processes_are_killed_and_stopped_no_two_work_on_one_partition() {
+async fn partition_epochs_never_go_back_when_processes_are_killed_and_stopped() {
     let url = Redis::shared().unwrap().url();
-    let place = Place::at(url.clone());
-    place.create(6).await;
-    let spawn = || spawn(&place, &url, "victim_writes_down_its_epochs");
+    let fixture = GroupFixture::with_server(url.clone());
+    fixture.create(6).await;
+    let spawn = || spawn(&fixture, &url, "role_epoch_logger");
     let mut workers: Vec<Child> = (0..3).map(|_| spawn()).collect();
     workers.iter().for_each(|worker| drop(worker.line_after("READY", LIMIT).unwrap()));
 
@@ -151,26 +154,26 @@ async fn however_often_processes_are_killed_and_stopped_no_two_work_on_one_parti
         workers.push(stopped);
         let worker = &workers[1];
         worker.line_after("READY", LIMIT).unwrap();
-        // The second time for longer than its lease, then not, and so on.
-        let pause = if round % 2 == 1 { quick().lease.ttl + QUIET } else { QUIET };
+        // Alternately shorter and longer than the lease.
+        let pause = if round % 2 == 1 { fast_config().lease.ttl + QUIET } else { QUIET };
         sleep(pause).await;
         workers.last().unwrap().resume().unwrap();
     }
-    // In the end all partitions are at work, each in one epoch, and none went back to an older one.
-    let log = StreamName::new(format!("{}:{LOG}", place.topic)).unwrap();
-    sleep(quick().lease.ttl).await;
-    eventually("every partition to have an owner", || async {
-        place.holders().await.iter().all(Option::is_some)
+    // In the end all partitions have an owner, and no partition went back to an older epoch.
+    let log = StreamName::new(format!("{}:{LOG}", fixture.topic)).unwrap();
+    sleep(fast_config().lease.ttl).await;
+    wait_until("every partition to have an owner", || async {
+        fixture.holders().await.iter().all(Option::is_some)
     })
     .await;
-    let backend = place.connect().await;
+    let backend = fixture.connect().await;
     let entries = backend.range(&log, headwater_stream::Range::first(10_000)).await.unwrap();
     let mut last = std::collections::BTreeMap::<String, u64>::new();
     for entry in &entries {
         let text = |name| String::from_utf8(entry.fields.get(name).unwrap().to_vec()).unwrap();
         let (partition, epoch) = (text("partition"), text("epoch").parse::<u64>().unwrap());
         let before = last.insert(partition.clone(), epoch).unwrap_or(0);
-        assert!(before <= epoch, "partition {partition}: epoch {epoch} at work after {before}");
+        assert!(before <= epoch, "partition {partition}: epoch {epoch} used after {before}");
     }
     assert_eq!(last.len(), 6, "of {} entries", entries.len());
 }

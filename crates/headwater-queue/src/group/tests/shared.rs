@@ -1,69 +1,72 @@
-//! Members that compete for messages: nobody owns anything, the dead are taken over.
+//! Shared mode: members own no partitions and reclaim the messages of dead members.
 
 use std::sync::atomic::Ordering;
 
 use tokio::time::sleep;
 
-use super::place::{Member, Place, QUIET, Told, eventually, quick};
+use super::fixture::{Callback, GroupFixture, Member, QUIET, fast_config, wait_until};
 use crate::config::Mode;
 
-async fn competing(place: &Place) -> Member {
-    place.try_member(Mode::Shared, None).await.unwrap()
+async fn shared_member(fixture: &GroupFixture) -> Member {
+    fixture.try_member(Mode::Shared, None).await.unwrap()
 }
 
-async fn everybody_joins_and_nobody_owns(place: &Place) {
-    place.create(4).await;
-    let members = [competing(place).await, competing(place).await];
+async fn shared_members_join_without_owning_partitions(fixture: &GroupFixture) {
+    fixture.create(4).await;
+    let members = [shared_member(fixture).await, shared_member(fixture).await];
     sleep(QUIET).await;
     for member in &members {
-        assert_eq!(member.told(), [Told::Joined(member.consumer())]);
-        assert!(member.desk.lock().joined.as_ref().unwrap().lease.is_trusted());
+        assert_eq!(member.callbacks(), [Callback::Joined(member.consumer())]);
+        assert!(member.listener.lock().joined.as_ref().unwrap().lease.is_trusted());
     }
-    assert!(place.holders().await.iter().all(Option::is_none));
+    assert!(fixture.holders().await.iter().all(Option::is_none));
     for member in members {
         member.leave().await;
     }
-    assert_eq!(place.listed().await, [""; 0]);
+    assert_eq!(fixture.member_list().await, [""; 0]);
 }
 
-async fn what_a_dead_member_had_in_hand_is_taken_over_once_it_is_dead(place: &Place) {
-    place.create(4).await;
-    let (lives, dies) = (competing(place).await, competing(place).await);
+async fn messages_of_a_shared_member_are_reclaimed_only_after_it_died(fixture: &GroupFixture) {
+    fixture.create(4).await;
+    let (lives, dies) = (shared_member(fixture).await, shared_member(fixture).await);
     let dead = dies.consumer();
 
-    // While it lives, however long, it is left alone, also when another leaves.
-    let leaves = competing(place).await;
+    // Nothing is reclaimed from a live member, also when another member leaves.
+    let leaves = shared_member(fixture).await;
     leaves.leave().await;
-    sleep(quick().lease.ttl + QUIET).await;
-    let orphaned = || lives.count(|told| *told == Told::Orphaned(dead.clone()));
-    assert_eq!(orphaned(), 0);
+    sleep(fast_config().lease.ttl + QUIET).await;
+    let reclaims = || lives.count(|callback| *callback == Callback::MemberDied(dead.clone()));
+    assert_eq!(reclaims(), 0);
 
-    // A take-over that fails is tried again; only then is the dead forgotten.
-    lives.desk.takes_over.store(false, Ordering::SeqCst);
+    // A failed reclaim is retried; the dead member is removed only after it succeeded.
+    lives.listener.reclaims.store(false, Ordering::SeqCst);
     dies.die();
-    eventually("a second try", || async { orphaned() >= 2 }).await;
-    assert_eq!(place.listed().await.len(), 2);
-    lives.desk.takes_over.store(true, Ordering::SeqCst);
-    eventually("the dead to be forgotten", || async { place.listed().await.len() == 1 }).await;
-    let tries = orphaned();
+    wait_until("a second attempt", || async { reclaims() >= 2 }).await;
+    assert_eq!(fixture.member_list().await.len(), 2);
+    lives.listener.reclaims.store(true, Ordering::SeqCst);
+    wait_until("the dead member to be removed", || async {
+        fixture.member_list().await.len() == 1
+    })
+    .await;
+    let tries = reclaims();
     sleep(QUIET).await;
-    assert_eq!(orphaned(), tries);
+    assert_eq!(reclaims(), tries);
 }
 
-async fn the_last_to_die_is_taken_over_by_whoever_comes_next(place: &Place) {
-    place.create(2).await;
-    let dies = competing(place).await;
+async fn the_next_member_to_join_reclaims_from_the_last_dead_member(fixture: &GroupFixture) {
+    fixture.create(2).await;
+    let dies = shared_member(fixture).await;
     let dead = dies.consumer();
     dies.die();
-    let next = competing(place).await;
-    eventually("the dead to be taken over", || async {
-        next.count(|told| *told == Told::Orphaned(dead.clone())) > 0
+    let next = shared_member(fixture).await;
+    wait_until("the dead member to be reclaimed", || async {
+        next.count(|callback| *callback == Callback::MemberDied(dead.clone())) > 0
     })
     .await;
 }
 
-everywhere!(
-    everybody_joins_and_nobody_owns,
-    what_a_dead_member_had_in_hand_is_taken_over_once_it_is_dead,
-    the_last_to_die_is_taken_over_by_whoever_comes_next,
+on_every_backend!(
+    shared_members_join_without_owning_partitions,
+    messages_of_a_shared_member_are_reclaimed_only_after_it_died,
+    the_next_member_to_join_reclaims_from_the_last_dead_member,
 );

@@ -1,81 +1,91 @@
-//! Members with an id that stays: a restart moves nothing.
+//! Static members: a restart moves no partition.
 
 use tokio::time::{Instant, sleep};
 
-use super::place::{Place, QUIET, Told, eventually, quick};
+use super::fixture::{Callback, GroupFixture, QUIET, fast_config, wait_until};
 use crate::config::Mode;
 
-async fn a_restart_of_a_static_member_moves_nothing(place: &Place) {
-    place.create(5).await;
-    let one = place.try_member(Mode::Owned, Some("one")).await.unwrap();
-    let two = place.try_member(Mode::Owned, Some("two")).await.unwrap();
-    let three = place.member().await;
-    place.balanced(&[&one, &two, &three], 5).await;
+async fn restarting_a_static_member_moves_no_partition(fixture: &GroupFixture) {
+    fixture.create(5).await;
+    let one = fixture.try_member(Mode::Owned, Some("one")).await.unwrap();
+    let two = fixture.try_member(Mode::Owned, Some("two")).await.unwrap();
+    let three = fixture.member().await;
+    fixture.wait_until_balanced(&[&one, &two, &three], 5).await;
     let had = two.owns();
-    [&one, &three].iter().for_each(|member| member.forget_told());
+    [&one, &three].iter().for_each(|member| member.clear_callbacks());
 
-    // While it is away, nobody takes what it had ...
+    // Its partitions stay reserved while it is stopped.
     two.leave().await;
-    assert!(place.listed().await.iter().any(|entry| entry.starts_with("two {")));
+    assert!(fixture.member_list().await.iter().any(|entry| entry.starts_with("two {")));
     sleep(QUIET).await;
-    // ... and when it is back, under a new name, it has the same as before.
-    let two = place.try_member(Mode::Owned, Some("two")).await.unwrap();
-    place.balanced(&[&one, &two, &three], 5).await;
+    // After the restart it gets the same partitions under a new consumer name.
+    let two = fixture.try_member(Mode::Owned, Some("two")).await.unwrap();
+    fixture.wait_until_balanced(&[&one, &two, &three], 5).await;
     assert_eq!(two.owns(), had);
     for member in [&one, &three] {
-        assert_eq!(member.told(), [], "somebody else had something to do with it");
+        assert_eq!(member.callbacks(), [], "another member was rebalanced");
     }
-    // What was kept for it is kept no longer.
-    eventually("the reservation to be gone", || async { place.listed().await.len() == 3 }).await;
+    // The reservation is removed.
+    wait_until("the reservation to be gone", || async { fixture.member_list().await.len() == 3 })
+        .await;
 
-    // It takes part like any other afterwards.
+    // Afterwards it takes part in rebalances.
     one.leave().await;
-    place.balanced(&[&two, &three], 5).await;
+    fixture.wait_until_balanced(&[&two, &three], 5).await;
 }
 
-async fn a_static_member_that_stays_away_is_replaced_when_its_time_is_up(place: &Place) {
-    place.create(4).await;
-    let stays = place.try_member(Mode::Owned, Some("stays")).await.unwrap();
-    let goes = place.try_member(Mode::Owned, Some("goes")).await.unwrap();
-    place.balanced(&[&stays, &goes], 4).await;
+async fn a_static_member_is_replaced_when_its_reservation_expires(fixture: &GroupFixture) {
+    fixture.create(4).await;
+    let stays = fixture.try_member(Mode::Owned, Some("stays")).await.unwrap();
+    let goes = fixture.try_member(Mode::Owned, Some("goes")).await.unwrap();
+    fixture.wait_until_balanced(&[&stays, &goes], 4).await;
     let left = Instant::now();
     goes.leave().await;
-    place.balanced(&[&stays], 4).await;
-    println!("replaced {:?} after it left; the lease is {:?}", left.elapsed(), quick().lease.ttl);
-    eventually("it to be forgotten", || async { place.listed().await.len() == 1 }).await;
+    fixture.wait_until_balanced(&[&stays], 4).await;
+    println!(
+        "replaced {:?} after it left; the lease is {:?}",
+        left.elapsed(),
+        fast_config().lease.ttl
+    );
+    wait_until("it to be removed", || async { fixture.member_list().await.len() == 1 }).await;
 }
 
-async fn of_two_processes_with_one_id_the_second_waits(place: &Place) {
-    place.create(3).await;
-    let first = place.try_member(Mode::Owned, Some("same")).await.unwrap();
-    place.balanced(&[&first], 3).await;
+async fn a_second_process_with_the_same_member_id_waits(fixture: &GroupFixture) {
+    fixture.create(3).await;
+    let first = fixture.try_member(Mode::Owned, Some("same")).await.unwrap();
+    fixture.wait_until_balanced(&[&first], 3).await;
 
-    let second = place.try_member(Mode::Owned, Some("same")).await.unwrap();
+    let second = fixture.try_member(Mode::Owned, Some("same")).await.unwrap();
     sleep(QUIET).await;
-    assert_eq!(second.told(), []);
+    assert_eq!(second.callbacks(), []);
     assert_eq!(first.owns().len(), 3);
 
-    // It has its turn when the first is gone, whether that says so ...
+    // It joins when the first one leaves,
     first.leave().await;
-    place.balanced(&[&second], 3).await;
-    // ... or not.
-    let third = place.try_member(Mode::Owned, Some("same")).await.unwrap();
+    fixture.wait_until_balanced(&[&second], 3).await;
+    // or dies.
+    let third = fixture.try_member(Mode::Owned, Some("same")).await.unwrap();
     second.die();
-    place.balanced(&[&third], 3).await;
+    fixture.wait_until_balanced(&[&third], 3).await;
 }
 
-async fn one_that_waits_for_its_id_can_leave(place: &Place) {
-    place.create(1).await;
-    let first = place.try_member(Mode::Owned, Some("same")).await.unwrap();
-    place.balanced(&[&first], 1).await;
-    let second = place.try_member(Mode::Owned, Some("same")).await.unwrap();
+async fn a_member_waiting_for_its_id_can_leave(fixture: &GroupFixture) {
+    fixture.create(1).await;
+    let first = fixture.try_member(Mode::Owned, Some("same")).await.unwrap();
+    fixture.wait_until_balanced(&[&first], 1).await;
+    let second = fixture.try_member(Mode::Owned, Some("same")).await.unwrap();
     second.leave().await;
-    assert_eq!(first.count(|told| *told != Told::Gained(0)), 1, "{:?}", first.told());
+    assert_eq!(
+        first.count(|callback| *callback != Callback::Assigned(0)),
+        1,
+        "{:?}",
+        first.callbacks()
+    );
 }
 
-everywhere!(
-    a_restart_of_a_static_member_moves_nothing,
-    a_static_member_that_stays_away_is_replaced_when_its_time_is_up,
-    of_two_processes_with_one_id_the_second_waits,
-    one_that_waits_for_its_id_can_leave,
+on_every_backend!(
+    restarting_a_static_member_moves_no_partition,
+    a_static_member_is_replaced_when_its_reservation_expires,
+    a_second_process_with_the_same_member_id_waits,
+    a_member_waiting_for_its_id_can_leave,
 );

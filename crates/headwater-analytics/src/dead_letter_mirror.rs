@@ -1,7 +1,7 @@
-//! Copies of dead letters in the warehouse, so that reports can count them.
+//! Copies dead letters into the analytics store for reports.
 //!
-//! Upstream: the dead letters of topics, which are only looked at. Downstream: `warehouse`.
-//! Promises: each dead letter is copied once, replayed and purged ones included if they lay there for one look.
+//! Upstream: the dead letters of topics, which are only read. Downstream: `store`.
+//! Promises: each dead letter is copied once, also one that is later replayed or purged, if it existed during one pass.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -15,20 +15,19 @@ use headwater_stream::clock::Timestamp;
 use tracing::warn;
 
 use crate::error::{AnalyticsError, Result};
-use crate::limits::LETTERS_PAGE;
-use crate::warehouse::{DeadLetterRow, Warehouse};
+use crate::limits::DEAD_LETTERS_PAGE;
+use crate::store::{AnalyticsStore, DeadLetterRow};
 
-/// Settings of the copying.
+/// Settings of the dead-letter mirror.
 #[derive(Clone, Debug)]
-pub struct LetterMirrorConfig {
-    /// Plain topics, which nobody has created, whose dead letters are copied beside those of all others. Default:
-    /// `ticket_events` and `issue_work`.
+pub struct DeadLetterMirrorConfig {
+    /// Plain topics to copy in addition to all created topics. Default: `ticket_events` and `issue_work`.
     pub plain_topics: Vec<String>,
-    /// How often they are looked at. Default: 10 s.
+    /// Time between two passes. Default: 10 s.
     pub every: Duration,
 }
 
-impl Default for LetterMirrorConfig {
+impl Default for DeadLetterMirrorConfig {
     fn default() -> Self {
         Self {
             plain_topics: vec!["ticket_events".to_owned(), "issue_work".to_owned()],
@@ -37,21 +36,21 @@ impl Default for LetterMirrorConfig {
     }
 }
 
-/// Copies dead letters into the warehouse.
+/// Copies dead letters into the analytics store.
 #[derive(Debug)]
-pub struct LetterMirror {
+pub struct DeadLetterMirror {
     queue: Queue,
-    warehouse: Arc<Warehouse>,
-    config: LetterMirrorConfig,
+    store: Arc<AnalyticsStore>,
+    config: DeadLetterMirrorConfig,
 }
 
-impl LetterMirror {
-    /// Copies those of `queue`.
-    pub fn new(queue: Queue, warehouse: Arc<Warehouse>, config: LetterMirrorConfig) -> Self {
-        Self { queue, warehouse, config }
+impl DeadLetterMirror {
+    /// Creates a mirror for the topics of `queue`.
+    pub fn new(queue: Queue, store: Arc<AnalyticsStore>, config: DeadLetterMirrorConfig) -> Self {
+        Self { queue, store, config }
     }
 
-    /// Copies all that are new, and says how many.
+    /// Copies all new dead letters; returns how many.
     pub async fn run_once(&self) -> Result<usize> {
         let mut topics: BTreeSet<String> = self.config.plain_topics.iter().cloned().collect();
         topics.extend(self.queue.topics().list().await?);
@@ -62,19 +61,19 @@ impl LetterMirror {
         Ok(copied)
     }
 
-    /// Copies until `shutdown`.
+    /// Copies periodically until `shutdown` completes.
     pub async fn run(&self, shutdown: impl Future<Output = ()>) {
         let mut shutdown = pin!(shutdown);
         loop {
-            let look = async {
+            let pass = async {
                 if let Err(error) = self.run_once().await {
-                    warn!(%error, "dead letters could not be copied, will try again");
+                    warn!(%error, "copying dead letters failed, retrying");
                 }
                 tokio::time::sleep(self.config.every).await;
             };
             tokio::select! {
                 () = &mut shutdown => return,
-                () = look => {}
+                () = pass => {}
             }
         }
     }
@@ -86,11 +85,11 @@ impl LetterMirror {
             Err(error) => return Err(error.into()),
         };
         let name = topic.to_owned();
-        let last = self.blocking(move |warehouse| warehouse.last_letter(&name)).await?;
+        let last = self.blocking(move |store| store.last_dead_letter(&name)).await?;
         let from = last.map(|last| Timestamp::from_millis(last.ms));
         let mut query = DeadLetterQuery {
             filter: DeadLetterFilter { from, ..DeadLetterFilter::default() },
-            limit: LETTERS_PAGE,
+            limit: DEAD_LETTERS_PAGE,
             ..DeadLetterQuery::default()
         };
         let mut copied = 0;
@@ -104,7 +103,7 @@ impl LetterMirror {
                 .map(|letter| row(topic, letter))
                 .collect();
             let name = topic.to_owned();
-            copied += self.blocking(move |warehouse| warehouse.store_letters(&name, &rows)).await?;
+            copied += self.blocking(move |store| store.store_dead_letters(&name, &rows)).await?;
             match page.next {
                 Some(next) => query.cursor = Some(next),
                 None => return Ok(copied),
@@ -114,12 +113,12 @@ impl LetterMirror {
 
     async fn blocking<T: Send + 'static>(
         &self,
-        call: impl FnOnce(&Warehouse) -> Result<T> + Send + 'static,
+        call: impl FnOnce(&AnalyticsStore) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let warehouse = Arc::clone(&self.warehouse);
-        let called = tokio::task::spawn_blocking(move || call(&warehouse)).await;
+        let store = Arc::clone(&self.store);
+        let called = tokio::task::spawn_blocking(move || call(&store)).await;
         called.unwrap_or_else(|ended| {
-            Err(AnalyticsError::Warehouse { what: "copy dead letters", problem: ended.to_string() })
+            Err(AnalyticsError::Store { what: "copy dead letters", problem: ended.to_string() })
         })
     }
 }

@@ -1,9 +1,9 @@
-//! A home is a temporary directory in which servers run, and the guard that clears it.
+//! A temporary directory for test servers, and the guard process that removes it.
 //!
-//! The guard (`guard.sh`) is a shell outside the process group of the test. It outlives a test process
-//! that panics, exits or is killed with -9, then kills the servers and removes the directory.
-//! Promises: nothing is left behind, whichever way the test process ends.
-//! Not here: starting servers (see `process`), finding the home of a shared server (see `shared`).
+//! The guard (`guard.sh`) is a shell outside the process group of the test. When the test process panics, exits or is
+//! killed with SIGKILL, the guard kills the servers and removes the directory.
+//! Promises: no process or file remains, however the test process ends.
+//! Not here: starting servers (see `process`), finding the directory of a shared server (see `shared`).
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -15,29 +15,29 @@ use anyhow::{Context, Result};
 
 use crate::process::is_alive;
 
-/// By its full path: a test may run without PATH.
+/// Absolute path, because a test may run without PATH.
 pub(crate) const SHELL: &str = "/bin/sh";
 
 const GUARD: &str = include_str!("guard.sh");
 
-/// The directory of some servers and, if they are private, the guard that waits for us.
+/// The directory of one or more servers and, if they are private, its guard.
 #[derive(Debug)]
-pub(crate) struct Home {
+pub(crate) struct TempServerDir {
     path: PathBuf,
     guard: Option<Child>,
 }
 
-impl Home {
-    /// A home that is cleared when this value is dropped or the test process dies.
-    pub(crate) fn private() -> Result<Home> {
+impl TempServerDir {
+    /// A directory that is removed when this value is dropped or the test process dies.
+    pub(crate) fn private() -> Result<TempServerDir> {
         let path = tempfile::Builder::new().prefix("headwater-testkit-").tempdir()?.keep();
         open_to_other_users(&path)?;
         let guard = guard(&path, "").stdin(Stdio::piped()).spawn();
-        Ok(Home { guard: Some(guard.context("cannot run the shell")?), path })
+        Ok(TempServerDir { guard: Some(guard.context("cannot run the shell")?), path })
     }
 
-    /// The home at `path`, which is cleared when the process `watched` is gone.
-    pub(crate) fn shared(path: &Path, watched: u32) -> Result<Home> {
+    /// The directory at `path`, removed when the process `watched` is gone.
+    pub(crate) fn shared(path: &Path, watched: u32) -> Result<TempServerDir> {
         open_to_other_users(path)?;
         let pid_file = path.join("guard.pid");
         let guarded =
@@ -47,7 +47,7 @@ impl Home {
                 guard(path, &watched.to_string()).spawn().context("cannot run the shell")?;
             fs::write(&pid_file, guard.id().to_string())?;
         }
-        Ok(Home { path: path.to_path_buf(), guard: None })
+        Ok(TempServerDir { path: path.to_path_buf(), guard: None })
     }
 
     /// The path of a file in it.
@@ -62,25 +62,25 @@ impl Home {
     }
 }
 
-impl Drop for Home {
+impl Drop for TempServerDir {
     fn drop(&mut self) {
         if let Some(mut guard) = self.guard.take() {
-            // Waiting closes the pipe first, which is the sign to clear up.
+            // Waiting closes the pipe first, which makes the guard clean up.
             let _ = guard.wait();
         }
     }
 }
 
-/// Postgres refuses to run as root, so another user has to reach its directory in here.
+/// Postgres refuses to run as root, so its user needs access to its directory.
 fn open_to_other_users(path: &Path) -> Result<()> {
     Ok(fs::set_permissions(path, Permissions::from_mode(0o711))?)
 }
 
-/// In a process group of its own, the signals to a test (Ctrl-C, a time-out) spare its guard.
-/// With none of the test's output pipes, it does not look like a leak to the runner.
-fn guard(home: &Path, watched: &str) -> Command {
+/// Its own process group keeps signals to the test (Ctrl-C, timeouts) from the guard. It inherits no output pipes, so
+/// that the test runner does not report a leak.
+fn guard(server_dir: &Path, watched: &str) -> Command {
     let mut command = Command::new(SHELL);
-    command.args(["-c", GUARD, "headwater-testkit-guard"]).arg(home).arg(watched);
+    command.args(["-c", GUARD, "headwater-testkit-guard"]).arg(server_dir).arg(watched);
     command.current_dir("/").process_group(0);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     command

@@ -1,12 +1,12 @@
-//! Inspection and administration while a real subscription is at work.
+//! Inspection and administration while a subscription is active.
 
-use crate::setup::on_every_backend;
+use crate::fixture::on_every_backend;
 
 on_every_backend! {
-    a_subscription_is_seen_as_member_owner_and_consumer
-    a_group_at_work_is_not_reset_unless_forced_and_then_reads_again
-    a_message_that_is_given_up_is_browsed_replayed_and_handled
-    a_topic_that_is_deleted_under_a_consumer_and_created_anew_is_consumed_again
+    a_subscription_is_listed_as_member_owner_and_consumer
+    an_active_group_is_reset_only_with_force_and_reads_again
+    a_dead_letter_is_browsed_replayed_and_handled
+    a_topic_deleted_while_consumed_and_created_again_is_consumed_again
 }
 
 mod bodies {
@@ -14,17 +14,19 @@ mod bodies {
 
     use anyhow::Result;
     use headwater_queue::{
-        ConsumerConfig, DeadLetterFilter, DeadLetterQuery, Letters, Message, NewMessage, Outcome,
-        QueueError, ReplayConfig, Reset, ResetGuard, ResetTo, Subscription,
+        ConsumerConfig, DeadLetterFilter, DeadLetterQuery, DeadLetterSelection, Message,
+        NewMessage, Outcome, QueueError, ReplayConfig, Reset, ResetGuard, ResetTo, Subscription,
     };
     use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-    use crate::setup::*;
+    use crate::fixture::*;
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// A subscription that gives up messages with the payload `bad`, unless they were replayed, and shows all others.
-    async fn subscribe(setup: &Setup) -> Result<(Subscription, UnboundedReceiver<Message>)> {
+    /// A subscription that dead-letters messages with the payload `bad`, unless replayed, and reports all others.
+    async fn subscribe(
+        fixture: &QueueFixture,
+    ) -> Result<(Subscription, UnboundedReceiver<Message>)> {
         let (seen, handled) = unbounded_channel();
         let handler = move |message: Message| {
             let seen = seen.clone();
@@ -38,24 +40,27 @@ mod bodies {
             }
         };
         let config = ConsumerConfig { poll: Duration::from_millis(200), ..Default::default() };
-        Ok((setup.queue.subscribe(&setup.topic, &name(setup), handler, config).await?, handled))
+        Ok((
+            fixture.queue.subscribe(&fixture.topic, &name(fixture), handler, config).await?,
+            handled,
+        ))
     }
 
-    /// A group that no other test uses: its members are known by its name alone.
-    fn name(setup: &Setup) -> String {
-        format!("group-of-{}", setup.topic)
+    /// A group that no other test uses, because members are listed per group.
+    fn name(fixture: &QueueFixture) -> String {
+        format!("group-of-{}", fixture.topic)
     }
 
     async fn next(handled: &mut UnboundedReceiver<Message>) -> Result<Message> {
         let message = tokio::time::timeout(LONG, handled.recv()).await?;
-        Ok(message.expect("the subscription lives"))
+        Ok(message.expect("the subscription is active"))
     }
 
-    /// Waits until the group has everything read and settled.
-    async fn all_is_settled(setup: &Setup) -> Result<()> {
+    /// Waits until the group has read and settled everything.
+    async fn wait_until_all_settled(fixture: &QueueFixture) -> Result<()> {
         let settled = async {
             loop {
-                let view = setup.queue.inspect().group(&setup.topic, &name(setup)).await?;
+                let view = fixture.queue.inspect().group(&fixture.topic, &name(fixture)).await?;
                 if (view.pending, view.lag) == (0, Some(0)) {
                     return anyhow::Ok(());
                 }
@@ -65,16 +70,16 @@ mod bodies {
         tokio::time::timeout(LONG, settled).await?
     }
 
-    pub(super) async fn a_subscription_is_seen_as_member_owner_and_consumer(
-        setup: Setup,
+    pub(super) async fn a_subscription_is_listed_as_member_owner_and_consumer(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(2).await?;
-        let (subscription, mut handled) = subscribe(&setup).await?;
+        fixture.create(2).await?;
+        let (subscription, mut handled) = subscribe(&fixture).await?;
         for partition in [0, 1] {
-            setup.send(partition, "good").await?;
+            fixture.send(partition, "good").await?;
             next(&mut handled).await?;
         }
-        let view = setup.queue.inspect().group(&setup.topic, &name(&setup)).await?;
+        let view = fixture.queue.inspect().group(&fixture.topic, &name(&fixture)).await?;
         let [member] = &view.members[..] else { panic!("one member: {view:?}") };
         let consumer = member.consumer.as_ref().expect("it works");
         assert!(member.heartbeat_age.is_some_and(|age| age <= Duration::from_secs(15)));
@@ -86,41 +91,41 @@ mod bodies {
         assert!(view.consumers.iter().any(|found| &found.name == consumer), "{view:?}");
 
         subscription.stop().await;
-        let view = setup.queue.inspect().group(&setup.topic, &name(&setup)).await?;
+        let view = fixture.queue.inspect().group(&fixture.topic, &name(&fixture)).await?;
         assert!(view.partitions.iter().all(|partition| partition.owner.is_none()), "{view:?}");
         assert!(view.members.iter().all(|member| member.heartbeat_age.is_none()), "{view:?}");
         Ok(())
     }
 
-    pub(super) async fn a_group_at_work_is_not_reset_unless_forced_and_then_reads_again(
-        setup: Setup,
+    pub(super) async fn an_active_group_is_reset_only_with_force_and_reads_again(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(1).await?;
-        let (subscription, mut handled) = subscribe(&setup).await?;
-        setup.send(0, "good").await?;
+        fixture.create(1).await?;
+        let (subscription, mut handled) = subscribe(&fixture).await?;
+        fixture.send(0, "good").await?;
         let first = next(&mut handled).await?;
-        all_is_settled(&setup).await?;
+        wait_until_all_settled(&fixture).await?;
         let back = Reset::to(ResetTo::Beginning);
-        let answer = setup.queue.reset_group(&setup.topic, &name(&setup), &back).await;
+        let answer = fixture.queue.reset_group(&fixture.topic, &name(&fixture), &back).await;
         assert!(matches!(answer, Err(QueueError::GroupAtWork { .. })), "{answer:?}");
 
         let forced = Reset { guard: ResetGuard::Force, ..back };
-        let report = setup.queue.reset_group(&setup.topic, &name(&setup), &forced).await?;
-        assert_eq!(report.again.count, 1);
-        assert_eq!(next(&mut handled).await?.id, first.id, "it is read again");
+        let report = fixture.queue.reset_group(&fixture.topic, &name(&fixture), &forced).await?;
+        assert_eq!(report.redelivered.count, 1);
+        assert_eq!(next(&mut handled).await?.id, first.id, "it is delivered again");
         subscription.stop().await;
-        setup.queue.reset_group(&setup.topic, &name(&setup), &back).await?;
+        fixture.queue.reset_group(&fixture.topic, &name(&fixture), &back).await?;
         Ok(())
     }
 
-    pub(super) async fn a_message_that_is_given_up_is_browsed_replayed_and_handled(
-        setup: Setup,
+    pub(super) async fn a_dead_letter_is_browsed_replayed_and_handled(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(3).await?;
-        let (subscription, mut handled) = subscribe(&setup).await?;
+        fixture.create(3).await?;
+        let (subscription, mut handled) = subscribe(&fixture).await?;
         let message = NewMessage::keyed("k1", "bad").header("h", "1").to_partition(2);
-        let sent = setup.producer.send(&setup.topic, message).await?;
-        let letters = setup.queue.dead_letters(&setup.topic).await?;
+        let sent = fixture.producer.send(&fixture.topic, message).await?;
+        let letters = fixture.queue.dead_letters(&fixture.topic).await?;
         let given_up = async {
             loop {
                 let page = letters.browse(&DeadLetterQuery::default()).await?;
@@ -134,7 +139,7 @@ mod bodies {
         assert_eq!((letter.partition, letter.original_id), (Some(2), Some(sent.id)));
         assert_eq!((letter.reason.as_str(), letter.key.as_deref()), ("it is bad", Some("k1")));
 
-        let all = Letters::Matching(DeadLetterFilter::default());
+        let all = DeadLetterSelection::Matching(DeadLetterFilter::default());
         assert_eq!(letters.replay(all, &ReplayConfig::default()).await?.replayed, 1);
 
         let message = next(&mut handled).await?;
@@ -146,18 +151,18 @@ mod bodies {
         Ok(())
     }
 
-    pub(super) async fn a_topic_that_is_deleted_under_a_consumer_and_created_anew_is_consumed_again(
-        setup: Setup,
+    pub(super) async fn a_topic_deleted_while_consumed_and_created_again_is_consumed_again(
+        fixture: QueueFixture,
     ) -> Result<()> {
-        setup.create(2).await?;
-        let (subscription, mut handled) = subscribe(&setup).await?;
-        setup.send(1, "before").await?;
+        fixture.create(2).await?;
+        let (subscription, mut handled) = subscribe(&fixture).await?;
+        fixture.send(1, "before").await?;
         assert_eq!(next(&mut handled).await?.payload, "before");
-        assert!(setup.queue.topics().delete(&setup.topic).await?);
-        assert!(!setup.queue.topics().list().await?.contains(&setup.topic));
+        assert!(fixture.queue.topics().delete(&fixture.topic).await?);
+        assert!(!fixture.queue.topics().list().await?.contains(&fixture.topic));
 
-        setup.create(4).await?;
-        setup.send(3, "after").await?;
+        fixture.create(4).await?;
+        fixture.send(3, "after").await?;
 
         assert_eq!(next(&mut handled).await?.payload, "after");
         subscription.stop().await;

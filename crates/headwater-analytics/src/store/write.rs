@@ -1,4 +1,4 @@
-//! Writing: rows and position in one transaction.
+//! Writes: rows and stream position in one transaction.
 
 use std::collections::HashSet;
 use std::time::Instant;
@@ -8,19 +8,19 @@ use duckdb::{Connection, Transaction, params, params_from_iter};
 use headwater_stream::EntryId;
 use headwater_stream::clock::Timestamp;
 
-use super::{Warehouse, Writer, failed};
+use super::{AnalyticsStore, StoreWriter, failed};
 use crate::error::{AnalyticsError, Result};
-use crate::event::TicketEvent;
+use crate::event::TicketEventRow;
 use crate::limits::BATCH_ROWS_MAX;
 use crate::metrics;
 
-/// What became of a batch.
+/// The result of storing a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stored {
-    /// Rows that are new.
+pub struct StoredBatch {
+    /// New rows.
     pub rows: usize,
-    /// Entries whose rows were there already.
-    pub seen_before: usize,
+    /// Entries that were already stored.
+    pub duplicates: usize,
 }
 
 /// A dead letter as a row.
@@ -28,37 +28,37 @@ pub struct Stored {
 pub struct DeadLetterRow {
     /// The topic whose message it was.
     pub topic: String,
-    /// The dead letter's entry.
+    /// The entry id of the dead letter.
     pub entry: EntryId,
-    /// What it has in common with its copies.
+    /// The identity it shares with its copies.
     pub identity: String,
-    /// The entry it first was, if it says so.
+    /// The id of its first entry, if known.
     pub original_id: Option<EntryId>,
-    /// How often it failed.
+    /// Number of failures.
     pub failures: u32,
-    /// Why it was given up.
+    /// Why it became a dead letter.
     pub reason: String,
-    /// When.
+    /// When it became a dead letter.
     pub failed_at: Timestamp,
 }
 
-/// What a rebuild did.
+/// The result of a rebuild.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Rebuild {
-    /// Rows that were there before.
+pub struct RebuildReport {
+    /// Rows removed.
     pub removed: u64,
-    /// Rows that are there now.
+    /// Rows stored.
     pub stored: u64,
 }
 
-/// The source whose position stands for the rows of `events`.
+/// The name of the position of `events`.
 const EVENTS: &str = "events";
 
-impl Warehouse {
-    /// Stores a batch of events that come from a stream, each once however often it comes.
+impl AnalyticsStore {
+    /// Stores a batch of events from a stream. Idempotent: an entry that is already stored is skipped.
     ///
     /// At most [`BATCH_ROWS_MAX`] rows. If it fails, nothing is stored.
-    pub fn store(&self, events: &[TicketEvent]) -> Result<Stored> {
+    pub fn store(&self, events: &[TicketEventRow]) -> Result<StoredBatch> {
         if events.len() > BATCH_ROWS_MAX {
             let problem = format!("{} rows; the limit is {BATCH_ROWS_MAX}", events.len());
             return Err(AnalyticsError::invalid("a batch", problem));
@@ -68,10 +68,10 @@ impl Warehouse {
         let result = store(&mut writer, events);
         match &result {
             Ok(stored) => {
-                metrics::stored(EVENTS, stored.rows, stored.seen_before, started.elapsed());
+                metrics::stored(EVENTS, stored.rows, stored.duplicates, started.elapsed());
             }
             Err(_) => {
-                // Whether the commit had its effect is for the file to say.
+                // The commit may have taken effect: read the position again.
                 writer.position = None;
                 metrics::commit_failed();
             }
@@ -79,21 +79,22 @@ impl Warehouse {
         result
     }
 
-    /// The last dead letter of a topic that is stored.
-    pub fn last_letter(&self, topic: &str) -> Result<Option<EntryId>> {
-        position(&self.writer().connection, &letters_of(topic))
+    /// The last stored dead letter of a topic.
+    pub fn last_dead_letter(&self, topic: &str) -> Result<Option<EntryId>> {
+        position(&self.writer().connection, &dead_letter_source(topic))
     }
 
-    /// Stores dead letters of a topic, in the order of their entries, all of them after [`last_letter`](Self::last_letter).
-    /// Copies of one letter are one row, however far apart they lie; returns how many rows are new.
-    pub fn store_letters(&self, topic: &str, letters: &[DeadLetterRow]) -> Result<usize> {
+    /// Stores dead letters of a topic, in the order of their entries, all of them after
+    /// [`last_dead_letter`](Self::last_dead_letter). Copies of one dead letter are stored once. Returns the number of
+    /// new rows.
+    pub fn store_dead_letters(&self, topic: &str, letters: &[DeadLetterRow]) -> Result<usize> {
         let Some(last) = letters.iter().map(|letter| letter.entry).max() else { return Ok(0) };
         let started = Instant::now();
         let mut writer = self.writer();
-        let mut seen = letters_before(&writer, topic, letters)?;
+        let mut seen = stored_copies(&writer, topic, letters)?;
         let is_new = |letter: &&DeadLetterRow| seen.insert(letter.identity.clone());
         let fresh: Vec<&DeadLetterRow> = letters.iter().filter(is_new).collect();
-        let in_one_step = |transaction: &Transaction<'_>| {
+        let body = |transaction: &Transaction<'_>| {
             let mut appender = transaction.appender("dead_letters")?;
             for letter in &fresh {
                 appender.append_row(params![
@@ -108,22 +109,21 @@ impl Warehouse {
                 ])?;
             }
             appender.flush()?;
-            move_position(transaction, &letters_of(topic), last)
+            move_position(transaction, &dead_letter_source(topic), last)
         };
-        transact(&mut writer, "store dead letters", in_one_step)?;
+        transact(&mut writer, "store dead letters", body)?;
         let copies = letters.len() - fresh.len();
         metrics::stored("dead_letters", fresh.len(), copies, started.elapsed());
         Ok(fresh.len())
     }
 
-    /// Replaces all events by those of `batches`, in one transaction: if one of them is an error, everything stays as it
-    /// was. Positions stay, so the stream goes on where it was; and so do events whose entries are not older than
-    /// `keep_from`, which the source of the batches may not have yet.
+    /// Replaces all events by those of `batches` in one transaction; if a batch is an error, nothing changes. Stream
+    /// positions are kept, and so are events with entries from `keep_from` on, which the source may not have yet.
     pub fn rebuild(
         &self,
         keep_from: Timestamp,
-        batches: impl IntoIterator<Item = Result<Vec<TicketEvent>>>,
-    ) -> Result<Rebuild> {
+        batches: impl IntoIterator<Item = Result<Vec<TicketEventRow>>>,
+    ) -> Result<RebuildReport> {
         let what = "rebuild its tables";
         let mut writer = self.writer();
         let transaction = writer.connection.transaction().map_err(|error| failed(what, error))?;
@@ -139,18 +139,18 @@ impl Warehouse {
             stored += batch.len() as u64;
         }
         transaction.commit().map_err(|error| failed(what, error))?;
-        Ok(Rebuild { removed: removed as u64, stored })
+        Ok(RebuildReport { removed: removed as u64, stored })
     }
 }
 
-fn store(writer: &mut Writer, events: &[TicketEvent]) -> Result<Stored> {
+fn store(writer: &mut StoreWriter, events: &[TicketEventRow]) -> Result<StoredBatch> {
     let position = match writer.position {
         Some(position) => position,
         None => position(&writer.connection, EVENTS)?.unwrap_or(EntryId::MIN),
     };
     let seen = stored_before(writer, events, position)?;
     let mut taken = HashSet::with_capacity(events.len());
-    let fresh: Vec<&TicketEvent> = events
+    let fresh: Vec<&TicketEventRow> = events
         .iter()
         .filter(|event| {
             event.entry.is_none_or(|entry| !seen.contains(&entry) && taken.insert(entry))
@@ -164,13 +164,13 @@ fn store(writer: &mut Writer, events: &[TicketEvent]) -> Result<Stored> {
         })?;
     }
     writer.position = Some(last);
-    Ok(Stored { rows: fresh.len(), seen_before: events.len() - fresh.len() })
+    Ok(StoredBatch { rows: fresh.len(), duplicates: events.len() - fresh.len() })
 }
 
-/// Which of these entries have rows already. Those above the position have none, and they are nearly all.
+/// The entries that are already stored. Only entries up to the position are looked up; usually there are none.
 fn stored_before(
-    writer: &Writer,
-    events: &[TicketEvent],
+    writer: &StoreWriter,
+    events: &[TicketEventRow],
     position: EntryId,
 ) -> Result<HashSet<EntryId>> {
     let ids = events.iter().filter_map(|event| event.entry).filter(|entry| *entry <= position);
@@ -178,32 +178,32 @@ fn stored_before(
     if list.is_empty() {
         return Ok(HashSet::new());
     }
-    let question = format!(
+    let sql_text = format!(
         "SELECT entry_ms, entry_seq FROM events SEMI JOIN (VALUES {}) AS asked (ms, seq) \
          ON entry_ms = ms AND entry_seq = seq",
         list.join(", ")
     );
     let read = || {
-        let mut statement = writer.connection.prepare(&question)?;
+        let mut statement = writer.connection.prepare(&sql_text)?;
         let rows = statement.query_map([], |row| Ok(EntryId::new(row.get(0)?, row.get(1)?)))?;
         rows.collect::<duckdb::Result<HashSet<EntryId>>>()
     };
     read().map_err(|error| failed("look for events", error))
 }
 
-/// Which of these dead letters have rows already, as copies.
-fn letters_before(
-    writer: &Writer,
+/// The identities of those dead letters that are already stored.
+fn stored_copies(
+    writer: &StoreWriter,
     topic: &str,
     letters: &[DeadLetterRow],
 ) -> Result<HashSet<String>> {
     let places = vec!["?"; letters.len()].join(", ");
-    let question =
+    let sql_text =
         format!("SELECT identity FROM dead_letters WHERE topic = ? AND identity IN ({places})");
     let asked = letters.iter().map(|letter| letter.identity.as_str());
     let values = params_from_iter(std::iter::once(topic).chain(asked));
     let read = || {
-        let mut statement = writer.connection.prepare(&question)?;
+        let mut statement = writer.connection.prepare(&sql_text)?;
         let rows = statement.query_map(values, |row| row.get::<_, String>(0))?;
         rows.collect::<duckdb::Result<HashSet<String>>>()
     };
@@ -211,20 +211,20 @@ fn letters_before(
 }
 
 fn transact(
-    writer: &mut Writer,
+    writer: &mut StoreWriter,
     what: &'static str,
-    in_one_step: impl FnOnce(&Transaction<'_>) -> duckdb::Result<()>,
+    body: impl FnOnce(&Transaction<'_>) -> duckdb::Result<()>,
 ) -> Result<()> {
     let run = || {
-        // Rolled back when it is dropped.
+        // Rolled back on drop.
         let transaction = writer.connection.transaction()?;
-        in_one_step(&transaction)?;
+        body(&transaction)?;
         transaction.commit()
     };
     run().map_err(|error| failed(what, error))
 }
 
-fn append(connection: &Connection, events: &[&TicketEvent]) -> duckdb::Result<()> {
+fn append(connection: &Connection, events: &[&TicketEventRow]) -> duckdb::Result<()> {
     let mut appender = connection.appender("events")?;
     for event in events {
         appender.append_row(params![
@@ -261,11 +261,11 @@ fn position(connection: &Connection, source: &str) -> Result<Option<EntryId>> {
     }
 }
 
-fn letters_of(topic: &str) -> String {
+fn dead_letter_source(topic: &str) -> String {
     format!("dead letters of {topic}")
 }
 
-/// Times after the year 292277 do not fit; they are the last one that does.
+/// Clamps times after the year 292277, which DuckDB cannot store.
 fn timestamp(at: Timestamp) -> Value {
     let ms = i64::try_from(at.as_millis()).unwrap_or(i64::MAX).min(i64::MAX / 1000);
     Value::Timestamp(TimeUnit::Millisecond, ms)

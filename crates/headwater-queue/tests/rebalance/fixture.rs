@@ -1,4 +1,4 @@
-//! Where a scenario runs, and what its consumers write down.
+//! Fixture: a topic on a backend, and a log of handled messages.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -13,11 +13,11 @@ use headwater_testkit::unique;
 use tokio::time::Instant;
 
 pub(crate) const GROUP: &str = "billing";
-/// Nothing that should happen takes longer.
+/// Timeout for everything a test waits for.
 pub(crate) const LIMIT: Duration = Duration::from_secs(40);
 
 /// Fast enough for a test, slow enough for a busy machine.
-pub(crate) fn quick() -> QueueConfig {
+pub(crate) fn fast_config() -> QueueConfig {
     QueueConfig {
         lease: KeeperConfig {
             ttl: Duration::from_secs(3),
@@ -30,25 +30,25 @@ pub(crate) fn quick() -> QueueConfig {
 }
 
 pub(crate) fn ordered() -> ConsumerConfig {
-    // A read that waits for long, so that one is under way when its process stops.
+    // A long poll, so that a blocking read is in progress when the process stops.
     ConsumerConfig { order: Order::PerKey, poll: Duration::from_secs(30), ..Default::default() }
 }
 
-pub(crate) struct Place {
+pub(crate) struct QueueFixture {
     pub(crate) url: String,
     pub(crate) topic: String,
-    /// For an embedded backend, of which there is one.
+    /// For the embedded backend, which all queues share.
     queue: Option<Queue>,
 }
 
-impl Place {
+impl QueueFixture {
     pub(crate) async fn embedded() -> Self {
         let backend = connect("embedded:memory", &Options::default()).await.unwrap();
-        let queue = Queue::with_config(backend, quick()).unwrap();
+        let queue = Queue::with_config(backend, fast_config()).unwrap();
         Self { url: String::new(), topic: unique("orders"), queue: Some(queue) }
     }
 
-    pub(crate) fn at(url: String) -> Self {
+    pub(crate) fn with_server(url: String) -> Self {
         Self { url, topic: unique("orders"), queue: None }
     }
 
@@ -58,7 +58,7 @@ impl Place {
             Some(queue) => Arc::clone(queue.backend()),
             None => connect(&self.url, &Options::default()).await.unwrap(),
         };
-        Queue::with_config(backend, quick()).unwrap()
+        Queue::with_config(backend, fast_config()).unwrap()
     }
 
     pub(crate) async fn create(&self, partitions: u16) {
@@ -74,7 +74,7 @@ impl Place {
         }
     }
 
-    pub(crate) async fn consumer(&self, log: &Log, name: &'static str) -> Subscription {
+    pub(crate) async fn consumer(&self, log: &HandledLog, name: &'static str) -> Subscription {
         let log = log.clone();
         let handler = move |message: Message| {
             log.write(name, &message);
@@ -85,11 +85,11 @@ impl Place {
     }
 }
 
-/// Who handled what, in the order in which it happened.
+/// Handled messages in order, with the name of the consumer.
 #[derive(Clone, Default)]
-pub(crate) struct Log(Arc<Mutex<Vec<(String, String, u64)>>>);
+pub(crate) struct HandledLog(Arc<Mutex<Vec<(String, String, u64)>>>);
 
-impl Log {
+impl HandledLog {
     pub(crate) fn write(&self, name: &str, message: &Message) {
         let number = String::from_utf8(message.payload.to_vec()).unwrap().parse().unwrap();
         let key = message.key.clone().unwrap_or_default();
@@ -104,7 +104,7 @@ impl Log {
         self.0.lock().unwrap().iter().filter(|(who, ..)| who == name).count()
     }
 
-    /// The numbers of each key, each time they were handled.
+    /// The handled numbers of each key, including repetitions.
     pub(crate) fn by_key(&self) -> BTreeMap<String, Vec<u64>> {
         let mut keys: BTreeMap<String, Vec<u64>> = BTreeMap::new();
         for (_, key, number) in self.0.lock().unwrap().iter() {
@@ -113,7 +113,7 @@ impl Log {
         keys
     }
 
-    /// Every number of every key once or more, first times in order.
+    /// Checks that every number of every key was handled at least once, first occurrences in order.
     pub(crate) fn check(&self, keys: &[String], count: u64) {
         let seen = self.by_key();
         assert_eq!(seen.len(), keys.len());
@@ -129,11 +129,11 @@ impl Log {
     }
 }
 
-/// Asks again and again until `condition` holds.
-pub(crate) async fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+/// Polls until `condition` holds.
+pub(crate) async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + LIMIT;
     while !condition() {
-        assert!(Instant::now() < deadline, "waited in vain for: {what}");
+        assert!(Instant::now() < deadline, "timed out waiting for {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

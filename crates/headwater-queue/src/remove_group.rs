@@ -1,43 +1,45 @@
-//! Removing a group: nothing is kept for it any more.
+//! Removing a consumer group from a topic.
 //!
 //! Upstream: administrators. Downstream: the groups of a topic's streams.
-//! Promises: a group with a member that lives, or will be back, is left alone; each partition changes in one atomic step.
-//! After an error, which says so, or a crash half way, some partitions are without it: repeat it. Messages and dead letters stay; the
-//! epochs of its partitions stay, too, so that whoever takes the name again fences those who had it.
-//! Not here: consumers of other programs, which show no sign of life; they are told that there is no such group.
+//! Promises: a group with a live or a reserved member is not removed; each partition changes in one atomic step.
+//! After an error or a crash the group may be removed from some partitions only: repeat the call. Messages and dead
+//! letters remain. The epochs of its partitions remain, too, so that a new group of the same name fences the old
+//! consumers. Not detected: consumers of other programs, which have no heartbeat; their reads fail because the group
+//! is gone.
 
 use tracing::info;
 
 use crate::error::Result;
-use crate::interrupted::Progress;
+use crate::interrupted::PartitionProgress;
 use crate::keys;
 use crate::queue::Queue;
-use crate::reset::refuse_if_at_work;
+use crate::reset::require_inactive;
 use crate::topic::group_name;
 
-/// What became of a group that was removed.
+/// The result of removing a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemovedGroup {
-    /// Messages it had not settled.
+    /// Messages delivered and not settled.
     pub pending: u64,
-    /// Messages it had not read; `None` if the server cannot tell for some partition.
+    /// Messages not delivered; `None` if the server cannot tell for some partition.
     pub lag: Option<u64>,
-    /// Partitions it was removed from; those that an earlier, broken removal reached are not among them.
+    /// Partitions it was removed from by this call.
     pub partitions: u16,
 }
 
 impl Queue {
-    /// Removes a group from all partitions of a topic. What it has not settled or read, it never will.
+    /// Removes a group from all partitions of a topic. Its pending and unread messages will not be delivered to it.
     ///
-    /// A process that joins at the same moment may make it anew.
+    /// Fails with [`QueueError::GroupAtWork`](crate::QueueError::GroupAtWork) while it has a live member or an owned
+    /// partition. A process that joins concurrently may create the group again.
     pub async fn remove_group(&self, topic: &str, group: &str) -> Result<RemovedGroup> {
         let view = self.inspect().group(topic, group).await?;
         let members = view.members.iter().filter(|member| member.heartbeat_age.is_some());
         let living = members.map(|one| one.consumer.clone().unwrap_or_else(|| one.member.clone()));
-        refuse_if_at_work(&view, living.collect())?;
+        require_inactive(&view, living.collect())?;
         let (topic, group) = (self.existing_topic(topic).await?, group_name(group)?);
         let mut partitions = 0;
-        let mut progress = Progress::new(0..topic.partitions);
+        let mut progress = PartitionProgress::new(0..topic.partitions);
         for partition in 0..topic.partitions {
             let stream = keys::stream(&topic, partition);
             progress.next(1);

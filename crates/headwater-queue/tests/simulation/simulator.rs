@@ -1,4 +1,4 @@
-//! The world of the simulation: one Redis, a network of its own for each process, and what can go wrong.
+//! The simulation: one Redis, one proxy per process, and the faults.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,8 +11,8 @@ use headwater_stream::{EntryId, Options, Range, StreamName};
 use headwater_testkit::{Child, Persistence, Proxy, Redis};
 use tempfile::TempDir;
 
-use super::books::{Books, is_poison};
-use super::roles::{LEASE_TTL, TOPIC};
+use super::ledger::{Ledger, is_poison};
+use super::processes::{LEASE_TTL, TOPIC};
 
 const CONSUMERS: usize = 3;
 const PRODUCERS: usize = 2;
@@ -21,48 +21,53 @@ const GROWN: u16 = 5;
 /// Long enough for members to join.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-pub(crate) struct World {
-    chance: Chance,
+pub(crate) struct Simulation {
+    random: SeededRandom,
     directory: TempDir,
     redis: Redis,
     runtime: tokio::runtime::Runtime,
     queue: Queue,
-    consumers: Vec<Place>,
-    producers: Vec<Place>,
+    consumers: Vec<SimulatedProcess>,
+    producers: Vec<SimulatedProcess>,
     has_grown: bool,
     redis_is_dead: bool,
 }
 
-/// A process and its network.
-struct Place {
+/// A process and its proxy.
+struct SimulatedProcess {
     role: &'static str,
     number: usize,
     proxy: Proxy,
     child: Option<Child>,
 }
 
-impl World {
+impl Simulation {
     pub(crate) fn start(seed: u64) -> Result<Self> {
-        // What it confirmed, it has: also after `kill -9`.
+        // Confirmed writes survive `kill -9`.
         let redis = Redis::builder().persistence(Persistence::Always).start()?;
         let directory = TempDir::new()?;
         let runtime = tokio::runtime::Runtime::new()?;
         let queue = runtime.block_on(async {
             let backend = headwater_stream::connect(&redis.url(), &Options::default()).await?;
             let queue = Queue::new(backend);
-            // Growing is to be over within the run.
+            // A short refresh, so that the resize completes within the run.
             let policies = Policies { refresh: Duration::from_millis(500), ..Default::default() };
             queue.topics().create(TOPIC, PARTITIONS, policies).await?;
             anyhow::Ok(queue)
         })?;
-        let place = |role, number| {
-            anyhow::Ok(Place { role, number, proxy: Proxy::start(redis.addr())?, child: None })
+        let process = |role, number| {
+            anyhow::Ok(SimulatedProcess {
+                role,
+                number,
+                proxy: Proxy::start(redis.addr())?,
+                child: None,
+            })
         };
-        let consumers = (0..CONSUMERS).map(|n| place("consumer", n)).collect::<Result<_>>()?;
-        let producers = (0..PRODUCERS).map(|n| place("producer", n)).collect::<Result<_>>()?;
-        let chance = Chance(seed);
-        let mut world = Self {
-            chance,
+        let consumers = (0..CONSUMERS).map(|n| process("consumer", n)).collect::<Result<_>>()?;
+        let producers = (0..PRODUCERS).map(|n| process("producer", n)).collect::<Result<_>>()?;
+        let random = SeededRandom(seed);
+        let mut simulation = Self {
+            random,
             directory,
             redis,
             runtime,
@@ -72,21 +77,21 @@ impl World {
             has_grown: false,
             redis_is_dead: false,
         };
-        world.heal()?;
-        Ok(world)
+        simulation.heal()?;
+        Ok(simulation)
     }
 
-    pub(crate) fn books(&self) -> Books {
-        Books::open(self.directory.path())
+    pub(crate) fn ledger(&self) -> Ledger {
+        Ledger::open(self.directory.path())
     }
 
-    /// One thing goes wrong, for a while.
+    /// Injects one fault for a while.
     pub(crate) fn step(&mut self) -> Result<()> {
-        let consumer = self.chance.below(CONSUMERS as u64) as usize;
-        let producer = self.chance.below(PRODUCERS as u64) as usize;
-        // Shorter and longer than a lease lives.
-        let time = Duration::from_millis(100 + self.chance.below(2 * LEASE_TTL.as_millis() as u64));
-        let what = self.chance.below(13);
+        let consumer = self.random.below(CONSUMERS as u64) as usize;
+        let producer = self.random.below(PRODUCERS as u64) as usize;
+        // Shorter or longer than the lease TTL.
+        let time = Duration::from_millis(100 + self.random.below(2 * LEASE_TTL.as_millis() as u64));
+        let what = self.random.below(13);
         println!("step {what}: consumer {consumer}, producer {producer}, {time:?}");
         match what {
             0 | 1 => self.consumers[consumer].kill(time)?,
@@ -108,22 +113,22 @@ impl World {
         self.heal()
     }
 
-    /// Every network works and every process runs.
+    /// Ends all faults and restarts all processes.
     pub(crate) fn heal(&mut self) -> Result<()> {
         if std::mem::take(&mut self.redis_is_dead) {
             self.redis.restart()?;
         }
-        for place in self.consumers.iter_mut().chain(&mut self.producers) {
-            place.proxy.heal()?;
-            if place.child.is_none() {
-                let url = self.redis.url_at(place.proxy.addr());
-                place.start(&url, self.directory.path())?;
+        for process in self.consumers.iter_mut().chain(&mut self.producers) {
+            process.proxy.heal()?;
+            if process.child.is_none() {
+                let url = self.redis.url_at(process.proxy.addr());
+                process.start(&url, self.directory.path())?;
             }
         }
         Ok(())
     }
 
-    /// One consumer goes in good order, and comes back when the world is healed.
+    /// Stops one consumer gracefully; `heal` restarts it.
     fn stop_consumer(&mut self, number: usize) -> Result<()> {
         let file = self.directory.path().join(format!("stop-{number}"));
         fs::write(&file, "")?;
@@ -138,21 +143,21 @@ impl World {
         Ok(())
     }
 
-    /// Producers end when they find this file.
+    /// Stops the producers: they exit when this file exists.
     pub(crate) fn stop_producers(&mut self, limit: Duration) -> Result<()> {
-        fs::write(self.directory.path().join("enough"), "")?;
+        fs::write(self.directory.path().join("stop-producers"), "")?;
         stop(&mut self.producers, limit)
     }
 
     pub(crate) fn stop_consumers(&mut self, limit: Duration) -> Result<()> {
-        fs::write(self.directory.path().join("over"), "")?;
+        fs::write(self.directory.path().join("stop-consumers"), "")?;
         stop(&mut self.consumers, limit)
     }
 
-    /// Every poison message is a dead letter, once, with its bytes.
+    /// Checks that every poison message is a dead letter, once and unchanged.
     pub(crate) fn check_dead_letters(&self, limit: Duration) -> Result<()> {
         let expected: BTreeSet<String> = self
-            .books()
+            .ledger()
             .confirmed()?
             .into_iter()
             .flat_map(|(key, last)| (1..=last).map(move |number| (key.clone(), number)))
@@ -160,11 +165,11 @@ impl World {
             .map(|(key, number)| format!("{key} {number}"))
             .collect();
         let all_there = || self.dead_letters().is_ok_and(|letters| letters.len() >= expected.len());
-        // The effect comes before the letter.
-        let _ = headwater_testkit::wait_until("every dead letter is there", limit, all_there);
+        // The effect is logged before the dead letter is written.
+        let _ = headwater_testkit::wait_until("every dead letter", limit, all_there);
         let letters = self.dead_letters()?;
         let once: BTreeSet<String> = letters.iter().cloned().collect();
-        ensure!(once.len() == letters.len(), "dead letters come twice: {letters:?}");
+        ensure!(once.len() == letters.len(), "duplicate dead letters: {letters:?}");
         ensure!(once == expected, "not the same: {:?}", once.symmetric_difference(&expected));
         Ok(())
     }
@@ -186,16 +191,16 @@ impl World {
     }
 }
 
-fn stop(places: &mut [Place], limit: Duration) -> Result<()> {
-    for place in places {
-        let child = place.child.take().context("it was healed before")?;
+fn stop(processes: &mut [SimulatedProcess], limit: Duration) -> Result<()> {
+    for process in processes {
+        let child = process.child.take().context("running after heal")?;
         let status = child.wait(limit)?;
-        ensure!(status.success(), "{} {} failed: {status}", place.role, place.number);
+        ensure!(status.success(), "{} {} failed: {status}", process.role, process.number);
     }
     Ok(())
 }
 
-impl Place {
+impl SimulatedProcess {
     fn start(&mut self, url: &str, directory: &std::path::Path) -> Result<()> {
         let directory = PathBuf::from(directory);
         let number = self.number.to_string();
@@ -207,23 +212,23 @@ impl Place {
         Ok(())
     }
 
-    /// Dead; `heal` starts it anew.
+    /// Kills it; `heal` restarts it.
     fn kill(&mut self, _for: Duration) -> Result<()> {
-        self.child.take().context("it runs")?.kill9()
+        self.child.take().context("it is running")?.kill9()
     }
 
     fn pause(&mut self, time: Duration) -> Result<()> {
-        let child = self.child.as_ref().context("it runs")?;
+        let child = self.child.as_ref().context("it is running")?;
         child.pause()?;
         std::thread::sleep(time);
         child.resume()
     }
 }
 
-/// Numbers by chance, the same for the same seed (splitmix64).
-struct Chance(u64);
+/// Seeded random numbers (splitmix64).
+struct SeededRandom(u64);
 
-impl Chance {
+impl SeededRandom {
     fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

@@ -1,4 +1,4 @@
-//! The tables, and what reads them.
+//! The DuckDB schema and its version.
 
 use std::path::Path;
 
@@ -7,14 +7,13 @@ use duckdb::Connection;
 use super::failed;
 use crate::error::{AnalyticsError, Result};
 
-/// Raised whenever tables change in a way that an older program would get wrong.
+/// Incremented on changes that an older program would misread.
 const VERSION: i64 = 2;
 
 const MARK: &str = "CREATE TABLE IF NOT EXISTS warehouse (version BIGINT NOT NULL)";
 
-/// `events` has a row per entry. An event may lie in two entries (the outbox delivers at least once; a rebuild reads it
-/// from SQL), so `ticket_events`, which everybody asks, shows each event once. Of `dead_letters` a copy is not stored; before
-/// version 2 it was.
+/// `events` has a row per entry. An event may have two entries (the outbox delivers at least once; a rebuild reads it
+/// from SQL), so the view `ticket_events` shows each event once. `dead_letters` has no copies since version 2.
 const TABLES: &str = "
 CREATE TABLE IF NOT EXISTS positions (
   source VARCHAR PRIMARY KEY, entry_ms UBIGINT NOT NULL, entry_seq UBIGINT NOT NULL
@@ -37,7 +36,7 @@ CREATE OR REPLACE VIEW ticket_events AS
   );
 ";
 
-/// Creates what is missing; a file of a newer version stays as it is.
+/// Creates missing tables; fails on a file of a newer version without changing it.
 pub(super) fn prepare(connection: &Connection, path: &Path) -> Result<()> {
     connection.execute_batch(MARK).map_err(|error| failed("mark its file", error))?;
     check(connection, path)?;
@@ -49,7 +48,7 @@ pub(super) fn prepare(connection: &Connection, path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a file of a newer version.
+/// Fails on a file of a newer version.
 pub(super) fn check(connection: &Connection, path: &Path) -> Result<()> {
     let found: i64 = connection
         .query_row("SELECT coalesce(max(version), 0) FROM warehouse", [], |row| row.get(0))
@@ -67,11 +66,11 @@ mod tests {
     use headwater_stream::clock::Timestamp;
     use serde_json::json;
 
-    use super::super::{DeadLetterRow, Warehouse};
+    use super::super::{AnalyticsStore, DeadLetterRow};
     use super::*;
 
     #[tokio::test]
-    async fn a_file_of_the_first_version_goes_on_with_what_it_has() {
+    async fn a_version_1_file_is_migrated_and_keeps_its_rows() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("analytics.duckdb");
         let old = Connection::open(&path).unwrap();
@@ -84,7 +83,7 @@ mod tests {
         .unwrap();
         old.close().unwrap();
 
-        let warehouse = Warehouse::open(&path).unwrap();
+        let store = AnalyticsStore::open(&path).unwrap();
         let letter = |entry| DeadLetterRow {
             topic: "orders".to_owned(),
             entry: EntryId::new(entry, 0),
@@ -94,25 +93,25 @@ mod tests {
             reason: "boom".to_owned(),
             failed_at: Timestamp::from_millis(7),
         };
-        assert_eq!(warehouse.store_letters("orders", &[letter(2), letter(3)]).unwrap(), 1);
-        assert_eq!(warehouse.store_letters("orders", &[letter(4)]).unwrap(), 0);
-        drop(warehouse);
-        let warehouse = Warehouse::open(&path).unwrap();
-        assert_eq!(warehouse.store_letters("orders", &[letter(5)]).unwrap(), 0);
+        assert_eq!(store.store_dead_letters("orders", &[letter(2), letter(3)]).unwrap(), 1);
+        assert_eq!(store.store_dead_letters("orders", &[letter(4)]).unwrap(), 0);
+        drop(store);
+        let store = AnalyticsStore::open(&path).unwrap();
+        assert_eq!(store.store_dead_letters("orders", &[letter(5)]).unwrap(), 0);
         let sql =
             "SELECT count(*) AS n, (SELECT max(version) FROM warehouse) AS v FROM dead_letters";
-        let table = warehouse.reader().query(sql).await.unwrap();
+        let table = store.reader().query(sql).await.unwrap();
         assert_eq!(table.rows, [[json!(2), json!(VERSION)]]);
     }
 
     #[test]
-    fn a_file_of_a_newer_version_is_refused_and_stays_as_it_is() {
+    fn a_file_of_a_newer_version_is_rejected_and_unchanged() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("analytics.duckdb");
         let newer = Connection::open(&path).unwrap();
         newer.execute_batch(&format!("{MARK}; INSERT INTO warehouse VALUES (99);")).unwrap();
         newer.close().unwrap();
-        let refused = Warehouse::open(&path);
+        let refused = AnalyticsStore::open(&path);
         assert!(matches!(refused, Err(AnalyticsError::Newer { found: 99, .. })), "{refused:?}");
         let newer = Connection::open(&path).unwrap();
         let tables = "SELECT count(*) FROM duckdb_tables()";

@@ -1,4 +1,4 @@
-//! Queues to test on, with messages, groups and dead letters as other parts of the crate would leave them.
+//! Fixture: queues on every backend, with messages, groups and dead letters.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use headwater_stream::{
 use headwater_testkit::{Cluster, Redis, unique};
 
 /// A queue on some backend, and a topic that no other test uses.
-pub(crate) struct Setup {
+pub(crate) struct QueueFixture {
     pub(crate) queue: Queue,
     pub(crate) producer: Producer,
     pub(crate) topic: String,
@@ -20,7 +20,7 @@ pub(crate) struct Setup {
 
 pub(crate) const GROUP: &str = "billing";
 
-impl Setup {
+impl QueueFixture {
     pub(crate) async fn embedded() -> Result<Self> {
         Self::at("embedded:memory").await
     }
@@ -43,7 +43,7 @@ impl Setup {
         self.queue.backend()
     }
 
-    /// Creates the topic; it forgets fast, so that growing it is fast.
+    /// Creates the topic with a short refresh, so that growing is fast.
     pub(crate) async fn create(&self, partitions: u16) -> Result<()> {
         self.queue.topics().create(&self.topic, partitions, quick()).await?;
         Ok(())
@@ -77,7 +77,7 @@ impl Setup {
         Ok(StreamName::new(self.queue.topics().describe(&self.topic).await?.dead_letters_key)?)
     }
 
-    /// What lies in a partition.
+    /// The entries of a partition.
     pub(crate) async fn entries(&self, partition: u16) -> Result<Vec<Entry>> {
         Ok(self.backend().range(&self.stream(partition).await?, Range::first(10_000)).await?)
     }
@@ -104,7 +104,7 @@ impl Setup {
         Ok(batches.into_iter().flat_map(|batch| batch.entries).collect())
     }
 
-    /// The group is done with these messages of a partition.
+    /// Acknowledges these messages of a partition.
     pub(crate) async fn settle(
         &self,
         partition: u16,
@@ -124,7 +124,7 @@ impl Setup {
         Ok(())
     }
 
-    /// Writes a dead letter with the fields that WIRE names.
+    /// Writes a dead letter with its wire fields.
     pub(crate) async fn dead_letter(&self, letter: &Letter) -> Result<EntryId> {
         let stream = self.letters_stream().await?;
         let fields = letter.to_fields(&self.topic);
@@ -132,7 +132,7 @@ impl Setup {
         Ok(ids[0])
     }
 
-    /// Writes any entry among the dead letters.
+    /// Writes any entry to the dead-letter stream.
     pub(crate) async fn foreign_letter(&self, fields: &[(&'static str, &str)]) -> Result<EntryId> {
         let stream = self.letters_stream().await?;
         let fields = Fields::new(fields.iter().map(|(name, value)| (*name, value.to_string())));
@@ -140,7 +140,7 @@ impl Setup {
         Ok(ids[0])
     }
 
-    pub(crate) async fn letters_left(&self) -> Result<Vec<EntryId>> {
+    pub(crate) async fn remaining_letters(&self) -> Result<Vec<EntryId>> {
         let stream = self.letters_stream().await?;
         let left = self.backend().range(&stream, Range::first(10_000)).await?;
         Ok(left.into_iter().map(|entry| entry.id).collect())
@@ -182,7 +182,7 @@ impl Letter {
 }
 
 pub(crate) fn group() -> GroupName {
-    GroupName::new(GROUP).expect("a good name")
+    GroupName::new(GROUP).expect("a valid name")
 }
 
 pub(crate) fn quick() -> Policies {
@@ -194,7 +194,7 @@ pub(crate) fn text<'a>(entry: &'a Entry, field: &str) -> Option<&'a str> {
     entry.fields.get(field).map(|value| std::str::from_utf8(value).expect("text"))
 }
 
-/// Asserts that the caller was told that an argument is wrong, and which.
+/// Asserts an invalid-argument error for this argument.
 #[track_caller]
 pub(crate) fn assert_invalid<T: std::fmt::Debug>(
     answer: headwater_queue::Result<T>,
@@ -216,26 +216,26 @@ pub(crate) fn assert_no_group<T: std::fmt::Debug>(answer: headwater_queue::Resul
     assert!(matches!(answer, Err(QueueError::NoGroup { .. })), "{answer:?}");
 }
 
-/// The same test on every backend.
+/// Runs each test body on every backend.
 macro_rules! on_every_backend {
     ($($name:ident)*) => {
         $(
             mod $name {
-                use crate::setup::Setup;
+                use crate::fixture::QueueFixture;
 
                 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
                 async fn embedded() -> anyhow::Result<()> {
-                    super::bodies::$name(Setup::embedded().await?).await
+                    super::bodies::$name(QueueFixture::embedded().await?).await
                 }
 
                 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
                 async fn on_redis() -> anyhow::Result<()> {
-                    super::bodies::$name(Setup::redis().await?).await
+                    super::bodies::$name(QueueFixture::redis().await?).await
                 }
 
                 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
                 async fn on_a_cluster() -> anyhow::Result<()> {
-                    super::bodies::$name(Setup::cluster().await?).await
+                    super::bodies::$name(QueueFixture::cluster().await?).await
                 }
             }
         )*

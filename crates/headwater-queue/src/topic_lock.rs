@@ -1,8 +1,8 @@
-//! The right to change a topic: growing and deleting it exclude each other.
+//! A lock on a topic: growing and deleting it exclude each other.
 //!
-//! Upstream: `topics`. Downstream: a lease that nobody renews in the background, so that it ends with its holder.
-//! Promises: of two processes that want to change a topic, one waits for the other, or for the end of its lease if it
-//! died. Not here: creating a topic, which is one atomic step.
+//! Upstream: `topics`. Downstream: a lease without background renewal, so that it expires if the holder dies.
+//! Promises: of two processes that change a topic, one waits until the other releases the lock or its lease expires.
+//! Not here: creating a topic, which is one atomic step.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -18,26 +18,26 @@ use crate::keys;
 use crate::queue::Queue;
 use crate::topic::TopicName;
 
-/// How long a change outlives the process that began it. Each single step of a change is shorter.
+/// Lease time of the lock. Every step between two renewals is shorter.
 const TTL: Duration = Duration::from_secs(10);
-/// How long to wait for somebody else's change; longer than one that nobody goes on with.
+/// How long to wait for the lock; longer than the lease of a dead holder.
 const WAIT: Duration = Duration::from_secs(15);
-/// How often to look whether it ended.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Poll interval while waiting for the lock.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 const _: () = assert!(WAIT.as_millis() > TTL.as_millis());
 
-/// The right to change one topic. Dropped without `end`, it ends by itself after [`TTL`].
-pub(crate) struct Change {
+/// An exclusive lock on one topic. If dropped without `release`, it expires after [`TTL`].
+pub(crate) struct TopicLock {
     backend: Arc<dyn Backend>,
     topic: TopicName,
     holder: HolderName,
     fence: Fence,
 }
 
-impl Change {
-    /// Waits until nobody else changes the topic.
-    pub(crate) async fn begin(queue: &Queue, topic: &TopicName) -> Result<Self> {
+impl TopicLock {
+    /// Acquires the lock; waits up to [`WAIT`], then fails with [`QueueError::Busy`].
+    pub(crate) async fn acquire(queue: &Queue, topic: &TopicName) -> Result<Self> {
         let backend = Arc::clone(&queue.inner.backend);
         let (lease, holder) = (keys::change(topic), new_holder());
         let started = Instant::now();
@@ -51,38 +51,39 @@ impl Change {
                     return Err(QueueError::Busy { topic: topic.to_string(), by: by.to_string() });
                 }
                 Acquire::Held { remaining, .. } => {
-                    tokio::time::sleep(remaining.clamp(Duration::from_millis(1), LOOK_EVERY)).await;
+                    tokio::time::sleep(remaining.clamp(Duration::from_millis(1), POLL_INTERVAL))
+                        .await;
                 }
             }
         }
     }
 
-    /// Goes on for another [`TTL`], unless the right is lost: then nothing more may be changed.
-    pub(crate) async fn go_on(&self) -> Result<()> {
+    /// Extends the lock by [`TTL`]. Fails if the lock was lost: then the topic must not be changed any further.
+    pub(crate) async fn renew(&self) -> Result<()> {
         let fence = std::slice::from_ref(&self.fence);
         match self.backend.renew(&self.holder, fence, TTL).await?[..] {
             [Renewal::Kept] => Ok(()),
             _ => Err(QueueError::Busy {
                 topic: self.topic.to_string(),
-                by: "this process was too slow, somebody may have taken over".to_owned(),
+                by: "the lock of this process expired; another process may hold it".to_owned(),
             }),
         }
     }
 
-    /// Lets the next one change it.
-    pub(crate) async fn end(self) {
+    /// Releases the lock.
+    pub(crate) async fn release(self) {
         let fence = std::slice::from_ref(&self.fence);
         if let Err(error) = self.backend.release(&self.holder, fence).await {
-            warn!(topic = %self.topic, %error, "a change of a topic ends later than it could");
+            warn!(topic = %self.topic, %error, "releasing the topic lock failed, it expires instead");
         }
     }
 }
 
-/// A name that nobody else has: random per process, counted within it.
+/// A unique holder name: random per process, counted within it.
 fn new_holder() -> HolderName {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let random = RandomState::new().hash_one(count);
     HolderName::new(format!("change:{}:{count}:{random:x}", std::process::id()))
-        .expect("numbers make a name")
+        .expect("numbers make a valid name")
 }

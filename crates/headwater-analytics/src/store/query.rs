@@ -1,4 +1,4 @@
-//! Asking: one `SELECT`, bounded in time, rows and bytes.
+//! Queries: a single `SELECT`, limited in time, rows and bytes.
 
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,27 +8,28 @@ use duckdb::Connection;
 use serde_json::{Map, Value};
 use tokio::sync::oneshot;
 
-use super::{WarehouseReader, failed};
+use super::{AnalyticsReader, failed};
 use crate::error::{AnalyticsError, Result};
 use crate::limits::{ANSWER_BYTES_MAX, ANSWER_ROWS_MAX, MEMORY_MAX, QUERY_TIME_MAX, SQL_BYTES_MAX};
 use crate::table::Table;
 
-/// How often a query is told to stop until it does.
-const STOP_EVERY: Duration = Duration::from_millis(20);
+/// Interval at which a cancelled query is interrupted until it ends.
+const INTERRUPT_EVERY: Duration = Duration::from_millis(20);
 
-/// DuckDB goes as deep as a query is nested, and ends the process where the stack does. This is only taken where it is used.
+/// Stack of a query thread. DuckDB recurses as deep as a query is nested, and a stack overflow ends the process. Only
+/// the used part takes memory.
 const STACK_BYTES: usize = 256 * 1024 * 1024;
 
-/// What may stand behind `FROM` like a table. Others change settings of the whole database, or run text as a query.
+/// Allowed table functions. Others change database settings or run text as SQL.
 const TABLE_FUNCTIONS: [&str; 6] =
     ["generate_series", "json_each", "json_tree", "range", "repeat", "unnest"];
 
-/// Functions that leave something behind, or tell settings of the machine, such as file paths.
-const REFUSED_FUNCTIONS: [&str; 7] =
+/// Functions with side effects, and those that reveal settings of the machine such as file paths.
+const DENIED_FUNCTIONS: [&str; 7] =
     ["current_setting", "currval", "getenv", "getvariable", "nextval", "setseed", "write_log"];
 
-/// The errors of DuckDB that are about the text or the values of a query. Others are about this machine, and may name files.
-const ERRORS_OF_QUERIES: [&str; 12] = [
+/// DuckDB error kinds caused by the query itself. Other errors concern the machine and may contain file paths.
+const QUERY_ERRORS: [&str; 12] = [
     "Binder",
     "Catalog",
     "Constraint",
@@ -43,26 +44,26 @@ const ERRORS_OF_QUERIES: [&str; 12] = [
     "Syntax",
 ];
 
-impl WarehouseReader {
-    /// Answers one `SELECT`. It changes nothing, takes at most [`QUERY_TIME_MAX`] and gives at most
+impl AnalyticsReader {
+    /// Runs one `SELECT`. It changes nothing, takes at most [`QUERY_TIME_MAX`] and returns at most
     /// [`ANSWER_ROWS_MAX`] rows and [`ANSWER_BYTES_MAX`] bytes.
     ///
-    /// If the caller goes away, the query is stopped.
+    /// Dropping the future stops the query.
     pub async fn query(&self, sql: &str) -> Result<Table> {
-        self.query_keeping(sql, ()).await
+        self.query_with_permit(sql, ()).await
     }
 
-    /// The same; `place` is dropped when nothing works on the query any more, which may be after the caller went away. Whoever
-    /// counts queries counts what they cost by it.
-    pub async fn query_keeping(&self, sql: &str, place: impl Send + 'static) -> Result<Table> {
-        self.query_within(sql, QUERY_TIME_MAX, place).await
+    /// Like [`Self::query`]. `permit` is dropped when the query has ended, which may be after this future was
+    /// dropped; use it to limit concurrent queries.
+    pub async fn query_with_permit(&self, sql: &str, permit: impl Send + 'static) -> Result<Table> {
+        self.query_within(sql, QUERY_TIME_MAX, permit).await
     }
 
     async fn query_within(
         &self,
         sql: &str,
         limit: Duration,
-        place: impl Send + 'static,
+        permit: impl Send + 'static,
     ) -> Result<Table> {
         if sql.len() > SQL_BYTES_MAX {
             let problem = format!("{} bytes; the limit is {SQL_BYTES_MAX}", sql.len());
@@ -76,42 +77,42 @@ impl WarehouseReader {
         let has_ended = Arc::new(Mutex::new(false));
         let _stop =
             StopOnDrop { handle: connection.interrupt_handle(), has_ended: Arc::clone(&has_ended) };
-        let open = Open { connection: Some(connection), has_ended };
+        let open = QueryConnection { connection: Some(connection), has_ended };
         let (sender, answered) = oneshot::channel();
         let answering = move || {
-            let _kept = place;
+            let _permit = permit;
             let table = open.answer(&sql);
             drop(open);
-            // Nobody may be waiting any more.
+            // The caller may be gone.
             let _ = sender.send(table);
         };
         std::thread::Builder::new()
             .stack_size(STACK_BYTES)
             .spawn(answering)
-            .map_err(|error| failed("begin to answer", error))?;
+            .map_err(|error| failed("start the query thread", error))?;
         match tokio::time::timeout(limit, answered).await {
             Ok(Ok(table)) => table,
-            Ok(Err(ended)) => Err(failed("answer", ended)),
+            Ok(Err(ended)) => Err(failed("run the query", ended)),
             Err(_) => Err(AnalyticsError::TooSlow { limit }),
         }
     }
 }
 
-/// A connection that answers one query. It is closed while nobody interrupts it: the handle for that would reach for memory
-/// that is gone, and end the process.
-struct Open {
+/// A connection that runs one query. It is closed under a lock, because interrupting a closed connection is a
+/// use-after-free.
+struct QueryConnection {
     connection: Option<Connection>,
     has_ended: Arc<Mutex<bool>>,
 }
 
-impl Open {
+impl QueryConnection {
     fn answer(&self, sql: &str) -> Result<Table> {
-        let connection = self.connection.as_ref().expect("it is open until it is dropped");
+        let connection = self.connection.as_ref().expect("open until dropped");
         answer(connection, sql)
     }
 }
 
-impl Drop for Open {
+impl Drop for QueryConnection {
     fn drop(&mut self) {
         let mut has_ended = self.has_ended.lock().unwrap_or_else(PoisonError::into_inner);
         self.connection = None;
@@ -119,7 +120,7 @@ impl Drop for Open {
     }
 }
 
-/// Stops a query that nobody waits for any more.
+/// Interrupts the query on drop.
 struct StopOnDrop {
     handle: Arc<duckdb::InterruptHandle>,
     has_ended: Arc<Mutex<bool>>,
@@ -128,7 +129,7 @@ struct StopOnDrop {
 impl Drop for StopOnDrop {
     fn drop(&mut self) {
         let (handle, has_ended) = (Arc::clone(&self.handle), Arc::clone(&self.has_ended));
-        // Interrupts what is under way. Returns whether something was.
+        // Interrupts the query if it is running. Returns whether it was.
         let interrupt = move || {
             let has_ended = has_ended.lock().unwrap_or_else(PoisonError::into_inner);
             if !*has_ended {
@@ -136,11 +137,11 @@ impl Drop for StopOnDrop {
             }
             !*has_ended
         };
-        // Again and again: an interruption that meets no statement is forgotten, and there are several statements.
+        // Repeated, because an interrupt between two statements has no effect.
         if interrupt() {
             std::thread::spawn(move || {
                 while interrupt() {
-                    std::thread::sleep(STOP_EVERY);
+                    std::thread::sleep(INTERRUPT_EVERY);
                 }
             });
         }
@@ -148,46 +149,46 @@ impl Drop for StopOnDrop {
 }
 
 fn answer(connection: &Connection, sql: &str) -> Result<Table> {
-    refuse_all_but_one_select(connection, sql)?;
+    require_single_select(connection, sql)?;
     let columns = columns(connection, sql)?;
-    // DuckDB knows how each of its types is written in JSON. The last row that comes is one too many, if there are any.
-    let question = format!(
+    // DuckDB converts all its types to JSON. One row more than the limit shows that the result is truncated.
+    let sql_text = format!(
         "SELECT line FROM (
              SELECT line, sum(strlen(line)) OVER (ROWS UNBOUNDED PRECEDING) - strlen(line) AS before FROM (
                  SELECT to_json(answer)::VARCHAR AS line FROM (\n{sql}\n) AS answer({}) LIMIT {}))
          WHERE before <= {ANSWER_BYTES_MAX}",
-        (0..columns.len()).map(place).collect::<Vec<_>>().join(", "),
+        (0..columns.len()).map(column_alias).collect::<Vec<_>>().join(", "),
         ANSWER_ROWS_MAX + 1
     );
     let read = || {
-        let mut statement = connection.prepare(&question)?;
+        let mut statement = connection.prepare(&sql_text)?;
         let rows = statement.query_map([], |row| row.get::<_, String>(0))?;
         rows.collect::<duckdb::Result<Vec<String>>>()
     };
-    let mut lines = read().map_err(refused)?;
+    let mut lines = read().map_err(query_error)?;
     let bytes: usize = lines.iter().map(String::len).sum();
-    let is_cut = lines.len() > ANSWER_ROWS_MAX || bytes > ANSWER_BYTES_MAX;
-    if is_cut {
+    let truncated = lines.len() > ANSWER_ROWS_MAX || bytes > ANSWER_BYTES_MAX;
+    if truncated {
         lines.pop();
     }
     let rows = lines.iter().map(|line| row(line, columns.len())).collect::<Result<_>>()?;
-    Ok(Table { columns, rows, is_cut })
+    Ok(Table { columns, rows, truncated })
 }
 
-/// What the column at this place is called between DuckDB and here: columns of a query may have the same name.
-fn place(index: usize) -> String {
+/// Internal alias of a column: columns of a query may have the same name.
+fn column_alias(index: usize) -> String {
     format!("c{index}")
 }
 
 fn row(line: &str, columns: usize) -> Result<Vec<Value>> {
     let mut object: Map<String, Value> = serde_json::from_str(&with_finite_numbers(line))
         .map_err(|error| failed("write a row as JSON", error))?;
-    let value = |index| object.remove(&place(index));
+    let value = |index| object.remove(&column_alias(index));
     let values: Option<Vec<Value>> = (0..columns).map(value).collect();
     values.ok_or_else(|| failed("write a row as JSON", "a column is missing"))
 }
 
-/// DuckDB writes `NaN`, `Infinity` and `-Infinity` as they are, which JSON does not know: they become texts.
+/// Quotes `NaN`, `Infinity` and `-Infinity`, which DuckDB writes although they are not valid JSON.
 fn with_finite_numbers(line: &str) -> Cow<'_, str> {
     if !line.contains("NaN") && !line.contains("Infinity") {
         return Cow::Borrowed(line);
@@ -221,10 +222,10 @@ fn columns(connection: &Connection, sql: &str) -> Result<Vec<String>> {
         let names = statement.query_map([], |row| row.get::<_, String>(0))?;
         names.collect::<duckdb::Result<Vec<String>>>()
     };
-    Ok(unique(read().map_err(refused)?))
+    Ok(unique(read().map_err(query_error)?))
 }
 
-/// A name that was there before gets a number, so that column names are unique.
+/// Makes column names unique by appending a number.
 fn unique(mut names: Vec<String>) -> Vec<String> {
     for index in 1..names.len() {
         let is_free = |name: &String| {
@@ -239,14 +240,14 @@ fn unique(mut names: Vec<String>) -> Vec<String> {
     names
 }
 
-/// What DuckDB says of a statement that is none.
+/// DuckDB's error for a statement that is not a `SELECT`.
 const NO_SELECT: &str = "Only SELECT statements can be serialized";
 
-/// DuckDB's own parser decides what a text is: it can write `SELECT`s as JSON, and nothing else.
-fn refuse_all_but_one_select(connection: &Connection, sql: &str) -> Result<()> {
+/// Parses the text with DuckDB, which serializes only `SELECT` statements as JSON.
+fn require_single_select(connection: &Connection, sql: &str) -> Result<()> {
     let parsed: String = connection
         .query_row("SELECT json_serialize_sql(?::VARCHAR)::VARCHAR", [sql], |row| row.get(0))
-        .map_err(refused)?;
+        .map_err(query_error)?;
     let parsed: Value = serde_json::from_str(&parsed)
         .map_err(|_| AnalyticsError::invalid("a query", "it is nested too deeply"))?;
     if parsed["error"] == Value::Bool(true) {
@@ -259,41 +260,42 @@ fn refuse_all_but_one_select(connection: &Connection, sql: &str) -> Result<()> {
     }
     match parsed["statements"].as_array().map_or(0, Vec::len) {
         1 => {
-            refuse_functions(&parsed["statements"])?;
-            refuse_tables(connection, &parsed["statements"])
+            check_functions(&parsed["statements"])?;
+            check_tables(connection, &parsed["statements"])
         }
-        count => {
-            Err(AnalyticsError::invalid("a query", format!("{count} statements; ask one SELECT")))
-        }
+        count => Err(AnalyticsError::invalid(
+            "a query",
+            format!("{count} statements; only one SELECT is allowed"),
+        )),
     }
 }
 
-/// A `SELECT` that calls the wrong function is more than a question.
-fn refuse_functions(part: &Value) -> Result<()> {
+/// Rejects functions with side effects or access to the machine.
+fn check_functions(part: &Value) -> Result<()> {
     let name = part["function_name"].as_str().unwrap_or_default().to_lowercase();
     let function = &part["function"];
     let of_table = match part["type"].as_str() {
         Some("TABLE_FUNCTION") => function["function_name"].as_str().unwrap_or_default(),
         _ => "range",
     };
-    if REFUSED_FUNCTIONS.contains(&name.as_str())
+    if DENIED_FUNCTIONS.contains(&name.as_str())
         || !TABLE_FUNCTIONS.contains(&of_table.to_lowercase().as_str())
     {
         let name = if name.is_empty() { of_table } else { &name };
         return Err(AnalyticsError::invalid(
             "a query",
-            format!("the function `{name}` is not allowed here"),
+            format!("function `{name}` is not allowed"),
         ));
     }
     match part {
-        Value::Array(parts) => parts.iter().try_for_each(refuse_functions),
-        Value::Object(parts) => parts.values().try_for_each(refuse_functions),
+        Value::Array(parts) => parts.iter().try_for_each(check_functions),
+        Value::Object(parts) => parts.values().try_for_each(check_functions),
         _ => Ok(()),
     }
 }
 
-/// Only tables and views of ours, and those that the query itself defines: views of DuckDB's own tell where files are.
-fn refuse_tables(connection: &Connection, parsed: &Value) -> Result<()> {
+/// Allows only analytics tables and those the query itself defines: views of DuckDB reveal file paths.
+fn check_tables(connection: &Connection, parsed: &Value) -> Result<()> {
     let read = || {
         let mut statement = connection.prepare(
             "SELECT lower(table_name), internal FROM duckdb_tables()
@@ -308,15 +310,15 @@ fn refuse_tables(connection: &Connection, parsed: &Value) -> Result<()> {
     let mut names = TableNames::default();
     names.collect(parsed);
     let invalid = |problem: String| Err(AnalyticsError::invalid("a query", problem));
-    // Where it is not defined, a name of DuckDB's would mean DuckDB's view.
+    // Outside its scope, such a name would refer to the view of DuckDB.
     if let Some(name) = names.defined.iter().find(|name| is_known(name, true)) {
-        return invalid(format!("the name `{name}` is one of DuckDB's own; choose another"));
+        return invalid(format!("name `{name}` is reserved by DuckDB; choose another"));
     }
-    for Used { qualifier, name } in &names.used {
+    for UsedTable { qualifier, name } in &names.used {
         let is_ours = is_known(name, false) && matches!(qualifier.as_str(), "" | "main");
         let is_defined = qualifier.is_empty() && names.defined.contains(name);
         if !is_ours && !is_defined {
-            let problem = "is not a table of analytics; docs/analytics.md names them";
+            let problem = "is not an analytics table; see docs/analytics.md for the list";
             return invalid(format!(
                 "`{}` {problem}",
                 [qualifier.as_str(), name].join(".").trim_start_matches('.')
@@ -324,20 +326,20 @@ fn refuse_tables(connection: &Connection, parsed: &Value) -> Result<()> {
         }
     }
     match names.shows {
-        true => invalid("DESCRIBE, SHOW and SUMMARIZE are not allowed here".to_owned()),
+        true => invalid("DESCRIBE, SHOW and SUMMARIZE are not allowed".to_owned()),
         false => Ok(()),
     }
 }
 
-/// Names of tables in a parsed query, in lower case.
+/// Table names in a parsed query, in lower case.
 #[derive(Default)]
 struct TableNames {
     defined: Vec<String>,
-    used: Vec<Used>,
+    used: Vec<UsedTable>,
     shows: bool,
 }
 
-struct Used {
+struct UsedTable {
     /// Catalog and schema.
     qualifier: String,
     name: String,
@@ -350,7 +352,7 @@ impl TableNames {
             Some("BASE_TABLE") => {
                 let qualifier = [text("catalog_name"), text("schema_name")].join(".");
                 let qualifier = qualifier.trim_matches('.').to_owned();
-                self.used.push(Used { qualifier, name: text("table_name") });
+                self.used.push(UsedTable { qualifier, name: text("table_name") });
             }
             Some("SHOW_REF") => self.shows = true,
             _ => {}
@@ -366,19 +368,19 @@ impl TableNames {
     }
 }
 
-/// What DuckDB says of a query. What it says of this machine is for the log.
-fn refused(error: duckdb::Error) -> AnalyticsError {
+/// Converts an error of DuckDB. Errors that concern the machine are not shown to the user.
+fn query_error(error: duckdb::Error) -> AnalyticsError {
     let problem = error.to_string();
     if problem.starts_with("Out of Memory Error") {
-        let problem = format!("it needs more than {MEMORY_MAX} of memory; ask for less");
+        let problem = format!("it needs more than {MEMORY_MAX} of memory; narrow it down");
         return AnalyticsError::Query(problem);
     }
-    let is_of_query = ERRORS_OF_QUERIES
+    let is_of_query = QUERY_ERRORS
         .iter()
         .any(|kind| problem.strip_prefix(kind).is_some_and(|rest| rest.starts_with(" Error")));
     match is_of_query || problem.starts_with("INTERRUPT") {
         true => AnalyticsError::Query(problem),
-        false => failed("answer", problem),
+        false => failed("run the query", problem),
     }
 }
 
@@ -386,44 +388,44 @@ fn refused(error: duckdb::Error) -> AnalyticsError {
 mod tests {
     use serde_json::json;
 
-    use super::super::Warehouse;
+    use super::super::AnalyticsStore;
     use super::*;
 
-    fn warehouse() -> (tempfile::TempDir, Warehouse) {
+    fn store() -> (tempfile::TempDir, AnalyticsStore) {
         let folder = tempfile::tempdir().unwrap();
-        let warehouse = Warehouse::open(&folder.path().join("analytics.duckdb")).unwrap();
-        (folder, warehouse)
+        let store = AnalyticsStore::open(&folder.path().join("analytics.duckdb")).unwrap();
+        (folder, store)
     }
 
     #[tokio::test]
-    async fn values_of_every_kind_come_back() {
-        let (_folder, warehouse) = warehouse();
+    async fn values_of_all_types_are_returned() {
+        let (_folder, store) = store();
         let sql = "SELECT 1 AS one, 1.5::DOUBLE AS half, 'x\"y' AS text, NULL AS nothing, true AS yes,
                      DATE '2026-11-15' AS day, [1, 2] AS list, 170141183460469231731687303715884105727 AS huge;";
-        let table = warehouse.reader().query(sql).await.unwrap();
+        let table = store.reader().query(sql).await.unwrap();
         assert_eq!(table.columns, ["one", "half", "text", "nothing", "yes", "day", "list", "huge"]);
         let row = &table.rows[0];
         assert_eq!(row[..5], [json!(1), json!(1.5), json!("x\"y"), json!(null), json!(true)]);
         assert_eq!(row[5..7], [json!("2026-11-15"), json!([1, 2])]);
     }
 
-    /// An interruption that met a connection just then closed ended the process.
+    /// Interrupting a connection that was just closed used to end the process.
     #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-    async fn who_goes_away_as_the_answer_comes_harms_nobody() {
-        let (_folder, warehouse) = warehouse();
+    async fn cancelling_a_query_as_it_completes_is_safe() {
+        let (_folder, store) = store();
         for micros in (0..3_000).step_by(10) {
-            let reader = warehouse.reader();
+            let reader = store.reader();
             let asking =
                 tokio::time::timeout(Duration::from_micros(micros), reader.query("SELECT 1"));
-            // Answered or not, as it happens.
+            // Completed or not, depending on timing.
             let _ = asking.await;
-            assert!(warehouse.reader().query("SELECT 1").await.is_ok());
+            assert!(store.reader().query("SELECT 1").await.is_ok());
         }
     }
 
     #[tokio::test]
-    async fn whatever_is_not_one_select_is_refused_and_changes_nothing() {
-        let (folder, warehouse) = warehouse();
+    async fn anything_but_a_single_select_is_rejected_and_changes_nothing() {
+        let (folder, store) = store();
         let elsewhere = folder.path().join("elsewhere.csv");
         let copy = format!("COPY (SELECT 1) TO '{}'", elsewhere.display());
         for sql in [
@@ -441,11 +443,11 @@ mod tests {
             ";",
             "SELEC 1",
         ] {
-            let result = warehouse.reader().query(sql).await;
+            let result = store.reader().query(sql).await;
             assert!(matches!(result, Err(AnalyticsError::Invalid { .. })), "{sql}: {result:?}");
         }
         assert!(!elsewhere.exists());
-        let table = warehouse
+        let table = store
             .reader()
             .query("SELECT max(version) AS v, (SELECT count(*) FROM events) AS n FROM warehouse")
             .await;
@@ -454,7 +456,7 @@ mod tests {
 
     #[tokio::test]
     async fn no_query_reads_another_file() {
-        let (folder, warehouse) = warehouse();
+        let (folder, store) = store();
         let secret = folder.path().join("secret.csv");
         std::fs::write(&secret, "a\n1\n").unwrap();
         for sql in [
@@ -463,7 +465,7 @@ mod tests {
             format!("SELECT * FROM read_text('{}')", secret.display()),
             "SELECT * FROM glob('*')".to_owned(),
         ] {
-            let result = warehouse.reader().query(&sql).await;
+            let result = store.reader().query(&sql).await;
             let is_refused =
                 matches!(result, Err(AnalyticsError::Query(_) | AnalyticsError::Invalid { .. }));
             assert!(is_refused, "{sql}: {result:?}");
@@ -471,8 +473,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn functions_that_do_more_than_answer_are_refused_wherever_they_stand() {
-        let (folder, warehouse) = warehouse();
+    async fn functions_with_side_effects_are_rejected_everywhere_in_a_query() {
+        let (folder, store) = store();
         let logs = folder.path().join("logs");
         let logging = format!(
             "enable_logging('QueryLog', storage='file', storage_path='{}')",
@@ -487,49 +489,49 @@ mod tests {
             "SELECT [nextval('s')]".to_owned(),
             "SELECT write_log('x')".to_owned(),
         ] {
-            let result = warehouse.reader().query(&sql).await;
+            let result = store.reader().query(&sql).await;
             assert!(matches!(result, Err(AnalyticsError::Invalid { .. })), "{sql}: {result:?}");
         }
         let sql = "SELECT count(*) AS n FROM range(3) a, generate_series(1, 2) b, unnest([1, 2]) c";
-        assert_eq!(warehouse.reader().query(sql).await.unwrap().rows, [[json!(12)]]);
+        assert_eq!(store.reader().query(sql).await.unwrap().rows, [[json!(12)]]);
     }
 
     #[tokio::test]
     async fn columns_of_the_same_name_keep_their_values() {
-        let (_folder, warehouse) = warehouse();
-        let table = warehouse.reader().query("SELECT 1 AS a, 2 AS a, 3 AS a_1, 4 AS A").await;
+        let (_folder, store) = store();
+        let table = store.reader().query("SELECT 1 AS a, 2 AS a, 3 AS a_1, 4 AS A").await;
         let table = table.unwrap();
         assert_eq!(table.rows, [[json!(1), json!(2), json!(3), json!(4)]]);
         let lines: Value = serde_json::from_str(&table.to_json_lines()).unwrap();
         assert_eq!(lines.as_object().unwrap().len(), 4, "{lines}");
         let join = "SELECT * FROM (SELECT 1 AS a) AS x, (SELECT 2 AS a) AS y";
-        assert_eq!(warehouse.reader().query(join).await.unwrap().rows, [[json!(1), json!(2)]]);
+        assert_eq!(store.reader().query(join).await.unwrap().rows, [[json!(1), json!(2)]]);
     }
 
     #[tokio::test]
-    async fn numbers_that_json_does_not_know_are_texts() {
-        let (_folder, warehouse) = warehouse();
+    async fn non_finite_numbers_are_returned_as_text() {
+        let (_folder, store) = store();
         let sql = "SELECT 'NaN'::DOUBLE AS n, 'inf'::FLOAT AS i, '-inf'::DOUBLE AS m,
                      [1.5, 'nan'::DOUBLE] AS list, {'NaN': 'Infinity'::DOUBLE} AS \"In\"\"finity\", 'NaN \\' AS text";
-        let row = warehouse.reader().query(sql).await.unwrap().rows.remove(0);
+        let row = store.reader().query(sql).await.unwrap().rows.remove(0);
         let expected =
             json!(["NaN", "Infinity", "-Infinity", [1.5, "NaN"], {"NaN": "Infinity"}, "NaN \\"]);
         assert_eq!(Value::Array(row), expected);
     }
 
-    /// Whatever a query can name shows nothing of this machine, in its answer or in its error.
+    /// No result or error reveals file paths or settings of the machine.
     #[tokio::test]
-    async fn no_query_shows_where_files_are_or_how_the_machine_is_set() {
-        let (folder, warehouse) = warehouse();
+    async fn no_query_reveals_file_paths_or_machine_settings() {
+        let (folder, store) = store();
         let folder = folder.path().display().to_string();
-        let reader = warehouse.reader();
+        let reader = store.reader();
         let named = |sql: &str| {
             let connection = reader.connection.lock().unwrap();
             let mut statement = connection.prepare(sql).unwrap();
             let names = statement.query_map([], |row| row.get::<_, String>(0)).unwrap();
             names.collect::<duckdb::Result<Vec<String>>>().unwrap()
         };
-        // All views and tables of DuckDB's own, by every name they have.
+        // All internal views and tables of DuckDB, with every qualified name.
         let views = named(
             "SELECT unnest([view_name, schema_name || '.' || view_name, database_name || '.' || schema_name || '.' || view_name])
              FROM duckdb_views() WHERE internal",
@@ -537,7 +539,7 @@ mod tests {
         assert!(views.len() > 100, "{views:?}");
         let mut refused: Vec<String> =
             views.iter().map(|name| format!("SELECT * FROM {name}")).collect();
-        // All functions that stand like a table, but those that are allowed.
+        // All table functions except the allowed ones.
         let functions = named(
             "SELECT DISTINCT function_name FROM duckdb_functions() WHERE function_type IN ('table', 'table_macro', 'pragma')
              AND regexp_full_match(function_name, '[a-z_0-9]+')",
@@ -567,7 +569,7 @@ mod tests {
             let result = reader.query(sql).await;
             assert!(matches!(result, Err(AnalyticsError::Invalid { .. })), "{sql}: {result:?}");
         }
-        // All other functions that need no argument, and some errors.
+        // All other functions without arguments, and some errors.
         let functions = named(
             "SELECT DISTINCT function_name FROM duckdb_functions() WHERE function_type IN ('scalar', 'macro')
              AND len(parameters) = 0 AND regexp_full_match(function_name, '[a-z_0-9]+')",
@@ -586,8 +588,8 @@ mod tests {
         for sql in &asked {
             let shown = match reader.query(sql).await {
                 Ok(table) => table.to_csv(),
-                // These are for the log.
-                Err(AnalyticsError::Warehouse { .. }) => String::new(),
+                // Only logged.
+                Err(AnalyticsError::Store { .. }) => String::new(),
                 Err(error) => error.to_string(),
             };
             assert!(!shown.contains(&folder) && !shown.contains("/tmp"), "{sql}: {shown}");
@@ -597,59 +599,59 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_query_nested_deeply_ends_as_an_answer_or_an_error_and_not_the_process() {
-        let (_folder, warehouse) = warehouse();
+    async fn a_deeply_nested_query_does_not_end_the_process() {
+        let (_folder, store) = store();
         let chain: Vec<String> =
             (1..1000).map(|n| format!("c{n} AS (SELECT * FROM c{})", n - 1)).collect();
         let sql = format!("WITH c0 AS (SELECT 1 AS one), {} SELECT * FROM c999", chain.join(", "));
-        let _ = warehouse.reader().query(&sql).await;
+        let _ = store.reader().query(&sql).await;
         let sum = format!("SELECT {}1", "1 + ".repeat(3000));
-        let result = warehouse.reader().query(&sum).await;
+        let result = store.reader().query(&sum).await;
         assert!(result.is_err() || result.is_ok_and(|table| table.rows == [[json!(3001)]]));
-        assert!(warehouse.reader().query("SELECT 1").await.is_ok());
+        assert!(store.reader().query("SELECT 1").await.is_ok());
     }
 
     #[tokio::test]
-    async fn an_answer_with_too_many_bytes_is_cut_and_says_so() {
-        let (_folder, warehouse) = warehouse();
+    async fn a_result_with_too_many_bytes_is_truncated() {
+        let (_folder, store) = store();
         let sql = "SELECT range AS n, repeat('x', 10000) AS text FROM range(20000)";
-        let table = warehouse.reader().query(sql).await.unwrap();
-        assert!(table.is_cut && table.rows.len() < ANSWER_BYTES_MAX / 10_000 + 1);
+        let table = store.reader().query(sql).await.unwrap();
+        assert!(table.truncated && table.rows.len() < ANSWER_BYTES_MAX / 10_000 + 1);
         assert_eq!(table.rows.last().unwrap()[0], json!(table.rows.len() - 1), "in order");
     }
 
     #[tokio::test]
-    async fn a_query_that_never_ends_is_stopped() {
-        let (_folder, warehouse) = warehouse();
+    async fn a_query_over_the_time_limit_is_stopped() {
+        let (_folder, store) = store();
         let sql = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b";
-        let result = warehouse.reader().query_within(sql, Duration::from_millis(50), ()).await;
+        let result = store.reader().query_within(sql, Duration::from_millis(50), ()).await;
         assert!(matches!(result, Err(AnalyticsError::TooSlow { .. })), "{result:?}");
     }
 
     #[tokio::test]
-    async fn a_place_is_kept_by_what_works_and_not_by_who_asked() {
-        struct Place(std::sync::mpsc::Sender<std::thread::ThreadId>);
-        impl Drop for Place {
+    async fn the_permit_is_dropped_by_the_query_thread_and_not_by_the_caller() {
+        struct DropProbe(std::sync::mpsc::Sender<std::thread::ThreadId>);
+        impl Drop for DropProbe {
             fn drop(&mut self) {
                 let _ = self.0.send(std::thread::current().id());
             }
         }
-        let (_folder, warehouse) = warehouse();
+        let (_folder, store) = store();
         let (sender, dropped) = std::sync::mpsc::channel();
         let sql = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b";
         let limit = Duration::from_millis(50);
-        let result = warehouse.reader().query_within(sql, limit, Place(sender)).await;
+        let result = store.reader().query_within(sql, limit, DropProbe(sender)).await;
         assert!(matches!(result, Err(AnalyticsError::TooSlow { .. })), "{result:?}");
-        // This thread gave up; another one had the place.
+        // The caller timed out; the query thread held the permit.
         let by = dropped.recv_timeout(Duration::from_secs(60)).unwrap();
         assert_ne!(by, std::thread::current().id());
     }
 
     #[tokio::test]
-    async fn an_answer_that_is_too_long_is_cut_and_says_so() {
-        let (_folder, warehouse) = warehouse();
+    async fn a_result_with_too_many_rows_is_truncated() {
+        let (_folder, store) = store();
         let sql = format!("SELECT * FROM range({})", ANSWER_ROWS_MAX + 5);
-        let table = warehouse.reader().query(&sql).await.unwrap();
-        assert_eq!((table.rows.len(), table.is_cut), (ANSWER_ROWS_MAX, true));
+        let table = store.reader().query(&sql).await.unwrap();
+        assert_eq!((table.rows.len(), table.truncated), (ANSWER_ROWS_MAX, true));
     }
 }

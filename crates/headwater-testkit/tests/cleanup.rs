@@ -1,4 +1,4 @@
-//! Nothing is left behind, whichever way a test ends.
+//! No process or file remains, however a test ends.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic as tests do")]
 
@@ -10,26 +10,26 @@ use headwater_testkit::{Child, Redis, is_alive, wait_until};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// The home of a server, one level above its data.
-fn home_of(redis: &Redis) -> PathBuf {
+/// The temporary directory of a server, one level above its data.
+fn server_dir_of(redis: &Redis) -> PathBuf {
     let directory = redis.command(&["CONFIG", "GET", "dir"]).unwrap();
     PathBuf::from(directory.items()[1].text()).parent().unwrap().to_path_buf()
 }
 
-fn nothing_is_left(pid: u32, home: &Path) -> bool {
-    let gone = PathBuf::from(format!("{}.gone", home.display()));
-    !is_alive(pid) && !home.exists() && !gone.exists()
+fn nothing_is_left(pid: u32, directory: &Path) -> bool {
+    let gone = PathBuf::from(format!("{}.gone", directory.display()));
+    !is_alive(pid) && !directory.exists() && !gone.exists()
 }
 
 #[test]
 fn dropping_a_server_leaves_nothing_behind() {
     let redis = Redis::start().unwrap();
-    let (pid, home) = (redis.pid().unwrap(), home_of(&redis));
-    assert!(is_alive(pid) && home.exists());
+    let (pid, directory) = (redis.pid().unwrap(), server_dir_of(&redis));
+    assert!(is_alive(pid) && directory.exists());
 
     drop(redis);
 
-    assert!(nothing_is_left(pid, &home));
+    assert!(nothing_is_left(pid, &directory));
 }
 
 #[test]
@@ -38,13 +38,13 @@ fn a_panic_leaves_nothing_behind() {
 
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         let redis = Redis::start().unwrap();
-        left = Some((redis.pid().unwrap(), home_of(&redis)));
+        left = Some((redis.pid().unwrap(), server_dir_of(&redis)));
         panic!("as planned");
     }));
 
     assert!(outcome.is_err());
-    let (pid, home) = left.unwrap();
-    assert!(nothing_is_left(pid, &home));
+    let (pid, directory) = left.unwrap();
+    assert!(nothing_is_left(pid, &directory));
 }
 
 #[test]
@@ -52,14 +52,14 @@ fn a_test_process_killed_with_9_leaves_nothing_behind() {
     for state in ["runs", "paused", "killed"] {
         let child = Child::spawn_self("child_owns_a_server", &[("STATE", state)]).unwrap();
         let line = child.line_after("SERVER ", LIMIT).unwrap();
-        let (pid, home) = line.split_once(' ').unwrap();
-        let (pid, home) = (pid.parse().unwrap(), PathBuf::from(home));
-        assert!(is_alive(pid) == (state != "killed") && home.exists());
+        let (pid, directory) = line.split_once(' ').unwrap();
+        let (pid, directory) = (pid.parse().unwrap(), PathBuf::from(directory));
+        assert!(is_alive(pid) == (state != "killed") && directory.exists());
 
         child.kill9().unwrap();
 
         assert!(!is_alive(child.pid()));
-        wait_until("the guard to clear up", LIMIT, || nothing_is_left(pid, &home)).unwrap();
+        wait_until("the guard to clear up", LIMIT, || nothing_is_left(pid, &directory)).unwrap();
     }
 }
 
@@ -67,30 +67,30 @@ fn a_test_process_killed_with_9_leaves_nothing_behind() {
 fn the_servers_of_a_child_die_with_the_parent_of_the_child() {
     let parent = Child::spawn_self("child_owns_a_child", &[]).unwrap();
     let line = parent.line_after("SERVER ", LIMIT).unwrap();
-    let (pid, home) = line.split_once(' ').unwrap();
-    let (pid, home) = (pid.parse().unwrap(), PathBuf::from(home));
+    let (pid, directory) = line.split_once(' ').unwrap();
+    let (pid, directory) = (pid.parse().unwrap(), PathBuf::from(directory));
 
     parent.kill9().unwrap();
 
-    wait_until("the guard to clear up", LIMIT, || nothing_is_left(pid, &home)).unwrap();
+    wait_until("the guard to clear up", LIMIT, || nothing_is_left(pid, &directory)).unwrap();
 }
 
 #[test]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 fn child_owns_a_server() {
     let redis = Redis::start().unwrap();
-    let (pid, home) = (redis.pid().unwrap(), home_of(&redis));
+    let (pid, directory) = (redis.pid().unwrap(), server_dir_of(&redis));
     match std::env::var("STATE").as_deref() {
         Ok("paused") => redis.pause().unwrap(),
         Ok("killed") => redis.kill9().unwrap(),
         _ => {}
     }
-    println!("SERVER {pid} {}", home.display());
+    println!("SERVER {pid} {}", directory.display());
     std::thread::park();
 }
 
 #[test]
-#[ignore = "a role that other tests of this file start as a process of its own"]
+#[ignore = "started as a child process by other tests of this file"]
 fn child_owns_a_child() {
     let child = Child::spawn_self("child_owns_a_server", &[]).unwrap();
     println!("SERVER {}", child.line_after("SERVER ", LIMIT).unwrap());

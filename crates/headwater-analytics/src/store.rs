@@ -1,15 +1,15 @@
-//! The DuckDB file: rows go in with the position they came from, in one transaction; questions are answered from it.
+//! The analytics store: a DuckDB file that is written in transactions and queried.
 //!
-//! Upstream: `ingest`, `letters` and rebuilding store. Downstream: DuckDB.
-//! Promises: a batch and its position are stored together or not at all, so a crash neither loses nor doubles a row; a
-//! query changes nothing and reaches no other file. Refuses: a file that another process has open, or that a newer
-//! version has written.
+//! Upstream: `ingest`, `dead_letter_mirror` and rebuilds write. Downstream: DuckDB.
+//! Promises: a batch and its stream position are committed together, so a crash neither loses nor duplicates a row; a
+//! query changes nothing and reads no other file. A file that another process has open, or that a newer version has
+//! written, is rejected.
 //!
-//! Calls block; those of async code go through [`tokio::task::spawn_blocking`].
+//! Calls block; async code uses [`tokio::task::spawn_blocking`].
 
 mod query;
 mod schema;
-mod store;
+mod write;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -20,45 +20,45 @@ use headwater_stream::EntryId;
 use crate::error::{AnalyticsError, Result};
 use crate::limits::MEMORY_MAX;
 
-pub use store::{DeadLetterRow, Rebuild, Stored};
+pub use write::{DeadLetterRow, RebuildReport, StoredBatch};
 
-/// A DuckDB file that this process writes.
+/// A DuckDB file opened for writing.
 #[derive(Debug)]
-pub struct Warehouse {
-    writer: Mutex<Writer>,
-    reader: WarehouseReader,
+pub struct AnalyticsStore {
+    writer: Mutex<StoreWriter>,
+    reader: AnalyticsReader,
 }
 
-/// A DuckDB file that this process asks.
+/// A DuckDB file opened for queries.
 #[derive(Clone, Debug)]
-pub struct WarehouseReader {
-    /// Only cloned for each query: a connection serves one at a time.
+pub struct AnalyticsReader {
+    /// Cloned for each query, because a connection runs one query at a time.
     connection: Arc<Mutex<Connection>>,
 }
 
 #[derive(Debug)]
-struct Writer {
+struct StoreWriter {
     connection: Connection,
-    /// The highest entry whose row is stored; every entry above it is new. `None` until it is read, and after a failure.
+    /// The highest stored entry; every entry above it is new. `None` until it is read, and after a failure.
     position: Option<EntryId>,
 }
 
-impl Warehouse {
+impl AnalyticsStore {
     /// Opens or creates the file.
     pub fn open(path: &Path) -> Result<Self> {
         let connection = connect(path, AccessMode::ReadWrite)?;
         schema::prepare(&connection, path)?;
-        let reader = WarehouseReader::of(&connection)?;
-        Ok(Self { writer: Mutex::new(Writer { connection, position: None }), reader })
+        let reader = AnalyticsReader::of(&connection)?;
+        Ok(Self { writer: Mutex::new(StoreWriter { connection, position: None }), reader })
     }
 
-    /// For questions, beside the writing.
-    pub fn reader(&self) -> &WarehouseReader {
+    /// A reader for queries, concurrent with writes.
+    pub fn reader(&self) -> &AnalyticsReader {
         &self.reader
     }
 
-    fn writer(&self) -> MutexGuard<'_, Writer> {
-        // A panic under the lock has rolled its transaction back; the position is read again.
+    fn writer(&self) -> MutexGuard<'_, StoreWriter> {
+        // A panic while the lock was held has rolled back the transaction; read the position again.
         self.writer.lock().unwrap_or_else(|poisoned| {
             let mut writer = poisoned.into_inner();
             writer.position = None;
@@ -67,8 +67,8 @@ impl Warehouse {
     }
 }
 
-impl WarehouseReader {
-    /// Opens a file that no process writes.
+impl AnalyticsReader {
+    /// Opens a file that no process has open for writing.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.exists() {
             return Err(AnalyticsError::Missing { path: path.display().to_string() });
@@ -86,7 +86,7 @@ impl WarehouseReader {
 }
 
 fn connect(path: &Path, mode: AccessMode) -> Result<Connection> {
-    // Queries are those of strangers: no other file, no network, no extension that was not built in.
+    // Queries are untrusted: no other files, no network, no extensions.
     let config = Config::default()
         .access_mode(mode)
         .and_then(|config| config.enable_external_access(false))
@@ -99,7 +99,7 @@ fn connect(path: &Path, mode: AccessMode) -> Result<Connection> {
             return AnalyticsError::InUse { path: path.display().to_string() };
         }
         if problem.contains("not a valid DuckDB database file") {
-            let advice = "remove it, and `headwater analytics rebuild` makes it anew";
+            let advice = "remove it and run `headwater analytics rebuild`";
             return failed("open its file", format!("{problem} ({advice})"));
         }
         failed("open its file", problem)
@@ -107,5 +107,5 @@ fn connect(path: &Path, mode: AccessMode) -> Result<Connection> {
 }
 
 fn failed(what: &'static str, problem: impl ToString) -> AnalyticsError {
-    AnalyticsError::Warehouse { what, problem: problem.to_string() }
+    AnalyticsError::Store { what, problem: problem.to_string() }
 }

@@ -1,7 +1,7 @@
-//! Where consumers put their effects: a store that remembers the highest epoch of each partition and refuses lower ones.
+//! The effect log of consumers: it records the highest epoch of each partition and rejects lower ones.
 //!
-//! One file, one lock. A process that is killed lets go of the lock; one that is paused inside holds everybody up until it
-//! goes on, which costs time and nothing else.
+//! One file with one lock. A killed process releases the lock; a paused one blocks the others until it resumes, which
+//! only costs time.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
@@ -13,20 +13,20 @@ pub(crate) struct Effect {
     pub(crate) key: String,
     pub(crate) number: u64,
     pub(crate) kind: String,
-    /// Partition and epoch, for whoever looks for a fault.
-    pub(crate) place: String,
+    /// Partition and epoch, for diagnosis.
+    pub(crate) origin: String,
 }
 
-pub(crate) struct Sink {
+pub(crate) struct EffectLog {
     directory: PathBuf,
 }
 
-impl Sink {
+impl EffectLog {
     pub(crate) fn open(directory: &Path) -> Self {
         Self { directory: directory.to_owned() }
     }
 
-    /// Writes the effect down. Returns `false` if an owner with a higher epoch was here before.
+    /// Logs the effect. Returns `false` if an owner with a higher epoch has written before.
     pub(crate) fn put(
         &self,
         partition: u16,
@@ -66,7 +66,7 @@ impl Sink {
                         key: word()?,
                         number: word()?.parse().ok()?,
                         kind: word()?,
-                        place: format!("{} in epoch {}", word()?, word()?),
+                        origin: format!("{} in epoch {}", word()?, word()?),
                     })
                 })();
                 effect.ok_or_else(|| anyhow::anyhow!("not an effect: {line:?}"))

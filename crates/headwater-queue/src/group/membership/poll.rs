@@ -1,0 +1,387 @@
+//! Polls the group and its topics, and reconciles the held partitions with what the poll found.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use headwater_stream::{ConsumerName, HeldLease};
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use super::{MembershipEvent, MembershipLoop, find};
+use crate::config::Mode;
+use crate::error::Result;
+use crate::group::group_ops::{self, KnownConsumers};
+use crate::group::members::{GroupSnapshot, MemberEntry, MemberStatus};
+use crate::group::rebalance_listener::AssignedPartition;
+use crate::group::session::{EXPIRY_MARGIN, GroupSession};
+use crate::group::subscription_state::{
+    GroupSubscription, GroupSubscriptionId, HeldPartition, PartitionState, RebalanceActions,
+    SubscriptionState,
+};
+use crate::keys;
+use crate::metrics::ANOMALIES;
+use crate::topic::{Partition, Topic};
+
+/// Topic metas read concurrently.
+const READS_MAX: usize = 32;
+/// Average time between two meta reads, so that the cost does not grow with the number of topics.
+const READ_EVERY: Duration = Duration::from_millis(40);
+
+/// How long a gone member is remembered; by then its partitions have new owners.
+const REMEMBER_GONE_FOR: Duration = Duration::from_secs(5 * 60);
+
+impl MembershipLoop {
+    /// Reads the member list, and the partition leases of dirty subscriptions.
+    pub(super) fn poll(&mut self, session: &mut GroupSession, now: Instant) {
+        self.polling = true;
+        self.polled_at = now;
+        self.poll_at = self.sweep_at;
+        let mut leases = Vec::new();
+        for subscription in session.subscriptions.values_mut() {
+            subscription.in_poll =
+                subscription.dirty && subscription.state == SubscriptionState::Member;
+            if subscription.in_poll {
+                subscription.dirty = false;
+                leases.extend_from_slice(&subscription.leases);
+            }
+        }
+        let context = Arc::clone(&self.context);
+        self.work.spawn(async move {
+            MembershipEvent::Polled(
+                GroupSnapshot::read(&*context.backend, &context.group, leases).await,
+            )
+        });
+    }
+
+    /// Reconciles all polled subscriptions with the snapshot; an error ends the membership.
+    pub(super) fn handle_polled(
+        &mut self,
+        session: &mut GroupSession,
+        snapshot: Result<GroupSnapshot>,
+    ) -> Result<(), String> {
+        self.polling = false;
+        let snapshot = match snapshot {
+            Ok(snapshot) => snapshot,
+            Err(error) => {
+                warn!(group = %self.context.group, %error, "polling the group failed, retrying");
+                session.subscriptions.values_mut().for_each(|each| each.dirty |= each.in_poll);
+                self.poll_after_failures(self.failed_polls);
+                self.failed_polls = self.failed_polls.saturating_add(1);
+                return Ok(());
+            }
+        };
+        self.failed_polls = 0;
+        let mine = MemberStatus::Active(self.me.holder.clone());
+        if snapshot.dead().any(|entry| entry.status == mine) {
+            return Err("the liveness lease is gone or has another holder".to_owned());
+        }
+        self.track_liveness(snapshot.consumers());
+        self.clean_up_dead_members(session, &snapshot);
+        let mut next_expiry = snapshot.next_expiry(&self.me.member);
+        let seen: Vec<GroupSubscriptionId> = session
+            .subscriptions
+            .values()
+            .filter(|subscription| {
+                subscription.in_poll && subscription.state == SubscriptionState::Member
+            })
+            .map(GroupSubscription::id)
+            .collect();
+        for id in seen {
+            let end = self.reconcile(session, &id, &snapshot);
+            next_expiry = next_expiry.into_iter().chain(end).min();
+        }
+        if let Some(end) = next_expiry {
+            // Polls right after the expiry, without relying on a hint.
+            self.sweep_at = self.sweep_at.min(snapshot.seen_at + end + EXPIRY_MARGIN);
+        }
+        Ok(())
+    }
+
+    /// Updates the sets of live and of recently gone consumers.
+    fn track_liveness(&mut self, alive: BTreeSet<ConsumerName>) {
+        let now = Instant::now();
+        for consumer in self.known_consumers.alive.iter() {
+            if !alive.contains(consumer) {
+                self.gone.insert(consumer.clone(), now);
+            }
+        }
+        self.gone.retain(|_, gone_since| now.duration_since(*gone_since) < REMEMBER_GONE_FOR);
+        let gone = self.gone.keys().cloned().collect();
+        self.known_consumers = KnownConsumers { alive: alive.into_iter().collect(), gone };
+    }
+
+    /// Acquires and revokes partitions of one topic according to the snapshot. Returns the remaining time of the first
+    /// awaited lease to expire.
+    fn reconcile(
+        &mut self,
+        session: &mut GroupSession,
+        id: &GroupSubscriptionId,
+        snapshot: &GroupSnapshot,
+    ) -> Option<Duration> {
+        let subscription = find(session, id)?;
+        let entry = subscription.entry(&self.me);
+        if !snapshot.alive(&id.0).any(|known| *known == entry) {
+            warn!(topic = %id.0, group = %self.context.group, "member-list entry is missing, writing it again");
+            subscription.dirty = true;
+            let context = Arc::clone(&self.context);
+            self.work.spawn(async move {
+                let (backend, group) = (&*context.backend, &context.group);
+                // If this fails, the next poll repeats it.
+                if group_ops::write_entries(backend, group, &[entry.to_string()]).await.is_ok() {
+                    group_ops::notify_members(backend, group, &[entry]).await;
+                }
+                MembershipEvent::Maintained
+            });
+            return None;
+        }
+        if subscription.request.mode == Mode::Shared {
+            return None;
+        }
+        let Some(RebalanceActions { acquire, revoke, orphan_leases, next_expiry }) =
+            subscription.plan(snapshot, &self.me)
+        else {
+            // The topic changed during the poll: poll again.
+            subscription.dirty = true;
+            return None;
+        };
+        let obsolete_reservations: Vec<String> = self.obsolete_reservations(subscription, snapshot);
+        acquire.into_iter().for_each(|partition| self.acquire(session, id, partition));
+        for partition in revoke {
+            self.revoke(session, id, partition);
+        }
+        if !orphan_leases.is_empty() || !obsolete_reservations.is_empty() {
+            let (context, holder) = (Arc::clone(&self.context), self.me.holder.clone());
+            self.work.spawn(async move {
+                // If this fails, the leases expire and the next poll repeats it.
+                let _ = context.backend.release(&holder, &orphan_leases).await;
+                let _ = group_ops::remove_entries(
+                    &*context.backend,
+                    &context.group,
+                    &obsolete_reservations,
+                )
+                .await;
+                MembershipEvent::Maintained
+            });
+        }
+        next_expiry
+    }
+
+    /// Reservations of this static member whose partitions all have an owner again.
+    fn obsolete_reservations(
+        &self,
+        subscription: &GroupSubscription,
+        snapshot: &GroupSnapshot,
+    ) -> Vec<String> {
+        let is_taken = |partition: &Partition| {
+            let lease = subscription.leases.get(usize::from(*partition));
+            let is_held = |lease| matches!(snapshot.leases.get(lease), Some(Some(_)));
+            subscription.held.get(partition).is_some_and(|part| part.state == PartitionState::Owned)
+                || lease.is_none_or(is_held)
+        };
+        let is_obsolete = |entry: &&MemberEntry| match &entry.status {
+            MemberStatus::Reserved(reserved) => {
+                entry.member == self.me.member && reserved.iter().all(is_taken)
+            }
+            MemberStatus::Active(_) => false,
+        };
+        snapshot
+            .alive(&subscription.topic.name)
+            .filter(is_obsolete)
+            .map(MemberEntry::to_string)
+            .collect()
+    }
+
+    /// Removes dead members from the member list. In shared mode, their pending messages are reclaimed first.
+    fn clean_up_dead_members(&mut self, session: &mut GroupSession, snapshot: &GroupSnapshot) {
+        let mut removed = Vec::new();
+        for entry in snapshot.dead() {
+            if group_ops::is_removable(entry) {
+                removed.push(entry.to_string());
+                continue;
+            }
+            let (MemberStatus::Active(holder), Some(subscription)) =
+                (&entry.status, session.subscriptions.get(&entry.topic))
+            else {
+                continue;
+            };
+            let should_reclaim = subscription.state == SubscriptionState::Member
+                && subscription.request.mode == Mode::Shared
+                && self.cleaning_up.insert(entry.to_string());
+            if should_reclaim {
+                info!(topic = %entry.topic, group = %self.context.group, consumer = %holder,
+                    "member died, reclaiming its pending messages");
+                let listener = Arc::clone(&subscription.request.listener);
+                let (entry, dead) = (entry.clone(), keys::consumer(holder));
+                self.work.spawn(async move {
+                    MembershipEvent::CleanedUp {
+                        is_done: listener.on_member_died(dead).await,
+                        entry,
+                    }
+                });
+            }
+        }
+        self.remove_entries(removed);
+    }
+
+    pub(super) fn handle_cleaned_up(&mut self, entry: MemberEntry, is_done: bool) {
+        self.cleaning_up.remove(&entry.to_string());
+        // Otherwise the next poll retries.
+        if is_done {
+            self.remove_entries(vec![entry.to_string()]);
+        }
+    }
+
+    fn remove_entries(&mut self, entries: Vec<String>) {
+        if entries.is_empty() {
+            return;
+        }
+        let context = Arc::clone(&self.context);
+        self.work.spawn(async move {
+            if let Err(error) =
+                group_ops::remove_entries(&*context.backend, &context.group, &entries).await
+            {
+                debug!(%error, "removing dead members failed, the next poll retries");
+            }
+            MembershipEvent::Maintained
+        });
+    }
+
+    fn acquire(
+        &mut self,
+        session: &mut GroupSession,
+        id: &GroupSubscriptionId,
+        partition: Partition,
+    ) {
+        let Some(subscription) = find(session, id) else { return };
+        let Some(lease) = subscription.leases.get(usize::from(partition)).cloned() else { return };
+        let topic = Arc::clone(&subscription.topic);
+        let stream = keys::stream(&topic, partition);
+        let part = HeldPartition { topic, lease: lease.clone(), state: PartitionState::Acquiring };
+        subscription.held.insert(partition, part);
+        let (context, keeper) = (Arc::clone(&self.context), Arc::clone(&self.keeper));
+        let (known_consumers, id) = (self.known_consumers.clone(), id.clone());
+        self.work.spawn(async move {
+            let at = (&stream, &context.group);
+            let held = group_ops::acquire_partition(
+                &*context.backend,
+                &keeper,
+                &lease,
+                at,
+                &known_consumers,
+            )
+            .await;
+            MembershipEvent::Acquired { id, partition, held }
+        });
+    }
+
+    pub(super) fn handle_acquired(
+        &mut self,
+        session: &mut GroupSession,
+        id: &GroupSubscriptionId,
+        partition: Partition,
+        held: Result<Option<HeldLease>>,
+    ) {
+        let failed_acquires = self.failed_acquires;
+        // A subscription is not removed while it acquires a partition.
+        let Some(subscription) = find(session, id) else { return };
+        let is_current = subscription.is_current(partition);
+        let Some(part) = subscription.held.get_mut(&partition) else { return };
+        match held {
+            Ok(Some(lease)) => {
+                self.failed_acquires = 0;
+                let is_wanted = subscription.state == SubscriptionState::Member
+                    && is_current
+                    && lease.is_trusted();
+                if !is_wanted {
+                    // Leaving, or the topic changed, or the lease is too old. The listener does not know it yet.
+                    return self.release(session, id, partition);
+                }
+                part.state = PartitionState::Owned;
+                info!(topic = %id.0, partition, group = %self.context.group,
+                    consumer = %self.consumer, epoch = %lease.fence().epoch, "partition assigned");
+                let topic = Arc::clone(&part.topic);
+                subscription.request.listener.on_assigned(AssignedPartition {
+                    topic,
+                    partition,
+                    lease,
+                    consumer: self.consumer.clone(),
+                    fenced: self.fenced.clone(),
+                });
+                let subscription = &session.subscriptions[&id.0];
+                return self.report_owned(subscription);
+            }
+            // Another member acquired it first.
+            Ok(None) => {}
+            Err(error) => {
+                warn!(topic = %id.0, partition, group = %self.context.group, %error,
+                    "acquiring the partition failed, retrying");
+                self.failed_acquires = self.failed_acquires.saturating_add(1);
+            }
+        }
+        subscription.held.remove(&partition);
+        subscription.dirty = true;
+        self.poll_after_failures(failed_acquires);
+        self.finish_leave_if_drained(session, id);
+    }
+
+    /// Reads the topic metas that are due.
+    pub(super) fn refresh(&mut self, session: &mut GroupSession, now: Instant) {
+        let interval = READ_EVERY * u32::try_from(session.subscriptions.len()).unwrap_or(u32::MAX);
+        self.refresh_at = now + interval.max(READ_EVERY);
+        let mut permits = READS_MAX;
+        for subscription in session.subscriptions.values_mut() {
+            let is_member = subscription.state == SubscriptionState::Member;
+            if !is_member || subscription.is_reading_meta {
+                continue;
+            }
+            if subscription.refresh_at <= now && permits > 0 {
+                permits -= 1;
+                subscription.is_reading_meta = true;
+                subscription.refresh_at = now + interval.max(subscription.topic.policies.refresh);
+                let (context, id) = (Arc::clone(&self.context), subscription.id());
+                self.work.spawn(async move {
+                    let topic = Topic::read(&*context.backend, &id.0).await;
+                    MembershipEvent::TopicRead { id, topic }
+                });
+            }
+            // Topics over the limit are read at the next refresh.
+            self.refresh_at = self.refresh_at.min(subscription.refresh_at.max(now + READ_EVERY));
+        }
+    }
+
+    pub(super) fn handle_topic_read(
+        &mut self,
+        session: &mut GroupSession,
+        id: &GroupSubscriptionId,
+        topic: Result<Topic>,
+    ) {
+        let Some(subscription) = find(session, id) else { return };
+        subscription.is_reading_meta = false;
+        // A change notification may have arrived during the read.
+        self.refresh_at = self.refresh_at.min(subscription.refresh_at);
+        let topic = match topic {
+            Ok(topic) => topic,
+            Err(error) => return warn!(topic = %id.0, %error, "reading the topic's meta failed"),
+        };
+        if topic == *subscription.topic || subscription.state != SubscriptionState::Member {
+            return;
+        }
+        if subscription.topic.created_at.is_some() && topic.created_at.is_none() {
+            warn!(topic = %id.0, group = %self.context.group, "topic deleted while it is being consumed");
+            let (name, group) = (id.0.to_string(), self.context.group.to_string());
+            let labels = [("topic", name), ("group", group), ("result", "topic_deleted".into())];
+            ::metrics::counter!(ANOMALIES, &labels).increment(1);
+        }
+        let topic = Arc::new(topic);
+        let old = subscription.leases.clone();
+        let outdated = subscription.change(Arc::clone(&topic));
+        subscription.request.listener.on_topic_changed(topic);
+        old.iter().for_each(|lease| drop(session.event_targets.remove(lease)));
+        session.watch_topic(&id.0);
+        for partition in outdated {
+            self.revoke(session, id, partition);
+        }
+        self.poll_soon(Instant::now());
+    }
+}
