@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use headwater_bus::{
-    Budget, EventBus, ExecuteError, Folds, MainLoop, MainLoopClient, MainLoopClientConfig,
-    MainLoopConfig, MainLoopWorker, PromptExecuted, Registry, RequestFailure, RequestId, Requester,
-    Run, Session, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig, Submit,
+    Budget, EventBus, EventRegistry, ExecuteError, Folds, MainLoop, MainLoopClient,
+    MainLoopClientConfig, MainLoopConfig, MainLoopWorker, PromptExecuted, RequestContext,
+    RequestFailure, RequestId, Requester, Session, Sessions, SessionsConfig, StreamedBus,
+    StreamedBusConfig, Submission,
 };
 use headwater_stream::{Backend, Options, connect};
 use serde::{Deserialize, Serialize};
@@ -39,14 +40,14 @@ impl MainLoop for Reviewer {
         &self,
         request: Review,
         session: &Session,
-        run: &Run,
+        context: &RequestContext,
     ) -> Result<Opinion, ExecuteError> {
         // What another worker got from the model before it died need not be asked again.
         if let Some(before) = session.latest::<PromptExecuted>() {
             let words = before.result.to_string();
             return Ok(Opinion { file: request.file, words });
         }
-        run.meter().charge_model(request.lines * 10, 5, 0)?;
+        context.meter().charge_model(request.lines * 10, 5, 0)?;
         let words = format!("{} lines, all fine", request.lines);
         session
             .publish(PromptExecuted { result: words.as_str().into(), ..Default::default() })
@@ -66,7 +67,7 @@ async fn main() -> Result {
 /// Each process has a bus of its own.
 async fn bus(backend: &Arc<dyn Backend>) -> Result<Arc<dyn EventBus>> {
     let config = StreamedBusConfig::default();
-    Ok(Arc::new(StreamedBus::open(Arc::clone(backend), Registry::builtin(), config).await?))
+    Ok(Arc::new(StreamedBus::open(Arc::clone(backend), EventRegistry::builtin(), config).await?))
 }
 
 async fn worker(backend: &Arc<dyn Backend>) -> Result<MainLoopWorker> {
@@ -85,7 +86,7 @@ async fn run(url: &str) -> Result<Vec<String>> {
     for (file, lines) in [("main.rs", 12), ("lib.rs", 40)] {
         let review = Review { file: file.to_owned(), lines };
         let budget = Budget { max_total_tokens: Some(1000), ..Default::default() };
-        let submit = Submit::new(review).budget(budget).within(Duration::from_secs(30));
+        let submit = Submission::new(review).budget(budget).within(Duration::from_secs(30));
         let done = desk.submit::<_, Opinion>(submit).await?;
         println!("{}: {} ({:?})", done.output.file, done.output.words, done.usage);
         said.push(done.output.words);
@@ -94,7 +95,7 @@ async fn run(url: &str) -> Result<Vec<String>> {
     // The same request again counts once, whoever asks.
     let again = || {
         let review = Review { file: "build.rs".to_owned(), lines: 3 };
-        Submit::new(review).id(RequestId::new("build").expect("it is a valid id"))
+        Submission::new(review).id(RequestId::new("build").expect("it is a valid id"))
     };
     let (one, other) =
         tokio::join!(desk.submit::<_, Opinion>(again()), desk.submit::<_, Opinion>(again()));
@@ -103,7 +104,7 @@ async fn run(url: &str) -> Result<Vec<String>> {
     // Too much for its budget: it ends there and then.
     let huge = Review { file: "generated.rs".to_owned(), lines: 1_000_000 };
     let budget = Budget { max_total_tokens: Some(1000), ..Default::default() };
-    let failed = desk.submit::<_, Opinion>(Submit::new(huge).budget(budget)).await;
+    let failed = desk.submit::<_, Opinion>(Submission::new(huge).budget(budget)).await;
     let failed = failed.expect_err("it costs too much");
     assert_eq!(failed.failure(), Some(RequestFailure::OverBudget));
     println!("{failed}");

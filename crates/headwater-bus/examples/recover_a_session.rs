@@ -7,8 +7,8 @@
 use std::sync::Arc;
 
 use headwater_bus::{
-    Event, Fold, Folds, Registry, Scope, SessionEvent, SessionId, Sessions, SessionsConfig,
-    StreamedBus, StreamedBusConfig, Until,
+    Event, EventRegistry, Fold, Folds, ReplayUntil, Scope, SessionEvent, SessionId, Sessions,
+    SessionsConfig, StreamedBus, StreamedBusConfig,
 };
 use headwater_stream::{Backend, Options, connect};
 use schemars::JsonSchema;
@@ -50,7 +50,7 @@ async fn main() -> Result {
 
 /// What every process that works with conversations opens.
 async fn open(backend: Arc<dyn Backend>) -> Result<Sessions> {
-    let registry = Registry::empty().with::<Said>()?;
+    let registry = EventRegistry::empty().with::<Said>()?;
     let bus = StreamedBus::open(backend, registry, StreamedBusConfig::default()).await?;
     let folds = Folds::none().latest::<Said>().all::<Said>(100).with::<Turns>();
     Ok(Sessions::new(Arc::new(bus), folds, SessionsConfig::default()).await?)
@@ -80,7 +80,7 @@ async fn run(url: &str) -> Result<Vec<String>> {
     session.snapshot().await?;
 
     // A third one wonders what else could have been said.
-    let until = question.map_or(Until::End, Until::Entry);
+    let until = question.map_or(ReplayUntil::End, ReplayUntil::Entry);
     let fork = sessions.fork(&id, until, &SessionId::random()).await?;
     fork.publish(said("Ada", "And if nobody does?")).await?;
     let words = |session: &headwater_bus::Session| -> Vec<String> {
@@ -89,8 +89,8 @@ async fn run(url: &str) -> Result<Vec<String>> {
     };
     println!("first:\n  {}\nfork:\n  {}", words(&session).join("\n  "), words(&fork).join("\n  "));
     let both = [words(&sessions.recover(&id).await?), words(&fork)].concat();
-    sessions.forget(&id).await?;
-    sessions.forget(fork.id()).await?;
+    sessions.delete(&id).await?;
+    sessions.delete(fork.id()).await?;
     Ok(both)
 }
 

@@ -6,9 +6,9 @@
 use tokio::task::JoinHandle;
 
 /// A task that is aborted when this is dropped.
-pub(crate) struct AbortOnDrop<T>(pub(crate) JoinHandle<T>);
+pub(crate) struct AbortOnDropTask<T>(pub(crate) JoinHandle<T>);
 
-impl<T> Drop for AbortOnDrop<T> {
+impl<T> Drop for AbortOnDropTask<T> {
     fn drop(&mut self) {
         self.0.abort();
     }

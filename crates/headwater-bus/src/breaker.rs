@@ -49,7 +49,7 @@ pub enum BreakerState {
 }
 
 /// Time since some fixed moment, never going back.
-pub(crate) type Monotonic = Arc<dyn Fn() -> Duration + Send + Sync>;
+pub(crate) type MonotonicClock = Arc<dyn Fn() -> Duration + Send + Sync>;
 
 /// A circuit breaker. Clones are the same one.
 #[derive(Clone)]
@@ -59,17 +59,17 @@ pub struct Breaker {
 
 struct Inner {
     config: BreakerConfig,
-    time: Monotonic,
-    state: Mutex<State>,
+    time: MonotonicClock,
+    state: Mutex<BreakerData>,
 }
 
-struct State {
-    phase: Phase,
+struct BreakerData {
+    phase: BreakerPhase,
     /// Grows when the phase changes: verdicts from before say nothing about now.
     generation: u64,
 }
 
-enum Phase {
+enum BreakerPhase {
     Closed { failures: u32 },
     Open { since: Duration },
     HalfOpen { probing: bool },
@@ -88,7 +88,7 @@ impl Breaker {
         time: impl Fn() -> Duration + Send + Sync + 'static,
     ) -> Result<Self> {
         config.validate()?;
-        let state = State { phase: Phase::Closed { failures: 0 }, generation: 0 };
+        let state = BreakerData { phase: BreakerPhase::Closed { failures: 0 }, generation: 0 };
         let inner = Inner { config, time: Arc::new(time), state: Mutex::new(state) };
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -97,49 +97,51 @@ impl Breaker {
     pub fn state(&self) -> BreakerState {
         let now = (self.inner.time)();
         match self.lock().phase {
-            Phase::Closed { .. } => BreakerState::Closed,
-            Phase::Open { since } if now < since + self.inner.config.recovery => BreakerState::Open,
-            Phase::Open { .. } | Phase::HalfOpen { .. } => BreakerState::HalfOpen,
+            BreakerPhase::Closed { .. } => BreakerState::Closed,
+            BreakerPhase::Open { since } if now < since + self.inner.config.recovery => {
+                BreakerState::Open
+            }
+            BreakerPhase::Open { .. } | BreakerPhase::HalfOpen { .. } => BreakerState::HalfOpen,
         }
     }
 
     /// Lets a call through or refuses it, with the time after which it is worth asking again.
-    pub fn admit(&self) -> std::result::Result<Permit, Duration> {
+    pub fn admit(&self) -> std::result::Result<BreakerPermit, Duration> {
         let recovery = self.inner.config.recovery;
         let now = (self.inner.time)();
         let mut state = self.lock();
         let is_probe = match &mut state.phase {
-            Phase::Closed { .. } => false,
-            Phase::Open { since } => {
+            BreakerPhase::Closed { .. } => false,
+            BreakerPhase::Open { since } => {
                 let until = *since + recovery;
                 if now < until {
                     return Err(until - now);
                 }
-                state.change(Phase::HalfOpen { probing: true });
+                state.change(BreakerPhase::HalfOpen { probing: true });
                 true
             }
             // Its verdict may come at any moment.
-            Phase::HalfOpen { probing: true } => return Err(recovery.min(PROBE_WAIT)),
-            Phase::HalfOpen { probing } => {
+            BreakerPhase::HalfOpen { probing: true } => return Err(recovery.min(PROBE_RETRY_AFTER)),
+            BreakerPhase::HalfOpen { probing } => {
                 *probing = true;
                 true
             }
         };
         let generation = state.generation;
         drop(state);
-        Ok(Permit { breaker: self.clone(), generation, is_probe, is_decided: false })
+        Ok(BreakerPermit { breaker: self.clone(), generation, is_probe, is_decided: false })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, BreakerData> {
         self.inner.state.lock().expect("no code panics while it holds this lock")
     }
 }
 
 /// How long to wait for somebody else's probe.
-const PROBE_WAIT: Duration = Duration::from_millis(100);
+const PROBE_RETRY_AFTER: Duration = Duration::from_millis(100);
 
-impl State {
-    fn change(&mut self, phase: Phase) {
+impl BreakerData {
+    fn change(&mut self, phase: BreakerPhase) {
         self.phase = phase;
         self.generation += 1;
     }
@@ -154,22 +156,22 @@ impl fmt::Debug for Breaker {
 /// A call that was let through. Say how it went; dropping it says nothing, and a dropped probe makes room for another.
 #[derive(Debug)]
 #[must_use = "say how the call went"]
-pub struct Permit {
+pub struct BreakerPermit {
     breaker: Breaker,
     generation: u64,
     is_probe: bool,
     is_decided: bool,
 }
 
-impl Permit {
+impl BreakerPermit {
     /// The backend answered.
     pub fn succeeded(mut self) {
         self.is_decided = true;
         let mut state = self.breaker.lock();
         if state.generation == self.generation {
             match &mut state.phase {
-                Phase::Closed { failures } => *failures = 0,
-                _ => state.change(Phase::Closed { failures: 0 }),
+                BreakerPhase::Closed { failures } => *failures = 0,
+                _ => state.change(BreakerPhase::Closed { failures: 0 }),
             }
         }
     }
@@ -184,25 +186,25 @@ impl Permit {
             return false;
         }
         let opens = match &mut state.phase {
-            Phase::Closed { failures } => {
+            BreakerPhase::Closed { failures } => {
                 *failures += 1;
                 *failures >= threshold
             }
             _ => true,
         };
         if opens {
-            state.change(Phase::Open { since: now });
+            state.change(BreakerPhase::Open { since: now });
         }
         opens
     }
 }
 
-impl Drop for Permit {
+impl Drop for BreakerPermit {
     fn drop(&mut self) {
         if self.is_probe && !self.is_decided {
             let mut state = self.breaker.lock();
             if state.generation == self.generation {
-                state.phase = Phase::HalfOpen { probing: false };
+                state.phase = BreakerPhase::HalfOpen { probing: false };
             }
         }
     }

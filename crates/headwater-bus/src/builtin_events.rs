@@ -9,9 +9,9 @@ use serde_json::Value as Json;
 
 use crate::error::Result;
 use crate::event::{Event, Scope};
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 
-impl Registry {
+impl EventRegistry {
     /// A registry with the built-in types.
     pub fn builtin() -> Self {
         let registry = || -> Result<Self> {
@@ -161,7 +161,7 @@ pub struct Budget {
 /// What a request took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Usage {
+pub struct RequestUsage {
     /// Tokens sent to models.
     pub input_tokens: u64,
     /// Tokens that models answered with.
@@ -238,7 +238,7 @@ pub struct MainLoopCompleted {
     /// When, as in RFC 3339.
     pub completed_at: Option<String>,
     /// What it took, as far as it was charged.
-    pub usage: Usage,
+    pub usage: RequestUsage,
 }
 
 impl Event for MainLoopCompleted {
@@ -260,7 +260,7 @@ pub struct MainLoopFailed {
     /// When, as in RFC 3339.
     pub failed_at: Option<String>,
     /// What it took, as far as it was charged.
-    pub usage: Usage,
+    pub usage: RequestUsage,
 }
 
 impl Event for MainLoopFailed {
@@ -273,7 +273,7 @@ mod tests {
 
     #[test]
     fn the_built_in_types_have_the_names_that_other_programs_know() {
-        let names: Vec<String> = Registry::builtin()
+        let names: Vec<String> = EventRegistry::builtin()
             .types()
             .map(|(name, version)| format!("{name} {version}"))
             .collect();

@@ -13,17 +13,17 @@ use headwater_stream::clock::Timestamp;
 
 use crate::breaker::BreakerState;
 use crate::error::{BusError, HandlerFailure, Result};
-use crate::event::{Event, Outgoing};
+use crate::event::{Event, OutgoingEvent};
 use crate::handler::{EventHandler, Handlers};
-use crate::journal::Journal;
 use crate::name::{EventId, SessionId, SubscriptionId};
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
+use crate::session_backend::SessionBackend;
 
 /// Where events are published and handled. [`EventBusExt`] has the typed calls.
 #[async_trait]
 pub trait EventBus: Send + Sync {
     /// The event types it allows.
-    fn registry(&self) -> &Registry;
+    fn registry(&self) -> &EventRegistry;
 
     /// Handles events from now on. When it returns, nothing that is published later is missed.
     ///
@@ -31,7 +31,7 @@ pub trait EventBus: Send + Sync {
     /// comes before its handler is there. Events of types without a handler are none of the group's business.
     async fn subscribe_handlers(
         &self,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handlers: Handlers,
     ) -> Result<SubscriptionId>;
 
@@ -47,13 +47,13 @@ pub trait EventBus: Send + Sync {
     /// once; one that fails does not keep the others from running. Durable subscriptions get it from the stream.
     ///
     /// The work goes on to its end if the call is dropped.
-    async fn publish_all(&self, events: Vec<Outgoing>) -> Result<Vec<Result<PublishResult>>>;
+    async fn publish_all(&self, events: Vec<OutgoingEvent>) -> Result<Vec<Result<PublishResult>>>;
 
     /// Where the sessions of this bus lie. From the first call on, a bus that stores nothing else stores their events.
-    async fn journal(&self) -> Result<Journal>;
+    async fn session_backend(&self) -> Result<SessionBackend>;
 
     /// How the bus is now.
-    async fn health(&self) -> Health;
+    async fn health(&self) -> BusHealth;
 
     /// Takes no more events, waits until what was begun has ended, handlers included, and stops. Closing twice is fine.
     /// Must not be awaited by a handler of the same bus: it would wait for itself until its time is up.
@@ -65,7 +65,7 @@ pub trait EventBusExt: EventBus {
     /// Handles events of one type.
     fn subscribe<E: Event>(
         &self,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handler: impl EventHandler<E>,
     ) -> impl Future<Output = Result<SubscriptionId>> + Send {
         let handlers = Handlers::new().on::<E>(handler);
@@ -74,14 +74,14 @@ pub trait EventBusExt: EventBus {
 
     /// Publishes an event. See [`EventBus::publish_all`].
     fn publish<E: Event>(&self, event: E) -> impl Future<Output = Result<PublishResult>> + Send {
-        let outgoing = Outgoing::new(event);
+        let outgoing = OutgoingEvent::new(event);
         async move { self.publish_outgoing(outgoing?).await }
     }
 
     /// Publishes an event that has an id or a trace of its own.
     fn publish_outgoing(
         &self,
-        event: Outgoing,
+        event: OutgoingEvent,
     ) -> impl Future<Output = Result<PublishResult>> + Send {
         async move {
             let mut results = self.publish_all(vec![event]).await?;
@@ -94,7 +94,8 @@ pub trait EventBusExt: EventBus {
         &self,
         events: Vec<E>,
     ) -> impl Future<Output = Result<Vec<Result<PublishResult>>>> + Send {
-        let outgoing: Result<Vec<Outgoing>> = events.into_iter().map(Outgoing::new).collect();
+        let outgoing: Result<Vec<OutgoingEvent>> =
+            events.into_iter().map(OutgoingEvent::new).collect();
         async move { self.publish_all(outgoing?).await }
     }
 }
@@ -103,7 +104,7 @@ impl<B: EventBus + ?Sized> EventBusExt for B {}
 
 /// How to subscribe.
 #[derive(Clone, Debug)]
-pub struct Subscribe {
+pub struct SubscribeOptions {
     /// Who gets an event.
     pub kind: SubscriptionKind,
     /// For events of sessions, which session; `None` (default) is the one the bus was opened for.
@@ -134,7 +135,7 @@ pub enum SubscriptionKind {
     Durable(String),
 }
 
-impl Subscribe {
+impl SubscribeOptions {
     /// Every process gets every event.
     pub fn live() -> Self {
         Self {
@@ -194,7 +195,7 @@ pub struct PublishResult {
     /// What the event is known by.
     pub event_id: EventId,
     /// Where it is now.
-    pub stored: Stored,
+    pub stored: StoreOutcome,
     /// How many live handlers of this process ran.
     pub handlers_invoked: usize,
     /// Those of them that failed.
@@ -203,7 +204,7 @@ pub struct PublishResult {
 
 /// Where a published event is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stored {
+pub enum StoreOutcome {
     /// In its stream, for everybody.
     Entry(EntryId),
     /// In the stream before: an event with its id was published already. No handler ran. On a local bus, which may store
@@ -220,7 +221,7 @@ pub enum Stored {
     Unconfirmed,
 }
 
-impl Stored {
+impl StoreOutcome {
     /// Its entry, if it is in its stream.
     pub fn entry_id(self) -> Option<EntryId> {
         match self {
@@ -254,7 +255,7 @@ impl PublishResult {
     }
 
     /// Makes an error of failed handlers.
-    pub fn raise(self) -> Result<Self> {
+    pub fn into_result(self) -> Result<Self> {
         if self.ok() {
             return Ok(self);
         }
@@ -269,7 +270,7 @@ impl PublishResult {
 
 /// How a bus is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Health {
+pub struct BusHealth {
     /// Whether the backend answers.
     pub connected: bool,
     /// How long it took to.

@@ -11,7 +11,7 @@ use headwater_queue::RetryPolicy;
 use tokio::sync::watch;
 use tracing::warn;
 
-use crate::handler::{Delivered, Handled, TypedHandler};
+use crate::handler::{DeliveredEvent, HandlerResult, TypedHandler};
 use crate::name::random_bits;
 
 /// Tries, if a policy does not say.
@@ -19,9 +19,9 @@ const ATTEMPTS_DEFAULT: u32 = 5;
 
 /// Becomes true when a bus closes.
 #[derive(Clone, Debug)]
-pub(crate) struct Closing(watch::Receiver<bool>);
+pub(crate) struct CloseSignal(watch::Receiver<bool>);
 
-impl Closing {
+impl CloseSignal {
     pub(crate) fn new() -> (watch::Sender<bool>, Self) {
         let (sender, receiver) = watch::channel(false);
         (sender, Self(receiver))
@@ -41,51 +41,51 @@ impl Closing {
 
 /// What became of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Ended {
+pub(crate) enum DeliveryOutcome {
     Done,
     /// It is given back unhandled, for somebody else or for later.
     Released,
     /// It ran out of tries, or its handler gave up.
-    GivenUp {
+    Failed {
         reason: String,
     },
 }
 
 /// The handlers of one durable subscription and their patience.
 #[derive(Clone)]
-pub(crate) struct Pursuit {
+pub(crate) struct EventDelivery {
     pub(crate) handlers: Vec<TypedHandler>,
     pub(crate) handler_timeout: Duration,
     pub(crate) retry: RetryPolicy,
-    pub(crate) closing: Closing,
+    pub(crate) closing: CloseSignal,
 }
 
-impl Pursuit {
+impl EventDelivery {
     /// Whether any handler is for events of this type.
     pub(crate) fn handles(&self, event_type: &str) -> bool {
         self.handlers.iter().any(|handler| handler.event_type == event_type)
     }
 
     /// Runs the handlers of an event until all are done, the tries are used up, or the bus closes.
-    pub(crate) async fn run(&self, delivered: &Delivered) -> Ended {
+    pub(crate) async fn run(&self, delivered: &DeliveredEvent) -> DeliveryOutcome {
         let event_type = &delivered.envelope.event_type;
-        let mut left: Vec<&TypedHandler> =
+        let mut remaining: Vec<&TypedHandler> =
             self.handlers.iter().filter(|handler| handler.event_type == event_type).collect();
         let attempts = self.retry.max_attempts.unwrap_or(ATTEMPTS_DEFAULT);
         let mut attempt = 0;
         loop {
             attempt += 1;
-            let mut round = Round::default();
-            for handler in left {
+            let mut result = DeliveryAttempt::default();
+            for handler in remaining {
                 let handled = handler.run(delivered.clone(), "durable", self.handler_timeout).await;
-                round.note(handler, handled);
+                result.record(handler, handled);
             }
-            if round.releases {
-                return Ended::Released;
+            if result.is_released {
+                return DeliveryOutcome::Released;
             }
-            let Some(reason) = round.reason else { return Ended::Done };
-            if round.gives_up || attempt >= attempts {
-                return Ended::GivenUp { reason: format!("{reason} (attempt {attempt})") };
+            let Some(reason) = result.reason else { return DeliveryOutcome::Done };
+            if result.is_permanent || attempt >= attempts {
+                return DeliveryOutcome::Failed { reason: format!("{reason} (attempt {attempt})") };
             }
             warn!(
                 event_type,
@@ -94,35 +94,36 @@ impl Pursuit {
                 error = reason,
                 "durable handler failed, the event will be tried again"
             );
-            let wait = round.after.unwrap_or_else(|| self.retry.backoff.wait(attempt, chance()));
+            let wait =
+                result.after.unwrap_or_else(|| self.retry.backoff.wait(attempt, random_unit()));
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
-                () = self.closing.wait() => return Ended::Released,
+                () = self.closing.wait() => return DeliveryOutcome::Released,
             }
-            left = round.failed;
+            remaining = result.failed;
         }
     }
 }
 
 /// One try of all handlers that are left.
 #[derive(Default)]
-struct Round<'a> {
+struct DeliveryAttempt<'a> {
     failed: Vec<&'a TypedHandler>,
     /// Why the first of them failed.
     reason: Option<String>,
     after: Option<Duration>,
-    gives_up: bool,
-    releases: bool,
+    is_permanent: bool,
+    is_released: bool,
 }
 
-impl<'a> Round<'a> {
-    fn note(&mut self, handler: &'a TypedHandler, handled: Handled) {
+impl<'a> DeliveryAttempt<'a> {
+    fn record(&mut self, handler: &'a TypedHandler, handled: HandlerResult) {
         match handled {
-            Handled::Done => {}
-            Handled::Release => self.releases = true,
-            Handled::Failed { reason, after, gives_up, .. } => {
+            HandlerResult::Done => {}
+            HandlerResult::Release => self.is_released = true,
+            HandlerResult::Failed { reason, after, is_permanent, .. } => {
                 self.failed.push(handler);
-                self.gives_up |= gives_up;
+                self.is_permanent |= is_permanent;
                 self.after = self.after.max(after);
                 self.reason.get_or_insert(reason);
             }
@@ -131,6 +132,6 @@ impl<'a> Round<'a> {
 }
 
 /// Drawn evenly from 0 to 1.
-pub(crate) fn chance() -> f64 {
+pub(crate) fn random_unit() -> f64 {
     (random_bits() as u64 >> 11) as f64 / (1u64 << 53) as f64
 }

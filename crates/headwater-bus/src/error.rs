@@ -47,7 +47,7 @@ pub enum BusError {
 
     /// An entry is no event that this bus knows.
     #[error(transparent)]
-    Misfit(#[from] Misfit),
+    Decode(#[from] DecodeError),
 
     /// The backend did not confirm the event: it may be stored or not. Publish it again under the same id, with a bus
     /// that remembers ids, and it counts once.
@@ -73,7 +73,7 @@ pub enum BusError {
 
     /// A durable subscription of a local bus does not keep up. Publish again later; nothing happened.
     #[error("the group `{group}` has {limit} events waiting, which is the limit")]
-    Backlogged {
+    QueueFull {
         /// The group.
         group: String,
         /// How many may wait.
@@ -111,7 +111,7 @@ impl BusError {
 
     /// Refuses to remember ids for less time than a call of the backend may take, in which it may be repeated: the same thing
     /// would count twice.
-    pub(crate) fn check_remembered(
+    pub(crate) fn check_dedup_window(
         name: &str,
         time: Duration,
         call_deadline: Option<Duration>,
@@ -131,7 +131,7 @@ impl BusError {
     /// Whether the same call may succeed later without anybody mending anything.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Unconfirmed { .. } | Self::BreakerOpen { .. } | Self::Backlogged { .. } => true,
+            Self::Unconfirmed { .. } | Self::BreakerOpen { .. } | Self::QueueFull { .. } => true,
             Self::Spool(error) => matches!(error, SpoolError::Full { .. }),
             Self::Backend(error) => error.is_transient(),
             Self::Queue(error) => error.is_transient(),
@@ -158,7 +158,7 @@ impl From<QueueError> for BusError {
 /// Why an entry is not an event that a registry knows. It is parked, with its bytes as they are.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Misfit {
+pub enum DecodeError {
     /// A field that every event has is missing or is no text.
     #[error("the field `{field}` {problem}")]
     Malformed {
@@ -211,7 +211,7 @@ pub enum SpoolError {
     },
     /// It belongs to another bus. Use another file, or open it with that bus; nothing was changed.
     #[error("the spool `{}` belongs to the bus `{owner}`, not to `{bus}`", file.display())]
-    Foreign {
+    WrongOwner {
         /// The file.
         file: PathBuf,
         /// Whose it is.

@@ -18,7 +18,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::error::{BusError, Misfit, Result};
+use crate::error::{BusError, DecodeError, Result};
 use crate::limits::PAYLOAD_BYTES_MAX;
 use crate::name::{EventId, SessionId};
 use crate::trace;
@@ -82,21 +82,21 @@ pub enum Scope {
 
 /// An event on its way to a bus.
 #[derive(Clone)]
-pub struct Outgoing {
+pub struct OutgoingEvent {
     pub(crate) event_type: &'static str,
     pub(crate) version: u32,
     pub(crate) scope: Scope,
     pub(crate) session: Option<SessionId>,
     pub(crate) payload: Bytes,
-    pub(crate) value: Value,
+    pub(crate) value: EventValue,
     pub(crate) event_id: Option<EventId>,
     pub(crate) trace: Option<TraceContext>,
 }
 
 /// An event of a type that only its registration knows.
-pub(crate) type Value = Arc<dyn Any + Send + Sync>;
+pub(crate) type EventValue = Arc<dyn Any + Send + Sync>;
 
-impl Outgoing {
+impl OutgoingEvent {
     /// Writes the event as JSON and checks what can be checked without a bus.
     pub fn new<E: Event>(event: E) -> Result<Self> {
         let payload = serde_json::to_vec(&event).map_err(|error| {
@@ -140,16 +140,16 @@ impl Outgoing {
     }
 }
 
-impl Outgoing {
+impl OutgoingEvent {
     /// Makes it part of the current trace, unless it has one.
     pub(crate) fn join_trace(&mut self) {
         self.trace.get_or_insert_with(trace::next_span);
     }
 }
 
-impl fmt::Debug for Outgoing {
+impl fmt::Debug for OutgoingEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Outgoing")
+        f.debug_struct("OutgoingEvent")
             .field("event_type", &self.event_type)
             .field("version", &self.version)
             .field("session", &self.session)
@@ -190,7 +190,7 @@ pub struct Envelope {
 impl Envelope {
     /// What surrounds an event that is about to be published.
     pub(crate) fn outgoing(
-        event: &Outgoing,
+        event: &OutgoingEvent,
         event_id: EventId,
         origin: &str,
         trace: TraceContext,
@@ -241,7 +241,7 @@ impl Envelope {
         stream: &StreamName,
         entry_id: EntryId,
         fields: &Fields,
-    ) -> Result<Self, Misfit> {
+    ) -> Result<Self, DecodeError> {
         let text = |name: &str| fields.get(name).and_then(|value| std::str::from_utf8(value).ok());
         let event_type = match fields.get(TYPE) {
             None => return Err(malformed(TYPE, "is missing")),
@@ -279,8 +279,8 @@ impl Envelope {
     }
 }
 
-fn malformed(field: &'static str, problem: &str) -> Misfit {
-    Misfit::Malformed { field, problem: problem.to_owned() }
+fn malformed(field: &'static str, problem: &str) -> DecodeError {
+    DecodeError::Malformed { field, problem: problem.to_owned() }
 }
 
 /// An id for an entry that has none. Streams of foreign programs may have longer names than ours.
@@ -292,20 +292,20 @@ fn id_by_place(stream: &StreamName, entry_id: EntryId) -> EventId {
 }
 
 /// An event as a handler sees it. Clones are the same event.
-pub struct Received<E> {
+pub struct ReceivedEvent<E> {
     /// The event; also reached by dereferencing.
     pub event: Arc<E>,
     /// What surrounds it.
     pub envelope: Arc<Envelope>,
 }
 
-impl<E> Clone for Received<E> {
+impl<E> Clone for ReceivedEvent<E> {
     fn clone(&self) -> Self {
         Self { event: Arc::clone(&self.event), envelope: Arc::clone(&self.envelope) }
     }
 }
 
-impl<E> Deref for Received<E> {
+impl<E> Deref for ReceivedEvent<E> {
     type Target = E;
 
     fn deref(&self) -> &E {
@@ -313,9 +313,9 @@ impl<E> Deref for Received<E> {
     }
 }
 
-impl<E: fmt::Debug> fmt::Debug for Received<E> {
+impl<E: fmt::Debug> fmt::Debug for ReceivedEvent<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Received")
+        f.debug_struct("ReceivedEvent")
             .field("event", &self.event)
             .field("envelope", &self.envelope)
             .finish()
@@ -382,7 +382,10 @@ mod tests {
             (Fields::new([("type", "a.B"), ("payload", "{}"), ("version", "new")]), VERSION),
         ] {
             let error = Envelope::from_entry(&stream(), EntryId::new(5, 1), &fields).unwrap_err();
-            assert!(matches!(error, Misfit::Malformed { field, .. } if field == wrong), "{error}");
+            assert!(
+                matches!(error, DecodeError::Malformed { field, .. } if field == wrong),
+                "{error}"
+            );
         }
     }
 }

@@ -6,7 +6,7 @@
 //! A fold that panics is an error of its session and hurts nobody else.
 //! Not here: which entries of a stream count (see `session/state`).
 
-mod kept;
+mod retained_events;
 
 use std::any::Any;
 use std::fmt;
@@ -16,13 +16,13 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 
-use self::kept::Kept;
+use self::retained_events::RetainedEvents;
 
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Event, Received};
-use crate::handler::Delivered;
-use crate::limits::{FOLD_NAME_BYTES_MAX, FOLDED_BYTES_MAX, FOLDS_MAX};
-use crate::registry::Registry;
+use crate::event::{Envelope, Event, ReceivedEvent};
+use crate::handler::DeliveredEvent;
+use crate::limits::{FOLD_NAME_BYTES_MAX, FOLDS_MAX, RETAINED_BYTES_MAX};
+use crate::registry::EventRegistry;
 
 /// How the names of the built-in folds begin.
 const LATEST: &str = "latest:";
@@ -62,13 +62,13 @@ pub trait Fold: Clone + Default + Serialize + DeserializeOwned + Send + Sync + '
 
 /// An event of a session as a fold sees it.
 #[derive(Clone)]
-pub struct SessionEvent(pub(crate) Delivered);
+pub struct SessionEvent(pub(crate) DeliveredEvent);
 
 impl SessionEvent {
     /// The event, if it is of this type.
-    pub fn get<E: Event>(&self) -> Option<Received<E>> {
+    pub fn get<E: Event>(&self) -> Option<ReceivedEvent<E>> {
         let event = Arc::clone(&self.0.value).downcast::<E>().ok()?;
-        Some(Received { event, envelope: Arc::clone(&self.0.envelope) })
+        Some(ReceivedEvent { event, envelope: Arc::clone(&self.0.envelope) })
     }
 
     /// What surrounds it.
@@ -87,7 +87,7 @@ impl fmt::Debug for SessionEvent {
 #[derive(Clone, Default)]
 pub struct Folds {
     list: Vec<Box<dyn AnyFold>>,
-    checks: Vec<fn(&Registry) -> Result<()>>,
+    checks: Vec<fn(&EventRegistry) -> Result<()>>,
 }
 
 impl Folds {
@@ -99,14 +99,14 @@ impl Folds {
     /// Keeps the newest event of type `E`.
     pub fn latest<E: Event>(mut self) -> Self {
         self.checks.push(|registry| registry.check::<E>());
-        self.add(Kept::<E>::new(format!("{LATEST}{}", E::TYPE), 1))
+        self.add(RetainedEvents::<E>::new(format!("{LATEST}{}", E::TYPE), 1))
     }
 
     /// Keeps the newest `max` events of type `E`, and counts those that had to go. All folds that keep events share
-    /// [`FOLDED_BYTES_MAX`](crate::limits::FOLDED_BYTES_MAX), so that snapshots can hold them: fewer than `max` may stay.
+    /// [`RETAINED_BYTES_MAX`](crate::limits::FOLDED_BYTES_MAX), so that snapshots can hold them: fewer than `max` may stay.
     pub fn all<E: Event>(mut self, max: usize) -> Self {
         self.checks.push(|registry| registry.check::<E>());
-        self.add(Kept::<E>::new(format!("{ALL}{}:{max}", E::TYPE), max))
+        self.add(RetainedEvents::<E>::new(format!("{ALL}{}:{max}", E::TYPE), max))
     }
 
     /// Keeps a state of the application's own.
@@ -120,7 +120,7 @@ impl Folds {
     }
 
     /// Checks names and limits, and that the types are allowed.
-    pub(crate) fn check(&self, registry: &Registry) -> Result<()> {
+    pub(crate) fn check(&self, registry: &EventRegistry) -> Result<()> {
         if self.list.len() > FOLDS_MAX {
             let problem = format!("{}; at most {FOLDS_MAX}", self.list.len());
             return Err(BusError::invalid("folds", problem));
@@ -145,7 +145,7 @@ impl Folds {
     /// The same folds, each with its share of what all may keep.
     pub(crate) fn limited(mut self) -> Self {
         let keep = self.iter().filter(|fold| fold.keeps_events()).count();
-        if let Some(share) = FOLDED_BYTES_MAX.checked_div(keep) {
+        if let Some(share) = RETAINED_BYTES_MAX.checked_div(keep) {
             self.iter_mut().for_each(|fold| fold.limit(share));
         }
         self
@@ -172,7 +172,7 @@ impl Folds {
     }
 
     /// The newest event of type `E`, if [`latest`](Self::latest) or [`all`](Self::all) keep it.
-    pub(crate) fn get_latest<E: Event>(&self) -> Option<Received<E>> {
+    pub(crate) fn get_latest<E: Event>(&self) -> Option<ReceivedEvent<E>> {
         self.kept::<E>(LATEST).or_else(|| self.kept::<E>(ALL))?.events.back().cloned()
     }
 
@@ -187,9 +187,9 @@ impl Folds {
         found.map(|custom| &custom.0)
     }
 
-    fn kept<E: Event>(&self, kind: &str) -> Option<&Kept<E>> {
+    fn kept<E: Event>(&self, kind: &str) -> Option<&RetainedEvents<E>> {
         self.iter()
-            .filter_map(|fold| fold.as_any().downcast_ref::<Kept<E>>())
+            .filter_map(|fold| fold.as_any().downcast_ref::<RetainedEvents<E>>())
             .find(|kept| kept.name.starts_with(kind))
     }
 }
@@ -204,7 +204,7 @@ impl fmt::Debug for Folds {
 #[derive(Clone, Debug)]
 pub struct AllEvents<E> {
     /// The newest ones, oldest first.
-    pub events: Vec<Received<E>>,
+    pub events: Vec<ReceivedEvent<E>>,
     /// How many older ones had to go.
     pub dropped: u64,
 }
@@ -223,7 +223,7 @@ pub(crate) trait AnyFold: Send + Sync + 'static {
     fn apply(&mut self, event: &SessionEvent);
     fn save(&self) -> serde_json::Result<Box<RawValue>>;
     /// Replaces the state by one that was saved; an error says why it does not fit.
-    fn load(&mut self, saved: &RawValue, registry: &Registry) -> Result<(), String>;
+    fn load(&mut self, saved: &RawValue, registry: &EventRegistry) -> Result<(), String>;
     fn as_any(&self) -> &dyn Any;
     fn boxed(&self) -> Box<dyn AnyFold>;
 }
@@ -263,7 +263,7 @@ impl<F: Fold> AnyFold for Custom<F> {
         serde_json::value::to_raw_value(&self.0)
     }
 
-    fn load(&mut self, saved: &RawValue, _: &Registry) -> Result<(), String> {
+    fn load(&mut self, saved: &RawValue, _: &EventRegistry) -> Result<(), String> {
         self.0 = serde_json::from_str(saved.get()).map_err(|error| error.to_string())?;
         Ok(())
     }

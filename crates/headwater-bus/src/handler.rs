@@ -16,9 +16,9 @@ use tokio::time::timeout;
 use tracing::Instrument;
 
 use crate::error::{BusError, FailureKind, Result};
-use crate::event::{Envelope, Event, Received, Scope, Value};
+use crate::event::{Envelope, Event, EventValue, ReceivedEvent, Scope};
 use crate::metrics;
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 use crate::trace;
 
 tokio::task_local! {
@@ -26,27 +26,27 @@ tokio::task_local! {
 }
 
 /// Whether the code that runs now is a handler.
-pub(crate) fn is_handling() -> bool {
+pub(crate) fn is_in_handler() -> bool {
     HANDLING.try_with(|()| ()).is_ok()
 }
 
-/// Handles events of one type. Any `Fn(Received<E>) -> impl Future` whose output is an [`Outcome`], `()`, or a `Result`
+/// Handles events of one type. Any `Fn(ReceivedEvent<E>) -> impl Future` whose output is an [`Outcome`], `()`, or a `Result`
 /// of one of them is one.
 #[async_trait]
 pub trait EventHandler<E: Event>: Send + Sync + 'static {
     /// Handles one event.
-    async fn handle(&self, event: Received<E>) -> Outcome;
+    async fn handle(&self, event: ReceivedEvent<E>) -> Outcome;
 }
 
 #[async_trait]
 impl<E, F, Fut> EventHandler<E> for F
 where
     E: Event,
-    F: Fn(Received<E>) -> Fut + Send + Sync + 'static,
+    F: Fn(ReceivedEvent<E>) -> Fut + Send + Sync + 'static,
     Fut: Future + Send,
     Fut::Output: Into<Outcome>,
 {
-    async fn handle(&self, event: Received<E>) -> Outcome {
+    async fn handle(&self, event: ReceivedEvent<E>) -> Outcome {
         self(event).await.into()
     }
 }
@@ -70,7 +70,7 @@ impl Handlers {
     }
 
     /// Checks that there are any, and that all their types are allowed.
-    pub(crate) fn check(&self, registry: &Registry) -> Result<()> {
+    pub(crate) fn check(&self, registry: &EventRegistry) -> Result<()> {
         if self.list.is_empty() {
             return Err(BusError::invalid("handlers", "there are none"));
         }
@@ -78,7 +78,7 @@ impl Handlers {
     }
 
     /// The scope that all of them share; an error if they do not.
-    pub(crate) fn one_scope(&self) -> Result<Scope> {
+    pub(crate) fn common_scope(&self) -> Result<Scope> {
         let mut scopes = self.list.iter().map(|handler| handler.scope);
         let first = scopes.next().ok_or_else(|| BusError::invalid("handlers", "there are none"))?;
         if scopes.any(|scope| scope != first) {
@@ -100,27 +100,27 @@ impl fmt::Debug for Handlers {
 pub(crate) struct TypedHandler {
     pub(crate) event_type: &'static str,
     pub(crate) scope: Scope,
-    check: fn(&Registry) -> Result<()>,
-    run: Arc<dyn Fn(Delivered) -> BoxFuture<'static, Outcome> + Send + Sync>,
+    check: fn(&EventRegistry) -> Result<()>,
+    run: Arc<dyn Fn(DeliveredEvent) -> BoxFuture<'static, Outcome> + Send + Sync>,
 }
 
 /// An event on its way to handlers.
 #[derive(Clone)]
-pub(crate) struct Delivered {
-    pub(crate) value: Value,
+pub(crate) struct DeliveredEvent {
+    pub(crate) value: EventValue,
     pub(crate) envelope: Arc<Envelope>,
 }
 
 /// What became of one run of a handler.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Handled {
+pub(crate) enum HandlerResult {
     Done,
-    /// It did not work. `after` and `gives_up` are the handler's own wishes.
+    /// It did not work. `after` and `is_permanent` are the handler's own wishes.
     Failed {
         kind: FailureKind,
         reason: String,
         after: Option<Duration>,
-        gives_up: bool,
+        is_permanent: bool,
     },
     /// The handler wants somebody else to do it.
     Release,
@@ -129,11 +129,11 @@ pub(crate) enum Handled {
 impl TypedHandler {
     fn new<E: Event>(handler: impl EventHandler<E>) -> Self {
         let handler = Arc::new(handler);
-        let run = move |delivered: Delivered| -> BoxFuture<'static, Outcome> {
+        let run = move |delivered: DeliveredEvent| -> BoxFuture<'static, Outcome> {
             let handler = Arc::clone(&handler);
             let event = delivered.value.downcast::<E>();
             let event = event.expect("the registry allows one Rust type for each name");
-            let received = Received { event, envelope: delivered.envelope };
+            let received = ReceivedEvent { event, envelope: delivered.envelope };
             Box::pin(async move { handler.handle(received).await })
         };
         Self {
@@ -147,10 +147,10 @@ impl TypedHandler {
     /// Runs the handler in the trace of the event. Cancel-safe as far as the handler is.
     pub(crate) async fn run(
         &self,
-        delivered: Delivered,
+        delivered: DeliveredEvent,
         kind: &'static str,
         limit: Duration,
-    ) -> Handled {
+    ) -> HandlerResult {
         let began = Instant::now();
         let envelope = Arc::clone(&delivered.envelope);
         let span = tracing::debug_span!(
@@ -166,38 +166,38 @@ impl TypedHandler {
         let limited = timeout(limit, running).instrument(span);
         let answer = HANDLING.scope((), trace::within(envelope.trace(), limited)).await;
         let handled = match answer {
-            Ok(Ok(outcome)) => Handled::from(outcome),
+            Ok(Ok(outcome)) => HandlerResult::from(outcome),
             Ok(Err(panic)) => {
                 let reason = format!("the handler panicked: {}", panic_text(&*panic));
-                Handled::failed(FailureKind::Panicked, reason)
+                HandlerResult::failed(FailureKind::Panicked, reason)
             }
             Err(_) => {
                 let reason = format!("the handler took longer than {limit:?}");
-                Handled::failed(FailureKind::TimedOut, reason)
+                HandlerResult::failed(FailureKind::TimedOut, reason)
             }
         };
-        let failed = matches!(handled, Handled::Failed { .. });
+        let failed = matches!(handled, HandlerResult::Failed { .. });
         metrics::consumed(self.event_type, kind, began.elapsed(), failed);
         handled
     }
 }
 
-impl Handled {
+impl HandlerResult {
     fn failed(kind: FailureKind, reason: String) -> Self {
-        Self::Failed { kind, reason, after: None, gives_up: false }
+        Self::Failed { kind, reason, after: None, is_permanent: false }
     }
 }
 
-impl From<Outcome> for Handled {
+impl From<Outcome> for HandlerResult {
     fn from(outcome: Outcome) -> Self {
         match outcome {
             Outcome::Done => Self::Done,
             Outcome::Release => Self::Release,
             Outcome::Retry { after, reason } => {
-                Self::Failed { kind: FailureKind::Failed, reason, after, gives_up: false }
+                Self::Failed { kind: FailureKind::Failed, reason, after, is_permanent: false }
             }
             Outcome::DeadLetter { reason } => {
-                Self::Failed { kind: FailureKind::Failed, reason, after: None, gives_up: true }
+                Self::Failed { kind: FailureKind::Failed, reason, after: None, is_permanent: true }
             }
         }
     }

@@ -20,7 +20,7 @@ pub(crate) struct Keys {
     prefix: String,
 }
 
-fn fits<T>(name: headwater_stream::Result<T>) -> T {
+fn valid_key<T>(name: headwater_stream::Result<T>) -> T {
     name.expect("prefix, session and namespace are checked, and their limits let keys fit")
 }
 
@@ -45,52 +45,52 @@ impl Keys {
 
     /// The events of a session.
     pub(crate) fn session(&self, session: &SessionId) -> StreamName {
-        fits(StreamName::new(format!("{}:events:{session}", self.prefix)))
+        valid_key(StreamName::new(format!("{}:events:{session}", self.prefix)))
     }
 
     /// The events of a namespace.
     pub(crate) fn control(&self, namespace: &Namespace) -> StreamName {
-        fits(StreamName::new(format!("{}:control:{namespace}", self.prefix)))
+        valid_key(StreamName::new(format!("{}:control:{namespace}", self.prefix)))
     }
 
     /// The replies of main loops to a requester.
     pub(crate) fn replies(&self, namespace: &Namespace, requester: &Requester) -> StreamName {
-        fits(StreamName::new(format!("{}:reply:{requester}", self.control(namespace))))
+        valid_key(StreamName::new(format!("{}:reply:{requester}", self.control(namespace))))
     }
 
     /// Those who have replies.
     pub(crate) fn requesters(&self, namespace: &Namespace) -> SetName {
-        fits(SetName::new(format!("{}:requesters", self.control(namespace))))
+        valid_key(SetName::new(format!("{}:requesters", self.control(namespace))))
     }
 
     /// Which requester has the reply to a request.
     pub(crate) fn replied(&self, namespace: &Namespace) -> DedupScope {
-        fits(DedupScope::new(format!("{}:replied", self.control(namespace))))
+        valid_key(DedupScope::new(format!("{}:replied", self.control(namespace))))
     }
 
     /// The right to carry out a request, known by its session.
     pub(crate) fn request_lock(&self, session: &SessionId) -> LeaseName {
-        fits(LeaseName::new(format!("{}:lock:{session}", self.prefix)))
+        valid_key(LeaseName::new(format!("{}:lock:{session}", self.prefix)))
     }
 
     /// Entries that nobody can read.
     pub(crate) fn unknown(&self) -> StreamName {
-        fits(StreamName::new(format!("{}:events:{UNKNOWN}", self.prefix)))
+        valid_key(StreamName::new(format!("{}:events:{UNKNOWN}", self.prefix)))
     }
 
     /// What is known of a session.
     pub(crate) fn session_meta(&self, session: &SessionId) -> MapName {
-        fits(MapName::new(format!("{}:session:{session}:meta", self.prefix)))
+        valid_key(MapName::new(format!("{}:session:{session}:meta", self.prefix)))
     }
 
     /// The newest snapshot of a session for one set of folds.
     pub(crate) fn session_snapshot(&self, session: &SessionId, set: &str) -> MapName {
-        fits(MapName::new(format!("{}:session:{session}:snapshot:{set}", self.prefix)))
+        valid_key(MapName::new(format!("{}:session:{session}:snapshot:{set}", self.prefix)))
     }
 
     /// The group on a session's stream that keeps what no snapshot stands for from being trimmed. It never reads.
     pub(crate) fn session_guard(&self, session: &SessionId) -> GroupName {
-        fits(GroupName::new(format!("{}:session:{session}:guard", self.prefix)))
+        valid_key(GroupName::new(format!("{}:session:{session}:guard", self.prefix)))
     }
 
     /// Whether a group is the guard of some session.
@@ -101,7 +101,7 @@ impl Keys {
 
     /// The list of sessions, in the order they were made.
     pub(crate) fn sessions(&self) -> StreamName {
-        fits(StreamName::new(format!("{}:sessions", self.prefix)))
+        valid_key(StreamName::new(format!("{}:sessions", self.prefix)))
     }
 
     /// A group on the stream of a session or a namespace.

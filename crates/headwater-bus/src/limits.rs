@@ -32,7 +32,7 @@ pub const BATCH_BYTES_MAX: usize = 16 * 1024 * 1024;
 pub const SUBSCRIPTIONS_MAX: usize = 10_000;
 
 /// Streams that the live subscriptions of one bus follow: one read serves them all.
-pub const FOLLOWED_MAX: usize = stream::READ_STREAMS_MAX;
+pub const FOLLOWED_STREAMS_MAX: usize = stream::READ_STREAMS_MAX;
 
 /// Publishes of one bus that are under way at once.
 pub const IN_FLIGHT_MAX: usize = 100_000;
@@ -54,13 +54,13 @@ pub const LOCAL_DEAD_LETTERS_MAX: usize = 1000;
 pub const LOCAL_IDS_MAX: usize = 10_000;
 
 /// Bytes of memory that the sessions of a local bus may take; more is refused.
-pub const LOCAL_JOURNAL_BYTES_MAX: u64 = 256 * 1024 * 1024;
+pub const LOCAL_SESSION_BYTES_MAX: u64 = 256 * 1024 * 1024;
 
 /// Bytes of a spool: it is read whole when it is opened.
 pub const SPOOL_BYTES_MAX: u64 = 1024 * 1024 * 1024;
 
 /// The longest time ids of published events are remembered.
-pub const REMEMBER_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+pub const DEDUP_WINDOW_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Folds of one application.
 pub const FOLDS_MAX: usize = 100;
@@ -69,14 +69,14 @@ pub const FOLDS_MAX: usize = 100;
 pub const FOLD_NAME_BYTES_MAX: usize = 256;
 
 /// Events that one fold keeps ([`Folds::all`](crate::Folds::all)).
-pub const FOLDED_EVENTS_MAX: usize = 100_000;
+pub const RETAINED_EVENTS_MAX: usize = 100_000;
 
 /// Bytes of the events that all folds of an application keep as they are, each the same share, about as a snapshot writes
 /// them. The newest event of each always stays.
-pub const FOLDED_BYTES_MAX: usize = 4 * 1024 * 1024;
+pub const RETAINED_BYTES_MAX: usize = 4 * 1024 * 1024;
 
 /// The newest events of a session by whose ids a second copy of an event is known.
-pub const SEEN_MAX: usize = 4096;
+pub const SEEN_EVENT_IDS_MAX: usize = 4096;
 
 /// Unreadable entries of a session that are parked; types that were not registered, and payloads that did not fit, that
 /// are remembered one by one, to be tried again.
@@ -97,13 +97,13 @@ pub const SNAPSHOT_SETS_MAX: usize = 16;
 pub const IMPORT_LINE_BYTES_MAX: usize = 4 * SNAPSHOT_BYTES_MAX;
 
 /// Sessions in one page of a list.
-pub const LIST_MAX: usize = 1000;
+pub const LIST_PAGE_MAX: usize = 1000;
 
 /// Requests that one process carries out at once.
-pub const REQUESTS_MAX: usize = 10_000;
+pub const CONCURRENT_REQUESTS_MAX: usize = 10_000;
 
 /// The longest time one request may be carried out.
-pub const RUN_MAX: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+pub const RUN_TIMEOUT_MAX: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
 /// Replies that one process waits for at once.
 pub const WAITERS_MAX: usize = 100_000;
@@ -112,11 +112,12 @@ pub const WAITERS_MAX: usize = 100_000;
 pub const FAILURE_BYTES_MAX: usize = 8 * 1024;
 
 /// The longest time replies of main loops are kept.
-pub const REPLY_KEEP_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
+pub const REPLY_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 // A snapshot of full folds, with the ids of events beside them, leaves room for folds of the application's own.
-const _: () =
-    assert!(FOLDED_BYTES_MAX + SEEN_MAX * (EVENT_ID_BYTES_MAX + 3) < SNAPSHOT_BYTES_MAX * 3 / 4);
+const _: () = assert!(
+    RETAINED_BYTES_MAX + SEEN_EVENT_IDS_MAX * (EVENT_ID_BYTES_MAX + 3) < SNAPSHOT_BYTES_MAX * 3 / 4
+);
 
 // The ids of the events that ask and reply: a word, the requester, the request.
 const _: () =

@@ -12,12 +12,12 @@ use headwater_stream::{EntryId, StreamName};
 use tracing::warn;
 
 use crate::error::{BusError, FailureKind, HandlerFailure, Result};
-use crate::handler::{Delivered, Handled, TypedHandler};
+use crate::handler::{DeliveredEvent, HandlerResult, TypedHandler};
 use crate::limits::SUBSCRIPTIONS_MAX;
 use crate::name::{SessionId, SubscriptionId};
 
 /// One live subscription.
-pub(crate) struct Live {
+pub(crate) struct LiveSubscription {
     pub(crate) id: SubscriptionId,
     pub(crate) handlers: Vec<TypedHandler>,
     /// Only events of this session, if they are of one.
@@ -28,7 +28,7 @@ pub(crate) struct Live {
     is_active: AtomicBool,
 }
 
-impl Live {
+impl LiveSubscription {
     pub(crate) fn new(
         id: SubscriptionId,
         handlers: Vec<TypedHandler>,
@@ -43,7 +43,7 @@ impl Live {
 
 /// Where an event comes from.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Source<'a> {
+pub(crate) enum EventSource<'a> {
     /// It was published here, in this session if in one.
     Here(Option<&'a SessionId>),
     /// It was found in this stream: of the namespace, or of this session.
@@ -52,20 +52,20 @@ pub(crate) enum Source<'a> {
 
 /// What came of an event.
 #[derive(Debug, Default)]
-pub(crate) struct Dispatched {
+pub(crate) struct DispatchResult {
     pub(crate) invoked: usize,
     pub(crate) failures: Vec<HandlerFailure>,
 }
 
 /// All live subscriptions, in order.
 #[derive(Default)]
-pub(crate) struct LiveList {
+pub(crate) struct LiveSubscriptions {
     /// Replaced as a whole, so that a dispatch works on a list that does not change under it.
-    list: Mutex<Arc<[Arc<Live>]>>,
+    list: Mutex<Arc<[Arc<LiveSubscription>]>>,
 }
 
-impl LiveList {
-    pub(crate) fn add(&self, live: Live) -> Result<()> {
+impl LiveSubscriptions {
+    pub(crate) fn add(&self, live: LiveSubscription) -> Result<()> {
         let mut list = self.lock();
         if list.len() >= SUBSCRIPTIONS_MAX {
             let problem = format!("there are {SUBSCRIPTIONS_MAX} already, which is the limit");
@@ -76,7 +76,7 @@ impl LiveList {
     }
 
     /// Takes a subscription out; no handler of it is begun any more.
-    pub(crate) fn remove(&self, id: SubscriptionId) -> Option<Arc<Live>> {
+    pub(crate) fn remove(&self, id: SubscriptionId) -> Option<Arc<LiveSubscription>> {
         let mut list = self.lock();
         let found = list.iter().find(|live| live.id == id).cloned()?;
         *list = list.iter().filter(|live| live.id != id).cloned().collect();
@@ -95,17 +95,17 @@ impl LiveList {
         list.iter().any(|live| live.handlers.iter().any(|handler| handler.event_type == event_type))
     }
 
-    /// Runs the handlers of an event. `own` is the session the bus was opened for.
+    /// Runs the handlers of an event. `bus_session` is the session the bus was opened for.
     pub(crate) async fn dispatch(
         &self,
-        delivered: &Delivered,
-        source: Source<'_>,
-        own: Option<&SessionId>,
-    ) -> Dispatched {
+        delivered: &DeliveredEvent,
+        source: EventSource<'_>,
+        bus_session: Option<&SessionId>,
+    ) -> DispatchResult {
         let list = Arc::clone(&*self.lock());
-        let mut dispatched = Dispatched::default();
+        let mut dispatched = DispatchResult::default();
         let entry_id = delivered.envelope.entry_id;
-        for live in list.iter().filter(|live| live.listens_to(source, own, entry_id)) {
+        for live in list.iter().filter(|live| live.receives(source, bus_session, entry_id)) {
             for handler in &live.handlers {
                 if handler.event_type != delivered.envelope.event_type
                     || !live.is_active.load(Ordering::SeqCst)
@@ -129,23 +129,25 @@ impl LiveList {
         dispatched
     }
 
-    fn lock(&self) -> MutexGuard<'_, Arc<[Arc<Live>]>> {
+    fn lock(&self) -> MutexGuard<'_, Arc<[Arc<LiveSubscription>]>> {
         self.list.lock().expect("no code panics while it holds this lock")
     }
 }
 
-impl Live {
-    fn listens_to(
+impl LiveSubscription {
+    fn receives(
         &self,
-        source: Source<'_>,
-        own: Option<&SessionId>,
+        source: EventSource<'_>,
+        bus_session: Option<&SessionId>,
         entry_id: Option<EntryId>,
     ) -> bool {
         match source {
-            Source::Here(None) => true,
-            Source::Here(Some(session)) => self.session.as_ref().is_none_or(|mine| mine == session),
-            Source::Stream { session, stream } => {
-                let is_mine = session.is_none() || self.session.as_ref().or(own) == session;
+            EventSource::Here(None) => true,
+            EventSource::Here(Some(session)) => {
+                self.session.as_ref().is_none_or(|mine| mine == session)
+            }
+            EventSource::Stream { session, stream } => {
+                let is_mine = session.is_none() || self.session.as_ref().or(bus_session) == session;
                 let follows = |(followed, end): &(StreamName, EntryId)| {
                     followed == stream && entry_id.is_none_or(|id| id > *end)
                 };
@@ -155,12 +157,12 @@ impl Live {
     }
 }
 
-fn failure(subscription: SubscriptionId, handled: Handled) -> Option<HandlerFailure> {
+fn failure(subscription: SubscriptionId, handled: HandlerResult) -> Option<HandlerFailure> {
     let (kind, reason) = match handled {
-        Handled::Done => return None,
-        Handled::Failed { kind, reason, .. } => (kind, reason),
-        Handled::Release => {
-            (FailureKind::Failed, "a live handler has nobody to leave it to".into())
+        HandlerResult::Done => return None,
+        HandlerResult::Failed { kind, reason, .. } => (kind, reason),
+        HandlerResult::Release => {
+            (FailureKind::Failed, "a live handler has anonymous to leave it to".into())
         }
     };
     Some(HandlerFailure { subscription, kind, reason })

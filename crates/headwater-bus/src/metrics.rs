@@ -42,7 +42,7 @@ pub const COMPACTED: &str = "headwater_bus_session_entries_compacted_total";
 /// Sessions whose time was up. Labels: none.
 pub const EXPIRED: &str = "headwater_bus_sessions_expired_total";
 /// Sessions made of others. Labels: of (`fork`, `import`).
-pub const FILLED: &str = "headwater_bus_sessions_filled_total";
+pub const COPIED: &str = "headwater_bus_sessions_filled_total";
 
 /// Requests that the main loop is done with. Labels: result (`completed`, or why it failed).
 pub const REQUESTS: &str = "headwater_bus_main_loop_requests_total";
@@ -53,7 +53,7 @@ pub const REQUESTS_RUNNING: &str = "headwater_bus_main_loop_running";
 /// Tries of a request that failed and were followed by another. Labels: none.
 pub const REQUEST_RETRIES: &str = "headwater_bus_main_loop_retries_total";
 /// Requests given back unfinished. Labels: reason (`stopping`, `lock_lost`, `held`, `unavailable`).
-pub const REQUESTS_GIVEN_BACK: &str = "headwater_bus_main_loop_given_back_total";
+pub const REQUESTS_RELEASED: &str = "headwater_bus_main_loop_given_back_total";
 /// Deliveries of requests that had a reply already. Labels: none.
 pub const REQUESTS_REPEATED: &str = "headwater_bus_main_loop_repeated_total";
 /// Requests submitted. Labels: result (`completed`, `failed`, `timed_out`, `deadline_passed`, `error`).
@@ -76,8 +76,8 @@ pub(crate) fn request_retried() {
     counter!(REQUEST_RETRIES).increment(1);
 }
 
-pub(crate) fn request_given_back(reason: &'static str) {
-    counter!(REQUESTS_GIVEN_BACK, "reason" => reason).increment(1);
+pub(crate) fn request_released(reason: &'static str) {
+    counter!(REQUESTS_RELEASED, "reason" => reason).increment(1);
 }
 
 pub(crate) fn request_repeated() {
@@ -154,8 +154,8 @@ pub(crate) fn expired() {
     counter!(EXPIRED).increment(1);
 }
 
-pub(crate) fn filled(of: &'static str) {
-    counter!(FILLED, "of" => of).increment(1);
+pub(crate) fn copied(of: &'static str) {
+    counter!(COPIED, "of" => of).increment(1);
 }
 
 pub(crate) fn replayed(events: usize) {

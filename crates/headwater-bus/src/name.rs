@@ -87,8 +87,8 @@ impl RequestId {
 
 impl Requester {
     /// Where replies go that nobody waits for.
-    pub(crate) fn nobody() -> Self {
-        Self("nobody".into())
+    pub(crate) fn anonymous() -> Self {
+        Self("anonymous".into())
     }
 }
 

@@ -13,14 +13,14 @@ use std::sync::Arc;
 use headwater_stream::BoxError;
 use serde_json::Value as Json;
 
-use crate::error::{BusError, Misfit, Result};
-use crate::event::{Envelope, Event, Outgoing, Scope, Value};
+use crate::error::{BusError, DecodeError, Result};
+use crate::event::{Envelope, Event, EventValue, OutgoingEvent, Scope};
 use crate::handler::panic_text;
 use crate::limits::TYPE_BYTES_MAX;
 
 /// The allow-list of event types.
 #[derive(Clone, Default)]
-pub struct Registry {
+pub struct EventRegistry {
     types: BTreeMap<String, Registration>,
 }
 
@@ -29,8 +29,8 @@ struct Registration {
     type_id: TypeId,
     version: u32,
     scope: Scope,
-    decode: fn(&[u8]) -> serde_json::Result<Value>,
-    decode_lifted: fn(Json) -> serde_json::Result<Value>,
+    decode: fn(&[u8]) -> serde_json::Result<EventValue>,
+    decode_lifted: fn(Json) -> serde_json::Result<EventValue>,
     schema: fn() -> Json,
     /// One step up from each of these versions.
     upcasters: BTreeMap<u32, Upcaster>,
@@ -38,7 +38,7 @@ struct Registration {
 
 type Upcaster = Arc<dyn Fn(Json) -> Result<Json, BoxError> + Send + Sync>;
 
-impl Registry {
+impl EventRegistry {
     /// A registry without any type.
     pub fn empty() -> Self {
         Self::default()
@@ -123,17 +123,17 @@ impl Registry {
     }
 
     /// Reads the event in an envelope, whatever its type is.
-    pub(crate) fn decode_any(&self, envelope: &Envelope) -> Result<Value, Misfit> {
+    pub(crate) fn decode_any(&self, envelope: &Envelope) -> Result<EventValue, DecodeError> {
         let event_type = &envelope.event_type;
         let known = self
             .types
             .get(event_type)
-            .ok_or_else(|| Misfit::UnknownType { event_type: event_type.clone() })?;
+            .ok_or_else(|| DecodeError::UnknownType { event_type: event_type.clone() })?;
         // Foreign code on foreign data: whoever reads a stream must outlive it. It is given nothing that it could leave
         // half changed.
         catch_unwind(AssertUnwindSafe(|| known.read(envelope))).unwrap_or_else(|panic| {
             let problem = format!("reading it panicked: {}", panic_text(&*panic));
-            Err(misfit(envelope, problem))
+            Err(decode_error(envelope, problem))
         })
     }
 
@@ -143,7 +143,7 @@ impl Registry {
     }
 
     /// Whether an event may be published.
-    pub(crate) fn check_outgoing(&self, event: &Outgoing) -> Result<()> {
+    pub(crate) fn check_outgoing(&self, event: &OutgoingEvent) -> Result<()> {
         self.check_id(event.event_type, (*event.value).type_id())
     }
 
@@ -175,9 +175,9 @@ impl Registry {
 
 impl Registration {
     /// Reads an event of this type.
-    fn read(&self, envelope: &Envelope) -> Result<Value, Misfit> {
+    fn read(&self, envelope: &Envelope) -> Result<EventValue, DecodeError> {
         let Envelope { event_type, version, payload, .. } = envelope;
-        let unfit = |problem: String| misfit(envelope, problem);
+        let unfit = |problem: String| decode_error(envelope, problem);
         if *version == self.version {
             return (self.decode)(payload).map_err(|error| unfit(error.to_string()));
         }
@@ -195,7 +195,7 @@ impl Registration {
         (self.decode_lifted)(json).map_err(|error| unfit(error.to_string()))
     }
 
-    fn unreadable(&self, event_type: &str, version: u32) -> Misfit {
+    fn unreadable(&self, event_type: &str, version: u32) -> DecodeError {
         let lifted: Vec<String> = self.upcasters.keys().map(u32::to_string).collect();
         let problem = match lifted.as_slice() {
             [] => format!("version {} is registered, without upcasters", self.version),
@@ -205,19 +205,19 @@ impl Registration {
                 lifted.join(", ")
             ),
         };
-        Misfit::UnknownVersion { event_type: event_type.to_owned(), version, problem }
+        DecodeError::UnknownVersion { event_type: event_type.to_owned(), version, problem }
     }
 }
 
-impl fmt::Debug for Registry {
+impl fmt::Debug for EventRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_map().entries(self.types()).finish()
     }
 }
 
-fn misfit(envelope: &Envelope, problem: String) -> Misfit {
+fn decode_error(envelope: &Envelope, problem: String) -> DecodeError {
     let Envelope { event_type, version, .. } = envelope;
-    Misfit::Payload { event_type: event_type.clone(), version: *version, problem }
+    DecodeError::Payload { event_type: event_type.clone(), version: *version, problem }
 }
 
 fn check_name(name: &str) -> Result<()> {
@@ -249,8 +249,8 @@ mod tests {
         const VERSION: u32 = 3;
     }
 
-    fn registry() -> Registry {
-        Registry::empty()
+    fn registry() -> EventRegistry {
+        EventRegistry::empty()
             .with_upcaster::<Priced>(1, |mut old| {
                 let euros = old["euros"].as_u64().ok_or("no euros")?;
                 old["cents"] = json!(euros * 100);
@@ -289,26 +289,26 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_says_why() {
-        let misfit = |envelope| registry().decode_any(&envelope).err().unwrap();
+        let decode_error = |envelope| registry().decode_any(&envelope).err().unwrap();
         assert!(matches!(
-            misfit(envelope("shop.Other", "1", "{}")),
-            Misfit::UnknownType { event_type } if event_type == "shop.Other"
+            decode_error(envelope("shop.Other", "1", "{}")),
+            DecodeError::UnknownType { event_type } if event_type == "shop.Other"
         ));
         for version in ["0", "4", "4294967295"] {
-            let error = misfit(envelope(Priced::TYPE, version, "{}"));
-            assert!(matches!(error, Misfit::UnknownVersion { .. }), "{version}: {error}");
+            let error = decode_error(envelope(Priced::TYPE, version, "{}"));
+            assert!(matches!(error, DecodeError::UnknownVersion { .. }), "{version}: {error}");
         }
         for (version, payload) in
             [("3", "{}"), ("3", "nonsense"), ("1", "nonsense"), ("1", "{}"), ("3", "")]
         {
-            let error = misfit(envelope(Priced::TYPE, version, payload));
-            assert!(matches!(error, Misfit::Payload { .. }), "{payload}: {error}");
+            let error = decode_error(envelope(Priced::TYPE, version, payload));
+            assert!(matches!(error, DecodeError::Payload { .. }), "{payload}: {error}");
         }
     }
 
     #[test]
     fn a_version_without_a_way_up_is_unknown() {
-        let registry = Registry::empty().with_upcaster::<Priced>(2, Ok).unwrap();
+        let registry = EventRegistry::empty().with_upcaster::<Priced>(2, Ok).unwrap();
         let error = registry.decode_any(&envelope(Priced::TYPE, "1", "{}")).err().unwrap();
         assert!(error.to_string().contains("with upcasters from 2"), "{error}");
     }
@@ -330,16 +330,16 @@ mod tests {
             const VERSION: u32 = 2;
         }
         let lift = |old: Json| Ok(json!({ "number": old["old"].as_u64().expect("no old") }));
-        let registry = Registry::empty().with_upcaster::<Touchy>(1, lift).unwrap();
+        let registry = EventRegistry::empty().with_upcaster::<Touchy>(1, lift).unwrap();
         for (version, payload, reason) in [
             ("1", "{}", "no old"),
             ("1", r#"{"old":13}"#, "unlucky"),
             ("2", r#"{"number":13}"#, "unlucky"),
         ] {
             let read = registry.decode_any(&envelope(Touchy::TYPE, version, payload));
-            let misfit = read.err().unwrap();
-            assert!(matches!(misfit, Misfit::Payload { .. }), "{misfit}");
-            let text = misfit.to_string();
+            let decode_error = read.err().unwrap();
+            assert!(matches!(decode_error, DecodeError::Payload { .. }), "{decode_error}");
+            let text = decode_error.to_string();
             assert!(text.contains("panicked") && text.contains(reason), "{text}");
         }
         assert!(registry.decode_any(&envelope(Touchy::TYPE, "1", r#"{"old":12}"#)).is_ok());
@@ -357,7 +357,7 @@ mod tests {
         assert!(matches!(registry.register::<Impostor>(), Err(BusError::Invalid { .. })));
         assert!(matches!(registry.check::<Impostor>(), Err(BusError::NotRegistered { .. })));
         for from in [0, 3, 4] {
-            assert!(Registry::empty().with_upcaster::<Priced>(from, Ok).is_err(), "{from}");
+            assert!(EventRegistry::empty().with_upcaster::<Priced>(from, Ok).is_err(), "{from}");
         }
         assert!(registry.with_upcaster::<Priced>(1, Ok).is_err());
     }

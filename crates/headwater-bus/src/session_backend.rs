@@ -15,13 +15,13 @@ use crate::name::Namespace;
 
 /// Where the sessions of a bus lie. Clones are the same place.
 #[derive(Clone)]
-pub struct Journal {
+pub struct SessionBackend {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) keys: Keys,
     pub(crate) namespace: Namespace,
 }
 
-impl Journal {
+impl SessionBackend {
     /// A journal in a backend, behind a prefix of keys, in the namespace `default`.
     pub fn new(backend: Arc<dyn Backend>, prefix: &str) -> Result<Self> {
         let namespace = Namespace::new("default")?;
@@ -29,10 +29,10 @@ impl Journal {
     }
 }
 
-impl fmt::Debug for Journal {
+impl fmt::Debug for SessionBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let backend = self.backend.describe();
-        f.debug_struct("Journal")
+        f.debug_struct("SessionBackend")
             .field("backend", &backend.kind)
             .field("prefix", &self.keys.prefix())
             .finish_non_exhaustive()

@@ -6,7 +6,7 @@
 //! is an error. A spool belongs to one bus.
 //! Not here: when to replay, and how to see to it that nothing is stored twice (see `streamed/replay`).
 
-mod faults;
+mod fault_injection;
 mod file;
 mod record;
 
@@ -25,7 +25,7 @@ use crate::limits::SPOOL_BYTES_MAX;
 use crate::metrics;
 
 use self::file::SpoolFile;
-pub(crate) use self::record::Spooled;
+pub(crate) use self::record::SpooledEvent;
 
 /// Where events wait while the backend is away.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,12 +59,12 @@ impl SpoolConfig {
 
 /// An open spool.
 pub(crate) struct Spool {
-    shared: Arc<Shared>,
+    shared: Arc<SpoolShared>,
     /// Events that are added at the same time share one sync of the disk.
-    writes: Coalescer<Unwritten, Result<(), SpoolError>>,
+    writes: Coalescer<PendingWrite, Result<(), SpoolError>>,
 }
 
-struct Shared {
+struct SpoolShared {
     config: SpoolConfig,
     owner: String,
     /// Locked only by threads that may block. `None` once it is closed.
@@ -79,18 +79,18 @@ struct Shared {
     /// Something was added.
     added: Notify,
     /// How the events that wait get on.
-    pace: watch::Sender<Pace>,
+    throttle_state: watch::Sender<ThrottleState>,
 }
 
 /// How the events that wait get on, for those that come after them.
 #[derive(Clone, Copy, Default)]
-struct Pace {
+struct ThrottleState {
     /// Steps made so far.
     steps: u64,
     /// They get on: one newer event of each caller may be added for each step, so that they become fewer.
-    is_moving: bool,
+    is_draining: bool,
     /// The end is near: newer events wait for it, and then need not be added at all.
-    is_turning: bool,
+    is_almost_drained: bool,
 }
 
 impl Spool {
@@ -107,18 +107,18 @@ impl Spool {
             error!(%error, "the file of rejected events cannot be read");
             (0, Vec::new())
         });
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SpoolShared {
             owner: owner.to_owned(),
             unwritten: AtomicUsize::new(0),
-            written: AtomicUsize::new(file.waiting()),
+            written: AtomicUsize::new(file.pending()),
             bytes: AtomicU64::new(file.bytes()),
             rejected: AtomicU64::new(rejected.0),
             added: Notify::new(),
-            pace: watch::Sender::new(Pace::default()),
+            throttle_state: watch::Sender::new(ThrottleState::default()),
             file: Mutex::new(Some(file)),
             config,
         });
-        metrics::spooled(shared.waiting());
+        metrics::spooled(shared.pending());
         let writer = Arc::clone(&shared);
         let writes = Coalescer::new(CoalescerConfig::default(), move |batch| {
             let shared = Arc::clone(&writer);
@@ -128,44 +128,44 @@ impl Spool {
     }
 
     /// Whether events wait: then every newer one must be added behind them.
-    pub(crate) fn is_waiting(&self) -> bool {
-        self.shared.waiting() > 0
+    pub(crate) fn has_pending(&self) -> bool {
+        self.shared.pending() > 0
     }
 
     /// Adds events in order, all or none. When it returns they are on the disk.
-    pub(crate) async fn add(&self, events: Vec<Spooled>) -> Result<(), SpoolError> {
+    pub(crate) async fn add(&self, events: Vec<SpooledEvent>) -> Result<(), SpoolError> {
         let bytes = events.iter().map(|event| event.fields.bytes()).sum();
         let gone = || SpoolError::Disk {
             file: self.shared.config.file.clone(),
             problem: "the writer ended".to_owned(),
         };
-        let events = Unwritten::new(&self.shared, events);
+        let events = PendingWrite::new(&self.shared, events);
         let written = self.writes.call_weighing(events, bytes).await;
-        metrics::spooled(self.shared.waiting());
+        metrics::spooled(self.shared.pending());
         written.unwrap_or_else(|_| Err(gone()))
     }
 
     /// Lets older events get on before newer ones are added. Without this, whoever publishes all the time would be
     /// ahead of the replay for ever. Returns at once while the backend is away. Cancel-safe.
-    pub(crate) async fn give_way(&self) {
-        let mut pace = self.shared.pace.subscribe();
-        let begun = pace.borrow_and_update().steps;
-        let may_go_on = |pace: &Pace| {
-            let gets_on = pace.is_moving && pace.steps == begun;
-            !pace.is_turning && !gets_on
+    pub(crate) async fn throttle(&self) {
+        let mut throttle_state = self.shared.throttle_state.subscribe();
+        let begun = throttle_state.borrow_and_update().steps;
+        let may_go_on = |throttle_state: &ThrottleState| {
+            let gets_on = throttle_state.is_draining && throttle_state.steps == begun;
+            !throttle_state.is_almost_drained && !gets_on
         };
         // The sender lives as long as the spool does.
-        let _ = pace.wait_for(may_go_on).await;
+        let _ = throttle_state.wait_for(may_go_on).await;
     }
 
     /// For the one who moves events: what it says of its progress holds until it says otherwise or goes away.
-    pub(crate) fn pacer(&self) -> Pacer {
-        Pacer(Arc::clone(&self.shared))
+    pub(crate) fn drain_throttle(&self) -> Throttle {
+        Throttle(Arc::clone(&self.shared))
     }
 
     /// Returns when events wait, or soon after. Cancel-safe.
-    pub(crate) async fn wait(&self) {
-        if !self.is_waiting() {
+    pub(crate) async fn wait_for_events(&self) {
+        if !self.has_pending() {
             self.shared.added.notified().await;
         }
     }
@@ -175,24 +175,24 @@ impl Spool {
         &self,
         count: usize,
         max_bytes: u64,
-    ) -> Result<Vec<Spooled>, SpoolError> {
+    ) -> Result<Vec<SpooledEvent>, SpoolError> {
         self.with_file(move |file| file.peek(count, max_bytes)).await
     }
 
     /// The oldest `count` events are in their streams.
-    pub(crate) async fn done(&self, count: usize) -> Result<(), SpoolError> {
+    pub(crate) async fn acknowledge(&self, count: usize) -> Result<(), SpoolError> {
         let noting = self.with_file(move |file| {
-            file.done(count);
+            file.acknowledge(count);
             Ok(())
         });
         noting.await?;
-        metrics::spooled(self.shared.waiting());
+        metrics::spooled(self.shared.pending());
         Ok(())
     }
 
     /// Puts events that their stream refused for good into the file beside the spool, each once. They still wait in the
     /// spool. An error means that they must not be taken out of it.
-    pub(crate) async fn reject(&self, events: Vec<Spooled>) -> Result<(), SpoolError> {
+    pub(crate) async fn reject(&self, events: Vec<SpooledEvent>) -> Result<(), SpoolError> {
         let shared = &self.shared;
         let (path, owner) = (rejected_path(&shared.config.file), shared.owner.clone());
         let max_bytes = shared.config.max_bytes;
@@ -203,7 +203,7 @@ impl Spool {
     }
 
     /// The oldest events that their streams refused for good, up to so many.
-    pub(crate) async fn rejected(&self, count: usize) -> Result<Vec<Spooled>, SpoolError> {
+    pub(crate) async fn rejected(&self, count: usize) -> Result<Vec<SpooledEvent>, SpoolError> {
         let shared = &self.shared;
         let (path, owner) = (rejected_path(&shared.config.file), shared.owner.clone());
         let read = move || file::rejected(&path, &owner, count);
@@ -220,7 +220,7 @@ impl Spool {
     pub(crate) fn health(&self) -> SpoolHealth {
         let shared = &self.shared;
         SpoolHealth {
-            events: shared.waiting(),
+            events: shared.pending(),
             bytes: shared.bytes.load(Ordering::SeqCst),
             max_bytes: shared.config.max_bytes,
             rejected: shared.rejected.load(Ordering::SeqCst),
@@ -239,19 +239,19 @@ impl Spool {
 
 /// Events on their way to the file. They count from the beginning, so that nothing goes past them, until they are in the
 /// file or refused, even if whoever added them has gone away.
-struct Unwritten {
-    shared: Arc<Shared>,
-    events: Vec<Spooled>,
+struct PendingWrite {
+    shared: Arc<SpoolShared>,
+    events: Vec<SpooledEvent>,
 }
 
-impl Unwritten {
-    fn new(shared: &Arc<Shared>, events: Vec<Spooled>) -> Self {
+impl PendingWrite {
+    fn new(shared: &Arc<SpoolShared>, events: Vec<SpooledEvent>) -> Self {
         shared.unwritten.fetch_add(events.len(), Ordering::SeqCst);
         Self { shared: Arc::clone(shared), events }
     }
 }
 
-impl Drop for Unwritten {
+impl Drop for PendingWrite {
     fn drop(&mut self) {
         self.shared.unwritten.fetch_sub(self.events.len(), Ordering::SeqCst);
         self.shared.added.notify_one();
@@ -259,45 +259,48 @@ impl Drop for Unwritten {
 }
 
 /// Says how the events that wait get on.
-pub(crate) struct Pacer(Arc<Shared>);
+pub(crate) struct Throttle(Arc<SpoolShared>);
 
-impl Pacer {
+impl Throttle {
     /// Some of them are in their streams. When no more than `few` are left, newer ones wait for the end.
-    pub(crate) fn moved(&self, few: usize) {
-        let left = self.0.waiting();
-        self.0.pace.send_modify(|pace| {
-            pace.steps += 1;
-            pace.is_moving = left > 0;
-            pace.is_turning = left > 0 && (left <= few || pace.is_turning);
+    pub(crate) fn advanced(&self, few: usize) {
+        let left = self.0.pending();
+        self.0.throttle_state.send_modify(|throttle_state| {
+            throttle_state.steps += 1;
+            throttle_state.is_draining = left > 0;
+            throttle_state.is_almost_drained =
+                left > 0 && (left <= few || throttle_state.is_almost_drained);
         });
     }
 
     /// They do not get on, or there are none.
     pub(crate) fn stalled(&self) {
-        self.0.pace.send_modify(|pace| (pace.is_moving, pace.is_turning) = (false, false));
+        self.0.throttle_state.send_modify(|throttle_state| {
+            (throttle_state.is_draining, throttle_state.is_almost_drained) = (false, false)
+        });
     }
 }
 
-impl Drop for Pacer {
+impl Drop for Throttle {
     fn drop(&mut self) {
         self.stalled();
     }
 }
 
-impl Shared {
+impl SpoolShared {
     /// All events that are not in their streams. One that is just being written may count twice, and never not at all.
-    fn waiting(&self) -> usize {
+    fn pending(&self) -> usize {
         // In this order: an event is in the file before it ceases to be unwritten.
         let unwritten = self.unwritten.load(Ordering::SeqCst);
         unwritten + self.written.load(Ordering::SeqCst)
     }
 
     /// Writes what gathered, one request after the other if all together do not fit.
-    async fn write(self: Arc<Self>, batch: Vec<Unwritten>) -> Vec<Result<(), SpoolError>> {
+    async fn write(self: Arc<Self>, batch: Vec<PendingWrite>) -> Vec<Result<(), SpoolError>> {
         let (count, path) = (batch.len(), self.config.file.clone());
         let work = move || {
             self.with_file(|file| {
-                let all: Vec<Spooled> =
+                let all: Vec<SpooledEvent> =
                     batch.iter().flat_map(|unwritten| unwritten.events.iter().cloned()).collect();
                 if file.append(&all).is_ok() {
                     return Ok(vec![Ok(()); batch.len()]);
@@ -319,7 +322,7 @@ impl Shared {
         };
         let result = work(file);
         self.bytes.store(file.bytes(), Ordering::SeqCst);
-        self.written.store(file.waiting(), Ordering::SeqCst);
+        self.written.store(file.pending(), Ordering::SeqCst);
         result
     }
 

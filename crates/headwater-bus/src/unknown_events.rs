@@ -14,7 +14,7 @@ use headwater_stream::{
 };
 use tracing::warn;
 
-use crate::error::{Misfit, Result};
+use crate::error::{DecodeError, Result};
 use crate::limits::PARKED_MAX;
 use crate::metrics;
 
@@ -22,10 +22,10 @@ const STREAM: &str = "parked_stream";
 const ENTRY_ID: &str = "parked_entry_id";
 const REASON: &str = "parked_reason";
 const AT: &str = "parked_at";
-const OURS: [&str; 4] = [STREAM, ENTRY_ID, REASON, AT];
+const PARKED_FIELDS: [&str; 4] = [STREAM, ENTRY_ID, REASON, AT];
 
 /// How long it is known that an entry is parked already. Readers meet an entry at about the same time.
-const KNOWN_FOR: Duration = Duration::from_secs(60 * 60);
+const DEDUP_TTL: Duration = Duration::from_secs(60 * 60);
 
 /// An entry that nobody could read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,25 +46,25 @@ pub struct ParkedEntry {
 
 /// The entries that nobody could read.
 #[derive(Clone)]
-pub(crate) struct Parked {
+pub(crate) struct UnknownEvents {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) stream: StreamName,
 }
 
-impl Parked {
+impl UnknownEvents {
     /// Parks an entry, unless it is parked.
     pub(crate) async fn park(
         &self,
         stream: &StreamName,
         entry_id: EntryId,
         fields: &Fields,
-        misfit: &Misfit,
+        decode_error: &DecodeError,
         now: Timestamp,
     ) -> Result<(), StreamError> {
         let ours = [
             (STREAM, stream.to_string()),
             (ENTRY_ID, entry_id.to_string()),
-            (REASON, misfit.to_string()),
+            (REASON, decode_error.to_string()),
             (AT, now.to_rfc3339()),
         ]
         .map(|(name, value)| (Bytes::from_static(name.as_bytes()), Bytes::from(value)));
@@ -79,7 +79,7 @@ impl Parked {
             return Ok(());
         }
         metrics::parked();
-        warn!(%stream, %entry_id, error = %misfit, "entry cannot be read and was parked");
+        warn!(%stream, %entry_id, error = %decode_error, "entry cannot be read and was parked");
         Ok(())
     }
 
@@ -87,7 +87,7 @@ impl Parked {
     async fn append(&self, id: &str, fields: Fields) -> Result<bool, StreamError> {
         let once = [Once { id: id.to_owned(), fields }];
         let retention = Retention::max_len(PARKED_MAX);
-        let appended = self.backend.append_once(&self.stream, &once, KNOWN_FOR, &retention).await?;
+        let appended = self.backend.append_once(&self.stream, &once, DEDUP_TTL, &retention).await?;
         Ok(appended.first().is_some_and(|appended| !appended.duplicate))
     }
 
@@ -119,7 +119,7 @@ fn read(entry: Entry) -> Option<ParkedEntry> {
     let Entry { id, fields } = entry;
     let text = |name: &str| fields.get(name).and_then(|value| std::str::from_utf8(value).ok());
     let stream = StreamName::new(text(STREAM).unwrap_or("?")).ok()?;
-    let ours = |name: &Bytes| OURS.iter().any(|our| our.as_bytes() == name);
+    let ours = |name: &Bytes| PARKED_FIELDS.iter().any(|our| our.as_bytes() == name);
     Some(ParkedEntry {
         id,
         stream,

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::bus::EventBus;
 use crate::event::{Event, Scope};
 use crate::name::SessionId;
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 
 /// Nothing that should happen takes longer.
 const LIMIT: Duration = Duration::from_secs(90);
@@ -21,8 +21,8 @@ const LIMIT: Duration = Duration::from_secs(90);
 const QUIET: Duration = Duration::from_millis(300);
 
 /// The types the suite publishes.
-pub fn registry() -> Registry {
-    let registry = || Registry::empty().with::<Noted>()?.with::<Announced>();
+pub fn registry() -> EventRegistry {
+    let registry = || EventRegistry::empty().with::<Noted>()?.with::<Announced>();
     registry().expect("the names are valid and unique")
 }
 
@@ -55,14 +55,14 @@ impl Event for Announced {
 
 /// A type that nobody registers.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Secret {}
+pub struct Unregistered {}
 
-impl Event for Secret {
-    const TYPE: &'static str = "conformance.Secret";
+impl Event for Unregistered {
+    const TYPE: &'static str = "conformance.Unregistered";
 }
 
 /// The surroundings of one test.
-pub struct Env {
+pub struct BusTestEnv {
     /// The bus under test, made for [`registry`], in a namespace that no other test uses.
     pub bus: Arc<dyn EventBus>,
     /// A session that no other test uses.
@@ -70,7 +70,7 @@ pub struct Env {
     _kept: Vec<Box<dyn Any + Send>>,
 }
 
-impl Env {
+impl BusTestEnv {
     /// Surroundings of a bus.
     pub fn new(bus: impl EventBus + 'static) -> Self {
         Self { bus: Arc::new(bus), session: SessionId::random(), _kept: Vec::new() }
@@ -89,17 +89,17 @@ impl Env {
     }
 }
 
-impl fmt::Debug for Env {
+impl fmt::Debug for BusTestEnv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Env").field("session", &self.session).finish_non_exhaustive()
+        f.debug_struct("BusTestEnv").field("session", &self.session).finish_non_exhaustive()
     }
 }
 
 /// What handlers saw, in order. Clones are the same log.
 #[derive(Clone, Debug, Default)]
-pub struct Log(Arc<Mutex<Vec<String>>>);
+pub struct HandlerLog(Arc<Mutex<Vec<String>>>);
 
-impl Log {
+impl HandlerLog {
     pub fn add(&self, line: impl fmt::Display) {
         self.0.lock().unwrap().push(line.to_string());
     }

@@ -1,12 +1,12 @@
 //! The public suite: every promise of a bus, as a test whose name is the promise.
 //!
-//! A bus's author gives [`bus_suite!`](crate::bus_suite) an expression that makes an [`Env`]; the macro makes one
+//! A bus's author gives [`bus_suite!`](crate::bus_suite) an expression that makes an [`BusTestEnv`]; the macro makes one
 //! `#[test]` of each promise:
 //!
 //! ```ignore
 //! mod my_bus {
-//!     async fn setup() -> headwater_bus::conformance::Env {
-//!         headwater_bus::conformance::Env::new(MyBus::open(headwater_bus::conformance::registry()).await)
+//!     async fn setup() -> headwater_bus::conformance::BusTestEnv {
+//!         headwater_bus::conformance::BusTestEnv::new(MyBus::open(headwater_bus::conformance::registry()).await)
 //!     }
 //!     headwater_bus::bus_suite!(setup());
 //! }
@@ -28,13 +28,13 @@ pub mod durable;
 pub mod live;
 pub mod publish;
 
-pub use env::{Announced, Env, Log, Noted, Secret, registry};
+pub use env::{Announced, BusTestEnv, HandlerLog, Noted, Unregistered, registry};
 
 /// Makes a `#[test]` of every promise. See the [module](crate::conformance).
 #[macro_export]
 macro_rules! bus_suite {
     ($setup:expr) => {
-        $crate::__bus_promises! { ($setup)
+        $crate::__bus_cases! { ($setup)
             live {
                 a_handler_gets_what_is_published_once,
                 handlers_run_in_the_order_of_their_subscriptions,
@@ -92,15 +92,15 @@ macro_rules! bus_suite {
 /// Makes tests of a list of promises.
 #[doc(hidden)]
 #[macro_export]
-macro_rules! __bus_promises {
-    (($setup:expr) $($module:ident { $($promise:ident,)* })*) => {
+macro_rules! __bus_cases {
+    (($setup:expr) $($module:ident { $($case:ident,)* })*) => {
         $(mod $module {
             #[allow(unused_imports)]
             use super::*;
 
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $promise() {
-                $crate::conformance::$module::$promise($setup.await).await;
+            async fn $case() {
+                $crate::conformance::$module::$case($setup.await).await;
             })*
         })*
     };

@@ -14,28 +14,28 @@ use serde_json::value::RawValue;
 
 use super::{AnyFold, SessionEvent};
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Event, Received};
-use crate::limits::{FOLDED_BYTES_MAX, FOLDED_EVENTS_MAX};
+use crate::event::{Envelope, Event, ReceivedEvent};
+use crate::limits::{RETAINED_BYTES_MAX, RETAINED_EVENTS_MAX};
 use crate::name::EventId;
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 
 /// The newest events of one type.
-pub(super) struct Kept<E> {
+pub(super) struct RetainedEvents<E> {
     pub(super) name: String,
     max: usize,
     max_bytes: usize,
     bytes: usize,
-    pub(super) events: VecDeque<Received<E>>,
+    pub(super) events: VecDeque<ReceivedEvent<E>>,
     pub(super) dropped: u64,
 }
 
-impl<E> Kept<E> {
+impl<E> RetainedEvents<E> {
     pub(super) fn new(name: String, max: usize) -> Self {
-        let (bytes, max_bytes) = (0, FOLDED_BYTES_MAX);
+        let (bytes, max_bytes) = (0, RETAINED_BYTES_MAX);
         Self { name, max, max_bytes, bytes, events: VecDeque::new(), dropped: 0 }
     }
 
-    fn push(&mut self, received: Received<E>) {
+    fn push(&mut self, received: ReceivedEvent<E>) {
         self.bytes += saved_bytes(&received.envelope);
         self.events.push_back(received);
         while self.events.len() > self.max || self.bytes > self.max_bytes && self.events.len() > 1 {
@@ -66,7 +66,7 @@ struct SavedEvent {
     payload: String,
 }
 
-impl<E: Event> AnyFold for Kept<E> {
+impl<E: Event> AnyFold for RetainedEvents<E> {
     fn name(&self) -> &str {
         &self.name
     }
@@ -76,8 +76,8 @@ impl<E: Event> AnyFold for Kept<E> {
     }
 
     fn check(&self) -> Result<()> {
-        if !(1..=FOLDED_EVENTS_MAX).contains(&self.max) {
-            let problem = format!("it keeps {} events; 1 to {FOLDED_EVENTS_MAX}", self.max);
+        if !(1..=RETAINED_EVENTS_MAX).contains(&self.max) {
+            let problem = format!("it keeps {} events; 1 to {RETAINED_EVENTS_MAX}", self.max);
             return Err(BusError::invalid(format!("the fold `{}`", self.name), problem));
         }
         Ok(())
@@ -102,13 +102,13 @@ impl<E: Event> AnyFold for Kept<E> {
         serde_json::value::to_raw_value(&SavedEvents { dropped: self.dropped, events })
     }
 
-    fn load(&mut self, saved: &RawValue, registry: &Registry) -> Result<(), String> {
+    fn load(&mut self, saved: &RawValue, registry: &EventRegistry) -> Result<(), String> {
         let saved: SavedEvents =
             serde_json::from_str(saved.get()).map_err(|error| error.to_string())?;
-        let read = |event: SavedEvent| -> Result<Received<E>, String> {
+        let read = |event: SavedEvent| -> Result<ReceivedEvent<E>, String> {
             let envelope = event.read(E::TYPE)?;
             let event = registry.decode::<E>(&envelope).map_err(|error| error.to_string())?;
-            Ok(Received { event, envelope: Arc::new(envelope) })
+            Ok(ReceivedEvent { event, envelope: Arc::new(envelope) })
         };
         let events = saved.events.into_iter().map(read).collect::<Result<Vec<_>, _>>()?;
         self.events.clear();

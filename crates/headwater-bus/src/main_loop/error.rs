@@ -6,7 +6,7 @@ use std::time::Duration;
 use headwater_stream::StreamError;
 
 use super::budget::OverBudget;
-use crate::builtin::{RequestFailure, Usage};
+use crate::builtin_events::{RequestFailure, RequestUsage};
 use crate::error::BusError;
 use crate::limits::FAILURE_BYTES_MAX;
 use crate::name::{RequestId, SessionId};
@@ -15,18 +15,18 @@ use crate::name::{RequestId, SessionId};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExecuteError {
     pub(crate) reason: String,
-    pub(crate) gives_up: bool,
+    pub(crate) is_permanent: bool,
 }
 
 impl ExecuteError {
     /// It may work the next time.
     pub fn retry(reason: impl fmt::Display) -> Self {
-        Self { reason: reason.to_string(), gives_up: false }
+        Self { reason: reason.to_string(), is_permanent: false }
     }
 
     /// It can never work: the request fails now.
     pub fn give_up(reason: impl fmt::Display) -> Self {
-        Self { reason: reason.to_string(), gives_up: true }
+        Self { reason: reason.to_string(), is_permanent: true }
     }
 }
 
@@ -146,11 +146,11 @@ pub struct FailedRequest {
     /// The session in which it was tried, if it came that far.
     pub session: Option<SessionId>,
     /// What it took, as far as it was charged.
-    pub usage: Usage,
+    pub usage: RequestUsage,
 }
 
 /// Cuts what somebody said down to what an event can carry.
-pub(super) fn cut(mut text: String) -> String {
+pub(super) fn truncate_message(mut text: String) -> String {
     if text.len() > FAILURE_BYTES_MAX {
         let mut end = FAILURE_BYTES_MAX;
         while !text.is_char_boundary(end) {
@@ -178,13 +178,13 @@ mod tests {
         };
         let expected = ExecuteError::retry("outer: invalid digit found in string");
         assert_eq!(fails(), Err(expected));
-        assert!(ExecuteError::give_up("never").gives_up);
+        assert!(ExecuteError::give_up("never").is_permanent);
     }
 
     #[test]
     fn long_reasons_are_cut_between_characters() {
-        let long = cut("键".repeat(FAILURE_BYTES_MAX));
+        let long = truncate_message("键".repeat(FAILURE_BYTES_MAX));
         assert!(long.len() <= FAILURE_BYTES_MAX + '…'.len_utf8() && long.ends_with("键…"));
-        assert_eq!(cut("short".to_owned()), "short");
+        assert_eq!(truncate_message("short".to_owned()), "short");
     }
 }

@@ -16,17 +16,17 @@ use tracing::{Instrument, debug, error, info, warn};
 
 use super::budget::Meter;
 use super::config::MainLoopConfig;
-use super::error::cut;
-use super::replies::{Kept, Replies};
+use super::error::truncate_message;
+use super::parsed_request::ParsedRequest;
 use super::reply::Reply;
-use super::run::{Execute, Run, Tried};
-use super::running::{Entered, Hold, Running};
-use super::task::Task;
-use crate::builtin::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
+use super::reply_store::{ReplyStore, StoredReply};
+use super::request_context::{AttemptResult, DynMainLoop, RequestContext};
+use super::request_lock::{LockAttempt, RequestLock, RequestLocks};
+use crate::builtin_events::{MainLoopCompleted, MainLoopFailed, MainLoopRequest, RequestFailure};
 use crate::bus::EventBusExt;
-use crate::durable::chance;
+use crate::delivery::random_unit;
 use crate::error::BusError;
-use crate::event::Received;
+use crate::event::ReceivedEvent;
 use crate::metrics;
 use crate::session::{Session, Sessions};
 
@@ -39,24 +39,24 @@ const RETRY: Backoff = Backoff::Exponential {
 };
 
 /// How long a request that somebody else has is waited for before it is given back; the shortest wait between two looks.
-const BUSY_MAX: Duration = Duration::from_secs(1);
-const BUSY_MIN: Duration = Duration::from_millis(20);
+const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
+const LOCK_WAIT_MIN: Duration = Duration::from_millis(20);
 
 /// How long a reply waits for the time of the backend, which it only mentions.
-const TIME_MAX: Duration = Duration::from_secs(1);
+const CLOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Calls to a backend that does not answer, before a request is given back that nobody has begun with.
-const TRIES_MAX: u32 = 5;
+const RETRIES_MAX: u32 = 5;
 
 /// How long a backend may stay away before a reply that it has not kept is lost, and before nobody is told of one that it has.
-pub(super) const KEEP_MAX: Duration = Duration::from_secs(50 * 60);
+pub(super) const REPLY_STORE_TIMEOUT: Duration = Duration::from_secs(50 * 60);
 
 /// Carries out what it is given.
-pub(super) struct Carrier {
+pub(super) struct RequestExecutor {
     pub(super) sessions: Sessions,
-    pub(super) replies: Replies,
-    pub(super) running: Arc<Running>,
-    pub(super) main_loop: Arc<dyn Execute>,
+    pub(super) reply_store: ReplyStore,
+    pub(super) locks: Arc<RequestLocks>,
+    pub(super) main_loop: Arc<dyn DynMainLoop>,
     pub(super) config: MainLoopConfig,
     /// Set when the worker stops: until when what runs may go on.
     pub(super) stopping: watch::Receiver<Option<Instant>>,
@@ -64,14 +64,14 @@ pub(super) struct Carrier {
 
 /// Why a request goes back to its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum GivenBack {
+enum ReleaseReason {
     Stopping,
     LockLost,
     Held,
     Unavailable,
 }
 
-impl GivenBack {
+impl ReleaseReason {
     fn as_str(self) -> &'static str {
         match self {
             Self::Stopping => "stopping",
@@ -83,224 +83,246 @@ impl GivenBack {
 }
 
 /// What came of a request that was not given back.
-enum Carried {
+enum Execution {
     Replied(Reply),
-    RepliedBefore,
+    AlreadyReplied,
     /// There is a reply, but the place for it will never take it.
-    CannotKeep(BusError),
+    Unstorable(BusError),
 }
 
 /// What there is of a reply before anybody begins.
-enum Found {
+enum ReplyLookup {
     Reply,
     None,
     /// There is one elsewhere, but the place for a copy will never take it.
-    CannotKeep(BusError),
+    Unstorable(BusError),
 }
 
 /// Whether a request may run.
-enum May {
-    Run(Limits),
-    Not(RequestFailure, String),
+enum Admission {
+    Admitted(RunLimits),
+    Rejected(RequestFailure, String),
 }
 
 /// Until when a request may run, by the clock of the backend and by that of this process.
 #[derive(Clone, Copy)]
-struct Limits {
+struct RunLimits {
     deadline: Timestamp,
     ends_at: Instant,
 }
 
 /// How a request ended, before it is a reply.
-enum Ending {
+enum RequestOutcome {
     Output(serde_json::Value),
     Failed(RequestFailure, String),
 }
 
-impl Carrier {
+impl RequestExecutor {
     /// Deals with one delivery of a request.
-    pub(super) async fn handle(&self, event: Received<MainLoopRequest>) -> Outcome {
-        let task = match Task::read(&self.replies.journal.namespace, &event) {
-            Ok(task) => task,
+    pub(super) async fn handle(&self, event: ReceivedEvent<MainLoopRequest>) -> Outcome {
+        let request = match ParsedRequest::read(&self.reply_store.storage.namespace, &event) {
+            Ok(request) => request,
             Err(error) => return self.refuse(&event, &error).await,
         };
-        let span = tracing::info_span!("main_loop", request_id = %task.request_id, session = %task.session);
-        match self.handle_task(&task).instrument(span).await {
+        let span =
+            tracing::info_span!("main_loop", request_id = %request.id, session = %request.session);
+        match self.handle_task(&request).instrument(span).await {
             Ok(outcome) => outcome,
-            Err(given_back) => {
-                metrics::request_given_back(given_back.as_str());
-                debug!(request_id = %task.request_id, reason = given_back.as_str(), "request given back");
+            Err(reason) => {
+                metrics::request_released(reason.as_str());
+                debug!(request_id = %request.id, reason = reason.as_str(), "request given back");
                 Outcome::Release
             }
         }
     }
 
     /// A request without an id of its own has no reply. Those who watch hear of it.
-    async fn refuse(&self, event: &Received<MainLoopRequest>, error: &BusError) -> Outcome {
+    async fn refuse(&self, event: &ReceivedEvent<MainLoopRequest>, error: &BusError) -> Outcome {
         warn!(event_id = %event.envelope.event_id, %error, "request without a valid id refused");
         let failed = MainLoopFailed {
             request_id: event.request_id.clone(),
-            error: cut(error.to_string()),
+            error: truncate_message(error.to_string()),
             kind: RequestFailure::Malformed,
             ..MainLoopFailed::default()
         };
-        match self.replies.bus.publish(failed).await {
+        match self.reply_store.bus.publish(failed).await {
             Ok(_) => Outcome::Done,
             Err(error) => Outcome::retry(error),
         }
     }
 
-    async fn handle_task(&self, task: &Task) -> Result<Outcome, GivenBack> {
+    async fn handle_task(&self, request: &ParsedRequest) -> Result<Outcome, ReleaseReason> {
         let began = Instant::now();
-        let hold = self.enter(task).await?;
-        let carried = self.carry_out(task, &hold).await;
-        hold.release().await;
-        Ok(match carried? {
-            Carried::Replied(reply) => {
+        let lock = self.acquire_lock(request).await?;
+        let execution = self.execute_locked(request, &lock).await;
+        lock.release().await;
+        Ok(match execution? {
+            Execution::Replied(reply) => {
                 metrics::request_ended(reply.result(), began.elapsed());
                 Outcome::Done
             }
-            Carried::RepliedBefore => {
+            Execution::AlreadyReplied => {
                 metrics::request_repeated();
                 Outcome::Done
             }
-            Carried::CannotKeep(error) => {
-                error!(request_id = %task.request_id, %error, "the reply to a request cannot be kept");
-                Outcome::dead_letter(format!("its reply cannot be kept: {error}"))
+            Execution::Unstorable(error) => {
+                error!(request_id = %request.id, %error, "the reply to a request cannot be stored");
+                Outcome::dead_letter(format!("its reply cannot be stored: {error}"))
             }
         })
     }
 
     /// Takes the request. One that somebody else has is left to them for a while; then the group has it back, so that it
     /// takes up no room here.
-    async fn enter(&self, task: &Task) -> Result<Hold, GivenBack> {
-        let until = Instant::now() + BUSY_MAX;
-        let mut tries = 0;
+    async fn acquire_lock(&self, request: &ParsedRequest) -> Result<RequestLock, ReleaseReason> {
+        let until = Instant::now() + LOCK_WAIT_MAX;
+        let mut attempts = 0;
         loop {
             self.check_stopping()?;
-            let wait = match self.running.enter(task).await {
-                Ok(Entered::Won(hold)) => return Ok(hold),
+            let wait = match self.locks.acquire(request).await {
+                Ok(LockAttempt::Acquired(lock)) => return Ok(lock),
                 // On a local bus there is nobody to give it back to.
-                Ok(Entered::Busy(_)) if task.is_stored && Instant::now() >= until => {
-                    return Err(GivenBack::Held);
+                Ok(LockAttempt::Held(_)) if request.is_stored && Instant::now() >= until => {
+                    return Err(ReleaseReason::Held);
                 }
-                Ok(Entered::Busy(remaining)) => remaining.clamp(BUSY_MIN, BUSY_MAX),
+                Ok(LockAttempt::Held(remaining)) => remaining.clamp(LOCK_WAIT_MIN, LOCK_WAIT_MAX),
                 Err(error) => {
-                    warn!(request_id = %task.request_id, %error, "a request cannot be locked");
-                    tries += 1;
-                    RETRY.wait(tries, chance())
+                    warn!(request_id = %request.id, %error, "a request cannot be locked");
+                    attempts += 1;
+                    RETRY.wait(attempts, random_unit())
                 }
             };
-            if tries > TRIES_MAX {
-                return Err(GivenBack::Unavailable);
+            if attempts > RETRIES_MAX {
+                return Err(ReleaseReason::Unavailable);
             }
-            self.pause(wait).await?;
+            self.sleep_unless_stopping(wait).await?;
         }
     }
 
     /// Does what is to be done until there is a reply.
-    async fn carry_out(&self, task: &Task, hold: &Hold) -> Result<Carried, GivenBack> {
-        match self.find(task).await? {
-            Found::None => {}
-            Found::Reply => return Ok(Carried::RepliedBefore),
-            Found::CannotKeep(error) => return Ok(Carried::CannotKeep(error)),
+    async fn execute_locked(
+        &self,
+        request: &ParsedRequest,
+        lock: &RequestLock,
+    ) -> Result<Execution, ReleaseReason> {
+        match self.find_reply(request).await? {
+            ReplyLookup::None => {}
+            ReplyLookup::Reply => return Ok(Execution::AlreadyReplied),
+            ReplyLookup::Unstorable(error) => return Ok(Execution::Unstorable(error)),
         }
-        let meter = Meter::new(task.budget);
-        let (ending, has_session) = match self.may(task).await? {
-            May::Not(kind, problem) => {
-                (Ending::Failed(kind, problem), kind == RequestFailure::Crashed)
+        let meter = Meter::new(request.budget);
+        let (ending, has_session) = match self.admit(request).await? {
+            Admission::Rejected(kind, problem) => {
+                (RequestOutcome::Failed(kind, problem), kind == RequestFailure::Crashed)
             }
-            May::Run(limits) => {
+            Admission::Admitted(limits) => {
                 // Dropped half way, a session is made as after a crash: whole, or not at all.
-                let opened = timeout_at(limits.ends_at, self.session(task)).await;
-                match opened.map_err(|_| passed(limits.deadline)) {
+                let opened = timeout_at(limits.ends_at, self.open_session(request)).await;
+                match opened.map_err(|_| deadline_message(limits.deadline)) {
                     Err(problem) => {
-                        (Ending::Failed(RequestFailure::DeadlinePassed, problem), false)
+                        (RequestOutcome::Failed(RequestFailure::DeadlinePassed, problem), false)
                     }
                     Ok(opened) => match opened? {
-                        Ok(session) => {
-                            (self.pursue_here(task, &session, &meter, limits, hold).await?, true)
+                        Ok(session) => (
+                            self.run_within_crash_limit(request, &session, &meter, limits, lock)
+                                .await?,
+                            true,
+                        ),
+                        Err(problem) => {
+                            (RequestOutcome::Failed(RequestFailure::Failed, problem), false)
                         }
-                        Err(problem) => (Ending::Failed(RequestFailure::Failed, problem), false),
                     },
                 }
             }
         };
-        let reply = self.reply(task, ending, &meter, has_session).await?;
-        self.keep(task, reply).await
+        let reply = self.reply(request, ending, &meter, has_session).await?;
+        self.store_reply(request, reply).await
     }
 
     /// Looks for a reply. A copy of it goes to whoever else asked the same.
-    async fn find(&self, task: &Task) -> Result<Found, GivenBack> {
-        let Task { requester, request_id, .. } = task;
-        let found = self.patiently(|| self.replies.find(requester, request_id)).await?;
+    async fn find_reply(&self, request: &ParsedRequest) -> Result<ReplyLookup, ReleaseReason> {
+        let ParsedRequest { requester, id: request_id, .. } = request;
+        let found =
+            self.with_limited_retries(|| self.reply_store.find(requester, request_id)).await?;
         match found {
-            Ok(Some(Kept::Reply(reply))) => {
+            Ok(Some(StoredReply::Reply(reply))) => {
                 // Whoever had it before may have died or stopped between the reply and its copy.
-                if task.is_stored {
-                    let announced = || self.replies.announce(request_id, &reply);
-                    if let Err(error) = self.patiently(announced).await? {
+                if request.is_stored {
+                    let publish_copy = || self.reply_store.publish_copy(request_id, &reply);
+                    if let Err(error) = self.with_limited_retries(publish_copy).await? {
                         error!(%request_id, %error, "the copy of a reply could not be published");
                     }
                 }
-                return Ok(Found::Reply);
+                return Ok(ReplyLookup::Reply);
             }
-            Ok(Some(Kept::Gone)) => return Ok(Found::Reply),
+            Ok(Some(StoredReply::Trimmed)) => return Ok(ReplyLookup::Reply),
             Ok(None) => {}
             // Something that is no reply: as good as none, and nothing can be written over it.
             Err(error) => {
                 warn!(%request_id, %error, "the reply to a request cannot be read");
-                return Ok(Found::Reply);
+                return Ok(ReplyLookup::Reply);
             }
         }
-        let elsewhere = || self.replies.find_elsewhere(requester, request_id);
-        match self.patiently(elsewhere).await? {
-            Ok(Some(Kept::Reply(reply))) => {
-                let store = || self.replies.store(requester, request_id, &reply);
-                Ok(self.patiently(store).await?.map_or_else(Found::CannotKeep, |_| Found::Reply))
+        let for_other = || self.reply_store.find_for_other_requester(requester, request_id);
+        match self.with_limited_retries(for_other).await? {
+            Ok(Some(StoredReply::Reply(reply))) => {
+                let store = || self.reply_store.store(requester, request_id, &reply);
+                Ok(self
+                    .with_limited_retries(store)
+                    .await?
+                    .map_or_else(ReplyLookup::Unstorable, |_| ReplyLookup::Reply))
             }
-            Ok(_) => Ok(Found::None),
+            Ok(_) => Ok(ReplyLookup::None),
             Err(error) => {
                 warn!(%request_id, %error, "the reply to another requester cannot be read");
-                Ok(Found::None)
+                Ok(ReplyLookup::None)
             }
         }
     }
 
     /// Until when the request may run, or why it may not at all.
-    async fn may(&self, task: &Task) -> Result<May, GivenBack> {
+    async fn admit(&self, request: &ParsedRequest) -> Result<Admission, ReleaseReason> {
         let crashes_max = u64::from(self.config.max_crashes);
-        if task.deliveries > crashes_max {
-            let problem = format!("{crashes_max} processes died while they carried it out");
-            return Ok(May::Not(RequestFailure::Crashed, problem));
+        if request.deliveries > crashes_max {
+            let problem = format!("{crashes_max} processes died while they execution it out");
+            return Ok(Admission::Rejected(RequestFailure::Crashed, problem));
         }
-        if let Some(problem) = &task.problem {
-            return Ok(May::Not(RequestFailure::Malformed, problem.clone()));
+        if let Some(problem) = &request.problem {
+            return Ok(Admission::Rejected(RequestFailure::Malformed, problem.clone()));
         }
-        if let Err(problem) = self.main_loop.check(&task.request) {
+        if let Err(problem) = self.main_loop.check(&request.body) {
             let problem = format!("the request cannot be read: {problem}");
-            return Ok(May::Not(RequestFailure::Malformed, problem));
+            return Ok(Admission::Rejected(RequestFailure::Malformed, problem));
         }
         let now = self.now().await?;
-        let longest = now.after(self.config.run_max);
-        let deadline = task.deadline.map_or(longest, |deadline| deadline.min(longest));
+        let longest = now.after(self.config.run_timeout);
+        let deadline = request.deadline.map_or(longest, |deadline| deadline.min(longest));
         if deadline <= now {
-            return Ok(May::Not(RequestFailure::DeadlinePassed, passed(deadline)));
+            return Ok(Admission::Rejected(
+                RequestFailure::DeadlinePassed,
+                deadline_message(deadline),
+            ));
         }
-        Ok(May::Run(Limits { deadline, ends_at: Instant::now() + deadline.since(now) }))
+        Ok(Admission::Admitted(RunLimits {
+            deadline,
+            ends_at: Instant::now() + deadline.since(now),
+        }))
     }
 
-    async fn session(&self, task: &Task) -> Result<Result<Session, String>, GivenBack> {
-        let mut tries = 0;
+    async fn open_session(
+        &self,
+        request: &ParsedRequest,
+    ) -> Result<Result<Session, String>, ReleaseReason> {
+        let mut attempts = 0;
         loop {
-            match self.sessions.ensure(&task.session).await {
+            match self.sessions.ensure(&request.session).await {
                 Ok(session) => return Ok(Ok(session)),
-                Err(error) if error.is_transient() && tries < TRIES_MAX => {
-                    tries += 1;
+                Err(error) if error.is_transient() && attempts < RETRIES_MAX => {
+                    attempts += 1;
                     warn!(%error, "the session of a request cannot be opened, trying again");
-                    self.pause(RETRY.wait(tries, chance())).await?;
+                    self.sleep_unless_stopping(RETRY.wait(attempts, random_unit())).await?;
                 }
-                Err(error) if error.is_transient() => return Err(GivenBack::Unavailable),
+                Err(error) if error.is_transient() => return Err(ReleaseReason::Unavailable),
                 Err(error) => return Ok(Err(error.to_string())),
             }
         }
@@ -308,82 +330,92 @@ impl Carrier {
 
     /// Tries, unless that has cost too many their lock. One that blocks its process for longer than its lock lasts would be
     /// carried out over and over: whoever takes it over loses its lock, too, and nobody dies of it.
-    async fn pursue_here(
+    async fn run_within_crash_limit(
         &self,
-        task: &Task,
+        request: &ParsedRequest,
         session: &Session,
         meter: &Meter,
-        limits: Limits,
-        hold: &Hold,
-    ) -> Result<Ending, GivenBack> {
-        let lost = session.lost_runs();
+        limits: RunLimits,
+        lock: &RequestLock,
+    ) -> Result<RequestOutcome, ReleaseReason> {
+        let lost = session.lock_losses();
         if lost >= u64::from(self.config.max_crashes) {
-            let problem = format!("{lost} workers lost their lock while they carried it out");
-            return Ok(Ending::Failed(RequestFailure::Crashed, problem));
+            let problem = format!("{lost} workers lost their lock while they execution it out");
+            return Ok(RequestOutcome::Failed(RequestFailure::Crashed, problem));
         }
-        let pursued = self.pursue(task, session, meter, limits, hold).await;
-        if let Err(GivenBack::LockLost) = &pursued
-            && let Err(error) = self.sessions.note_lost_run(&task.session).await
+        let ended = self.run_attempts(request, session, meter, limits, lock).await;
+        if let Err(ReleaseReason::LockLost) = &ended
+            && let Err(error) = self.sessions.record_lock_loss(&request.session).await
         {
-            warn!(%error, "nobody will know that a request cost a worker its lock");
+            warn!(%error, "anonymous will know that a request cost a worker its lock");
         }
-        pursued
+        ended
     }
 
     /// Tries until it works, or may not be tried any more.
-    async fn pursue(
+    async fn run_attempts(
         &self,
-        task: &Task,
+        request: &ParsedRequest,
         session: &Session,
         meter: &Meter,
-        Limits { deadline, ends_at }: Limits,
-        hold: &Hold,
-    ) -> Result<Ending, GivenBack> {
-        let (request_id, resources) = (task.request_id.clone(), task.resources.clone());
-        let mut run =
-            Run { request_id, attempt: 1, meter: meter.clone(), deadline, ends_at, resources };
+        RunLimits { deadline, ends_at }: RunLimits,
+        lock: &RequestLock,
+    ) -> Result<RequestOutcome, ReleaseReason> {
+        let (request_id, resources) = (request.id.clone(), request.resources.clone());
+        let mut context = RequestContext {
+            request_id,
+            attempt: 1,
+            meter: meter.clone(),
+            deadline,
+            ends_at,
+            resources,
+        };
         loop {
-            let tried = tokio::select! {
+            let result = tokio::select! {
                 // In this order: whoever is not to go on is not asked whether it is done.
                 biased;
-                () = hold.cancelled() => return Ok(cancelled()),
-                () = hold.lost() => return Err(GivenBack::LockLost),
-                () = self.stopped() => return Err(GivenBack::Stopping),
+                () = lock.cancelled() => return Ok(cancelled_outcome()),
+                () = lock.lost() => return Err(ReleaseReason::LockLost),
+                () = self.drain_elapsed() => return Err(ReleaseReason::Stopping),
                 over = meter.exceeded() => {
-                    return Ok(Ending::Failed(RequestFailure::OverBudget, over.to_string()));
+                    return Ok(RequestOutcome::Failed(RequestFailure::OverBudget, over.to_string()));
                 }
                 () = sleep_until(ends_at) => {
-                    return Ok(Ending::Failed(RequestFailure::DeadlinePassed, passed(deadline)));
+                    return Ok(RequestOutcome::Failed(RequestFailure::DeadlinePassed, deadline_message(deadline)));
                 }
-                tried = self.main_loop.execute(&task.request, session, &run) => tried,
+                result = self.main_loop.execute(&request.body, session, &context) => result,
             };
             if let Some(over) = meter.over() {
-                return Ok(Ending::Failed(RequestFailure::OverBudget, over.to_string()));
+                return Ok(RequestOutcome::Failed(RequestFailure::OverBudget, over.to_string()));
             }
-            let (kind, reason) = match tried {
-                Tried::Output(output) => return Ok(Ending::Output(output)),
-                Tried::Failed(error) if error.gives_up => {
-                    return Ok(Ending::Failed(RequestFailure::GivenUp, error.reason));
+            let (kind, reason) = match result {
+                AttemptResult::Output(output) => return Ok(RequestOutcome::Output(output)),
+                AttemptResult::Failed(error) if error.is_permanent => {
+                    return Ok(RequestOutcome::Failed(RequestFailure::GivenUp, error.reason));
                 }
-                Tried::Failed(error) => (RequestFailure::Failed, error.reason),
-                Tried::Panicked(reason) => (RequestFailure::Panicked, reason),
+                AttemptResult::Failed(error) => (RequestFailure::Failed, error.reason),
+                AttemptResult::Panicked(reason) => (RequestFailure::Panicked, reason),
             };
-            if run.attempt >= self.config.max_attempts {
-                let reason = format!("{reason} (attempt {})", run.attempt);
-                return Ok(Ending::Failed(kind, reason));
+            if context.attempt >= self.config.max_attempts {
+                let reason = format!("{reason} (attempt {})", context.attempt);
+                return Ok(RequestOutcome::Failed(kind, reason));
             }
             metrics::request_retried();
-            warn!(attempt = run.attempt, error = reason, "request failed and will be tried again");
-            let wait = self.config.backoff.wait(run.attempt, chance());
+            warn!(
+                attempt = context.attempt,
+                error = reason,
+                "request failed and will be result again"
+            );
+            let wait = self.config.backoff.wait(context.attempt, random_unit());
             tokio::select! {
                 biased;
-                () = hold.cancelled() => return Ok(cancelled()),
-                () = hold.lost() => return Err(GivenBack::LockLost),
-                _ = self.stop_begun() => return Err(GivenBack::Stopping),
+                () = lock.cancelled() => return Ok(cancelled_outcome()),
+                () = lock.lost() => return Err(ReleaseReason::LockLost),
+                _ = self.stop_requested() => return Err(ReleaseReason::Stopping),
                 () = sleep_until(ends_at) => {
-                    return Ok(Ending::Failed(RequestFailure::DeadlinePassed, passed(deadline)));
+                    return Ok(RequestOutcome::Failed(RequestFailure::DeadlinePassed, deadline_message(deadline)));
                 }
-                () = sleep(wait) => run.attempt += 1,
+                () = sleep(wait) => context.attempt += 1,
             }
         }
     }
@@ -391,23 +423,23 @@ impl Carrier {
     /// Makes a reply of how it ended, and sees that it can be sent.
     async fn reply(
         &self,
-        task: &Task,
-        ending: Ending,
+        request: &ParsedRequest,
+        ending: RequestOutcome,
         meter: &Meter,
         has_session: bool,
-    ) -> Result<Reply, GivenBack> {
-        let at = match timeout(TIME_MAX, self.now()).await {
+    ) -> Result<Reply, ReleaseReason> {
+        let at = match timeout(CLOCK_TIMEOUT, self.now()).await {
             // What has been worked out is neither given up nor held up for want of a time of the backend's.
-            Err(_) | Ok(Err(GivenBack::Unavailable)) => SystemClock.now(),
+            Err(_) | Ok(Err(ReleaseReason::Unavailable)) => SystemClock.now(),
             Ok(now) => now?,
         };
         let at = at.to_rfc3339();
-        let session_id = has_session.then(|| task.session.to_string());
-        let (request_id, usage) = (task.request_id.to_string(), meter.used());
+        let session_id = has_session.then(|| request.session.to_string());
+        let (request_id, usage) = (request.id.to_string(), meter.used());
         let failed = |kind, error| {
             Reply::Failed(MainLoopFailed {
                 request_id: request_id.clone(),
-                error: cut(error),
+                error: truncate_message(error),
                 kind,
                 session_id: session_id.clone(),
                 failed_at: Some(at.clone()),
@@ -415,8 +447,8 @@ impl Carrier {
             })
         };
         let output = match ending {
-            Ending::Output(output) => output,
-            Ending::Failed(kind, error) => return Ok(failed(kind, error)),
+            RequestOutcome::Output(output) => output,
+            RequestOutcome::Failed(kind, error) => return Ok(failed(kind, error)),
         };
         let reply = Reply::Completed(MainLoopCompleted {
             request_id: request_id.clone(),
@@ -425,7 +457,7 @@ impl Carrier {
             completed_at: Some(at.clone()),
             usage,
         });
-        Ok(match reply.to_outgoing(&task.request_id) {
+        Ok(match reply.to_outgoing(&request.id) {
             Ok(_) => reply,
             Err(error @ BusError::TooLarge { .. }) => {
                 failed(RequestFailure::TooLarge, error.to_string())
@@ -435,95 +467,102 @@ impl Carrier {
     }
 
     /// Keeps the reply, then copies it to the control stream. If another came first, that one counts.
-    async fn keep(&self, task: &Task, reply: Reply) -> Result<Carried, GivenBack> {
-        let Task { requester, request_id, .. } = task;
+    async fn store_reply(
+        &self,
+        request: &ParsedRequest,
+        reply: Reply,
+    ) -> Result<Execution, ReleaseReason> {
+        let ParsedRequest { requester, id: request_id, .. } = request;
         // However long it takes: what has been worked out is not worked out again because of a short outage.
-        let store = || self.replies.store(requester, request_id, &reply);
-        let kept = match self.until_it_works(store).await? {
-            Ok(Kept::Reply(kept)) => kept,
-            Ok(Kept::Gone) => return Ok(Carried::Replied(reply)),
-            Err(error) => return Ok(Carried::CannotKeep(error)),
+        let store = || self.reply_store.store(requester, request_id, &reply);
+        let stored = match self.with_long_retries(store).await? {
+            Ok(StoredReply::Reply(stored)) => stored,
+            Ok(StoredReply::Trimmed) => return Ok(Execution::Replied(reply)),
+            Err(error) => return Ok(Execution::Unstorable(error)),
         };
         // Also of one that was there, such as a cancellation: whoever kept it may have died before its copy. One is stored.
-        let announce = || self.replies.announce(request_id, &kept);
-        if let Err(error) = self.until_it_works(announce).await? {
+        let publish_copy = || self.reply_store.publish_copy(request_id, &stored);
+        if let Err(error) = self.with_long_retries(publish_copy).await? {
             // The requester has it. Those who watch do not, and trying again would not help them.
             error!(%request_id, %error, "the copy of a reply could not be published");
         }
-        info!(%request_id, result = kept.result(), "request replied to");
-        Ok(Carried::Replied(kept))
+        info!(%request_id, result = stored.result(), "request replied to");
+        Ok(Execution::Replied(stored))
     }
 
-    async fn now(&self) -> Result<Timestamp, GivenBack> {
-        let backend = &self.replies.journal.backend;
-        let now = self.patiently(|| async { Ok(backend.now().await?) }).await?;
-        now.map_err(|_| GivenBack::Unavailable)
+    async fn now(&self) -> Result<Timestamp, ReleaseReason> {
+        let backend = &self.reply_store.storage.backend;
+        let now = self.with_limited_retries(|| async { Ok(backend.now().await?) }).await?;
+        now.map_err(|_| ReleaseReason::Unavailable)
     }
 
     /// Calls until there is an answer, or something that will not change; a few times.
-    async fn patiently<T, F>(&self, call: impl Fn() -> F) -> Result<Result<T, BusError>, GivenBack>
+    async fn with_limited_retries<T, F>(
+        &self,
+        call: impl Fn() -> F,
+    ) -> Result<Result<T, BusError>, ReleaseReason>
     where
         F: Future<Output = Result<T, BusError>>,
     {
-        self.call_while(|tries| tries < TRIES_MAX, call).await
+        self.with_retries(|attempts| attempts < RETRIES_MAX, call).await
     }
 
     /// The same for as long as a reply is worth it.
-    async fn until_it_works<T, F>(
+    async fn with_long_retries<T, F>(
         &self,
         call: impl Fn() -> F,
-    ) -> Result<Result<T, BusError>, GivenBack>
+    ) -> Result<Result<T, BusError>, ReleaseReason>
     where
         F: Future<Output = Result<T, BusError>>,
     {
-        let until = Instant::now() + KEEP_MAX;
-        self.call_while(|_| Instant::now() < until, call).await
+        let until = Instant::now() + REPLY_STORE_TIMEOUT;
+        self.with_retries(|_| Instant::now() < until, call).await
     }
 
-    async fn call_while<T, F>(
+    async fn with_retries<T, F>(
         &self,
-        goes_on: impl Fn(u32) -> bool,
+        may_retry: impl Fn(u32) -> bool,
         call: impl Fn() -> F,
-    ) -> Result<Result<T, BusError>, GivenBack>
+    ) -> Result<Result<T, BusError>, ReleaseReason>
     where
         F: Future<Output = Result<T, BusError>>,
     {
-        let mut tries = 0;
+        let mut attempts = 0;
         loop {
             match call().await {
                 Err(error) if error.is_transient() => {
-                    tries += 1;
-                    if !goes_on(tries) {
-                        return Err(GivenBack::Unavailable);
+                    attempts += 1;
+                    if !may_retry(attempts) {
+                        return Err(ReleaseReason::Unavailable);
                     }
-                    warn!(%error, tries, "the backend does not answer a main loop, trying again");
+                    warn!(%error, attempts, "the backend does not answer a main loop, trying again");
                 }
                 answer => return Ok(answer),
             }
             // What has ended is kept in the time that stopping leaves, too.
             tokio::select! {
-                () = sleep(RETRY.wait(tries, chance())) => {}
-                () = self.stopped() => return Err(GivenBack::Stopping),
+                () = sleep(RETRY.wait(attempts, random_unit())) => {}
+                () = self.drain_elapsed() => return Err(ReleaseReason::Stopping),
             }
         }
     }
 
-    async fn pause(&self, wait: Duration) -> Result<(), GivenBack> {
+    async fn sleep_unless_stopping(&self, wait: Duration) -> Result<(), ReleaseReason> {
         tokio::select! {
             () = sleep(wait) => Ok(()),
-            _ = self.stop_begun() => Err(GivenBack::Stopping),
+            _ = self.stop_requested() => Err(ReleaseReason::Stopping),
         }
     }
 
-    fn check_stopping(&self) -> Result<(), GivenBack> {
+    fn check_stopping(&self) -> Result<(), ReleaseReason> {
         match *self.stopping.borrow() {
-            Some(_) => Err(GivenBack::Stopping),
+            Some(_) => Err(ReleaseReason::Stopping),
             None => Ok(()),
         }
     }
 
     /// Returns when the worker begins to stop. Cancel-safe.
-    async fn stop_begun(&self) -> Instant {
+    async fn stop_requested(&self) -> Instant {
         let mut stopping = self.stopping.clone();
         match stopping.wait_for(Option::is_some).await {
             Ok(until) => until.unwrap_or_else(Instant::now),
@@ -533,16 +572,16 @@ impl Carrier {
     }
 
     /// Returns when the time that stopping leaves is over. Cancel-safe.
-    async fn stopped(&self) {
-        let until = self.stop_begun().await;
+    async fn drain_elapsed(&self) {
+        let until = self.stop_requested().await;
         sleep_until(until).await;
     }
 }
 
-fn cancelled() -> Ending {
-    Ending::Failed(RequestFailure::Cancelled, "its requester cancelled it".to_owned())
+fn cancelled_outcome() -> RequestOutcome {
+    RequestOutcome::Failed(RequestFailure::Cancelled, "its requester cancelled it".to_owned())
 }
 
-fn passed(deadline: Timestamp) -> String {
+fn deadline_message(deadline: Timestamp) -> String {
     format!("its time was up at {}", deadline.to_rfc3339())
 }

@@ -18,22 +18,22 @@ mod error;
 
 mod reply;
 
-mod replies;
-mod run;
-mod task;
+mod parsed_request;
+mod reply_store;
+mod request_context;
 
-mod running;
+mod request_lock;
 
-mod carry;
-mod waiting;
+mod executor;
+mod reply_waiters;
 
 mod client;
 mod worker;
 
-pub use self::budget::{Loan, Meter, OverBudget};
-pub use self::client::{Cancelled, MainLoopClient, Submit};
+pub use self::budget::{BudgetLease, Meter, OverBudget};
+pub use self::client::{CancelOutcome, MainLoopClient, Submission};
 pub use self::config::{MainLoopClientConfig, MainLoopConfig, ReplyConfig};
 pub use self::error::{ExecuteError, FailedRequest, MainLoopError};
-pub use self::reply::Completed;
-pub use self::run::{MainLoop, Run};
+pub use self::reply::CompletedRequest;
+pub use self::request_context::{MainLoop, RequestContext};
 pub use self::worker::MainLoopWorker;

@@ -6,18 +6,18 @@ use headwater_stream::clock::Timestamp;
 use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
 
-use crate::builtin::{Budget, MainLoopRequest};
+use crate::builtin_events::{Budget, MainLoopRequest};
 use crate::error::Result;
-use crate::event::Received;
+use crate::event::ReceivedEvent;
 use crate::name::{Namespace, RequestId, Requester, SessionId};
 
 /// A request to be carried out.
 #[derive(Clone, Debug)]
-pub(super) struct Task {
-    pub(super) request_id: RequestId,
+pub(super) struct ParsedRequest {
+    pub(super) id: RequestId,
     pub(super) requester: Requester,
     pub(super) session: SessionId,
-    pub(super) request: Json,
+    pub(super) body: Json,
     pub(super) budget: Budget,
     pub(super) deadline: Option<Timestamp>,
     pub(super) resources: Json,
@@ -29,17 +29,20 @@ pub(super) struct Task {
     pub(super) problem: Option<String>,
 }
 
-impl Task {
+impl ParsedRequest {
     /// Reads a request. One without a valid id is none: nobody could tell its reply.
-    pub(super) fn read(namespace: &Namespace, event: &Received<MainLoopRequest>) -> Result<Self> {
+    pub(super) fn read(
+        namespace: &Namespace,
+        event: &ReceivedEvent<MainLoopRequest>,
+    ) -> Result<Self> {
         let request_id = RequestId::new(&event.request_id)?;
         let mut problem = None;
         let requester = match event.reply_to.as_deref().map(Requester::new) {
-            None => Requester::nobody(),
+            None => Requester::anonymous(),
             Some(Ok(requester)) => requester,
             Some(Err(error)) => {
                 problem = Some(error.to_string());
-                Requester::nobody()
+                Requester::anonymous()
             }
         };
         let deadline = event.deadline.as_deref().map(|text| (text, Timestamp::from_rfc3339(text)));
@@ -53,9 +56,9 @@ impl Task {
         };
         Ok(Self {
             session: session_of(namespace, &request_id),
-            request_id,
+            id: request_id,
             requester,
-            request: event.request.clone(),
+            body: event.request.clone(),
             budget: event.budget.unwrap_or_default(),
             deadline,
             resources: event.resources.clone(),
@@ -87,7 +90,7 @@ mod tests {
     use crate::event::{Envelope, Event};
     use crate::name::EventId;
 
-    fn received(event: MainLoopRequest) -> Received<MainLoopRequest> {
+    fn received(event: MainLoopRequest) -> ReceivedEvent<MainLoopRequest> {
         let envelope = Envelope {
             event_id: EventId::random(),
             event_type: MainLoopRequest::TYPE.to_owned(),
@@ -102,7 +105,7 @@ mod tests {
             copy_of: None,
             deliveries: 2,
         };
-        Received { event: Arc::new(event), envelope: Arc::new(envelope) }
+        ReceivedEvent { event: Arc::new(event), envelope: Arc::new(envelope) }
     }
 
     fn namespace() -> Namespace {
@@ -123,16 +126,16 @@ mod tests {
     fn a_request_without_an_id_is_none_and_one_with_odd_limits_says_what_is_odd() {
         let request =
             |id: &str| MainLoopRequest { request_id: id.to_owned(), ..Default::default() };
-        assert!(Task::read(&namespace(), &received(request(""))).is_err());
-        let plain = Task::read(&namespace(), &received(request("r"))).unwrap();
+        assert!(ParsedRequest::read(&namespace(), &received(request(""))).is_err());
+        let plain = ParsedRequest::read(&namespace(), &received(request("r"))).unwrap();
         assert_eq!((plain.problem, plain.deliveries), (None, 2));
         for odd in [
             MainLoopRequest { deadline: Some("soon".to_owned()), ..request("r") },
             MainLoopRequest { reply_to: Some("a:b".to_owned()), ..request("r") },
         ] {
-            let task = Task::read(&namespace(), &received(odd)).unwrap();
+            let task = ParsedRequest::read(&namespace(), &received(odd)).unwrap();
             assert!(task.problem.is_some());
-            assert_eq!(task.requester, Requester::nobody());
+            assert_eq!(task.requester, Requester::anonymous());
         }
     }
 }

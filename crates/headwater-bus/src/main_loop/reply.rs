@@ -8,11 +8,11 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::error::{FailedRequest, MainLoopError};
-use crate::builtin::{MainLoopCompleted, MainLoopFailed, Usage};
+use crate::builtin_events::{MainLoopCompleted, MainLoopFailed, RequestUsage};
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Event, Outgoing};
+use crate::event::{Envelope, Event, OutgoingEvent};
 use crate::name::{EventId, RequestId, SessionId};
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 use crate::trace;
 
 /// The beginning of the id of an event that replies.
@@ -28,7 +28,7 @@ pub(super) enum Reply {
 /// A request that was carried out, as its requester sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Completed<O> {
+pub struct CompletedRequest<O> {
     /// The request.
     pub request_id: RequestId,
     /// What came of it.
@@ -36,7 +36,7 @@ pub struct Completed<O> {
     /// The session in which it was carried out.
     pub session: Option<SessionId>,
     /// What it took, as far as it was charged.
-    pub usage: Usage,
+    pub usage: RequestUsage,
 }
 
 /// The id of the event that replies to a request: the same on the stream of the requester and on the control stream.
@@ -46,10 +46,10 @@ pub(super) fn event_id(request: &RequestId) -> EventId {
 
 impl Reply {
     /// The event, under the one id that a reply to this request has.
-    pub(super) fn to_outgoing(&self, request: &RequestId) -> Result<Outgoing> {
+    pub(super) fn to_outgoing(&self, request: &RequestId) -> Result<OutgoingEvent> {
         let outgoing = match self {
-            Self::Completed(event) => Outgoing::new(event.clone()),
-            Self::Failed(event) => Outgoing::new(event.clone()),
+            Self::Completed(event) => OutgoingEvent::new(event.clone()),
+            Self::Failed(event) => OutgoingEvent::new(event.clone()),
         };
         Ok(outgoing?.with_id(event_id(request)))
     }
@@ -67,7 +67,7 @@ impl Reply {
     }
 
     /// Reads an entry of a stream of replies.
-    pub(super) fn from_envelope(registry: &Registry, envelope: &Envelope) -> Result<Self> {
+    pub(super) fn from_envelope(registry: &EventRegistry, envelope: &Envelope) -> Result<Self> {
         match envelope.event_type.as_str() {
             MainLoopCompleted::TYPE => {
                 let event = registry.decode::<MainLoopCompleted>(envelope)?;
@@ -85,7 +85,7 @@ impl Reply {
     }
 
     pub(super) fn from_entry(
-        registry: &Registry,
+        registry: &EventRegistry,
         stream: &StreamName,
         entry_id: EntryId,
         fields: &Fields,
@@ -101,7 +101,7 @@ impl Reply {
         }
     }
 
-    pub(super) fn usage(&self) -> Usage {
+    pub(super) fn usage(&self) -> RequestUsage {
         match self {
             Self::Completed(event) => event.usage,
             Self::Failed(event) => event.usage,
@@ -112,7 +112,7 @@ impl Reply {
     pub(super) fn into_output<O: DeserializeOwned>(
         self,
         request_id: &RequestId,
-    ) -> Result<Completed<O>, MainLoopError> {
+    ) -> Result<CompletedRequest<O>, MainLoopError> {
         let session = |id: Option<String>| id.and_then(|id| SessionId::new(id).ok());
         match self {
             Self::Completed(event) => {
@@ -120,7 +120,7 @@ impl Reply {
                     let problem = error.to_string();
                     MainLoopError::Unreadable { request_id: request_id.clone(), problem }
                 })?;
-                Ok(Completed {
+                Ok(CompletedRequest {
                     request_id: request_id.clone(),
                     output,
                     session: session(event.session_id),

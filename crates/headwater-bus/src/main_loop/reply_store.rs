@@ -18,49 +18,49 @@ use super::config::ReplyConfig;
 use super::reply::{self, Reply};
 use crate::bus::{EventBus, EventBusExt};
 use crate::error::{BusError, Result};
-use crate::journal::Journal;
 use crate::metrics;
 use crate::name::{RequestId, Requester, random_bits};
+use crate::session_backend::SessionBackend;
 
 /// How often a requester is put on the list of those who have replies, at most.
-const LIST_EVERY: Duration = Duration::from_secs(10 * 60);
+const REGISTER_INTERVAL: Duration = Duration::from_secs(10 * 60);
 
 /// Requesters that are known to be on the list; beyond it, all are listed anew.
-const LISTED_MAX: usize = 10_000;
+const REGISTERED_MAX: usize = 10_000;
 
 /// The shortest mark there is: asking whether a request was replied to leaves one.
-const ASKING: Duration = Duration::from_millis(1);
+const PROBE_MARK_TTL: Duration = Duration::from_millis(1);
 
 /// A reply that is kept somewhere, or was.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Kept {
+pub(super) enum StoredReply {
     Reply(Reply),
     /// There was one, but its stream grew beyond what is kept.
-    Gone,
+    Trimmed,
 }
 
 /// The replies of a namespace.
-pub(super) struct Replies {
+pub(super) struct ReplyStore {
     pub(super) bus: Arc<dyn EventBus>,
-    pub(super) journal: Journal,
+    pub(super) storage: SessionBackend,
     config: ReplyConfig,
     /// What this process writes into the field `origin`.
     pub(super) origin: String,
     /// When requesters were last put on the list.
-    listed: Mutex<HashMap<Requester, Instant>>,
+    registered: Mutex<HashMap<Requester, Instant>>,
 }
 
-impl Replies {
+impl ReplyStore {
     pub(super) async fn new(bus: Arc<dyn EventBus>, config: ReplyConfig) -> Result<Self> {
         config.validate()?;
-        let journal = bus.journal().await?;
-        BusError::check_remembered("keep", config.keep, journal.backend.call_deadline())?;
+        let storage = bus.session_backend().await?;
+        BusError::check_dedup_window("ttl", config.ttl, storage.backend.call_deadline())?;
         let origin = format!("main-loop:{}:{:032x}", std::process::id(), random_bits());
-        Ok(Self { bus, journal, config, origin, listed: Mutex::default() })
+        Ok(Self { bus, storage, config, origin, registered: Mutex::default() })
     }
 
     pub(super) fn stream(&self, requester: &Requester) -> StreamName {
-        self.journal.keys.replies(&self.journal.namespace, requester)
+        self.storage.keys.replies(&self.storage.namespace, requester)
     }
 
     /// The reply to a request in the stream of this requester.
@@ -68,10 +68,10 @@ impl Replies {
         &self,
         requester: &Requester,
         request: &RequestId,
-    ) -> Result<Option<Kept>> {
+    ) -> Result<Option<StoredReply>> {
         let stream = self.stream(requester);
         let event_id = reply::event_id(request);
-        let found = self.journal.backend.appended(&stream, &[event_id.as_str()]).await?;
+        let found = self.storage.backend.appended(&stream, &[event_id.as_str()]).await?;
         match found.first().copied().flatten() {
             Some(entry_id) => self.read(&stream, entry_id).await.map(Some),
             None => Ok(None),
@@ -79,14 +79,15 @@ impl Replies {
     }
 
     /// The reply to a request that another requester sent, too.
-    pub(super) async fn find_elsewhere(
+    pub(super) async fn find_for_other_requester(
         &self,
         requester: &Requester,
         request: &RequestId,
-    ) -> Result<Option<Kept>> {
-        let scope = self.journal.keys.replied(&self.journal.namespace);
-        let asked = self.journal.backend.dedup_begin(&scope, &[request.as_str()], ASKING).await?;
-        let Some(Begin::Done(other)) = asked.into_iter().next() else { return Ok(None) };
+    ) -> Result<Option<StoredReply>> {
+        let scope = self.storage.keys.replied(&self.storage.namespace);
+        let begun =
+            self.storage.backend.dedup_begin(&scope, &[request.as_str()], PROBE_MARK_TTL).await?;
+        let Some(Begin::Done(other)) = begun.into_iter().next() else { return Ok(None) };
         let other = std::str::from_utf8(&other).ok().and_then(|name| Requester::new(name).ok());
         match other {
             Some(other) if other != *requester => self.find(&other, request).await,
@@ -94,12 +95,12 @@ impl Replies {
         }
     }
 
-    async fn read(&self, stream: &StreamName, entry_id: EntryId) -> Result<Kept> {
+    async fn read(&self, stream: &StreamName, entry_id: EntryId) -> Result<StoredReply> {
         let range = Range { from: entry_id, to: entry_id, direction: Direction::Forward, count: 1 };
-        let entries = self.journal.backend.range(stream, range).await?;
-        let Some(entry) = entries.first() else { return Ok(Kept::Gone) };
+        let entries = self.storage.backend.range(stream, range).await?;
+        let Some(entry) = entries.first() else { return Ok(StoredReply::Trimmed) };
         let registry = self.bus.registry();
-        Reply::from_entry(registry, stream, entry.id, &entry.fields).map(Kept::Reply)
+        Reply::from_entry(registry, stream, entry.id, &entry.fields).map(StoredReply::Reply)
     }
 
     /// Keeps a reply, unless there is one. Returns the one that counts.
@@ -108,56 +109,56 @@ impl Replies {
         requester: &Requester,
         request: &RequestId,
         reply: &Reply,
-    ) -> Result<Kept> {
-        let backend = &self.journal.backend;
+    ) -> Result<StoredReply> {
+        let backend = &self.storage.backend;
         let now = backend.now().await?;
         let fields = reply.to_fields(request, &self.origin, now)?;
-        self.list(requester).await?;
+        self.register_requester(requester).await?;
         // Where the reply is comes before the reply: whoever finds nothing there knows that there is none yet. The other
         // way round, a crash in between would hide it from others who asked the same.
-        let scope = self.journal.keys.replied(&self.journal.namespace);
-        let place = Bytes::copy_from_slice(requester.as_str().as_bytes());
-        backend.dedup_finish(&scope, &[(request.as_str(), place)], self.config.keep).await?;
+        let scope = self.storage.keys.replied(&self.storage.namespace);
+        let holder = Bytes::copy_from_slice(requester.as_str().as_bytes());
+        backend.dedup_finish(&scope, &[(request.as_str(), holder)], self.config.ttl).await?;
         let stream = self.stream(requester);
         let once = [Once { id: reply::event_id(request).to_string(), fields }];
         let retention = self.config.retention();
-        let appended = backend.append_once(&stream, &once, self.config.keep, &retention).await?;
+        let appended = backend.append_once(&stream, &once, self.config.ttl, &retention).await?;
         match appended.first() {
             Some(first) if first.duplicate => self.read(&stream, first.id).await,
-            _ => Ok(Kept::Reply(reply.clone())),
+            _ => Ok(StoredReply::Reply(reply.clone())),
         }
     }
 
     /// Copies a reply to the control stream, for those who watch. Doing so twice is known by the id.
-    pub(super) async fn announce(&self, request: &RequestId, reply: &Reply) -> Result<()> {
+    pub(super) async fn publish_copy(&self, request: &RequestId, reply: &Reply) -> Result<()> {
         self.bus.publish_outgoing(reply.to_outgoing(request)?).await?;
         Ok(())
     }
 
     /// Puts a requester on the list of those who have replies, so that what is theirs can be swept.
-    pub(super) async fn list(&self, requester: &Requester) -> Result<()> {
+    pub(super) async fn register_requester(&self, requester: &Requester) -> Result<()> {
         let now = Instant::now();
-        let is_listed = |at: &Instant| now.duration_since(*at) < LIST_EVERY;
-        if self.listed().get(requester).is_some_and(is_listed) {
+        let is_registered = |at: &Instant| now.duration_since(*at) < REGISTER_INTERVAL;
+        if self.registered().get(requester).is_some_and(is_registered) {
             return Ok(());
         }
-        let set = self.journal.keys.requesters(&self.journal.namespace);
-        self.journal.backend.set_add(&set, &[requester.as_str()], None).await?;
-        let mut listed = self.listed();
-        if listed.len() >= LISTED_MAX {
-            listed.clear();
+        let set = self.storage.keys.requesters(&self.storage.namespace);
+        self.storage.backend.set_add(&set, &[requester.as_str()], None).await?;
+        let mut registered = self.registered();
+        if registered.len() >= REGISTERED_MAX {
+            registered.clear();
         }
-        listed.insert(requester.clone(), now);
+        registered.insert(requester.clone(), now);
         Ok(())
     }
 
     /// Removes replies whose time is up, and streams that have had none for as long again. Any process may do so, and
     /// several may.
     pub(super) async fn sweep(&self) -> Result<()> {
-        let set = self.journal.keys.requesters(&self.journal.namespace);
-        for name in self.journal.backend.set_members(&set).await? {
+        let set = self.storage.keys.requesters(&self.storage.namespace);
+        for name in self.storage.backend.set_members(&set).await? {
             let Ok(requester) = Requester::new(&name) else {
-                self.journal.backend.set_remove(&set, &[&name]).await?;
+                self.storage.backend.set_remove(&set, &[&name]).await?;
                 continue;
             };
             if let Err(error) = self.sweep_one(&requester).await {
@@ -168,26 +169,27 @@ impl Replies {
     }
 
     async fn sweep_one(&self, requester: &Requester) -> Result<()> {
-        let (backend, stream) = (&self.journal.backend, self.stream(requester));
-        let retention = Retention { max_age: Some(self.config.keep), ..Retention::KEEP_ALL };
+        let (backend, stream) = (&self.storage.backend, self.stream(requester));
+        let retention = Retention { max_age: Some(self.config.ttl), ..Retention::KEEP_ALL };
         let trimmed = backend.trim(&stream, &retention, TrimGuard::Safe).await?;
         metrics::replies_swept(trimmed.removed, 0);
         let stats = backend.stats(&stream).await?;
         let now = backend.now().await?;
-        let is_over = match &stats {
+        let is_abandoned = match &stats {
             None => true,
             Some(stats) => {
                 let last = stats.last_id.map_or(0, |id| id.ms);
                 // A reply that comes between this look and the end of the stream is still on the control stream.
-                stats.length == 0 && now.as_millis().saturating_sub(last) > self.long_ago_ms()
+                stats.length == 0
+                    && now.as_millis().saturating_sub(last) > self.stream_idle_limit_ms()
             }
         };
-        if !is_over {
+        if !is_abandoned {
             return Ok(());
         }
-        let set = self.journal.keys.requesters(&self.journal.namespace);
+        let set = self.storage.keys.requesters(&self.storage.namespace);
         backend.set_remove(&set, &[requester.as_str()]).await?;
-        self.listed().remove(requester);
+        self.registered().remove(requester);
         if stats.is_some() && backend.delete_stream(&stream).await? {
             metrics::replies_swept(0, 1);
             debug!(%stream, "a stream of replies has ended");
@@ -195,11 +197,11 @@ impl Replies {
         Ok(())
     }
 
-    fn long_ago_ms(&self) -> u64 {
-        u64::try_from((self.config.keep * 2).as_millis()).unwrap_or(u64::MAX)
+    fn stream_idle_limit_ms(&self) -> u64 {
+        u64::try_from((self.config.ttl * 2).as_millis()).unwrap_or(u64::MAX)
     }
 
-    fn listed(&self) -> MutexGuard<'_, HashMap<Requester, Instant>> {
-        self.listed.lock().expect("no code panics while it holds this lock")
+    fn registered(&self) -> MutexGuard<'_, HashMap<Requester, Instant>> {
+        self.registered.lock().expect("no code panics while it holds this lock")
     }
 }

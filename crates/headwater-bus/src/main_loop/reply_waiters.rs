@@ -21,26 +21,26 @@ use crate::limits::WAITERS_MAX;
 use crate::name::RequestId;
 
 /// How long one read waits.
-const POLL: Duration = Duration::from_secs(30);
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Replies in one read.
-const COUNT: usize = 64;
+const READ_COUNT: usize = 64;
 
 /// The waits between tries while the backend is away.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
-type Arrived = Option<Arc<Envelope>>;
+type ArrivedReply = Option<Arc<Envelope>>;
 
 /// Those who wait, by what they wait for.
 #[derive(Default)]
-pub(super) struct Waiters {
-    waiting: Mutex<HashMap<RequestId, watch::Sender<Arrived>>>,
+pub(super) struct ReplyWaiters {
+    waiting: Mutex<HashMap<RequestId, watch::Sender<ArrivedReply>>>,
 }
 
-impl Waiters {
+impl ReplyWaiters {
     /// Waits for the reply to a request, from now on.
-    pub(super) fn add(self: &Arc<Self>, request: &RequestId) -> Result<Waiter> {
+    pub(super) fn add(self: &Arc<Self>, request: &RequestId) -> Result<ReplyWaiter> {
         let mut waiting = self.lock();
         let receiver = match waiting.get(request) {
             Some(sender) => sender.subscribe(),
@@ -55,7 +55,7 @@ impl Waiters {
             }
         };
         let waiters = Arc::clone(self);
-        Ok(Waiter { waiters, request: request.clone(), receiver: Some(receiver) })
+        Ok(ReplyWaiter { waiters, request: request.clone(), receiver: Some(receiver) })
     }
 
     fn wake(&self, request: &RequestId, envelope: Envelope) {
@@ -64,19 +64,19 @@ impl Waiters {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<RequestId, watch::Sender<Arrived>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<RequestId, watch::Sender<ArrivedReply>>> {
         self.waiting.lock().expect("no code panics while it holds this lock")
     }
 }
 
 /// Somebody who waits for a reply.
-pub(super) struct Waiter {
-    waiters: Arc<Waiters>,
+pub(super) struct ReplyWaiter {
+    waiters: Arc<ReplyWaiters>,
     request: RequestId,
-    receiver: Option<watch::Receiver<Arrived>>,
+    receiver: Option<watch::Receiver<ArrivedReply>>,
 }
 
-impl Waiter {
+impl ReplyWaiter {
     /// Returns when the reply is there. Cancel-safe.
     pub(super) async fn arrived(&mut self) -> Arc<Envelope> {
         let Some(receiver) = &mut self.receiver else { return std::future::pending().await };
@@ -88,7 +88,7 @@ impl Waiter {
     }
 }
 
-impl Drop for Waiter {
+impl Drop for ReplyWaiter {
     fn drop(&mut self) {
         let mut waiting = self.waiters.lock();
         self.receiver = None;
@@ -99,11 +99,11 @@ impl Drop for Waiter {
 }
 
 /// Reads replies after `position` and wakes those who wait for them, for as long as it is polled.
-pub(super) async fn follow(
+pub(super) async fn follow_replies(
     backend: Arc<dyn Backend>,
     stream: StreamName,
     mut position: EntryId,
-    waiters: Arc<Waiters>,
+    waiters: Arc<ReplyWaiters>,
 ) {
     let mut wait = RETRY_FIRST;
     let mut reader: Option<Box<dyn TailReader>> = None;
@@ -139,7 +139,7 @@ async fn read(
         Some(reader) => reader,
         None => reader.insert(backend.tail().await?),
     };
-    let batches = reader.read(&[position], COUNT, POLL).await?;
+    let batches = reader.read(&[position], READ_COUNT, READ_TIMEOUT).await?;
     let read = batches.into_iter().flat_map(|batch| {
         let stream = batch.stream;
         batch.entries.into_iter().map(move |entry| {

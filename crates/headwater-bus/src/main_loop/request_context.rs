@@ -26,7 +26,7 @@ use crate::session::Session;
 ///
 /// ```
 /// use async_trait::async_trait;
-/// use headwater_bus::{ExecuteError, MainLoop, Run, Session};
+/// use headwater_bus::{ExecuteError, MainLoop, RequestContext, Session};
 ///
 /// struct Echo;
 ///
@@ -39,9 +39,9 @@ use crate::session::Session;
 ///         &self,
 ///         request: String,
 ///         _session: &Session,
-///         run: &Run,
+///         context: &RequestContext,
 ///     ) -> Result<String, ExecuteError> {
-///         run.meter().charge_call()?;
+///         context.meter().charge_call()?;
 ///         Ok(request)
 ///     }
 /// }
@@ -62,12 +62,12 @@ pub trait MainLoop: Send + Sync + 'static {
         &self,
         request: Self::Request,
         session: &Session,
-        run: &Run,
+        context: &RequestContext,
     ) -> Result<Self::Output, ExecuteError>;
 }
 
 /// What a request brings along: its limits, and what it may use.
-pub struct Run {
+pub struct RequestContext {
     pub(super) request_id: RequestId,
     pub(super) attempt: u32,
     pub(super) meter: Meter,
@@ -76,7 +76,7 @@ pub struct Run {
     pub(super) resources: Json,
 }
 
-impl Run {
+impl RequestContext {
     /// The request.
     pub fn request_id(&self) -> &RequestId {
         &self.request_id
@@ -108,9 +108,9 @@ impl Run {
     }
 }
 
-impl fmt::Debug for Run {
+impl fmt::Debug for RequestContext {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Run")
+        f.debug_struct("RequestContext")
             .field("request_id", &self.request_id)
             .field("attempt", &self.attempt)
             .field("meter", &self.meter)
@@ -120,7 +120,7 @@ impl fmt::Debug for Run {
 
 /// What became of one try.
 #[derive(Debug)]
-pub(super) enum Tried {
+pub(super) enum AttemptResult {
     Output(Json),
     Failed(ExecuteError),
     Panicked(String),
@@ -128,62 +128,72 @@ pub(super) enum Tried {
 
 /// A main loop that forgot its types.
 #[async_trait]
-pub(super) trait Execute: Send + Sync {
+pub(super) trait DynMainLoop: Send + Sync {
     /// Whether the main loop understands the request.
     fn check(&self, request: &Json) -> Result<(), String>;
 
-    async fn execute(&self, request: &Json, session: &Session, run: &Run) -> Tried;
+    async fn execute(
+        &self,
+        request: &Json,
+        session: &Session,
+        context: &RequestContext,
+    ) -> AttemptResult;
 }
 
-pub(super) struct Typed<M>(pub(super) M);
+pub(super) struct TypedMainLoop<M>(pub(super) M);
 
-impl<M: MainLoop> Typed<M> {
+impl<M: MainLoop> TypedMainLoop<M> {
     async fn try_once(
         &self,
         request: &Json,
         session: &Session,
-        run: &Run,
+        context: &RequestContext,
     ) -> Result<Json, ExecuteError> {
         let request = M::Request::deserialize(request).map_err(|error| {
             ExecuteError::give_up(format!("the request cannot be read: {error}"))
         })?;
-        let output = self.0.execute(request, session, run).await?;
+        let output = self.0.execute(request, session, context).await?;
         serde_json::to_value(output)
             .map_err(|error| ExecuteError::give_up(format!("the output is no JSON: {error}")))
     }
 }
 
 #[async_trait]
-impl<M: MainLoop> Execute for Typed<M> {
+impl<M: MainLoop> DynMainLoop for TypedMainLoop<M> {
     fn check(&self, request: &Json) -> Result<(), String> {
         M::Request::deserialize(request).map(drop).map_err(|error| error.to_string())
     }
 
-    async fn execute(&self, request: &Json, session: &Session, run: &Run) -> Tried {
-        let trying = AssertUnwindSafe(self.try_once(request, session, run)).catch_unwind();
-        let mut trying = Guarded(Some(Box::pin(trying)));
-        let Some(future) = trying.0.as_mut() else { return Tried::Panicked(String::new()) };
+    async fn execute(
+        &self,
+        request: &Json,
+        session: &Session,
+        context: &RequestContext,
+    ) -> AttemptResult {
+        let trying = AssertUnwindSafe(self.try_once(request, session, context)).catch_unwind();
+        let mut trying = CatchDropPanic(Some(Box::pin(trying)));
+        let Some(future) = trying.0.as_mut() else { return AttemptResult::Panicked(String::new()) };
         match future.await {
-            Ok(Ok(output)) => Tried::Output(output),
-            Ok(Err(error)) => Tried::Failed(error),
-            Err(panic) => Tried::Panicked(panicked(&*panic)),
+            Ok(Ok(output)) => AttemptResult::Output(output),
+            Ok(Err(error)) => AttemptResult::Failed(error),
+            Err(panic) => AttemptResult::Panicked(panic_message(&*panic)),
         }
     }
 }
 
-fn panicked(panic: &(dyn Any + Send)) -> String {
-    format!("it panicked: {}", panic_text(panic))
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    format!("it panic_message: {}", panic_text(panic))
 }
 
 /// A future whose values may panic when they are dropped, too.
-struct Guarded<F>(Option<F>);
+struct CatchDropPanic<F>(Option<F>);
 
-impl<F> Drop for Guarded<F> {
+impl<F> Drop for CatchDropPanic<F> {
     fn drop(&mut self) {
         let future = self.0.take();
         let dropped = std::panic::catch_unwind(AssertUnwindSafe(move || drop(future)));
         if let Err(panic) = dropped {
-            tracing::warn!(error = panic_text(&*panic), "a run panicked while it was dropped");
+            tracing::warn!(error = panic_text(&*panic), "a run panic_message while it was dropped");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Which requests are being carried out, so that each is by one process and in it once.
 //!
 //! Upstream: `carry`. Downstream: leases of the backend, through a keeper.
-//! Promises: whoever holds a [`Hold`] is the only one at work on its request, until [`Hold::lost`] returns; a hold that is
+//! Promises: whoever holds a [`RequestLock`] is the only one at work on its request, until [`RequestLock::lost`] returns; a hold that is
 //! dropped is given up soon, one that is released at once.
 
 use std::collections::HashMap;
@@ -12,15 +12,15 @@ use headwater_stream::{Acquired, HeldLease, HolderName, KeeperConfig, LeaseKeepe
 use tokio::sync::{mpsc, watch};
 use tracing::warn;
 
-use super::task::Task;
+use super::parsed_request::ParsedRequest;
 use crate::error::Result;
-use crate::journal::Journal;
 use crate::metrics;
 use crate::name::RequestId;
+use crate::session_backend::SessionBackend;
 
 /// The requests of this process.
-pub(super) struct Running {
-    journal: Journal,
+pub(super) struct RequestLocks {
+    storage: SessionBackend,
     keeper: LeaseKeeper,
     requests: Mutex<HashMap<RequestId, watch::Sender<bool>>>,
     /// Locks whose holds were dropped. As many as there are requests at work.
@@ -28,50 +28,52 @@ pub(super) struct Running {
 }
 
 /// What became of the wish to carry out a request.
-pub(super) enum Entered {
-    Won(Hold),
+pub(super) enum LockAttempt {
+    Acquired(RequestLock),
     /// Somebody is at it, and is so at least for this time, if nothing happens.
-    Busy(Duration),
+    Held(Duration),
 }
 
 /// How long to leave a request alone that is carried out in this process.
-const BUSY_HERE: Duration = Duration::from_millis(200);
+const LOCAL_RETRY_AFTER: Duration = Duration::from_millis(200);
 
-impl Running {
+impl RequestLocks {
     pub(super) fn new(
-        journal: Journal,
+        storage: SessionBackend,
         holder: &str,
         config: KeeperConfig,
     ) -> Result<(Arc<Self>, mpsc::UnboundedReceiver<LeaseName>)> {
-        let leases = Arc::clone(&journal.backend) as Arc<dyn headwater_stream::Leases>;
+        let leases = Arc::clone(&storage.backend) as Arc<dyn headwater_stream::Leases>;
         let keeper = LeaseKeeper::new(leases, HolderName::new(holder)?, config)?;
         let (dropped, receiver) = mpsc::unbounded_channel();
-        Ok((Arc::new(Self { journal, keeper, requests: Mutex::default(), dropped }), receiver))
+        Ok((Arc::new(Self { storage, keeper, requests: Mutex::default(), dropped }), receiver))
     }
 
     /// Takes a request, if nobody has it. From before the lock is taken, cancellations of it are heard.
-    pub(super) async fn enter(self: &Arc<Self>, task: &Task) -> Result<Entered> {
-        let Some(mut hold) = self.note(task) else { return Ok(Entered::Busy(BUSY_HERE)) };
-        let lock = self.journal.keys.request_lock(&task.session);
-        match self.keeper.acquire(&lock).await? {
+    pub(super) async fn acquire(self: &Arc<Self>, request: &ParsedRequest) -> Result<LockAttempt> {
+        let Some(mut lock) = self.register(request) else {
+            return Ok(LockAttempt::Held(LOCAL_RETRY_AFTER));
+        };
+        let name = self.storage.keys.request_lock(&request.session);
+        match self.keeper.acquire(&name).await? {
             Acquired::Won(held) => {
-                hold.lease = Some((lock, held));
-                Ok(Entered::Won(hold))
+                lock.lease = Some((name, held));
+                Ok(LockAttempt::Acquired(lock))
             }
-            Acquired::Held { remaining, .. } => Ok(Entered::Busy(remaining)),
+            Acquired::Held { remaining, .. } => Ok(LockAttempt::Held(remaining)),
         }
     }
 
-    fn note(self: &Arc<Self>, task: &Task) -> Option<Hold> {
+    fn register(self: &Arc<Self>, request: &ParsedRequest) -> Option<RequestLock> {
         let mut requests = self.requests();
-        if requests.contains_key(&task.request_id) {
+        if requests.contains_key(&request.id) {
             return None;
         }
         let (sender, cancelled) = watch::channel(false);
-        requests.insert(task.request_id.clone(), sender);
+        requests.insert(request.id.clone(), sender);
         metrics::requests_running(1.0);
-        let request_id = task.request_id.clone();
-        Some(Hold { running: Arc::clone(self), request_id, cancelled, lease: None })
+        let request_id = request.id.clone();
+        Some(RequestLock { locks: Arc::clone(self), request_id, cancelled, lease: None })
     }
 
     /// Tells whoever carries out a request here that nobody wants it any more.
@@ -83,7 +85,7 @@ impl Running {
     }
 
     /// Renews locks, and gives up those that were dropped, for as long as it is polled.
-    pub(super) async fn upkeep(&self, mut dropped: mpsc::UnboundedReceiver<LeaseName>) {
+    pub(super) async fn run(&self, mut dropped: mpsc::UnboundedReceiver<LeaseName>) {
         let releasing = async {
             while let Some(lock) = dropped.recv().await {
                 self.release(&lock).await;
@@ -112,14 +114,14 @@ impl Running {
 }
 
 /// The right to carry out a request.
-pub(super) struct Hold {
-    running: Arc<Running>,
+pub(super) struct RequestLock {
+    locks: Arc<RequestLocks>,
     request_id: RequestId,
     cancelled: watch::Receiver<bool>,
     lease: Option<(LeaseName, HeldLease)>,
 }
 
-impl Hold {
+impl RequestLock {
     /// Returns when the request is cancelled. Cancel-safe.
     pub(super) async fn cancelled(&self) {
         let mut cancelled = self.cancelled.clone();
@@ -139,18 +141,18 @@ impl Hold {
     /// Gives the request up, so that others can have it at once.
     pub(super) async fn release(mut self) {
         if let Some((lock, _)) = self.lease.take() {
-            self.running.release(&lock).await;
+            self.locks.release(&lock).await;
         }
     }
 }
 
-impl Drop for Hold {
+impl Drop for RequestLock {
     fn drop(&mut self) {
         metrics::requests_running(-1.0);
-        self.running.requests().remove(&self.request_id);
+        self.locks.requests().remove(&self.request_id);
         if let Some((lock, _)) = self.lease.take() {
             // Nobody receives it after the end of the worker, which gives up all locks itself.
-            let _ = self.running.dropped.send(lock);
+            let _ = self.locks.dropped.send(lock);
         }
     }
 }

@@ -8,7 +8,7 @@
 use headwater_stream::{EntryId, GroupStart, Retention, TrimGuard};
 use tracing::info;
 
-use super::meta::{self, Meta, Point, Stage};
+use super::meta::{self, SessionMeta, SessionPoint, SessionStage};
 use super::{Result, Session, SessionError, Sessions, snapshot};
 use crate::metrics;
 use crate::name::SessionId;
@@ -16,7 +16,7 @@ use crate::name::SessionId;
 /// What a compaction did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Compacted {
+pub struct CompactionReport {
     /// How many entries went.
     pub removed: u64,
     /// Entries before this one may go: the oldest of the snapshots.
@@ -36,7 +36,7 @@ pub enum UnreadableEntries {
 
 impl Session {
     /// Takes a snapshot and trims what the snapshots of all sets of folds stand for.
-    pub async fn compact(&self) -> Result<Compacted> {
+    pub async fn compact(&self) -> Result<CompactionReport> {
         self.refresh().await?;
         self.snapshot().await?;
         self.sessions().compact(self.id(), UnreadableEntries::Keep).await
@@ -49,7 +49,7 @@ impl Sessions {
         &self,
         session: &SessionId,
         unreadable: UnreadableEntries,
-    ) -> Result<Compacted> {
+    ) -> Result<CompactionReport> {
         let refuse =
             |problem: String| SessionError::Compaction { session: session.clone(), problem };
         let meta = self.open_meta(session).await?;
@@ -57,10 +57,10 @@ impl Sessions {
             return Err(refuse("there is no snapshot".to_owned()));
         }
         // What the meta says was there once; what counts is there now.
-        let mut before: Option<Point> = None;
+        let mut before: Option<SessionPoint> = None;
         for set in meta.snapshots.keys() {
-            let map = self.journal().keys.session_snapshot(session, set);
-            let Some(fields) = self.journal().backend.map_get(&map).await? else {
+            let map = self.storage().keys.session_snapshot(session, set);
+            let Some(fields) = self.storage().backend.map_get(&map).await? else {
                 return Err(refuse(format!("the snapshot of the folds {set} is gone")));
             };
             let point = snapshot::verify(&fields).map_err(|problem| {
@@ -80,18 +80,18 @@ impl Sessions {
     async fn trim_before(
         &self,
         session: &SessionId,
-        meta: &Meta,
-        before: Point,
-    ) -> Result<Compacted> {
-        let journal = self.journal();
-        let (stream, guard) = (journal.keys.session(session), journal.keys.session_guard(session));
-        let map = journal.keys.session_meta(session);
+        meta: &SessionMeta,
+        before: SessionPoint,
+    ) -> Result<CompactionReport> {
+        let storage = self.storage();
+        let (stream, guard) = (storage.keys.session(session), storage.keys.session_guard(session));
+        let map = storage.keys.session_meta(session);
         // Why entries will be missing is known before they are. All up to the snapshot's own are in its count.
         if meta.compacted.is_none_or(|point| point.entry_id < before.entry_id) {
-            let point = Point { entries: before.entries.saturating_sub(1), ..before };
-            let open = meta::stage_text(Stage::Open);
+            let point = SessionPoint { entries: before.entries.saturating_sub(1), ..before };
+            let open = meta::stage_text(SessionStage::Open);
             let expected = Some((meta::STAGE, open.as_bytes()));
-            if !journal.backend.map_update(&map, expected, &meta::compacted_is(point)).await? {
+            if !storage.backend.map_update(&map, expected, &meta::compacted_is(point)).await? {
                 // It ended meanwhile, or was forgotten. What became of it says more than that.
                 self.open_meta(session).await?;
                 let problem = "it changed meanwhile, try again".to_owned();
@@ -99,36 +99,36 @@ impl Sessions {
             }
         }
         let start = GroupStart::After(previous(before.entry_id));
-        if !journal.backend.reset_group(&stream, &guard, start).await? {
+        if !storage.backend.reset_group(&stream, &guard, start).await? {
             let problem = "its stream is lost".to_owned();
             return Err(SessionError::Compaction { session: session.clone(), problem });
         }
         // The guard has read exactly what may go.
         let retention = Retention::max_len(0);
-        let trimmed = journal.backend.trim(&stream, &retention, TrimGuard::Safe).await?;
-        let stats = journal.backend.stats(&stream).await?;
+        let trimmed = storage.backend.trim(&stream, &retention, TrimGuard::Safe).await?;
+        let stats = storage.backend.stats(&stream).await?;
         let first = stats.and_then(|stats| stats.first_id);
         let held_back = first.is_some_and(|first| first < before.entry_id);
         metrics::compacted(trimmed.removed);
         info!(%session, removed = trimmed.removed, held_back, "session compacted");
-        Ok(Compacted { removed: trimmed.removed, before: before.entry_id, held_back })
+        Ok(CompactionReport { removed: trimmed.removed, before: before.entry_id, held_back })
     }
 
     /// Removes the snapshot of a set of folds that nobody uses any more: compactions need not heed it then.
-    pub async fn forget_snapshots(&self, session: &SessionId, set: &str) -> Result<bool> {
+    pub async fn delete_snapshots(&self, session: &SessionId, set: &str) -> Result<bool> {
         let meta = self.open_meta(session).await?;
         if !meta.snapshots.contains_key(set) {
             return Ok(false);
         }
-        let journal = self.journal();
-        let map = journal.keys.session_meta(session);
-        journal.backend.map_update(&map, None, &meta::snapshot_is_gone(set)).await?;
-        journal.backend.map_delete(&journal.keys.session_snapshot(session, set)).await?;
+        let storage = self.storage();
+        let map = storage.keys.session_meta(session);
+        storage.backend.map_update(&map, None, &meta::snapshot_is_gone(set)).await?;
+        storage.backend.map_delete(&storage.keys.session_snapshot(session, set)).await?;
         Ok(true)
     }
 }
 
-fn earlier(one: Point, other: Point) -> Point {
+fn earlier(one: SessionPoint, other: SessionPoint) -> SessionPoint {
     if one.entry_id <= other.entry_id { one } else { other }
 }
 
@@ -148,15 +148,15 @@ mod tests {
     use headwater_stream::clock::Timestamp;
 
     use super::*;
-    use crate::builtin::PromptExecuted;
+    use crate::builtin_events::PromptExecuted;
     use crate::fold::Folds;
     use crate::local::LocalBus;
-    use crate::registry::Registry;
+    use crate::registry::EventRegistry;
     use crate::session::SessionsConfig;
 
     #[tokio::test]
     async fn a_session_that_ended_since_it_was_looked_at_is_not_trimmed() {
-        let bus = Arc::new(LocalBus::new(Registry::builtin()));
+        let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
         let folds = Folds::none().all::<PromptExecuted>(10);
         let sessions = Sessions::new(bus, folds, SessionsConfig::default()).await.unwrap();
         let id = SessionId::random();
@@ -169,17 +169,17 @@ mod tests {
         let before = *meta.snapshots.values().next().unwrap();
 
         // Somebody found it over, and has yet to remove what is in it; it may turn out to be in use after all.
-        let journal = sessions.journal();
-        let map = journal.keys.session_meta(&id);
+        let storage = sessions.storage();
+        let map = storage.keys.session_meta(&id);
         let ended = meta::expired_is(before, Timestamp::from_millis(1_767_225_600_000));
-        assert!(journal.backend.map_update(&map, None, &ended).await.unwrap());
+        assert!(storage.backend.map_update(&map, None, &ended).await.unwrap());
         let error = sessions.trim_before(&id, &meta, before).await.unwrap_err();
         assert!(matches!(error, SessionError::Expired { .. }), "{error}");
-        let stats = journal.backend.stats(&journal.keys.session(&id)).await.unwrap().unwrap();
+        let stats = storage.backend.stats(&storage.keys.session(&id)).await.unwrap().unwrap();
         assert_eq!(stats.length, 3);
 
         // In use again, it is compacted as ever.
-        assert!(journal.backend.map_update(&map, None, &meta::open_again()).await.unwrap());
+        assert!(storage.backend.map_update(&map, None, &meta::reopened()).await.unwrap());
         assert_eq!(sessions.trim_before(&id, &meta, before).await.unwrap().removed, 2);
     }
 

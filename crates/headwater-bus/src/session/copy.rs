@@ -13,7 +13,7 @@ use headwater_stream::limits::{BATCH_MAX, ENTRY_BYTES_MAX, FIELDS_MAX};
 use headwater_stream::{EntryId, Fields, RegistryMap, Retention};
 use tracing::{info, warn};
 
-use super::meta::{self, First, Meta, Parent, Point, Stage};
+use super::meta::{self, FirstEntry, Parent, SessionMeta, SessionPoint, SessionStage};
 use super::replay::ORIGINAL_ENTRY_ID;
 use super::state::COPIED_BY;
 use super::{Result, Session, SessionError, Sessions, snapshot};
@@ -21,14 +21,14 @@ use crate::limits::REPLAY_PAGE_BYTES;
 use crate::name::{SessionId, random_bits};
 
 /// A session that is being made.
-pub(super) struct Filling {
+pub(super) struct CopyInProgress {
     sessions: Sessions,
     session: SessionId,
-    meta: Meta,
+    meta: SessionMeta,
     /// Snapshots that move along, by their set of folds.
     snapshots: Vec<(String, RegistryMap)>,
     /// Entries that the snapshots name, and what they are called here.
-    moved: HashMap<EntryId, Option<EntryId>>,
+    new_ids: HashMap<EntryId, Option<EntryId>>,
     first: Option<EntryId>,
     pub(super) last: Option<EntryId>,
     pub(super) entries: u64,
@@ -36,7 +36,7 @@ pub(super) struct Filling {
 
 /// Result of abandoning a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Abandoned {
+pub(super) enum AbandonOutcome {
     /// Nothing is left of it.
     Removed,
     /// It had become a session already: only the reply that said so was lost.
@@ -54,7 +54,7 @@ pub(super) enum Beginning {
     Unknown,
 }
 
-impl Filling {
+impl CopyInProgress {
     /// Takes the id for a session that is to be filled.
     pub(super) async fn begin(
         sessions: &Sessions,
@@ -63,23 +63,23 @@ impl Filling {
         parent: Option<Parent>,
         snapshots: Vec<(String, RegistryMap)>,
     ) -> Result<Self> {
-        sessions.remove_earlier(session, &what).await?;
+        sessions.remove_previous_attempt(session, &what).await?;
         let base = sessions.check_free(session).await?;
-        let mut meta = sessions.begin(session, First::Unseen).await?;
-        meta.stage = Stage::Filling;
+        let mut meta = sessions.register(session, FirstEntry::NoneYet).await?;
+        meta.stage = SessionStage::Copying;
         meta.base = base;
-        meta.filling = what;
-        meta.filler = format!("{:032x}", random_bits());
+        meta.copy_description = what;
+        meta.copier = format!("{:032x}", random_bits());
         meta.parent = parent;
-        sessions.found(session, &meta).await?;
+        sessions.commit_meta(session, &meta).await?;
         let named: HashSet<EntryId> =
-            snapshots.iter().flat_map(|(_, fields)| snapshot::ids_of(fields)).collect();
+            snapshots.iter().flat_map(|(_, fields)| snapshot::entry_ids(fields)).collect();
         Ok(Self {
             sessions: sessions.clone(),
             session: session.clone(),
             meta,
             snapshots,
-            moved: named.into_iter().map(|id| (id, None)).collect(),
+            new_ids: named.into_iter().map(|id| (id, None)).collect(),
             first: None,
             last: None,
             entries: 0,
@@ -104,17 +104,17 @@ impl Filling {
     }
 
     async fn add_batch(&mut self, entries: &[(EntryId, Fields)]) -> Result<()> {
-        self.go_on().await?;
-        let journal = self.sessions.journal();
-        let stream = journal.keys.session(&self.session);
-        let filler = &self.meta.filler;
-        let copies = entries.iter().map(|(id, fields)| copy(*id, fields, filler));
+        self.heartbeat().await?;
+        let storage = self.sessions.storage();
+        let stream = storage.keys.session(&self.session);
+        let copier = &self.meta.copier;
+        let copies = entries.iter().map(|(id, fields)| copied_fields(*id, fields, copier));
         let copies: Vec<Fields> = copies.collect();
-        let ids = journal.backend.append(&stream, &copies, &Retention::KEEP_ALL).await?;
+        let ids = storage.backend.append(&stream, &copies, &Retention::KEEP_ALL).await?;
         for ((old, _), new) in entries.iter().zip(ids) {
             self.first.get_or_insert(new);
-            if let Some(moved) = self.moved.get_mut(old) {
-                *moved = Some(new);
+            if let Some(new_ids) = self.new_ids.get_mut(old) {
+                *new_ids = Some(new);
             }
             self.last = Some(*old);
             self.entries += 1;
@@ -123,40 +123,40 @@ impl Filling {
     }
 
     /// Shows that somebody still works on it.
-    async fn go_on(&self) -> Result<()> {
+    async fn heartbeat(&self) -> Result<()> {
         let now = self.sessions.now().await?;
-        if self.change(&meta::progress_is(now)).await? {
+        if self.update_meta(&meta::progress_is(now)).await? {
             return Ok(());
         }
-        Err(self.taken_away())
+        Err(self.superseded_error())
     }
 
-    async fn change(&self, fields: &RegistryMap) -> Result<bool> {
-        let journal = self.sessions.journal();
-        let map = journal.keys.session_meta(&self.session);
-        let expected = Some((meta::FILLER, self.meta.filler.as_bytes()));
-        Ok(journal.backend.map_update(&map, expected, fields).await?)
+    async fn update_meta(&self, fields: &RegistryMap) -> Result<bool> {
+        let storage = self.sessions.storage();
+        let map = storage.keys.session_meta(&self.session);
+        let expected = Some((meta::COPIER, self.meta.copier.as_bytes()));
+        Ok(storage.backend.map_update(&map, expected, fields).await?)
     }
 
-    fn taken_away(&self) -> SessionError {
+    fn superseded_error(&self) -> SessionError {
         SessionError::Unfinished {
             session: self.session.clone(),
-            what: format!("{}, which somebody removed,", self.meta.filling),
+            what: format!("{}, which somebody removed,", self.meta.copy_description),
             since: self.meta.progress_at,
         }
     }
 
     /// Whether there is a snapshot that stands for what came before the first entry.
     pub(super) fn has_snapshot(&self) -> bool {
-        self.moved_snapshots().next().is_some()
+        self.translated_snapshots().next().is_some()
     }
 
     /// The snapshots as they are here, if all entries that they name came along.
-    fn moved_snapshots(&self) -> impl Iterator<Item = (&str, RegistryMap)> {
-        let to = |id| self.moved.get(&id).copied().flatten();
+    fn translated_snapshots(&self) -> impl Iterator<Item = (&str, RegistryMap)> {
+        let to = |id| self.new_ids.get(&id).copied().flatten();
         self.snapshots
             .iter()
-            .filter_map(move |(set, fields)| Some((set.as_str(), snapshot::moved(fields, to)?)))
+            .filter_map(move |(set, fields)| Some((set.as_str(), snapshot::translate(fields, to)?)))
     }
 
     /// Makes it a session, and opens it.
@@ -167,30 +167,30 @@ impl Filling {
 
     /// Makes it a session: all of it, in one step. May be repeated after an error.
     pub(super) async fn commit(&self, beginning: Beginning) -> Result<()> {
-        let journal = self.sessions.journal();
+        let storage = self.sessions.storage();
         let mut meta = self.meta.clone();
-        meta.stage = Stage::Open;
-        meta.copied_by.clone_from(&meta.filler);
+        meta.stage = SessionStage::Open;
+        meta.copied_by.clone_from(&meta.copier);
         meta.progress_at = self.sessions.now().await?;
         if let (Some(parent), Some(last)) = (&mut meta.parent, self.last) {
             parent.entry_id = last;
         }
         meta.first = match (beginning, self.first) {
-            (Beginning::Unknown, _) => First::Unknown,
-            (Beginning::After(_), _) => First::Elsewhere,
-            (Beginning::Whole, Some(first)) => First::Entry(first),
-            (Beginning::Whole, None) => First::Unseen,
+            (Beginning::Unknown, _) => FirstEntry::Unknown,
+            (Beginning::After(_), _) => FirstEntry::Elsewhere,
+            (Beginning::Whole, Some(first)) => FirstEntry::Entry(first),
+            (Beginning::Whole, None) => FirstEntry::NoneYet,
         };
         if let (Beginning::After(entries), Some(entry_id)) = (beginning, self.first) {
-            meta.compacted = Some(Point { entry_id, entries });
+            meta.compacted = Some(SessionPoint { entry_id, entries });
         }
         // If all events are there, they make the state anew: only then it names the entries that are here.
-        let is_all_there = is_all_there(beginning);
-        for (set, fields) in self.moved_snapshots().filter(|_| !is_all_there) {
-            let map = journal.keys.session_snapshot(&self.session, set);
+        let has_all_events = has_all_events(beginning);
+        for (set, fields) in self.translated_snapshots().filter(|_| !has_all_events) {
+            let map = storage.keys.session_snapshot(&self.session, set);
             // One that is there is left over from a session that was removed.
-            if !journal.backend.map_create(&map, &fields).await? {
-                journal.backend.map_update(&map, None, &fields).await?;
+            if !storage.backend.map_create(&map, &fields).await? {
+                storage.backend.map_update(&map, None, &fields).await?;
             }
             if let Some(point) = snapshot::point_of(&fields) {
                 meta.snapshots.insert(set.to_owned(), point);
@@ -198,15 +198,15 @@ impl Filling {
         }
         let mut fields = meta.to_fields();
         // Whoever filled it is done.
-        fields.insert(meta::FILLER.to_owned(), Bytes::new());
-        let changed = self.change(&fields).await;
+        fields.insert(meta::COPIER.to_owned(), Bytes::new());
+        let changed = self.update_meta(&fields).await;
         if matches!(changed, Ok(true)) {
             return Ok(());
         }
         // A change whose reply was lost, and that was repeated, does not find what it expects.
         match self.is_finished().await {
             Ok(true) => Ok(()),
-            Ok(false) => Err(changed.err().unwrap_or_else(|| self.taken_away())),
+            Ok(false) => Err(changed.err().unwrap_or_else(|| self.superseded_error())),
             Err(error) => Err(changed.err().unwrap_or(error)),
         }
     }
@@ -214,10 +214,10 @@ impl Filling {
     /// Whether it is a session by now.
     async fn is_finished(&self) -> Result<bool> {
         let meta = self.sessions.meta(&self.session).await?;
-        let is_ours = |meta: Meta| {
-            meta.stage != Stage::Filling
+        let is_ours = |meta: SessionMeta| {
+            meta.stage != SessionStage::Copying
                 && meta.index == self.meta.index
-                && meta.copied_by == self.meta.filler
+                && meta.copied_by == self.meta.copier
         };
         Ok(meta.is_some_and(is_ours))
     }
@@ -226,7 +226,7 @@ impl Filling {
     pub(super) async fn open(self, beginning: Beginning) -> Result<Session> {
         let session = self.sessions.recover(&self.session).await?;
         let had_snapshot = self.snapshots.iter().any(|(set, _)| *set == self.sessions.inner.set);
-        if is_all_there(beginning) && had_snapshot && session.position() != EntryId::MIN {
+        if has_all_events(beginning) && had_snapshot && session.position() != EntryId::MIN {
             session.snapshot_or_warn().await;
         }
         Ok(session)
@@ -234,13 +234,13 @@ impl Filling {
 
     /// Removes what was made so far. May be repeated after an error; until then it stays unfinished, is replaced if the
     /// same fork or import is repeated, and is swept later.
-    pub(super) async fn abandon(&self) -> Result<Abandoned> {
+    pub(super) async fn abandon(&self) -> Result<AbandonOutcome> {
         let Self { sessions, session, meta, .. } = self;
         let removed = async {
-            let is_removed = sessions.remove_unfinished(session, &meta.filler).await?;
+            let is_removed = sessions.remove_unfinished(session, &meta.copier).await?;
             Ok(match !is_removed && self.is_finished().await? {
-                true => Abandoned::Finished,
-                false => Abandoned::Removed,
+                true => AbandonOutcome::Finished,
+                false => AbandonOutcome::Removed,
             })
         };
         removed.await.inspect_err(|error: &SessionError| {
@@ -249,18 +249,18 @@ impl Filling {
     }
 }
 
-fn is_all_there(beginning: Beginning) -> bool {
+fn has_all_events(beginning: Beginning) -> bool {
     !matches!(beginning, Beginning::After(_))
 }
 
 impl Sessions {
     /// Removes what an earlier run of the same fork or import left when it failed or was killed. If that run still goes
     /// on, it cannot finish any more.
-    async fn remove_earlier(&self, session: &SessionId, what: &str) -> Result<()> {
+    async fn remove_previous_attempt(&self, session: &SessionId, what: &str) -> Result<()> {
         let Some(meta) = self.meta(session).await? else { return Ok(()) };
-        if meta.stage == Stage::Filling
-            && meta.filling == what
-            && self.remove_unfinished(session, &meta.filler).await?
+        if meta.stage == SessionStage::Copying
+            && meta.copy_description == what
+            && self.remove_unfinished(session, &meta.copier).await?
         {
             info!(%session, what, "what an earlier attempt left was removed");
         }
@@ -271,27 +271,27 @@ impl Sessions {
     pub(super) async fn remove_unfinished(
         &self,
         session: &SessionId,
-        filler: &str,
+        copier: &str,
     ) -> Result<bool> {
         // First the token: whoever fills it cannot finish it any more, and what somebody else made meanwhile stays.
-        let map = self.journal().keys.session_meta(session);
-        let expected = Some((meta::FILLER, filler.as_bytes()));
+        let map = self.storage().keys.session_meta(session);
+        let expected = Some((meta::COPIER, copier.as_bytes()));
         // Of two who remove it one does: the other could take away what somebody made of this name right afterwards.
-        let taken = meta::taken_by(&format!("{:032x}", random_bits()), self.now().await?);
-        if !self.journal().backend.map_update(&map, expected, &taken).await? {
+        let taken = meta::claimed_by(&format!("{:032x}", random_bits()), self.now().await?);
+        if !self.storage().backend.map_update(&map, expected, &taken).await? {
             return Ok(false);
         }
-        self.forget(session).await
+        self.delete(session).await
     }
 }
 
 /// The same entry, with a note of the id it had when it was first stored, and of who copied it.
-fn copy(id: EntryId, fields: &Fields, filler: &str) -> Fields {
+fn copied_fields(id: EntryId, fields: &Fields, copier: &str) -> Fields {
     let note = |name: &str, value: String| (Bytes::copy_from_slice(name.as_bytes()), value.into());
     let bare = fields.iter().filter(|(name, _)| name != COPIED_BY.as_bytes()).cloned();
     let has_id = fields.get(ORIGINAL_ENTRY_ID).is_some();
     let id = (!has_id).then(|| note(ORIGINAL_ENTRY_ID, id.to_string()));
-    let by = note(COPIED_BY, filler.to_owned());
+    let by = note(COPIED_BY, copier.to_owned());
     let copy = Fields::new(bare.clone().chain(id).chain([by]));
     // An entry of another program may be as large as an entry can be; then it does without.
     if copy.len() > FIELDS_MAX || copy.bytes() > ENTRY_BYTES_MAX {

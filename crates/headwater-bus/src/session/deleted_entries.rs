@@ -8,9 +8,9 @@
 
 use headwater_stream::{EntryId, StreamStats};
 
-use super::error::{Missing, MissingReason};
-use super::meta::{First, Meta};
-use super::replay::Until;
+use super::error::{MissingEntries, MissingReason};
+use super::meta::{FirstEntry, SessionMeta};
+use super::replay::ReplayUntil;
 
 /// The part of a stream that was read, compared with `stats` taken before.
 #[derive(Clone, Copy, Debug)]
@@ -25,22 +25,24 @@ pub(super) struct Extent {
 
 /// What was deleted of the part of a session that was to be read.
 pub(super) fn find_deleted(
-    meta: &Meta,
+    meta: &SessionMeta,
     stats: &StreamStats,
     read: Extent,
-    until: Until,
-) -> Option<Missing> {
+    until: ReplayUntil,
+) -> Option<MissingEntries> {
     let last = stats.last_id.unwrap_or(EntryId::MIN);
     let (base_id, base_entries) =
         meta.base.map_or((EntryId::MIN, 0), |base| (base.entry_id, base.entries));
     // The entries that a backend added are those of this session if it knows their first one.
-    let is_counted = matches!(meta.first, First::Unseen | First::Entry(_)) && read.to == last;
+    let is_counted =
+        matches!(meta.first, FirstEntry::NoneYet | FirstEntry::Entry(_)) && read.to == last;
     let added = stats.entries_added.and_then(|added| added.checked_sub(base_entries));
     let count = match (added, read.entries) {
         (Some(added), Some(entries)) if is_counted => Some(added.saturating_sub(entries)),
         _ => None,
     };
-    let deleted = |after, before| Missing { after, before, count, why: MissingReason::Deleted };
+    let deleted =
+        |after, before| MissingEntries { after, before, count, reason: MissingReason::Deleted };
 
     let newest = stats.last_generated_id;
     if newest > last.max(base_id) && read.to >= last && read.to < newest && until.last_id() > last {
@@ -66,15 +68,18 @@ pub(super) fn find_deleted(
 mod tests {
     use headwater_stream::clock::Timestamp;
 
-    use super::super::meta::{Point, Stage};
+    use super::super::meta::{SessionPoint, SessionStage};
     use super::*;
 
     fn id(ms: u64) -> EntryId {
         EntryId::new(ms, 0)
     }
 
-    fn meta(first: First) -> Meta {
-        Meta { first, ..Meta::new(Stage::Open, id(1), Timestamp::from_millis(1)) }
+    fn meta(first: FirstEntry) -> SessionMeta {
+        SessionMeta {
+            first,
+            ..SessionMeta::new(SessionStage::Open, id(1), Timestamp::from_millis(1))
+        }
     }
 
     /// A stream that had the entries 1 to 10 and has those from `first` to `last`, as Redis 7 tells it.
@@ -95,56 +100,62 @@ mod tests {
         Extent { from, to: id(to), entries: Some(entries) }
     }
 
-    fn missing(after: u64, before: EntryId, count: Option<u64>) -> Option<Missing> {
+    fn missing(after: u64, before: EntryId, count: Option<u64>) -> Option<MissingEntries> {
         let after = if after == 0 { EntryId::MIN } else { id(after) };
-        Some(Missing { after, before, count, why: MissingReason::Deleted })
+        Some(MissingEntries { after, before, count, reason: MissingReason::Deleted })
     }
 
     #[test]
     fn deleted_newest_entries_are_found_with_and_without_counts() {
-        let meta = meta(First::Entry(id(1)));
+        let meta = meta(FirstEntry::Entry(id(1)));
         let known = stats(1, 7, 7);
         let whole = read(EntryId::MIN, 7, 7);
         assert_eq!(
-            find_deleted(&meta, &known, whole, Until::End),
+            find_deleted(&meta, &known, whole, ReplayUntil::End),
             missing(7, id(10).next(), Some(3))
         );
         // Redis 6.2 and the embedded backend.
         let bare = StreamStats { entries_added: None, ..known.clone() };
-        assert_eq!(find_deleted(&meta, &bare, whole, Until::End), missing(7, id(10).next(), None));
+        assert_eq!(
+            find_deleted(&meta, &bare, whole, ReplayUntil::End),
+            missing(7, id(10).next(), None)
+        );
         // What was asked for ends before them.
         assert_eq!(
-            find_deleted(&meta, &known, read(EntryId::MIN, 5, 5), Until::Entry(id(5))),
+            find_deleted(&meta, &known, read(EntryId::MIN, 5, 5), ReplayUntil::Entry(id(5))),
             None
         );
         // An entry came after the stats were taken: the newest one is not deleted.
-        assert_eq!(find_deleted(&meta, &bare, read(EntryId::MIN, 11, 8), Until::End), None);
+        assert_eq!(find_deleted(&meta, &bare, read(EntryId::MIN, 11, 8), ReplayUntil::End), None);
     }
 
     #[test]
     fn entries_deleted_in_the_middle_are_found_unless_a_snapshot_includes_them() {
         let known = StreamStats { max_deleted_id: Some(id(6)), ..stats(1, 10, 8) };
-        let counted = meta(First::Entry(id(1)));
+        let counted = meta(FirstEntry::Entry(id(1)));
         let all = read(EntryId::MIN, 10, 8);
         assert_eq!(
-            find_deleted(&counted, &known, all, Until::End),
+            find_deleted(&counted, &known, all, ReplayUntil::End),
             missing(0, id(6).next(), Some(2))
         );
         let from_snapshot = read(id(8), 10, 10);
-        assert_eq!(find_deleted(&counted, &known, from_snapshot, Until::End), None);
+        assert_eq!(find_deleted(&counted, &known, from_snapshot, ReplayUntil::End), None);
         // Of a session that began elsewhere the count says nothing, the newest deleted entry does.
-        let copied = meta(First::Elsewhere);
-        assert_eq!(find_deleted(&copied, &known, all, Until::End), missing(1, id(6).next(), None));
-        assert_eq!(find_deleted(&copied, &known, from_snapshot, Until::End), None);
+        let copied = meta(FirstEntry::Elsewhere);
+        assert_eq!(
+            find_deleted(&copied, &known, all, ReplayUntil::End),
+            missing(1, id(6).next(), None)
+        );
+        assert_eq!(find_deleted(&copied, &known, from_snapshot, ReplayUntil::End), None);
     }
 
     #[test]
     fn what_a_stream_held_before_the_session_was_made_is_not_missing() {
-        let base = Some(Point { entry_id: id(10), entries: 10 });
-        let meta = Meta { base, ..meta(First::Unseen) };
+        let base = Some(SessionPoint { entry_id: id(10), entries: 10 });
+        let meta = SessionMeta { base, ..meta(FirstEntry::NoneYet) };
         let empty = StreamStats { length: 0, first_id: None, last_id: None, ..stats(1, 10, 0) };
         let nothing = Extent { from: EntryId::MIN, to: EntryId::MIN, entries: Some(0) };
-        assert_eq!(find_deleted(&meta, &empty, nothing, Until::End), None);
+        assert_eq!(find_deleted(&meta, &empty, nothing, ReplayUntil::End), None);
     }
 
     #[test]
@@ -153,7 +164,7 @@ mod tests {
         let loaded = StreamStats { entries_added: Some(4), ..stats(7, 10, 4) };
         let from_snapshot = read(id(7), 10, 10);
         assert_eq!(
-            find_deleted(&meta(First::Entry(id(1))), &loaded, from_snapshot, Until::End),
+            find_deleted(&meta(FirstEntry::Entry(id(1))), &loaded, from_snapshot, ReplayUntil::End),
             None
         );
     }

@@ -29,7 +29,7 @@ pub enum SessionError {
     },
 
     /// It is being made of another session or of a file, or whoever did so died. It is removed when nobody goes on with
-    /// it, or by `Sessions::forget`.
+    /// it, or by `Sessions::delete`.
     #[error("the session `{session}` is not finished: {what} began or went on last at {since}")]
     Unfinished {
         /// Its id.
@@ -58,7 +58,7 @@ pub enum SessionError {
         /// Its id.
         session: SessionId,
         /// What is missing.
-        missing: Missing,
+        missing: MissingEntries,
     },
 
     /// A fold panicked on an event. Mend the fold, and give it a new version if its state changes.
@@ -94,7 +94,7 @@ pub enum SessionError {
 
     /// Compactions removed entries while they were copied. Try again; snapshots stand for what is gone.
     #[error("the session `{session}` was compacted while it was read; try again")]
-    Overtaken {
+    CompactedWhileReading {
         /// Its id.
         session: SessionId,
     },
@@ -126,7 +126,7 @@ impl SessionError {
     /// Whether the same call may succeed later without anybody mending anything.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Overtaken { .. } => true,
+            Self::CompactedWhileReading { .. } => true,
             Self::Bus(error) => error.is_transient(),
             _ => false,
         }
@@ -141,7 +141,7 @@ impl From<StreamError> for SessionError {
 
 /// Entries of a session that are gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Missing {
+pub struct MissingEntries {
     /// Entries after this one are missing; `EntryId::MIN` from the beginning.
     pub after: EntryId,
     /// Entries before this one are missing; `EntryId::MAX` if nothing is left.
@@ -149,7 +149,7 @@ pub struct Missing {
     /// How many, if it is known. Of [`Deleted`](MissingReason::Deleted) entries: all that were, wherever they were.
     pub count: Option<u64>,
     /// What became of them.
-    pub why: MissingReason,
+    pub reason: MissingReason,
 }
 
 /// What became of entries that are gone.
@@ -168,7 +168,7 @@ pub enum MissingReason {
     Unknown,
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for MissingEntries {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.count {
             Some(1) => f.write_str("1 entry")?,
@@ -176,12 +176,12 @@ impl fmt::Display for Missing {
             None => f.write_str("an unknown number of entries")?,
         }
         write!(f, " after {} and before {}", self.after, self.before)?;
-        f.write_str(match self.why {
+        f.write_str(match self.reason {
             MissingReason::Compacted => ", compacted into snapshots of other folds",
             MissingReason::Trimmed => ", trimmed by something else",
             MissingReason::Lost => ", the stream was deleted or expired",
             MissingReason::Deleted => ", deleted by another program",
-            MissingReason::Unknown => ", if there were any: nobody saw how the session began",
+            MissingReason::Unknown => ", if there were any: anonymous saw how the session began",
         })
     }
 }

@@ -8,12 +8,13 @@ use std::collections::VecDeque;
 
 use headwater_stream::EntryId;
 
-use super::filling::Beginning;
-use super::fork::{Source, trimmed};
-use super::lines::{
-    End, FORMAT, Head, Line, SavedBeginning, SavedEntry, SavedSnapshot, Text, write,
+use super::copy::Beginning;
+use super::fork::{CopySource, trimmed_error};
+use super::jsonl::{
+    ExportEnd, ExportHeader, FORMAT, JsonBytes, JsonlLine, SavedBeginning, SavedEntry,
+    SavedSnapshot, write,
 };
-use super::replay::{Page, Pages, Until};
+use super::replay::{ReplayPage, ReplayPages, ReplayUntil};
 use super::state::{COPIED_BY, is_stray};
 use super::{Result, SessionError, Sessions};
 use crate::name::SessionId;
@@ -22,7 +23,7 @@ use crate::name::SessionId;
 pub struct Export {
     sessions: Sessions,
     session: SessionId,
-    source: Source,
+    source: CopySource,
     position: EntryId,
     /// Where the stream ended when the export began.
     end: Option<EntryId>,
@@ -37,10 +38,10 @@ pub struct Export {
 impl Sessions {
     /// Writes a session as lines of JSON.
     pub async fn export(&self, session: &SessionId) -> Result<Export> {
-        let source = self.source(session).await?;
+        let source = self.copy_source(session).await?;
         let mut ready = VecDeque::new();
         let parent = source.meta.parent.as_ref();
-        let head = Head {
+        let head = ExportHeader {
             format: FORMAT,
             session: session.to_string(),
             beginning: match source.beginning {
@@ -50,12 +51,13 @@ impl Sessions {
             },
             parent: parent.map(|parent| (parent.session.to_string(), parent.entry_id.to_string())),
         };
-        ready.push_back(write(session, &Line::HeadwaterSession(head))?);
+        ready.push_back(write(session, &JsonlLine::HeadwaterSession(head))?);
         if source.missing.is_some() {
             for (set, fields) in &source.snapshots {
-                let fields = fields.iter().map(|(name, value)| (name.clone(), Text::new(value)));
+                let fields =
+                    fields.iter().map(|(name, value)| (name.clone(), JsonBytes::new(value)));
                 let saved = SavedSnapshot { set: set.clone(), fields: fields.collect() };
-                ready.push_back(write(session, &Line::Snapshot(saved))?);
+                ready.push_back(write(session, &JsonlLine::Snapshot(saved))?);
             }
         }
         Ok(Export {
@@ -83,14 +85,15 @@ impl Export {
     }
 
     async fn read(&mut self) -> Result<()> {
-        let journal = self.sessions.journal();
-        let stream = journal.keys.session(&self.session);
-        let mut pages = Pages::new(journal, &stream, self.end);
+        let storage = self.sessions.storage();
+        let stream = storage.keys.session(&self.session);
+        let mut pages = ReplayPages::new(storage, &stream, self.end);
         let entries = match pages.next(self.position, EntryId::MAX).await? {
-            Page::Gap(before) => Err(trimmed(&self.session, self.position, before)),
-            Page::Entries(entries) => {
+            ReplayPage::Gap(before) => Err(trimmed_error(&self.session, self.position, before)),
+            ReplayPage::Entries(entries) => {
                 let (session, position) = (&self.session, self.position);
-                let checked = self.source.check_first(session, position, Until::End, &entries);
+                let checked =
+                    self.source.check_first(session, position, ReplayUntil::End, &entries);
                 checked.map(|()| entries)
             }
         };
@@ -108,18 +111,18 @@ impl Export {
             }
             // Who copied it says nothing to whoever copies it next.
             let fields = entry.fields.iter().filter(|(name, _)| name != COPIED_BY.as_bytes());
-            let fields = fields.map(|(name, value)| (Text::new(name), Text::new(value)));
+            let fields = fields.map(|(name, value)| (JsonBytes::new(name), JsonBytes::new(value)));
             let saved = SavedEntry { id: entry.id.to_string(), fields: fields.collect() };
-            let line = write(&self.session, &Line::Entry(saved))?;
+            let line = write(&self.session, &JsonlLine::Entry(saved))?;
             self.checksum.update(line.as_bytes());
             self.entries += 1;
             self.ready.push_back(line);
         }
         if is_at_end {
-            self.source.check_deleted(&self.session, self.position, self.read, Until::End)?;
+            self.source.check_deleted(&self.session, self.position, self.read, ReplayUntil::End)?;
             let crc32 = self.checksum.clone().finalize();
-            let end = End { entries: self.entries, crc32 };
-            self.ready.push_back(write(&self.session, &Line::End(end))?);
+            let end = ExportEnd { entries: self.entries, crc32 };
+            self.ready.push_back(write(&self.session, &JsonlLine::End(end))?);
             self.is_ended = true;
         }
         Ok(())
@@ -129,8 +132,8 @@ impl Export {
 impl Export {
     /// What removed entries that were about to be read: our own compaction, or the error that is known.
     async fn overtaken(&self, error: SessionError) -> SessionError {
-        match self.sessions.is_overtaken(&self.session, &self.source, &error).await {
-            Ok(true) => SessionError::Overtaken { session: self.session.clone() },
+        match self.sessions.was_compacted_meanwhile(&self.session, &self.source, &error).await {
+            Ok(true) => SessionError::CompactedWhileReading { session: self.session.clone() },
             _ => error,
         }
     }

@@ -13,16 +13,16 @@ use headwater_stream::clock::Timestamp;
 use headwater_stream::{Entry, EntryId};
 use tracing::{Instrument, warn};
 
-use super::error::{Missing, MissingReason};
-use super::meta::{First, Meta};
-use super::recovery::{Loaded, Purpose, Recovery};
-use super::replay::{self, Page, Pages, Until};
-use super::snapshot::{self, Saved};
-use super::state::{self, Read, SessionState};
+use super::error::{MissingEntries, MissingReason};
+use super::meta::{FirstEntry, SessionMeta};
+use super::recovery::{LoadPurpose, LoadedSession, Recovery};
+use super::replay::{self, ReplayPage, ReplayPages, ReplayUntil};
+use super::snapshot::{self, SaveOutcome};
+use super::state::{self, DecodedEntry, SessionState};
 use super::{Result, SessionError, Sessions};
 use crate::bus::PublishResult;
 use crate::error::{BusError, Result as BusResult};
-use crate::event::{Event, Outgoing, Received, Scope};
+use crate::event::{Event, OutgoingEvent, ReceivedEvent, Scope};
 use crate::fold::{AllEvents, Fold};
 use crate::metrics;
 use crate::name::SessionId;
@@ -34,11 +34,11 @@ pub struct Session {
     /// Its place in the list of sessions: what it is known by if there ever is another one of this name.
     index: EntryId,
     ttl: Option<Duration>,
-    lost_runs: u64,
-    held: Mutex<Held>,
+    lock_losses: u64,
+    cached: Mutex<CachedState>,
 }
 
-struct Held {
+struct CachedState {
     state: SessionState,
     recovery: Recovery,
     /// How many entries the newest snapshot that is known here has, or was tried with.
@@ -47,35 +47,35 @@ struct Held {
     broken: Option<SessionError>,
 }
 
-impl Held {
+impl CachedState {
     /// Whether events are known to be missing.
     fn is_incomplete(&self) -> bool {
         let missing = self.recovery.missing.as_ref();
-        missing.is_some_and(|missing| missing.why != MissingReason::Unknown)
+        missing.is_some_and(|missing| missing.reason != MissingReason::Unknown)
     }
 }
 
 impl Session {
-    pub(super) fn empty(sessions: Sessions, id: SessionId, meta: &Meta) -> Self {
+    pub(super) fn empty(sessions: Sessions, id: SessionId, meta: &SessionMeta) -> Self {
         let state = SessionState::new(id, sessions.inner.folds.clone());
         let (index, ttl, recovery) = (meta.index, meta.ttl, Recovery::default());
-        Self::recovered(sessions, Loaded { index, ttl, lost_runs: 0, state, recovery })
+        Self::recovered(sessions, LoadedSession { index, ttl, lock_losses: 0, state, recovery })
     }
 
-    pub(super) fn recovered(sessions: Sessions, loaded: Loaded) -> Self {
-        let Loaded { index, ttl, lost_runs, state, recovery } = loaded;
+    pub(super) fn recovered(sessions: Sessions, loaded: LoadedSession) -> Self {
+        let LoadedSession { index, ttl, lock_losses, state, recovery } = loaded;
         let id = state.session.clone();
         let snapshot_entries = match recovery.from_snapshot {
             Some(_) => state.entries.saturating_sub(recovery.replayed),
             None => 0,
         };
-        let held = Held { state, recovery, snapshot_entries, broken: None };
-        Self { sessions, id, index, ttl, lost_runs, held: Mutex::new(held) }
+        let cached = CachedState { state, recovery, snapshot_entries, broken: None };
+        Self { sessions, id, index, ttl, lock_losses, cached: Mutex::new(cached) }
     }
 
     /// How often a main loop had lost its lock over it when it was opened.
-    pub(crate) fn lost_runs(&self) -> u64 {
-        self.lost_runs
+    pub(crate) fn lock_losses(&self) -> u64 {
+        self.lock_losses
     }
 
     /// Its id.
@@ -90,44 +90,44 @@ impl Session {
 
     /// How it was recovered, or read anew after a compaction; of a new session, that nothing had to be.
     pub fn recovery(&self) -> Recovery {
-        self.held().recovery.clone()
+        self.cached().recovery.clone()
     }
 
     /// The newest event of type `E`, if [`Folds::latest`](crate::Folds::latest) or [`Folds::all`](crate::Folds::all) keep
     /// it and there was one.
-    pub fn latest<E: Event>(&self) -> Option<Received<E>> {
-        self.held().state.latest()
+    pub fn latest<E: Event>(&self) -> Option<ReceivedEvent<E>> {
+        self.cached().state.latest()
     }
 
     /// The events of type `E` that [`Folds::all`](crate::Folds::all) keeps; `None` if no such fold was chosen.
     pub fn all<E: Event>(&self) -> Option<AllEvents<E>> {
-        self.held().state.all()
+        self.cached().state.all()
     }
 
     /// The state of a fold of the application's; `None` if it was not chosen.
     pub fn get<F: Fold>(&self) -> Option<F> {
-        self.held().state.get::<F>().cloned()
+        self.cached().state.get::<F>().cloned()
     }
 
     /// All of its state as it is now.
     pub fn state(&self) -> SessionState {
-        self.held().state.clone()
+        self.cached().state.clone()
     }
 
     /// Why its state stays as it is for good, whatever is published: a fold panicked on the next event. What it knows is
     /// what was before that event.
     pub fn problem(&self) -> Option<SessionError> {
-        self.held().broken.clone()
+        self.cached().broken.clone()
     }
 
     /// The last entry that its state knows; `EntryId::MIN` before the first.
     pub fn position(&self) -> EntryId {
-        self.held().state.position
+        self.cached().state.position
     }
 
     /// Publishes an event of this session. It need not name the session.
     pub async fn publish<E: Event>(&self, event: E) -> Result<PublishResult> {
-        let outgoing = Outgoing::new(event)?;
+        let outgoing = OutgoingEvent::new(event)?;
         let mut results = self.publish_all(vec![outgoing]).await?;
         Ok(results.pop().unwrap_or(Err(BusError::Closed))?)
     }
@@ -140,17 +140,17 @@ impl Session {
     /// same; the next [`refresh`](Self::refresh) tries again, or says why not.
     pub async fn publish_all(
         &self,
-        mut events: Vec<Outgoing>,
+        mut events: Vec<OutgoingEvent>,
     ) -> Result<Vec<BusResult<PublishResult>>> {
         for event in &mut events {
-            self.claim(event)?;
+            self.assign_session(event)?;
         }
         let before = self.position();
         let results = self.sessions.inner.bus.publish_all(events).await?;
         let stored = results.iter().filter_map(|result| result.as_ref().ok()?.entry_id());
         // While the backend is away, reading would only make the caller wait.
         let Some(last) = stored.max() else { return Ok(results) };
-        self.check_in_use(before, last).await?;
+        self.check_not_expired(before, last).await?;
         if let Err(error) = self.refresh_to(Some(last)).await {
             if matches!(error, SessionError::Expired { .. }) {
                 return Err(error);
@@ -162,21 +162,21 @@ impl Session {
 
     /// A session that nobody used for long may be about to end. Whoever ends it looks for new events after it said so; this
     /// looks whether somebody said so after there was one. So one of the two notices.
-    async fn check_in_use(&self, before: EntryId, last: EntryId) -> Result<()> {
+    async fn check_not_expired(&self, before: EntryId, last: EntryId) -> Result<()> {
         let Some(ttl) = self.ttl else { return Ok(()) };
-        let used_at = Timestamp::from_millis(before.max(self.index).ms);
+        let last_used_at = Timestamp::from_millis(before.max(self.index).ms);
         // Half of it: the clocks of two servers of a cluster may differ.
-        if Timestamp::from_millis(last.ms).since(used_at) < ttl / 2 {
+        if Timestamp::from_millis(last.ms).since(last_used_at) < ttl / 2 {
             return Ok(());
         }
-        match self.sessions.known_meta(&self.id).await? {
+        match self.sessions.existing_meta(&self.id).await? {
             Some(_) => Ok(()),
             None => Err(SessionError::NotFound { session: self.id.clone() }),
         }
     }
 
     /// Makes an event one of this session.
-    fn claim(&self, event: &mut Outgoing) -> BusResult<()> {
+    fn assign_session(&self, event: &mut OutgoingEvent) -> BusResult<()> {
         let problem = match (event.scope, &event.session) {
             (Scope::Namespace, _) => "it is one of a namespace, not of a session".to_owned(),
             (Scope::Session, Some(other)) if *other != self.id => {
@@ -204,33 +204,33 @@ impl Session {
     }
 
     async fn catch_up(&self, end: Option<EntryId>) -> Result<()> {
-        let journal = self.sessions.journal();
-        let stream = journal.keys.session(&self.id);
-        let mut pages = Pages::new(journal, &stream, end);
+        let storage = self.sessions.storage();
+        let stream = storage.keys.session(&self.id);
+        let mut pages = ReplayPages::new(storage, &stream, end);
         loop {
-            let (after, known, to_be_parked, copied_by) = {
-                let held = self.held();
-                held.broken.clone().map_or(Ok(()), Err)?;
-                let state = &held.state;
-                let to_be_parked = state.unreadable.to_be_parked();
-                (state.position, state.entries, to_be_parked, state.copied_by.clone())
+            let (after, known, parking_capacity, copied_by) = {
+                let cached = self.cached();
+                cached.broken.clone().map_or(Ok(()), Err)?;
+                let state = &cached.state;
+                let parking_capacity = state.unreadable.parking_capacity();
+                (state.position, state.entries, parking_capacity, state.copied_by.clone())
             };
             let entries = match pages.next(after, EntryId::MAX).await? {
-                Page::Entries(entries) if entries.is_empty() => return Ok(()),
-                Page::Entries(entries) => entries,
-                Page::Gap(before) => return self.reload(after, before, known).await,
+                ReplayPage::Entries(entries) if entries.is_empty() => return Ok(()),
+                ReplayPage::Entries(entries) => entries,
+                ReplayPage::Gap(before) => return self.reload(after, before, known).await,
             };
             if after == EntryId::MIN {
                 self.check_first(entries[0].id).await?;
             }
             let registry = self.sessions.inner.bus.registry();
             let read = |entry| state::read(registry, &stream, &copied_by, entry);
-            let read: Vec<Read> = entries.iter().map(read).collect();
+            let read: Vec<DecodedEntry> = entries.iter().map(read).collect();
             // Parked first: an entry that is behind the state is not looked at again.
             let id = &self.id;
-            replay::park(journal, id, &entries, &read, EntryId::MIN, to_be_parked).await?;
-            if let Err(error) = self.take(&entries, read) {
-                self.restore().await;
+            replay::park(storage, id, &entries, &read, EntryId::MIN, parking_capacity).await?;
+            if let Err(error) = self.apply(&entries, read) {
+                self.reload_after_panic().await;
                 return Err(error);
             }
             if pages.is_at_end() {
@@ -240,14 +240,14 @@ impl Session {
     }
 
     /// Takes entries into the state. Another call may have taken some of them meanwhile.
-    fn take(&self, entries: &[Entry], read: Vec<Read>) -> Result<()> {
-        let mut held = self.held();
+    fn apply(&self, entries: &[Entry], read: Vec<DecodedEntry>) -> Result<()> {
+        let mut cached = self.cached();
         for (entry, read) in entries.iter().zip(read) {
-            if entry.id <= held.state.position {
+            if entry.id <= cached.state.position {
                 continue;
             }
-            if let Err(error) = held.state.take(entry.id, read) {
-                held.broken = Some(error.clone());
+            if let Err(error) = cached.state.apply_decoded(entry.id, read) {
+                cached.broken = Some(error.clone());
                 return Err(error);
             }
         }
@@ -255,21 +255,21 @@ impl Session {
     }
 
     /// After a fold panicked, some folds know an entry that others do not. Their state is read anew as it was before it.
-    async fn restore(&self) {
+    async fn reload_after_panic(&self) {
         let position = self.position();
         let before = match position {
             EntryId::MIN => {
-                let copied_by = self.held().state.copied_by.clone();
+                let copied_by = self.cached().state.copied_by.clone();
                 let folds = self.sessions.inner.folds.clone();
                 Ok(SessionState { copied_by, ..SessionState::new(self.id.clone(), folds) })
             }
-            position => self.sessions.state_at(&self.id, Until::Entry(position)).await,
+            position => self.sessions.state_at(&self.id, ReplayUntil::Entry(position)).await,
         };
         match before {
             Ok(state) => {
-                let mut held = self.held();
-                if held.broken.is_some() && held.state.position == state.position {
-                    held.state = state;
+                let mut cached = self.cached();
+                if cached.broken.is_some() && cached.state.position == state.position {
+                    cached.state = state;
                 }
             }
             Err(error) => {
@@ -280,13 +280,13 @@ impl Session {
 
     /// The first entry that a session without entries sees must be its first.
     async fn check_first(&self, first: EntryId) -> Result<()> {
-        match self.sessions.note_first(&self.id, first).await? {
-            First::Entry(known) if first > known => {
-                let missing = Missing {
+        match self.sessions.record_first_entry(&self.id, first).await? {
+            FirstEntry::Entry(known) if first > known => {
+                let missing = MissingEntries {
                     after: EntryId::MIN,
                     before: first,
                     count: None,
-                    why: MissingReason::Trimmed,
+                    reason: MissingReason::Trimmed,
                 };
                 Err(SessionError::Incomplete { session: self.id.clone(), missing })
             }
@@ -297,27 +297,27 @@ impl Session {
     /// The entry that this state stood at is gone. If a compaction went past it, a snapshot has all that it had. If not,
     /// entries are lost: what is left must not take the place of what is known here.
     async fn reload(&self, after: EntryId, before: EntryId, entries: u64) -> Result<()> {
-        self.sessions.check_same(&self.id, self.index).await?;
-        let missing = Missing { after, before, count: None, why: MissingReason::Lost };
+        self.sessions.check_same_session(&self.id, self.index).await?;
+        let missing = MissingEntries { after, before, count: None, reason: MissingReason::Lost };
         let lost = || SessionError::Incomplete { session: self.id.clone(), missing };
-        let loaded = match self.sessions.load(&self.id, Until::End, Purpose::Use).await {
+        let loaded = match self.sessions.load(&self.id, ReplayUntil::End, LoadPurpose::Use).await {
             // What this session stood at is gone, whatever else is.
             Err(SessionError::Incomplete { missing, .. })
-                if missing.why == MissingReason::Deleted =>
+                if missing.reason == MissingReason::Deleted =>
             {
                 return Err(lost());
             }
             loaded => loaded?,
         };
-        let Loaded { index, state, recovery, .. } = loaded;
+        let LoadedSession { index, state, recovery, .. } = loaded;
         let snapshot_entries = state.entries.saturating_sub(recovery.replayed);
         let went_past = recovery.from_snapshot.is_some_and(|position| position >= after);
         if index != self.index || !went_past || snapshot_entries < entries {
             return Err(lost());
         }
-        let mut held = self.held();
-        if state.position >= held.state.position {
-            *held = Held { state, recovery, snapshot_entries, broken: None };
+        let mut cached = self.cached();
+        if state.position >= cached.state.position {
+            *cached = CachedState { state, recovery, snapshot_entries, broken: None };
         }
         Ok(())
     }
@@ -331,36 +331,36 @@ impl Session {
         };
         let now = self.sessions.now().await?;
         let (fields, entries) = {
-            let held = self.held();
-            held.broken.clone().map_or(Ok(()), Err)?;
-            if held.is_incomplete() {
+            let cached = self.cached();
+            cached.broken.clone().map_or(Ok(()), Err)?;
+            if cached.is_incomplete() {
                 return Err(refuse("events are missing, and a snapshot would hide that"));
             }
-            if held.state.position == EntryId::MIN {
+            if cached.state.position == EntryId::MIN {
                 return Err(refuse("it has no events"));
             }
-            (snapshot::encode(&held.state, now)?, held.state.entries)
+            (snapshot::encode(&cached.state, now)?, cached.state.entries)
         };
-        let journal = self.sessions.journal();
+        let storage = self.sessions.storage();
         let saved =
-            snapshot::save(journal, &self.id, self.index, &self.sessions.inner.set, &fields);
+            snapshot::save(storage, &self.id, self.index, &self.sessions.inner.set, &fields);
         let saved = saved.await?;
-        let mut held = self.held();
-        held.snapshot_entries = held.snapshot_entries.max(entries);
-        metrics::snapshot(saved == Saved::Yes);
-        Ok(saved == Saved::Yes)
+        let mut cached = self.cached();
+        cached.snapshot_entries = cached.snapshot_entries.max(entries);
+        metrics::snapshot(saved == SaveOutcome::SaveOutcome);
+        Ok(saved == SaveOutcome::SaveOutcome)
     }
 
     async fn snapshot_if_due(&self) {
         let Some(every) = self.sessions.inner.config.snapshot_every else { return };
         {
-            let mut held = self.held();
-            let is_due = held.state.entries.saturating_sub(held.snapshot_entries) >= every;
-            if !is_due || self.sessions.inner.folds.is_empty() || held.is_incomplete() {
+            let mut cached = self.cached();
+            let is_due = cached.state.entries.saturating_sub(cached.snapshot_entries) >= every;
+            if !is_due || self.sessions.inner.folds.is_empty() || cached.is_incomplete() {
                 return;
             }
             // Noted before it is taken: one that fails is tried again after as many entries more.
-            held.snapshot_entries = held.state.entries;
+            cached.snapshot_entries = cached.state.entries;
         }
         self.snapshot_or_warn().await;
     }
@@ -372,9 +372,9 @@ impl Session {
         }
     }
 
-    fn held(&self) -> MutexGuard<'_, Held> {
+    fn cached(&self) -> MutexGuard<'_, CachedState> {
         // Code of the application that clones or writes a state may panic here. It cannot change the state.
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

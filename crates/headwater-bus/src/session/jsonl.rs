@@ -16,15 +16,15 @@ pub(super) const FORMAT: u32 = 1;
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub(super) enum Line {
-    HeadwaterSession(Head),
+pub(super) enum JsonlLine {
+    HeadwaterSession(ExportHeader),
     Snapshot(SavedSnapshot),
     Entry(SavedEntry),
-    End(End),
+    End(ExportEnd),
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct Head {
+pub(super) struct ExportHeader {
     pub(super) format: u32,
     pub(super) session: String,
     pub(super) beginning: SavedBeginning,
@@ -42,17 +42,17 @@ pub(super) enum SavedBeginning {
 #[derive(Serialize, Deserialize)]
 pub(super) struct SavedSnapshot {
     pub(super) set: String,
-    pub(super) fields: Vec<(String, Text)>,
+    pub(super) fields: Vec<(String, JsonBytes)>,
 }
 
 #[derive(Serialize, Deserialize)]
 pub(super) struct SavedEntry {
     pub(super) id: String,
-    pub(super) fields: Vec<(Text, Text)>,
+    pub(super) fields: Vec<(JsonBytes, JsonBytes)>,
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct End {
+pub(super) struct ExportEnd {
     pub(super) entries: u64,
     pub(super) crc32: u32,
 }
@@ -60,12 +60,12 @@ pub(super) struct End {
 /// Bytes that mostly are text.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
-pub(super) enum Text {
+pub(super) enum JsonBytes {
     Text(String),
     Hex { hex: String },
 }
 
-impl Text {
+impl JsonBytes {
     pub(super) fn new(bytes: &Bytes) -> Self {
         match std::str::from_utf8(bytes) {
             Ok(text) => Self::Text(text.to_owned()),
@@ -91,7 +91,7 @@ impl Text {
     }
 }
 
-pub(super) fn write(session: &SessionId, line: &Line) -> Result<String> {
+pub(super) fn write(session: &SessionId, line: &JsonlLine) -> Result<String> {
     serde_json::to_string(line).map_err(|error| SessionError::Damaged {
         session: session.clone(),
         problem: error.to_string(),

@@ -15,11 +15,11 @@ use headwater_stream::{
 };
 use tracing::warn;
 
-use super::meta::{self, First, Meta, Parent, Point, Stage};
+use super::meta::{self, FirstEntry, Parent, SessionMeta, SessionPoint, SessionStage};
 use super::replay::ORIGINAL_ENTRY_ID;
 use super::{Result, Session, SessionError, Sessions};
 use crate::error::BusError;
-use crate::limits::LIST_MAX;
+use crate::limits::LIST_PAGE_MAX;
 use crate::name::SessionId;
 
 /// In an entry of the list of sessions.
@@ -33,7 +33,7 @@ pub struct SessionInfo {
     /// Its place in the list of sessions, which is in the order they were made.
     pub index: EntryId,
     /// Where it is in its life.
-    pub stage: Stage,
+    pub stage: SessionStage,
     /// When it was made.
     pub created_at: Timestamp,
     /// The session it was forked from.
@@ -43,36 +43,36 @@ pub struct SessionInfo {
     /// How many entries its stream holds.
     pub length: u64,
     /// How many entries were compacted, or went when it expired.
-    pub gone: u64,
+    pub removed: u64,
     /// Its newest entry.
     pub last_entry: Option<EntryId>,
 }
 
 /// Tries to change a number that others change at the same time.
-const NOTE_TRIES: usize = 8;
+const UPDATE_ATTEMPTS: usize = 8;
 
 /// Sessions that are looked at or dealt with at the same time.
-pub(super) const AT_ONCE: usize = 32;
+pub(super) const CONCURRENCY: usize = 32;
 
 /// An entry of the list of sessions. Whoever began to make a session and died, or lost against another, left one that
 /// counts for nothing.
-pub(super) struct Listed {
+pub(super) struct IndexEntry {
     pub(super) index: EntryId,
     /// An error says why nobody can tell.
-    pub(super) looked: Result<Option<Looked>>,
+    pub(super) lookup: Result<Option<SessionLookup>>,
 }
 
 /// A session as it is found.
-pub(super) struct Looked {
+pub(super) struct SessionLookup {
     pub(super) session: SessionId,
-    pub(super) meta: Meta,
+    pub(super) meta: SessionMeta,
     pub(super) stats: Option<StreamStats>,
 }
 
-impl Looked {
+impl SessionLookup {
     pub(super) fn info(&self) -> SessionInfo {
         let Self { session, meta, stats } = self;
-        let gone = meta.expired.or(meta.compacted).map_or(0, |point| point.entries);
+        let removed = meta.expired.or(meta.compacted).map_or(0, |point| point.entries);
         SessionInfo {
             session: session.clone(),
             index: meta.index,
@@ -81,7 +81,7 @@ impl Looked {
             parent: meta.parent.clone(),
             ttl: meta.ttl,
             length: stats.as_ref().map_or(0, |stats| stats.length),
-            gone,
+            removed,
             last_entry: stats.as_ref().and_then(|stats| stats.last_id),
         }
     }
@@ -92,20 +92,20 @@ impl Sessions {
     /// another program, which [`recover`](Self::recover) takes over.
     pub async fn create(&self, session: &SessionId) -> Result<Session> {
         let base = self.check_free(session).await?;
-        let meta = Meta { base, ..self.begin(session, First::Unseen).await? };
-        self.found(session, &meta).await?;
+        let meta = SessionMeta { base, ..self.register(session, FirstEntry::NoneYet).await? };
+        self.commit_meta(session, &meta).await?;
         Ok(Session::empty(self.clone(), session.clone(), &meta))
     }
 
     /// Nothing may be there of a session that is to be made. Returns what its stream once held, if it is not new.
-    pub(super) async fn check_free(&self, session: &SessionId) -> Result<Option<Point>> {
-        let journal = self.journal();
-        let stats = journal.backend.stats(&journal.keys.session(session)).await?;
+    pub(super) async fn check_free(&self, session: &SessionId) -> Result<Option<SessionPoint>> {
+        let storage = self.storage();
+        let stats = storage.backend.stats(&storage.keys.session(session)).await?;
         match self.meta(session).await? {
-            Some(meta) if meta.stage == Stage::Filling => {
+            Some(meta) if meta.stage == SessionStage::Copying => {
                 let problem = format!(
                     "{} is not finished; repeat it to replace what is left, or forget it",
-                    meta.filling
+                    meta.copy_description
                 );
                 return Err(exists(session, &problem));
             }
@@ -116,7 +116,7 @@ impl Sessions {
             return Err(exists(session, "another program wrote events of it; recover it"));
         }
         let once = stats.filter(|stats| stats.last_generated_id > EntryId::MIN);
-        Ok(once.map(|stats| Point {
+        Ok(once.map(|stats| SessionPoint {
             entry_id: stats.last_generated_id,
             entries: stats.entries_added.unwrap_or(0),
         }))
@@ -136,9 +136,9 @@ impl Sessions {
     }
 
     /// Takes over a stream that other programs wrote, as the session it is of.
-    pub(super) async fn adopt(&self, session: &SessionId) -> Result<Meta> {
-        let meta = self.begin(session, First::Unknown).await?;
-        match self.found(session, &meta).await {
+    pub(super) async fn adopt_foreign(&self, session: &SessionId) -> Result<SessionMeta> {
+        let meta = self.register(session, FirstEntry::Unknown).await?;
+        match self.commit_meta(session, &meta).await {
             Ok(()) => Ok(meta),
             // Somebody else did so at the same time.
             Err(SessionError::Exists { .. }) => {
@@ -150,52 +150,56 @@ impl Sessions {
     }
 
     /// Puts a session into the list and a guard on its stream. It is a session only when its meta says so.
-    pub(super) async fn begin(&self, session: &SessionId, first: First) -> Result<Meta> {
-        let journal = self.journal();
+    pub(super) async fn register(
+        &self,
+        session: &SessionId,
+        first: FirstEntry,
+    ) -> Result<SessionMeta> {
+        let storage = self.storage();
         let now = self.now().await?;
         let entry = [Fields::new([(SESSION, session.to_string())])];
-        let list = journal.keys.sessions();
-        let ids = journal.backend.append(&list, &entry, &Retention::KEEP_ALL).await?;
+        let list = storage.keys.sessions();
+        let ids = storage.backend.append(&list, &entry, &Retention::KEEP_ALL).await?;
         let index = ids.first().copied().unwrap_or(EntryId::MIN);
-        let (stream, guard) = (journal.keys.session(session), journal.keys.session_guard(session));
-        journal.backend.ensure_group(&stream, &guard, GroupStart::Beginning).await?;
+        let (stream, guard) = (storage.keys.session(session), storage.keys.session_guard(session));
+        storage.backend.ensure_group(&stream, &guard, GroupStart::Beginning).await?;
         let ttl = self.inner.config.ttl;
-        Ok(Meta { first, ttl, ..Meta::new(Stage::Open, index, now) })
+        Ok(SessionMeta { first, ttl, ..SessionMeta::new(SessionStage::Open, index, now) })
     }
 
     /// Makes it a session, or finds that it is one.
-    pub(super) async fn found(&self, session: &SessionId, meta: &Meta) -> Result<()> {
-        let journal = self.journal();
-        let map = journal.keys.session_meta(session);
+    pub(super) async fn commit_meta(&self, session: &SessionId, meta: &SessionMeta) -> Result<()> {
+        let storage = self.storage();
+        let map = storage.keys.session_meta(session);
         let fields = meta.to_fields();
-        if journal.backend.map_create(&map, &fields).await? {
+        if storage.backend.map_create(&map, &fields).await? {
             return Ok(());
         }
         // Another program keeps things of its own there: both have room.
         if self.meta(session).await?.is_none()
-            && journal.backend.map_update(&map, None, &fields).await?
+            && storage.backend.map_update(&map, None, &fields).await?
         {
             return Ok(());
         }
-        let _ = journal.backend.delete_entries(&journal.keys.sessions(), &[meta.index]).await;
+        let _ = storage.backend.delete_entries(&storage.keys.sessions(), &[meta.index]).await;
         Err(exists(session, "recover it"))
     }
 
     /// Sessions in the order they were made, after this place in the list (`EntryId::MIN` for the first page). An empty
     /// page is the last one.
     pub async fn list(&self, after: EntryId, count: usize) -> Result<Vec<SessionInfo>> {
-        if !(1..=LIST_MAX).contains(&count) {
-            let problem = format!("{count}; 1 to {LIST_MAX}");
+        if !(1..=LIST_PAGE_MAX).contains(&count) {
+            let problem = format!("{count}; 1 to {LIST_PAGE_MAX}");
             return Err(BusError::invalid("the length of a page", problem).into());
         }
         let (mut found, mut from) = (Vec::new(), after);
         while found.len() < count {
-            let page = self.page(from, count - found.len()).await?;
+            let page = self.list_page(from, count - found.len()).await?;
             let Some(last) = page.last() else { break };
             from = last.index;
             for listed in page {
-                match listed.looked {
-                    Ok(looked) => found.extend(looked.map(|looked| looked.info())),
+                match listed.lookup {
+                    Ok(lookup) => found.extend(lookup.map(|lookup| lookup.info())),
                     Err(error) if error.is_transient() => return Err(error),
                     // Others are none the worse for it.
                     Err(_) => {}
@@ -206,81 +210,84 @@ impl Sessions {
     }
 
     /// Entries of the list after this one, with what is known of their sessions.
-    pub(super) async fn page(&self, after: EntryId, count: usize) -> Result<Vec<Listed>> {
-        let journal = self.journal();
+    pub(super) async fn list_page(&self, after: EntryId, count: usize) -> Result<Vec<IndexEntry>> {
+        let storage = self.storage();
         let (from, to) = (after.next(), EntryId::MAX);
         let range = Range { from, to, direction: Direction::Forward, count };
-        let entries = journal.backend.range(&journal.keys.sessions(), range).await?;
-        let each = entries.into_iter().map(|entry| self.look_up(entry).boxed());
-        let each: Vec<BoxFuture<'_, Listed>> = each.collect();
-        Ok(stream::iter(each).buffered(AT_ONCE).collect().await)
+        let entries = storage.backend.range(&storage.keys.sessions(), range).await?;
+        let each = entries.into_iter().map(|entry| self.lookup_entry(entry).boxed());
+        let each: Vec<BoxFuture<'_, IndexEntry>> = each.collect();
+        Ok(stream::iter(each).buffered(CONCURRENCY).collect().await)
     }
 
-    async fn look_up(&self, entry: Entry) -> Listed {
+    async fn lookup_entry(&self, entry: Entry) -> IndexEntry {
         let name = entry.fields.get(SESSION).and_then(|id| std::str::from_utf8(id).ok());
-        let looked = match name.and_then(|id| SessionId::new(id).ok()) {
+        let lookup = match name.and_then(|id| SessionId::new(id).ok()) {
             None => Ok(None),
             Some(session) => self
-                .look(&session)
+                .lookup(&session)
                 .await
-                .inspect_err(|error| warn!(%session, %error, "session cannot be looked at")),
+                .inspect_err(|error| warn!(%session, %error, "session cannot be lookup at")),
         };
-        let looked = looked.map(|looked| looked.filter(|looked| looked.meta.index == entry.id));
-        Listed { index: entry.id, looked }
+        let lookup = lookup.map(|lookup| lookup.filter(|lookup| lookup.meta.index == entry.id));
+        IndexEntry { index: entry.id, lookup }
     }
 
-    async fn look(&self, session: &SessionId) -> Result<Option<Looked>> {
+    async fn lookup(&self, session: &SessionId) -> Result<Option<SessionLookup>> {
         let Some(meta) = self.meta(session).await? else { return Ok(None) };
-        let stats = self.journal().backend.stats(&self.journal().keys.session(session)).await?;
-        Ok(Some(Looked { session: session.clone(), meta, stats }))
+        let stats = self.storage().backend.stats(&self.storage().keys.session(session)).await?;
+        Ok(Some(SessionLookup { session: session.clone(), meta, stats }))
     }
 
     /// What there is to know of a session; `None` if there is none.
     pub async fn info(&self, session: &SessionId) -> Result<Option<SessionInfo>> {
-        Ok(self.look(session).await?.map(|looked| looked.info()))
+        Ok(self.lookup(session).await?.map(|lookup| lookup.info()))
     }
 
     /// The same for a stream that other programs wrote: it is described, and stays what it is. It has no place in the list,
     /// `index` is [`EntryId::MIN`]. [`NotFound`](SessionError::NotFound) if there is nothing.
-    pub async fn info_of_any(&self, session: &SessionId) -> Result<SessionInfo> {
-        if let Some(looked) = self.look(session).await? {
-            return Ok(looked.info());
+    pub async fn info_including_foreign(&self, session: &SessionId) -> Result<SessionInfo> {
+        if let Some(lookup) = self.lookup(session).await? {
+            return Ok(lookup.info());
         }
-        let mut meta = self.look_at_meta(session).await?;
-        let stats = self.journal().backend.stats(&self.journal().keys.session(session)).await?;
+        let mut meta = self.read_only_meta(session).await?;
+        let stats = self.storage().backend.stats(&self.storage().keys.session(session)).await?;
         if let Some(first) = stats.as_ref().and_then(|stats| stats.first_id) {
             meta.created_at = Timestamp::from_millis(first.ms);
         }
-        Ok(Looked { session: session.clone(), meta, stats }.info())
+        Ok(SessionLookup { session: session.clone(), meta, stats }.info())
     }
 
     /// Removes a session with all its events, snapshots and groups, read or not. Returns whether there was one. Nothing is
     /// left to say that it ever was.
-    pub async fn forget(&self, session: &SessionId) -> Result<bool> {
-        let journal = self.journal();
+    pub async fn delete(&self, session: &SessionId) -> Result<bool> {
+        let storage = self.storage();
         let Some(meta) = self.meta(session).await? else {
-            return match self.leftover(session).await? {
+            return match self.find_orphaned_copy(session).await? {
                 Some(_) => {
-                    Ok(journal.backend.delete_stream(&journal.keys.session(session)).await?)
+                    Ok(storage.backend.delete_stream(&storage.keys.session(session)).await?)
                 }
                 None => Ok(false),
             };
         };
         // What looks like a session goes last but for the list, which only counts together with it.
         for set in meta.snapshots.keys() {
-            journal.backend.map_delete(&journal.keys.session_snapshot(session, set)).await?;
+            storage.backend.map_delete(&storage.keys.session_snapshot(session, set)).await?;
         }
-        journal.backend.delete_stream(&journal.keys.session(session)).await?;
-        let was_there = journal.backend.map_delete(&journal.keys.session_meta(session)).await?;
-        journal.backend.delete_entries(&journal.keys.sessions(), &[meta.index]).await?;
+        storage.backend.delete_stream(&storage.keys.session(session)).await?;
+        let was_there = storage.backend.map_delete(&storage.keys.session_meta(session)).await?;
+        storage.backend.delete_entries(&storage.keys.sessions(), &[meta.index]).await?;
         Ok(was_there)
     }
 
     /// When a stream without a session was filled by somebody who did not notice that the session was removed; `None` if
     /// it is a stream of another program.
-    pub(super) async fn leftover(&self, session: &SessionId) -> Result<Option<Timestamp>> {
-        let journal = self.journal();
-        let first = journal.backend.range(&journal.keys.session(session), Range::first(1)).await?;
+    pub(super) async fn find_orphaned_copy(
+        &self,
+        session: &SessionId,
+    ) -> Result<Option<Timestamp>> {
+        let storage = self.storage();
+        let first = storage.backend.range(&storage.keys.session(session), Range::first(1)).await?;
         let is_copy = |entry: &Entry| entry.fields.get(ORIGINAL_ENTRY_ID).is_some();
         let copy = first.into_iter().find(is_copy);
         Ok(copy.map(|entry| Timestamp::from_millis(entry.id.ms)))
@@ -288,27 +295,31 @@ impl Sessions {
 
     /// Notes that a main loop lost its lock over a request. Several may do so at once; it is an error if so many do that one
     /// is not counted.
-    pub(crate) async fn note_lost_run(&self, session: &SessionId) -> Result<()> {
-        let map = self.journal().keys.session_meta(session);
-        for _ in 0..NOTE_TRIES {
+    pub(crate) async fn record_lock_loss(&self, session: &SessionId) -> Result<()> {
+        let map = self.storage().keys.session_meta(session);
+        for _ in 0..UPDATE_ATTEMPTS {
             let Some(meta) = self.meta(session).await? else { return Ok(()) };
-            let known = meta.lost_runs.to_string();
-            let expected = Some((meta::LOST_RUNS, known.as_bytes()));
-            let more = meta::lost_runs_are(meta.lost_runs + 1);
-            if self.journal().backend.map_update(&map, expected, &more).await? {
+            let known = meta.lock_losses.to_string();
+            let expected = Some((meta::LOCK_LOSSES, known.as_bytes()));
+            let more = meta::lock_losses_are(meta.lock_losses + 1);
+            if self.storage().backend.map_update(&map, expected, &more).await? {
                 return Ok(());
             }
         }
-        let problem = format!("others changed it {NOTE_TRIES} times meanwhile");
+        let problem = format!("others changed it {UPDATE_ATTEMPTS} times meanwhile");
         Err(BusError::from(StreamError::Unavailable { problem, source: None }).into())
     }
 
     /// Notes the first entry of a session that was empty until now. Returns what is known of its beginning.
-    pub(super) async fn note_first(&self, session: &SessionId, first: EntryId) -> Result<First> {
-        let map = self.journal().keys.session_meta(session);
-        let (unseen, seen) = (meta::first_text(First::Unseen), First::Entry(first));
+    pub(super) async fn record_first_entry(
+        &self,
+        session: &SessionId,
+        first: EntryId,
+    ) -> Result<FirstEntry> {
+        let map = self.storage().keys.session_meta(session);
+        let (unseen, seen) = (meta::first_text(FirstEntry::NoneYet), FirstEntry::Entry(first));
         let expected = Some((meta::FIRST, unseen.as_bytes()));
-        if self.journal().backend.map_update(&map, expected, &meta::first_is(seen)).await? {
+        if self.storage().backend.map_update(&map, expected, &meta::first_is(seen)).await? {
             return Ok(seen);
         }
         match self.meta(session).await? {

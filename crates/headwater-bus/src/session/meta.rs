@@ -23,11 +23,11 @@ const COMPACTED_BEFORE: &str = "compacted_before";
 const COMPACTED_ENTRIES: &str = "compacted_entries";
 const BASE_ENTRY: &str = "base_entry";
 const BASE_ENTRIES: &str = "base_entries";
-const FILLING: &str = "filling";
-pub(crate) const FILLER: &str = "filler";
+const COPY_DESCRIPTION: &str = "filling";
+pub(crate) const COPIER: &str = "filler";
 const COPIED_BY: &str = "copied_by";
 const PARKED_THROUGH: &str = "parked_through";
-pub(crate) const LOST_RUNS: &str = "lost_runs";
+pub(crate) const LOCK_LOSSES: &str = "lost_runs";
 const PROGRESS_AT: &str = "progress_at";
 const EXPIRED_ENTRIES: &str = "expired_entries";
 const EXPIRED_THROUGH: &str = "expired_through";
@@ -37,9 +37,9 @@ const SNAPSHOT: &str = "snapshot:";
 
 /// Where a session is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
+pub enum SessionStage {
     /// It is being made of another session or of a file.
-    Filling,
+    Copying,
     /// It is there.
     Open,
     /// It is over, and its events are gone.
@@ -48,9 +48,9 @@ pub enum Stage {
 
 /// How a session begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum First {
+pub(crate) enum FirstEntry {
     /// With the first entry that somebody will see.
-    Unseen,
+    NoneYet,
     /// With this entry.
     Entry(EntryId),
     /// With entries that were never in this stream; snapshots stand for them.
@@ -70,57 +70,57 @@ pub struct Parent {
 
 /// A point in a session, and how many entries it has up to there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Point {
+pub(crate) struct SessionPoint {
     pub(crate) entry_id: EntryId,
     pub(crate) entries: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Meta {
-    pub(crate) stage: Stage,
+pub(crate) struct SessionMeta {
+    pub(crate) stage: SessionStage,
     /// Its entry in the list of sessions.
     pub(crate) index: EntryId,
     pub(crate) created_at: Timestamp,
-    pub(crate) first: First,
+    pub(crate) first: FirstEntry,
     pub(crate) ttl: Option<Duration>,
     pub(crate) parent: Option<Parent>,
     /// Entries before this one were compacted, so many of them.
-    pub(crate) compacted: Option<Point>,
+    pub(crate) compacted: Option<SessionPoint>,
     /// The newest entry that its stream ever had when the session was made, and how many; `None` if the stream was new.
-    pub(crate) base: Option<Point>,
+    pub(crate) base: Option<SessionPoint>,
     /// What it is being made of, by whom, and when that went on last.
-    pub(crate) filling: String,
-    pub(crate) filler: String,
+    pub(crate) copy_description: String,
+    pub(crate) copier: String,
     pub(crate) progress_at: Timestamp,
     /// By whom it was made of another session or of a file.
     pub(crate) copied_by: String,
     /// What cannot be read is parked up to this entry.
     pub(crate) parked_through: EntryId,
     /// How often a main loop lost its lock while it carried out the request that this session is of.
-    pub(crate) lost_runs: u64,
-    pub(crate) expired: Option<Point>,
+    pub(crate) lock_losses: u64,
+    pub(crate) expired: Option<SessionPoint>,
     pub(crate) expired_at: Option<Timestamp>,
     /// The newest snapshot of each set of folds.
-    pub(crate) snapshots: BTreeMap<String, Point>,
+    pub(crate) snapshots: BTreeMap<String, SessionPoint>,
 }
 
-impl Meta {
-    pub(crate) fn new(stage: Stage, index: EntryId, created_at: Timestamp) -> Self {
+impl SessionMeta {
+    pub(crate) fn new(stage: SessionStage, index: EntryId, created_at: Timestamp) -> Self {
         Self {
             stage,
             index,
             created_at,
-            first: First::Unseen,
+            first: FirstEntry::NoneYet,
             ttl: None,
             parent: None,
             compacted: None,
             base: None,
-            filling: String::new(),
-            filler: String::new(),
+            copy_description: String::new(),
+            copier: String::new(),
             progress_at: created_at,
             copied_by: String::new(),
             parked_through: EntryId::MIN,
-            lost_runs: 0,
+            lock_losses: 0,
             expired: None,
             expired_at: None,
             snapshots: BTreeMap::new(),
@@ -134,11 +134,11 @@ impl Meta {
         put(INDEX, self.index.to_string());
         put(CREATED_AT, self.created_at.to_rfc3339());
         put(FIRST, first_text(self.first));
-        put(FILLING, self.filling.clone());
-        put(FILLER, self.filler.clone());
+        put(COPY_DESCRIPTION, self.copy_description.clone());
+        put(COPIER, self.copier.clone());
         put(PROGRESS_AT, self.progress_at.to_rfc3339());
         put(COPIED_BY, self.copied_by.clone());
-        put(LOST_RUNS, self.lost_runs.to_string());
+        put(LOCK_LOSSES, self.lock_losses.to_string());
         if let Some(ttl) = self.ttl {
             put(TTL_MS, ttl.as_millis().to_string());
         }
@@ -146,15 +146,15 @@ impl Meta {
             put(PARENT, parent.session.to_string());
             put(PARENT_ENTRY, parent.entry_id.to_string());
         }
-        if let Some(Point { entry_id, entries }) = self.compacted {
+        if let Some(SessionPoint { entry_id, entries }) = self.compacted {
             put(COMPACTED_BEFORE, entry_id.to_string());
             put(COMPACTED_ENTRIES, entries.to_string());
         }
-        if let Some(Point { entry_id, entries }) = self.base {
+        if let Some(SessionPoint { entry_id, entries }) = self.base {
             put(BASE_ENTRY, entry_id.to_string());
             put(BASE_ENTRIES, entries.to_string());
         }
-        if let Some(Point { entry_id, entries }) = self.expired {
+        if let Some(SessionPoint { entry_id, entries }) = self.expired {
             put(EXPIRED_THROUGH, entry_id.to_string());
             put(EXPIRED_ENTRIES, entries.to_string());
         }
@@ -183,7 +183,10 @@ impl Meta {
         let number = |name: &str| text(name)?.parse::<u64>().map_err(|_| odd(name));
         let point = |id: &str, count: &str| match text(id)? {
             "" => Ok(None),
-            _ => Ok::<_, String>(Some(Point { entry_id: entry_id(id)?, entries: number(count)? })),
+            _ => Ok::<_, String>(Some(SessionPoint {
+                entry_id: entry_id(id)?,
+                entries: number(count)?,
+            })),
         };
         let ttl = match text(TTL_MS)? {
             "" => None,
@@ -205,17 +208,17 @@ impl Meta {
             parent,
             compacted: point(COMPACTED_BEFORE, COMPACTED_ENTRIES)?,
             base: point(BASE_ENTRY, BASE_ENTRIES)?,
-            filling: text(FILLING)?.to_owned(),
-            filler: text(FILLER)?.to_owned(),
+            copy_description: text(COPY_DESCRIPTION)?.to_owned(),
+            copier: text(COPIER)?.to_owned(),
             progress_at: time(PROGRESS_AT)?,
             copied_by: text(COPIED_BY)?.to_owned(),
             parked_through: match text(PARKED_THROUGH)? {
                 "" => EntryId::MIN,
                 _ => entry_id(PARKED_THROUGH)?,
             },
-            lost_runs: match text(LOST_RUNS)? {
+            lock_losses: match text(LOCK_LOSSES)? {
                 "" => 0,
-                _ => number(LOST_RUNS)?,
+                _ => number(LOCK_LOSSES)?,
             },
             expired: point(EXPIRED_THROUGH, EXPIRED_ENTRIES)?,
             expired_at: match text(EXPIRED_AT)? {
@@ -227,7 +230,7 @@ impl Meta {
     }
 }
 
-impl Point {
+impl SessionPoint {
     fn to_text(self) -> String {
         format!("{} {}", self.entry_id, self.entries)
     }
@@ -239,7 +242,7 @@ impl Point {
 }
 
 /// Fields for changes of a single thing.
-pub(crate) fn first_is(first: First) -> RegistryMap {
+pub(crate) fn first_is(first: FirstEntry) -> RegistryMap {
     one(FIRST, first_text(first))
 }
 
@@ -251,11 +254,11 @@ pub(crate) fn parked_through(id: EntryId) -> RegistryMap {
     one(PARKED_THROUGH, id.to_string())
 }
 
-pub(crate) fn lost_runs_are(runs: u64) -> RegistryMap {
-    one(LOST_RUNS, runs.to_string())
+pub(crate) fn lock_losses_are(runs: u64) -> RegistryMap {
+    one(LOCK_LOSSES, runs.to_string())
 }
 
-pub(crate) fn snapshot_is(set: &str, point: Point) -> RegistryMap {
+pub(crate) fn snapshot_is(set: &str, point: SessionPoint) -> RegistryMap {
     one(&format!("{SNAPSHOT}{set}"), point.to_text())
 }
 
@@ -263,37 +266,38 @@ pub(crate) fn snapshot_is_gone(set: &str) -> RegistryMap {
     one(&format!("{SNAPSHOT}{set}"), String::new())
 }
 
-pub(crate) fn compacted_is(point: Point) -> RegistryMap {
+pub(crate) fn compacted_is(point: SessionPoint) -> RegistryMap {
     let mut fields = one(COMPACTED_BEFORE, point.entry_id.to_string());
     fields.extend(one(COMPACTED_ENTRIES, point.entries.to_string()));
     fields
 }
 
 /// Somebody is about to forget it.
-pub(crate) fn going(filler: &str, now: Timestamp) -> RegistryMap {
-    let mut fields = one(STAGE, stage_text(Stage::Filling).to_owned());
-    fields.extend(one(FILLING, "an expired session, which is being forgotten,".to_owned()));
-    fields.extend(taken_by(filler, now));
+pub(crate) fn deleting(copier: &str, now: Timestamp) -> RegistryMap {
+    let mut fields = one(STAGE, stage_text(SessionStage::Copying).to_owned());
+    fields
+        .extend(one(COPY_DESCRIPTION, "an expired session, which is being forgotten,".to_owned()));
+    fields.extend(claimed_by(copier, now));
     fields
 }
 
 /// Somebody else has it in hand from now on.
-pub(crate) fn taken_by(filler: &str, now: Timestamp) -> RegistryMap {
-    let mut fields = one(FILLER, filler.to_owned());
+pub(crate) fn claimed_by(copier: &str, now: Timestamp) -> RegistryMap {
+    let mut fields = one(COPIER, copier.to_owned());
     fields.extend(progress_is(now));
     fields
 }
 
-pub(crate) fn expired_is(point: Point, now: Timestamp) -> RegistryMap {
-    let mut fields = one(STAGE, stage_text(Stage::Expired).to_owned());
+pub(crate) fn expired_is(point: SessionPoint, now: Timestamp) -> RegistryMap {
+    let mut fields = one(STAGE, stage_text(SessionStage::Expired).to_owned());
     fields.extend(one(EXPIRED_AT, now.to_rfc3339()));
     fields.extend(one(EXPIRED_THROUGH, point.entry_id.to_string()));
     fields.extend(one(EXPIRED_ENTRIES, point.entries.to_string()));
     fields
 }
 
-pub(crate) fn open_again() -> RegistryMap {
-    let mut fields = one(STAGE, stage_text(Stage::Open).to_owned());
+pub(crate) fn reopened() -> RegistryMap {
+    let mut fields = one(STAGE, stage_text(SessionStage::Open).to_owned());
     fields.extend(one(EXPIRED_THROUGH, String::new()));
     fields.extend(one(EXPIRED_ENTRIES, String::new()));
     fields.extend(one(EXPIRED_AT, String::new()));
@@ -304,42 +308,42 @@ fn one(name: &str, value: String) -> RegistryMap {
     BTreeMap::from([(name.to_owned(), Bytes::from(value))])
 }
 
-pub(crate) fn stage_text(stage: Stage) -> &'static str {
+pub(crate) fn stage_text(stage: SessionStage) -> &'static str {
     match stage {
-        Stage::Filling => "filling",
-        Stage::Open => "open",
-        Stage::Expired => "expired",
+        SessionStage::Copying => "filling",
+        SessionStage::Open => "open",
+        SessionStage::Expired => "expired",
     }
 }
 
-fn read_stage(text: &str) -> Option<Stage> {
-    [Stage::Filling, Stage::Open, Stage::Expired]
+fn read_stage(text: &str) -> Option<SessionStage> {
+    [SessionStage::Copying, SessionStage::Open, SessionStage::Expired]
         .into_iter()
         .find(|stage| stage_text(*stage) == text)
 }
 
-pub(crate) fn first_text(first: First) -> String {
+pub(crate) fn first_text(first: FirstEntry) -> String {
     match first {
-        First::Unseen => "unseen".to_owned(),
-        First::Elsewhere => "elsewhere".to_owned(),
-        First::Unknown => "unknown".to_owned(),
-        First::Entry(id) => id.to_string(),
+        FirstEntry::NoneYet => "unseen".to_owned(),
+        FirstEntry::Elsewhere => "elsewhere".to_owned(),
+        FirstEntry::Unknown => "unknown".to_owned(),
+        FirstEntry::Entry(id) => id.to_string(),
     }
 }
 
-fn read_first(text: &str) -> Option<First> {
+fn read_first(text: &str) -> Option<FirstEntry> {
     match text {
-        "unseen" => Some(First::Unseen),
-        "elsewhere" => Some(First::Elsewhere),
-        "unknown" => Some(First::Unknown),
-        id => id.parse().ok().map(First::Entry),
+        "unseen" => Some(FirstEntry::NoneYet),
+        "elsewhere" => Some(FirstEntry::Elsewhere),
+        "unknown" => Some(FirstEntry::Unknown),
+        id => id.parse().ok().map(FirstEntry::Entry),
     }
 }
 
-fn read_snapshots(fields: &RegistryMap) -> BTreeMap<String, Point> {
+fn read_snapshots(fields: &RegistryMap) -> BTreeMap<String, SessionPoint> {
     let read = |(name, value): (&String, &Bytes)| {
         let set = name.strip_prefix(SNAPSHOT)?;
-        let point = Point::from_text(std::str::from_utf8(value).ok()?)?;
+        let point = SessionPoint::from_text(std::str::from_utf8(value).ok()?)?;
         Some((set.to_owned(), point))
     };
     fields.iter().filter_map(read).collect()

@@ -9,13 +9,13 @@ use headwater_stream::{Direction, Entry, EntryId, Fields, Range, StreamName};
 
 use super::error::SessionError;
 use super::meta;
-use super::state::{self, Read, SessionState, is_stray};
-use crate::error::Misfit;
-use crate::journal::Journal;
+use super::state::{self, DecodedEntry, SessionState, is_stray};
+use crate::error::DecodeError;
 use crate::limits::{REPLAY_PAGE_BYTES, REPLAY_PAGE_MAX};
 use crate::name::SessionId;
-use crate::parked::Parked;
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
+use crate::session_backend::SessionBackend;
+use crate::unknown_events::UnknownEvents;
 
 /// Entries of the first page; later ones are as large as their bytes allow.
 const FIRST_PAGE: usize = 256;
@@ -25,7 +25,7 @@ pub(crate) const ORIGINAL_ENTRY_ID: &str = "original_entry_id";
 
 /// How far to replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Until {
+pub enum ReplayUntil {
     /// To the end.
     End,
     /// To this entry, which must be there.
@@ -36,7 +36,7 @@ pub enum Until {
 
 /// How a replay ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Replayed {
+pub(crate) enum ReplayOutcome {
     /// It came as far as it was to.
     Done,
     /// The entry it stood at is gone, and so may be others up to this one (`MAX` if there are none).
@@ -44,8 +44,8 @@ pub(crate) enum Replayed {
 }
 
 /// Pages of a stream, each beginning with the last entry of the one before.
-pub(crate) struct Pages<'a> {
-    journal: &'a Journal,
+pub(crate) struct ReplayPages<'a> {
+    storage: &'a SessionBackend,
     stream: &'a StreamName,
     count: usize,
     /// Where the stream ended when somebody looked. Whoever reads on until nothing follows may never be done with a stream
@@ -55,31 +55,39 @@ pub(crate) struct Pages<'a> {
 }
 
 /// What follows a position.
-pub(crate) enum Page {
+pub(crate) enum ReplayPage {
     /// These entries; none at the end.
     Entries(Vec<Entry>),
     Gap(EntryId),
 }
 
-impl<'a> Pages<'a> {
+impl<'a> ReplayPages<'a> {
     /// All that there is, up to this entry if it is known to be there.
-    pub(crate) fn new(journal: &'a Journal, stream: &'a StreamName, end: Option<EntryId>) -> Self {
-        Self { journal, stream, count: FIRST_PAGE, end, is_at_end: false }
+    pub(crate) fn new(
+        storage: &'a SessionBackend,
+        stream: &'a StreamName,
+        end: Option<EntryId>,
+    ) -> Self {
+        Self { storage, stream, count: FIRST_PAGE, end, is_at_end: false }
     }
 
     /// The entries after a position, `to` included.
-    pub(crate) async fn next(&mut self, after: EntryId, to: EntryId) -> Result<Page, SessionError> {
-        let has_witness = after != EntryId::MIN;
-        let count = self.count + usize::from(has_witness);
+    pub(crate) async fn next(
+        &mut self,
+        after: EntryId,
+        to: EntryId,
+    ) -> Result<ReplayPage, SessionError> {
+        let has_anchor = after != EntryId::MIN;
+        let count = self.count + usize::from(has_anchor);
         let to = self.end.map_or(to, |end| end.min(to));
         // `to` never lies before the witness, or a witness that is there would seem to be gone.
         let to = to.max(after);
         let range = Range { from: after, to, direction: Direction::Forward, count };
-        let mut entries = self.journal.backend.range(self.stream, range).await?;
+        let mut entries = self.storage.backend.range(self.stream, range).await?;
         self.find_end(&entries, count).await?;
-        if has_witness {
+        if has_anchor {
             if entries.first().is_none_or(|entry| entry.id != after) {
-                return Ok(Page::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
+                return Ok(ReplayPage::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
             }
             entries.remove(0);
         }
@@ -87,7 +95,7 @@ impl<'a> Pages<'a> {
         if let Some(each) = bytes.checked_div(entries.len()) {
             self.count = (REPLAY_PAGE_BYTES / each.max(1)).clamp(1, REPLAY_PAGE_MAX);
         }
-        Ok(Page::Entries(entries))
+        Ok(ReplayPage::Entries(entries))
     }
 
     /// A page that is not full is the last one. After one that is, somebody has to look where the stream ends.
@@ -97,7 +105,7 @@ impl<'a> Pages<'a> {
             return Ok(());
         }
         if self.end.is_none() {
-            let stats = self.journal.backend.stats(self.stream).await?;
+            let stats = self.storage.backend.stats(self.stream).await?;
             self.end = stats.and_then(|stats| stats.last_id);
         }
         self.is_at_end = entries.last().map(|entry| entry.id) >= self.end;
@@ -127,82 +135,82 @@ pub(crate) enum Parking {
 /// Brings a state forward, up to `end` if that is where the stream ended when the caller looked. A state that has seen
 /// nothing yet must begin with `first`, if that is known.
 pub(crate) async fn replay(
-    journal: &Journal,
-    registry: &Registry,
+    storage: &SessionBackend,
+    registry: &EventRegistry,
     state: &mut SessionState,
     (first, end): (Option<EntryId>, Option<EntryId>),
-    until: Until,
+    until: ReplayUntil,
     parking: Parking,
-) -> Result<Replayed, SessionError> {
-    let stream = journal.keys.session(&state.session);
-    let mut pages = Pages::new(journal, &stream, end);
+) -> Result<ReplayOutcome, SessionError> {
+    let stream = storage.keys.session(&state.session);
+    let mut pages = ReplayPages::new(storage, &stream, end);
     loop {
         let mut entries = match pages.next(state.position, until.last_id()).await? {
-            Page::Gap(before) => return Ok(Replayed::Gap(before)),
-            Page::Entries(entries) => entries,
+            ReplayPage::Gap(before) => return Ok(ReplayOutcome::Gap(before)),
+            ReplayPage::Entries(entries) => entries,
         };
         if state.position == EntryId::MIN && !until.begins_with(first, &entries) {
-            return Ok(Replayed::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
+            return Ok(ReplayOutcome::Gap(entries.first().map_or(EntryId::MAX, |entry| entry.id)));
         }
         let is_wanted =
             |entry: &Entry| until.includes(entry) || is_stray(&state.copied_by, &entry.fields);
         let wanted = entries.iter().take_while(|entry| is_wanted(entry)).count();
         let is_done = wanted < entries.len() || pages.is_at_end();
         entries.truncate(wanted);
-        take(journal, registry, state, &entries, parking).await?;
+        apply(storage, registry, state, &entries, parking).await?;
         if is_done {
-            return Ok(Replayed::Done);
+            return Ok(ReplayOutcome::Done);
         }
     }
 }
 
 /// Takes entries into a state, after what cannot be read is parked.
-pub(crate) async fn take(
-    journal: &Journal,
-    registry: &Registry,
+pub(crate) async fn apply(
+    storage: &SessionBackend,
+    registry: &EventRegistry,
     state: &mut SessionState,
     entries: &[Entry],
     parking: Parking,
 ) -> Result<(), SessionError> {
-    let stream = journal.keys.session(&state.session);
+    let stream = storage.keys.session(&state.session);
     let read = |entry| state::read(registry, &stream, &state.copied_by, entry);
-    let read: Vec<Read> = entries.iter().map(read).collect();
+    let read: Vec<DecodedEntry> = entries.iter().map(read).collect();
     if let Parking::After(after) = parking {
-        let max = state.unreadable.to_be_parked();
-        park(journal, &state.session, entries, &read, after, max).await?;
+        let max = state.unreadable.parking_capacity();
+        park(storage, &state.session, entries, &read, after, max).await?;
     }
-    entries.iter().zip(read).try_for_each(|(entry, read)| state.take(entry.id, read))
+    entries.iter().zip(read).try_for_each(|(entry, read)| state.apply_decoded(entry.id, read))
 }
 
 /// Parks the first `max` of what cannot be read, and notes how far that went: nobody does so again.
 pub(crate) async fn park(
-    journal: &Journal,
+    storage: &SessionBackend,
     session: &SessionId,
     entries: &[Entry],
-    read: &[Read],
+    read: &[DecodedEntry],
     after: EntryId,
     max: usize,
 ) -> Result<(), SessionError> {
-    let misfits = entries.iter().zip(read).filter_map(|(entry, read)| match read {
-        Read::Misfit { misfit, .. } => Some((entry, misfit)),
+    let undecodable = entries.iter().zip(read).filter_map(|(entry, read)| match read {
+        DecodedEntry::Undecodable { error, .. } => Some((entry, error)),
         _ => None,
     });
-    let misfits = misfits.take(max).filter(|(entry, _)| entry.id > after);
-    let misfits: Vec<(&Entry, &Misfit)> = misfits.collect();
-    let Some((last, _)) = misfits.last() else { return Ok(()) };
-    let backend = std::sync::Arc::clone(&journal.backend);
+    let undecodable = undecodable.take(max).filter(|(entry, _)| entry.id > after);
+    let undecodable: Vec<(&Entry, &DecodeError)> = undecodable.collect();
+    let Some((last, _)) = undecodable.last() else { return Ok(()) };
+    let backend = std::sync::Arc::clone(&storage.backend);
     let now = backend.now().await?;
-    let parked = Parked { backend, stream: journal.keys.unknown() };
-    let stream = journal.keys.session(session);
-    for (entry, misfit) in &misfits {
-        parked.park(&stream, entry.id, &entry.fields, misfit, now).await?;
+    let parked = UnknownEvents { backend, stream: storage.keys.unknown() };
+    let stream = storage.keys.session(session);
+    for (entry, error) in &undecodable {
+        parked.park(&stream, entry.id, &entry.fields, error, now).await?;
     }
     let through = meta::parked_through(last.id);
-    journal.backend.map_update(&journal.keys.session_meta(session), None, &through).await?;
+    storage.backend.map_update(&storage.keys.session_meta(session), None, &through).await?;
     Ok(())
 }
 
-impl Until {
+impl ReplayUntil {
     /// No entry after this one is wanted.
     pub(crate) fn last_id(self) -> EntryId {
         match self {

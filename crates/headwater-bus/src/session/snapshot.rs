@@ -16,14 +16,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use super::error::SessionError;
-use super::meta::{self, Point, Stage};
-use super::state::{Seen, SessionState, Unreadable};
+use super::meta::{self, SessionPoint, SessionStage};
+use super::state::{SeenEventIds, SessionState, UnreadableIndex};
 use crate::fold::Folds;
 use crate::handler::panic_text;
-use crate::journal::Journal;
 use crate::limits::{SNAPSHOT_BYTES_MAX, SNAPSHOT_SETS_MAX};
 use crate::name::{EventId, SessionId};
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
+use crate::session_backend::SessionBackend;
 
 /// What the layout of a snapshot is known by.
 const FORMAT: &str = "1";
@@ -33,7 +33,7 @@ const POSITION: &str = "position";
 const ENTRIES: &str = "entries";
 const EVENTS: &str = "events";
 const UNREADABLE_TYPES: &str = "unreadable_types";
-const UNFIT: &str = "unfit";
+const UNFIT: &str = "invalid_payloads";
 const UNREADABLE_MORE: &str = "unreadable_more";
 const UNREADABLE_COUNT: &str = "unreadable_count";
 const TAKEN_AT: &str = "taken_at";
@@ -44,14 +44,14 @@ const CHUNK: &str = "chunk:";
 const CHUNK_BYTES: usize = VALUE_BYTES_MAX;
 
 /// Tries to replace a snapshot that others replace at the same time.
-const SAVE_TRIES: usize = 8;
+const SAVE_ATTEMPTS: usize = 8;
 
 // All chunks and what is said of them are one map.
 const _: () = assert!(SNAPSHOT_BYTES_MAX / CHUNK_BYTES + 16 <= FIELDS_MAX);
 
 /// The part that is made of folds.
 #[derive(Serialize, Deserialize)]
-struct Body {
+struct SnapshotBody {
     folds: Vec<SavedFold>,
     seen: Vec<String>,
 }
@@ -64,7 +64,7 @@ struct SavedFold {
 }
 
 /// What a set of folds is known by in keys.
-pub(crate) fn set_of(folds: &Folds) -> String {
+pub(crate) fn fold_set_id(folds: &Folds) -> String {
     // FNV-1a: the same in every version of everything. A snapshot lists its folds in full, so a clash is noticed.
     let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
     for (name, version) in folds.names() {
@@ -76,15 +76,15 @@ pub(crate) fn set_of(folds: &Folds) -> String {
 }
 
 /// Where the snapshot in these fields stands.
-pub(crate) fn point_of(fields: &RegistryMap) -> Option<Point> {
+pub(crate) fn point_of(fields: &RegistryMap) -> Option<SessionPoint> {
     let entry_id = text(fields, POSITION)?.parse().ok()?;
-    Some(Point { entry_id, entries: text(fields, ENTRIES)?.parse().ok()? })
+    Some(SessionPoint { entry_id, entries: text(fields, ENTRIES)?.parse().ok()? })
 }
 
 /// The entries that a snapshot names.
-pub(crate) fn ids_of(fields: &RegistryMap) -> Vec<EntryId> {
-    let unfit = text(fields, UNFIT).and_then(read_ids).unwrap_or_default();
-    point_of(fields).map(|point| point.entry_id).into_iter().chain(unfit).collect()
+pub(crate) fn entry_ids(fields: &RegistryMap) -> Vec<EntryId> {
+    let invalid_payloads = text(fields, UNFIT).and_then(read_ids).unwrap_or_default();
+    point_of(fields).map(|point| point.entry_id).into_iter().chain(invalid_payloads).collect()
 }
 
 /// Whether entries could not be read when it was taken.
@@ -93,23 +93,24 @@ pub(crate) fn has_unreadable(fields: &RegistryMap) -> bool {
 }
 
 /// Where a snapshot stands whose bytes are all there; an error says what is wrong with it.
-pub(crate) fn verify(fields: &RegistryMap) -> Result<Point, String> {
+pub(crate) fn verify(fields: &RegistryMap) -> Result<SessionPoint, String> {
     read_body(fields)?;
     point_of(fields).ok_or_else(|| "its position is odd".to_owned())
 }
 
 /// The same snapshot in another stream, where the entries have other ids. `None` if its own is not there. What it keeps
 /// of events still names the entries that they were, for nobody else has them.
-pub(crate) fn moved(
+pub(crate) fn translate(
     fields: &RegistryMap,
     to: impl Fn(EntryId) -> Option<EntryId>,
 ) -> Option<RegistryMap> {
     let mut fields = fields.clone();
     let position = to(point_of(&fields)?.entry_id)?;
     // Those that are gone were given up.
-    let unfit: Vec<EntryId> = read_ids(text(&fields, UNFIT)?)?.into_iter().filter_map(to).collect();
+    let invalid_payloads: Vec<EntryId> =
+        read_ids(text(&fields, UNFIT)?)?.into_iter().filter_map(to).collect();
     fields.insert(POSITION.to_owned(), position.to_string().into());
-    fields.insert(UNFIT.to_owned(), write_ids(&unfit).into());
+    fields.insert(UNFIT.to_owned(), write_ids(&invalid_payloads).into());
     Some(fields)
 }
 
@@ -128,22 +129,24 @@ pub(crate) fn encode(state: &SessionState, now: Timestamp) -> Result<RegistryMap
         });
     }
     let seen = state.seen.order.iter().map(ToString::to_string).collect();
-    let body = serde_json::to_vec(&Body { folds, seen });
+    let body = serde_json::to_vec(&SnapshotBody { folds, seen });
     let body = Bytes::from(body.map_err(|error| refuse(error.to_string()))?);
     if body.len() > SNAPSHOT_BYTES_MAX {
         let problem = format!("it has {} bytes; the limit is {SNAPSHOT_BYTES_MAX}", body.len());
         return Err(refuse(problem));
     }
-    let Unreadable { kinds, unfit, has_more, count } = &state.unreadable;
-    let kinds = serde_json::to_string(kinds).map_err(|error| refuse(error.to_string()))?;
+    let UnreadableIndex { unknown_types, invalid_payloads, is_truncated, count } =
+        &state.unreadable;
+    let unknown_types =
+        serde_json::to_string(unknown_types).map_err(|error| refuse(error.to_string()))?;
     let mut fields: RegistryMap = [
         (FORMAT_FIELD, FORMAT.to_owned()),
         (POSITION, state.position.to_string()),
         (ENTRIES, state.entries.to_string()),
         (EVENTS, state.events.to_string()),
-        (UNREADABLE_TYPES, kinds),
-        (UNFIT, write_ids(unfit)),
-        (UNREADABLE_MORE, has_more.to_string()),
+        (UNREADABLE_TYPES, unknown_types),
+        (UNFIT, write_ids(invalid_payloads)),
+        (UNREADABLE_MORE, is_truncated.to_string()),
         (UNREADABLE_COUNT, count.to_string()),
         (TAKEN_AT, now.to_rfc3339()),
         (BYTES, body.len().to_string()),
@@ -164,24 +167,25 @@ pub(crate) fn decode(
     fields: &RegistryMap,
     session: &SessionId,
     folds: &Folds,
-    registry: &Registry,
+    registry: &EventRegistry,
 ) -> Result<SessionState, String> {
     let body = read_body(fields)?;
-    let body: Body = serde_json::from_slice(&body).map_err(|error| error.to_string())?;
+    let body: SnapshotBody = serde_json::from_slice(&body).map_err(|error| error.to_string())?;
     let point = point_of(fields).ok_or("its position is odd")?;
     let mut state = SessionState::new(session.clone(), load(body.folds, folds, registry)?);
     state.position = point.entry_id;
     state.entries = point.entries;
     state.events = number(fields, EVENTS)?;
-    state.unreadable = Unreadable {
-        kinds: serde_json::from_str(field(fields, UNREADABLE_TYPES)?)
+    state.unreadable = UnreadableIndex {
+        unknown_types: serde_json::from_str(field(fields, UNREADABLE_TYPES)?)
             .map_err(|error| format!("`{UNREADABLE_TYPES}` is odd: {error}"))?,
-        unfit: read_ids(field(fields, UNFIT)?).ok_or_else(|| format!("`{UNFIT}` is odd"))?,
-        has_more: field(fields, UNREADABLE_MORE)? != "false",
+        invalid_payloads: read_ids(field(fields, UNFIT)?)
+            .ok_or_else(|| format!("`{UNFIT}` is odd"))?,
+        is_truncated: field(fields, UNREADABLE_MORE)? != "false",
         count: number(fields, UNREADABLE_COUNT)?,
     };
     let seen: Result<Vec<EventId>, _> = body.seen.into_iter().map(EventId::new).collect();
-    state.seen = Seen::restore(seen.map_err(|error| error.to_string())?);
+    state.seen = SeenEventIds::restore(seen.map_err(|error| error.to_string())?);
     Ok(state)
 }
 
@@ -206,7 +210,7 @@ fn read_body(fields: &RegistryMap) -> Result<Vec<u8>, String> {
     Ok(body)
 }
 
-fn load(saved: Vec<SavedFold>, folds: &Folds, registry: &Registry) -> Result<Folds, String> {
+fn load(saved: Vec<SavedFold>, folds: &Folds, registry: &EventRegistry) -> Result<Folds, String> {
     let mut names: Vec<(String, u32)> =
         saved.iter().map(|fold| (fold.name.clone(), fold.version)).collect();
     names.sort();
@@ -229,30 +233,30 @@ fn load(saved: Vec<SavedFold>, folds: &Folds, registry: &Registry) -> Result<Fol
 
 /// What became of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Saved {
-    Yes,
+pub(crate) enum SaveOutcome {
+    SaveOutcome,
     /// Somebody has a snapshot of this entry or a later one.
     Superseded,
 }
 
 /// Keeps a snapshot of the session at this place in the list, unless there is a later one.
 pub(crate) async fn save(
-    journal: &Journal,
+    storage: &SessionBackend,
     session: &SessionId,
     index: EntryId,
     set: &str,
     fields: &RegistryMap,
-) -> Result<Saved, SessionError> {
+) -> Result<SaveOutcome, SessionError> {
     let refuse = |problem: String| SessionError::Snapshot { session: session.clone(), problem };
     let point = point_of(fields).ok_or_else(|| refuse("its position is odd".to_owned()))?;
-    let map = journal.keys.session_snapshot(session, set);
-    let backend = &journal.backend;
-    let is_known = super::read_meta(journal, session).await?;
+    let map = storage.keys.session_snapshot(session, set);
+    let backend = &storage.backend;
+    let is_known = super::read_meta(storage, session).await?;
     match is_known {
         Some(meta) if meta.index != index => {
             return Err(refuse("there is another session of this name by now".to_owned()));
         }
-        Some(meta) if meta.stage == Stage::Expired => {
+        Some(meta) if meta.stage == SessionStage::Expired => {
             return Err(refuse("it is expired".to_owned()));
         }
         Some(meta)
@@ -260,17 +264,19 @@ pub(crate) async fn save(
         {
             let problem = format!(
                 "there are snapshots of {SNAPSHOT_SETS_MAX} other sets of folds, which is the \
-                 limit; remove those that nobody uses with `Sessions::forget_snapshots`"
+                 limit; remove those that anonymous uses with `Sessions::delete_snapshots`"
             );
             return Err(refuse(problem));
         }
         Some(_) => {}
         None => return Err(SessionError::NotFound { session: session.clone() }),
     }
-    for _ in 0..SAVE_TRIES {
+    for _ in 0..SAVE_ATTEMPTS {
         let old = backend.map_get(&map).await?;
         let done = match old.as_ref().map(|old| (point_of(old), old.get(POSITION))) {
-            Some((Some(old), _)) if old.entry_id >= point.entry_id => return Ok(Saved::Superseded),
+            Some((Some(old), _)) if old.entry_id >= point.entry_id => {
+                return Ok(SaveOutcome::Superseded);
+            }
             Some((_, Some(position))) => {
                 backend.map_update(&map, Some((POSITION, position)), fields).await?
             }
@@ -280,11 +286,11 @@ pub(crate) async fn save(
         };
         if done {
             // After the snapshot: whoever trims trusts this, and it must not promise what is not there.
-            let meta = journal.keys.session_meta(session);
+            let meta = storage.keys.session_meta(session);
             let index = index.to_string();
             let expected = Some((meta::INDEX, index.as_bytes()));
             backend.map_update(&meta, expected, &meta::snapshot_is(set, point)).await?;
-            return Ok(Saved::Yes);
+            return Ok(SaveOutcome::SaveOutcome);
         }
     }
     Err(refuse("others replace it all the time".to_owned()))

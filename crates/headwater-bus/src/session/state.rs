@@ -13,13 +13,13 @@ use std::sync::Arc;
 use headwater_stream::{Entry, EntryId, Fields, StreamName};
 
 use super::error::SessionError;
-use crate::error::Misfit;
-use crate::event::{Envelope, Event, Received};
+use crate::error::DecodeError;
+use crate::event::{Envelope, Event, ReceivedEvent};
 use crate::fold::{AllEvents, Fold, Folds, SessionEvent};
-use crate::handler::{Delivered, panic_text};
-use crate::limits::{SEEN_MAX, UNREADABLE_MAX};
+use crate::handler::{DeliveredEvent, panic_text};
+use crate::limits::{SEEN_EVENT_IDS_MAX, UNREADABLE_MAX};
 use crate::name::{EventId, SessionId};
-use crate::registry::Registry;
+use crate::registry::EventRegistry;
 
 /// What is known after a number of entries of a session.
 #[derive(Clone, Debug)]
@@ -32,28 +32,28 @@ pub struct SessionState {
     pub(crate) entries: u64,
     /// Events that counted.
     pub(crate) events: u64,
-    pub(crate) seen: Seen,
-    pub(crate) unreadable: Unreadable,
+    pub(crate) seen: SeenEventIds,
+    pub(crate) unreadable: UnreadableIndex,
     /// Whose copies count: of whoever made the session of another one or of a file. Empty if nobody did.
     pub(crate) copied_by: String,
 }
 
 /// The newest ids of events.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Seen {
+pub(crate) struct SeenEventIds {
     pub(crate) order: VecDeque<EventId>,
     ids: HashSet<EventId>,
 }
 
 /// Entries that no registered type fits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Unreadable {
+pub(crate) struct UnreadableIndex {
     /// The types and versions that were not registered, so many at most.
-    pub(crate) kinds: BTreeSet<(String, u32)>,
+    pub(crate) unknown_types: BTreeSet<(String, u32)>,
     /// Those whose type was registered and whose payload did not fit, so many at most.
-    pub(crate) unfit: Vec<EntryId>,
+    pub(crate) invalid_payloads: Vec<EntryId>,
     /// Whether there were more of either.
-    pub(crate) has_more: bool,
+    pub(crate) is_truncated: bool,
     /// All of them.
     pub(crate) count: u64,
 }
@@ -62,12 +62,12 @@ pub(crate) struct Unreadable {
 pub(crate) const COPIED_BY: &str = "copied_by";
 
 /// An entry as it is read, before it counts.
-pub(crate) enum Read {
-    Event(Delivered),
+pub(crate) enum DecodedEntry {
+    Event(DeliveredEvent),
     /// Somebody copied it here who was taken for dead.
     Stray,
-    Misfit {
-        misfit: Misfit,
+    Undecodable {
+        error: DecodeError,
         version: u32,
     },
 }
@@ -80,14 +80,14 @@ impl SessionState {
             position: EntryId::MIN,
             entries: 0,
             events: 0,
-            seen: Seen::default(),
-            unreadable: Unreadable::default(),
+            seen: SeenEventIds::default(),
+            unreadable: UnreadableIndex::default(),
             copied_by: String::new(),
         }
     }
 
     /// The newest event of type `E`, if [`Folds::latest`] or [`Folds::all`] keep it and there was one.
-    pub fn latest<E: Event>(&self) -> Option<Received<E>> {
+    pub fn latest<E: Event>(&self) -> Option<ReceivedEvent<E>> {
         self.folds.get_latest::<E>()
     }
 
@@ -118,11 +118,17 @@ impl SessionState {
     }
 
     /// Takes the next entry into account, as it was read.
-    pub(crate) fn take(&mut self, entry_id: EntryId, read: Read) -> Result<(), SessionError> {
+    pub(crate) fn apply_decoded(
+        &mut self,
+        entry_id: EntryId,
+        read: DecodedEntry,
+    ) -> Result<(), SessionError> {
         match read {
-            Read::Stray => {}
-            Read::Misfit { misfit, version } => self.unreadable.add(entry_id, misfit, version),
-            Read::Event(delivered) => {
+            DecodedEntry::Stray => {}
+            DecodedEntry::Undecodable { error, version } => {
+                self.unreadable.add(entry_id, error, version)
+            }
+            DecodedEntry::Event(delivered) => {
                 let is_copy = delivered.envelope.copy_of.is_some();
                 if !is_copy && self.seen.insert(&delivered.envelope.event_id) {
                     self.apply(&SessionEvent(delivered), entry_id)?;
@@ -152,21 +158,21 @@ impl SessionState {
 
 /// Reads an entry of a session whose copies are by `copied_by`.
 pub(crate) fn read(
-    registry: &Registry,
+    registry: &EventRegistry,
     stream: &StreamName,
     copied_by: &str,
     entry: &Entry,
-) -> Read {
+) -> DecodedEntry {
     if is_stray(copied_by, &entry.fields) {
-        return Read::Stray;
+        return DecodedEntry::Stray;
     }
     let envelope = match Envelope::from_entry(stream, entry.id, &entry.fields) {
         Ok(envelope) => envelope,
-        Err(misfit) => return Read::Misfit { misfit, version: 0 },
+        Err(error) => return DecodedEntry::Undecodable { error, version: 0 },
     };
     match registry.decode_any(&envelope) {
-        Ok(value) => Read::Event(Delivered { value, envelope: Arc::new(envelope) }),
-        Err(misfit) => Read::Misfit { misfit, version: envelope.version },
+        Ok(value) => DecodedEntry::Event(DeliveredEvent { value, envelope: Arc::new(envelope) }),
+        Err(error) => DecodedEntry::Undecodable { error, version: envelope.version },
     }
 }
 
@@ -175,14 +181,14 @@ pub(crate) fn is_stray(copied_by: &str, fields: &Fields) -> bool {
     fields.get(COPIED_BY).is_some_and(|by| by != copied_by.as_bytes())
 }
 
-impl Seen {
+impl SeenEventIds {
     /// Returns whether it is new.
     fn insert(&mut self, id: &EventId) -> bool {
         if !self.ids.insert(id.clone()) {
             return false;
         }
         self.order.push_back(id.clone());
-        if self.order.len() > SEEN_MAX
+        if self.order.len() > SEEN_EVENT_IDS_MAX
             && let Some(oldest) = self.order.pop_front()
         {
             self.ids.remove(&oldest);
@@ -199,37 +205,39 @@ impl Seen {
     }
 }
 
-impl Unreadable {
+impl UnreadableIndex {
     /// Of a session that is full of them the first tell all there is to know, and the others would push out what was
     /// parked elsewhere. So many more are to be parked.
-    pub(crate) fn to_be_parked(&self) -> usize {
+    pub(crate) fn parking_capacity(&self) -> usize {
         UNREADABLE_MAX.saturating_sub(usize::try_from(self.count).unwrap_or(usize::MAX))
     }
 
-    fn add(&mut self, id: EntryId, misfit: Misfit, version: u32) {
+    fn add(&mut self, id: EntryId, error: DecodeError, version: u32) {
         self.count += 1;
-        let is_noted = match misfit {
-            Misfit::UnknownType { event_type } | Misfit::UnknownVersion { event_type, .. } => {
+        let is_recorded = match error {
+            DecodeError::UnknownType { event_type }
+            | DecodeError::UnknownVersion { event_type, .. } => {
                 let kind = (event_type, version);
-                let has_room = self.kinds.len() < UNREADABLE_MAX || self.kinds.contains(&kind);
+                let has_room =
+                    self.unknown_types.len() < UNREADABLE_MAX || self.unknown_types.contains(&kind);
                 has_room && {
-                    self.kinds.insert(kind);
+                    self.unknown_types.insert(kind);
                     true
                 }
             }
             // No registry ever reads it.
-            Misfit::Malformed { .. } => true,
-            Misfit::Payload { .. } => {
-                let has_room = self.unfit.len() < UNREADABLE_MAX;
-                self.unfit.extend(has_room.then_some(id));
+            DecodeError::Malformed { .. } => true,
+            DecodeError::Payload { .. } => {
+                let has_room = self.invalid_payloads.len() < UNREADABLE_MAX;
+                self.invalid_payloads.extend(has_room.then_some(id));
                 has_room
             }
         };
-        self.has_more |= !is_noted;
+        self.is_truncated |= !is_recorded;
     }
 
     /// Whether one of the types that were not registered is by now.
-    pub(crate) fn is_known_to(&self, registry: &Registry) -> bool {
-        self.kinds.iter().any(|(event_type, version)| registry.reads(event_type, *version))
+    pub(crate) fn has_newly_registered_type(&self, registry: &EventRegistry) -> bool {
+        self.unknown_types.iter().any(|(event_type, version)| registry.reads(event_type, *version))
     }
 }

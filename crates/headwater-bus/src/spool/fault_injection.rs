@@ -14,11 +14,11 @@ pub(super) enum Operation {
 
 /// Operations that are to fail, once each.
 #[derive(Debug, Default)]
-pub(super) struct Faults(Vec<Operation>);
+pub(super) struct SpoolFaults(Vec<Operation>);
 
-impl Faults {
+impl SpoolFaults {
     #[cfg(test)]
-    pub(super) fn order(&mut self, operations: &[Operation]) {
+    pub(super) fn inject(&mut self, operations: &[Operation]) {
         self.0.extend(operations);
     }
 

@@ -21,7 +21,7 @@ const BODY_MAX: usize = ENTRY_BYTES_MAX + 16 * 1024;
 
 /// An event that waits for its stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Spooled {
+pub(crate) struct SpooledEvent {
     pub(crate) stream: StreamName,
     pub(crate) event_id: EventId,
     pub(crate) fields: Fields,
@@ -33,14 +33,14 @@ pub(crate) struct Spooled {
 /// What a record says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Record {
-    Event(Spooled),
+    Event(SpooledEvent),
     /// So many events from the beginning of the file are done.
     Replayed(u64),
 }
 
 /// What lies at a place in a file.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum ScanResult {
     Record {
         record: Record,
         /// Where the next one begins.
@@ -102,28 +102,32 @@ impl Record {
     }
 
     /// Reads what lies at `at`.
-    pub(super) fn find(bytes: &[u8], at: usize) -> Found {
+    pub(super) fn read_at(bytes: &[u8], at: usize) -> ScanResult {
         let rest = &bytes[at..];
         if rest.is_empty() {
-            return Found::End;
+            return ScanResult::End;
         }
         // After a loss of power a file may end in zeros instead of data.
         if rest.len() < PREAMBLE || rest.iter().all(|byte| *byte == 0) {
-            return Found::Torn;
+            return ScanResult::Torn;
         }
         let body_bytes = number(&rest[..4]) as usize;
         if body_bytes == 0 || body_bytes > BODY_MAX {
-            return Found::Damaged(format!("a record of {body_bytes} bytes"));
+            return ScanResult::Damaged(format!("a record of {body_bytes} bytes"));
         }
-        let Some(body) = rest.get(PREAMBLE..PREAMBLE + body_bytes) else { return Found::Torn };
+        let Some(body) = rest.get(PREAMBLE..PREAMBLE + body_bytes) else { return ScanResult::Torn };
         let next = at + PREAMBLE + body_bytes;
         if crc32fast::hash(body) != number(&rest[4..PREAMBLE]) {
             let is_last = next == bytes.len() || bytes[next..].iter().all(|byte| *byte == 0);
-            return if is_last { Found::Torn } else { Found::Damaged("a wrong checksum".into()) };
+            return if is_last {
+                ScanResult::Torn
+            } else {
+                ScanResult::Damaged("a wrong checksum".into())
+            };
         }
         match Self::decode(body) {
-            Some(record) => Found::Record { record, next },
-            None => Found::Damaged("a record that says nothing known".into()),
+            Some(record) => ScanResult::Record { record, next },
+            None => ScanResult::Damaged("a record that says nothing known".into()),
         }
     }
 
@@ -143,7 +147,7 @@ impl Record {
                 }
                 let fields = Fields::new(pairs);
                 let spooled_at = Timestamp::from_millis(spooled_at);
-                let event = Spooled { stream, event_id, fields, attempted, spooled_at };
+                let event = SpooledEvent { stream, event_id, fields, attempted, spooled_at };
                 rest.is_empty().then_some(Self::Event(event))
             }
             REPLAYED => Some(Self::Replayed(u64::from_le_bytes(rest.try_into().ok()?))),

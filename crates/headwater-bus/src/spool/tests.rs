@@ -7,14 +7,14 @@ use headwater_stream::{Fields, StreamName};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-use super::faults::Operation;
+use super::fault_injection::Operation;
 use super::*;
 use crate::name::EventId;
 
 const MIB: u64 = 1024 * 1024;
 
-fn event(number: usize) -> Spooled {
-    Spooled {
+fn event(number: usize) -> SpooledEvent {
+    SpooledEvent {
         stream: StreamName::new(format!("wink:events:{}", number % 3)).unwrap(),
         event_id: EventId::new(format!("event-{number}")).unwrap(),
         fields: Fields::new([
@@ -26,7 +26,7 @@ fn event(number: usize) -> Spooled {
     }
 }
 
-fn events(numbers: std::ops::Range<usize>) -> Vec<Spooled> {
+fn events(numbers: std::ops::Range<usize>) -> Vec<SpooledEvent> {
     numbers.map(event).collect()
 }
 
@@ -34,7 +34,7 @@ fn open(directory: &TempDir, max_bytes: u64) -> Result<SpoolFile, SpoolError> {
     SpoolFile::open(&directory.path().join("spool"), "wink:default", max_bytes)
 }
 
-fn peek_all(file: &mut SpoolFile) -> Vec<Spooled> {
+fn peek_all(file: &mut SpoolFile) -> Vec<SpooledEvent> {
     file.peek(usize::MAX, u64::MAX).unwrap()
 }
 
@@ -43,19 +43,19 @@ fn what_was_added_is_there_after_reopening_in_order_and_what_is_done_is_not() {
     let directory = tempfile::tempdir().unwrap();
     let mut file = open(&directory, MIB).unwrap();
     file.append(&events(0..10)).unwrap();
-    file.done(3);
+    file.acknowledge(3);
     file.append(&events(10..12)).unwrap();
-    file.done(1);
+    file.acknowledge(1);
     assert_eq!(peek_all(&mut file), events(4..12));
     drop(file);
 
     let mut file = open(&directory, MIB).unwrap();
-    assert_eq!(file.waiting(), 8);
+    assert_eq!(file.pending(), 8);
     assert_eq!(peek_all(&mut file), events(4..12));
     assert_eq!(file.peek(2, u64::MAX).unwrap(), events(4..6));
     assert_eq!(file.peek(5, 1).unwrap(), events(4..5), "at least one, however large");
 
-    file.done(8);
+    file.acknowledge(8);
     file.append(&events(20..21)).unwrap();
     drop(file);
     assert_eq!(peek_all(&mut open(&directory, MIB).unwrap()), events(20..21));
@@ -96,7 +96,7 @@ fn a_torn_head_is_an_empty_spool() {
     let head = fs::read(&path).unwrap();
     for end in 0..head.len() {
         fs::write(&path, &head[..end]).unwrap();
-        assert_eq!(open(&directory, MIB).unwrap().waiting(), 0, "cut at {end}");
+        assert_eq!(open(&directory, MIB).unwrap().pending(), 0, "cut at {end}");
     }
 }
 
@@ -135,7 +135,7 @@ fn a_spool_of_another_bus_and_one_in_use_are_refused() {
     drop(file);
     let before = fs::read(&path).unwrap();
     let other = SpoolFile::open(&path, "wink:other", MIB);
-    assert!(matches!(other, Err(SpoolError::Foreign { owner, .. }) if owner == "wink:default"));
+    assert!(matches!(other, Err(SpoolError::WrongOwner { owner, .. }) if owner == "wink:default"));
     assert_eq!(fs::read(&path).unwrap(), before);
 }
 
@@ -152,9 +152,9 @@ fn a_full_spool_refuses_and_has_room_again_when_something_is_done() {
     assert_eq!(peek_all(&mut file), events(0..added));
 
     // Nothing of a batch is kept if one of it has no room.
-    file.done(1);
+    file.acknowledge(1);
     assert!(file.append(&events(added..added + 10)).is_err());
-    file.done(added / 2);
+    file.acknowledge(added / 2);
     file.append(&events(added..added + 3)).unwrap();
     let expected = events(1 + added / 2..added + 3);
     assert_eq!(peek_all(&mut file), expected);
@@ -167,7 +167,7 @@ async fn events_that_are_added_at_once_are_all_there_in_the_order_of_each_caller
     let directory = tempfile::tempdir().unwrap();
     let config = SpoolConfig::new(directory.path().join("deeper/spool"));
     let spool = Arc::new(Spool::open(config, "wink:default").await.unwrap());
-    assert!(!spool.is_waiting());
+    assert!(!spool.has_pending());
     let callers: Vec<_> = (0..8)
         .map(|caller| {
             let spool = Arc::clone(&spool);
@@ -184,7 +184,7 @@ async fn events_that_are_added_at_once_are_all_there_in_the_order_of_each_caller
     for caller in callers {
         caller.await.unwrap();
     }
-    assert!(spool.is_waiting());
+    assert!(spool.has_pending());
     let all = spool.peek(1000, MIB).await.unwrap();
     for caller in 0..8 {
         let mine: Vec<String> = all
@@ -198,8 +198,8 @@ async fn events_that_are_added_at_once_are_all_there_in_the_order_of_each_caller
             (0..20).map(|number| format!("event-{}", caller * 100 + number)).collect();
         assert_eq!(mine, expected);
     }
-    spool.done(160).await.unwrap();
-    assert!(!spool.is_waiting());
+    spool.acknowledge(160).await.unwrap();
+    assert!(!spool.has_pending());
 }
 
 #[tokio::test]
@@ -221,38 +221,38 @@ async fn newer_events_give_way_while_older_ones_get_on_and_never_when_they_do_no
     let config = SpoolConfig::new(directory.path().join("spool"));
     let spool = Arc::new(Spool::open(config, "wink:default").await.unwrap());
     spool.add(events(0..10)).await.unwrap();
-    let pacer = spool.pacer();
+    let throttle = spool.drain_throttle();
     // The backend is away: nobody waits.
-    spool.give_way().await;
+    spool.throttle().await;
 
     // They get on: whoever comes waits for one step.
-    pacer.moved(5);
-    let mut waiting = giving_way(&spool);
+    throttle.advanced(5);
+    let mut waiting = throttled(&spool);
     assert!(!is_done(&mut waiting).await);
-    pacer.moved(5);
+    throttle.advanced(5);
     waiting.await.unwrap();
 
     // The end is near: whoever comes waits for it, however many steps it takes.
-    spool.done(6).await.unwrap();
-    pacer.moved(5);
-    let mut waiting = giving_way(&spool);
-    pacer.moved(0);
+    spool.acknowledge(6).await.unwrap();
+    throttle.advanced(5);
+    let mut waiting = throttled(&spool);
+    throttle.advanced(0);
     assert!(!is_done(&mut waiting).await);
-    spool.done(4).await.unwrap();
-    pacer.moved(5);
+    spool.acknowledge(4).await.unwrap();
+    throttle.advanced(5);
     waiting.await.unwrap();
 
     // It fails, or goes away, near the end: nobody waits any more.
     for goes_away in [false, true] {
         spool.add(events(0..1)).await.unwrap();
-        let pacer = spool.pacer();
-        pacer.moved(5);
-        let mut waiting = giving_way(&spool);
+        let throttle = spool.drain_throttle();
+        throttle.advanced(5);
+        let mut waiting = throttled(&spool);
         assert!(!is_done(&mut waiting).await);
         if goes_away {
-            drop(pacer);
+            drop(throttle);
         } else {
-            pacer.stalled();
+            throttle.stalled();
         }
         waiting.await.unwrap();
     }
@@ -260,8 +260,8 @@ async fn newer_events_give_way_while_older_ones_get_on_and_never_when_they_do_no
 
 impl Spool {
     /// Makes the disk fail.
-    fn order(&self, operations: &[Operation]) {
-        self.shared.lock().as_mut().unwrap().faults.order(operations);
+    fn inject(&self, operations: &[Operation]) {
+        self.shared.lock().as_mut().unwrap().faults.inject(operations);
     }
 }
 
@@ -273,22 +273,22 @@ async fn a_note_that_cannot_be_written_holds_up_nobody() {
         let spool = Arc::new(Spool::open(config.clone(), "wink:default").await.unwrap());
         spool.add(events(0..10)).await.unwrap();
         // Some events are in their streams, and the disk is full when that is to be noted.
-        spool.order(faults);
-        spool.done(6).await.unwrap();
+        spool.inject(faults);
+        spool.acknowledge(6).await.unwrap();
         assert_eq!(spool.health().events, 4);
         assert_eq!(spool.peek(100, MIB).await.unwrap(), events(6..10));
         // The next note makes up for it.
-        spool.done(1).await.unwrap();
+        spool.acknowledge(1).await.unwrap();
         spool.add(events(10..11)).await.unwrap();
         spool.close().await;
         let spool = Arc::new(Spool::open(config.clone(), "wink:default").await.unwrap());
         assert_eq!(spool.peek(100, MIB).await.unwrap(), events(7..11));
         // At the end nothing waits, and nobody waits for it.
-        let pacer = spool.pacer();
-        spool.done(4).await.unwrap();
-        pacer.moved(100);
-        assert!(!spool.is_waiting());
-        spool.give_way().await;
+        let throttle = spool.drain_throttle();
+        spool.acknowledge(4).await.unwrap();
+        throttle.advanced(100);
+        assert!(!spool.has_pending());
+        spool.throttle().await;
         spool.close().await;
     }
 }
@@ -305,22 +305,22 @@ async fn a_disk_that_fails_when_all_is_done_keeps_nobody_from_going_on() {
     ] {
         let spool = Spool::open(config.clone(), "wink:default").await.unwrap();
         spool.add(events(0..10)).await.unwrap();
-        spool.order(faults);
-        spool.done(10).await.unwrap();
+        spool.inject(faults);
+        spool.acknowledge(10).await.unwrap();
         // Events go to their streams again.
-        assert!(!spool.is_waiting());
+        assert!(!spool.has_pending());
         assert_eq!(spool.peek(100, MIB).await.unwrap(), []);
         if faults.len() > 1 {
             let refused = spool.add(events(20..22)).await;
             assert!(matches!(refused, Err(SpoolError::Disk { .. })));
-            assert!(!spool.is_waiting());
+            assert!(!spool.has_pending());
         }
         // And the spool serves again as soon as the disk does.
         spool.add(events(10..12)).await.unwrap();
         spool.close().await;
         let spool = Spool::open(config.clone(), "wink:default").await.unwrap();
         assert_eq!(spool.peek(100, MIB).await.unwrap(), events(10..12));
-        spool.done(2).await.unwrap();
+        spool.acknowledge(2).await.unwrap();
         spool.close().await;
     }
 }
@@ -357,8 +357,8 @@ fn a_disk_that_fails_while_the_file_is_replaced_loses_nothing() {
     while file.append(&events(added..added + 1)).is_ok() {
         added += 1;
     }
-    file.done(added / 2);
-    file.faults.order(&[Operation::SyncDirectory]);
+    file.acknowledge(added / 2);
+    file.faults.inject(&[Operation::SyncDirectory]);
     let refused = file.append(&events(added..added + 3)).unwrap_err();
     assert!(matches!(refused, SpoolError::Disk { .. }), "{refused}");
     // The name is the file's that is written to, and nobody else may have it.
@@ -378,7 +378,7 @@ fn marks_never_make_a_spool_larger_than_it_may_be() {
         added += 1;
     }
     for done in 1..added {
-        file.done(1);
+        file.acknowledge(1);
         assert!(file.bytes() <= 4096, "{} bytes after {done}", file.bytes());
         assert_eq!(peek_all(&mut file), events(done..added));
     }
@@ -417,16 +417,16 @@ fn spools_that_differ_in_their_endings_do_not_meet() {
     while one.append(&events(added..added + 1)).is_ok() {
         added += 1;
     }
-    one.done(added / 2);
+    one.acknowledge(added / 2);
     one.append(&events(added..added + 3)).unwrap();
     assert_eq!(peek_all(&mut one), events(added / 2..added + 3));
     drop((one, other));
-    assert_eq!(open("bus.new").unwrap().waiting(), 0);
+    assert_eq!(open("bus.new").unwrap().pending(), 0);
 }
 
-fn giving_way(spool: &Arc<Spool>) -> tokio::task::JoinHandle<()> {
+fn throttled(spool: &Arc<Spool>) -> tokio::task::JoinHandle<()> {
     let spool = Arc::clone(spool);
-    tokio::spawn(async move { spool.give_way().await })
+    tokio::spawn(async move { spool.throttle().await })
 }
 
 async fn is_done(task: &mut tokio::task::JoinHandle<()>) -> bool {
@@ -451,7 +451,7 @@ proptest! {
                 // Mostly small steps: each leaves a mark.
                 2..5 => {
                     let count = if step == 2 { count } else { 1 };
-                    file.done(count);
+                    file.acknowledge(count);
                     front = back.min(front + count);
                 }
                 _ => {

@@ -11,7 +11,7 @@ use headwater_stream::limits::{COUNT_MAX, WAIT_MAX};
 use crate::breaker::BreakerConfig;
 use crate::error::{BusError, Result};
 use crate::keys::PREFIX;
-use crate::limits::{IN_FLIGHT_MAX, REMEMBER_MAX};
+use crate::limits::{DEDUP_WINDOW_MAX, IN_FLIGHT_MAX};
 use crate::name::{Namespace, SessionId};
 use crate::spool::SpoolConfig;
 
@@ -31,7 +31,7 @@ pub struct StreamedBusConfig {
     /// How long ids of published events are remembered, so that one that is published again counts once. `None`
     /// (default) does so for 10 min, and only for events that were given an id; with a spool, for all events. Several times
     /// as long as a call of the backend may take (less than once is refused), at most 24 h.
-    pub remember: Option<Duration>,
+    pub dedup_window: Option<Duration>,
     /// How much of the control stream is kept once every group is done with it. Default: 10 000 entries.
     pub control_retention: Retention,
     /// How much of a session's stream is kept. Default: everything.
@@ -63,13 +63,13 @@ pub enum FailurePolicy {
     /// run at once.
     Spool(SpoolConfig),
     /// Handlers of this process run. The result says whether other processes may see the event:
-    /// [`Stored::LocalOnly`](crate::Stored::LocalOnly) was not sent, because the breaker was open, and no other process ever sees it;
-    /// [`Stored::Unconfirmed`](crate::Stored::Unconfirmed) was sent and not confirmed, and may be in its stream.
+    /// [`StoreOutcome::LocalOnly`](crate::Stored::LocalOnly) was not sent, because the breaker was open, and no other process ever sees it;
+    /// [`StoreOutcome::Unconfirmed`](crate::Stored::Unconfirmed) was sent and not confirmed, and may be in its stream.
     LocalOnly,
 }
 
 /// How long ids are remembered, if the settings do not say.
-pub(super) const REMEMBER_DEFAULT: Duration = Duration::from_secs(10 * 60);
+pub(super) const DEDUP_WINDOW_DEFAULT: Duration = Duration::from_secs(10 * 60);
 
 impl Default for StreamedBusConfig {
     fn default() -> Self {
@@ -79,7 +79,7 @@ impl Default for StreamedBusConfig {
             session: None,
             on_failure: FailurePolicy::Fail,
             breaker: BreakerConfig::default(),
-            remember: None,
+            dedup_window: None,
             control_retention: Retention::max_len(10_000),
             session_retention: Retention::KEEP_ALL,
             in_flight_max: 1000,
@@ -96,8 +96,8 @@ impl Default for StreamedBusConfig {
 impl StreamedBusConfig {
     /// Checks them for a backend whose calls take so long at most.
     pub(crate) fn validate(&self, call_deadline: Option<Duration>) -> Result<()> {
-        let remember = self.remember.unwrap_or(REMEMBER_DEFAULT);
-        BusError::check_remembered("remember", remember, call_deadline)?;
+        let dedup_window = self.dedup_window.unwrap_or(DEDUP_WINDOW_DEFAULT);
+        BusError::check_dedup_window("dedup_window", dedup_window, call_deadline)?;
         let counts = [
             ("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX),
             ("batch", self.batch, COUNT_MAX),
@@ -111,9 +111,9 @@ impl StreamedBusConfig {
             let problem = format!("{:?}; more than zero, at most {WAIT_MAX:?}", self.poll);
             return Err(BusError::invalid("poll", problem));
         }
-        if self.remember.is_some_and(|time| time.as_millis() == 0 || time > REMEMBER_MAX) {
-            let problem = format!("{:?}; 1 ms to {REMEMBER_MAX:?}", self.remember);
-            return Err(BusError::invalid("remember", problem));
+        if self.dedup_window.is_some_and(|time| time.as_millis() == 0 || time > DEDUP_WINDOW_MAX) {
+            let problem = format!("{:?}; 1 ms to {DEDUP_WINDOW_MAX:?}", self.dedup_window);
+            return Err(BusError::invalid("dedup_window", problem));
         }
         if self.health_every.is_some_and(|every| every.is_zero()) {
             return Err(BusError::invalid("health_every", "it is zero"));

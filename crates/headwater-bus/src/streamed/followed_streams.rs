@@ -10,16 +10,16 @@ use headwater_stream::{EntryId, StreamName};
 use tokio::sync::Notify;
 
 use crate::error::{BusError, Result};
-use crate::limits::FOLLOWED_MAX;
+use crate::limits::FOLLOWED_STREAMS_MAX;
 
 #[derive(Default)]
-pub(super) struct Followed {
-    streams: Mutex<HashMap<StreamName, Following>>,
+pub(super) struct FollowedStreams {
+    streams: Mutex<HashMap<StreamName, FollowedStream>>,
     /// The list of streams is another one now.
     pub(super) changed: Notify,
 }
 
-struct Following {
+struct FollowedStream {
     /// Everything up to here was read.
     position: EntryId,
     /// Whether the entry at the position was read, and not only where the stream ended when somebody began to follow it.
@@ -30,15 +30,17 @@ struct Following {
     subscriptions: usize,
 }
 
-impl Followed {
+impl FollowedStreams {
     /// Follows a stream from a position, or goes on where it is read already.
     pub(super) fn add(&self, stream: &StreamName, from: EntryId) -> Result<()> {
         let mut streams = self.lock();
-        if streams.len() >= FOLLOWED_MAX && !streams.contains_key(stream) {
-            let problem = format!("the bus follows {FOLLOWED_MAX} streams, which is the limit");
+        if streams.len() >= FOLLOWED_STREAMS_MAX && !streams.contains_key(stream) {
+            let problem =
+                format!("the bus follows {FOLLOWED_STREAMS_MAX} streams, which is the limit");
             return Err(BusError::invalid("a live subscription", problem));
         }
-        let fresh = Following { position: from, is_read: false, is_late: false, subscriptions: 0 };
+        let fresh =
+            FollowedStream { position: from, is_read: false, is_late: false, subscriptions: 0 };
         streams.entry(stream.clone()).or_insert(fresh).subscriptions += 1;
         drop(streams);
         self.changed.notify_one();
@@ -72,27 +74,27 @@ impl Followed {
     }
 
     /// Nobody waits for the next entries of this stream.
-    pub(super) fn is_late(&self, stream: &StreamName) {
+    pub(super) fn mark_late(&self, stream: &StreamName) {
         if let Some(following) = self.lock().get_mut(stream) {
             following.is_late = true;
         }
     }
 
     /// Nobody waits for anything.
-    pub(super) fn all_are_late(&self) {
+    pub(super) fn mark_all_late(&self) {
         self.lock().values_mut().for_each(|following| following.is_late = true);
     }
 
     /// Entries have come. Returns the last one that was read before, if some between may be gone: streams are trimmed from
     /// their beginning only, so as long as it is there, none is.
-    pub(super) fn witness(&self, stream: &StreamName) -> Option<EntryId> {
+    pub(super) fn last_read_if_late(&self, stream: &StreamName) -> Option<EntryId> {
         let mut streams = self.lock();
         let following = streams.get_mut(stream)?;
         let was_late = std::mem::take(&mut following.is_late);
         (was_late && following.is_read).then_some(following.position)
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<StreamName, Following>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<StreamName, FollowedStream>> {
         self.streams.lock().expect("no code panics while it holds this lock")
     }
 }

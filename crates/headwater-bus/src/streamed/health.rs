@@ -8,27 +8,27 @@ use std::time::{Duration, Instant};
 use headwater_stream::{StreamError, StreamName};
 
 use super::Inner;
-use crate::bus::{GroupHealth, Health, StreamHealth};
+use crate::bus::{BusHealth, GroupHealth, StreamHealth};
 use crate::metrics;
 
 /// A group as the metrics know it: the same label in all sessions is one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Reported {
+pub(super) struct ReportedGauge {
     kind: &'static str,
     group: String,
 }
 
 /// Looks at the health of the bus every so often, until it closes.
 pub(super) async fn run(inner: Arc<Inner>, every: Duration) {
-    while inner.pause(every).await {
-        inner.look().await;
+    while inner.sleep_unless_closing(every).await {
+        inner.check_health().await;
     }
 }
 
 impl Inner {
     /// Asks the backend, and remembers and counts what it found.
-    pub(super) async fn look(&self) -> Health {
-        let mut health = Health {
+    pub(super) async fn check_health(&self) -> BusHealth {
+        let mut health = BusHealth {
             connected: false,
             latency: None,
             streams: Default::default(),
@@ -39,15 +39,15 @@ impl Inner {
             last_check: self.config.clock.now(),
             problem: None,
         };
-        match self.ask(&mut health).await {
-            Ok(()) => self.report(&health),
+        match self.query_backend(&mut health).await {
+            Ok(()) => self.update_gauges(&health),
             Err(error) => health.problem = Some(error.to_string()),
         }
         *self.last_health() = Some(health.clone());
         health
     }
 
-    async fn ask(&self, health: &mut Health) -> Result<(), StreamError> {
+    async fn query_backend(&self, health: &mut BusHealth) -> Result<(), StreamError> {
         let began = Instant::now();
         self.backend.now().await?;
         health.connected = true;
@@ -68,43 +68,44 @@ impl Inner {
     }
 
     /// Tells the metrics what is pending: all sessions together, for there may be millions of them.
-    fn report(&self, health: &Health) {
-        let mut pending: BTreeMap<Reported, u64> = BTreeMap::new();
+    fn update_gauges(&self, health: &BusHealth) {
+        let mut pending: BTreeMap<ReportedGauge, u64> = BTreeMap::new();
         for (stream, found) in &health.streams {
             for (group, at) in &found.groups {
-                *pending.entry(self.reported_as(stream, group)).or_default() += at.pending;
+                *pending.entry(self.gauge_for(stream, group)).or_default() += at.pending;
             }
         }
-        let now: BTreeSet<Reported> = pending.keys().cloned().collect();
-        let before = std::mem::replace(&mut *self.reported(), now);
+        let now: BTreeSet<ReportedGauge> = pending.keys().cloned().collect();
+        let before = std::mem::replace(&mut *self.reported_gauges(), now);
         // Nobody works with them any more: what was told last would stand for ever.
-        for Reported { kind, group } in before.iter().filter(|one| !pending.contains_key(one)) {
+        for ReportedGauge { kind, group } in before.iter().filter(|one| !pending.contains_key(one))
+        {
             metrics::pending(kind, group, 0);
         }
-        for (Reported { kind, group }, count) in &pending {
+        for (ReportedGauge { kind, group }, count) in &pending {
             metrics::pending(kind, group, *count);
         }
     }
 
     /// The bus is closed: nobody looks any more.
-    pub(super) fn report_nothing(&self) {
-        for Reported { kind, group } in std::mem::take(&mut *self.reported()) {
+    pub(super) fn clear_gauges(&self) {
+        for ReportedGauge { kind, group } in std::mem::take(&mut *self.reported_gauges()) {
             metrics::pending(kind, &group, 0);
         }
     }
 
-    fn reported_as(&self, stream: &str, group: &str) -> Reported {
+    fn gauge_for(&self, stream: &str, group: &str) -> ReportedGauge {
         let session = stream.strip_prefix(&format!("{}:events:", self.keys.prefix()));
         let kind = if session.is_some() { "session" } else { "control" };
         let place = session.unwrap_or(self.config.namespace.as_str());
         let label = group.strip_prefix(&format!("{}:cg:{place}:", self.keys.prefix()));
         // A group of another program may have the session in its name, in whichever way.
         let other = if session.is_some() { "other" } else { group };
-        Reported { kind, group: label.unwrap_or(other).to_owned() }
+        ReportedGauge { kind, group: label.unwrap_or(other).to_owned() }
     }
 
-    fn reported(&self) -> MutexGuard<'_, BTreeSet<Reported>> {
-        self.reported.lock().expect("no code panics while it holds this lock")
+    fn reported_gauges(&self) -> MutexGuard<'_, BTreeSet<ReportedGauge>> {
+        self.reported_gauges.lock().expect("no code panics while it holds this lock")
     }
 
     /// Every stream this bus works with.

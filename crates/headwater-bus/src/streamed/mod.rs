@@ -9,8 +9,8 @@
 // In dependency order: each module uses only those above it.
 mod config;
 
-mod followed;
-mod origin;
+mod followed_streams;
+mod own_events;
 
 mod store;
 
@@ -19,7 +19,7 @@ mod tail;
 
 mod group;
 mod health;
-mod replay;
+mod spool_drain;
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -37,23 +37,23 @@ use tokio::time::timeout;
 use tracing::warn;
 
 pub use self::config::{FailurePolicy, StreamedBusConfig};
-use self::followed::Followed;
-use self::group::Group;
-use self::health::Reported;
-use self::origin::Origin;
+use self::followed_streams::FollowedStreams;
+use self::group::DurableGroup;
+use self::health::ReportedGauge;
+use self::own_events::OwnEvents;
 use crate::breaker::Breaker;
-use crate::bus::{EventBus, Health, PublishResult, Subscribe, SubscriptionKind};
-use crate::durable::{Closing, Ended};
+use crate::bus::{BusHealth, EventBus, PublishResult, SubscribeOptions, SubscriptionKind};
+use crate::delivery::{CloseSignal, DeliveryOutcome};
 use crate::error::{BusError, Result};
-use crate::event::{Envelope, Outgoing, Scope};
-use crate::handler::{self, Delivered, Handlers};
-use crate::journal::Journal;
+use crate::event::{Envelope, OutgoingEvent, Scope};
+use crate::handler::{self, DeliveredEvent, Handlers};
 use crate::keys::Keys;
-use crate::live::{Live, LiveList, Source};
+use crate::live::{EventSource, LiveSubscription, LiveSubscriptions};
 use crate::name::{EventId, SessionId, SubscriptionId, random_bits};
-use crate::parked::{Parked, ParkedEntry};
-use crate::registry::Registry;
-use crate::spool::{Spool, Spooled};
+use crate::registry::EventRegistry;
+use crate::session_backend::SessionBackend;
+use crate::spool::{Spool, SpooledEvent};
+use crate::unknown_events::{ParkedEntry, UnknownEvents};
 
 /// A bus on the streams of a backend.
 pub struct StreamedBus {
@@ -64,27 +64,27 @@ pub struct StreamedBus {
 
 pub(crate) struct Inner {
     backend: Arc<dyn Backend>,
-    registry: Registry,
+    registry: EventRegistry,
     config: StreamedBusConfig,
     keys: Keys,
     control: StreamName,
     queue: Queue,
-    live: LiveList,
-    followed: Followed,
-    groups: Mutex<HashMap<SubscriptionId, Group>>,
-    origin: Origin,
+    live: LiveSubscriptions,
+    followed: FollowedStreams,
+    groups: Mutex<HashMap<SubscriptionId, DurableGroup>>,
+    own_events: OwnEvents,
     breaker: Breaker,
     spool: Option<Spool>,
-    parked: Parked,
+    parked: UnknownEvents,
     next_id: AtomicU64,
-    closing: Closing,
+    closing: CloseSignal,
     /// One permit for each publish under way.
     in_flight: Arc<Semaphore>,
-    last_health: Mutex<Option<Health>>,
+    last_health: Mutex<Option<BusHealth>>,
     /// How often live subscriptions may have missed something.
     missed: AtomicU64,
     /// What the metric of pending entries tells of.
-    reported: Mutex<BTreeSet<Reported>>,
+    reported_gauges: Mutex<BTreeSet<ReportedGauge>>,
 }
 
 impl StreamedBus {
@@ -92,7 +92,7 @@ impl StreamedBus {
     /// when the bus is closed.
     pub async fn open(
         backend: Arc<dyn Backend>,
-        registry: Registry,
+        registry: EventRegistry,
         config: StreamedBusConfig,
     ) -> Result<Self> {
         config.validate(backend.call_deadline())?;
@@ -104,15 +104,19 @@ impl StreamedBus {
             }
             FailurePolicy::Fail | FailurePolicy::LocalOnly => None,
         };
-        let (stop, closing) = Closing::new();
+        let (stop, closing) = CloseSignal::new();
         let inner = Arc::new(Inner {
             control: keys.control(&config.namespace),
-            parked: Parked { backend: Arc::clone(&backend), stream: keys.unknown() },
+            parked: UnknownEvents { backend: Arc::clone(&backend), stream: keys.unknown() },
             queue: Queue::with_config(Arc::clone(&backend), config.queue.clone())?,
-            live: LiveList::default(),
-            followed: Followed::default(),
+            live: LiveSubscriptions::default(),
+            followed: FollowedStreams::default(),
             groups: Mutex::default(),
-            origin: Origin::new(format!("bus:{}:{:032x}", std::process::id(), random_bits())),
+            own_events: OwnEvents::new(format!(
+                "bus:{}:{:032x}",
+                std::process::id(),
+                random_bits()
+            )),
             breaker: Breaker::new(config.breaker)?,
             spool,
             next_id: AtomicU64::new(1),
@@ -120,7 +124,7 @@ impl StreamedBus {
             in_flight: Arc::new(Semaphore::new(config.in_flight_max)),
             last_health: Mutex::default(),
             missed: AtomicU64::new(0),
-            reported: Mutex::default(),
+            reported_gauges: Mutex::default(),
             backend,
             registry,
             config,
@@ -128,7 +132,7 @@ impl StreamedBus {
         });
         let mut tasks = vec![tokio::spawn(tail::run(Arc::clone(&inner)))];
         if inner.spool.is_some() {
-            tasks.push(tokio::spawn(replay::run(Arc::clone(&inner))));
+            tasks.push(tokio::spawn(spool_drain::run(Arc::clone(&inner))));
         }
         if let Some(every) = inner.config.health_every {
             tasks.push(tokio::spawn(health::run(Arc::clone(&inner), every)));
@@ -143,11 +147,11 @@ impl StreamedBus {
 
     /// What this start of the bus writes into the field `origin` of its events.
     pub fn origin(&self) -> &str {
-        self.inner.origin.name()
+        self.inner.own_events.origin()
     }
 
     /// What the last look at its health found, if there was one.
-    pub fn last_health(&self) -> Option<Health> {
+    pub fn last_health(&self) -> Option<BusHealth> {
         self.inner.last_health().clone()
     }
 
@@ -156,7 +160,7 @@ impl StreamedBus {
     pub async fn rejected(&self, count: usize) -> Result<Vec<RejectedEvent>> {
         let Some(spool) = &self.inner.spool else { return Ok(Vec::new()) };
         let rejected = spool.rejected(count).await?.into_iter();
-        let read = |event: Spooled| RejectedEvent {
+        let read = |event: SpooledEvent| RejectedEvent {
             stream: event.stream,
             event_id: event.event_id,
             fields: event.fields,
@@ -170,13 +174,13 @@ impl StreamedBus {
     }
 
     /// Removes a parked entry. Returns whether it was there. The entry it tells of stays in its stream.
-    pub async fn forget_parked(&self, id: EntryId) -> Result<bool> {
+    pub async fn delete_parked(&self, id: EntryId) -> Result<bool> {
         self.inner.parked.remove(id).await
     }
 
     /// Gives a parked entry to the subscriptions of this bus that would have got it, and removes it if all of their
     /// handlers are done with it. Nothing is appended to its stream.
-    pub async fn retry_parked(&self, id: EntryId) -> Result<Retried> {
+    pub async fn retry_parked(&self, id: EntryId) -> Result<RetryParkedOutcome> {
         let inner = Arc::clone(&self.inner);
         // As with publishing, handlers run to their end.
         let retrying = tokio::spawn(async move { inner.retry_parked(id).await });
@@ -198,7 +202,7 @@ pub struct RejectedEvent {
 /// What came of another try with a parked entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Retried {
+pub enum RetryParkedOutcome {
     /// So many handlers are done with it; it is parked no more.
     Handled(usize),
     /// It still cannot be read, for this reason.
@@ -208,7 +212,7 @@ pub enum Retried {
     /// A handler failed, for this reason.
     Failed(String),
     /// It is not parked.
-    Missing,
+    NotParked,
 }
 
 impl fmt::Debug for StreamedBus {
@@ -238,13 +242,13 @@ impl StreamedBus {
 
 #[async_trait]
 impl EventBus for StreamedBus {
-    fn registry(&self) -> &Registry {
+    fn registry(&self) -> &EventRegistry {
         &self.inner.registry
     }
 
     async fn subscribe_handlers(
         &self,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handlers: Handlers,
     ) -> Result<SubscriptionId> {
         let inner = &self.inner;
@@ -277,44 +281,47 @@ impl EventBus for StreamedBus {
         Ok(true)
     }
 
-    async fn publish_all(&self, mut events: Vec<Outgoing>) -> Result<Vec<Result<PublishResult>>> {
+    async fn publish_all(
+        &self,
+        mut events: Vec<OutgoingEvent>,
+    ) -> Result<Vec<Result<PublishResult>>> {
         // The trace is that of the caller, and the task below does not know it.
-        events.iter_mut().for_each(Outgoing::join_trace);
+        events.iter_mut().for_each(OutgoingEvent::join_trace);
         let inner = Arc::clone(&self.inner);
         // What a handler publishes is part of what is under way: it waits for no room, and closing waits for it. Others
         // wait for room here: of those who go away meanwhile nothing is left.
-        let under_way = match handler::is_handling() {
+        let permit = match handler::is_in_handler() {
             true => None,
             false => {
                 let room = Arc::clone(&inner.in_flight).acquire_owned().await;
                 Some(room.map_err(|_| BusError::Closed)?)
             }
         };
-        if under_way.is_some() && inner.closing.is_set() {
+        if permit.is_some() && inner.closing.is_set() {
             return Err(BusError::Closed);
         }
         // A task of its own: an event that is stored is handled, also if the caller goes away in between.
         let publishing = tokio::spawn(async move {
-            let _under_way = under_way;
+            let _permit = permit;
             inner.publish_all(events).await
         });
         publishing.await.unwrap_or(Err(BusError::Closed))
     }
 
-    async fn journal(&self) -> Result<Journal> {
+    async fn session_backend(&self) -> Result<SessionBackend> {
         let Inner { backend, keys, config, .. } = &*self.inner;
         let namespace = config.namespace.clone();
-        Ok(Journal { backend: Arc::clone(backend), keys: keys.clone(), namespace })
+        Ok(SessionBackend { backend: Arc::clone(backend), keys: keys.clone(), namespace })
     }
 
-    async fn health(&self) -> Health {
-        self.inner.look().await
+    async fn health(&self) -> BusHealth {
+        self.inner.check_health().await
     }
 
     async fn close(&self) -> Result<()> {
         let inner = &self.inner;
         let _ = self.stop.send(true);
-        let groups: Vec<Group> = inner.groups().drain().map(|(_, group)| group).collect();
+        let groups: Vec<DurableGroup> = inner.groups().drain().map(|(_, group)| group).collect();
         let tasks: Vec<JoinHandle<()>> = self.tasks().drain(..).collect();
         let drain = inner.config.drain;
         // All at once: together they take no longer than the one that takes longest.
@@ -324,7 +331,7 @@ impl EventBus for StreamedBus {
             join_all(tasks.into_iter().map(|task| end(task, drain))),
         );
         inner.live.clear();
-        inner.report_nothing();
+        inner.clear_gauges();
         if let Some(spool) = &inner.spool {
             spool.close().await;
         }
@@ -333,7 +340,7 @@ impl EventBus for StreamedBus {
 }
 
 /// Stops reading for groups, waits for their handlers and gives back what they did not get to.
-async fn end_groups(groups: &[Group], drain: Duration) {
+async fn end_groups(groups: &[DurableGroup], drain: Duration) {
     let subscriptions = groups.iter().filter_map(|group| group.subscription.as_ref());
     let stopping = join_all(subscriptions.map(|subscription| subscription.stop()));
     if timeout(drain + GIVE_BACK, stopping).await.is_err() {
@@ -369,7 +376,7 @@ impl Inner {
     async fn subscribe_live(
         &self,
         id: SubscriptionId,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handlers: Handlers,
     ) -> Result<()> {
         let session = subscribe.session.as_ref().or(self.config.session.as_ref());
@@ -387,8 +394,9 @@ impl Inner {
                 follows.push((stream, end));
             }
         }
-        let Subscribe { session, handler_timeout, .. } = subscribe;
-        let live = Live::new(id, handlers.list, session, handler_timeout, follows.clone());
+        let SubscribeOptions { session, handler_timeout, .. } = subscribe;
+        let live =
+            LiveSubscription::new(id, handlers.list, session, handler_timeout, follows.clone());
         self.live.add(live)?;
         for (index, (stream, end)) in follows.iter().enumerate() {
             if let Err(error) = self.followed.add(stream, *end) {
@@ -400,45 +408,59 @@ impl Inner {
         Ok(())
     }
 
-    async fn retry_parked(&self, id: EntryId) -> Result<Retried> {
-        let Some(parked) = self.parked.get(id).await? else { return Ok(Retried::Missing) };
+    async fn retry_parked(&self, id: EntryId) -> Result<RetryParkedOutcome> {
+        let Some(parked) = self.parked.get(id).await? else {
+            return Ok(RetryParkedOutcome::NotParked);
+        };
         let read = Envelope::from_entry(&parked.stream, parked.entry_id, &parked.fields);
         let envelope = match read {
             Ok(envelope) => envelope,
-            Err(misfit) => return Ok(Retried::Unreadable(misfit.to_string())),
+            Err(decode_error) => {
+                return Ok(RetryParkedOutcome::Unreadable(decode_error.to_string()));
+            }
         };
         let value = match self.registry.decode_any(&envelope) {
             Ok(value) => value,
-            Err(misfit) => return Ok(Retried::Unreadable(misfit.to_string())),
+            Err(decode_error) => {
+                return Ok(RetryParkedOutcome::Unreadable(decode_error.to_string()));
+            }
         };
-        let delivered = Delivered { value, envelope: Arc::new(envelope) };
+        let delivered = DeliveredEvent { value, envelope: Arc::new(envelope) };
         let session = self.session_of(&parked.stream);
-        let source = Source::Here(session.as_ref());
+        let source = EventSource::Here(session.as_ref());
         let dispatched = self.live.dispatch(&delivered, source, self.config.session.as_ref()).await;
         if let Some(failure) = dispatched.failures.first() {
-            return Ok(Retried::Failed(failure.reason.clone()));
+            return Ok(RetryParkedOutcome::Failed(failure.reason.clone()));
         }
         let mut handled = dispatched.invoked;
-        for pursuit in self.pursuits(&parked.stream, &delivered.envelope.event_type) {
-            match pursuit.run(&delivered).await {
-                Ended::Done => handled += 1,
-                Ended::Released => return Ok(Retried::Failed("it was given back".to_owned())),
-                Ended::GivenUp { reason } => return Ok(Retried::Failed(reason)),
+        for delivery in self.deliveries(&parked.stream, &delivered.envelope.event_type) {
+            match delivery.run(&delivered).await {
+                DeliveryOutcome::Done => handled += 1,
+                DeliveryOutcome::Released => {
+                    return Ok(RetryParkedOutcome::Failed("it was given back".to_owned()));
+                }
+                DeliveryOutcome::Failed { reason } => {
+                    return Ok(RetryParkedOutcome::Failed(reason));
+                }
             }
         }
         if handled == 0 {
-            return Ok(Retried::NoHandler);
+            return Ok(RetryParkedOutcome::NoHandler);
         }
         self.parked.remove(id).await?;
-        Ok(Retried::Handled(handled))
+        Ok(RetryParkedOutcome::Handled(handled))
     }
 
-    fn pursuits(&self, stream: &StreamName, event_type: &str) -> Vec<crate::durable::Pursuit> {
+    fn deliveries(
+        &self,
+        stream: &StreamName,
+        event_type: &str,
+    ) -> Vec<crate::delivery::EventDelivery> {
         let groups = self.groups();
         let wanted = groups
             .values()
-            .filter(|group| group.stream == *stream && group.pursuit.handles(event_type));
-        wanted.map(|group| group.pursuit.clone()).collect()
+            .filter(|group| group.stream == *stream && group.delivery.handles(event_type));
+        wanted.map(|group| group.delivery.clone()).collect()
     }
 
     /// The session whose stream this is; `None` for the control stream.
@@ -447,11 +469,11 @@ impl Inner {
         SessionId::new(session).ok()
     }
 
-    fn groups(&self) -> MutexGuard<'_, HashMap<SubscriptionId, Group>> {
+    fn groups(&self) -> MutexGuard<'_, HashMap<SubscriptionId, DurableGroup>> {
         self.groups.lock().expect("no code panics while it holds this lock")
     }
 
-    fn last_health(&self) -> MutexGuard<'_, Option<Health>> {
+    fn last_health(&self) -> MutexGuard<'_, Option<BusHealth>> {
         self.last_health.lock().expect("no code panics while it holds this lock")
     }
 }

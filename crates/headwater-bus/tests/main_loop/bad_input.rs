@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use headwater_bus::conformance::Log;
+use headwater_bus::conformance::HandlerLog;
 use headwater_bus::limits::PAYLOAD_BYTES_MAX;
 use headwater_bus::{
     BusError, Event, EventBusExt, MainLoopClient, MainLoopClientConfig, MainLoopConfig,
-    MainLoopError, MainLoopFailed, MainLoopRequest, MainLoopWorker, Received, ReplyConfig,
-    RequestFailure, RequestId, Requester, Submit, Subscribe,
+    MainLoopError, MainLoopFailed, MainLoopRequest, MainLoopWorker, ReceivedEvent, ReplyConfig,
+    RequestFailure, RequestId, Requester, Submission, SubscribeOptions,
 };
 use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention, SetName};
 use serde_json::{Value, json};
@@ -34,7 +34,8 @@ mod on_backends {
 async fn lives(place: &Place, main_loop: &Loop) {
     let client = place.client("alive").await;
     let before = main_loop.log.lines().len();
-    let done = client.submit::<_, String>(Submit::new(Ask::Echo("a".to_owned()))).await.unwrap();
+    let done =
+        client.submit::<_, String>(Submission::new(Ask::Echo("a".to_owned()))).await.unwrap();
     assert_eq!((done.output.as_str(), main_loop.log.lines().len()), ("a", before + 1));
 }
 
@@ -43,7 +44,7 @@ async fn a_request_that_the_main_loop_does_not_understand_fails_at_once(place: P
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
     for odd in [json!(7), json!({ "Fly": "to the moon" }), Value::Null] {
-        let failed = client.submit::<_, Value>(Submit::new(odd)).await.unwrap_err();
+        let failed = client.submit::<_, Value>(Submission::new(odd)).await.unwrap_err();
         assert_eq!(failed.failure(), Some(RequestFailure::Malformed), "{failed}");
     }
     assert!(main_loop.log.lines().is_empty());
@@ -54,15 +55,15 @@ async fn a_request_that_the_main_loop_does_not_understand_fails_at_once(place: P
 async fn odd_requests_of_other_programs_fail_where_others_can_see(place: Place) {
     let main_loop = Loop::default();
     let bus = place.bus().await;
-    let watched = Log::default();
+    let watched = HandlerLog::default();
     let watch = {
         let watched = watched.clone();
-        move |event: Received<MainLoopFailed>| {
+        move |event: ReceivedEvent<MainLoopFailed>| {
             watched.add(format!("{:?} {}", event.request_id, event.kind));
             std::future::ready(())
         }
     };
-    bus.subscribe::<MainLoopFailed>(Subscribe::live(), watch).await.unwrap();
+    bus.subscribe::<MainLoopFailed>(SubscribeOptions::live(), watch).await.unwrap();
     let worker = place.worker(&main_loop).await;
     let request = |id: &str| MainLoopRequest {
         request_id: id.to_owned(),
@@ -124,7 +125,7 @@ async fn a_reply_that_can_be_kept_nowhere_is_not_tried_for_ever(place: Place) {
         let odd = RegistryMap::from([("odd".to_owned(), "map".into())]);
         assert!(backend.map_create(&taken, &odd).await.unwrap());
     }
-    let submit = Submit::new(Ask::Echo("a".to_owned())).id(RequestId::new("r1").unwrap());
+    let submit = Submission::new(Ask::Echo("a".to_owned())).id(RequestId::new("r1").unwrap());
     client.submit::<_, String>(submit).await.unwrap();
     let bus = place.streamed().await;
     // One that has a reply elsewhere, and one that is carried out for nobody else.
@@ -149,7 +150,7 @@ async fn replies_that_are_known_for_less_time_than_a_call_may_take_are_refused_w
     let calls_take = place.backend().await.call_deadline();
     // Calls to an embedded backend are neither given up nor repeated.
     let keep = calls_take.map_or(Duration::from_millis(1), |most| most - Duration::from_millis(1));
-    let replies = ReplyConfig { keep, ..Default::default() };
+    let replies = ReplyConfig { ttl: keep, ..Default::default() };
     let config = MainLoopConfig { replies, ..quick() };
     let started = MainLoopWorker::start(place.sessions().await, Loop::default(), config).await;
     let config = MainLoopClientConfig { replies, ..Default::default() };
@@ -173,12 +174,12 @@ async fn an_output_of_more_than_a_mebibyte_is_a_failure_and_not_a_hang(place: Pl
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
     let id = RequestId::new("big").unwrap();
-    let submit = |size| Submit::new(Ask::Big(size)).id(id.clone());
+    let submit = |size| Submission::new(Ask::Big(size)).id(id.clone());
     let failed = client.submit::<_, String>(submit(PAYLOAD_BYTES_MAX + 1)).await.unwrap_err();
     assert_eq!(failed.failure(), Some(RequestFailure::TooLarge), "{failed}");
     assert_eq!(main_loop.log.lines().len(), 1, "it is not tried again");
     // The largest that fits, with what surrounds it.
-    let fits = Submit::new(Ask::Big(PAYLOAD_BYTES_MAX - 1000));
+    let fits = Submission::new(Ask::Big(PAYLOAD_BYTES_MAX - 1000));
     let done = client.submit::<_, String>(fits).await.unwrap();
     assert_eq!(done.output.len(), PAYLOAD_BYTES_MAX - 1000);
     worker.stop().await.unwrap();
@@ -189,7 +190,7 @@ async fn a_request_of_more_than_a_mebibyte_is_refused_without_effect(place: Plac
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
     let big = Ask::Echo("x".repeat(PAYLOAD_BYTES_MAX + 1));
-    let error = client.submit::<_, String>(Submit::new(big)).await.unwrap_err();
+    let error = client.submit::<_, String>(Submission::new(big)).await.unwrap_err();
     assert!(matches!(error, MainLoopError::Bus(BusError::TooLarge { .. })), "{error}");
     lives(&place, &main_loop).await;
     worker.stop().await.unwrap();
@@ -201,7 +202,7 @@ async fn settings_that_make_no_sense_are_refused_by_name(place: Place) {
         ("concurrency", MainLoopConfig { concurrency: 0, ..quick() }),
         ("max_attempts", MainLoopConfig { max_attempts: 0, ..quick() }),
         ("max_crashes", MainLoopConfig { max_crashes: 0, ..quick() }),
-        ("run_max", MainLoopConfig { run_max: Duration::ZERO, ..quick() }),
+        ("run_timeout", MainLoopConfig { run_timeout: Duration::ZERO, ..quick() }),
         ("drain", MainLoopConfig { drain: Duration::MAX, ..quick() }),
         ("sweep_every", MainLoopConfig { sweep_every: Duration::MAX, ..quick() }),
         ("max_len", MainLoopConfig { replies, ..quick() }),

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use headwater_bus::{
-    Cancelled, Event, MainLoopClient, MainLoopConfig, MainLoopFailed, RequestFailure, RequestId,
-    Requester, Submit,
+    CancelOutcome, Event, MainLoopClient, MainLoopConfig, MainLoopFailed, RequestFailure,
+    RequestId, Requester, Submission,
 };
 use serde_json::Value;
 
@@ -32,15 +32,19 @@ async fn a_request_that_runs_is_stopped_when_it_is_cancelled(place: Place) {
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let [client, other] = [place.client("desk").await, place.client("desk").await];
-    let submit = Submit::new(Ask::Wait(String::new())).id(id("r1"));
+    let submit = Submission::new(Ask::Wait(String::new())).id(id("r1"));
     let (failed, ()) = tokio::join!(client.submit::<_, Value>(submit), async {
         main_loop.begun.notified().await;
         // Any process of the requester can.
-        assert_eq!(other.cancel(&id("r1")).await.unwrap(), Cancelled::Yes);
+        assert_eq!(other.cancel(&id("r1")).await.unwrap(), CancelOutcome::Cancelled);
     });
     assert_eq!(failed.unwrap_err().failure(), Some(RequestFailure::Cancelled));
     assert_eq!(main_loop.log.settles_at(2).await, ["begun r1", "dropped r1"]);
-    assert_eq!(client.cancel(&id("r1")).await.unwrap(), Cancelled::Yes, "it is cancelled still");
+    assert_eq!(
+        client.cancel(&id("r1")).await.unwrap(),
+        CancelOutcome::Cancelled,
+        "it is cancelled still"
+    );
     worker.stop().await.unwrap();
 }
 
@@ -48,22 +52,24 @@ async fn a_request_that_waits_is_never_begun_when_it_is_cancelled(place: Place) 
     let main_loop = Loop::default();
     let worker = place.worker_with(&main_loop, MainLoopConfig { concurrency: 1, ..quick() }).await;
     let client = place.client("desk").await;
-    let first = client.submit::<_, String>(Submit::new(Ask::Wait("a".to_owned())).id(id("first")));
+    let first =
+        client.submit::<_, String>(Submission::new(Ask::Wait("a".to_owned())).id(id("first")));
     let second = async {
         main_loop.begun.notified().await;
-        let submit = Submit::new(Ask::Echo("b".to_owned())).id(id("second"));
+        let submit = Submission::new(Ask::Echo("b".to_owned())).id(id("second"));
         let (failed, cancelled) = tokio::join!(client.submit::<_, String>(submit), async {
             // Whichever comes first, the request or its cancellation.
             client.cancel(&id("second")).await
         });
-        assert_eq!(cancelled.unwrap(), Cancelled::Yes);
+        assert_eq!(cancelled.unwrap(), CancelOutcome::Cancelled);
         main_loop.open_gate();
         failed
     };
     let (first, second) = tokio::join!(first, second);
     assert_eq!(first.unwrap().output, "a");
     assert_eq!(second.unwrap_err().failure(), Some(RequestFailure::Cancelled));
-    let third = client.submit::<_, String>(Submit::new(Ask::Echo("c".to_owned()))).await.unwrap();
+    let third =
+        client.submit::<_, String>(Submission::new(Ask::Echo("c".to_owned()))).await.unwrap();
     assert_eq!(third.output, "c", "whatever waited before it is over");
     assert_eq!(begun(&main_loop, "second"), 0);
     worker.stop().await.unwrap();
@@ -73,9 +79,9 @@ async fn a_request_that_has_a_reply_cannot_be_cancelled(place: Place) {
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
-    let submit = || Submit::new(Ask::Echo("a".to_owned())).id(id("r1"));
+    let submit = || Submission::new(Ask::Echo("a".to_owned())).id(id("r1"));
     client.submit::<_, String>(submit()).await.unwrap();
-    assert_eq!(client.cancel(&id("r1")).await.unwrap(), Cancelled::TooLate);
+    assert_eq!(client.cancel(&id("r1")).await.unwrap(), CancelOutcome::AlreadyReplied);
     assert_eq!(client.submit::<_, String>(submit()).await.unwrap().output, "a");
     worker.stop().await.unwrap();
 }
@@ -84,8 +90,8 @@ async fn a_request_that_is_cancelled_before_it_is_submitted_is_not_carried_out(p
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
-    assert_eq!(client.cancel(&id("r1")).await.unwrap(), Cancelled::Yes);
-    let submit = Submit::new(Ask::Echo("a".to_owned())).id(id("r1")).timeout(LIMIT);
+    assert_eq!(client.cancel(&id("r1")).await.unwrap(), CancelOutcome::Cancelled);
+    let submit = Submission::new(Ask::Echo("a".to_owned())).id(id("r1")).timeout(LIMIT);
     let failed = client.submit::<_, String>(submit).await.unwrap_err();
     assert_eq!(failed.failure(), Some(RequestFailure::Cancelled));
     worker.stop().await.unwrap();
@@ -101,7 +107,7 @@ async fn a_cancellation_that_its_requester_could_not_announce_is_announced_by_th
     let mute = Arc::new(Mute { bus: place.bus().await, refuses: true });
     let requester = Requester::new("desk").unwrap();
     let cut_off = MainLoopClient::open(mute, requester, Default::default()).await.unwrap();
-    let submit = Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+    let submit = Submission::new(Ask::Wait("a".to_owned())).id(id("r1"));
     let (failed, ()) = tokio::join!(client.submit::<_, Value>(submit), async {
         main_loop.begun.notified().await;
         // It is kept. Nobody but the requester can know of it.

@@ -4,9 +4,9 @@ use std::env;
 use std::sync::Arc;
 
 use headwater_bus::{
-    Completed, Event, EventBus, EventBusExt, MainLoopClient, MainLoopCompleted, MainLoopConfig,
-    MainLoopError, MainLoopFailed, Received, RequestFailure, RequestId, Requester, Submit,
-    Subscribe,
+    CompletedRequest, Event, EventBus, EventBusExt, MainLoopClient, MainLoopCompleted,
+    MainLoopConfig, MainLoopError, MainLoopFailed, ReceivedEvent, RequestFailure, RequestId,
+    Requester, Submission, SubscribeOptions,
 };
 use headwater_testkit::{Child, Cluster, Redis};
 use tokio::task::JoinHandle;
@@ -78,12 +78,12 @@ fn worker() {
         }
         if role == "dies after replying" {
             // Handlers of the process run when the copy of the reply is stored, before the request is acknowledged.
-            let die = |_: Received<MainLoopCompleted>| {
+            let die = |_: ReceivedEvent<MainLoopCompleted>| {
                 std::process::abort();
                 #[allow(unreachable_code, reason = "a handler has a future")]
                 std::future::ready(())
             };
-            bus.subscribe::<MainLoopCompleted>(Subscribe::live(), die).await.unwrap();
+            bus.subscribe::<MainLoopCompleted>(SubscribeOptions::live(), die).await.unwrap();
         }
         let bus: Arc<dyn EventBus> = match role.as_str() {
             "stays at the copy" => Arc::new(Mute { bus, refuses: false }),
@@ -94,7 +94,7 @@ fn worker() {
             headwater_bus::MainLoopWorker::start(sessions, main_loop.clone(), config()).await;
         if role == "asks itself" {
             let client = Arc::new(place.client("desk").await);
-            drop(ask(&client, Submit::new(Ask::Wait("a".to_owned())).id(id("r1"))));
+            drop(ask(&client, Submission::new(Ask::Wait("a".to_owned())).id(id("r1"))));
         }
         println!("READY");
         loop {
@@ -105,12 +105,12 @@ fn worker() {
 }
 
 /// Asks in a task of its own, so that the test can wait for children meanwhile.
-fn ask(client: &Arc<MainLoopClient>, submit: Submit<Ask>) -> JoinHandle<Asked> {
+fn ask(client: &Arc<MainLoopClient>, submit: Submission<Ask>) -> JoinHandle<Asked> {
     let client = Arc::clone(client);
     tokio::spawn(async move { client.submit(submit).await })
 }
 
-type Asked = Result<Completed<String>, MainLoopError>;
+type Asked = Result<CompletedRequest<String>, MainLoopError>;
 
 fn config() -> MainLoopConfig {
     MainLoopConfig { max_crashes: 2, lease: quick_lease(), ..quick() }
@@ -120,7 +120,7 @@ async fn of_two_workers_one_is_killed_in_the_middle_and_there_is_one_completion(
     let place = Place::at(url.clone()).impatient();
     let client = Arc::new(place.client("desk").await);
     let first = spawn(&place, &url, "waits");
-    let submit = Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+    let submit = Submission::new(Ask::Wait("a".to_owned())).id(id("r1"));
     let asking = ask(&client, submit);
     let second = tokio::task::block_in_place(|| {
         first.line_after("BEGUN begun r1", LIMIT).unwrap();
@@ -164,7 +164,7 @@ async fn a_worker_that_dies_after_its_reply_does_not_make_others_carry_it_out_ag
     let place = Place::at(url.clone()).impatient();
     let client = Arc::new(place.client("desk").await);
     let first = spawn(&place, &url, "dies after replying");
-    let submit = || Submit::new(Ask::Note(7)).id(id("r1"));
+    let submit = || Submission::new(Ask::Note(7)).id(id("r1"));
     let done = client.submit::<_, Vec<u64>>(submit()).await.unwrap();
     assert_eq!(done.output, [7]);
     tokio::task::block_in_place(|| first.wait(LIMIT)).unwrap();
@@ -185,7 +185,7 @@ async fn a_worker_that_is_killed_between_a_reply_and_its_copy_leaves_the_copy_to
     let place = Place::at(url.clone()).impatient();
     let client = Arc::new(place.client("desk").await);
     let first = spawn(&place, &url, "stays at the copy");
-    let submit = Submit::new(Ask::Echo("a".to_owned())).id(id("r1"));
+    let submit = Submission::new(Ask::Echo("a".to_owned())).id(id("r1"));
     // The requester has it, whatever becomes of the copy.
     let done = client.submit::<_, String>(submit).await.unwrap();
     assert_eq!(done.output, "a");
@@ -213,7 +213,7 @@ async fn a_request_over_which_processes_die_fails_at_last(url: String) {
     let place = Place::at(url.clone()).impatient();
     let client = Arc::new(place.client("desk").await);
     let victims = [spawn(&place, &url, "dies"), spawn(&place, &url, "dies")];
-    let asking = ask(&client, Submit::new(Ask::Die).id(id("r1")));
+    let asking = ask(&client, Submission::new(Ask::Die).id(id("r1")));
     tokio::task::block_in_place(|| {
         victims.iter().for_each(|victim| {
             victim.wait(LIMIT).unwrap();
@@ -234,7 +234,7 @@ async fn a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes(url
     let first = spawn(&place, &url, "waits");
     let main_loop = Loop::default();
     main_loop.open_gate();
-    let submit = Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+    let submit = Submission::new(Ask::Wait("a".to_owned())).id(id("r1"));
     let asking = ask(&client, submit);
     tokio::task::block_in_place(|| {
         first.line_after("BEGUN begun r1", LIMIT).unwrap();
@@ -246,7 +246,7 @@ async fn a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes(url
     first.resume().unwrap();
     // It takes part again, and has forgotten what it had: it is asked until it answers, which it does with its gate shut.
     worker.stop().await.unwrap();
-    let next = Submit::new(Ask::Echo("b".to_owned())).id(id("r2"));
+    let next = Submission::new(Ask::Echo("b".to_owned())).id(id("r2"));
     let done = client.submit::<_, String>(next).await.unwrap();
     assert_eq!(done.output, "b");
     place.control_settles_at(MainLoopCompleted::TYPE, 2).await;
@@ -261,7 +261,7 @@ async fn a_cancellation_whose_requester_is_killed_before_its_copy_is_announced_b
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let client = Arc::new(place.client("desk").await);
-    let asking = ask(&client, Submit::new(Ask::Wait("a".to_owned())).id(id("r1")));
+    let asking = ask(&client, Submission::new(Ask::Wait("a".to_owned())).id(id("r1")));
     main_loop.begun.notified().await;
     let requester = spawn(&place, &url, "cancels");
     tokio::task::block_in_place(|| {

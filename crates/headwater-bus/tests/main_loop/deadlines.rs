@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use headwater_bus::{MainLoopError, RequestFailure, RequestId, Submit};
+use headwater_bus::{MainLoopError, RequestFailure, RequestId, Submission};
 use serde_json::Value;
 use tokio::time::timeout;
 
@@ -33,7 +33,7 @@ tests_in!(
     a_wait_ends_in_time_while_the_backend_does_not_answer,
 );
 
-fn deadline_passed(asked: Result<headwater_bus::Completed<Value>, MainLoopError>) {
+fn deadline_passed(asked: Result<headwater_bus::CompletedRequest<Value>, MainLoopError>) {
     let error = asked.unwrap_err();
     assert_eq!(error.failure(), Some(RequestFailure::DeadlinePassed), "{error}");
 }
@@ -43,7 +43,7 @@ async fn a_request_that_cannot_be_submitted_fails_at_its_deadline(behind: Behind
     let backend = behind.place.backend().await;
     let soon = backend.now().await.unwrap().after(Duration::from_millis(300));
     behind.stall();
-    let submit = || Submit::new(Ask::Echo("a".to_owned()));
+    let submit = || Submission::new(Ask::Echo("a".to_owned()));
     for submit in [submit().within(Duration::from_millis(300)), submit().deadline(soon)] {
         let asked = client.submit::<_, Value>(submit);
         deadline_passed(timeout(ANSWERED, asked).await.expect("answered at its deadline"));
@@ -61,7 +61,7 @@ async fn a_request_whose_reply_cannot_be_read_fails_at_its_deadline(behind: Behi
     let worker = behind.place.worker(&main_loop).await;
     let client = behind.place.client("desk").await;
     let id = RequestId::new("late").unwrap();
-    let submit = Submit::new(Ask::Wait("a".to_owned())).id(id.clone());
+    let submit = Submission::new(Ask::Wait("a".to_owned())).id(id.clone());
     let asked = client.submit::<_, Value>(submit.within(Duration::from_secs(3)));
     let stalled = async {
         main_loop.begun.notified().await;

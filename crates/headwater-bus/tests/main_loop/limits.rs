@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_bus::{
-    Budget, MainLoopConfig, MainLoopError, RequestFailure, RequestId, Submit, Usage,
+    Budget, MainLoopConfig, MainLoopError, RequestFailure, RequestId, RequestUsage, Submission,
 };
 use serde_json::{Value, json};
 
@@ -44,13 +44,14 @@ async fn a_request_that_blocks_its_worker_for_longer_than_a_lock_lasts_fails_at_
     });
     let client = place.client("desk").await;
     let blocks = quick_lease().ttl.as_millis() as u64 + 500;
-    let submit = Submit::new(Ask::Block(blocks)).id(RequestId::new("blocks").unwrap());
+    let submit = Submission::new(Ask::Block(blocks)).id(RequestId::new("blocks").unwrap());
     let submit = submit.timeout(LIMIT * 2);
     let failed = client.submit::<_, Value>(submit).await.unwrap_err();
     assert_eq!(failed.failure(), Some(RequestFailure::Crashed), "{failed}");
     assert_eq!(begun(&main_loop, "blocks"), 2);
     // The worker is none the worse for it.
-    let fine = client.submit::<_, String>(Submit::new(Ask::Echo("a".to_owned()))).await.unwrap();
+    let fine =
+        client.submit::<_, String>(Submission::new(Ask::Echo("a".to_owned()))).await.unwrap();
     assert_eq!(fine.output, "a");
     let _ = stop.send(());
     tokio::task::spawn_blocking(move || worker.join().unwrap()).await.unwrap();
@@ -69,7 +70,7 @@ async fn a_request_over_its_budget_ends_whether_it_heeds_that_or_not(place: Plac
         let charges = if is_stubborn { u64::MAX } else { 11 };
         let ask = Ask::Spend { tokens: 10, charges, is_stubborn };
         let id = RequestId::new(format!("stubborn {is_stubborn}")).unwrap();
-        let submit = Submit::new(ask).budget(tokens(100)).id(id.clone());
+        let submit = Submission::new(ask).budget(tokens(100)).id(id.clone());
         let error = client.submit::<_, Value>(submit).await.unwrap_err();
         let MainLoopError::Failed(failed) = error else { panic!("{error}") };
         assert_eq!(failed.kind, RequestFailure::OverBudget);
@@ -91,7 +92,8 @@ async fn each_limit_of_a_budget_ends_a_request(place: Place) {
         (Budget { max_cost_micros: Some(2), ..Budget::default() }, "3 millionths of cost of 2", 3),
     ] {
         let ask = Ask::Spend { tokens: 10, charges: 100, is_stubborn: false };
-        let error = client.submit::<_, Value>(Submit::new(ask).budget(budget)).await.unwrap_err();
+        let error =
+            client.submit::<_, Value>(Submission::new(ask).budget(budget)).await.unwrap_err();
         assert!(error.to_string().contains(what), "{error}");
         let MainLoopError::Failed(failed) = error else { panic!("{error}") };
         assert_eq!(failed.kind, RequestFailure::OverBudget);
@@ -106,7 +108,7 @@ async fn a_request_that_uses_up_its_budget_is_fine(place: Place) {
     let client = place.client("desk").await;
     let ask = Ask::Spend { tokens: 10, charges: 10, is_stubborn: false };
     let budget = Budget { max_calls: Some(10), max_cost_micros: Some(10), ..tokens(100) };
-    let done = client.submit::<_, Usage>(Submit::new(ask).budget(budget)).await.unwrap();
+    let done = client.submit::<_, RequestUsage>(Submission::new(ask).budget(budget)).await.unwrap();
     assert_eq!(done.output, done.usage);
     assert_eq!((done.usage.input_tokens, done.usage.calls), (100, 10));
     worker.stop().await.unwrap();
@@ -114,11 +116,11 @@ async fn a_request_that_uses_up_its_budget_is_fine(place: Place) {
 
 async fn a_request_ends_at_its_deadline_and_at_the_longest_time_any_may_take(place: Place) {
     let main_loop = Loop::default();
-    let config = MainLoopConfig { run_max: Duration::from_secs(2), ..quick() };
+    let config = MainLoopConfig { run_timeout: Duration::from_secs(2), ..quick() };
     let worker = place.worker_with(&main_loop, config).await;
     let client = place.client("desk").await;
     let asking = [("own", Some(1)), ("any", Some(3600)), ("none", None)].map(|(name, seconds)| {
-        let submit = Submit::new(Ask::Wait(String::new())).id(RequestId::new(name).unwrap());
+        let submit = Submission::new(Ask::Wait(String::new())).id(RequestId::new(name).unwrap());
         client.submit::<_, Value>(match seconds {
             Some(seconds) => submit.within(Duration::from_secs(seconds)),
             None => submit,
@@ -142,10 +144,10 @@ async fn a_request_whose_deadline_passed_while_it_waited_is_not_begun(place: Pla
     let config = MainLoopConfig { concurrency: 1, ..quick() };
     let worker = place.worker_with(&main_loop, config).await;
     let client = place.client("desk").await;
-    let first = client.submit::<_, String>(Submit::new(Ask::Wait("a".to_owned())));
+    let first = client.submit::<_, String>(Submission::new(Ask::Wait("a".to_owned())));
     let late = async {
         main_loop.begun.notified().await;
-        let submit = Submit::new(Ask::Echo("b".to_owned()))
+        let submit = Submission::new(Ask::Echo("b".to_owned()))
             .id(RequestId::new("late").unwrap())
             .within(Duration::from_millis(50));
         let (failed, ()) = tokio::join!(client.submit::<_, String>(submit), async {
@@ -166,17 +168,17 @@ async fn a_request_to_others_gets_what_is_left_and_is_charged_for(place: Place) 
     let worker = place.worker(&main_loop).await;
     let client = Arc::new(place.client("desk").await);
     *main_loop.client.lock().unwrap() = Some(Arc::new(place.client("main-loop").await));
-    let submit = Submit::new(Ask::Delegate { tokens: 30 })
+    let submit = Submission::new(Ask::Delegate { tokens: 30 })
         .budget(Budget { max_calls: Some(5), ..tokens(100) })
         .within(Duration::from_secs(40));
-    let done = client.submit::<_, (Given, Usage)>(submit).await.unwrap();
+    let done = client.submit::<_, (Given, RequestUsage)>(submit).await.unwrap();
     let (given, used) = done.output;
     assert_eq!(given.budget, Budget { max_calls: Some(4), ..tokens(70) });
     assert!(given.time_left_ms <= 40_000, "{given:?}");
-    assert_eq!(used, Usage { input_tokens: 37, calls: 1, ..Usage::default() });
+    assert_eq!(used, RequestUsage { input_tokens: 37, calls: 1, ..RequestUsage::default() });
     assert_eq!(done.usage, used);
 
-    let submit = Submit::new(Ask::Limits)
+    let submit = Submission::new(Ask::Limits)
         .resources(json!({ "tool": "search" }))
         .within(Duration::MAX)
         .timeout(Duration::MAX);

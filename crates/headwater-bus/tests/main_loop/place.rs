@@ -4,12 +4,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use headwater_bus::conformance::{Log, Noted};
+use headwater_bus::conformance::{HandlerLog, Noted};
 use headwater_bus::{
-    Backoff, Budget, BusError, EventBus, ExecuteError, Folds, Handlers, Health, Journal, LocalBus,
-    MainLoop, MainLoopClient, MainLoopClientConfig, MainLoopConfig, MainLoopWorker, Namespace,
-    Outgoing, PublishResult, Registry, Requester, Run, Session, Sessions, SessionsConfig,
-    StreamedBus, StreamedBusConfig, Submit, Subscribe, SubscriptionId, Usage,
+    Backoff, Budget, BusError, BusHealth, EventBus, EventRegistry, ExecuteError, Folds, Handlers,
+    LocalBus, MainLoop, MainLoopClient, MainLoopClientConfig, MainLoopConfig, MainLoopWorker,
+    Namespace, OutgoingEvent, PublishResult, RequestContext, RequestUsage, Requester, Session,
+    SessionBackend, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig, Submission,
+    SubscribeOptions, SubscriptionId,
 };
 use headwater_stream::{Backend, Entry, KeeperConfig, Options, Range, StreamName, connect};
 use serde::{Deserialize, Serialize};
@@ -197,13 +198,13 @@ pub(crate) struct Mute {
 
 #[async_trait]
 impl EventBus for Mute {
-    fn registry(&self) -> &Registry {
+    fn registry(&self) -> &EventRegistry {
         self.bus.registry()
     }
 
     async fn subscribe_handlers(
         &self,
-        subscribe: Subscribe,
+        subscribe: SubscribeOptions,
         handlers: Handlers,
     ) -> Result<SubscriptionId, BusError> {
         self.bus.subscribe_handlers(subscribe, handlers).await
@@ -215,7 +216,7 @@ impl EventBus for Mute {
 
     async fn publish_all(
         &self,
-        _: Vec<Outgoing>,
+        _: Vec<OutgoingEvent>,
     ) -> Result<Vec<Result<PublishResult, BusError>>, BusError> {
         if self.refuses {
             return Err(BusError::BreakerOpen { retry_after: Duration::from_secs(1) });
@@ -224,11 +225,11 @@ impl EventBus for Mute {
         std::future::pending().await
     }
 
-    async fn journal(&self) -> Result<Journal, BusError> {
-        self.bus.journal().await
+    async fn session_backend(&self) -> Result<SessionBackend, BusError> {
+        self.bus.session_backend().await
     }
 
-    async fn health(&self) -> Health {
+    async fn health(&self) -> BusHealth {
         self.bus.health().await
     }
 
@@ -242,8 +243,8 @@ pub(crate) async fn sessions(bus: Arc<dyn EventBus>) -> Sessions {
     Sessions::new(bus, folds, SessionsConfig::default()).await.unwrap()
 }
 
-pub(crate) fn registry() -> Registry {
-    Registry::builtin().with::<Noted>().unwrap()
+pub(crate) fn registry() -> EventRegistry {
+    EventRegistry::builtin().with::<Noted>().unwrap()
 }
 
 /// Settings that make no test wait.
@@ -299,7 +300,7 @@ pub(crate) struct Given {
 /// A main loop that writes down what it does. Clones are the same.
 #[derive(Clone)]
 pub(crate) struct Loop {
-    pub(crate) log: Log,
+    pub(crate) log: HandlerLog,
     pub(crate) gate: Arc<Semaphore>,
     pub(crate) begun: Arc<Notify>,
     pub(crate) client: Arc<Mutex<Option<Arc<MainLoopClient>>>>,
@@ -309,7 +310,7 @@ pub(crate) struct Loop {
 impl Default for Loop {
     fn default() -> Self {
         Self {
-            log: Log::default(),
+            log: HandlerLog::default(),
             gate: Arc::new(Semaphore::new(0)),
             begun: Arc::default(),
             client: Arc::default(),
@@ -319,7 +320,7 @@ impl Default for Loop {
 }
 
 /// Writes down that a run was dropped before its end.
-struct Unfinished(Log, String);
+struct Unfinished(HandlerLog, String);
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
@@ -339,9 +340,9 @@ impl Loop {
         &self,
         ask: Ask,
         session: &Session,
-        run: &Run,
+        context: &RequestContext,
     ) -> Result<serde_json::Value, ExecuteError> {
-        let meter = run.meter();
+        let meter = context.meter();
         Ok(match ask {
             Ask::Echo(text) => text.into(),
             Ask::Block(ms) => {
@@ -352,10 +353,10 @@ impl Loop {
                 self.gate.acquire().await?.forget();
                 text.into()
             }
-            Ask::FailTimes(times) if run.attempt() <= times => {
+            Ask::FailTimes(times) if context.attempt() <= times => {
                 return Err(ExecuteError::retry("not yet"));
             }
-            Ask::FailTimes(_) => run.attempt().into(),
+            Ask::FailTimes(_) => context.attempt().into(),
             Ask::GiveUp => return Err(ExecuteError::give_up("never")),
             Ask::Panic => panic!("as it was asked to"),
             Ask::Spend { tokens, charges, is_stubborn } => {
@@ -377,17 +378,17 @@ impl Loop {
             Ask::Delegate { tokens } => {
                 meter.charge_model(tokens, 0, 0)?;
                 let client = self.client.lock().unwrap().clone().unwrap();
-                let asked = Submit::new(Ask::Limits);
-                let given = client.submit_within::<_, Given>(run, asked).await?;
+                let asked = Submission::new(Ask::Limits);
+                let given = client.submit_within::<_, Given>(context, asked).await?;
                 serde_json::to_value((given.output, meter.used()))?
             }
             Ask::Limits => {
                 let given = Given {
                     budget: meter.left(),
-                    time_left_ms: run.time_left().as_millis() as u64,
-                    resources: run.resources().clone(),
+                    time_left_ms: context.time_left().as_millis() as u64,
+                    resources: context.resources().clone(),
                 };
-                meter.charge(Usage { input_tokens: 7, ..Usage::default() })?;
+                meter.charge(RequestUsage { input_tokens: 7, ..RequestUsage::default() })?;
                 serde_json::to_value(given)?
             }
             Ask::Die if self.dies => std::process::abort(),
@@ -405,12 +406,12 @@ impl MainLoop for Loop {
         &self,
         request: Ask,
         session: &Session,
-        run: &Run,
+        context: &RequestContext,
     ) -> Result<serde_json::Value, ExecuteError> {
-        self.log.add(format!("begun {}", run.request_id()));
-        let mut unfinished = Unfinished(self.log.clone(), run.request_id().to_string());
+        self.log.add(format!("begun {}", context.request_id()));
+        let mut unfinished = Unfinished(self.log.clone(), context.request_id().to_string());
         self.begun.notify_one();
-        let answer = self.answer(request, session, run).await;
+        let answer = self.answer(request, session, context).await;
         unfinished.1.clear();
         answer
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use headwater_bus::{
-    MainLoopClientConfig, MainLoopConfig, MainLoopError, ReplyConfig, RequestId, Submit,
+    MainLoopClientConfig, MainLoopConfig, MainLoopError, ReplyConfig, RequestId, Submission,
 };
 use headwater_stream::SetName;
 
@@ -33,8 +33,9 @@ async fn a_late_reply_can_be_fetched_by_any_process_of_the_requester(place: Plac
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
-    let submit =
-        Submit::new(Ask::Wait("late".to_owned())).id(id("r1")).timeout(Duration::from_millis(50));
+    let submit = Submission::new(Ask::Wait("late".to_owned()))
+        .id(id("r1"))
+        .timeout(Duration::from_millis(50));
     let error = client.submit::<_, String>(submit).await.unwrap_err();
     assert!(matches!(error, MainLoopError::TimedOut { .. }), "{error}");
     assert!(error.is_transient());
@@ -63,7 +64,7 @@ async fn whoever_waits_for_a_reply_gets_it_whenever_it_began_to(place: Place) {
     let client = place.client("desk").await;
     for round in 0..20 {
         let request = id(&round.to_string());
-        let submit = || Submit::new(Ask::Echo(round.to_string())).id(request.clone());
+        let submit = || Submission::new(Ask::Echo(round.to_string())).id(request.clone());
         let (one, two, three) = tokio::join!(
             client.submit::<_, String>(submit()),
             client.wait::<String>(&request, LIMIT),
@@ -87,7 +88,7 @@ async fn no_reply_is_not_there_and_an_odd_one_is_an_error(place: Place) {
     assert_eq!(client.reply::<String>(&id("nothing")).await.unwrap(), None);
     let error = client.wait::<String>(&id("nothing"), Duration::from_millis(20)).await.unwrap_err();
     assert!(matches!(error, MainLoopError::TimedOut { .. }), "{error}");
-    let submit = Submit::new(Ask::Echo("text".to_owned())).id(id("text"));
+    let submit = Submission::new(Ask::Echo("text".to_owned())).id(id("text"));
     let error = client.submit::<_, u64>(submit).await.unwrap_err();
     assert!(matches!(error, MainLoopError::Unreadable { .. }), "{error}");
     assert_eq!(client.reply::<String>(&id("text")).await.unwrap().unwrap().output, "text");
@@ -107,7 +108,8 @@ mod bounds {
         // Fewer at once than are kept, or a reply might go before it is read.
         for first in (0..REPLIES).step_by(8) {
             let asking = (first..first + 8).map(|number| {
-                let submit = Submit::new(Ask::Echo(number.to_string())).id(id(&number.to_string()));
+                let submit =
+                    Submission::new(Ask::Echo(number.to_string())).id(id(&number.to_string()));
                 client.submit::<_, String>(submit)
             });
             for completed in futures_util::future::join_all(asking).await {
@@ -129,12 +131,12 @@ mod bounds {
         // Long enough for a busy machine to look at it in time, and no shorter than a call.
         let keep = Duration::from_secs(8);
         let place = place.with_calls_of(keep);
-        let replies = ReplyConfig { keep, ..Default::default() };
+        let replies = ReplyConfig { ttl: keep, ..Default::default() };
         let main_loop = Loop::default();
         let worker = place.worker_with(&main_loop, MainLoopConfig { replies, ..quick() }).await;
         let config = MainLoopClientConfig { replies, timeout: LIMIT };
         let client = place.client_with("desk", config).await;
-        let submit = || Submit::new(Ask::Echo("a".to_owned())).id(id("r1"));
+        let submit = || Submission::new(Ask::Echo("a".to_owned())).id(id("r1"));
         client.submit::<_, String>(submit()).await.unwrap();
         worker.sweep().await.unwrap();
         assert_eq!(place.entries(&place.replies("desk")).await.len(), 1, "it is kept for a while");
@@ -151,7 +153,7 @@ mod bounds {
         assert!(backend.set_members(&set).await.unwrap().is_empty());
         assert_eq!(client.reply::<String>(&id("r1")).await.unwrap(), None);
         // A client that outlives its stream goes on.
-        let submit = Submit::new(Ask::Echo("b".to_owned())).id(id("r2"));
+        let submit = Submission::new(Ask::Echo("b".to_owned())).id(id("r2"));
         assert_eq!(client.submit::<_, String>(submit).await.unwrap().output, "b");
         worker.stop().await.unwrap();
     }

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use headwater_bus::conformance::Log;
+use headwater_bus::conformance::HandlerLog;
 use headwater_bus::{
-    Event, EventBusExt, MainLoopCompleted, MainLoopRequest, Received, RequestFailure, RequestId,
-    Submit, Subscribe,
+    Event, EventBusExt, MainLoopCompleted, MainLoopRequest, ReceivedEvent, RequestFailure,
+    RequestId, Submission, SubscribeOptions,
 };
 use serde_json::{Value, json};
 
@@ -36,23 +36,23 @@ async fn a_request_is_carried_out_in_a_session_of_its_own_and_replied_to(place: 
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
-    let watched = Log::default();
+    let watched = HandlerLog::default();
     let bus = place.bus().await;
     let watch = {
         let watched = watched.clone();
-        move |event: Received<MainLoopCompleted>| {
+        move |event: ReceivedEvent<MainLoopCompleted>| {
             watched.add(format!("{} {}", event.envelope.event_id, event.response));
             std::future::ready(())
         }
     };
-    bus.subscribe::<MainLoopCompleted>(Subscribe::live(), watch).await.unwrap();
+    bus.subscribe::<MainLoopCompleted>(SubscribeOptions::live(), watch).await.unwrap();
 
     let first =
-        client.submit::<_, Vec<u64>>(Submit::new(Ask::Note(1)).id(id("r 1:{}"))).await.unwrap();
+        client.submit::<_, Vec<u64>>(Submission::new(Ask::Note(1)).id(id("r 1:{}"))).await.unwrap();
     assert_eq!(first.output, [1]);
     let session = client.session_of(&id("r 1:{}"));
     assert_eq!(first.session.as_ref(), Some(&session));
-    let second = client.submit::<_, Vec<u64>>(Submit::new(Ask::Note(2))).await.unwrap();
+    let second = client.submit::<_, Vec<u64>>(Submission::new(Ask::Note(2))).await.unwrap();
     assert_eq!(second.output, [2], "another request has another session");
 
     let seen = watched.settles_at(2).await;
@@ -67,7 +67,7 @@ async fn a_request_submitted_twice_is_carried_out_once_and_both_get_its_reply(pl
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let [one, other] = [place.client("desk").await, place.client("desk").await];
-    let ask = |text: &str| Submit::new(Ask::Wait(text.to_owned())).id(id("r1"));
+    let ask = |text: &str| Submission::new(Ask::Wait(text.to_owned())).id(id("r1"));
     let open = async {
         main_loop.begun.notified().await;
         // Long enough for the second one to meet the first; if it does not, it meets its reply.
@@ -88,7 +88,7 @@ async fn two_requesters_with_one_request_get_one_reply(place: Place) {
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let [desk, shop] = [place.client("desk").await, place.client("shop").await];
-    let ask = || Submit::new(Ask::Wait("a".to_owned())).id(id("r1"));
+    let ask = || Submission::new(Ask::Wait("a".to_owned())).id(id("r1"));
     let open = async {
         main_loop.begun.notified().await;
         main_loop.open_gate();
@@ -104,7 +104,8 @@ async fn a_failed_request_is_tried_again_in_the_same_session(place: Place) {
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
-    let done = client.submit::<_, u32>(Submit::new(Ask::FailTimes(2)).id(id("r1"))).await.unwrap();
+    let done =
+        client.submit::<_, u32>(Submission::new(Ask::FailTimes(2)).id(id("r1"))).await.unwrap();
     assert_eq!(done.output, 3);
     assert_eq!(begun(&main_loop, "r1"), 3);
     worker.stop().await.unwrap();
@@ -119,12 +120,14 @@ async fn a_request_that_keeps_failing_fails_with_its_reason(place: Place) {
         (Ask::GiveUp, "gives up", RequestFailure::GivenUp, "never", 1),
         (Ask::Panic, "panics", RequestFailure::Panicked, "it panicked: as it was asked to", 3),
     ] {
-        let failed = client.submit::<_, Value>(Submit::new(ask).id(id(name))).await.unwrap_err();
+        let failed =
+            client.submit::<_, Value>(Submission::new(ask).id(id(name))).await.unwrap_err();
         assert_eq!(failed.failure(), Some(kind), "{failed}");
         assert!(failed.to_string().contains(reason), "{failed}");
         assert_eq!(begun(&main_loop, name), tries);
     }
-    let fine = client.submit::<_, String>(Submit::new(Ask::Echo("a".to_owned()))).await.unwrap();
+    let fine =
+        client.submit::<_, String>(Submission::new(Ask::Echo("a".to_owned()))).await.unwrap();
     assert_eq!(fine.output, "a", "the worker lives");
     worker.stop().await.unwrap();
 }
@@ -132,15 +135,15 @@ async fn a_request_that_keeps_failing_fails_with_its_reason(place: Place) {
 async fn a_request_of_another_program_is_carried_out_without_anybody_to_reply_to(place: Place) {
     let main_loop = Loop::default();
     let bus = place.bus().await;
-    let watched = Log::default();
+    let watched = HandlerLog::default();
     let watch = {
         let watched = watched.clone();
-        move |event: Received<MainLoopCompleted>| {
+        move |event: ReceivedEvent<MainLoopCompleted>| {
             watched.add(&event.response);
             std::future::ready(())
         }
     };
-    bus.subscribe::<MainLoopCompleted>(Subscribe::live(), watch).await.unwrap();
+    bus.subscribe::<MainLoopCompleted>(SubscribeOptions::live(), watch).await.unwrap();
     let worker = place.worker(&main_loop).await;
     let request = MainLoopRequest {
         request_id: "theirs".to_owned(),
@@ -164,7 +167,7 @@ async fn requests_compete_over_workers_and_each_is_carried_out_once(place: Place
     ];
     let client = place.client("desk").await;
     let asking = (0..REQUESTS)
-        .map(|number| client.submit::<_, String>(Submit::new(Ask::Echo(number.to_string()))));
+        .map(|number| client.submit::<_, String>(Submission::new(Ask::Echo(number.to_string()))));
     let outputs: BTreeSet<String> = futures_util::future::join_all(asking)
         .await
         .into_iter()
@@ -190,8 +193,9 @@ async fn no_request_waits_behind_another_while_a_worker_is_free(place: Place) {
     }
     let client = place.client("desk").await;
     for round in 1..=5 {
-        let asking = (0..3)
-            .map(|number| client.submit::<_, String>(Submit::new(Ask::Wait(number.to_string()))));
+        let asking = (0..3).map(|number| {
+            client.submit::<_, String>(Submission::new(Ask::Wait(number.to_string())))
+        });
         let (done, ()) = tokio::join!(futures_util::future::join_all(asking), async {
             // All three run at once, or this waits in vain.
             main_loop.log.wait_for(round * 3).await;

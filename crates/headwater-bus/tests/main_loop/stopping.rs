@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::{Event, EventBus, MainLoopCompleted, MainLoopConfig, RequestId, Submit};
+use headwater_bus::{Event, EventBus, MainLoopCompleted, MainLoopConfig, RequestId, Submission};
 
 use crate::place::{Ask, Loop, Mute, Place, begun, quick, sessions};
 
@@ -23,8 +23,8 @@ fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
 }
 
-fn ask() -> Submit<Ask> {
-    Submit::new(Ask::Wait("a".to_owned())).id(id("r1"))
+fn ask() -> Submission<Ask> {
+    Submission::new(Ask::Wait("a".to_owned())).id(id("r1"))
 }
 
 async fn a_worker_that_stops_finishes_what_runs(place: Place) {
@@ -85,7 +85,7 @@ async fn a_worker_that_stops_between_a_reply_and_its_copy_leaves_the_copy_to_ano
     let sessions = sessions(bus).await;
     let worker = headwater_bus::MainLoopWorker::start(sessions, first.clone(), config).await;
     let client = place.client("desk").await;
-    let submit = Submit::new(Ask::Echo("a".to_owned())).id(id("r1"));
+    let submit = Submission::new(Ask::Echo("a".to_owned())).id(id("r1"));
     assert_eq!(client.submit::<_, String>(submit).await.unwrap().output, "a");
     worker.unwrap().stop().await.unwrap();
     place.control_settles_at(MainLoopCompleted::TYPE, 0).await;

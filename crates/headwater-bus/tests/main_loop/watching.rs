@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use headwater_bus::{Budget, Cancelled, RequestId, Submit};
+use headwater_bus::{Budget, CancelOutcome, RequestId, Submission};
 use serde_json::Value;
 
 use crate::backends::watching::{Counts, Span, Spans};
@@ -22,15 +22,15 @@ async fn what_becomes_of_requests_is_counted(place: Place) {
     let main_loop = Loop::default();
     let worker = place.worker(&main_loop).await;
     let client = place.client("desk").await;
-    let echo = || Submit::new(Ask::Echo("a".to_owned())).id(id("echo"));
+    let echo = || Submission::new(Ask::Echo("a".to_owned())).id(id("echo"));
     client.submit::<_, String>(echo()).await.unwrap();
-    client.submit::<_, u32>(Submit::new(Ask::FailTimes(2))).await.unwrap();
-    client.submit::<_, Value>(Submit::new(Ask::GiveUp)).await.unwrap_err();
-    client.submit::<_, Value>(Submit::new(Ask::Panic)).await.unwrap_err();
+    client.submit::<_, u32>(Submission::new(Ask::FailTimes(2))).await.unwrap();
+    client.submit::<_, Value>(Submission::new(Ask::GiveUp)).await.unwrap_err();
+    client.submit::<_, Value>(Submission::new(Ask::Panic)).await.unwrap_err();
     let budget = Budget { max_total_tokens: Some(1), ..Budget::default() };
     let spend = Ask::Spend { tokens: 10, charges: 2, is_stubborn: false };
-    client.submit::<_, Value>(Submit::new(spend).budget(budget)).await.unwrap_err();
-    let wait = Submit::new(Ask::Wait("a".to_owned())).id(id("wait"));
+    client.submit::<_, Value>(Submission::new(spend).budget(budget)).await.unwrap_err();
+    let wait = Submission::new(Ask::Wait("a".to_owned())).id(id("wait"));
     // Long enough to publish the request on a busy machine: a timeout before that is counted as `error`.
     let wait = wait.timeout(Duration::from_secs(2));
     client.submit::<_, String>(wait).await.unwrap_err();
@@ -40,7 +40,7 @@ async fn what_becomes_of_requests_is_counted(place: Place) {
         }
     };
     tokio::time::timeout(LIMIT, only_the_waiting_request_runs).await.unwrap();
-    assert_eq!(client.cancel(&id("wait")).await.unwrap(), Cancelled::Yes);
+    assert_eq!(client.cancel(&id("wait")).await.unwrap(), CancelOutcome::Cancelled);
     // It has stopped when the worker has.
     worker.stop().await.unwrap();
     // One that comes again is known.
@@ -77,7 +77,7 @@ async fn each_request_has_a_span_that_names_it_on_both_sides(place: Place) {
     let client = place.client("desk").await;
     let request_id = RequestId::random();
     let session = client.session_of(&request_id);
-    let submit = Submit::new(Ask::Note(1)).id(request_id.clone());
+    let submit = Submission::new(Ask::Note(1)).id(request_id.clone());
     client.submit::<_, Vec<u64>>(submit).await.unwrap();
     worker.stop().await.unwrap();
     let spans = spans.all();

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use headwater_bus::conformance::Noted;
 use headwater_bus::{
-    BusError, Import, MissingReason, Session, SessionError, SessionId, Sessions, SessionsConfig,
-    Stage, Until,
+    BusError, Import, MissingReason, ReplayUntil, Session, SessionError, SessionId, SessionStage,
+    Sessions, SessionsConfig,
 };
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention};
@@ -76,7 +76,7 @@ async fn a_fork_begins_like_its_parent_and_goes_on_by_itself(place: Place) {
     let before = place.entries(&place.session).await;
 
     let fork = SessionId::random();
-    let child = sessions.fork(&place.session, Until::Entry(ids[9]), &fork).await.unwrap();
+    let child = sessions.fork(&place.session, ReplayUntil::Entry(ids[9]), &fork).await.unwrap();
     assert_eq!(sum(&child), Sum::of(0..10));
     child.publish(noted(100)).await.unwrap();
     parent.publish(noted(20)).await.unwrap();
@@ -87,21 +87,21 @@ async fn a_fork_begins_like_its_parent_and_goes_on_by_itself(place: Place) {
     let info = sessions.info(&fork).await.unwrap().unwrap();
     let origin = info.parent.unwrap();
     assert_eq!((origin.session, origin.entry_id), (place.session.clone(), ids[9]));
-    assert_eq!(info.stage, Stage::Open);
+    assert_eq!(info.stage, SessionStage::Open);
     // Times are those of the parent, also in a fork of the fork.
     let again = SessionId::random();
-    sessions.fork(&fork, Until::End, &again).await.unwrap();
+    sessions.fork(&fork, ReplayUntil::End, &again).await.unwrap();
     let time = Timestamp::from_millis(ids[4].ms);
     let expected = ids[..10].iter().filter(|id| id.ms <= ids[4].ms).count() as u64;
-    let state = sessions.state_at(&again, Until::Time(time)).await.unwrap();
+    let state = sessions.state_at(&again, ReplayUntil::Time(time)).await.unwrap();
     assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..expected));
 
     // Whatever becomes of the parent.
-    sessions.forget(&place.session).await.unwrap();
+    sessions.delete(&place.session).await.unwrap();
     assert_eq!(sum(&sessions.recover(&fork).await.unwrap()).count, 11);
     // A fork at the end has the snapshot, too; an empty session has an empty fork.
     let empty = sessions.create(&SessionId::random()).await.unwrap();
-    let fork = sessions.fork(empty.id(), Until::End, &SessionId::random()).await.unwrap();
+    let fork = sessions.fork(empty.id(), ReplayUntil::End, &SessionId::random()).await.unwrap();
     assert_eq!(sum(&fork), Sum::default());
     fork.publish(noted(1)).await.unwrap();
     assert_eq!(sum(&sessions.recover(fork.id()).await.unwrap()), Sum::of([1]));
@@ -114,7 +114,7 @@ async fn a_fork_of_a_compacted_session_is_whole(place: Place) {
     parent.compact().await.unwrap();
     let ids = numbered(&parent, 20..30).await;
     let fork = SessionId::random();
-    let child = sessions.fork(&place.session, Until::Entry(ids[4]), &fork).await.unwrap();
+    let child = sessions.fork(&place.session, ReplayUntil::Entry(ids[4]), &fork).await.unwrap();
     assert_eq!(sum(&child), Sum::of(0..25));
     assert_eq!(child.recovery().replayed, 5);
     child.publish(noted(25)).await.unwrap();
@@ -124,7 +124,7 @@ async fn a_fork_of_a_compacted_session_is_whole(place: Place) {
     let other = place.sessions_with(headwater_bus::Folds::none().latest::<Noted>(), by_hand());
     let error = other.await.recover(&fork).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
-    assert_eq!(missing.why, MissingReason::Compacted);
+    assert_eq!(missing.reason, MissingReason::Compacted);
 }
 
 async fn a_fork_before_what_was_compacted_is_refused(place: Place) {
@@ -133,7 +133,9 @@ async fn a_fork_before_what_was_compacted_is_refused(place: Place) {
     let ids = numbered(&parent, 0..20).await;
     parent.compact().await.unwrap();
     let fork = SessionId::random();
-    for until in [Until::Entry(ids[5]), Until::Time(Timestamp::from_millis(ids[0].ms - 1))] {
+    for until in
+        [ReplayUntil::Entry(ids[5]), ReplayUntil::Time(Timestamp::from_millis(ids[0].ms - 1))]
+    {
         let error = sessions.fork(&place.session, until, &fork).await.unwrap_err();
         println!("{error}");
         assert_eq!(sessions.info(&fork).await.unwrap(), None);
@@ -148,7 +150,7 @@ async fn a_fork_is_never_made_over_a_session(place: Place) {
     let other = sessions.create(&SessionId::random()).await.unwrap();
     numbered(&other, 5..6).await;
     for taken in [other.id(), parent.id()] {
-        let error = sessions.fork(&place.session, Until::End, taken).await.unwrap_err();
+        let error = sessions.fork(&place.session, ReplayUntil::End, taken).await.unwrap_err();
         assert!(matches!(error, SessionError::Exists { .. }), "{error}");
     }
     assert_eq!(sum(&sessions.recover(other.id()).await.unwrap()), Sum::of([5]));
@@ -160,12 +162,12 @@ async fn a_fork_at_an_entry_that_is_not_there_leaves_nothing(place: Place) {
     let ids = numbered(&parent, 0..3).await;
     let fork = SessionId::random();
     for id in [EntryId::new(ids[2].ms + 1, 0), EntryId::new(ids[0].ms - 1, 0)] {
-        let error = sessions.fork(&place.session, Until::Entry(id), &fork).await.unwrap_err();
+        let error = sessions.fork(&place.session, ReplayUntil::Entry(id), &fork).await.unwrap_err();
         assert!(matches!(error, SessionError::Bus(BusError::Invalid { .. })), "{error}");
         assert_eq!(sessions.info(&fork).await.unwrap(), None);
         assert_eq!(place.entries(&fork).await, []);
     }
-    let error = sessions.fork(&SessionId::random(), Until::End, &fork).await.unwrap_err();
+    let error = sessions.fork(&SessionId::random(), ReplayUntil::End, &fork).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
 }
 
@@ -181,17 +183,17 @@ async fn an_unfinished_session_is_none_and_is_swept(place: Place) {
     }
     let error = sessions.recover(&id).await.unwrap_err();
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
-    assert_eq!(sessions.info(&id).await.unwrap().unwrap().stage, Stage::Filling);
-    let error = sessions.fork(&place.session, Until::End, &id).await.unwrap_err();
+    assert_eq!(sessions.info(&id).await.unwrap().unwrap().stage, SessionStage::Copying);
+    let error = sessions.fork(&place.session, ReplayUntil::End, &id).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
     // Somebody may still work on it.
-    assert_eq!(sessions.sweep().await.unwrap().unfinished, 0);
+    assert_eq!(sessions.sweep().await.unwrap().abandoned, 0);
 
-    let unfinished_after = std::time::Duration::from_millis(1);
-    let impatient = SessionsConfig { unfinished_after, ..by_hand() };
+    let abandoned_after = std::time::Duration::from_millis(1);
+    let impatient = SessionsConfig { abandoned_after, ..by_hand() };
     let impatient = place.sessions_with(folds(), impatient).await;
     tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    assert_eq!(impatient.sweep().await.unwrap().unfinished, 1);
+    assert_eq!(impatient.sweep().await.unwrap().abandoned, 1);
     assert_eq!(sessions.info(&id).await.unwrap(), None);
     // Whoever was taken for dead cannot finish it.
     let mut went_on = Ok(());
@@ -217,7 +219,7 @@ async fn whoever_was_taken_for_dead_touches_no_session_of_others(place: Place) {
         import.line(line).await.unwrap();
     }
     // It is removed, and somebody makes a session of this name.
-    assert!(sessions.forget(&id).await.unwrap());
+    assert!(sessions.delete(&id).await.unwrap());
     let other = sessions.create(&id).await.unwrap();
     publish(&other, 0..5).await;
     let mut went_on = Ok(());
@@ -249,7 +251,7 @@ async fn what_whoever_was_taken_for_dead_still_copies_counts_nowhere(place: Plac
     assert!(!copies.is_empty());
     // It is removed, and somebody makes a session of this name. Only then the last append of the import arrives: it had
     // looked whether it may go on, and slept.
-    assert!(sessions.forget(&id).await.unwrap());
+    assert!(sessions.delete(&id).await.unwrap());
     let other = sessions.create(&id).await.unwrap();
     publish(&other, 0..5).await;
     let backend = place.backend().await;
@@ -257,10 +259,10 @@ async fn what_whoever_was_taken_for_dead_still_copies_counts_nowhere(place: Plac
     publish(&other, 5..8).await;
     assert_eq!(sum(&other), Sum::of(0..8));
     assert_eq!(sum(&sessions.recover(&id).await.unwrap()), Sum::of(0..8));
-    let state = sessions.state_at(&id, Until::Entry(other.position())).await.unwrap();
+    let state = sessions.state_at(&id, ReplayUntil::Entry(other.position())).await.unwrap();
     assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..8));
     // Nor in what is made of it.
-    let fork = sessions.fork(&id, Until::End, &SessionId::random()).await.unwrap();
+    let fork = sessions.fork(&id, ReplayUntil::End, &SessionId::random()).await.unwrap();
     assert_eq!(sum(&fork), Sum::of(0..8));
     assert_eq!(place.entries(fork.id()).await.len(), 8);
     let exported = lines_of(sessions.export(&id).await.unwrap()).await;
@@ -281,7 +283,7 @@ async fn the_state_of_a_fork_names_the_entries_of_the_fork(place: Place) {
     parent.snapshot().await.unwrap();
     let last = numbered(&parent, 20..25).await[4];
     let id = SessionId::random();
-    let fork = sessions.fork(&place.session, Until::Entry(last), &id).await.unwrap();
+    let fork = sessions.fork(&place.session, ReplayUntil::Entry(last), &id).await.unwrap();
     let ids: Vec<EntryId> = place.entries(&id).await.iter().map(|entry| entry.id).collect();
     let again = sessions.recover(&id).await.unwrap();
     // It has a snapshot, as its parent had, and one of its own.
@@ -294,7 +296,7 @@ async fn the_state_of_a_fork_names_the_entries_of_the_fork(place: Place) {
         assert_eq!(named, ids[15..]);
         let stream = place.stream_of(&id);
         assert!(all.iter().all(|event| event.envelope.stream.as_ref() == Some(&stream)));
-        let state = sessions.state_at(&id, Until::Entry(named[0])).await.unwrap();
+        let state = sessions.state_at(&id, ReplayUntil::Entry(named[0])).await.unwrap();
         assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..16));
     }
 }
@@ -312,8 +314,8 @@ async fn a_stream_of_others_that_was_compacted_is_not_taken_for_whole(place: Pla
     let other = place.sessions_with(other, by_hand()).await;
     let error = other.recover(&place.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
-    assert_eq!((missing.why, missing.count), (MissingReason::Compacted, Some(9)));
-    let fork = sessions.fork(&place.session, Until::End, &SessionId::random()).await.unwrap();
+    assert_eq!((missing.reason, missing.count), (MissingReason::Compacted, Some(9)));
+    let fork = sessions.fork(&place.session, ReplayUntil::End, &SessionId::random()).await.unwrap();
     assert_eq!(sum(&fork), Sum::of(0..10));
 }
 
@@ -344,7 +346,7 @@ async fn what_is_left_of_a_copy_is_not_taken_for_a_session(place: Place) {
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
     let error = sessions.create(&place.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
-    assert!(sessions.forget(&place.session).await.unwrap());
+    assert!(sessions.delete(&place.session).await.unwrap());
     assert_eq!(sum(&sessions.ensure(&place.session).await.unwrap()), Sum::default());
 }
 
@@ -537,13 +539,13 @@ async fn a_fork_that_compactions_overtake_is_whole(place: Place) {
     let forking = async {
         for _ in 0..30 {
             let id = SessionId::random();
-            let fork = sessions.fork(&place.session, Until::End, &id).await;
+            let fork = sessions.fork(&place.session, ReplayUntil::End, &id).await;
             let fork = fork.inspect_err(|_| is_over.store(true, Ordering::Relaxed)).unwrap();
             let count = sum(&fork).count;
             assert_eq!(sum(&fork), Sum::of(0..count));
             let again = place.sessions().await.recover(&id).await.unwrap();
             assert_eq!((sum(&again).count, again.recovery().missing), (count, None));
-            sessions.forget(&id).await.unwrap();
+            sessions.delete(&id).await.unwrap();
         }
         is_over.store(true, Ordering::Relaxed);
     };
@@ -600,7 +602,7 @@ async fn a_fork_that_was_cut_off_can_be_repeated_at_once(place: Place) {
     publish(&session, 0..3000).await;
     let id = SessionId::random();
     {
-        let forking = sessions.fork(&place.session, Until::End, &id);
+        let forking = sessions.fork(&place.session, ReplayUntil::End, &id);
         tokio::pin!(forking);
         // Until it has begun.
         loop {
@@ -612,7 +614,7 @@ async fn a_fork_that_was_cut_off_can_be_repeated_at_once(place: Place) {
     }
     let error = sessions.recover(&id).await.unwrap_err();
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
-    let fork = sessions.fork(&place.session, Until::End, &id).await.unwrap();
+    let fork = sessions.fork(&place.session, ReplayUntil::End, &id).await.unwrap();
     assert_eq!(sum(&fork), Sum::of(0..3000));
     assert_eq!(sum(&place.sessions().await.recover(&id).await.unwrap()), Sum::of(0..3000));
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use headwater_bus::conformance::registry;
 use headwater_bus::{
-    SessionError, SessionId, Sessions, Stage, StreamedBus, StreamedBusConfig, Until,
+    ReplayUntil, SessionError, SessionId, SessionStage, Sessions, StreamedBus, StreamedBusConfig,
 };
 use headwater_stream::{Backend, EntryId, Options, connect};
 use headwater_testkit::{Child, Cluster, Redis};
@@ -111,7 +111,7 @@ async fn is_whole_or_none(sessions: &Sessions, id: &SessionId, expected: &Sum) {
         Ok(session) => assert_eq!(sum(&session), *expected),
         Err(SessionError::NotFound { .. }) => {}
         Err(SessionError::Unfinished { .. }) => {
-            assert!(sessions.forget(id).await.unwrap());
+            assert!(sessions.delete(id).await.unwrap());
             let error = sessions.recover(id).await.unwrap_err();
             assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
         }
@@ -128,7 +128,7 @@ async fn a_fork_that_is_cut_off_anywhere_is_whole_or_no_session(place: Place) {
     publish(&parent, 30..700).await;
     cut_off_anywhere(async |polls| {
         let id = SessionId::random();
-        let forked = cut_off(polls, sessions.fork(&place.session, Until::End, &id)).await;
+        let forked = cut_off(polls, sessions.fork(&place.session, ReplayUntil::End, &id)).await;
         settle().await;
         is_whole_or_none(&sessions, &id, &Sum::of(0..700)).await;
         assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..700));
@@ -213,8 +213,8 @@ async fn an_import_of_which_one_call_is_cut_off_has_failed(place: Place) {
 async fn an_end_that_is_cut_off_anywhere_is_still_told(place: Place) {
     let place = place.on_disk().await;
     let moment = Duration::from_millis(1);
-    let (ttl, unfinished_after) = (Some(moment), moment);
-    let config = headwater_bus::SessionsConfig { ttl, unfinished_after, ..by_hand() };
+    let (ttl, abandoned_after) = (Some(moment), moment);
+    let config = headwater_bus::SessionsConfig { ttl, abandoned_after, ..by_hand() };
     cut_off_anywhere(async |polls| {
         // Each has a list of its own, so that a sweep meets one session.
         let place = place.another();
@@ -275,7 +275,9 @@ fn churner() {
             match dice.below(4) {
                 0 => drop(session.snapshot().await.unwrap()),
                 1 => drop(session.compact().await.unwrap()),
-                2 => drop(sessions.fork(&id, Until::End, &SessionId::random()).await.unwrap()),
+                2 => {
+                    drop(sessions.fork(&id, ReplayUntil::End, &SessionId::random()).await.unwrap())
+                }
                 _ => {
                     let mut export = sessions.export(&id).await.unwrap();
                     let mut import = sessions.import(&SessionId::random());
@@ -328,13 +330,13 @@ async fn killed_processes_leave_whole_sessions_and_no_others(url: String, rounds
                     // A copy is made of all there was, and that was a multiple of 50.
                     assert!(info.session == place.session || count.is_multiple_of(50), "{count}");
                     if info.session != place.session {
-                        sessions.forget(&info.session).await.unwrap();
+                        sessions.delete(&info.session).await.unwrap();
                     }
                 }
                 Err(SessionError::Unfinished { .. }) => {
-                    assert_eq!(info.stage, Stage::Filling);
+                    assert_eq!(info.stage, SessionStage::Copying);
                     unfinished += 1;
-                    sessions.forget(&info.session).await.unwrap();
+                    sessions.delete(&info.session).await.unwrap();
                 }
                 Err(other) => panic!("{other}"),
             }

@@ -4,10 +4,10 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted};
+use headwater_bus::conformance::{HandlerLog, Noted};
 use headwater_bus::{
-    EventBus, EventBusExt, Received, SessionError, SessionId, Sessions, SessionsConfig, Stage,
-    Subscribe,
+    EventBus, EventBusExt, ReceivedEvent, SessionError, SessionId, SessionStage, Sessions,
+    SessionsConfig, SubscribeOptions,
 };
 use headwater_stream::{EntryId, Retention};
 
@@ -41,7 +41,7 @@ async fn a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_
     publish(&for_ever, 0..1).await;
     pause().await;
     let swept = place.sessions().await.sweep().await.unwrap();
-    assert_eq!((swept.seen, swept.expired, swept.held_back, swept.failed), (2, 1, 0, 0));
+    assert_eq!((swept.checked, swept.expired, swept.held_back, swept.failed), (2, 1, 0, 0));
     assert_eq!(place.entries(&place.session).await, []);
 
     let expired = |error: SessionError| match error {
@@ -57,7 +57,7 @@ async fn a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_
     let taken = sessions.create(&place.session).await.unwrap_err();
     assert!(matches!(taken, SessionError::Exists { .. }), "{taken}");
     let info = sessions.info(&place.session).await.unwrap().unwrap();
-    assert_eq!((info.stage, info.length, info.gone), (Stage::Expired, 0, 15));
+    assert_eq!((info.stage, info.length, info.removed), (SessionStage::Expired, 0, 15));
     // Once is enough, and a late event does not bring it back.
     expired(session.publish(noted(15)).await.unwrap_err());
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
@@ -66,7 +66,7 @@ async fn a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_
     // What was snapshotted is gone, too; nobody is left to take one.
     assert!(session.snapshot().await.is_err());
 
-    assert!(sessions.forget(&place.session).await.unwrap());
+    assert!(sessions.delete(&place.session).await.unwrap());
     let error = sessions.recover(&place.session).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
     assert_eq!(sum(&sessions.recover(for_ever.id()).await.unwrap()), Sum::of([0]));
@@ -89,8 +89,8 @@ async fn a_session_in_use_does_not_expire(place: Place) {
 async fn an_event_that_is_confirmed_while_a_session_ends_is_not_lost(place: Place) {
     let place = place.on_disk().await;
     let moment = Duration::from_millis(1);
-    let (ttl, unfinished_after) = (Some(moment), moment);
-    let config = SessionsConfig { ttl, unfinished_after, ..by_hand() };
+    let (ttl, abandoned_after) = (Some(moment), moment);
+    let config = SessionsConfig { ttl, abandoned_after, ..by_hand() };
     let (mut ends, mut polls) = (0, 0);
     while ends < 3 {
         for dies in [false, true] {
@@ -143,17 +143,17 @@ async fn what_a_group_has_not_handled_keeps_a_session(place: Place) {
     let sessions = Sessions::new(bus.clone(), folds(), short_lived()).await.unwrap();
     let session = sessions.create(&place.session).await.unwrap();
     // A group that is not there just now.
-    let subscribe = || Subscribe::durable("workers").session(place.session.clone());
+    let subscribe = || SubscribeOptions::durable("workers").session(place.session.clone());
     let gone = bus.subscribe::<Noted>(subscribe(), |_| async {}).await.unwrap();
     assert!(bus.unsubscribe(gone).await.unwrap());
     publish(&session, 0..3).await;
     pause().await;
     let swept = sessions.sweep().await.unwrap();
     assert_eq!((swept.expired, swept.held_back), (0, 1));
-    let log = Log::default();
+    let log = HandlerLog::default();
     let handler = {
         let log = log.clone();
-        move |event: Received<Noted>| {
+        move |event: ReceivedEvent<Noted>| {
             log.add(event.number);
             std::future::ready(())
         }

@@ -2,7 +2,8 @@
 
 use headwater_bus::conformance::Noted;
 use headwater_bus::{
-    EventBusExt, Missing, MissingReason, Session, SessionError, SessionId, Stored, Until,
+    EventBusExt, MissingEntries, MissingReason, ReplayUntil, Session, SessionError, SessionId,
+    StoreOutcome,
 };
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, MapName, Retention, StreamName, TrimGuard};
@@ -26,7 +27,7 @@ everywhere!(
 
 fn is_lost(error: SessionError) {
     match error {
-        SessionError::Incomplete { missing, .. } => assert_eq!(missing.why, MissingReason::Lost),
+        SessionError::Incomplete { missing, .. } => assert_eq!(missing.reason, MissingReason::Lost),
         other => panic!("{other}"),
     }
 }
@@ -52,7 +53,10 @@ async fn goes_on_knowing(session: &Session, numbers: std::ops::Range<u64>) {
     is_lost(session.refresh().await.unwrap_err());
     for number in numbers {
         // It is stored all the same.
-        assert!(matches!(session.publish(noted(number)).await.unwrap().stored, Stored::Entry(_)));
+        assert!(matches!(
+            session.publish(noted(number)).await.unwrap().stored,
+            StoreOutcome::Entry(_)
+        ));
         is_lost(session.refresh().await.unwrap_err());
     }
     assert_eq!((sum(session), session.position()), (known, position));
@@ -70,7 +74,7 @@ async fn a_session_that_is_held_outlives_a_backend_that_came_back_empty(place: P
     assert!(session.snapshot().await.is_err());
     // Whoever recovers it takes over a stream of which nobody knows how it began.
     let anew = place.sessions().await.recover(&place.session).await.unwrap();
-    assert_eq!(anew.recovery().missing.unwrap().why, MissingReason::Unknown);
+    assert_eq!(anew.recovery().missing.unwrap().reason, MissingReason::Unknown);
     assert_eq!(sum(&anew), Sum::of(5..13));
     // That is another session, also for those who held the old one.
     goes_on_knowing(&session, 13..14).await;
@@ -126,7 +130,7 @@ async fn entries_that_were_lost_before_a_snapshot_are_missed(place: Place) {
     };
     let lost = missing(sessions.recover(&place.session).await.unwrap_err());
     assert_eq!((lost.after, lost.before), (ids[14], EntryId::MAX));
-    assert_eq!((lost.count, lost.why), (Some(5), MissingReason::Lost));
+    assert_eq!((lost.count, lost.reason), (Some(5), MissingReason::Lost));
     // Also when others have gone on, with more events than were lost.
     for number in 20..30 {
         let session_id = Some(place.session.to_string());
@@ -143,11 +147,11 @@ async fn entries_that_were_lost_before_a_snapshot_are_missed(place: Place) {
     assert_eq!(rest.recovery().replayed, 25);
     assert!(rest.snapshot().await.is_err());
     // What was before them is as it was.
-    let until = Until::Entry(ids[9]);
+    let until = ReplayUntil::Entry(ids[9]);
     let state = sessions.state_at(&place.session, until).await.unwrap();
     assert_eq!(*state.get::<Sum>().unwrap(), Sum::of(0..10));
     let time = Timestamp::from_millis(ids[0].ms - 1);
-    let until = Until::Time(time);
+    let until = ReplayUntil::Time(time);
     let state = sessions.state_at(&place.session, until).await.unwrap();
     assert_eq!(*state.get::<Sum>().unwrap(), Sum::default());
 }
@@ -186,7 +190,7 @@ async fn a_session_of_another_program_that_is_trimmed_past_its_snapshot_is_incom
     backend.trim(&place.stream(), &kept, TrimGuard::Force).await.unwrap();
     let error = sessions.recover(&place.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
-    assert_eq!((missing.after, missing.why), (position, MissingReason::Trimmed));
+    assert_eq!((missing.after, missing.reason), (position, MissingReason::Trimmed));
     assert!(session.refresh().await.is_err());
     assert_eq!(sum(&session), Sum::of(0..5));
     let rest = sessions.recover_incomplete(&place.session).await.unwrap();
@@ -210,7 +214,7 @@ async fn a_snapshot_of_a_session_that_was_removed_stands_for_nothing(place: Plac
     assert_eq!((sum(&again), again.recovery().replayed), (Sum::of(10..12), 0));
 }
 
-fn incomplete(error: SessionError) -> Missing {
+fn incomplete(error: SessionError) -> MissingEntries {
     match error {
         SessionError::Incomplete { missing, .. } => missing,
         other => panic!("{other}"),
@@ -250,12 +254,12 @@ async fn a_session_whose_newest_entries_were_deleted_is_incomplete(place: Place)
 
     let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
     assert_eq!((missing.after, missing.before), (ids[4], ids[7].next()));
-    assert_eq!(missing.why, MissingReason::Deleted);
+    assert_eq!(missing.reason, MissingReason::Deleted);
     assert_eq!(missing.count, counted(&place, 3).await);
 
     // Nothing is made of it that would pass for whole.
     let copy = SessionId::random();
-    let error = sessions.fork(&place.session, Until::End, &copy).await.unwrap_err();
+    let error = sessions.fork(&place.session, ReplayUntil::End, &copy).await.unwrap_err();
     assert_eq!(incomplete(error), missing);
     assert_eq!(sessions.info(&copy).await.unwrap(), None);
     let mut export = sessions.export(&place.session).await.unwrap();
@@ -266,7 +270,7 @@ async fn a_session_whose_newest_entries_were_deleted_is_incomplete(place: Place)
         }
     };
     assert_eq!(incomplete(error), missing);
-    let error = sessions.state_at(&place.session, Until::Entry(ids[7])).await.unwrap_err();
+    let error = sessions.state_at(&place.session, ReplayUntil::Entry(ids[7])).await.unwrap_err();
     assert_eq!(incomplete(error), missing);
 
     // What is left can be had, and what was before is as it was.
@@ -274,9 +278,9 @@ async fn a_session_whose_newest_entries_were_deleted_is_incomplete(place: Place)
     assert_eq!(sum(&rest), Sum::of(0..5));
     assert_eq!(rest.recovery().missing, Some(missing));
     assert!(rest.snapshot().await.is_err());
-    let state = sessions.state_at(&place.session, Until::Entry(ids[3])).await.unwrap();
+    let state = sessions.state_at(&place.session, ReplayUntil::Entry(ids[3])).await.unwrap();
     assert_eq!(state.get::<Sum>(), Some(&Sum::of(0..4)));
-    let before = sessions.fork(&place.session, Until::Entry(ids[3]), &copy).await.unwrap();
+    let before = sessions.fork(&place.session, ReplayUntil::Entry(ids[3]), &copy).await.unwrap();
     assert_eq!(sum(&before), Sum::of(0..4));
 }
 
@@ -290,7 +294,7 @@ async fn a_compacted_session_whose_newest_entries_were_deleted_is_incomplete(pla
     let ids = ids_of(&place).await;
     delete(&place, &ids[ids.len() - 2..]).await;
     let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
-    assert_eq!((missing.why, missing.count), (MissingReason::Deleted, counted(&place, 2).await));
+    assert_eq!((missing.reason, missing.count), (MissingReason::Deleted, counted(&place, 2).await));
     let rest = sessions.recover_incomplete(&place.session).await.unwrap();
     assert_eq!(sum(&rest), Sum::of(0..16));
 }
@@ -304,7 +308,7 @@ async fn a_session_of_another_program_whose_newest_entries_were_deleted_is_incom
     let sessions = place.sessions().await;
     let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
     assert_eq!((missing.after, missing.before), (ids[3], ids[5].next()));
-    assert_eq!((missing.why, missing.count), (MissingReason::Deleted, None));
+    assert_eq!((missing.reason, missing.count), (MissingReason::Deleted, None));
 }
 
 async fn a_session_emptied_before_it_was_first_read_is_incomplete(place: Place) {
@@ -314,7 +318,7 @@ async fn a_session_emptied_before_it_was_first_read_is_incomplete(place: Place) 
     let backend = place.backend().await;
     backend.trim(&place.stream(), &Retention::max_len(0), TrimGuard::Force).await.unwrap();
     let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
-    assert_eq!((missing.after, missing.why), (EntryId::MIN, MissingReason::Deleted));
+    assert_eq!((missing.after, missing.reason), (EntryId::MIN, MissingReason::Deleted));
     assert_eq!(missing.count, counted(&place, 6).await);
 }
 
@@ -330,7 +334,7 @@ async fn a_session_made_on_an_emptied_stream_is_complete(place: Place) {
     let again = sessions.recover(&place.session).await.unwrap();
     assert_eq!((sum(&again), again.recovery().missing), (Sum::of(0..5), None));
     let copy = SessionId::random();
-    let fork = sessions.fork(&place.session, Until::End, &copy).await.unwrap();
+    let fork = sessions.fork(&place.session, ReplayUntil::End, &copy).await.unwrap();
     assert_eq!((sum(&fork), fork.recovery().missing), (Sum::of(0..5), None));
 }
 
@@ -359,7 +363,7 @@ async fn entries_deleted_before_later_ones_are_missed(place: Place) {
     publish_past(&place, 8..10).await;
     let missing = incomplete(sessions.recover(&place.session).await.unwrap_err());
     assert_eq!((missing.after, missing.before), (EntryId::MIN, ids[7].next()));
-    assert_eq!((missing.why, missing.count), (MissingReason::Deleted, Some(3)));
+    assert_eq!((missing.reason, missing.count), (MissingReason::Deleted, Some(3)));
     let rest = sessions.recover_incomplete(&place.session).await.unwrap();
     assert_eq!(sum(&rest), Sum::of((0..5).chain(8..10)));
 
@@ -372,6 +376,6 @@ async fn entries_deleted_before_later_ones_are_missed(place: Place) {
     let again = other.sessions().await.recover(&other.session).await.unwrap();
     assert_eq!((sum(&again), again.recovery().missing), (Sum::of(0..8), None));
     let copy = SessionId::random();
-    let fork = other.sessions().await.fork(&other.session, Until::End, &copy).await;
+    let fork = other.sessions().await.fork(&other.session, ReplayUntil::End, &copy).await;
     assert_eq!(incomplete(fork.unwrap_err()).count, Some(1));
 }

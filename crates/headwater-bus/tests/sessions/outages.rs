@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use headwater_bus::{EventId, FailurePolicy, Outgoing, Session, SessionId, SpoolConfig, Stored};
+use headwater_bus::{
+    EventId, FailurePolicy, OutgoingEvent, Session, SessionId, SpoolConfig, StoreOutcome,
+};
 use headwater_stream::{EntryId, StreamName};
 use tokio::time::{Instant, sleep};
 
@@ -27,7 +29,7 @@ mod server {
 async fn publish_until_stored(session: &Session, number: u64) {
     let (id, deadline) = (EventId::random(), Instant::now() + LIMIT);
     loop {
-        let event = Outgoing::new(noted(number)).unwrap().with_id(id.clone());
+        let event = OutgoingEvent::new(noted(number)).unwrap().with_id(id.clone());
         match session.publish_all(vec![event]).await {
             Ok(results) if results[0].is_ok() => return,
             _ => assert!(Instant::now() < deadline),
@@ -79,7 +81,7 @@ async fn spooled_events_are_part_of_the_state_once_they_are_in_the_stream(away: 
     publish(&session, 0..5).await;
     away.begin().await;
     for number in 5..20 {
-        assert_eq!(session.publish(noted(number)).await.unwrap().stored, Stored::Spooled);
+        assert_eq!(session.publish(noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
     }
     assert_eq!(sum(&session), Sum::of(0..5));
     away.end().await;

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
-    EventBus, Export, Fold, Folds, LocalBus, Registry, Session, SessionEvent, SessionId, Sessions,
-    SessionsConfig, StreamedBus, StreamedBusConfig,
+    EventBus, EventRegistry, Export, Fold, Folds, LocalBus, Session, SessionEvent, SessionId,
+    Sessions, SessionsConfig, StreamedBus, StreamedBusConfig,
 };
 use headwater_stream::{Backend, Entry, EntryId, Fields, Options, Retention, StreamName, connect};
 use serde::{Deserialize, Serialize};
@@ -124,7 +124,7 @@ impl Place {
         self.bus_for(registry()).await
     }
 
-    pub(crate) async fn bus_for(&self, registry: Registry) -> Arc<StreamedBus> {
+    pub(crate) async fn bus_for(&self, registry: EventRegistry) -> Arc<StreamedBus> {
         let config = StreamedBusConfig { prefix: self.prefix.clone(), ..Default::default() };
         Arc::new(StreamedBus::open(self.backend().await, registry, config).await.unwrap())
     }
@@ -194,7 +194,7 @@ pub(crate) fn noted(number: u64) -> Noted {
 pub(crate) async fn publish(session: &Session, numbers: std::ops::Range<u64>) {
     let all: Vec<u64> = numbers.collect();
     for batch in all.chunks(1000) {
-        let events = batch.iter().map(|number| headwater_bus::Outgoing::new(noted(*number)));
+        let events = batch.iter().map(|number| headwater_bus::OutgoingEvent::new(noted(*number)));
         let events = events.collect::<Result<Vec<_>, _>>().unwrap();
         for result in session.publish_all(events).await.unwrap() {
             result.unwrap();

@@ -4,7 +4,7 @@ use std::env;
 use std::sync::Arc;
 
 use headwater_bus::{
-    Folds, Registry, SessionId, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig,
+    EventRegistry, Folds, SessionId, Sessions, SessionsConfig, StreamedBus, StreamedBusConfig,
     ToolInvoked, ToolResult,
 };
 use headwater_stream::{Options, connect};
@@ -28,7 +28,7 @@ fn invoked(session: &SessionId) -> ToolInvoked {
 async fn sessions(url: &str, prefix: &str) -> Sessions {
     let backend = connect(url, &Options::default()).await.unwrap();
     let config = StreamedBusConfig { prefix: prefix.to_owned(), ..Default::default() };
-    let bus = StreamedBus::open(backend, Registry::builtin(), config).await.unwrap();
+    let bus = StreamedBus::open(backend, EventRegistry::builtin(), config).await.unwrap();
     let folds = Folds::none().latest::<ToolInvoked>();
     Sessions::new(Arc::new(bus), folds, SessionsConfig::default()).await.unwrap()
 }
@@ -53,7 +53,7 @@ fn process_1() {
         let id = SessionId::new(env::var("SESSION").unwrap()).unwrap();
         let sessions = sessions(&url, &env::var("PREFIX").unwrap()).await;
         let session = sessions.create(&id).await.unwrap();
-        session.publish(invoked(&id)).await.unwrap().raise().unwrap();
+        session.publish(invoked(&id)).await.unwrap().into_result().unwrap();
         println!("PUBLISHED");
         std::future::pending::<()>().await;
     });

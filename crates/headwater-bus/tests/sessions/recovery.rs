@@ -2,8 +2,9 @@
 
 use headwater_bus::conformance::{Announced, Noted, registry};
 use headwater_bus::{
-    BusError, Event, EventBusExt, EventId, Fold, Folds, MissingReason, Outgoing, Registry, Scope,
-    SessionError, SessionEvent, SessionId, Sessions, Stage, Stored, Until,
+    BusError, Event, EventBusExt, EventId, EventRegistry, Fold, Folds, MissingReason,
+    OutgoingEvent, ReplayUntil, Scope, SessionError, SessionEvent, SessionId, SessionStage,
+    Sessions, StoreOutcome,
 };
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{EntryId, MapName, RegistryMap, Retention, TrimGuard};
@@ -126,7 +127,7 @@ async fn one_that_never_was_is_not_found(place: Place) {
     let error = sessions.recover(&place.session).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
     assert_eq!(sessions.info(&place.session).await.unwrap(), None);
-    assert!(!sessions.forget(&place.session).await.unwrap());
+    assert!(!sessions.delete(&place.session).await.unwrap());
 }
 
 async fn the_stream_of_another_program_is_taken_over(place: Place) {
@@ -137,13 +138,13 @@ async fn the_stream_of_another_program_is_taken_over(place: Place) {
     assert!(matches!(refused, SessionError::Exists { .. }), "{refused}");
     let session = sessions.recover(&place.session).await.unwrap();
     assert_eq!(sum(&session), Sum::of([7]));
-    assert_eq!(session.recovery().missing.unwrap().why, MissingReason::Unknown);
+    assert_eq!(session.recovery().missing.unwrap().reason, MissingReason::Unknown);
     session.publish(noted(8)).await.unwrap();
     assert!(session.snapshot().await.unwrap());
     let again = place.sessions().await.recover(&place.session).await.unwrap();
     assert_eq!(sum(&again), Sum::of([7, 8]));
     assert!(again.recovery().from_snapshot.is_some());
-    assert_eq!(again.recovery().missing.unwrap().why, MissingReason::Unknown);
+    assert_eq!(again.recovery().missing.unwrap().reason, MissingReason::Unknown);
 }
 
 async fn events_of_other_sessions_and_namespaces_are_refused(place: Place) {
@@ -159,7 +160,7 @@ async fn events_of_other_sessions_and_namespaces_are_refused(place: Place) {
 async fn an_event_that_is_stored_twice_counts_once(place: Place) {
     let sessions = place.sessions().await;
     let session = sessions.create(&place.session).await.unwrap();
-    let outgoing = Outgoing::new(noted(5)).unwrap().with_id(EventId::random());
+    let outgoing = OutgoingEvent::new(noted(5)).unwrap().with_id(EventId::random());
     session.publish_all(vec![outgoing.clone()]).await.unwrap();
     // Long after its id was forgotten by the backend, it is stored again.
     let entry = place.entries(&place.session).await.remove(0);
@@ -234,7 +235,7 @@ async fn a_trimmed_session_says_what_is_missing(place: Place) {
     let error = sessions.recover(&place.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = &error else { panic!("{error}") };
     assert_eq!((missing.after, missing.before), (EntryId::MIN, first));
-    assert_eq!((missing.count, missing.why.clone()), (None, MissingReason::Trimmed));
+    assert_eq!((missing.count, missing.reason.clone()), (None, MissingReason::Trimmed));
     let rest = sessions.recover_incomplete(&place.session).await.unwrap();
     assert_eq!(sum(&rest), Sum::of(15..20));
     assert_eq!(rest.recovery().missing.as_ref(), Some(missing));
@@ -252,13 +253,13 @@ async fn a_lost_stream_is_noticed_also_when_it_begins_anew(place: Place) {
     let backend = place.backend().await;
     backend.delete_stream(&place.stream()).await.unwrap();
     let lost = |error: SessionError| match error {
-        SessionError::Incomplete { missing, .. } => assert_eq!(missing.why, MissingReason::Lost),
+        SessionError::Incomplete { missing, .. } => assert_eq!(missing.reason, MissingReason::Lost),
         other => panic!("{other}"),
     };
     lost(sessions.recover(&place.session).await.unwrap_err());
     lost(session.refresh().await.unwrap_err());
     // An event is stored all the same, in a stream that begins anew.
-    assert!(matches!(session.publish(noted(3)).await.unwrap().stored, Stored::Entry(_)));
+    assert!(matches!(session.publish(noted(3)).await.unwrap().stored, StoreOutcome::Entry(_)));
     lost(sessions.recover(&place.session).await.unwrap_err());
     lost(session.refresh().await.unwrap_err());
     let rest = sessions.recover_incomplete(&place.session).await.unwrap();
@@ -277,7 +278,7 @@ async fn what_was_published_past_a_session_is_missed_when_it_is_gone(place: Plac
     backend.trim(&place.stream(), &Retention::max_len(3), TrimGuard::Force).await.unwrap();
     let error = sessions.recover(&place.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
-    assert_eq!(missing.why, MissingReason::Trimmed);
+    assert_eq!(missing.reason, MissingReason::Trimmed);
 }
 
 async fn what_is_kept_beside_the_events_may_be_damaged(place: Place) {
@@ -314,7 +315,7 @@ async fn what_is_kept_beside_the_events_may_be_damaged(place: Place) {
     assert_eq!(listed.iter().map(|info| &info.session).collect::<Vec<_>>(), [fine.id()]);
     let swept = sessions.sweep().await.unwrap();
     let share_names = backend.map_get(&meta).await.is_err();
-    assert_eq!((swept.seen, swept.failed), (1, u64::from(share_names)));
+    assert_eq!((swept.checked, swept.failed), (1, u64::from(share_names)));
 }
 
 /// `Noted` as a later version of the application knows it.
@@ -340,7 +341,7 @@ async fn an_older_version_in_a_snapshot_is_lifted(place: Place) {
         payload["importance"] = 3.into();
         Ok(payload)
     };
-    let later = Registry::empty().with_upcaster::<NotedLater>(1, lift).unwrap();
+    let later = EventRegistry::empty().with_upcaster::<NotedLater>(1, lift).unwrap();
     let folds = Folds::none().latest::<NotedLater>();
     let new = Sessions::new(place.bus_for(later).await, folds, by_hand()).await.unwrap();
     let session = new.recover(&place.session).await.unwrap();
@@ -374,7 +375,7 @@ async fn an_entry_that_panics_whoever_reads_it_is_unreadable_and_no_more(place: 
         payload["importance"] = payload["weight"].as_u64().unwrap().into();
         Ok(payload)
     };
-    let later = Registry::empty().with_upcaster::<NotedLater>(1, careless).unwrap();
+    let later = EventRegistry::empty().with_upcaster::<NotedLater>(1, careless).unwrap();
     let folds = Folds::none().latest::<NotedLater>();
     let sessions = Sessions::new(place.bus_for(later).await, folds, by_hand()).await.unwrap();
     let session = sessions.create(&place.session).await.unwrap();
@@ -438,22 +439,22 @@ async fn a_state_can_be_had_as_it_was_at_an_entry_or_a_time(place: Place) {
     }
     let at = |until| sessions.state_at(&place.session, until);
     let sum_of = |state: headwater_bus::SessionState| state.get::<Sum>().unwrap().clone();
-    assert_eq!(sum_of(at(Until::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
-    assert_eq!(sum_of(at(Until::Entry(ids[9])).await.unwrap()), Sum::of(0..10));
-    assert_eq!(sum_of(at(Until::End).await.unwrap()), Sum::of(0..10));
-    let unknown = at(Until::Entry(EntryId::new(ids[9].ms + 1000, 0))).await.unwrap_err();
+    assert_eq!(sum_of(at(ReplayUntil::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
+    assert_eq!(sum_of(at(ReplayUntil::Entry(ids[9])).await.unwrap()), Sum::of(0..10));
+    assert_eq!(sum_of(at(ReplayUntil::End).await.unwrap()), Sum::of(0..10));
+    let unknown = at(ReplayUntil::Entry(EntryId::new(ids[9].ms + 1000, 0))).await.unwrap_err();
     assert!(matches!(unknown, SessionError::Bus(BusError::Invalid { .. })), "{unknown}");
 
     let long_ago = Timestamp::from_millis(ids[0].ms - 1);
-    assert_eq!(sum_of(at(Until::Time(long_ago)).await.unwrap()), Sum::default());
+    assert_eq!(sum_of(at(ReplayUntil::Time(long_ago)).await.unwrap()), Sum::default());
     let time = Timestamp::from_millis(ids[5].ms);
     let expected = ids.iter().filter(|id| id.ms <= ids[5].ms).count() as u64;
-    assert_eq!(sum_of(at(Until::Time(time)).await.unwrap()), Sum::of(0..expected));
+    assert_eq!(sum_of(at(ReplayUntil::Time(time)).await.unwrap()), Sum::of(0..expected));
 
     // A snapshot of a later entry does not get in the way.
     assert!(session.snapshot().await.unwrap());
-    assert_eq!(sum_of(at(Until::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
-    assert_eq!(sum_of(at(Until::Time(long_ago)).await.unwrap()), Sum::default());
+    assert_eq!(sum_of(at(ReplayUntil::Entry(ids[3])).await.unwrap()), Sum::of(0..4));
+    assert_eq!(sum_of(at(ReplayUntil::Time(long_ago)).await.unwrap()), Sum::default());
 }
 
 async fn sessions_are_listed_page_by_page_in_the_order_they_were_made(place: Place) {
@@ -473,7 +474,7 @@ async fn sessions_are_listed_page_by_page_in_the_order_they_were_made(place: Pla
         listed.extend(page);
     }
     assert_eq!(listed.iter().map(|info| info.session.clone()).collect::<Vec<_>>(), made);
-    assert!(listed.iter().all(|info| info.stage == Stage::Open && info.length == 1));
+    assert!(listed.iter().all(|info| info.stage == SessionStage::Open && info.length == 1));
     assert!(sessions.list(EntryId::MIN, 0).await.is_err());
 }
 
@@ -482,8 +483,8 @@ async fn a_forgotten_session_is_as_if_it_never_was(place: Place) {
     let session = sessions.create(&place.session).await.unwrap();
     publish(&session, 0..3).await;
     session.snapshot().await.unwrap();
-    assert!(sessions.forget(&place.session).await.unwrap());
-    assert!(!sessions.forget(&place.session).await.unwrap());
+    assert!(sessions.delete(&place.session).await.unwrap());
+    assert!(!sessions.delete(&place.session).await.unwrap());
     let error = sessions.recover(&place.session).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
     assert_eq!(sessions.list(EntryId::MIN, 10).await.unwrap(), []);
@@ -509,7 +510,7 @@ async fn a_fold_that_panics_is_an_error_and_hurts_nobody(place: Place) {
     let session = touchy.create(&place.session).await.unwrap();
     session.publish(noted(1)).await.unwrap();
     // Stored all the same.
-    assert!(matches!(session.publish(noted(13)).await.unwrap().stored, Stored::Entry(_)));
+    assert!(matches!(session.publish(noted(13)).await.unwrap().stored, StoreOutcome::Entry(_)));
     let is_fold = |error: SessionError| match error {
         SessionError::Fold { fold, reason, .. } => {
             assert_eq!((fold.as_str(), reason.as_str()), ("tests.Touchy", "unlucky"));
@@ -548,7 +549,7 @@ async fn sessions_work_on_a_local_bus() {
     // Also what is published past the session.
     let direct = Noted { session_id: Some("s".to_owned()), ..noted(3000) };
     let bus = sessions.bus();
-    assert!(matches!(bus.publish(direct).await.unwrap().stored, Stored::Entry(_)));
+    assert!(matches!(bus.publish(direct).await.unwrap().stored, StoreOutcome::Entry(_)));
     assert!(session.snapshot().await.unwrap());
     session.publish(noted(3001)).await.unwrap();
     let again = sessions.recover(session.id()).await.unwrap();
@@ -577,5 +578,5 @@ async fn folds_that_make_no_sense_are_refused() {
         let described = format!("{folds:?}");
         assert!(Sessions::new(bus, folds, by_hand()).await.is_err(), "{described}");
     }
-    let _: Registry = registry();
+    let _: EventRegistry = registry();
 }

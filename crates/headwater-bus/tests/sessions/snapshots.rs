@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
-    Event, EventBus, EventBusExt, Fold, Folds, MissingReason, Received, Scope, SessionError,
-    SessionEvent, Sessions, SessionsConfig, Subscribe, UnreadableEntries,
+    Event, EventBus, EventBusExt, Fold, Folds, MissingReason, ReceivedEvent, Scope, SessionError,
+    SessionEvent, Sessions, SessionsConfig, SubscribeOptions, UnreadableEntries,
 };
 use headwater_stream::{EntryId, MapName, RegistryMap};
 use schemars::JsonSchema;
@@ -189,7 +189,7 @@ async fn a_snapshot_that_cannot_be_used_is_an_error_only_if_events_are_gone(plac
     backend.map_update(&map, None, &spoilt("format", "2")).await.unwrap();
     let error = place.sessions().await.recover(&place.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
-    assert_eq!((missing.count, missing.why), (Some(29), MissingReason::Compacted));
+    assert_eq!((missing.count, missing.reason), (Some(29), MissingReason::Compacted));
 }
 
 async fn a_compacted_session_is_recovered_whole(place: Place) {
@@ -205,14 +205,14 @@ async fn a_compacted_session_is_recovered_whole(place: Place) {
     let again = place.sessions().await.recover(&place.session).await.unwrap();
     assert_eq!((sum(&again), again.recovery().replayed), (Sum::of(0..310), 10));
     let info = sessions.info(&place.session).await.unwrap().unwrap();
-    assert_eq!((info.length, info.gone), (11, 299));
+    assert_eq!((info.length, info.removed), (11, 299));
 
     // Whoever has no snapshot is told what is missing.
     let other = place.sessions_with(others(), by_hand()).await;
     let error = other.recover(&place.session).await.unwrap_err();
     let SessionError::Incomplete { missing, .. } = error else { panic!("{error}") };
     assert_eq!(missing.before, compacted.before);
-    assert_eq!((missing.count, missing.why), (Some(299), MissingReason::Compacted));
+    assert_eq!((missing.count, missing.reason), (Some(299), MissingReason::Compacted));
     let rest = other.recover_incomplete(&place.session).await.unwrap();
     assert_eq!(rest.state().events(), 11);
     assert!(again.compact().await.unwrap().removed == 10);
@@ -225,10 +225,10 @@ async fn compaction_heeds_what_groups_have_not_handled(place: Place) {
     let session = sessions.create(&place.session).await.unwrap();
     publish(&session, 0..40).await;
     // The first 10 are handled, the next one is in hand, the others are not read.
-    let (log, gate) = (Log::default(), Arc::new(tokio::sync::Semaphore::new(10)));
+    let (log, gate) = (HandlerLog::default(), Arc::new(tokio::sync::Semaphore::new(10)));
     let handler = {
         let (log, gate) = (log.clone(), Arc::clone(&gate));
-        move |event: Received<Noted>| {
+        move |event: ReceivedEvent<Noted>| {
             let (log, gate) = (log.clone(), Arc::clone(&gate));
             async move {
                 gate.acquire().await.unwrap().forget();
@@ -236,7 +236,7 @@ async fn compaction_heeds_what_groups_have_not_handled(place: Place) {
             }
         }
     };
-    let mut subscribe = Subscribe::durable("slow").session(place.session.clone());
+    let mut subscribe = SubscribeOptions::durable("slow").session(place.session.clone());
     subscribe.concurrency = 1;
     bus.subscribe::<Noted>(subscribe, handler).await.unwrap();
     log.wait_for(10).await;
@@ -279,8 +279,8 @@ async fn compaction_heeds_the_snapshots_of_other_folds(place: Place) {
         .find(|(name, value)| name.starts_with("snapshot:") && value.ends_with(b" 10"))
         .map(|(name, _)| name.strip_prefix("snapshot:").unwrap().to_owned())
         .unwrap();
-    assert!(other.forget_snapshots(&place.session, &set).await.unwrap());
-    assert!(!other.forget_snapshots(&place.session, &set).await.unwrap());
+    assert!(other.delete_snapshots(&place.session, &set).await.unwrap());
+    assert!(!other.delete_snapshots(&place.session, &set).await.unwrap());
     assert_eq!(session.compact().await.unwrap().removed, 10);
     assert!(other.recover(&place.session).await.is_err());
 }
@@ -387,7 +387,7 @@ impl Fold for Texts {
 }
 
 async fn what_folds_keep_fits_into_a_snapshot(place: Place) {
-    let many = headwater_bus::limits::FOLDED_EVENTS_MAX;
+    let many = headwater_bus::limits::RETAINED_EVENTS_MAX;
     let folds = Folds::none().all::<Noted>(many).latest::<Noted>();
     let sessions = place.sessions_with(folds, by_hand()).await;
     let session = sessions.create(&place.session).await.unwrap();

@@ -3,8 +3,8 @@
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::limits::UNREADABLE_MAX;
 use headwater_bus::{
-    Event, EventBusExt, Fold, Folds, Scope, SessionError, SessionEvent, Sessions,
-    UnreadableEntries, Until,
+    Event, EventBusExt, Fold, Folds, ReplayUntil, Scope, SessionError, SessionEvent, Sessions,
+    UnreadableEntries,
 };
 use headwater_stream::{EntryId, Fields, MapName, RegistryMap, Retention, StreamName};
 use schemars::JsonSchema;
@@ -97,7 +97,7 @@ async fn payloads_that_do_not_fit_are_tried_again_and_beyond_a_number_all_is_rea
     assert!(session.snapshot().await.unwrap());
     let same = sessions.recover(&place.session).await.unwrap();
     assert_eq!((same.get::<Count>().unwrap().0, same.recovery().replayed), (10, 0));
-    let lenient = headwater_bus::Registry::empty().with::<Lenient>().unwrap();
+    let lenient = headwater_bus::EventRegistry::empty().with::<Lenient>().unwrap();
     let lenient = Sessions::new(place.bus_for(lenient).await, counting(), by_hand());
     let lenient = lenient.await.unwrap();
     let all = lenient.recover(&place.session).await.unwrap();
@@ -129,7 +129,7 @@ async fn what_was_given_up_does_not_take_a_snapshot_away(place: Place) {
     assert_eq!(again.get::<Count>().unwrap().0, 11);
     // And it can be forked, without those that are gone.
     let fork = headwater_bus::SessionId::random();
-    let fork = newer.fork(&place.session, Until::End, &fork).await.unwrap();
+    let fork = newer.fork(&place.session, ReplayUntil::End, &fork).await.unwrap();
     assert_eq!(fork.get::<Count>().unwrap().0, 11);
 }
 
@@ -139,7 +139,7 @@ async fn whoever_only_looks_parks_nothing_and_takes_nothing_over(place: Place) {
     // The stream of another program, of which nobody knows yet.
     bus.publish(Noted { session_id: Some(place.session.to_string()), ..noted(1) }).await.unwrap();
     append_many(&place, "tests.Never", "{}", 3).await;
-    let state = sessions.state_at(&place.session, Until::End).await.unwrap();
+    let state = sessions.state_at(&place.session, ReplayUntil::End).await.unwrap();
     assert_eq!((state.get::<Sum>().unwrap(), state.unreadable()), (&Sum::of([1]), 3));
     assert_eq!(sessions.info(&place.session).await.unwrap(), None);
     assert_eq!(sessions.list(EntryId::MIN, 10).await.unwrap(), []);
@@ -150,7 +150,7 @@ async fn whoever_only_looks_parks_nothing_and_takes_nothing_over(place: Place) {
     let session = sessions.recover(&place.session).await.unwrap();
     assert_eq!(bus.parked(EntryId::MIN, 10).await.unwrap().len(), 3);
     append_many(&place, "tests.Never", "{}", 1).await;
-    let state = sessions.state_at(&place.session, Until::End).await.unwrap();
+    let state = sessions.state_at(&place.session, ReplayUntil::End).await.unwrap();
     assert_eq!(state.unreadable(), 4);
     assert_eq!(bus.parked(EntryId::MIN, 10).await.unwrap().len(), 3);
     session.refresh().await.unwrap();

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use headwater_bus::{EventBus, EventBusExt, Sessions, conformance::Noted};
-use headwater_bus::{SessionError, SessionId, SessionsConfig, Stage, Subscribe};
+use headwater_bus::{SessionError, SessionId, SessionStage, SessionsConfig, SubscribeOptions};
 use headwater_stream::{EntryId, Fields, GroupStart, MapName, Retention, StreamName};
 use tokio::sync::oneshot;
 
@@ -26,7 +26,7 @@ const MOMENT: Duration = Duration::from_millis(1);
 
 /// Whoever takes everybody for dead at once, and forgets sessions as soon as they expired.
 fn forgetful() -> SessionsConfig {
-    SessionsConfig { note_kept_for: MOMENT, unfinished_after: MOMENT, ..by_hand() }
+    SessionsConfig { tombstone_ttl: MOMENT, abandoned_after: MOMENT, ..by_hand() }
 }
 
 async fn pause() {
@@ -45,7 +45,7 @@ async fn until(mut is_so: impl AsyncFnMut() -> bool) {
 async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told_to_stop(
     place: Place,
 ) {
-    let config = SessionsConfig { ttl: Some(MOMENT), compact_from: Some(20), ..forgetful() };
+    let config = SessionsConfig { ttl: Some(MOMENT), compact_min_entries: Some(20), ..forgetful() };
     let sessions = place.sessions_with(folds(), config).await;
     let for_ever = place.sessions().await.create(&SessionId::random()).await.unwrap();
     publish(&for_ever, 0..30).await;
@@ -87,7 +87,7 @@ async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told
 }
 
 async fn a_long_session_is_compacted_and_a_short_one_is_not(place: Place) {
-    let config = SessionsConfig { compact_from: Some(20), ..by_hand() };
+    let config = SessionsConfig { compact_min_entries: Some(20), ..by_hand() };
     let sessions = place.sessions_with(folds(), config).await;
     let long = sessions.create(&place.session).await.unwrap();
     let short = sessions.create(&SessionId::random()).await.unwrap();
@@ -98,11 +98,11 @@ async fn a_long_session_is_compacted_and_a_short_one_is_not(place: Place) {
     assert!(long.snapshot().await.unwrap() && short.snapshot().await.unwrap());
     publish(&long, 21..30).await;
 
-    assert_eq!(sessions.sweep().await.unwrap().seen, 3);
+    assert_eq!(sessions.sweep().await.unwrap().checked, 3);
     assert_eq!(place.entries(long.id()).await.len(), 30, "a sweep compacts nothing");
     let done = sessions.run_once().await.unwrap();
     assert_eq!((done.compacted, done.removed, done.refused), (1, 20, 0));
-    assert_eq!((done.swept.seen, done.swept.failed), (3, 0));
+    assert_eq!((done.swept.checked, done.swept.failed), (3, 0));
     assert_eq!(place.entries(long.id()).await.len(), 10);
     assert_eq!(place.entries(short.id()).await.len(), 20);
     assert_eq!(place.entries(unknown.id()).await.len(), 50);
@@ -116,17 +116,17 @@ async fn a_long_session_is_compacted_and_a_short_one_is_not(place: Place) {
     assert_eq!((done.compacted, done.removed), (1, 20));
     assert_eq!(sum(&sessions.recover(long.id()).await.unwrap()), Sum::of(0..41));
 
-    let never = SessionsConfig { compact_from: None, ..by_hand() };
+    let never = SessionsConfig { compact_min_entries: None, ..by_hand() };
     publish(&long, 41..90).await;
     assert!(long.snapshot().await.unwrap());
     let never = place.sessions_with(folds(), never).await;
     assert_eq!(never.run_once().await.unwrap().compacted, 0);
-    let zero = SessionsConfig { compact_from: Some(0), ..by_hand() };
+    let zero = SessionsConfig { compact_min_entries: Some(0), ..by_hand() };
     assert!(Sessions::new(place.bus().await, folds(), zero).await.is_err());
 }
 
 async fn what_cannot_be_compacted_holds_up_nobody(place: Place) {
-    let config = SessionsConfig { compact_from: Some(1), ..by_hand() };
+    let config = SessionsConfig { compact_min_entries: Some(1), ..by_hand() };
     let sessions = place.sessions_with(folds(), config).await;
     let odd = sessions.create(&place.session).await.unwrap();
     publish(&odd, 0..5).await;
@@ -152,24 +152,24 @@ async fn a_note_is_kept_for_its_time_and_for_as_long_as_a_group_needs_what_came_
     pause().await;
     assert_eq!(patient.sweep().await.unwrap().expired, 1);
     pause().await;
-    assert_eq!(patient.sweep().await.unwrap().forgotten, 0);
+    assert_eq!(patient.sweep().await.unwrap().deleted, 0);
     let error = patient.recover(&place.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Expired { entries: 3, .. }), "{error}");
 
     // An event that came too late, and a group that is to have it.
     let bus = place.bus().await;
-    let subscribe = Subscribe::durable("workers").session(place.session.clone());
+    let subscribe = SubscribeOptions::durable("workers").session(place.session.clone());
     let workers = bus.subscribe::<Noted>(subscribe, |_| async {}).await.unwrap();
     assert!(bus.unsubscribe(workers).await.unwrap());
     bus.publish(Noted { session_id: Some(place.session.to_string()), ..noted(3) }).await.unwrap();
-    assert_eq!(forgetful.sweep().await.unwrap().forgotten, 0);
+    assert_eq!(forgetful.sweep().await.unwrap().deleted, 0);
     assert_eq!(place.entries(&place.session).await.len(), 1);
 
     let backend = place.backend().await;
     let group =
         headwater_stream::GroupName::new(format!("{}:cg:{}:workers", place.prefix, place.session));
     assert!(backend.remove_group(&place.stream(), &group.unwrap()).await.unwrap());
-    assert_eq!(forgetful.sweep().await.unwrap().forgotten, 1);
+    assert_eq!(forgetful.sweep().await.unwrap().deleted, 1);
     assert_eq!(forgetful.sweep().await.unwrap(), Default::default());
     // The name is free again, and nothing of the old session is left.
     let anew = patient.create(&place.session).await.unwrap();
@@ -190,11 +190,11 @@ async fn whoever_dies_while_it_forgets_leaves_what_is_swept_later(place: Place) 
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
     let error = sessions.create(&place.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
-    assert_eq!(sessions.sweep().await.unwrap().unfinished, 0, "somebody may be at it");
+    assert_eq!(sessions.sweep().await.unwrap().abandoned, 0, "somebody may be at it");
 
     let impatient = place.sessions_with(folds(), forgetful()).await;
     pause().await;
-    assert_eq!(impatient.sweep().await.unwrap().unfinished, 1);
+    assert_eq!(impatient.sweep().await.unwrap().abandoned, 1);
     assert_eq!(sessions.info(&place.session).await.unwrap(), None);
     sessions.create(&place.session).await.unwrap();
 }
@@ -209,7 +209,7 @@ async fn a_session_whose_stream_is_gone_ends_once(place: Place) {
     assert_eq!(sessions.sweep().await.unwrap().expired, 1);
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
     let info = sessions.info(&place.session).await.unwrap().unwrap();
-    assert_eq!(info.stage, Stage::Expired);
+    assert_eq!(info.stage, SessionStage::Expired);
 }
 
 /// Changes what is known of the place's session.
@@ -233,7 +233,7 @@ async fn a_session_lives_from_its_last_event_also_if_only_a_snapshot_knows_of_it
     // Its stream is lost; the snapshot says when it was last used.
     assert!(place.backend().await.delete_stream(&place.stream()).await.unwrap());
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
-    assert_eq!(sessions.info(&place.session).await.unwrap().unwrap().stage, Stage::Open);
+    assert_eq!(sessions.info(&place.session).await.unwrap().unwrap().stage, SessionStage::Open);
     // That was long ago, too.
     let meta = format!("{}:session:{}:meta", place.prefix, place.session);
     let meta = place.backend().await.map_get(&MapName::new(meta).unwrap()).await.unwrap().unwrap();
@@ -243,7 +243,7 @@ async fn a_session_lives_from_its_last_event_also_if_only_a_snapshot_knows_of_it
 }
 
 async fn what_ended_a_moment_ago_is_left_to_whoever_is_at_it(place: Place) {
-    let config = SessionsConfig { ttl: Some(MOMENT), note_kept_for: MOMENT, ..by_hand() };
+    let config = SessionsConfig { ttl: Some(MOMENT), tombstone_ttl: MOMENT, ..by_hand() };
     let patient = place.sessions_with(folds(), config).await;
     let impatient = place.sessions_with(folds(), forgetful()).await;
     let session = patient.create(&place.session).await.unwrap();
@@ -264,19 +264,19 @@ async fn what_ended_a_moment_ago_is_left_to_whoever_is_at_it(place: Place) {
     patient.sweep().await.unwrap();
     assert_eq!(
         (stage().await, place.entries(&place.session).await.len()),
-        (Some(Stage::Expired), 4)
+        (Some(SessionStage::Expired), 4)
     );
     // Whoever was at it is dead.
     impatient.sweep().await.unwrap();
-    assert_eq!(stage().await, Some(Stage::Open));
+    assert_eq!(stage().await, Some(SessionStage::Open));
     assert_eq!(sum(&patient.recover(&place.session).await.unwrap()), Sum::of(0..4));
     // It ends, and is not forgotten while somebody may be about to remove its events, however soon notes go.
     pause().await;
     assert_eq!(patient.sweep().await.unwrap().expired, 1);
     pause().await;
-    assert_eq!(patient.sweep().await.unwrap().forgotten, 0);
-    assert_eq!(stage().await, Some(Stage::Expired));
-    assert_eq!(impatient.sweep().await.unwrap().forgotten, 1);
+    assert_eq!(patient.sweep().await.unwrap().deleted, 0);
+    assert_eq!(stage().await, Some(SessionStage::Expired));
+    assert_eq!(impatient.sweep().await.unwrap().deleted, 1);
     assert_eq!(stage().await, None);
 }
 
@@ -312,7 +312,7 @@ async fn several_look_after_many_sessions_and_each_is_ended_once(place: Place) {
     pause().await;
     let (one, other) = tokio::join!(sessions.sweep(), sessions.sweep());
     let (one, other) = (one.unwrap(), other.unwrap());
-    assert_eq!((one.seen, other.seen), (MANY, MANY));
+    assert_eq!((one.checked, other.checked), (MANY, MANY));
     assert_eq!((one.failed, other.failed), (1, 1));
     assert_eq!(one.expired + other.expired, MANY, "{one:?} {other:?}");
     assert_eq!(sessions.list(EntryId::MIN, 1000).await.unwrap().len(), MANY as usize);

@@ -5,7 +5,9 @@ mod shared;
 
 use std::time::Duration;
 
-use headwater_bus::{BusError, EventBusExt, EventId, Outgoing, SessionId, Stored, StreamedBus};
+use headwater_bus::{
+    BusError, EventBusExt, EventId, OutgoingEvent, SessionId, StoreOutcome, StreamedBus,
+};
 use headwater_testkit::Redis;
 use tokio::time::{Instant, sleep};
 
@@ -40,9 +42,11 @@ impl Away {
 pub(crate) async fn publish_until_stored(bus: &StreamedBus, session: &SessionId, number: u64) {
     let id = EventId::random();
     until(|| async {
-        let event = Outgoing::new(noted(session, number)).unwrap().with_id(id.clone());
+        let event = OutgoingEvent::new(noted(session, number)).unwrap().with_id(id.clone());
         match bus.publish_outgoing(event).await {
-            Ok(result) => matches!(result.stored, Stored::Entry(_) | Stored::Duplicate(_)),
+            Ok(result) => {
+                matches!(result.stored, StoreOutcome::Entry(_) | StoreOutcome::Duplicate(_))
+            }
             Err(error) => {
                 assert!(error.is_transient(), "{error}");
                 false

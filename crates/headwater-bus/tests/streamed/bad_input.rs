@@ -7,10 +7,10 @@
 
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
-    BusError, EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, Stored, StreamedBus,
-    StreamedBusConfig, Subscribe,
+    BusError, EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, StoreOutcome,
+    StreamedBus, StreamedBusConfig, SubscribeOptions,
 };
 
 use crate::away::{Away, publish_until_stored, until};
@@ -29,13 +29,14 @@ async fn ids_that_are_known_for_less_time_than_a_call_may_take_are_refused_witho
     away: Away,
 ) {
     let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let open = async |remember: Duration| {
-        let config = StreamedBusConfig { remember: Some(remember), ..spooling(place, &directory) };
+    let open = async |dedup_window: Duration| {
+        let config =
+            StreamedBusConfig { dedup_window: Some(dedup_window), ..spooling(place, &directory) };
         let backend = open_impatient(place.url()).await;
         StreamedBus::open(backend, registry(), config).await
     };
     let error = open(NOTICES_AFTER - Duration::from_millis(1)).await.unwrap_err();
-    assert!(matches!(&error, BusError::Invalid { what, .. } if what == "remember"), "{error}");
+    assert!(matches!(&error, BusError::Invalid { what, .. } if what == "dedup_window"), "{error}");
     assert!(error.to_string().contains("4s"), "{error}");
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     open(NOTICES_AFTER).await.unwrap().close().await.unwrap();
@@ -53,21 +54,21 @@ async fn a_key_that_is_no_stream_is_an_error_whatever_the_policy_and_the_bus_goe
         let number = number as u64;
         let config = StreamedBusConfig { on_failure: policy, ..place.config() };
         let bus = place.bus_with(registry(), config).await;
-        let log = Log::default();
-        bus.subscribe::<Noted>(Subscribe::live(), writes(&log)).await.unwrap();
+        let log = HandlerLog::default();
+        bus.subscribe::<Noted>(SubscribeOptions::live(), writes(&log)).await.unwrap();
         for _ in 0..5 {
             let error = bus.publish(noted(&bad, 100)).await.unwrap_err();
             assert!(matches!(error, BusError::Backend(_)) && !error.is_transient(), "{error}");
             assert!(error.to_string().contains(stream.as_str()), "{error}");
         }
-        for subscribe in [Subscribe::live(), Subscribe::durable("all")] {
+        for subscribe in [SubscribeOptions::live(), SubscribeOptions::durable("all")] {
             let to_bad = subscribe.session(bad.clone());
             let refused = bus.subscribe::<Noted>(to_bad, writes(&log)).await;
             assert!(refused.is_err(), "{refused:?}");
         }
         // No handler ran, and no breaker opened: the backend answers.
         let result = bus.publish(place.noted(number)).await.unwrap();
-        assert!(matches!(result.stored, Stored::Entry(_)), "{result:?}");
+        assert!(matches!(result.stored, StoreOutcome::Entry(_)), "{result:?}");
         assert_eq!(log.lines(), [number.to_string()]);
         bus.close().await.unwrap();
     }
@@ -78,20 +79,20 @@ async fn a_key_that_is_no_stream_does_not_keep_live_subscriptions_from_others(aw
     let place = &away.place;
     let (ada, bob) = (place.bus().await, place.bus().await);
     let (bad, good) = (SessionId::random(), SessionId::random());
-    let log = Log::default();
+    let log = HandlerLog::default();
     for session in [&bad, &good] {
-        let subscribe = Subscribe::live().session(session.clone());
+        let subscribe = SubscribeOptions::live().session(session.clone());
         bob.subscribe::<Noted>(subscribe, writes(&log)).await.unwrap();
     }
     let stream = place.stream_of(bad.as_str());
     away.command_at(&bad, &["SET", stream.as_str(), "no stream"]);
     for number in 0..5 {
-        ada.publish(noted(&good, number)).await.unwrap().raise().unwrap();
+        ada.publish(noted(&good, number)).await.unwrap().into_result().unwrap();
     }
     assert_eq!(log.settles_at(5).await, numbers(0..5));
     // Somebody removes the key, and after a while its events are seen again.
     away.command_at(&bad, &["DEL", stream.as_str()]);
-    ada.publish(noted(&bad, 5)).await.unwrap().raise().unwrap();
+    ada.publish(noted(&bad, 5)).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(6).await, numbers(0..6));
     ada.close().await.unwrap();
     bob.close().await.unwrap();
@@ -103,10 +104,10 @@ async fn subscriptions_go_on_when_the_server_has_lost_everything(away: Away) {
     let config = || StreamedBusConfig { queue: queue.clone(), ..place.config() };
     let (ada, bob) =
         (place.bus_with(registry(), config()).await, place.bus_with(registry(), config()).await);
-    let (live, durable) = (Log::default(), Log::default());
-    bob.subscribe::<Noted>(Subscribe::live(), writes(&live)).await.unwrap();
-    bob.subscribe::<Noted>(Subscribe::durable("all"), writes(&durable)).await.unwrap();
-    ada.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    let (live, durable) = (HandlerLog::default(), HandlerLog::default());
+    bob.subscribe::<Noted>(SubscribeOptions::live(), writes(&live)).await.unwrap();
+    bob.subscribe::<Noted>(SubscribeOptions::durable("all"), writes(&durable)).await.unwrap();
+    ada.publish(place.noted(0)).await.unwrap().into_result().unwrap();
     live.wait_for(1).await;
     durable.wait_for(1).await;
     // Nothing is left of the stream, its groups, and who is a member of them.

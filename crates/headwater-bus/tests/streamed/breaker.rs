@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use headwater_bus::conformance::registry;
-use headwater_bus::{BreakerState, BusError, EventBus, EventBusExt, Stored, StreamedBus};
+use headwater_bus::{BreakerState, BusError, EventBus, EventBusExt, StoreOutcome, StreamedBus};
 use headwater_stream::{Options, connect};
 use tokio::task::JoinSet;
 
@@ -27,7 +27,7 @@ async fn half_open_it_lets_exactly_one_of_many_probe_a_cluster() {
 async fn it_opens_after_failures_and_closes_when_the_backend_is_back(away: Away) {
     let place = &away.place;
     let bus = place.bus().await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(0)).await.unwrap().into_result().unwrap();
     assert_eq!(bus.health().await.breaker, BreakerState::Closed);
     away.begin().await;
     for failures in 0..quick_breaker().failure_threshold {
@@ -59,7 +59,7 @@ async fn half_open_it_lets_exactly_one_of_many_probe(away: Away) {
     let bus = StreamedBus::open(backend, registry(), place.config()).await.unwrap();
     let bus = Arc::new(bus);
     let log = watch(&bus).await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(0)).await.unwrap().into_result().unwrap();
 
     // The server says at once that it cannot.
     node.command(&["CONFIG", "SET", "maxmemory", "1"]).unwrap().ok().unwrap();
@@ -80,9 +80,9 @@ async fn half_open_it_lets_exactly_one_of_many_probe(away: Away) {
     // All others are back, and the one is still under way.
     node.resume().unwrap();
     let (number, answer) = asking.join_next().await.unwrap().unwrap();
-    assert!(matches!(answer.unwrap().stored, Stored::Entry(_)));
+    assert!(matches!(answer.unwrap().stored, StoreOutcome::Entry(_)));
     assert_eq!(bus.health().await.breaker, BreakerState::Closed);
-    bus.publish(place.noted(100)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(100)).await.unwrap().into_result().unwrap();
     assert_eq!(stored(&*place.connect().await, &place.stream()).await, [0, number, 100]);
     assert_eq!(log.lines(), ["0".to_owned(), number.to_string(), "100".to_owned()]);
     bus.close().await.unwrap();

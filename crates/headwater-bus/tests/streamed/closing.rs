@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted, registry};
-use headwater_bus::{EventBus, EventBusExt, Received, StreamedBusConfig, Subscribe};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
+use headwater_bus::{EventBus, EventBusExt, ReceivedEvent, StreamedBusConfig, SubscribeOptions};
 use tokio::time::Instant;
 
 use crate::place::Place;
@@ -23,21 +23,22 @@ async fn closing_takes_one_drain_whatever_hangs(place: Place) {
     let config = StreamedBusConfig { drain: DRAIN, ..place.config() };
     let bus = std::sync::Arc::new(place.bus_with(registry(), config).await);
     let other = place.bus().await;
-    let log = Log::default();
+    let log = HandlerLog::default();
     let hanging = |name: &'static str| {
         let log = log.clone();
-        move |_: Received<Noted>| {
+        move |_: ReceivedEvent<Noted>| {
             log.add(name);
             std::future::pending::<()>()
         }
     };
     let for_ever = Duration::from_secs(1_000_000);
-    let live = Subscribe { handler_timeout: for_ever, ..Subscribe::live() };
-    let durable = Subscribe { handler_timeout: for_ever, ..Subscribe::durable("all") };
+    let live = SubscribeOptions { handler_timeout: for_ever, ..SubscribeOptions::live() };
+    let durable =
+        SubscribeOptions { handler_timeout: for_ever, ..SubscribeOptions::durable("all") };
     bus.subscribe::<Noted>(live, hanging("live")).await.unwrap();
     bus.subscribe::<Noted>(durable, hanging("durable")).await.unwrap();
     // A handler of what another bus published hangs, one of what is published here, and one of a group for each.
-    other.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    other.publish(place.noted(1)).await.unwrap().into_result().unwrap();
     let (here, event) = (bus.clone(), place.noted(2));
     let publishing = tokio::spawn(async move { here.publish(event).await });
     let mut lines = log.wait_for(4).await;

@@ -4,10 +4,10 @@ use std::env;
 use std::path::Path;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
-    EventBus, EventBusExt, FailurePolicy, Namespace, Received, SessionId, SpoolConfig, Stored,
-    StreamedBus, StreamedBusConfig, Subscribe,
+    EventBus, EventBusExt, FailurePolicy, Namespace, ReceivedEvent, SessionId, SpoolConfig,
+    StoreOutcome, StreamedBus, StreamedBusConfig, SubscribeOptions,
 };
 use headwater_testkit::Child;
 
@@ -102,7 +102,7 @@ fn publisher() {
         let bus = StreamedBus::open(backend, registry(), config_of_child()).await.unwrap();
         for number in 0.. {
             let result = bus.publish(Noted { number, ..Default::default() }).await.unwrap();
-            let way = if result.stored == Stored::Spooled { "spooled" } else { "stored" };
+            let way = if result.stored == StoreOutcome::Spooled { "spooled" } else { "stored" };
             println!("PUBLISHED {number} {way}");
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
@@ -117,7 +117,7 @@ async fn a_process_that_is_killed_while_it_replays_doubles_and_loses_nothing(awa
     for batch in 0..EVENTS / 500 {
         let events = (batch * 500..batch * 500 + 500).map(|number| place.noted(number));
         let results = bus.publish_batch(events.collect()).await.unwrap();
-        assert!(results.into_iter().all(|result| result.unwrap().stored == Stored::Spooled));
+        assert!(results.into_iter().all(|result| result.unwrap().stored == StoreOutcome::Spooled));
     }
     bus.close().await.unwrap();
     drop(bus);
@@ -171,10 +171,10 @@ async fn an_event_in_the_hands_of_a_killed_process_is_taken_over(place: Place) {
     child.line_after("READY", LIMIT).unwrap();
     let config = StreamedBusConfig { queue: quick_queue(quick_lease()), ..place.config() };
     let bus = place.bus_with(registry(), config).await;
-    bus.publish(place.noted(7)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(7)).await.unwrap().into_result().unwrap();
     child.line_after("HOLDING 7", LIMIT).unwrap();
-    let log = Log::default();
-    bus.subscribe::<Noted>(Subscribe::durable("workers"), writes(&log)).await.unwrap();
+    let log = HandlerLog::default();
+    bus.subscribe::<Noted>(SubscribeOptions::durable("workers"), writes(&log)).await.unwrap();
     child.kill9().unwrap();
     assert_eq!(log.settles_at(1).await, ["7"]);
     bus.close().await.unwrap();
@@ -186,11 +186,11 @@ fn holder() {
     in_child(async {
         let backend = open_impatient(&env::var("URL").unwrap()).await;
         let bus = StreamedBus::open(backend, registry(), config_of_child()).await.unwrap();
-        let hold = |event: Received<Noted>| async move {
+        let hold = |event: ReceivedEvent<Noted>| async move {
             println!("HOLDING {}", event.number);
             std::future::pending::<()>().await;
         };
-        bus.subscribe::<Noted>(Subscribe::durable("workers"), hold).await.unwrap();
+        bus.subscribe::<Noted>(SubscribeOptions::durable("workers"), hold).await.unwrap();
         println!("READY");
         std::future::pending::<()>().await;
     });

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use headwater_bus::conformance::registry;
 use headwater_bus::{
-    BusError, EventBus, EventBusExt, FailurePolicy, Namespace, SpoolConfig, SpoolError, Stored,
-    StreamedBus, StreamedBusConfig,
+    BusError, EventBus, EventBusExt, FailurePolicy, Namespace, SpoolConfig, SpoolError,
+    StoreOutcome, StreamedBus, StreamedBusConfig,
 };
 
 use crate::away::{Away, LIMIT, publish_until_stored};
@@ -31,7 +31,7 @@ async fn a_torn_spool_is_replayed_up_to_where_it_is_torn(away: Away) {
     let bus = place.bus_with(registry(), spooling(place, &directory)).await;
     away.begin().await;
     for number in 0..10 {
-        assert_eq!(bus.publish(place.noted(number)).await.unwrap().stored, Stored::Spooled);
+        assert_eq!(bus.publish(place.noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
     }
     bus.close().await.unwrap();
     drop(bus);
@@ -57,7 +57,7 @@ async fn a_damaged_or_foreign_spool_keeps_the_bus_from_opening_and_stays_as_it_i
     assert!(matches!(open_error(place, config()).await, SpoolError::InUse { .. }));
     away.begin().await;
     for number in 0..3 {
-        assert_eq!(bus.publish(place.noted(number)).await.unwrap().stored, Stored::Spooled);
+        assert_eq!(bus.publish(place.noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
     }
     bus.close().await.unwrap();
     drop(bus);
@@ -66,7 +66,7 @@ async fn a_damaged_or_foreign_spool_keeps_the_bus_from_opening_and_stays_as_it_i
     let whole = fs::read(&file).unwrap();
     let namespace = Namespace::new("other").unwrap();
     let error = open_error(place, StreamedBusConfig { namespace, ..config() }).await;
-    assert!(matches!(error, SpoolError::Foreign { .. }), "{error}");
+    assert!(matches!(error, SpoolError::WrongOwner { .. }), "{error}");
     assert_eq!(fs::read(&file).unwrap(), whole);
     let mut damaged = whole.clone();
     let middle = damaged.len() / 2;
@@ -95,7 +95,7 @@ async fn a_full_spool_is_an_error_and_has_room_again_when_the_backend_is_back(aw
     let mut accepted = 0;
     let error = loop {
         match bus.publish(place.noted(accepted)).await {
-            Ok(result) => assert_eq!(result.stored, Stored::Spooled),
+            Ok(result) => assert_eq!(result.stored, StoreOutcome::Spooled),
             Err(error) => break error,
         }
         accepted += 1;

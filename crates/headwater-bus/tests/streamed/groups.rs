@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
-    Backoff, EventBus, EventBusExt, Received, RetryPolicy, StreamedBusConfig, Subscribe,
+    Backoff, EventBus, EventBusExt, ReceivedEvent, RetryPolicy, StreamedBusConfig, SubscribeOptions,
 };
 use headwater_stream::{ConsumerName, GroupName, GroupStart, StreamName};
 
@@ -26,13 +26,13 @@ on_streams!(
     what_a_bus_that_is_gone_had_in_hand_is_taken_over,
 );
 
-fn group(label: &str) -> Subscribe {
+fn group(label: &str) -> SubscribeOptions {
     let retry = RetryPolicy {
         max_attempts: Some(3),
         backoff: Backoff::Fixed(Duration::from_millis(10)),
         ..Default::default()
     };
-    Subscribe { retry, ..Subscribe::durable(label) }
+    SubscribeOptions { retry, ..SubscribeOptions::durable(label) }
 }
 
 fn sorted(lines: Vec<String>) -> Vec<String> {
@@ -43,7 +43,7 @@ fn sorted(lines: Vec<String>) -> Vec<String> {
 
 async fn two_buses_of_a_group_share_the_events(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
-    let log = Log::default();
+    let log = HandlerLog::default();
     for bus in [&ada, &bob] {
         bus.subscribe::<Noted>(group("shared"), writes(&log)).await.unwrap();
     }
@@ -55,12 +55,12 @@ async fn two_buses_of_a_group_share_the_events(place: Place) {
 }
 
 async fn after_a_restart_only_what_is_new_is_handled(place: Place) {
-    let log = Log::default();
+    let log = HandlerLog::default();
     for start in 0..3 {
         let bus = place.bus().await;
         bus.subscribe::<Noted>(group("lasting"), writes(&log)).await.unwrap();
         for number in start * 2..start * 2 + 2 {
-            bus.publish(place.noted(number)).await.unwrap().raise().unwrap();
+            bus.publish(place.noted(number)).await.unwrap().into_result().unwrap();
         }
         log.wait_for(start as usize * 2 + 2).await;
         bus.close().await.unwrap();
@@ -73,12 +73,12 @@ async fn after_a_restart_only_what_is_new_is_handled(place: Place) {
 
 async fn what_was_published_while_nobody_was_there_is_handled_later(place: Place) {
     let bus = place.bus().await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
-    let log = Log::default();
+    bus.publish(place.noted(0)).await.unwrap().into_result().unwrap();
+    let log = HandlerLog::default();
     let id = bus.subscribe::<Noted>(group("late"), writes(&log)).await.unwrap();
     log.wait_for(1).await;
     assert!(bus.unsubscribe(id).await.unwrap());
-    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(1)).await.unwrap().into_result().unwrap();
     assert_eq!(log.lines(), ["0"]);
     bus.subscribe::<Noted>(group("late"), writes(&log)).await.unwrap();
     assert_eq!(log.settles_at(2).await, ["0", "1"]);
@@ -89,12 +89,12 @@ async fn what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream(place: 
     let bus = place.bus().await;
     let tries = Arc::new(AtomicUsize::new(0));
     let counted = tries.clone();
-    let refuse = move |event: Received<Noted>| {
+    let refuse = move |event: ReceivedEvent<Noted>| {
         counted.fetch_add(1, Ordering::SeqCst);
         async move { Err::<(), _>(format!("no use for {}", event.number)) }
     };
     bus.subscribe::<Noted>(group("hopeless"), refuse).await.unwrap();
-    bus.publish(place.noted(9)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(9)).await.unwrap().into_result().unwrap();
 
     let backend = place.connect().await;
     let dead_letters = StreamName::new(format!("{}:dlq", place.stream())).unwrap();
@@ -121,9 +121,9 @@ async fn what_is_given_up_is_a_dead_letter_and_no_copy_enters_the_stream(place: 
 
 async fn an_event_given_back_at_closing_is_handled_by_another_bus(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
-    let log = Log::default();
+    let log = HandlerLog::default();
     let seen = log.clone();
-    let fail = move |event: Received<Noted>| {
+    let fail = move |event: ReceivedEvent<Noted>| {
         seen.add(event.number);
         async { Err::<(), _>("not me") }
     };
@@ -132,9 +132,9 @@ async fn an_event_given_back_at_closing_is_handled_by_another_bus(place: Place) 
         backoff: Backoff::Fixed(Duration::from_secs(3600)),
         ..Default::default()
     };
-    let patient = Subscribe { retry, ..Subscribe::durable("relay") };
+    let patient = SubscribeOptions { retry, ..SubscribeOptions::durable("relay") };
     ada.subscribe::<Noted>(patient, fail).await.unwrap();
-    bob.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    bob.publish(place.noted(1)).await.unwrap().into_result().unwrap();
     log.wait_for(1).await;
     ada.close().await.unwrap();
     bob.subscribe::<Noted>(group("relay"), writes(&log)).await.unwrap();
@@ -144,7 +144,7 @@ async fn an_event_given_back_at_closing_is_handled_by_another_bus(place: Place) 
 
 async fn a_subscription_whose_caller_went_away_leaves_its_group_free(place: Place) {
     let bus = place.bus().await;
-    let log = Log::default();
+    let log = HandlerLog::default();
     // Dropped after its first step, whatever that is, and after later ones.
     for steps in 0..20 {
         let mut subscribing = Box::pin(bus.subscribe::<Noted>(group("fickle"), writes(&log)));
@@ -171,7 +171,7 @@ async fn a_subscription_whose_caller_went_away_leaves_its_group_free(place: Plac
         subscribed = bus.subscribe::<Noted>(group("fickle"), writes(&log)).await;
     }
     subscribed.unwrap();
-    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(1)).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(1).await, ["1"]);
     bus.close().await.unwrap();
 }
@@ -179,7 +179,7 @@ async fn a_subscription_whose_caller_went_away_leaves_its_group_free(place: Plac
 async fn what_another_program_took_and_left_is_taken_over(place: Place) {
     let bus = place.bus_with(registry(), in_a_hurry(&place)).await;
     for number in 0..3 {
-        bus.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        bus.publish(place.noted(number)).await.unwrap().into_result().unwrap();
     }
     // Given a consumer that sends no signs of life and has two of three events.
     let backend = place.connect().await;
@@ -190,9 +190,9 @@ async fn what_another_program_took_and_left_is_taken_over(place: Place) {
     let taken = reader.read(&[place.stream()], 2, Duration::from_secs(1)).await.unwrap();
     assert_eq!(taken[0].entries.len(), 2);
     // Then the group of a bus gets all of them, and nothing is left.
-    let log = Log::default();
+    let log = HandlerLog::default();
     let reclaim_idle = Duration::from_millis(200);
-    let patient = Subscribe { reclaim_idle, ..group("workers") };
+    let patient = SubscribeOptions { reclaim_idle, ..group("workers") };
     bus.subscribe::<Noted>(patient, writes(&log)).await.unwrap();
     until(|| async { distinct(&log) == numbers(0..3) }).await;
     bus.close().await.unwrap();
@@ -203,15 +203,15 @@ async fn what_another_program_took_and_left_is_taken_over(place: Place) {
 async fn what_a_bus_that_is_gone_had_in_hand_is_taken_over(place: Place) {
     let gone = place.bus_with(registry(), in_a_hurry(&place)).await;
     let stays = place.bus_with(registry(), in_a_hurry(&place)).await;
-    let (held, log) = (Log::default(), Log::default());
+    let (held, log) = (HandlerLog::default(), HandlerLog::default());
     let seen = held.clone();
-    let hold = move |event: Received<Noted>| {
+    let hold = move |event: ReceivedEvent<Noted>| {
         seen.add(event.number);
         std::future::pending::<()>()
     };
     gone.subscribe::<Noted>(group("workers"), hold).await.unwrap();
     for number in 0..3 {
-        stays.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        stays.publish(place.noted(number)).await.unwrap().into_result().unwrap();
     }
     held.wait_for(3).await;
     stays.subscribe::<Noted>(group("workers"), writes(&log)).await.unwrap();
@@ -221,7 +221,7 @@ async fn what_a_bus_that_is_gone_had_in_hand_is_taken_over(place: Place) {
 }
 
 /// What was handled: at least once, for whoever is in a hurry may take the slow for dead.
-fn distinct(log: &Log) -> Vec<String> {
+fn distinct(log: &HandlerLog) -> Vec<String> {
     let mut lines = sorted(log.lines());
     lines.dedup();
     lines

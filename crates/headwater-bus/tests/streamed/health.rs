@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use headwater_bus::conformance::{Announced, Log, Noted, registry};
+use headwater_bus::conformance::{Announced, HandlerLog, Noted, registry};
 use headwater_bus::{
-    EventBus, EventBusExt, GroupHealth, Received, StreamHealth, StreamedBusConfig, Subscribe,
+    EventBus, EventBusExt, GroupHealth, ReceivedEvent, StreamHealth, StreamedBusConfig,
+    SubscribeOptions,
 };
 use headwater_stream::clock::{TestClock, Timestamp};
 use tokio::sync::Semaphore;
@@ -33,26 +34,30 @@ async fn lengths_pending_lag_and_the_time_are_told_exactly(place: Place) {
     assert_eq!((health.parked, health.spool, health.last_check), (0, None, now));
 
     // Given a group that holds one event and has read none ahead, one that is done, and one of the namespace.
-    let (gate, begun) = (Arc::new(Semaphore::new(0)), Log::default());
+    let (gate, begun) = (Arc::new(Semaphore::new(0)), HandlerLog::default());
     let (opened, seen) = (gate.clone(), begun.clone());
-    let hold = move |event: Received<Noted>| {
+    let hold = move |event: ReceivedEvent<Noted>| {
         let (opened, seen) = (opened.clone(), seen.clone());
         async move {
             seen.add(event.number);
             opened.acquire().await.unwrap().forget();
         }
     };
-    let one = Subscribe { concurrency: 1, read_ahead: Some(0), ..Subscribe::durable("slow") };
+    let one = SubscribeOptions {
+        concurrency: 1,
+        read_ahead: Some(0),
+        ..SubscribeOptions::durable("slow")
+    };
     bus.subscribe::<Noted>(one, hold).await.unwrap();
-    let done = |_: Received<Noted>| async {};
-    bus.subscribe::<Noted>(Subscribe::durable("quick"), done).await.unwrap();
-    let read = |_: Received<Announced>| async {};
-    bus.subscribe::<Announced>(Subscribe::durable("news"), read).await.unwrap();
+    let done = |_: ReceivedEvent<Noted>| async {};
+    bus.subscribe::<Noted>(SubscribeOptions::durable("quick"), done).await.unwrap();
+    let read = |_: ReceivedEvent<Announced>| async {};
+    bus.subscribe::<Announced>(SubscribeOptions::durable("news"), read).await.unwrap();
     for number in 0..5 {
-        bus.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        bus.publish(place.noted(number)).await.unwrap().into_result().unwrap();
     }
     for number in 0..2 {
-        bus.publish(Announced { number }).await.unwrap().raise().unwrap();
+        bus.publish(Announced { number }).await.unwrap().into_result().unwrap();
     }
     begun.wait_for(1).await;
 
@@ -76,9 +81,9 @@ async fn lengths_pending_lag_and_the_time_are_told_exactly(place: Place) {
 
     // What is parked is counted, and streams that are only followed are told of.
     let other = headwater_bus::SessionId::random();
-    let follow = Subscribe::live().session(other.clone());
-    bus.subscribe::<Noted>(follow, |_: Received<Noted>| async {}).await.unwrap();
-    bus.publish(crate::place::noted(&other, 7)).await.unwrap().raise().unwrap();
+    let follow = SubscribeOptions::live().session(other.clone());
+    bus.subscribe::<Noted>(follow, |_: ReceivedEvent<Noted>| async {}).await.unwrap();
+    bus.publish(crate::place::noted(&other, 7)).await.unwrap().into_result().unwrap();
     let _log = watch(&bus).await;
     place.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
     until(|| async { bus.health().await.parked == 1 }).await;

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted};
-use headwater_bus::{EventBus, EventBusExt, Received, SessionId, StreamedBus, Subscribe};
+use headwater_bus::conformance::{HandlerLog, Noted};
+use headwater_bus::{
+    EventBus, EventBusExt, ReceivedEvent, SessionId, StreamedBus, SubscribeOptions,
+};
 use headwater_stream::{Retention, TrimGuard};
 use tokio::sync::Semaphore;
 
@@ -17,17 +19,18 @@ on_streams!(
 );
 
 /// A live subscription that writes down what it gets and waits for a permit each time.
-async fn slow(bus: &StreamedBus, session: &SessionId) -> (Log, Arc<Semaphore>) {
-    let (log, gate) = (Log::default(), Arc::new(Semaphore::new(0)));
+async fn slow(bus: &StreamedBus, session: &SessionId) -> (HandlerLog, Arc<Semaphore>) {
+    let (log, gate) = (HandlerLog::default(), Arc::new(Semaphore::new(0)));
     let (seen, opened) = (log.clone(), gate.clone());
-    let wait = move |event: Received<Noted>| {
+    let wait = move |event: ReceivedEvent<Noted>| {
         let (seen, opened) = (seen.clone(), opened.clone());
         async move {
             seen.add(event.number);
             opened.acquire().await.unwrap().forget();
         }
     };
-    let patient = Subscribe { handler_timeout: Duration::from_secs(3600), ..Subscribe::live() };
+    let patient =
+        SubscribeOptions { handler_timeout: Duration::from_secs(3600), ..SubscribeOptions::live() };
     bus.subscribe::<Noted>(patient.session(session.clone()), wait).await.unwrap();
     (log, gate)
 }
@@ -36,14 +39,14 @@ async fn a_handler_that_hangs_holds_up_its_own_session_only(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
     let (held, free) = (SessionId::random(), SessionId::random());
     let (hanging, gate) = slow(&bob, &held).await;
-    let going_on = Log::default();
-    let to_free = Subscribe::live().session(free.clone());
+    let going_on = HandlerLog::default();
+    let to_free = SubscribeOptions::live().session(free.clone());
     bob.subscribe::<Noted>(to_free, writes(&going_on)).await.unwrap();
-    ada.publish(noted(&held, 0)).await.unwrap().raise().unwrap();
+    ada.publish(noted(&held, 0)).await.unwrap().into_result().unwrap();
     hanging.wait_for(1).await;
     for number in 0..5 {
-        ada.publish(noted(&free, number)).await.unwrap().raise().unwrap();
-        ada.publish(noted(&held, number + 1)).await.unwrap().raise().unwrap();
+        ada.publish(noted(&free, number)).await.unwrap().into_result().unwrap();
+        ada.publish(noted(&held, number + 1)).await.unwrap().into_result().unwrap();
     }
     assert_eq!(going_on.settles_at(5).await, numbers(0..5));
     // Its own events wait for it, and keep their order.
@@ -58,12 +61,12 @@ async fn a_handler_that_hangs_holds_up_its_own_session_only(place: Place) {
 pub(crate) async fn who_comes_too_late_for_an_entry_is_told(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
     let (log, gate) = slow(&bob, &place.session).await;
-    ada.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    ada.publish(place.noted(0)).await.unwrap().into_result().unwrap();
     log.wait_for(1).await;
     // While bob is busy, and for longer than a moment, others come and go.
     tokio::time::sleep(Duration::from_millis(100)).await;
     for number in 1..20 {
-        ada.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        ada.publish(place.noted(number)).await.unwrap().into_result().unwrap();
     }
     let (backend, last) = (place.connect().await, Retention::max_len(5));
     let trimmed = backend.trim(&place.stream(), &last, TrimGuard::Safe).await.unwrap();
@@ -73,7 +76,7 @@ pub(crate) async fn who_comes_too_late_for_an_entry_is_told(place: Place) {
     let expected: Vec<String> = std::iter::once(0).chain(15..20).map(|n| n.to_string()).collect();
     assert_eq!(log.settles_at(6).await, expected);
     assert_eq!(bob.health().await.missed, 1);
-    ada.publish(place.noted(20)).await.unwrap().raise().unwrap();
+    ada.publish(place.noted(20)).await.unwrap().into_result().unwrap();
     log.settles_at(7).await;
     assert_eq!(bob.health().await.missed, 1);
     bob.close().await.unwrap();
@@ -82,10 +85,10 @@ pub(crate) async fn who_comes_too_late_for_an_entry_is_told(place: Place) {
 async fn who_comes_late_and_finds_everything_is_told_nothing(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
     let (log, gate) = slow(&bob, &place.session).await;
-    ada.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    ada.publish(place.noted(0)).await.unwrap().into_result().unwrap();
     log.wait_for(1).await;
     for number in 1..600 {
-        ada.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        ada.publish(place.noted(number)).await.unwrap().into_result().unwrap();
     }
     gate.add_permits(1000);
     assert_eq!(log.settles_at(600).await, numbers(0..600));

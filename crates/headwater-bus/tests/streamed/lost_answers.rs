@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
-    BusError, EventBus, EventBusExt, EventId, FailurePolicy, Outgoing, SpoolConfig, Stored,
-    StreamedBus, StreamedBusConfig,
+    BusError, EventBus, EventBusExt, EventId, FailurePolicy, OutgoingEvent, SpoolConfig,
+    StoreOutcome, StreamedBus, StreamedBusConfig,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
 
@@ -32,11 +32,11 @@ tests_in!(
 );
 
 /// A bus with a connection that works, and a log of what it handles.
-async fn open(place: &Place, on_failure: FailurePolicy) -> (StreamedBus, Log) {
+async fn open(place: &Place, on_failure: FailurePolicy) -> (StreamedBus, HandlerLog) {
     let config = StreamedBusConfig { on_failure, ..place.config() };
     let bus = place.bus_with(registry(), config).await;
     let log = watch(&bus).await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(0)).await.unwrap().into_result().unwrap();
     (bus, log)
 }
 
@@ -51,7 +51,7 @@ async fn lose_answers(behind: &Behind, policy: FailurePolicy) {
         proxies.iter().for_each(|proxy| proxy.drop_reply().unwrap());
         let id = EventId::random();
         for _ in 0..100 {
-            let mut event = Outgoing::new(place.noted(number)).unwrap();
+            let mut event = OutgoingEvent::new(place.noted(number)).unwrap();
             if gives_ids {
                 event = event.with_id(id.clone());
             }
@@ -146,8 +146,8 @@ async fn with_local_only_no_other_process_sees_an_event_that_the_result_calls_lo
         let result = bus.publish(place.noted(number)).await.unwrap();
         assert_eq!(result.handlers_invoked, 1);
         match result.stored {
-            Stored::LocalOnly => local.push(number),
-            Stored::Unconfirmed => unconfirmed.push(number),
+            StoreOutcome::LocalOnly => local.push(number),
+            StoreOutcome::Unconfirmed => unconfirmed.push(number),
             _ => {}
         }
         if result.entry_id().is_none() {

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Announced, Log, Noted, registry};
+use headwater_bus::conformance::{Announced, HandlerLog, Noted, registry};
 use headwater_bus::{
-    EventBus, EventBusExt, EventId, FailurePolicy, Folds, Outgoing, Received, SessionId, Sessions,
-    SessionsConfig, StreamedBusConfig, Subscribe, Until,
+    EventBus, EventBusExt, EventId, FailurePolicy, Folds, OutgoingEvent, ReceivedEvent,
+    ReplayUntil, SessionId, Sessions, SessionsConfig, StreamedBusConfig, SubscribeOptions,
 };
 
 use crate::away::{Away, LIMIT, until};
@@ -32,14 +32,14 @@ async fn the_life_of_events_is_counted(place: Place) {
     let _guard = metrics::set_default_local_recorder(&counts);
     let bus = place.bus().await;
     let log = watch(&bus).await;
-    let refuse = |_: Received<Noted>| async { Err::<(), _>("no") };
-    bus.subscribe::<Noted>(Subscribe::live(), refuse).await.unwrap();
-    let done = |_: Received<Noted>| async {};
-    bus.subscribe::<Noted>(Subscribe::durable("telemetry"), done).await.unwrap();
+    let refuse = |_: ReceivedEvent<Noted>| async { Err::<(), _>("no") };
+    bus.subscribe::<Noted>(SubscribeOptions::live(), refuse).await.unwrap();
+    let done = |_: ReceivedEvent<Noted>| async {};
+    bus.subscribe::<Noted>(SubscribeOptions::durable("telemetry"), done).await.unwrap();
     for number in 0..3 {
         assert!(!bus.publish(place.noted(number)).await.unwrap().ok());
     }
-    bus.publish(Announced { number: 1 }).await.unwrap().raise().unwrap();
+    bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
     place.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
     while bus.health().await.parked == 0 {
         tokio::task::yield_now().await;
@@ -91,15 +91,15 @@ async fn what_goes_wrong_is_counted(away: Away) {
     let spools = place.bus_with(registry(), spooling(place, &directory)).await;
     let config = StreamedBusConfig { on_failure: FailurePolicy::LocalOnly, ..place.config() };
     let stays = place.bus_with(registry(), config).await;
-    let event = || Outgoing::new(place.noted(0)).unwrap().with_id(EventId::new("0").unwrap());
+    let event = || OutgoingEvent::new(place.noted(0)).unwrap().with_id(EventId::new("0").unwrap());
     for _ in 0..2 {
-        fails.publish_outgoing(event()).await.unwrap().raise().unwrap();
+        fails.publish_outgoing(event()).await.unwrap().into_result().unwrap();
     }
     away.begin().await;
     for number in 1..4 {
         assert!(fails.publish(place.noted(number)).await.is_err());
-        spools.publish(place.noted(number)).await.unwrap().raise().unwrap();
-        stays.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        spools.publish(place.noted(number)).await.unwrap().into_result().unwrap();
+        stays.publish(place.noted(number)).await.unwrap().into_result().unwrap();
     }
     let type_ = "{type=conformance.Noted}";
     for (name, expected) in [
@@ -139,27 +139,27 @@ async fn what_is_pending_is_counted_over_all_sessions_and_ends_with_its_group(pl
     let drain = Duration::from_millis(100);
     let config = StreamedBusConfig { drain, ..place.config() };
     let bus = place.bus_with(registry(), config).await;
-    let log = Log::default();
+    let log = HandlerLog::default();
     let mut subscriptions = Vec::new();
     for number in 0..3 {
         let session = SessionId::random();
         let seen = log.clone();
-        let hold = move |_: Received<Noted>| {
+        let hold = move |_: ReceivedEvent<Noted>| {
             seen.add(number);
             std::future::pending::<()>()
         };
-        let held = Subscribe { handler_timeout: DAY, ..Subscribe::durable("held") };
+        let held = SubscribeOptions { handler_timeout: DAY, ..SubscribeOptions::durable("held") };
         subscriptions.push(bus.subscribe::<Noted>(held.session(session.clone()), hold).await);
-        bus.publish(noted(&session, number)).await.unwrap().raise().unwrap();
+        bus.publish(noted(&session, number)).await.unwrap().into_result().unwrap();
     }
     let seen = log.clone();
-    let hold = move |_: Received<Announced>| {
+    let hold = move |_: ReceivedEvent<Announced>| {
         seen.add("news");
         std::future::pending::<()>()
     };
-    let news = Subscribe { handler_timeout: DAY, ..Subscribe::durable("news") };
+    let news = SubscribeOptions { handler_timeout: DAY, ..SubscribeOptions::durable("news") };
     bus.subscribe::<Announced>(news, hold).await.unwrap();
-    bus.publish(Announced { number: 1 }).await.unwrap().raise().unwrap();
+    bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
     log.wait_for(4).await;
     bus.health().await;
     let (held, news) =
@@ -196,7 +196,7 @@ async fn the_life_of_sessions_is_counted(place: Place) {
     session.compact().await.unwrap();
     assert!(!session.snapshot().await.unwrap());
     sessions.recover(&place.session).await.unwrap();
-    sessions.fork(&place.session, Until::End, &SessionId::random()).await.unwrap();
+    sessions.fork(&place.session, ReplayUntil::End, &SessionId::random()).await.unwrap();
     // The guard of a session is no group that anybody waits for.
     assert!(bus.health().await.streams.values().all(|stream| stream.groups.is_empty()));
     tokio::time::sleep(Duration::from_millis(20)).await;

@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
-use headwater_bus::conformance::{Announced, Log, Noted};
-use headwater_bus::{EventBus, EventBusExt, EventId, Outgoing, Received, Stored, Subscribe};
+use headwater_bus::conformance::{Announced, HandlerLog, Noted};
+use headwater_bus::{
+    EventBus, EventBusExt, EventId, OutgoingEvent, ReceivedEvent, StoreOutcome, SubscribeOptions,
+};
 use tokio::sync::Semaphore;
 
 use crate::place::{Place, entries, numbers, stored, watch, writes};
@@ -23,13 +25,13 @@ async fn every_bus_sees_what_another_publishes_once_and_in_order(place: Place) {
     let (seen_by_ada, seen_by_bob) = (watch(&ada).await, watch(&bob).await);
     for number in 0..50 {
         let result = ada.publish(place.noted(number)).await.unwrap();
-        assert!(matches!(result.stored, Stored::Entry(_)));
+        assert!(matches!(result.stored, StoreOutcome::Entry(_)));
         assert_eq!(result.handlers_invoked, 1);
     }
     assert_eq!(seen_by_bob.settles_at(50).await, numbers(0..50));
     assert_eq!(seen_by_ada.settles_at(50).await, numbers(0..50));
 
-    bob.publish(place.noted(50)).await.unwrap().raise().unwrap();
+    bob.publish(place.noted(50)).await.unwrap().into_result().unwrap();
     assert_eq!(seen_by_ada.settles_at(51).await, numbers(0..51));
     assert_eq!(seen_by_bob.settles_at(51).await, numbers(0..51));
     ada.close().await.unwrap();
@@ -39,26 +41,26 @@ async fn every_bus_sees_what_another_publishes_once_and_in_order(place: Place) {
 async fn a_live_subscription_begins_where_it_began(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
     for number in 0..3 {
-        ada.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        ada.publish(place.noted(number)).await.unwrap().into_result().unwrap();
     }
     // The first handler is stuck at its first event, so the bus has yet to read what follows ...
-    let (first, gate) = (Log::default(), Arc::new(Semaphore::new(0)));
+    let (first, gate) = (HandlerLog::default(), Arc::new(Semaphore::new(0)));
     let (seen, opened) = (first.clone(), gate.clone());
-    let slow = move |event: Received<Noted>| {
+    let slow = move |event: ReceivedEvent<Noted>| {
         let (seen, opened) = (seen.clone(), opened.clone());
         async move {
             seen.add(event.number);
             opened.acquire().await.unwrap().forget();
         }
     };
-    bob.subscribe::<Noted>(Subscribe::live(), slow).await.unwrap();
+    bob.subscribe::<Noted>(SubscribeOptions::live(), slow).await.unwrap();
     for number in 3..5 {
-        ada.publish(place.noted(number)).await.unwrap().raise().unwrap();
+        ada.publish(place.noted(number)).await.unwrap().into_result().unwrap();
     }
     first.wait_for(1).await;
     // ... when the second begins.
     let second = watch(&bob).await;
-    ada.publish(place.noted(5)).await.unwrap().raise().unwrap();
+    ada.publish(place.noted(5)).await.unwrap().into_result().unwrap();
     gate.add_permits(3);
     assert_eq!(first.settles_at(3).await, numbers(3..6));
     assert_eq!(second.settles_at(1).await, numbers(5..6));
@@ -78,33 +80,33 @@ async fn an_entry_of_another_program_is_handled_and_a_copy_for_a_group_is_not(pl
 
 async fn a_handler_of_a_namespace_sees_its_events_whatever_the_session(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
-    let log = Log::default();
+    let log = HandlerLog::default();
     let seen = log.clone();
-    let note = move |event: Received<Announced>| {
+    let note = move |event: ReceivedEvent<Announced>| {
         seen.add(event.number);
         async {}
     };
-    bob.subscribe::<Announced>(Subscribe::live(), note).await.unwrap();
-    ada.publish(Announced { number: 7 }).await.unwrap().raise().unwrap();
+    bob.subscribe::<Announced>(SubscribeOptions::live(), note).await.unwrap();
+    ada.publish(Announced { number: 7 }).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(1).await, ["7"]);
 }
 
 async fn after_unsubscribing_nothing_is_seen_any_more(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
-    let (gone, stays) = (Log::default(), watch(&bob).await);
-    let id = bob.subscribe::<Noted>(Subscribe::live(), writes(&gone)).await.unwrap();
-    ada.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    let (gone, stays) = (HandlerLog::default(), watch(&bob).await);
+    let id = bob.subscribe::<Noted>(SubscribeOptions::live(), writes(&gone)).await.unwrap();
+    ada.publish(place.noted(0)).await.unwrap().into_result().unwrap();
     gone.wait_for(1).await;
     stays.wait_for(1).await;
     assert!(bob.unsubscribe(id).await.unwrap());
-    ada.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    ada.publish(place.noted(1)).await.unwrap().into_result().unwrap();
     assert_eq!(stays.settles_at(2).await, ["0", "1"]);
     assert_eq!(gone.lines(), ["0"]);
 }
 
 async fn an_entry_has_the_fields_of_the_wire_format(place: Place) {
     let bus = place.bus().await;
-    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(1)).await.unwrap().into_result().unwrap();
     let entries = entries(&*place.connect().await, &place.stream()).await;
     let names: Vec<String> = entries[0]
         .fields
@@ -124,12 +126,13 @@ async fn an_entry_has_the_fields_of_the_wire_format(place: Place) {
 async fn an_event_with_an_id_counts_once_whoever_publishes_it_again(place: Place) {
     let (ada, bob) = (place.bus().await, place.bus().await);
     let (seen_by_ada, seen_by_bob) = (watch(&ada).await, watch(&bob).await);
-    let event = || Outgoing::new(place.noted(1)).unwrap().with_id(EventId::new("one").unwrap());
+    let event =
+        || OutgoingEvent::new(place.noted(1)).unwrap().with_id(EventId::new("one").unwrap());
     let first = ada.publish_outgoing(event()).await.unwrap();
-    let Stored::Entry(entry_id) = first.stored else { panic!("{first:?}") };
+    let StoreOutcome::Entry(entry_id) = first.stored else { panic!("{first:?}") };
     for bus in [&ada, &bob, &ada] {
         let again = bus.publish_outgoing(event()).await.unwrap();
-        assert_eq!((again.stored, again.handlers_invoked), (Stored::Duplicate(entry_id), 0));
+        assert_eq!((again.stored, again.handlers_invoked), (StoreOutcome::Duplicate(entry_id), 0));
     }
     assert_eq!(seen_by_ada.settles_at(1).await, ["1"]);
     assert_eq!(seen_by_bob.settles_at(1).await, ["1"]);

@@ -1,8 +1,9 @@
 //! Entries that nobody can read.
 
-use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
-    Event, EventBus, EventBusExt, ParkedEntry, Received, Retried, Scope, Subscribe,
+    Event, EventBus, EventBusExt, ParkedEntry, ReceivedEvent, RetryParkedOutcome, Scope,
+    SubscribeOptions,
 };
 use headwater_stream::EntryId;
 use schemars::JsonSchema;
@@ -40,8 +41,8 @@ async fn wait_for_parked(bus: &headwater_bus::StreamedBus, count: usize) -> Vec<
 async fn unreadable_entries_are_parked_once_and_hold_up_nobody(place: Place) {
     // Given two live readers and a group, who all meet the same entries.
     let (ada, bob) = (place.bus().await, place.bus().await);
-    let (first, second, durable) = (watch(&ada).await, watch(&bob).await, Log::default());
-    ada.subscribe::<Noted>(Subscribe::durable("all"), writes(&durable)).await.unwrap();
+    let (first, second, durable) = (watch(&ada).await, watch(&bob).await, HandlerLog::default());
+    ada.subscribe::<Noted>(SubscribeOptions::durable("all"), writes(&durable)).await.unwrap();
     let noted = Noted::TYPE;
     let unreadable: [(&[(&str, &str)], &str); 6] = [
         (&[("type", "tests.Novel"), ("payload", "{\"title\":\"x\"}")], "is not registered"),
@@ -55,7 +56,7 @@ async fn unreadable_entries_are_parked_once_and_hold_up_nobody(place: Place) {
     for (fields, _) in unreadable {
         ids.push(place.append(fields).await);
     }
-    ada.publish(place.noted(7)).await.unwrap().raise().unwrap();
+    ada.publish(place.noted(7)).await.unwrap().into_result().unwrap();
 
     // Then the event behind them is handled by all, and each of them is parked once, as it is.
     for log in [&first, &second, &durable] {
@@ -71,8 +72,8 @@ async fn unreadable_entries_are_parked_once_and_hold_up_nobody(place: Place) {
         assert!(entry.parked_at.is_some());
     }
     assert_eq!(ada.health().await.parked, 6);
-    assert!(bob.forget_parked(parked[0].id).await.unwrap());
-    assert!(!bob.forget_parked(parked[0].id).await.unwrap());
+    assert!(bob.delete_parked(parked[0].id).await.unwrap());
+    assert!(!bob.delete_parked(parked[0].id).await.unwrap());
     assert_eq!(ada.health().await.parked, 5);
     // Nothing of them is pending in the group.
     ada.close().await.unwrap();
@@ -85,27 +86,30 @@ async fn a_parked_entry_is_handled_when_its_type_is_known(place: Place) {
     let _watching = watch(&old).await;
     place.append(&[("type", Novel::TYPE), ("payload", "{\"title\":\"Emma\"}")]).await;
     let parked = wait_for_parked(&old, 1).await.remove(0);
-    assert!(matches!(old.retry_parked(parked.id).await.unwrap(), Retried::Unreadable(_)));
+    assert!(matches!(
+        old.retry_parked(parked.id).await.unwrap(),
+        RetryParkedOutcome::Unreadable(_)
+    ));
 
     let new = place.bus_with(registry().with::<Novel>().unwrap(), place.config()).await;
-    assert_eq!(new.retry_parked(parked.id).await.unwrap(), Retried::NoHandler);
-    let log = Log::default();
+    assert_eq!(new.retry_parked(parked.id).await.unwrap(), RetryParkedOutcome::NoHandler);
+    let log = HandlerLog::default();
     let (live, durable) = (log.clone(), log.clone());
-    let write = move |event: Received<Novel>| {
+    let write = move |event: ReceivedEvent<Novel>| {
         live.add(format_args!("live {}", event.title));
         async {}
     };
-    new.subscribe::<Novel>(Subscribe::live(), write).await.unwrap();
-    let write = move |event: Received<Novel>| {
+    new.subscribe::<Novel>(SubscribeOptions::live(), write).await.unwrap();
+    let write = move |event: ReceivedEvent<Novel>| {
         durable.add(format_args!("durable {}", event.title));
         async {}
     };
-    new.subscribe::<Novel>(Subscribe::durable("readers"), write).await.unwrap();
+    new.subscribe::<Novel>(SubscribeOptions::durable("readers"), write).await.unwrap();
     // The new group begins at the beginning and meets the entry by itself.
     assert_eq!(log.settles_at(1).await, ["durable Emma"]);
-    assert_eq!(new.retry_parked(parked.id).await.unwrap(), Retried::Handled(2));
+    assert_eq!(new.retry_parked(parked.id).await.unwrap(), RetryParkedOutcome::Handled(2));
     assert_eq!(log.settles_at(3).await, ["durable Emma", "live Emma", "durable Emma"]);
-    assert_eq!(new.retry_parked(parked.id).await.unwrap(), Retried::Missing);
+    assert_eq!(new.retry_parked(parked.id).await.unwrap(), RetryParkedOutcome::NotParked);
     assert_eq!(entries(&*place.connect().await, &place.stream()).await.len(), 1);
     new.close().await.unwrap();
 }
@@ -127,13 +131,15 @@ async fn an_entry_that_panics_whoever_reads_it_is_parked_and_readers_go_on(place
     let careless = |old: serde_json::Value| {
         Ok(serde_json::json!({ "number": old["number"].as_u64().unwrap() }))
     };
-    let registry = headwater_bus::Registry::empty();
+    let registry = headwater_bus::EventRegistry::empty();
     let registry = registry.with_upcaster::<NotedLater>(1, careless).unwrap();
     let bus = place.bus_with(registry, place.config()).await;
-    let (live, durable) = (Log::default(), Log::default());
-    for (log, subscribe) in [(&live, Subscribe::live()), (&durable, Subscribe::durable("all"))] {
+    let (live, durable) = (HandlerLog::default(), HandlerLog::default());
+    for (log, subscribe) in
+        [(&live, SubscribeOptions::live()), (&durable, SubscribeOptions::durable("all"))]
+    {
         let log = log.clone();
-        let write = move |event: Received<NotedLater>| {
+        let write = move |event: ReceivedEvent<NotedLater>| {
             log.add(event.number);
             async {}
         };
@@ -157,7 +163,7 @@ async fn an_entry_too_large_to_be_parked_whole_is_parked_by_its_place(place: Pla
     let log = watch(&bus).await;
     let largest = "x".repeat(headwater_stream::limits::ENTRY_BYTES_MAX - 10);
     let id = place.append(&[("type", &largest)]).await;
-    bus.publish(place.noted(1)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(1)).await.unwrap().into_result().unwrap();
     let parked = wait_for_parked(&bus, 1).await.remove(0);
     assert_eq!((parked.entry_id, parked.fields.len()), (id, 0));
     assert!(parked.reason.contains("`payload` is missing"), "{}", parked.reason);

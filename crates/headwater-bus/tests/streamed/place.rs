@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use headwater_bus::conformance::{Log, Noted, registry};
+use headwater_bus::conformance::{HandlerLog, Noted, registry};
 use headwater_bus::{
-    BreakerConfig, Envelope, EventBusExt, Namespace, Received, Registry, SessionId, StreamedBus,
-    StreamedBusConfig, Subscribe,
+    BreakerConfig, Envelope, EventBusExt, EventRegistry, Namespace, ReceivedEvent, SessionId,
+    StreamedBus, StreamedBusConfig, SubscribeOptions,
 };
 use headwater_stream::{Backend, Entry, EntryId, Fields, Options, Retention, StreamName, connect};
 
@@ -79,7 +79,7 @@ impl Place {
 
     pub(crate) async fn bus_with(
         &self,
-        registry: Registry,
+        registry: EventRegistry,
         config: StreamedBusConfig,
     ) -> StreamedBus {
         let backend = self.target.connect(&waits(self.patience)).await;
@@ -133,7 +133,9 @@ pub(crate) fn quick_breaker() -> BreakerConfig {
 }
 
 /// Writes the numbers of events into a log.
-pub(crate) fn writes(log: &Log) -> impl Fn(Received<Noted>) -> std::future::Ready<()> + use<> {
+pub(crate) fn writes(
+    log: &HandlerLog,
+) -> impl Fn(ReceivedEvent<Noted>) -> std::future::Ready<()> + use<> {
     let log = log.clone();
     move |event| {
         log.add(event.number);
@@ -142,9 +144,9 @@ pub(crate) fn writes(log: &Log) -> impl Fn(Received<Noted>) -> std::future::Read
 }
 
 /// A log of what a live subscription of the bus sees.
-pub(crate) async fn watch(bus: &StreamedBus) -> Log {
-    let log = Log::default();
-    bus.subscribe::<Noted>(Subscribe::live(), writes(&log)).await.unwrap();
+pub(crate) async fn watch(bus: &StreamedBus) -> HandlerLog {
+    let log = HandlerLog::default();
+    bus.subscribe::<Noted>(SubscribeOptions::live(), writes(&log)).await.unwrap();
     log
 }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
-    BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, FailurePolicy, Received, Stored,
-    StreamedBusConfig, Subscribe,
+    BreakerConfig, BreakerState, BusError, EventBus, EventBusExt, FailurePolicy, ReceivedEvent,
+    StoreOutcome, StreamedBusConfig, SubscribeOptions,
 };
 use tokio::sync::Notify;
 
@@ -27,7 +27,7 @@ async fn with_fail_an_outage_is_an_error_and_no_handler_runs(away: Away) {
     let config = StreamedBusConfig { breaker, ..place.config() };
     let bus = place.bus_with(registry(), config).await;
     let log = watch(&bus).await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(0)).await.unwrap().into_result().unwrap();
 
     away.begin().await;
     for number in 1..4 {
@@ -53,12 +53,12 @@ async fn with_a_spool_events_wait_and_others_see_them_when_the_outage_is_over(aw
     let bus = place.bus_with(registry(), spooling(place, &directory)).await;
     let other = place.bus().await;
     let (here, there) = (watch(&bus).await, watch(&other).await);
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(0)).await.unwrap().into_result().unwrap();
 
     away.begin().await;
     for number in 1..20 {
         let result = bus.publish(place.noted(number)).await.unwrap();
-        assert_eq!((result.stored, result.handlers_invoked), (Stored::Spooled, 1));
+        assert_eq!((result.stored, result.handlers_invoked), (StoreOutcome::Spooled, 1));
     }
     let spool = bus.health().await.spool.unwrap();
     assert_eq!((spool.events, spool.rejected), (19, 0));
@@ -91,9 +91,14 @@ async fn with_local_only_handlers_run_and_the_result_says_whether_others_may_see
     }
     // Those that were sent are not confirmed; while the breaker is open, none is sent.
     let sent = place.config().breaker.failure_threshold as usize;
-    assert!(outcomes[..sent].iter().all(|stored| *stored == Stored::Unconfirmed), "{outcomes:?}");
-    assert_eq!(outcomes[sent], Stored::LocalOnly, "{outcomes:?}");
-    let is_either = |stored: &Stored| matches!(stored, Stored::LocalOnly | Stored::Unconfirmed);
+    assert!(
+        outcomes[..sent].iter().all(|stored| *stored == StoreOutcome::Unconfirmed),
+        "{outcomes:?}"
+    );
+    assert_eq!(outcomes[sent], StoreOutcome::LocalOnly, "{outcomes:?}");
+    let is_either = |stored: &StoreOutcome| {
+        matches!(stored, StoreOutcome::LocalOnly | StoreOutcome::Unconfirmed)
+    };
     assert!(outcomes.iter().all(is_either), "{outcomes:?}");
     assert_eq!(log.lines(), numbers(0..10));
 
@@ -124,7 +129,7 @@ async fn the_other_nodes_of_a_cluster_go_on_while_one_is_away() {
         let error = bus.publish(place.noted(number)).await.unwrap_err();
         assert!(matches!(error, BusError::Unconfirmed { .. }), "{error}");
         let result = bus.publish(noted(&stays, 100 + number)).await.unwrap();
-        assert!(matches!(result.stored, Stored::Entry(_)), "{result:?}");
+        assert!(matches!(result.stored, StoreOutcome::Entry(_)), "{result:?}");
     }
     // Failures with successes between them are no reason to leave the backend alone.
     let health = bus.health().await;
@@ -153,7 +158,7 @@ async fn of_publishes_that_are_given_up_before_there_is_room_nothing_is_left(pla
     let goes_on = Arc::new(Notify::new());
     let handler = {
         let (began, goes_on) = (Arc::clone(&began), Arc::clone(&goes_on));
-        move |event: Received<Noted>| {
+        move |event: ReceivedEvent<Noted>| {
             let (began, goes_on) = (Arc::clone(&began), Arc::clone(&goes_on));
             async move {
                 if event.number == 1 {
@@ -163,7 +168,7 @@ async fn of_publishes_that_are_given_up_before_there_is_room_nothing_is_left(pla
             }
         }
     };
-    bus.subscribe::<Noted>(Subscribe::live(), handler).await.unwrap();
+    bus.subscribe::<Noted>(SubscribeOptions::live(), handler).await.unwrap();
     // One takes all the room there is, and others do not wait for long.
     let first = bus.publish(place.noted(1));
     let others = async {
@@ -175,8 +180,8 @@ async fn of_publishes_that_are_given_up_before_there_is_room_nothing_is_left(pla
         goes_on.notify_one();
     };
     let (first, ()) = tokio::join!(first, others);
-    first.unwrap().raise().unwrap();
-    bus.publish(place.noted(3)).await.unwrap().raise().unwrap();
+    first.unwrap().into_result().unwrap();
+    bus.publish(place.noted(3)).await.unwrap().into_result().unwrap();
     bus.close().await.unwrap();
     assert_eq!(stored(&*place.connect().await, &place.stream()).await, [1, 3]);
 }

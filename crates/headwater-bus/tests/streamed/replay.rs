@@ -1,7 +1,7 @@
 //! The replay of a spool while one node of a cluster is away.
 
 use headwater_bus::conformance::registry;
-use headwater_bus::{EventBus, EventBusExt, Stored};
+use headwater_bus::{EventBus, EventBusExt, StoreOutcome};
 
 use crate::away::{Away, LIMIT, until};
 use crate::place::{noted, numbers, stored, watch};
@@ -28,7 +28,7 @@ async fn on_a_cluster_what_waits_for_other_nodes_need_not_wait_for_the_one_that_
     away.begin().await;
     for number in 1..20 {
         // Whatever comes behind an event that waits, waits too.
-        assert_eq!(publish(number).await, [Stored::Spooled; 2]);
+        assert_eq!(publish(number).await, [StoreOutcome::Spooled; 2]);
     }
     // It arrives where it can.
     let all: Vec<u64> = (0..20).collect();
@@ -59,12 +59,12 @@ async fn on_a_cluster_what_is_refused_for_good_is_set_aside_once_however_long_a_
     room("1");
     for (number, session) in [(0, &refused), (1, &refused), (2, &refused), (0, &place.session)] {
         let result = bus.publish(noted(session, number)).await.unwrap();
-        assert_eq!(result.stored, Stored::Spooled);
+        assert_eq!(result.stored, StoreOutcome::Spooled);
     }
     away.begin().await;
     for (number, session) in [(1, &place.session), (0, &good), (1, &good), (2, &good)] {
         let result = bus.publish(noted(session, number)).await.unwrap();
-        assert_eq!(result.stored, Stored::Spooled);
+        assert_eq!(result.stored, StoreOutcome::Spooled);
     }
     room("0");
     // Some of them may be in their stream already, for the replay tries again and again.

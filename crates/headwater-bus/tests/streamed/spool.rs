@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use headwater_bus::conformance::{Noted, registry};
 use headwater_bus::{
-    EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, Stored, StreamedBus,
+    EventBus, EventBusExt, FailurePolicy, SessionId, SpoolConfig, StoreOutcome, StreamedBus,
     StreamedBusConfig,
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
@@ -65,7 +65,7 @@ async fn offer(bus: Arc<StreamedBus>, session: SessionId, began: Instant) -> Off
         let event = |number| Noted { text: "x".repeat(100), ..noted(&session, number) };
         let events: Vec<Noted> = (offered.events..due).take(1000).map(event).collect();
         for result in bus.publish_batch(events).await.unwrap() {
-            is_direct = matches!(result.unwrap().stored, Stored::Entry(_));
+            is_direct = matches!(result.unwrap().stored, StoreOutcome::Entry(_));
             offered.spooled += u64::from(!is_direct);
             offered.events += 1;
         }
@@ -127,7 +127,7 @@ async fn what_waits_is_stored_by_the_next_start_before_anything_new(away: Away) 
     away.begin().await;
     for number in 0..20 {
         let result = bus.publish(place.noted(number)).await.unwrap();
-        assert_eq!(result.stored, Stored::Spooled);
+        assert_eq!(result.stored, StoreOutcome::Spooled);
     }
     assert_eq!(bus.health().await.spool.unwrap().events, 20);
     bus.close().await.unwrap();
@@ -142,7 +142,7 @@ async fn what_waits_is_stored_by_the_next_start_before_anything_new(away: Away) 
     let result = bus.publish(place.noted(20)).await.unwrap();
     assert_eq!(result.handlers_invoked, 1);
     wait_until_empty(&bus, LIMIT).await;
-    bus.publish(place.noted(21)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(21)).await.unwrap().into_result().unwrap();
     let all = stored(&*place.connect().await, &place.stream()).await;
     assert_eq!(all, (0..22).collect::<Vec<u64>>());
     // Another process sees each event once and in order, and so does this start: to it, the events of the last one are
@@ -165,7 +165,7 @@ async fn events_that_their_stream_refuses_for_good_are_set_aside_and_hold_up_nob
     for number in 0..2 {
         for session in [&place.session, &good] {
             let result = bus.publish(noted(session, number)).await.unwrap();
-            assert_eq!(result.stored, Stored::Spooled);
+            assert_eq!(result.stored, StoreOutcome::Spooled);
         }
     }
     away.end().await;
@@ -197,20 +197,20 @@ async fn an_outage_longer_than_ids_are_remembered_doubles_nothing() {
     let proxy = Proxy::start(redis.addr()).unwrap();
     let place = Place::at(redis.url_at(proxy.addr()));
     // Three times as long as a call may take: whoever repeats one does so within that time.
-    let remember = Some(3 * NOTICES_AFTER);
-    let config = StreamedBusConfig { remember, ..spooling(&place, &directory) };
+    let dedup_window = Some(3 * NOTICES_AFTER);
+    let config = StreamedBusConfig { dedup_window, ..spooling(&place, &directory) };
     let bus = place.bus_with(registry(), config).await;
-    bus.publish(place.noted(0)).await.unwrap().raise().unwrap();
+    bus.publish(place.noted(0)).await.unwrap().into_result().unwrap();
 
     // The event is stored, but nobody hears of it: the server stops after it has read the request, and answers into the void.
     redis.pause().unwrap();
     let result = bus.publish(place.noted(1)).await.unwrap();
-    assert_eq!(result.stored, Stored::Spooled);
+    assert_eq!(result.stored, StoreOutcome::Spooled);
     proxy.cut().unwrap();
     redis.resume().unwrap();
     for number in 2..5 {
         let result = bus.publish(place.noted(number)).await.unwrap();
-        assert_eq!(result.stored, Stored::Spooled);
+        assert_eq!(result.stored, StoreOutcome::Spooled);
     }
     let backend = open(&redis.url()).await;
     until(|| async { stored(&*backend, &place.stream()).await == [0, 1] }).await;
@@ -228,7 +228,7 @@ async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever(away
     let bus = Arc::new(place.bus_with(registry(), spooling(place, &directory)).await);
     away.begin().await;
     // From now on all events wait behind this one, also those for nodes that are there.
-    assert_eq!(bus.publish(place.noted(0)).await.unwrap().stored, Stored::Spooled);
+    assert_eq!(bus.publish(place.noted(0)).await.unwrap().stored, StoreOutcome::Spooled);
     let deadline = Instant::now() + 2 * LIMIT;
     let is_back = Arc::new(AtomicBool::new(false));
     let publishers: Vec<_> = (0..32)
@@ -244,7 +244,8 @@ async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever(away
                     let session_id = Some(format!("s{session}"));
                     let event = Noted { session_id, number, text: String::new() };
                     let result = bus.publish(event).await.unwrap();
-                    if matches!(result.stored, Stored::Entry(_)) || Instant::now() > deadline {
+                    if matches!(result.stored, StoreOutcome::Entry(_)) || Instant::now() > deadline
+                    {
                         return (number + 1, result.stored);
                     }
                 }
@@ -260,7 +261,7 @@ async fn publishing_without_a_pause_does_not_keep_the_spool_in_use_for_ever(away
     let mut published = Vec::new();
     for publisher in publishers {
         let (count, last) = publisher.await.unwrap();
-        assert!(matches!(last, Stored::Entry(_)), "events still go through the spool");
+        assert!(matches!(last, StoreOutcome::Entry(_)), "events still go through the spool");
         published.push(count);
     }
     let backend = place.connect().await;

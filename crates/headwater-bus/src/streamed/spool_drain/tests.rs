@@ -12,9 +12,9 @@ use crate::name::EventId;
 use crate::spool::SpoolConfig;
 use crate::streamed::{FailurePolicy, StreamedBus, StreamedBusConfig};
 
-fn spooled(stream: &StreamName, id: &str, fields: usize) -> Spooled {
+fn spooled(stream: &StreamName, id: &str, fields: usize) -> SpooledEvent {
     let fields = (0..fields).map(|field| (format!("{id}/{field}"), "x"));
-    Spooled {
+    SpooledEvent {
         stream: stream.clone(),
         event_id: EventId::new(id).unwrap(),
         fields: Fields::new(fields),
@@ -51,7 +51,7 @@ async fn an_event_that_no_stream_takes_costs_its_neighbours_nothing(url: &str) {
 
     let options = Options { call_deadline: Duration::from_secs(60), ..Options::default() };
     let backend = connect(url, &options).await.unwrap();
-    let registry = crate::registry::Registry::builtin();
+    let registry = crate::registry::EventRegistry::builtin();
     let bus = StreamedBus::open(Arc::clone(&backend), registry, config).await.unwrap();
     let deadline = tokio::time::Instant::now() + Duration::from_secs(90);
     while bus.health().await.spool.unwrap().events > 0 {
@@ -96,9 +96,9 @@ async fn an_event_that_no_stream_takes_costs_its_neighbours_nothing_cluster() {
 #[test]
 fn an_event_is_old_when_its_id_may_be_forgotten_also_after_the_clock_was_set_back() {
     let at = |seconds: u64| Timestamp::from_millis(1_767_225_600_000 + seconds * 1000);
-    let remember = Duration::from_secs(600);
-    assert!(!is_old(at(0), at(0), remember));
-    assert!(!is_old(at(0), at(300), remember));
-    assert!(is_old(at(0), at(301), remember));
-    assert!(is_old(at(3600), at(1200), remember));
+    let dedup_window = Duration::from_secs(600);
+    assert!(!is_past_dedup_window(at(0), at(0), dedup_window));
+    assert!(!is_past_dedup_window(at(0), at(300), dedup_window));
+    assert!(is_past_dedup_window(at(0), at(301), dedup_window));
+    assert!(is_past_dedup_window(at(3600), at(1200), dedup_window));
 }
