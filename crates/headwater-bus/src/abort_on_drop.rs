@@ -1,11 +1,11 @@
-//! Tasks that end with whoever started them.
+//! A task handle that aborts its task when it is dropped.
 //!
-//! Upstream: `local` and `main_loop`. Promises: no task outlives the value that holds it, also if that is dropped half way.
-//! Not here: tasks that end in good order; whoever wants that awaits them first.
+//! Used by `local` and `main_loop` so that no background task outlives its owner. For a graceful end, await the task
+//! first.
 
 use tokio::task::JoinHandle;
 
-/// A task that is aborted when this is dropped.
+/// Aborts the task when dropped.
 pub(crate) struct AbortOnDropTask<T>(pub(crate) JoinHandle<T>);
 
 impl<T> Drop for AbortOnDropTask<T> {

@@ -1,7 +1,7 @@
-//! The built-in event types, under the names that other programs know them by.
+//! The built-in event types, with the type names used by other programs.
 //!
-//! Upstream: model runs and the main loop publish them. Downstream: sessions and whoever watches.
-//! Promises: fields that another program leaves out have defaults; fields it adds are ignored.
+//! Upstream: model runs and the main loop publish them. Downstream: sessions and subscribers.
+//! Promises: missing fields have defaults; unknown fields are ignored.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,7 @@ use crate::event::{Event, Scope};
 use crate::registry::EventRegistry;
 
 impl EventRegistry {
-    /// A registry with the built-in types.
+    /// Creates a registry with the built-in types.
     pub fn builtin() -> Self {
         let registry = || -> Result<Self> {
             Self::empty()
@@ -27,7 +27,7 @@ impl EventRegistry {
     }
 }
 
-/// Writes `impl Event` for a type whose session is in its field `session_id`.
+/// Implements `Event` for a session-scoped type with a `session_id` field.
 macro_rules! telemetry {
     ($type:ty, $name:literal) => {
         impl Event for $type {
@@ -41,7 +41,7 @@ macro_rules! telemetry {
     };
 }
 
-/// A prompt was made of its template and is about to be sent to a model.
+/// A prompt was rendered from its template and is about to be sent to a model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct PromptRendered {
@@ -51,90 +51,90 @@ pub struct PromptRendered {
     pub prompt_key: String,
     /// The name of the prompt, if it has one.
     pub prompt_name: Option<String>,
-    /// Which model service it goes to.
+    /// The model adapter that the prompt is sent with.
     pub adapter: String,
     /// The session it belongs to.
     pub session_id: Option<String>,
-    /// What the template was filled with.
+    /// Inputs of the template.
     pub render_inputs: Json,
-    /// The text that is sent.
+    /// The rendered text.
     pub rendered_prompt: String,
-    /// When, as in RFC 3339.
+    /// Time of the event (RFC 3339).
     pub created_at: Option<String>,
 }
 telemetry!(PromptRendered, "weakincentives.runtime.events.PromptRendered");
 
-/// A model called a tool, and the tool answered.
+/// A model called a tool, and the tool returned.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ToolInvoked {
-    /// The prompt in whose course it was called.
+    /// The prompt during which the tool was called.
     pub prompt_name: String,
-    /// Which model service called it.
+    /// The model adapter that called the tool.
     pub adapter: String,
-    /// The tool.
+    /// The tool's name.
     pub name: String,
-    /// What it was called with.
+    /// Call parameters.
     pub params: Json,
-    /// What it answered.
+    /// Result of the call.
     pub result: ToolResult,
     /// The session it belongs to.
     pub session_id: Option<String>,
-    /// When, as in RFC 3339.
+    /// Time of the event (RFC 3339).
     pub created_at: Option<String>,
-    /// What the model's service calls this call.
+    /// Id of the tool call, as assigned by the model service.
     pub call_id: Option<String>,
 }
 telemetry!(ToolInvoked, "weakincentives.runtime.events.ToolInvoked");
 
-/// What a tool answered.
+/// Result of a tool call.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ToolResult {
-    /// For the model to read.
+    /// Text for the model.
     pub message: String,
-    /// Whether it worked.
+    /// Whether the call succeeded.
     pub success: bool,
-    /// For programs to read.
+    /// Structured result.
     pub value: Json,
 }
 
-/// A model answered a prompt.
+/// A model completed a prompt.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct PromptExecuted {
     /// The prompt.
     pub prompt_name: String,
-    /// Which model service answered.
+    /// The model adapter that executed it.
     pub adapter: String,
-    /// The answer.
+    /// The model's output.
     pub result: Json,
-    /// What it took: tokens in and out, where the service tells.
+    /// Token usage, if the model service reports it.
     pub usage: Json,
     /// The session it belongs to.
     pub session_id: Option<String>,
-    /// When, as in RFC 3339.
+    /// Time of the event (RFC 3339).
     pub created_at: Option<String>,
 }
 telemetry!(PromptExecuted, "weakincentives.runtime.events.PromptExecuted");
 
-/// Somebody asks the main loop to do something.
+/// A request to the main loop.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct MainLoopRequest {
-    /// What the request is known by; a second one with the same id is not carried out again.
+    /// Id of the request. A second request with the same id is not executed again.
     pub request_id: String,
-    /// What to do.
+    /// The request body.
     pub request: Json,
-    /// What it may cost.
+    /// Resource limits.
     pub budget: Option<Budget>,
-    /// When it must be done, as in RFC 3339.
+    /// Deadline (RFC 3339).
     pub deadline: Option<String>,
-    /// What it may use.
+    /// Resources the request may use; their meaning is defined by the main loop.
     pub resources: Json,
-    /// Who waits for the reply: it goes to `wink:control:<namespace>:reply:<reply_to>`. Without this, nobody does.
+    /// Requester that receives the reply, on `wink:control:<namespace>:reply:<reply_to>`. `None`: no requester waits.
     pub reply_to: Option<String>,
-    /// When, as in RFC 3339.
+    /// Time of the event (RFC 3339).
     pub created_at: Option<String>,
 }
 
@@ -142,67 +142,68 @@ impl Event for MainLoopRequest {
     const TYPE: &'static str = "weakincentives.runtime.main_loop.MainLoopRequest";
 }
 
-/// What a request may cost. What is not said is not limited.
+/// Resource limits of a request. `None` means unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Budget {
-    /// Tokens in and out together.
+    /// Input and output tokens together.
     pub max_total_tokens: Option<u64>,
-    /// Tokens sent to models.
+    /// Input tokens.
     pub max_input_tokens: Option<u64>,
-    /// Tokens that models answer with.
+    /// Output tokens.
     pub max_output_tokens: Option<u64>,
     /// Calls to models and tools.
     pub max_calls: Option<u64>,
-    /// Money, in millionths of the currency that the application counts in.
+    /// Cost, in millionths of the application's currency.
     pub max_cost_micros: Option<u64>,
 }
 
-/// What a request took.
+/// Resources that a request used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
+#[schemars(rename = "Usage")]
 pub struct RequestUsage {
-    /// Tokens sent to models.
+    /// Input tokens.
     pub input_tokens: u64,
-    /// Tokens that models answered with.
+    /// Output tokens.
     pub output_tokens: u64,
     /// Calls to models and tools.
     pub calls: u64,
-    /// Money, in millionths of the currency that the application counts in.
+    /// Cost, in millionths of the application's currency.
     pub cost_micros: u64,
 }
 
-/// Why a request was given up.
+/// Why a request failed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum RequestFailure {
-    /// It failed as often as it may be tried.
+    /// All attempts failed.
     #[default]
     Failed,
-    /// It panicked as often as it may be tried.
+    /// The last attempt panicked.
     Panicked,
-    /// Whoever carried it out said that it can never succeed.
+    /// The main loop reported a permanent failure.
     GivenUp,
-    /// The processes that carried it out died, as often as they may.
+    /// Too many worker processes crashed, or lost their lock, while executing it.
     Crashed,
-    /// It took more than its budget.
+    /// It exceeded its budget.
     OverBudget,
-    /// Its deadline passed, or it took longer than any request may.
+    /// Its deadline passed, or it ran longer than `run_timeout`.
     DeadlinePassed,
-    /// Its requester does not want it any more.
+    /// Its requester cancelled it.
     Cancelled,
-    /// The request is not what the main loop understands.
+    /// The request could not be decoded by the main loop.
     Malformed,
-    /// What came of it is larger than an event may be.
+    /// The output exceeds the payload limit of an event.
     TooLarge,
-    /// Something that only a newer version knows.
+    /// A reason introduced by a newer version.
     #[serde(other)]
     Other,
 }
 
 impl RequestFailure {
-    /// Its name, as in events and metrics.
+    /// The reason's name in events and metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Failed => "failed",
@@ -225,19 +226,19 @@ impl std::fmt::Display for RequestFailure {
     }
 }
 
-/// A request was carried out.
+/// A request was completed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct MainLoopCompleted {
     /// The request.
     pub request_id: String,
-    /// What came of it.
+    /// The output.
     pub response: Json,
-    /// The session in which it was carried out.
+    /// The session in which it was executed.
     pub session_id: Option<String>,
-    /// When, as in RFC 3339.
+    /// Time of the event (RFC 3339).
     pub completed_at: Option<String>,
-    /// What it took, as far as it was charged.
+    /// Resources charged to the request.
     pub usage: RequestUsage,
 }
 
@@ -245,21 +246,21 @@ impl Event for MainLoopCompleted {
     const TYPE: &'static str = "weakincentives.runtime.main_loop.MainLoopCompleted";
 }
 
-/// A request was given up.
+/// A request failed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct MainLoopFailed {
     /// The request.
     pub request_id: String,
-    /// Why, for people.
+    /// Error message.
     pub error: String,
-    /// Why, for programs.
+    /// Failure category.
     pub kind: RequestFailure,
-    /// The session in which it was tried, if it came that far.
+    /// The session in which it was executed, if execution started.
     pub session_id: Option<String>,
-    /// When, as in RFC 3339.
+    /// Time of the event (RFC 3339).
     pub failed_at: Option<String>,
-    /// What it took, as far as it was charged.
+    /// Resources charged to the request.
     pub usage: RequestUsage,
 }
 
@@ -272,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_built_in_types_have_the_names_that_other_programs_know() {
+    fn the_built_in_types_have_their_wire_names() {
         let names: Vec<String> = EventRegistry::builtin()
             .types()
             .map(|(name, version)| format!("{name} {version}"))
@@ -291,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_program_leaves_out_or_adds_does_not_matter() {
+    fn missing_and_unknown_fields_are_accepted() {
         let json = r#"{"name":"search","result":{"message":"ok","success":true},"event_id":"e"}"#;
         let event: ToolInvoked = serde_json::from_str(json).unwrap();
         assert_eq!((event.name.as_str(), event.result.success), ("search", true));
@@ -299,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn why_a_request_failed_is_spelled_the_same_in_events_and_metrics() {
+    fn request_failures_are_spelled_the_same_in_events_and_metrics() {
         for kind in [RequestFailure::OverBudget, RequestFailure::Failed, RequestFailure::TooLarge] {
             assert_eq!(serde_json::to_value(kind).unwrap(), kind.as_str());
         }

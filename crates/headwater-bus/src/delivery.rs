@@ -1,9 +1,9 @@
-//! How a durable subscription pursues an event until it is done.
+//! Delivers an event to the handlers of a durable subscription, with retries.
 //!
-//! Upstream: an entry that a group was given, or an event in the queue of a local bus. Downstream: `handler`.
-//! Promises: an event that failed is tried again in place: it stays unacknowledged and no copy of it enters the stream,
-//! for everybody who folds or watches that stream would see it twice. Of several handlers only those that failed run
-//! again. When the bus closes, what waits for its next try is given back.
+//! Upstream: an entry of a consumer group, or an event in the queue of a local bus. Downstream: `handler`.
+//! Promises: a failed event is retried in place: it stays unacknowledged, and no copy is appended to the stream, where
+//! other readers would see it twice. Only the handlers that failed run again. When the bus closes, events waiting for
+//! their next attempt are released.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use tracing::warn;
 use crate::handler::{DeliveredEvent, HandlerResult, TypedHandler};
 use crate::name::random_bits;
 
-/// Tries, if a policy does not say.
+/// Attempts, if the retry policy does not set them.
 const ATTEMPTS_DEFAULT: u32 = 5;
 
-/// Becomes true when a bus closes.
+/// Set when a bus closes.
 #[derive(Clone, Debug)]
 pub(crate) struct CloseSignal(watch::Receiver<bool>);
 
@@ -31,27 +31,27 @@ impl CloseSignal {
         *self.0.borrow()
     }
 
-    /// Returns when the bus closes or is gone. Cancel-safe.
+    /// Returns when the bus closes or is dropped. Cancel-safe.
     pub(crate) async fn wait(&self) {
         let mut receiver = self.0.clone();
-        // An error means that the bus is gone.
+        // An error means that the bus was dropped.
         let _ = receiver.wait_for(|closing| *closing).await;
     }
 }
 
-/// What became of an event.
+/// Result of a delivery.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DeliveryOutcome {
     Done,
-    /// It is given back unhandled, for somebody else or for later.
+    /// Released unhandled, for another process or a later delivery.
     Released,
-    /// It ran out of tries, or its handler gave up.
+    /// All attempts failed, or the failure is permanent.
     Failed {
         reason: String,
     },
 }
 
-/// The handlers of one durable subscription and their patience.
+/// The handlers of one durable subscription and their retry policy.
 #[derive(Clone)]
 pub(crate) struct EventDelivery {
     pub(crate) handlers: Vec<TypedHandler>,
@@ -61,12 +61,12 @@ pub(crate) struct EventDelivery {
 }
 
 impl EventDelivery {
-    /// Whether any handler is for events of this type.
+    /// Whether a handler is registered for this event type.
     pub(crate) fn handles(&self, event_type: &str) -> bool {
         self.handlers.iter().any(|handler| handler.event_type == event_type)
     }
 
-    /// Runs the handlers of an event until all are done, the tries are used up, or the bus closes.
+    /// Runs the handlers of an event until all succeed, the attempts are used up, or the bus closes.
     pub(crate) async fn run(&self, delivered: &DeliveredEvent) -> DeliveryOutcome {
         let event_type = &delivered.envelope.event_type;
         let mut remaining: Vec<&TypedHandler> =
@@ -92,7 +92,7 @@ impl EventDelivery {
                 event_id = %delivered.envelope.event_id,
                 attempt,
                 error = reason,
-                "durable handler failed, the event will be tried again"
+                "durable handler failed; the event will be retried"
             );
             let wait =
                 result.after.unwrap_or_else(|| self.retry.backoff.wait(attempt, random_unit()));
@@ -105,11 +105,11 @@ impl EventDelivery {
     }
 }
 
-/// One try of all handlers that are left.
+/// Result of one attempt of all remaining handlers.
 #[derive(Default)]
 struct DeliveryAttempt<'a> {
     failed: Vec<&'a TypedHandler>,
-    /// Why the first of them failed.
+    /// Reason of the first failure.
     reason: Option<String>,
     after: Option<Duration>,
     is_permanent: bool,
@@ -131,7 +131,7 @@ impl<'a> DeliveryAttempt<'a> {
     }
 }
 
-/// Drawn evenly from 0 to 1.
+/// A uniform random number in [0, 1).
 pub(crate) fn random_unit() -> f64 {
     (random_bits() as u64 >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -1,7 +1,8 @@
-//! Handlers: what a subscription does with events, and how one is run so that it can hurt nobody.
+//! Event handlers, and how they are run in isolation.
 //!
-//! Upstream: applications. Downstream: `live` and the durable subscriptions run them.
-//! Promises: a handler that panics, fails or takes too long is a failure with a reason, and nothing else.
+//! Upstream: applications. Downstream: `live` and durable subscriptions run them.
+//! Promises: an error, a panic or a timeout of a handler is reported as a failure with a reason and affects nothing
+//! else.
 
 use std::any::Any;
 use std::fmt;
@@ -25,13 +26,13 @@ tokio::task_local! {
     static HANDLING: ();
 }
 
-/// Whether the code that runs now is a handler.
+/// Whether the current task is running a handler.
 pub(crate) fn is_in_handler() -> bool {
     HANDLING.try_with(|()| ()).is_ok()
 }
 
-/// Handles events of one type. Any `Fn(ReceivedEvent<E>) -> impl Future` whose output is an [`Outcome`], `()`, or a `Result`
-/// of one of them is one.
+/// Handles events of one type. Implemented by every `Fn(ReceivedEvent<E>) -> impl Future` whose output is an
+/// [`Outcome`], `()`, or a `Result` of one of them.
 #[async_trait]
 pub trait EventHandler<E: Event>: Send + Sync + 'static {
     /// Handles one event.
@@ -58,31 +59,32 @@ pub struct Handlers {
 }
 
 impl Handlers {
-    /// None yet.
+    /// Creates an empty list.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Handles events of type `E` with this.
+    /// Adds a handler for events of type `E`.
     pub fn on<E: Event>(mut self, handler: impl EventHandler<E>) -> Self {
         self.list.push(TypedHandler::new(handler));
         self
     }
 
-    /// Checks that there are any, and that all their types are allowed.
+    /// Checks that there is at least one handler and that all types are registered.
     pub(crate) fn check(&self, registry: &EventRegistry) -> Result<()> {
         if self.list.is_empty() {
-            return Err(BusError::invalid("handlers", "there are none"));
+            return Err(BusError::invalid("handlers", "the list is empty"));
         }
         self.list.iter().try_for_each(|handler| (handler.check)(registry))
     }
 
-    /// The scope that all of them share; an error if they do not.
+    /// The scope shared by all handlers; an error if they differ.
     pub(crate) fn common_scope(&self) -> Result<Scope> {
         let mut scopes = self.list.iter().map(|handler| handler.scope);
-        let first = scopes.next().ok_or_else(|| BusError::invalid("handlers", "there are none"))?;
+        let first =
+        scopes.next().ok_or_else(|| BusError::invalid("handlers", "the list is empty"))?;
         if scopes.any(|scope| scope != first) {
-            let problem = "some are of a session and some of a namespace; a group reads one stream";
+            let problem = "session and namespace scopes are mixed; a group reads one stream";
             return Err(BusError::invalid("handlers of a durable subscription", problem));
         }
         Ok(first)
@@ -95,7 +97,7 @@ impl fmt::Debug for Handlers {
     }
 }
 
-/// A handler that forgot its type, but not the type's name.
+/// A handler with its event type erased.
 #[derive(Clone)]
 pub(crate) struct TypedHandler {
     pub(crate) event_type: &'static str,
@@ -104,25 +106,25 @@ pub(crate) struct TypedHandler {
     run: Arc<dyn Fn(DeliveredEvent) -> BoxFuture<'static, Outcome> + Send + Sync>,
 }
 
-/// An event on its way to handlers.
+/// A decoded event to be passed to handlers.
 #[derive(Clone)]
 pub(crate) struct DeliveredEvent {
     pub(crate) value: EventValue,
     pub(crate) envelope: Arc<Envelope>,
 }
 
-/// What became of one run of a handler.
+/// Result of one run of a handler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HandlerResult {
     Done,
-    /// It did not work. `after` and `is_permanent` are the handler's own wishes.
+    /// It failed. `after` and `is_permanent` are set by the handler.
     Failed {
         kind: FailureKind,
         reason: String,
         after: Option<Duration>,
         is_permanent: bool,
     },
-    /// The handler wants somebody else to do it.
+    /// The handler releases the event for another process.
     Release,
 }
 
@@ -144,7 +146,7 @@ impl TypedHandler {
         }
     }
 
-    /// Runs the handler in the trace of the event. Cancel-safe as far as the handler is.
+    /// Runs the handler in the trace of the event. Cancel-safe if the handler is.
     pub(crate) async fn run(
         &self,
         delivered: DeliveredEvent,
@@ -161,7 +163,7 @@ impl TypedHandler {
             trace_id = envelope.trace_id.as_deref(),
             parent_span_id = envelope.span_id.as_deref(),
         );
-        // Both making the future and polling it are foreign code.
+        // Both creating and polling the future is application code that may panic.
         let running = AssertUnwindSafe(async { (self.run)(delivered).await }).catch_unwind();
         let limited = timeout(limit, running).instrument(span);
         let answer = HANDLING.scope((), trace::within(envelope.trace(), limited)).await;
@@ -172,7 +174,7 @@ impl TypedHandler {
                 HandlerResult::failed(FailureKind::Panicked, reason)
             }
             Err(_) => {
-                let reason = format!("the handler took longer than {limit:?}");
+                let reason = format!("the handler exceeded its timeout of {limit:?}");
                 HandlerResult::failed(FailureKind::TimedOut, reason)
             }
         };
@@ -208,5 +210,5 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> &str {
         .downcast_ref::<&str>()
         .copied()
         .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("it did not say why")
+        .unwrap_or("no panic message")
 }

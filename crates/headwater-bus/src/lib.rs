@@ -1,7 +1,7 @@
 #![doc = include_str!("../README.md")]
 
-// In the order in which an event passes them: each module uses only those above it. (Errors name things, and names
-// are checked with errors: those two know each other.)
+// In dependency order, along the path of an event: each module uses only those above it. (`error` and `name` use each
+// other: errors contain names, and invalid names are errors.)
 mod abort_on_drop;
 mod error;
 pub mod limits;

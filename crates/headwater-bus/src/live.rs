@@ -1,8 +1,7 @@
-//! The live subscriptions of a bus: who handles what, in which order.
+//! The live subscriptions of a bus and the dispatch of events to them.
 //!
-//! Upstream: `publish` and what other processes published. Downstream: `handler`.
-//! Promises: handlers run one after the other in the order of their subscriptions; one that fails does not keep the
-//! others from running.
+//! Upstream: `publish`, and events of other processes. Downstream: `handler`.
+//! Promises: handlers run one at a time in subscription order; a failed handler does not stop the others.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -20,10 +19,10 @@ use crate::name::{SessionId, SubscriptionId};
 pub(crate) struct LiveSubscription {
     pub(crate) id: SubscriptionId,
     pub(crate) handlers: Vec<TypedHandler>,
-    /// Only events of this session, if they are of one.
+    /// Restricts session-scoped events to this session.
     pub(crate) session: Option<SessionId>,
     pub(crate) handler_timeout: Duration,
-    /// The streams it follows, and where each ended when it began: what was there before passes it by.
+    /// The followed streams, each with its last entry at the time of subscription; older entries are not delivered.
     pub(crate) follows: Vec<(StreamName, EntryId)>,
     is_active: AtomicBool,
 }
@@ -44,13 +43,13 @@ impl LiveSubscription {
 /// Where an event comes from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum EventSource<'a> {
-    /// It was published here, in this session if in one.
+    /// Published by this bus, with its session if it has one.
     Here(Option<&'a SessionId>),
-    /// It was found in this stream: of the namespace, or of this session.
+    /// Read from this stream, with its session if it has one.
     Stream { session: Option<&'a SessionId>, stream: &'a StreamName },
 }
 
-/// What came of an event.
+/// Result of a dispatch.
 #[derive(Debug, Default)]
 pub(crate) struct DispatchResult {
     pub(crate) invoked: usize,
@@ -60,7 +59,7 @@ pub(crate) struct DispatchResult {
 /// All live subscriptions, in order.
 #[derive(Default)]
 pub(crate) struct LiveSubscriptions {
-    /// Replaced as a whole, so that a dispatch works on a list that does not change under it.
+    /// Replaced as a whole, so that a running dispatch sees an unchanging list.
     list: Mutex<Arc<[Arc<LiveSubscription>]>>,
 }
 
@@ -68,14 +67,14 @@ impl LiveSubscriptions {
     pub(crate) fn add(&self, live: LiveSubscription) -> Result<()> {
         let mut list = self.lock();
         if list.len() >= SUBSCRIPTIONS_MAX {
-            let problem = format!("there are {SUBSCRIPTIONS_MAX} already, which is the limit");
-            return Err(BusError::invalid("a subscription", problem));
+            let problem = format!("the limit of {SUBSCRIPTIONS_MAX} subscriptions is reached");
+            return Err(BusError::invalid("subscription", problem));
         }
         *list = list.iter().cloned().chain([Arc::new(live)]).collect();
         Ok(())
     }
 
-    /// Takes a subscription out; no handler of it is begun any more.
+    /// Removes a subscription; none of its handlers is started after this.
     pub(crate) fn remove(&self, id: SubscriptionId) -> Option<Arc<LiveSubscription>> {
         let mut list = self.lock();
         let found = list.iter().find(|live| live.id == id).cloned()?;
@@ -89,13 +88,13 @@ impl LiveSubscriptions {
         all.iter().for_each(|live| live.is_active.store(false, Ordering::SeqCst));
     }
 
-    /// Whether anybody here handles events of this type.
+    /// Whether a live handler for this event type is subscribed.
     pub(crate) fn handles(&self, event_type: &str) -> bool {
         let list = Arc::clone(&*self.lock());
         list.iter().any(|live| live.handlers.iter().any(|handler| handler.event_type == event_type))
     }
 
-    /// Runs the handlers of an event. `bus_session` is the session the bus was opened for.
+    /// Runs the handlers of an event. `bus_session` is the session that the bus was opened for.
     pub(crate) async fn dispatch(
         &self,
         delivered: &DeliveredEvent,
@@ -162,7 +161,7 @@ fn failure(subscription: SubscriptionId, handled: HandlerResult) -> Option<Handl
         HandlerResult::Done => return None,
         HandlerResult::Failed { kind, reason, .. } => (kind, reason),
         HandlerResult::Release => {
-            (FailureKind::Failed, "a live handler has anonymous to leave it to".into())
+            (FailureKind::Failed, "a live handler cannot release an event".into())
         }
     };
     Some(HandlerFailure { subscription, kind, reason })

@@ -1,10 +1,10 @@
-//! The bus inside one process: everything ends with it.
+//! A bus inside one process, without persistence.
 //!
-//! Upstream: applications and their tests. Downstream: `live` and `durable`; the events of sessions go to a journal in
-//! memory, if somebody works with sessions.
-//! Promises: the same as every bus, as far as a process reaches. A durable subscription has a queue in memory; an event
-//! that ran out of tries is kept as a dead letter, the newest thousand of them. Ids that were given are known for ten
-//! minutes. Everything has a limit, and full is an error.
+//! Upstream: applications and their tests. Downstream: `live` and `delivery`; session events go to a storage in
+//! memory once sessions are used.
+//! Promises: those of every bus, within one process. A durable subscription has a queue in memory; an event that ran
+//! out of attempts is kept as a dead letter (the newest thousand). Event ids set by the caller are deduplicated for
+//! ten minutes. Everything has a limit; exceeding it is an error.
 
 mod dedup;
 
@@ -48,7 +48,7 @@ use crate::trace;
 /// How long closing waits for handlers.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Publishes at once; what is more waits.
+/// Publishes in flight; further ones wait.
 const PUBLISHES_MAX: u32 = 1000;
 
 /// A bus inside this process.
@@ -65,7 +65,7 @@ struct Inner {
     next_id: AtomicU64,
     closing: CloseSignal,
     in_flight: Arc<Semaphore>,
-    /// Where events of sessions are kept, from the time on when somebody asks for it.
+    /// Storage of session events; opened on first use.
     storage: OnceCell<SessionBackend>,
     session_bytes_max: u64,
     dedup: DedupWindow,
@@ -73,28 +73,28 @@ struct Inner {
 }
 
 struct LocalGroup {
-    /// The session, for events of one, and the group: there is one subscription for each.
+    /// Scope, session and group; one subscription for each.
     key: (Scope, Option<SessionId>, String),
     handlers: Vec<&'static str>,
     sender: mpsc::Sender<DeliveredEvent>,
-    /// Events that are being handled.
+    /// Events being handled.
     in_flight_count: Arc<AtomicU64>,
     task: JoinHandle<()>,
 }
 
-/// An event that a durable subscription of a local bus gave up.
+/// An event that a durable subscription of a local bus could not handle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LocalDeadLetter {
     /// The group.
     pub group: String,
     /// The event.
     pub envelope: Arc<Envelope>,
-    /// Why it was given up.
+    /// Why it failed.
     pub reason: String,
 }
 
 impl LocalBus {
-    /// A bus for these event types.
+    /// Creates a bus for these event types.
     pub fn new(registry: EventRegistry) -> Self {
         let (stop, closing) = CloseSignal::new();
         let inner = Inner {
@@ -113,7 +113,7 @@ impl LocalBus {
         Self { inner: Arc::new(inner), stop }
     }
 
-    /// Events that durable subscriptions gave up, oldest first.
+    /// Dead letters of durable subscriptions, oldest first.
     pub fn dead_letters(&self) -> Vec<LocalDeadLetter> {
         lock(&self.inner.dead_letters).iter().cloned().collect()
     }
@@ -177,11 +177,11 @@ impl EventBus for LocalBus {
         &self,
         mut events: Vec<OutgoingEvent>,
     ) -> Result<Vec<Result<PublishResult>>> {
-        // The trace is that of the caller, and the task below does not know it.
+        // The task below does not inherit the caller's trace.
         events.iter_mut().for_each(OutgoingEvent::join_trace);
         let inner = Arc::clone(&self.inner);
-        // What a handler publishes is part of what is under way: it waits for no room, and closing waits for it. Others
-        // wait for room here: of those who go away meanwhile nothing is left.
+        // A publish by a handler is part of the publish in flight: it needs no permit, and closing waits for it.
+        // Other callers wait for a permit here; a caller that is dropped while waiting has no effect.
         let permit = match handler::is_in_handler() {
             true => None,
             false => {
@@ -191,7 +191,7 @@ impl EventBus for LocalBus {
                 Some(room)
             }
         };
-        // A task of its own: handlers run to their end also if the caller goes away.
+        // Runs in its own task, so that handlers finish even if the caller is dropped.
         let publishing = tokio::spawn(async move {
             let _permit = permit;
             inner.publish_all(events).await
@@ -262,7 +262,7 @@ impl Inner {
         let session = match scope {
             Scope::Namespace => None,
             Scope::Session => Some(subscribe.session.ok_or_else(|| {
-                BusError::invalid("a durable subscription", "it names no session")
+                BusError::invalid("durable subscription", "no session is set")
             })?),
         };
         let key = (scope, session, group.clone());
@@ -276,8 +276,10 @@ impl Inner {
         let (sender, receiver) = mpsc::channel(LOCAL_QUEUE_MAX);
         let mut durable = lock(&self.durable);
         if durable.values().any(|other| other.key == key) {
-            let problem = format!("`{group}` is subscribed here; give all handlers in one call");
-            return Err(BusError::invalid("a group", problem));
+            let problem = format!(
+            "`{group}` is already subscribed on this bus; pass all handlers in one call"
+            );
+            return Err(BusError::invalid("group", problem));
         }
         let in_flight_count = Arc::<AtomicU64>::default();
         let dead_letters = Arc::clone(&self.dead_letters);
@@ -297,8 +299,7 @@ impl Inner {
         let mut prepared = self.prepare(&events)?;
         let mut batch = self.dedup.begin_batch();
         let duplicates = self.find_duplicates(&prepared, &mut batch).await;
-        // First room for all of them with those who want them, then storing, then handing over: an error means that
-        // nothing happened.
+        // Reserve queue capacity first, then store, then enqueue: an error means that nothing happened.
         let matching_groups = self.matching_groups(&prepared, &duplicates);
         let reserved = reserve_queues(&matching_groups)?;
         let first = prepared.first().map(|event| &*event.delivered.envelope);
@@ -309,7 +310,7 @@ impl Inner {
                 batch.published(&event.dedup_key(), stored.entry_id());
             }
         }
-        // Of those that failed nothing is known any more, for whoever publishes them next: perhaps a handler of others.
+        // Frees the ids of failed events, so that they can be published again, perhaps by a handler below.
         drop(batch);
         for (room, durable) in reserved.into_iter().zip(&matching_groups) {
             let is_new = |index: &&usize| matches!(&stored[**index], Ok(stored) if stored.is_new());
@@ -329,7 +330,7 @@ impl Inner {
         Ok(results)
     }
 
-    /// Checks all events and makes them ready; an error leaves everything as it was.
+    /// Validates and prepares all events; an error has no effect.
     fn prepare(&self, events: &[OutgoingEvent]) -> Result<Vec<PendingEvent>> {
         let bytes: usize = events.iter().map(|event| event.payload.len()).sum();
         if events.len() > BATCH_MAX || bytes > BATCH_BYTES_MAX {
@@ -337,15 +338,15 @@ impl Inner {
                 "{} events, {bytes} bytes; the limits are {BATCH_MAX} and {BATCH_BYTES_MAX}",
                 events.len()
             );
-            return Err(BusError::invalid("a batch", problem));
+            return Err(BusError::invalid("batch", problem));
         }
         let mut prepared = Vec::with_capacity(events.len());
         for event in events {
             self.registry.check_outgoing(event)?;
             let session = event.session.clone();
             if event.scope == Scope::Session && session.is_none() {
-                let problem = "it names no session, and a local bus has none";
-                return Err(BusError::invalid(format!("an event `{}`", event.event_type), problem));
+                let problem = "no session is set, and a local bus has no default session";
+                return Err(BusError::invalid(format!("event `{}`", event.event_type), problem));
             }
             let has_caller_id = event.event_id.is_some();
             prepared.push(PendingEvent {
@@ -364,7 +365,7 @@ impl Inner {
         DeliveredEvent { value: Arc::clone(&event.value), envelope: Arc::new(envelope) }
     }
 
-    /// Which events were published before, and where they are then.
+    /// For each event, the earlier event with the same id, if there is one.
     async fn find_duplicates(
         &self,
         events: &[PendingEvent],
@@ -373,7 +374,7 @@ impl Inner {
         let mut duplicates = vec![None; events.len()];
         let mut given: Vec<usize> =
             (0..events.len()).filter(|index| events[*index].has_caller_id).collect();
-        // In one order, whoever asks: two batches with the same ids would else wait for each other.
+        // In a fixed order: otherwise two batches with the same ids could wait for each other.
         given.sort_by_key(|index| events[*index].dedup_key());
         for index in given {
             let begun = self.dedup.reserve(batch, events[index].dedup_key()).await;
@@ -383,7 +384,7 @@ impl Inner {
         duplicates
     }
 
-    /// The durable subscriptions that want any of these events.
+    /// The durable subscriptions that accept any of these events.
     fn matching_groups(
         &self,
         events: &[PendingEvent],
@@ -402,7 +403,7 @@ impl Inner {
         matching_groups.filter(|matching_groups| !matching_groups.indexes.is_empty()).collect()
     }
 
-    /// Keeps the new events of sessions, if there is a journal. Says of each event where it is.
+    /// Appends new session events, if session storage is open. Returns where each event is stored.
     async fn append_to_sessions(
         &self,
         events: &mut [PendingEvent],
@@ -454,7 +455,7 @@ impl Inner {
     }
 }
 
-/// An event with its place.
+/// An event to be published.
 struct PendingEvent {
     session: Option<SessionId>,
     delivered: DeliveredEvent,
@@ -467,14 +468,14 @@ impl PendingEvent {
     }
 }
 
-/// A durable subscription that wants some of the events of a batch.
+/// The events of a batch that one durable subscription accepts.
 struct GroupBatch {
     group: String,
     sender: mpsc::Sender<DeliveredEvent>,
     indexes: Vec<usize>,
 }
 
-/// Room in the queues of all subscriptions, or none if one of them is full.
+/// Reserves capacity in the queues of all subscriptions, or fails if one of them is full.
 fn reserve_queues(
     matching_groups: &[GroupBatch],
 ) -> Result<Vec<mpsc::PermitIterator<'_, DeliveredEvent>>> {
@@ -493,18 +494,18 @@ impl LocalGroup {
             && self.handlers.contains(&event.delivered.envelope.event_type.as_str())
     }
 
-    /// Lets its handlers end what they have.
+    /// Closes the queue and waits for the handlers to drain it.
     async fn stop(self, id: SubscriptionId, until: Instant) {
         // The task ends when its queue is closed and empty.
         drop(self.sender);
         let mut task = AbortOnDropTask(self.task);
         if timeout_at(until, &mut task.0).await.is_err() {
-            warn!(subscription = %id, "handlers did not end in time and were stopped");
+            warn!(subscription = %id, "handlers did not finish within the drain timeout and were aborted");
         }
     }
 }
 
-/// What a durable subscription does with its events.
+/// Handles the queue of one durable subscription.
 #[derive(Clone)]
 struct GroupWorker {
     delivery: EventDelivery,
@@ -514,11 +515,11 @@ struct GroupWorker {
 }
 
 impl GroupWorker {
-    /// Pursues what comes in, up to `concurrency` events at once, until the queue is closed.
+    /// Delivers queued events, up to `concurrency` at once, until the queue is closed.
     async fn run(self, mut queue: mpsc::Receiver<DeliveredEvent>, concurrency: usize) {
         let mut running = JoinSet::new();
         loop {
-            // Room first: what is taken is in hand.
+            // Wait for a free slot before taking an event: a taken event counts as in flight.
             while running.len() >= concurrency {
                 running.join_next().await;
             }
@@ -532,9 +533,9 @@ impl GroupWorker {
     async fn deliver(self, delivered: DeliveredEvent) {
         match self.delivery.run(&delivered).await {
             DeliveryOutcome::Done => {}
-            // Nobody is left to give it to.
+            // There is no other process to release it to.
             DeliveryOutcome::Released => {
-                add_dead_letter(&self.dead_letters, self.group, delivered, "it was given back");
+                add_dead_letter(&self.dead_letters, self.group, delivered, "released by its handler");
             }
             DeliveryOutcome::Failed { reason } => {
                 add_dead_letter(&self.dead_letters, self.group, delivered, &reason)
@@ -585,7 +586,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_journal_that_is_full_is_an_error_and_no_handler_runs() {
+    async fn full_session_storage_is_an_error_and_no_handler_runs() {
         let bus = bus_with_room_for(10_000).await;
         let handled = Arc::new(AtomicU64::new(0));
         let counted = Arc::clone(&handled);
@@ -601,14 +602,14 @@ mod tests {
                 Err(error) => break error,
             }
             published += 1;
-            assert!(published < 10, "it has no limit");
+            assert!(published < 10, "the storage has no limit");
         };
         assert!(matches!(&error, BusError::Backend(_)) && error.is_transient(), "{error}");
         assert_eq!(handled.load(Ordering::SeqCst), published);
     }
 
     #[tokio::test]
-    async fn of_a_batch_for_several_sessions_each_event_says_what_became_of_it() {
+    async fn each_event_of_a_batch_for_several_sessions_has_its_own_result() {
         let bus = bus_with_room_for(10_000).await;
         let group = SubscribeOptions::durable("all").session(SessionId::new("large").unwrap());
         let refuse =
@@ -622,14 +623,14 @@ mod tests {
             result.as_ref().is_ok_and(|result| matches!(result.stored, StoreOutcome::Entry(_)))
         };
         assert_eq!(results.iter().map(is_stored).collect::<Vec<_>>(), [true, false, true]);
-        // What was not published is no duplicate the next time.
+        // An event that was not published is not a duplicate on the next attempt.
         assert!(bus.publish_outgoing(large()).await.is_err());
         bus.close().await.unwrap();
         assert_eq!(bus.dead_letters(), []);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn closing_takes_one_drain_however_many_handlers_hang() {
+    async fn closing_waits_one_drain_timeout_for_any_number_of_hanging_handlers() {
         let bus = Arc::new(LocalBus::new(EventRegistry::builtin()));
         let hang = |_: crate::ReceivedEvent<PromptExecuted>| std::future::pending::<()>();
         for label in ["one", "two", "three"] {

@@ -49,14 +49,14 @@ impl EventRegistry {
         check_name(E::TYPE)?;
         if E::VERSION == 0 {
             let problem = "its version is 0; they count from 1";
-            return Err(BusError::invalid(format!("the event type `{}`", E::TYPE), problem));
+            return Err(BusError::invalid(format!("event type `{}`", E::TYPE), problem));
         }
         if let Some(known) = self.types.get(E::TYPE) {
             if known.type_id == TypeId::of::<E>() {
                 return Ok(self);
             }
             let problem = "another Rust type has this name; names are unique";
-            return Err(BusError::invalid(format!("the event type `{}`", E::TYPE), problem));
+            return Err(BusError::invalid(format!("event type `{}`", E::TYPE), problem));
         }
         let registration = Registration {
             type_id: TypeId::of::<E>(),
@@ -86,12 +86,12 @@ impl EventRegistry {
         self.register::<E>()?;
         if from == 0 || from >= E::VERSION {
             let problem = format!("from version {from}; the type is at version {}", E::VERSION);
-            return Err(BusError::invalid(format!("an upcaster of `{}`", E::TYPE), problem));
+            return Err(BusError::invalid(format!("upcaster of `{}`", E::TYPE), problem));
         }
         let registration = self.types.get_mut(E::TYPE).expect("it was registered above");
         if registration.upcasters.insert(from, Arc::new(upcast)).is_some() {
             let problem = format!("there are two from version {from}");
-            return Err(BusError::invalid(format!("an upcaster of `{}`", E::TYPE), problem));
+            return Err(BusError::invalid(format!("upcaster of `{}`", E::TYPE), problem));
         }
         Ok(self)
     }
@@ -116,7 +116,7 @@ impl EventRegistry {
         self.check::<E>()?;
         if envelope.event_type != E::TYPE {
             let problem = format!("it is `{}`, not `{}`", envelope.event_type, E::TYPE);
-            return Err(BusError::invalid("the type of an event", problem));
+            return Err(BusError::invalid("type of an event", problem));
         }
         let value = self.decode_any(envelope)?;
         Ok(value.downcast::<E>().expect("the registry decodes a type to what was registered"))
@@ -223,7 +223,7 @@ fn decode_error(envelope: &Envelope, problem: String) -> DecodeError {
 fn check_name(name: &str) -> Result<()> {
     if name.is_empty() || name.len() > TYPE_BYTES_MAX || name.chars().any(char::is_control) {
         let problem = format!("1 to {TYPE_BYTES_MAX} bytes without control characters");
-        return Err(BusError::invalid(format!("the event type `{name}`"), problem));
+        return Err(BusError::invalid(format!("event type `{name}`"), problem));
     }
     Ok(())
 }

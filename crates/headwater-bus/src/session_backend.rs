@@ -1,8 +1,8 @@
-//! The journal of a bus: the backend that its sessions lie in, and the keys they have there.
+//! The storage of a bus's sessions: a stream backend, its key names and the namespace.
 //!
-//! Upstream: a bus, which stores the events of sessions there. Downstream: `session`, which reads them back and keeps
-//! what belongs to a session beside them.
-//! Promises: a local bus has one, too, in memory; so sessions work the same on every bus.
+//! Upstream: a bus stores session events there. Downstream: `session` reads them and stores session metadata beside
+//! them.
+//! Promises: a local bus has one in memory, so sessions work the same on every bus.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::keys::Keys;
 use crate::name::Namespace;
 
-/// Where the sessions of a bus lie. Clones are the same place.
+/// Storage of the sessions of a bus. Clones share it.
 #[derive(Clone)]
 pub struct SessionBackend {
     pub(crate) backend: Arc<dyn Backend>,
@@ -22,7 +22,7 @@ pub struct SessionBackend {
 }
 
 impl SessionBackend {
-    /// A journal in a backend, behind a prefix of keys, in the namespace `default`.
+    /// Storage in a backend, with a key prefix, in the namespace `default`.
     pub fn new(backend: Arc<dyn Backend>, prefix: &str) -> Result<Self> {
         let namespace = Namespace::new("default")?;
         Ok(Self { backend, keys: Keys::new(prefix)?, namespace })

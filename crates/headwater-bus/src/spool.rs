@@ -47,11 +47,11 @@ impl SpoolConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         if self.file.file_name().is_none() {
             let problem = format!("`{}` names no file", self.file.display());
-            return Err(BusError::invalid("the spool", problem));
+            return Err(BusError::invalid("spool", problem));
         }
         if !(4096..=SPOOL_BYTES_MAX).contains(&self.max_bytes) {
             let problem = format!("{}; 4096 to {SPOOL_BYTES_MAX}", self.max_bytes);
-            return Err(BusError::invalid("the max_bytes of the spool", problem));
+            return Err(BusError::invalid("max_bytes of the spool", problem));
         }
         Ok(())
     }
@@ -237,8 +237,8 @@ impl Spool {
     }
 }
 
-/// Events on their way to the file. They count from the beginning, so that nothing goes past them, until they are in the
-/// file or refused, even if whoever added them has gone away.
+/// Events on their way to the file. They count from the beginning, so that nothing goes past them, until they are in
+/// the file or refused, even if whoever added them has gone away.
 struct PendingWrite {
     shared: Arc<SpoolShared>,
     events: Vec<SpooledEvent>,

@@ -1,7 +1,7 @@
 //! The public suite: every promise of a bus, as a test whose name is the promise.
 //!
-//! A bus's author gives [`bus_suite!`](crate::bus_suite) an expression that makes an [`BusTestEnv`]; the macro makes one
-//! `#[test]` of each promise:
+//! A bus's author gives [`bus_suite!`](crate::bus_suite) an expression that makes an [`BusTestEnv`]; the macro makes
+//! one `#[test]` of each promise:
 //!
 //! ```ignore
 //! mod my_bus {

@@ -1,7 +1,7 @@
-//! Folds that keep events as they are: the newest one, or some of them.
+//! Folds that keep whole events: the newest one, or the newest N.
 //!
-//! Upstream: `fold`. Promises: a payload is kept as it was written, so that upcasters still apply when a snapshot is read.
-//! What is kept is bounded in number and bytes; the newest event always stays, and those that had to go are counted.
+//! Upstream: `fold`. Promises: payloads are kept as written, so upcasters still apply when a snapshot is loaded. The
+//! number and bytes of kept events are bounded; the newest event is always kept, and dropped events are counted.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -52,7 +52,7 @@ struct SavedEvents {
     events: Vec<SavedEvent>,
 }
 
-/// An event with its payload as it was written, so that upcasters still apply when it is read.
+/// An event with its payload as written, so that upcasters still apply when it is loaded.
 #[derive(Serialize, Deserialize)]
 struct SavedEvent {
     id: String,
@@ -77,8 +77,8 @@ impl<E: Event> AnyFold for RetainedEvents<E> {
 
     fn check(&self) -> Result<()> {
         if !(1..=RETAINED_EVENTS_MAX).contains(&self.max) {
-            let problem = format!("it keeps {} events; 1 to {RETAINED_EVENTS_MAX}", self.max);
-            return Err(BusError::invalid(format!("the fold `{}`", self.name), problem));
+            let problem = format!("it keeps {} events; must be 1 to {RETAINED_EVENTS_MAX}", self.max);
+            return Err(BusError::invalid(format!("fold `{}`", self.name), problem));
         }
         Ok(())
     }
@@ -133,9 +133,9 @@ impl<E: Event> AnyFold for RetainedEvents<E> {
     }
 }
 
-/// About how many bytes a snapshot takes for an event.
+/// Approximate size of an event in a snapshot, in bytes.
 fn saved_bytes(envelope: &Envelope) -> usize {
-    // The payload is text in JSON there: what has to be escaped takes two bytes.
+    // The payload is a JSON string there: an escaped character takes two bytes.
     let escaped = envelope.payload.iter().filter(|byte| matches!(byte, 0..0x20 | b'"' | b'\\'));
     let origin = envelope.origin.as_ref().map_or(0, String::len);
     let stream = envelope.stream.as_ref().map_or(0, |stream| stream.as_str().len());
@@ -143,7 +143,7 @@ fn saved_bytes(envelope: &Envelope) -> usize {
     AROUND_BYTES + names + envelope.payload.len() + escaped.count()
 }
 
-/// What stands around a payload beside names: field names, numbers, the ids of a trace and an entry.
+/// Overhead per event besides names and payload: field names, numbers, trace and entry ids.
 const AROUND_BYTES: usize = 256;
 
 impl SavedEvent {

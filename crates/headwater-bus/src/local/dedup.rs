@@ -1,8 +1,8 @@
-//! The ids of events that a local bus published, so that one that is published again counts once.
+//! Deduplicates events by id on a local bus.
 //!
-//! Upstream: `local`, for events that were given an id. Promises: of two that are published at the same time under one id,
-//! the second waits until it is known what became of the first. An id is known for ten minutes, and the newest of them
-//! only if there are very many.
+//! Upstream: `local`, for events with an id set by the caller. Promises: of two concurrent publishes with the same
+//! id, the second waits for the result of the first. An id is kept for ten minutes, unless newer ids exceed the
+//! limit.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard};
@@ -15,54 +15,54 @@ use tokio::time::Instant;
 use crate::limits::LOCAL_IDS_MAX;
 use crate::name::{EventId, SessionId};
 
-/// How long an id is known; the same as on a bus on streams.
+/// How long an id is kept; the same as the default of a bus on streams.
 const DEDUP_TTL: Duration = Duration::from_secs(10 * 60);
 
-/// An id, in the session or the namespace it was used in.
+/// An event id, and the session it was published in.
 pub(super) type DedupKey = (Option<SessionId>, EventId);
 
 #[derive(Default)]
 pub(super) struct DedupWindow {
     state: Mutex<DedupState>,
-    /// It is known of an event what became of it.
+    /// Notified when a publish in flight ends.
     settled: Notify,
 }
 
 #[derive(Default)]
 struct DedupState {
     ids: HashMap<DedupKey, DedupEntry>,
-    /// Those that were published, oldest first.
+    /// Published ids, oldest first.
     order: VecDeque<(Instant, DedupKey)>,
 }
 
 #[derive(Clone, Copy)]
 enum DedupEntry {
     InFlight,
-    /// Its entry, if it has one.
+    /// Its entry, if it is stored.
     Published(Option<EntryId>),
 }
 
-/// Events that are being published. Those of which nothing is said until it is dropped were not.
+/// The ids of one publish call. Ids that are not marked as published are freed on drop.
 pub(super) struct DedupBatch<'a> {
     window: &'a DedupWindow,
     keys: Vec<DedupKey>,
 }
 
 impl DedupWindow {
-    /// Begins to publish an event under an id, as one of those under way; or says that it was published before, and
-    /// where it is, if it is anywhere.
+    /// Reserves an id for this batch. `Err` if an event with this id was published before, with its entry if it is
+    /// stored.
     pub(super) async fn reserve(
         &self,
         begin_batch: &mut DedupBatch<'_>,
         key: DedupKey,
     ) -> Result<(), Option<EntryId>> {
-        // It stands twice in one batch, and the first one counts.
+        // A repeated id within one batch: the first event counts.
         if begin_batch.keys.contains(&key) {
             return Err(None);
         }
         loop {
             let mut settled = std::pin::pin!(self.settled.notified());
-            // From here on nothing is missed.
+            // Notifications after this point are not missed.
             settled.as_mut().enable();
             match self.lock().reserve(&key) {
                 None => {
@@ -86,7 +86,7 @@ impl DedupWindow {
 }
 
 impl DedupState {
-    /// What is known of an id; if nothing is, it is under way from now on.
+    /// The state of an id; if it is unknown, reserves it.
     fn reserve(&mut self, key: &DedupKey) -> Option<DedupEntry> {
         let now = Instant::now();
         while let Some((since, _)) = self.order.front()
@@ -104,7 +104,7 @@ impl DedupState {
 }
 
 impl DedupBatch<'_> {
-    /// An event is published, and has this entry if it has one.
+    /// Marks an event as published.
     pub(super) fn published(&mut self, key: &DedupKey, entry_id: Option<EntryId>) {
         let Some(at) = self.keys.iter().position(|one| one == key) else { return };
         let key = self.keys.swap_remove(at);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn ids_are_forgotten_after_a_while_and_when_there_are_too_many() {
+    async fn ids_expire_by_age_and_by_count() {
         let window = DedupWindow::default();
         publish(&window, "a").await.unwrap();
         assert_eq!(publish(&window, "a").await, Err(None));
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_two_at_once_the_second_counts_if_the_first_came_to_nothing() {
+    async fn of_two_concurrent_publishes_the_second_counts_if_the_first_failed() {
         for is_published in [true, false] {
             let window = DedupWindow::default();
             let mut first = window.begin_batch();

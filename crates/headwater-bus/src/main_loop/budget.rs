@@ -138,8 +138,8 @@ impl Meter {
         }))
     }
 
-    /// Sets a part of what is left aside for another request: as much as asked for, where it is there. What `asked` does
-    /// not limit gets all that is left.
+    /// Sets a part of what is left aside for another request: as much as asked for, where it is there. What `asked`
+    /// does not limit gets all that is left.
     pub fn lease(&self, asked: Budget) -> Result<BudgetLease, OverBudget> {
         let mut state = self.state();
         self.check_limits(&state)?;
@@ -202,7 +202,8 @@ impl fmt::Debug for Meter {
     }
 }
 
-/// A part of a budget, set aside for another request. One that is dropped counts as spent: nobody knows what became of it.
+/// A part of a budget, set aside for another request. One that is dropped counts as spent: nobody knows what became
+/// of it.
 #[derive(Debug)]
 #[must_use = "a loan that is dropped is state"]
 pub struct BudgetLease {

@@ -1,11 +1,11 @@
 //! Clients: those who ask.
 //!
-//! Upstream: applications, and requests that need something of other main loops. Downstream: the control stream, and the
-//! requester's own stream of replies.
-//! Promises: a request that is submitted twice under one id counts once, and both get the same reply; a reply that comes
-//! too late for its caller stays, for every process of the requester; a request that is cancelled has that as its reply,
-//! unless another came first. A caller is answered at the deadline of its request, or when its own time is up, at most
-//! [`REPLY_GRACE`] later, whatever the backend does.
+//! Upstream: applications, and requests that need something of other main loops. Downstream: the control stream, and
+//! the requester's own stream of replies.
+//! Promises: a request that is submitted twice under one id counts once, and both get the same reply; a reply that
+//! comes too late for its caller stays, for every process of the requester; a request that is cancelled has that as
+//! its reply, unless another came first. A caller is answered at the deadline of its request, or when its own time is
+//! up, at most [`REPLY_GRACE`] later, whatever the backend does.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,8 +37,8 @@ use crate::limits::REPLY_TTL_MAX;
 use crate::metrics;
 use crate::name::{EventId, RequestId, Requester, SessionId};
 
-/// How long a caller whose time is up is still kept waiting: a worker that ends a run at its deadline answers right after it,
-/// and what a reader missed can be fetched.
+/// How long a caller whose time is up is still kept waiting: a worker that ends a run at its deadline answers right
+/// after it, and what a reader missed can be fetched.
 const REPLY_GRACE: Duration = Duration::from_millis(500);
 
 type Result<T, E = MainLoopError> = std::result::Result<T, E>;
@@ -180,8 +180,8 @@ pub struct MainLoopClient {
 }
 
 impl MainLoopClient {
-    /// A client of the bus. Processes with the same `requester` share their replies; take a name that stays the same over
-    /// restarts, if late replies matter.
+    /// A client of the bus. Processes with the same `requester` share their replies; take a name that stays the same
+    /// over restarts, if late replies matter.
     pub async fn open(
         bus: Arc<dyn EventBus>,
         requester: Requester,
@@ -292,7 +292,7 @@ impl MainLoopClient {
         began: Instant,
     ) -> Result<()> {
         let request = serde_json::to_value(&submit.request)
-            .map_err(|error| BusError::invalid("a request", format!("no JSON: {error}")))?;
+            .map_err(|error| BusError::invalid("request", format!("no JSON: {error}")))?;
         let now = self.now().await?;
         let deadline = match submit.deadline {
             Deadline::None => None,

@@ -20,7 +20,8 @@ pub struct MainLoopConfig {
     pub max_crashes: u32,
     /// How long to wait before the next try. Default: 1 s doubling up to 60 s, with jitter.
     pub backoff: Backoff,
-    /// How long a request may take, all its tries together, whatever its deadline. Default: 1 h, at most [`RUN_TIMEOUT_MAX`].
+    /// How long a request may take, all its tries together, whatever its deadline. Default: 1 h, at most
+    /// [`RUN_TIMEOUT_MAX`].
     pub run_timeout: Duration,
     /// How long stopping waits for requests that are being carried out; what is left is given back. Default: 25 s.
     pub drain: Duration,
@@ -129,7 +130,7 @@ impl ReplyConfig {
         }
         for (name, number) in [("max_len", self.max_len), ("max_bytes", self.max_bytes)] {
             if number == 0 {
-                return Err(BusError::invalid(name, "it is zero"));
+                return Err(BusError::invalid(name, "must be greater than zero"));
             }
         }
         Ok(())

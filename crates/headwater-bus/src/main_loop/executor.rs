@@ -2,8 +2,9 @@
 //!
 //! Upstream: `worker`, with what its group was given. Downstream: `run`, then `replies`.
 //! Promises: a request that has a reply is not carried out; a reply is kept before the request is acknowledged; each
-//! request that is not given back ends with exactly one reply, whatever becomes of it. Processes that die are counted by
-//! the group, tries that fail are counted here, runs that lost their lock are counted in the session: each has its limit.
+//! request that is not given back ends with exactly one reply, whatever becomes of it. Processes that die are counted
+//! by the group, tries that fail are counted here, runs that lost their lock are counted in the session: each has its
+//! limit.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,7 +39,8 @@ const RETRY: Backoff = Backoff::Exponential {
     jitter: 0.5,
 };
 
-/// How long a request that somebody else has is waited for before it is given back; the shortest wait between two looks.
+/// How long a request that somebody else has is waited for before it is given back; the shortest wait between two
+/// looks.
 const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
 const LOCK_WAIT_MIN: Duration = Duration::from_millis(20);
 
@@ -48,7 +50,8 @@ const CLOCK_TIMEOUT: Duration = Duration::from_secs(1);
 /// Calls to a backend that does not answer, before a request is given back that nobody has begun with.
 const RETRIES_MAX: u32 = 5;
 
-/// How long a backend may stay away before a reply that it has not kept is lost, and before nobody is told of one that it has.
+/// How long a backend may stay away before a reply that it has not kept is lost, and before nobody is told of one
+/// that it has.
 pub(super) const REPLY_STORE_TIMEOUT: Duration = Duration::from_secs(50 * 60);
 
 /// Carries out what it is given.
@@ -172,8 +175,8 @@ impl RequestExecutor {
         })
     }
 
-    /// Takes the request. One that somebody else has is left to them for a while; then the group has it back, so that it
-    /// takes up no room here.
+    /// Takes the request. One that somebody else has is left to them for a while; then the group has it back, so that
+    /// it takes up no room here.
     async fn acquire_lock(&self, request: &ParsedRequest) -> Result<RequestLock, ReleaseReason> {
         let until = Instant::now() + LOCK_WAIT_MAX;
         let mut attempts = 0;
@@ -328,8 +331,8 @@ impl RequestExecutor {
         }
     }
 
-    /// Tries, unless that has cost too many their lock. One that blocks its process for longer than its lock lasts would be
-    /// carried out over and over: whoever takes it over loses its lock, too, and nobody dies of it.
+    /// Tries, unless that has cost too many their lock. One that blocks its process for longer than its lock lasts
+    /// would be carried out over and over: whoever takes it over loses its lock, too, and nobody dies of it.
     async fn run_within_crash_limit(
         &self,
         request: &ParsedRequest,
@@ -480,7 +483,8 @@ impl RequestExecutor {
             Ok(StoredReply::Trimmed) => return Ok(Execution::Replied(reply)),
             Err(error) => return Ok(Execution::Unstorable(error)),
         };
-        // Also of one that was there, such as a cancellation: whoever kept it may have died before its copy. One is stored.
+        // Also of one that was there, such as a cancellation: whoever kept it may have died before its copy. One is
+        // stored.
         let publish_copy = || self.reply_store.publish_copy(request_id, &stored);
         if let Err(error) = self.with_long_retries(publish_copy).await? {
             // The requester has it. Those who watch do not, and trying again would not help them.

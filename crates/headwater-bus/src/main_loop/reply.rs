@@ -79,7 +79,7 @@ impl Reply {
             }
             other => {
                 let problem = format!("its type is `{other}`");
-                Err(BusError::invalid("an entry among the replies", problem))
+                Err(BusError::invalid("entry among the replies", problem))
             }
         }
     }

@@ -1,9 +1,9 @@
 //! Where replies are kept: a stream for each requester, with the first reply to a request as the only one.
 //!
 //! Upstream: workers, and clients that cancel. Downstream: streams of the journal, and a copy on the control stream.
-//! Promises: of all who reply to a request one wins, at the server, and all see the same reply; a stream of replies is
-//! bounded in entries, bytes and age, and goes when nothing is in it. The copy has the id of the original, so it is known
-//! to be the same event.
+//! Promises: of all who reply to a request one wins, at the server, and all see the same reply; a stream of replies
+//! is bounded in entries, bytes and age, and goes when nothing is in it. The copy has the id of the original, so it
+//! is known to be the same event.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -114,8 +114,8 @@ impl ReplyStore {
         let now = backend.now().await?;
         let fields = reply.to_fields(request, &self.origin, now)?;
         self.register_requester(requester).await?;
-        // Where the reply is comes before the reply: whoever finds nothing there knows that there is none yet. The other
-        // way round, a crash in between would hide it from others who asked the same.
+        // Where the reply is comes before the reply: whoever finds nothing there knows that there is none yet. The
+        // other way round, a crash in between would hide it from others who asked the same.
         let scope = self.storage.keys.replied(&self.storage.namespace);
         let holder = Bytes::copy_from_slice(requester.as_str().as_bytes());
         backend.dedup_finish(&scope, &[(request.as_str(), holder)], self.config.ttl).await?;

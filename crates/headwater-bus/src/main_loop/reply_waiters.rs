@@ -1,9 +1,9 @@
 //! Waiting for replies: one reader of a requester's stream for all who wait in this process.
 //!
-//! Upstream: `client`. Downstream: the stream of replies, read without a group, so that all processes of a requester see
-//! all of it.
-//! Promises: whoever waits is woken by the reply, not by a clock; an outage delays. What a reader may miss (a stream that
-//! was trimmed or deleted under it) is found by looking once more at the end.
+//! Upstream: `client`. Downstream: the stream of replies, read without a group, so that all processes of a requester
+//! see all of it.
+//! Promises: whoever waits is woken by the reply, not by a clock; an outage delays. What a reader may miss (a stream
+//! that was trimmed or deleted under it) is found by looking once more at the end.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -46,7 +46,7 @@ impl ReplyWaiters {
             Some(sender) => sender.subscribe(),
             None if waiting.len() >= WAITERS_MAX => {
                 let problem = format!("{WAITERS_MAX} replies are waited for, which is the limit");
-                return Err(BusError::invalid("a request", problem));
+                return Err(BusError::invalid("request", problem));
             }
             None => {
                 let (sender, receiver) = watch::channel(None);

@@ -21,8 +21,8 @@ use crate::handler::panic_text;
 use crate::name::RequestId;
 use crate::session::Session;
 
-/// Carries out requests. What it does is its own business; that it is done, once in effect, in its own session and within
-/// its limits, is not.
+/// Carries out requests. What it does is its own business; that it is done, once in effect, in its own session and
+/// within its limits, is not.
 ///
 /// ```
 /// use async_trait::async_trait;
@@ -53,8 +53,8 @@ pub trait MainLoop: Send + Sync + 'static {
     /// What comes of it, at most 1 MiB as JSON.
     type Output: Serialize + Send + 'static;
 
-    /// Carries out one request. The session is the request's own and the same for every try of it, in whatever process: what
-    /// an earlier try published is there.
+    /// Carries out one request. The session is the request's own and the same for every try of it, in whatever
+    /// process: what an earlier try published is there.
     ///
     /// The call is dropped when the request is cancelled, its deadline passes, its budget is broken, or another process
     /// has taken it over. A panic is a failed try.

@@ -1,8 +1,8 @@
 //! Which requests are being carried out, so that each is by one process and in it once.
 //!
 //! Upstream: `carry`. Downstream: leases of the backend, through a keeper.
-//! Promises: whoever holds a [`RequestLock`] is the only one at work on its request, until [`RequestLock::lost`] returns; a hold that is
-//! dropped is given up soon, one that is released at once.
+//! Promises: whoever holds a [`RequestLock`] is the only one at work on its request, until [`RequestLock::lost`]
+//! returns; a hold that is dropped is given up soon, one that is released at once.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -1,8 +1,8 @@
 //! Workers: processes that carry out the requests of a namespace.
 //!
 //! Upstream: the group `control` on the control stream, which all workers of a namespace share. Downstream: `carry`.
-//! Promises: a request goes to one worker; if that one dies, to another; a worker that stops finishes what it can in its
-//! drain time and gives back the rest, which counts as no try. Cancellations are heard on the control stream.
+//! Promises: a request goes to one worker; if that one dies, to another; a worker that stops finishes what it can in
+//! its drain time and gives back the rest, which counts as no try. Cancellations are heard on the control stream.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -46,8 +46,8 @@ pub struct MainLoopWorker {
 }
 
 impl MainLoopWorker {
-    /// Begins to carry out the requests of the bus's namespace, each in a session of its own. On a local bus, the requests
-    /// of this process.
+    /// Begins to carry out the requests of the bus's namespace, each in a session of its own. On a local bus, the
+    /// requests of this process.
     ///
     /// A bus has one worker; a namespace has as many as you like, all of the same kind.
     pub async fn start(
@@ -76,8 +76,8 @@ impl MainLoopWorker {
     }
 
     async fn subscribe(&self) -> Result<()> {
-        // Cancellations first, so that none is missed for a request that is begun. Handlers hold the worker weakly: the bus
-        // holds them, and the worker holds the bus.
+        // Cancellations first, so that none is missed for a request that is begun. Handlers hold the worker weakly:
+        // the bus holds them, and the worker holds the bus.
         let executor = Arc::downgrade(&self.executor);
         let on_failed = move |event: ReceivedEvent<MainLoopFailed>| {
             if event.kind == RequestFailure::Cancelled

@@ -1,9 +1,11 @@
 //! Compaction: trims what snapshots stand for.
 //!
-//! Upstream: applications, operators and `upkeep`. Downstream: the guard of a session, a group that never reads, and a safe trim.
-//! Promises: only entries before the newest snapshot of *every* set of folds go, and of them only those that every group
-//! has read and acknowledged: the guard stands at the snapshot, and a safe trim stops at the slowest group. The entry
-//! of the snapshot itself stays, as a witness that nothing after it is gone. A crash anywhere leaves the session whole.
+//! Upstream: applications, operators and `upkeep`. Downstream: the guard of a session, a group that never reads, and
+//! a safe trim.
+//! Promises: only entries before the newest snapshot of *every* set of folds go, and of them only those that every
+//! group has read and acknowledged: the guard stands at the snapshot, and a safe trim stops at the slowest group. The
+//! entry of the snapshot itself stays, as a witness that nothing after it is gone. A crash anywhere leaves the
+//! session whole.
 
 use headwater_stream::{EntryId, GroupStart, Retention, TrimGuard};
 use tracing::info;

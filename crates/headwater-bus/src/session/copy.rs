@@ -1,10 +1,10 @@
 //! Filling: a new session is made of entries that were stored before, elsewhere.
 //!
 //! Upstream: `fork` and `import`. Downstream: the new session's stream and meta.
-//! Promises: until all of it is there, nobody takes it for a session: it says that it is unfinished, and becomes one in a
-//! single step. Whoever is taken for dead and goes on cannot finish it any more, and what it still copies counts nowhere:
-//! copies say who made them, and a session says whose it is made of. A fork or import that failed or was killed can be
-//! repeated at once: it replaces what the earlier one left.
+//! Promises: until all of it is there, nobody takes it for a session: it says that it is unfinished, and becomes one
+//! in a single step. Whoever is taken for dead and goes on cannot finish it any more, and what it still copies counts
+//! nowhere: copies say who made them, and a session says whose it is made of. A fork or import that failed or was
+//! killed can be repeated at once: it replaces what the earlier one left.
 
 use std::collections::{HashMap, HashSet};
 

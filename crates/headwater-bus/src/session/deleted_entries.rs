@@ -1,9 +1,9 @@
 //! Deleted entries: whether entries of a session are gone that no compaction removed.
 //!
 //! Upstream: `recovery`, `fork` and `export`, after they read the stream. Downstream: nothing, this is arithmetic.
-//! Promises: an entry that was deleted after the last one that is left is noticed on every backend: the backend keeps the
-//! last id it generated. Where the backend also counts the entries it ever added (Redis 7.0 and later), every other deleted
-//! entry is noticed, too, unless a snapshot already includes it.
+//! Promises: an entry that was deleted after the last one that is left is noticed on every backend: the backend keeps
+//! the last id it generated. Where the backend also counts the entries it ever added (Redis 7.0 and later), every
+//! other deleted entry is noticed, too, unless a snapshot already includes it.
 //! Not here: a trimmed beginning (see `recovery::beginning`), and entries that a failover lost together with the count.
 
 use headwater_stream::{EntryId, StreamStats};

@@ -1,9 +1,9 @@
 //! Forks: a session that begins like another one, and goes on by itself.
 //!
 //! Upstream: applications and operators. Downstream: `copying`.
-//! Promises: the parent is only read. The fork has copies of its events, so that whatever becomes of the parent, the fork
-//! stays whole; it knows its parent and the entry it left it at. A fork that a compaction of the parent overtakes begins
-//! again, with the snapshot that the compaction left.
+//! Promises: the parent is only read. The fork has copies of its events, so that whatever becomes of the parent, the
+//! fork stays whole; it knows its parent and the entry it left it at. A fork that a compaction of the parent
+//! overtakes begins again, with the snapshot that the compaction left.
 
 use headwater_stream::{Entry, EntryId, RegistryMap, StreamStats};
 
@@ -69,8 +69,8 @@ impl Sessions {
         Err(SessionError::CompactedWhileReading { session: parent.clone() })
     }
 
-    /// Whether our own compaction removed what was about to be read. It notes what it removes before it does so: the note may
-    /// be older than the look at the source.
+    /// Whether our own compaction removed what was about to be read. It notes what it removes before it does so: the
+    /// note may be older than the look at the source.
     pub(super) async fn was_compacted_meanwhile(
         &self,
         session: &SessionId,
@@ -168,7 +168,7 @@ impl Sessions {
             && copying.last != Some(id)
         {
             let problem = format!("session `{parent}` has no entry {id}");
-            return Err(BusError::invalid("the entry", problem).into());
+            return Err(BusError::invalid("entry", problem).into());
         }
         match &source.missing {
             Some(missing) if !copying.has_snapshot() => {

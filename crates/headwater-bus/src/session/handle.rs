@@ -1,9 +1,9 @@
 //! A session in the hands of this process: publish to it, read its state.
 //!
 //! Upstream: applications and the main loop. Downstream: the bus, to publish; `replay`, to read back what was stored.
-//! Promises: the state is made of what is in the stream, in its order, whoever published it: an event that is published
-//! here counts after it was read back. Calls may be made at the same time. Events that it knows and that are lost in the
-//! backend are an error, and its state stays as it was.
+//! Promises: the state is made of what is in the stream, in its order, whoever published it: an event that is
+//! published here counts after it was read back. Calls may be made at the same time. Events that it knows and that
+//! are lost in the backend are an error, and its state stays as it was.
 
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -93,8 +93,8 @@ impl Session {
         self.cached().recovery.clone()
     }
 
-    /// The newest event of type `E`, if [`Folds::latest`](crate::Folds::latest) or [`Folds::all`](crate::Folds::all) keep
-    /// it and there was one.
+    /// The newest event of type `E`, if [`Folds::latest`](crate::Folds::latest) or [`Folds::all`](crate::Folds::all)
+    /// keep it and there was one.
     pub fn latest<E: Event>(&self) -> Option<ReceivedEvent<E>> {
         self.cached().state.latest()
     }
@@ -114,8 +114,8 @@ impl Session {
         self.cached().state.clone()
     }
 
-    /// Why its state stays as it is for good, whatever is published: a fold panicked on the next event. What it knows is
-    /// what was before that event.
+    /// Why its state stays as it is for good, whatever is published: a fold panicked on the next event. What it knows
+    /// is what was before that event.
     pub fn problem(&self) -> Option<SessionError> {
         self.cached().broken.clone()
     }
@@ -132,9 +132,9 @@ impl Session {
         Ok(results.pop().unwrap_or(Err(BusError::Closed))?)
     }
 
-    /// Publishes events of this session in order, and brings its state forward. There is a result for each event; an error
-    /// means that none was published, or that those that were count for nothing, because the session has expired or was
-    /// forgotten.
+    /// Publishes events of this session in order, and brings its state forward. There is a result for each event; an
+    /// error means that none was published, or that those that were count for nothing, because the session has
+    /// expired or was forgotten.
     ///
     /// If the state cannot be brought forward (the backend went away, a fold panicked), the events are stored all the
     /// same; the next [`refresh`](Self::refresh) tries again, or says why not.
@@ -160,8 +160,8 @@ impl Session {
         Ok(results)
     }
 
-    /// A session that nobody used for long may be about to end. Whoever ends it looks for new events after it said so; this
-    /// looks whether somebody said so after there was one. So one of the two notices.
+    /// A session that nobody used for long may be about to end. Whoever ends it looks for new events after it said
+    /// so; this looks whether somebody said so after there was one. So one of the two notices.
     async fn check_not_expired(&self, before: EntryId, last: EntryId) -> Result<()> {
         let Some(ttl) = self.ttl else { return Ok(()) };
         let last_used_at = Timestamp::from_millis(before.max(self.index).ms);
@@ -187,7 +187,7 @@ impl Session {
                 return Ok(());
             }
         };
-        Err(BusError::invalid(format!("an event `{}`", event.event_type), problem))
+        Err(BusError::invalid(format!("event `{}`", event.event_type), problem))
     }
 
     /// Takes into account what was published since, here and elsewhere. Takes a snapshot if it is time for one.
@@ -254,7 +254,8 @@ impl Session {
         Ok(())
     }
 
-    /// After a fold panicked, some folds know an entry that others do not. Their state is read anew as it was before it.
+    /// After a fold panicked, some folds know an entry that others do not. Their state is read anew as it was before
+    /// it.
     async fn reload_after_panic(&self) {
         let position = self.position();
         let before = match position {
@@ -294,8 +295,8 @@ impl Session {
         }
     }
 
-    /// The entry that this state stood at is gone. If a compaction went past it, a snapshot has all that it had. If not,
-    /// entries are lost: what is left must not take the place of what is known here.
+    /// The entry that this state stood at is gone. If a compaction went past it, a snapshot has all that it had. If
+    /// not, entries are lost: what is left must not take the place of what is known here.
     async fn reload(&self, after: EntryId, before: EntryId, entries: u64) -> Result<()> {
         self.sessions.check_same_session(&self.id, self.index).await?;
         let missing = MissingEntries { after, before, count: None, reason: MissingReason::Lost };
@@ -322,8 +323,8 @@ impl Session {
         Ok(())
     }
 
-    /// Takes a snapshot of the state as it is now. Returns whether it was kept: `false` if there is one of this entry or
-    /// a later one.
+    /// Takes a snapshot of the state as it is now. Returns whether it was kept: `false` if there is one of this entry
+    /// or a later one.
     pub async fn snapshot(&self) -> Result<bool> {
         let refuse = |problem: &str| SessionError::Snapshot {
             session: self.id.clone(),

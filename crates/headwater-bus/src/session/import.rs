@@ -1,9 +1,10 @@
 //! Import: a session made of lines of JSON.
 //!
 //! Upstream: operators, with a file of their own. Downstream: `copy`.
-//! Promises: a file is checked line by line and as a whole: one that is torn, of another kind or out of order is an error,
-//! and nothing of it is imported. A call that is given up half way is the end of the import, too: nobody knows what of
-//! its entries was stored. What a failed or killed import stored is no session, and is replaced when it is repeated.
+//! Promises: a file is checked line by line and as a whole: one that is torn, of another kind or out of order is an
+//! error, and nothing of it is imported. A call that is given up half way is the end of the import, too: nobody knows
+//! what of its entries was stored. What a failed or killed import stored is no session, and is replaced when it is
+//! repeated.
 
 use headwater_stream::{EntryId, Fields, RegistryMap};
 
@@ -21,8 +22,9 @@ use crate::name::SessionId;
 const BATCH: usize = 500;
 
 impl Sessions {
-    /// Makes a session of lines that [`export`](Self::export) wrote. It may have another id than it had. It is an error if
-    /// there is a session with this id; what an earlier import of the same session left unfinished is replaced.
+    /// Makes a session of lines that [`export`](Self::export) wrote. It may have another id than it had. It is an
+    /// error if there is a session with this id; what an earlier import of the same session left unfinished is
+    /// replaced.
     pub fn import(&self, session: &SessionId) -> Import {
         Import {
             sessions: self.clone(),
@@ -43,8 +45,8 @@ impl Sessions {
     }
 }
 
-/// A session on its way in: give it every [`line`](Self::line), then [`finish`](Self::finish). One that is dropped before
-/// that is no session; begin again, with the same id.
+/// A session on its way in: give it every [`line`](Self::line), then [`finish`](Self::finish). One that is dropped
+/// before that is no session; begin again, with the same id.
 pub struct Import {
     sessions: Sessions,
     session: SessionId,
@@ -104,11 +106,12 @@ impl Import {
         }
     }
 
-    /// Ends an import of which no more will come. Returns `false` if nothing of it is left and its id is free, `true` if it
-    /// turns out to be a session all the same: the reply to its last step was lost.
+    /// Ends an import of which no more will come. Returns `false` if nothing of it is left and its id is free, `true`
+    /// if it turns out to be a session all the same: the reply to its last step was lost.
     ///
-    /// After an error, and if an import is only dropped, what was stored stays unfinished: the same import can be repeated,
-    /// others cannot have the id until [`Sessions::run`] or [`Sessions::delete`] removes it. May be repeated.
+    /// After an error, and if an import is only dropped, what was stored stays unfinished: the same import can be
+    /// repeated, others cannot have the id until [`Sessions::run`] or [`Sessions::delete`] removes it. May be
+    /// repeated.
     pub async fn abandon(&mut self) -> Result<bool> {
         Ok(self.fail().await? == AbandonOutcome::Finished)
     }

@@ -2,8 +2,8 @@
 //!
 //! Upstream: `export` writes them. Downstream: `import` reads them.
 //!
-//! The first line says what the file is; if the beginning of the session was compacted, its snapshots follow; then one line
-//! for each entry; the last line has their number and checksum.
+//! The first line says what the file is; if the beginning of the session was compacted, its snapshots follow; then
+//! one line for each entry; the last line has their number and checksum.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};

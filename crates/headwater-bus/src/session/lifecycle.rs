@@ -2,8 +2,8 @@
 //!
 //! Upstream: applications and operators. Downstream: `meta`, and a stream that lists all sessions.
 //! Promises: of two that make the same session one wins; a session that is made has a guard on its stream from the
-//! beginning, so that no trim of ours takes what no snapshot stands for. A crash in the middle leaves nothing that looks
-//! like a session.
+//! beginning, so that no trim of ours takes what no snapshot stands for. A crash in the middle leaves nothing that
+//! looks like a session.
 
 use std::time::Duration;
 
@@ -190,7 +190,7 @@ impl Sessions {
     pub async fn list(&self, after: EntryId, count: usize) -> Result<Vec<SessionInfo>> {
         if !(1..=LIST_PAGE_MAX).contains(&count) {
             let problem = format!("{count}; 1 to {LIST_PAGE_MAX}");
-            return Err(BusError::invalid("the length of a page", problem).into());
+            return Err(BusError::invalid("length of a page", problem).into());
         }
         let (mut found, mut from) = (Vec::new(), after);
         while found.len() < count {
@@ -244,8 +244,8 @@ impl Sessions {
         Ok(self.lookup(session).await?.map(|lookup| lookup.info()))
     }
 
-    /// The same for a stream that other programs wrote: it is described, and stays what it is. It has no place in the list,
-    /// `index` is [`EntryId::MIN`]. [`NotFound`](SessionError::NotFound) if there is nothing.
+    /// The same for a stream that other programs wrote: it is described, and stays what it is. It has no place in the
+    /// list, `index` is [`EntryId::MIN`]. [`NotFound`](SessionError::NotFound) if there is nothing.
     pub async fn info_including_foreign(&self, session: &SessionId) -> Result<SessionInfo> {
         if let Some(lookup) = self.lookup(session).await? {
             return Ok(lookup.info());
@@ -258,8 +258,8 @@ impl Sessions {
         Ok(SessionLookup { session: session.clone(), meta, stats }.info())
     }
 
-    /// Removes a session with all its events, snapshots and groups, read or not. Returns whether there was one. Nothing is
-    /// left to say that it ever was.
+    /// Removes a session with all its events, snapshots and groups, read or not. Returns whether there was one.
+    /// Nothing is left to say that it ever was.
     pub async fn delete(&self, session: &SessionId) -> Result<bool> {
         let storage = self.storage();
         let Some(meta) = self.meta(session).await? else {
@@ -280,8 +280,8 @@ impl Sessions {
         Ok(was_there)
     }
 
-    /// When a stream without a session was filled by somebody who did not notice that the session was removed; `None` if
-    /// it is a stream of another program.
+    /// When a stream without a session was filled by somebody who did not notice that the session was removed; `None`
+    /// if it is a stream of another program.
     pub(super) async fn find_orphaned_copy(
         &self,
         session: &SessionId,
@@ -293,8 +293,8 @@ impl Sessions {
         Ok(copy.map(|entry| Timestamp::from_millis(entry.id.ms)))
     }
 
-    /// Notes that a main loop lost its lock over a request. Several may do so at once; it is an error if so many do that one
-    /// is not counted.
+    /// Notes that a main loop lost its lock over a request. Several may do so at once; it is an error if so many do
+    /// that one is not counted.
     pub(crate) async fn record_lock_loss(&self, session: &SessionId) -> Result<()> {
         let map = self.storage().keys.session_meta(session);
         for _ in 0..UPDATE_ATTEMPTS {

@@ -1,8 +1,9 @@
 //! The upkeep of sessions: ends those that nobody uses any more, and compacts those that grew long.
 //!
 //! Upstream: whoever runs a server, once in a while. Downstream: the list of sessions, `compaction`, `life`.
-//! Promises: each thing is done once, however many processes look; a session that cannot be dealt with holds up no other;
-//! a crash anywhere is made up for by the next look. An expired session leaves a note that it was, for a while.
+//! Promises: each thing is done once, however many processes look; a session that cannot be dealt with holds up no
+//! other; a crash anywhere is made up for by the next look. An expired session leaves a note that it was, for a
+//! while.
 //! Refuses: to end what a group still needs, or what was published to meanwhile.
 
 use std::time::Duration;
@@ -71,11 +72,11 @@ impl SessionMaintenanceReport {
 }
 
 impl Sessions {
-    /// Does what is to be done [once](Self::run_once), then again every so often, until `shutdown` is done. One process is
-    /// enough; several do no harm. A backend that is away is asked again.
+    /// Does what is to be done [once](Self::run_once), then again every so often, until `shutdown` is done. One
+    /// process is enough; several do no harm. A backend that is away is asked again.
     pub async fn run(&self, every: Duration, shutdown: impl Future<Output = ()>) -> Result<()> {
         if every.is_zero() {
-            return Err(BusError::invalid("every", "it is zero").into());
+            return Err(BusError::invalid("every", "must be greater than zero").into());
         }
         let mut ticks = interval(every);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -94,8 +95,8 @@ impl Sessions {
         }
     }
 
-    /// [Sweeps](Self::sweep) once, and compacts the sessions that have at least `compact_min_entries` entries before the oldest of
-    /// their snapshots. Entries that nobody could read are kept, and their sessions with them.
+    /// [Sweeps](Self::sweep) once, and compacts the sessions that have at least `compact_min_entries` entries before
+    /// the oldest of their snapshots. Entries that nobody could read are kept, and their sessions with them.
     pub async fn run_once(&self) -> Result<SessionMaintenanceReport> {
         self.maintain_all(self.inner.config.compact_min_entries).await
     }
@@ -103,8 +104,9 @@ impl Sessions {
     /// Ends sessions whose time is up, and removes abandoned forks and imports. Run it now and then, in any process and
     /// in several: it does each thing once.
     ///
-    /// An expired session keeps a note of how many entries it had ([`SessionError::Expired`]) for `tombstone_ttl`; then it
-    /// is [forgotten](Self::forget). Entries that a group has not read or acknowledged stay, and so does their session.
+    /// An expired session keeps a note of how many entries it had ([`SessionError::Expired`]) for `tombstone_ttl`;
+    /// then it is [forgotten](Self::forget). Entries that a group has not read or acknowledged stay, and so does
+    /// their session.
     pub async fn sweep(&self) -> Result<SessionSweepReport> {
         Ok(self.maintain_all(None).await?.swept)
     }
@@ -239,7 +241,8 @@ impl Sessions {
         if !storage.backend.map_update(&map, expected, &meta::expired_is(point, now)).await? {
             return Ok(false);
         }
-        // Somebody published or began to read between the look and the end. Nothing has gone yet: it is in use after all.
+        // Somebody published or began to read between the look and the end. Nothing has gone yet: it is in use after
+        // all.
         let stats = storage.backend.stats(&storage.keys.session(session)).await?;
         if stats.as_ref().and_then(|stats| stats.last_id) != info.last_entry
             || self.is_needed_by_group(session, stats.as_ref())
@@ -308,8 +311,8 @@ impl Sessions {
         if self.is_needed_by_group(session, lookup.stats.as_ref()) {
             return Ok(false);
         }
-        // One of all who want to wins, and until it is done nobody can make another session of this name, which would go,
-        // too. If it dies, what is left is taken for an abandoned copy, and goes later.
+        // One of all who want to wins, and until it is done nobody can make another session of this name, which would
+        // go, too. If it dies, what is left is taken for an abandoned copy, and goes later.
         let map = self.storage().keys.session_meta(session);
         let expired = meta::stage_text(SessionStage::Expired);
         let expected = Some((meta::STAGE, expired.as_bytes()));

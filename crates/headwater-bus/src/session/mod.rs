@@ -63,8 +63,8 @@ type Result<T, E = SessionError> = std::result::Result<T, E>;
 /// Settings of [`Sessions`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionsConfig {
-    /// After how many entries a session takes a snapshot by itself, when it is published to or refreshed. Default: 1000;
-    /// `None` never.
+    /// After how many entries a session takes a snapshot by itself, when it is published to or refreshed. Default:
+    /// 1000; `None` never.
     pub snapshot_every: Option<u64>,
     /// How long a session that is made here lives after its last event, if somebody [runs](Sessions::run) the upkeep.
     /// Default: `None`, for ever.
@@ -74,8 +74,8 @@ pub struct SessionsConfig {
     pub tombstone_ttl: Duration,
     /// How long after the last step of a fork, an import or an end whoever was at it is taken for dead. Default: 1 h.
     pub abandoned_after: Duration,
-    /// The upkeep compacts a session that has so many entries before the oldest of its snapshots; what it was before them
-    /// cannot be asked for any more. Default: 10 000; `None` never.
+    /// The upkeep compacts a session that has so many entries before the oldest of its snapshots; what it was before
+    /// them cannot be asked for any more. Default: 10 000; `None` never.
     pub compact_min_entries: Option<u64>,
 }
 
@@ -98,7 +98,7 @@ impl SessionsConfig {
             ("compact_min_entries", self.compact_min_entries),
         ] {
             if count == Some(0) {
-                return Err(BusError::invalid(name, "it is zero"));
+                return Err(BusError::invalid(name, "must be greater than zero"));
             }
         }
         for (name, time) in [

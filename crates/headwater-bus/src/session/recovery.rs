@@ -74,18 +74,18 @@ struct RecoveryAttempt {
 }
 
 impl Sessions {
-    /// Recovers a session: its state in this process is what it was in the last one. If events are missing and no snapshot
-    /// stands for them, that is an error.
+    /// Recovers a session: its state in this process is what it was in the last one. If events are missing and no
+    /// snapshot stands for them, that is an error.
     ///
-    /// The stream of a session that other programs wrote is taken over as it is; nobody knows then whether its beginning
-    /// is still there, and [`Session::recovery`] says so.
+    /// The stream of a session that other programs wrote is taken over as it is; nobody knows then whether its
+    /// beginning is still there, and [`Session::recovery`] says so.
     pub async fn recover(&self, session: &SessionId) -> Result<Session> {
         let loaded = self.load(session, ReplayUntil::End, LoadPurpose::Use).await?;
         Ok(Session::recovered(self.clone(), loaded))
     }
 
-    /// Recovers a session of what is left of it; [`Session::recovery`] says what is missing. It takes no snapshots: they
-    /// would hide that.
+    /// Recovers a session of what is left of it; [`Session::recovery`] says what is missing. It takes no snapshots:
+    /// they would hide that.
     pub async fn recover_incomplete(&self, session: &SessionId) -> Result<Session> {
         let loaded = self.load(session, ReplayUntil::End, LoadPurpose::UseIncomplete).await?;
         Ok(Session::recovered(self.clone(), loaded))
@@ -98,7 +98,7 @@ impl Sessions {
             && state.position != id
         {
             let problem = format!("session `{session}` has no entry {id}");
-            return Err(BusError::invalid("the entry", problem).into());
+            return Err(BusError::invalid("entry", problem).into());
         }
         Ok(state)
     }
@@ -298,8 +298,8 @@ impl Sessions {
         SessionState { copied_by, ..SessionState::new(session.clone(), self.inner.folds.clone()) }
     }
 
-    /// What is missing if the entry of a snapshot is gone and the beginning is not. Streams are trimmed from the beginning
-    /// only: entries were lost, as in a failover to a server that did not have the last ones yet.
+    /// What is missing if the entry of a snapshot is gone and the beginning is not. Streams are trimmed from the
+    /// beginning only: entries were lost, as in a failover to a server that did not have the last ones yet.
     async fn find_lost(
         &self,
         snapshot: &SessionState,

@@ -1,8 +1,8 @@
 //! The replay: reads a session's stream page by page into a state, and notices when something is missing.
 //!
 //! Upstream: `session`, to recover or to catch up. Downstream: `state`.
-//! Promises: every page begins with the last entry of the page before. Streams are trimmed from their beginning only: as
-//! long as that entry is there, nothing after it is gone. If it is not, the replay stops and says so.
+//! Promises: every page begins with the last entry of the page before. Streams are trimmed from their beginning only:
+//! as long as that entry is there, nothing after it is gone. If it is not, the replay stops and says so.
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{Direction, Entry, EntryId, Fields, Range, StreamName};
@@ -48,8 +48,8 @@ pub(crate) struct ReplayPages<'a> {
     storage: &'a SessionBackend,
     stream: &'a StreamName,
     count: usize,
-    /// Where the stream ended when somebody looked. Whoever reads on until nothing follows may never be done with a stream
-    /// that others write to.
+    /// Where the stream ended when somebody looked. Whoever reads on until nothing follows may never be done with a
+    /// stream that others write to.
     end: Option<EntryId>,
     is_at_end: bool,
 }

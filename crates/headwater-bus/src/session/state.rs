@@ -1,9 +1,9 @@
 //! The state of a session: its folds, and how far its stream was read.
 //!
 //! Upstream: entries of the stream, in order. Downstream: `fold`; `snapshot` keeps it.
-//! Promises: an entry counts once. Entries that repeat another one for a group are skipped, and so is a second copy of an
-//! event, known by its id among the newest thousands. What cannot be read is remembered, and changes nothing; nor does what
-//! somebody copied here who was taken for dead.
+//! Promises: an entry counts once. Entries that repeat another one for a group are skipped, and so is a second copy
+//! of an event, known by its id among the newest thousands. What cannot be read is remembered, and changes nothing;
+//! nor does what somebody copied here who was taken for dead.
 
 use std::any::Any;
 use std::collections::{BTreeSet, HashSet, VecDeque};
@@ -143,7 +143,8 @@ impl SessionState {
 
     fn apply(&mut self, event: &SessionEvent, entry_id: EntryId) -> Result<(), SessionError> {
         for fold in self.folds.iter_mut() {
-            // Foreign code. Its state may be half changed afterwards, and is not used any more: the caller drops all of it.
+            // Foreign code. Its state may be half changed afterwards, and is not used any more: the caller drops all
+            // of it.
             let applied = catch_unwind(AssertUnwindSafe(|| fold.apply(event)));
             applied.map_err(|panic: Box<dyn Any + Send>| SessionError::Fold {
                 session: self.session.clone(),

@@ -194,8 +194,9 @@ impl SpoolFile {
         }
     }
 
-    /// Notes that the oldest `count` events are in their streams. They are, whatever the disk says: the next note makes up
-    /// for one that cannot be written, and if a crash comes first, the events are sent again, and their ids tell.
+    /// Notes that the oldest `count` events are in their streams. They are, whatever the disk says: the next note
+    /// makes up for one that cannot be written, and if a crash comes first, the events are sent again, and their ids
+    /// tell.
     pub(super) fn acknowledge(&mut self, count: usize) {
         let count = count.min(self.pending.len());
         self.done += count as u64;
@@ -339,7 +340,8 @@ impl SpoolFile {
 
 impl Drop for SpoolFile {
     fn drop(&mut self) {
-        // Closing alone leaves the lock to a process that is just being started, until it is: it has all our files till then.
+        // Closing alone leaves the lock to a process that is just being started, until it is: it has all our files
+        // till then.
         let _ = self.file.unlock();
     }
 }
@@ -351,8 +353,8 @@ fn unfinished_path(path: &Path) -> PathBuf {
     path.into()
 }
 
-/// Adds events to a file of those that their streams refused, unless they are there: a crash may have come before it was
-/// noted that they are dealt with. Returns how many there are.
+/// Adds events to a file of those that their streams refused, unless they are there: a crash may have come before it
+/// was noted that they are dealt with. Returns how many there are.
 pub(super) fn reject(
     path: &Path,
     owner: &str,

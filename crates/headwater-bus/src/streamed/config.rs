@@ -29,8 +29,8 @@ pub struct StreamedBusConfig {
     /// When the backend is left alone after failures.
     pub breaker: BreakerConfig,
     /// How long ids of published events are remembered, so that one that is published again counts once. `None`
-    /// (default) does so for 10 min, and only for events that were given an id; with a spool, for all events. Several times
-    /// as long as a call of the backend may take (less than once is refused), at most 24 h.
+    /// (default) does so for 10 min, and only for events that were given an id; with a spool, for all events. Several
+    /// times as long as a call of the backend may take (less than once is refused), at most 24 h.
     pub dedup_window: Option<Duration>,
     /// How much of the control stream is kept once every group is done with it. Default: 10 000 entries.
     pub control_retention: Retention,
@@ -44,8 +44,8 @@ pub struct StreamedBusConfig {
     pub poll: Duration,
     /// How long closing waits for what was begun: publishes, handlers, all at once. Default: 25 s.
     pub drain: Duration,
-    /// How often the bus looks at its health by itself, for metrics and [`last_health`](crate::StreamedBus::last_health).
-    /// Default: 30 s; `None` never.
+    /// How often the bus looks at its health by itself, for metrics and
+    /// [`last_health`](crate::StreamedBus::last_health). Default: 30 s; `None` never.
     pub health_every: Option<Duration>,
     /// Settings of durable subscriptions.
     pub queue: QueueConfig,
@@ -63,8 +63,9 @@ pub enum FailurePolicy {
     /// run at once.
     Spool(SpoolConfig),
     /// Handlers of this process run. The result says whether other processes may see the event:
-    /// [`StoreOutcome::LocalOnly`](crate::Stored::LocalOnly) was not sent, because the breaker was open, and no other process ever sees it;
-    /// [`StoreOutcome::Unconfirmed`](crate::Stored::Unconfirmed) was sent and not confirmed, and may be in its stream.
+    /// [`StoreOutcome::LocalOnly`](crate::Stored::LocalOnly) was not sent, because the breaker was open, and no other
+    /// process ever sees it; [`StoreOutcome::Unconfirmed`](crate::Stored::Unconfirmed) was sent and not confirmed,
+    /// and may be in its stream.
     LocalOnly,
 }
 
@@ -116,7 +117,7 @@ impl StreamedBusConfig {
             return Err(BusError::invalid("dedup_window", problem));
         }
         if self.health_every.is_some_and(|every| every.is_zero()) {
-            return Err(BusError::invalid("health_every", "it is zero"));
+            return Err(BusError::invalid("health_every", "must be greater than zero"));
         }
         if let FailurePolicy::Spool(spool) = &self.on_failure {
             spool.validate()?;

@@ -22,7 +22,8 @@ pub(super) struct FollowedStreams {
 struct FollowedStream {
     /// Everything up to here was read.
     position: EntryId,
-    /// Whether the entry at the position was read, and not only where the stream ended when somebody began to follow it.
+    /// Whether the entry at the position was read, and not only where the stream ended when somebody began to follow
+    /// it.
     is_read: bool,
     /// Whether nobody waited for the next entries when they came, or may have come.
     is_late: bool,
@@ -37,7 +38,7 @@ impl FollowedStreams {
         if streams.len() >= FOLLOWED_STREAMS_MAX && !streams.contains_key(stream) {
             let problem =
                 format!("the bus follows {FOLLOWED_STREAMS_MAX} streams, which is the limit");
-            return Err(BusError::invalid("a live subscription", problem));
+            return Err(BusError::invalid("live subscription", problem));
         }
         let fresh =
             FollowedStream { position: from, is_read: false, is_late: false, subscriptions: 0 };
@@ -85,8 +86,8 @@ impl FollowedStreams {
         self.lock().values_mut().for_each(|following| following.is_late = true);
     }
 
-    /// Entries have come. Returns the last one that was read before, if some between may be gone: streams are trimmed from
-    /// their beginning only, so as long as it is there, none is.
+    /// Entries have come. Returns the last one that was read before, if some between may be gone: streams are trimmed
+    /// from their beginning only, so as long as it is there, none is.
     pub(super) fn last_read_if_late(&self, stream: &StreamName) -> Option<EntryId> {
         let mut streams = self.lock();
         let following = streams.get_mut(stream)?;

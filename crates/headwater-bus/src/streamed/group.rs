@@ -55,7 +55,7 @@ impl Inner {
             Scope::Session => {
                 let session = subscribe.session.as_ref().or(self.config.session.as_ref());
                 let session = session.ok_or_else(|| {
-                    BusError::invalid("a durable subscription", "it names no session")
+                    BusError::invalid("durable subscription", "it names no session")
                 })?;
                 (self.keys.session(session), session.as_str())
             }
@@ -126,7 +126,7 @@ impl Inner {
             |other: &DurableGroup| other.stream == group.stream && other.name == group.name;
         if groups.values().any(is_same) {
             let problem = format!("`{label}` is subscribed here; give all handlers in one call");
-            return Err(BusError::invalid("a group", problem));
+            return Err(BusError::invalid("group", problem));
         }
         groups.insert(id, group);
         Ok(GroupReservation { inner: self, id, is_committed: false })

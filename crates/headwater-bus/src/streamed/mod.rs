@@ -88,8 +88,8 @@ pub(crate) struct Inner {
 }
 
 impl StreamedBus {
-    /// A bus for these event types on a backend. With a spool, what waits in it is replayed first. The backend stays open
-    /// when the bus is closed.
+    /// A bus for these event types on a backend. With a spool, what waits in it is replayed first. The backend stays
+    /// open when the bus is closed.
     pub async fn open(
         backend: Arc<dyn Backend>,
         registry: EventRegistry,

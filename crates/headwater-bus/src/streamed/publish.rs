@@ -66,7 +66,7 @@ impl Inner {
                 "{} events, {bytes} bytes; the limits are {BATCH_MAX} and {BATCH_BYTES_MAX}",
                 events.len()
             );
-            return Err(BusError::invalid("a batch", problem));
+            return Err(BusError::invalid("batch", problem));
         }
         let now = self.config.clock.now();
         let mut prepared = Vec::with_capacity(events.len());
@@ -97,7 +97,7 @@ impl Inner {
         let session = event.session.as_ref().or(self.config.session.as_ref());
         let session = session.ok_or_else(|| {
             let problem = "it names no session, and the bus has none";
-            BusError::invalid(format!("an event `{}`", event.event_type), problem)
+            BusError::invalid(format!("event `{}`", event.event_type), problem)
         })?;
         Ok((self.keys.session(session), Some(session.clone())))
     }

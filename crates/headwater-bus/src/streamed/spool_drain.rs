@@ -235,8 +235,8 @@ impl Inner {
         Ok(())
     }
 
-    /// The ids of suspect events that are in the stream. Their ids are no longer remembered by the backend, or soon will
-    /// not be; a call that is still under way would be older than any network keeps it.
+    /// The ids of suspect events that are in the stream. Their ids are no longer remembered by the backend, or soon
+    /// will not be; a call that is still under way would be older than any network keeps it.
     async fn find_stored(
         &self,
         stream: &StreamName,

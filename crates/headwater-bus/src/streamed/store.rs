@@ -159,8 +159,8 @@ impl Inner {
         }
     }
 
-    /// Only an event that was never sent stays in this process for certain. One that was sent and not confirmed may be in
-    /// its stream, where other processes see it.
+    /// Only an event that was never sent stays in this process for certain. One that was sent and not confirmed may
+    /// be in its stream, where other processes see it.
     async fn store_or_not(
         &self,
         stream: &StreamName,

@@ -1,9 +1,9 @@
 //! What other processes publish, for the live subscriptions of this one.
 //!
 //! Upstream: the streams that are `followed`. Downstream: `live`, and `parked` for what cannot be read.
-//! Promises: entries of one stream are dealt with in order, and hold up no other stream; those that this bus wrote itself
-//! are skipped, for its handlers have had them; a bad entry never stops the reader; an outage delays. What was trimmed
-//! before it was read is lost to live handlers, and that is counted and told.
+//! Promises: entries of one stream are dealt with in order, and hold up no other stream; those that this bus wrote
+//! itself are skipped, for its handlers have had them; a bad entry never stops the reader; an outage delays. What was
+//! trimmed before it was read is lost to live handlers, and that is counted and told.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -28,8 +28,8 @@ use crate::metrics;
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
-/// How long reading waits for the handlers of what it has read. After that, the other streams are read without theirs, and
-/// theirs is late.
+/// How long reading waits for the handlers of what it has read. After that, the other streams are read without
+/// theirs, and theirs is late.
 const HANDLER_GRACE: Duration = Duration::from_millis(20);
 
 /// When a key that is no stream is looked at again.

@@ -244,7 +244,8 @@ async fn a_worker_that_was_paused_and_replaced_changes_nothing_when_it_wakes(url
     assert_eq!(asking.await.unwrap().unwrap().output, "a");
     assert_eq!(begun(&main_loop, "r1"), 1);
     first.resume().unwrap();
-    // It takes part again, and has forgotten what it had: it is asked until it answers, which it does with its gate shut.
+    // It takes part again, and has forgotten what it had: it is asked until it answers, which it does with its gate
+    // shut.
     worker.stop().await.unwrap();
     let next = Submission::new(Ask::Echo("b".to_owned())).id(id("r2"));
     let done = client.submit::<_, String>(next).await.unwrap();

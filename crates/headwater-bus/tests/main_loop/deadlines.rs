@@ -1,7 +1,7 @@
 //! A caller is answered at the deadline of its request, or when its own time is up, whatever the servers do.
 //!
-//! Calls of the backend may take a minute here, and the proxies stay stalled: whoever waits for one of those calls is not
-//! answered within [`ANSWERED`].
+//! Calls of the backend may take a minute here, and the proxies stay stalled: whoever waits for one of those calls is
+//! not answered within [`ANSWERED`].
 
 use std::time::Duration;
 

@@ -28,8 +28,8 @@ everywhere!(
     an_end_that_is_cut_off_anywhere_is_still_told,
 );
 
-/// How often something must have come to its end before it counts as tried: an answer that is there at once spares a poll,
-/// and so a place to be cut off at.
+/// How often something must have come to its end before it counts as tried: an answer that is there at once spares a
+/// poll, and so a place to be cut off at.
 const ENDS: usize = 3;
 
 /// Runs something for so many polls. Returns whether it came to its end.

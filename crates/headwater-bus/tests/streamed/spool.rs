@@ -202,7 +202,8 @@ async fn an_outage_longer_than_ids_are_remembered_doubles_nothing() {
     let bus = place.bus_with(registry(), config).await;
     bus.publish(place.noted(0)).await.unwrap().into_result().unwrap();
 
-    // The event is stored, but nobody hears of it: the server stops after it has read the request, and answers into the void.
+    // The event is stored, but nobody hears of it: the server stops after it has read the request, and answers into
+    // the void.
     redis.pause().unwrap();
     let result = bus.publish(place.noted(1)).await.unwrap();
     assert_eq!(result.stored, StoreOutcome::Spooled);
