@@ -244,11 +244,9 @@ impl Envelope {
         let text = |name: &str| fields.get(name).and_then(|value| std::str::from_utf8(value).ok());
         let event_type = match fields.get(TYPE) {
             None => return Err(malformed(TYPE, "is missing")),
-            Some(value) => {
-                std::str::from_utf8(value)
+            Some(value) => std::str::from_utf8(value)
                 .map_err(|_| malformed(TYPE, "is not valid UTF-8"))?
-                .to_owned()
-            }
+                .to_owned(),
         };
         let payload = fields.get(PAYLOAD).ok_or_else(|| malformed(PAYLOAD, "is missing"))?.clone();
         let version = match fields.get(VERSION) {

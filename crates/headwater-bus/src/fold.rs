@@ -132,7 +132,7 @@ impl Folds {
                 || name.chars().any(char::is_control)
             {
                 let problem = format!(
-                "the name must have 1 to {FOLD_NAME_BYTES_MAX} bytes and no control characters"
+                    "the name must have 1 to {FOLD_NAME_BYTES_MAX} bytes and no control characters"
                 );
                 return Err(BusError::invalid(format!("fold `{name}`"), problem));
             }

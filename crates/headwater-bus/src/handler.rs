@@ -82,7 +82,7 @@ impl Handlers {
     pub(crate) fn common_scope(&self) -> Result<Scope> {
         let mut scopes = self.list.iter().map(|handler| handler.scope);
         let first =
-        scopes.next().ok_or_else(|| BusError::invalid("handlers", "the list is empty"))?;
+            scopes.next().ok_or_else(|| BusError::invalid("handlers", "the list is empty"))?;
         if scopes.any(|scope| scope != first) {
             let problem = "session and namespace scopes are mixed; a group reads one stream";
             return Err(BusError::invalid("handlers of a durable subscription", problem));

@@ -259,12 +259,13 @@ impl Inner {
         handlers: Handlers,
     ) -> Result<()> {
         let scope = handlers.common_scope()?;
-        let session = match scope {
-            Scope::Namespace => None,
-            Scope::Session => Some(subscribe.session.ok_or_else(|| {
-                BusError::invalid("durable subscription", "no session is set")
-            })?),
-        };
+        let session =
+            match scope {
+                Scope::Namespace => None,
+                Scope::Session => Some(subscribe.session.ok_or_else(|| {
+                    BusError::invalid("durable subscription", "no session is set")
+                })?),
+            };
         let key = (scope, session, group.clone());
         let event_types = handlers.list.iter().map(|handler| handler.event_type).collect();
         let delivery = EventDelivery {
@@ -277,7 +278,7 @@ impl Inner {
         let mut durable = lock(&self.durable);
         if durable.values().any(|other| other.key == key) {
             let problem = format!(
-            "`{group}` is already subscribed on this bus; pass all handlers in one call"
+                "`{group}` is already subscribed on this bus; pass all handlers in one call"
             );
             return Err(BusError::invalid("group", problem));
         }
@@ -535,7 +536,12 @@ impl GroupWorker {
             DeliveryOutcome::Done => {}
             // There is no other process to release it to.
             DeliveryOutcome::Released => {
-                add_dead_letter(&self.dead_letters, self.group, delivered, "released by its handler");
+                add_dead_letter(
+                    &self.dead_letters,
+                    self.group,
+                    delivered,
+                    "released by its handler",
+                );
             }
             DeliveryOutcome::Failed { reason } => {
                 add_dead_letter(&self.dead_letters, self.group, delivered, &reason)

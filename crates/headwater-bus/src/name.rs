@@ -125,7 +125,9 @@ fn check_part(what: &str, name: &str) -> Result<()> {
     } else if name.len() > SESSION_BYTES_MAX {
         format!("{} bytes; the limit is {SESSION_BYTES_MAX}", name.len())
     } else if let Some(odd) = name.chars().find(odd) {
-        format!("it contains {odd:?}; whitespace, control characters, braces and colons are not allowed")
+        format!(
+            "it contains {odd:?}; whitespace, control characters, braces and colons are not allowed"
+        )
     } else if name == UNKNOWN {
         format!("`{UNKNOWN}` is reserved for parked entries")
     } else {

@@ -1,8 +1,8 @@
-//! Parked entries: those of unknown types and versions, and payloads that do not fit, where an operator sees them.
+//! Parks entries that cannot be decoded (unknown type, unknown version or invalid payload) for an operator.
 //!
-//! Upstream: whoever reads a stream and cannot read an entry. Downstream: the stream `wink:events:unknown`.
-//! Promises: an entry is parked once, whoever meets it and however often; its bytes stay as they are. The entry itself
-//! stays in its stream.
+//! Upstream: readers of streams. Downstream: the stream `wink:events:unknown`.
+//! Promises: an entry is parked once, by any number of readers, with its bytes unchanged. The original stays in its
+//! stream.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,27 +24,27 @@ const REASON: &str = "parked_reason";
 const AT: &str = "parked_at";
 const PARKED_FIELDS: [&str; 4] = [STREAM, ENTRY_ID, REASON, AT];
 
-/// How long it is known that an entry is parked already. Readers meet an entry at about the same time.
+/// Dedup window of parked entries. Several readers usually find an entry at about the same time.
 const DEDUP_TTL: Duration = Duration::from_secs(60 * 60);
 
-/// An entry that nobody could read.
+/// An entry that could not be decoded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParkedEntry {
-    /// Its number among the parked ones.
+    /// Its id in the stream of parked entries.
     pub id: EntryId,
-    /// The stream it lies in.
+    /// The stream of the original entry.
     pub stream: StreamName,
-    /// Its id there.
+    /// The id of the original entry.
     pub entry_id: EntryId,
-    /// Why it could not be read.
+    /// Why it could not be decoded.
     pub reason: String,
     /// When it was parked.
     pub parked_at: Option<Timestamp>,
-    /// Its fields as they are. Empty if they left no room for the reason: then only the stream has them.
+    /// The original fields. Empty if they are too large to be stored with the reason; then only the original has them.
     pub fields: Fields,
 }
 
-/// The entries that nobody could read.
+/// The stream of parked entries.
 #[derive(Clone)]
 pub(crate) struct UnknownEvents {
     pub(crate) backend: Arc<dyn Backend>,
@@ -52,7 +52,7 @@ pub(crate) struct UnknownEvents {
 }
 
 impl UnknownEvents {
-    /// Parks an entry, unless it is parked.
+    /// Parks an entry, unless it is parked already.
     pub(crate) async fn park(
         &self,
         stream: &StreamName,
@@ -71,7 +71,7 @@ impl UnknownEvents {
         let whole = Fields::new(fields.iter().cloned().chain(ours.clone()));
         let id = format!("{stream}/{entry_id}");
         let appended = match self.append(&id, whole).await {
-            // It is as large as an entry can be, or has as many fields.
+            // The original is already at the limit of bytes or fields.
             Err(StreamError::Invalid { .. }) => self.append(&id, Fields::new(ours)).await?,
             other => other?,
         };
@@ -79,11 +79,11 @@ impl UnknownEvents {
             return Ok(());
         }
         metrics::parked();
-        warn!(%stream, %entry_id, error = %decode_error, "entry cannot be read and was parked");
+        warn!(%stream, %entry_id, error = %decode_error, "entry cannot be decoded and was parked");
         Ok(())
     }
 
-    /// Returns whether it was not there before.
+    /// Returns whether the entry is new.
     async fn append(&self, id: &str, fields: Fields) -> Result<bool, StreamError> {
         let once = [Once { id: id.to_owned(), fields }];
         let retention = Retention::max_len(PARKED_MAX);
@@ -114,7 +114,7 @@ impl UnknownEvents {
     }
 }
 
-/// An entry of another program in this stream is shown as it is, as if it had been parked there.
+/// Decodes a parked entry. An entry that another program appended here is shown unchanged.
 fn read(entry: Entry) -> Option<ParkedEntry> {
     let Entry { id, fields } = entry;
     let text = |name: &str| fields.get(name).and_then(|value| std::str::from_utf8(value).ok());
@@ -124,7 +124,7 @@ fn read(entry: Entry) -> Option<ParkedEntry> {
         id,
         stream,
         entry_id: text(ENTRY_ID).and_then(|id| id.parse().ok()).unwrap_or(id),
-        reason: text(REASON).unwrap_or("another program put it here").to_owned(),
+        reason: text(REASON).unwrap_or("appended by another program").to_owned(),
         parked_at: text(AT).and_then(Timestamp::from_rfc3339),
         fields: Fields::new(fields.iter().filter(|(name, _)| !ours(name)).cloned()),
     })

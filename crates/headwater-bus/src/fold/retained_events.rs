@@ -77,7 +77,8 @@ impl<E: Event> AnyFold for RetainedEvents<E> {
 
     fn check(&self) -> Result<()> {
         if !(1..=RETAINED_EVENTS_MAX).contains(&self.max) {
-            let problem = format!("it keeps {} events; must be 1 to {RETAINED_EVENTS_MAX}", self.max);
+            let problem =
+                format!("it keeps {} events; must be 1 to {RETAINED_EVENTS_MAX}", self.max);
             return Err(BusError::invalid(format!("fold `{}`", self.name), problem));
         }
         Ok(())

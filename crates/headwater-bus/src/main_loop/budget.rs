@@ -1,9 +1,9 @@
-//! Budgets: what a request may cost, charged while it is carried out and passed along to what it asks of others.
+//! Budgets: resource limits of a request, charged during execution and passed on to sub-requests.
 //!
-//! Upstream: the `Budget` of a request. Downstream: the code that carries it out charges a [`Meter`].
-//! Promises: the charge that breaks a limit is counted and is an error, and the run ends, also if the error is ignored.
-//! What is lent to another request cannot be spent here; what comes back unused can.
-//! Not here: what an earlier process spent before it died; nobody knows.
+//! Upstream: the `Budget` of a request. Downstream: the application charges a [`Meter`].
+//! Promises: a charge that exceeds a limit is counted and returns an error, and the run ends even if the error is
+//! ignored. A leased amount cannot be spent here until its unused part is returned.
+//! Not here: resources used by a process before it crashed; they are unknown.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -12,19 +12,19 @@ use tokio::sync::watch;
 
 use crate::builtin_events::{Budget, RequestUsage};
 
-/// More was charged than a request may cost. Its run ends.
+/// A request exceeded its budget. Its run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("over budget: {used} {what} of {limit}")]
+#[error("budget exceeded: {used} {what} used, the limit is {limit}")]
 pub struct OverBudget {
-    /// What there was too much of.
+    /// The limited resource.
     pub what: &'static str,
-    /// How much was charged, what is lent to other requests included.
+    /// Amount charged, including amounts leased to other requests.
     pub used: u64,
-    /// How much is allowed.
+    /// The limit.
     pub limit: u64,
 }
 
-/// Charges what a request costs against its budget. Clones are the same meter.
+/// Charges resources against a budget. Clones share the same meter.
 #[derive(Clone)]
 pub struct Meter {
     inner: Arc<Inner>,
@@ -39,15 +39,15 @@ struct Inner {
 #[derive(Clone, Copy, Default)]
 struct MeterState {
     used: RequestUsage,
-    /// What loans hold, and what was lost with those that never came back.
+    /// Amounts held by leases, and amounts of leases that were dropped.
     leased: LimitAmounts,
 }
 
-/// One number for each limit of a budget.
+/// One amount for each limit of a budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct LimitAmounts([u64; 5]);
 
-/// What the numbers are, in order.
+/// Names of the amounts, in order.
 const LIMIT_NAMES: [&str; 5] =
     ["tokens in and out", "input tokens", "output tokens", "calls", "millionths of cost"];
 
@@ -95,20 +95,20 @@ fn plus(one: RequestUsage, other: RequestUsage) -> RequestUsage {
 }
 
 impl Meter {
-    /// A meter on which nothing is charged yet.
+    /// Creates a meter with nothing charged.
     pub fn new(budget: Budget) -> Self {
         let (over, _) = watch::channel(None);
         Self { inner: Arc::new(Inner { budget, state: Mutex::default(), over }) }
     }
 
-    /// Charges what was just used. An error means that it was too much, now or before: stop.
+    /// Charges resources that were used. An error means that the budget is exceeded, now or before: stop.
     pub fn charge(&self, usage: RequestUsage) -> Result<(), OverBudget> {
         let mut state = self.state();
         state.used = plus(state.used, usage);
         self.check_limits(&state)
     }
 
-    /// Charges one call to a model: its tokens in and out, and what it cost.
+    /// Charges one call to a model: input tokens, output tokens and cost.
     pub fn charge_model(
         &self,
         input_tokens: u64,
@@ -123,12 +123,12 @@ impl Meter {
         self.charge(RequestUsage { calls: 1, ..RequestUsage::default() })
     }
 
-    /// What was charged so far; for a model that is to be asked within what is left, see [`left`](Self::left).
+    /// Resources charged so far.
     pub fn used(&self) -> RequestUsage {
         self.state().used
     }
 
-    /// What is left of the budget.
+    /// The remaining budget.
     pub fn left(&self) -> Budget {
         let state = *self.state();
         let used = LimitAmounts::from(state.used).plus(state.leased);
@@ -138,8 +138,8 @@ impl Meter {
         }))
     }
 
-    /// Sets a part of what is left aside for another request: as much as asked for, where it is there. What `asked`
-    /// does not limit gets all that is left.
+    /// Leases a part of the remaining budget to another request: the amount asked for, or what remains if that is less.
+    /// Resources that `asked` does not limit get all that remains.
     pub fn lease(&self, asked: Budget) -> Result<BudgetLease, OverBudget> {
         let mut state = self.state();
         self.check_limits(&state)?;
@@ -152,7 +152,7 @@ impl Meter {
                 (left, asked) => left.or(asked),
             }
         });
-        // Only what is limited here is scarce.
+        // Resources without a limit here need no accounting.
         let amounts = LimitAmounts(std::array::from_fn(|index| {
             mine[index].and(leased[index]).unwrap_or_default()
         }));
@@ -160,12 +160,12 @@ impl Meter {
         Ok(BudgetLease { meter: self.clone(), budget: from_limits(leased), amounts })
     }
 
-    /// By how much the budget is broken, if it is.
+    /// The exceeded limit, if there is one.
     pub fn over(&self) -> Option<OverBudget> {
         *self.inner.over.borrow()
     }
 
-    /// Returns when the budget is broken. Cancel-safe.
+    /// Returns when the budget is exceeded. Cancel-safe.
     pub(crate) async fn exceeded(&self) -> OverBudget {
         let mut over = self.inner.over.subscribe();
         loop {
@@ -187,7 +187,7 @@ impl Meter {
                 return Err(over);
             }
         }
-        // Once broken, it stays broken, whatever comes back.
+        // Once exceeded, the budget stays exceeded, even if a lease is returned.
         self.over().map_or(Ok(()), Err)
     }
 
@@ -202,10 +202,9 @@ impl fmt::Debug for Meter {
     }
 }
 
-/// A part of a budget, set aside for another request. One that is dropped counts as spent: nobody knows what became
-/// of it.
+/// A part of a budget leased to another request. A dropped lease counts as spent, because its usage is unknown.
 #[derive(Debug)]
-#[must_use = "a loan that is dropped is state"]
+#[must_use = "a dropped lease counts as spent"]
 pub struct BudgetLease {
     meter: Meter,
     budget: Budget,
@@ -213,12 +212,12 @@ pub struct BudgetLease {
 }
 
 impl BudgetLease {
-    /// What the other request may cost.
+    /// Budget of the other request.
     pub fn budget(&self) -> Budget {
         self.budget
     }
 
-    /// Charges what the other request took, and gives back the rest.
+    /// Charges the usage of the other request and returns the rest.
     pub fn settle(self, usage: RequestUsage) -> Result<(), OverBudget> {
         let mut state = self.meter.state();
         state.leased = state.leased.minus(self.amounts);
@@ -236,20 +235,20 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_may_be_used_up_and_not_broken() {
+    fn a_budget_may_be_used_up_but_not_exceeded() {
         let meter = Meter::new(Budget { max_calls: Some(3), ..tokens(100) });
         assert_eq!(meter.charge_model(40, 50, 7), Ok(()));
         assert_eq!(meter.charge_model(5, 5, 7), Ok(()));
         assert_eq!(meter.left(), Budget { max_calls: Some(1), ..tokens(0) });
         let over = OverBudget { what: LIMIT_NAMES[0], used: 101, limit: 100 };
         assert_eq!(meter.charge_model(1, 0, 0), Err(over));
-        assert_eq!(meter.charge(RequestUsage::default()), Err(over), "it stays broken");
+        assert_eq!(meter.charge(RequestUsage::default()), Err(over), "it stays exceeded");
         assert_eq!(meter.over(), Some(over));
-        assert_eq!(meter.used().cost_micros, 14, "what is not limited is counted, too");
+        assert_eq!(meter.used().cost_micros, 14, "unlimited resources are counted, too");
     }
 
     #[test]
-    fn each_limit_is_one_of_its_own() {
+    fn each_limit_is_enforced() {
         for (budget, usage) in [
             (
                 Budget { max_input_tokens: Some(1), ..Budget::default() },
@@ -274,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lent_cannot_be_spent_twice_and_comes_back_unless_it_was_used() {
+    fn a_leased_amount_cannot_be_spent_twice_and_the_unused_part_is_returned() {
         let meter = Meter::new(tokens(100));
         meter.charge_model(30, 0, 0).unwrap();
         let first = meter.lease(tokens(50)).unwrap();
@@ -286,14 +285,14 @@ mod tests {
         first.settle(RequestUsage { input_tokens: 10, ..RequestUsage::default() }).unwrap();
         assert_eq!(meter.left(), tokens(40));
         drop(second);
-        assert_eq!(meter.left(), tokens(40), "anonymous knows what became of it");
+        assert_eq!(meter.left(), tokens(40), "the usage of a dropped lease is unknown");
         meter.charge_model(40, 0, 0).unwrap();
         assert!(meter.charge_model(1, 0, 0).is_err());
-        assert!(meter.lease(tokens(1)).is_err(), "there is nothing to lease");
+        assert!(meter.lease(tokens(1)).is_err(), "nothing remains to be leased");
     }
 
     #[tokio::test]
-    async fn whoever_waits_hears_of_the_charge_that_was_too_much() {
+    async fn waiters_are_notified_of_the_charge_that_exceeds_the_budget() {
         let meter = Meter::new(tokens(1));
         let waiting = tokio::spawn({
             let meter = meter.clone();

@@ -1,11 +1,11 @@
-//! Clients: those who ask.
+//! Client of a main loop: submits requests and receives replies.
 //!
-//! Upstream: applications, and requests that need something of other main loops. Downstream: the control stream, and
-//! the requester's own stream of replies.
-//! Promises: a request that is submitted twice under one id counts once, and both get the same reply; a reply that
-//! comes too late for its caller stays, for every process of the requester; a request that is cancelled has that as
-//! its reply, unless another came first. A caller is answered at the deadline of its request, or when its own time is
-//! up, at most [`REPLY_GRACE`] later, whatever the backend does.
+//! Upstream: applications, and requests that send sub-requests. Downstream: the control stream, and the requester's
+//! reply stream.
+//! Promises: submitting a request twice under one id executes it once, and both callers get the same reply; a reply
+//! that arrives after its caller timed out is kept for every process of the requester; a cancelled request has the
+//! cancellation as its reply, unless another reply came first. A caller gets an answer at the deadline of its request
+//! or at its timeout, at most [`REPLY_GRACE`] later, even if the backend is unavailable.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -37,13 +37,13 @@ use crate::limits::REPLY_TTL_MAX;
 use crate::metrics;
 use crate::name::{EventId, RequestId, Requester, SessionId};
 
-/// How long a caller whose time is up is still kept waiting: a worker that ends a run at its deadline answers right
-/// after it, and what a reader missed can be fetched.
+/// Extra wait after a deadline or timeout: a worker that ends a run at its deadline replies right after it, and a reply
+/// that the reader missed can still be fetched.
 const REPLY_GRACE: Duration = Duration::from_millis(500);
 
 type Result<T, E = MainLoopError> = std::result::Result<T, E>;
 
-/// A request, with its limits.
+/// A request to submit, with its limits.
 #[derive(Clone, Debug)]
 pub struct Submission<R> {
     request: R,
@@ -62,7 +62,7 @@ enum Deadline {
 }
 
 impl<R: Serialize> Submission<R> {
-    /// A request without limits, known by an id that nobody else has.
+    /// Creates a request without limits and with a random id.
     pub fn new(request: R) -> Self {
         Self {
             request,
@@ -74,54 +74,54 @@ impl<R: Serialize> Submission<R> {
         }
     }
 
-    /// Gives it an id of the caller's: submitted again under it, it counts once.
+    /// Sets the request id. Submitting again under the same id is idempotent.
     pub fn id(mut self, request_id: RequestId) -> Self {
         self.request_id = Some(request_id);
         self
     }
 
-    /// What it may cost.
+    /// Sets the budget.
     pub fn budget(mut self, budget: Budget) -> Self {
         self.budget = Some(budget);
         self
     }
 
-    /// When it must be done, by the clock of the backend.
+    /// Sets the deadline, by the clock of the backend.
     pub fn deadline(mut self, deadline: Timestamp) -> Self {
         self.deadline = Deadline::At(deadline);
         self
     }
 
-    /// How long from now it may take, waiting included. The caller is answered then, also if the backend is away:
-    /// [`DeadlinePassed`](MainLoopError::DeadlinePassed).
+    /// Sets the deadline relative to now, including waiting time. The caller gets
+    /// [`DeadlinePassed`](MainLoopError::DeadlinePassed) then, even if the backend is unavailable.
     pub fn within(mut self, time: Duration) -> Self {
         self.deadline = Deadline::Within(time);
         self
     }
 
-    /// What it may use; the main loop knows what that means.
+    /// Sets the resources; their meaning is defined by the main loop.
     pub fn resources(mut self, resources: Json) -> Self {
         self.resources = resources;
         self
     }
 
-    /// How long to wait for the reply. It may come later, and can be fetched then.
+    /// Sets how long to wait for the reply. A later reply can still be fetched.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 }
 
-/// What came of the wish to cancel a request.
+/// Result of cancelling a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CancelOutcome {
-    /// It is: if it waits it is never begun, if it runs it is stopped.
+    /// The request is cancelled: it is not started, or its run is stopped.
     Cancelled,
-    /// It had a reply already.
+    /// The request already has a reply.
     AlreadyReplied,
 }
 
-/// A caller that waits for a reply, and how long.
+/// A caller waiting for a reply.
 struct PendingReply {
     waiter: ReplyWaiter,
     request_id: RequestId,
@@ -129,24 +129,24 @@ struct PendingReply {
     limit: WaitLimit,
 }
 
-/// What ends a wait.
+/// What limits the wait.
 #[derive(Clone, Copy)]
 enum WaitLimit {
-    /// The caller waits no longer than this.
+    /// The caller's timeout.
     Timeout(Duration),
     /// The deadline of the request.
     Deadline,
 }
 
 impl PendingReply {
-    /// Ends it at the deadline of the request, if that comes first.
+    /// Ends the wait at the deadline of the request, if that is earlier.
     fn limit_to_deadline(&mut self, deadline: Instant) {
         if deadline <= self.until {
             (self.until, self.limit) = (deadline, WaitLimit::Deadline);
         }
     }
 
-    /// The error of a caller whose request is submitted, and who got no reply.
+    /// Error of a submitted request without a reply.
     fn timeout_error(&self) -> MainLoopError {
         let request_id = self.request_id.clone();
         match self.limit {
@@ -155,7 +155,7 @@ impl PendingReply {
         }
     }
 
-    /// The error of a caller who does not know whether its request is submitted.
+    /// Error of a request that may not have been submitted.
     fn unsubmitted_error(&self) -> MainLoopError {
         match self.limit {
             WaitLimit::Deadline => self.timeout_error(),
@@ -168,20 +168,21 @@ impl PendingReply {
     }
 }
 
-/// Asks main loops of the bus's namespace, in the name of a requester.
+/// Sends requests to the main loop of the bus's namespace.
 pub struct MainLoopClient {
     requester: Requester,
     reply_store: ReplyStore,
     waiters: Arc<ReplyWaiters>,
     config: MainLoopClientConfig,
-    /// What the clock of the backend last said, and when: it goes on while the backend does not answer.
+    /// Last known time of the backend, and when it was read; used to estimate the time while the backend is
+    /// unavailable.
     clock: Mutex<(Timestamp, Instant)>,
     _reader: AbortOnDropTask<()>,
 }
 
 impl MainLoopClient {
-    /// A client of the bus. Processes with the same `requester` share their replies; take a name that stays the same
-    /// over restarts, if late replies matter.
+    /// Opens a client. Processes with the same `requester` share their replies; use a name that is stable across
+    /// restarts if late replies matter.
     pub async fn open(
         bus: Arc<dyn EventBus>,
         requester: Requester,
@@ -203,17 +204,17 @@ impl MainLoopClient {
         Ok(Self { requester, reply_store, waiters, config, clock, _reader: reader })
     }
 
-    /// In whose name it asks.
+    /// The requester.
     pub fn requester(&self) -> &Requester {
         &self.requester
     }
 
-    /// The session in which a request is carried out.
+    /// The session in which a request is executed.
     pub fn session_of(&self, request_id: &RequestId) -> SessionId {
         session_of(&self.reply_store.storage.namespace, request_id)
     }
 
-    /// Asks, and waits for the reply.
+    /// Submits a request and waits for the reply.
     pub async fn submit<R: Serialize, O: DeserializeOwned>(
         &self,
         submit: Submission<R>,
@@ -222,10 +223,11 @@ impl MainLoopClient {
         self.submit_measured(request_id.clone(), submit).await?.into_output(&request_id)
     }
 
-    /// Asks on behalf of a request that is being carried out: within what is left of its budget and its time. What the
-    /// reply says was used is charged to it; without a reply, all that was set aside for it.
+    /// Submits a sub-request of a request being executed, within its remaining budget and time. The usage in the
+    /// reply is charged to the parent; without a reply, the whole leased amount is charged.
     ///
-    /// The other main loop needs room of its own: one whose requests all wait for requests to itself waits for ever.
+    /// The other main loop needs its own capacity: a main loop whose running requests all wait for sub-requests to
+    /// itself deadlocks.
     pub async fn submit_within<R: Serialize, O: DeserializeOwned>(
         &self,
         context: &RequestContext,
@@ -277,7 +279,7 @@ impl MainLoopClient {
             Deadline::Within(time) => pending.limit_to_deadline(began + time.min(REPLY_TTL_MAX)),
             Deadline::At(deadline) => pending.limit_to_deadline(self.instant_of(deadline)),
         }
-        // What is dropped here is published all the same once the bus has it; no worker begins it after its deadline.
+        // If this is dropped, the bus may still publish the request; no worker starts it after its deadline.
         match timeout_at(pending.until, self.send(&request_id, submit, began)).await {
             Ok(sent) => sent?,
             Err(_) => return Err(pending.unsubmitted_error()),
@@ -291,8 +293,9 @@ impl MainLoopClient {
         submit: Submission<R>,
         began: Instant,
     ) -> Result<()> {
-        let request = serde_json::to_value(&submit.request)
-            .map_err(|error| BusError::invalid("request", format!("no JSON: {error}")))?;
+        let request = serde_json::to_value(&submit.request).map_err(|error| {
+            BusError::invalid("request", format!("it cannot be encoded as JSON: {error}"))
+        })?;
         let now = self.now().await?;
         let deadline = match submit.deadline {
             Deadline::None => None,
@@ -310,7 +313,7 @@ impl MainLoopClient {
         };
         let event_id = EventId::new(format!("request:{}:{request_id}", self.requester))?;
         let outgoing = OutgoingEvent::new(event)?.with_id(event_id);
-        // Listed again now and then, for as long as it asks.
+        // Renewed from time to time while requests are sent.
         self.reply_store.register_requester(&self.requester).await?;
         match self.reply_store.bus.publish_outgoing(outgoing).await {
             Ok(_) => Ok(()),
@@ -321,7 +324,7 @@ impl MainLoopClient {
         }
     }
 
-    /// Waits for the reply to a request that was submitted before, by this process or another one of the requester.
+    /// Waits for the reply to a request submitted before, by this or another process of the requester.
     pub async fn wait<O: DeserializeOwned>(
         &self,
         request_id: &RequestId,
@@ -348,9 +351,9 @@ impl MainLoopClient {
         }
         let late = async {
             match pending.limit {
-                // The worker answers, too, and says what the run took.
+                // The worker replies at the deadline, too, and its reply contains the usage.
                 WaitLimit::Deadline => self.find_or_await_reply(&mut pending).await.map(Some),
-                // What the reader may have missed.
+                // A reply that the reader may have missed.
                 WaitLimit::Timeout(_) => self.find_reply_if_available(&pending.request_id).await,
             }
         };
@@ -361,7 +364,7 @@ impl MainLoopClient {
         }
     }
 
-    /// Looks for a reply that was there before anybody waited, and waits for one that comes. Cancel-safe.
+    /// Looks for an existing reply and waits for a new one. Cancel-safe.
     async fn find_or_await_reply(&self, pending: &mut PendingReply) -> Result<Reply> {
         let request_id = &pending.request_id;
         tokio::select! {
@@ -376,11 +379,11 @@ impl MainLoopClient {
         self.read(request_id, &envelope)
     }
 
-    /// Looks for a reply. A backend that does not answer is no reason to stop waiting: the request is on its way.
+    /// Looks for a reply. A transient backend error is not returned: the caller keeps waiting.
     async fn find_reply_if_available(&self, request_id: &RequestId) -> Result<Option<Reply>> {
         match self.find_reply(request_id).await {
             Err(error) if error.is_transient() => {
-                warn!(%request_id, %error, "a reply cannot be looked for");
+                warn!(%request_id, %error, "could not look for a stored reply; waiting for it to arrive");
                 Ok(None)
             }
             found => found,
@@ -404,7 +407,7 @@ impl MainLoopClient {
         }
     }
 
-    /// The reply to a request, if it is there: also one that came after its caller had gone.
+    /// The reply to a request, if there is one, also if its caller timed out.
     pub async fn reply<O: DeserializeOwned>(
         &self,
         request_id: &RequestId,
@@ -415,7 +418,7 @@ impl MainLoopClient {
         }
     }
 
-    /// Cancels a request of this requester, wherever it is. May be repeated after any error.
+    /// Cancels a request of this requester. May be retried after any error.
     pub async fn cancel(&self, request_id: &RequestId) -> Result<CancelOutcome> {
         let now = self.now().await?;
         let reply = Reply::Failed(MainLoopFailed {
@@ -425,7 +428,7 @@ impl MainLoopClient {
             failed_at: Some(now.to_rfc3339()),
             ..MainLoopFailed::default()
         });
-        // The cancellation is the reply. Of it and what a worker may write at the same time, the server takes one.
+        // The cancellation is stored as the reply. If a worker replies at the same time, the server keeps the first.
         match self.reply_store.store(&self.requester, request_id, &reply).await? {
             StoredReply::Reply(Reply::Failed(failed))
                 if failed.kind == RequestFailure::Cancelled =>
@@ -443,7 +446,7 @@ impl MainLoopClient {
         Ok(now)
     }
 
-    /// The time by the clock of the backend, as far as this process knows it without asking.
+    /// Estimates the backend's time without calling the backend.
     fn estimated_now(&self) -> Timestamp {
         let (then, at) = *self.clock.lock().unwrap_or_else(PoisonError::into_inner);
         then.after(at.elapsed())

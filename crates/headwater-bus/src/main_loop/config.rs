@@ -11,25 +11,24 @@ use crate::limits::{CONCURRENT_REQUESTS_MAX, REPLY_TTL_MAX, RUN_TIMEOUT_MAX};
 /// Settings of a [`MainLoopWorker`](crate::MainLoopWorker).
 #[derive(Clone, Debug)]
 pub struct MainLoopConfig {
-    /// Requests carried out at once by this process. Default: 16, at most [`CONCURRENT_REQUESTS_MAX`].
+    /// Requests executed at once by this process. Default: 16, at most [`CONCURRENT_REQUESTS_MAX`].
     pub concurrency: usize,
-    /// How often a request is tried before it has failed. Default: 3.
+    /// Attempts before a request fails. Default: 3.
     pub max_attempts: u32,
-    /// How many processes may die over a request, or lose their lock because it blocks them, before it has failed.
+    /// Worker processes that may crash during a request, or lose its lock because it blocks them, before it fails.
     /// Default: 3.
     pub max_crashes: u32,
-    /// How long to wait before the next try. Default: 1 s doubling up to 60 s, with jitter.
+    /// Backoff between attempts. Default: 1 s doubling up to 60 s, with jitter.
     pub backoff: Backoff,
-    /// How long a request may take, all its tries together, whatever its deadline. Default: 1 h, at most
-    /// [`RUN_TIMEOUT_MAX`].
+    /// Timeout of a request over all attempts, independent of its deadline. Default: 1 h, at most [`RUN_TIMEOUT_MAX`].
     pub run_timeout: Duration,
-    /// How long stopping waits for requests that are being carried out; what is left is given back. Default: 25 s.
+    /// How long stopping waits for running requests; the rest is released. Default: 25 s.
     pub drain: Duration,
-    /// How the right to carry out a request is kept. Default: 15 s, renewed every 5 s.
+    /// Lease settings of request locks. Default: 15 s, renewed every 5 s.
     pub lease: KeeperConfig,
-    /// How replies are kept.
+    /// Retention of replies.
     pub replies: ReplyConfig,
-    /// How often replies are looked for whose time is up. Default: 10 min.
+    /// Interval of the sweep of expired replies. Default: 10 min.
     pub sweep_every: Duration,
 }
 
@@ -64,7 +63,8 @@ impl MainLoopConfig {
         }
         for (name, time) in [("run_timeout", self.run_timeout), ("sweep_every", self.sweep_every)] {
             if time.is_zero() || time > RUN_TIMEOUT_MAX {
-                let problem = format!("{time:?}; more than zero, at most {RUN_TIMEOUT_MAX:?}");
+                let problem =
+                    format!("{time:?}; must be greater than zero and at most {RUN_TIMEOUT_MAX:?}");
                 return Err(BusError::invalid(name, problem));
             }
         }
@@ -79,18 +79,18 @@ impl MainLoopConfig {
     }
 }
 
-/// Tries of a request, and processes that may die over it.
+/// Largest `max_attempts` and `max_crashes`.
 const ATTEMPTS_MAX: u32 = 900;
 
-// The queue below counts deliveries, too. It must not bury a request that still needs its reply.
+// The queue counts deliveries, too. It must not dead-letter a request that still needs its reply.
 const _: () = assert!(ATTEMPTS_MAX < headwater_queue::limits::ATTEMPTS_MAX);
 
 /// Settings of a [`MainLoopClient`](crate::MainLoopClient).
 #[derive(Clone, Debug)]
 pub struct MainLoopClientConfig {
-    /// How long to wait for a reply, if a request does not say. Default: 60 s; no longer than any reply is kept.
+    /// Default timeout for a reply. Default: 60 s; limited by [`REPLY_TTL_MAX`].
     pub timeout: Duration,
-    /// How replies are kept that this client writes itself: those of requests it cancels.
+    /// Retention of replies written by this client (cancellations).
     pub replies: ReplyConfig,
 }
 
@@ -100,15 +100,15 @@ impl Default for MainLoopClientConfig {
     }
 }
 
-/// How replies are kept. The same for all workers and clients of a namespace.
+/// Retention of replies. Must be the same for all workers and clients of a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplyConfig {
-    /// How long a reply can be fetched, and for how long a second request with its id is known to be a second one.
-    /// Default: 24 h; no shorter than a call of the backend may take, at most [`REPLY_TTL_MAX`].
+    /// How long a reply can be fetched, and how long a repeated request id is recognized. Default: 24 h; at least the
+    /// call deadline of the backend, at most [`REPLY_TTL_MAX`].
     pub ttl: Duration,
-    /// The newest so many replies to a requester are kept. Default: 10 000.
+    /// Number of replies kept per requester. Default: 10 000.
     pub max_len: u64,
-    /// About how many bytes of replies to a requester are kept. Default: 256 MiB.
+    /// Approximate bytes of replies kept per requester. Default: 256 MiB.
     pub max_bytes: u64,
 }
 

@@ -1,10 +1,9 @@
-//! Carrying out a request: from its delivery to its reply.
+//! Executes a request, from its delivery to its reply.
 //!
-//! Upstream: `worker`, with what its group was given. Downstream: `run`, then `replies`.
-//! Promises: a request that has a reply is not carried out; a reply is kept before the request is acknowledged; each
-//! request that is not given back ends with exactly one reply, whatever becomes of it. Processes that die are counted
-//! by the group, tries that fail are counted here, runs that lost their lock are counted in the session: each has its
-//! limit.
+//! Upstream: `worker`, with the deliveries of its group. Downstream: `request_context`, then `reply_store`.
+//! Promises: a request that has a reply is not executed; a reply is stored before the request is acknowledged; each
+//! request that is not released ends with exactly one reply. Crashed processes are counted by the group, failed
+//! attempts here, and lost locks in the session; each count has a limit.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +30,7 @@ use crate::event::ReceivedEvent;
 use crate::metrics;
 use crate::session::{Session, Sessions};
 
-/// The waits between tries while the backend is away.
+/// Backoff between calls while the backend is unavailable.
 const RETRY: Backoff = Backoff::Exponential {
     first: Duration::from_millis(100),
     factor: 2.0,
@@ -39,33 +38,32 @@ const RETRY: Backoff = Backoff::Exponential {
     jitter: 0.5,
 };
 
-/// How long a request that somebody else has is waited for before it is given back; the shortest wait between two
-/// looks.
+/// Longest time to wait for a lock held elsewhere before the request is released, and shortest time between two
+/// attempts.
 const LOCK_WAIT_MAX: Duration = Duration::from_secs(1);
 const LOCK_WAIT_MIN: Duration = Duration::from_millis(20);
 
-/// How long a reply waits for the time of the backend, which it only mentions.
+/// Longest time to wait for the backend's time, which a reply only contains as information.
 const CLOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Calls to a backend that does not answer, before a request is given back that nobody has begun with.
+/// Retries of a backend call before a request that was not started is released.
 const RETRIES_MAX: u32 = 5;
 
-/// How long a backend may stay away before a reply that it has not kept is lost, and before nobody is told of one
-/// that it has.
+/// Longest outage during which storing or copying a reply is retried; after it, the reply or its copy is lost.
 pub(super) const REPLY_STORE_TIMEOUT: Duration = Duration::from_secs(50 * 60);
 
-/// Carries out what it is given.
+/// Executes delivered requests.
 pub(super) struct RequestExecutor {
     pub(super) sessions: Sessions,
     pub(super) reply_store: ReplyStore,
     pub(super) locks: Arc<RequestLocks>,
     pub(super) main_loop: Arc<dyn DynMainLoop>,
     pub(super) config: MainLoopConfig,
-    /// Set when the worker stops: until when what runs may go on.
+    /// Set when the worker stops: end of the drain period.
     pub(super) stopping: watch::Receiver<Option<Instant>>,
 }
 
-/// Why a request goes back to its group.
+/// Why a request is released to its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReleaseReason {
     Stopping,
@@ -85,19 +83,19 @@ impl ReleaseReason {
     }
 }
 
-/// What came of a request that was not given back.
+/// Result of an execution that was not released.
 enum Execution {
     Replied(Reply),
     AlreadyReplied,
-    /// There is a reply, but the place for it will never take it.
+    /// There is a reply, but its stream permanently rejects it.
     Unstorable(BusError),
 }
 
-/// What there is of a reply before anybody begins.
+/// Result of looking for a reply before execution.
 enum ReplyLookup {
     Reply,
     None,
-    /// There is one elsewhere, but the place for a copy will never take it.
+    /// Another requester has a reply, but this requester's stream permanently rejects the copy.
     Unstorable(BusError),
 }
 
@@ -107,21 +105,21 @@ enum Admission {
     Rejected(RequestFailure, String),
 }
 
-/// Until when a request may run, by the clock of the backend and by that of this process.
+/// End of a run, by the clock of the backend and of this process.
 #[derive(Clone, Copy)]
 struct RunLimits {
     deadline: Timestamp,
     ends_at: Instant,
 }
 
-/// How a request ended, before it is a reply.
+/// Result of a request before it is encoded as a reply.
 enum RequestOutcome {
     Output(serde_json::Value),
     Failed(RequestFailure, String),
 }
 
 impl RequestExecutor {
-    /// Deals with one delivery of a request.
+    /// Handles one delivery of a request.
     pub(super) async fn handle(&self, event: ReceivedEvent<MainLoopRequest>) -> Outcome {
         let request = match ParsedRequest::read(&self.reply_store.storage.namespace, &event) {
             Ok(request) => request,
@@ -129,19 +127,19 @@ impl RequestExecutor {
         };
         let span =
             tracing::info_span!("main_loop", request_id = %request.id, session = %request.session);
-        match self.handle_task(&request).instrument(span).await {
+        match self.handle_request(&request).instrument(span).await {
             Ok(outcome) => outcome,
             Err(reason) => {
                 metrics::request_released(reason.as_str());
-                debug!(request_id = %request.id, reason = reason.as_str(), "request given back");
+                debug!(request_id = %request.id, reason = reason.as_str(), "request released");
                 Outcome::Release
             }
         }
     }
 
-    /// A request without an id of its own has no reply. Those who watch hear of it.
+    /// Rejects a request without a valid id. It cannot have a reply; subscribers are notified.
     async fn refuse(&self, event: &ReceivedEvent<MainLoopRequest>, error: &BusError) -> Outcome {
-        warn!(event_id = %event.envelope.event_id, %error, "request without a valid id refused");
+        warn!(event_id = %event.envelope.event_id, %error, "request without a valid id rejected");
         let failed = MainLoopFailed {
             request_id: event.request_id.clone(),
             error: truncate_message(error.to_string()),
@@ -154,7 +152,7 @@ impl RequestExecutor {
         }
     }
 
-    async fn handle_task(&self, request: &ParsedRequest) -> Result<Outcome, ReleaseReason> {
+    async fn handle_request(&self, request: &ParsedRequest) -> Result<Outcome, ReleaseReason> {
         let began = Instant::now();
         let lock = self.acquire_lock(request).await?;
         let execution = self.execute_locked(request, &lock).await;
@@ -169,14 +167,14 @@ impl RequestExecutor {
                 Outcome::Done
             }
             Execution::Unstorable(error) => {
-                error!(request_id = %request.id, %error, "the reply to a request cannot be stored");
-                Outcome::dead_letter(format!("its reply cannot be stored: {error}"))
+                error!(request_id = %request.id, %error, "reply cannot be stored");
+                Outcome::dead_letter(format!("the reply cannot be stored: {error}"))
             }
         })
     }
 
-    /// Takes the request. One that somebody else has is left to them for a while; then the group has it back, so that
-    /// it takes up no room here.
+    /// Acquires the lock of a request. If it is held elsewhere, waits up to `LOCK_WAIT_MAX` and then releases the
+    /// request, so that it does not occupy a slot here.
     async fn acquire_lock(&self, request: &ParsedRequest) -> Result<RequestLock, ReleaseReason> {
         let until = Instant::now() + LOCK_WAIT_MAX;
         let mut attempts = 0;
@@ -184,13 +182,13 @@ impl RequestExecutor {
             self.check_stopping()?;
             let wait = match self.locks.acquire(request).await {
                 Ok(LockAttempt::Acquired(lock)) => return Ok(lock),
-                // On a local bus there is nobody to give it back to.
+                // On a local bus there is no other process to release it to.
                 Ok(LockAttempt::Held(_)) if request.is_stored && Instant::now() >= until => {
                     return Err(ReleaseReason::Held);
                 }
                 Ok(LockAttempt::Held(remaining)) => remaining.clamp(LOCK_WAIT_MIN, LOCK_WAIT_MAX),
                 Err(error) => {
-                    warn!(request_id = %request.id, %error, "a request cannot be locked");
+                    warn!(request_id = %request.id, %error, "request could not be locked");
                     attempts += 1;
                     RETRY.wait(attempts, random_unit())
                 }
@@ -202,7 +200,7 @@ impl RequestExecutor {
         }
     }
 
-    /// Does what is to be done until there is a reply.
+    /// Executes a request until it has a reply.
     async fn execute_locked(
         &self,
         request: &ParsedRequest,
@@ -219,7 +217,7 @@ impl RequestExecutor {
                 (RequestOutcome::Failed(kind, problem), kind == RequestFailure::Crashed)
             }
             Admission::Admitted(limits) => {
-                // Dropped half way, a session is made as after a crash: whole, or not at all.
+                // If this is dropped, the session is created completely or not at all, as after a crash.
                 let opened = timeout_at(limits.ends_at, self.open_session(request)).await;
                 match opened.map_err(|_| deadline_message(limits.deadline)) {
                     Err(problem) => {
@@ -242,27 +240,27 @@ impl RequestExecutor {
         self.store_reply(request, reply).await
     }
 
-    /// Looks for a reply. A copy of it goes to whoever else asked the same.
+    /// Looks for a reply. If another requester has one, copies it to this requester.
     async fn find_reply(&self, request: &ParsedRequest) -> Result<ReplyLookup, ReleaseReason> {
         let ParsedRequest { requester, id: request_id, .. } = request;
         let found =
             self.with_limited_retries(|| self.reply_store.find(requester, request_id)).await?;
         match found {
             Ok(Some(StoredReply::Reply(reply))) => {
-                // Whoever had it before may have died or stopped between the reply and its copy.
+                // The previous worker may have crashed or stopped between storing the reply and publishing its copy.
                 if request.is_stored {
                     let publish_copy = || self.reply_store.publish_copy(request_id, &reply);
                     if let Err(error) = self.with_limited_retries(publish_copy).await? {
-                        error!(%request_id, %error, "the copy of a reply could not be published");
+                        error!(%request_id, %error, "copy of the reply could not be published to the control stream");
                     }
                 }
                 return Ok(ReplyLookup::Reply);
             }
             Ok(Some(StoredReply::Trimmed)) => return Ok(ReplyLookup::Reply),
             Ok(None) => {}
-            // Something that is no reply: as good as none, and nothing can be written over it.
+            // The stored entry is not a reply, and nothing can replace it.
             Err(error) => {
-                warn!(%request_id, %error, "the reply to a request cannot be read");
+                warn!(%request_id, %error, "stored reply cannot be decoded");
                 return Ok(ReplyLookup::Reply);
             }
         }
@@ -277,24 +275,24 @@ impl RequestExecutor {
             }
             Ok(_) => Ok(ReplyLookup::None),
             Err(error) => {
-                warn!(%request_id, %error, "the reply to another requester cannot be read");
+                warn!(%request_id, %error, "reply of another requester cannot be decoded");
                 Ok(ReplyLookup::None)
             }
         }
     }
 
-    /// Until when the request may run, or why it may not at all.
+    /// The limits of the run, or why the request must not run.
     async fn admit(&self, request: &ParsedRequest) -> Result<Admission, ReleaseReason> {
         let crashes_max = u64::from(self.config.max_crashes);
         if request.deliveries > crashes_max {
-            let problem = format!("{crashes_max} processes died while they execution it out");
+            let problem = format!("{crashes_max} worker processes crashed while executing it");
             return Ok(Admission::Rejected(RequestFailure::Crashed, problem));
         }
         if let Some(problem) = &request.problem {
             return Ok(Admission::Rejected(RequestFailure::Malformed, problem.clone()));
         }
         if let Err(problem) = self.main_loop.check(&request.body) {
-            let problem = format!("the request cannot be read: {problem}");
+            let problem = format!("the request cannot be decoded: {problem}");
             return Ok(Admission::Rejected(RequestFailure::Malformed, problem));
         }
         let now = self.now().await?;
@@ -322,7 +320,7 @@ impl RequestExecutor {
                 Ok(session) => return Ok(Ok(session)),
                 Err(error) if error.is_transient() && attempts < RETRIES_MAX => {
                     attempts += 1;
-                    warn!(%error, "the session of a request cannot be opened, trying again");
+                    warn!(%error, "session of a request cannot be opened; retrying");
                     self.sleep_unless_stopping(RETRY.wait(attempts, random_unit())).await?;
                 }
                 Err(error) if error.is_transient() => return Err(ReleaseReason::Unavailable),
@@ -331,8 +329,8 @@ impl RequestExecutor {
         }
     }
 
-    /// Tries, unless that has cost too many their lock. One that blocks its process for longer than its lock lasts
-    /// would be carried out over and over: whoever takes it over loses its lock, too, and nobody dies of it.
+    /// Runs the request unless too many workers lost its lock. A request that blocks its thread for longer than the
+    /// lease makes every worker lose the lock without crashing, so it would otherwise be executed forever.
     async fn run_within_crash_limit(
         &self,
         request: &ParsedRequest,
@@ -343,19 +341,19 @@ impl RequestExecutor {
     ) -> Result<RequestOutcome, ReleaseReason> {
         let lost = session.lock_losses();
         if lost >= u64::from(self.config.max_crashes) {
-            let problem = format!("{lost} workers lost their lock while they execution it out");
+            let problem = format!("{lost} workers lost the lock while executing it");
             return Ok(RequestOutcome::Failed(RequestFailure::Crashed, problem));
         }
         let ended = self.run_attempts(request, session, meter, limits, lock).await;
         if let Err(ReleaseReason::LockLost) = &ended
             && let Err(error) = self.sessions.record_lock_loss(&request.session).await
         {
-            warn!(%error, "anonymous will know that a request cost a worker its lock");
+            warn!(%error, "loss of a request lock could not be recorded");
         }
         ended
     }
 
-    /// Tries until it works, or may not be tried any more.
+    /// Runs attempts until one succeeds or no further attempt is allowed.
     async fn run_attempts(
         &self,
         request: &ParsedRequest,
@@ -375,7 +373,7 @@ impl RequestExecutor {
         };
         loop {
             let result = tokio::select! {
-                // In this order: whoever is not to go on is not asked whether it is done.
+                // In this order: a run that must end is not polled again.
                 biased;
                 () = lock.cancelled() => return Ok(cancelled_outcome()),
                 () = lock.lost() => return Err(ReleaseReason::LockLost),
@@ -404,11 +402,7 @@ impl RequestExecutor {
                 return Ok(RequestOutcome::Failed(kind, reason));
             }
             metrics::request_retried();
-            warn!(
-                attempt = context.attempt,
-                error = reason,
-                "request failed and will be result again"
-            );
+            warn!(attempt = context.attempt, error = reason, "request failed; it will be retried");
             let wait = self.config.backoff.wait(context.attempt, random_unit());
             tokio::select! {
                 biased;
@@ -423,7 +417,7 @@ impl RequestExecutor {
         }
     }
 
-    /// Makes a reply of how it ended, and sees that it can be sent.
+    /// Encodes the outcome as a reply that fits into an event.
     async fn reply(
         &self,
         request: &ParsedRequest,
@@ -432,7 +426,7 @@ impl RequestExecutor {
         has_session: bool,
     ) -> Result<Reply, ReleaseReason> {
         let at = match timeout(CLOCK_TIMEOUT, self.now()).await {
-            // What has been worked out is neither given up nor held up for want of a time of the backend's.
+            // A result must not be delayed or lost because the backend's time is unavailable.
             Err(_) | Ok(Err(ReleaseReason::Unavailable)) => SystemClock.now(),
             Ok(now) => now?,
         };
@@ -469,28 +463,28 @@ impl RequestExecutor {
         })
     }
 
-    /// Keeps the reply, then copies it to the control stream. If another came first, that one counts.
+    /// Stores the reply, then copies it to the control stream. If another reply was first, that one counts.
     async fn store_reply(
         &self,
         request: &ParsedRequest,
         reply: Reply,
     ) -> Result<Execution, ReleaseReason> {
         let ParsedRequest { requester, id: request_id, .. } = request;
-        // However long it takes: what has been worked out is not worked out again because of a short outage.
+        // Retried for a long time, so that a short outage does not cause the request to be executed again.
         let store = || self.reply_store.store(requester, request_id, &reply);
         let stored = match self.with_long_retries(store).await? {
             Ok(StoredReply::Reply(stored)) => stored,
             Ok(StoredReply::Trimmed) => return Ok(Execution::Replied(reply)),
             Err(error) => return Ok(Execution::Unstorable(error)),
         };
-        // Also of one that was there, such as a cancellation: whoever kept it may have died before its copy. One is
-        // stored.
+        // Also for a reply that was already stored, such as a cancellation: its writer may have crashed before
+        // publishing the copy. The event id makes this idempotent.
         let publish_copy = || self.reply_store.publish_copy(request_id, &stored);
         if let Err(error) = self.with_long_retries(publish_copy).await? {
-            // The requester has it. Those who watch do not, and trying again would not help them.
-            error!(%request_id, %error, "the copy of a reply could not be published");
+            // The requester has the reply; only subscribers miss it, and a retry would not help.
+            error!(%request_id, %error, "copy of the reply could not be published to the control stream");
         }
-        info!(%request_id, result = stored.result(), "request replied to");
+        info!(%request_id, result = stored.result(), "request completed");
         Ok(Execution::Replied(stored))
     }
 
@@ -500,7 +494,7 @@ impl RequestExecutor {
         now.map_err(|_| ReleaseReason::Unavailable)
     }
 
-    /// Calls until there is an answer, or something that will not change; a few times.
+    /// Calls the backend, with a few retries on transient errors.
     async fn with_limited_retries<T, F>(
         &self,
         call: impl Fn() -> F,
@@ -511,7 +505,7 @@ impl RequestExecutor {
         self.with_retries(|attempts| attempts < RETRIES_MAX, call).await
     }
 
-    /// The same for as long as a reply is worth it.
+    /// Calls the backend, with retries on transient errors for `REPLY_STORE_TIMEOUT`.
     async fn with_long_retries<T, F>(
         &self,
         call: impl Fn() -> F,
@@ -539,11 +533,11 @@ impl RequestExecutor {
                     if !may_retry(attempts) {
                         return Err(ReleaseReason::Unavailable);
                     }
-                    warn!(%error, attempts, "the backend does not answer a main loop, trying again");
+                    warn!(%error, attempts, "backend unavailable for the main loop; retrying");
                 }
                 answer => return Ok(answer),
             }
-            // What has ended is kept in the time that stopping leaves, too.
+            // A finished run still stores its reply during the drain period.
             tokio::select! {
                 () = sleep(RETRY.wait(attempts, random_unit())) => {}
                 () = self.drain_elapsed() => return Err(ReleaseReason::Stopping),
@@ -565,17 +559,17 @@ impl RequestExecutor {
         }
     }
 
-    /// Returns when the worker begins to stop. Cancel-safe.
+    /// Returns when the worker starts to stop. Cancel-safe.
     async fn stop_requested(&self) -> Instant {
         let mut stopping = self.stopping.clone();
         match stopping.wait_for(Option::is_some).await {
             Ok(until) => until.unwrap_or_else(Instant::now),
-            // The worker is gone.
+            // The worker was dropped.
             Err(_) => Instant::now(),
         }
     }
 
-    /// Returns when the time that stopping leaves is over. Cancel-safe.
+    /// Returns when the drain period is over. Cancel-safe.
     async fn drain_elapsed(&self) {
         let until = self.stop_requested().await;
         sleep_until(until).await;
@@ -587,5 +581,5 @@ fn cancelled_outcome() -> RequestOutcome {
 }
 
 fn deadline_message(deadline: Timestamp) -> String {
-    format!("its time was up at {}", deadline.to_rfc3339())
+    format!("deadline passed at {}", deadline.to_rfc3339())
 }

@@ -1,6 +1,6 @@
-//! Tasks: requests as a worker sees them, with their names and limits checked.
+//! A decoded request with validated names and limits.
 //!
-//! Upstream: an event `MainLoopRequest`, of ours or of another program. Downstream: `carry`.
+//! Upstream: `MainLoopRequest` events, of this library or another program. Downstream: `executor`.
 
 use headwater_stream::clock::Timestamp;
 use serde_json::Value as Json;
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::event::ReceivedEvent;
 use crate::name::{Namespace, RequestId, Requester, SessionId};
 
-/// A request to be carried out.
+/// A request to be executed.
 #[derive(Clone, Debug)]
 pub(super) struct ParsedRequest {
     pub(super) id: RequestId,
@@ -21,16 +21,16 @@ pub(super) struct ParsedRequest {
     pub(super) budget: Budget,
     pub(super) deadline: Option<Timestamp>,
     pub(super) resources: Json,
-    /// How often it was delivered, to processes that died as well.
+    /// Number of deliveries, including those to crashed processes.
     pub(super) deliveries: u64,
-    /// Whether others can have it if it is given back.
+    /// Whether it is in a stream, so that another process can receive it if it is released.
     pub(super) is_stored: bool,
-    /// What is wrong with it, if something is: then it is not carried out.
+    /// Why the request is invalid; then it is not executed.
     pub(super) problem: Option<String>,
 }
 
 impl ParsedRequest {
-    /// Reads a request. One without a valid id is none: nobody could tell its reply.
+    /// Decodes a request. Fails if its id is invalid, because it could not be replied to.
     pub(super) fn read(
         namespace: &Namespace,
         event: &ReceivedEvent<MainLoopRequest>,
@@ -48,7 +48,7 @@ impl ParsedRequest {
         let deadline = event.deadline.as_deref().map(|text| (text, Timestamp::from_rfc3339(text)));
         let deadline = match deadline {
             Some((text, None)) => {
-                problem = Some(format!("the deadline `{text}` is no time as in RFC 3339"));
+                problem = Some(format!("deadline `{text}` is not an RFC 3339 time"));
                 None
             }
             Some((_, deadline)) => deadline,
@@ -69,8 +69,8 @@ impl ParsedRequest {
     }
 }
 
-/// The session of a request: always the same, so that whoever takes it over finds what was done. Ids of requests may be
-/// longer than those of sessions, and the same in two namespaces.
+/// The session of a request. It is derived from namespace and id, so that another worker finds what was done. Request
+/// ids may be longer than session ids and may repeat in different namespaces.
 pub(super) fn session_of(namespace: &Namespace, request: &RequestId) -> SessionId {
     let mut hash = Sha256::new();
     hash.update(namespace.as_str());
@@ -113,17 +113,17 @@ mod tests {
     }
 
     #[test]
-    fn the_session_of_a_request_is_stable_and_its_own() {
+    fn the_session_of_a_request_is_stable_and_unique() {
         let id = RequestId::new("r1").unwrap();
         let session = session_of(&namespace(), &id);
-        // Written by earlier versions, found by later ones.
+        // Must not change between versions.
         assert_eq!(session.as_str(), "request-c47f62af7f8041e214b646f87cabd202");
         assert_ne!(session, session_of(&Namespace::new("other").unwrap(), &id));
         assert_ne!(session, session_of(&namespace(), &RequestId::new("r2").unwrap()));
     }
 
     #[test]
-    fn a_request_without_an_id_is_none_and_one_with_odd_limits_says_what_is_odd() {
+    fn a_request_without_an_id_is_rejected_and_invalid_limits_are_reported() {
         let request =
             |id: &str| MainLoopRequest { request_id: id.to_owned(), ..Default::default() };
         assert!(ParsedRequest::read(&namespace(), &received(request(""))).is_err());

@@ -1,9 +1,9 @@
-//! Where replies are kept: a stream for each requester, with the first reply to a request as the only one.
+//! Stores replies: one stream per requester, with at most one reply per request.
 //!
-//! Upstream: workers, and clients that cancel. Downstream: streams of the journal, and a copy on the control stream.
-//! Promises: of all who reply to a request one wins, at the server, and all see the same reply; a stream of replies
-//! is bounded in entries, bytes and age, and goes when nothing is in it. The copy has the id of the original, so it
-//! is known to be the same event.
+//! Upstream: workers, and clients that cancel. Downstream: reply streams, and a copy on the control stream.
+//! Promises: if several writers reply to a request, the server keeps the first, and all see that one; a reply stream
+//! is bounded in entries, bytes and age, and is deleted when it is empty. The copy has the event id of the original,
+//! so it is recognized as the same event.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -22,31 +22,31 @@ use crate::metrics;
 use crate::name::{RequestId, Requester, random_bits};
 use crate::session_backend::SessionBackend;
 
-/// How often a requester is put on the list of those who have replies, at most.
+/// Shortest interval between two registrations of a requester.
 const REGISTER_INTERVAL: Duration = Duration::from_secs(10 * 60);
 
-/// Requesters that are known to be on the list; beyond it, all are listed anew.
+/// Requesters whose registration is cached; above it, the cache is cleared.
 const REGISTERED_MAX: usize = 10_000;
 
-/// The shortest mark there is: asking whether a request was replied to leaves one.
+/// Lifetime of the mark left by a dedup lookup; as short as possible.
 const PROBE_MARK_TTL: Duration = Duration::from_millis(1);
 
-/// A reply that is kept somewhere, or was.
+/// A stored reply.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum StoredReply {
     Reply(Reply),
-    /// There was one, but its stream grew beyond what is kept.
+    /// The reply was stored, but its stream has been trimmed past it.
     Trimmed,
 }
 
-/// The replies of a namespace.
+/// The reply streams of a namespace.
 pub(super) struct ReplyStore {
     pub(super) bus: Arc<dyn EventBus>,
     pub(super) storage: SessionBackend,
     config: ReplyConfig,
-    /// What this process writes into the field `origin`.
+    /// Value of the field `origin` of this process.
     pub(super) origin: String,
-    /// When requesters were last put on the list.
+    /// Time of the last registration of each requester.
     registered: Mutex<HashMap<Requester, Instant>>,
 }
 
@@ -78,7 +78,7 @@ impl ReplyStore {
         }
     }
 
-    /// The reply to a request that another requester sent, too.
+    /// The reply to the same request of another requester.
     pub(super) async fn find_for_other_requester(
         &self,
         requester: &Requester,
@@ -103,7 +103,7 @@ impl ReplyStore {
         Reply::from_entry(registry, stream, entry.id, &entry.fields).map(StoredReply::Reply)
     }
 
-    /// Keeps a reply, unless there is one. Returns the one that counts.
+    /// Stores a reply, unless there is one. Returns the stored one.
     pub(super) async fn store(
         &self,
         requester: &Requester,
@@ -114,8 +114,8 @@ impl ReplyStore {
         let now = backend.now().await?;
         let fields = reply.to_fields(request, &self.origin, now)?;
         self.register_requester(requester).await?;
-        // Where the reply is comes before the reply: whoever finds nothing there knows that there is none yet. The
-        // other way round, a crash in between would hide it from others who asked the same.
+        // The location is stored before the reply: a reader that finds no reply there knows that there is none yet.
+        // In the other order, a crash in between would hide the reply from other requesters of the same request.
         let scope = self.storage.keys.replied(&self.storage.namespace);
         let holder = Bytes::copy_from_slice(requester.as_str().as_bytes());
         backend.dedup_finish(&scope, &[(request.as_str(), holder)], self.config.ttl).await?;
@@ -129,13 +129,13 @@ impl ReplyStore {
         }
     }
 
-    /// Copies a reply to the control stream, for those who watch. Doing so twice is known by the id.
+    /// Copies a reply to the control stream, for subscribers. Idempotent.
     pub(super) async fn publish_copy(&self, request: &RequestId, reply: &Reply) -> Result<()> {
         self.bus.publish_outgoing(reply.to_outgoing(request)?).await?;
         Ok(())
     }
 
-    /// Puts a requester on the list of those who have replies, so that what is theirs can be swept.
+    /// Adds a requester to the set of requesters, so that its reply stream is swept.
     pub(super) async fn register_requester(&self, requester: &Requester) -> Result<()> {
         let now = Instant::now();
         let is_registered = |at: &Instant| now.duration_since(*at) < REGISTER_INTERVAL;
@@ -152,8 +152,7 @@ impl ReplyStore {
         Ok(())
     }
 
-    /// Removes replies whose time is up, and streams that have had none for as long again. Any process may do so, and
-    /// several may.
+    /// Trims expired replies and deletes streams that have been empty for the reply TTL. May run in several processes.
     pub(super) async fn sweep(&self) -> Result<()> {
         let set = self.storage.keys.requesters(&self.storage.namespace);
         for name in self.storage.backend.set_members(&set).await? {
@@ -162,7 +161,7 @@ impl ReplyStore {
                 continue;
             };
             if let Err(error) = self.sweep_one(&requester).await {
-                warn!(%requester, %error, "replies could not be swept");
+                warn!(%requester, %error, "reply stream could not be swept");
             }
         }
         Ok(())
@@ -179,7 +178,7 @@ impl ReplyStore {
             None => true,
             Some(stats) => {
                 let last = stats.last_id.map_or(0, |id| id.ms);
-                // A reply that comes between this look and the end of the stream is still on the control stream.
+                // A reply stored between this check and the deletion is still on the control stream.
                 stats.length == 0
                     && now.as_millis().saturating_sub(last) > self.stream_idle_limit_ms()
             }
@@ -192,7 +191,7 @@ impl ReplyStore {
         self.registered().remove(requester);
         if stats.is_some() && backend.delete_stream(&stream).await? {
             metrics::replies_swept(0, 1);
-            debug!(%stream, "a stream of replies has ended");
+            debug!(%stream, "reply stream deleted");
         }
         Ok(())
     }

@@ -1,9 +1,9 @@
-//! Waiting for replies: one reader of a requester's stream for all who wait in this process.
+//! Wakes callers when their reply arrives: one stream reader per requester and process.
 //!
-//! Upstream: `client`. Downstream: the stream of replies, read without a group, so that all processes of a requester
-//! see all of it.
-//! Promises: whoever waits is woken by the reply, not by a clock; an outage delays. What a reader may miss (a stream
-//! that was trimmed or deleted under it) is found by looking once more at the end.
+//! Upstream: `client`. Downstream: the reply stream, read without a group, so that all processes of a requester see
+//! every reply.
+//! Promises: a waiter is woken by the reply, not by polling; an outage only delays it. A reply that the reader misses
+//! (the stream was trimmed or deleted) is found by a last lookup at the end of the wait.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -20,32 +20,32 @@ use crate::event::Envelope;
 use crate::limits::WAITERS_MAX;
 use crate::name::RequestId;
 
-/// How long one read waits.
+/// Timeout of one read.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Replies in one read.
 const READ_COUNT: usize = 64;
 
-/// The waits between tries while the backend is away.
+/// Backoff between reads while the backend is unavailable.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
 type ArrivedReply = Option<Arc<Envelope>>;
 
-/// Those who wait, by what they wait for.
+/// The waiters of this process, by request.
 #[derive(Default)]
 pub(super) struct ReplyWaiters {
     waiting: Mutex<HashMap<RequestId, watch::Sender<ArrivedReply>>>,
 }
 
 impl ReplyWaiters {
-    /// Waits for the reply to a request, from now on.
+    /// Registers a waiter for the reply to a request.
     pub(super) fn add(self: &Arc<Self>, request: &RequestId) -> Result<ReplyWaiter> {
         let mut waiting = self.lock();
         let receiver = match waiting.get(request) {
             Some(sender) => sender.subscribe(),
             None if waiting.len() >= WAITERS_MAX => {
-                let problem = format!("{WAITERS_MAX} replies are waited for, which is the limit");
+                let problem = format!("the limit of {WAITERS_MAX} awaited replies is reached");
                 return Err(BusError::invalid("request", problem));
             }
             None => {
@@ -69,7 +69,7 @@ impl ReplyWaiters {
     }
 }
 
-/// Somebody who waits for a reply.
+/// Waits for the reply to one request.
 pub(super) struct ReplyWaiter {
     waiters: Arc<ReplyWaiters>,
     request: RequestId,
@@ -77,12 +77,12 @@ pub(super) struct ReplyWaiter {
 }
 
 impl ReplyWaiter {
-    /// Returns when the reply is there. Cancel-safe.
+    /// Returns when the reply has arrived. Cancel-safe.
     pub(super) async fn arrived(&mut self) -> Arc<Envelope> {
         let Some(receiver) = &mut self.receiver else { return std::future::pending().await };
         match receiver.wait_for(Option::is_some).await.map(|arrived| arrived.clone()) {
             Ok(Some(envelope)) => envelope,
-            // The list is gone, and it goes only together with its last waiter.
+            // The sender is dropped only together with the last waiter.
             _ => std::future::pending().await,
         }
     }
@@ -98,7 +98,7 @@ impl Drop for ReplyWaiter {
     }
 }
 
-/// Reads replies after `position` and wakes those who wait for them, for as long as it is polled.
+/// Reads replies after `position` and wakes their waiters, for as long as it is polled.
 pub(super) async fn follow_replies(
     backend: Arc<dyn Backend>,
     stream: StreamName,
@@ -113,7 +113,7 @@ pub(super) async fn follow_replies(
                 wait = RETRY_FIRST;
                 for (entry_id, envelope) in envelopes {
                     position = position.max(entry_id);
-                    // What cannot be read is nobody's reply.
+                    // An undecodable entry is not a reply.
                     let Some(envelope) = envelope else { continue };
                     if let Some(request) = reply::request_of(&envelope) {
                         waiters.wake(&request, envelope);
@@ -121,7 +121,7 @@ pub(super) async fn follow_replies(
                 }
             }
             Err(error) => {
-                debug!(%stream, %error, "replies cannot be read, trying again");
+                debug!(%stream, %error, "replies cannot be read; retrying");
                 reader = None;
                 sleep(wait).await;
                 wait = (wait * 2).min(RETRY_MAX);

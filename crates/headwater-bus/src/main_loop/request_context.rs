@@ -1,6 +1,6 @@
-//! Runs: one request in the hands of the code that carries it out.
+//! The application's [`MainLoop`] and the context of a request that is passed to it.
 //!
-//! Upstream: `worker`. Downstream: the application's [`MainLoop`].
+//! Upstream: `executor`. Downstream: the application.
 
 use std::any::Any;
 use std::fmt;
@@ -21,8 +21,8 @@ use crate::handler::panic_text;
 use crate::name::RequestId;
 use crate::session::Session;
 
-/// Carries out requests. What it does is its own business; that it is done, once in effect, in its own session and
-/// within its limits, is not.
+/// Executes requests. The library ensures that each request is executed with one reply, in its own session and within
+/// its limits.
 ///
 /// ```
 /// use async_trait::async_trait;
@@ -48,16 +48,16 @@ use crate::session::Session;
 /// ```
 #[async_trait]
 pub trait MainLoop: Send + Sync + 'static {
-    /// What is asked for.
+    /// The decoded request.
     type Request: DeserializeOwned + Send + 'static;
-    /// What comes of it, at most 1 MiB as JSON.
+    /// The output; at most 1 MiB as JSON.
     type Output: Serialize + Send + 'static;
 
-    /// Carries out one request. The session is the request's own and the same for every try of it, in whatever
-    /// process: what an earlier try published is there.
+    /// Executes one request. The session belongs to the request and is the same for every attempt in any process: it
+    /// contains the events that earlier attempts published.
     ///
-    /// The call is dropped when the request is cancelled, its deadline passes, its budget is broken, or another process
-    /// has taken it over. A panic is a failed try.
+    /// The future is dropped when the request is cancelled, its deadline passes, its budget is exceeded, or another
+    /// process takes it over. A panic is a failed attempt.
     async fn execute(
         &self,
         request: Self::Request,
@@ -66,7 +66,7 @@ pub trait MainLoop: Send + Sync + 'static {
     ) -> Result<Self::Output, ExecuteError>;
 }
 
-/// What a request brings along: its limits, and what it may use.
+/// Context of a request: its id, limits and resources.
 pub struct RequestContext {
     pub(super) request_id: RequestId,
     pub(super) attempt: u32,
@@ -82,27 +82,27 @@ impl RequestContext {
         &self.request_id
     }
 
-    /// Which try this is, from 1, in this process.
+    /// Number of this attempt in this process, from 1.
     pub fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// What charges are made to. All tries in this process share it.
+    /// Meter of the request's budget; shared by all attempts in this process.
     pub fn meter(&self) -> &Meter {
         &self.meter
     }
 
-    /// When it ends, by the clock of the backend: at the request's deadline, or after the longest time any may take.
+    /// End of the run, by the clock of the backend: the request's deadline or `run_timeout`, whichever is earlier.
     pub fn deadline(&self) -> Timestamp {
         self.deadline
     }
 
-    /// How much time is left.
+    /// Remaining time.
     pub fn time_left(&self) -> Duration {
         self.ends_at.saturating_duration_since(Instant::now())
     }
 
-    /// What the request may use, as its requester wrote it.
+    /// The resources, as the requester sent them.
     pub fn resources(&self) -> &Json {
         &self.resources
     }
@@ -118,7 +118,7 @@ impl fmt::Debug for RequestContext {
     }
 }
 
-/// What became of one try.
+/// Result of one attempt.
 #[derive(Debug)]
 pub(super) enum AttemptResult {
     Output(Json),
@@ -126,10 +126,10 @@ pub(super) enum AttemptResult {
     Panicked(String),
 }
 
-/// A main loop that forgot its types.
+/// A main loop with its types erased.
 #[async_trait]
 pub(super) trait DynMainLoop: Send + Sync {
-    /// Whether the main loop understands the request.
+    /// Checks that the request can be decoded.
     fn check(&self, request: &Json) -> Result<(), String>;
 
     async fn execute(
@@ -150,11 +150,12 @@ impl<M: MainLoop> TypedMainLoop<M> {
         context: &RequestContext,
     ) -> Result<Json, ExecuteError> {
         let request = M::Request::deserialize(request).map_err(|error| {
-            ExecuteError::give_up(format!("the request cannot be read: {error}"))
+            ExecuteError::give_up(format!("the request cannot be decoded: {error}"))
         })?;
         let output = self.0.execute(request, session, context).await?;
-        serde_json::to_value(output)
-            .map_err(|error| ExecuteError::give_up(format!("the output is no JSON: {error}")))
+        serde_json::to_value(output).map_err(|error| {
+            ExecuteError::give_up(format!("the output cannot be encoded as JSON: {error}"))
+        })
     }
 }
 
@@ -182,10 +183,10 @@ impl<M: MainLoop> DynMainLoop for TypedMainLoop<M> {
 }
 
 fn panic_message(panic: &(dyn Any + Send)) -> String {
-    format!("it panic_message: {}", panic_text(panic))
+    format!("it panicked: {}", panic_text(panic))
 }
 
-/// A future whose values may panic when they are dropped, too.
+/// Catches a panic while the future is dropped.
 struct CatchDropPanic<F>(Option<F>);
 
 impl<F> Drop for CatchDropPanic<F> {
@@ -193,7 +194,10 @@ impl<F> Drop for CatchDropPanic<F> {
         let future = self.0.take();
         let dropped = std::panic::catch_unwind(AssertUnwindSafe(move || drop(future)));
         if let Err(panic) = dropped {
-            tracing::warn!(error = panic_text(&*panic), "a run panic_message while it was dropped");
+            tracing::warn!(
+                error = panic_text(&*panic),
+                "main loop panicked while its run was dropped"
+            );
         }
     }
 }

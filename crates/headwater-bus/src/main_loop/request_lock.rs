@@ -1,8 +1,8 @@
-//! Which requests are being carried out, so that each is by one process and in it once.
+//! Locks on requests, so that each is executed by one process, and there only once.
 //!
-//! Upstream: `carry`. Downstream: leases of the backend, through a keeper.
-//! Promises: whoever holds a [`RequestLock`] is the only one at work on its request, until [`RequestLock::lost`]
-//! returns; a hold that is dropped is given up soon, one that is released at once.
+//! Upstream: `executor`. Downstream: leases of the backend.
+//! Promises: the holder of a [`RequestLock`] is the only executor of its request until [`RequestLock::lost`] returns; a
+//! dropped lock is released soon, a released one at once.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -18,23 +18,23 @@ use crate::metrics;
 use crate::name::RequestId;
 use crate::session_backend::SessionBackend;
 
-/// The requests of this process.
+/// The request locks of this process.
 pub(super) struct RequestLocks {
     storage: SessionBackend,
     keeper: LeaseKeeper,
     requests: Mutex<HashMap<RequestId, watch::Sender<bool>>>,
-    /// Locks whose holds were dropped. As many as there are requests at work.
+    /// Leases of dropped locks, to be released. Bounded by the number of running requests.
     dropped: mpsc::UnboundedSender<LeaseName>,
 }
 
-/// What became of the wish to carry out a request.
+/// Result of acquiring a lock.
 pub(super) enum LockAttempt {
     Acquired(RequestLock),
-    /// Somebody is at it, and is so at least for this time, if nothing happens.
+    /// Held elsewhere, for at least this time unless it is released.
     Held(Duration),
 }
 
-/// How long to leave a request alone that is carried out in this process.
+/// Time to wait for a request that is already running in this process.
 const LOCAL_RETRY_AFTER: Duration = Duration::from_millis(200);
 
 impl RequestLocks {
@@ -49,7 +49,7 @@ impl RequestLocks {
         Ok((Arc::new(Self { storage, keeper, requests: Mutex::default(), dropped }), receiver))
     }
 
-    /// Takes a request, if nobody has it. From before the lock is taken, cancellations of it are heard.
+    /// Acquires the lock of a request, if it is free. The request can be cancelled from before the lock is acquired.
     pub(super) async fn acquire(self: &Arc<Self>, request: &ParsedRequest) -> Result<LockAttempt> {
         let Some(mut lock) = self.register(request) else {
             return Ok(LockAttempt::Held(LOCAL_RETRY_AFTER));
@@ -76,7 +76,7 @@ impl RequestLocks {
         Some(RequestLock { locks: Arc::clone(self), request_id, cancelled, lease: None })
     }
 
-    /// Tells whoever carries out a request here that nobody wants it any more.
+    /// Cancels a request if it is running in this process.
     pub(super) fn cancel(&self, request: &str) {
         let Ok(request) = RequestId::new(request) else { return };
         if let Some(sender) = self.requests().get(&request) {
@@ -84,7 +84,7 @@ impl RequestLocks {
         }
     }
 
-    /// Renews locks, and gives up those that were dropped, for as long as it is polled.
+    /// Renews locks and releases dropped ones, for as long as it is polled.
     pub(super) async fn run(&self, mut dropped: mpsc::UnboundedReceiver<LeaseName>) {
         let releasing = async {
             while let Some(lock) = dropped.recv().await {
@@ -96,12 +96,12 @@ impl RequestLocks {
 
     async fn release(&self, lock: &LeaseName) {
         if let Err(error) = self.keeper.release(std::slice::from_ref(lock)).await {
-            // It is not renewed any more, so others wait for it a little longer, and no more.
-            warn!(lease = %lock, %error, "the lock of a request could not be given up");
+            // It is no longer renewed, so it expires after its TTL.
+            warn!(lease = %lock, %error, "request lock could not be released; it expires after its TTL");
         }
     }
 
-    /// Gives up all locks.
+    /// Releases all locks.
     pub(super) async fn release_all(&self) {
         for fence in self.keeper.held() {
             self.release(&fence.lease).await;
@@ -113,7 +113,7 @@ impl RequestLocks {
     }
 }
 
-/// The right to carry out a request.
+/// The lock of a request.
 pub(super) struct RequestLock {
     locks: Arc<RequestLocks>,
     request_id: RequestId,
@@ -130,7 +130,7 @@ impl RequestLock {
         }
     }
 
-    /// Returns when somebody else may have the request. Cancel-safe.
+    /// Returns when another process may hold the lock. Cancel-safe.
     pub(super) async fn lost(&self) {
         match &self.lease {
             Some((_, held)) => held.lost().await,
@@ -138,7 +138,7 @@ impl RequestLock {
         }
     }
 
-    /// Gives the request up, so that others can have it at once.
+    /// Releases the lock, so that another process can acquire it at once.
     pub(super) async fn release(mut self) {
         if let Some((lock, _)) = self.lease.take() {
             self.locks.release(&lock).await;
@@ -151,7 +151,7 @@ impl Drop for RequestLock {
         metrics::requests_running(-1.0);
         self.locks.requests().remove(&self.request_id);
         if let Some((lock, _)) = self.lease.take() {
-            // Nobody receives it after the end of the worker, which gives up all locks itself.
+            // After the worker has stopped there is no receiver; the worker releases all locks itself.
             let _ = self.locks.dropped.send(lock);
         }
     }

@@ -1,8 +1,9 @@
-//! Workers: processes that carry out the requests of a namespace.
+//! Workers: processes that execute the requests of a namespace.
 //!
-//! Upstream: the group `control` on the control stream, which all workers of a namespace share. Downstream: `carry`.
-//! Promises: a request goes to one worker; if that one dies, to another; a worker that stops finishes what it can in
-//! its drain time and gives back the rest, which counts as no try. Cancellations are heard on the control stream.
+//! Upstream: the group `control` on the control stream, shared by all workers of a namespace. Downstream: `executor`.
+//! Promises: a request is delivered to one worker, and to another one if that worker crashes; a stopping worker
+//! finishes what it can within its drain timeout and releases the rest, which does not count as an attempt.
+//! Cancellations arrive on the control stream.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -27,16 +28,16 @@ use crate::event::ReceivedEvent;
 use crate::name::SubscriptionId;
 use crate::session::Sessions;
 
-/// The label of the group that all workers of a namespace share: `wink:cg:<namespace>:control`.
+/// Label of the group shared by all workers of a namespace: `wink:cg:<namespace>:control`.
 const GROUP: &str = "control";
 
-/// How much longer than a request may take the bus waits for its handler: the reply has to be kept, too.
+/// Handler timeout beyond `run_timeout`, for storing the reply.
 const REPLY_STORE_MARGIN: Duration = Duration::from_secs(2 * 60 * 60);
 
-// The reply and its copy, one after the other. A handler that runs out of time loses what was worked out.
+// The reply and its copy are stored one after the other. A handler that times out loses the output.
 const _: () = assert!(2 * REPLY_STORE_TIMEOUT.as_secs() < REPLY_STORE_MARGIN.as_secs());
 
-/// Carries out requests until it is stopped. Dropping it gives back what it has in hand.
+/// Executes requests until it is stopped. Dropping it releases its requests.
 pub struct MainLoopWorker {
     executor: Arc<RequestExecutor>,
     bus: Arc<dyn EventBus>,
@@ -46,10 +47,10 @@ pub struct MainLoopWorker {
 }
 
 impl MainLoopWorker {
-    /// Begins to carry out the requests of the bus's namespace, each in a session of its own. On a local bus, the
-    /// requests of this process.
+    /// Starts to execute the requests of the bus's namespace, each in its own session. On a local bus: the requests
+    /// of this process.
     ///
-    /// A bus has one worker; a namespace has as many as you like, all of the same kind.
+    /// A bus has one worker. A namespace may have any number of workers with the same main loop.
     pub async fn start(
         sessions: Sessions,
         main_loop: impl MainLoop,
@@ -76,8 +77,8 @@ impl MainLoopWorker {
     }
 
     async fn subscribe(&self) -> Result<()> {
-        // Cancellations first, so that none is missed for a request that is begun. Handlers hold the worker weakly:
-        // the bus holds them, and the worker holds the bus.
+        // Cancellations first, so that none is missed. The handlers hold the worker weakly: the bus holds the
+        // handlers, and the worker holds the bus.
         let executor = Arc::downgrade(&self.executor);
         let on_failed = move |event: ReceivedEvent<MainLoopFailed>| {
             if event.kind == RequestFailure::Cancelled
@@ -103,10 +104,10 @@ impl MainLoopWorker {
         let config = &self.executor.config;
         let subscribe = SubscribeOptions {
             concurrency: config.concurrency,
-            // Requests take long: one that is read ahead would wait here while others have nothing to do.
+            // Requests run long: a prefetched one would wait here while other workers are idle.
             read_ahead: Some(0),
             handler_timeout: config.run_timeout + REPLY_STORE_MARGIN,
-            // Tries are counted by `carry`, which ends each request with a reply.
+            // Attempts are counted by `executor`, which ends each request with a reply.
             retry: RetryPolicy {
                 max_attempts: Some(headwater_queue::limits::ATTEMPTS_MAX),
                 max_crashes: headwater_queue::limits::ATTEMPTS_MAX,
@@ -119,13 +120,13 @@ impl MainLoopWorker {
         Ok(())
     }
 
-    /// Removes replies whose time is up, of all requesters of the namespace. Done every `sweep_every` by itself.
+    /// Removes expired replies of all requesters of the namespace. Runs automatically every `sweep_every`.
     pub async fn sweep(&self) -> Result<()> {
         self.executor.reply_store.sweep().await
     }
 
-    /// Takes no more requests, lets those that run end within the drain time, and gives back the rest. Must not be
-    /// awaited by a request of its own.
+    /// Takes no new requests, waits up to the drain timeout for running ones, and releases the rest. Must not be
+    /// awaited by a request of this worker.
     pub async fn stop(&self) -> Result<()> {
         self.begin_stop(self.executor.config.drain);
         for subscription in self.take_subscriptions() {
@@ -153,7 +154,7 @@ impl MainLoopWorker {
         subscriptions.push(subscription);
     }
 
-    /// The subscriptions, newest first: requests end before cancellations are no longer heard.
+    /// The subscriptions, newest first: requests end before cancellations are unsubscribed.
     fn take_subscriptions(&self) -> Vec<SubscriptionId> {
         let mut subscriptions =
             self.subscriptions.lock().expect("no code panics while it holds this lock");
@@ -165,7 +166,7 @@ impl Drop for MainLoopWorker {
     fn drop(&mut self) {
         self.begin_stop(Duration::ZERO);
         let subscriptions = self.take_subscriptions();
-        // It leaves its group as soon as it can; until then it gives back what it is given.
+        // It leaves its group in the background; until then it releases what is delivered.
         if let Ok(runtime) = tokio::runtime::Handle::try_current()
             && !subscriptions.is_empty()
         {
@@ -173,7 +174,7 @@ impl Drop for MainLoopWorker {
             runtime.spawn(async move {
                 for subscription in subscriptions {
                     if let Err(error) = bus.unsubscribe(subscription).await {
-                        warn!(%error, "a dropped main loop could not leave its group");
+                        warn!(%error, "dropped main loop worker could not leave its group");
                     }
                 }
             });
@@ -189,7 +190,7 @@ impl fmt::Debug for MainLoopWorker {
     }
 }
 
-/// What has to be done from time to time, until the worker is gone.
+/// Periodic work of the worker.
 async fn maintain(executor: Arc<RequestExecutor>, dropped: mpsc::UnboundedReceiver<LeaseName>) {
     let sweeping = async {
         let mut ticks = interval(executor.config.sweep_every);
@@ -197,7 +198,7 @@ async fn maintain(executor: Arc<RequestExecutor>, dropped: mpsc::UnboundedReceiv
         loop {
             ticks.tick().await;
             if let Err(error) = executor.reply_store.sweep().await {
-                warn!(%error, "replies could not be swept");
+                warn!(%error, "reply streams could not be swept");
             }
         }
     };

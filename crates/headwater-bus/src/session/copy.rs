@@ -1,10 +1,10 @@
-//! Filling: a new session is made of entries that were stored before, elsewhere.
+//! Creates a session as a copy of stored entries.
 //!
-//! Upstream: `fork` and `import`. Downstream: the new session's stream and meta.
-//! Promises: until all of it is there, nobody takes it for a session: it says that it is unfinished, and becomes one
-//! in a single step. Whoever is taken for dead and goes on cannot finish it any more, and what it still copies counts
-//! nowhere: copies say who made them, and a session says whose it is made of. A fork or import that failed or was
-//! killed can be repeated at once: it replaces what the earlier one left.
+//! Upstream: `fork` and `import`. Downstream: the stream and metadata of the new session.
+//! Promises: the session is reported as unfinished until it is complete, and then committed in one step. A copier
+//! that was presumed dead cannot commit, and the entries it still appends do not count: each copied entry names its
+//! copier, and the metadata names the copier whose entries count. A failed or killed copy can be repeated at once; it
+//! replaces the remains.
 
 use std::collections::{HashMap, HashSet};
 
@@ -20,14 +20,14 @@ use super::{Result, Session, SessionError, Sessions, snapshot};
 use crate::limits::REPLAY_PAGE_BYTES;
 use crate::name::{SessionId, random_bits};
 
-/// A session that is being made.
+/// A copy in progress.
 pub(super) struct CopyInProgress {
     sessions: Sessions,
     session: SessionId,
     meta: SessionMeta,
-    /// Snapshots that move along, by their set of folds.
+    /// Snapshots to copy, by their set of folds.
     snapshots: Vec<(String, RegistryMap)>,
-    /// Entries that the snapshots name, and what they are called here.
+    /// New ids of the entries that the snapshots refer to.
     new_ids: HashMap<EntryId, Option<EntryId>>,
     first: Option<EntryId>,
     pub(super) last: Option<EntryId>,
@@ -37,25 +37,25 @@ pub(super) struct CopyInProgress {
 /// Result of abandoning a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AbandonOutcome {
-    /// Nothing is left of it.
+    /// The copy was removed.
     Removed,
-    /// It had become a session already: only the reply that said so was lost.
+    /// The copy had already been committed; only the reply was lost.
     Finished,
 }
 
-/// What the new session begins with.
+/// Where the new session starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Beginning {
-    /// The first event there ever was.
+    /// At its first event.
     Whole,
-    /// What came after so many entries that are gone; snapshots stand for them.
+    /// After this many compacted entries, which snapshots include.
     After(u64),
-    /// Nobody knows.
+    /// Unknown.
     Unknown,
 }
 
 impl CopyInProgress {
-    /// Takes the id for a session that is to be filled.
+    /// Reserves the id of the new session.
     pub(super) async fn begin(
         sessions: &Sessions,
         session: &SessionId,
@@ -86,7 +86,7 @@ impl CopyInProgress {
         })
     }
 
-    /// Adds entries under the ids that they had where they come from.
+    /// Appends entries, given with their original ids.
     pub(super) async fn add(&mut self, entries: &[(EntryId, Fields)]) -> Result<()> {
         let mut rest = entries;
         while !rest.is_empty() {
@@ -122,7 +122,7 @@ impl CopyInProgress {
         Ok(())
     }
 
-    /// Shows that somebody still works on it.
+    /// Records progress, so that the copy is not considered abandoned.
     async fn heartbeat(&self) -> Result<()> {
         let now = self.sessions.now().await?;
         if self.update_meta(&meta::progress_is(now)).await? {
@@ -141,17 +141,17 @@ impl CopyInProgress {
     fn superseded_error(&self) -> SessionError {
         SessionError::Unfinished {
             session: self.session.clone(),
-            what: format!("{}, which somebody removed,", self.meta.copy_description),
+            what: format!("{}, which was removed meanwhile", self.meta.copy_description),
             since: self.meta.progress_at,
         }
     }
 
-    /// Whether there is a snapshot that stands for what came before the first entry.
+    /// Whether a snapshot includes what came before the first entry.
     pub(super) fn has_snapshot(&self) -> bool {
         self.translated_snapshots().next().is_some()
     }
 
-    /// The snapshots as they are here, if all entries that they name came along.
+    /// The snapshots with translated entry ids, if all entries that they refer to were copied.
     fn translated_snapshots(&self) -> impl Iterator<Item = (&str, RegistryMap)> {
         let to = |id| self.new_ids.get(&id).copied().flatten();
         self.snapshots
@@ -159,13 +159,13 @@ impl CopyInProgress {
             .filter_map(move |(set, fields)| Some((set.as_str(), snapshot::translate(fields, to)?)))
     }
 
-    /// Makes it a session, and opens it.
+    /// Commits the session and opens it.
     pub(super) async fn finish(self, beginning: Beginning) -> Result<Session> {
         self.commit(beginning).await?;
         self.open(beginning).await
     }
 
-    /// Makes it a session: all of it, in one step. May be repeated after an error.
+    /// Commits the session in one step. May be retried after an error.
     pub(super) async fn commit(&self, beginning: Beginning) -> Result<()> {
         let storage = self.sessions.storage();
         let mut meta = self.meta.clone();
@@ -184,11 +184,12 @@ impl CopyInProgress {
         if let (Beginning::After(entries), Some(entry_id)) = (beginning, self.first) {
             meta.compacted = Some(SessionPoint { entry_id, entries });
         }
-        // If all events are there, they make the state anew: only then it names the entries that are here.
+        // With all events present, the snapshots are not needed: a replay yields a state that refers to the new
+        // entries.
         let has_all_events = has_all_events(beginning);
         for (set, fields) in self.translated_snapshots().filter(|_| !has_all_events) {
             let map = storage.keys.session_snapshot(&self.session, set);
-            // One that is there is left over from a session that was removed.
+            // An existing one is left over from a deleted session.
             if !storage.backend.map_create(&map, &fields).await? {
                 storage.backend.map_update(&map, None, &fields).await?;
             }
@@ -197,13 +198,13 @@ impl CopyInProgress {
             }
         }
         let mut fields = meta.to_fields();
-        // Whoever filled it is done.
+        // The copy is done: clear its owner.
         fields.insert(meta::COPIER.to_owned(), Bytes::new());
         let changed = self.update_meta(&fields).await;
         if matches!(changed, Ok(true)) {
             return Ok(());
         }
-        // A change whose reply was lost, and that was repeated, does not find what it expects.
+        // A retried update whose first reply was lost does not find the expected value any more.
         match self.is_finished().await {
             Ok(true) => Ok(()),
             Ok(false) => Err(changed.err().unwrap_or_else(|| self.superseded_error())),
@@ -211,7 +212,7 @@ impl CopyInProgress {
         }
     }
 
-    /// Whether it is a session by now.
+    /// Whether this copy has been committed.
     async fn is_finished(&self) -> Result<bool> {
         let meta = self.sessions.meta(&self.session).await?;
         let is_ours = |meta: SessionMeta| {
@@ -222,7 +223,7 @@ impl CopyInProgress {
         Ok(meta.is_some_and(is_ours))
     }
 
-    /// Opens what was made.
+    /// Opens the committed session.
     pub(super) async fn open(self, beginning: Beginning) -> Result<Session> {
         let session = self.sessions.recover(&self.session).await?;
         let had_snapshot = self.snapshots.iter().any(|(set, _)| *set == self.sessions.inner.set);
@@ -232,8 +233,8 @@ impl CopyInProgress {
         Ok(session)
     }
 
-    /// Removes what was made so far. May be repeated after an error; until then it stays unfinished, is replaced if the
-    /// same fork or import is repeated, and is swept later.
+    /// Removes the copy. May be retried after an error; until then it stays unfinished, is replaced if the same fork or
+    /// import is repeated, and is swept later.
     pub(super) async fn abandon(&self) -> Result<AbandonOutcome> {
         let Self { sessions, session, meta, .. } = self;
         let removed = async {
@@ -244,7 +245,7 @@ impl CopyInProgress {
             })
         };
         removed.await.inspect_err(|error: &SessionError| {
-            warn!(%session, %error, "an unfinished session is left behind");
+            warn!(%session, %error, "unfinished session could not be removed");
         })
     }
 }
@@ -254,29 +255,29 @@ fn has_all_events(beginning: Beginning) -> bool {
 }
 
 impl Sessions {
-    /// Removes what an earlier run of the same fork or import left when it failed or was killed. If that run still goes
-    /// on, it cannot finish any more.
+    /// Removes the remains of an earlier attempt of the same fork or import. If that attempt is still running, it can
+    /// no longer commit.
     async fn remove_previous_attempt(&self, session: &SessionId, what: &str) -> Result<()> {
         let Some(meta) = self.meta(session).await? else { return Ok(()) };
         if meta.stage == SessionStage::Copying
             && meta.copy_description == what
             && self.remove_unfinished(session, &meta.copier).await?
         {
-            info!(%session, what, "what an earlier attempt left was removed");
+            info!(%session, what, "remains of an earlier attempt were removed");
         }
         Ok(())
     }
 
-    /// Removes an unfinished session, if it is still in the hands of this filler. Returns whether it was.
+    /// Removes an unfinished session if it still belongs to this copier. Returns whether it did.
     pub(super) async fn remove_unfinished(
         &self,
         session: &SessionId,
         copier: &str,
     ) -> Result<bool> {
-        // First the token: whoever fills it cannot finish it any more, and what somebody else made meanwhile stays.
+        // Take over the token first: the copier can no longer commit, and a session created meanwhile is not affected.
         let map = self.storage().keys.session_meta(session);
         let expected = Some((meta::COPIER, copier.as_bytes()));
-        // Of two who remove it one does: the other could take away what somebody made of this name right afterwards.
+        // Only one of several removers wins; another could otherwise delete a new session of the same name.
         let taken = meta::claimed_by(&format!("{:032x}", random_bits()), self.now().await?);
         if !self.storage().backend.map_update(&map, expected, &taken).await? {
             return Ok(false);
@@ -285,7 +286,7 @@ impl Sessions {
     }
 }
 
-/// The same entry, with a note of the id it had when it was first stored, and of who copied it.
+/// The entry with its original id and its copier.
 fn copied_fields(id: EntryId, fields: &Fields, copier: &str) -> Fields {
     let note = |name: &str, value: String| (Bytes::copy_from_slice(name.as_bytes()), value.into());
     let bare = fields.iter().filter(|(name, _)| name != COPIED_BY.as_bytes()).cloned();
@@ -293,7 +294,7 @@ fn copied_fields(id: EntryId, fields: &Fields, copier: &str) -> Fields {
     let id = (!has_id).then(|| note(ORIGINAL_ENTRY_ID, id.to_string()));
     let by = note(COPIED_BY, copier.to_owned());
     let copy = Fields::new(bare.clone().chain(id).chain([by]));
-    // An entry of another program may be as large as an entry can be; then it does without.
+    // An entry of another program may already be at the limit; then it is copied without them.
     if copy.len() > FIELDS_MAX || copy.bytes() > ENTRY_BYTES_MAX {
         return Fields::new(bare);
     }

@@ -1,9 +1,9 @@
-//! Deleted entries: whether entries of a session are gone that no compaction removed.
+//! Detects entries of a session that were deleted by something other than compaction.
 //!
-//! Upstream: `recovery`, `fork` and `export`, after they read the stream. Downstream: nothing, this is arithmetic.
-//! Promises: an entry that was deleted after the last one that is left is noticed on every backend: the backend keeps
-//! the last id it generated. Where the backend also counts the entries it ever added (Redis 7.0 and later), every
-//! other deleted entry is noticed, too, unless a snapshot already includes it.
+//! Upstream: `recovery`, `fork` and `export`, after they read the stream. Downstream: nothing; this is arithmetic.
+//! Promises: a deleted entry after the last remaining one is detected on every backend, because the backend keeps the
+//! last generated id. If the backend also counts all entries ever added (Redis 7.0 and later), every other deleted
+//! entry is detected, too, unless a snapshot includes it.
 //! Not here: a trimmed beginning (see `recovery::beginning`), and entries that a failover lost together with the count.
 
 use headwater_stream::{EntryId, StreamStats};
@@ -15,15 +15,15 @@ use super::replay::ReplayUntil;
 /// The part of a stream that was read, compared with `stats` taken before.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Extent {
-    /// The snapshot's entry that reading began at; `MIN` if it began with the first entry that is left.
+    /// The entry of the snapshot at which reading started; `MIN` if it started with the first remaining entry.
     pub(super) from: EntryId,
     /// The last entry that was read.
     pub(super) to: EntryId,
-    /// Entries of the session up to `to`, those included that a snapshot stands for; `None` if that is not known.
+    /// Entries of the session up to `to`, including those in a snapshot; `None` if unknown.
     pub(super) entries: Option<u64>,
 }
 
-/// What was deleted of the part of a session that was to be read.
+/// The deleted entries within the range to be read, if there are any.
 pub(super) fn find_deleted(
     meta: &SessionMeta,
     stats: &StreamStats,
@@ -33,7 +33,7 @@ pub(super) fn find_deleted(
     let last = stats.last_id.unwrap_or(EntryId::MIN);
     let (base_id, base_entries) =
         meta.base.map_or((EntryId::MIN, 0), |base| (base.entry_id, base.entries));
-    // The entries that a backend added are those of this session if it knows their first one.
+    // The backend's count applies to this session only if the session's first entry is known.
     let is_counted =
         matches!(meta.first, FirstEntry::NoneYet | FirstEntry::Entry(_)) && read.to == last;
     let added = stats.entries_added.and_then(|added| added.checked_sub(base_entries));
@@ -52,7 +52,7 @@ pub(super) fn find_deleted(
     match count {
         Some(0) => None,
         Some(_) => {
-            // Deleted, or trimmed before anybody noted how the session began.
+            // Deleted, or trimmed before the first entry was recorded.
             let before = if newest_deleted > base_id { newest_deleted } else { last };
             Some(deleted(read.from, before.next()))
         }
@@ -82,7 +82,7 @@ mod tests {
         }
     }
 
-    /// A stream that had the entries 1 to 10 and has those from `first` to `last`, as Redis 7 tells it.
+    /// A stream that had the entries 1 to 10 and now has `first` to `last`, as reported by Redis 7.
     fn stats(first: u64, last: u64, length: u64) -> StreamStats {
         StreamStats {
             length,
@@ -120,7 +120,7 @@ mod tests {
             find_deleted(&meta, &bare, whole, ReplayUntil::End),
             missing(7, id(10).next(), None)
         );
-        // What was asked for ends before them.
+        // The requested range ends before them.
         assert_eq!(
             find_deleted(&meta, &known, read(EntryId::MIN, 5, 5), ReplayUntil::Entry(id(5))),
             None
@@ -140,7 +140,7 @@ mod tests {
         );
         let from_snapshot = read(id(8), 10, 10);
         assert_eq!(find_deleted(&counted, &known, from_snapshot, ReplayUntil::End), None);
-        // Of a session that began elsewhere the count says nothing, the newest deleted entry does.
+        // For a session copied from elsewhere the count is meaningless; the newest deleted id is not.
         let copied = meta(FirstEntry::Elsewhere);
         assert_eq!(
             find_deleted(&copied, &known, all, ReplayUntil::End),
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_stream_held_before_the_session_was_made_is_not_missing() {
+    fn entries_from_before_the_session_was_created_are_not_missing() {
         let base = Some(SessionPoint { entry_id: id(10), entries: 10 });
         let meta = SessionMeta { base, ..meta(FirstEntry::NoneYet) };
         let empty = StreamStats { length: 0, first_id: None, last_id: None, ..stats(1, 10, 0) };
@@ -159,8 +159,8 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_began_late_is_no_reason_to_miss_anything() {
-        // A file of Redis 6.2 that Redis 7 loaded: entries that were compacted before are not counted.
+    fn a_count_that_started_late_reports_nothing_missing() {
+        // A Redis 6.2 file loaded by Redis 7: entries compacted earlier are not counted.
         let loaded = StreamStats { entries_added: Some(4), ..stats(7, 10, 4) };
         let from_snapshot = read(id(7), 10, 10);
         assert_eq!(

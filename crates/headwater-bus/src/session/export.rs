@@ -1,8 +1,8 @@
-//! Export: a session as lines of JSON.
+//! Exports a session as JSON lines.
 //!
-//! Upstream: operators, with a file of their own. Downstream: `lines`.
-//! Promises: what is exported and imported again has the same events, in the same order, with the same bytes. A session
-//! that is not whole is not exported.
+//! Upstream: operators. Downstream: `jsonl`.
+//! Promises: an export that is imported again has the same events in the same order with the same bytes. An incomplete
+//! session is not exported.
 
 use std::collections::VecDeque;
 
@@ -19,24 +19,24 @@ use super::state::{COPIED_BY, is_stray};
 use super::{Result, SessionError, Sessions};
 use crate::name::SessionId;
 
-/// A session on its way out. [`next_line`](Self::next_line) gives its lines.
+/// An export in progress. Call [`next_line`](Self::next_line) until it returns `None`.
 pub struct Export {
     sessions: Sessions,
     session: SessionId,
     source: CopySource,
     position: EntryId,
-    /// Where the stream ended when the export began.
+    /// Last entry of the stream when the export started.
     end: Option<EntryId>,
     ready: VecDeque<String>,
     entries: u64,
-    /// Entries that were read, those included that are not exported.
+    /// Number of entries read, including those that are not exported.
     read: u64,
     checksum: crc32fast::Hasher,
     is_ended: bool,
 }
 
 impl Sessions {
-    /// Writes a session as lines of JSON.
+    /// Exports a session as JSON lines.
     pub async fn export(&self, session: &SessionId) -> Result<Export> {
         let source = self.copy_source(session).await?;
         let mut ready = VecDeque::new();
@@ -76,7 +76,7 @@ impl Sessions {
 }
 
 impl Export {
-    /// The next line, without its end; `None` after the last.
+    /// The next line, without its line break; `None` after the last.
     pub async fn next_line(&mut self) -> Result<Option<String>> {
         while self.ready.is_empty() && !self.is_ended {
             self.read().await?;
@@ -109,7 +109,7 @@ impl Export {
             if is_stray(&self.source.meta.copied_by, &entry.fields) {
                 continue;
             }
-            // Who copied it says nothing to whoever copies it next.
+            // The copier of an entry is not exported.
             let fields = entry.fields.iter().filter(|(name, _)| name != COPIED_BY.as_bytes());
             let fields = fields.map(|(name, value)| (JsonBytes::new(name), JsonBytes::new(value)));
             let saved = SavedEntry { id: entry.id.to_string(), fields: fields.collect() };
@@ -130,7 +130,7 @@ impl Export {
 }
 
 impl Export {
-    /// What removed entries that were about to be read: our own compaction, or the error that is known.
+    /// Maps an error: entries may be missing because of our own compaction.
     async fn overtaken(&self, error: SessionError) -> SessionError {
         match self.sessions.was_compacted_meanwhile(&self.session, &self.source, &error).await {
             Ok(true) => SessionError::CompactedWhileReading { session: self.session.clone() },

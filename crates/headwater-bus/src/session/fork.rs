@@ -1,9 +1,9 @@
-//! Forks: a session that begins like another one, and goes on by itself.
+//! Forks: a new session with a copy of another session's events.
 //!
-//! Upstream: applications and operators. Downstream: `copying`.
-//! Promises: the parent is only read. The fork has copies of its events, so that whatever becomes of the parent, the
-//! fork stays whole; it knows its parent and the entry it left it at. A fork that a compaction of the parent
-//! overtakes begins again, with the snapshot that the compaction left.
+//! Upstream: applications and operators. Downstream: `copy`.
+//! Promises: the parent is only read. The fork has its own copy of the events, so it stays complete whatever happens
+//! to the parent; it records its parent and the last copied entry. If the parent is compacted meanwhile, the fork
+//! restarts from the new snapshot.
 
 use headwater_stream::{Entry, EntryId, RegistryMap, StreamStats};
 
@@ -18,26 +18,25 @@ use crate::error::BusError;
 use crate::metrics;
 use crate::name::SessionId;
 
-/// Compactions that may overtake one fork. Each leaves less to copy than the one before, so a second one is rare.
+/// Restarts of a fork because of compaction. Each compaction leaves less to copy, so a second restart is rare.
 const COMPACTION_RETRIES_MAX: usize = 20;
 
-/// What a copy of a session needs.
+/// A session to be copied.
 pub(super) struct CopySource {
     pub(super) meta: SessionMeta,
     pub(super) beginning: Beginning,
-    /// The stream as it was when the copy began: entries up to its last one are copied.
+    /// The stream when the copy started: entries up to its last one are copied.
     pub(super) stats: Option<StreamStats>,
-    /// Why it cannot be copied without a snapshot.
+    /// Missing entries that a snapshot must include.
     pub(super) missing: Option<MissingEntries>,
-    /// Snapshots of all sets of folds, as they are.
+    /// Snapshots of all sets of folds.
     pub(super) snapshots: Vec<(String, RegistryMap)>,
 }
 
 impl Sessions {
-    /// Makes a session of the events of another one, up to an entry or a time, and leaves that one as it is.
+    /// Forks a session, optionally up to an entry or time. The parent is not changed.
     ///
-    /// If this is not carried out to its end, what there is of the new session is no session: it is
-    /// [`Unfinished`](SessionError::Unfinished), and swept away later.
+    /// If the call is dropped or fails, the new session is [`Unfinished`](SessionError::Unfinished) and is swept later.
     pub async fn fork(
         &self,
         parent: &SessionId,
@@ -59,7 +58,7 @@ impl Sessions {
                 }
                 Err(error) => error,
             };
-            // If that fails, what is left is replaced when the same fork is repeated, here or by the caller.
+            // If this fails, the remains are replaced when the same fork is repeated.
             let _ = copying.abandon().await;
             if !self.was_compacted_meanwhile(parent, &source, &error).await? {
                 return Err(error);
@@ -69,8 +68,8 @@ impl Sessions {
         Err(SessionError::CompactedWhileReading { session: parent.clone() })
     }
 
-    /// Whether our own compaction removed what was about to be read. It notes what it removes before it does so: the
-    /// note may be older than the look at the source.
+    /// Whether our own compaction removed entries that were about to be read. It records what it removes before it
+    /// does so: the record may be older than the source.
     pub(super) async fn was_compacted_meanwhile(
         &self,
         session: &SessionId,
@@ -85,14 +84,14 @@ impl Sessions {
         Ok(is_explained || compacted != source.meta.compacted)
     }
 
-    /// What there is to copy of a session.
+    /// Reads what is needed to copy a session.
     pub(super) async fn copy_source(&self, session: &SessionId) -> Result<CopySource> {
         let mut tries = 0;
         loop {
             let (meta, sourced) = self.try_copy_source(session).await?;
             tries += 1;
             match sourced {
-                // A compaction notes what it is about to remove. If it did so meanwhile, this looks again.
+                // A compaction records what it is about to remove. If it did so meanwhile, read again.
                 Err(_)
                     if tries < COMPACTION_RETRIES_MAX
                         && self.open_meta(session).await?.compacted != meta.compacted => {}
@@ -117,7 +116,7 @@ impl Sessions {
                 snapshots.push((set.clone(), fields));
             }
         }
-        // After the snapshots: the entry that each of them stands at is among those that are copied.
+        // Read after the snapshots, so that the entry of each snapshot is within the copied range.
         let stats = storage.backend.stats(&storage.keys.session(session)).await?;
         let (beginning, missing) = match self.beginning(session, &meta, stats.as_ref()).await? {
             Ok(_) if meta.first == FirstEntry::Unknown => (Beginning::Unknown, None),
@@ -180,7 +179,7 @@ impl Sessions {
 }
 
 impl CopySource {
-    /// The first page must begin where the session did when it was looked at.
+    /// The first page must start with the first entry known from `stats`.
     pub(super) fn check_first(
         &self,
         session: &SessionId,
@@ -196,12 +195,12 @@ impl CopySource {
         Ok(())
     }
 
-    /// Where the session ended when it was looked at.
+    /// Last entry of the session when it was read.
     pub(super) fn end(&self) -> Option<EntryId> {
         self.stats.as_ref().and_then(|stats| stats.last_id)
     }
 
-    /// Nothing may have been deleted of so many entries that were read, the last of them at `position`.
+    /// Checks that none of the `read` entries up to `position` was deleted.
     pub(super) fn check_deleted(
         &self,
         session: &SessionId,
@@ -223,7 +222,7 @@ impl CopySource {
     }
 }
 
-/// Entries went away while they were read.
+/// Entries were trimmed while they were read.
 pub(super) fn trimmed_error(session: &SessionId, after: EntryId, before: EntryId) -> SessionError {
     let reason = MissingReason::Trimmed;
     let missing = MissingEntries { after, before, count: None, reason };

@@ -1,9 +1,9 @@
-//! A session in the hands of this process: publish to it, read its state.
+//! An open session: publish events to it and read its state.
 //!
-//! Upstream: applications and the main loop. Downstream: the bus, to publish; `replay`, to read back what was stored.
-//! Promises: the state is made of what is in the stream, in its order, whoever published it: an event that is
-//! published here counts after it was read back. Calls may be made at the same time. Events that it knows and that
-//! are lost in the backend are an error, and its state stays as it was.
+//! Upstream: applications and the main loop. Downstream: the bus, to publish; `replay`, to read stored events back.
+//! Promises: the state is computed from the stream in stream order, whichever process published the events: an event
+//! published here counts after it was read back. Calls may be concurrent. If known events are lost in the backend,
+//! that is an error and the state stays unchanged.
 
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -27,11 +27,11 @@ use crate::fold::{AllEvents, Fold};
 use crate::metrics;
 use crate::name::SessionId;
 
-/// A session.
+/// An open session.
 pub struct Session {
     sessions: Sessions,
     id: SessionId,
-    /// Its place in the list of sessions: what it is known by if there ever is another one of this name.
+    /// Its entry in the list of sessions; distinguishes it from a later session of the same name.
     index: EntryId,
     ttl: Option<Duration>,
     lock_losses: u64,
@@ -41,9 +41,9 @@ pub struct Session {
 struct CachedState {
     state: SessionState,
     recovery: Recovery,
-    /// How many entries the newest snapshot that is known here has, or was tried with.
+    /// Number of entries in the newest known snapshot, or in the last attempt to take one.
     snapshot_entries: u64,
-    /// A fold panicked: the state does not get on any more.
+    /// A fold panicked: the state is no longer updated.
     broken: Option<SessionError>,
 }
 
@@ -73,7 +73,7 @@ impl Session {
         Self { sessions, id, index, ttl, lock_losses, cached: Mutex::new(cached) }
     }
 
-    /// How often a main loop had lost its lock over it when it was opened.
+    /// How often a main loop had lost the lock of its request when it was opened.
     pub(crate) fn lock_losses(&self) -> u64 {
         self.lock_losses
     }
@@ -83,61 +83,59 @@ impl Session {
         &self.id
     }
 
-    /// The sessions it is one of.
+    /// The [`Sessions`] that opened it.
     pub fn sessions(&self) -> &Sessions {
         &self.sessions
     }
 
-    /// How it was recovered, or read anew after a compaction; of a new session, that nothing had to be.
+    /// How it was recovered, or reloaded after a compaction; the default for a new session.
     pub fn recovery(&self) -> Recovery {
         self.cached().recovery.clone()
     }
 
     /// The newest event of type `E`, if [`Folds::latest`](crate::Folds::latest) or [`Folds::all`](crate::Folds::all)
-    /// keep it and there was one.
+    /// keeps it.
     pub fn latest<E: Event>(&self) -> Option<ReceivedEvent<E>> {
         self.cached().state.latest()
     }
 
-    /// The events of type `E` that [`Folds::all`](crate::Folds::all) keeps; `None` if no such fold was chosen.
+    /// The events of type `E` kept by [`Folds::all`](crate::Folds::all); `None` if there is no such fold.
     pub fn all<E: Event>(&self) -> Option<AllEvents<E>> {
         self.cached().state.all()
     }
 
-    /// The state of a fold of the application's; `None` if it was not chosen.
+    /// The state of a custom fold; `None` if there is no such fold.
     pub fn get<F: Fold>(&self) -> Option<F> {
         self.cached().state.get::<F>().cloned()
     }
 
-    /// All of its state as it is now.
+    /// A copy of its state.
     pub fn state(&self) -> SessionState {
         self.cached().state.clone()
     }
 
-    /// Why its state stays as it is for good, whatever is published: a fold panicked on the next event. What it knows
-    /// is what was before that event.
+    /// Why the state is no longer updated: a fold panicked on the next event. The state is that before this event.
     pub fn problem(&self) -> Option<SessionError> {
         self.cached().broken.clone()
     }
 
-    /// The last entry that its state knows; `EntryId::MIN` before the first.
+    /// The last entry applied to the state; `EntryId::MIN` before the first.
     pub fn position(&self) -> EntryId {
         self.cached().state.position
     }
 
-    /// Publishes an event of this session. It need not name the session.
+    /// Publishes an event of this session. The event need not set its session.
     pub async fn publish<E: Event>(&self, event: E) -> Result<PublishResult> {
         let outgoing = OutgoingEvent::new(event)?;
         let mut results = self.publish_all(vec![outgoing]).await?;
         Ok(results.pop().unwrap_or(Err(BusError::Closed))?)
     }
 
-    /// Publishes events of this session in order, and brings its state forward. There is a result for each event; an
-    /// error means that none was published, or that those that were count for nothing, because the session has
-    /// expired or was forgotten.
+    /// Publishes events of this session in order and updates its state. There is one result per event. `Err` means
+    /// that no event was published, or that the session has expired or was deleted.
     ///
-    /// If the state cannot be brought forward (the backend went away, a fold panicked), the events are stored all the
-    /// same; the next [`refresh`](Self::refresh) tries again, or says why not.
+    /// If the state cannot be updated (the backend is unavailable, a fold panicked), the events are stored anyway;
+    /// the next [`refresh`](Self::refresh) tries again or returns the error.
     pub async fn publish_all(
         &self,
         mut events: Vec<OutgoingEvent>,
@@ -148,24 +146,24 @@ impl Session {
         let before = self.position();
         let results = self.sessions.inner.bus.publish_all(events).await?;
         let stored = results.iter().filter_map(|result| result.as_ref().ok()?.entry_id());
-        // While the backend is away, reading would only make the caller wait.
+        // While the backend is unavailable, reading would only delay the caller.
         let Some(last) = stored.max() else { return Ok(results) };
         self.check_not_expired(before, last).await?;
         if let Err(error) = self.refresh_to(Some(last)).await {
             if matches!(error, SessionError::Expired { .. }) {
                 return Err(error);
             }
-            warn!(session = %self.id, %error, "session could not be brought forward after publishing");
+            warn!(session = %self.id, %error, "session state could not be updated after publishing");
         }
         Ok(results)
     }
 
-    /// A session that nobody used for long may be about to end. Whoever ends it looks for new events after it said
-    /// so; this looks whether somebody said so after there was one. So one of the two notices.
+    /// An idle session may be about to expire. The sweep checks for new events after it marks the session as expired;
+    /// this checks for the mark after publishing. So one of the two detects the race.
     async fn check_not_expired(&self, before: EntryId, last: EntryId) -> Result<()> {
         let Some(ttl) = self.ttl else { return Ok(()) };
         let last_used_at = Timestamp::from_millis(before.max(self.index).ms);
-        // Half of it: the clocks of two servers of a cluster may differ.
+        // Half of the TTL, because clocks of different cluster nodes may differ.
         if Timestamp::from_millis(last.ms).since(last_used_at) < ttl / 2 {
             return Ok(());
         }
@@ -175,12 +173,12 @@ impl Session {
         }
     }
 
-    /// Makes an event one of this session.
+    /// Sets the session of an event.
     fn assign_session(&self, event: &mut OutgoingEvent) -> BusResult<()> {
         let problem = match (event.scope, &event.session) {
-            (Scope::Namespace, _) => "it is one of a namespace, not of a session".to_owned(),
+            (Scope::Namespace, _) => "its scope is the namespace, not a session".to_owned(),
             (Scope::Session, Some(other)) if *other != self.id => {
-                format!("it names the session `{other}`, not `{}`", self.id)
+                format!("its session is `{other}`, not `{}`", self.id)
             }
             (Scope::Session, _) => {
                 event.session = Some(self.id.clone());
@@ -190,12 +188,12 @@ impl Session {
         Err(BusError::invalid(format!("event `{}`", event.event_type), problem))
     }
 
-    /// Takes into account what was published since, here and elsewhere. Takes a snapshot if it is time for one.
+    /// Applies events published since, by any process. Takes a snapshot if one is due.
     pub async fn refresh(&self) -> Result<()> {
         self.refresh_to(None).await
     }
 
-    /// The same, up to an entry that is known to be there; what came after it may be taken into account, too.
+    /// Refreshes up to an entry that is known to exist; later entries may be applied, too.
     async fn refresh_to(&self, end: Option<EntryId>) -> Result<()> {
         let span = tracing::debug_span!("refresh", session = %self.id);
         self.catch_up(end).instrument(span).await?;
@@ -226,7 +224,7 @@ impl Session {
             let registry = self.sessions.inner.bus.registry();
             let read = |entry| state::read(registry, &stream, &copied_by, entry);
             let read: Vec<DecodedEntry> = entries.iter().map(read).collect();
-            // Parked first: an entry that is behind the state is not looked at again.
+            // Park first: entries before the position are not read again.
             let id = &self.id;
             replay::park(storage, id, &entries, &read, EntryId::MIN, parking_capacity).await?;
             if let Err(error) = self.apply(&entries, read) {
@@ -239,7 +237,7 @@ impl Session {
         }
     }
 
-    /// Takes entries into the state. Another call may have taken some of them meanwhile.
+    /// Applies entries to the state. A concurrent call may have applied some of them.
     fn apply(&self, entries: &[Entry], read: Vec<DecodedEntry>) -> Result<()> {
         let mut cached = self.cached();
         for (entry, read) in entries.iter().zip(read) {
@@ -254,8 +252,7 @@ impl Session {
         Ok(())
     }
 
-    /// After a fold panicked, some folds know an entry that others do not. Their state is read anew as it was before
-    /// it.
+    /// After a fold panicked, some folds have applied an entry that others have not. Reloads the state from before it.
     async fn reload_after_panic(&self) {
         let position = self.position();
         let before = match position {
@@ -274,12 +271,12 @@ impl Session {
                 }
             }
             Err(error) => {
-                warn!(session = %self.id, %error, "what a fold changed before it panicked stays changed");
+                warn!(session = %self.id, %error, "state could not be reloaded after a fold panicked; some folds are ahead");
             }
         }
     }
 
-    /// The first entry that a session without entries sees must be its first.
+    /// Checks that the first entry read by an empty session is the session's first.
     async fn check_first(&self, first: EntryId) -> Result<()> {
         match self.sessions.record_first_entry(&self.id, first).await? {
             FirstEntry::Entry(known) if first > known => {
@@ -295,14 +292,14 @@ impl Session {
         }
     }
 
-    /// The entry that this state stood at is gone. If a compaction went past it, a snapshot has all that it had. If
-    /// not, entries are lost: what is left must not take the place of what is known here.
+    /// The entry at the position is gone. If a compaction removed it, a snapshot includes everything applied here.
+    /// Otherwise entries were lost, and the state must not be replaced by what remains.
     async fn reload(&self, after: EntryId, before: EntryId, entries: u64) -> Result<()> {
         self.sessions.check_same_session(&self.id, self.index).await?;
         let missing = MissingEntries { after, before, count: None, reason: MissingReason::Lost };
         let lost = || SessionError::Incomplete { session: self.id.clone(), missing };
         let loaded = match self.sessions.load(&self.id, ReplayUntil::End, LoadPurpose::Use).await {
-            // What this session stood at is gone, whatever else is.
+            // The entry at the position is lost, whatever else is missing.
             Err(SessionError::Incomplete { missing, .. })
                 if missing.reason == MissingReason::Deleted =>
             {
@@ -323,8 +320,7 @@ impl Session {
         Ok(())
     }
 
-    /// Takes a snapshot of the state as it is now. Returns whether it was kept: `false` if there is one of this entry
-    /// or a later one.
+    /// Takes a snapshot of the current state. Returns `false` if there is already one of this or a later entry.
     pub async fn snapshot(&self) -> Result<bool> {
         let refuse = |problem: &str| SessionError::Snapshot {
             session: self.id.clone(),
@@ -360,7 +356,7 @@ impl Session {
             if !is_due || self.sessions.inner.folds.is_empty() || cached.is_incomplete() {
                 return;
             }
-            // Noted before it is taken: one that fails is tried again after as many entries more.
+            // Set before the attempt: a failed snapshot is retried after `every` further entries.
             cached.snapshot_entries = cached.state.entries;
         }
         self.snapshot_or_warn().await;
@@ -369,12 +365,12 @@ impl Session {
     pub(super) async fn snapshot_or_warn(&self) {
         if let Err(error) = self.snapshot().await {
             metrics::snapshot_failed();
-            warn!(session = %self.id, %error, "snapshot failed, the session goes on without it");
+            warn!(session = %self.id, %error, "snapshot failed; the session continues without it");
         }
     }
 
     fn cached(&self) -> MutexGuard<'_, CachedState> {
-        // Code of the application that clones or writes a state may panic here. It cannot change the state.
+        // Application code that clones or encodes the state may panic here. It cannot change the state.
         self.cached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,10 +1,9 @@
-//! Import: a session made of lines of JSON.
+//! Imports a session from JSON lines.
 //!
-//! Upstream: operators, with a file of their own. Downstream: `copy`.
-//! Promises: a file is checked line by line and as a whole: one that is torn, of another kind or out of order is an
-//! error, and nothing of it is imported. A call that is given up half way is the end of the import, too: nobody knows
-//! what of its entries was stored. What a failed or killed import stored is no session, and is replaced when it is
-//! repeated.
+//! Upstream: operators. Downstream: `copy`.
+//! Promises: each line and the file as a whole are validated: a truncated, foreign or unordered file is an error, and
+//! nothing of it is imported. A call dropped half way fails the import, because it is unknown which entries were
+//! stored. The remains of a failed or killed import are not a session, and are replaced when the import is repeated.
 
 use headwater_stream::{EntryId, Fields, RegistryMap};
 
@@ -18,13 +17,12 @@ use crate::limits::{IMPORT_LINE_BYTES_MAX, REPLAY_PAGE_BYTES, SNAPSHOT_SETS_MAX}
 use crate::metrics;
 use crate::name::SessionId;
 
-/// Entries that are written together.
+/// Entries per append.
 const BATCH: usize = 500;
 
 impl Sessions {
-    /// Makes a session of lines that [`export`](Self::export) wrote. It may have another id than it had. It is an
-    /// error if there is a session with this id; what an earlier import of the same session left unfinished is
-    /// replaced.
+    /// Imports a session from lines written by [`export`](Self::export), under this id. Fails if a session with this id
+    /// exists; the remains of an earlier import of the same session are replaced.
     pub fn import(&self, session: &SessionId) -> Import {
         Import {
             sessions: self.clone(),
@@ -45,8 +43,8 @@ impl Sessions {
     }
 }
 
-/// A session on its way in: give it every [`line`](Self::line), then [`finish`](Self::finish). One that is dropped
-/// before that is no session; begin again, with the same id.
+/// An import in progress: pass every [`line`](Self::line), then call [`finish`](Self::finish). If it is dropped before
+/// that, no session is created; start again with the same id.
 pub struct Import {
     sessions: Sessions,
     session: SessionId,
@@ -54,7 +52,7 @@ pub struct Import {
     head: Option<ExportHeader>,
     snapshots: Vec<(String, RegistryMap)>,
     copy: Option<CopyInProgress>,
-    /// What was made, once it is a session.
+    /// The copy, once it is committed.
     completed: Option<(CopyInProgress, Beginning)>,
     buffered: Vec<(EntryId, Fields)>,
     buffered_bytes: usize,
@@ -62,7 +60,7 @@ pub struct Import {
     entries: u64,
     checksum: crc32fast::Hasher,
     stage: ImportStage,
-    /// A line is being taken. If it still is when the next one comes, its future was dropped.
+    /// A line is being processed. If this is set at the next call, the previous future was dropped.
     is_busy: bool,
 }
 
@@ -76,10 +74,10 @@ enum ImportStage {
 }
 
 impl Import {
-    /// Takes the next line, without its end. An error is the end of the import: what was stored is no session. It is
-    /// removed, unless the backend fails again: [`abandon`](Self::abandon) tries once more and says so.
+    /// Imports the next line, without its line break. An error fails the import and removes what was stored; if the
+    /// backend fails at that, too, [`abandon`](Self::abandon) tries again.
     ///
-    /// Not cancel-safe: an import whose `line` was begun and dropped has failed.
+    /// Not cancel-safe: if the future of `line` is dropped, the import has failed.
     pub async fn line(&mut self, line: &str) -> Result<()> {
         self.line += 1;
         let taken = match self.check_not_cancelled() {
@@ -96,33 +94,30 @@ impl Import {
         taken
     }
 
-    /// The line before must have been taken to its end.
+    /// Checks that the previous call was not dropped.
     fn check_not_cancelled(&self) -> Result<()> {
         match self.is_busy {
             false => Ok(()),
-            true => {
-                Err(self.line_error("the call before was given up half way; begin the import anew"))
-            }
+            true => Err(self.line_error("the previous call was cancelled; start the import again")),
         }
     }
 
-    /// Ends an import of which no more will come. Returns `false` if nothing of it is left and its id is free, `true`
-    /// if it turns out to be a session all the same: the reply to its last step was lost.
+    /// Abandons the import and removes what was stored. Returns `true` if it turns out to be complete: only the reply
+    /// to the last step was lost.
     ///
-    /// After an error, and if an import is only dropped, what was stored stays unfinished: the same import can be
-    /// repeated, others cannot have the id until [`Sessions::run`] or [`Sessions::delete`] removes it. May be
-    /// repeated.
+    /// After an error, or if an import is only dropped, the session stays unfinished: the same import can be
+    /// repeated, but the id is not free until [`Sessions::run`] or [`Sessions::delete`] removes it. May be retried.
     pub async fn abandon(&mut self) -> Result<bool> {
         Ok(self.fail().await? == AbandonOutcome::Finished)
     }
 
-    /// [Completes](Self::complete) it, and [opens](Self::open) the session.
+    /// [Completes](Self::complete) the import and [opens](Self::open) the session.
     pub async fn finish(mut self) -> Result<Session> {
         self.complete().await?;
         self.open().await
     }
 
-    /// Opens the session of an import that is complete. An error changes nothing about that: recover it later.
+    /// Opens the session of a completed import. After an error the session still exists; recover it later.
     pub async fn open(self) -> Result<Session> {
         match self.completed {
             Some((copy, beginning)) => copy.open(beginning).await,
@@ -130,7 +125,7 @@ impl Import {
         }
     }
 
-    /// Makes it a session, if all of it is there. An error is the end of the import, as in [`line`](Self::line).
+    /// Commits the session if the import is complete. An error fails the import, as in [`line`](Self::line).
     pub async fn complete(&mut self) -> Result<()> {
         let committed = match self.check_end().await {
             Ok(beginning) => match &self.copy {
@@ -164,7 +159,7 @@ impl Import {
                 self.accept_head(head)
             }
             (_, ImportStage::ExportHeader) => {
-                Err(self.line_error("it must be the head of a session"))
+                Err(self.line_error("it must be the header of a session export"))
             }
             (JsonlLine::Snapshot(saved), ImportStage::Snapshots) => self.accept_snapshot(saved),
             (JsonlLine::Entry(saved), ImportStage::Snapshots | ImportStage::Entries) => {
@@ -176,7 +171,7 @@ impl Import {
                 self.begin().await?;
                 self.accept_end(&end).await
             }
-            (_, ImportStage::Ended) => Err(self.line_error("it comes after the end")),
+            (_, ImportStage::Ended) => Err(self.line_error("it follows the end line")),
             _ => Err(self.line_error("it is out of order")),
         }
     }
@@ -194,23 +189,23 @@ impl Import {
     fn accept_snapshot(&mut self, saved: SavedSnapshot) -> Result<()> {
         let is_set = |set: &str| set.len() == 16 && set.bytes().all(|b| b.is_ascii_hexdigit());
         if !is_set(&saved.set) || self.snapshots.iter().any(|(set, _)| *set == saved.set) {
-            return Err(self.line_error("it is no snapshot, or one that was there before"));
+            return Err(self.line_error("it is not a valid snapshot, or it is repeated"));
         }
-        // They are kept in memory until the first entry comes.
+        // They are kept in memory until the first entry.
         if self.snapshots.len() >= SNAPSHOT_SETS_MAX {
             let problem = format!("more than {SNAPSHOT_SETS_MAX} snapshots");
             return Err(self.line_error(problem));
         }
         let mut fields = RegistryMap::new();
         for (name, value) in saved.fields {
-            fields.insert(name, value.read().ok_or_else(|| self.line_error("odd bytes"))?);
+            fields.insert(name, value.read().ok_or_else(|| self.line_error("invalid bytes"))?);
         }
         super::snapshot::verify(&fields).map_err(|problem| self.line_error(problem))?;
         self.snapshots.push((saved.set, fields));
         Ok(())
     }
 
-    /// Takes the id, once it is clear that this is a session at all.
+    /// Reserves the id, once the file is known to be an export.
     async fn begin(&mut self) -> Result<()> {
         if self.copy.is_some() {
             return Ok(());
@@ -234,12 +229,12 @@ impl Import {
     async fn accept_entry(&mut self, saved: SavedEntry) -> Result<()> {
         let id: EntryId = saved.id.parse().map_err(|error| self.line_error(error))?;
         if id <= self.last {
-            let problem = format!("entry {id} comes after {}, the order is wrong", self.last);
+            let problem = format!("entry {id} follows {}; entries must be in order", self.last);
             return Err(self.line_error(problem));
         }
         let mut fields = Vec::with_capacity(saved.fields.len());
         for (name, value) in saved.fields {
-            let odd = || self.line_error("odd bytes");
+            let odd = || self.line_error("invalid bytes");
             fields.push((name.read().ok_or_else(odd)?, value.read().ok_or_else(odd)?));
         }
         let fields = Fields::new(fields);
@@ -256,7 +251,7 @@ impl Import {
     async fn accept_end(&mut self, end: &ExportEnd) -> Result<()> {
         if end.entries != self.entries || end.crc32 != self.checksum.clone().finalize() {
             let problem = format!(
-                "{} entries are announced and {} were there, or their bytes have changed",
+                "the end line counts {} entries and {} were read, or the checksum differs",
                 end.entries, self.entries
             );
             return Err(self.line_error(problem));
@@ -278,9 +273,9 @@ impl Import {
         self.line += 1;
         self.check_not_cancelled()?;
         if self.stage != ImportStage::Ended {
-            return Err(self.line_error("the end is missing: the file is cut off"));
+            return Err(self.line_error("the end line is missing: the file is truncated"));
         }
-        // What was read has been checked. This is what was stored.
+        // The lines were valid; check that all of them were stored.
         let stored = self.copy.as_ref().map_or(0, |copy| copy.entries);
         if stored != self.entries {
             let problem = format!("{stored} of {} entries were stored", self.entries);
@@ -293,8 +288,7 @@ impl Import {
         };
         let has_snapshot = self.copy.as_ref().is_some_and(CopyInProgress::has_snapshot);
         if matches!(beginning, Beginning::After(_)) && !has_snapshot {
-            let problem =
-                "the beginning was compacted, and there is no snapshot that stands for it";
+            let problem = "the beginning was compacted, and no snapshot includes it";
             return Err(self.line_error(problem));
         }
         Ok(beginning)
