@@ -1,9 +1,9 @@
-//! The lines of JSON that a session is exported as.
+//! The JSON lines format of a session export.
 //!
-//! Upstream: `export` writes them. Downstream: `import` reads them.
+//! Upstream: `export` writes it. Downstream: `import` reads it.
 //!
-//! The first line says what the file is; if the beginning of the session was compacted, its snapshots follow; then
-//! one line for each entry; the last line has their number and checksum.
+//! The first line is a header. If the beginning of the session was compacted, its snapshots follow. Then one line per
+//! entry. The last line has their number and checksum.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::{Result, SessionError};
 use crate::name::SessionId;
 
-/// What the layout of a file is known by.
+/// Version of the file format.
 pub(super) const FORMAT: u32 = 1;
 
 #[derive(Serialize, Deserialize)]
@@ -57,7 +57,7 @@ pub(super) struct ExportEnd {
     pub(super) crc32: u32,
 }
 
-/// Bytes that mostly are text.
+/// Bytes, as text if they are valid UTF-8.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 pub(super) enum JsonBytes {

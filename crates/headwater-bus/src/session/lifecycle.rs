@@ -1,9 +1,9 @@
-//! The life of sessions as a whole: made, listed, looked at, forgotten.
+//! Creates, lists, describes and deletes sessions.
 //!
 //! Upstream: applications and operators. Downstream: `meta`, and a stream that lists all sessions.
-//! Promises: of two that make the same session one wins; a session that is made has a guard on its stream from the
-//! beginning, so that no trim of ours takes what no snapshot stands for. A crash in the middle leaves nothing that
-//! looks like a session.
+//! Promises: of two processes that create the same session one wins; a session has a guard group on its stream from
+//! the start, so that this library never trims entries before a snapshot includes them. A crash in the middle leaves
+//! nothing that looks like a session.
 
 use std::time::Duration;
 
@@ -22,47 +22,47 @@ use crate::error::BusError;
 use crate::limits::LIST_PAGE_MAX;
 use crate::name::SessionId;
 
-/// In an entry of the list of sessions.
+/// Field of an entry in the list of sessions.
 const SESSION: &str = "session";
 
-/// What there is to know of a session without reading its events.
+/// Description of a session, without reading its events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
     /// Its id.
     pub session: SessionId,
-    /// Its place in the list of sessions, which is in the order they were made.
+    /// Its entry in the list of sessions, which is in creation order.
     pub index: EntryId,
-    /// Where it is in its life.
+    /// Lifecycle stage.
     pub stage: SessionStage,
-    /// When it was made.
+    /// Creation time.
     pub created_at: Timestamp,
     /// The session it was forked from.
     pub parent: Option<Parent>,
-    /// How long it lives after its last event.
+    /// Idle time after which it expires.
     pub ttl: Option<Duration>,
-    /// How many entries its stream holds.
+    /// Number of entries in its stream.
     pub length: u64,
-    /// How many entries were compacted, or went when it expired.
+    /// Number of entries removed by compaction or expiry.
     pub removed: u64,
     /// Its newest entry.
     pub last_entry: Option<EntryId>,
 }
 
-/// Tries to change a number that others change at the same time.
+/// Attempts to update a counter that other processes update, too.
 const UPDATE_ATTEMPTS: usize = 8;
 
-/// Sessions that are looked at or dealt with at the same time.
+/// Sessions processed concurrently.
 pub(super) const CONCURRENCY: usize = 32;
 
-/// An entry of the list of sessions. Whoever began to make a session and died, or lost against another, left one that
-/// counts for nothing.
+/// An entry of the list of sessions. An entry without a matching session is left over from a creation that crashed or
+/// lost against another one.
 pub(super) struct IndexEntry {
     pub(super) index: EntryId,
-    /// An error says why nobody can tell.
+    /// `Err` if the session could not be read.
     pub(super) lookup: Result<Option<SessionLookup>>,
 }
 
-/// A session as it is found.
+/// A session with its metadata and stream statistics.
 pub(super) struct SessionLookup {
     pub(super) session: SessionId,
     pub(super) meta: SessionMeta,
@@ -88,8 +88,8 @@ impl SessionLookup {
 }
 
 impl Sessions {
-    /// Makes a session. It is an error if there is one with this id, or if its stream holds events already: those of
-    /// another program, which [`recover`](Self::recover) takes over.
+    /// Creates a session. Fails if there is one with this id, or if its stream has events of another program, which
+    /// [`recover`](Self::recover) takes over.
     pub async fn create(&self, session: &SessionId) -> Result<Session> {
         let base = self.check_free(session).await?;
         let meta = SessionMeta { base, ..self.register(session, FirstEntry::NoneYet).await? };
@@ -97,14 +97,14 @@ impl Sessions {
         Ok(Session::empty(self.clone(), session.clone(), &meta))
     }
 
-    /// Nothing may be there of a session that is to be made. Returns what its stream once held, if it is not new.
+    /// Checks that an id is free. Returns the last position of its stream, if that existed before.
     pub(super) async fn check_free(&self, session: &SessionId) -> Result<Option<SessionPoint>> {
         let storage = self.storage();
         let stats = storage.backend.stats(&storage.keys.session(session)).await?;
         match self.meta(session).await? {
             Some(meta) if meta.stage == SessionStage::Copying => {
                 let problem = format!(
-                    "{} is not finished; repeat it to replace what is left, or forget it",
+                    "{} is unfinished; repeat it to replace the remains, or delete the session",
                     meta.copy_description
                 );
                 return Err(exists(session, &problem));
@@ -113,7 +113,7 @@ impl Sessions {
             None => {}
         }
         if stats.as_ref().is_some_and(|stats| stats.length > 0) {
-            return Err(exists(session, "another program wrote events of it; recover it"));
+            return Err(exists(session, "its stream has events of another program; recover it"));
         }
         let once = stats.filter(|stats| stats.last_generated_id > EntryId::MIN);
         Ok(once.map(|stats| SessionPoint {
@@ -122,25 +122,25 @@ impl Sessions {
         }))
     }
 
-    /// Recovers a session, or makes it if there is none.
+    /// Recovers a session, or creates it if there is none.
     pub async fn ensure(&self, session: &SessionId) -> Result<Session> {
         match self.recover(session).await {
             Err(SessionError::NotFound { .. }) => {}
             other => return other,
         }
         match self.create(session).await {
-            // Somebody else made it meanwhile.
+            // Another process created it meanwhile.
             Err(SessionError::Exists { .. }) => self.recover(session).await,
             other => other,
         }
     }
 
-    /// Takes over a stream that other programs wrote, as the session it is of.
+    /// Takes over a stream of another program as a session.
     pub(super) async fn adopt_foreign(&self, session: &SessionId) -> Result<SessionMeta> {
         let meta = self.register(session, FirstEntry::Unknown).await?;
         match self.commit_meta(session, &meta).await {
             Ok(()) => Ok(meta),
-            // Somebody else did so at the same time.
+            // Another process did so at the same time.
             Err(SessionError::Exists { .. }) => {
                 let meta = self.meta(session).await?;
                 meta.ok_or_else(|| SessionError::NotFound { session: session.clone() })
@@ -149,7 +149,7 @@ impl Sessions {
         }
     }
 
-    /// Puts a session into the list and a guard on its stream. It is a session only when its meta says so.
+    /// Adds a session to the list and a guard group to its stream. It becomes a session with `commit_meta`.
     pub(super) async fn register(
         &self,
         session: &SessionId,
@@ -167,7 +167,7 @@ impl Sessions {
         Ok(SessionMeta { first, ttl, ..SessionMeta::new(SessionStage::Open, index, now) })
     }
 
-    /// Makes it a session, or finds that it is one.
+    /// Creates the metadata, unless the session exists.
     pub(super) async fn commit_meta(&self, session: &SessionId, meta: &SessionMeta) -> Result<()> {
         let storage = self.storage();
         let map = storage.keys.session_meta(session);
@@ -175,7 +175,7 @@ impl Sessions {
         if storage.backend.map_create(&map, &fields).await? {
             return Ok(());
         }
-        // Another program keeps things of its own there: both have room.
+        // The map may contain fields of another program; add ours.
         if self.meta(session).await?.is_none()
             && storage.backend.map_update(&map, None, &fields).await?
         {
@@ -185,12 +185,12 @@ impl Sessions {
         Err(exists(session, "recover it"))
     }
 
-    /// Sessions in the order they were made, after this place in the list (`EntryId::MIN` for the first page). An empty
-    /// page is the last one.
+    /// Sessions in creation order, after this entry of the list (`EntryId::MIN` for the first page). An empty page is
+    /// the last one.
     pub async fn list(&self, after: EntryId, count: usize) -> Result<Vec<SessionInfo>> {
         if !(1..=LIST_PAGE_MAX).contains(&count) {
             let problem = format!("{count}; 1 to {LIST_PAGE_MAX}");
-            return Err(BusError::invalid("length of a page", problem).into());
+            return Err(BusError::invalid("page length", problem).into());
         }
         let (mut found, mut from) = (Vec::new(), after);
         while found.len() < count {
@@ -201,7 +201,7 @@ impl Sessions {
                 match listed.lookup {
                     Ok(lookup) => found.extend(lookup.map(|lookup| lookup.info())),
                     Err(error) if error.is_transient() => return Err(error),
-                    // Others are none the worse for it.
+                    // A damaged session does not affect the others.
                     Err(_) => {}
                 }
             }
@@ -209,7 +209,7 @@ impl Sessions {
         Ok(found)
     }
 
-    /// Entries of the list after this one, with what is known of their sessions.
+    /// Entries of the list after this one, with their sessions.
     pub(super) async fn list_page(&self, after: EntryId, count: usize) -> Result<Vec<IndexEntry>> {
         let storage = self.storage();
         let (from, to) = (after.next(), EntryId::MAX);
@@ -227,7 +227,7 @@ impl Sessions {
             Some(session) => self
                 .lookup(&session)
                 .await
-                .inspect_err(|error| warn!(%session, %error, "session cannot be lookup at")),
+                .inspect_err(|error| warn!(%session, %error, "session could not be read")),
         };
         let lookup = lookup.map(|lookup| lookup.filter(|lookup| lookup.meta.index == entry.id));
         IndexEntry { index: entry.id, lookup }
@@ -239,13 +239,13 @@ impl Sessions {
         Ok(Some(SessionLookup { session: session.clone(), meta, stats }))
     }
 
-    /// What there is to know of a session; `None` if there is none.
+    /// Describes a session; `None` if there is none.
     pub async fn info(&self, session: &SessionId) -> Result<Option<SessionInfo>> {
         Ok(self.lookup(session).await?.map(|lookup| lookup.info()))
     }
 
-    /// The same for a stream that other programs wrote: it is described, and stays what it is. It has no place in the
-    /// list, `index` is [`EntryId::MIN`]. [`NotFound`](SessionError::NotFound) if there is nothing.
+    /// Describes a session, or a stream of another program without taking it over. The latter is not in the list: its
+    /// `index` is [`EntryId::MIN`]. [`NotFound`](SessionError::NotFound) if there is neither.
     pub async fn info_including_foreign(&self, session: &SessionId) -> Result<SessionInfo> {
         if let Some(lookup) = self.lookup(session).await? {
             return Ok(lookup.info());
@@ -258,8 +258,8 @@ impl Sessions {
         Ok(SessionLookup { session: session.clone(), meta, stats }.info())
     }
 
-    /// Removes a session with all its events, snapshots and groups, read or not. Returns whether there was one.
-    /// Nothing is left to say that it ever was.
+    /// Deletes a session with all its events, snapshots and groups, even if groups have not read them. Returns
+    /// whether it existed. No tombstone is kept.
     pub async fn delete(&self, session: &SessionId) -> Result<bool> {
         let storage = self.storage();
         let Some(meta) = self.meta(session).await? else {
@@ -270,7 +270,7 @@ impl Sessions {
                 None => Ok(false),
             };
         };
-        // What looks like a session goes last but for the list, which only counts together with it.
+        // The metadata is deleted last, except for the list entry, which only counts together with it.
         for set in meta.snapshots.keys() {
             storage.backend.map_delete(&storage.keys.session_snapshot(session, set)).await?;
         }
@@ -280,8 +280,8 @@ impl Sessions {
         Ok(was_there)
     }
 
-    /// When a stream without a session was filled by somebody who did not notice that the session was removed; `None`
-    /// if it is a stream of another program.
+    /// Time of a copy that was appended after its session was deleted, if the stream is such an orphan; `None` if it
+    /// is a stream of another program.
     pub(super) async fn find_orphaned_copy(
         &self,
         session: &SessionId,
@@ -293,8 +293,7 @@ impl Sessions {
         Ok(copy.map(|entry| Timestamp::from_millis(entry.id.ms)))
     }
 
-    /// Notes that a main loop lost its lock over a request. Several may do so at once; it is an error if so many do
-    /// that one is not counted.
+    /// Counts a lock loss of a main loop. Processes may do so concurrently; an error if too many do.
     pub(crate) async fn record_lock_loss(&self, session: &SessionId) -> Result<()> {
         let map = self.storage().keys.session_meta(session);
         for _ in 0..UPDATE_ATTEMPTS {
@@ -306,11 +305,11 @@ impl Sessions {
                 return Ok(());
             }
         }
-        let problem = format!("others changed it {UPDATE_ATTEMPTS} times meanwhile");
+        let problem = format!("{UPDATE_ATTEMPTS} concurrent updates of the session metadata");
         Err(BusError::from(StreamError::Unavailable { problem, source: None }).into())
     }
 
-    /// Notes the first entry of a session that was empty until now. Returns what is known of its beginning.
+    /// Records the first entry of a session that was empty. Returns the first entry as recorded.
     pub(super) async fn record_first_entry(
         &self,
         session: &SessionId,

@@ -1,10 +1,9 @@
-//! The upkeep of sessions: ends those that nobody uses any more, and compacts those that grew long.
+//! Periodic maintenance of sessions: expires unused ones, removes abandoned copies, compacts long ones.
 //!
-//! Upstream: whoever runs a server, once in a while. Downstream: the list of sessions, `compaction`, `life`.
-//! Promises: each thing is done once, however many processes look; a session that cannot be dealt with holds up no
-//! other; a crash anywhere is made up for by the next look. An expired session leaves a note that it was, for a
-//! while.
-//! Refuses: to end what a group still needs, or what was published to meanwhile.
+//! Upstream: a server, at intervals. Downstream: the list of sessions, `compaction`, `lifecycle`.
+//! Promises: each step is done once, also if several processes run maintenance; a session that fails does not block
+//! others; a crash at any point is repaired by the next run. An expired session leaves a tombstone for a while.
+//! Refuses: to expire a session that a group still needs, or that was published to meanwhile.
 
 use std::time::Duration;
 
@@ -24,35 +23,35 @@ use crate::limits::LIST_PAGE_MAX;
 use crate::metrics;
 use crate::name::{SessionId, random_bits};
 
-/// What a sweep did.
+/// Result of a sweep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SessionSweepReport {
-    /// Sessions looked at.
+    /// Sessions checked.
     pub checked: u64,
-    /// Sessions whose time was up.
+    /// Sessions expired.
     pub expired: u64,
-    /// Sessions whose time is up, but whose events some group still needs.
+    /// Sessions past their TTL whose events a group still needs.
     pub held_back: u64,
     /// Abandoned forks and imports that were removed.
     pub abandoned: u64,
-    /// Expired sessions that were forgotten, after `tombstone_ttl`.
+    /// Tombstones of expired sessions that were deleted after `tombstone_ttl`.
     pub deleted: u64,
-    /// Sessions that could not be dealt with; the log says why.
+    /// Sessions that failed; the log has the errors.
     pub failed: u64,
 }
 
-/// What one run of the upkeep did.
+/// Result of one maintenance run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SessionMaintenanceReport {
-    /// What became of sessions.
+    /// Result of the sweep.
     pub swept: SessionSweepReport,
-    /// Sessions that were compacted.
+    /// Sessions compacted.
     pub compacted: u64,
-    /// Entries that went by that.
+    /// Entries removed by compaction.
     pub removed: u64,
-    /// Sessions that are long, but cannot be compacted: such as those with entries that nobody can read.
+    /// Long sessions that cannot be compacted, for example because of undecodable entries.
     pub refused: u64,
 }
 
@@ -72,8 +71,8 @@ impl SessionMaintenanceReport {
 }
 
 impl Sessions {
-    /// Does what is to be done [once](Self::run_once), then again every so often, until `shutdown` is done. One
-    /// process is enough; several do no harm. A backend that is away is asked again.
+    /// [Runs maintenance](Self::run_once) at this interval until `shutdown` resolves. One process is enough; several
+    /// are safe. Errors are logged and retried.
     pub async fn run(&self, every: Duration, shutdown: impl Future<Output = ()>) -> Result<()> {
         if every.is_zero() {
             return Err(BusError::invalid("every", "must be greater than zero").into());
@@ -84,34 +83,33 @@ impl Sessions {
             loop {
                 ticks.tick().await;
                 if let Err(error) = self.run_once().await {
-                    warn!(%error, "sessions were not lookup after, trying again");
+                    warn!(%error, "session maintenance failed; retrying at the next interval");
                 }
             }
         };
-        // What is dropped half way is gone on with by the next run, as after a crash.
+        // A run that is dropped half way is continued by the next one, as after a crash.
         tokio::select! {
             () = shutdown => Ok(()),
             () = running => Ok(()),
         }
     }
 
-    /// [Sweeps](Self::sweep) once, and compacts the sessions that have at least `compact_min_entries` entries before
-    /// the oldest of their snapshots. Entries that nobody could read are kept, and their sessions with them.
+    /// [Sweeps](Self::sweep) once, and compacts sessions that have at least `compact_min_entries` entries before
+    /// their oldest snapshot. Sessions with undecodable entries are not compacted.
     pub async fn run_once(&self) -> Result<SessionMaintenanceReport> {
         self.maintain_all(self.inner.config.compact_min_entries).await
     }
 
-    /// Ends sessions whose time is up, and removes abandoned forks and imports. Run it now and then, in any process and
-    /// in several: it does each thing once.
+    /// Expires sessions past their TTL and removes abandoned forks and imports. May run in several processes: each
+    /// step is done once.
     ///
-    /// An expired session keeps a note of how many entries it had ([`SessionError::Expired`]) for `tombstone_ttl`;
-    /// then it is [forgotten](Self::forget). Entries that a group has not read or acknowledged stay, and so does
-    /// their session.
+    /// An expired session keeps a tombstone ([`SessionError::Expired`]) for `tombstone_ttl`; then it is
+    /// [deleted](Self::delete). A session with entries that a group has not read or acknowledged does not expire.
     pub async fn sweep(&self) -> Result<SessionSweepReport> {
         Ok(self.maintain_all(None).await?.swept)
     }
 
-    /// Walks over all sessions, some at once.
+    /// Maintains all sessions, several concurrently.
     async fn maintain_all(
         &self,
         compact_min_entries: Option<u64>,
@@ -134,7 +132,7 @@ impl Sessions {
         }
     }
 
-    /// Deals with one entry of the list. One that fails is logged, and left to the next time.
+    /// Maintains one entry of the list. A failure is logged and left to the next run.
     async fn maintain_one(
         &self,
         listed: IndexEntry,
@@ -146,7 +144,7 @@ impl Sessions {
             Ok(Some(lookup)) => lookup,
             Ok(None) => {
                 if let Err(error) = self.sweep_index(listed.index, now).await {
-                    warn!(%error, "the list of sessions could not be swept");
+                    warn!(%error, "list of sessions could not be swept");
                 }
                 return done;
             }
@@ -166,7 +164,7 @@ impl Sessions {
         done
     }
 
-    /// Removes an entry of the list that counts for nothing, once nobody can be about to make it count.
+    /// Removes a stale entry of the list, once no process can still be creating its session.
     async fn sweep_index(&self, index: EntryId, now: Timestamp) -> Result<()> {
         let age = now.since(Timestamp::from_millis(index.ms));
         if age > self.inner.config.abandoned_after {
@@ -188,7 +186,7 @@ impl Sessions {
                 let is_abandoned = now.since(meta.progress_at) > self.inner.config.abandoned_after;
                 if is_abandoned && self.remove_unfinished(session, &meta.copier).await? {
                     swept.abandoned += 1;
-                    info!(%session, "an abandoned fork or import was removed");
+                    info!(%session, "abandoned fork or import removed");
                 }
             }
             SessionStage::Open => {
@@ -200,12 +198,12 @@ impl Sessions {
                 }
             }
             SessionStage::Expired => {
-                // Whoever expired it may still be about to clear it, or to see that it is in use.
+                // The process that expired it may still be about to trim it, or to reopen it.
                 let ended = now.since(lookup.ended_at());
                 if ended <= self.inner.config.abandoned_after {
                     return Ok(());
                 }
-                // Or has died before either.
+                // Or it crashed before doing either.
                 if self.was_used_after_expiry(lookup).await? {
                     self.reopen(session).await?;
                     return Ok(());
@@ -223,7 +221,7 @@ impl Sessions {
         Ok(())
     }
 
-    /// Ends a session. Returns `false` if a group still needs some of its events, or if it is in use after all.
+    /// Expires a session. Returns `false` if a group still needs its events, or if it was used meanwhile.
     async fn expire(&self, lookup: &SessionLookup, now: Timestamp) -> Result<bool> {
         let SessionLookup { session, meta, stats } = lookup;
         if self.is_needed_by_group(session, stats.as_ref()) {
@@ -241,8 +239,7 @@ impl Sessions {
         if !storage.backend.map_update(&map, expected, &meta::expired_is(point, now)).await? {
             return Ok(false);
         }
-        // Somebody published or began to read between the look and the end. Nothing has gone yet: it is in use after
-        // all.
+        // An event was published, or a group was created, since the lookup. Nothing has been removed yet: reopen it.
         let stats = storage.backend.stats(&storage.keys.session(session)).await?;
         if stats.as_ref().and_then(|stats| stats.last_id) != info.last_entry
             || self.is_needed_by_group(session, stats.as_ref())
@@ -264,7 +261,7 @@ impl Sessions {
         Ok(())
     }
 
-    /// Whether something came after an end of which nothing has been done yet.
+    /// Whether events were published after the expiry mark, and nothing has been removed yet.
     async fn was_used_after_expiry(&self, lookup: &SessionLookup) -> Result<bool> {
         let SessionLookup { session, meta, stats } = lookup;
         let (Some(point), Some(stats)) = (meta.expired, stats) else { return Ok(false) };
@@ -281,7 +278,7 @@ impl Sessions {
         Ok(true)
     }
 
-    /// Whether a group still needs entries of its stream.
+    /// Whether a group still needs entries of the stream.
     fn is_needed_by_group(&self, session: &SessionId, stats: Option<&StreamStats>) -> bool {
         let guard = self.storage().keys.session_guard(session);
         let needs =
@@ -289,7 +286,7 @@ impl Sessions {
         stats.is_some_and(|stats| stats.groups.iter().any(needs))
     }
 
-    /// Removes what an expired session had. An event that came after its end stays, for whoever wonders.
+    /// Removes the entries and snapshots of an expired session. Events published after its expiry are kept.
     async fn trim_expired(&self, session: &SessionId, meta: &SessionMeta) -> Result<()> {
         let Some(point) = meta.expired else { return Ok(()) };
         let storage = self.storage();
@@ -304,15 +301,15 @@ impl Sessions {
         Ok(())
     }
 
-    /// Forgets a session that expired long ago. Returns `false` if a group still needs what came after its end, or if
-    /// somebody else was quicker.
+    /// Deletes the tombstone of a session. Returns `false` if a group still needs events published after its expiry,
+    /// or if another process was first.
     async fn delete_expired(&self, lookup: &SessionLookup, now: Timestamp) -> Result<bool> {
         let session = &lookup.session;
         if self.is_needed_by_group(session, lookup.stats.as_ref()) {
             return Ok(false);
         }
-        // One of all who want to wins, and until it is done nobody can make another session of this name, which would
-        // go, too. If it dies, what is left is taken for an abandoned copy, and goes later.
+        // Only one process wins, and until it is done no session of this name can be created, which would be deleted,
+        // too. If it crashes, the remains are treated as an abandoned copy.
         let map = self.storage().keys.session_meta(session);
         let expired = meta::stage_text(SessionStage::Expired);
         let expected = Some((meta::STAGE, expired.as_bytes()));
@@ -335,7 +332,7 @@ impl Sessions {
             Ok(_) => {}
             Err(error @ SessionError::Compaction { .. }) => {
                 done.refused = 1;
-                debug!(%session, %error, "session is long and cannot be compacted");
+                debug!(%session, %error, "long session cannot be compacted");
             }
             Err(error) => {
                 done.swept.failed = 1;
@@ -346,7 +343,7 @@ impl Sessions {
 }
 
 impl SessionLookup {
-    /// When it was last used, as far as anybody knows.
+    /// Time of its last known use.
     fn last_used_at(&self) -> Timestamp {
         let last = self.stats.as_ref().and_then(|stats| stats.last_id);
         let snapshots = self.meta.snapshots.values().map(|point| point.entry_id);
@@ -354,14 +351,15 @@ impl SessionLookup {
         ids.fold(self.meta.created_at, Timestamp::max)
     }
 
-    /// When it expired. Sessions that earlier versions ended do not say; those were in use no longer than this.
+    /// Time of its expiry. Sessions expired by earlier versions have no such field; then an upper bound of their last
+    /// use.
     fn ended_at(&self) -> Timestamp {
         let last = self.meta.expired.map_or(0, |point| point.entry_id.ms);
         let at = self.meta.expired_at;
         at.unwrap_or_else(|| self.meta.created_at.max(Timestamp::from_millis(last)))
     }
 
-    /// Whether there is enough before its snapshots to be worth a compaction.
+    /// Whether enough entries precede its snapshots to be worth a compaction.
     fn should_compact(&self, from: Option<u64>) -> bool {
         let gone = self.meta.compacted.map_or(0, |point| point.entries);
         let oldest = self.meta.snapshots.values().map(|point| point.entries).min();

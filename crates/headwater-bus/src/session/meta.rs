@@ -1,7 +1,7 @@
-//! What is known of a session beside its events: the map `wink:session:<id>:meta`.
+//! Metadata of a session: the map `wink:session:<id>:meta`.
 //!
-//! Upstream: everything that changes a session as a whole. Downstream: a registry map of the backend.
-//! Promises: a session is whole when its stage is `open`, and only then; what was once is remembered after it is gone.
+//! Upstream: every operation on a whole session. Downstream: a registry map of the backend.
+//! Promises: a session is complete if and only if its stage is `open`; a tombstone is kept after it expired.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -32,30 +32,30 @@ const PROGRESS_AT: &str = "progress_at";
 const EXPIRED_ENTRIES: &str = "expired_entries";
 const EXPIRED_THROUGH: &str = "expired_through";
 const EXPIRED_AT: &str = "expired_at";
-/// With the key of a set of folds behind it: the newest snapshot of that set.
+/// Prefix of the fields with the newest snapshot of each set of folds.
 const SNAPSHOT: &str = "snapshot:";
 
-/// Where a session is in its life.
+/// Lifecycle stage of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SessionStage {
-    /// It is being made of another session or of a file.
+    /// A fork or import in progress, or an interrupted one.
     Copying,
-    /// It is there.
+    /// Open.
     Open,
-    /// It is over, and its events are gone.
+    /// Expired; its events are deleted.
     Expired,
 }
 
-/// How a session begins.
+/// The first entry of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FirstEntry {
-    /// With the first entry that somebody will see.
+    /// No entry was seen yet.
     NoneYet,
-    /// With this entry.
+    /// This entry.
     Entry(EntryId),
-    /// With entries that were never in this stream; snapshots stand for them.
+    /// Not in this stream: snapshots include the first entries.
     Elsewhere,
-    /// Nobody knows: entries were there before the session was.
+    /// Unknown: the stream had entries before the session was created.
     Unknown,
 }
 
@@ -64,11 +64,11 @@ pub(crate) enum FirstEntry {
 pub struct Parent {
     /// Its id.
     pub session: SessionId,
-    /// The last of its entries that the fork has, too.
+    /// The last entry copied to the fork.
     pub entry_id: EntryId,
 }
 
-/// A point in a session, and how many entries it has up to there.
+/// A position in a session, and the number of entries up to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SessionPoint {
     pub(crate) entry_id: EntryId,
@@ -84,19 +84,20 @@ pub(crate) struct SessionMeta {
     pub(crate) first: FirstEntry,
     pub(crate) ttl: Option<Duration>,
     pub(crate) parent: Option<Parent>,
-    /// Entries before this one were compacted, so many of them.
+    /// Entries before this one were compacted, and their number.
     pub(crate) compacted: Option<SessionPoint>,
-    /// The newest entry that its stream ever had when the session was made, and how many; `None` if the stream was new.
+    /// Last generated id and number of entries of the stream when the session was created; `None` if the stream was
+    /// new.
     pub(crate) base: Option<SessionPoint>,
-    /// What it is being made of, by whom, and when that went on last.
+    /// Description, copier and last progress of a copy in progress.
     pub(crate) copy_description: String,
     pub(crate) copier: String,
     pub(crate) progress_at: Timestamp,
-    /// By whom it was made of another session or of a file.
+    /// The copier that created the session as a copy.
     pub(crate) copied_by: String,
-    /// What cannot be read is parked up to this entry.
+    /// Undecodable entries are parked up to this entry.
     pub(crate) parked_through: EntryId,
-    /// How often a main loop lost its lock while it carried out the request that this session is of.
+    /// How often a main loop lost the lock of the request that this session belongs to.
     pub(crate) lock_losses: u64,
     pub(crate) expired: Option<SessionPoint>,
     pub(crate) expired_at: Option<Timestamp>,
@@ -167,13 +168,15 @@ impl SessionMeta {
         fields
     }
 
-    /// `None` if the map holds nothing of ours: another program made it. An error says which field is odd.
+    /// Decodes the map. `None` if it has no fields of ours; `Err` names the invalid field.
     pub(crate) fn from_fields(fields: &RegistryMap) -> Result<Option<Self>, String> {
         let text = |name: &str| match fields.get(name) {
             None => Ok(""),
-            Some(value) => std::str::from_utf8(value).map_err(|_| format!("`{name}` is no text")),
+            Some(value) => {
+                std::str::from_utf8(value).map_err(|_| format!("field `{name}` is not valid UTF-8"))
+            }
         };
-        let odd = |name: &str| format!("the field `{name}` is odd");
+        let odd = |name: &str| format!("field `{name}` is invalid");
         if !fields.contains_key(STAGE) {
             return Ok(None);
         }
@@ -241,7 +244,7 @@ impl SessionPoint {
     }
 }
 
-/// Fields for changes of a single thing.
+/// Field updates, one function per change.
 pub(crate) fn first_is(first: FirstEntry) -> RegistryMap {
     one(FIRST, first_text(first))
 }
@@ -272,16 +275,15 @@ pub(crate) fn compacted_is(point: SessionPoint) -> RegistryMap {
     fields
 }
 
-/// Somebody is about to forget it.
+/// Marks a tombstone that is about to be deleted.
 pub(crate) fn deleting(copier: &str, now: Timestamp) -> RegistryMap {
     let mut fields = one(STAGE, stage_text(SessionStage::Copying).to_owned());
-    fields
-        .extend(one(COPY_DESCRIPTION, "an expired session, which is being forgotten,".to_owned()));
+    fields.extend(one(COPY_DESCRIPTION, "deletion of an expired session".to_owned()));
     fields.extend(claimed_by(copier, now));
     fields
 }
 
-/// Somebody else has it in hand from now on.
+/// Transfers the ownership of a copy.
 pub(crate) fn claimed_by(copier: &str, now: Timestamp) -> RegistryMap {
     let mut fields = one(COPIER, copier.to_owned());
     fields.extend(progress_is(now));

@@ -1,9 +1,9 @@
-//! Sessions: ordered streams of events about one run or conversation, and the state that is made of them.
+//! Sessions: ordered streams of events about one run or conversation, and the state computed from them.
 //!
-//! Upstream: applications and the main loop. Downstream: the bus, which stores the events; its `storage`, where they
-//! are read back.
-//! Promises: the state of a session is a fold of its stream and of nothing else, the same in every process. A session
-//! whose events are gone says so: it is never silently incomplete.
+//! Upstream: applications and the main loop. Downstream: the bus stores the events; its session backend reads them
+//! back.
+//! Promises: the state of a session is a fold of its stream and of nothing else, the same in every process. Missing
+//! events are reported: a session is never silently incomplete.
 
 // In dependency order: each module uses only those above it.
 mod error;
@@ -63,19 +63,17 @@ type Result<T, E = SessionError> = std::result::Result<T, E>;
 /// Settings of [`Sessions`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionsConfig {
-    /// After how many entries a session takes a snapshot by itself, when it is published to or refreshed. Default:
-    /// 1000; `None` never.
+    /// Entries between automatic snapshots, which are taken when a session is published to or refreshed. Default: 1000;
+    /// `None`: never.
     pub snapshot_every: Option<u64>,
-    /// How long a session that is made here lives after its last event, if somebody [runs](Sessions::run) the upkeep.
-    /// Default: `None`, for ever.
+    /// Idle time after which sessions created here expire; needs [maintenance](Sessions::run). Default: `None`, never.
     pub ttl: Option<Duration>,
-    /// How long an expired session is known to have been one; then the upkeep forgets it, but not before
-    /// `abandoned_after`. Default: 30 days.
+    /// How long the tombstone of an expired session is kept; at least `abandoned_after`. Default: 30 days.
     pub tombstone_ttl: Duration,
-    /// How long after the last step of a fork, an import or an end whoever was at it is taken for dead. Default: 1 h.
+    /// Time without progress after which a fork, an import or an expiry is considered abandoned. Default: 1 h.
     pub abandoned_after: Duration,
-    /// The upkeep compacts a session that has so many entries before the oldest of its snapshots; what it was before
-    /// them cannot be asked for any more. Default: 10 000; `None` never.
+    /// Maintenance compacts a session with at least this many entries before its oldest snapshot; earlier states can
+    /// then no longer be read. Default: 10 000; `None`: never.
     pub compact_min_entries: Option<u64>,
 }
 
@@ -115,7 +113,7 @@ impl SessionsConfig {
     }
 }
 
-/// The sessions of a bus, with the folds of an application. Clones are the same.
+/// The sessions of a bus, with the folds of an application. Clones share them.
 #[derive(Clone)]
 pub struct Sessions {
     inner: Arc<Inner>,
@@ -125,13 +123,13 @@ struct Inner {
     bus: Arc<dyn EventBus>,
     storage: SessionBackend,
     folds: Folds,
-    /// What the set of folds is known by.
+    /// Id of the set of folds.
     set: String,
     config: SessionsConfig,
 }
 
 impl Sessions {
-    /// The sessions of a bus. A local bus begins to keep the events of sessions, in memory.
+    /// The sessions of a bus. A local bus starts to store session events in memory.
     pub async fn new(bus: Arc<dyn EventBus>, folds: Folds, config: SessionsConfig) -> Result<Self> {
         config.validate()?;
         folds.check(bus.registry())?;
@@ -154,7 +152,7 @@ impl Sessions {
         Ok(self.storage().backend.now().await?)
     }
 
-    /// What is known of a session; `None` if there is none.
+    /// Metadata of a session; `None` if there is none.
     async fn meta(&self, session: &SessionId) -> Result<Option<SessionMeta>> {
         read_meta(self.storage(), session).await
     }

@@ -1,8 +1,8 @@
-//! Recovery: the state of a session, from its newest snapshot and what came after, or from all of its events.
+//! Recovers the state of a session from its newest snapshot and later events, or from all events.
 //!
-//! Upstream: `Sessions::recover`, and a session that was overtaken by a compaction. Downstream: `snapshot`, `replay`.
-//! Promises: the state is whole, or the caller is told what is missing. A snapshot that cannot be used (of other folds,
-//! of a newer version, damaged) is passed over, and all events are replayed, if they are still there.
+//! Upstream: `Sessions::recover`, and open sessions whose position was compacted. Downstream: `snapshot`, `replay`.
+//! Promises: the state is complete, or the caller learns what is missing. An unusable snapshot (other folds, newer
+//! version, corrupt) is skipped, and all events are replayed if they still exist.
 
 use std::time::{Duration, Instant};
 
@@ -22,42 +22,42 @@ use crate::error::BusError;
 use crate::metrics;
 use crate::name::SessionId;
 
-/// The place in the list of a stream that is in none.
+/// `index` of a stream that is not in the list of sessions.
 const UNLISTED: EntryId = EntryId::MIN;
 
-/// A recovery that is overtaken by compactions begins again so often.
+/// Attempts of a recovery that is interrupted by compactions.
 const ATTEMPTS_MAX: usize = 5;
 
 /// How a session was recovered.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Recovery {
-    /// The entry of the snapshot that it began with.
+    /// The entry of the snapshot that was used.
     pub from_snapshot: Option<EntryId>,
-    /// Why the snapshot that there is was not used.
+    /// Why the existing snapshot was not used.
     pub snapshot_problem: Option<String>,
-    /// How many entries were replayed.
+    /// Number of entries replayed.
     pub replayed: u64,
-    /// What is missing. Without [`recover_incomplete`](Sessions::recover_incomplete), only what nobody can know.
+    /// Missing entries. Only with [`recover_incomplete`](Sessions::recover_incomplete), or if it is unknown.
     pub missing: Option<MissingEntries>,
-    /// How long it took.
+    /// Duration of the recovery.
     pub took: Duration,
 }
 
-/// What a session is read for.
+/// Why a session is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LoadPurpose {
-    /// To go on with it, if it is whole.
+    /// To use it; it must be complete.
     Use,
-    /// To go on with what is left of it.
+    /// To use what remains of it.
     UseIncomplete,
-    /// To look, and to leave everything as it is.
+    /// To read it without changing anything.
     ReadOnly,
 }
 
-/// A session as it was recovered.
+/// A loaded session.
 pub(super) struct LoadedSession {
-    /// Its place in the list of sessions, which no other session ever has.
+    /// Its entry in the list of sessions, which is unique.
     pub(super) index: EntryId,
     pub(super) ttl: Option<Duration>,
     pub(super) lock_losses: u64,
@@ -65,33 +65,33 @@ pub(super) struct LoadedSession {
     pub(super) recovery: Recovery,
 }
 
-/// One try of a recovery.
+/// Result of one recovery attempt.
 struct RecoveryAttempt {
     state: SessionState,
     recovery: Recovery,
-    /// It may be worth another try: entries went away meanwhile.
+    /// Entries were removed meanwhile; another attempt may succeed.
     was_compacted_meanwhile: bool,
 }
 
 impl Sessions {
-    /// Recovers a session: its state in this process is what it was in the last one. If events are missing and no
-    /// snapshot stands for them, that is an error.
+    /// Recovers a session: the state is the same as in any other process. Fails if events are missing that no snapshot
+    /// includes.
     ///
-    /// The stream of a session that other programs wrote is taken over as it is; nobody knows then whether its
-    /// beginning is still there, and [`Session::recovery`] says so.
+    /// A stream written by other programs is taken over as a session; [`Session::recovery`] then reports that it is
+    /// unknown whether its beginning is complete.
     pub async fn recover(&self, session: &SessionId) -> Result<Session> {
         let loaded = self.load(session, ReplayUntil::End, LoadPurpose::Use).await?;
         Ok(Session::recovered(self.clone(), loaded))
     }
 
-    /// Recovers a session of what is left of it; [`Session::recovery`] says what is missing. It takes no snapshots:
-    /// they would hide that.
+    /// Recovers what remains of a session; [`Session::recovery`] tells what is missing. No snapshots are taken of it,
+    /// because they would hide that.
     pub async fn recover_incomplete(&self, session: &SessionId) -> Result<Session> {
         let loaded = self.load(session, ReplayUntil::End, LoadPurpose::UseIncomplete).await?;
         Ok(Session::recovered(self.clone(), loaded))
     }
 
-    /// The state of a session as it was at an entry or a time. Changes nothing.
+    /// The state of a session at an entry or time. Read-only.
     pub async fn state_at(&self, session: &SessionId, until: ReplayUntil) -> Result<SessionState> {
         let LoadedSession { state, .. } = self.load(session, until, LoadPurpose::ReadOnly).await?;
         if let ReplayUntil::Entry(id) = until
@@ -134,7 +134,7 @@ impl Sessions {
                     if purpose != LoadPurpose::UseIncomplete {
                         return Err(SessionError::Incomplete { session: session.clone(), missing });
                     }
-                    warn!(%session, %missing, "session is recovered without some of its events");
+                    warn!(%session, %missing, "session recovered without some of its events");
                     self.skip_missing(&mut attempt, &missing, until, parking).await?;
                 }
                 _ => {}
@@ -154,7 +154,7 @@ impl Sessions {
         }
     }
 
-    /// What is known of a session that is there; a stream of another program becomes one.
+    /// Metadata of an open session; a stream of another program is taken over.
     pub(super) async fn open_meta(&self, session: &SessionId) -> Result<SessionMeta> {
         match self.existing_meta(session).await? {
             Some(meta) => Ok(meta),
@@ -162,7 +162,7 @@ impl Sessions {
         }
     }
 
-    /// The same, but a stream of another program stays what it is.
+    /// Metadata of an open session; a stream of another program is not changed.
     pub(super) async fn read_only_meta(&self, session: &SessionId) -> Result<SessionMeta> {
         match self.existing_meta(session).await? {
             Some(meta) => Ok(meta),
@@ -173,7 +173,7 @@ impl Sessions {
         }
     }
 
-    /// What is known of a session that is there; `None` if it is a stream of another program.
+    /// Metadata of an open session; `None` for a stream of another program.
     pub(super) async fn existing_meta(&self, session: &SessionId) -> Result<Option<SessionMeta>> {
         if let Some(meta) = self.meta(session).await? {
             return check_open(session, meta).map(Some);
@@ -184,14 +184,13 @@ impl Sessions {
             return Err(SessionError::NotFound { session: session.clone() });
         }
         if let Some(since) = self.find_orphaned_copy(session).await? {
-            let what = "a copy, which somebody removed,".to_owned();
+            let what = "a copy, which was removed meanwhile".to_owned();
             return Err(SessionError::Unfinished { session: session.clone(), what, since });
         }
         Ok(None)
     }
 
-    /// A session that is known here must still be the one it was. One of the same name that somebody made or took over
-    /// since, because the old one was gone, is another one.
+    /// Checks that a session is still the same one, and not a later session of the same name.
     pub(super) async fn check_same_session(
         &self,
         session: &SessionId,
@@ -218,7 +217,7 @@ impl Sessions {
         let (storage, registry) = (self.storage(), self.inner.bus.registry());
         let mut recovery = Recovery::default();
         let stats = storage.backend.stats(&storage.keys.session(session)).await?;
-        // Not further than that: what is read is compared with what the stream held at this moment.
+        // Read only up to here, because the result is compared with these statistics.
         let end = stats.as_ref().and_then(|stats| stats.last_id);
         let deleted = |from, state: &SessionState| {
             let read = Extent { from, to: state.position, entries: Some(state.entries) };
@@ -242,7 +241,8 @@ impl Sessions {
             }
         }
         let mut begins = self.beginning(session, meta, stats.as_ref()).await?;
-        // A snapshot stands before all that is left. If it is one of a session that was removed, it stands for nothing.
+        // All remaining entries are after the snapshot: something is missing, unless it is a snapshot of a deleted
+        // session.
         if let (Ok(first), Some((state, before))) = (&begins, &gap)
             && meta.snapshots.contains_key(&self.inner.set)
             && first.is_none_or(|first| first > state.position)
@@ -298,8 +298,8 @@ impl Sessions {
         SessionState { copied_by, ..SessionState::new(session.clone(), self.inner.folds.clone()) }
     }
 
-    /// What is missing if the entry of a snapshot is gone and the beginning is not. Streams are trimmed from the
-    /// beginning only: entries were lost, as in a failover to a server that did not have the last ones yet.
+    /// Missing entries, if the entry of a snapshot is gone and the beginning is not. Streams are trimmed from the
+    /// beginning only, so these entries were lost, for example in a failover to a replica that lagged behind.
     async fn find_lost(
         &self,
         snapshot: &SessionState,
@@ -311,9 +311,9 @@ impl Sessions {
         let before = Range { from: EntryId::MIN, ..single_entry(snapshot.position) };
         let before = Range { direction: Direction::Backward, ..before };
         let last = storage.backend.range(&stream, before).await?.pop();
-        // One of a session that was removed, or of a time after the one that was asked for.
+        // A snapshot of a deleted session, or of a time after the requested one.
         let Some(last) = last.filter(|last| until.includes(last)) else { return Ok(None) };
-        // It was there meanwhile.
+        // It exists again.
         if last.id == snapshot.position {
             return Ok(None);
         }
@@ -327,7 +327,7 @@ impl Sessions {
         Ok(Some(MissingEntries { after: last.id, before, count, reason: MissingReason::Lost }))
     }
 
-    /// Whether all entries from the first on are there: the first one (none if it is empty), or what is missing.
+    /// Checks that all entries from the first on exist: `Ok` with the first (`None` if empty), or the missing entries.
     pub(super) async fn beginning(
         &self,
         session: &SessionId,
@@ -355,7 +355,7 @@ impl Sessions {
             meta.compacted.is_some_and(|point| first.is_none_or(|first| first >= point.entry_id));
         Ok(match (known, first) {
             (FirstEntry::NoneYet, first) => Ok(first),
-            // Whatever was before: what was there when somebody looked is still there.
+            // Earlier entries are unknown, but everything known since is still there.
             (FirstEntry::Unknown, first) if !is_compacted => Ok(first),
             (FirstEntry::Entry(known), Some(first)) if first <= known => Ok(Some(first)),
             _ => Err(match meta.compacted {
@@ -368,7 +368,7 @@ impl Sessions {
         })
     }
 
-    /// The state of the newest snapshot, if there is one that serves.
+    /// The state of the newest snapshot, if it is usable.
     async fn load_snapshot(
         &self,
         session: &SessionId,
@@ -380,7 +380,7 @@ impl Sessions {
         let map = storage.keys.session_snapshot(session, &self.inner.set);
         let Some(fields) = storage.backend.map_get(&map).await? else {
             if !meta.snapshots.is_empty() {
-                recovery.snapshot_problem = Some("there are only those of other folds".to_owned());
+                recovery.snapshot_problem = Some("only snapshots of other folds exist".to_owned());
             }
             return Ok(None);
         };
@@ -389,18 +389,18 @@ impl Sessions {
         let problem = match snapshot::decode(&fields, session, folds, registry) {
             Err(problem) => problem,
             Ok(state) if self.is_beyond(&state, until).await? => {
-                "it is of a later entry than was asked for".to_owned()
+                "it is after the requested entry or time".to_owned()
             }
-            // After a compaction there is nothing else.
+            // After a compaction there is no alternative.
             Ok(state) if !is_compacted(meta) && self.can_decode_more(&state).await? => {
-                "entries that could not be read when it was taken can be read now".to_owned()
+                "entries that were undecodable when it was taken can be decoded now".to_owned()
             }
             Ok(state) => {
                 let copied_by = meta.copied_by.clone();
                 return Ok(Some(SessionState { copied_by, ..state }));
             }
         };
-        info!(%session, problem, "snapshot is not used");
+        info!(%session, problem, "snapshot not used");
         recovery.snapshot_problem = Some(problem);
         Ok(None)
     }
@@ -413,16 +413,16 @@ impl Sessions {
                 let stream = self.storage().keys.session(&state.session);
                 let range = single_entry(state.position);
                 let entries = self.storage().backend.range(&stream, range).await?;
-                // Without its entry nobody can tell; the replay will notice that it is gone.
+                // Without the entry this is unknown; the replay will detect the gap.
                 Ok(entries.first().is_some_and(|entry| !until.includes(entry)))
             }
         }
     }
 
-    /// Whether entries that this snapshot passed over could be taken into account now.
+    /// Whether entries that this snapshot could not decode can be decoded now.
     async fn can_decode_more(&self, state: &SessionState) -> Result<bool> {
         let registry = self.inner.bus.registry();
-        // Of more than are remembered nobody can tell.
+        // More entries were undecodable than were remembered: assume yes.
         if state.unreadable.is_truncated || state.unreadable.has_newly_registered_type(registry) {
             return Ok(true);
         }
@@ -445,7 +445,7 @@ impl Sessions {
         Ok(false)
     }
 
-    /// Goes on behind what is missing.
+    /// Continues after the missing entries.
     async fn skip_missing(
         &self,
         attempt: &mut RecoveryAttempt,
@@ -455,14 +455,14 @@ impl Sessions {
     ) -> Result<()> {
         let (storage, registry) = (self.storage(), self.inner.bus.registry());
         let state = &mut attempt.state;
-        // All that is left was replayed, from before the gap to behind it.
+        // The replay has already passed the gap.
         if state.position >= missing.before {
             return Ok(());
         }
         let before = state.entries;
         let stream = storage.keys.session(&state.session);
         let mut next = missing.before;
-        // Another gap may open meanwhile.
+        // Another gap may appear meanwhile.
         for _ in 0..ATTEMPTS_MAX {
             let range = Range { count: 1, from: next, ..single_entry(EntryId::MAX) };
             let entries = storage.backend.range(&stream, range).await?;
@@ -478,7 +478,7 @@ impl Sessions {
     }
 }
 
-/// What is known of a session that is there, or what it is instead.
+/// The metadata of an open session; an error for other stages.
 fn check_open(session: &SessionId, meta: SessionMeta) -> Result<SessionMeta> {
     match meta.stage {
         SessionStage::Open => Ok(meta),
@@ -498,7 +498,7 @@ fn check_open(session: &SessionId, meta: SessionMeta) -> Result<SessionMeta> {
     }
 }
 
-/// Whether a full replay is out of the question.
+/// Whether a full replay is impossible.
 fn is_compacted(meta: &SessionMeta) -> bool {
     meta.compacted.is_some() || meta.first == FirstEntry::Elsewhere
 }

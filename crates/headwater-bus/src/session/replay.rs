@@ -1,8 +1,8 @@
-//! The replay: reads a session's stream page by page into a state, and notices when something is missing.
+//! Reads a session's stream page by page into a state, and detects gaps.
 //!
-//! Upstream: `session`, to recover or to catch up. Downstream: `state`.
-//! Promises: every page begins with the last entry of the page before. Streams are trimmed from their beginning only:
-//! as long as that entry is there, nothing after it is gone. If it is not, the replay stops and says so.
+//! Upstream: `recovery` and open sessions. Downstream: `state`.
+//! Promises: every page starts with the last entry of the previous one. Streams are trimmed from the beginning only: as
+//! long as that entry exists, nothing after it was trimmed. If it does not, the replay stops and reports a gap.
 
 use headwater_stream::clock::Timestamp;
 use headwater_stream::{Direction, Entry, EntryId, Fields, Range, StreamName};
@@ -17,10 +17,10 @@ use crate::registry::EventRegistry;
 use crate::session_backend::SessionBackend;
 use crate::unknown_events::UnknownEvents;
 
-/// Entries of the first page; later ones are as large as their bytes allow.
+/// Entries of the first page; later pages are sized by bytes.
 const FIRST_PAGE: usize = 256;
 
-/// In a copied entry: the id it had when it was first stored.
+/// Field of a copied entry: its original id.
 pub(crate) const ORIGINAL_ENTRY_ID: &str = "original_entry_id";
 
 /// How far to replay.
@@ -28,41 +28,41 @@ pub(crate) const ORIGINAL_ENTRY_ID: &str = "original_entry_id";
 pub enum ReplayUntil {
     /// To the end.
     End,
-    /// To this entry, which must be there.
+    /// To this entry, which must exist.
     Entry(EntryId),
-    /// To the last entry that was stored at this time or before, by the clock of the backend.
+    /// To the last entry stored at or before this time, by the clock of the backend.
     Time(Timestamp),
 }
 
-/// How a replay ended.
+/// Result of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReplayOutcome {
-    /// It came as far as it was to.
+    /// Complete.
     Done,
-    /// The entry it stood at is gone, and so may be others up to this one (`MAX` if there are none).
+    /// The entry at the position is gone, and possibly others before this one (`MAX` if none remain).
     Gap(EntryId),
 }
 
-/// Pages of a stream, each beginning with the last entry of the one before.
+/// Pages of a stream, each starting with the last entry of the previous one.
 pub(crate) struct ReplayPages<'a> {
     storage: &'a SessionBackend,
     stream: &'a StreamName,
     count: usize,
-    /// Where the stream ended when somebody looked. Whoever reads on until nothing follows may never be done with a
-    /// stream that others write to.
+    /// Last entry when reading started. Without it, a reader might never reach the end of a stream that is being
+    /// written.
     end: Option<EntryId>,
     is_at_end: bool,
 }
 
-/// What follows a position.
+/// The entries after a position.
 pub(crate) enum ReplayPage {
-    /// These entries; none at the end.
+    /// These entries; empty at the end.
     Entries(Vec<Entry>),
     Gap(EntryId),
 }
 
 impl<'a> ReplayPages<'a> {
-    /// All that there is, up to this entry if it is known to be there.
+    /// Reads the whole stream, or up to this existing entry.
     pub(crate) fn new(
         storage: &'a SessionBackend,
         stream: &'a StreamName,
@@ -71,7 +71,7 @@ impl<'a> ReplayPages<'a> {
         Self { storage, stream, count: FIRST_PAGE, end, is_at_end: false }
     }
 
-    /// The entries after a position, `to` included.
+    /// The entries after a position, up to and including `to`.
     pub(crate) async fn next(
         &mut self,
         after: EntryId,
@@ -80,7 +80,7 @@ impl<'a> ReplayPages<'a> {
         let has_anchor = after != EntryId::MIN;
         let count = self.count + usize::from(has_anchor);
         let to = self.end.map_or(to, |end| end.min(to));
-        // `to` never lies before the witness, or a witness that is there would seem to be gone.
+        // `to` must not be before the anchor, or the anchor would seem to be gone.
         let to = to.max(after);
         let range = Range { from: after, to, direction: Direction::Forward, count };
         let mut entries = self.storage.backend.range(self.stream, range).await?;
@@ -98,7 +98,7 @@ impl<'a> ReplayPages<'a> {
         Ok(ReplayPage::Entries(entries))
     }
 
-    /// A page that is not full is the last one. After one that is, somebody has to look where the stream ends.
+    /// A page that is not full is the last one. After a full one, the end of the stream must be looked up.
     async fn find_end(&mut self, entries: &[Entry], count: usize) -> Result<(), SessionError> {
         self.is_at_end = entries.len() < count;
         if self.is_at_end {
@@ -112,28 +112,28 @@ impl<'a> ReplayPages<'a> {
         Ok(())
     }
 
-    /// Whether the last page went to the end.
+    /// Whether the last page reached the end.
     pub(crate) fn is_at_end(&self) -> bool {
         self.is_at_end
     }
 
-    /// Where the stream ended, if that had to be found out.
+    /// The end of the stream, if it was looked up.
     pub(crate) fn end(&self) -> Option<EntryId> {
         self.end
     }
 }
 
-/// What becomes of entries that cannot be read, beside being counted.
+/// What to do with undecodable entries, besides counting them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Parking {
-    /// Nothing: somebody only looks.
+    /// Nothing (read-only).
     No,
-    /// They are parked. Those up to this one are, for sure.
+    /// Park those after this entry; earlier ones are parked already.
     After(EntryId),
 }
 
-/// Brings a state forward, up to `end` if that is where the stream ended when the caller looked. A state that has seen
-/// nothing yet must begin with `first`, if that is known.
+/// Replays into a state, up to `end` if the caller knows the end of the stream. An empty state must start with
+/// `first`, if that is known.
 pub(crate) async fn replay(
     storage: &SessionBackend,
     registry: &EventRegistry,
@@ -164,7 +164,7 @@ pub(crate) async fn replay(
     }
 }
 
-/// Takes entries into a state, after what cannot be read is parked.
+/// Applies entries to a state, after undecodable ones are parked.
 pub(crate) async fn apply(
     storage: &SessionBackend,
     registry: &EventRegistry,
@@ -182,7 +182,7 @@ pub(crate) async fn apply(
     entries.iter().zip(read).try_for_each(|(entry, read)| state.apply_decoded(entry.id, read))
 }
 
-/// Parks the first `max` of what cannot be read, and notes how far that went: nobody does so again.
+/// Parks the first `max` undecodable entries and records how far that went, so that it is not repeated.
 pub(crate) async fn park(
     storage: &SessionBackend,
     session: &SessionId,
@@ -211,16 +211,16 @@ pub(crate) async fn park(
 }
 
 impl ReplayUntil {
-    /// No entry after this one is wanted.
+    /// The last entry id that can be included.
     pub(crate) fn last_id(self) -> EntryId {
         match self {
             Self::Entry(id) => id,
-            // Copied entries keep the time they were first stored at; their ids are later.
+            // Copied entries keep their original time; their ids are later.
             Self::End | Self::Time(_) => EntryId::MAX,
         }
     }
 
-    /// Whether a first page is what it must be, if the first entry is known.
+    /// Whether a first page starts with the known first entry.
     pub(crate) fn begins_with(self, first: Option<EntryId>, page: &[Entry]) -> bool {
         match first {
             Some(first) if first <= self.last_id() => {
@@ -239,12 +239,12 @@ impl ReplayUntil {
     }
 }
 
-/// When an entry was first stored.
+/// The time at which an entry was originally stored.
 pub(crate) fn stored_at(id: EntryId, fields: &Fields) -> Timestamp {
     Timestamp::from_millis(original_id(id, fields).ms)
 }
 
-/// The id that an entry had when it was first stored.
+/// The original id of an entry.
 pub(crate) fn original_id(id: EntryId, fields: &Fields) -> EntryId {
     let text = fields.get(ORIGINAL_ENTRY_ID).and_then(|id| std::str::from_utf8(id).ok());
     text.and_then(|id| id.parse().ok()).unwrap_or(id)
