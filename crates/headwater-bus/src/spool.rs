@@ -1,10 +1,11 @@
-//! The spool: a file where events wait while the backend is away.
+//! The spool: a file that buffers events while the backend is unavailable.
 //!
-//! Upstream: `publish`, when an event cannot be stored. Downstream: the replay, which moves events to their streams.
-//! Promises: events that were added are on the disk, in the order they were added; while any of them waits, every newer
-//! event of the bus goes behind it, so the order within each session stays as it was published. It is bounded, and full
-//! is an error. A spool belongs to one bus.
-//! Not here: when to replay, and how to see to it that nothing is stored twice (see `streamed/replay`).
+//! Upstream: `publish`, when an event cannot be stored. Downstream: `streamed/spool_drain` moves events to their
+//! streams.
+//! Promises: added events are synced to disk, in order; while the spool is not empty, every newer event of the bus is
+//! added behind, so the order within each session is kept. It is bounded; full is an error. A spool belongs to one
+//! bus.
+//! Not here: when to drain, and how duplicates are avoided (see `streamed/spool_drain`).
 
 mod fault_injection;
 mod file;
@@ -27,31 +28,31 @@ use crate::metrics;
 use self::file::SpoolFile;
 pub(crate) use self::record::SpooledEvent;
 
-/// Where events wait while the backend is away.
+/// Settings of a spool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpoolConfig {
-    /// The file; it is made if it is missing. Events that their streams refuse for good go to a file beside it, with
-    /// `.rejected` at the end of its name.
+    /// The file; it is created if missing. Events that are permanently rejected by their streams go to a file beside
+    /// it, with the suffix `.rejected`.
     pub file: PathBuf,
-    /// Bytes it may have, and as many the file beside it; if that is full, nothing is replayed until somebody removes
-    /// it. Default: 64 MiB, at most 1 GiB.
+    /// Size limit in bytes of the file, and of the `.rejected` file; if the latter is full, the spool is not drained
+    /// until an operator removes it. Default: 64 MiB, at most 1 GiB.
     pub max_bytes: u64,
 }
 
 impl SpoolConfig {
-    /// A spool in this file.
+    /// A spool in this file, with the default limit.
     pub fn new(file: impl Into<PathBuf>) -> Self {
         Self { file: file.into(), max_bytes: 64 * 1024 * 1024 }
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
         if self.file.file_name().is_none() {
-            let problem = format!("`{}` names no file", self.file.display());
+            let problem = format!("`{}` has no file name", self.file.display());
             return Err(BusError::invalid("spool", problem));
         }
         if !(4096..=SPOOL_BYTES_MAX).contains(&self.max_bytes) {
             let problem = format!("{}; 4096 to {SPOOL_BYTES_MAX}", self.max_bytes);
-            return Err(BusError::invalid("max_bytes of the spool", problem));
+            return Err(BusError::invalid("spool `max_bytes`", problem));
         }
         Ok(())
     }
@@ -60,7 +61,7 @@ impl SpoolConfig {
 /// An open spool.
 pub(crate) struct Spool {
     shared: Arc<SpoolShared>,
-    /// Events that are added at the same time share one sync of the disk.
+    /// Batches concurrent writes into one disk sync.
     writes: Coalescer<PendingWrite, Result<(), SpoolError>>,
 }
 
@@ -69,32 +70,32 @@ struct SpoolShared {
     owner: String,
     /// Locked only by threads that may block. `None` once it is closed.
     file: Mutex<Option<SpoolFile>>,
-    /// Events that were accepted and may not be in the file yet. While there are any, or any wait in the file, nothing
-    /// goes past them.
+    /// Events that were accepted and may not be in the file yet. While this or `written` is not zero, newer events
+    /// must be added behind.
     unwritten: AtomicUsize,
-    /// Events that wait in the file, as it says itself.
+    /// Events in the file.
     written: AtomicUsize,
     bytes: AtomicU64,
     rejected: AtomicU64,
-    /// Something was added.
+    /// Notified when events were added.
     added: Notify,
-    /// How the events that wait get on.
+    /// Progress of the drain.
     throttle_state: watch::Sender<ThrottleState>,
 }
 
-/// How the events that wait get on, for those that come after them.
+/// Progress of the drain, for throttling newer events.
 #[derive(Clone, Copy, Default)]
 struct ThrottleState {
-    /// Steps made so far.
+    /// Number of drain steps.
     steps: u64,
-    /// They get on: one newer event of each caller may be added for each step, so that they become fewer.
+    /// The drain makes progress: each caller may add one batch per step, so that the spool gets shorter.
     is_draining: bool,
-    /// The end is near: newer events wait for it, and then need not be added at all.
+    /// The spool is almost empty: newer events wait until it is, and are then stored directly.
     is_almost_drained: bool,
 }
 
 impl Spool {
-    /// Opens the spool of the bus `owner`, with what waits in it.
+    /// Opens the spool of the bus `owner`, with its events.
     pub(crate) async fn open(config: SpoolConfig, owner: &str) -> Result<Self> {
         config.validate()?;
         let (path, name, max_bytes) = (config.file.clone(), owner.to_owned(), config.max_bytes);
@@ -102,9 +103,9 @@ impl Spool {
         let file = opened.await?;
         let (beside, name) = (rejected_path(&config.file), owner.to_owned());
         let counting = blocking(&config.file, move || file::rejected(&beside, &name, 0));
-        // It holds up nobody: what is in it is over, and whoever looks into it is told.
+        // Not fatal: these events are already rejected, and reading them later reports the error.
         let rejected = counting.await.unwrap_or_else(|error| {
-            error!(%error, "the file of rejected events cannot be read");
+            error!(%error, "file of rejected events cannot be read");
             (0, Vec::new())
         });
         let shared = Arc::new(SpoolShared {
@@ -127,17 +128,17 @@ impl Spool {
         Ok(Self { shared, writes })
     }
 
-    /// Whether events wait: then every newer one must be added behind them.
+    /// Whether it has events: then every newer event must be added behind them.
     pub(crate) fn has_pending(&self) -> bool {
         self.shared.pending() > 0
     }
 
-    /// Adds events in order, all or none. When it returns they are on the disk.
+    /// Adds events in order, all or none. They are on disk when it returns.
     pub(crate) async fn add(&self, events: Vec<SpooledEvent>) -> Result<(), SpoolError> {
         let bytes = events.iter().map(|event| event.fields.bytes()).sum();
         let gone = || SpoolError::Disk {
             file: self.shared.config.file.clone(),
-            problem: "the writer ended".to_owned(),
+            problem: "the writer task ended".to_owned(),
         };
         let events = PendingWrite::new(&self.shared, events);
         let written = self.writes.call_weighing(events, bytes).await;
@@ -145,8 +146,8 @@ impl Spool {
         written.unwrap_or_else(|_| Err(gone()))
     }
 
-    /// Lets older events get on before newer ones are added. Without this, whoever publishes all the time would be
-    /// ahead of the replay for ever. Returns at once while the backend is away. Cancel-safe.
+    /// Waits for the drain before newer events are added. Otherwise a busy publisher could stay ahead of the drain
+    /// forever. Returns at once if the drain is stalled. Cancel-safe.
     pub(crate) async fn throttle(&self) {
         let mut throttle_state = self.shared.throttle_state.subscribe();
         let begun = throttle_state.borrow_and_update().steps;
@@ -154,23 +155,23 @@ impl Spool {
             let gets_on = throttle_state.is_draining && throttle_state.steps == begun;
             !throttle_state.is_almost_drained && !gets_on
         };
-        // The sender lives as long as the spool does.
+        // The sender lives as long as the spool.
         let _ = throttle_state.wait_for(may_go_on).await;
     }
 
-    /// For the one who moves events: what it says of its progress holds until it says otherwise or goes away.
+    /// Reports the progress of the drain. The last report holds until the next one or until it is dropped.
     pub(crate) fn drain_throttle(&self) -> Throttle {
         Throttle(Arc::clone(&self.shared))
     }
 
-    /// Returns when events wait, or soon after. Cancel-safe.
+    /// Returns when there are events, or soon after. Cancel-safe.
     pub(crate) async fn wait_for_events(&self) {
         if !self.has_pending() {
             self.shared.added.notified().await;
         }
     }
 
-    /// The oldest events, up to so many and about so many bytes. Events that are being written are not among them.
+    /// The oldest events, up to `count` and about `max_bytes`. Excludes events that are being written.
     pub(crate) async fn peek(
         &self,
         count: usize,
@@ -179,7 +180,7 @@ impl Spool {
         self.with_file(move |file| file.peek(count, max_bytes)).await
     }
 
-    /// The oldest `count` events are in their streams.
+    /// Removes the oldest `count` events, which are in their streams now.
     pub(crate) async fn acknowledge(&self, count: usize) -> Result<(), SpoolError> {
         let noting = self.with_file(move |file| {
             file.acknowledge(count);
@@ -190,8 +191,8 @@ impl Spool {
         Ok(())
     }
 
-    /// Puts events that their stream refused for good into the file beside the spool, each once. They still wait in the
-    /// spool. An error means that they must not be taken out of it.
+    /// Adds permanently rejected events to the `.rejected` file, each once. They stay in the spool. On an error they
+    /// must not be removed from it.
     pub(crate) async fn reject(&self, events: Vec<SpooledEvent>) -> Result<(), SpoolError> {
         let shared = &self.shared;
         let (path, owner) = (rejected_path(&shared.config.file), shared.owner.clone());
@@ -202,7 +203,7 @@ impl Spool {
         Ok(())
     }
 
-    /// The oldest events that their streams refused for good, up to so many.
+    /// The oldest permanently rejected events, up to `count`.
     pub(crate) async fn rejected(&self, count: usize) -> Result<Vec<SpooledEvent>, SpoolError> {
         let shared = &self.shared;
         let (path, owner) = (rejected_path(&shared.config.file), shared.owner.clone());
@@ -210,10 +211,10 @@ impl Spool {
         Ok(blocking(&shared.config.file, read).await?.1)
     }
 
-    /// Closes the file, with what waits in it. When it returns, another bus may open it.
+    /// Closes the file with its events. After it returns, another bus may open it.
     pub(crate) async fn close(&self) {
         let shared = Arc::clone(&self.shared);
-        // Closing a file gives its lock back; an error means that the runtime is at its end, and the process with it.
+        // Closing a file releases its lock. An error means that the runtime is shutting down.
         let _ = spawn_blocking(move || drop(shared.lock().take())).await;
     }
 
@@ -237,8 +238,8 @@ impl Spool {
     }
 }
 
-/// Events on their way to the file. They count from the beginning, so that nothing goes past them, until they are in
-/// the file or refused, even if whoever added them has gone away.
+/// Events to be written. They are counted from the start until they are in the file or rejected, even if the caller is
+/// dropped, so that no newer event overtakes them.
 struct PendingWrite {
     shared: Arc<SpoolShared>,
     events: Vec<SpooledEvent>,
@@ -258,11 +259,11 @@ impl Drop for PendingWrite {
     }
 }
 
-/// Says how the events that wait get on.
+/// Reports the progress of the drain.
 pub(crate) struct Throttle(Arc<SpoolShared>);
 
 impl Throttle {
-    /// Some of them are in their streams. When no more than `few` are left, newer ones wait for the end.
+    /// Some events were moved to their streams. If at most `few` remain, newer events wait until the spool is empty.
     pub(crate) fn advanced(&self, few: usize) {
         let left = self.0.pending();
         self.0.throttle_state.send_modify(|throttle_state| {
@@ -273,7 +274,7 @@ impl Throttle {
         });
     }
 
-    /// They do not get on, or there are none.
+    /// The drain makes no progress, or the spool is empty.
     pub(crate) fn stalled(&self) {
         self.0.throttle_state.send_modify(|throttle_state| {
             (throttle_state.is_draining, throttle_state.is_almost_drained) = (false, false)
@@ -288,14 +289,14 @@ impl Drop for Throttle {
 }
 
 impl SpoolShared {
-    /// All events that are not in their streams. One that is just being written may count twice, and never not at all.
+    /// Events that are not in their streams. An event being written may be counted twice, but never missed.
     fn pending(&self) -> usize {
-        // In this order: an event is in the file before it ceases to be unwritten.
+        // In this order: an event is in the file before it stops being unwritten.
         let unwritten = self.unwritten.load(Ordering::SeqCst);
         unwritten + self.written.load(Ordering::SeqCst)
     }
 
-    /// Writes what gathered, one request after the other if all together do not fit.
+    /// Writes the batch; if it does not fit as a whole, one request after the other.
     async fn write(self: Arc<Self>, batch: Vec<PendingWrite>) -> Vec<Result<(), SpoolError>> {
         let (count, path) = (batch.len(), self.config.file.clone());
         let work = move || {
@@ -317,7 +318,7 @@ impl SpoolShared {
     ) -> Result<T, SpoolError> {
         let mut file = self.lock();
         let Some(file) = file.as_mut() else {
-            let (file, problem) = (self.config.file.clone(), "it is closed".to_owned());
+            let (file, problem) = (self.config.file.clone(), "the spool is closed".to_owned());
             return Err(SpoolError::Disk { file, problem });
         };
         let result = work(file);

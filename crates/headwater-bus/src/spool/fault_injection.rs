@@ -1,10 +1,10 @@
-//! Faults: what a disk can do to a spool, for tests. In a running program there are none.
+//! Disk faults for tests of the spool. Without tests nothing is injected.
 //!
-//! Upstream: tests of the spool, which order them. Downstream: `file` asks before it touches the disk.
+//! Upstream: tests inject faults. Downstream: `file` checks before each disk operation.
 
 use std::io;
 
-/// What may fail.
+/// An operation that can fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
     Write,
@@ -12,7 +12,7 @@ pub(super) enum Operation {
     SyncDirectory,
 }
 
-/// Operations that are to fail, once each.
+/// Operations that fail once each.
 #[derive(Debug, Default)]
 pub(super) struct SpoolFaults(Vec<Operation>);
 

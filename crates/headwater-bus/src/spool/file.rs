@@ -1,9 +1,9 @@
-//! The file of a spool: appended to, read from the front, emptied when all of it is done.
+//! The spool file: appended at the end, read from the front, truncated when empty.
 //!
 //! Upstream: `spool`, from a thread that may block. Downstream: the disk.
-//! Promises: what was appended survives a crash of the process and of the machine; a write that was cut off by a crash
-//! is cut off for good when the file is opened; damage before that is an error and changes nothing; one process has
-//! the file at a time. A disk that fails is an error of what was to be written then, and is tried again later.
+//! Promises: appended events survive a crash of the process or machine; a torn write at the end is truncated when the
+//! file is opened; corruption before the end is an error and changes nothing; one process at a time has the file
+//! open. A disk error fails the current write, and the file is repaired before the next one.
 
 use std::collections::{HashSet, VecDeque};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -16,7 +16,7 @@ use super::fault_injection::{Operation, SpoolFaults};
 use super::record::{self, Record, ScanResult, SpooledEvent};
 use crate::error::SpoolError;
 
-/// Bytes of rejected events that are read at once, about.
+/// Approximate bytes of rejected events that are read at once.
 const REJECTED_BYTES: u64 = 16 * 1024 * 1024;
 
 pub(super) struct SpoolFile {
@@ -24,23 +24,23 @@ pub(super) struct SpoolFile {
     pub(super) file: File,
     owner: String,
     max_bytes: u64,
-    /// Where the records begin.
+    /// Offset of the first record.
     first: u64,
-    /// Where the first event lies that is not done.
+    /// Offset of the oldest event.
     front: u64,
-    /// Where the next record goes.
+    /// Offset of the next record.
     end: u64,
-    /// Events from the beginning of the file that are done, as the last mark counts them.
+    /// Events from the start of the file that are acknowledged, as in the last marker.
     done: u64,
-    /// Where the events lie that are not done, oldest first: their ends.
+    /// End offsets of the remaining events, oldest first.
     pending: VecDeque<u64>,
-    /// What went wrong with the disk, and must be mended before the next write.
+    /// A disk error that must be repaired before the next write.
     unrepaired: Option<SpoolError>,
     pub(super) faults: SpoolFaults,
 }
 
 impl SpoolFile {
-    /// Opens the file of `owner`, or makes one.
+    /// Opens or creates the file of `owner`.
     pub(super) fn open(path: &Path, owner: &str, max_bytes: u64) -> Result<Self, SpoolError> {
         let disk_error_here = |error: io::Error| disk_error(path, &error);
         if let Some(directory) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
@@ -81,13 +81,13 @@ impl SpoolFile {
         let mut bytes = Vec::new();
         self.file.read_to_end(&mut bytes).map_err(|error| disk_error(&self.path, &error))?;
         let head = record::head(&self.owner);
-        // A head that was cut off while it was written for the first time.
+        // The header was torn when the file was created.
         if bytes.len() < head.len() && (bytes.is_empty() || head.starts_with(&bytes)) {
             self.reset()?;
             return sync_directory(&self.path).map_err(|error| self.record_failure(&error));
         }
         let Some((owner, first)) = record::read_head(&bytes) else {
-            return Err(self.corrupt(0, "this is not the head of a spool"));
+            return Err(self.corrupt(0, "not a spool header"));
         };
         if owner != self.owner {
             let (file, bus) = (self.path.clone(), self.owner.clone());
@@ -107,7 +107,7 @@ impl SpoolFile {
                 ScanResult::End => break,
                 ScanResult::Torn => {
                     let cut = bytes.len() - at;
-                    warn!(file = %self.path.display(), bytes = cut, "cut a torn end off the spool");
+                    warn!(file = %self.path.display(), bytes = cut, "truncated a torn write at the end of the spool");
                     self.file.set_len(at as u64).map_err(|error| disk_error(&self.path, &error))?;
                     break;
                 }
@@ -115,7 +115,7 @@ impl SpoolFile {
             }
         }
         let Some(pending) = ends.len().checked_sub(self.done as usize) else {
-            return Err(self.corrupt(at, "a mark counts more events than there are"));
+            return Err(self.corrupt(at, "a marker counts more events than the file has"));
         };
         self.first = first as u64;
         self.end = at as u64;
@@ -127,7 +127,7 @@ impl SpoolFile {
         Ok(())
     }
 
-    /// Events that are not done.
+    /// Number of events.
     pub(super) fn pending(&self) -> usize {
         self.pending.len()
     }
@@ -136,7 +136,7 @@ impl SpoolFile {
         self.end
     }
 
-    /// Appends events, all or none, and returns when they are on the disk.
+    /// Appends events, all or none. They are on disk when it returns.
     pub(super) fn append(&mut self, events: &[SpooledEvent]) -> Result<(), SpoolError> {
         self.repair()?;
         let mut bytes = Vec::new();
@@ -159,7 +159,7 @@ impl SpoolFile {
         Ok(())
     }
 
-    /// The oldest events that are not done, up to so many and about so many bytes.
+    /// The oldest events, up to `count` and about `max_bytes`.
     pub(super) fn peek(
         &mut self,
         count: usize,
@@ -188,15 +188,14 @@ impl SpoolFile {
                         events.push(event);
                     }
                 }
-                ScanResult::Torn => return Err(self.corrupt_at(at, "a record is cut off")),
+                ScanResult::Torn => return Err(self.corrupt_at(at, "truncated record")),
                 ScanResult::Damaged(problem) => return Err(self.corrupt_at(at, &problem)),
             }
         }
     }
 
-    /// Notes that the oldest `count` events are in their streams. They are, whatever the disk says: the next note
-    /// makes up for one that cannot be written, and if a crash comes first, the events are sent again, and their ids
-    /// tell.
+    /// Removes the oldest `count` events, which are in their streams. If the marker cannot be written, the next one
+    /// includes it; after a crash in between, the events are sent again and deduplicated by id.
     pub(super) fn acknowledge(&mut self, count: usize) {
         let count = count.min(self.pending.len());
         self.done += count as u64;
@@ -208,11 +207,11 @@ impl SpoolFile {
             false => self.repair().and_then(|()| self.write_marker()),
         };
         if let Err(error) = noted {
-            warn!(%error, "spool could not note that events are in their streams");
+            warn!(%error, "spool could not record that events were moved to their streams");
         }
     }
 
-    /// Writes down how many events are done; where that has no room, they leave the file, which says the same.
+    /// Writes the number of acknowledged events. If there is no space, rewrites the file without them.
     fn write_marker(&mut self) -> Result<(), SpoolError> {
         let mark = Record::Replayed(self.done).encode();
         if self.end + mark.len() as u64 > self.max_bytes {
@@ -221,7 +220,7 @@ impl SpoolFile {
         self.write(&mark)
     }
 
-    /// Forgets everything and begins with an empty file.
+    /// Truncates the file to its header.
     fn reset(&mut self) -> Result<(), SpoolError> {
         let head = record::head(&self.owner);
         let mut begin = || {
@@ -240,7 +239,7 @@ impl SpoolFile {
         Ok(())
     }
 
-    /// Drops from the file what is done, to make room. A crash leaves the old file or the new one.
+    /// Rewrites the file without acknowledged events, to free space. A crash leaves the old file or the new one.
     fn rewrite(&mut self) -> Result<(), SpoolError> {
         let events = self.peek(usize::MAX, u64::MAX)?;
         let mut bytes = record::head(&self.owner);
@@ -258,7 +257,7 @@ impl SpoolFile {
                 .create(true)
                 .truncate(false)
                 .open(&unfinished)?;
-            // Nobody may get at it in between; and whoever has it is not to be disturbed.
+            // Locked before it is renamed, and not truncated if another process has it.
             file.try_lock().map_err(io::Error::other)?;
             file.set_len(0)?;
             file.write_all(&bytes)?;
@@ -267,7 +266,7 @@ impl SpoolFile {
             Ok(file)
         };
         let file = replace().map_err(|error: io::Error| disk_error(&self.path, &error))?;
-        // From here on it is the file that has the name: the old one must not be written to again.
+        // The new file has the name now: the old one must not be written to again.
         self.file = file;
         (self.first, self.front, self.end, self.done) = (first, first, bytes.len() as u64, 0);
         self.pending = ends.into();
@@ -287,7 +286,7 @@ impl SpoolFile {
                 Ok(())
             }
             Err(error) => {
-                // Half a record must not stand before the next one.
+                // A partial record must not precede the next one.
                 let problem = disk_error(&self.path, &error);
                 self.truncate_to_end().map_err(|error| self.record_failure(&error))?;
                 Err(problem)
@@ -295,7 +294,7 @@ impl SpoolFile {
         }
     }
 
-    /// Cuts off what stands behind the last whole record.
+    /// Truncates after the last complete record.
     fn truncate_to_end(&mut self) -> io::Result<()> {
         self.faults.check(Operation::SetLength)?;
         self.file.set_len(self.end)?;
@@ -307,7 +306,7 @@ impl SpoolFile {
         sync_directory(&self.path)
     }
 
-    /// Makes up for what the disk refused before.
+    /// Repairs the file after a disk error.
     fn repair(&mut self) -> Result<(), SpoolError> {
         if self.unrepaired.is_none() {
             return Ok(());
@@ -340,21 +339,20 @@ impl SpoolFile {
 
 impl Drop for SpoolFile {
     fn drop(&mut self) {
-        // Closing alone leaves the lock to a process that is just being started, until it is: it has all our files
-        // till then.
+        // Closing alone is not enough: a child process being spawned holds the lock until it executes its program.
         let _ = self.file.unlock();
     }
 }
 
-/// Where a file is made that will take the place of another. Its whole name counts: spools may differ in their endings.
+/// Path of the replacement file. The suffix is appended, because spools may differ only in their extension.
 fn unfinished_path(path: &Path) -> PathBuf {
     let mut path = path.as_os_str().to_owned();
     path.push(".new");
     path.into()
 }
 
-/// Adds events to a file of those that their streams refused, unless they are there: a crash may have come before it
-/// was noted that they are dealt with. Returns how many there are.
+/// Adds events to the file of rejected events, unless they are there: a crash may have prevented their removal from the
+/// spool. Returns the number of rejected events.
 pub(super) fn reject(
     path: &Path,
     owner: &str,
@@ -370,7 +368,7 @@ pub(super) fn reject(
     Ok(file.pending() as u64)
 }
 
-/// How many events their streams refused, and the oldest of them, up to so many.
+/// The number of rejected events, and the oldest up to `count`.
 pub(super) fn rejected(
     path: &Path,
     owner: &str,
@@ -384,7 +382,7 @@ pub(super) fn rejected(
     Ok((file.pending() as u64, events))
 }
 
-/// A file is there after a crash only if its directory says so.
+/// Syncs the directory, so that the file name survives a crash.
 fn sync_directory(path: &Path) -> io::Result<()> {
     match path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         Some(directory) => File::open(directory)?.sync_all(),

@@ -1,7 +1,7 @@
-//! The streams that live subscriptions follow, and how far each was read.
+//! The streams followed by live subscriptions, with their read positions.
 //!
-//! Upstream: subscriptions add and remove streams. Downstream: `tail` reads them, and looks for what it may have missed
-//! where this says that it came late.
+//! Upstream: subscriptions add and remove streams. Downstream: `tail` reads them, and checks for gaps where it was
+//! late.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -15,29 +15,28 @@ use crate::limits::FOLLOWED_STREAMS_MAX;
 #[derive(Default)]
 pub(super) struct FollowedStreams {
     streams: Mutex<HashMap<StreamName, FollowedStream>>,
-    /// The list of streams is another one now.
+    /// Notified when streams were added or removed.
     pub(super) changed: Notify,
 }
 
 struct FollowedStream {
-    /// Everything up to here was read.
+    /// The last entry that was read.
     position: EntryId,
-    /// Whether the entry at the position was read, and not only where the stream ended when somebody began to follow
-    /// it.
+    /// Whether the entry at the position was read; otherwise it was the last entry when following started.
     is_read: bool,
-    /// Whether nobody waited for the next entries when they came, or may have come.
+    /// Whether no read was waiting when the next entries may have arrived.
     is_late: bool,
-    /// How many subscriptions follow it.
+    /// Number of subscriptions.
     subscriptions: usize,
 }
 
 impl FollowedStreams {
-    /// Follows a stream from a position, or goes on where it is read already.
+    /// Follows a stream from a position, or from the current position if it is followed already.
     pub(super) fn add(&self, stream: &StreamName, from: EntryId) -> Result<()> {
         let mut streams = self.lock();
         if streams.len() >= FOLLOWED_STREAMS_MAX && !streams.contains_key(stream) {
             let problem =
-                format!("the bus follows {FOLLOWED_STREAMS_MAX} streams, which is the limit");
+                format!("the limit of {FOLLOWED_STREAMS_MAX} followed streams is reached");
             return Err(BusError::invalid("live subscription", problem));
         }
         let fresh =
@@ -48,7 +47,7 @@ impl FollowedStreams {
         Ok(())
     }
 
-    /// One subscription less follows the stream.
+    /// Removes one subscription of the stream.
     pub(super) fn remove(&self, stream: &StreamName) {
         let mut streams = self.lock();
         if let Some(following) = streams.get_mut(stream) {
@@ -65,7 +64,7 @@ impl FollowedStreams {
         self.lock().iter().map(|(stream, at)| (stream.clone(), at.position)).collect()
     }
 
-    /// Everything up to `entry_id` was dealt with.
+    /// Records that everything up to `entry_id` was handled.
     pub(super) fn advance(&self, stream: &StreamName, entry_id: EntryId) {
         if let Some(following) = self.lock().get_mut(stream)
             && following.position < entry_id
@@ -74,20 +73,20 @@ impl FollowedStreams {
         }
     }
 
-    /// Nobody waits for the next entries of this stream.
+    /// Records that no read waits for the next entries of this stream.
     pub(super) fn mark_late(&self, stream: &StreamName) {
         if let Some(following) = self.lock().get_mut(stream) {
             following.is_late = true;
         }
     }
 
-    /// Nobody waits for anything.
+    /// Records that no read waits for any stream.
     pub(super) fn mark_all_late(&self) {
         self.lock().values_mut().for_each(|following| following.is_late = true);
     }
 
-    /// Entries have come. Returns the last one that was read before, if some between may be gone: streams are trimmed
-    /// from their beginning only, so as long as it is there, none is.
+    /// Called when entries arrived. Returns the last entry that was read, if entries after it may have been trimmed
+    /// unread: streams are trimmed from the beginning only, so nothing is missing as long as it exists.
     pub(super) fn last_read_if_late(&self, stream: &StreamName) -> Option<EntryId> {
         let mut streams = self.lock();
         let following = streams.get_mut(stream)?;

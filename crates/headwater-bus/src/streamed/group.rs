@@ -1,9 +1,9 @@
-//! Durable subscriptions: a group of the queue on the stream of a session or a namespace.
+//! Durable subscriptions: a consumer group of the queue on the stream of a session or namespace.
 //!
-//! Upstream: entries of the stream, through `headwater-queue`: reading, sharing, take-over and dead letters are its
-//! business. Downstream: `durable` pursues each event.
-//! Promises: what cannot be read is parked before it is acknowledged; what is given up becomes a dead letter with its
-//! bytes as they are.
+//! Upstream: `headwater-queue` reads, shares, reclaims and dead-letters entries. Downstream: `delivery` handles each
+//! event.
+//! Promises: an undecodable entry is parked before it is acknowledged; a failed event becomes a dead letter with its
+//! bytes unchanged.
 
 use std::sync::Arc;
 
@@ -23,11 +23,11 @@ pub(super) struct DurableGroup {
     pub(super) stream: StreamName,
     pub(super) name: GroupName,
     pub(super) delivery: EventDelivery,
-    /// `None` while it is being made.
+    /// `None` while it is being created.
     pub(super) subscription: Option<Arc<Subscription>>,
 }
 
-/// The place of a group that is being subscribed; free again if that fails or its caller goes away.
+/// The slot of a group that is being subscribed; freed if that fails or the caller is dropped.
 struct GroupReservation<'a> {
     inner: &'a Inner,
     id: SubscriptionId,
@@ -55,7 +55,7 @@ impl Inner {
             Scope::Session => {
                 let session = subscribe.session.as_ref().or(self.config.session.as_ref());
                 let session = session.ok_or_else(|| {
-                    BusError::invalid("durable subscription", "it names no session")
+                    BusError::invalid("durable subscription", "no session is set")
                 })?;
                 (self.keys.session(session), session.as_str())
             }
@@ -81,14 +81,14 @@ impl Inner {
             async move {
                 match inner {
                     Some(inner) => inner.handle(&stream, &delivery, message).await,
-                    // The bus is gone: somebody else will do it.
+                    // The bus was dropped: another process will handle it.
                     None => Outcome::Release,
                 }
             }
         };
         let config = consumer_config(&subscribe, self.config.drain);
         let inner = Arc::clone(self);
-        // A task of its own: whoever has begun to join a group must end it or leave, also if the caller goes away.
+        // Runs in its own task: joining a group must be completed or undone even if the caller is dropped.
         let subscribing = tokio::spawn(async move {
             let subscription = inner.queue.subscribe(&topic, &group, handler, config).await?;
             inner.attach(id, subscription).await;
@@ -99,7 +99,7 @@ impl Inner {
         subscribed
     }
 
-    /// Puts a subscription into the place that was reserved for it, or ends it if nobody wants it any more.
+    /// Puts a subscription into its reserved slot, or stops it if the slot is gone.
     async fn attach(&self, id: SubscriptionId, subscription: Subscription) {
         let subscription = Arc::new(subscription);
         let is_wanted = match self.groups().get_mut(&id) {
@@ -114,7 +114,7 @@ impl Inner {
         }
     }
 
-    /// One subscription per stream and group: two would take each other's events for none of their business.
+    /// One subscription per stream and group: two would acknowledge and skip each other's events.
     fn reserve(
         &self,
         id: SubscriptionId,
@@ -125,7 +125,9 @@ impl Inner {
         let is_same =
             |other: &DurableGroup| other.stream == group.stream && other.name == group.name;
         if groups.values().any(is_same) {
-            let problem = format!("`{label}` is subscribed here; give all handlers in one call");
+            let problem = format!(
+                "`{label}` is already subscribed on this bus; pass all handlers in one call"
+            );
             return Err(BusError::invalid("group", problem));
         }
         groups.insert(id, group);
@@ -150,7 +152,7 @@ impl Inner {
         }
     }
 
-    /// The event of a message; `None` if it is of a type that the group does not handle.
+    /// Decodes a message; `None` if the group has no handler for its type.
     fn read_message(
         &self,
         stream: &StreamName,
@@ -177,7 +179,7 @@ impl Inner {
         match self.park_with_retries(stream, entry_id, &message.fields, decode_error).await {
             Ok(()) => Outcome::Done,
             Err(error) if error.is_transient() => Outcome::Release,
-            // Nowhere to park it: the dead letters keep it.
+            // It cannot be parked, so it is kept as a dead letter.
             Err(error) => {
                 Outcome::dead_letter(format!("{decode_error}; it could not be parked: {error}"))
             }

@@ -1,4 +1,4 @@
-//! How a bus on streams is: asked for, and looked at now and then.
+//! Health checks of a bus on streams: on demand and at intervals.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -11,14 +11,14 @@ use super::Inner;
 use crate::bus::{BusHealth, GroupHealth, StreamHealth};
 use crate::metrics;
 
-/// A group as the metrics know it: the same label in all sessions is one.
+/// Labels of a pending gauge. Groups with the same label in different sessions share one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ReportedGauge {
     kind: &'static str,
     group: String,
 }
 
-/// Looks at the health of the bus every so often, until it closes.
+/// Checks the health at intervals until the bus closes.
 pub(super) async fn run(inner: Arc<Inner>, every: Duration) {
     while inner.sleep_unless_closing(every).await {
         inner.check_health().await;
@@ -26,7 +26,7 @@ pub(super) async fn run(inner: Arc<Inner>, every: Duration) {
 }
 
 impl Inner {
-    /// Asks the backend, and remembers and counts what it found.
+    /// Queries the backend, stores the result and updates the gauges.
     pub(super) async fn check_health(&self) -> BusHealth {
         let mut health = BusHealth {
             connected: false,
@@ -53,9 +53,9 @@ impl Inner {
         health.connected = true;
         health.latency = Some(began.elapsed());
         for stream in self.streams() {
-            // A stream nobody wrote to or read from does not exist.
+            // A stream that was never written or read does not exist.
             let Some(stats) = self.backend.stats(&stream).await? else { continue };
-            // Guards of sessions never read, and nobody waits for them to.
+            // Guard groups of sessions never read; their lag is meaningless.
             let groups = stats.groups.into_iter().filter(|group| !self.keys.is_guard(&group.name));
             let groups = groups.map(|group| {
                 (group.name.to_string(), GroupHealth { pending: group.pending, lag: group.lag })
@@ -67,7 +67,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Tells the metrics what is pending: all sessions together, for there may be millions of them.
+    /// Updates the pending gauges, with all sessions summed up, because there may be millions.
     fn update_gauges(&self, health: &BusHealth) {
         let mut pending: BTreeMap<ReportedGauge, u64> = BTreeMap::new();
         for (stream, found) in &health.streams {
@@ -77,7 +77,7 @@ impl Inner {
         }
         let now: BTreeSet<ReportedGauge> = pending.keys().cloned().collect();
         let before = std::mem::replace(&mut *self.reported_gauges(), now);
-        // Nobody works with them any more: what was told last would stand for ever.
+        // Groups that are no longer used would otherwise keep their last value.
         for ReportedGauge { kind, group } in before.iter().filter(|one| !pending.contains_key(one))
         {
             metrics::pending(kind, group, 0);
@@ -87,7 +87,7 @@ impl Inner {
         }
     }
 
-    /// The bus is closed: nobody looks any more.
+    /// Resets the gauges when the bus is closed.
     pub(super) fn clear_gauges(&self) {
         for ReportedGauge { kind, group } in std::mem::take(&mut *self.reported_gauges()) {
             metrics::pending(kind, &group, 0);
@@ -99,7 +99,7 @@ impl Inner {
         let kind = if session.is_some() { "session" } else { "control" };
         let place = session.unwrap_or(self.config.namespace.as_str());
         let label = group.strip_prefix(&format!("{}:cg:{place}:", self.keys.prefix()));
-        // A group of another program may have the session in its name, in whichever way.
+        // The name of a foreign group may contain the session id, so it must not become a label.
         let other = if session.is_some() { "other" } else { group };
         ReportedGauge { kind, group: label.unwrap_or(other).to_owned() }
     }
@@ -108,7 +108,7 @@ impl Inner {
         self.reported_gauges.lock().expect("no code panics while it holds this lock")
     }
 
-    /// Every stream this bus works with.
+    /// All streams of this bus.
     fn streams(&self) -> BTreeSet<StreamName> {
         let own = self.config.session.as_ref().map(|session| self.keys.session(session));
         let followed = self.followed.positions().into_iter().map(|(stream, _)| stream);

@@ -1,10 +1,10 @@
-//! The bus on streams: events outlive the process and reach others.
+//! The bus on streams: events are persistent and reach other processes.
 //!
 //! Upstream: applications. Downstream: a backend of `headwater-stream`, and `headwater-queue` for groups.
 //!
-//! The way of an event: `publish` checks it, `store` puts it into its stream or, if the backend is away, where the
-//! failure policy says, and live handlers of this process run. Other processes get it by `tail`, groups by `group`.
-//! `replay` moves what had to wait.
+//! How an event flows: `publish` validates it; `store` appends it to its stream or, if the backend is unavailable,
+//! applies the failure policy; then the live handlers of this process run. Other processes read it by `tail`, groups
+//! by `group`. `spool_drain` moves spooled events to their streams.
 
 // In dependency order: each module uses only those above it.
 mod config;
@@ -78,18 +78,17 @@ pub(crate) struct Inner {
     parked: UnknownEvents,
     next_id: AtomicU64,
     closing: CloseSignal,
-    /// One permit for each publish under way.
+    /// One permit for each publish in flight.
     in_flight: Arc<Semaphore>,
     last_health: Mutex<Option<BusHealth>>,
-    /// How often live subscriptions may have missed something.
+    /// How often live subscriptions may have missed entries.
     missed: AtomicU64,
-    /// What the metric of pending entries tells of.
+    /// Pending gauges that were set.
     reported_gauges: Mutex<BTreeSet<ReportedGauge>>,
 }
 
 impl StreamedBus {
-    /// A bus for these event types on a backend. With a spool, what waits in it is replayed first. The backend stays
-    /// open when the bus is closed.
+    /// Opens a bus on a backend. Events in the spool are moved first. Closing the bus does not close the backend.
     pub async fn open(
         backend: Arc<dyn Backend>,
         registry: EventRegistry,
@@ -140,23 +139,23 @@ impl StreamedBus {
         Ok(Self { inner, stop, tasks: Mutex::new(tasks) })
     }
 
-    /// The control stream of its namespace, for those who put entries of their own into it.
+    /// The control stream of its namespace, for appending entries without the bus.
     pub fn control_stream(&self) -> &StreamName {
         &self.inner.control
     }
 
-    /// What this start of the bus writes into the field `origin` of its events.
+    /// Value of the field `origin` of its events; different after every restart.
     pub fn origin(&self) -> &str {
         self.inner.own_events.origin()
     }
 
-    /// What the last look at its health found, if there was one.
+    /// Result of the last health check.
     pub fn last_health(&self) -> Option<BusHealth> {
         self.inner.last_health().clone()
     }
 
-    /// Spooled events that their streams refused for good, oldest first, up to so many. They lie in a file beside the
-    /// spool; remove it when they are dealt with.
+    /// Spooled events that were permanently rejected by their streams, oldest first, up to `count`. They are in the
+    /// `.rejected` file beside the spool; remove it when they are handled.
     pub async fn rejected(&self, count: usize) -> Result<Vec<RejectedEvent>> {
         let Some(spool) = &self.inner.spool else { return Ok(Vec::new()) };
         let rejected = spool.rejected(count).await?.into_iter();
@@ -168,46 +167,46 @@ impl StreamedBus {
         Ok(rejected.map(read).collect())
     }
 
-    /// Entries of unknown or unfit types, oldest first, after this one (`EntryId::MIN` for the first page).
+    /// Parked entries after this one (`EntryId::MIN` for the first page), oldest first.
     pub async fn parked(&self, after: EntryId, count: usize) -> Result<Vec<ParkedEntry>> {
         self.inner.parked.list(after, count).await
     }
 
-    /// Removes a parked entry. Returns whether it was there. The entry it tells of stays in its stream.
+    /// Deletes a parked entry. Returns whether it existed. The original entry stays in its stream.
     pub async fn delete_parked(&self, id: EntryId) -> Result<bool> {
         self.inner.parked.remove(id).await
     }
 
-    /// Gives a parked entry to the subscriptions of this bus that would have got it, and removes it if all of their
-    /// handlers are done with it. Nothing is appended to its stream.
+    /// Delivers a parked entry to the matching subscriptions of this bus, and removes it if all handlers succeed.
+    /// Nothing is appended to its stream.
     pub async fn retry_parked(&self, id: EntryId) -> Result<RetryParkedOutcome> {
         let inner = Arc::clone(&self.inner);
-        // As with publishing, handlers run to their end.
+        // As with publishing, handlers finish even if the caller is dropped.
         let retrying = tokio::spawn(async move { inner.retry_parked(id).await });
         retrying.await.unwrap_or(Err(BusError::Closed))
     }
 }
 
-/// An event that waited in a spool until its stream refused it for good.
+/// A spooled event that was permanently rejected by its stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectedEvent {
     /// The stream.
     pub stream: StreamName,
-    /// What the event is known by.
+    /// Id of the event.
     pub event_id: EventId,
-    /// What its entry would have been.
+    /// The fields of its entry.
     pub fields: Fields,
 }
 
-/// What came of another try with a parked entry.
+/// Result of retrying a parked entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RetryParkedOutcome {
-    /// So many handlers are done with it; it is parked no more.
+    /// This many handlers succeeded; it is no longer parked.
     Handled(usize),
-    /// It still cannot be read, for this reason.
+    /// It still cannot be decoded, for this reason.
     Unreadable(String),
-    /// No subscription of this bus is for it. Retry it where there is one.
+    /// No subscription of this bus accepts it. Retry it on a bus that has one.
     NoHandler,
     /// A handler failed, for this reason.
     Failed(String),
@@ -226,7 +225,7 @@ impl fmt::Debug for StreamedBus {
 
 impl Drop for StreamedBus {
     fn drop(&mut self) {
-        // What was begun is abandoned: unacknowledged events are taken over by others.
+        // Work in flight is abandoned: unacknowledged events are reclaimed by other processes.
         let _ = self.stop.send(true);
         self.inner.live.clear();
         self.inner.groups().clear();
@@ -285,11 +284,11 @@ impl EventBus for StreamedBus {
         &self,
         mut events: Vec<OutgoingEvent>,
     ) -> Result<Vec<Result<PublishResult>>> {
-        // The trace is that of the caller, and the task below does not know it.
+        // The task below does not inherit the caller's trace.
         events.iter_mut().for_each(OutgoingEvent::join_trace);
         let inner = Arc::clone(&self.inner);
-        // What a handler publishes is part of what is under way: it waits for no room, and closing waits for it. Others
-        // wait for room here: of those who go away meanwhile nothing is left.
+        // A publish by a handler is part of the publish in flight: it needs no permit, and closing waits for it.
+        // Other callers wait for a permit here; a caller that is dropped while waiting has no effect.
         let permit = match handler::is_in_handler() {
             true => None,
             false => {
@@ -300,7 +299,7 @@ impl EventBus for StreamedBus {
         if permit.is_some() && inner.closing.is_set() {
             return Err(BusError::Closed);
         }
-        // A task of its own: an event that is stored is handled, also if the caller goes away in between.
+        // Runs in its own task, so that a stored event is handled even if the caller is dropped.
         let publishing = tokio::spawn(async move {
             let _permit = permit;
             inner.publish_all(events).await
@@ -324,7 +323,7 @@ impl EventBus for StreamedBus {
         let groups: Vec<DurableGroup> = inner.groups().drain().map(|(_, group)| group).collect();
         let tasks: Vec<JoinHandle<()>> = self.tasks().drain(..).collect();
         let drain = inner.config.drain;
-        // All at once: together they take no longer than the one that takes longest.
+        // Concurrently, so that the total is at most one drain timeout.
         tokio::join!(
             inner.end_publishes(),
             end_groups(&groups, drain),
@@ -339,34 +338,34 @@ impl EventBus for StreamedBus {
     }
 }
 
-/// Stops reading for groups, waits for their handlers and gives back what they did not get to.
+/// Stops the groups: waits for their handlers and releases the rest.
 async fn end_groups(groups: &[DurableGroup], drain: Duration) {
     let subscriptions = groups.iter().filter_map(|group| group.subscription.as_ref());
     let stopping = join_all(subscriptions.map(|subscription| subscription.stop()));
     if timeout(drain + GIVE_BACK, stopping).await.is_err() {
-        // Whoever is left in the group takes it over.
-        warn!("the backend did not take back in time what groups had in hand");
+        // Other members of the group reclaim these entries.
+        warn!("backend did not release the entries of stopped groups in time");
     }
 }
 
-/// Waits for a task that knows that it is to end, and ends it if it does not.
+/// Waits for a task that is ending, and aborts it after the drain timeout.
 async fn end(mut task: JoinHandle<()>, drain: Duration) {
     if timeout(drain, &mut task).await.is_err() {
-        warn!("a handler was still running when the bus was closed");
+        warn!("a live handler was still running at the drain timeout and was aborted");
         task.abort();
         let _ = task.await;
     }
 }
 
-/// How long groups may take to give back what they did not get to, after the time for handlers is up.
+/// Time for groups to release entries, after the drain timeout.
 const GIVE_BACK: Duration = Duration::from_secs(2);
 
 impl Inner {
-    /// Waits for publishes under way, and lets no more begin.
+    /// Waits for publishes in flight and rejects new ones.
     async fn end_publishes(&self) {
         let all = self.config.in_flight_max as u32;
         if timeout(self.config.drain, self.in_flight.acquire_many(all)).await.is_err() {
-            warn!("publishes were still under way when the bus was closed");
+            warn!("publishes were still in flight at the drain timeout");
         }
         self.in_flight.close();
     }
@@ -385,7 +384,7 @@ impl Inner {
             let stream = match (handler.scope, session) {
                 (Scope::Namespace, _) => self.control.clone(),
                 (Scope::Session, Some(session)) => self.keys.session(session),
-                // Only what is published through this bus.
+                // Only events published through this bus.
                 (Scope::Session, None) => continue,
             };
             if follows.iter().all(|(followed, _)| *followed != stream) {
@@ -437,7 +436,7 @@ impl Inner {
             match delivery.run(&delivered).await {
                 DeliveryOutcome::Done => handled += 1,
                 DeliveryOutcome::Released => {
-                    return Ok(RetryParkedOutcome::Failed("it was given back".to_owned()));
+                    return Ok(RetryParkedOutcome::Failed("released by its handler".to_owned()));
                 }
                 DeliveryOutcome::Failed { reason } => {
                     return Ok(RetryParkedOutcome::Failed(reason));
@@ -463,7 +462,7 @@ impl Inner {
         wanted.map(|group| group.delivery.clone()).collect()
     }
 
-    /// The session whose stream this is; `None` for the control stream.
+    /// The session of a stream; `None` for the control stream.
     fn session_of(&self, stream: &StreamName) -> Option<SessionId> {
         let session = stream.as_str().strip_prefix(&format!("{}:events:", self.keys.prefix()))?;
         SessionId::new(session).ok()

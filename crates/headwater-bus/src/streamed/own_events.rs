@@ -1,8 +1,8 @@
-//! Which entries this bus wrote itself: its live handlers have had them already.
+//! Tracks events published by this bus, so that its live handlers do not get them again from the stream.
 //!
-//! Upstream: `publish` says what it is about and how it went. Downstream: `tail` asks what to skip.
-//! Promises: an event that was published here runs the live handlers of this bus once, also when the backend's answer
-//! was lost: if the event turns out to be stored, it is handled then, by whoever finds out first.
+//! Upstream: `publish` reports stores and their results. Downstream: `tail` asks which entries to skip.
+//! Promises: an event published here runs the live handlers of this bus once, also if the backend's reply was lost:
+//! if the event turns out to be stored, its handlers run then.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard};
@@ -12,27 +12,27 @@ use headwater_stream::EntryId;
 use crate::limits::UNCONFIRMED_MAX;
 use crate::name::EventId;
 
-/// This start of this bus.
+/// Origin and unsettled events of this bus.
 pub(super) struct OwnEvents {
     origin: String,
-    /// Events of this bus whose fate is open.
+    /// Events whose store is in flight or unconfirmed.
     unsettled: Mutex<UnsettledEvents>,
 }
 
 #[derive(Default)]
 struct UnsettledEvents {
     events: HashMap<EventId, StoreState>,
-    /// Those that failed, oldest first: the first to be forgotten. May hold events that are settled by now.
+    /// Unconfirmed events, oldest first, for eviction. May contain events that are settled.
     failed: VecDeque<EventId>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum StoreState {
-    /// It is being stored.
+    /// The store is in flight.
     InFlight,
-    /// It is being stored, and was seen in its stream.
+    /// The store is in flight, and the event was read from its stream.
     Seen(EntryId),
-    /// Storing it failed with an unknown outcome; no handler ran.
+    /// The result of the store is unknown; no handler ran.
     Unconfirmed,
 }
 
@@ -41,22 +41,22 @@ impl OwnEvents {
         Self { origin, unsettled: Mutex::default() }
     }
 
-    /// What events of this bus carry.
+    /// Value of the field `origin`.
     pub(super) fn origin(&self) -> &str {
         &self.origin
     }
 
-    /// An event is about to be stored. One that is unconfirmed stays so.
+    /// A store starts. An unconfirmed event stays unconfirmed.
     pub(super) fn store_started(&self, event_id: &EventId) {
         self.lock().events.entry(event_id.clone()).or_insert(StoreState::InFlight);
     }
 
-    /// It is stored, or certainly is not. Returns whether an earlier try to store it was unconfirmed until now.
+    /// The event is stored, or definitely not. Returns whether an earlier store was unconfirmed.
     pub(super) fn settle(&self, event_id: &EventId) -> bool {
         self.lock().events.remove(event_id) == Some(StoreState::Unconfirmed)
     }
 
-    /// This try certainly did not store it. Returns whether an earlier one may have: then it stays unconfirmed.
+    /// This store definitely failed. Returns whether an earlier one may have succeeded; then it stays unconfirmed.
     pub(super) fn not_stored(&self, event_id: &EventId) -> bool {
         let mut unsettled = self.lock();
         let is_unconfirmed = unsettled.events.get(event_id) == Some(&StoreState::Unconfirmed);
@@ -66,8 +66,7 @@ impl OwnEvents {
         is_unconfirmed
     }
 
-    /// Storing it failed with an unknown outcome. Returns its entry if it was seen in its stream all the same; then it
-    /// is settled.
+    /// The result of the store is unknown. Returns its entry if it was read from its stream; then it is settled.
     pub(super) fn store_unconfirmed(&self, event_id: &EventId) -> Option<EntryId> {
         let mut unsettled = self.lock();
         if let Some(StoreState::Seen(entry_id)) = unsettled.events.get(event_id).copied() {
@@ -88,7 +87,7 @@ impl OwnEvents {
         None
     }
 
-    /// An event of this bus was seen in its stream. Returns whether handlers are to run for it now.
+    /// An event of this bus was read from its stream. Returns whether its handlers must run now.
     pub(super) fn observe(&self, event_id: &EventId, entry_id: EntryId) -> bool {
         let mut unsettled = self.lock();
         match unsettled.events.get_mut(event_id) {
@@ -116,28 +115,28 @@ mod tests {
     const ENTRY: EntryId = EntryId::new(1, 0);
 
     #[test]
-    fn an_event_is_handled_once_whoever_learns_first_that_it_is_stored() {
+    fn an_event_is_handled_once_however_its_store_is_confirmed() {
         let own_events = OwnEvents::new("bus".to_owned());
         let id = EventId::random();
 
-        // The ordinary way: the answer comes, before or after the event is seen.
+        // Normal case: the reply arrives before or after the event is read.
         own_events.store_started(&id);
         assert!(!own_events.observe(&id, ENTRY));
         assert!(!own_events.settle(&id));
         assert!(!own_events.observe(&id, ENTRY));
 
-        // The answer is lost, and the event was seen before that is known.
+        // The reply is lost, and the event was read before.
         own_events.store_started(&id);
         assert!(!own_events.observe(&id, ENTRY));
         assert_eq!(own_events.store_unconfirmed(&id), Some(ENTRY));
 
-        // The answer is lost, and the event is seen afterwards.
+        // The reply is lost, and the event is read afterwards.
         own_events.store_started(&id);
         assert_eq!(own_events.store_unconfirmed(&id), None);
         assert!(own_events.observe(&id, ENTRY));
         assert!(!own_events.observe(&id, ENTRY));
 
-        // The answer is lost, and the caller publishes it again.
+        // The reply is lost, and the caller publishes the event again.
         own_events.store_started(&id);
         assert_eq!(own_events.store_unconfirmed(&id), None);
         own_events.store_started(&id);
@@ -146,21 +145,21 @@ mod tests {
     }
 
     #[test]
-    fn a_try_that_stored_nothing_does_not_undo_one_that_may_have() {
+    fn a_failed_store_does_not_settle_an_earlier_unconfirmed_one() {
         let own_events = OwnEvents::new("bus".to_owned());
         let event_id = EventId::random();
         own_events.store_started(&event_id);
-        assert!(!own_events.not_stored(&event_id), "there was no other");
+        assert!(!own_events.not_stored(&event_id), "there was no earlier store");
         assert!(!own_events.observe(&event_id, ENTRY));
         own_events.store_started(&event_id);
         assert_eq!(own_events.store_unconfirmed(&event_id), None);
         own_events.store_started(&event_id);
         assert!(own_events.not_stored(&event_id));
-        assert!(own_events.observe(&event_id, ENTRY), "it is handled when it turns up");
+        assert!(own_events.observe(&event_id, ENTRY), "it is handled when it is read");
     }
 
     #[test]
-    fn what_never_turns_up_is_forgotten_at_last() {
+    fn unconfirmed_events_are_evicted_at_the_limit() {
         let own_events = OwnEvents::new("bus".to_owned());
         for _ in 0..UNCONFIRMED_MAX + 100 {
             let id = EventId::random();

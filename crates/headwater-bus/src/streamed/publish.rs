@@ -1,8 +1,8 @@
-//! Publishing: check everything, store, then run the live handlers of this process.
+//! Publishing: validate, store, then run the live handlers of this process.
 //!
-//! Upstream: `EventBus::publish_all`, in a task of its own. Downstream: `store`, then `live`.
-//! Promises: bad input has no effect; handlers run in the order of the events, and only for events that are stored, or
-//! that the failure policy lets through.
+//! Upstream: `EventBus::publish_all`, in its own task. Downstream: `store`, then `live`.
+//! Promises: invalid input has no effect; handlers run in event order, and only for events that are stored or that the
+//! failure policy accepts.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -22,7 +22,7 @@ use crate::metrics;
 use crate::name::{EventId, SessionId};
 use crate::trace;
 
-/// An event with its place.
+/// An event with its stream.
 struct PreparedEvent {
     stream: StreamName,
     session: Option<SessionId>,
@@ -58,7 +58,7 @@ impl Inner {
         Ok(results)
     }
 
-    /// Checks all events and makes them ready; an error leaves everything as it was.
+    /// Validates and prepares all events; an error has no effect.
     fn prepare(&self, events: Vec<OutgoingEvent>) -> Result<Vec<PreparedEvent>> {
         let bytes: usize = events.iter().map(|event| event.payload.len()).sum();
         if events.len() > BATCH_MAX || bytes > BATCH_BYTES_MAX {
@@ -89,20 +89,20 @@ impl Inner {
         Ok(prepared)
     }
 
-    /// The stream of an event, and its session if it is of one.
+    /// The stream of an event, and its session if it has one.
     fn place(&self, event: &OutgoingEvent) -> Result<(StreamName, Option<SessionId>)> {
         if event.scope == Scope::Namespace {
             return Ok((self.control.clone(), None));
         }
         let session = event.session.as_ref().or(self.config.session.as_ref());
         let session = session.ok_or_else(|| {
-            let problem = "it names no session, and the bus has none";
+            let problem = "no session is set, and the bus has no default session";
             BusError::invalid(format!("event `{}`", event.event_type), problem)
         })?;
         Ok((self.keys.session(session), Some(session.clone())))
     }
 
-    /// Stores all events, those of one stream together. One answer for each, in order.
+    /// Stores all events, grouped by stream. One result for each, in order.
     async fn store_all(&self, events: &[PreparedEvent]) -> Vec<Result<StoreOutcome>> {
         let mut streams: Vec<(&StreamName, Vec<usize>)> = Vec::new();
         for (index, event) in events.iter().enumerate() {

@@ -1,9 +1,10 @@
-//! The replay: moves events from the spool to their streams when the backend is back.
+//! Moves events from the spool to their streams when the backend is available again.
 //!
 //! Upstream: the spool, oldest first. Downstream: the backend.
-//! Promises: the events of each stream enter it in the order they were published, each once. An event counts as done
-//! after the backend confirmed it; a crash in between sends it again under the same id, which the backend knows. If
-//! the outage was longer than ids are remembered, the stream itself is searched for events that were sent before.
+//! Promises: events are appended to each stream in publish order, each once. An event is acknowledged in the spool
+//! after the backend confirmed it; after a crash in between it is sent again under the same id and deduplicated by
+//! the backend. If the outage was longer than the dedup window, the stream itself is searched for events that were
+//! sent before.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -21,39 +22,39 @@ use crate::limits::BATCH_MAX;
 use crate::metrics;
 use crate::spool::{Spool, SpooledEvent};
 
-/// Events of one step, and about how many bytes.
+/// Events, and approximate bytes, of one step.
 const BATCH: usize = 2048;
 const BATCH_BYTES: u64 = 8 * 1024 * 1024;
 
-// One append takes them all.
+// One append takes a whole step.
 const _: () = assert!(BATCH <= BATCH_MAX);
 
-/// The wait after a failure that did not open the breaker.
+/// Wait after a failure that did not open the breaker.
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// The wait for events that are being written to the spool.
+/// Wait for events that are being written to the spool.
 const WRITE_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// So many waits in a row are no wait for events that are being written: whoever gives way to them goes on.
+/// Consecutive waits for events being written after which the drain counts as stalled.
 const WRITE_POLLS_MAX: usize = 100;
 
-/// How far the clocks of this machine and the backend's may be apart when a stream is searched.
+/// Largest expected clock difference to the backend when a stream is searched.
 const CLOCK_SKEW: Duration = Duration::from_secs(60 * 60);
 
-/// Entries looked at in one step of a search.
+/// Entries per page of a search.
 const SEARCH_PAGE: usize = 1000;
 
-/// Moves events until the bus closes; what is left stays in the spool.
+/// Drains the spool until the bus closes; remaining events stay in the spool.
 pub(super) async fn run(inner: Arc<Inner>) {
     let Some(spool) = &inner.spool else { return };
-    // A process before this one may have sent all of them without noting it, if its disk refused the notes.
+    // An earlier process may have sent all of them without recording it, if its disk failed.
     let mut possibly_sent = spool.health().events.max(BATCH);
     let mut polls = 0;
     let throttle = spool.drain_throttle();
-    // At most so many are added for each step: from here on, one step more is the end.
+    // At most this many events are added per step, so one more step empties the spool.
     let few = BATCH.max(inner.config.in_flight_max);
     while !inner.closing.is_set() {
-        // Also when the last ones went away without being moved, because they could not be written.
+        // Also if the last events could not be written to the spool.
         if !spool.has_pending() {
             throttle.stalled();
         }
@@ -79,7 +80,7 @@ pub(super) async fn run(inner: Arc<Inner>) {
                 wait
             }
             Err(error) => {
-                warn!(%error, "replay of the spool failed, trying again");
+                warn!(%error, "draining the spool failed; retrying");
                 throttle.stalled();
                 RETRY_INTERVAL
             }
@@ -91,15 +92,15 @@ pub(super) async fn run(inner: Arc<Inner>) {
 }
 
 enum DrainStep {
-    /// Events are in their streams.
+    /// Events were moved to their streams.
     Drained,
     /// The next events are being written.
     WriteInProgress,
-    /// The backend is away; it is worth trying again after this time.
+    /// The backend is unavailable; retry after this time.
     RetryAfter(Duration),
 }
 
-/// Events that a stream will never take, and why, as it said of the first of them.
+/// Events that a stream permanently rejects, and the first error.
 struct RefusedEvents {
     events: Vec<SpooledEvent>,
     error: StreamError,
@@ -121,7 +122,7 @@ async fn run_once(inner: &Inner, spool: &Spool, possibly_sent: &mut usize) -> Re
         if permit.failed() {
             metrics::breaker_opened();
         }
-        info!(%error, "spool cannot be replayed yet");
+        info!(%error, "spool cannot be drained yet");
         return Ok(DrainStep::RetryAfter(RETRY_INTERVAL));
     }
     permit.succeeded();
@@ -131,13 +132,13 @@ async fn run_once(inner: &Inner, spool: &Spool, possibly_sent: &mut usize) -> Re
     debug!(
         events = count,
         left = spool.health().events,
-        "events went from the spool to their streams"
+        "events moved from the spool to their streams"
     );
     Ok(DrainStep::Drained)
 }
 
 impl Inner {
-    /// Stores events that waited. The outer error is one of the spool, the inner one of the backend.
+    /// Stores spooled events. The outer error is of the spool, the inner one of the backend.
     async fn drain_to_streams(
         &self,
         spool: &Spool,
@@ -157,7 +158,7 @@ impl Inner {
         }
         let moving = streams.iter().map(|(stream, events)| self.drain_to_stream(stream, events));
         let moved = join_all(moving).await;
-        // All of them are tried again after an error. Setting some aside before would do so at every try.
+        // After an error the whole batch is retried. Rejecting events before would repeat on every retry.
         let moved = match moved.into_iter().collect::<Result<Vec<_>, StreamError>>() {
             Ok(moved) => moved,
             Err(error) => return Ok(Err(error)),
@@ -165,13 +166,13 @@ impl Inner {
         for ((stream, _), refused) in streams.iter().zip(moved) {
             let Some(RefusedEvents { events, error }) = refused else { continue };
             let count = events.len();
-            error!(%stream, %error, events = count, "spooled events were refused for good");
+            error!(%stream, %error, events = count, "spooled events permanently rejected by their stream");
             spool.reject(events).await?;
         }
         Ok(Ok(()))
     }
 
-    /// Stores the events of one stream. Returns those that it refuses for good.
+    /// Stores the events of one stream. Returns those that it permanently rejects.
     async fn drain_to_stream(
         &self,
         stream: &StreamName,
@@ -198,7 +199,7 @@ impl Inner {
         }
     }
 
-    /// One event is at fault, and need not cost the others their place: each goes by itself, in the same order.
+    /// Appends events one by one, in order, so that one invalid event does not affect the others.
     async fn append_singly(
         &self,
         stream: &StreamName,
@@ -235,8 +236,8 @@ impl Inner {
         Ok(())
     }
 
-    /// The ids of suspect events that are in the stream. Their ids are no longer remembered by the backend, or soon
-    /// will not be; a call that is still under way would be older than any network keeps it.
+    /// The ids of possibly sent events that are in the stream. The backend no longer deduplicates them, or soon will
+    /// not. Calls still in flight need not be considered: they would be too old.
     async fn find_stored(
         &self,
         stream: &StreamName,
@@ -268,7 +269,7 @@ impl Inner {
     }
 }
 
-/// Whether the backend may have forgotten the id of an event. If the clock was set back meanwhile, nobody can tell.
+/// Whether the dedup window of an event may be over. If the clock was set back, assume yes.
 fn is_past_dedup_window(spooled_at: Timestamp, now: Timestamp, dedup_window: Duration) -> bool {
     spooled_at > now || now.since(spooled_at) > dedup_window / 2
 }

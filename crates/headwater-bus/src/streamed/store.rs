@@ -1,8 +1,8 @@
-//! Storing events: what is done when the backend does not answer.
+//! Stores events, and handles an unavailable backend.
 //!
 //! Upstream: `publish`, with the events of one stream. Downstream: the breaker, the backend, the spool.
-//! Promises: an error says whether the events may be stored; with a spool, an event whose fate is unknown goes there
-//! and is stored once, known by its id; nothing goes past events that wait in the spool.
+//! Promises: an error tells whether the events may be stored; with a spool, an unconfirmed event is spooled and
+//! stored once, deduplicated by its id; no event overtakes spooled ones.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,16 +22,16 @@ use crate::metrics;
 use crate::name::EventId;
 use crate::spool::SpooledEvent;
 
-/// An event that is ready to be stored.
+/// An event encoded for its stream.
 pub(super) struct EncodedEvent {
     pub(super) envelope: Arc<Envelope>,
     pub(super) fields: Fields,
-    /// Whether the caller gave it its id, so that it may have been published before.
+    /// Whether the id was set by the caller, so that it may have been published before.
     pub(super) has_caller_id: bool,
 }
 
 impl Inner {
-    /// Stores the events of one stream in order. One answer for each.
+    /// Stores the events of one stream in order. One result for each.
     pub(super) async fn store(
         &self,
         stream: &StreamName,
@@ -74,7 +74,7 @@ impl Inner {
         }
     }
 
-    /// This try certainly did not store them. Returns one that an earlier try may have stored.
+    /// This attempt definitely did not store them. Returns one that an earlier attempt may have stored.
     fn abandon(&self, events: &[EncodedEvent]) -> Option<EventId> {
         let ids = events.iter().map(|event| &event.envelope.event_id);
         ids.filter(|event_id| self.own_events.not_stored(event_id)).last().cloned()
@@ -106,8 +106,8 @@ impl Inner {
         events: &[EncodedEvent],
     ) -> Result<Vec<StoreOutcome>> {
         let spool = self.spool.as_ref().expect("a bus with this policy has a spool");
-        // Nothing may go past what waits. Whoever looks here before the first event is added has not been told yet that
-        // it was, so to its callers both are at the same time.
+        // No event may overtake spooled ones. A caller that gets here before the first event is spooled is concurrent
+        // with it.
         spool.throttle().await;
         events.iter().for_each(|event| self.own_events.store_started(&event.envelope.event_id));
         let mut failed = None;
@@ -121,7 +121,7 @@ impl Inner {
                     return Err(error.into());
                 }
                 Err(error) => {
-                    warn!(%stream, %error, "events could not be stored and go to the spool");
+                    warn!(%stream, %error, "events could not be stored and are spooled");
                     failed = Some(error);
                 }
             }
@@ -135,21 +135,22 @@ impl Inner {
             spooled_at,
         };
         match (spool.add(events.iter().map(waiting).collect()).await, failed) {
-            // They may be in their stream all the same. If so, they are handled here when that turns out.
+            // They may be in their stream. If so, their handlers run when they are read from it.
             (Err(problem), Some(error)) if may_have_been_stored(&error) => {
-                error!(%stream, error = %problem, "events that were not confirmed could not be spooled");
+                error!(%stream, error = %problem, "unconfirmed events could not be spooled");
                 let event_id = events[0].envelope.event_id.clone();
                 Err(BusError::Unconfirmed { event_id, source: Arc::new(error) })
             }
             (Err(problem), _) => match self.abandon(events) {
                 None => Err(problem.into()),
                 Some(event_id) => {
-                    let problem = format!("the spool did not take what may be stored: {problem}");
+                    let problem =
+                        format!("an event that may be stored could not be spooled: {problem}");
                     let source = StreamError::Unavailable { problem, source: None };
                     Err(BusError::Unconfirmed { event_id, source: Arc::new(source) })
                 }
             },
-            // Whatever becomes of them is known from now on.
+            // They will be stored exactly once from the spool.
             (Ok(_), _) => {
                 for event in events {
                     self.own_events.settle(&event.envelope.event_id);
@@ -159,8 +160,8 @@ impl Inner {
         }
     }
 
-    /// Only an event that was never sent stays in this process for certain. One that was sent and not confirmed may
-    /// be in its stream, where other processes see it.
+    /// Only an event that was never sent definitely stays in this process. One that was sent and not confirmed may be
+    /// in its stream, where other processes see it.
     async fn store_or_not(
         &self,
         stream: &StreamName,
@@ -181,14 +182,14 @@ impl Inner {
                     %stream,
                     %error,
                     result = stored.label(),
-                    "events could not be stored, handlers of this process run"
+                    "events could not be stored; only handlers of this process run"
                 );
                 Ok(vec![stored; events.len()])
             }
         }
     }
 
-    /// Tries to store events, and tells the breaker how it went.
+    /// Tries to store events and reports the result to the breaker.
     async fn try_append(
         &self,
         stream: &StreamName,
@@ -200,7 +201,7 @@ impl Inner {
             Err(error) if error.is_transient() => {
                 if permit.failed() {
                     metrics::breaker_opened();
-                    info!(%error, "breaker opened, the backend is left alone for a while");
+                    info!(%error, "circuit breaker opened; backend calls are suspended");
                 }
             }
             _ => permit.succeeded(),
@@ -230,7 +231,7 @@ impl Inner {
         let appended = self.backend.append_once(stream, &once, keep, retention).await?;
         let mut stored = Vec::with_capacity(events.len());
         for (event, appended) in events.iter().zip(appended) {
-            // Nobody else has an id that was made here. One that was given may have been published before.
+            // A generated id is unique. One set by the caller may have been published before.
             let is_new = !appended.duplicate
                 || !event.has_caller_id
                 || self.is_own_write(stream, appended.id, &event.fields).await;
@@ -243,8 +244,8 @@ impl Inner {
         Ok(stored)
     }
 
-    /// Whether an entry was written by this very call: a call whose answer was lost on the way is repeated by the
-    /// backend, and then meets itself. Every call has a span of its own, so the fields tell.
+    /// Whether an entry was written by this call: the backend retries a call whose reply was lost, and then finds its
+    /// own entry. Every call has its own span, so the fields identify it.
     async fn is_own_write(&self, stream: &StreamName, entry_id: EntryId, fields: &Fields) -> bool {
         let range = Range { from: entry_id, to: entry_id, direction: Direction::Forward, count: 1 };
         match self.backend.range(stream, range).await {
@@ -253,7 +254,7 @@ impl Inner {
         }
     }
 
-    /// Whether every event is stored under its id, not only those that were given one.
+    /// Whether all events are deduplicated, not only those with an id set by the caller.
     fn dedups_all(&self) -> bool {
         self.config.dedup_window.is_some() || self.spool.is_some()
     }
@@ -271,7 +272,7 @@ impl Inner {
     }
 }
 
-/// Whether a call that failed so may have stored something.
+/// Whether a call that failed with this error may have stored something.
 fn may_have_been_stored(error: &StreamError) -> bool {
     matches!(
         error,

@@ -1,4 +1,4 @@
-//! Events that no stream takes, and how old an event may be.
+//! Tests of rejected events and of the dedup window.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,8 +23,8 @@ fn spooled(stream: &StreamName, id: &str, fields: usize) -> SpooledEvent {
     }
 }
 
-/// A spool of a program that allowed more in an entry, or was damaged in a way that no checksum tells.
-async fn an_event_that_no_stream_takes_costs_its_neighbours_nothing(url: &str) {
+/// A spool written with larger entry limits, or corrupted in a way that the checksum does not detect.
+async fn a_rejected_event_does_not_affect_its_neighbours(url: &str) {
     let directory = tempfile::tempdir().unwrap();
     let spool = SpoolConfig::new(directory.path().join("spool"));
     let prefix: String = unique("w").chars().take(32).collect();
@@ -55,7 +55,7 @@ async fn an_event_that_no_stream_takes_costs_its_neighbours_nothing(url: &str) {
     let bus = StreamedBus::open(Arc::clone(&backend), registry, config).await.unwrap();
     let deadline = tokio::time::Instant::now() + Duration::from_secs(90);
     while bus.health().await.spool.unwrap().events > 0 {
-        assert!(tokio::time::Instant::now() < deadline, "the spool is not emptied");
+        assert!(tokio::time::Instant::now() < deadline, "the spool is not drained");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert_eq!(first_fields(&*backend, &one).await, ["a/0", "d/0", "f/0"]);
@@ -77,24 +77,24 @@ async fn first_fields(backend: &dyn Backend, stream: &StreamName) -> Vec<String>
 }
 
 #[tokio::test]
-async fn an_event_that_no_stream_takes_costs_its_neighbours_nothing_embedded() {
-    an_event_that_no_stream_takes_costs_its_neighbours_nothing("embedded:memory").await;
+async fn a_rejected_event_does_not_affect_its_neighbours_embedded() {
+    a_rejected_event_does_not_affect_its_neighbours("embedded:memory").await;
 }
 
 #[tokio::test]
-async fn an_event_that_no_stream_takes_costs_its_neighbours_nothing_redis() {
+async fn a_rejected_event_does_not_affect_its_neighbours_redis() {
     let redis = Redis::shared().unwrap();
-    an_event_that_no_stream_takes_costs_its_neighbours_nothing(&redis.url()).await;
+    a_rejected_event_does_not_affect_its_neighbours(&redis.url()).await;
 }
 
 #[tokio::test]
-async fn an_event_that_no_stream_takes_costs_its_neighbours_nothing_cluster() {
+async fn a_rejected_event_does_not_affect_its_neighbours_cluster() {
     let cluster = Cluster::shared().unwrap();
-    an_event_that_no_stream_takes_costs_its_neighbours_nothing(&cluster.url()).await;
+    a_rejected_event_does_not_affect_its_neighbours(&cluster.url()).await;
 }
 
 #[test]
-fn an_event_is_old_when_its_id_may_be_forgotten_also_after_the_clock_was_set_back() {
+fn an_event_past_its_dedup_window_is_detected_also_after_the_clock_was_set_back() {
     let at = |seconds: u64| Timestamp::from_millis(1_767_225_600_000 + seconds * 1000);
     let dedup_window = Duration::from_secs(600);
     assert!(!is_past_dedup_window(at(0), at(0), dedup_window));
