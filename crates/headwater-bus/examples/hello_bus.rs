@@ -1,6 +1,6 @@
-//! Publishes typed events; one handler sees them at once, a group handles them for good.
+//! Publishes typed events; a live handler receives them at once, a durable group handles them at least once.
 //!
-//! `cargo run -p headwater-bus --example hello_bus`, or with the URL of a Redis behind `--` and `--features redis`.
+//! `cargo run -p headwater-bus --example hello_bus`, or with a Redis URL after `--` and `--features redis`.
 
 use headwater_bus::{
     Event, EventBus, EventBusExt, EventRegistry, ReceivedEvent, StreamedBus, StreamedBusConfig,
@@ -33,12 +33,12 @@ async fn run(url: &str) -> Result<Vec<String>> {
     let registry = EventRegistry::builtin().with::<Greeted>()?;
     let bus = StreamedBus::open(backend, registry, StreamedBusConfig::default()).await?;
 
-    // Every process that is subscribed sees every event ...
+    // Every subscribed process receives every event ...
     let live =
         |event: ReceivedEvent<Greeted>| async move { println!("{} was greeted", event.name) };
     bus.subscribe::<Greeted>(SubscribeOptions::live(), live).await?;
 
-    // ... and one process of the group handles it, again and again until it works.
+    // ... and one process of the group handles it, with retries.
     let (letters, mut sent) = mpsc::channel(10);
     let durable = move |event: ReceivedEvent<Greeted>| {
         let letters = letters.clone();

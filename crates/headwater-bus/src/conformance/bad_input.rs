@@ -1,4 +1,4 @@
-//! What a bus refuses, and that nothing comes of it.
+//! Invalid input is rejected and has no effect.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::handler::Handlers;
 use crate::limits::PAYLOAD_BYTES_MAX;
 use crate::name::SessionId;
 
-/// Counts the events of the test's session, whoever publishes them.
+/// Logs all session events.
 async fn watch(env: &BusTestEnv) -> HandlerLog {
     let log = HandlerLog::default();
     let seen = log.clone();
@@ -22,7 +22,7 @@ async fn watch(env: &BusTestEnv) -> HandlerLog {
     log
 }
 
-pub async fn a_type_that_is_not_registered_is_refused(env: BusTestEnv) {
+pub async fn an_unregistered_type_is_rejected(env: BusTestEnv) {
     let refused = env.bus.publish(Unregistered {}).await;
     assert!(matches!(refused, Err(BusError::NotRegistered { .. })), "{refused:?}");
     let handler = |_: ReceivedEvent<Unregistered>| async {};
@@ -30,7 +30,7 @@ pub async fn a_type_that_is_not_registered_is_refused(env: BusTestEnv) {
     assert!(matches!(refused, Err(BusError::NotRegistered { .. })), "{refused:?}");
 }
 
-pub async fn an_event_of_one_mebibyte_is_taken_and_a_byte_more_is_refused(env: BusTestEnv) {
+pub async fn a_payload_of_one_mebibyte_is_accepted_and_a_larger_one_rejected(env: BusTestEnv) {
     let log = watch(&env).await;
     let around = serde_json::to_vec(&env.noted(1)).unwrap().len();
     let text = "x".repeat(PAYLOAD_BYTES_MAX - around);
@@ -44,12 +44,12 @@ pub async fn an_event_of_one_mebibyte_is_taken_and_a_byte_more_is_refused(env: B
     assert_eq!(log.settles_at(2).await, ["1", "3"]);
 }
 
-pub async fn a_session_with_odd_characters_is_refused(env: BusTestEnv) {
+pub async fn an_invalid_session_id_is_rejected(env: BusTestEnv) {
     let log = watch(&env).await;
-    for odd in ["", "a b", "a\nb", "a:b", "{a}", "unknown", &"x".repeat(65)] {
-        let event = Noted { session_id: Some(odd.to_owned()), ..Default::default() };
+    for invalid in ["", "a b", "a\nb", "a:b", "{a}", "unknown", &"x".repeat(65)] {
+        let event = Noted { session_id: Some(invalid.to_owned()), ..Default::default() };
         let refused = env.bus.publish(event).await;
-        assert!(matches!(refused, Err(BusError::Invalid { .. })), "{odd:?}: {refused:?}");
+        assert!(matches!(refused, Err(BusError::Invalid { .. })), "{invalid:?}: {refused:?}");
     }
     for unusual in ["键", "a/b", "a*?[b]", "a@b.example"] {
         let session = format!("{unusual}-{}", &SessionId::random().as_str()[..8]);
@@ -59,12 +59,12 @@ pub async fn a_session_with_odd_characters_is_refused(env: BusTestEnv) {
     assert_eq!(log.lines().len(), 4);
 }
 
-pub async fn an_event_without_a_session_is_refused(env: BusTestEnv) {
+pub async fn a_session_event_without_a_session_is_rejected(env: BusTestEnv) {
     let refused = env.bus.publish(Noted::default()).await;
     assert!(matches!(refused, Err(BusError::Invalid { .. })), "{refused:?}");
 }
 
-pub async fn one_bad_event_keeps_its_whole_batch_out(env: BusTestEnv) {
+pub async fn one_invalid_event_rejects_the_whole_batch(env: BusTestEnv) {
     let log = watch(&env).await;
     let good = OutgoingEvent::new(env.noted(1)).unwrap();
     for bad in [
@@ -78,14 +78,15 @@ pub async fn one_bad_event_keeps_its_whole_batch_out(env: BusTestEnv) {
     assert_eq!(log.settles_at(1).await, ["2"]);
 }
 
-pub async fn subscriptions_that_make_no_sense_are_refused(env: BusTestEnv) {
+pub async fn invalid_subscriptions_are_rejected(env: BusTestEnv) {
     let nothing = |_: ReceivedEvent<Noted>| async {};
-    let impatient =
+    let no_timeout =
         SubscribeOptions { handler_timeout: Duration::ZERO, ..SubscribeOptions::live() };
-    let idle = SubscribeOptions { concurrency: 0, ..SubscribeOptions::durable("a") };
-    let of_no_session = SubscribeOptions::durable("a");
-    let grasping = SubscribeOptions { reclaim_idle: Duration::ZERO, ..SubscribeOptions::live() };
-    for subscribe in [impatient, idle, of_no_session, grasping] {
+    let no_concurrency = SubscribeOptions { concurrency: 0, ..SubscribeOptions::durable("a") };
+    let no_session = SubscribeOptions::durable("a");
+    let no_idle_time =
+        SubscribeOptions { reclaim_idle: Duration::ZERO, ..SubscribeOptions::live() };
+    for subscribe in [no_timeout, no_concurrency, no_session, no_idle_time] {
         let refused = env.bus.subscribe::<Noted>(subscribe.clone(), nothing).await;
         assert!(matches!(refused, Err(BusError::Invalid { .. })), "{subscribe:?}: {refused:?}");
     }

@@ -1,4 +1,4 @@
-//! How a bus ends.
+//! Closing a bus.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::bus::{EventBusExt, SubscribeOptions};
 use crate::error::BusError;
 use crate::event::ReceivedEvent;
 
-pub async fn a_closed_bus_refuses_everything(env: BusTestEnv) {
+pub async fn a_closed_bus_rejects_calls(env: BusTestEnv) {
     env.bus.close().await.unwrap();
     let refused = env.bus.publish(env.noted(1)).await;
     assert!(matches!(refused, Err(BusError::Closed)), "{refused:?}");
@@ -25,11 +25,11 @@ pub async fn a_closed_bus_refuses_everything(env: BusTestEnv) {
 
 pub async fn closing_waits_for_handlers(env: BusTestEnv) {
     let (begun, log) = (Arc::new(Notify::new()), HandlerLog::default());
-    let (told, seen) = (begun.clone(), log.clone());
+    let (started, seen) = (begun.clone(), log.clone());
     let slow = move |event: ReceivedEvent<Noted>| {
-        let (told, seen) = (told.clone(), seen.clone());
+        let (started, seen) = (started.clone(), seen.clone());
         async move {
-            told.notify_one();
+            started.notify_one();
             tokio::time::sleep(Duration::from_millis(200)).await;
             seen.add(event.number);
         }
@@ -43,7 +43,7 @@ pub async fn closing_waits_for_handlers(env: BusTestEnv) {
     assert!(publishing.await.unwrap().unwrap().ok());
 }
 
-pub async fn closing_twice_is_fine(env: BusTestEnv) {
+pub async fn closing_is_idempotent(env: BusTestEnv) {
     let (first, second) = tokio::join!(env.bus.close(), env.bus.close());
     first.unwrap();
     second.unwrap();
@@ -51,7 +51,7 @@ pub async fn closing_twice_is_fine(env: BusTestEnv) {
     assert!(!env.bus.unsubscribe(crate::name::SubscriptionId(1)).await.unwrap());
 }
 
-pub async fn an_event_that_waits_for_its_next_try_does_not_hold_up_closing(env: BusTestEnv) {
+pub async fn an_event_waiting_for_its_retry_does_not_delay_closing(env: BusTestEnv) {
     let log = HandlerLog::default();
     let seen = log.clone();
     let fail = move |event: ReceivedEvent<Announced>| {
@@ -63,8 +63,8 @@ pub async fn an_event_that_waits_for_its_next_try_does_not_hold_up_closing(env: 
         backoff: Backoff::Fixed(Duration::from_secs(3600)),
         ..Default::default()
     };
-    let patient = SubscribeOptions { retry, ..SubscribeOptions::durable("patient") };
-    env.bus.subscribe::<Announced>(patient, fail).await.unwrap();
+    let slow_retry = SubscribeOptions { retry, ..SubscribeOptions::durable("slow-retry") };
+    env.bus.subscribe::<Announced>(slow_retry, fail).await.unwrap();
     env.bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
     log.wait_for(1).await;
     timeout(Duration::from_secs(20), env.bus.close()).await.unwrap().unwrap();

@@ -13,7 +13,7 @@ use crate::error::BusError;
 use crate::event::ReceivedEvent;
 use crate::handler::Handlers;
 
-/// A group that tries again soon, `attempts` times in all.
+/// A group with short backoff and this many attempts.
 fn group(label: &str, attempts: u32) -> SubscribeOptions {
     let retry = RetryPolicy {
         max_attempts: Some(attempts),
@@ -34,25 +34,25 @@ fn writes(
     }
 }
 
-/// What handlers saw, without an order.
+/// The lines, sorted.
 fn sorted(mut lines: Vec<String>) -> Vec<String> {
     lines.sort();
     lines
 }
 
-pub async fn a_group_gets_each_event_of_its_own_process_once(env: BusTestEnv) {
+pub async fn a_group_receives_each_event_of_its_own_process_once(env: BusTestEnv) {
     let log = HandlerLog::default();
     let to_session = group("once", 5).session(env.session.clone());
     env.bus.subscribe::<Noted>(to_session, writes(&log, "got")).await.unwrap();
     for number in 0..5 {
         let result = env.bus.publish(env.noted(number)).await.unwrap();
-        assert_eq!(result.handlers_invoked, 0, "it comes from the stream");
+        assert_eq!(result.handlers_invoked, 0, "durable handlers run from the stream");
     }
     let expected: Vec<String> = (0..5).map(|number| format!("got {number}")).collect();
     assert_eq!(sorted(log.settles_at(5).await), expected);
 }
 
-pub async fn live_and_durable_subscriptions_get_each_event_once(env: BusTestEnv) {
+pub async fn live_and_durable_subscriptions_receive_each_event_once(env: BusTestEnv) {
     let log = HandlerLog::default();
     let to_session = group("both", 5).session(env.session.clone());
     env.bus.subscribe::<Noted>(to_session, writes(&log, "durable")).await.unwrap();
@@ -62,7 +62,7 @@ pub async fn live_and_durable_subscriptions_get_each_event_once(env: BusTestEnv)
     assert_eq!(sorted(log.settles_at(2).await), ["durable 1", "live 1"]);
 }
 
-pub async fn two_groups_get_every_event(env: BusTestEnv) {
+pub async fn every_group_receives_every_event(env: BusTestEnv) {
     let log = HandlerLog::default();
     for (label, word) in [("one", "one"), ("two", "two")] {
         let to_session = group(label, 5).session(env.session.clone());
@@ -72,7 +72,7 @@ pub async fn two_groups_get_every_event(env: BusTestEnv) {
     assert_eq!(sorted(log.settles_at(2).await), ["one 1", "two 1"]);
 }
 
-pub async fn what_fails_is_tried_again(env: BusTestEnv) {
+pub async fn a_failed_event_is_retried(env: BusTestEnv) {
     let (log, tries) = (HandlerLog::default(), Arc::new(AtomicUsize::new(0)));
     let seen = log.clone();
     let third_time = move |event: ReceivedEvent<Announced>| {
@@ -80,12 +80,12 @@ pub async fn what_fails_is_tried_again(env: BusTestEnv) {
         seen.add(format_args!("{} at {attempt}", event.number));
         async move { if attempt < 3 { Err("not yet") } else { Ok(()) } }
     };
-    env.bus.subscribe::<Announced>(group("patient", 5), third_time).await.unwrap();
+    env.bus.subscribe::<Announced>(group("retries", 5), third_time).await.unwrap();
     env.bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(3).await, ["1 at 1", "1 at 2", "1 at 3"]);
 }
 
-pub async fn what_panics_is_tried_again(env: BusTestEnv) {
+pub async fn a_panicked_event_is_retried(env: BusTestEnv) {
     let (log, tries) = (HandlerLog::default(), Arc::new(AtomicUsize::new(0)));
     let seen = log.clone();
     let second_time = move |event: ReceivedEvent<Announced>| {
@@ -95,17 +95,17 @@ pub async fn what_panics_is_tried_again(env: BusTestEnv) {
         seen.add(event.number);
         async {}
     };
-    env.bus.subscribe::<Announced>(group("brave", 5), second_time).await.unwrap();
+    env.bus.subscribe::<Announced>(group("panics", 5), second_time).await.unwrap();
     env.bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(1).await, ["1"]);
 }
 
-pub async fn of_several_handlers_only_those_that_failed_run_again(env: BusTestEnv) {
+pub async fn only_the_failed_handlers_of_an_event_are_retried(env: BusTestEnv) {
     let (log, tries) = (HandlerLog::default(), Arc::new(AtomicUsize::new(0)));
     let seen = log.clone();
     let second_time = move |_: ReceivedEvent<Noted>| {
         let attempt = tries.fetch_add(1, Ordering::SeqCst) + 1;
-        seen.add(format_args!("shaky {attempt}"));
+        seen.add(format_args!("flaky {attempt}"));
         async move { if attempt < 2 { Err("not yet") } else { Ok(()) } }
     };
     let handlers = Handlers::new()
@@ -115,10 +115,10 @@ pub async fn of_several_handlers_only_those_that_failed_run_again(env: BusTestEn
     let to_session = group("several", 5).session(env.session.clone());
     env.bus.subscribe_handlers(to_session, handlers).await.unwrap();
     env.bus.publish(env.noted(1)).await.unwrap().into_result().unwrap();
-    assert_eq!(log.settles_at(4).await, ["first 1", "shaky 1", "last 1", "shaky 2"]);
+    assert_eq!(log.settles_at(4).await, ["first 1", "flaky 1", "last 1", "flaky 2"]);
 }
 
-pub async fn what_runs_out_of_tries_does_not_hold_up_the_rest(env: BusTestEnv) {
+pub async fn an_event_that_runs_out_of_attempts_does_not_block_others(env: BusTestEnv) {
     let log = HandlerLog::default();
     let seen = log.clone();
     let odd_ones = move |event: ReceivedEvent<Noted>| {
@@ -135,29 +135,29 @@ pub async fn what_runs_out_of_tries_does_not_hold_up_the_rest(env: BusTestEnv) {
     assert_eq!(sorted(log.settles_at(6).await), ["0", "0", "1", "2", "2", "3"]);
 }
 
-pub async fn a_handler_that_gives_up_is_not_asked_again(env: BusTestEnv) {
+pub async fn a_permanent_failure_is_not_retried(env: BusTestEnv) {
     let log = HandlerLog::default();
     let seen = log.clone();
     let give_up = move |event: ReceivedEvent<Announced>| {
         seen.add(event.number);
-        async { Outcome::dead_letter("hopeless") }
+        async { Outcome::dead_letter("permanent") }
     };
     env.bus.subscribe::<Announced>(group("short", 5), give_up).await.unwrap();
     env.bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(1).await, ["1"]);
 }
 
-pub async fn types_without_a_handler_do_not_hold_up_the_rest(env: BusTestEnv) {
+pub async fn events_without_a_handler_do_not_block_others(env: BusTestEnv) {
     let log = HandlerLog::default();
     let to_session =
-        SubscribeOptions { concurrency: 1, ..group("picky", 5) }.session(env.session.clone());
+        SubscribeOptions { concurrency: 1, ..group("selective", 5) }.session(env.session.clone());
     env.bus.subscribe::<Noted>(to_session, writes(&log, "got")).await.unwrap();
     env.bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
     env.bus.publish(env.noted(2)).await.unwrap().into_result().unwrap();
     assert_eq!(log.settles_at(1).await, ["got 2"]);
 }
 
-pub async fn a_group_is_subscribed_once_and_free_again_afterwards(env: BusTestEnv) {
+pub async fn a_group_is_subscribed_once_and_free_after_unsubscribe(env: BusTestEnv) {
     let nothing = |_: ReceivedEvent<Announced>| async {};
     let first = env.bus.subscribe::<Announced>(group("one", 5), nothing).await.unwrap();
     let second = env.bus.subscribe::<Announced>(group("one", 5), nothing).await;
@@ -168,7 +168,7 @@ pub async fn a_group_is_subscribed_once_and_free_again_afterwards(env: BusTestEn
     env.bus.subscribe::<Announced>(group("one", 5), nothing).await.unwrap();
 }
 
-pub async fn no_more_than_concurrency_events_are_in_hand_at_once(env: BusTestEnv) {
+pub async fn at_most_concurrency_events_are_handled_at_once(env: BusTestEnv) {
     let (log, now, most) =
         (HandlerLog::default(), Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let (seen, peak) = (log.clone(), most.clone());
@@ -189,7 +189,7 @@ pub async fn no_more_than_concurrency_events_are_in_hand_at_once(env: BusTestEnv
     assert!(most.load(Ordering::SeqCst) <= 3, "{most:?}");
 }
 
-pub async fn health_tells_what_is_in_hand_and_what_waits(env: BusTestEnv) {
+pub async fn health_reports_pending_and_lag(env: BusTestEnv) {
     let (gate, log) = (Arc::new(Semaphore::new(0)), HandlerLog::default());
     let (opened, seen) = (gate.clone(), log.clone());
     let hold = move |event: ReceivedEvent<Noted>| {

@@ -13,7 +13,7 @@ use crate::handler::Handlers;
 use crate::name::SessionId;
 use crate::trace::current_trace;
 
-/// A handler that writes a word and the event's number.
+/// A handler that logs a word and the event's number.
 fn writes(
     log: &HandlerLog,
     word: &'static str,
@@ -25,7 +25,7 @@ fn writes(
     }
 }
 
-pub async fn a_handler_gets_what_is_published_once(env: BusTestEnv) {
+pub async fn a_handler_receives_each_event_once(env: BusTestEnv) {
     let log = HandlerLog::default();
     env.bus.subscribe::<Noted>(SubscribeOptions::live(), writes(&log, "got")).await.unwrap();
     let to_session = SubscribeOptions::live().session(env.session.clone());
@@ -54,7 +54,7 @@ pub async fn handlers_run_in_the_order_of_their_subscriptions(env: BusTestEnv) {
     assert_eq!(words, expected);
 }
 
-pub async fn handlers_of_one_subscription_run_in_their_order(env: BusTestEnv) {
+pub async fn handlers_of_one_subscription_run_in_order(env: BusTestEnv) {
     let log = HandlerLog::default();
     let handlers =
         Handlers::new().on::<Noted>(writes(&log, "first")).on::<Noted>(writes(&log, "second"));
@@ -64,7 +64,7 @@ pub async fn handlers_of_one_subscription_run_in_their_order(env: BusTestEnv) {
     assert_eq!(log.lines(), ["first 1", "second 1"]);
 }
 
-pub async fn a_handler_gets_only_events_of_its_type(env: BusTestEnv) {
+pub async fn a_handler_receives_only_events_of_its_type(env: BusTestEnv) {
     let log = HandlerLog::default();
     env.bus.subscribe::<Noted>(SubscribeOptions::live(), writes(&log, "noted")).await.unwrap();
     let result = env.bus.publish(Announced { number: 1 }).await.unwrap();
@@ -73,7 +73,7 @@ pub async fn a_handler_gets_only_events_of_its_type(env: BusTestEnv) {
     assert_eq!(log.settles_at(1).await, ["noted 2"]);
 }
 
-pub async fn a_subscription_to_a_session_gets_only_its_events(env: BusTestEnv) {
+pub async fn a_subscription_to_a_session_receives_only_its_events(env: BusTestEnv) {
     let log = HandlerLog::default();
     let mine = SubscribeOptions::live().session(env.session.clone());
     env.bus.subscribe::<Noted>(mine, writes(&log, "mine")).await.unwrap();
@@ -83,9 +83,9 @@ pub async fn a_subscription_to_a_session_gets_only_its_events(env: BusTestEnv) {
     assert_eq!(log.settles_at(1).await, ["mine 1"]);
 }
 
-pub async fn a_handler_that_fails_does_not_stop_the_others(env: BusTestEnv) {
+pub async fn a_failed_handler_does_not_stop_the_others(env: BusTestEnv) {
     let log = HandlerLog::default();
-    let refuse = |_: ReceivedEvent<Noted>| async { Err::<(), _>("no room") };
+    let refuse = |_: ReceivedEvent<Noted>| async { Err::<(), _>("rejected") };
     env.bus.subscribe::<Noted>(SubscribeOptions::live(), writes(&log, "before")).await.unwrap();
     let failing = env.bus.subscribe::<Noted>(SubscribeOptions::live(), refuse).await.unwrap();
     env.bus.subscribe::<Noted>(SubscribeOptions::live(), writes(&log, "after")).await.unwrap();
@@ -94,21 +94,21 @@ pub async fn a_handler_that_fails_does_not_stop_the_others(env: BusTestEnv) {
     assert_eq!((result.handlers_invoked, result.ok()), (3, false));
     let [failure] = result.failures.as_slice() else { panic!("{result:?}") };
     assert_eq!((failure.subscription, failure.kind), (failing, FailureKind::Failed));
-    assert_eq!(failure.reason, "no room");
+    assert_eq!(failure.reason, "rejected");
     assert!(
         matches!(result.into_result(), Err(BusError::Handlers { failures, .. }) if failures.len() == 1)
     );
 }
 
-pub async fn a_handler_that_panics_does_not_stop_the_others(env: BusTestEnv) {
+pub async fn a_panicking_handler_does_not_stop_the_others(env: BusTestEnv) {
     let log = HandlerLog::default();
-    // One panics before it has a future, the other while it is polled.
+    // One panics before it returns a future, the other while the future is polled.
     let early =
         |event: ReceivedEvent<Noted>| -> std::future::Ready<()> { panic!("at {}", event.number) };
     let late = |_: ReceivedEvent<Noted>| async {
         tokio::task::yield_now().await;
         if true {
-            panic!("of old age");
+            panic!("while polled");
         }
     };
     env.bus.subscribe::<Noted>(SubscribeOptions::live(), early).await.unwrap();
@@ -118,13 +118,13 @@ pub async fn a_handler_that_panics_does_not_stop_the_others(env: BusTestEnv) {
         let result = env.bus.publish(env.noted(number)).await.unwrap();
         let reasons: Vec<&str> = result.failures.iter().map(|f| f.reason.as_str()).collect();
         assert!(reasons[0].contains(&format!("at {number}")), "{reasons:?}");
-        assert!(reasons[1].contains("of old age"), "{reasons:?}");
+        assert!(reasons[1].contains("while polled"), "{reasons:?}");
         assert!(result.failures.iter().all(|failure| failure.kind == FailureKind::Panicked));
     }
     assert_eq!(log.lines(), ["after 1", "after 2"]);
 }
 
-pub async fn a_handler_that_takes_too_long_has_failed(env: BusTestEnv) {
+pub async fn a_handler_that_exceeds_its_timeout_has_failed(env: BusTestEnv) {
     let log = HandlerLog::default();
     let never = |_: ReceivedEvent<Noted>| std::future::pending::<()>();
     let impatient =
@@ -136,7 +136,7 @@ pub async fn a_handler_that_takes_too_long_has_failed(env: BusTestEnv) {
     assert_eq!(log.lines(), ["after 1"]);
 }
 
-pub async fn unsubscribing_tells_whether_there_was_a_subscription(env: BusTestEnv) {
+pub async fn unsubscribe_returns_whether_the_subscription_existed(env: BusTestEnv) {
     let log = HandlerLog::default();
     let first =
         env.bus.subscribe::<Noted>(SubscribeOptions::live(), writes(&log, "a")).await.unwrap();
@@ -150,7 +150,7 @@ pub async fn unsubscribing_tells_whether_there_was_a_subscription(env: BusTestEn
     assert_eq!(log.settles_at(1).await, ["b 1"]);
 }
 
-pub async fn a_handler_may_publish_and_goes_on_with_the_trace(env: BusTestEnv) {
+pub async fn an_event_published_by_a_handler_joins_the_trace(env: BusTestEnv) {
     let log = HandlerLog::default();
     let seen = log.clone();
     let note = move |event: ReceivedEvent<Announced>| {
@@ -172,12 +172,12 @@ pub async fn a_handler_may_publish_and_goes_on_with_the_trace(env: BusTestEnv) {
     let traces: Vec<&str> = lines.iter().filter_map(|line| line.split(' ').nth(1)).collect();
     assert_eq!(traces.len(), 2, "{lines:?}");
     assert_eq!(traces[0], traces[1]);
-    // The bus is held by its own handler.
+    // The handler holds a reference to the bus.
     env.bus.close().await.unwrap();
 }
 
-pub async fn handlers_that_publish_in_great_numbers_do_not_wait_for_each_other(env: BusTestEnv) {
-    // All are under way before the first of them publishes.
+pub async fn many_handlers_that_publish_do_not_deadlock(env: BusTestEnv) {
+    // All are in flight before the first of them publishes.
     let (bus, all) = (env.bus.clone(), Arc::new(Barrier::new(CROWD)));
     let announce = move |_: ReceivedEvent<Noted>| {
         let (bus, all) = (bus.clone(), all.clone());
@@ -197,9 +197,9 @@ pub async fn handlers_that_publish_in_great_numbers_do_not_wait_for_each_other(e
         let result = publish.await.unwrap();
         assert!(result.ok(), "{result:?}");
     }
-    // The bus is held by its own handler.
+    // The handler holds a reference to the bus.
     env.bus.close().await.unwrap();
 }
 
-/// As many publishes as a bus has under way at once by default.
+/// Default limit of publishes in flight.
 const CROWD: usize = 1000;

@@ -28,11 +28,11 @@ pub async fn a_batch_keeps_its_order(env: BusTestEnv) {
     assert_eq!(log.lines(), expected);
 }
 
-pub async fn an_empty_batch_is_nothing(env: BusTestEnv) {
+pub async fn an_empty_batch_has_no_results(env: BusTestEnv) {
     assert!(env.bus.publish_all(Vec::new()).await.unwrap().is_empty());
 }
 
-pub async fn an_event_carries_what_surrounds_it(env: BusTestEnv) {
+pub async fn an_event_has_a_complete_envelope(env: BusTestEnv) {
     let log = HandlerLog::default();
     let seen = log.clone();
     let note = move |event: ReceivedEvent<Noted>| {
@@ -51,14 +51,14 @@ pub async fn an_event_carries_what_surrounds_it(env: BusTestEnv) {
     assert_eq!(log.lines(), ["my id", "conformance.Noted", "1", "true", "true"]);
 }
 
-pub async fn a_publish_that_is_dropped_is_carried_out_to_its_end(env: BusTestEnv) {
+pub async fn a_dropped_publish_is_completed(env: BusTestEnv) {
     let (begun, go_on, log) =
         (Arc::new(Notify::new()), Arc::new(Notify::new()), HandlerLog::default());
-    let (told, waits, seen) = (begun.clone(), go_on.clone(), log.clone());
+    let (started, waits, seen) = (begun.clone(), go_on.clone(), log.clone());
     let slow = move |event: ReceivedEvent<Noted>| {
-        let (told, waits, seen) = (told.clone(), waits.clone(), seen.clone());
+        let (started, waits, seen) = (started.clone(), waits.clone(), seen.clone());
         async move {
-            told.notify_one();
+            started.notify_one();
             waits.notified().await;
             seen.add(event.number);
         }
@@ -72,7 +72,7 @@ pub async fn a_publish_that_is_dropped_is_carried_out_to_its_end(env: BusTestEnv
     assert_eq!(log.wait_for(1).await, ["1"]);
 }
 
-pub async fn a_healthy_bus_says_so(env: BusTestEnv) {
+pub async fn a_healthy_bus_reports_its_health(env: BusTestEnv) {
     let durable = SubscribeOptions::durable("watchers");
     env.bus.subscribe::<Announced>(durable, |_: ReceivedEvent<Announced>| async {}).await.unwrap();
     env.bus.publish(Announced { number: 1 }).await.unwrap().into_result().unwrap();
@@ -87,7 +87,7 @@ pub async fn a_healthy_bus_says_so(env: BusTestEnv) {
     assert!(registry.schema("conformance.Noted").is_some());
 }
 
-pub async fn an_event_with_an_id_counts_once(env: BusTestEnv) {
+pub async fn publishing_under_the_same_id_is_idempotent(env: BusTestEnv) {
     let log = HandlerLog::default();
     for (subscribe, name) in [
         (SubscribeOptions::live(), "live"),
@@ -123,7 +123,7 @@ pub async fn an_event_with_an_id_counts_once(env: BusTestEnv) {
     assert_eq!(lines, expected);
 }
 
-pub async fn an_id_counts_in_its_own_session_only(env: BusTestEnv) {
+pub async fn event_ids_are_scoped_to_their_session(env: BusTestEnv) {
     let id = || EventId::new("the same").unwrap();
     for _ in 0..2 {
         let session_id = Some(SessionId::random().to_string());

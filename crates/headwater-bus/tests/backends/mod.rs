@@ -1,6 +1,6 @@
 //! Where the tests of this crate run: on one of three backends, or on a local bus, with keys that no other test uses.
 //!
-//! Each test binary has a `place::Place` around it, with the buses that take part in its scenarios.
+//! Each test binary has a `fixture::Fixture` around it, with the buses that take part in its scenarios.
 
 #![allow(dead_code, reason = "each test binary uses what it needs")]
 
@@ -16,11 +16,11 @@ use headwater_testkit::{Cluster, Redis, unique};
 
 /// One module of tests: each scenario, in a place of one kind, in a runtime of this flavor.
 macro_rules! tests_in {
-    ($module:ident, $place:expr, $runtime:tt, $($scenario:ident),* $(,)?) => {
+    ($module:ident, $fixture:expr, $runtime:tt, $($scenario:ident),* $(,)?) => {
         mod $module {
             $(#[tokio::test $runtime]
             async fn $scenario() {
-                super::$scenario($place).await;
+                super::$scenario($fixture).await;
             })*
         }
     };
@@ -32,49 +32,49 @@ macro_rules! on_streams {
         on_streams!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
     };
     ($runtime:tt: $($scenario:ident),* $(,)?) => {
-        tests_in!(embedded, crate::place::Place::embedded().await, $runtime, $($scenario),*);
-        tests_in!(redis, crate::place::Place::redis(), $runtime, $($scenario),*);
-        tests_in!(cluster, crate::place::Place::cluster(), $runtime, $($scenario),*);
+        tests_in!(embedded, crate::fixture::Fixture::embedded().await, $runtime, $($scenario),*);
+        tests_in!(redis, crate::fixture::Fixture::redis(), $runtime, $($scenario),*);
+        tests_in!(cluster, crate::fixture::Fixture::cluster(), $runtime, $($scenario),*);
     };
 }
 
 /// The same on a local bus: for scenarios that do not look into a backend.
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
-macro_rules! locally {
+macro_rules! on_local_bus {
     ($($scenario:ident),* $(,)?) => {
-        locally!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+        on_local_bus!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
     };
     ($runtime:tt: $($scenario:ident),* $(,)?) => {
-        tests_in!(local, crate::place::Place::local(), $runtime, $($scenario),*);
+        tests_in!(local, crate::fixture::Fixture::local(), $runtime, $($scenario),*);
     };
 }
 
-/// Writes each scenario once and runs it on a backend of each kind that can be taken away.
+/// Writes each scenario once and runs it on a backend of each kind that can be taken outage.
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
-macro_rules! away {
+macro_rules! with_outage {
     ($($scenario:ident),* $(,)?) => {
-        away!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+        with_outage!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
     };
     ($runtime:tt: $($scenario:ident),* $(,)?) => {
-        tests_in!(embedded, crate::away::Away::embedded().await, $runtime, $($scenario),*);
-        servers!($runtime: $($scenario),*);
+        tests_in!(embedded, crate::outage_fixture::OutageFixture::embedded().await, $runtime, $($scenario),*);
+        with_server_outage!($runtime: $($scenario),*);
     };
 }
 
 /// The same for scenarios that need a server.
 #[allow(unused_macros, reason = "each test binary uses what it needs")]
-macro_rules! servers {
+macro_rules! with_server_outage {
     ($($scenario:ident),* $(,)?) => {
-        servers!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
+        with_server_outage!((flavor = "multi_thread", worker_threads = 2): $($scenario),*);
     };
     ($runtime:tt: $($scenario:ident),* $(,)?) => {
-        tests_in!(redis, crate::away::Away::redis(), $runtime, $($scenario),*);
-        tests_in!(cluster, crate::away::Away::cluster(), $runtime, $($scenario),*);
+        tests_in!(redis, crate::outage_fixture::OutageFixture::redis(), $runtime, $($scenario),*);
+        tests_in!(cluster, crate::outage_fixture::OutageFixture::cluster(), $runtime, $($scenario),*);
     };
 }
 
 pub(crate) mod server;
-pub(crate) mod watching;
+pub(crate) mod telemetry;
 
 /// What buses work on.
 #[derive(Clone)]

@@ -1,8 +1,8 @@
 //! A backend of one's own that can be taken away from those who work with it.
 //!
 //! A Redis is killed. Of a cluster the one node is killed that has a certain stream; the others go on, and no replica
-//! takes over. An embedded backend lives in the process of its users and is never away, but it can be full, and then
-//! it does for them what a server does that is away: nothing, and the same call may succeed later.
+//! takes over. An embedded backend lives in the process of its users and is never outage, but it can be full, and then
+//! it does for them what a server does that is outage: nothing, and the same call may succeed later.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -55,7 +55,7 @@ impl Server {
     }
 
     /// Takes away what has this stream.
-    pub(crate) async fn leave(&self, stream: &StreamName) {
+    pub(crate) async fn stop_node_of(&self, stream: &StreamName) {
         match self {
             Self::Embedded(backend) => fill(&**backend).await,
             _ => self.node_of(stream).kill9().unwrap(),
@@ -63,7 +63,7 @@ impl Server {
     }
 
     /// Brings it back, with all it had.
-    pub(crate) async fn come_back(&self) {
+    pub(crate) async fn restart(&self) {
         match self {
             Self::Embedded(backend) => {
                 backend.delete_stream(&filler()).await.unwrap();

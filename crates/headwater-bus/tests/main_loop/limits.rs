@@ -8,41 +8,44 @@ use headwater_bus::{
 };
 use serde_json::{Value, json};
 
-use crate::place::{Ask, Given, LIMIT, Loop, Place, begun, quick, quick_lease};
+use crate::fixture::{Ask, Fixture, Given, LIMIT, Loop, begun, fast_config, quick_lease};
 
 everywhere![
-    a_request_over_its_budget_ends_whether_it_heeds_that_or_not,
-    each_limit_of_a_budget_ends_a_request,
-    a_request_that_uses_up_its_budget_is_fine,
-    a_request_ends_at_its_deadline_and_at_the_longest_time_any_may_take,
-    a_request_whose_deadline_passed_while_it_waited_is_not_begun,
-    a_request_to_others_gets_what_is_left_and_is_charged_for,
+    a_request_over_its_budget_ends_even_if_it_ignores_the_error,
+    each_budget_limit_ends_a_request,
+    a_request_may_use_up_its_budget,
+    a_request_ends_at_its_deadline_and_at_the_run_timeout,
+    a_request_whose_deadline_passed_while_waiting_is_not_started,
+    a_sub_request_gets_the_remaining_budget_and_is_charged,
 ];
 
 mod on_backends {
     use super::*;
-    on_streams![a_request_that_blocks_its_worker_for_longer_than_a_lock_lasts_fails_at_last];
+    on_streams![a_request_that_blocks_its_worker_beyond_the_lease_fails_at_the_crash_limit];
 }
 
 /// Whoever carries it out is cut off by it, lives, and gets it again.
-async fn a_request_that_blocks_its_worker_for_longer_than_a_lock_lasts_fails_at_last(place: Place) {
+async fn a_request_that_blocks_its_worker_beyond_the_lease_fails_at_the_crash_limit(
+    fixture: Fixture,
+) {
     // It is not taken for dead by its group, which would count that: only its lock is lost.
     let main_loop = Loop::default();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let worker = std::thread::spawn({
-        let (place, main_loop) = (place.again(), main_loop.clone());
+        let (fixture, main_loop) = (fixture.again(), main_loop.clone());
         move || {
             // One thread: what blocks it blocks the renewal of its lock, too.
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.unwrap().block_on(async {
-                let config = MainLoopConfig { max_crashes: 2, lease: quick_lease(), ..quick() };
-                let worker = place.worker_with(&main_loop, config).await;
+                let config =
+                    MainLoopConfig { max_crashes: 2, lease: quick_lease(), ..fast_config() };
+                let worker = fixture.worker_with(&main_loop, config).await;
                 let _ = stopped.await;
                 worker.stop().await.unwrap();
             });
         }
     });
-    let client = place.client("desk").await;
+    let client = fixture.client("desk").await;
     let blocks = quick_lease().ttl.as_millis() as u64 + 500;
     let submit = Submission::new(Ask::Block(blocks)).id(RequestId::new("blocks").unwrap());
     let submit = submit.timeout(LIMIT * 2);
@@ -61,10 +64,10 @@ fn tokens(max: u64) -> Budget {
     Budget { max_total_tokens: Some(max), ..Budget::default() }
 }
 
-async fn a_request_over_its_budget_ends_whether_it_heeds_that_or_not(place: Place) {
+async fn a_request_over_its_budget_ends_even_if_it_ignores_the_error(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
     for is_stubborn in [false, true] {
         // A stubborn one would go on for ever.
         let charges = if is_stubborn { u64::MAX } else { 11 };
@@ -80,10 +83,10 @@ async fn a_request_over_its_budget_ends_whether_it_heeds_that_or_not(place: Plac
     worker.stop().await.unwrap();
 }
 
-async fn each_limit_of_a_budget_ends_a_request(place: Place) {
+async fn each_budget_limit_ends_a_request(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
     // Each charge is one call with ten tokens in that costs a millionth.
     for (budget, what, charges) in [
         (tokens(40), "50 tokens in and out of 40", 5),
@@ -102,10 +105,10 @@ async fn each_limit_of_a_budget_ends_a_request(place: Place) {
     worker.stop().await.unwrap();
 }
 
-async fn a_request_that_uses_up_its_budget_is_fine(place: Place) {
+async fn a_request_may_use_up_its_budget(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
     let ask = Ask::Spend { tokens: 10, charges: 10, is_stubborn: false };
     let budget = Budget { max_calls: Some(10), max_cost_micros: Some(10), ..tokens(100) };
     let done = client.submit::<_, RequestUsage>(Submission::new(ask).budget(budget)).await.unwrap();
@@ -114,11 +117,11 @@ async fn a_request_that_uses_up_its_budget_is_fine(place: Place) {
     worker.stop().await.unwrap();
 }
 
-async fn a_request_ends_at_its_deadline_and_at_the_longest_time_any_may_take(place: Place) {
+async fn a_request_ends_at_its_deadline_and_at_the_run_timeout(fixture: Fixture) {
     let main_loop = Loop::default();
-    let config = MainLoopConfig { run_timeout: Duration::from_secs(2), ..quick() };
-    let worker = place.worker_with(&main_loop, config).await;
-    let client = place.client("desk").await;
+    let config = MainLoopConfig { run_timeout: Duration::from_secs(2), ..fast_config() };
+    let worker = fixture.worker_with(&main_loop, config).await;
+    let client = fixture.client("desk").await;
     let asking = [("own", Some(1)), ("any", Some(3600)), ("none", None)].map(|(name, seconds)| {
         let submit = Submission::new(Ask::Wait(String::new())).id(RequestId::new(name).unwrap());
         client.submit::<_, Value>(match seconds {
@@ -138,12 +141,12 @@ async fn a_request_ends_at_its_deadline_and_at_the_longest_time_any_may_take(pla
     worker.stop().await.unwrap();
 }
 
-async fn a_request_whose_deadline_passed_while_it_waited_is_not_begun(place: Place) {
+async fn a_request_whose_deadline_passed_while_waiting_is_not_started(fixture: Fixture) {
     // All places of the worker are taken, so the request waits.
     let main_loop = Loop::default();
-    let config = MainLoopConfig { concurrency: 1, ..quick() };
-    let worker = place.worker_with(&main_loop, config).await;
-    let client = place.client("desk").await;
+    let config = MainLoopConfig { concurrency: 1, ..fast_config() };
+    let worker = fixture.worker_with(&main_loop, config).await;
+    let client = fixture.client("desk").await;
     let first = client.submit::<_, String>(Submission::new(Ask::Wait("a".to_owned())));
     let late = async {
         main_loop.begun.notified().await;
@@ -163,11 +166,11 @@ async fn a_request_whose_deadline_passed_while_it_waited_is_not_begun(place: Pla
     worker.stop().await.unwrap();
 }
 
-async fn a_request_to_others_gets_what_is_left_and_is_charged_for(place: Place) {
+async fn a_sub_request_gets_the_remaining_budget_and_is_charged(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = Arc::new(place.client("desk").await);
-    *main_loop.client.lock().unwrap() = Some(Arc::new(place.client("main-loop").await));
+    let worker = fixture.worker(&main_loop).await;
+    let client = Arc::new(fixture.client("desk").await);
+    *main_loop.client.lock().unwrap() = Some(Arc::new(fixture.client("main-loop").await));
     let submit = Submission::new(Ask::Delegate { tokens: 30 })
         .budget(Budget { max_calls: Some(5), ..tokens(100) })
         .within(Duration::from_secs(40));

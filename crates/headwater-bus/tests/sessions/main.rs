@@ -7,18 +7,18 @@
 mod backends;
 
 #[macro_use]
-mod place;
+mod fixture;
 
-mod away;
+mod outage_fixture;
 
 mod copies;
 mod crashes;
-mod ends;
+mod data_loss;
+mod expiry;
 mod large;
-mod losses;
+mod maintenance;
 mod outages;
 mod processes;
 mod recovery;
 mod snapshots;
 mod unreadable;
-mod upkeep;

@@ -11,7 +11,7 @@ use headwater_stream::{Options, connect};
 use headwater_testkit::{Child, Cluster, Redis};
 use serde_json::json;
 
-use crate::place::{LIMIT, Place};
+use crate::fixture::{Fixture, LIMIT};
 
 fn invoked(session: &SessionId) -> ToolInvoked {
     ToolInvoked {
@@ -34,15 +34,15 @@ async fn sessions(url: &str, prefix: &str) -> Sessions {
 }
 
 async fn a_session_in_process_1_is_state_in_process_2(url: String) {
-    let place = Place::at(url.clone());
+    let fixture = Fixture::at(url.clone());
     let environment =
-        [("URL", url.as_str()), ("PREFIX", &place.prefix), ("SESSION", place.session.as_str())];
+        [("URL", url.as_str()), ("PREFIX", &fixture.prefix), ("SESSION", fixture.session.as_str())];
     let child = Child::spawn_self("processes::process_1", &environment).unwrap();
     child.line_after("PUBLISHED", LIMIT).unwrap();
     child.kill9().unwrap();
 
-    let session = sessions(&url, &place.prefix).await.recover(&place.session).await.unwrap();
-    assert_eq!(*session.latest::<ToolInvoked>().unwrap(), invoked(&place.session));
+    let session = sessions(&url, &fixture.prefix).await.recover(&fixture.session).await.unwrap();
+    assert_eq!(*session.latest::<ToolInvoked>().unwrap(), invoked(&fixture.session));
 }
 
 #[test]

@@ -10,22 +10,22 @@ use headwater_bus::{
 use headwater_stream::clock::{TestClock, Timestamp};
 use tokio::sync::Semaphore;
 
-use crate::away::until;
-use crate::place::{Place, watch};
+use crate::fixture::{Fixture, watch};
+use crate::outage_fixture::until;
 
-on_streams!(lengths_pending_lag_and_the_time_are_told_exactly);
+on_streams!(health_reports_exact_lengths_pending_lag_and_time);
 
-async fn lengths_pending_lag_and_the_time_are_told_exactly(place: Place) {
+async fn health_reports_exact_lengths_pending_lag_and_time(fixture: Fixture) {
     let now = Timestamp::from_millis(1_767_225_600_123);
     let config = StreamedBusConfig {
         clock: Arc::new(TestClock::at(now)),
         health_every: None,
-        ..place.config()
+        ..fixture.config()
     };
-    let bus = place.bus_with(registry(), config).await;
-    let group = |label: &str| format!("{}:cg:{}:{label}", place.prefix, place.session);
-    let control_group = format!("{}:cg:tests:news", place.prefix);
-    let control = format!("{}:control:tests", place.prefix);
+    let bus = fixture.bus_with(registry(), config).await;
+    let group = |label: &str| format!("{}:cg:{}:{label}", fixture.prefix, fixture.session);
+    let control_group = format!("{}:cg:tests:news", fixture.prefix);
+    let control = format!("{}:control:tests", fixture.prefix);
 
     // Of a stream that nobody wrote to or reads from there is nothing to say.
     assert_eq!(bus.last_health(), None);
@@ -54,7 +54,7 @@ async fn lengths_pending_lag_and_the_time_are_told_exactly(place: Place) {
     let read = |_: ReceivedEvent<Announced>| async {};
     bus.subscribe::<Announced>(SubscribeOptions::durable("news"), read).await.unwrap();
     for number in 0..5 {
-        bus.publish(place.noted(number)).await.unwrap().into_result().unwrap();
+        bus.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
     }
     for number in 0..2 {
         bus.publish(Announced { number }).await.unwrap().into_result().unwrap();
@@ -68,7 +68,7 @@ async fn lengths_pending_lag_and_the_time_are_told_exactly(place: Place) {
         let session = StreamHealth { length: 5, groups: groups.into() };
         let control_groups = [(control_group.clone(), at(0, 0))].into();
         let namespace = StreamHealth { length: 2, groups: control_groups };
-        [(place.stream().to_string(), session), (control.clone(), namespace)].into()
+        [(fixture.stream().to_string(), session), (control.clone(), namespace)].into()
     };
     until(|| async { bus.health().await.streams == expected(1, 4) }).await;
     gate.add_permits(2);
@@ -83,13 +83,13 @@ async fn lengths_pending_lag_and_the_time_are_told_exactly(place: Place) {
     let other = headwater_bus::SessionId::random();
     let follow = SubscribeOptions::live().session(other.clone());
     bus.subscribe::<Noted>(follow, |_: ReceivedEvent<Noted>| async {}).await.unwrap();
-    bus.publish(crate::place::noted(&other, 7)).await.unwrap().into_result().unwrap();
+    bus.publish(crate::fixture::noted(&other, 7)).await.unwrap().into_result().unwrap();
     let _log = watch(&bus).await;
-    place.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
+    fixture.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
     until(|| async { bus.health().await.parked == 1 }).await;
     let health = bus.health().await;
     let followed = StreamHealth { length: 1, ..Default::default() };
-    assert_eq!(health.streams[place.stream_of(other.as_str()).as_str()], followed);
-    assert_eq!(health.streams[place.stream().as_str()].length, 6);
+    assert_eq!(health.streams[fixture.stream_of(other.as_str()).as_str()], followed);
+    assert_eq!(health.streams[fixture.stream().as_str()].length, 6);
     bus.close().await.unwrap();
 }

@@ -8,12 +8,12 @@ use headwater_bus::{
     TraceContext, current_trace,
 };
 
-use crate::backends::watching::{Span, Spans};
-use crate::place::{Place, entries};
+use crate::backends::telemetry::{Span, Spans};
+use crate::fixture::{Fixture, entries};
 
 on_streams!(
-    a_trace_goes_on_over_processes_and_groups,
-    publishing_and_handling_are_spans_with_the_ids_of_the_event,
+    a_trace_continues_across_processes_and_groups,
+    publish_and_handle_spans_have_the_ids_of_the_event,
 );
 
 /// Publishes an event for each one it handles.
@@ -30,20 +30,20 @@ async fn relay(bus: &Arc<StreamedBus>, subscribe: SubscribeOptions, number: u64,
     bus.subscribe::<Noted>(subscribe, announce).await.unwrap();
 }
 
-async fn a_trace_goes_on_over_processes_and_groups(place: Place) {
-    let (ada, bob) = (place.bus().await, Arc::new(place.bus().await));
+async fn a_trace_continues_across_processes_and_groups(fixture: Fixture) {
+    let (ada, bob) = (fixture.bus().await, Arc::new(fixture.bus().await));
     let log = HandlerLog::default();
     relay(&bob, SubscribeOptions::live(), 1, &log).await;
     relay(&bob, SubscribeOptions::durable("all"), 2, &log).await;
     let root = TraceContext::root();
-    let event = OutgoingEvent::new(place.noted(0)).unwrap().with_trace(root);
+    let event = OutgoingEvent::new(fixture.noted(0)).unwrap().with_trace(root);
     ada.publish_outgoing(event).await.unwrap().into_result().unwrap();
     log.settles_at(2).await;
 
     // All entries are of one trace, each with a span of its own: what ada was doing, and what bob made of it, twice.
-    let backend = place.connect().await;
-    let control = headwater_stream::StreamName::new(format!("{}:control:tests", place.prefix));
-    let mut all = entries(&*backend, &place.stream()).await;
+    let backend = fixture.connect().await;
+    let control = headwater_stream::StreamName::new(format!("{}:control:tests", fixture.prefix));
+    let mut all = entries(&*backend, &fixture.stream()).await;
     all.extend(entries(&*backend, &control.unwrap()).await);
     let text = |entry: &headwater_stream::Entry, name: &str| {
         String::from_utf8(entry.fields.get(name).unwrap().to_vec()).unwrap()
@@ -61,9 +61,9 @@ async fn a_trace_goes_on_over_processes_and_groups(place: Place) {
     bob.close().await.unwrap();
 }
 
-async fn publishing_and_handling_are_spans_with_the_ids_of_the_event(place: Place) {
+async fn publish_and_handle_spans_have_the_ids_of_the_event(fixture: Fixture) {
     let spans = Spans::of_all();
-    let bus = place.bus().await;
+    let bus = fixture.bus().await;
     let log = HandlerLog::default();
     for subscribe in [SubscribeOptions::live(), SubscribeOptions::durable("all")] {
         let seen = log.clone();
@@ -74,7 +74,7 @@ async fn publishing_and_handling_are_spans_with_the_ids_of_the_event(place: Plac
         bus.subscribe::<Noted>(subscribe, note).await.unwrap();
     }
     let root = TraceContext::root();
-    let event = OutgoingEvent::new(place.noted(0)).unwrap().with_trace(root);
+    let event = OutgoingEvent::new(fixture.noted(0)).unwrap().with_trace(root);
     let result = bus.publish_outgoing(event).await.unwrap();
     log.settles_at(2).await;
 

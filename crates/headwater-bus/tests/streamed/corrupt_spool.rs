@@ -9,29 +9,29 @@ use headwater_bus::{
     StoreOutcome, StreamedBus, StreamedBusConfig,
 };
 
-use crate::away::{Away, LIMIT, publish_until_stored};
-use crate::place::{Place, numbers, stored, watch};
+use crate::fixture::{Fixture, numbers, stored, watch};
+use crate::outage_fixture::{LIMIT, OutageFixture, publish_until_stored};
 use crate::spool::{spooling, wait_until_empty};
 
-away!(
-    a_torn_spool_is_replayed_up_to_where_it_is_torn,
-    a_damaged_or_foreign_spool_keeps_the_bus_from_opening_and_stays_as_it_is,
-    a_full_spool_is_an_error_and_has_room_again_when_the_backend_is_back,
+with_outage!(
+    a_torn_spool_is_drained_up_to_the_torn_record,
+    a_corrupt_or_foreign_spool_fails_opening_the_bus_and_is_unchanged,
+    a_full_spool_is_an_error_until_the_backend_is_available_again,
 );
 
-async fn open_error(place: &Place, config: StreamedBusConfig) -> SpoolError {
-    match StreamedBus::open(place.connect().await, registry(), config).await {
+async fn open_error(fixture: &Fixture, config: StreamedBusConfig) -> SpoolError {
+    match StreamedBus::open(fixture.connect().await, registry(), config).await {
         Err(BusError::Spool(error)) => error,
         other => panic!("{other:?}"),
     }
 }
 
-async fn a_torn_spool_is_replayed_up_to_where_it_is_torn(away: Away) {
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
-    away.begin().await;
+async fn a_torn_spool_is_drained_up_to_the_torn_record(outage: OutageFixture) {
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
+    let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
+    outage.begin().await;
     for number in 0..10 {
-        assert_eq!(bus.publish(place.noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
+        assert_eq!(bus.publish(fixture.noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
     }
     bus.close().await.unwrap();
     drop(bus);
@@ -39,33 +39,33 @@ async fn a_torn_spool_is_replayed_up_to_where_it_is_torn(away: Away) {
     let file = directory.path().join("spool");
     let whole = fs::read(&file).unwrap();
     fs::write(&file, &whole[..whole.len() - 7]).unwrap();
-    away.end().await;
+    outage.end().await;
 
-    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
+    let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
     wait_until_empty(&bus, LIMIT).await;
-    publish_until_stored(&bus, &place.session, 10).await;
-    let all = stored(&*place.connect().await, &place.stream()).await;
+    publish_until_stored(&bus, &fixture.session, 10).await;
+    let all = stored(&*fixture.connect().await, &fixture.stream()).await;
     assert_eq!(all, [0, 1, 2, 3, 4, 5, 6, 7, 8, 10]);
     bus.close().await.unwrap();
 }
 
-async fn a_damaged_or_foreign_spool_keeps_the_bus_from_opening_and_stays_as_it_is(away: Away) {
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+async fn a_corrupt_or_foreign_spool_fails_opening_the_bus_and_is_unchanged(outage: OutageFixture) {
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
     let file = directory.path().join("spool");
-    let config = || spooling(place, &directory);
-    let bus = place.bus_with(registry(), config()).await;
-    assert!(matches!(open_error(place, config()).await, SpoolError::InUse { .. }));
-    away.begin().await;
+    let config = || spooling(fixture, &directory);
+    let bus = fixture.bus_with(registry(), config()).await;
+    assert!(matches!(open_error(fixture, config()).await, SpoolError::InUse { .. }));
+    outage.begin().await;
     for number in 0..3 {
-        assert_eq!(bus.publish(place.noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
+        assert_eq!(bus.publish(fixture.noted(number)).await.unwrap().stored, StoreOutcome::Spooled);
     }
     bus.close().await.unwrap();
     drop(bus);
-    away.end().await;
+    outage.end().await;
 
     let whole = fs::read(&file).unwrap();
     let namespace = Namespace::new("other").unwrap();
-    let error = open_error(place, StreamedBusConfig { namespace, ..config() }).await;
+    let error = open_error(fixture, StreamedBusConfig { namespace, ..config() }).await;
     assert!(matches!(error, SpoolError::WrongOwner { .. }), "{error}");
     assert_eq!(fs::read(&file).unwrap(), whole);
     let mut damaged = whole.clone();
@@ -73,28 +73,28 @@ async fn a_damaged_or_foreign_spool_keeps_the_bus_from_opening_and_stays_as_it_i
     damaged[middle] ^= 0x41;
     for content in [&damaged[..], b"a letter to my aunt"] {
         fs::write(&file, content).unwrap();
-        let error = open_error(place, config()).await;
+        let error = open_error(fixture, config()).await;
         assert!(matches!(error, SpoolError::Corrupt { .. }), "{error}");
         assert_eq!(fs::read(&file).unwrap(), content);
     }
     // Mended, it loses nothing.
     fs::write(&file, &whole).unwrap();
-    let bus = place.bus_with(registry(), config()).await;
+    let bus = fixture.bus_with(registry(), config()).await;
     wait_until_empty(&bus, LIMIT).await;
-    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [0, 1, 2]);
+    assert_eq!(stored(&*fixture.connect().await, &fixture.stream()).await, [0, 1, 2]);
     bus.close().await.unwrap();
 }
 
-async fn a_full_spool_is_an_error_and_has_room_again_when_the_backend_is_back(away: Away) {
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
+async fn a_full_spool_is_an_error_until_the_backend_is_available_again(outage: OutageFixture) {
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
     let spool = SpoolConfig { max_bytes: 8192, ..SpoolConfig::new(directory.path().join("spool")) };
-    let config = StreamedBusConfig { on_failure: FailurePolicy::Spool(spool), ..place.config() };
-    let bus = place.bus_with(registry(), config).await;
+    let config = StreamedBusConfig { on_failure: FailurePolicy::Spool(spool), ..fixture.config() };
+    let bus = fixture.bus_with(registry(), config).await;
     let log = watch(&bus).await;
-    away.begin().await;
+    outage.begin().await;
     let mut accepted = 0;
     let error = loop {
-        match bus.publish(place.noted(accepted)).await {
+        match bus.publish(fixture.noted(accepted)).await {
             Ok(result) => assert_eq!(result.stored, StoreOutcome::Spooled),
             Err(error) => break error,
         }
@@ -104,25 +104,25 @@ async fn a_full_spool_is_an_error_and_has_room_again_when_the_backend_is_back(aw
     assert!(error.is_transient() && accepted > 5, "{accepted}");
     // What was refused was handled by nobody.
     assert_eq!(log.lines(), numbers(0..accepted));
-    away.end().await;
+    outage.end().await;
     wait_until_empty(&bus, LIMIT).await;
-    publish_until_stored(&bus, &place.session, accepted).await;
-    let all = stored(&*place.connect().await, &place.stream()).await;
+    publish_until_stored(&bus, &fixture.session, accepted).await;
+    let all = stored(&*fixture.connect().await, &fixture.stream()).await;
     assert_eq!(all, (0..=accepted).collect::<Vec<u64>>());
     bus.close().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_spool_that_cannot_be_made_keeps_the_bus_from_opening() {
-    let (place, directory) = (Place::embedded().await, tempfile::tempdir().unwrap());
+async fn a_spool_that_cannot_be_created_fails_opening_the_bus() {
+    let (fixture, directory) = (Fixture::embedded().await, tempfile::tempdir().unwrap());
     let at = |file: &Path| {
         let spool = FailurePolicy::Spool(SpoolConfig::new(file));
-        StreamedBusConfig { on_failure: spool, ..place.config() }
+        StreamedBusConfig { on_failure: spool, ..fixture.config() }
     };
     let file = directory.path().join("file");
     fs::write(&file, b"something else").unwrap();
     for file in [directory.path(), &file.join("below a file")] {
-        let error = open_error(&place, at(file)).await;
+        let error = open_error(&fixture, at(file)).await;
         assert!(matches!(error, SpoolError::Disk { .. }), "{error}");
     }
     assert_eq!(fs::read(&file).unwrap(), b"something else");

@@ -7,25 +7,25 @@ use headwater_bus::{SessionError, SessionId, SessionStage, SessionsConfig, Subsc
 use headwater_stream::{EntryId, Fields, GroupStart, MapName, Retention, StreamName};
 use tokio::sync::oneshot;
 
-use crate::place::{LIMIT, Place, Sum, by_hand, folds, noted, publish, sum};
+use crate::fixture::{Fixture, LIMIT, Sum, by_hand, folds, noted, publish, sum};
 
-everywhere!(
-    what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told_to_stop,
+on_every_bus!(
+    maintenance_expires_and_deletes_sessions_until_shutdown,
     a_long_session_is_compacted_and_a_short_one_is_not,
-    what_cannot_be_compacted_holds_up_nobody,
-    a_note_is_kept_for_its_time_and_for_as_long_as_a_group_needs_what_came_after,
-    whoever_dies_while_it_forgets_leaves_what_is_swept_later,
-    a_session_whose_stream_is_gone_ends_once,
-    several_look_after_many_sessions_and_each_is_ended_once,
-    a_session_lives_from_its_last_event_also_if_only_a_snapshot_knows_of_it,
-    what_ended_a_moment_ago_is_left_to_whoever_is_at_it,
-    a_place_in_the_list_is_left_to_whoever_is_about_to_make_a_session,
+    a_session_that_cannot_be_compacted_blocks_no_other,
+    a_tombstone_is_kept_for_its_ttl_and_while_a_group_needs_later_events,
+    a_crash_during_deletion_is_swept_later,
+    a_session_whose_stream_is_deleted_expires_once,
+    concurrent_maintenance_expires_each_of_many_sessions_once,
+    the_ttl_counts_from_the_last_event_even_if_only_a_snapshot_has_it,
+    a_recent_expiry_is_left_to_the_process_that_started_it,
+    a_list_entry_is_kept_while_its_session_may_be_being_created,
 );
 
 const MOMENT: Duration = Duration::from_millis(1);
 
 /// Whoever takes everybody for dead at once, and forgets sessions as soon as they expired.
-fn forgetful() -> SessionsConfig {
+fn expire_at_once() -> SessionsConfig {
     SessionsConfig { tombstone_ttl: MOMENT, abandoned_after: MOMENT, ..by_hand() }
 }
 
@@ -42,12 +42,11 @@ async fn until(mut is_so: impl AsyncFnMut() -> bool) {
     tokio::time::timeout(LIMIT, waiting).await.unwrap();
 }
 
-async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told_to_stop(
-    place: Place,
-) {
-    let config = SessionsConfig { ttl: Some(MOMENT), compact_min_entries: Some(20), ..forgetful() };
-    let sessions = place.sessions_with(folds(), config).await;
-    let for_ever = place.sessions().await.create(&SessionId::random()).await.unwrap();
+async fn maintenance_expires_and_deletes_sessions_until_shutdown(fixture: Fixture) {
+    let config =
+        SessionsConfig { ttl: Some(MOMENT), compact_min_entries: Some(20), ..expire_at_once() };
+    let sessions = fixture.sessions_with(folds(), config).await;
+    let for_ever = fixture.sessions().await.create(&SessionId::random()).await.unwrap();
     publish(&for_ever, 0..30).await;
     assert!(for_ever.snapshot().await.unwrap());
     // Made before it begins: whoever takes everybody for dead at once takes one that is just being made for abandoned.
@@ -68,8 +67,8 @@ async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told
         until(async || sessions.info(id).await.unwrap().is_none()).await;
         let error = sessions.recover(id).await.unwrap_err();
         assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
-        let stream = place.stream_of(id);
-        assert!(place.backend().await.stats(&stream).await.unwrap().is_none());
+        let stream = fixture.stream_of(id);
+        assert!(fixture.backend().await.stats(&stream).await.unwrap().is_none());
     }
     // The list is the last to know.
     let is_listed = async || {
@@ -77,7 +76,7 @@ async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told
         listed.iter().map(|info| &info.session).collect::<Vec<_>>() == [for_ever.id()]
     };
     until(is_listed).await;
-    until(async || place.entries(for_ever.id()).await.len() == 1).await;
+    until(async || fixture.entries(for_ever.id()).await.len() == 1).await;
     assert_eq!(sum(&sessions.recover(for_ever.id()).await.unwrap()), Sum::of(0..30));
     stop.send(()).unwrap();
     tokio::time::timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
@@ -86,10 +85,10 @@ async fn what_runs_ends_sessions_and_forgets_them_after_a_while_until_it_is_told
     assert!(error.to_string().contains("every"), "{error}");
 }
 
-async fn a_long_session_is_compacted_and_a_short_one_is_not(place: Place) {
+async fn a_long_session_is_compacted_and_a_short_one_is_not(fixture: Fixture) {
     let config = SessionsConfig { compact_min_entries: Some(20), ..by_hand() };
-    let sessions = place.sessions_with(folds(), config).await;
-    let long = sessions.create(&place.session).await.unwrap();
+    let sessions = fixture.sessions_with(folds(), config).await;
+    let long = sessions.create(&fixture.session).await.unwrap();
     let short = sessions.create(&SessionId::random()).await.unwrap();
     let unknown = sessions.create(&SessionId::random()).await.unwrap();
     publish(&long, 0..21).await;
@@ -99,13 +98,13 @@ async fn a_long_session_is_compacted_and_a_short_one_is_not(place: Place) {
     publish(&long, 21..30).await;
 
     assert_eq!(sessions.sweep().await.unwrap().checked, 3);
-    assert_eq!(place.entries(long.id()).await.len(), 30, "a sweep compacts nothing");
+    assert_eq!(fixture.entries(long.id()).await.len(), 30, "a sweep compacts nothing");
     let done = sessions.run_once().await.unwrap();
     assert_eq!((done.compacted, done.removed, done.refused), (1, 20, 0));
     assert_eq!((done.swept.checked, done.swept.failed), (3, 0));
-    assert_eq!(place.entries(long.id()).await.len(), 10);
-    assert_eq!(place.entries(short.id()).await.len(), 20);
-    assert_eq!(place.entries(unknown.id()).await.len(), 50);
+    assert_eq!(fixture.entries(long.id()).await.len(), 10);
+    assert_eq!(fixture.entries(short.id()).await.len(), 20);
+    assert_eq!(fixture.entries(unknown.id()).await.len(), 50);
     assert_eq!(sum(&sessions.recover(long.id()).await.unwrap()), Sum::of(0..30));
 
     // Only what came since counts.
@@ -119,157 +118,158 @@ async fn a_long_session_is_compacted_and_a_short_one_is_not(place: Place) {
     let never = SessionsConfig { compact_min_entries: None, ..by_hand() };
     publish(&long, 41..90).await;
     assert!(long.snapshot().await.unwrap());
-    let never = place.sessions_with(folds(), never).await;
+    let never = fixture.sessions_with(folds(), never).await;
     assert_eq!(never.run_once().await.unwrap().compacted, 0);
     let zero = SessionsConfig { compact_min_entries: Some(0), ..by_hand() };
-    assert!(Sessions::new(place.bus().await, folds(), zero).await.is_err());
+    assert!(Sessions::new(fixture.bus().await, folds(), zero).await.is_err());
 }
 
-async fn what_cannot_be_compacted_holds_up_nobody(place: Place) {
+async fn a_session_that_cannot_be_compacted_blocks_no_other(fixture: Fixture) {
     let config = SessionsConfig { compact_min_entries: Some(1), ..by_hand() };
-    let sessions = place.sessions_with(folds(), config).await;
-    let odd = sessions.create(&place.session).await.unwrap();
+    let sessions = fixture.sessions_with(folds(), config).await;
+    let odd = sessions.create(&fixture.session).await.unwrap();
     publish(&odd, 0..5).await;
-    place.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
+    fixture.append(&[("type", "tests.Unheard"), ("payload", "{}")]).await;
     odd.refresh().await.unwrap();
     let fine = sessions.create(&SessionId::random()).await.unwrap();
     publish(&fine, 0..5).await;
     assert!(odd.snapshot().await.unwrap() && fine.snapshot().await.unwrap());
     let done = sessions.run_once().await.unwrap();
     assert_eq!((done.compacted, done.refused, done.swept.failed), (1, 1, 0));
-    assert_eq!(place.entries(odd.id()).await.len(), 6);
-    assert_eq!(place.entries(fine.id()).await.len(), 1);
+    assert_eq!(fixture.entries(odd.id()).await.len(), 6);
+    assert_eq!(fixture.entries(fine.id()).await.len(), 1);
 }
 
-async fn a_note_is_kept_for_its_time_and_for_as_long_as_a_group_needs_what_came_after(
-    place: Place,
-) {
+async fn a_tombstone_is_kept_for_its_ttl_and_while_a_group_needs_later_events(fixture: Fixture) {
     let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
-    let patient = place.sessions_with(folds(), config).await;
-    let forgetful = place.sessions_with(folds(), forgetful()).await;
-    let session = patient.create(&place.session).await.unwrap();
+    let patient = fixture.sessions_with(folds(), config).await;
+    let expire_at_once = fixture.sessions_with(folds(), expire_at_once()).await;
+    let session = patient.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
     pause().await;
     assert_eq!(patient.sweep().await.unwrap().expired, 1);
     pause().await;
     assert_eq!(patient.sweep().await.unwrap().deleted, 0);
-    let error = patient.recover(&place.session).await.unwrap_err();
+    let error = patient.recover(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Expired { entries: 3, .. }), "{error}");
 
     // An event that came too late, and a group that is to have it.
-    let bus = place.bus().await;
-    let subscribe = SubscribeOptions::durable("workers").session(place.session.clone());
+    let bus = fixture.bus().await;
+    let subscribe = SubscribeOptions::durable("workers").session(fixture.session.clone());
     let workers = bus.subscribe::<Noted>(subscribe, |_| async {}).await.unwrap();
     assert!(bus.unsubscribe(workers).await.unwrap());
-    bus.publish(Noted { session_id: Some(place.session.to_string()), ..noted(3) }).await.unwrap();
-    assert_eq!(forgetful.sweep().await.unwrap().deleted, 0);
-    assert_eq!(place.entries(&place.session).await.len(), 1);
+    bus.publish(Noted { session_id: Some(fixture.session.to_string()), ..noted(3) }).await.unwrap();
+    assert_eq!(expire_at_once.sweep().await.unwrap().deleted, 0);
+    assert_eq!(fixture.entries(&fixture.session).await.len(), 1);
 
-    let backend = place.backend().await;
-    let group =
-        headwater_stream::GroupName::new(format!("{}:cg:{}:workers", place.prefix, place.session));
-    assert!(backend.remove_group(&place.stream(), &group.unwrap()).await.unwrap());
-    assert_eq!(forgetful.sweep().await.unwrap().deleted, 1);
-    assert_eq!(forgetful.sweep().await.unwrap(), Default::default());
+    let backend = fixture.backend().await;
+    let group = headwater_stream::GroupName::new(format!(
+        "{}:cg:{}:workers",
+        fixture.prefix, fixture.session
+    ));
+    assert!(backend.remove_group(&fixture.stream(), &group.unwrap()).await.unwrap());
+    assert_eq!(expire_at_once.sweep().await.unwrap().deleted, 1);
+    assert_eq!(expire_at_once.sweep().await.unwrap(), Default::default());
     // The name is free again, and nothing of the old session is left.
-    let anew = patient.create(&place.session).await.unwrap();
+    let anew = patient.create(&fixture.session).await.unwrap();
     publish(&anew, 7..8).await;
     assert_eq!(sum(&anew), Sum::of([7]));
 }
 
-async fn whoever_dies_while_it_forgets_leaves_what_is_swept_later(place: Place) {
+async fn a_crash_during_deletion_is_swept_later(fixture: Fixture) {
     let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
-    let sessions = place.sessions_with(folds(), config).await;
-    sessions.create(&place.session).await.unwrap();
+    let sessions = fixture.sessions_with(folds(), config).await;
+    sessions.create(&fixture.session).await.unwrap();
     pause().await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 1);
     // As it is after the first step: nobody may take it up, and nobody may take the name.
     let going = [("stage", "filling"), ("filler", "somebody"), ("filling", "an expired session,")];
-    change_meta(&place, &going.map(|(name, value)| (name, value.to_owned()))).await;
-    let error = sessions.recover(&place.session).await.unwrap_err();
+    change_meta(&fixture, &going.map(|(name, value)| (name, value.to_owned()))).await;
+    let error = sessions.recover(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Unfinished { .. }), "{error}");
-    let error = sessions.create(&place.session).await.unwrap_err();
+    let error = sessions.create(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::Exists { .. }), "{error}");
     assert_eq!(sessions.sweep().await.unwrap().abandoned, 0, "somebody may be at it");
 
-    let impatient = place.sessions_with(folds(), forgetful()).await;
+    let impatient = fixture.sessions_with(folds(), expire_at_once()).await;
     pause().await;
     assert_eq!(impatient.sweep().await.unwrap().abandoned, 1);
-    assert_eq!(sessions.info(&place.session).await.unwrap(), None);
-    sessions.create(&place.session).await.unwrap();
+    assert_eq!(sessions.info(&fixture.session).await.unwrap(), None);
+    sessions.create(&fixture.session).await.unwrap();
 }
 
-async fn a_session_whose_stream_is_gone_ends_once(place: Place) {
+async fn a_session_whose_stream_is_deleted_expires_once(fixture: Fixture) {
     let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
-    let sessions = place.sessions_with(folds(), config).await;
-    let session = sessions.create(&place.session).await.unwrap();
+    let sessions = fixture.sessions_with(folds(), config).await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
-    assert!(place.backend().await.delete_stream(&place.stream()).await.unwrap());
+    assert!(fixture.backend().await.delete_stream(&fixture.stream()).await.unwrap());
     pause().await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 1);
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
-    let info = sessions.info(&place.session).await.unwrap().unwrap();
+    let info = sessions.info(&fixture.session).await.unwrap().unwrap();
     assert_eq!(info.stage, SessionStage::Expired);
 }
 
 /// Changes what is known of the place's session.
-async fn change_meta(place: &Place, fields: &[(&str, String)]) {
-    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
+async fn change_meta(fixture: &Fixture, fields: &[(&str, String)]) {
+    let meta = format!("{}:session:{}:meta", fixture.prefix, fixture.session);
     let fields = fields.iter().map(|(name, value)| (name.to_string(), value.clone().into()));
     let meta = MapName::new(meta).unwrap();
-    let backend = place.backend().await;
+    let backend = fixture.backend().await;
     assert!(backend.map_update(&meta, None, &fields.collect()).await.unwrap());
 }
 
-async fn a_session_lives_from_its_last_event_also_if_only_a_snapshot_knows_of_it(place: Place) {
+async fn the_ttl_counts_from_the_last_event_even_if_only_a_snapshot_has_it(fixture: Fixture) {
     let config = SessionsConfig { ttl: Some(LIMIT * 60), ..by_hand() };
-    let sessions = place.sessions_with(folds(), config).await;
-    let session = sessions.create(&place.session).await.unwrap();
+    let sessions = fixture.sessions_with(folds(), config).await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
     // It was made long ago, and used just now.
-    change_meta(&place, &[("created_at", "2020-01-01T00:00:00Z".to_owned())]).await;
+    change_meta(&fixture, &[("created_at", "2020-01-01T00:00:00Z".to_owned())]).await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
     assert!(session.snapshot().await.unwrap());
     // Its stream is lost; the snapshot says when it was last used.
-    assert!(place.backend().await.delete_stream(&place.stream()).await.unwrap());
+    assert!(fixture.backend().await.delete_stream(&fixture.stream()).await.unwrap());
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
-    assert_eq!(sessions.info(&place.session).await.unwrap().unwrap().stage, SessionStage::Open);
+    assert_eq!(sessions.info(&fixture.session).await.unwrap().unwrap().stage, SessionStage::Open);
     // That was long ago, too.
-    let meta = format!("{}:session:{}:meta", place.prefix, place.session);
-    let meta = place.backend().await.map_get(&MapName::new(meta).unwrap()).await.unwrap().unwrap();
+    let meta = format!("{}:session:{}:meta", fixture.prefix, fixture.session);
+    let meta =
+        fixture.backend().await.map_get(&MapName::new(meta).unwrap()).await.unwrap().unwrap();
     let snapshot = meta.keys().find(|name| name.starts_with("snapshot:")).unwrap();
-    change_meta(&place, &[(snapshot, "1577836800000-0 3".to_owned())]).await;
+    change_meta(&fixture, &[(snapshot, "1577836800000-0 3".to_owned())]).await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 1);
 }
 
-async fn what_ended_a_moment_ago_is_left_to_whoever_is_at_it(place: Place) {
+async fn a_recent_expiry_is_left_to_the_process_that_started_it(fixture: Fixture) {
     let config = SessionsConfig { ttl: Some(MOMENT), tombstone_ttl: MOMENT, ..by_hand() };
-    let patient = place.sessions_with(folds(), config).await;
-    let impatient = place.sessions_with(folds(), forgetful()).await;
-    let session = patient.create(&place.session).await.unwrap();
+    let patient = fixture.sessions_with(folds(), config).await;
+    let impatient = fixture.sessions_with(folds(), expire_at_once()).await;
+    let session = patient.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
     // Somebody ended it, an event came, and it is yet to be seen that it is in use after all.
-    let backend = place.backend().await;
+    let backend = fixture.backend().await;
     let ended = [
         ("stage", "expired".to_owned()),
         ("expired_through", session.position().to_string()),
         ("expired_entries", "3".to_owned()),
         ("expired_at", backend.now().await.unwrap().to_rfc3339()),
     ];
-    change_meta(&place, &ended).await;
-    let event = Noted { session_id: Some(place.session.to_string()), ..noted(3) };
+    change_meta(&fixture, &ended).await;
+    let event = Noted { session_id: Some(fixture.session.to_string()), ..noted(3) };
     patient.bus().publish(event).await.unwrap();
     pause().await;
-    let stage = async || patient.info(&place.session).await.unwrap().map(|info| info.stage);
+    let stage = async || patient.info(&fixture.session).await.unwrap().map(|info| info.stage);
     patient.sweep().await.unwrap();
     assert_eq!(
-        (stage().await, place.entries(&place.session).await.len()),
+        (stage().await, fixture.entries(&fixture.session).await.len()),
         (Some(SessionStage::Expired), 4)
     );
     // Whoever was at it is dead.
     impatient.sweep().await.unwrap();
     assert_eq!(stage().await, Some(SessionStage::Open));
-    assert_eq!(sum(&patient.recover(&place.session).await.unwrap()), Sum::of(0..4));
+    assert_eq!(sum(&patient.recover(&fixture.session).await.unwrap()), Sum::of(0..4));
     // It ends, and is not forgotten while somebody may be about to remove its events, however soon notes go.
     pause().await;
     assert_eq!(patient.sweep().await.unwrap().expired, 1);
@@ -280,12 +280,12 @@ async fn what_ended_a_moment_ago_is_left_to_whoever_is_at_it(place: Place) {
     assert_eq!(stage().await, None);
 }
 
-async fn a_place_in_the_list_is_left_to_whoever_is_about_to_make_a_session(place: Place) {
-    let patient = place.sessions().await;
-    let impatient = place.sessions_with(folds(), forgetful()).await;
-    let backend = place.backend().await;
-    let list = StreamName::new(format!("{}:sessions", place.prefix)).unwrap();
-    let entry = [Fields::new([("session", place.session.to_string())])];
+async fn a_list_entry_is_kept_while_its_session_may_be_being_created(fixture: Fixture) {
+    let patient = fixture.sessions().await;
+    let impatient = fixture.sessions_with(folds(), expire_at_once()).await;
+    let backend = fixture.backend().await;
+    let list = StreamName::new(format!("{}:sessions", fixture.prefix)).unwrap();
+    let entry = [Fields::new([("session", fixture.session.to_string())])];
     backend.append(&list, &entry, &Retention::KEEP_ALL).await.unwrap();
     pause().await;
     let length = async || backend.stats(&list).await.unwrap().map_or(0, |stats| stats.length);
@@ -295,18 +295,18 @@ async fn a_place_in_the_list_is_left_to_whoever_is_about_to_make_a_session(place
     assert_eq!(length().await, 0);
 }
 
-async fn several_look_after_many_sessions_and_each_is_ended_once(place: Place) {
+async fn concurrent_maintenance_expires_each_of_many_sessions_once(fixture: Fixture) {
     const MANY: u64 = 150;
     let config = SessionsConfig { ttl: Some(MOMENT), ..by_hand() };
-    let sessions = place.sessions_with(folds(), config).await;
+    let sessions = fixture.sessions_with(folds(), config).await;
     for _ in 0..MANY {
         sessions.create(&SessionId::random()).await.unwrap();
     }
     // One that is damaged, and one of another kind in the list.
-    sessions.create(&place.session).await.unwrap();
-    change_meta(&place, &[("stage", "{odd}".to_owned())]).await;
-    let backend = place.backend().await;
-    let list = StreamName::new(format!("{}:sessions", place.prefix)).unwrap();
+    sessions.create(&fixture.session).await.unwrap();
+    change_meta(&fixture, &[("stage", "{odd}".to_owned())]).await;
+    let backend = fixture.backend().await;
+    let list = StreamName::new(format!("{}:sessions", fixture.prefix)).unwrap();
     let group = headwater_stream::GroupName::new("watchers").unwrap();
     backend.ensure_group(&list, &group, GroupStart::Beginning).await.unwrap();
     pause().await;

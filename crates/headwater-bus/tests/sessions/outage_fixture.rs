@@ -1,6 +1,6 @@
 //! A backend that can be taken away from sessions that are in use.
 
-#[path = "../backends/away.rs"]
+#[path = "../backends/outage_fixture.rs"]
 mod shared;
 
 use std::sync::Arc;
@@ -11,17 +11,17 @@ use headwater_bus::{BreakerConfig, FailurePolicy, Sessions, StreamedBus, Streame
 use headwater_stream::{Options, StreamName};
 use headwater_testkit::Redis;
 
-pub(crate) use self::shared::Away;
-use crate::place::{Place, by_hand, folds};
+pub(crate) use self::shared::OutageFixture;
+use crate::fixture::{Fixture, by_hand, folds};
 
-impl Away {
-    /// Sessions that notice soon that the backend is away.
+impl OutageFixture {
+    /// Sessions that notice soon that the backend is outage.
     pub(crate) async fn sessions(&self, on_failure: FailurePolicy) -> Sessions {
         let options = Options { call_deadline: Duration::from_secs(5), ..Default::default() };
         let backend = self.server.target().connect(&options).await;
         let recovery = Duration::from_millis(300);
         let config = StreamedBusConfig {
-            prefix: self.place.prefix.clone(),
+            prefix: self.fixture.prefix.clone(),
             breaker: BreakerConfig { failure_threshold: 3, recovery },
             on_failure,
             ..Default::default()

@@ -9,49 +9,49 @@ use headwater_bus::{
 };
 use headwater_testkit::{Persistence, Proxy, Redis};
 
-use crate::away::until;
-use crate::behind::Behind;
-use crate::place::{Place, numbers, stored, watch};
+use crate::fixture::{Fixture, numbers, stored, watch};
+use crate::outage_fixture::until;
+use crate::proxied_fixture::ProxiedFixture;
 
 tests_in!(
     redis,
-    crate::behind::Behind::redis(),
+    crate::proxied_fixture::ProxiedFixture::redis(),
     (flavor = "multi_thread", worker_threads = 2),
-    with_fail_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
-    with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
-    with_local_only_no_other_process_sees_an_event_that_the_result_calls_local,
+    with_fail_an_event_whose_reply_was_lost_is_stored_and_handled_once,
+    with_a_spool_an_event_whose_reply_was_lost_is_stored_and_handled_once,
+    with_local_only_no_other_process_receives_a_local_event,
 );
 
 tests_in!(
     cluster,
-    crate::behind::Behind::cluster().await,
+    crate::proxied_fixture::ProxiedFixture::cluster().await,
     (flavor = "multi_thread", worker_threads = 2),
-    with_fail_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
-    with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_once,
-    with_local_only_no_other_process_sees_an_event_that_the_result_calls_local,
+    with_fail_an_event_whose_reply_was_lost_is_stored_and_handled_once,
+    with_a_spool_an_event_whose_reply_was_lost_is_stored_and_handled_once,
+    with_local_only_no_other_process_receives_a_local_event,
 );
 
 /// A bus with a connection that works, and a log of what it handles.
-async fn open(place: &Place, on_failure: FailurePolicy) -> (StreamedBus, HandlerLog) {
-    let config = StreamedBusConfig { on_failure, ..place.config() };
-    let bus = place.bus_with(registry(), config).await;
+async fn open(fixture: &Fixture, on_failure: FailurePolicy) -> (StreamedBus, HandlerLog) {
+    let config = StreamedBusConfig { on_failure, ..fixture.config() };
+    let bus = fixture.bus_with(registry(), config).await;
     let log = watch(&bus).await;
-    bus.publish(place.noted(0)).await.unwrap().into_result().unwrap();
+    bus.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
     (bus, log)
 }
 
 /// Publishes with lost answers, and checks that every event is stored once and handled here once.
-async fn lose_answers(behind: &Behind, policy: FailurePolicy) {
+async fn lose_replies(behind: &ProxiedFixture, policy: FailurePolicy) {
     // Only who fails needs ids of the caller's, to be able to repeat.
     let gives_ids = policy == FailurePolicy::Fail;
-    let Behind { proxies, place, .. } = behind;
-    let (bus, log) = open(place, policy).await;
+    let ProxiedFixture { proxies, fixture, .. } = behind;
+    let (bus, log) = open(fixture, policy).await;
     for number in 1..20 {
         // The live reader waits on a connection of its own, and it may be its answer that is lost.
         proxies.iter().for_each(|proxy| proxy.drop_reply().unwrap());
         let id = EventId::random();
         for _ in 0..100 {
-            let mut event = OutgoingEvent::new(place.noted(number)).unwrap();
+            let mut event = OutgoingEvent::new(fixture.noted(number)).unwrap();
             if gives_ids {
                 event = event.with_id(id.clone());
             }
@@ -69,49 +69,50 @@ async fn lose_answers(behind: &Behind, policy: FailurePolicy) {
     lines.sort_by_key(|line| line.parse::<u64>().unwrap());
     assert_eq!(lines, numbers(0..20));
     // What waited in a spool is there by now, or soon.
-    let backend = place.connect().await;
-    until(|| async { stored(&*backend, &place.stream()).await.len() >= 20 }).await;
-    assert_eq!(stored(&*backend, &place.stream()).await, (0..20).collect::<Vec<u64>>());
+    let backend = fixture.connect().await;
+    until(|| async { stored(&*backend, &fixture.stream()).await.len() >= 20 }).await;
+    assert_eq!(stored(&*backend, &fixture.stream()).await, (0..20).collect::<Vec<u64>>());
     bus.close().await.unwrap();
 }
 
-async fn with_fail_an_event_whose_answer_was_lost_is_stored_once_and_handled_once(behind: Behind) {
-    lose_answers(&behind, FailurePolicy::Fail).await;
+async fn with_fail_an_event_whose_reply_was_lost_is_stored_and_handled_once(
+    proxied: ProxiedFixture,
+) {
+    lose_replies(&behind, FailurePolicy::Fail).await;
 }
 
-async fn with_a_spool_an_event_whose_answer_was_lost_is_stored_once_and_handled_once(
-    behind: Behind,
+async fn with_a_spool_an_event_whose_reply_was_lost_is_stored_and_handled_once(
+    proxied: ProxiedFixture,
 ) {
     let directory = tempfile::tempdir().unwrap();
     let spool = SpoolConfig::new(directory.path().join("spool"));
-    lose_answers(&behind, FailurePolicy::Spool(spool)).await;
+    lose_replies(&behind, FailurePolicy::Spool(spool)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_fail_an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too() {
-    unconfirmed_events_turn_up(FailurePolicy::Fail).await;
+async fn with_fail_an_unconfirmed_event_that_is_stored_is_handled_here() {
+    wait_for_unconfirmed_events(FailurePolicy::Fail).await;
 }
 
 /// An event that is too large for the spool, or comes to a disk that fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_a_spool_that_refuses_an_unconfirmed_event_that_is_stored_after_all_is_handled_here_too()
- {
+async fn with_a_full_spool_an_unconfirmed_event_that_is_stored_is_handled_here() {
     let directory = tempfile::tempdir().unwrap();
     let small = SpoolConfig { max_bytes: 4096, ..SpoolConfig::new(directory.path().join("spool")) };
-    unconfirmed_events_turn_up(FailurePolicy::Spool(small)).await;
+    wait_for_unconfirmed_events(FailurePolicy::Spool(small)).await;
 }
 
 /// Without an id of the caller's nobody can repeat an event, so its fate must be found out.
-async fn unconfirmed_events_turn_up(policy: FailurePolicy) {
+async fn wait_for_unconfirmed_events(policy: FailurePolicy) {
     let redis = Redis::builder().persistence(Persistence::Always).start().unwrap();
-    let place = Place::at(redis.url());
-    let (bus, log) = open(&place, policy).await;
+    let fixture = Fixture::at(redis.url());
+    let (bus, log) = open(&fixture, policy).await;
     // The answer stays away until the call has given up; the event arrives, late.
-    let backend = place.connect().await;
+    let backend = fixture.connect().await;
     let mut unconfirmed = Vec::new();
     for number in 1..4 {
         redis.pause().unwrap();
-        let event = Noted { text: "x".repeat(5000), ..place.noted(number) };
+        let event = Noted { text: "x".repeat(5000), ..fixture.noted(number) };
         if let Err(BusError::Unconfirmed { .. }) = bus.publish(event).await {
             unconfirmed.push(number);
         }
@@ -119,7 +120,7 @@ async fn unconfirmed_events_turn_up(policy: FailurePolicy) {
         // Until the breaker lets the next one through.
         tokio::time::sleep(Duration::from_millis(400)).await;
     }
-    let all = || async { stored(&*backend, &place.stream()).await };
+    let all = || async { stored(&*backend, &fixture.stream()).await };
     until(|| async { all().await.iter().any(|number| unconfirmed.contains(number)) }).await;
     let is_handled = || async {
         let lines = all().await.iter().map(u64::to_string).collect::<Vec<_>>();
@@ -135,15 +136,13 @@ async fn unconfirmed_events_turn_up(policy: FailurePolicy) {
 }
 
 /// The result tells events that stay in this process from those that other processes may see.
-async fn with_local_only_no_other_process_sees_an_event_that_the_result_calls_local(
-    behind: Behind,
-) {
-    let Behind { proxies, place, .. } = &behind;
-    let (bus, log) = open(place, FailurePolicy::LocalOnly).await;
+async fn with_local_only_no_other_process_receives_a_local_event(proxied: ProxiedFixture) {
+    let ProxiedFixture { proxies, fixture, .. } = &behind;
+    let (bus, log) = open(fixture, FailurePolicy::LocalOnly).await;
     let (mut local, mut unconfirmed) = (Vec::new(), Vec::new());
     for number in 1..40 {
         proxies.iter().for_each(|proxy| proxy.drop_reply().unwrap());
-        let result = bus.publish(place.noted(number)).await.unwrap();
+        let result = bus.publish(fixture.noted(number)).await.unwrap();
         assert_eq!(result.handlers_invoked, 1);
         match result.stored {
             StoreOutcome::LocalOnly => local.push(number),
@@ -160,7 +159,7 @@ async fn with_local_only_no_other_process_sees_an_event_that_the_result_calls_lo
     println!("{faults} replies lost; local {local:?}; unconfirmed {unconfirmed:?}");
 
     // What a process sees that begins to read now.
-    let seen = stored(&*place.connect().await, &place.stream()).await;
+    let seen = stored(&*fixture.connect().await, &fixture.stream()).await;
     let is_seen = |number: &&u64| seen.contains(number);
     let shown: Vec<&u64> = local.iter().filter(is_seen).collect();
     assert!(shown.is_empty(), "other processes see {shown:?}");

@@ -1,31 +1,31 @@
 //! Servers that are reached through proxies alone, which can stall and lose what passes.
 //!
-//! Part of the test binaries whose `Place` can stand on a server of its own.
+//! Part of the test binaries whose `Fixture` can stand on a server of its own.
 
 use std::any::Any;
 use std::time::Duration;
 
 use headwater_testkit::{Cluster, Proxy, Redis};
 
-use crate::place::Place;
+use crate::fixture::Fixture;
 
 /// A cluster needs no longer to agree on its addresses.
 const LIMIT: Duration = Duration::from_secs(90);
 
-pub(crate) struct Behind {
+pub(crate) struct ProxiedFixture {
     pub(crate) proxies: Vec<Proxy>,
     /// What goes through the proxies.
-    pub(crate) place: Place,
+    pub(crate) fixture: Fixture,
     /// They live as long as the proxies do.
     _servers: Box<dyn Any + Send>,
 }
 
-impl Behind {
+impl ProxiedFixture {
     pub(crate) fn redis() -> Self {
         let redis = Redis::start().unwrap();
         let proxy = Proxy::start(redis.addr()).unwrap();
-        let place = Place::at(redis.url_at(proxy.addr()));
-        Self { proxies: vec![proxy], place, _servers: Box::new(redis) }
+        let fixture = Fixture::at(redis.url_at(proxy.addr()));
+        Self { proxies: vec![proxy], fixture, _servers: Box::new(redis) }
     }
 
     /// Its nodes tell clients, and each other, to come by the proxies.
@@ -54,8 +54,8 @@ impl Behind {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         cluster.wait_until_ok(LIMIT).unwrap();
-        let place = Place::at(format!("redis-cluster://{}", addresses.join(",")));
-        Self { proxies, place, _servers: Box::new(cluster) }
+        let fixture = Fixture::at(format!("redis-cluster://{}", addresses.join(",")));
+        Self { proxies, fixture, _servers: Box::new(cluster) }
     }
 
     /// Nothing passes any more, and no connection is closed.

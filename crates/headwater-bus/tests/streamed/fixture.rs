@@ -10,12 +10,12 @@ use headwater_bus::{
 };
 use headwater_stream::{Backend, Entry, EntryId, Fields, Options, Retention, StreamName, connect};
 
-use crate::away::LIMIT;
 pub(crate) use crate::backends::entries;
 use crate::backends::{Target, new_prefix};
+use crate::outage_fixture::LIMIT;
 
 /// A backend, and keys that no other test uses.
-pub(crate) struct Place {
+pub(crate) struct Fixture {
     target: Target,
     /// How long buses wait for an answer.
     patience: Duration,
@@ -23,7 +23,7 @@ pub(crate) struct Place {
     pub(crate) session: SessionId,
 }
 
-impl Place {
+impl Fixture {
     pub(crate) async fn embedded() -> Self {
         Self::new(Target::embedded().await)
     }
@@ -36,12 +36,12 @@ impl Place {
         Self::new(Target::cluster())
     }
 
-    /// At a server that will be away: buses notice it soon.
+    /// At a server that will be outage: buses notice it soon.
     pub(crate) fn at(url: String) -> Self {
         Self::on(Target::Url(url))
     }
 
-    /// On something that will be away: buses notice it soon.
+    /// On something that will be outage: buses notice it soon.
     pub(crate) fn on(target: Target) -> Self {
         Self { patience: NOTICES_AFTER, ..Self::new(target) }
     }
@@ -111,10 +111,10 @@ pub(crate) fn noted(session: &SessionId, number: u64) -> Noted {
     Noted { session_id: Some(session.to_string()), number, text: String::new() }
 }
 
-/// When a bus takes a server that is to be away for away: long enough for one that is only slow.
+/// When a bus takes a server that is to be away for outage: long enough for one that is only slow.
 pub(crate) const NOTICES_AFTER: Duration = Duration::from_secs(4);
 
-fn waits(call_deadline: Duration) -> Options {
+fn is_waiting(call_deadline: Duration) -> Options {
     Options { call_deadline, ..Default::default() }
 }
 
@@ -123,8 +123,8 @@ pub(crate) async fn open(url: &str) -> Arc<dyn Backend> {
     connect(url, &waits(LIMIT)).await.unwrap()
 }
 
-/// A backend for a bus whose server will be away.
-pub(crate) async fn open_impatient(url: &str) -> Arc<dyn Backend> {
+/// A backend for a bus whose server will be outage.
+pub(crate) async fn open_with_short_leases(url: &str) -> Arc<dyn Backend> {
     connect(url, &waits(NOTICES_AFTER)).await.unwrap()
 }
 

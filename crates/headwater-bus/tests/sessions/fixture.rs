@@ -15,14 +15,14 @@ use tempfile::TempDir;
 use crate::backends::{Target, entries, new_prefix};
 
 /// Writes each scenario once and runs it on all three backends.
-macro_rules! everywhere {
+macro_rules! on_every_bus {
     ($($scenario:ident),* $(,)?) => {
         on_streams!($($scenario),*);
     };
 }
 
 /// A bus or a backend, and keys that no other test uses.
-pub(crate) struct Place {
+pub(crate) struct Fixture {
     target: Target,
     pub(crate) prefix: String,
     pub(crate) session: SessionId,
@@ -71,7 +71,7 @@ pub(crate) fn by_hand() -> SessionsConfig {
     SessionsConfig { snapshot_every: None, ..Default::default() }
 }
 
-impl Place {
+impl Fixture {
     pub(crate) fn local() -> Self {
         Self::new(Target::Local(Arc::new(LocalBus::new(registry()))))
     }
@@ -117,7 +117,7 @@ impl Place {
     }
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
-        self.target.connect(&patient()).await
+        self.target.connect(&long_deadline()).await
     }
 
     pub(crate) async fn bus(&self) -> Arc<StreamedBus> {
@@ -164,7 +164,7 @@ impl Place {
     }
 }
 
-impl Place {
+impl Fixture {
     /// The entries of a session as it is exported; none if there is no such session.
     async fn exported(&self, session: &SessionId) -> Vec<Entry> {
         let sessions = self.sessions().await;
@@ -218,7 +218,7 @@ pub(crate) fn sum(session: &Session) -> Sum {
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// A server that is only slow is not away.
-fn patient() -> Options {
+/// A server that is only slow is not outage.
+fn long_deadline() -> Options {
     Options { call_deadline: LIMIT, ..Default::default() }
 }

@@ -1,21 +1,21 @@
-//! The replay of a spool while one node of a cluster is away.
+//! The replay of a spool while one node of a cluster is outage.
 
 use headwater_bus::conformance::registry;
 use headwater_bus::{EventBus, EventBusExt, StoreOutcome};
 
-use crate::away::{Away, LIMIT, until};
-use crate::place::{noted, numbers, stored, watch};
+use crate::fixture::{noted, numbers, stored, watch};
+use crate::outage_fixture::{LIMIT, OutageFixture, until};
 use crate::spool::{spooling, wait_until_empty};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_a_cluster_what_waits_for_other_nodes_need_not_wait_for_the_one_that_is_away() {
-    let away = Away::cluster();
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
-    let backend = place.connect().await;
+async fn on_a_cluster_spooled_events_for_available_nodes_do_not_wait_for_an_unavailable_one() {
+    let away = OutageFixture::cluster();
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
+    let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
+    let backend = fixture.connect().await;
     let log = watch(&bus).await;
-    let stays = away.elsewhere().next().unwrap();
-    let sessions = [&place.session, &stays];
+    let stays = outage.elsewhere().next().unwrap();
+    let sessions = [&fixture.session, &stays];
     let publish = async |number: u64| {
         let mut ways = Vec::new();
         for session in sessions {
@@ -25,20 +25,20 @@ async fn on_a_cluster_what_waits_for_other_nodes_need_not_wait_for_the_one_that_
     };
     publish(0).await;
 
-    away.begin().await;
+    outage.begin().await;
     for number in 1..20 {
         // Whatever comes behind an event that waits, waits too.
         assert_eq!(publish(number).await, [StoreOutcome::Spooled; 2]);
     }
     // It arrives where it can.
     let all: Vec<u64> = (0..20).collect();
-    until(|| async { stored(&*backend, &place.stream_of(stays.as_str())).await == all }).await;
+    until(|| async { stored(&*backend, &fixture.stream_of(stays.as_str())).await == all }).await;
     assert_eq!(bus.health().await.spool.unwrap().events, 38);
 
-    away.end().await;
+    outage.end().await;
     wait_until_empty(&bus, LIMIT).await;
     for session in sessions {
-        assert_eq!(stored(&*backend, &place.stream_of(session.as_str())).await, all);
+        assert_eq!(stored(&*backend, &fixture.stream_of(session.as_str())).await, all);
     }
     // Both sessions were handled here once, at once.
     assert_eq!(log.settles_at(40).await.len(), numbers(0..20).len() * 2);
@@ -46,47 +46,47 @@ async fn on_a_cluster_what_waits_for_other_nodes_need_not_wait_for_the_one_that_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_a_cluster_what_is_refused_for_good_is_set_aside_once_however_long_a_node_is_away() {
-    let away = Away::cluster();
-    let (place, directory) = (&away.place, tempfile::tempdir().unwrap());
-    let bus = place.bus_with(registry(), spooling(place, &directory)).await;
-    let backend = place.connect().await;
-    let refused = away.elsewhere().next().unwrap();
-    let good = away.elsewhere().next().unwrap();
+async fn on_a_cluster_rejected_events_are_set_aside_once_during_a_node_outage() {
+    let away = OutageFixture::cluster();
+    let (fixture, directory) = (&outage.fixture, tempfile::tempdir().unwrap());
+    let bus = fixture.bus_with(registry(), spooling(fixture, &directory)).await;
+    let backend = fixture.connect().await;
+    let refused = outage.elsewhere().next().unwrap();
+    let good = outage.elsewhere().next().unwrap();
 
-    // Given events for one that will refuse them, behind them events for the one that is away, and others.
-    let room = |bytes: &str| away.command_at(&refused, &["CONFIG", "SET", "maxmemory", bytes]);
+    // Given events for one that will refuse them, behind them events for the one that is outage, and others.
+    let room = |bytes: &str| outage.command_at(&refused, &["CONFIG", "SET", "maxmemory", bytes]);
     room("1");
-    for (number, session) in [(0, &refused), (1, &refused), (2, &refused), (0, &place.session)] {
+    for (number, session) in [(0, &refused), (1, &refused), (2, &refused), (0, &fixture.session)] {
         let result = bus.publish(noted(session, number)).await.unwrap();
         assert_eq!(result.stored, StoreOutcome::Spooled);
     }
-    away.begin().await;
-    for (number, session) in [(1, &place.session), (0, &good), (1, &good), (2, &good)] {
+    outage.begin().await;
+    for (number, session) in [(1, &fixture.session), (0, &good), (1, &good), (2, &good)] {
         let result = bus.publish(noted(session, number)).await.unwrap();
         assert_eq!(result.stored, StoreOutcome::Spooled);
     }
     room("0");
     // Some of them may be in their stream already, for the replay tries again and again.
-    let stream = place.stream_of(refused.as_str());
-    away.command_at(&refused, &["SET", stream.as_str(), "no stream"]);
+    let stream = fixture.stream_of(refused.as_str());
+    outage.command_at(&refused, &["SET", stream.as_str(), "no stream"]);
     bus.publish(noted(&refused, 3)).await.unwrap();
     // Several tries later ...
     for number in 3..6 {
         bus.publish(noted(&good, number)).await.unwrap();
         let all: Vec<u64> = (0..=number).collect();
-        until(|| async { stored(&*backend, &place.stream_of(good.as_str())).await == all }).await;
+        until(|| async { stored(&*backend, &fixture.stream_of(good.as_str())).await == all }).await;
     }
     // ... nothing is given up while the rest of what was tried with it waits.
     assert_eq!(bus.health().await.spool.unwrap().rejected, 0);
 
-    away.end().await;
+    outage.end().await;
     wait_until_empty(&bus, LIMIT).await;
     assert_eq!(bus.health().await.spool.unwrap().rejected, 4);
     let listed = bus.rejected(100).await.unwrap();
     assert_eq!(listed.len(), 4);
     assert!(listed.iter().all(|event| event.stream == stream));
-    assert_eq!(stored(&*backend, &place.stream()).await, [0, 1]);
-    assert_eq!(stored(&*backend, &place.stream_of(good.as_str())).await, [0, 1, 2, 3, 4, 5]);
+    assert_eq!(stored(&*backend, &fixture.stream()).await, [0, 1]);
+    assert_eq!(stored(&*backend, &fixture.stream_of(good.as_str())).await, [0, 1, 2, 3, 4, 5]);
     bus.close().await.unwrap();
 }

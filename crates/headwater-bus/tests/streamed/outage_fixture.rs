@@ -1,6 +1,6 @@
 //! A backend that can be taken away from a bus that works with it.
 
-#[path = "../backends/away.rs"]
+#[path = "../backends/outage_fixture.rs"]
 mod shared;
 
 use std::time::Duration;
@@ -11,14 +11,14 @@ use headwater_bus::{
 use headwater_testkit::Redis;
 use tokio::time::{Instant, sleep};
 
-pub(crate) use self::shared::Away;
+pub(crate) use self::shared::OutageFixture;
 pub(crate) use crate::backends::server::LIMIT;
-use crate::place::{Place, noted};
+use crate::fixture::{Fixture, noted};
 
-impl Away {
+impl OutageFixture {
     /// The server that has the place's session.
     pub(crate) fn node(&self) -> &Redis {
-        self.server.node_of(&self.place.stream())
+        self.server.node_of(&self.fixture.stream())
     }
 
     /// Sessions on nodes of a cluster that stay.
@@ -34,7 +34,7 @@ impl Away {
     }
 
     fn node_of(&self, session: &SessionId) -> &Redis {
-        self.server.node_of(&self.place.stream_of(session.as_str()))
+        self.server.node_of(&self.fixture.stream_of(session.as_str()))
     }
 }
 
@@ -66,9 +66,9 @@ pub(crate) async fn until<F: Future<Output = bool>>(mut is_so: impl FnMut() -> F
 }
 
 /// Publishes events until the breaker is open.
-pub(crate) async fn open_breaker(bus: &StreamedBus, place: &Place) {
+pub(crate) async fn open_breaker(bus: &StreamedBus, fixture: &Fixture) {
     until(|| async {
-        let error = bus.publish(place.noted(1000)).await.unwrap_err();
+        let error = bus.publish(fixture.noted(1000)).await.unwrap_err();
         matches!(error, BusError::BreakerOpen { .. })
     })
     .await;

@@ -8,30 +8,30 @@ use headwater_bus::{
 };
 use serde_json::Value;
 
-use crate::place::{Ask, LIMIT, Loop, Mute, Place, begun, quick};
+use crate::fixture::{Ask, Fixture, LIMIT, Loop, Mute, begun, fast_config};
 
 everywhere![
-    a_request_that_runs_is_stopped_when_it_is_cancelled,
-    a_request_that_waits_is_never_begun_when_it_is_cancelled,
+    a_running_request_is_stopped_when_it_is_cancelled,
+    a_waiting_request_is_not_started_when_it_is_cancelled,
     a_request_that_has_a_reply_cannot_be_cancelled,
-    a_request_that_is_cancelled_before_it_is_submitted_is_not_carried_out,
+    a_request_cancelled_before_it_is_submitted_is_not_executed,
 ];
 
 /// The same where others can watch: on streams.
 mod watched {
-    use super::a_cancellation_that_its_requester_could_not_announce_is_announced_by_the_worker;
+    use super::a_cancellation_not_published_by_its_requester_is_published_by_the_worker;
 
-    on_streams!(a_cancellation_that_its_requester_could_not_announce_is_announced_by_the_worker);
+    on_streams!(a_cancellation_not_published_by_its_requester_is_published_by_the_worker);
 }
 
 fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
 }
 
-async fn a_request_that_runs_is_stopped_when_it_is_cancelled(place: Place) {
+async fn a_running_request_is_stopped_when_it_is_cancelled(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let [client, other] = [place.client("desk").await, place.client("desk").await];
+    let worker = fixture.worker(&main_loop).await;
+    let [client, other] = [fixture.client("desk").await, fixture.client("desk").await];
     let submit = Submission::new(Ask::Wait(String::new())).id(id("r1"));
     let (failed, ()) = tokio::join!(client.submit::<_, Value>(submit), async {
         main_loop.begun.notified().await;
@@ -48,10 +48,11 @@ async fn a_request_that_runs_is_stopped_when_it_is_cancelled(place: Place) {
     worker.stop().await.unwrap();
 }
 
-async fn a_request_that_waits_is_never_begun_when_it_is_cancelled(place: Place) {
+async fn a_waiting_request_is_not_started_when_it_is_cancelled(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker_with(&main_loop, MainLoopConfig { concurrency: 1, ..quick() }).await;
-    let client = place.client("desk").await;
+    let worker =
+        fixture.worker_with(&main_loop, MainLoopConfig { concurrency: 1, ..fast_config() }).await;
+    let client = fixture.client("desk").await;
     let first =
         client.submit::<_, String>(Submission::new(Ask::Wait("a".to_owned())).id(id("first")));
     let second = async {
@@ -75,10 +76,10 @@ async fn a_request_that_waits_is_never_begun_when_it_is_cancelled(place: Place) 
     worker.stop().await.unwrap();
 }
 
-async fn a_request_that_has_a_reply_cannot_be_cancelled(place: Place) {
+async fn a_request_that_has_a_reply_cannot_be_cancelled(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
     let submit = || Submission::new(Ask::Echo("a".to_owned())).id(id("r1"));
     client.submit::<_, String>(submit()).await.unwrap();
     assert_eq!(client.cancel(&id("r1")).await.unwrap(), CancelOutcome::AlreadyReplied);
@@ -86,10 +87,10 @@ async fn a_request_that_has_a_reply_cannot_be_cancelled(place: Place) {
     worker.stop().await.unwrap();
 }
 
-async fn a_request_that_is_cancelled_before_it_is_submitted_is_not_carried_out(place: Place) {
+async fn a_request_cancelled_before_it_is_submitted_is_not_executed(fixture: Fixture) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
     assert_eq!(client.cancel(&id("r1")).await.unwrap(), CancelOutcome::Cancelled);
     let submit = Submission::new(Ask::Echo("a".to_owned())).id(id("r1")).timeout(LIMIT);
     let failed = client.submit::<_, String>(submit).await.unwrap_err();
@@ -98,27 +99,27 @@ async fn a_request_that_is_cancelled_before_it_is_submitted_is_not_carried_out(p
     assert_eq!(begun(&main_loop, "r1"), 0);
 }
 
-async fn a_cancellation_that_its_requester_could_not_announce_is_announced_by_the_worker(
-    place: Place,
+async fn a_cancellation_not_published_by_its_requester_is_published_by_the_worker(
+    fixture: Fixture,
 ) {
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
-    let mute = Arc::new(Mute { bus: place.bus().await, refuses: true });
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
+    let mute = Arc::new(Mute { bus: fixture.bus().await, refuses: true });
     let requester = Requester::new("desk").unwrap();
-    let cut_off = MainLoopClient::open(mute, requester, Default::default()).await.unwrap();
+    let cancel_after = MainLoopClient::open(mute, requester, Default::default()).await.unwrap();
     let submit = Submission::new(Ask::Wait("a".to_owned())).id(id("r1"));
     let (failed, ()) = tokio::join!(client.submit::<_, Value>(submit), async {
         main_loop.begun.notified().await;
         // It is kept. Nobody but the requester can know of it.
-        assert!(cut_off.cancel(&id("r1")).await.unwrap_err().is_transient());
+        assert!(cancel_after.cancel(&id("r1")).await.unwrap_err().is_transient());
     });
     assert_eq!(failed.unwrap_err().failure(), Some(RequestFailure::Cancelled));
     // The worker finds it where its own reply was to go.
     main_loop.open_gate();
-    place.control_settles_at(MainLoopFailed::TYPE, 1).await;
-    place.requests_settle().await;
-    assert_eq!(place.entries(&place.replies("desk")).await.len(), 1);
+    fixture.control_settles_at(MainLoopFailed::TYPE, 1).await;
+    fixture.requests_settle().await;
+    assert_eq!(fixture.entries(&fixture.replies("desk")).await.len(), 1);
     assert_eq!(begun(&main_loop, "r1"), 1);
     worker.stop().await.unwrap();
 }

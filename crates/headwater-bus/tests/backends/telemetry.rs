@@ -80,7 +80,7 @@ impl Subscriber for Spans {
 pub(crate) struct Counts(Arc<Mutex<BTreeMap<String, i64>>>);
 
 impl Counts {
-    /// Behind the prefix of this crate.
+    /// ProxiedFixture the prefix of this crate.
     pub(crate) fn of(&self, name: &str) -> Option<i64> {
         self.0.lock().unwrap().get(&format!("headwater_bus_{name}")).copied()
     }

@@ -20,9 +20,9 @@ pub(crate) use crate::backends::quick_lease;
 use crate::backends::{Target, new_prefix, quick_queue};
 
 /// Writes each scenario once and runs it on a local bus and on all three backends.
-macro_rules! everywhere {
+macro_rules! on_every_bus {
     ($($scenario:ident),* $(,)?) => {
-        locally!($($scenario),*);
+        on_local_bus!($($scenario),*);
         on_streams!($($scenario),*);
     };
 }
@@ -30,7 +30,7 @@ macro_rules! everywhere {
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
 /// A bus or a backend, and keys that no other test uses.
-pub(crate) struct Place {
+pub(crate) struct Fixture {
     target: Target,
     pub(crate) prefix: String,
     lease: KeeperConfig,
@@ -38,7 +38,7 @@ pub(crate) struct Place {
     patience: Duration,
 }
 
-impl Place {
+impl Fixture {
     pub(crate) fn local() -> Self {
         Self::new(Target::Local(Arc::new(LocalBus::new(registry()))))
     }
@@ -74,7 +74,7 @@ impl Place {
     }
 
     /// Those who die here are soon known to be dead. So may be those that are only slow.
-    pub(crate) fn impatient(self) -> Self {
+    pub(crate) fn with_short_leases(self) -> Self {
         Self { lease: quick_lease(), ..self }
     }
 
@@ -83,13 +83,13 @@ impl Place {
         Self { patience, ..self }
     }
 
-    /// The same place, for a thread of its own.
+    /// The same fixture, for a thread of its own.
     pub(crate) fn again(&self) -> Self {
         Self { target: self.target.clone(), prefix: self.prefix.clone(), ..*self }
     }
 
     pub(crate) async fn backend(&self) -> Arc<dyn Backend> {
-        // A server that is only slow is not away.
+        // A server that is only slow is not outage.
         let options = Options { call_deadline: self.patience, ..Default::default() };
         self.target.connect(&options).await
     }
@@ -118,7 +118,7 @@ impl Place {
 
     /// A worker on a bus of its own.
     pub(crate) async fn worker(&self, main_loop: &Loop) -> MainLoopWorker {
-        self.worker_with(main_loop, quick()).await
+        self.worker_with(main_loop, fast_config()).await
     }
 
     pub(crate) async fn worker_with(
@@ -248,7 +248,7 @@ pub(crate) fn registry() -> EventRegistry {
 }
 
 /// Settings that make no test wait.
-pub(crate) fn quick() -> MainLoopConfig {
+pub(crate) fn fast_config() -> MainLoopConfig {
     MainLoopConfig {
         backoff: Backoff::Fixed(Duration::from_millis(5)),
         drain: Duration::from_secs(10),

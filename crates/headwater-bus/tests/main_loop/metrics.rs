@@ -5,23 +5,23 @@ use std::time::Duration;
 use headwater_bus::{Budget, CancelOutcome, RequestId, Submission};
 use serde_json::Value;
 
-use crate::backends::watching::{Counts, Span, Spans};
-use crate::place::{Ask, LIMIT, Loop, Place, begun};
+use crate::backends::telemetry::{Counts, Span, Spans};
+use crate::fixture::{Ask, Fixture, LIMIT, Loop, begun};
 
 fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
 }
 
 // One thread, so that it and all tasks have the recorder of the test.
-locally!((): what_becomes_of_requests_is_counted, each_request_has_a_span_that_names_it_on_both_sides);
-on_streams!((): what_becomes_of_requests_is_counted, each_request_has_a_span_that_names_it_on_both_sides);
+on_local_bus!((): request_metrics_are_counted, client_and_worker_have_a_span_for_each_request);
+on_streams!((): request_metrics_are_counted, client_and_worker_have_a_span_for_each_request);
 
-async fn what_becomes_of_requests_is_counted(place: Place) {
+async fn request_metrics_are_counted(fixture: Fixture) {
     let counts = Counts::default();
     let _guard = metrics::set_default_local_recorder(&counts);
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
     let echo = || Submission::new(Ask::Echo("a".to_owned())).id(id("echo"));
     client.submit::<_, String>(echo()).await.unwrap();
     client.submit::<_, u32>(Submission::new(Ask::FailTimes(2))).await.unwrap();
@@ -44,8 +44,8 @@ async fn what_becomes_of_requests_is_counted(place: Place) {
     // It has stopped when the worker has.
     worker.stop().await.unwrap();
     // One that comes again is known.
-    let worker = place.worker(&main_loop).await;
-    let other = place.client("shop").await;
+    let worker = fixture.worker(&main_loop).await;
+    let other = fixture.client("shop").await;
     other.submit::<_, String>(echo()).await.unwrap();
     worker.stop().await.unwrap();
 
@@ -70,11 +70,11 @@ async fn what_becomes_of_requests_is_counted(place: Place) {
     }
 }
 
-async fn each_request_has_a_span_that_names_it_on_both_sides(place: Place) {
+async fn client_and_worker_have_a_span_for_each_request(fixture: Fixture) {
     let spans = Spans::of_all();
     let main_loop = Loop::default();
-    let worker = place.worker(&main_loop).await;
-    let client = place.client("desk").await;
+    let worker = fixture.worker(&main_loop).await;
+    let client = fixture.client("desk").await;
     let request_id = RequestId::random();
     let session = client.session_of(&request_id);
     let submit = Submission::new(Ask::Note(1)).id(request_id.clone());

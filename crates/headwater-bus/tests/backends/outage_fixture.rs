@@ -1,16 +1,16 @@
 //! A backend that can be taken away from those who work with it, and the place that they work in.
 //!
-//! Part of the test binaries whose `Place` can stand on a backend of its own; each adds what its scenarios ask.
+//! Part of the test binaries whose `Fixture` can stand on a backend of its own; each adds what its scenarios ask.
 
-use super::Place;
+use super::Fixture;
 use crate::backends::server::Server;
 
-pub(crate) struct Away {
+pub(crate) struct OutageFixture {
     pub(crate) server: Server,
-    pub(crate) place: Place,
+    pub(crate) fixture: Fixture,
 }
 
-impl Away {
+impl OutageFixture {
     pub(crate) async fn embedded() -> Self {
         Self::new(Server::embedded().await)
     }
@@ -24,17 +24,17 @@ impl Away {
     }
 
     fn new(server: Server) -> Self {
-        Self { place: Place::on(server.target()), server }
+        Self { fixture: Fixture::on(server.target()), server }
     }
 
-    /// Takes the backend away, as far as the place's session is concerned.
+    /// Takes the backend outage, as far as the place's session is concerned.
     pub(crate) async fn begin(&self) {
-        self.server.leave(&self.place.stream()).await;
+        self.server.stop_node_of(&self.fixture.stream()).await;
     }
 
     /// Brings it back, with all it had.
     pub(crate) async fn end(&self) {
-        self.server.come_back().await;
+        self.server.restart().await;
     }
 
     /// Removes everything from every server.

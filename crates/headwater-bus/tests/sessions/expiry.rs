@@ -11,17 +11,17 @@ use headwater_bus::{
 };
 use headwater_stream::{EntryId, Retention};
 
-use crate::place::{Place, Sum, by_hand, folds, noted, publish, sum};
+use crate::fixture::{Fixture, Sum, by_hand, folds, noted, publish, sum};
 
-everywhere!(
-    a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_was,
+on_every_bus!(
+    an_expired_session_is_distinguished_from_a_missing_one,
     a_session_in_use_does_not_expire,
-    an_event_that_is_confirmed_while_a_session_ends_is_not_lost,
-    what_a_group_has_not_handled_keeps_a_session,
-    a_bus_that_keeps_little_takes_nothing_that_no_snapshot_stands_for,
+    an_event_confirmed_during_expiry_is_not_lost,
+    events_pending_for_a_group_prevent_expiry,
+    retention_never_removes_entries_that_no_snapshot_includes,
 );
 
-locally!(a_session_in_use_does_not_expire,);
+on_local_bus!(a_session_in_use_does_not_expire,);
 
 fn short_lived() -> SessionsConfig {
     SessionsConfig { ttl: Some(Duration::from_millis(50)), ..by_hand() }
@@ -31,18 +31,18 @@ async fn pause() {
     tokio::time::sleep(Duration::from_millis(120)).await;
 }
 
-async fn a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_was(place: Place) {
-    let sessions = place.sessions_with(folds(), short_lived()).await;
-    let session = sessions.create(&place.session).await.unwrap();
+async fn an_expired_session_is_distinguished_from_a_missing_one(fixture: Fixture) {
+    let sessions = fixture.sessions_with(folds(), short_lived()).await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..10).await;
     session.compact().await.unwrap();
     publish(&session, 10..15).await;
-    let for_ever = place.sessions().await.create(&SessionId::random()).await.unwrap();
+    let for_ever = fixture.sessions().await.create(&SessionId::random()).await.unwrap();
     publish(&for_ever, 0..1).await;
     pause().await;
-    let swept = place.sessions().await.sweep().await.unwrap();
+    let swept = fixture.sessions().await.sweep().await.unwrap();
     assert_eq!((swept.checked, swept.expired, swept.held_back, swept.failed), (2, 1, 0, 0));
-    assert_eq!(place.entries(&place.session).await, []);
+    assert_eq!(fixture.entries(&fixture.session).await, []);
 
     let expired = |error: SessionError| match error {
         SessionError::Expired { entries, through, .. } => {
@@ -50,53 +50,53 @@ async fn a_session_whose_time_is_up_says_so_and_is_not_taken_for_one_that_never_
         }
         other => panic!("{other}"),
     };
-    expired(sessions.recover(&place.session).await.unwrap_err());
-    expired(sessions.recover_incomplete(&place.session).await.unwrap_err());
+    expired(sessions.recover(&fixture.session).await.unwrap_err());
+    expired(sessions.recover_incomplete(&fixture.session).await.unwrap_err());
     expired(session.refresh().await.unwrap_err());
-    expired(sessions.export(&place.session).await.unwrap_err());
-    let taken = sessions.create(&place.session).await.unwrap_err();
+    expired(sessions.export(&fixture.session).await.unwrap_err());
+    let taken = sessions.create(&fixture.session).await.unwrap_err();
     assert!(matches!(taken, SessionError::Exists { .. }), "{taken}");
-    let info = sessions.info(&place.session).await.unwrap().unwrap();
+    let info = sessions.info(&fixture.session).await.unwrap().unwrap();
     assert_eq!((info.stage, info.length, info.removed), (SessionStage::Expired, 0, 15));
     // Once is enough, and a late event does not bring it back.
     expired(session.publish(noted(15)).await.unwrap_err());
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
-    expired(sessions.recover(&place.session).await.unwrap_err());
-    assert_eq!(place.entries(&place.session).await.len(), 1);
+    expired(sessions.recover(&fixture.session).await.unwrap_err());
+    assert_eq!(fixture.entries(&fixture.session).await.len(), 1);
     // What was snapshotted is gone, too; nobody is left to take one.
     assert!(session.snapshot().await.is_err());
 
-    assert!(sessions.delete(&place.session).await.unwrap());
-    let error = sessions.recover(&place.session).await.unwrap_err();
+    assert!(sessions.delete(&fixture.session).await.unwrap());
+    let error = sessions.recover(&fixture.session).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
     assert_eq!(sum(&sessions.recover(for_ever.id()).await.unwrap()), Sum::of([0]));
     // Whoever still holds it makes no session of what it publishes.
     let error = session.publish(noted(16)).await.unwrap_err();
     assert!(matches!(error, SessionError::NotFound { .. }), "{error}");
-    assert_eq!(sessions.info(&place.session).await.unwrap(), None);
+    assert_eq!(sessions.info(&fixture.session).await.unwrap(), None);
 }
 
-async fn a_session_in_use_does_not_expire(place: Place) {
+async fn a_session_in_use_does_not_expire(fixture: Fixture) {
     let ttl = Some(Duration::from_secs(3600));
-    let sessions = place.sessions_with(folds(), SessionsConfig { ttl, ..by_hand() }).await;
-    let session = sessions.create(&place.session).await.unwrap();
+    let sessions = fixture.sessions_with(folds(), SessionsConfig { ttl, ..by_hand() }).await;
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..3).await;
     assert_eq!(sessions.sweep().await.unwrap().expired, 0);
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..3));
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..3));
 }
 
 /// Somebody publishes between any two steps of whoever ends the session, who then goes on or dies.
-async fn an_event_that_is_confirmed_while_a_session_ends_is_not_lost(place: Place) {
-    let place = place.on_disk().await;
+async fn an_event_confirmed_during_expiry_is_not_lost(fixture: Fixture) {
+    let fixture = fixture.on_disk().await;
     let moment = Duration::from_millis(1);
     let (ttl, abandoned_after) = (Some(moment), moment);
     let config = SessionsConfig { ttl, abandoned_after, ..by_hand() };
     let (mut ends, mut polls) = (0, 0);
     while ends < 3 {
         for dies in [false, true] {
-            let place = place.another();
-            let sessions = place.sessions_with(folds(), config).await;
-            let session = sessions.create(&place.session).await.unwrap();
+            let fixture = fixture.another();
+            let sessions = fixture.sessions_with(folds(), config).await;
+            let session = sessions.create(&fixture.session).await.unwrap();
             publish(&session, 0..10).await;
             session.snapshot().await.unwrap();
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -113,7 +113,7 @@ async fn an_event_that_is_confirmed_while_a_session_ends_is_not_lost(place: Plac
             for _ in 0..2 {
                 sessions.sweep().await.unwrap();
             }
-            let error = sessions.recover(&place.session).await.unwrap_err();
+            let error = sessions.recover(&fixture.session).await.unwrap_err();
             let SessionError::Expired { entries, .. } = error else { panic!("{error}") };
             match published {
                 Ok(_) => assert_eq!(entries, 11, "after {polls} polls, dies: {dies}"),
@@ -138,12 +138,12 @@ async fn poll_times<F: Future + Unpin>(mut times: usize, work: &mut F) -> bool {
     .await
 }
 
-async fn what_a_group_has_not_handled_keeps_a_session(place: Place) {
-    let bus = place.bus().await;
+async fn events_pending_for_a_group_prevent_expiry(fixture: Fixture) {
+    let bus = fixture.bus().await;
     let sessions = Sessions::new(bus.clone(), folds(), short_lived()).await.unwrap();
-    let session = sessions.create(&place.session).await.unwrap();
+    let session = sessions.create(&fixture.session).await.unwrap();
     // A group that is not there just now.
-    let subscribe = || SubscribeOptions::durable("workers").session(place.session.clone());
+    let subscribe = || SubscribeOptions::durable("workers").session(fixture.session.clone());
     let gone = bus.subscribe::<Noted>(subscribe(), |_| async {}).await.unwrap();
     assert!(bus.unsubscribe(gone).await.unwrap());
     publish(&session, 0..3).await;
@@ -164,26 +164,26 @@ async fn what_a_group_has_not_handled_keeps_a_session(place: Place) {
     while sessions.sweep().await.unwrap().expired == 0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    assert!(sessions.recover(&place.session).await.is_err());
+    assert!(sessions.recover(&fixture.session).await.is_err());
     bus.close().await.unwrap();
 }
 
-async fn a_bus_that_keeps_little_takes_nothing_that_no_snapshot_stands_for(place: Place) {
+async fn retention_never_removes_entries_that_no_snapshot_includes(fixture: Fixture) {
     let config = headwater_bus::StreamedBusConfig {
-        prefix: place.prefix.clone(),
+        prefix: fixture.prefix.clone(),
         session_retention: Retention::max_len(5),
         ..Default::default()
     };
     let registry = headwater_bus::conformance::registry();
-    let bus = headwater_bus::StreamedBus::open(place.backend().await, registry, config);
+    let bus = headwater_bus::StreamedBus::open(fixture.backend().await, registry, config);
     let bus = std::sync::Arc::new(bus.await.unwrap());
     let sessions = Sessions::new(bus, folds(), by_hand()).await.unwrap();
-    let session = sessions.create(&place.session).await.unwrap();
+    let session = sessions.create(&fixture.session).await.unwrap();
     publish(&session, 0..3000).await;
-    assert_eq!(place.entries(&place.session).await.len(), 3000);
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..3000));
+    assert_eq!(fixture.entries(&fixture.session).await.len(), 3000);
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..3000));
     session.compact().await.unwrap();
     publish(&session, 3000..4000).await;
-    assert_eq!(sum(&sessions.recover(&place.session).await.unwrap()), Sum::of(0..4000));
+    assert_eq!(sum(&sessions.recover(&fixture.session).await.unwrap()), Sum::of(0..4000));
     assert_ne!(session.position(), EntryId::MIN);
 }

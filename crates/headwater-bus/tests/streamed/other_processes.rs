@@ -8,40 +8,40 @@ use headwater_bus::{
 };
 use tokio::sync::Semaphore;
 
-use crate::place::{Place, entries, numbers, stored, watch, writes};
+use crate::fixture::{Fixture, entries, numbers, stored, watch, writes};
 
 on_streams!(
-    every_bus_sees_what_another_publishes_once_and_in_order,
-    a_live_subscription_begins_where_it_began,
+    every_bus_receives_events_of_another_once_and_in_order,
+    a_live_subscription_starts_at_the_end_of_the_stream,
     an_entry_of_another_program_is_handled_and_a_copy_for_a_group_is_not,
-    a_handler_of_a_namespace_sees_its_events_whatever_the_session,
-    after_unsubscribing_nothing_is_seen_any_more,
+    a_namespace_handler_receives_events_whatever_the_session,
+    no_events_are_received_after_unsubscribe,
     an_entry_has_the_fields_of_the_wire_format,
-    an_event_with_an_id_counts_once_whoever_publishes_it_again,
+    publishing_under_the_same_id_from_another_process_is_idempotent,
 );
 
-async fn every_bus_sees_what_another_publishes_once_and_in_order(place: Place) {
-    let (ada, bob) = (place.bus().await, place.bus().await);
+async fn every_bus_receives_events_of_another_once_and_in_order(fixture: Fixture) {
+    let (ada, bob) = (fixture.bus().await, fixture.bus().await);
     let (seen_by_ada, seen_by_bob) = (watch(&ada).await, watch(&bob).await);
     for number in 0..50 {
-        let result = ada.publish(place.noted(number)).await.unwrap();
+        let result = ada.publish(fixture.noted(number)).await.unwrap();
         assert!(matches!(result.stored, StoreOutcome::Entry(_)));
         assert_eq!(result.handlers_invoked, 1);
     }
     assert_eq!(seen_by_bob.settles_at(50).await, numbers(0..50));
     assert_eq!(seen_by_ada.settles_at(50).await, numbers(0..50));
 
-    bob.publish(place.noted(50)).await.unwrap().into_result().unwrap();
+    bob.publish(fixture.noted(50)).await.unwrap().into_result().unwrap();
     assert_eq!(seen_by_ada.settles_at(51).await, numbers(0..51));
     assert_eq!(seen_by_bob.settles_at(51).await, numbers(0..51));
     ada.close().await.unwrap();
     bob.close().await.unwrap();
 }
 
-async fn a_live_subscription_begins_where_it_began(place: Place) {
-    let (ada, bob) = (place.bus().await, place.bus().await);
+async fn a_live_subscription_starts_at_the_end_of_the_stream(fixture: Fixture) {
+    let (ada, bob) = (fixture.bus().await, fixture.bus().await);
     for number in 0..3 {
-        ada.publish(place.noted(number)).await.unwrap().into_result().unwrap();
+        ada.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
     }
     // The first handler is stuck at its first event, so the bus has yet to read what follows ...
     let (first, gate) = (HandlerLog::default(), Arc::new(Semaphore::new(0)));
@@ -55,31 +55,31 @@ async fn a_live_subscription_begins_where_it_began(place: Place) {
     };
     bob.subscribe::<Noted>(SubscribeOptions::live(), slow).await.unwrap();
     for number in 3..5 {
-        ada.publish(place.noted(number)).await.unwrap().into_result().unwrap();
+        ada.publish(fixture.noted(number)).await.unwrap().into_result().unwrap();
     }
     first.wait_for(1).await;
     // ... when the second begins.
     let second = watch(&bob).await;
-    ada.publish(place.noted(5)).await.unwrap().into_result().unwrap();
+    ada.publish(fixture.noted(5)).await.unwrap().into_result().unwrap();
     gate.add_permits(3);
     assert_eq!(first.settles_at(3).await, numbers(3..6));
     assert_eq!(second.settles_at(1).await, numbers(5..6));
 }
 
-async fn an_entry_of_another_program_is_handled_and_a_copy_for_a_group_is_not(place: Place) {
-    let bus = place.bus().await;
+async fn an_entry_of_another_program_is_handled_and_a_copy_for_a_group_is_not(fixture: Fixture) {
+    let bus = fixture.bus().await;
     let log = watch(&bus).await;
     let payload = |number: u64| format!("{{\"number\":{number},\"text\":\"\",\"more\":[]}}");
     let event_type = "conformance.Noted";
-    place.append(&[("type", event_type), ("payload", &payload(1))]).await;
+    fixture.append(&[("type", event_type), ("payload", &payload(1))]).await;
     let copy = [("type", event_type), ("payload", &payload(1)), ("originalMessageId", "1-1")];
-    place.append(&copy).await;
-    place.append(&[("type", event_type), ("payload", &payload(2)), ("timestamp", "?")]).await;
+    fixture.append(&copy).await;
+    fixture.append(&[("type", event_type), ("payload", &payload(2)), ("timestamp", "?")]).await;
     assert_eq!(log.settles_at(2).await, ["1", "2"]);
 }
 
-async fn a_handler_of_a_namespace_sees_its_events_whatever_the_session(place: Place) {
-    let (ada, bob) = (place.bus().await, place.bus().await);
+async fn a_namespace_handler_receives_events_whatever_the_session(fixture: Fixture) {
+    let (ada, bob) = (fixture.bus().await, fixture.bus().await);
     let log = HandlerLog::default();
     let seen = log.clone();
     let note = move |event: ReceivedEvent<Announced>| {
@@ -91,23 +91,23 @@ async fn a_handler_of_a_namespace_sees_its_events_whatever_the_session(place: Pl
     assert_eq!(log.settles_at(1).await, ["7"]);
 }
 
-async fn after_unsubscribing_nothing_is_seen_any_more(place: Place) {
-    let (ada, bob) = (place.bus().await, place.bus().await);
+async fn no_events_are_received_after_unsubscribe(fixture: Fixture) {
+    let (ada, bob) = (fixture.bus().await, fixture.bus().await);
     let (gone, stays) = (HandlerLog::default(), watch(&bob).await);
     let id = bob.subscribe::<Noted>(SubscribeOptions::live(), writes(&gone)).await.unwrap();
-    ada.publish(place.noted(0)).await.unwrap().into_result().unwrap();
+    ada.publish(fixture.noted(0)).await.unwrap().into_result().unwrap();
     gone.wait_for(1).await;
     stays.wait_for(1).await;
     assert!(bob.unsubscribe(id).await.unwrap());
-    ada.publish(place.noted(1)).await.unwrap().into_result().unwrap();
+    ada.publish(fixture.noted(1)).await.unwrap().into_result().unwrap();
     assert_eq!(stays.settles_at(2).await, ["0", "1"]);
     assert_eq!(gone.lines(), ["0"]);
 }
 
-async fn an_entry_has_the_fields_of_the_wire_format(place: Place) {
-    let bus = place.bus().await;
-    bus.publish(place.noted(1)).await.unwrap().into_result().unwrap();
-    let entries = entries(&*place.connect().await, &place.stream()).await;
+async fn an_entry_has_the_fields_of_the_wire_format(fixture: Fixture) {
+    let bus = fixture.bus().await;
+    bus.publish(fixture.noted(1)).await.unwrap().into_result().unwrap();
+    let entries = entries(&*fixture.connect().await, &fixture.stream()).await;
     let names: Vec<String> = entries[0]
         .fields
         .iter()
@@ -123,11 +123,11 @@ async fn an_entry_has_the_fields_of_the_wire_format(place: Place) {
     assert_eq!(value("origin"), bus.origin());
 }
 
-async fn an_event_with_an_id_counts_once_whoever_publishes_it_again(place: Place) {
-    let (ada, bob) = (place.bus().await, place.bus().await);
+async fn publishing_under_the_same_id_from_another_process_is_idempotent(fixture: Fixture) {
+    let (ada, bob) = (fixture.bus().await, fixture.bus().await);
     let (seen_by_ada, seen_by_bob) = (watch(&ada).await, watch(&bob).await);
     let event =
-        || OutgoingEvent::new(place.noted(1)).unwrap().with_id(EventId::new("one").unwrap());
+        || OutgoingEvent::new(fixture.noted(1)).unwrap().with_id(EventId::new("one").unwrap());
     let first = ada.publish_outgoing(event()).await.unwrap();
     let StoreOutcome::Entry(entry_id) = first.stored else { panic!("{first:?}") };
     for bus in [&ada, &bob, &ada] {
@@ -136,5 +136,5 @@ async fn an_event_with_an_id_counts_once_whoever_publishes_it_again(place: Place
     }
     assert_eq!(seen_by_ada.settles_at(1).await, ["1"]);
     assert_eq!(seen_by_bob.settles_at(1).await, ["1"]);
-    assert_eq!(stored(&*place.connect().await, &place.stream()).await, [1]);
+    assert_eq!(stored(&*fixture.connect().await, &fixture.stream()).await, [1]);
 }
